@@ -1,0 +1,267 @@
+"""The ``torch.compile`` backend."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from torch.fx import GraphModule
+
+from collage_fx.admission import refuse_sparse, refuse_unsupported
+from collage_fx.checkpoint import note_compiled
+from collage_fx.error_formats import ERROR_FORMATS
+from collage_fx.error_terms import expansion_of
+from collage_fx.errors import ConflictingErrorFormatError
+from collage_fx.graph import copies_to_inputs, is_low_precision_tensor, placeholders, tensor_value
+from collage_fx.lowering import lower
+from collage_fx.names import describe_inputs, optimizers_among
+from collage_fx.pipeline import ANALYSIS, PIPELINE, run_pipeline
+from collage_fx.program import Arithmetic, StepProgram, Strategy
+from collage_fx.report import CollageReport, GraphReport, tensor_report
+from collage_fx.torch_compat import (
+    compile_with_inductor,
+    inductor_compile_inner,
+    mode_options,
+    traced_frame_variables,
+)
+
+__all__ = ["CollageBackend", "backend_for", "collage", "collage_backend"]
+
+log = logging.getLogger("collage_fx")
+
+MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+
+
+@dataclass(frozen=True)
+class Options:
+    """A backend's options, checked."""
+
+    strategy: Strategy
+    error_format: str
+    arithmetic: Arithmetic
+    metrics: bool
+    strict: bool
+    mode: str | None
+
+    def __post_init__(self) -> None:
+        _one_of("strategy", self.strategy, get_args(Strategy))
+        _one_of("error_format", self.error_format, tuple(ERROR_FORMATS))
+        _one_of("arithmetic", self.arithmetic, get_args(Arithmetic))
+        _one_of("metrics", self.metrics, (False,))
+        _one_of("strict", self.strict, (True, False))
+        _one_of("mode", self.mode, (None, *MODES))
+        if self.arithmetic == "native" and not ERROR_FORMATS[self.error_format].is_double_word:
+            formats = [name for name, fmt in ERROR_FORMATS.items() if fmt.is_double_word]
+            raise ValueError(
+                f"arithmetic='native' computes with double words of the storage format, which error_format="
+                f"{self.error_format!r} does not keep; use one of {formats}, or arithmetic='wide'"
+            )
+
+
+def _one_of(name: str, value: object, allowed: Sequence[object]) -> None:
+    if not any(value is choice or (isinstance(value, str) and value == choice) for choice in allowed):
+        raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}")
+
+
+class CollageBackend:
+    """A ``torch.compile`` backend that makes low-precision optimizer steps precise.
+
+    ``step = torch.compile(opt.step, backend=CollageBackend())``
+
+    Args:
+        strategy: which bfloat16 and float16 state tensors get error terms (the names are the paper's). ``"none"``: none, plain
+            Inductor. ``"light"``: parameters. ``"plus"``: parameters, and optimizer state whose recurrence loses bits in
+            its storage format. ``"full"``: every one that carries something from step to step.
+        error_format: ``"mcf"``: an error term of the tensor's own dtype (the paper's). ``"fp32"``: a float32 master copy, for
+            comparison.
+        arithmetic: ``"wide"``: the step is computed on float32 values of ``hi + lo`` and split once at the store.
+            ``"native"``: the paper's algorithms in the storage format, every operation rounded; needs ``"mcf"``.
+        metrics: only False at present.
+        strict: refuse (raise) where a parameter cannot be compensated, rather than warn.
+        mode: as in ``torch.compile``; passed on to Inductor.
+
+    Raises:
+        ValueError: an option has a value that is not allowed; the message names those that are.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy = "plus",
+        error_format: str = "mcf",
+        arithmetic: Arithmetic = "wide",
+        metrics: bool = False,
+        strict: bool = True,
+        mode: str | None = None,
+    ) -> None:
+        self.options = Options(strategy, error_format, arithmetic, metrics, strict, mode)
+        self._report = CollageReport()
+
+    def __repr__(self) -> str:
+        options = ", ".join(f"{name}={value!r}" for name, value in vars(self.options).items())
+        return f"CollageBackend({options})"
+
+    def report(self) -> CollageReport:
+        """What has been compiled so far: a table when printed, and the graphs before and after."""
+        return CollageReport(list(self._report.graphs))
+
+    def __call__(
+        self,
+        gm: GraphModule,
+        example_inputs: Sequence[Any],
+        *,
+        mode: str | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> Callable[..., Any]:
+        """Compile one graph that Dynamo captured. ``mode`` and ``options`` are what ``torch.compile`` was given.
+
+        Raises:
+            CollageError: the step cannot be compensated. Nothing has been executed then.
+        """
+        if options:
+            raise ValueError(
+                "torch.compile(options=...) goes with backend='collage'; pass options to CollageBackend(...) instead"
+            )
+        mode = mode or self.options.mode
+        _one_of("mode", mode, (None, *MODES))
+        refuse_sparse(gm, example_inputs)
+        patches = mode_options(mode) if mode not in (None, "default") else None
+        return compile_with_inductor(
+            gm, example_inputs, inner_compile=_Capture(self, gm, tuple(example_inputs)).compile, config_patches=patches
+        )
+
+    def lower(
+        self, graph: StepProgram | GraphModule, example_inputs: Sequence[Any], inductor_options: dict[str, Any]
+    ) -> Any:
+        """A rewritten step, or a graph that is left as it is, to a callable in AOTAutograd's convention."""
+        if isinstance(graph, StepProgram):
+            return lower(graph, example_inputs, inductor_options)
+        return inductor_compile_inner(graph, example_inputs, **inductor_options)
+
+
+class _Capture:
+    """One compilation: what Dynamo captured, and the inner compiler that AOTAutograd calls with the functional graph."""
+
+    def __init__(self, backend: CollageBackend, dynamo_module: GraphModule, arguments: tuple[Any, ...]) -> None:
+        self.backend = backend
+        self.options = backend.options
+        self.dynamo_module = dynamo_module
+        self.arguments = arguments
+        self.optimizers = optimizers_among(traced_frame_variables())
+
+    def compile(self, gm: GraphModule, example_inputs: Sequence[Any], **inductor_options: Any) -> Any:
+        """Rewrite and lower the functional graph; a graph that is none of our business is lowered as it is."""
+        started = time.perf_counter()
+        reason = _reason_to_leave_alone(gm, inductor_options)
+        if reason is not None:
+            return self._lower_as_is(gm, example_inputs, inductor_options, reason)
+        program = self._program(gm)
+        before = copy.deepcopy(gm)
+        passes: list[tuple[str, str]] = []
+        run_pipeline(
+            program,
+            PIPELINE if self.options.strategy != "none" else ANALYSIS,
+            observe=lambda stage: passes.append((stage.name, stage.summary)),
+        )
+        after = copy.deepcopy(program.gm)
+        step = self.backend.lower(program if program.compensated else gm, example_inputs, inductor_options)
+        for optimizer in self.optimizers:
+            note_compiled(optimizer)
+        self.backend._report.graphs.append(
+            GraphReport(
+                before=before,
+                after=after if program.compensated else before,
+                tensors=tuple(tensor_report(program, state) for state in program.states),
+                wider_bytes=_wider_bytes(before),
+                passes=tuple(passes),
+            )
+        )
+        log.info(
+            "%s: %d of %d low-precision state tensors compensated (%s, %s, %s), compiled in %.1f s",
+            self._subject(),
+            len(program.compensated),
+            len(program.states),
+            *(self.options.strategy, self.options.error_format, self.options.arithmetic),
+            time.perf_counter() - started,
+        )
+        return step
+
+    def _lower_as_is(
+        self, gm: GraphModule, example_inputs: Sequence[Any], inductor_options: dict[str, Any], reason: str
+    ) -> Any:
+        note = f"{self._subject()}: {reason}; lowered by Inductor as it is"
+        log.info(note)
+        graph = copy.deepcopy(gm)
+        self.backend._report.graphs.append(GraphReport(before=graph, after=graph, tensors=(), note=note))
+        return self.backend.lower(gm, example_inputs, inductor_options)
+
+    def _program(self, gm: GraphModule) -> StepProgram:
+        inputs = describe_inputs(placeholders(gm.graph), self.dynamo_module, self.arguments, self.optimizers)
+        refuse_unsupported(gm, inputs)
+        existing = {
+            i: expansion for i, info in enumerate(inputs) if info.tensor is not None and (expansion := expansion_of(info.tensor))
+        }
+        if existing and self.options.strategy == "none":
+            raise ConflictingErrorFormatError(
+                "strategy='none' was asked for a tensor that has error terms, which a plain step would leave behind stale",
+                where=inputs[next(iter(existing))].name,
+                remedy="use the strategy the other compiled step uses, or drop the error terms first with "
+                "collage_fx.reset_error_terms(tensor)",
+            )
+        return StepProgram(
+            copy.deepcopy(gm),
+            inputs,
+            self.options.strategy,
+            self.options.arithmetic,
+            ERROR_FORMATS[self.options.error_format],
+            already_compensated=frozenset(existing),
+        )
+
+    def _subject(self) -> str:
+        return ", ".join(type(optimizer).__name__ for optimizer in self.optimizers) or "step"
+
+
+def _reason_to_leave_alone(gm: GraphModule, inductor_options: dict[str, Any]) -> str | None:
+    if not inductor_options.get("is_inference", False):
+        return "the graph needs autograd, so it is no optimizer step"
+    if not any(is_low_precision_tensor(node) for node in copies_to_inputs(gm.graph)):
+        return "the graph updates no bfloat16 or float16 tensor"
+    return None
+
+
+def _wider_bytes(gm: GraphModule) -> int:
+    """Bytes of the mutated floating-point inputs that are wider than the formats compensated here."""
+    values = [tensor_value(node) for node in copies_to_inputs(gm.graph) if not is_low_precision_tensor(node)]
+    return sum(int(v.numel()) * v.dtype.itemsize for v in values if v is not None and v.dtype.is_floating_point)
+
+
+#: The backend with default options.
+collage_backend = CollageBackend()
+
+_by_options: dict[tuple[tuple[str, Any], ...], CollageBackend] = {(): collage_backend}
+
+
+def collage(
+    gm: GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: dict[str, Any] | None = None
+) -> Callable[..., Any]:
+    """``torch.compile(..., backend="collage", options={...})``: options are those of :class:`CollageBackend`."""
+    return backend_for(**(options or {}))(gm, example_inputs, mode=mode)
+
+
+def backend_for(**options: Any) -> CollageBackend:
+    """The backend that ``backend="collage", options=options`` uses, for its report.
+
+    Raises:
+        ValueError: an unknown option, or a value that is not allowed.
+    """
+    allowed = list(Options.__dataclass_fields__)
+    unknown = [name for name in options if name not in allowed]
+    if unknown:
+        raise ValueError(f"unknown option {unknown[0]!r}; options of the collage backend: {', '.join(allowed)}")
+    key = tuple(sorted(options.items()))
+    if key not in _by_options:
+        _by_options[key] = CollageBackend(**options)
+    return _by_options[key]

@@ -1,0 +1,65 @@
+"""Every error a user can meet: what was expected, what was met, where, and what to do next.
+
+All of them are :class:`CollageError`. They are raised while a step is *compiled*, before any kernel has run, so a
+refused step has changed no parameter and no optimizer state; the exceptions to that rule say so in their docstring.
+
+``CollageError`` derives from Dynamo's ``ShortenTraceback`` because that is the one family of exceptions that Dynamo
+hands from a backend to the user as it is; any other would arrive wrapped in ``BackendCompilerFailed``.
+"""
+
+from __future__ import annotations
+
+from collage_fx.torch_compat import ShortenTraceback
+
+__all__ = [
+    "AliasedStateError",
+    "CheckpointMismatchError",
+    "CollageError",
+    "ConflictingErrorFormatError",
+    "GraphInvariantError",
+    "LostErrorTermsError",
+    "UnsupportedTensorError",
+]
+
+
+class CollageError(ShortenTraceback, RuntimeError):
+    """Base of all errors of this package.
+
+    Args:
+        met: what was seen, as a sentence.
+        where: the tensor, graph node or option it was seen at.
+        remedy: what the user can do about it.
+    """
+
+    def __init__(self, met: str, *, where: str, remedy: str) -> None:
+        self.met = met
+        self.where = where
+        self.remedy = remedy
+        super().__init__(f"{met}\n  where: {where}\n  what to do: {remedy}", first_useful_frame=None)
+
+
+class UnsupportedTensorError(CollageError):
+    """A state tensor or gradient of a layout, dtype or device that compensated arithmetic is not defined for."""
+
+
+class AliasedStateError(CollageError):
+    """Two state tensors of one step share memory, so neither has an error term of its own."""
+
+
+class ConflictingErrorFormatError(CollageError):
+    """A tensor already has error terms in another error format, or a plain step was asked for on such a tensor."""
+
+
+class CheckpointMismatchError(CollageError):
+    """A checkpoint's error terms do not fit the tensors they belong to. Raised before anything is loaded."""
+
+
+class LostErrorTermsError(CollageError):
+    """A compiled step was called after its error terms had been dropped. Raised before the step runs."""
+
+
+class GraphInvariantError(CollageError):
+    """A pass left the graph in a state that breaks an invariant: a fault of collage_fx, not of the user's program."""
+
+    def __init__(self, met: str, *, where: str) -> None:
+        super().__init__(met, where=where, remedy="this is a bug in collage_fx; please report it with the graph")

@@ -1,0 +1,92 @@
+"""Storage formats: the facts about bfloat16 and float16 that everything else is derived from.
+
+Nothing here touches a tensor's values. Numbers are exact (:class:`fractions.Fraction`) so that tolerances, verdicts and
+tests can be derived from them instead of typed in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+
+__all__ = ["BFLOAT16", "FLOAT16", "STORAGE_FORMATS", "FloatFormat", "is_low_precision", "storage_format"]
+
+
+@dataclass(frozen=True)
+class FloatFormat:
+    """A binary interchange format narrower than float32.
+
+    Attributes:
+        dtype: the torch dtype.
+        precision: bits of the significand, the implicit one counted (p in the literature).
+        min_exponent: exponent of the smallest normal number, 2**min_exponent.
+        max_exponent: exponent of the largest finite binade, 2**max_exponent.
+    """
+
+    dtype: torch.dtype
+    precision: int
+    min_exponent: int
+    max_exponent: int
+
+    @property
+    def name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def bytes(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def unit_roundoff(self) -> Fraction:
+        """u = 2**-p: the largest relative error of rounding to nearest, barring underflow."""
+        return Fraction(1, 2**self.precision)
+
+    @property
+    def quantum(self) -> Fraction:
+        """The smallest positive subnormal: every finite value is a multiple of it."""
+        return Fraction(2) ** (self.min_exponent - self.precision + 1)
+
+    @property
+    def largest(self) -> Fraction:
+        """The largest finite value."""
+        return (2 - Fraction(2) ** (1 - self.precision)) * Fraction(2) ** self.max_exponent
+
+    @property
+    def discarded_bits(self) -> int:
+        """Significand bits of a float32 that this format has no room for."""
+        return 24 - self.precision
+
+    def ulp(self, value: Fraction) -> Fraction:
+        """Distance between neighbouring values in the binade of ``value`` (``quantum`` for subnormals and zero)."""
+        if value == 0:
+            return self.quantum
+        magnitude = abs(value)
+        exponent = magnitude.numerator.bit_length() - magnitude.denominator.bit_length()
+        if Fraction(2) ** exponent > magnitude:
+            exponent -= 1
+        return max(Fraction(2) ** (exponent - self.precision + 1), self.quantum)
+
+    def nearest(self, value: Fraction | float) -> Fraction:
+        """``value`` rounded to nearest, ties to even, without overflow (IEEE 754-2019, section 4.3.1)."""
+        exact = Fraction(value)
+        ulp = self.ulp(exact)
+        return round(exact / ulp) * ulp  # Fraction's round() takes ties to even
+
+
+BFLOAT16 = FloatFormat(torch.bfloat16, precision=8, min_exponent=-126, max_exponent=127)
+FLOAT16 = FloatFormat(torch.float16, precision=11, min_exponent=-14, max_exponent=15)
+
+#: The formats whose state tensors collage_fx compensates. float32 and float64 state is left alone.
+STORAGE_FORMATS: dict[torch.dtype, FloatFormat] = {f.dtype: f for f in (BFLOAT16, FLOAT16)}
+
+
+def is_low_precision(dtype: torch.dtype) -> bool:
+    """Whether tensors of ``dtype`` are stored in one of :data:`STORAGE_FORMATS`."""
+    return dtype in STORAGE_FORMATS
+
+
+def storage_format(dtype: torch.dtype) -> FloatFormat:
+    """The :class:`FloatFormat` of a low-precision ``dtype``."""
+    return STORAGE_FORMATS[dtype]

@@ -1,0 +1,186 @@
+"""Graph tools: reading functional ATen graphs, and tracing ordinary functions into them.
+
+The graphs are AOTAutograd's inference graphs: functional, every ``meta["val"]`` a FakeTensor (or a symbolic number), and
+mutation only in the epilogue, ``copy_(placeholder, new_value)``, one per mutated input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from collage_fx.formats import is_low_precision
+from collage_fx.torch_compat import detect_fake_mode, functional_decompositions, make_fx
+
+__all__ = [
+    "PASS_MARK",
+    "GraphEditor",
+    "copies_to_inputs",
+    "is_conversion",
+    "is_copy_to_input",
+    "is_low_precision_tensor",
+    "placeholders",
+    "tensor_value",
+]
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+#: Key in ``node.meta``: the name of the pass that made the node.
+PASS_MARK = "collage_fx.pass"
+
+
+def placeholders(graph: Graph) -> list[Node]:
+    """The graph's inputs, in order."""
+    return list(graph.find_nodes(op="placeholder"))
+
+
+def tensor_value(node: Any) -> torch.Tensor | None:
+    """The FakeTensor a node stands for, or None if it is not a node or not a tensor."""
+    value = node.meta.get("val") if isinstance(node, Node) else None
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def is_low_precision_tensor(node: Any) -> bool:
+    """Whether ``node`` is a tensor of bfloat16 or float16."""
+    value = tensor_value(node)
+    return value is not None and is_low_precision(value.dtype)
+
+
+def is_copy_to_input(node: Node) -> bool:
+    """Whether ``node`` is one of the epilogue's ``copy_(placeholder, value)``."""
+    return (
+        node.op == "call_function"
+        and node.target is aten.copy_.default
+        and isinstance(node.args[0], Node)
+        and node.args[0].op == "placeholder"
+    )
+
+
+def is_conversion(node: Node) -> bool:
+    """Whether ``node`` is a cast, ``convert_element_type(x, dtype)``."""
+    return node.op == "call_function" and node.target is prims.convert_element_type.default
+
+
+def copies_to_inputs(graph: Graph) -> dict[Node, Node]:
+    """The epilogue: mutated placeholder -> its ``copy_`` node."""
+    return {node.args[0]: node for node in graph.nodes if is_copy_to_input(node)}  # type: ignore[misc]
+
+
+@dataclass
+class GraphEditor:
+    """Adds nodes to a graph, keeping every ``meta["val"]`` true and marking each node with the pass that made it.
+
+    Attributes:
+        gm: the module whose graph is edited in place.
+        made_by: name of the pass.
+    """
+
+    gm: GraphModule
+    made_by: str
+    _traces: dict[Any, GraphModule] = field(default_factory=dict)
+
+    @property
+    def graph(self) -> Graph:
+        return self.gm.graph
+
+    def __post_init__(self) -> None:
+        values = [node.meta.get("val") for node in placeholders(self.gm.graph)]
+        self.fake_mode = detect_fake_mode([v for v in values if isinstance(v, torch.Tensor)])
+
+    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+        """One ``call_function`` node at the graph's insertion point, its value computed on fake tensors."""
+        node = self.graph.call_function(target, args, kwargs)
+        fake_args, fake_kwargs = pytree.tree_map_only(Node, lambda n: n.meta["val"], (args, kwargs))
+        with self.fake_mode:
+            node.meta["val"] = target(*fake_args, **fake_kwargs)
+        node.meta[PASS_MARK] = self.made_by
+        return node
+
+    def convert(self, node: Node, dtype: torch.dtype) -> Node:
+        """``node`` in ``dtype``: itself where it already is, a cast otherwise."""
+        value = tensor_value(node)
+        if value is None or value.dtype == dtype:
+            return node
+        return self.call(prims.convert_element_type.default, node, dtype)
+
+    def store(self, placeholder: Node, value: Node) -> Node:
+        """``copy_(placeholder, value)``: a store of the epilogue."""
+        node = self.graph.call_function(aten.copy_.default, (placeholder, value))
+        node.meta["val"] = placeholder.meta["val"]
+        node.meta[PASS_MARK] = self.made_by
+        return node
+
+    def inline(self, function: Callable[..., Any], *args: Any) -> tuple[Node, ...]:
+        """Trace an eager function of tensors and put its operations at the insertion point.
+
+        Args:
+            function: takes the tensors that ``args`` stand for and returns a tensor or a flat tuple of tensors. It must not
+                look at shapes: it is traced once per kind of argument (dtype, device) and replayed for every tensor.
+            args: nodes and Python constants. A symbolic number (a ``lr`` that a scheduler changes) becomes a 0-d tensor.
+
+        Returns:
+            one node per tensor returned.
+        """
+        args = tuple(self._as_tensor(arg) for arg in args)
+        traced = self._trace(function, args)
+        tensors = iter(arg for arg in args if isinstance(arg, Node))
+        replayed: dict[Node, Node] = {}
+        for node in traced.graph.nodes:
+            if node.op == "placeholder":
+                replayed[node] = next(tensors)
+            elif node.op == "call_function":
+                new_args, new_kwargs = pytree.tree_map_only(
+                    Node, replayed.__getitem__, (node.args, node.kwargs)
+                )
+                replayed[node] = self.call(node.target, *new_args, **new_kwargs)
+            elif node.op == "output":
+                return tuple(replayed[result] for result in pytree.tree_leaves(node.args))
+            else:
+                raise AssertionError(f"a traced function must be made of operations alone, found {node.format_node()}")
+        raise AssertionError("a graph without an output node")
+
+    def _as_tensor(self, arg: Any) -> Any:
+        if not isinstance(arg, Node) or tensor_value(arg) is not None:
+            return arg
+        value = arg.meta["val"]
+        dtype = torch.float64 if isinstance(value, (float, torch.SymFloat)) else torch.int64
+        return self.call(aten.scalar_tensor.default, arg, dtype=dtype)
+
+    def _trace(self, function: Callable[..., Any], args: Sequence[Any]) -> GraphModule:
+        key = (function, *(_signature(arg) for arg in args))
+        if key not in self._traces:
+
+            def of_tensors(*tensors: torch.Tensor) -> Any:
+                remaining = iter(tensors)
+                return function(*(next(remaining) if isinstance(arg, Node) else arg for arg in args))
+
+            tracer = make_fx(of_tensors, decomposition_table=functional_decompositions())
+            with self.fake_mode, torch.no_grad():
+                # Fresh tensors: make_fx merges the placeholders of one tensor that is passed twice.
+                samples = [_sample(arg) for arg in args if isinstance(arg, Node)]
+                self._traces[key] = tracer(*samples)
+        return self._traces[key]
+
+    def finish(self) -> None:
+        """Drop what nobody reads any more, check the graph's form and recompile the module."""
+        self.graph.eliminate_dead_code()
+        self.graph.lint()
+        self.gm.recompile()
+
+
+def _signature(arg: Any) -> Any:
+    value = tensor_value(arg)
+    return arg if value is None else (value.dtype, value.device, value.dim() == 0)
+
+
+def _sample(arg: Node) -> torch.Tensor:
+    value = tensor_value(arg)
+    assert value is not None, f"not a tensor: {arg}"
+    shape = () if value.dim() == 0 else (2,)
+    return torch.empty(shape, dtype=value.dtype, device=value.device)

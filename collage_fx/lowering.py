@@ -1,0 +1,97 @@
+"""From a rewritten graph to the callable that AOTAutograd runs."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from collage_fx.error_formats import ErrorFormat
+from collage_fx.error_terms import Expansion, allocate
+from collage_fx.errors import LostErrorTermsError
+from collage_fx.program import StateTensor, StepProgram
+from collage_fx.torch_compat import inductor_compile_inner, inductor_config
+
+__all__ = ["CompensatedStep", "lower"]
+
+#: Note [Double-word graphs reuse every value]
+#: Inductor inlines a value into each of its readers until it holds 30 operations. In a TwoSum every value has two or three
+#: readers, so that a chain of them is traced exponentially often (minutes for one tensor). With values kept as nodes of their
+#: own from the fourth operation on, and kernels allowed to fuse that many nodes, the code is one kernel again.
+DENSE_REUSE = {"realize_opcount_threshold": 4, "max_fusion_size": 1024}
+
+
+def lower(program: StepProgram, example_inputs: Sequence[Any], inductor_options: dict[str, Any]) -> CompensatedStep:
+    """Compile the program's graph with Inductor and bind its error terms.
+
+    Args:
+        program: after the pipeline.
+        example_inputs: fake inputs for the graph as captured; those of the error terms are appended here.
+        inductor_options: what ``compile_fx`` passed for its own inner compiler (static inputs, CUDA graphs, ...).
+    """
+    auxiliaries = [node for state in program.compensated for node in state.auxiliaries]
+    static = list(inductor_options.get("static_input_idxs", ()))
+    owners = [state for state in program.compensated for _ in state.auxiliaries]
+    # As static as the tensor it corrects: CUDA graphs need not copy it.
+    static += [i for i, state in enumerate(owners, len(example_inputs)) if state.info.bound and state.position in static]
+    with inductor_config.patch(DENSE_REUSE if program.arithmetic == "native" else {}):
+        compiled = inductor_compile_inner(
+            program.gm,
+            [*example_inputs, *(node.meta["val"] for node in auxiliaries)],
+            **{**inductor_options, "static_input_idxs": static},
+        )
+    return CompensatedStep(compiled, [_bind(state, program.error_format) for state in program.compensated])
+
+
+class CompensatedStep:
+    """Calls the compiled graph with the error terms behind its arguments."""
+
+    _boxed_call = True  # AOTAutograd's calling convention: one list, which the callee may empty
+
+    def __init__(self, compiled: Any, bindings: Sequence[_Bound | _PerCall]) -> None:
+        self.compiled = compiled
+        self.bindings = bindings
+
+    def __call__(self, arguments: list[Any]) -> Any:
+        auxiliaries = [auxiliary for binding in self.bindings for auxiliary in binding.auxiliaries(arguments)]
+        arguments.extend(auxiliaries)
+        return self.compiled(arguments)
+
+
+def _bind(state: StateTensor, error_format: ErrorFormat) -> _Bound | _PerCall:
+    if not state.info.bound or state.info.tensor is None:
+        return _PerCall(state.position, error_format, state.info.name)
+    return _Bound(weakref.ref(allocate(state.info.tensor, error_format, name=state.info.name)), state.info.name)
+
+
+@dataclass
+class _Bound:
+    """Error terms of a tensor that is an attribute of the captured module: the same one in every call."""
+
+    expansion: weakref.ref[Expansion]
+    name: str
+
+    def auxiliaries(self, arguments: Sequence[Any]) -> tuple[Tensor, ...]:
+        expansion = self.expansion()
+        if expansion is None:
+            raise LostErrorTermsError(
+                "the tensor that this compiled step updates is gone, and its error terms with it",
+                where=self.name,
+                remedy="compile the step of the optimizer that is in use: step = torch.compile(opt.step, backend=...)",
+            )
+        return expansion.auxiliaries
+
+
+@dataclass
+class _PerCall:
+    """Error terms of a tensor that is an argument of each call: looked up by identity, made at its first step."""
+
+    position: int
+    error_format: ErrorFormat
+    name: str
+
+    def auxiliaries(self, arguments: Sequence[Any]) -> tuple[Tensor, ...]:
+        return allocate(arguments[self.position], self.error_format, name=self.name).auxiliaries

@@ -1,0 +1,117 @@
+"""What the inputs of a captured step are to the user: names, short symbols for recurrences, roles, real tensors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from collage_fx.program import InputInfo, Role
+from collage_fx.torch_compat import aot_input_of, symbol_source
+
+__all__ = ["describe_inputs", "optimizers_among", "parameter_names", "state_tensors"]
+
+
+def optimizers_among(variables: Mapping[str, Any]) -> list[Optimizer]:
+    """The optimizers among a frame's variables: itself, an element of ``*args``, or what a wrapper holds as ``.optimizer``."""
+    found: list[Optimizer] = []
+    for value in variables.values():
+        for candidate in value if isinstance(value, (tuple, list)) else (value,):
+            if not isinstance(candidate, Optimizer):
+                candidate = getattr(candidate, "__dict__", {}).get("optimizer")
+            if isinstance(candidate, Optimizer) and not any(candidate is known for known in found):
+                found.append(candidate)
+    return found
+
+
+def parameter_names(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+    """``(name, parameter)``: the module's own names where the optimizer was given them, else positions."""
+    for i, group in enumerate(optimizer.param_groups):
+        names = group.get("param_names", ())
+        for j, parameter in enumerate(group["params"]):
+            yield (names[j] if j < len(names) else f"param_groups[{i}].params[{j}]"), parameter
+
+
+def state_tensors(state: Mapping[Any, Any]) -> Iterator[tuple[str, Tensor]]:
+    """``(slot, tensor)`` of one parameter's optimizer state, containers within it included."""
+    for path, leaf in pytree.tree_flatten_with_path(dict(state))[0]:
+        if isinstance(leaf, Tensor):
+            yield ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path), leaf
+
+
+def describe_inputs(
+    inputs: Sequence[Node], dynamo_module: GraphModule, arguments: Sequence[Any], optimizers: Iterable[Optimizer]
+) -> list[InputInfo]:
+    """One :class:`~collage_fx.program.InputInfo` per input of an AOTAutograd graph.
+
+    Args:
+        inputs: its placeholders.
+        dynamo_module: the module Dynamo captured: its attributes are the tensors bound to the graph.
+        arguments: what Dynamo passed to the backend for the module's own inputs.
+        optimizers: where to look names up.
+    """
+    known = _known_tensors(optimizers)
+    argument_names = [node.name for node in dynamo_module.graph.find_nodes(op="placeholder")]
+    described = []
+    for node in inputs:
+        value = node.meta.get("val")
+        origin = aot_input_of(node)
+        if not isinstance(value, Tensor):
+            described.append(_describe_number(node, value))
+        elif origin is None or origin[0] == "alias":
+            described.append(InputInfo(str(origin[1]) if origin else node.name, node.name, Role.OTHER))
+        else:
+            kind, where = origin
+            if kind == "attribute":
+                tensor, fallback = _attribute(dynamo_module, str(where)), str(where)
+            else:
+                tensor, fallback = arguments[int(where)], argument_names[int(where)]
+            described.append(_describe_tensor(tensor, fallback, known, bound=kind == "attribute"))
+    return described
+
+
+def _known_tensors(optimizers: Iterable[Optimizer]) -> dict[int, tuple[str, str, Role]]:
+    known: dict[int, tuple[str, str, Role]] = {}
+    for optimizer in optimizers:
+        for i, group in enumerate(optimizer.param_groups):
+            for key, value in group.items():
+                if isinstance(value, Tensor):
+                    known[id(value)] = (f"param_groups[{i}].{key}", key, Role.OTHER)
+        for name, parameter in parameter_names(optimizer):
+            known[id(parameter)] = (name, "p", Role.PARAMETER)
+            if parameter.grad is not None:
+                known[id(parameter.grad)] = (f"{name}.grad", "g", Role.GRADIENT)
+            for slot, tensor in state_tensors(optimizer.state.get(parameter, {})):
+                known[id(tensor)] = (f"{name}.{slot}", slot.rpartition(".")[2], Role.STATE)
+    return known
+
+
+def _describe_tensor(
+    tensor: Tensor, fallback: str, known: Mapping[int, tuple[str, str, Role]], *, bound: bool
+) -> InputInfo:
+    if id(tensor) in known:
+        name, symbol, role = known[id(tensor)]
+    else:
+        name = re.sub(r"^L_+|_+$", "", fallback, flags=re.IGNORECASE)
+        symbol = name.rpartition("___")[2] or name
+        role = Role.PARAMETER if isinstance(tensor, torch.nn.Parameter) else Role.STATE
+    return InputInfo(name, symbol, role, tensor, bound)
+
+
+def _describe_number(node: Node, value: Any) -> InputInfo:
+    source = symbol_source(value) if isinstance(value, (torch.SymInt, torch.SymFloat)) else node.name
+    words = re.findall(r"\w+", source)
+    return InputInfo(source, words[-1] if words else node.name, Role.OTHER)
+
+
+def _attribute(module: GraphModule, target: str) -> Tensor:
+    owner, _, name = target.rpartition(".")
+    tensor = getattr(module.get_submodule(owner), name)
+    assert isinstance(tensor, Tensor)
+    return tensor

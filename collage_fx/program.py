@@ -1,0 +1,147 @@
+"""The object that travels through the pipeline: one captured step, its state tensors and what is decided about them."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch.fx import GraphModule, Node
+
+from collage_fx.error_formats import ErrorFormat
+from collage_fx.formats import FloatFormat, storage_format
+from collage_fx.graph import tensor_value
+
+if TYPE_CHECKING:
+    import sympy
+
+__all__ = ["Arithmetic", "InputInfo", "Kind", "Recurrence", "Role", "StateTensor", "StepProgram", "Strategy", "Verdict"]
+
+Strategy = Literal["none", "light", "plus", "full"]
+Arithmetic = Literal["wide", "native"]
+
+
+class Role(enum.Enum):
+    """What an input of the step is to the user."""
+
+    PARAMETER = "parameter"
+    STATE = "state"
+    GRADIENT = "gradient"
+    OTHER = "other"
+
+
+@dataclass(frozen=True)
+class InputInfo:
+    """What is known of one graph input beyond the graph.
+
+    Attributes:
+        name: as the user knows it, such as ``param_groups[0].params[3].exp_avg``.
+        symbol: short name for recurrences, such as ``exp_avg``; a parameter is ``p``, its gradient ``g``.
+        role: parameter, optimizer state, gradient or other.
+        tensor: the real tensor met while compiling, None for numbers and for what AOTAutograd made up.
+        bound: whether it is an attribute of the captured module, so the same tensor in every call.
+    """
+
+    name: str
+    symbol: str
+    role: Role
+    tensor: torch.Tensor | None = None
+    bound: bool = False
+
+
+class Kind(enum.Enum):
+    """How a state tensor's new value depends on its old one."""
+
+    ACCUMULATION = "accumulation"
+    MOVING_AVERAGE = "moving average"
+    OVERWRITE = "overwrite"
+    OTHER = "other"
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """``symbol' = f(symbol, ...)`` and its shape.
+
+    Attributes:
+        expression: the new value; other state tensors' new values appear as primed symbols.
+        kind: see :class:`Kind`.
+        slopes: the coefficients of the old value, one per branch of a piecewise linear update (maximum, where): a number
+            where it is known while compiling, else a SymPy expression. Empty where the dependence isn't linear.
+        path: the nodes between the load and the store of the tensor, in graph order.
+    """
+
+    expression: sympy.Expr
+    kind: Kind
+    slopes: tuple[sympy.Expr, ...]
+    path: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether plain low precision loses the update, and the numbers that say so."""
+
+    lossy: bool
+    reason: str
+
+
+@dataclass
+class StateTensor:
+    """A low-precision input that the step mutates.
+
+    Attributes:
+        placeholder: the graph input.
+        position: its place among the graph's inputs.
+        info: name and role.
+        store: its ``copy_`` in the epilogue.
+        recurrence, verdict: set by ``analyze``.
+        compensated: set by ``analyze``: whether it becomes an expansion, by ``selection``.
+        selection: why it is, or is not, compensated under the chosen strategy.
+        auxiliaries: set by ``allocate``: placeholders of its error format's auxiliary tensors.
+    """
+
+    placeholder: Node
+    position: int
+    info: InputInfo
+    store: Node
+    recurrence: Recurrence | None = None
+    verdict: Verdict | None = None
+    compensated: bool = False
+    selection: str = ""
+    auxiliaries: tuple[Node, ...] = ()
+
+    @property
+    def value(self) -> torch.Tensor:
+        """The FakeTensor: shape, strides, dtype, device."""
+        value = tensor_value(self.placeholder)
+        assert value is not None
+        return value
+
+    @property
+    def format(self) -> FloatFormat:
+        return storage_format(self.value.dtype)
+
+
+@dataclass
+class StepProgram:
+    """One captured step on its way through the pipeline.
+
+    Attributes:
+        gm: the graph, edited in place by the passes.
+        inputs: one :class:`InputInfo` per graph input.
+        already_compensated: positions of inputs that have error terms already (from another compiled callable, an
+            earlier compilation or a checkpoint).
+    """
+
+    gm: GraphModule
+    inputs: Sequence[InputInfo]
+    strategy: Strategy
+    arithmetic: Arithmetic
+    error_format: ErrorFormat
+    already_compensated: frozenset[int] = frozenset()
+    states: list[StateTensor] = field(default_factory=list)
+
+    @property
+    def compensated(self) -> list[StateTensor]:
+        return [state for state in self.states if state.compensated]

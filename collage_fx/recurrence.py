@@ -1,0 +1,288 @@
+"""Reading recurrences out of a graph: how a state tensor's new value depends on its old one.
+
+Two readings of the same nodes. The *expression* is for people: SymPy, other state tensors' new values cut off as primed
+symbols, tensor operations without an elementwise meaning as opaque functions. The *slopes* are for decisions: the
+coefficients of the old value, exact where the graph's constants are, one per branch where the update is piecewise linear.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Node
+
+from collage_fx.formats import FloatFormat
+from collage_fx.graph import tensor_value
+from collage_fx.program import Kind, Recurrence, Verdict
+
+__all__ = ["TOLERATED_STALL", "judge", "read_recurrence", "representation_error", "stall_band"]
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+#: A moving average may stall within this relative distance of its target before it counts as lossy: see :func:`judge`.
+TOLERATED_STALL = Fraction(1, 16)
+
+#: Elementwise operators with a SymPy meaning, by overload packet.
+FUNCTIONS: dict[Any, Callable[..., sympy.Expr]] = {
+    aten.add: operator.add,
+    aten.sub: operator.sub,
+    aten.mul: operator.mul,
+    aten.div: operator.truediv,
+    aten.neg: operator.neg,
+    aten.pow: operator.pow,
+    aten.sqrt: sympy.sqrt,
+    aten.rsqrt: lambda x: 1 / sympy.sqrt(x),
+    aten.reciprocal: lambda x: 1 / x,
+    aten.abs: sympy.Abs,
+    aten.sign: sympy.sign,
+    aten.exp: sympy.exp,
+    aten.log: sympy.log,
+    aten.maximum: sympy.Max,
+    aten.minimum: sympy.Min,
+}
+
+#: Operators that pass their first operand through unchanged, as far as a recurrence is concerned.
+IDENTITIES = frozenset(
+    {
+        aten.alias, aten.clone, aten.copy, aten.detach, aten.expand, aten.lift_fresh_copy, aten.view, aten.reshape,
+        aten._unsafe_view, prims.convert_element_type, aten._to_copy,
+    }
+)  # fmt: skip
+
+
+class _Nonlinear:
+    """Marker: depends on the old value, but not piecewise linearly."""
+
+
+_NONLINEAR = _Nonlinear()
+
+#: Slopes of a value with respect to the old one: empty for a value that does not depend on it.
+Slopes = frozenset[sympy.Expr] | _Nonlinear
+
+
+def read_recurrence(
+    placeholder: Node, new_value: Node, symbols: Mapping[Node, str], peers: Mapping[Node, str]
+) -> Recurrence:
+    """The recurrence of one state tensor.
+
+    Args:
+        placeholder: its input node.
+        new_value: what the epilogue stores into it.
+        symbols: names of the graph's inputs.
+        peers: new values of *other* state tensors and their primed names; they are leaves.
+    """
+    reader = _Reader(placeholder, new_value, symbols, {n: s for n, s in peers.items() if n is not new_value})
+    slopes = reader.slopes(new_value)
+    numbers = () if isinstance(slopes, _Nonlinear) else tuple(sorted(slopes, key=sympy.default_sort_key))
+    return Recurrence(reader.expression(new_value), _kind(slopes), numbers, reader.path())
+
+
+def _kind(slopes: Slopes) -> Kind:
+    if isinstance(slopes, _Nonlinear) or len(slopes) > 1:
+        return Kind.OTHER
+    if not slopes:
+        return Kind.OVERWRITE
+    (slope,) = slopes
+    if slope == 1:
+        return Kind.ACCUMULATION
+    return Kind.MOVING_AVERAGE if not slope.is_number or 0 < slope < 1 else Kind.OTHER
+
+
+class _Reader:
+    """Walks a state tensor's update backwards from its store, each node once."""
+
+    def __init__(
+        self, placeholder: Node, new_value: Node, symbols: Mapping[Node, str], peers: Mapping[Node, str]
+    ) -> None:
+        self.placeholder = placeholder
+        self.new_value = new_value
+        self.symbols = symbols
+        self.peers = peers
+        self._depends: dict[Node, bool] = {}
+        self._expressions: dict[Node, sympy.Expr] = {}
+        self._slopes: dict[Node, Slopes] = {}
+
+    def path(self) -> tuple[Node, ...]:
+        """Nodes between load and store, in graph order."""
+        self.depends(self.new_value)
+        order = {node: i for i, node in enumerate(self.placeholder.graph.nodes)}
+        return tuple(sorted((n for n, d in self._depends.items() if d and n is not self.placeholder), key=order.__getitem__))
+
+    def depends(self, node: Node) -> bool:
+        """Whether ``node`` is computed from the old value (not through another state tensor's new value)."""
+        if node not in self._depends:
+            if node is self.placeholder:
+                self._depends[node] = True
+            elif node in self.peers:
+                self._depends[node] = False
+            else:
+                # all(...) before any(...): every operand is visited, so that path() sees every branch.
+                self._depends[node] = any([self.depends(operand) for operand in node.all_input_nodes])
+        return self._depends[node]
+
+    # -- the expression, for people
+
+    def expression(self, value: Any) -> sympy.Expr:
+        if not isinstance(value, Node):
+            return _number(value)
+        if value not in self._expressions:
+            self._expressions[value] = self._expression(value)
+        return self._expressions[value]
+
+    def _expression(self, node: Node) -> sympy.Expr:
+        if node in self.peers:
+            return sympy.Symbol(self.peers[node])
+        if node.op != "call_function":
+            return sympy.Symbol(self.symbols.get(node, node.name))
+        packet = getattr(node.target, "overloadpacket", node.target)
+        if packet in IDENTITIES:
+            return self.expression(node.args[0])
+        if packet in (aten.full, aten.full_like, aten.scalar_tensor):
+            return self.expression(node.args[0 if packet is aten.scalar_tensor else 1])
+        if packet in FUNCTIONS:
+            return FUNCTIONS[packet](*(self.expression(arg) for arg in node.args))
+        operands = [self.expression(arg) for arg in node.args if isinstance(arg, (Node, int, float))]
+        return sympy.Function(getattr(packet, "__name__", str(packet)))(*operands)
+
+    # -- the slopes, for decisions
+
+    def slopes(self, value: Any) -> Slopes:
+        if not isinstance(value, Node) or not self.depends(value):
+            return frozenset()
+        if value not in self._slopes:
+            self._slopes[value] = self._slopes_of(value)
+        return self._slopes[value]
+
+    def _slopes_of(self, node: Node) -> Slopes:
+        if node is self.placeholder:
+            return frozenset({sympy.Integer(1)})
+        packet = getattr(node.target, "overloadpacket", node.target)
+        args = node.args
+        if packet in IDENTITIES:
+            return self.slopes(args[0])
+        if packet is aten.neg:
+            return _map(self.slopes(args[0]), operator.neg)
+        if packet in (aten.add, aten.sub):
+            second = self.slopes(args[1])
+            return _sum(self.slopes(args[0]), _map(second, operator.neg) if packet is aten.sub else second)
+        if packet is aten.mul:
+            return self._scaled(args[0], args[1]) if self.depends_on(args[0]) else self._scaled(args[1], args[0])
+        if packet is aten.div and not self.depends_on(args[1]):
+            return self._scaled(args[0], args[1], inverse=True)
+        if packet in (aten.maximum, aten.minimum):
+            return _branches(self.slopes(args[0]), self.slopes(args[1]))
+        if packet is aten.where and not self.depends_on(args[0]):
+            return _branches(self.slopes(args[1]), self.slopes(args[2]))
+        if packet in (aten.clamp, aten.clamp_min, aten.clamp_max):
+            return _branches(self.slopes(args[0]), frozenset())
+        return _NONLINEAR
+
+    def depends_on(self, value: Any) -> bool:
+        return isinstance(value, Node) and self.depends(value)
+
+    def _scaled(self, value: Any, factor: Any, *, inverse: bool = False) -> Slopes:
+        """``value * factor`` (or ``value / factor``), where ``value`` depends on the old value."""
+        if self.depends_on(factor):
+            return _NONLINEAR
+        coefficient = _exact(factor) if not isinstance(factor, Node) else self._coefficient(factor)
+        return _map(self.slopes(value), lambda slope: slope / coefficient if inverse else slope * coefficient)
+
+    def _coefficient(self, factor: Node) -> sympy.Expr:
+        """A factor that is a graph value: its expression if it is one number for the whole tensor, else an unknown."""
+        value = tensor_value(factor)
+        if value is None or value.dim() == 0 or value.numel() == 1:
+            return self.expression(factor)
+        packet = getattr(factor.target, "overloadpacket", None)
+        if packet in (aten.full, aten.full_like):
+            return self.expression(factor)
+        return sympy.Symbol(factor.name)
+
+
+def _map(slopes: Slopes, function: Callable[[sympy.Expr], sympy.Expr]) -> Slopes:
+    return slopes if isinstance(slopes, _Nonlinear) else frozenset(function(slope) for slope in slopes)
+
+
+def _sum(first: Slopes, second: Slopes) -> Slopes:
+    if isinstance(first, _Nonlinear) or isinstance(second, _Nonlinear):
+        return _NONLINEAR
+    if not first or not second:
+        return first or second
+    return frozenset(a + b for a in first for b in second)
+
+
+def _branches(first: Slopes, second: Slopes) -> Slopes:
+    """Either of two values; one that does not depend on the old value at all contributes no slope."""
+    if isinstance(first, _Nonlinear) or isinstance(second, _Nonlinear):
+        return _NONLINEAR
+    return first | second
+
+
+def _number(value: Any) -> sympy.Expr:
+    """A constant for display: the shortest decimal that reads well, whole numbers as integers."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return sympy.Symbol(str(value))
+    if math.isfinite(value) and value == int(value):
+        return sympy.Integer(int(value))
+    return sympy.Float(f"{value:.6g}") if math.isfinite(value) else sympy.Float(value)
+
+
+def _exact(value: Any) -> sympy.Expr:
+    """A constant for arithmetic: the double's exact value."""
+    if isinstance(value, (int, float)) and math.isfinite(value):
+        fraction = Fraction(value)
+        return sympy.Rational(fraction.numerator, fraction.denominator)
+    return sympy.Symbol(str(value))
+
+
+def representation_error(decay: Fraction, fmt: FloatFormat) -> Fraction:
+    """|RN(a) - a| / |1 - a|: how wrong the *rate* 1 - a becomes when a itself is stored in ``fmt``."""
+    return abs(fmt.nearest(decay) - decay) / abs(1 - decay)
+
+
+def stall_band(decay: Fraction, fmt: FloatFormat) -> Fraction:
+    """u / (1 - a): the amplification of the roundoff u of each step by a recurrence of decay a.
+
+    ``v' = a v + (1 - a) x`` moves v by ``(1 - a)(x - v)``; rounded to ``fmt`` the move is lost once it is below ``u v``, that
+    is as soon as v is within ``u/(1 - a)`` of its target, relatively. Independent errors of each step add up likewise.
+    """
+    return fmt.unit_roundoff / abs(1 - decay)
+
+
+def judge(recurrence: Recurrence, fmt: FloatFormat) -> Verdict:
+    """Whether storing the tensor in ``fmt`` loses its update.
+
+    An accumulation (slope 1) is lossy: any move below half an ulp is lost, every time. A moving average is lossy if it
+    stalls further than :data:`TOLERATED_STALL` (1/16, 6 %) from its target, ``u/(1 - a)``, or if its rate is off by more than that
+    because ``a`` has no close neighbour in the format. In bfloat16 that puts the line between a = 0.9 (0.039) and 0.95
+    (0.078); in float16 between 0.99 (0.049) and 0.995 (0.098). A decay that is no compile-time constant may come
+    arbitrarily near 1, so it is taken to be lossy. An overwrite is not lossy: nothing of the old value is left to lose.
+    """
+    if recurrence.kind is Kind.OVERWRITE:
+        return Verdict(False, "the new value does not depend on the old one")
+    if not recurrence.slopes:
+        return Verdict(True, "depends on its old value in a way that is not linear; no bound is known")
+    reasons = [_judge_slope(slope, fmt) for slope in recurrence.slopes]
+    return next((verdict for verdict in reasons if verdict.lossy), reasons[0])
+
+
+def _judge_slope(slope: sympy.Expr, fmt: FloatFormat) -> Verdict:
+    if slope == 1:
+        return Verdict(True, f"accumulates: moves below ulp/2 (2**-{fmt.precision} relative) are lost")
+    if not slope.is_number:
+        return Verdict(True, "its decay is not a compile-time constant, so it may come arbitrarily near 1")
+    decay = abs(Fraction(str(slope)) if slope.is_Rational else Fraction(float(slope)))
+    if decay > 1:
+        return Verdict(True, f"grows by {float(decay):.6g} a step, and the roundoff of each step with it")
+    if decay == 1:
+        return Verdict(True, "alternates in sign without decaying: roundoff accumulates")
+    stall, rate = stall_band(decay, fmt), representation_error(decay, fmt)
+    numbers = f"u/(1-a) = {float(stall):.2g}, rate off by {float(rate):.2g} in {fmt.name}, for a = {float(decay):.6g}"
+    lossy = max(stall, rate) > TOLERATED_STALL
+    return Verdict(lossy, f"{'stalls' if lossy else 'tolerable'}: {numbers}")

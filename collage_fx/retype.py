@@ -1,0 +1,181 @@
+"""Carry the low-precision values of a graph in float32: the mechanism that ``widen`` and ``pin-roundings`` share.
+
+After it has run, every operation that used to be computed in bfloat16 or float16 works on float32 values; casts remain
+only where memory is read (inputs) and written (the ``copy_`` epilogue, outputs, operators that need the storage dtype).
+What differs is the meaning it keeps: with ``rounding=False`` the intermediate roundings are dropped, on purpose and
+visibly; with ``rounding=True`` every value is rounded to the storage format's grid where the original graph rounded it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from collage_fx.arithmetic import round_to_storage
+from collage_fx.formats import is_low_precision, storage_format
+from collage_fx.graph import GraphEditor, is_copy_to_input, is_low_precision_tensor, tensor_value
+
+__all__ = ["Retyper", "is_movement", "is_pointwise", "is_transparent"]
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+#: Operations that only move values (or their signs), so that operands on the storage grid give results on the grid.
+MOVEMENT = frozenset(
+    {
+        aten.abs, aten.neg, aten.alias, aten.as_strided, aten.cat, aten.clone, aten.constant_pad_nd, aten.detach, aten.diagonal, aten.expand,
+        aten.flip, aten.index_select, aten.lift_fresh_copy, aten.permute, aten.repeat, aten.reshape, aten.roll,
+        aten.select, aten.select_scatter, aten.slice, aten.slice_scatter, aten.split, aten.split_with_sizes, aten.squeeze,
+        aten.stack, aten.t, aten.transpose, aten.unbind, aten.unsqueeze, aten.view, aten._unsafe_view,
+    }
+)  # fmt: skip
+
+#: Reductions: Inductor accumulates them in float32 whatever the operand's dtype.
+REDUCTIONS = frozenset(
+    {
+        aten.amax, aten.amin, aten.any, aten.all, aten.cumsum, aten.linalg_vector_norm, aten.max, aten.mean, aten.min,
+        aten.norm, aten.prod, aten.std, aten.sum, aten.var, aten.var_mean,
+    }
+)  # fmt: skip
+
+#: Tensors made from numbers.
+FACTORIES = frozenset(
+    {
+        aten.arange, aten.empty, aten.empty_like, aten.full, aten.full_like, aten.ones, aten.ones_like, aten.scalar_tensor,
+        aten.zeros, aten.zeros_like,
+    }
+)  # fmt: skip
+
+
+def _packet(target: Any) -> Any:
+    return getattr(target, "overloadpacket", target)
+
+
+def is_pointwise(node: Node) -> bool:
+    """Whether each element of the result depends on the same element of the operands alone."""
+    return isinstance(node.target, torch._ops.OpOverload) and (
+        torch.Tag.pointwise in node.target.tags or _packet(node.target) is prims.convert_element_type
+    )
+
+
+def is_movement(node: Node) -> bool:
+    """Whether the operation only moves values. ``view.dtype`` reinterprets them, so it does not."""
+    return _packet(node.target) in MOVEMENT and node.target is not aten.view.dtype
+
+
+def is_transparent(node: Node) -> bool:
+    """Whether the operation means the same on float32 operands as on low-precision ones, but for roundings."""
+    packet = _packet(node.target)
+    return is_pointwise(node) or is_movement(node) or packet in REDUCTIONS or packet in FACTORIES
+
+
+class Retyper:
+    """Rewrites a graph in place so that low-precision values are carried in float32.
+
+    Args:
+        editor: makes the nodes.
+        rounding: keep the roundings (every value on its storage format's grid) or drop them.
+    """
+
+    def __init__(self, editor: GraphEditor, *, rounding: bool) -> None:
+        self.editor = editor
+        self.rounding = rounding
+        self._float32: dict[Node, Node] = {}
+        self._stored: dict[Node, Node] = {}
+
+    def run(self) -> None:
+        for node in list(self.editor.graph.nodes):
+            with self.editor.graph.inserting_before(node):
+                self._visit(node)
+        self.editor.finish()
+
+    def _visit(self, node: Node) -> None:
+        if node.op in ("placeholder", "get_attr"):
+            return
+        if node.op == "output":
+            node.args = pytree.tree_map_only(Node, self._in_storage, node.args)
+        elif is_copy_to_input(node):
+            destination, source = node.args[:2]
+            assert isinstance(destination, Node)
+            value = tensor_value(destination)
+            assert value is not None
+            stored = self._in_storage(source)
+            node.args = (destination, self.editor.convert(stored, value.dtype), *node.args[2:])
+        elif not any(is_low_precision_tensor(n) for n in (node, *node.all_input_nodes)):
+            return
+        elif _packet(node.target) is prims.convert_element_type:
+            self._visit_conversion(node)
+        elif is_transparent(node):
+            self._visit_transparent(node)
+        else:
+            # Matrix products, library calls, custom operators: they get and give the storage dtype, as written.
+            node.args, node.kwargs = pytree.tree_map_only(Node, self._in_storage, (node.args, node.kwargs))
+
+    def _visit_conversion(self, node: Node) -> None:
+        source, dtype = node.args
+        assert isinstance(source, Node) and isinstance(dtype, torch.dtype)
+        if is_low_precision(dtype):
+            value = self.editor.convert(self._in_float32(source), torch.float32)
+            source_value = tensor_value(source)
+            on_grid = source_value is not None and source_value.dtype == dtype
+            self._define(node, value, rounds=not on_grid)
+        else:
+            self._replace(node, self.editor.convert(self._in_float32(source), dtype))
+
+    def _visit_transparent(self, node: Node) -> None:
+        args, kwargs = pytree.tree_map_only(Node, self._in_float32, (node.args, dict(node.kwargs)))
+        value = tensor_value(node)
+        low = value is not None and is_low_precision(value.dtype)
+        if low and isinstance(kwargs.get("dtype"), torch.dtype):
+            kwargs["dtype"] = torch.float32
+        if self.rounding and low and _packet(node.target) in (aten.full, aten.full_like, aten.scalar_tensor):
+            assert value is not None
+            args = tuple(_on_grid(arg, value.dtype) for arg in args)
+        result = self.editor.call(node.target, *args, **kwargs)
+        if low:
+            self._define(node, result, rounds=not is_movement(node) and _packet(node.target) not in FACTORIES)
+        else:
+            if value is not None and result.meta["val"].dtype != value.dtype:
+                result = self.editor.convert(result, value.dtype)
+            self._replace(node, result)
+
+    def _define(self, node: Node, result: Node, *, rounds: bool) -> None:
+        """``result`` (float32) now carries what the low-precision ``node`` stood for."""
+        value = tensor_value(node)
+        assert value is not None
+        if not (self.rounding and rounds):
+            self._float32[node] = result
+        elif all(is_copy_to_input(user) or user.op == "output" for user in node.users):
+            # Nobody in the graph reads it back: the store itself rounds.
+            self._float32[node] = result
+        else:
+            (self._float32[node],) = self.editor.inline(round_to_storage, result, value.dtype)
+
+    def _replace(self, node: Node, result: Node) -> None:
+        """``result`` has the dtype ``node`` had: later nodes read it directly."""
+        node.replace_all_uses_with(result)
+
+    def _in_float32(self, node: Node) -> Node:
+        """The float32 carrier of a low-precision node; any other node as it is."""
+        if not is_low_precision_tensor(node):
+            return node
+        if node not in self._float32:  # memory: an input, or the result of an operator that keeps the storage dtype
+            self._float32[node] = self.editor.convert(node, torch.float32)
+        return self._float32[node]
+
+    def _in_storage(self, node: Node) -> Node:
+        """A low-precision node in its storage dtype: itself if it is memory, else a cast of its float32 carrier."""
+        value = tensor_value(node)
+        carrier = self._float32.get(node)
+        if value is None or carrier is None or node.op in ("placeholder", "get_attr") or not is_transparent(node):
+            return node
+        if node not in self._stored:
+            self._stored[node] = self.editor.convert(carrier, value.dtype)
+        return self._stored[node]
+
+
+def _on_grid(argument: Any, dtype: torch.dtype) -> Any:
+    return float(storage_format(dtype).nearest(argument)) if isinstance(argument, float) and abs(argument) < float("inf") else argument

@@ -1,0 +1,142 @@
+"""Everything that rests on torch's private interfaces, and so may differ from version to version.
+
+Supported: torch 2.11 and newer (tested on 2.11, 2.13 and 2.15). A private name that has moved is reported by name at
+import, with the versions that are known to work, rather than by an AttributeError in the middle of a training run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+
+__all__ = [
+    "ShortenTraceback",
+    "aot_input_of",
+    "compile_with_inductor",
+    "detect_fake_mode",
+    "functional_decompositions",
+    "inductor_config",
+    "inductor_compile_inner",
+    "make_fx",
+    "mode_options",
+    "real_tensors",
+    "symbol_source",
+    "traced_frame_variables",
+]
+
+OLDEST_TORCH = (2, 11)
+TESTED_TORCH = ("2.11", "2.13", "2.15")
+
+
+def _version() -> tuple[int, int]:
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+if _version() < OLDEST_TORCH:
+    raise ImportError(
+        f"collage_fx needs torch >= {'.'.join(map(str, OLDEST_TORCH))}, found {torch.__version__}: "
+        "AOTAutograd's input descriptors and the Inductor entry points it is built on are missing there"
+    )
+
+try:
+    from torch._dynamo.exc import ShortenTraceback
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+    from torch._functorch import config as functorch_config
+    from torch._functorch._aot_autograd.descriptors import (
+        BufferAOTInput,
+        ParamAOTInput,
+        PlainAOTInput,
+        SyntheticBaseAOTInput,
+        ViewBaseAOTInput,
+    )
+    from torch._guards import detect_fake_mode
+    from torch._inductor import config as inductor_config
+    from torch._inductor import list_mode_options
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+    from torch.fx.experimental.proxy_tensor import make_fx
+except ImportError as error:
+    raise ImportError(
+        f"collage_fx does not know torch {torch.__version__}: {error}. "
+        f"It is tested with torch {', '.join(TESTED_TORCH)}; please install one of those or a newer collage_fx"
+    ) from error
+
+#: Compiles one functional ATen graph with Inductor: ``(gm, example_inputs, **kwargs) -> callable taking a list``.
+inductor_compile_inner: Callable[..., Callable[[list[Any]], Any]] = compile_fx_inner
+
+
+def compile_with_inductor(
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    inner_compile: Callable[..., Any],
+    config_patches: dict[str, Any] | None,
+) -> Callable[..., Any]:
+    """Run a Dynamo graph through AOTAutograd and Inductor with ``inner_compile`` in place of Inductor's own.
+
+    AOTAutograd's cache is switched off: on a hit it would return the code of an earlier compilation without calling
+    ``inner_compile``, that is without the error terms. Inductor's own cache, keyed by the graph it is given (the rewritten one),
+    stays on, so that a second process still starts warm.
+    """
+    with functorch_config.patch(enable_autograd_cache=False):
+        return compile_fx(gm, list(example_inputs), inner_compile=inner_compile, config_patches=config_patches)  # type: ignore[no-any-return]
+
+
+def mode_options(mode: str) -> dict[str, Any]:
+    """Inductor configuration of a ``torch.compile`` mode; raises RuntimeError for a mode that torch doesn't know."""
+    return dict(list_mode_options(mode))
+
+
+def functional_decompositions() -> dict[Any, Callable[..., Any]]:
+    """The decompositions Inductor expects to have been applied to the graphs it is given."""
+    return dict(select_decomp_table())
+
+
+def aot_input_of(placeholder: torch.fx.Node) -> tuple[Literal["attribute", "argument", "alias"], str | int] | None:
+    """Where an input of an AOTAutograd graph comes from.
+
+    Returns:
+        ``("attribute", name)`` for a parameter or buffer of the Dynamo module, ``("argument", position)`` for one of its
+        inputs, ``("alias", description)`` for the common memory of several aliasing inputs, None for anything else (pieces of
+        tensor subclasses, tokens).
+    """
+    descriptor = placeholder.meta.get("desc")
+    if isinstance(descriptor, (ParamAOTInput, BufferAOTInput)):
+        return "attribute", descriptor.target
+    if isinstance(descriptor, PlainAOTInput):
+        return "argument", descriptor.idx
+    if isinstance(descriptor, (SyntheticBaseAOTInput, ViewBaseAOTInput)):
+        return "alias", descriptor.expr()
+    return None
+
+
+def traced_frame_variables() -> dict[str, Any]:
+    """The Python variables of the frame that Dynamo is compiling right now, real objects; empty outside of Dynamo.
+
+    Includes the globals that the frame's code names, so that a step inside a user's function is found too.
+    """
+    try:
+        frame = InstructionTranslator.current_tx().output.root_tx
+    except AttributeError:  # torch's own signal for "no translation is running"
+        return {}
+    global_names = {name: frame.f_globals[name] for name in frame.f_code.co_names if name in frame.f_globals}
+    return {**global_names, **frame.f_locals}
+
+
+def symbol_source(value: torch.SymInt | torch.SymFloat) -> str:
+    """The Python expression a symbolic number was read from, such as ``self.param_groups[0]['lr']``, else its symbol."""
+    expression = value.node.expr
+    sources = value.node.shape_env.var_to_sources.get(expression, ())
+    return str(sources[0].name) if sources and isinstance(sources[0].name, str) else str(expression)
+
+
+@contextlib.contextmanager
+def real_tensors() -> Iterator[None]:
+    """Allocate real tensors although a fake tensor mode is active (as it is while a backend runs)."""
+    with unset_fake_temporarily():
+        yield

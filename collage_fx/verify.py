@@ -1,0 +1,66 @@
+"""The invariants of a graph between passes, checked by code that shares nothing with the passes."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from collage_fx.errors import GraphInvariantError
+from collage_fx.graph import is_copy_to_input, placeholders
+from collage_fx.program import StepProgram
+
+__all__ = ["verify"]
+
+
+def verify(program: StepProgram, *, after: str) -> None:
+    """Raise :class:`~collage_fx.errors.GraphInvariantError` naming the first node that breaks an invariant.
+
+    Checked: FX's own lint; every tensor node has a ``meta["val"]``; the only mutation is the epilogue, with at most one
+    store per input and source and destination agreeing in dtype and shape; the inputs the graph was captured with are
+    unchanged in number and order and new ones come behind them; each auxiliary input has one writer once anything writes it.
+    """
+    graph = program.gm.graph
+    graph.lint()
+    _check_inputs(program, after)
+    stored: set[Node] = set()
+    for node in graph.nodes:
+        if node.op == "call_function" and "val" not in node.meta:
+            raise GraphInvariantError("a node without a value", where=f"{node.format_node()} after {after}")
+        if is_copy_to_input(node):
+            _check_store(node, stored, after)
+        elif _mutates(node):
+            raise GraphInvariantError("mutation outside the epilogue", where=f"{node.format_node()} after {after}")
+    written = [[a in stored for a in state.auxiliaries] for state in program.states if state.auxiliaries]
+    if any(map(any, written)) and not all(map(all, written)):
+        raise GraphInvariantError("an auxiliary tensor that nobody writes", where=f"after {after}")
+
+
+def _check_inputs(program: StepProgram, after: str) -> None:
+    inputs = placeholders(program.gm.graph)
+    captured, added = inputs[: len(program.inputs)], inputs[len(program.inputs) :]
+    expected = [auxiliary for state in program.states for auxiliary in state.auxiliaries]
+    if added != expected:
+        raise GraphInvariantError(f"inputs {added} where {expected} were allocated", where=f"after {after}")
+    for state in program.states:
+        if captured[state.position] is not state.placeholder:
+            raise GraphInvariantError("an input has moved", where=f"{state.info.name} after {after}")
+
+
+def _check_store(node: Node, stored: set[Node], after: str) -> None:
+    destination, source = node.args[:2]
+    assert isinstance(destination, Node)
+    where = f"{node.format_node()} after {after}"
+    if not isinstance(source, Node):
+        raise GraphInvariantError("a store of something that is no node", where=where)
+    if destination in stored:
+        raise GraphInvariantError("two stores into one input", where=where)
+    stored.add(destination)
+    to, value = destination.meta["val"], source.meta["val"]
+    if to.dtype != value.dtype:
+        raise GraphInvariantError(f"a {value.dtype} value stored into a {to.dtype} tensor", where=where)
+    if to.shape != value.shape:
+        raise GraphInvariantError(f"a value of shape {value.shape} stored into shape {to.shape}", where=where)
+
+
+def _mutates(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable

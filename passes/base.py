@@ -1,0 +1,31 @@
+"""What a pass is."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from collage_fx.program import StepProgram
+
+__all__ = ["Pass"]
+
+
+class Pass(ABC):
+    """One rewrite or analysis of a captured step. Passes are frozen dataclasses; their options are their fields.
+
+    A pass edits ``program.gm`` in place and leaves it in valid form: linted, every ``meta["val"]`` true, no mutation but
+    the ``copy_`` epilogue. The pipeline clones the graph before the first pass and verifies it after each.
+    """
+
+    #: The file's and the class's name, in kebab-case.
+    name: ClassVar[str]
+    #: Names of the passes this one relies on having run before it.
+    after: ClassVar[tuple[str, ...]] = ()
+
+    def applies_to(self, program: StepProgram) -> bool:
+        """Whether the pass has anything to do for the program's strategy and arithmetic."""
+        return True
+
+    @abstractmethod
+    def run(self, program: StepProgram) -> str:
+        """Run on ``program`` and say in a few words what was done, such as ``"148 tensors"``."""

@@ -1,0 +1,199 @@
+"""``native`` compensation: the paper's algorithms in the storage format, every operation rounded.
+
+A selected tensor's old value enters as a double word (hi, lo) and stays one along the tensor's own path, from its load to
+its store. Sums, products with a number (a decay such as 0.999 or 1 - lr*wd, itself a double word: [Yu24], section 4.2),
+products with a tensor and negation have double-word algorithms. Any other elementwise operation is computed on the joined
+float32 value and split again, so that no operation on the path drops the error term. Whatever leaves the path reads hi, which
+is the value rounded to nearest, since ``|lo| <= ulp(hi)/2``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from collage_fx import arithmetic
+from collage_fx.arithmetic import DoubleWord
+from collage_fx.graph import GraphEditor, is_conversion, tensor_value
+from collage_fx.passes.base import Pass
+from collage_fx.program import StateTensor, StepProgram
+from collage_fx.retype import is_movement, is_pointwise
+
+__all__ = ["CompensateNative"]
+
+aten = torch.ops.aten
+
+#: The nodes of hi and lo.
+Word = tuple[Node, Node]
+
+
+@dataclass(frozen=True)
+class CompensateNative(Pass):
+    """Double-word arithmetic from the load to the store of each selected tensor."""
+
+    name = "compensate-native"
+    after = ("allocate",)
+
+    def applies_to(self, program: StepProgram) -> bool:
+        return program.arithmetic == "native"
+
+    def run(self, program: StepProgram) -> str:
+        editor = GraphEditor(program.gm, self.name)
+        for state in program.compensated:
+            _PathRewriter(editor, state).run()
+        editor.finish()
+        return f"{len(program.compensated)} tensors"
+
+
+class _PathRewriter:
+    """Rewrites one state tensor's path; ``words`` maps the hi node of every double word on it to the pair."""
+
+    def __init__(self, editor: GraphEditor, state: StateTensor) -> None:
+        (lo,) = state.auxiliaries
+        self.editor = editor
+        self.state = state
+        self.dtype = state.value.dtype
+        self.words: dict[Node, Word] = {state.placeholder: (state.placeholder, lo)}
+
+    def run(self) -> None:
+        assert self.state.recurrence is not None
+        for node in self.state.recurrence.path:
+            with self.editor.graph.inserting_before(node):
+                result = self._rewritten(node)
+            if result is not None:
+                node.replace_all_uses_with(result)
+        stored = self.state.store.args[1]
+        assert isinstance(stored, Node)
+        with self.editor.graph.inserting_before(self.state.store):
+            if stored in self.words:
+                (lo,) = self.editor.inline(arithmetic.finite_or_zero, self.words[stored][1], stored)
+            else:
+                self.state.selection += f"; but {stored.name} has no double-word algorithm, so its error term stays zero"
+                (lo,) = self.editor.inline(torch.zeros_like, stored)
+            self.editor.store(self.state.auxiliaries[0], lo)
+
+    def _rewritten(self, node: Node) -> Node | None:
+        """What takes ``node``'s place, None to leave it (it then reads hi)."""
+        value = tensor_value(node)
+        operands = [arg for arg in node.args if isinstance(arg, Node)]
+        if value is None:
+            return None
+        if is_conversion(node):
+            return self._converted(node, operands[0], value.dtype)
+        if value.dtype != self.dtype or not any(operand in self.words for operand in operands):
+            return None
+        packet = getattr(node.target, "overloadpacket", None)
+        if packet in RULES and (word := RULES[packet](self, *node.args)) is not None:
+            return self._defined(word)
+        if is_movement(node):
+            hi, lo = (
+                self.editor.call(node.target, *pytree.tree_map_only(Node, pick, node.args), **node.kwargs)
+                for pick in (lambda n: n, lambda n: self.words[n][1] if n in self.words else n)
+            )
+            return self._defined((hi, lo))
+        return self._through_float32(node) if is_pointwise(node) else None
+
+    def _converted(self, node: Node, source: Node, dtype: torch.dtype) -> Node | None:
+        """Casts written in the step itself: up reads the whole value, down makes a double word of the wide result."""
+        if source in self.words:
+            if dtype == self.dtype:
+                return source
+            (joined,) = self.editor.inline(arithmetic.join, *self.words[source])
+            return self.editor.convert(joined, dtype)
+        wide = tensor_value(source)
+        if dtype == self.dtype and wide is not None and wide.dtype.is_floating_point:
+            return self._split(source)
+        return None
+
+    def _through_float32(self, node: Node) -> Node:
+        def widened(operand: Node) -> Node:
+            if operand in self.words:
+                return self.editor.inline(arithmetic.join, *self.words[operand])[0]
+            value = tensor_value(operand)
+            return self.editor.convert(operand, torch.float32) if value is not None and value.dtype == self.dtype else operand
+
+        args, kwargs = pytree.tree_map_only(Node, widened, (node.args, dict(node.kwargs)))
+        return self._split(self.editor.call(node.target, *args, **kwargs))
+
+    def _split(self, wide: Node) -> Node:
+        return self._defined(self.inline(arithmetic.split, self.editor.convert(wide, torch.float32), self.dtype, self.dtype))
+
+    def _defined(self, word: Word) -> Node:
+        self.words[word[0]] = word
+        return word[0]
+
+    # -- what the rules are made of
+
+    def inline(self, function: Callable[..., DoubleWord], *args: Any) -> Word:
+        hi, lo = self.editor.inline(function, *args)
+        return hi, lo
+
+    def operand(self, value: Any) -> Word | Node | None:
+        """An operand as the most exact thing the algorithms take: a double word, or a storage-format tensor.
+
+        Numbers, and 0-d tensors of a wider dtype, become double words of 0-d tensors.
+        """
+        if not isinstance(value, Node):
+            hi, lo = arithmetic.double_word_constant(float(value), self.dtype)
+            return self.inline(_constants_like, self.state.placeholder, hi, lo)
+        if value in self.words:
+            return self.words[value]
+        tensor = tensor_value(value)
+        if tensor is None or tensor.dtype == self.dtype:
+            return None if tensor is None else value
+        return self.inline(arithmetic.split, self.editor.convert(value, torch.float32), self.dtype, self.dtype)
+
+    def sum(self, x: Any, y: Any) -> Word | None:
+        first, second = self.operand(x), self.operand(y)
+        if first is None or second is None:
+            return None
+        if isinstance(first, Node):
+            first, second = second, first
+        assert isinstance(first, tuple)
+        if isinstance(second, tuple):
+            return self.inline(arithmetic.add_double_words, *first, *second)
+        return self.inline(arithmetic.grow, *first, second)
+
+    def difference(self, x: Any, y: Any) -> Word | None:
+        subtrahend = self.operand(y)
+        if subtrahend is None:
+            return None
+        if isinstance(subtrahend, tuple):
+            negated = self._defined(self.inline(arithmetic.negate_double_word, *subtrahend))
+        else:
+            (negated,) = self.editor.inline(torch.neg, subtrahend)
+        return self.sum(x, negated)
+
+    def product(self, x: Any, y: Any) -> Word | None:
+        first, second = self.operand(x), self.operand(y)
+        if first is None or second is None:
+            return None
+        if isinstance(first, Node):
+            first, second = second, first
+        assert isinstance(first, tuple)
+        if isinstance(second, tuple):
+            return self.inline(arithmetic.multiply_double_words, *first, *second)
+        return self.inline(arithmetic.scale_double_word, *first, second)
+
+    def negation(self, x: Any) -> Word | None:
+        word = self.operand(x)
+        return self.inline(arithmetic.negate_double_word, *word) if isinstance(word, tuple) else None
+
+
+#: Operator -> its double-word algorithm.
+RULES: dict[Any, Callable[..., Word | None]] = {
+    aten.add: _PathRewriter.sum,
+    aten.sub: _PathRewriter.difference,
+    aten.mul: _PathRewriter.product,
+    aten.neg: _PathRewriter.negation,
+}
+
+
+def _constants_like(reference: Tensor, hi: float, lo: float) -> DoubleWord:
+    return reference.new_full((), hi), reference.new_full((), lo)

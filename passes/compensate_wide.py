@@ -1,0 +1,63 @@
+"""``wide`` compensation: load ``hi + lo`` into float32, compute, split the result into hi and lo.
+
+Theorem. Let x' be the float32 result of the step. ``hi' = RN(x')`` and ``lo' = RN(x' - hi')``; the difference is exact in
+float32 (Sterbenz-like: hi' is x' rounded), so ``|hi' + lo' - x'| <= u |lo'| <= u**2 |x'|``, and ``|lo'| <= ulp(hi')/2``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from collage_fx.graph import GraphEditor, is_conversion
+from collage_fx.passes.base import Pass
+from collage_fx.program import StateTensor, StepProgram
+
+__all__ = ["CompensateWide"]
+
+
+@dataclass(frozen=True)
+class CompensateWide(Pass):
+    """Each selected tensor's load becomes the error format's ``join``, its store the format's ``split``."""
+
+    name = "compensate-wide"
+    after = ("widen",)
+
+    def applies_to(self, program: StepProgram) -> bool:
+        return program.arithmetic == "wide"
+
+    def run(self, program: StepProgram) -> str:
+        editor = GraphEditor(program.gm, self.name)
+        for state in program.compensated:
+            _load_expansion(editor, program, state)
+            _store_expansion(editor, program, state)
+        editor.finish()
+        return f"{len(program.compensated)} tensors"
+
+
+def _load_expansion(editor: GraphEditor, program: StepProgram, state: StateTensor) -> None:
+    """Whoever read hi as float32 reads the whole value."""
+    loads = [user for user in state.placeholder.users if is_conversion(user)]
+    if not loads:
+        return
+    with editor.graph.inserting_before(loads[0]):
+        (value,) = editor.inline(program.error_format.join, state.placeholder, *state.auxiliaries)
+    for load in loads:
+        load.replace_all_uses_with(value)
+
+
+def _store_expansion(editor: GraphEditor, program: StepProgram, state: StateTensor) -> None:
+    """The rounding cast in front of the store becomes the split."""
+    stored = state.store.args[1]
+    assert isinstance(stored, Node)
+    with editor.graph.inserting_before(state.store):
+        value = stored.args[0] if is_conversion(stored) else stored
+        assert isinstance(value, Node)
+        hi, *auxiliaries = editor.inline(
+            program.error_format.split, editor.convert(value, torch.float32), state.value.dtype
+        )
+        state.store.args = (state.placeholder, hi, *state.store.args[2:])
+        for placeholder, auxiliary in zip(state.auxiliaries, auxiliaries, strict=True):
+            editor.store(placeholder, auxiliary)

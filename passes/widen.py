@@ -1,0 +1,31 @@
+"""``wide`` arithmetic: the whole step on float32 values, rounded once, where it is stored.
+
+The captured graph computes in the storage format: each of its nodes rounds. Here every low-precision value is carried in
+float32 from load to store instead, by name and in the graph, whatever Inductor would have done about it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from collage_fx.graph import GraphEditor
+from collage_fx.passes.base import Pass
+from collage_fx.program import StepProgram
+from collage_fx.retype import Retyper
+
+__all__ = ["Widen"]
+
+
+@dataclass(frozen=True)
+class Widen(Pass):
+    """Low-precision arithmetic becomes float32 arithmetic; matrix products and opaque operators keep their dtype."""
+
+    name = "widen"
+    after = ("allocate",)
+
+    def applies_to(self, program: StepProgram) -> bool:
+        return program.arithmetic == "wide"
+
+    def run(self, program: StepProgram) -> str:
+        Retyper(GraphEditor(program.gm, self.name), rounding=False).run()
+        return "low-precision arithmetic carried in float32"
