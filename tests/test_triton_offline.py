@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from tests.support import triton_offline as offline
 
 pytestmark = pytest.mark.skipif(
-    not offline.HAVE_TRITON, reason="needs the triton package (Linux only): pip install triton"
+    not offline.HAVE_TRITON, reason="needs triton (Linux only) and numpy: pip install triton numpy"
 )
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -39,7 +39,7 @@ def random_bits(size: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 def special_fp32() -> Tensor:
-    """Every bf16 value, and its neighbourhood of rounding boundaries: exact, ± one bit, tie, tie ± one bit; and NaNs."""
+    """Around every bf16 value: exact, one fp32 bit more, a tie, a tie ± one bit, one bit less; NaNs too."""
     high = torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16
     low = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)
     return (high[:, None] | low).flatten().view(torch.float32)
@@ -67,7 +67,7 @@ def generate(fn: Callable[..., None], *inputs: Tensor, keep_on_cpu: Sequence[str
 
 
 def check_against_eager(fn: Callable[..., None], *inputs: Tensor, source: str | None = None) -> list[Tensor]:
-    """Assert that the interpreted kernels leave in the inputs what eager execution leaves there, bit for bit."""
+    """Assert that the interpreted kernels leave in the inputs what eager execution leaves, bit for bit."""
     expected, actual = [t.clone() for t in inputs], [t.clone() for t in inputs]
     fn(*expected)
     offline.run_in_interpreter(generate(fn, *inputs) if source is None else source, actual)
@@ -117,7 +117,7 @@ def small_updates(size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_conversions_are_those_of_torch(dtype: torch.dtype) -> None:
-    """To the low-precision format and back, exhaustively; from fp32 at every rounding boundary of bf16 and at random."""
+    """From the format, every value; to it, from fp32 around every bf16 boundary and at random."""
 
     def fn(values: Tensor, low: Tensor, every: Tensor, wide: Tensor, signs: Tensor) -> None:
         low.copy_(values.to(low.dtype))
@@ -192,7 +192,7 @@ def test_config_of_the_caller_reaches_the_lowering() -> None:
 
 
 def test_square_root_and_division_round_correctly() -> None:
-    """The oracle for the root is Python's: torch's eager CPU kernel (a vector library's) is not correctly rounded everywhere."""
+    """The oracle is Python's root: torch's eager CPU kernel is not correctly rounded on every machine."""
 
     def fn(a: Tensor, b: Tensor, root: Tensor, quotient: Tensor) -> None:
         root.copy_(a.sqrt())
@@ -210,7 +210,7 @@ def test_square_root_and_division_round_correctly() -> None:
 
 
 def test_zero_dim_power_and_a_host_scalar() -> None:
-    """β**t on 0-d tensors in a kernel, and a 0-d learning rate that stays on the host and is passed by value."""
+    """β**t on 0-d tensors in a kernel, and a 0-d learning rate that stays on the host, passed by value."""
 
     def fn(weight: Tensor, gradient: Tensor, step: Tensor, rate: Tensor) -> None:
         step.add_(1)
@@ -269,7 +269,7 @@ def test_reduction() -> None:
 
 
 def test_fma_is_rounded_once() -> None:
-    """An addcmul with value=1 is an fma in some versions' lowerings; compare with exact arithmetic where it is."""
+    """An addcmul with value=1 is an fma from torch 2.13 on; compare with exact arithmetic where it is."""
 
     def fn(a: Tensor, b: Tensor, c: Tensor) -> None:
         c.copy_(torch.addcmul(c, a, b))
@@ -375,7 +375,7 @@ def test_ptx_of_the_naive_split_subtracts_a_value_from_itself() -> None:
 
 
 def test_ptx_shows_contraction() -> None:
-    """Inductor lets LLVM contract a product and a sum; what must not be contracted needs more than an fp32 multiply."""
+    """Inductor lets LLVM contract a product and a sum, unless emulate_precision_casts is set."""
 
     def fn(a: Tensor, b: Tensor, c: Tensor) -> None:
         c.copy_(a * b + c)

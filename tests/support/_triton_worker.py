@@ -1,4 +1,4 @@
-"""The child process of :func:`tests.support.triton_offline.run_in_interpreter`: Inductor's Triton code on CPU tensors.
+"""The child process of :func:`tests.support.triton_offline.run_in_interpreter`: Triton code on CPU tensors.
 
 Triton decides at import time whether ``@triton.jit`` interprets, so this runs in a process of its own, with
 ``TRITON_INTERPRET=1``. It reads one JSON request a line from stdin (where to find the generated module and
@@ -82,7 +82,7 @@ def bf16_values(bits: Array) -> Array:
 
 
 def to_odd_f32(x: Array) -> Array:
-    """Round fp64 to fp32, to odd: rounding the result once more, to a format of at most 22 bits, is then a single rounding.
+    """Round fp64 to fp32, to odd: rounding that once more, to at most 22 bits, is then a single rounding.
 
     Boldo and Melquiond, "Emulation of a FMA and Correctly Rounded Sums: Proved Algorithms Using Rounding to
     Odd", 2008.
@@ -97,7 +97,7 @@ def to_odd_f32(x: Array) -> Array:
 
 
 def cast(self: Any, src: Any, dst_type: Any) -> Any:
-    """What ``InterpreterBuilder.cast_impl`` should do, see Note [Triton's interpreter rounds bf16 wrongly]."""
+    """What ``cast_impl`` should do: see Note [Triton's interpreter rounds bf16 wrongly]."""
     source, target = src.dtype.scalar, dst_type.scalar
     if target.is_fp8() or source.is_fp8():
         raise NotImplementedError(
@@ -228,7 +228,7 @@ PTX_F32: dict[str, Callable[..., Array]] = {
 def inline_asm(
     self: Any, asm: str, constraints: str, values: Sequence[Any], kinds: Any, pure: bool, pack: int
 ) -> Any:
-    """One correctly rounded fp32 instruction, such as ``fma.rn.f32 $0, $1, $2, $3;``; nothing else is understood."""
+    """One correctly rounded fp32 instruction, such as ``fma.rn.f32 $0, $1, $2, $3;``, and nothing else."""
     form = re.fullmatch(r"\s*(\w+)\.rn\.f32 \$0((?:, \$\d)+);?\s*", asm)
     if form is None or form[1] not in PTX_F32 or pack != 1:
         raise NotImplementedError(f"inline assembly {asm!r}")
@@ -419,7 +419,7 @@ def mend_runtime() -> None:
 
 
 def on_cpu(source: str) -> str:
-    """Redirect the tensors that the wrapper makes itself; kernels say DeviceProperties(...), which this leaves alone."""
+    """Redirect the tensors that the wrapper makes; ``DeviceProperties(...)`` in kernels is left alone."""
     return re.sub(r"(?<!\w)device\(type='cuda', index=\d+\)", "device(type='cpu')", source)
 
 

@@ -1,9 +1,9 @@
 """Inspect and run the Triton code that Inductor makes for an H100/H200, on a machine without a GPU.
 
-    graph = to_cuda(functional_graph(step, *cpu_tensors))     # or any functional ATen graph with a copy_ epilogue
-    source = triton_source(graph)                             # the wrapper and its Triton kernels, as text
-    run_in_interpreter(source, cpu_tensors)                   # the kernels, executed; the tensors are mutated in place
-    ptx = compile_to_ptx(source)                              # kernel name -> PTX for sm_90, by LLVM, with no card
+    graph = to_cuda(functional_graph(step, *tensors))  # or any functional ATen graph with a copy_ epilogue
+    source = triton_source(graph)                      # the wrapper and its Triton kernels, as text
+    run_in_interpreter(source, tensors)                # the kernels, executed: mutates the tensors in place
+    ptx = compile_to_ptx(source)                       # kernel name -> PTX for sm_90, by LLVM, without a card
 
 The four steps answer different questions. The source shows what Inductor kept of the graph (is the rounding
 still there?), the interpreter shows what that source computes, bit for bit as IEEE 754 defines its
@@ -69,7 +69,7 @@ __all__ = [
     "triton_source",
 ]
 
-HAVE_TRITON = importlib.util.find_spec("triton") is not None
+HAVE_TRITON = all(importlib.util.find_spec(name) is not None for name in ("triton", "numpy"))
 CUDA = torch.device("cuda", 0)
 
 # ------------------------------------------------------------ graphs and fakes
@@ -86,7 +86,7 @@ def fake_cuda(
 
 
 def copy_graph(gm: GraphModule) -> GraphModule:
-    """Copy the graph, sharing its parameters, constants and fake values; ``meta`` dictionaries are copied one deep."""
+    """Copy the graph, sharing its constants and fake values; ``meta`` dictionaries are copied one deep."""
     graph = Graph()
     new: dict[Node, Node] = {}
     for node in gm.graph.nodes:
@@ -99,7 +99,7 @@ def placeholders(gm: GraphModule) -> list[Node]:
 
 
 def functional_graph(fn: Callable[..., Any], *inputs: torch.Tensor) -> GraphModule:
-    """Capture the functional ATen graph that Inductor is given for ``fn(*inputs)``; the inputs are not changed.
+    """Capture the functional ATen graph that Inductor is given for ``fn(*inputs)``; changes no input.
 
     The placeholders are the inputs, in their order (Dynamo, which sorts them by first use, is not involved).
     AOTAutograd and Inductor's pre-grad and joint-graph passes have run; mutated inputs are written by a
@@ -250,7 +250,7 @@ def _without_card_errors() -> Iterator[None]:
     """Let fake tensors be made on "cuda" although something says there is a card (see the Note above)."""
     from torch._subclasses import fake_tensor
 
-    with mock.patch.object(fake_tensor, "init_gpu_context", lambda device: None):
+    with mock.patch.object(fake_tensor, "init_gpu_context"):
         yield
 
 
@@ -313,7 +313,7 @@ def pretend_sm90() -> Iterator[None]:
         for cache in ("caching_worker_device_properties", "caching_worker_current_devices"):
             stack.enter_context(mock.patch.dict(getattr(device_interface, cache), clear=True))
         stack.enter_context(mock.patch.object(torch.utils._triton, "triton_backend", _pretend_backend))
-        stack.enter_context(mock.patch.object(triton_helpers, "set_driver_to_gpu", lambda: None))
+        stack.enter_context(mock.patch.object(triton_helpers, "set_driver_to_gpu"))
         stack.enter_context(_without_card_errors())
         stack.enter_context(torch._inductor.config.patch(compile_threads=1))
         yield
@@ -384,14 +384,14 @@ def kernels(source: str) -> dict[str, str]:
 
 def _need_triton() -> None:
     if not HAVE_TRITON:
-        raise ModuleNotFoundError("this needs the triton package (Linux only): pip install triton")
+        raise ModuleNotFoundError("this needs triton (Linux only) and numpy: pip install triton numpy")
 
 
 # ------------------------------------------------------------------- execution
 
 
 class _Interpreter:
-    """A child process with ``TRITON_INTERPRET=1``, kept for the next call: importing torch and Triton takes seconds."""
+    """A child process with ``TRITON_INTERPRET=1``, kept for the next call: its imports take seconds."""
 
     def __init__(self) -> None:
         _need_triton()
