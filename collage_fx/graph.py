@@ -21,6 +21,7 @@ __all__ = [
     "PASS_MARK",
     "GraphEditor",
     "copies_to_inputs",
+    "graph_text",
     "is_conversion",
     "is_copy_to_input",
     "is_low_precision_tensor",
@@ -95,7 +96,7 @@ class GraphEditor:
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
         """One ``call_function`` node at the graph's insertion point, its value computed on fake tensors."""
-        node = self.graph.call_function(target, args, kwargs)
+        node = self.graph.create_node("call_function", target, args, kwargs, name=_readable_name(target, args))
         fake_args, fake_kwargs = pytree.tree_map_only(Node, lambda n: n.meta["val"], (args, kwargs))
         with self.fake_mode:
             node.meta["val"] = target(*fake_args, **fake_kwargs)
@@ -111,7 +112,7 @@ class GraphEditor:
 
     def store(self, placeholder: Node, value: Node) -> Node:
         """``copy_(placeholder, value)``: a store of the epilogue."""
-        node = self.graph.call_function(aten.copy_.default, (placeholder, value))
+        node = self.graph.create_node("call_function", aten.copy_.default, (placeholder, value), name="store")
         node.meta["val"] = placeholder.meta["val"]
         node.meta[PASS_MARK] = self.made_by
         return node
@@ -172,6 +173,37 @@ class GraphEditor:
         self.graph.eliminate_dead_code()
         self.graph.lint()
         self.gm.recompile()
+
+
+def _readable_name(target: Any, args: tuple[Any, ...]) -> str:
+    """``add`` rather than ``add_tensor``, ``to_float32`` rather than ``convert_element_type_default``."""
+    if target is prims.convert_element_type.default:
+        return f"to_{str(args[1]).removeprefix('torch.')}"
+    packet = getattr(target, "overloadpacket", target)
+    return str(packet.__name__).strip("_")
+
+
+def graph_text(graph: Graph) -> str:
+    """A graph for people: one line a node, ``name: dtype = operator(operands)``, new nodes marked with the pass that made them."""
+    return "\n".join(_node_text(node) for node in graph.nodes)
+
+
+def _node_text(node: Node) -> str:
+    value = tensor_value(node)
+    kind = "" if value is None else f": {str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    mark = f"  # {node.meta[PASS_MARK]}" if PASS_MARK in node.meta else ""
+    if node.op == "placeholder":
+        return f"{node.name}{kind} = input(){mark}"
+    if node.op == "output":
+        return f"return {', '.join(str(leaf) for leaf in pytree.tree_leaves(node.args))}".rstrip()
+    operands = [_operand_text(arg) for arg in node.args]
+    operands += [f"{name}={_operand_text(arg)}" for name, arg in node.kwargs.items()]
+    operator_name = getattr(getattr(node.target, "overloadpacket", node.target), "__name__", str(node.target))
+    return f"{node.name}{kind} = {operator_name}({', '.join(operands)}){mark}"
+
+
+def _operand_text(arg: Any) -> str:
+    return str(arg).removeprefix("torch.")
 
 
 def _signature(arg: Any) -> Any:

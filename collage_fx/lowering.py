@@ -12,6 +12,7 @@ from torch import Tensor
 from collage_fx.error_formats import ErrorFormat
 from collage_fx.error_terms import Expansion, allocate
 from collage_fx.errors import LostErrorTermsError
+from collage_fx.operators import REVISION
 from collage_fx.program import StateTensor, StepProgram
 from collage_fx.torch_compat import inductor_compile_inner, inductor_config
 
@@ -20,8 +21,8 @@ __all__ = ["CompensatedStep", "lower"]
 #: Note [Double-word graphs reuse every value]
 #: Inductor inlines a value into each of its readers until it holds 30 operations. In a TwoSum every value has two or three
 #: readers, so that a chain of them is traced exponentially often (minutes for one tensor). With values kept as nodes of their
-#: own from the fourth operation on, and kernels allowed to fuse that many nodes, the code is one kernel again.
-DENSE_REUSE = {"realize_opcount_threshold": 4, "max_fusion_size": 1024}
+#: own from the eighth operation on, and kernels allowed to fuse that many nodes, the code is one kernel again.
+DENSE_REUSE = {"realize_opcount_threshold": 8, "max_fusion_size": 1024}
 
 
 def lower(program: StepProgram, example_inputs: Sequence[Any], inductor_options: dict[str, Any]) -> CompensatedStep:
@@ -37,6 +38,7 @@ def lower(program: StepProgram, example_inputs: Sequence[Any], inductor_options:
     owners = [state for state in program.compensated for _ in state.auxiliaries]
     # As static as the tensor it corrects: CUDA graphs need not copy it.
     static += [i for i, state in enumerate(owners, len(example_inputs)) if state.info.bound and state.position in static]
+    program.gm.collage_fx_revision = REVISION  # type: ignore[assignment]  # an attribute is part of the compile cache's key
     with inductor_config.patch(DENSE_REUSE if program.arithmetic == "native" else {}):
         compiled = inductor_compile_inner(
             program.gm,

@@ -98,6 +98,7 @@ class StateTensor:
         recurrence, verdict: set by ``analyze``.
         compensated: set by ``analyze``: whether it becomes an expansion, by ``selection``.
         selection: why it is, or is not, compensated under the chosen strategy.
+        refusal: set by the compensating pass where it could not keep the error term, and why.
         auxiliaries: set by ``allocate``: placeholders of its error format's auxiliary tensors.
     """
 
@@ -109,6 +110,7 @@ class StateTensor:
     verdict: Verdict | None = None
     compensated: bool = False
     selection: str = ""
+    refusal: str = ""
     auxiliaries: tuple[Node, ...] = ()
 
     @property

@@ -56,6 +56,9 @@ IDENTITIES = frozenset(
     }
 )  # fmt: skip
 
+#: Tensors filled with one number, and which argument that is.
+FACTORIES = {aten.full: 1, aten.full_like: 1, aten.scalar_tensor: 0}
+
 
 class _Nonlinear:
     """Marker: depends on the old value, but not piecewise linearly."""
@@ -68,7 +71,12 @@ Slopes = frozenset[sympy.Expr] | _Nonlinear
 
 
 def read_recurrence(
-    placeholder: Node, new_value: Node, symbols: Mapping[Node, str], peers: Mapping[Node, str]
+    placeholder: Node,
+    new_value: Node,
+    symbols: Mapping[Node, str],
+    peers: Mapping[Node, str],
+    *,
+    is_parameter: bool,
 ) -> Recurrence:
     """The recurrence of one state tensor.
 
@@ -77,11 +85,15 @@ def read_recurrence(
         new_value: what the epilogue stores into it.
         symbols: names of the graph's inputs.
         peers: new values of *other* state tensors and their primed names; they are leaves.
+        is_parameter: a parameter that decays a little each step (weight decay) is still an accumulation of updates.
     """
     reader = _Reader(placeholder, new_value, symbols, {n: s for n, s in peers.items() if n is not new_value})
     slopes = reader.slopes(new_value)
     numbers = () if isinstance(slopes, _Nonlinear) else tuple(sorted(slopes, key=sympy.default_sort_key))
-    return Recurrence(reader.expression(new_value), _kind(slopes), numbers, reader.path())
+    kind = _kind(slopes)
+    if is_parameter and kind is Kind.MOVING_AVERAGE:
+        kind = Kind.ACCUMULATION
+    return Recurrence(reader.expression(new_value), kind, numbers, reader.path())
 
 
 def _kind(slopes: Slopes) -> Kind:
@@ -144,8 +156,8 @@ class _Reader:
         packet = getattr(node.target, "overloadpacket", node.target)
         if packet in IDENTITIES:
             return self.expression(node.args[0])
-        if packet in (aten.full, aten.full_like, aten.scalar_tensor):
-            return self.expression(node.args[0 if packet is aten.scalar_tensor else 1])
+        if packet in FACTORIES:
+            return self.expression(node.args[FACTORIES[packet]])
         if packet in FUNCTIONS:
             return FUNCTIONS[packet](*(self.expression(arg) for arg in node.args))
         operands = [self.expression(arg) for arg in node.args if isinstance(arg, (Node, int, float))]
@@ -196,11 +208,12 @@ class _Reader:
 
     def _coefficient(self, factor: Node) -> sympy.Expr:
         """A factor that is a graph value: its expression if it is one number for the whole tensor, else an unknown."""
-        value = tensor_value(factor)
-        if value is None or value.dim() == 0 or value.numel() == 1:
-            return self.expression(factor)
         packet = getattr(factor.target, "overloadpacket", None)
-        if packet in (aten.full, aten.full_like):
+        if packet in FACTORIES:
+            constant = factor.args[FACTORIES[packet]]
+            return self._coefficient(constant) if isinstance(constant, Node) else _exact(constant)
+        value = tensor_value(factor)
+        if value is None or value.dim() == 0:
             return self.expression(factor)
         return sympy.Symbol(factor.name)
 
@@ -258,7 +271,7 @@ def stall_band(decay: Fraction, fmt: FloatFormat) -> Fraction:
 def judge(recurrence: Recurrence, fmt: FloatFormat) -> Verdict:
     """Whether storing the tensor in ``fmt`` loses its update.
 
-    An accumulation (slope 1) is lossy: any move below half an ulp is lost, every time. A moving average is lossy if it
+    An accumulation is lossy: any move below half an ulp is lost, every time. A moving average is lossy if it
     stalls further than :data:`TOLERATED_STALL` (1/16, 6 %) from its target, ``u/(1 - a)``, or if its rate is off by more than that
     because ``a`` has no close neighbour in the format. In bfloat16 that puts the line between a = 0.9 (0.039) and 0.95
     (0.078); in float16 between 0.99 (0.049) and 0.995 (0.098). A decay that is no compile-time constant may come
@@ -266,18 +279,27 @@ def judge(recurrence: Recurrence, fmt: FloatFormat) -> Verdict:
     """
     if recurrence.kind is Kind.OVERWRITE:
         return Verdict(False, "the new value does not depend on the old one")
+    if recurrence.kind is Kind.ACCUMULATION:
+        return _judge_accumulation(recurrence.slopes[0], fmt)
     if not recurrence.slopes:
         return Verdict(True, "depends on its old value in a way that is not linear; no bound is known")
     reasons = [_judge_slope(slope, fmt) for slope in recurrence.slopes]
     return next((verdict for verdict in reasons if verdict.lossy), reasons[0])
 
 
+def _judge_accumulation(slope: sympy.Expr, fmt: FloatFormat) -> Verdict:
+    reason = f"accumulates: moves below ulp/2 (up to 2**-{fmt.precision} of the value) are lost"
+    if slope.is_Rational and slope != 1 and fmt.nearest(Fraction(slope.p, slope.q)) == 1:
+        reason += f", and its decay of {float(1 - slope):.2g} a step rounds to none"
+    return Verdict(True, reason)
+
+
 def _judge_slope(slope: sympy.Expr, fmt: FloatFormat) -> Verdict:
     if slope == 1:
-        return Verdict(True, f"accumulates: moves below ulp/2 (2**-{fmt.precision} relative) are lost")
+        return _judge_accumulation(slope, fmt)
     if not slope.is_number:
         return Verdict(True, "its decay is not a compile-time constant, so it may come arbitrarily near 1")
-    decay = abs(Fraction(str(slope)) if slope.is_Rational else Fraction(float(slope)))
+    decay = abs(Fraction(slope.p, slope.q) if slope.is_Rational else Fraction(float(slope)))
     if decay > 1:
         return Verdict(True, f"grows by {float(decay):.6g} a step, and the roundoff of each step with it")
     if decay == 1:

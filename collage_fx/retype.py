@@ -14,9 +14,9 @@ import torch
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from collage_fx.arithmetic import round_to_storage
 from collage_fx.formats import is_low_precision, storage_format
 from collage_fx.graph import GraphEditor, is_copy_to_input, is_low_precision_tensor, tensor_value
+from collage_fx.operators import round_to_storage
 
 __all__ = ["Retyper", "is_movement", "is_pointwise", "is_transparent"]
 
@@ -152,7 +152,7 @@ class Retyper:
             # Nobody in the graph reads it back: the store itself rounds.
             self._float32[node] = result
         else:
-            (self._float32[node],) = self.editor.inline(round_to_storage, result, value.dtype)
+            self._float32[node] = self.editor.call(round_to_storage, result, value.dtype)
 
     def _replace(self, node: Node, result: Node) -> None:
         """``result`` has the dtype ``node`` had: later nodes read it directly."""

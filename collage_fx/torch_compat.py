@@ -7,7 +7,7 @@ import, with the versions that are known to work, rather than by an AttributeErr
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -22,7 +22,9 @@ __all__ = [
     "inductor_compile_inner",
     "make_fx",
     "mode_options",
+    "pointwise_of",
     "real_tensors",
+    "register_pointwise_lowering",
     "symbol_source",
     "traced_frame_variables",
 ]
@@ -55,9 +57,11 @@ try:
     )
     from torch._guards import detect_fake_mode
     from torch._inductor import config as inductor_config
-    from torch._inductor import list_mode_options
+    from torch._inductor import ir, list_mode_options
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.lowering import register_lowering
+    from torch._inductor.virtualized import ops
     from torch._subclasses.fake_tensor import unset_fake_temporarily
     from torch.fx.experimental.proxy_tensor import make_fx
 except ImportError as error:
@@ -140,3 +144,46 @@ def real_tensors() -> Iterator[None]:
     """Allocate real tensors although a fake tensor mode is active (as it is while a backend runs)."""
     with unset_fake_temporarily():
         yield
+
+
+def register_pointwise_lowering(
+    operator: Any, element_function: Callable[..., Callable[[Sequence[Any]], Any]], *, dtype: torch.dtype
+) -> None:
+    """Lower ``operator(x, *constants)`` to one elementwise computation within the kernel that reads it.
+
+    Args:
+        operator: an overload of one tensor and constants.
+        element_function: ``(*constants) -> function of [value of x]`` giving the value of the result, for one element.
+        dtype: of the result.
+    """
+
+    def lowering(x: Any, *constants: Any) -> Any:
+        load = x.make_loader()
+        compute = element_function(*constants)
+        return ir.Pointwise.create(
+            device=x.get_device(),
+            dtype=dtype,
+            inner_fn=lambda index: compute([load(index)]),
+            ranges=list(x.get_size()),
+        )
+
+    register_lowering(operator, type_promotion_kind=None)(lowering)
+
+
+#: ATen operators whose name in Inductor's elementwise language differs.
+_ELEMENT_NAMES = {"__rshift__": "bitwise_right_shift", "__lshift__": "bitwise_left_shift"}
+
+
+def pointwise_of(node: torch.fx.Node, values: Mapping[torch.fx.Node, Any]) -> Any:
+    """One node of a traced elementwise function in Inductor's elementwise language, its operands taken from ``values``."""
+    name = node.target.overloadpacket.__name__  # type: ignore[union-attr]
+    tensors = [arg for arg in node.args if isinstance(arg, torch.fx.Node)]
+    dtype = (tensors[0] if tensors else node).meta["val"].dtype
+    if name == "alias":
+        return values[tensors[0]]
+    if name == "full":
+        return ops.constant(node.args[1], dtype)
+    if node.target is torch.ops.aten.view.dtype:
+        return ops.to_dtype_bitcast(values[tensors[0]], node.args[1], dtype)
+    operands = [values[arg] if isinstance(arg, torch.fx.Node) else ops.constant(arg, dtype) for arg in node.args]
+    return getattr(ops, _ELEMENT_NAMES.get(name, name))(*operands)

@@ -1,9 +1,9 @@
 """The smallest demonstration: a weight of 1.0 and updates that plain bfloat16 rounds away.
 
-Next to 1.0 the bfloat16 numbers are 0.0039 apart on one side and 0.0078 on the other. AdamW with a learning rate of 1e-3, an
-everyday one, moves a weight by about 0.001 a step, so every single result rounds back to 1.0: a norm's gain never trains, and
-nothing says so. The same optimizer with the same bfloat16 weight, compiled with collage_backend, arrives where float64
-does.
+Next to 1.0 the bfloat16 numbers are 0.0039 apart below and 0.0078 above. AdamW with a learning rate of
+1e-3, an everyday one, moves a weight by about 0.001 a step, so every single result rounds back to 1.0: a
+norm's gain never trains, and nothing says so. The same optimizer with the same bfloat16 weight, compiled
+with collage_backend, arrives where float64 does.
 
     python examples/lost_update.py [--steps 100] [--device cpu]
 """
@@ -41,13 +41,15 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
 
-    plain = train(torch.bfloat16, options.steps, options.device)
-    collage = train(torch.bfloat16, options.steps, options.device, collage=True)
-    exact = train(torch.float64, options.steps, options.device)
-    moved = 1 - exact.item()
+    weights = {
+        "plain bfloat16": train(torch.bfloat16, options.steps, options.device),
+        "bfloat16 with Collage": train(torch.bfloat16, options.steps, options.device, collage=True),
+        "float64": train(torch.float64, options.steps, options.device),
+    }
+    values = {name: full_value(weight).item() for name, weight in weights.items()}
+    exact = 1 - values["float64"]
     rows = [
-        (name, weight.item(), full_value(weight).item(), f"{(1 - full_value(weight).item()) / moved:.1%}")
-        for name, weight in (("plain bfloat16", plain), ("bfloat16 with collage", collage), ("float64", exact))
+        [name, weights[name].item(), value, f"{(1 - value) / exact:.1%}"] for name, value in values.items()
     ]
     print(f"A weight of 1.0 after {options.steps} steps of AdamW at learning rate {LEARNING_RATE}:")
     headers = ["", "weight", "with its error term", "distance moved"]

@@ -1,30 +1,31 @@
 """Train a small GPT in pure bfloat16, with and without Collage: what ``./dev demo`` runs.
 
-The setting is one that a user meets. Model, batch, learning rate (1e-3 with a warm-up of 100 steps, then a cosine down to 1e-4),
-weight decay 0.1 and gradient clipping at 1.0 are what nanoGPT's README [1] recommends for a first training on a computer without a
-GPU, with half of its layers to keep the demo short; betas are torch's default (0.9, 0.999). The text is real and on
-every machine: the source files of Python's standard library, of which every tenth is kept for validation. Everything
-is bfloat16: weights, activations, gradients and optimizer state; there is no autocast. The four runs start from the same weights
-and see the same batches:
+The setting is one that a user meets. Model, batch, learning rate (1e-3 after a warm-up of 100 steps, then a
+cosine down to 1e-4), weight decay 0.1 and gradient clipping at 1.0 are what nanoGPT [1] recommends for a
+first training on a computer without a GPU, with half of its layers to keep the demo short; betas are
+torch's default (0.9, 0.999). The text is real and on every machine: the source files of Python's standard
+library, of which every tenth is kept for validation. Everything is bfloat16: weights, activations,
+gradients and optimizer state; there is no autocast. The runs start from the same weights and see the same
+batches:
 
-    none        plain low precision (the paper's A)
-    light       weights carry an error term (B)
-    plus        weights and second moments do (C)
-    fp32 master the usual remedy: a hidden float32 copy of weights and optimizer state (D)
+    none          plain low precision (the paper's A)
+    light         weights carry an error term (B)
+    plus          weights and second moments do (C)
+    fp32 master   the usual remedy: hidden float32 copies of weights and optimizer state (D)
 
-Two things go wrong in plain bfloat16. A bfloat16 number has 8 significant bits, so an update below about 1/256 of its weight is
-rounded away: some at the peak of the learning rate, most of them once it has decayed. And with beta2 = 0.999 a second
-moment can only grow, since v·0.999 rounds back to v. A higher learning rate hides some of the first (at 3e-3 half the gap in the
-loss is left), a lower one, as larger models need it, shows more (at 3e-4 about twice as much).
+Two things go wrong in plain bfloat16. It has 8 significant bits, so an update below about 1/256 of its
+weight is rounded away: some at the peak of the learning rate, most once it has decayed. And with beta2 =
+0.999 a second moment can only grow, since 0.999·v rounds back to v.
 
-What is measured, from outside, on the values that collage_fx.full_value gives:
+What is measured, from outside, on the values that ``collage_fx.full_value`` gives:
 
-    updates lost    share of the elements whose intended update is not zero but whose stored value did not change
-    EDQ ratio       effective descent quality [2] over its optimum: <Δ, Δ̂> / <Δ, Δ>, with Δ the update that AdamW in float64 makes of
-                    the same state and gradient, and Δ̂ what the stored weights really moved by; 1 means nothing was lost
-    v off by        mean relative error of the second moments at the end, against their recurrence in float64
+    updates lost  share of the elements whose intended update is not zero but whose stored value is unchanged
+    EDQ ratio     effective descent quality [2] over its optimum: <Δ, Δ̂> / <Δ, Δ>, with Δ the update that AdamW
+                  in float64 makes of the same state and gradient, and Δ̂ what the stored weights moved by; 1
+                  means that nothing was lost
+    v off by      mean relative error of the second moments at the end, against their recurrence in float64
 
-[1] https://github.com/karpathy/nanoGPT, "I only have a macbook"
+[1] https://github.com/karpathy/nanoGPT, README, "I only have a macbook"
 [2] Yu et al., Collage: Light-Weight Low-Precision Strategy for LLM Training, ICML 2024, arXiv:2405.03637
 
     python examples/train_gpt.py [--steps 1200] [--out demo_results] [--device cpu] [--quick]
@@ -41,6 +42,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -90,7 +92,7 @@ QUICK = Recipe(steps=24, batch=4, context=32, width=32, layers=1, heads=2, evalu
 
 @dataclass(frozen=True)
 class Strategy:
-    """One row of the table, one curve of the figure (in the Okabe-Ito palette, which colour-blind readers can tell apart)."""
+    """One row of the table and one curve of the figure; colours are Okabe-Ito's, safe for the colour-blind."""
 
     name: str
     backend: Callable[[], CollageBackend]
@@ -122,7 +124,7 @@ class Text:
 
     @classmethod
     def of_standard_library(cls) -> Text:
-        """The sources of the Python that runs this, in an order that mixes packages but is the same on every machine."""
+        """The sources of the Python that runs this, in an order that mixes packages but stays the same."""
         root = Path(sysconfig.get_paths()["stdlib"])
         left_out = {"site-packages", "dist-packages", "test", "tests"}
         names = [path.relative_to(root) for path in root.rglob("*.py")]
@@ -173,7 +175,7 @@ class Block(nn.Module):
         return x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
 
     def attend(self, x: Tensor, mask: Tensor) -> Tensor:
-        """Causal attention written out: on CPU, in bfloat16 and at this size, several times faster than torch's fused one."""
+        """Causal attention, written out: several times faster than torch's fused one in bfloat16 on CPU."""
         batch, length, width = x.shape
         size = width // self.heads
         split = self.queries_keys_values(x).view(batch, length, 3, self.heads, size)
@@ -183,7 +185,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A byte-level GPT: learned positions, pre-norm blocks, no biases, the embedding also as the output matrix."""
+    """A byte-level GPT: learned positions, pre-norm blocks, no biases, embedding and output matrix tied."""
 
     mask: Tensor
 
@@ -208,7 +210,7 @@ class GPT(nn.Module):
 
 
 def loss_of(model: nn.Module, text: Tensor, following: Tensor) -> Tensor:
-    """Cross-entropy in nats per byte. Summed in float32 from bfloat16 logits: the one place where that is customary."""
+    """Cross-entropy in nats per byte, of bfloat16 logits; the sum alone is float32, as is customary."""
     return F.cross_entropy(model(text).float().flatten(0, 1), following.flatten())
 
 
@@ -225,20 +227,27 @@ class UpdateQuality:
     lost_in_bf16: float  # share that left the bfloat16 tensor as it was
 
 
-def intended_update(optimizer: torch.optim.AdamW, parameter: Tensor, group: dict[str, object]) -> Tensor:
-    """The update that AdamW makes of the present state and gradient, in float64: written here from its definition."""
+def gradient_of(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad.double()
+
+
+def intended_update(optimizer: torch.optim.AdamW, parameter: Tensor, group: dict[str, Any]) -> Tensor:
+    """The update that AdamW makes of its present state and gradient: from its definition, in float64."""
     state = optimizer.state[parameter]
-    lr, decay, eps = (float(group[name]) for name in ("lr", "weight_decay", "eps"))  # type: ignore[arg-type]
-    beta1, beta2 = group["betas"]  # type: ignore[misc]
+    lr, decay, eps = (float(group[name]) for name in ("lr", "weight_decay", "eps"))
+    beta1, beta2 = group["betas"]
     step = state["step"].item() + 1
-    gradient = parameter.grad.double()  # type: ignore[union-attr]
+    gradient = gradient_of(parameter)
     first = beta1 * full_value(state["exp_avg"]) + (1 - beta1) * gradient
     second = beta2 * full_value(state["exp_avg_sq"]) + (1 - beta2) * gradient**2
     denominator = (second / (1 - beta2**step)).sqrt() + eps
     return -lr * (decay * full_value(parameter) + first / (1 - beta1**step) / denominator)
 
 
-def take_measured_step(optimizer: torch.optim.AdamW, step: Callable[[], object], number: int) -> UpdateQuality:
+def take_measured_step(
+    optimizer: torch.optim.AdamW, step: Callable[[], object], number: int
+) -> UpdateQuality:
     """Take an optimizer step and compare what it did with what it should have done."""
     before = [
         (p, p.detach().clone(), full_value(p), intended_update(optimizer, p, group))
@@ -270,20 +279,20 @@ class ExactSecondMoments:
 
     def follow(self) -> None:
         for parameter, value in self.values.items():
-            gradient = parameter.grad.double()  # type: ignore[union-attr]
+            gradient = gradient_of(parameter)
             value.mul_(self.beta2).addcmul_(gradient, gradient, value=1 - self.beta2)
 
     def mean_error(self) -> float:
         """Mean relative error of the optimizer's, over the elements that had a gradient."""
-        errors = [
-            (full_value(self.optimizer.state[parameter]["exp_avg_sq"])[value > 0] / value[value > 0] - 1).abs()
-            for parameter, value in self.values.items()
-        ]
-        return float(torch.cat(errors).mean())
+        errors = []
+        for parameter, exact in self.values.items():
+            stored = full_value(self.optimizer.state[parameter]["exp_avg_sq"])
+            errors.append((stored / exact - 1).abs()[exact > 0])
+        return torch.cat(errors).mean().item()
 
 
 def bytes_per_parameter(optimizer: torch.optim.AdamW) -> float:
-    """Weights, optimizer state and all error terms; gradients, which every strategy has alike, are left out."""
+    """Weights, optimizer state and all error terms; not the gradients, which every strategy has alike."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     tensors = [t for p in parameters for t in (p, *optimizer.state[p].values()) if t.shape == p.shape]
     tensors += [term for tensor in tensors for term in error_terms(tensor)]
@@ -316,7 +325,7 @@ class Run:
         return 1e3 * statistics.median(self.step_seconds[1:])
 
 
-def train(strategy: Strategy, recipe: Recipe, text: Text, device: str, bar: tqdm[object]) -> Run:
+def train(strategy: Strategy, recipe: Recipe, text: Text, device: str, bar: tqdm[Any]) -> Run:
     """One training; only the backend of the optimizer's step differs between strategies."""
     torch.compiler.reset()
     torch.manual_seed(recipe.seed)
@@ -396,28 +405,32 @@ def conclusion(runs: Sequence[Run]) -> str:
     lines = []
     if plain:
         lines.append(
-            f"Plain bfloat16 loses {plain.mean('lost'):.0%} of AdamW's updates, {plain.qualities[-1].lost:.0%} at the end."
+            f"Plain bfloat16 loses {plain.mean('lost'):.0%} of AdamW's updates, "
+            f"{plain.qualities[-1].lost:.0%} of them at the end."
         )
     if plain and baseline:
-        gap = plain.loss - baseline.loss
-        lines.append(f"Its validation loss ends {_apart(gap)} the {BASELINE} run's{_head_start(plain, baseline)}.")
-    for run in runs:
-        if baseline and run.strategy.name in ("light", "plus"):
-            lines.append(
-                f"Collage {run.strategy.name} loses {run.mean('lost'):.1%} and ends {_apart(run.loss - baseline.loss)} it, "
-                f"with {run.bytes_per_parameter:.0f} bytes per parameter for {baseline.bytes_per_parameter:.0f}."
-            )
+        lines.append(
+            f"Its validation loss ends {_apart(plain, baseline)} that of the {BASELINE} run"
+            f"{_head_start(plain, baseline)}."
+        )
+    if baseline:
+        lines += [
+            f"Collage {run.strategy.name} loses {run.mean('lost'):.1%} and ends {_apart(run, baseline)} it, with "
+            f"{run.bytes_per_parameter:.0f} bytes per parameter instead of {baseline.bytes_per_parameter:.0f}."
+            for run in runs
+            if run.strategy.name in ("light", "plus")
+        ]
     return "\n".join(lines)
 
 
-def _apart(difference: float) -> str:
-    return f"{abs(difference):.4f} {'above' if difference > 0 else 'below'}"
+def _apart(run: Run, baseline: Run) -> str:
+    return f"{abs(run.loss - baseline.loss):.4f} {'above' if run.loss > baseline.loss else 'below'}"
 
 
 def _head_start(plain: Run, baseline: Run) -> str:
     """When the baseline had reached what plain bfloat16 ends with, if it was ahead at all."""
-    reached = next(step for step, loss in [*baseline.curve, (0, 0.0)] if loss <= plain.loss)
-    return f", which was there by step {reached} of {plain.curve[-1][0]}" if reached else ""
+    reached = next((steps for steps, loss in baseline.curve if loss <= plain.loss), None)
+    return "" if reached is None else f", which was that far by step {reached} of {plain.curve[-1][0]}"
 
 
 def draw(runs: Sequence[Run], path: Path) -> None:
@@ -444,14 +457,19 @@ def draw(runs: Sequence[Run], path: Path) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train a small GPT in pure bfloat16 with and without Collage.")
+    parser = argparse.ArgumentParser(
+        description="Train a small GPT in pure bfloat16, with and without Collage."
+    )
     parser.add_argument("--steps", type=int, help=f"per strategy (default {Recipe.steps})")
     parser.add_argument("--seed", type=int, default=0, help="of weights and data order")
+    names = list(STRATEGIES)
     parser.add_argument(
-        "--strategies", nargs="+", default=list(STRATEGIES), choices=list(STRATEGIES), metavar="NAME", help="of: %(choices)s"
+        "--strategies", nargs="+", default=names, choices=names, metavar="NAME", help=f"of {names}"
     )
-    parser.add_argument("--quick", action="store_true", help="a tiny model and a few steps, to see that it runs")
-    parser.add_argument("--out", type=Path, default=Path("demo_results"), help="folder for the figure and the table")
+    parser.add_argument(
+        "--quick", action="store_true", help="a tiny model and a few steps, to see that it runs"
+    )
+    parser.add_argument("--out", type=Path, default=Path("demo_results"), help="folder for figure and table")
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     if options.steps is not None and options.steps < 2:
@@ -467,6 +485,7 @@ def main() -> None:
     text = Text.of_standard_library()
     options.out.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
+    bar: tqdm[Any]
     with tqdm(total=recipe.steps * len(options.strategies), unit="step") as bar:
         runs = [train(STRATEGIES[name], recipe, text, options.device, bar) for name in options.strategies]
     figure = options.out / "train_gpt.png"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from collage_fx.graph import copies_to_inputs, is_low_precision_tensor, placeholders, tensor_value
+from collage_fx.graph import copies_to_inputs, is_low_precision_tensor, placeholders
 from collage_fx.passes.base import Pass
 from collage_fx.program import Kind, Role, StateTensor, StepProgram
 from collage_fx.recurrence import judge, read_recurrence
@@ -42,12 +42,12 @@ class Analyze(Pass):
             state = StateTensor(placeholder, position, info, stores[placeholder])
             new_value = state.store.args[1]
             assert isinstance(new_value, Node)
-            state.recurrence = read_recurrence(placeholder, new_value, symbols, new_values)
+            is_parameter = info.role is Role.PARAMETER
+            state.recurrence = read_recurrence(placeholder, new_value, symbols, new_values, is_parameter=is_parameter)
             state.verdict = judge(state.recurrence, state.format)
             state.compensated, state.selection = _select(program, state)
             program.states.append(state)
-        wide = sum(1 for node in stores if (value := tensor_value(node)) is not None and not is_low_precision_tensor(node) and value.is_floating_point())
-        return f"{len(program.compensated)} of {len(program.states)} low-precision state tensors selected ({wide} are wider)"
+        return f"{len(program.compensated)} of {len(program.states)} low-precision state tensors selected"
 
 
 def _select(program: StepProgram, state: StateTensor) -> tuple[bool, str]:

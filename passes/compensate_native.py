@@ -74,8 +74,8 @@ class _PathRewriter:
             if stored in self.words:
                 (lo,) = self.editor.inline(arithmetic.finite_or_zero, self.words[stored][1], stored)
             else:
-                self.state.selection += f"; but {stored.name} has no double-word algorithm, so its error term stays zero"
-                (lo,) = self.editor.inline(torch.zeros_like, stored)
+                self.state.refusal = f"{stored.name} ({stored.target}) has no double-word algorithm; its error term stays zero"
+                (lo,) = self.editor.inline(_no_error, stored)
             self.editor.store(self.state.auxiliaries[0], lo)
 
     def _rewritten(self, node: Node) -> Node | None:
@@ -193,6 +193,10 @@ RULES: dict[Any, Callable[..., Word | None]] = {
     aten.mul: _PathRewriter.product,
     aten.neg: _PathRewriter.negation,
 }
+
+
+def _no_error(hi: Tensor) -> Tensor:
+    return arithmetic.finite_or_zero(hi - hi, hi)
 
 
 def _constants_like(reference: Tensor, hi: float, lo: float) -> DoubleWord:

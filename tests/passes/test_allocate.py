@@ -1,0 +1,26 @@
+"""Error terms become inputs behind the captured ones."""
+
+import pytest
+import torch
+
+from collage_fx.graph import placeholders
+from tests.support.programs import after, captured, sgd
+
+
+@pytest.mark.parametrize(("error_format", "dtype"), [("mcf", torch.bfloat16), ("fp32", torch.float32)])
+def test_inputs_are_appended(error_format: str, dtype: torch.dtype) -> None:
+    program = after(captured(sgd, "p g", error_format=error_format), "allocate")
+    inputs = placeholders(program.gm.graph)
+    assert [node.name for node in inputs] == ["p", "g", "p_lo"]
+    assert inputs[2].meta["val"].dtype == dtype
+    assert inputs[2].meta["val"].shape == inputs[0].meta["val"].shape
+
+
+def test_nothing_to_allocate() -> None:
+    program = after(captured(sgd, "m g"), "analyze")
+    program.states[0].compensated = False
+    before = str(program.gm.graph)
+    from collage_fx.passes.allocate import Allocate
+
+    Allocate().run(program)
+    assert str(program.gm.graph) == before

@@ -1,0 +1,117 @@
+"""State tensors, their recurrences and the strategies' choices, found from the graph alone."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from collage_fx.program import Kind, StateTensor, Strategy
+from tests.support.programs import after, captured
+
+
+def _state(step: Callable[..., Any], symbols: str, name: str, **options: Any) -> StateTensor:
+    program = after(captured(step, symbols, **options), "analyze")
+    (state,) = [state for state in program.states if state.info.symbol == name]
+    return state
+
+
+def _adam(beta1: float, beta2: float) -> Callable[..., None]:
+    def step(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> None:
+        p.mul_(1 - 1e-3 * 0.1)
+        m.lerp_(g, 1 - beta1)
+        v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+        p.addcdiv_(m, v.sqrt().add_(1e-8), value=-1e-3)
+
+    return step
+
+
+def test_recurrences_read_as_one_writes_them() -> None:
+    program = after(captured(_adam(0.9, 0.999), "p g m v"), "analyze")
+    text = {s.info.symbol: str(s.recurrence.expression) for s in program.states if s.recurrence}
+    assert text["v"] == "0.001*g**2 + 0.999*v"
+    assert text["m"] == "0.1*g + 0.9*m"
+    assert text["p"] == "-0.001*m'/(sqrt(v') + 1.0e-8) + 0.9999*p"
+
+
+@pytest.mark.parametrize(("beta2", "lossy"), [(0.9, False), (0.95, True), (0.98, True), (0.99, True), (0.999, True)])
+def test_bfloat16_moving_averages_are_lossy_from_095(beta2: float, lossy: bool) -> None:
+    state = _state(_adam(0.9, beta2), "p g m v", "v")
+    assert state.recurrence is not None
+    assert state.verdict is not None
+    assert state.recurrence.kind is Kind.MOVING_AVERAGE
+    assert state.verdict.lossy is lossy
+    assert float(state.recurrence.slopes[0]) == beta2
+
+
+@pytest.mark.parametrize(("beta2", "lossy"), [(0.95, False), (0.99, False), (0.995, True), (0.999, True)])
+def test_float16_has_three_more_bits(beta2: float, lossy: bool) -> None:
+    state = _state(_adam(0.9, beta2), "p g m v", "v", dtypes=torch.float16)
+    assert state.verdict is not None
+    assert state.verdict.lossy is lossy
+
+
+@pytest.mark.parametrize(
+    ("strategy", "chosen"), [("none", ""), ("light", "p"), ("plus", "p v"), ("full", "p m v")]
+)
+def test_strategies(strategy: Strategy, chosen: str) -> None:
+    program = after(captured(_adam(0.9, 0.999), "p g m v", strategy=strategy), "analyze")
+    assert [state.info.symbol for state in program.compensated] == chosen.split()
+    assert all(state.selection for state in program.states)
+
+
+def _max_of_decayed(v: Tensor, g: Tensor) -> None:
+    v.copy_(torch.maximum(v * 0.999, g.abs()))
+
+
+def _square(v: Tensor, g: Tensor) -> None:
+    v.copy_(v * v + g)
+
+
+def _tensor_decay(v: Tensor, g: Tensor, lr: Tensor) -> None:
+    v.mul_(1 - lr).add_(g)
+
+
+def _copy(v: Tensor, g: Tensor) -> None:
+    v.copy_(g)
+
+
+@pytest.mark.parametrize(
+    ("step", "symbols", "kind", "lossy"),
+    [
+        (lambda v, g: v.addcmul_(g, g), "v g", Kind.ACCUMULATION, True),
+        (_max_of_decayed, "v g", Kind.MOVING_AVERAGE, True),
+        (lambda v, g: v.copy_(torch.maximum(v * 0.5, g)), "v g", Kind.MOVING_AVERAGE, False),
+        (_square, "v g", Kind.OTHER, True),
+        (_tensor_decay, "v g lr", Kind.MOVING_AVERAGE, True),
+        (_copy, "v g", Kind.OVERWRITE, False),
+        (lambda v, g: v.mul_(-0.5).add_(g), "v g", Kind.OTHER, False),
+        (lambda v, g: v.mul_(1.5).add_(g), "v g", Kind.OTHER, True),
+        (lambda v, g: v.div_(2).sub_(g), "v g", Kind.MOVING_AVERAGE, False),
+        (lambda v, g: v.copy_(g - v), "v g", Kind.OTHER, True),
+        (lambda v, g: v.copy_(torch.where(g > 0, v * 0.5, v)), "v g", Kind.OTHER, True),
+        (lambda v, g: v.add_(g).clamp_(-1, 1), "v g", Kind.ACCUMULATION, True),
+        (lambda v, g: v.mul_(0.5).add_(g).add_(v, alpha=0.25), "v g", Kind.MOVING_AVERAGE, False),
+    ],
+)
+def test_kinds(step: Callable[..., Any], symbols: str, kind: Kind, lossy: bool) -> None:
+    state = _state(step, symbols, "v")
+    assert state.recurrence is not None
+    assert state.verdict is not None
+    assert (state.recurrence.kind, state.verdict.lossy) == (kind, lossy), state.verdict.reason
+
+
+def test_float32_state_is_none_of_our_business() -> None:
+    def step(p: Tensor, g: Tensor, v: Tensor) -> None:
+        v.mul_(0.999).add_(g.float() ** 2)
+        p.sub_(g / v.sqrt())
+
+    program = captured(step, "p g v", dtypes=[torch.bfloat16, torch.bfloat16, torch.float32])
+    assert [state.info.symbol for state in after(program, "analyze").states] == ["p"]
+
+
+def test_existing_error_terms_are_kept_up() -> None:
+    program = captured(_adam(0.9, 0.999), "p g m v", strategy="light")
+    program.already_compensated = frozenset({2})
+    assert [state.info.symbol for state in after(program, "analyze").compensated] == ["p", "m"]

@@ -1,0 +1,42 @@
+"""Loads become hi + lo, stores become splits."""
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+
+from collage_fx.graph import graph_text
+from tests.support.programs import after, captured, sgd
+
+
+def test_sgd() -> None:
+    program = after(captured(sgd, "p g"), "compensate-wide")
+    made_here = [line.split("  #")[0] for line in graph_text(program.gm.graph).splitlines() if "# compensate" in line]
+    assert_expected_inline(
+        "\n".join(made_here),
+        """\
+to_float32_2: float32[4] = convert_element_type(p, float32)
+to_float32_3: float32[4] = convert_element_type(p_lo, float32)
+add_3: float32[4] = add(to_float32_2, to_float32_3)
+to_bfloat16_1: bfloat16[4] = convert_element_type(add_2, bfloat16)
+to_float32_4: float32[4] = convert_element_type(to_bfloat16_1, float32)
+sub: float32[4] = sub(add_2, to_float32_4)
+full: float32[] = full([], 0, dtype=float32, layout=strided, device=cpu, pin_memory=False)
+abs_1: float32[4] = abs(to_float32_4)
+lt: bool[4] = lt(abs_1, inf)
+where: float32[4] = where(lt, sub, full)
+to_bfloat16_2: bfloat16[4] = convert_element_type(where, bfloat16)
+store: bfloat16[4] = copy_(p_lo, to_bfloat16_2)""",
+    )
+
+
+@pytest.mark.parametrize("error_format", ["mcf", "fp32"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_small_updates_are_kept(error_format: str, dtype: torch.dtype) -> None:
+    program = after(captured(sgd, "p g", dtypes=dtype, error_format=error_format), "pin-roundings")
+    p, g = torch.ones(4, dtype=dtype), torch.full((4,), 2.0**-13, dtype=dtype)
+    lo = torch.zeros(4, dtype=torch.float32 if error_format == "fp32" else dtype)
+    for _ in range(3):
+        program.gm(p, g, lo)
+    # The sum of the moves is below half an ulp (2**-12 for float16 just below 1), so p stays; all values are exact.
+    assert p.tolist() == [1.0] * 4
+    assert lo.tolist() == [-3 * 2.0**-14] * 4

@@ -1,0 +1,35 @@
+"""Roundings that are read back are explicit, roundings that are only stored are not."""
+
+import torch
+
+from collage_fx.operators import round_to_storage
+from tests.support.programs import after, captured, moving_average, sgd
+
+
+def _roundings(program_after: torch.fx.GraphModule) -> int:
+    return sum(node.target is round_to_storage for node in program_after.graph.nodes)
+
+
+def test_wide_rounds_hi_once() -> None:
+    assert _roundings(after(captured(sgd, "p g"), "pin-roundings").gm) == 1
+
+
+def test_a_plain_state_rounds_at_its_store() -> None:
+    assert _roundings(after(captured(moving_average, "m g", strategy="light"), "pin-roundings").gm) == 0
+
+
+def test_native_rounds_every_operation_of_a_plain_state_but_the_stored_one() -> None:
+    program = after(captured(moving_average, "m g", strategy="light", arithmetic="native"), "pin-roundings")
+    assert _roundings(program.gm) == 1
+    m, g = torch.randn(64).bfloat16(), torch.randn(64).bfloat16()
+    expected = m.clone().mul_(0.5).add_(g)  # eager bfloat16 rounds every operation
+    program.gm(m, g)
+    assert torch.equal(m, expected)
+
+
+def test_no_low_precision_value_is_computed_with() -> None:
+    for arithmetic in ("wide", "native"):
+        graph = after(captured(sgd, "p g", arithmetic=arithmetic), "pin-roundings").gm.graph  # type: ignore[arg-type]
+        for node in graph.nodes:
+            low = node.op == "call_function" and node.meta["val"].dtype == torch.bfloat16
+            assert not low or node.target in (torch.ops.prims.convert_element_type.default, torch.ops.aten.copy_.default)

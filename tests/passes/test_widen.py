@@ -1,0 +1,58 @@
+"""Low-precision arithmetic carried in float32, and what has to keep its dtype."""
+
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor
+
+from collage_fx.graph import graph_text
+from tests.support.programs import after, captured, moving_average
+
+
+def test_moving_average() -> None:
+    program = after(captured(moving_average, "m g", strategy="light"), "widen")
+    assert_expected_inline(
+        graph_text(program.gm.graph),
+        """\
+m: bfloat16[4] = input()
+g: bfloat16[4] = input()
+to_float32: float32[4] = convert_element_type(m, float32)  # widen
+mul_1: float32[4] = mul(to_float32, 0.5)  # widen
+to_float32_1: float32[4] = convert_element_type(g, float32)  # widen
+add_1: float32[4] = add(mul_1, to_float32_1)  # widen
+to_bfloat16: bfloat16[4] = convert_element_type(add_1, bfloat16)  # widen
+copy_: bfloat16[4] = copy_(m, to_bfloat16)
+return None""",
+    )
+
+
+def test_explicit_casts_and_constants_follow() -> None:
+    def step(m: Tensor, g: Tensor) -> None:
+        m.copy_((g.float() * 0.3).to(torch.bfloat16) + torch.full_like(m, 0.1))
+
+    program = after(captured(step, "m g", strategy="light"), "widen")
+    dtypes = [node.meta["val"].dtype for node in program.gm.graph.nodes if node.op == "call_function"]
+    assert set(dtypes[:-2]) == {torch.float32}, graph_text(program.gm.graph)
+    m, g = torch.zeros(4, dtype=torch.bfloat16), torch.ones(4, dtype=torch.bfloat16)
+    program.gm(m, g)
+    assert m[0] == torch.tensor(0.4, dtype=torch.bfloat16)  # bf16(0.3) + bf16(0.1) would round three times
+
+
+def test_matrix_products_keep_the_storage_dtype() -> None:
+    def step(m: Tensor, g: Tensor) -> None:
+        m.add_((g * 0.5) @ g)
+
+    program = after(captured(step, "m g", shape=(4, 4)), "widen")
+    (product,) = [node for node in program.gm.graph.nodes if node.target is torch.ops.aten.mm.default]
+    assert product.meta["val"].dtype == torch.bfloat16
+    assert all(arg.meta["val"].dtype == torch.bfloat16 for arg in product.args)
+
+
+def test_comparisons_and_wider_tensors() -> None:
+    def step(m: Tensor, x: Tensor, g: Tensor) -> None:
+        m.copy_(torch.where(m > g, m, g))
+        x.add_(m)
+
+    program = after(captured(step, "m x g", dtypes=[torch.bfloat16, torch.float32, torch.bfloat16], strategy="light"), "widen")
+    m, x = torch.tensor([1.0, 2, 3, 4], dtype=torch.bfloat16), torch.zeros(4)
+    program.gm(m, x, torch.full((4,), 2.5, dtype=torch.bfloat16))
+    assert m.tolist() == x.tolist() == [2.5, 2.5, 3, 4]

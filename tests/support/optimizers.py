@@ -1,0 +1,101 @@
+"""An optimizer whose step is compiled, with what tests do to it: feed gradients, look at every tensor, go back in time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from collage_fx import CollageBackend, error_terms
+
+__all__ = ["Case", "CompiledOptimizer", "Tensors", "gradients"]
+
+#: Name -> contents, such as ``"0.exp_avg_sq"`` and ``"0.exp_avg_sq.lo"``.
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to compile a step."""
+
+    strategy: str
+    arithmetic: str
+    error_format: str
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return "-".join((self.strategy, self.arithmetic, self.error_format, str(self.dtype).removeprefix("torch.")))
+
+    def options(self) -> dict[str, Any]:
+        return {"strategy": self.strategy, "arithmetic": self.arithmetic, "error_format": self.error_format}
+
+
+class CompiledOptimizer:
+    """Parameters with N(0, 1) entries, their optimizer and its compiled step.
+
+    Args:
+        shapes: of the parameters.
+        make: parameters -> optimizer.
+        backend: what ``torch.compile`` is given.
+        seed: of the parameters' values, drawn on the CPU whatever the device.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[tuple[int, ...]],
+        make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer],
+        backend: CollageBackend,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        device: str = "cpu",
+        seed: int = 0,
+    ) -> None:
+        torch._dynamo.reset()
+        generator = torch.Generator().manual_seed(seed)
+        self.parameters = [
+            torch.nn.Parameter(torch.randn(shape, generator=generator).to(device, dtype)) for shape in shapes
+        ]
+        self.optimizer = make(self.parameters)
+        self.backend = backend
+        self.compiled = torch.compile(self.optimizer.step, backend=backend)
+
+    def step(self, grads: Sequence[Tensor]) -> None:
+        for parameter, grad in zip(self.parameters, grads, strict=True):
+            parameter.grad = grad.to(parameter.device, parameter.dtype)
+        self.compiled()
+
+    def live(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters, states and error terms themselves."""
+        for i, parameter in enumerate(self.parameters):
+            for name, tensor in {"p": parameter, **self.optimizer.state[parameter]}.items():
+                if isinstance(tensor, Tensor):
+                    yield f"{i}.{name}", tensor.detach()
+                    for term in error_terms(tensor):
+                        yield f"{i}.{name}.lo", term
+
+    def tensors(self) -> Tensors:
+        """Copies of them."""
+        return {name: tensor.clone() for name, tensor in self.live()}
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Put back what :meth:`tensors` gave, in place."""
+        for name, tensor in self.live():
+            tensor.copy_(tensors[name])
+
+    def zero_state(self) -> None:
+        """States and error terms as before the first step."""
+        for name, tensor in self.live():
+            if not name.endswith(".p"):
+                tensor.zero_()
+
+
+def gradients(
+    shapes: Sequence[tuple[int, ...]], steps: int, *, seed: int = 1, scale: float = 1.0
+) -> Iterator[list[Tensor]]:
+    """N(0, scale²) gradients for every step, float32 on the CPU."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        yield [torch.randn(shape, generator=generator) * scale for shape in shapes]

@@ -1,0 +1,67 @@
+"""Small captured steps for the passes' tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from collage_fx.error_formats import ERROR_FORMATS
+from collage_fx.passes.base import Pass
+from collage_fx.pipeline import PIPELINE, run_pipeline
+from collage_fx.program import Arithmetic, InputInfo, Role, StepProgram, Strategy
+from tests.support.triton_offline import functional_graph
+
+ROLES = {"p": Role.PARAMETER, "g": Role.GRADIENT}
+
+
+def captured(
+    step: Callable[..., Any],
+    symbols: str,
+    *,
+    dtypes: Sequence[torch.dtype] | torch.dtype = torch.bfloat16,
+    shape: tuple[int, ...] = (4,),
+    strategy: Strategy = "plus",
+    arithmetic: Arithmetic = "wide",
+    error_format: str = "mcf",
+) -> StepProgram:
+    """``step`` as a program that no pass has seen.
+
+    Args:
+        step: mutates its tensors in place, as an optimizer does.
+        symbols: the inputs' names, such as ``"p g m"``; ``p`` is the parameter, ``g`` its gradient, the others are state;
+            ``lr`` and ``t`` are 0-d float32.
+        dtypes: one per input that isn't 0-d, or one for all.
+    """
+    names = symbols.split()
+    remaining = iter([dtypes] * len(names) if isinstance(dtypes, torch.dtype) else dtypes)
+    tensors = [torch.ones(()) if name in ("lr", "t") else torch.ones(shape, dtype=next(remaining)) for name in names]
+    gm = functional_graph(step, *tensors)
+    for node, name in zip(gm.graph.find_nodes(op="placeholder"), names, strict=True):
+        node._rename(name)
+    gm.recompile()
+    infos = [InputInfo(name, name, ROLES.get(name, Role.STATE)) for name in names]
+    return StepProgram(gm, infos, strategy, arithmetic, ERROR_FORMATS[error_format])
+
+
+def after(program: StepProgram, last: str) -> StepProgram:
+    """``program`` after every pass of the pipeline up to and including the one named ``last``."""
+    names = [each.name for each in PIPELINE]
+    run_pipeline(program, PIPELINE[: names.index(last) + 1])
+    return program
+
+
+def only(program: StepProgram, *passes: Pass) -> StepProgram:
+    """``program`` after just these passes."""
+    run_pipeline(program, passes)
+    return program
+
+
+def sgd(p: Tensor, g: Tensor) -> None:
+    p.add_(g, alpha=-0.5)
+
+
+def moving_average(m: Tensor, g: Tensor) -> None:
+    m.mul_(0.5).add_(g)
