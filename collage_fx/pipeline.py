@@ -59,10 +59,12 @@ def run_pipeline(
         program: its ``gm`` is edited in place; the caller clones it once before.
         observe: called with a copy of the graph after each pass.
     """
+    compensated = False
     for each in passes:
         if not each.applies_to(program):
             continue
         summary = each.run(program)
-        verify(program, after=each.name)
+        compensated = compensated or isinstance(each, (CompensateWide, CompensateNative))
+        verify(program, after=each.name, compensated=compensated)
         if observe is not None:
             observe(Stage(each.name, summary, copy.deepcopy(program.gm.graph)))

@@ -1,0 +1,82 @@
+"""The order of the passes, and what holds between them."""
+
+import copy
+import dataclasses
+import inspect
+
+import pytest
+import torch
+
+from collage_fx.errors import GraphInvariantError
+from collage_fx.passes.base import Pass
+from collage_fx.pipeline import ANALYSIS, PIPELINE, Stage, run_pipeline
+from collage_fx.program import StepProgram
+from collage_fx.verify import verify
+from tests.support.programs import after, captured, sgd
+
+
+def test_every_pass_comes_after_what_it_relies_on() -> None:
+    names = [each.name for each in PIPELINE]
+    assert len(set(names)) == len(names)
+    for position, each in enumerate(PIPELINE):
+        assert set(each.after) <= set(names[:position]), f"{each.name} has to come after {each.after}"
+    assert PIPELINE[: len(ANALYSIS)] == ANALYSIS
+
+
+@pytest.mark.parametrize("each", PIPELINE, ids=lambda each: each.name)
+def test_one_pass_one_file_one_name(each: Pass) -> None:
+    stem = each.name.replace("-", "_")
+    assert type(each).__name__ == "".join(word.capitalize() for word in each.name.split("-"))
+    assert type(each).__module__ == f"collage_fx.passes.{stem}"
+    assert dataclasses.is_dataclass(each)
+    assert type(each).__dataclass_params__.frozen  # type: ignore[attr-defined]
+    assert inspect.getdoc(type(each))
+
+
+def test_stages_are_observed_and_arithmetic_decides() -> None:
+    ran = {}
+    for arithmetic in ("wide", "native"):
+        stages: list[Stage] = []
+        run_pipeline(captured(sgd, "p g", arithmetic=arithmetic), observe=stages.append)  # type: ignore[arg-type]
+        ran[arithmetic] = [stage.name for stage in stages]
+    assert ran["wide"] == ["normalize", "analyze", "allocate", "widen", "compensate-wide", "pin-roundings"]
+    assert ran["native"] == ["normalize", "analyze", "allocate", "compensate-native", "pin-roundings"]
+
+
+def _broken(mutate: str) -> StepProgram:
+    program = after(captured(sgd, "p g"), "pin-roundings")
+    graph = program.gm.graph
+    p, g, lo = graph.find_nodes(op="placeholder")
+    output = next(iter(graph.find_nodes(op="output")))
+    (store,) = [node for node in graph.nodes if node.target is torch.ops.aten.copy_.default and node.args[0] is p]
+    with graph.inserting_before(output):
+        if mutate == "in place":
+            made = graph.call_function(torch.ops.aten.add_.Tensor, (g, g))
+        elif mutate == "twice":
+            made = graph.call_function(torch.ops.aten.copy_.default, (p, g))
+        elif mutate == "dtype":
+            store.args = (p, next(n for n in graph.nodes if n.meta["val"].dtype == torch.float32))
+            return program
+        elif mutate == "unwritten":
+            graph.erase_node(next(n for n in graph.nodes if n.target is store.target and n.args[0] is lo))
+            return program
+        else:
+            made = graph.call_function(torch.ops.aten.neg.default, (g,))
+            return program
+    made.meta["val"] = copy.copy(g.meta["val"])
+    return program
+
+
+@pytest.mark.parametrize(
+    ("mutate", "message"),
+    [
+        ("in place", "mutation outside the epilogue"),
+        ("twice", "two stores into one input"),
+        ("dtype", "float32 value stored into a torch.bfloat16 tensor"),
+        ("unwritten", "an auxiliary tensor that nobody writes"),
+        ("no value", "a node without a value"),
+    ],
+)
+def test_the_verifier_names_the_first_offender(mutate: str, message: str) -> None:
+    with pytest.raises(GraphInvariantError, match=message):
+        verify(_broken(mutate), after="a test", compensated=True)
