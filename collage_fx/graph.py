@@ -1,7 +1,7 @@
 """Graph tools: reading functional ATen graphs, and tracing ordinary functions into them.
 
-The graphs are AOTAutograd's inference graphs: functional, every ``meta["val"]`` a FakeTensor (or a symbolic number), and
-mutation only in the epilogue, ``copy_(placeholder, new_value)``, one per mutated input.
+The graphs are AOTAutograd's inference graphs: functional, every ``meta["val"]`` a FakeTensor (or a symbolic
+number), and mutation only in the epilogue, ``copy_(placeholder, new_value)``, one per mutated input.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import Target
 from torch.utils import _pytree as pytree
 
 from collage_fx.formats import is_low_precision
@@ -70,12 +71,12 @@ def is_conversion(node: Node) -> bool:
 
 def copies_to_inputs(graph: Graph) -> dict[Node, Node]:
     """The epilogue: mutated placeholder -> its ``copy_`` node."""
-    return {node.args[0]: node for node in graph.nodes if is_copy_to_input(node)}  # type: ignore[misc]
+    return {node.args[0]: node for node in graph.nodes if is_copy_to_input(node)}
 
 
 @dataclass
 class GraphEditor:
-    """Adds nodes to a graph, keeping every ``meta["val"]`` true and marking each node with the pass that made it.
+    """Adds nodes to a graph, with a true ``meta["val"]`` and the mark of the pass that made them.
 
     Attributes:
         gm: the module whose graph is edited in place.
@@ -92,14 +93,18 @@ class GraphEditor:
 
     def __post_init__(self) -> None:
         values = [node.meta.get("val") for node in placeholders(self.gm.graph)]
-        self.fake_mode = detect_fake_mode([v for v in values if isinstance(v, torch.Tensor)])
+        fake_mode = detect_fake_mode([v for v in values if isinstance(v, torch.Tensor)])
+        assert fake_mode is not None, "a captured graph's inputs are fake tensors"
+        self.fake_mode = fake_mode
 
-    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+    def call(self, target: Target, *args: Any, **kwargs: Any) -> Node:
         """One ``call_function`` node at the graph's insertion point, its value computed on fake tensors."""
-        node = self.graph.create_node("call_function", target, args, kwargs, name=_readable_name(target, args))
+        node = self.graph.create_node(
+            "call_function", target, args, kwargs, name=_readable_name(target, args)
+        )
         fake_args, fake_kwargs = pytree.tree_map_only(Node, lambda n: n.meta["val"], (args, kwargs))
         with self.fake_mode:
-            node.meta["val"] = target(*fake_args, **fake_kwargs)
+            node.meta["val"] = _callable(target)(*fake_args, **fake_kwargs)
         node.meta[PASS_MARK] = self.made_by
         return node
 
@@ -121,9 +126,11 @@ class GraphEditor:
         """Trace an eager function of tensors and put its operations at the insertion point.
 
         Args:
-            function: takes the tensors that ``args`` stand for and returns a tensor or a flat tuple of tensors. It must not
-                look at shapes: it is traced once per kind of argument (dtype, device) and replayed for every tensor.
-            args: nodes and Python constants. A symbolic number (a ``lr`` that a scheduler changes) becomes a 0-d tensor.
+            function: takes the tensors that ``args`` stand for and returns a tensor or a flat tuple of
+                tensors. It must not look at shapes: it is traced once per kind of argument (dtype, device)
+                and replayed for every tensor.
+            args: nodes and Python constants. A symbolic number (a ``lr`` that a scheduler changes) becomes a
+                0-d tensor.
 
         Returns:
             one node per tensor returned.
@@ -143,7 +150,9 @@ class GraphEditor:
             elif node.op == "output":
                 return tuple(replayed[result] for result in pytree.tree_leaves(node.args))
             else:
-                raise AssertionError(f"a traced function must be made of operations alone, found {node.format_node()}")
+                raise AssertionError(
+                    f"a traced function must be made of operations alone, found {node.format_node()}"
+                )
         raise AssertionError("a graph without an output node")
 
     def _as_tensor(self, arg: Any) -> Any:
@@ -175,6 +184,11 @@ class GraphEditor:
         self.gm.recompile()
 
 
+def _callable(target: Target) -> Callable[..., Any]:
+    assert callable(target), f"{target} is no operator"
+    return target
+
+
 def _readable_name(target: Any, args: tuple[Any, ...]) -> str:
     """``add`` rather than ``add_tensor``, ``to_float32`` rather than ``convert_element_type_default``."""
     if target is prims.convert_element_type.default:
@@ -184,7 +198,7 @@ def _readable_name(target: Any, args: tuple[Any, ...]) -> str:
 
 
 def graph_text(graph: Graph) -> str:
-    """A graph for people: one line a node, ``name: dtype = operator(operands)``, new nodes marked with the pass that made them."""
+    """A graph for people: one line a node, new nodes marked with the pass that made them."""
     return "\n".join(_node_text(node) for node in graph.nodes)
 
 

@@ -2,13 +2,14 @@
 
 Note [One node, one definition]
 -------------------------------
-A pinned rounding is a dozen elementary operations. Put into the graph one by one they would bury the step that a person
-wants to read, and Inductor, which inlines a value into each of its readers, would trace them again and again. So each
-is an operator of its own, whose eager implementation is the function in ``arithmetic.py`` and whose lowering *interprets a
+A pinned rounding is a dozen elementary operations. Put into the graph one by one they would bury the step
+that a person wants to read, and Inductor, which inlines a value into each of its readers, would trace them
+again and again. So each is an operator of its own, whose eager implementation is the function in
+``arithmetic.py`` and whose lowering *interprets a
 trace of that same function*, element by element, in the kernel that reads it: the arithmetic is written once.
 
-Inductor's cache of compiled graphs knows an operator by name only. :data:`REVISION` goes into the modules that are compiled,
-so that code from an older definition is never found again.
+Inductor's cache of compiled graphs knows an operator by name only. :data:`REVISION` goes into the modules
+that are compiled, so that code from an older definition is never found again.
 """
 
 from __future__ import annotations
@@ -75,4 +76,6 @@ register_pointwise_lowering(
 )
 
 #: Identifies the definitions above and the lowering; part of the compile cache's key.
-REVISION = hashlib.sha256(inspect.getsource(arithmetic).encode() + inspect.getsource(_interpret).encode()).hexdigest()
+REVISION = hashlib.sha256(
+    inspect.getsource(arithmetic).encode() + inspect.getsource(_interpret).encode()
+).hexdigest()

@@ -25,13 +25,14 @@ PIPELINE: tuple[Pass, ...] = (
     Normalize(),  # first: everything below reads elementary operations
     Analyze(),  # on the graph as captured, in whose dtypes the question "is this lossy?" makes sense
     Allocate(),  # before any rewrite, so that rewrites find their inputs in place
-    Widen(),  # wide: drop the intermediate roundings before the loads and stores are rewritten, so that the split is the only one
+    Widen(),  # wide: before the loads and stores are rewritten, so that the split is the only rounding left
     CompensateWide(),  # wide: loads and stores become join and split
     CompensateNative(),  # native: the operations themselves become double-word algorithms
     PinRoundings(),  # last: whatever rounding is still in the graph has to survive lowering
 )
 
-#: The part that only looks: what strategy "none" runs for its report, before plain Inductor gets the graph as captured.
+#: The part that only looks: what strategy "none" runs for its report, before plain Inductor gets the graph as
+#: captured.
 ANALYSIS: tuple[Pass, ...] = PIPELINE[:2]
 
 
@@ -57,6 +58,7 @@ def run_pipeline(
 
     Args:
         program: its ``gm`` is edited in place; the caller clones it once before.
+        passes: the pipeline, or a part of it.
         observe: called with a copy of the graph after each pass.
     """
     compensated = False

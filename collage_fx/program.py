@@ -1,4 +1,4 @@
-"""The object that travels through the pipeline: one captured step, its state tensors and what is decided about them."""
+"""What travels through the pipeline: one captured step, its state tensors and what is decided about them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,17 @@ from collage_fx.graph import tensor_value
 if TYPE_CHECKING:
     import sympy
 
-__all__ = ["Arithmetic", "InputInfo", "Kind", "Recurrence", "Role", "StateTensor", "StepProgram", "Strategy", "Verdict"]
+__all__ = [
+    "Arithmetic",
+    "InputInfo",
+    "Kind",
+    "Recurrence",
+    "Role",
+    "StateTensor",
+    "StepProgram",
+    "Strategy",
+    "Verdict",
+]
 
 Strategy = Literal["none", "light", "plus", "full"]
 Arithmetic = Literal["wide", "native"]
@@ -67,8 +77,9 @@ class Recurrence:
     Attributes:
         expression: the new value; other state tensors' new values appear as primed symbols.
         kind: see :class:`Kind`.
-        slopes: the coefficients of the old value, one per branch of a piecewise linear update (maximum, where): a number
-            where it is known while compiling, else a SymPy expression. Empty where the dependence isn't linear.
+        slopes: the coefficients of the old value, one per branch of a piecewise linear update (maximum,
+            where): a number where it is known while compiling, else a SymPy expression. Empty where the
+            dependence isn't linear.
         path: the nodes between the load and the store of the tensor, in graph order.
     """
 
@@ -132,8 +143,8 @@ class StepProgram:
     Attributes:
         gm: the graph, edited in place by the passes.
         inputs: one :class:`InputInfo` per graph input.
-        already_compensated: positions of inputs that have error terms already (from another compiled callable, an
-            earlier compilation or a checkpoint).
+        already_compensated: positions of inputs that have error terms already (from another compiled
+            callable, an earlier compilation or a checkpoint).
     """
 
     gm: GraphModule

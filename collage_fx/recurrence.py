@@ -1,8 +1,10 @@
 """Reading recurrences out of a graph: how a state tensor's new value depends on its old one.
 
-Two readings of the same nodes. The *expression* is for people: SymPy, other state tensors' new values cut off as primed
-symbols, tensor operations without an elementwise meaning as opaque functions. The *slopes* are for decisions: the
-coefficients of the old value, exact where the graph's constants are, one per branch where the update is piecewise linear.
+Two readings of the same nodes. The *expression* is for people: SymPy, other state tensors' new values cut off
+as primed
+symbols, tensor operations without an elementwise meaning as opaque functions. The *slopes* are for decisions:
+the coefficients of the old value, exact where the graph's constants are, one per branch where the update is
+piecewise linear.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ __all__ = ["TOLERATED_STALL", "judge", "read_recurrence", "representation_error"
 aten = torch.ops.aten
 prims = torch.ops.prims
 
-#: A moving average may stall within this relative distance of its target before it counts as lossy: see :func:`judge`.
+#: A moving average may stall within this relative distance of its target before it counts as lossy: see
+#: :func:`judge`.
 TOLERATED_STALL = Fraction(1, 16)
 
 #: Elementwise operators with a SymPy meaning, by overload packet.
@@ -51,8 +54,8 @@ FUNCTIONS: dict[Any, Callable[..., sympy.Expr]] = {
 #: Operators that pass their first operand through unchanged, as far as a recurrence is concerned.
 IDENTITIES = frozenset(
     {
-        aten.alias, aten.clone, aten.copy, aten.detach, aten.expand, aten.lift_fresh_copy, aten.view, aten.reshape,
-        aten._unsafe_view, prims.convert_element_type, aten._to_copy,
+        aten.alias, aten.clone, aten.copy, aten.detach, aten.expand, aten.lift_fresh_copy, aten.view,
+        aten.reshape, aten._unsafe_view, prims.convert_element_type, aten._to_copy,
     }
 )  # fmt: skip
 
@@ -85,7 +88,8 @@ def read_recurrence(
         new_value: what the epilogue stores into it.
         symbols: names of the graph's inputs.
         peers: new values of *other* state tensors and their primed names; they are leaves.
-        is_parameter: a parameter that decays a little each step (weight decay) is still an accumulation of updates.
+        is_parameter: a parameter that decays a little each step (weight decay) is still an accumulation of
+            updates.
     """
     reader = _Reader(placeholder, new_value, symbols, {n: s for n, s in peers.items() if n is not new_value})
     slopes = reader.slopes(new_value)
@@ -125,7 +129,12 @@ class _Reader:
         """Nodes between load and store, in graph order."""
         self.depends(self.new_value)
         order = {node: i for i, node in enumerate(self.placeholder.graph.nodes)}
-        return tuple(sorted((n for n, d in self._depends.items() if d and n is not self.placeholder), key=order.__getitem__))
+        return tuple(
+            sorted(
+                (n for n, d in self._depends.items() if d and n is not self.placeholder),
+                key=order.__getitem__,
+            )
+        )
 
     def depends(self, node: Node) -> bool:
         """Whether ``node`` is computed from the old value (not through another state tensor's new value)."""
@@ -135,8 +144,9 @@ class _Reader:
             elif node in self.peers:
                 self._depends[node] = False
             else:
-                # all(...) before any(...): every operand is visited, so that path() sees every branch.
-                self._depends[node] = any([self.depends(operand) for operand in node.all_input_nodes])
+                # A list: every operand is visited, not only up to the first that depends.
+                dependent = [self.depends(operand) for operand in node.all_input_nodes]
+                self._depends[node] = any(dependent)
         return self._depends[node]
 
     # -- the expression, for people
@@ -185,7 +195,9 @@ class _Reader:
             second = self.slopes(args[1])
             return _sum(self.slopes(args[0]), _map(second, operator.neg) if packet is aten.sub else second)
         if packet is aten.mul:
-            return self._scaled(args[0], args[1]) if self.depends_on(args[0]) else self._scaled(args[1], args[0])
+            return (
+                self._scaled(args[0], args[1]) if self.depends_on(args[0]) else self._scaled(args[1], args[0])
+            )
         if packet is aten.div and not self.depends_on(args[1]):
             return self._scaled(args[0], args[1], inverse=True)
         if packet in (aten.maximum, aten.minimum):
@@ -207,7 +219,7 @@ class _Reader:
         return _map(self.slopes(value), lambda slope: slope / coefficient if inverse else slope * coefficient)
 
     def _coefficient(self, factor: Node) -> sympy.Expr:
-        """A factor that is a graph value: its expression if it is one number for the whole tensor, else an unknown."""
+        """A factor that is a graph value: its expression if it is one number, else an unknown."""
         packet = getattr(factor.target, "overloadpacket", None)
         if packet in FACTORIES:
             constant = factor.args[FACTORIES[packet]]
@@ -260,10 +272,11 @@ def representation_error(decay: Fraction, fmt: FloatFormat) -> Fraction:
 
 
 def stall_band(decay: Fraction, fmt: FloatFormat) -> Fraction:
-    """u / (1 - a): the amplification of the roundoff u of each step by a recurrence of decay a.
+    """U / (1 - a): the amplification of the roundoff u of each step by a recurrence of decay a.
 
-    ``v' = a v + (1 - a) x`` moves v by ``(1 - a)(x - v)``; rounded to ``fmt`` the move is lost once it is below ``u v``, that
-    is as soon as v is within ``u/(1 - a)`` of its target, relatively. Independent errors of each step add up likewise.
+    ``v' = a v + (1 - a) x`` moves v by ``(1 - a)(x - v)``; rounded to ``fmt`` the move is lost once it is
+    below ``u v``, that is as soon as v is within ``u/(1 - a)`` of its target, relatively. Independent errors
+    of each step add up likewise.
     """
     return fmt.unit_roundoff / abs(1 - decay)
 
@@ -272,10 +285,12 @@ def judge(recurrence: Recurrence, fmt: FloatFormat) -> Verdict:
     """Whether storing the tensor in ``fmt`` loses its update.
 
     An accumulation is lossy: any move below half an ulp is lost, every time. A moving average is lossy if it
-    stalls further than :data:`TOLERATED_STALL` (1/16, 6 %) from its target, ``u/(1 - a)``, or if its rate is off by more than that
-    because ``a`` has no close neighbour in the format. In bfloat16 that puts the line between a = 0.9 (0.039) and 0.95
-    (0.078); in float16 between 0.99 (0.049) and 0.995 (0.098). A decay that is no compile-time constant may come
-    arbitrarily near 1, so it is taken to be lossy. An overwrite is not lossy: nothing of the old value is left to lose.
+    stalls further than :data:`TOLERATED_STALL` (1/16, 6 %) from its target, ``u/(1 - a)``, or if its rate is
+    off by more than that because ``a`` has no close neighbour in the format. In bfloat16 that puts the line
+    between a = 0.9 (0.039) and 0.95 (0.078); in float16 between 0.99 (0.049) and 0.995 (0.098). A decay that
+    is no compile-time constant may come
+    arbitrarily near 1, so it is taken to be lossy. An overwrite is not lossy: nothing of the old value is
+    left to lose.
     """
     if recurrence.kind is Kind.OVERWRITE:
         return Verdict(False, "the new value does not depend on the old one")
@@ -305,6 +320,6 @@ def _judge_slope(slope: sympy.Expr, fmt: FloatFormat) -> Verdict:
     if decay == 1:
         return Verdict(True, "alternates in sign without decaying: roundoff accumulates")
     stall, rate = stall_band(decay, fmt), representation_error(decay, fmt)
-    numbers = f"u/(1-a) = {float(stall):.2g}, rate off by {float(rate):.2g} in {fmt.name}, for a = {float(decay):.6g}"
+    numbers = f"u/(1-a) = {float(stall):.2g}, rate off by {float(rate):.2g}, for a = {float(decay):.6g}"
     lossy = max(stall, rate) > TOLERATED_STALL
     return Verdict(lossy, f"{'stalls' if lossy else 'tolerable'}: {numbers}")

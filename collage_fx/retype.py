@@ -1,9 +1,11 @@
-"""Carry the low-precision values of a graph in float32: the mechanism that ``widen`` and ``pin-roundings`` share.
+"""Carry a graph's low-precision values in float32: the mechanism that ``widen`` and ``pin-roundings`` share.
 
-After it has run, every operation that used to be computed in bfloat16 or float16 works on float32 values; casts remain
-only where memory is read (inputs) and written (the ``copy_`` epilogue, outputs, operators that need the storage dtype).
-What differs is the meaning it keeps: with ``rounding=False`` the intermediate roundings are dropped, on purpose and
-visibly; with ``rounding=True`` every value is rounded to the storage format's grid where the original graph rounded it.
+After it has run, every operation that used to be computed in bfloat16 or float16 works on float32 values;
+casts remain only where memory is read (inputs) and written (the ``copy_`` epilogue, outputs, operators that
+need the storage dtype).
+What differs is the meaning it keeps: with ``rounding=False`` the intermediate roundings are dropped, on
+purpose and visibly; with ``rounding=True`` every value is rounded to the storage format's grid where the
+original graph rounded it.
 """
 
 from __future__ import annotations
@@ -23,29 +25,31 @@ __all__ = ["Retyper", "is_movement", "is_pointwise", "is_transparent"]
 aten = torch.ops.aten
 prims = torch.ops.prims
 
-#: Operations that only move values (or their signs), so that operands on the storage grid give results on the grid.
+#: Operations that only move values (or their signs), so that operands on the storage grid give results on the
+#: grid.
 MOVEMENT = frozenset(
     {
-        aten.abs, aten.neg, aten.alias, aten.as_strided, aten.cat, aten.clone, aten.constant_pad_nd, aten.detach, aten.diagonal, aten.expand,
-        aten.flip, aten.index_select, aten.lift_fresh_copy, aten.permute, aten.repeat, aten.reshape, aten.roll,
-        aten.select, aten.select_scatter, aten.slice, aten.slice_scatter, aten.split, aten.split_with_sizes, aten.squeeze,
-        aten.stack, aten.t, aten.transpose, aten.unbind, aten.unsqueeze, aten.view, aten._unsafe_view,
+        aten.abs, aten.neg, aten.alias, aten.as_strided, aten.cat, aten.clone, aten.constant_pad_nd,
+        aten.detach, aten.diagonal, aten.expand, aten.flip, aten.index_select, aten.lift_fresh_copy,
+        aten.permute, aten.repeat, aten.reshape, aten.roll, aten.select, aten.select_scatter,
+        aten.slice, aten.slice_scatter, aten.split, aten.split_with_sizes, aten.squeeze, aten.stack,
+        aten.t, aten.transpose, aten.unbind, aten.unsqueeze, aten.view, aten._unsafe_view,
     }
 )  # fmt: skip
 
 #: Reductions: Inductor accumulates them in float32 whatever the operand's dtype.
 REDUCTIONS = frozenset(
     {
-        aten.amax, aten.amin, aten.any, aten.all, aten.cumsum, aten.linalg_vector_norm, aten.max, aten.mean, aten.min,
-        aten.norm, aten.prod, aten.std, aten.sum, aten.var, aten.var_mean,
+        aten.amax, aten.amin, aten.any, aten.all, aten.cumsum, aten.linalg_vector_norm, aten.max,
+        aten.mean, aten.min, aten.norm, aten.prod, aten.std, aten.sum, aten.var, aten.var_mean,
     }
 )  # fmt: skip
 
 #: Tensors made from numbers.
 FACTORIES = frozenset(
     {
-        aten.arange, aten.empty, aten.empty_like, aten.full, aten.full_like, aten.ones, aten.ones_like, aten.scalar_tensor,
-        aten.zeros, aten.zeros_like,
+        aten.arange, aten.empty, aten.empty_like, aten.full, aten.full_like, aten.ones,
+        aten.ones_like, aten.scalar_tensor, aten.zeros, aten.zeros_like,
     }
 )  # fmt: skip
 
@@ -67,7 +71,7 @@ def is_movement(node: Node) -> bool:
 
 
 def is_transparent(node: Node) -> bool:
-    """Whether the operation means the same on float32 operands as on low-precision ones, but for roundings."""
+    """Whether the operation means the same on float32 operands as on low-precision ones, roundings apart."""
     packet = _packet(node.target)
     return is_pointwise(node) or is_movement(node) or packet in REDUCTIONS or packet in FACTORIES
 
@@ -102,6 +106,7 @@ class Retyper:
             assert isinstance(destination, Node)
             value = tensor_value(destination)
             assert value is not None
+            assert isinstance(source, Node)
             stored = self._in_storage(source)
             node.args = (destination, self.editor.convert(stored, value.dtype), *node.args[2:])
         elif not any(is_low_precision_tensor(n) for n in (node, *node.all_input_nodes)):
@@ -111,12 +116,14 @@ class Retyper:
         elif is_transparent(node):
             self._visit_transparent(node)
         else:
-            # Matrix products, library calls, custom operators: they get and give the storage dtype, as written.
+            # Matrix products, library calls, custom operators: they get and give the storage dtype, as
+            # written.
             node.args, node.kwargs = pytree.tree_map_only(Node, self._in_storage, (node.args, node.kwargs))
 
     def _visit_conversion(self, node: Node) -> None:
         source, dtype = node.args
-        assert isinstance(source, Node) and isinstance(dtype, torch.dtype)
+        assert isinstance(source, Node)
+        assert isinstance(dtype, torch.dtype)
         if is_low_precision(dtype):
             value = self.editor.convert(self._in_float32(source), torch.float32)
             source_value = tensor_value(source)
@@ -162,7 +169,7 @@ class Retyper:
         """The float32 carrier of a low-precision node; any other node as it is."""
         if not is_low_precision_tensor(node):
             return node
-        if node not in self._float32:  # memory: an input, or the result of an operator that keeps the storage dtype
+        if node not in self._float32:  # memory: an input, or the result of an operator that keeps its dtype
             self._float32[node] = self.editor.convert(node, torch.float32)
         return self._float32[node]
 
@@ -170,7 +177,12 @@ class Retyper:
         """A low-precision node in its storage dtype: itself if it is memory, else a cast of its float32 carrier."""
         value = tensor_value(node)
         carrier = self._float32.get(node)
-        if value is None or carrier is None or node.op in ("placeholder", "get_attr") or not is_transparent(node):
+        if (
+            value is None
+            or carrier is None
+            or node.op in ("placeholder", "get_attr")
+            or not is_transparent(node)
+        ):
             return node
         if node not in self._stored:
             self._stored[node] = self.editor.convert(carrier, value.dtype)
@@ -178,4 +190,8 @@ class Retyper:
 
 
 def _on_grid(argument: Any, dtype: torch.dtype) -> Any:
-    return float(storage_format(dtype).nearest(argument)) if isinstance(argument, float) and abs(argument) < float("inf") else argument
+    return (
+        float(storage_format(dtype).nearest(argument))
+        if isinstance(argument, float) and abs(argument) < float("inf")
+        else argument
+    )

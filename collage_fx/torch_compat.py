@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
@@ -88,7 +88,8 @@ def compile_with_inductor(
     stays on, so that a second process still starts warm.
     """
     with functorch_config.patch(enable_autograd_cache=False):
-        return compile_fx(gm, list(example_inputs), inner_compile=inner_compile, config_patches=config_patches)  # type: ignore[no-any-return]
+        compiled = compile_fx(gm, list(example_inputs), inner_compile=inner_compile, config_patches=config_patches)
+    return cast(Callable[..., Any], compiled)
 
 
 def mode_options(mode: str) -> dict[str, Any]:
@@ -177,13 +178,14 @@ _ELEMENT_NAMES = {"__rshift__": "bitwise_right_shift", "__lshift__": "bitwise_le
 def pointwise_of(node: torch.fx.Node, values: Mapping[torch.fx.Node, Any]) -> Any:
     """One node of a traced elementwise function in Inductor's elementwise language, its operands taken from ``values``."""
     name = node.target.overloadpacket.__name__  # type: ignore[union-attr]
-    tensors = [arg for arg in node.args if isinstance(arg, torch.fx.Node)]
+    args: tuple[Any, ...] = node.args
+    tensors = [arg for arg in args if isinstance(arg, torch.fx.Node)]
     dtype = (tensors[0] if tensors else node).meta["val"].dtype
     if name == "alias":
         return values[tensors[0]]
     if name == "full":
-        return ops.constant(node.args[1], dtype)
+        return ops.constant(args[1], dtype)
     if node.target is torch.ops.aten.view.dtype:
-        return ops.to_dtype_bitcast(values[tensors[0]], node.args[1], dtype)
-    operands = [values[arg] if isinstance(arg, torch.fx.Node) else ops.constant(arg, dtype) for arg in node.args]
+        return ops.to_dtype_bitcast(values[tensors[0]], args[1], dtype)
+    operands = [values[arg] if isinstance(arg, torch.fx.Node) else ops.constant(arg, dtype) for arg in args]
     return getattr(ops, _ELEMENT_NAMES.get(name, name))(*operands)

@@ -15,10 +15,10 @@ __all__ = ["verify"]
 def verify(program: StepProgram, *, after: str, compensated: bool = False) -> None:
     """Raise :class:`~collage_fx.errors.GraphInvariantError` naming the first node that breaks an invariant.
 
-    Checked: FX's own lint; every tensor node has a ``meta["val"]``; the only mutation is the epilogue, with at most one
-    store per input and source and destination agreeing in dtype and shape; the inputs the graph was captured with are
-    unchanged in number and order and new ones come behind them; once a compensating pass has run (``compensated``), every
-    auxiliary input has a writer.
+    Checked: FX's own lint; every tensor node has a ``meta["val"]``; the only mutation is the epilogue, with
+    at most one store per input and source and destination agreeing in dtype and shape; the inputs the graph
+    was captured with are unchanged in number and order and new ones come behind them; once a compensating
+    pass has run (``compensated``), every auxiliary input has a writer.
     """
     graph = program.gm.graph
     graph.lint()
@@ -30,10 +30,14 @@ def verify(program: StepProgram, *, after: str, compensated: bool = False) -> No
         if is_copy_to_input(node):
             _check_store(node, stored, after)
         elif _mutates(node):
-            raise GraphInvariantError("mutation outside the epilogue", where=f"{node.format_node()} after {after}")
+            raise GraphInvariantError(
+                "mutation outside the epilogue", where=f"{node.format_node()} after {after}"
+            )
     unwritten = [a for state in program.states for a in state.auxiliaries if a not in stored]
     if compensated and unwritten:
-        raise GraphInvariantError("an auxiliary tensor that nobody writes", where=f"{unwritten[0]} after {after}")
+        raise GraphInvariantError(
+            "an auxiliary tensor that nobody writes", where=f"{unwritten[0]} after {after}"
+        )
 
 
 def _check_inputs(program: StepProgram, after: str) -> None:

@@ -1,7 +1,8 @@
 """Error terms become graph inputs.
 
-Only the graph's side of the allocation is done here: placeholders behind the existing ones, so that no position that
-AOTAutograd and Dynamo know of moves. The real buffers belong to ``collage_fx/error_terms.py``, which knows how long they live.
+Only the graph's side of the allocation is done here: placeholders behind the existing ones, so that no
+position that AOTAutograd and Dynamo know of moves. The real buffers belong to ``collage_fx/error_terms.py``,
+which knows how long they live.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ __all__ = ["Allocate"]
 
 @dataclass(frozen=True)
 class Allocate(Pass):
-    """One placeholder per auxiliary tensor of each selected state tensor, in the order of ``program.compensated``."""
+    """One placeholder per auxiliary tensor of each selected state tensor, in their order."""
 
     name = "allocate"
     after = ("analyze",)

@@ -1,7 +1,8 @@
 """Find the state tensors, read their recurrences and decide which become expansions.
 
-The decision rests on the recurrence alone: nothing here knows a name such as ``exp_avg_sq``. ``plus`` takes Adam's second
-moment in at beta2 >= 0.95 and leaves the first out at beta1 = 0.9 because of what their decays do in the storage format.
+The decision rests on the recurrence alone: nothing here knows a name such as ``exp_avg_sq``. ``plus`` takes
+Adam's second moment in at beta2 >= 0.95 and leaves the first out at beta1 = 0.9 because of what their decays
+do in the storage format.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ __all__ = ["Analyze"]
 
 @dataclass(frozen=True)
 class Analyze(Pass):
-    """Fills ``program.states``: recurrence, verdict and whether the strategy compensates it, each with its reason."""
+    """Fills ``program.states``: recurrences, verdicts and what the strategy selects, with reasons."""
 
     name = "analyze"
     after = ("normalize",)
@@ -43,7 +44,9 @@ class Analyze(Pass):
             new_value = state.store.args[1]
             assert isinstance(new_value, Node)
             is_parameter = info.role is Role.PARAMETER
-            state.recurrence = read_recurrence(placeholder, new_value, symbols, new_values, is_parameter=is_parameter)
+            state.recurrence = read_recurrence(
+                placeholder, new_value, symbols, new_values, is_parameter=is_parameter
+            )
             state.verdict = judge(state.recurrence, state.format)
             state.compensated, state.selection = _select(program, state)
             program.states.append(state)
@@ -52,7 +55,8 @@ class Analyze(Pass):
 
 def _select(program: StepProgram, state: StateTensor) -> tuple[bool, str]:
     """Whether ``state`` becomes an expansion under the program's strategy, and why."""
-    assert state.recurrence is not None and state.verdict is not None
+    assert state.recurrence is not None
+    assert state.verdict is not None
     if program.strategy == "none":
         return False, "none: plain low precision"
     if state.position in program.already_compensated:

@@ -11,10 +11,11 @@ __all__ = ["Pass"]
 
 
 class Pass(ABC):
-    """One rewrite or analysis of a captured step. Passes are frozen dataclasses; their options are their fields.
+    """One rewrite or analysis of a captured step: a frozen dataclass whose options are its fields.
 
-    A pass edits ``program.gm`` in place and leaves it in valid form: linted, every ``meta["val"]`` true, no mutation but
-    the ``copy_`` epilogue. The pipeline clones the graph before the first pass and verifies it after each.
+    A pass edits ``program.gm`` in place and leaves it in valid form: linted, every ``meta["val"]`` true, no
+    mutation but the ``copy_`` epilogue. The pipeline clones the graph before the first pass and verifies it
+    after each.
     """
 
     #: The file's and the class's name, in kebab-case.

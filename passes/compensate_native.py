@@ -1,10 +1,11 @@
 """``native`` compensation: the paper's algorithms in the storage format, every operation rounded.
 
-A selected tensor's old value enters as a double word (hi, lo) and stays one along the tensor's own path, from its load to
-its store. Sums, products with a number (a decay such as 0.999 or 1 - lr*wd, itself a double word: [Yu24], section 4.2),
-products with a tensor and negation have double-word algorithms. Any other elementwise operation is computed on the joined
-float32 value and split again, so that no operation on the path drops the error term. Whatever leaves the path reads hi, which
-is the value rounded to nearest, since ``|lo| <= ulp(hi)/2``.
+A selected tensor's old value enters as a double word (hi, lo) and stays one along the tensor's own path, from
+its load to its store. Sums, products with a number (a decay such as 0.999 or 1 - lr*wd, itself a double word:
+[Yu24], section 4.2), products with a tensor and negation have double-word algorithms. Any other elementwise
+operation is computed on the joined float32 value and split again, so that no operation on the path drops the
+error term. Whatever leaves the path reads hi, which is the value rounded to nearest, since ``|lo| <=
+ulp(hi)/2``.
 """
 
 from __future__ import annotations
@@ -74,7 +75,9 @@ class _PathRewriter:
             if stored in self.words:
                 (lo,) = self.editor.inline(arithmetic.finite_or_zero, self.words[stored][1], stored)
             else:
-                self.state.refusal = f"{stored.name} ({stored.target}) has no double-word algorithm; its error term stays zero"
+                self.state.refusal = (
+                    f"{stored.name} ({stored.target}) has no double-word algorithm; its error term stays zero"
+                )
                 (lo,) = self.editor.inline(_no_error, stored)
             self.editor.store(self.state.auxiliaries[0], lo)
 
@@ -100,7 +103,7 @@ class _PathRewriter:
         return self._through_float32(node) if is_pointwise(node) else None
 
     def _converted(self, node: Node, source: Node, dtype: torch.dtype) -> Node | None:
-        """Casts written in the step itself: up reads the whole value, down makes a double word of the wide result."""
+        """Casts in the step itself: up reads the whole value, down makes a double word of the result."""
         if source in self.words:
             if dtype == self.dtype:
                 return source
@@ -116,13 +119,19 @@ class _PathRewriter:
             if operand in self.words:
                 return self.editor.inline(arithmetic.join, *self.words[operand])[0]
             value = tensor_value(operand)
-            return self.editor.convert(operand, torch.float32) if value is not None and value.dtype == self.dtype else operand
+            return (
+                self.editor.convert(operand, torch.float32)
+                if value is not None and value.dtype == self.dtype
+                else operand
+            )
 
         args, kwargs = pytree.tree_map_only(Node, widened, (node.args, dict(node.kwargs)))
         return self._split(self.editor.call(node.target, *args, **kwargs))
 
     def _split(self, wide: Node) -> Node:
-        return self._defined(self.inline(arithmetic.split, self.editor.convert(wide, torch.float32), self.dtype, self.dtype))
+        return self._defined(
+            self.inline(arithmetic.split, self.editor.convert(wide, torch.float32), self.dtype, self.dtype)
+        )
 
     def _defined(self, word: Word) -> Node:
         self.words[word[0]] = word
@@ -147,7 +156,9 @@ class _PathRewriter:
         tensor = tensor_value(value)
         if tensor is None or tensor.dtype == self.dtype:
             return None if tensor is None else value
-        return self.inline(arithmetic.split, self.editor.convert(value, torch.float32), self.dtype, self.dtype)
+        return self.inline(
+            arithmetic.split, self.editor.convert(value, torch.float32), self.dtype, self.dtype
+        )
 
     def sum(self, x: Any, y: Any) -> Word | None:
         first, second = self.operand(x), self.operand(y)

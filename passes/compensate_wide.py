@@ -1,7 +1,8 @@
 """``wide`` compensation: load ``hi + lo`` into float32, compute, split the result into hi and lo.
 
-Theorem. Let x' be the float32 result of the step. ``hi' = RN(x')`` and ``lo' = RN(x' - hi')``; the difference is exact in
-float32 (Sterbenz-like: hi' is x' rounded), so ``|hi' + lo' - x'| <= u |lo'| <= u**2 |x'|``, and ``|lo'| <= ulp(hi')/2``.
+Theorem. Let x' be the float32 result of the step. ``hi' = RN(x')`` and ``lo' = RN(x' - hi')``; the difference
+is exact in float32 (Sterbenz-like: hi' is x' rounded), so ``|hi' + lo' - x'| <= u |lo'| <= u**2 |x'|``, and
+``|lo'| <= ulp(hi')/2``.
 """
 
 from __future__ import annotations

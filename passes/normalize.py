@@ -1,8 +1,9 @@
 """Composite updates become visible multiplications and additions.
 
-Optimizers write an update in many ways: ``torch._foreach_addcdiv_`` over lists, ``addcmul``, ``lerp``, ``add(alpha=...)``, and
-AOTAutograd adds ``prims.fma``. The later passes read recurrences and place roundings, for which an update has to be made of
-elementary operations. Each rule is an eager function equal to the operator in exact arithmetic.
+Optimizers write an update in many ways: ``torch._foreach_addcdiv_`` over lists, ``addcmul``, ``lerp``,
+``add(alpha=...)``, and AOTAutograd adds ``prims.fma``. The later passes read recurrences and place roundings,
+for which an update has to be made of elementary operations. Each rule is an eager function equal to the
+operator in exact arithmetic.
 """
 
 from __future__ import annotations
@@ -86,14 +87,14 @@ FOREACH: dict[str, Callable[..., Any]] = {
     "clamp_max": lambda x, bound: torch.clamp(x, max=bound),
     "copy": lambda x, source: source.to(x.dtype).expand(x.shape),
     "zero": torch.zeros_like,
-    "norm": lambda x, ord=2: torch.linalg.vector_norm(x, ord),  # noqa: A002 - the operator's own argument name
+    "norm": lambda x, ord=2: torch.linalg.vector_norm(x, ord),
     "max": torch.amax,
 }
 
 
 @dataclass(frozen=True)
 class _Call:
-    """``rule`` called with flat values, of which the last ones are keyword arguments. Hashable, so its trace is reused."""
+    """``rule`` called with flat values, the last ones keyword arguments. Hashable, so its trace is reused."""
 
     rule: Callable[..., Any]
     names: tuple[str | None, ...]
@@ -106,7 +107,7 @@ class _Call:
 
 @dataclass(frozen=True)
 class Normalize(Pass):
-    """``addcmul``, ``addcdiv``, ``lerp``, ``fma``, ``add(alpha)`` and foreach operators -> elementary operations."""
+    """Composite and foreach operators -> elementary operations."""
 
     name = "normalize"
 
@@ -114,19 +115,38 @@ class Normalize(Pass):
         editor = GraphEditor(program.gm, self.name)
         unpacked = sum(_unpack_foreach(editor, node) for node in list(editor.graph.nodes))
         opened = sum(_open_composite(editor, node) for node in list(editor.graph.nodes))
+        for node in list(editor.graph.nodes):
+            _choose_constant_branch(editor, node)
         editor.finish()
         return f"{opened} composite and {unpacked} foreach operations opened"
 
 
 def _open_composite(editor: GraphEditor, node: Node) -> bool:
     rule = COMPOSITES.get(getattr(node.target, "overloadpacket", None))
-    if rule is None or rule in (_add, _sub) and node.kwargs.get("alpha", 1) == 1:
+    if rule is None or (rule in (_add, _sub) and node.kwargs.get("alpha", 1) == 1):
         return False
     with editor.graph.inserting_before(node):
         call = _Call(rule, (None,) * len(node.args) + tuple(node.kwargs))
         (result,) = editor.inline(call, *node.args, *node.kwargs.values())
     _replace(editor, node, result)
     return True
+
+
+def _choose_constant_branch(editor: GraphEditor, node: Node) -> None:
+    """``where(False, a, b)`` -> ``b``: what torch 2.11's own decomposition of ``lerp`` leaves behind."""
+    if node.target is not aten.where.self:
+        return
+    condition, *branches = node.args
+    if (
+        isinstance(condition, Node)
+        and condition.target is aten.full.default
+        and not condition.meta["val"].shape
+    ):
+        chosen = branches[0] if condition.args[1] else branches[1]
+        chosen_value, value = tensor_value(chosen), tensor_value(node)
+        if chosen_value is not None and value is not None and chosen_value.shape == value.shape:
+            assert isinstance(chosen, Node)
+            _replace(editor, node, chosen)
 
 
 def _unpack_foreach(editor: GraphEditor, node: Node) -> bool:
@@ -138,12 +158,16 @@ def _unpack_foreach(editor: GraphEditor, node: Node) -> bool:
         return False
     rule = FOREACH.get(operator_name) or getattr(torch, operator_name)
     arguments = [*node.args, *node.kwargs.values()]
-    call = _Call(rule, (None,) * len(node.args) + tuple("value" if n == "scalars" else n for n in node.kwargs))
-    length = next(len(argument) for argument in arguments if _is_list(argument))
-    results = []
+    call = _Call(
+        rule, (None,) * len(node.args) + tuple("value" if n == "scalars" else n for n in node.kwargs)
+    )
+    length = next(len(argument) for argument in arguments if isinstance(argument, (list, tuple)))
+    results: list[Node] = []
     with editor.graph.inserting_before(node):
         for i in range(length):
-            element = [argument[i] if _is_list(argument) else argument for argument in arguments]
+            element = [
+                argument[i] if isinstance(argument, (list, tuple)) else argument for argument in arguments
+            ]
             results.extend(editor.inline(call, *element))
     for user in list(node.users):
         if user.target is operator.getitem:
@@ -151,10 +175,6 @@ def _unpack_foreach(editor: GraphEditor, node: Node) -> bool:
             assert isinstance(index, int)
             _replace(editor, user, results[index])
     return True
-
-
-def _is_list(argument: Any) -> bool:
-    return isinstance(argument, (list, tuple))
 
 
 def _replace(editor: GraphEditor, node: Node, result: Node) -> None:

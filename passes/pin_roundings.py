@@ -1,8 +1,9 @@
 """Roundings that the arithmetic relies on are made of operations that lowering cannot drop.
 
-See Note [Rounding must survive lowering] in ``collage_fx/arithmetic.py``. The graph arrives in its readable form, in which a
-low-precision node means "rounded" and a cast there and back is a rounding; it leaves in its compilable form, in which values are
-float32 numbers on the storage format's grid and every remaining cast is either exact or a store.
+See Note [Rounding must survive lowering] in ``collage_fx/arithmetic.py``. The graph arrives in its readable
+form, in which a low-precision node means "rounded" and a cast there and back is a rounding; it leaves in its
+compilable form, in which values are float32 numbers on the storage format's grid and every remaining cast is
+either exact or a store.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ __all__ = ["PinRoundings"]
 
 @dataclass(frozen=True)
 class PinRoundings(Pass):
-    """Each low-precision result that the graph reads back is rounded explicitly; one that is only stored is not."""
+    """Results that the graph reads back are rounded explicitly; those only stored are not."""
 
     name = "pin-roundings"
     after = ("compensate-wide", "compensate-native")

@@ -1,7 +1,8 @@
 """``wide`` arithmetic: the whole step on float32 values, rounded once, where it is stored.
 
-The captured graph computes in the storage format: each of its nodes rounds. Here every low-precision value is carried in
-float32 from load to store instead, by name and in the graph, whatever Inductor would have done about it.
+The captured graph computes in the storage format: each of its nodes rounds. Here every low-precision value is
+carried in float32 from load to store instead, by name and in the graph, whatever Inductor would have done
+about it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ __all__ = ["Widen"]
 
 @dataclass(frozen=True)
 class Widen(Pass):
-    """Low-precision arithmetic becomes float32 arithmetic; matrix products and opaque operators keep their dtype."""
+    """Low-precision arithmetic becomes float32 arithmetic; opaque operators keep their dtype."""
 
     name = "widen"
     after = ("allocate",)

@@ -29,7 +29,7 @@ def test_one_pass_one_file_one_name(each: Pass) -> None:
     assert type(each).__name__ == "".join(word.capitalize() for word in each.name.split("-"))
     assert type(each).__module__ == f"collage_fx.passes.{stem}"
     assert dataclasses.is_dataclass(each)
-    assert type(each).__dataclass_params__.frozen  # type: ignore[attr-defined]
+    assert type(each).__dataclass_params__.frozen
     assert inspect.getdoc(type(each))
 
 
@@ -37,7 +37,7 @@ def test_stages_are_observed_and_arithmetic_decides() -> None:
     ran = {}
     for arithmetic in ("wide", "native"):
         stages: list[Stage] = []
-        run_pipeline(captured(sgd, "p g", arithmetic=arithmetic), observe=stages.append)  # type: ignore[arg-type]
+        run_pipeline(captured(sgd, "p g", arithmetic=arithmetic), observe=stages.append)
         ran[arithmetic] = [stage.name for stage in stages]
     assert ran["wide"] == ["normalize", "analyze", "allocate", "widen", "compensate-wide", "pin-roundings"]
     assert ran["native"] == ["normalize", "analyze", "allocate", "compensate-native", "pin-roundings"]
@@ -48,7 +48,9 @@ def _broken(mutate: str) -> StepProgram:
     graph = program.gm.graph
     p, g, lo = graph.find_nodes(op="placeholder")
     output = next(iter(graph.find_nodes(op="output")))
-    (store,) = [node for node in graph.nodes if node.target is torch.ops.aten.copy_.default and node.args[0] is p]
+    (store,) = [
+        node for node in graph.nodes if node.target is torch.ops.aten.copy_.default and node.args[0] is p
+    ]
     with graph.inserting_before(output):
         if mutate == "in place":
             made = graph.call_function(torch.ops.aten.add_.Tensor, (g, g))

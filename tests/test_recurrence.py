@@ -9,7 +9,9 @@ from collage_fx.formats import BFLOAT16, FLOAT16, FloatFormat
 from collage_fx.recurrence import TOLERATED_STALL, representation_error, stall_band
 
 
-@pytest.mark.parametrize(("fmt", "decay"), [(f, a) for f in (BFLOAT16, FLOAT16) for a in (0.9, 0.95, 0.99, 0.999)])
+@pytest.mark.parametrize(
+    ("fmt", "decay"), [(f, a) for f in (BFLOAT16, FLOAT16) for a in (0.9, 0.95, 0.99, 0.999)]
+)
 def test_representation_error_is_that_of_a_cast(fmt: FloatFormat, decay: float) -> None:
     stored = Fraction(torch.tensor(decay, dtype=torch.float64).to(fmt.dtype).item())
     assert representation_error(Fraction(decay), fmt) == abs(stored - Fraction(decay)) / (1 - Fraction(decay))
@@ -18,7 +20,7 @@ def test_representation_error_is_that_of_a_cast(fmt: FloatFormat, decay: float) 
 @pytest.mark.parametrize("fmt", [BFLOAT16, FLOAT16])
 @pytest.mark.parametrize("decay", [0.9, 0.95, 0.99, 0.999])
 def test_a_moving_average_stalls_within_its_band(fmt: FloatFormat, decay: float) -> None:
-    """Pull v from 2 towards 1 with every step rounded to storage: it stops no further away than the band says."""
+    """Pull v from 2 towards 1, each step rounded to storage: it stops no further away than the band says."""
     v = torch.tensor(2.0, dtype=fmt.dtype)
     for _ in range(20_000):
         moved = torch.tensor(decay * v.item() + (1 - decay) * 1.0, dtype=torch.float64).to(fmt.dtype)
@@ -27,10 +29,11 @@ def test_a_moving_average_stalls_within_its_band(fmt: FloatFormat, decay: float)
         v = moved
     stalled_at = abs(v.item() - 1.0)
     band = float(stall_band(Fraction(decay), fmt))
-    # The move (1 - a)(v - 1) is lost below half an ulp of v, and ulp(v)/2 <= u v: v - 1 <= band v, that is v - 1 <= band/(1 - band)
-    # where the band is below 1; above, nothing may move at all.
+    # The move (1 - a)(v - 1) is lost below half an ulp of v, and ulp(v)/2 <= u v: v - 1 <= band v, that is v
+    # - 1 <= band/(1 - band) where the band is below 1; above, nothing may move at all.
     assert stalled_at <= (min(1.0, band / (1 - band)) if band < 1 else 1.0)
-    # And the band is not idle: a quarter of it is reached. (ulp(v)/2 is at least u v/2, and v starts within a step of it.)
+    # And the band is not idle: a quarter of it is reached. (ulp(v)/2 is at least u v/2, and v starts within a
+    # step of it.)
     assert stalled_at >= min(band, 1.0) / 4
 
 

@@ -35,7 +35,9 @@ def test_recurrences_read_as_one_writes_them() -> None:
     assert text["p"] == "-0.001*m'/(sqrt(v') + 1.0e-8) + 0.9999*p"
 
 
-@pytest.mark.parametrize(("beta2", "lossy"), [(0.9, False), (0.95, True), (0.98, True), (0.99, True), (0.999, True)])
+@pytest.mark.parametrize(
+    ("beta2", "lossy"), [(0.9, False), (0.95, True), (0.98, True), (0.99, True), (0.999, True)]
+)
 def test_bfloat16_moving_averages_are_lossy_from_095(beta2: float, lossy: bool) -> None:
     state = _state(_adam(0.9, beta2), "p g m v", "v")
     assert state.recurrence is not None

@@ -27,7 +27,9 @@ def test_sgd_is_grow(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_decay_by_a_number_that_the_format_lacks(dtype: torch.dtype) -> None:
-    program = after(captured(lambda v, g: v.mul_(0.999), "v g", dtypes=dtype, arithmetic="native"), "pin-roundings")
+    program = after(
+        captured(lambda v, g: v.mul_(0.999), "v g", dtypes=dtype, arithmetic="native"), "pin-roundings"
+    )
     v, g = torch.rand(64).to(dtype) + 1, torch.zeros(64, dtype=dtype)
     lo = torch.zeros_like(v)
     constant = [torch.tensor(x, dtype=dtype) for x in double_word_constant(0.999, dtype)]
@@ -53,8 +55,11 @@ STEPS: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", STEPS)
 def test_no_operation_on_the_path_drops_the_error_term(name: str, dtype: torch.dtype) -> None:
-    """hi + lo follows the float64 recurrence to a few u**2 a step, where storing hi alone would lose u a step."""
-    program = after(captured(STEPS[name], "v g", dtypes=dtype, arithmetic="native", shape=(64,), strategy="full"), "pin-roundings")
+    """Hi + lo follows the float64 recurrence to a few u**2 a step, where hi alone would lose u a step."""
+    program = after(
+        captured(STEPS[name], "v g", dtypes=dtype, arithmetic="native", shape=(64,), strategy="full"),
+        "pin-roundings",
+    )
     assert program.states[0].refusal == ""
     torch.manual_seed(0)
     v, g = torch.rand(64).add(1).to(dtype), torch.rand(64).add(0.5).to(dtype)
@@ -64,11 +69,14 @@ def test_no_operation_on_the_path_drops_the_error_term(name: str, dtype: torch.d
         program.gm(v, g, lo)
         STEPS[name](exact, g.double())
     u = float(storage_format(dtype).unit_roundoff)
-    # Per step: at most three double-word operations of at most 7 u**2 each, relative to a value in [1/2, 4], and an update of
-    # about 1e-3 whose own two roundings in the storage format are u each (float16: plus an underflow of at most 2**-24).
+    # Per step: at most three double-word operations of at most 7 u**2 each, relative to a value in [1/2, 4],
+    # and an update of about 1e-3 whose own two roundings in the storage format are u each (float16: plus an
+    # underflow of at most 2**-24).
     bound = steps * (3 * 7 * u**2 * 4 + 1.6e-3 * 2 * u + 2.0**-24)
     if name == "maximum of the decayed":
-        bound += steps * u  # |g| itself is taken over at once; no error, but near-ties may fall either way within u
+        bound += (
+            steps * u
+        )  # |g| itself is taken over at once; no error, but near-ties may fall either way within u
     assert (v.double() + lo.double() - exact).abs().max() <= bound
 
 
@@ -76,5 +84,7 @@ def test_a_matrix_on_the_path_is_reported() -> None:
     def step(v: Tensor, g: Tensor) -> None:
         v.copy_(v @ g)
 
-    program = after(captured(step, "v g", arithmetic="native", shape=(4, 4), strategy="full"), "compensate-native")
+    program = after(
+        captured(step, "v g", arithmetic="native", shape=(4, 4), strategy="full"), "compensate-native"
+    )
     assert "no double-word algorithm" in program.states[0].refusal

@@ -10,7 +10,9 @@ from tests.support.programs import after, captured, sgd
 
 def test_sgd() -> None:
     program = after(captured(sgd, "p g"), "compensate-wide")
-    made_here = [line.split("  #")[0] for line in graph_text(program.gm.graph).splitlines() if "# compensate" in line]
+    made_here = [
+        line.split("  #")[0] for line in graph_text(program.gm.graph).splitlines() if "# compensate" in line
+    ]
     assert_expected_inline(
         "\n".join(made_here),
         """\
@@ -37,6 +39,7 @@ def test_small_updates_are_kept(error_format: str, dtype: torch.dtype) -> None:
     lo = torch.zeros(4, dtype=torch.float32 if error_format == "fp32" else dtype)
     for _ in range(3):
         program.gm(p, g, lo)
-    # The sum of the moves is below half an ulp (2**-12 for float16 just below 1), so p stays; all values are exact.
+    # The sum of the moves is below half an ulp (2**-12 for float16 just below 1), so p stays; all values are
+    # exact.
     assert p.tolist() == [1.0] * 4
     assert lo.tolist() == [-3 * 2.0**-14] * 4

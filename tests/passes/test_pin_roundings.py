@@ -29,7 +29,10 @@ def test_native_rounds_every_operation_of_a_plain_state_but_the_stored_one() -> 
 
 def test_no_low_precision_value_is_computed_with() -> None:
     for arithmetic in ("wide", "native"):
-        graph = after(captured(sgd, "p g", arithmetic=arithmetic), "pin-roundings").gm.graph  # type: ignore[arg-type]
+        graph = after(captured(sgd, "p g", arithmetic=arithmetic), "pin-roundings").gm.graph
         for node in graph.nodes:
             low = node.op == "call_function" and node.meta["val"].dtype == torch.bfloat16
-            assert not low or node.target in (torch.ops.prims.convert_element_type.default, torch.ops.aten.copy_.default)
+            assert not low or node.target in (
+                torch.ops.prims.convert_element_type.default,
+                torch.ops.aten.copy_.default,
+            )

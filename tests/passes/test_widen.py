@@ -52,7 +52,10 @@ def test_comparisons_and_wider_tensors() -> None:
         m.copy_(torch.where(m > g, m, g))
         x.add_(m)
 
-    program = after(captured(step, "m x g", dtypes=[torch.bfloat16, torch.float32, torch.bfloat16], strategy="light"), "widen")
+    program = after(
+        captured(step, "m x g", dtypes=[torch.bfloat16, torch.float32, torch.bfloat16], strategy="light"),
+        "widen",
+    )
     m, x = torch.tensor([1.0, 2, 3, 4], dtype=torch.bfloat16), torch.zeros(4)
     program.gm(m, x, torch.full((4,), 2.5, dtype=torch.bfloat16))
     assert m.tolist() == x.tolist() == [2.5, 2.5, 3, 4]

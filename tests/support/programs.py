@@ -31,13 +31,19 @@ def captured(
 
     Args:
         step: mutates its tensors in place, as an optimizer does.
-        symbols: the inputs' names, such as ``"p g m"``; ``p`` is the parameter, ``g`` its gradient, the others are state;
-            ``lr`` and ``t`` are 0-d float32.
+        symbols: the inputs' names, such as ``"p g m"``; ``p`` is the parameter, ``g`` its gradient, the
+            others are state; ``lr`` and ``t`` are 0-d float32.
         dtypes: one per input that isn't 0-d, or one for all.
+        shape: of all that are not 0-d.
+        strategy: as in ``CollageBackend``.
+        arithmetic: as in ``CollageBackend``.
+        error_format: as in ``CollageBackend``.
     """
     names = symbols.split()
     remaining = iter([dtypes] * len(names) if isinstance(dtypes, torch.dtype) else dtypes)
-    tensors = [torch.ones(()) if name in ("lr", "t") else torch.ones(shape, dtype=next(remaining)) for name in names]
+    tensors = [
+        torch.ones(()) if name in ("lr", "t") else torch.ones(shape, dtype=next(remaining)) for name in names
+    ]
     gm = functional_graph(step, *tensors)
     for node, name in zip(gm.graph.find_nodes(op="placeholder"), names, strict=True):
         node._rename(name)

@@ -20,9 +20,9 @@ __all__ = ["ExactInterpreter", "TwinBackend", "without_pinning"]
 
 aten = torch.ops.aten
 
-#: Operations that torch's eager kernels round otherwise than the hardware's instruction or the C library: on CPU the eager float32
-#: square root is an ulp off for one argument in six (AVX-512, AMD), and pow is SLEEF's. Computed in float64 and rounded once,
-#: the root is correctly rounded: 53 >= 2*24 + 2 (Figueroa, 1995). For pow that is right up to one case in about 2**29.
+#: What torch's eager CPU kernels round otherwise than the compiled code's instruction and C library: the eager float32 square root is
+#: an ulp off for one argument in six (AVX-512 on AMD), pow is SLEEF's. Computed in float64 and rounded, the root is correctly
+#: rounded, as 53 >= 2*24 + 2 (Figueroa, 1995), and so is pow unless the float64 result lies within 2**-29 of a tie.
 THROUGH_FLOAT64 = frozenset(
     {aten.sqrt.default, aten.pow.Tensor_Tensor, aten.pow.Scalar, aten.pow.Tensor_Scalar}
 )
@@ -32,15 +32,12 @@ class ExactInterpreter(Interpreter):
     """Runs a functional ATen graph with its ``copy_`` epilogue on real tensors, float32 roots and powers rounded once."""
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if target in THROUGH_FLOAT64 and all(_is_float32(arg) for arg in args if isinstance(arg, torch.Tensor)):
+        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        if target in THROUGH_FLOAT64 and all(t.dtype == torch.float32 and t.device.type == "cpu" for t in tensors):
             # A Python number beside a float32 tensor is a float32 number: 0.9 ** t is RN(0.9) ** t.
             wide = [arg.double() if isinstance(arg, torch.Tensor) else _as_float32(arg) for arg in args]
             return super().call_function(target, tuple(wide), kwargs).float()
         return super().call_function(target, args, kwargs)
-
-
-def _is_float32(arg: torch.Tensor) -> bool:
-    return arg.dtype == torch.float32
 
 
 def _as_float32(number: Any) -> float:

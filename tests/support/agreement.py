@@ -1,0 +1,140 @@
+"""Compiled against eager, step by step: what both leave in every tensor, and how far apart it may be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tests.support.float_bits import same_bits, ulp, unit_roundoff
+from tests.support.optimizers import CompiledOptimizer, Tensors
+from tests.support.twin import TwinBackend
+
+__all__ = [
+    "AdamW",
+    "assert_half_ulp",
+    "assert_same",
+    "assert_within_an_ulp_of_lo",
+    "differences",
+    "lockstep",
+    "trajectory",
+]
+
+LOW = (torch.bfloat16, torch.float16)
+
+
+def trajectory(rig: CompiledOptimizer, start: Tensors, grads: Sequence[Sequence[Tensor]], *, eager: bool) -> list[Tensors]:
+    """Every tensor after each step from ``start``, compiled or by the eager twin."""
+    assert isinstance(rig.backend, TwinBackend)
+    rig.restore(start)
+    rig.backend.eager = eager
+    states = []
+    for grad in grads:
+        rig.step(grad)
+        states.append(rig.tensors())
+    return states
+
+
+def lockstep(rig: CompiledOptimizer, start: Tensors, grads: Sequence[Sequence[Tensor]]) -> list[tuple[Tensors, Tensors, Tensors]]:
+    """(before, compiled, eager) for each step, both from the same tensors: those that the compiled steps led to."""
+    states, before = [], start
+    for grad in grads:
+        (eager,) = trajectory(rig, before, [grad], eager=True)
+        (compiled,) = trajectory(rig, before, [grad], eager=False)
+        states.append((before, compiled, eager))
+        before = compiled
+    return states
+
+
+def differences(a: Tensors, b: Tensors) -> dict[str, int]:
+    """Tensor -> how many of its elements have different bits, those with any."""
+    counts = {name: int((~same_bits(a[name], b[name])).sum()) for name in a}
+    return {name: count for name, count in counts.items() if count}
+
+
+def assert_same(compiled: Sequence[Tensors], eager: Sequence[Tensors]) -> None:
+    """Equal bits of everything after every step."""
+    for i, (a, b) in enumerate(zip(compiled, eager, strict=True), 1):
+        assert not differences(a, b), f"after step {i} of {len(compiled)}, elements that differ: {differences(a, b)}"
+
+
+def assert_half_ulp(tensors: Tensors) -> None:
+    """``|lo| <= ulp(hi)/2`` for every expansion, and lo = 0 where hi is not finite."""
+    for name, lo in tensors.items():
+        if not name.endswith(".lo"):
+            continue
+        hi = tensors[name.removesuffix(".lo")]
+        finite = hi.isfinite()
+        assert bool((lo[~finite] == 0).all()), f"{name}: garbage beside a value that is not finite"
+        excess = lo[finite].abs().double() / ulp(hi[finite])
+        assert bool((excess <= 0.5).all()), f"{name}: |lo| reaches {float(excess.max()):.3g} ulp(hi)"
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """Its numbers, for the bounds."""
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+
+
+def assert_within_an_ulp_of_lo(
+    before: Tensors, compiled: Tensors, eager: Tensors, grads: Sequence[Tensor], numbers: AdamW, powf_ulps: int
+) -> None:
+    """One ``wide`` step of two implementations that differ in how float32 operations are rounded, from the same tensors.
+
+    Let v and w be the float32 results that the two split or round at the store, and |v - w| <= d. A result is stored with an
+    error of at most half an ulp of its last component, so the stored values differ by at most d + ulp(last), where the last
+    component's largest ulp is ulp(hi) for a tensor without error term, 2u ulp(hi)/2 for one of hi's dtype and 0 for a
+    float32 one (v - hi is exact).
+
+    d comes from contraction into fma (half an ulp of the product and another rounding of the sum, 2 ulps at the largest operand in
+    all), from division within 2 ulps, and from pow within ``powf_ulps``, which 1 - beta**t amplifies by 1/(1 - beta**t).
+    With e = 2**-23 >= ulp(x)/|x|:
+
+        exp_avg     |m| + |g| at most:              d = 2 e (|m| + |g|)
+        exp_avg_sq  v + g**2 at most:               d = 2 e (v + g**2)
+        p           U = lr (|m| + |g|) / (bc1 (sqrt(v'/bc2) + eps)) bounds the update and what it is computed from:
+                    d = 2 e |p| + e (12 + k/bc1 + k/bc2) U
+    """
+    e, (beta1, beta2) = 2.0**-23, numbers.betas
+    for i, grad in enumerate(grads):
+
+        def old(slot: str, index: int = i) -> Tensor:
+            return _value(before, f"{index}.{slot}")
+
+        t = float(eager[f"{i}.step"])
+        g = grad.to(before[f"{i}.p"]).double()
+        moment, bc1, bc2 = old("exp_avg").abs() + g.abs(), 1 - beta1**t, 1 - beta2**t
+        root = (_value(eager, f"{i}.exp_avg_sq") / bc2).clamp(min=0).sqrt()
+        update = numbers.lr * moment / (bc1 * (root + numbers.eps))
+        bounds = {
+            "exp_avg": 2 * e * moment,
+            "exp_avg_sq": 2 * e * (old("exp_avg_sq") + g * g),
+            "p": 2 * e * old("p").abs() + e * (12 + powf_ulps / bc1 + powf_ulps / bc2) * update,
+        }
+        for slot, d in bounds.items():
+            name = f"{i}.{slot}"
+            apart = (_value(compiled, name) - _value(eager, name)).abs()
+            worst = float((apart / (d + _last_ulp(eager, name))).nan_to_num(0).max())
+            assert worst <= 1, f"{name} at step {t:g}: {worst:.3g} times the bound"
+
+
+def _value(tensors: Tensors, name: str) -> Tensor:
+    value = tensors[name].double()
+    lo = tensors.get(f"{name}.lo")
+    return value if lo is None else value + lo.double()
+
+
+def _last_ulp(tensors: Tensors, name: str) -> Tensor:
+    hi, lo = tensors[name], tensors.get(f"{name}.lo")
+    if lo is None:
+        return ulp(hi)
+    if lo.dtype == torch.float32:
+        return torch.zeros_like(ulp(hi))
+    # Not below the format's smallest subnormal, which is the ulp of zero.
+    return (unit_roundoff(hi.dtype) * ulp(hi)).clamp(min=float(ulp(torch.zeros((), dtype=hi.dtype))))
