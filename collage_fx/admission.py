@@ -1,69 +1,166 @@
-"""What is refused, before anything is rewritten or run."""
+"""What is refused, before anything is rewritten or run.
+
+Note [Two doors]
+----------------
+Most of what compensated arithmetic isn't defined for shows in the captured graph, and is refused there
+(:func:`refuse_aliases`,
+:func:`refuse_unsupported`). Some never gets that far: at a sparse gradient Dynamo breaks the graph and runs the step eagerly,
+without compensation and without asking any backend, and AdamW's own refusal of it arrives wrapped as an internal error of
+Dynamo. So an optimizer is looked at as soon as Dynamo begins to trace through it (:func:`refuse_optimizer`), which is also
+early enough for a refused step to leave ``optimizer.state`` as it was.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule
+from torch.optim import Optimizer
 
 from collage_fx.errors import AliasedStateError, UnsupportedTensorError
 from collage_fx.formats import is_low_precision
 from collage_fx.graph import copies_to_inputs, placeholders
+from collage_fx.names import parameter_names
 from collage_fx.program import InputInfo, Role
-from collage_fx.torch_compat import aot_input_of
+from collage_fx.torch_compat import aot_input_of, has_internal_overlap
 
-__all__ = ["refuse_sparse", "refuse_unsupported"]
+__all__ = ["forget_new_state", "refuse_aliases", "refuse_optimizer", "refuse_unsupported", "remember_state"]
 
 #: Devices whose generated code's roundings are tested.
 DEVICES = ("cpu", "cuda")
 
 
-def refuse_sparse(gm: GraphModule, arguments: Sequence[Any]) -> None:
-    """Raise :class:`~collage_fx.errors.UnsupportedTensorError` for sparse tensors among a captured graph's inputs."""
-    tensors = {node.name: value for node, value in zip(gm.graph.find_nodes(op="placeholder"), arguments, strict=True)}
-    for name, value in {**tensors, **dict(gm.named_parameters()), **dict(gm.named_buffers())}.items():
-        if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
-            raise UnsupportedTensorError(
-                f"a tensor of layout {value.layout} takes part in the step; compensated updates are defined for dense "
-                "tensors",
-                where=name,
-                remedy="make the gradient dense (nn.Embedding(sparse=False), grad.to_dense()), or step that parameter "
-                "with an optimizer of its own that is not compiled with this backend",
-            )
+def refuse_optimizer(optimizer: Optimizer) -> None:
+    """Raise for the first parameter that takes part in the next step (has a gradient) and can't be compensated.
+
+    Raises:
+        AliasedStateError: the same tensor is a parameter twice, or elements of one share memory.
+        UnsupportedTensorError: sparse, complex or integer, or on an untested device.
+    """
+    seen: dict[int, str] = {}
+    for name, parameter in parameter_names(optimizer):
+        if parameter.grad is None:
+            continue
+        _refuse_layout(parameter.grad, f"{name}.grad")
+        _refuse_layout(parameter, name)
+        _refuse_dtype(parameter, name)
+        if is_low_precision(parameter.dtype):
+            _refuse_device(parameter, name)
+            if id(parameter) in seen:
+                raise _aliased(f"{seen[id(parameter)]} and {name} (the same tensor)")
+            if has_internal_overlap(parameter):
+                raise _aliased(f"{name} (an expanded tensor: strides {parameter.stride()})")
+        seen[id(parameter)] = name
+
+
+def refuse_aliases(gm: GraphModule, inputs: Sequence[InputInfo], known: Sequence[tuple[str, Tensor]]) -> None:
+    """Raise if a low-precision input that a captured graph mutates shares memory with another.
+
+    Args:
+        gm: AOTAutograd's graph, in which such inputs have been replaced by their common base.
+        inputs: one per placeholder.
+        known: names of the tensors that the step can reach, for the message.
+
+    Raises:
+        AliasedStateError: it does.
+    """
+    stores = copies_to_inputs(gm.graph)
+    for node, info in zip(placeholders(gm.graph), inputs, strict=True):
+        origin = aot_input_of(node)
+        if node in stores and origin is not None and origin[0] == "alias" and is_low_precision(node.meta["val"].dtype):
+            raise _aliased(" and ".join(_sharing_memory(known)) or info.name)
 
 
 def refuse_unsupported(gm: GraphModule, inputs: Sequence[InputInfo]) -> None:
-    """Raise for the first mutated input that compensated arithmetic is not defined for.
+    """Raise for the first mutated input of a captured graph of a kind that compensated arithmetic is not defined for.
 
     Raises:
-        AliasedStateError: it shares memory with another input.
         UnsupportedTensorError: a complex or integer parameter, or low-precision state on an untested device.
     """
     stores = copies_to_inputs(gm.graph)
     for node, info in zip(placeholders(gm.graph), inputs, strict=True):
         if node not in stores:
             continue
-        value: torch.Tensor = node.meta["val"]
-        origin = aot_input_of(node)
-        if origin is not None and origin[0] == "alias" and is_low_precision(value.dtype):
-            raise AliasedStateError(
-                "several tensors of this step share memory and at least one of them is updated, so that an error term would "
-                "belong to two tensors at once",
-                where=info.name,
-                remedy="give each parameter and state its own memory (tensor.clone()), or pass the common base tensor to "
-                "the optimizer",
-            )
-        if info.role is Role.PARAMETER and not value.dtype.is_floating_point:
-            raise UnsupportedTensorError(
-                f"a parameter of dtype {value.dtype}; error terms are defined for real floating-point tensors",
-                where=info.name,
-                remedy="keep it out of the compiled optimizer (view complex parameters as real with torch.view_as_real)",
-            )
-        if is_low_precision(value.dtype) and value.device.type not in DEVICES:
-            raise UnsupportedTensorError(
-                f"low-precision state on device {value.device}; supported: {', '.join(DEVICES)}",
-                where=info.name,
-                remedy="move the model to a supported device, or compile this step with backend='inductor'",
-            )
+        value: Tensor = node.meta["val"]
+        if info.role is Role.PARAMETER:
+            _refuse_dtype(value, info.name)
+        if is_low_precision(value.dtype):
+            _refuse_device(value, info.name)
+
+
+def _refuse_layout(tensor: Tensor, name: str) -> None:
+    if tensor.layout is not torch.strided:
+        raise UnsupportedTensorError(
+            f"a tensor of layout {tensor.layout} takes part in the step; compensated updates are defined for dense tensors",
+            where=name,
+            remedy="make the gradient dense (nn.Embedding(sparse=False), grad.to_dense()), or step that parameter with an "
+            "optimizer of its own that is not compiled with this backend",
+        )
+
+
+def _refuse_dtype(parameter: Tensor, name: str) -> None:
+    if not parameter.dtype.is_floating_point:
+        raise UnsupportedTensorError(
+            f"a parameter of dtype {parameter.dtype}; error terms are defined for real floating-point tensors",
+            where=name,
+            remedy="keep it out of the compiled optimizer (a complex parameter can be one of its real parts: "
+            "torch.view_as_real)",
+        )
+
+
+def _refuse_device(tensor: Tensor, name: str) -> None:
+    if tensor.device.type not in DEVICES:
+        raise UnsupportedTensorError(
+            f"low-precision state on device {tensor.device}; supported: {', '.join(DEVICES)}",
+            where=name,
+            remedy="move the model to a supported device, or compile this step with backend='inductor'",
+        )
+
+
+def _aliased(where: str) -> AliasedStateError:
+    return AliasedStateError(
+        "several tensors of this step share memory and at least one of them is updated, so that an error term would "
+        "belong to two tensors at once",
+        where=where,
+        remedy="give each parameter and state its own memory (tensor.clone()), or pass their common base to the optimizer "
+        "once",
+    )
+
+
+def _sharing_memory(known: Sequence[tuple[str, Tensor]]) -> list[str]:
+    """The names of the first group of low-precision tensors that lie in one storage."""
+    groups: dict[int, list[str]] = {}
+    for name, tensor in known:
+        if tensor.layout is torch.strided and is_low_precision(tensor.dtype):
+            groups.setdefault(tensor.untyped_storage()._cdata, []).append(name)
+    return next((names for names in groups.values() if len(names) > 1), [])
+
+
+# What a refused step has already initialised. ---------------------------------------------------------------
+
+_with_state: WeakKeyDictionary[Optimizer, tuple[Any, frozenset[int]]] = WeakKeyDictionary()
+
+
+def remember_state(optimizer: Optimizer, trace: Any) -> None:
+    """Note which parameters have state, at the beginning of a trace; later calls of the same trace change nothing.
+
+    Dynamo lets the optimizers of torch.optim initialise their state (zeros) while it traces them.
+    """
+    if optimizer not in _with_state or _with_state[optimizer][0] != trace:
+        _with_state[optimizer] = trace, frozenset(map(id, _keys_with_state(optimizer)))
+
+
+def forget_new_state(optimizer: Optimizer) -> None:
+    """Take away the state that has been initialised since :func:`remember_state`: the step has been refused."""
+    if optimizer in _with_state:
+        _, known = _with_state[optimizer]
+        for key in [key for key in _keys_with_state(optimizer) if id(key) not in known]:
+            del optimizer.state[key]
+
+
+def _keys_with_state(optimizer: Optimizer) -> Iterator[Any]:
+    return (key for key, state in optimizer.state.items() if state)

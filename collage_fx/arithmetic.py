@@ -1,23 +1,37 @@
-"""Compensated arithmetic, once, as ordinary eager functions; the passes trace these very functions into the graph.
+"""Compensated arithmetic, once, as ordinary eager functions, which the passes trace into the graph.
 
-Notation. RN is rounding to nearest even in the storage format (bfloat16 or float16), u its unit roundoff (2**-8, 2**-11).
-A *double word* is an unevaluated sum ``hi + lo`` of two storage-format tensors with ``hi = RN(hi + lo)``, so that
-``|lo| <= ulp(hi)/2``. Every function takes tensors of any shape that broadcast, and returns tensors of the same dtype
-unless it says otherwise. Bounds hold barring overflow and underflow; behaviour outside is stated where it matters.
+Notation. RN is rounding to nearest even in the storage format (bfloat16 or float16), u its unit roundoff
+(2**-8, 2**-11). A *double word* is an unevaluated sum ``hi + lo`` of two storage-format tensors with ``hi =
+RN(hi + lo)``, so that ``|lo| <= ulp(hi)/2``. Every function takes tensors of any shape that broadcast, and
+returns tensors of the same dtype unless it says otherwise.
+
+Bounds hold barring overflow: past it, hi is infinite or NaN and lo is meaningless (:func:`finite_or_zero`).
+Sums do not underflow, because every sum of two finite numbers below the normal range is exact, so their
+bounds hold down to zero. A product that is not a multiple of the quantum, the smallest subnormal q, is off by
+up to q/2 more, or ``q/2 + 2**-150`` in bfloat16, whose products may be subnormal in float32 as well and are
+then rounded twice: the bounds of products are relative while no partial product falls below the normal range
+or, for the remainder, below q. The sign of a zero result is not kept.
 
 References:
-    [Yu24]    Yu et al., *Collage: Light-Weight Low-Precision Strategy for LLM Training*, ICML 2024, arXiv 2405.03637.
-    [JMP17]   Joldes, Muller, Popescu, *Tight and rigorous error bounds for basic building blocks of double-word
-              arithmetic*, ACM TOMS 44(2), 2017, doi 10.1145/3121432.
+    [Yu24]    Yu et al., *Collage: Light-Weight Low-Precision Strategy for LLM Training*, ICML 2024, arXiv
+              2405.03637.
+    [JMP17]   Joldes, Muller, Popescu, *Tight and rigorous error bounds for basic building blocks of
+              double-word arithmetic*, ACM TOMS 44(2), 2017, doi 10.1145/3121432.
+    [MR22]    Muller, Rideau, *Formalization of double-word arithmetic, and comments on "Tight and rigorous
+              error bounds [...]"*, ACM TOMS 48(1), 2022, doi 10.1145/3484514: machine-checked proofs, some of
+              [JMP17] corrected.
+    [BGM17]   Boldo, Graillat, Muller, *On the robustness of the 2Sum and Fast2Sum algorithms*, ACM TOMS
+              44(1), 2017.
     [Knuth]   Knuth, *The Art of Computer Programming 2*, section 4.2.2, theorem B.
-    [Fig95]   Figueroa, *When is double rounding innocuous?*, SIGNUM Newsletter 30(3), 1995: one +, -, *, / or sqrt in
-              a format of at least 2p + 2 bits and then rounded to p bits equals the operation rounded once. float32
-              (24 bits) qualifies for both storage formats (2*8 + 2 = 18, 2*11 + 2 = 24).
+    [Fig95]   Figueroa, *When is double rounding innocuous?*, SIGNUM Newsletter 30(3), 1995: one +, -, *, / or
+              sqrt in a format of at least 2p + 2 bits and then rounded to p bits equals the operation rounded
+              once. float32 (24 bits) qualifies for both storage formats (2*8 + 2 = 18, 2*11 + 2 = 24).
 """
 
 from __future__ import annotations
 
 from fractions import Fraction
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -43,8 +57,9 @@ DoubleWord = tuple[Tensor, Tensor]
 def two_sum(a: Tensor, b: Tensor) -> DoubleWord:
     """``s + e == a + b`` exactly, with ``s = RN(a + b)``. No condition on the magnitudes.
 
-    TwoSum of [Knuth], 6 operations; exact for every finite pair unless ``s`` overflows. The published Collage code uses
-    Fast2Sum, which is exact only for ``|a| >= |b|``: an update larger than the weight breaks it.
+    TwoSum of [Knuth], 6 operations; exact for every finite pair unless ``s`` overflows or ``|b|`` is the
+    largest finite number, where ``s - a`` may [BGM17]. The published Collage code uses Fast2Sum, which is
+    exact only for ``|a| >= |b|``: an update larger than the weight breaks it.
     """
     s = a + b
     b_virtual = s - a
@@ -55,8 +70,11 @@ def two_sum(a: Tensor, b: Tensor) -> DoubleWord:
 def two_prod(a: Tensor, b: Tensor) -> DoubleWord:
     """``p + e == a * b`` exactly, with ``p = RN(a * b)``.
 
-    The product of two p-bit significands has 2p <= 22 bits, so float32 holds it exactly, and the remainder has at most p.
-    Exact unless ``e`` falls below the format's smallest subnormal, where it is rounded to it.
+    The product of two p-bit significands has 2p <= 22 bits, so float32 holds it exactly, and the remainder
+    has at most p. Exact if and only if the remainder ``a*b - RN(a*b)`` is a multiple of the quantum q (so
+    whenever ``ulp(a) ulp(b) >= q``); otherwise ``e`` is the remainder rounded to one, and the error at most
+    q/2. In bfloat16 a product below 2**-126 is rounded to float32's own quantum first: there ``p`` may be the
+    other neighbour of a near tie, and the error is at most ``q/2 + 2**-150``.
     """
     exact = a.to(torch.float32) * b.to(torch.float32)
     p = exact.to(a.dtype)
@@ -66,15 +84,18 @@ def two_prod(a: Tensor, b: Tensor) -> DoubleWord:
 def grow(hi: Tensor, lo: Tensor, y: Tensor) -> DoubleWord:
     """The double word ``hi + lo`` plus the storage-format tensor ``y``: Collage's *Grow* [Yu24, algorithm 1].
 
-    DWPlusFP of [JMP17, algorithm 4] with TwoSum in place of both Fast2Sums: relative error at most 2 u**2, for every
-    ordering of the magnitudes.
+    DWPlusFP of [JMP17, algorithm 4] with TwoSum in place of the closing Fast2Sum: relative error at most 2
+    u**2, for every ordering of the magnitudes, and no underflow.
     """
     s, e = two_sum(hi, y)
     return two_sum(s, lo + e)
 
 
 def add_double_words(xh: Tensor, xl: Tensor, yh: Tensor, yl: Tensor) -> DoubleWord:
-    """Sum of two double words, AccurateDWPlusDW [JMP17, algorithm 6]: relative error at most 3 u**2 + 13 u**3."""
+    """Sum of two double words: relative error at most 3 u**2 + 13 u**3.
+
+    AccurateDWPlusDW [JMP17, algorithm 6] with TwoSum in place of both Fast2Sums; no underflow.
+    """
     sh, sl = two_sum(xh, yh)
     th, tl = two_sum(xl, yl)
     vh, vl = two_sum(sh, sl + th)
@@ -84,15 +105,20 @@ def add_double_words(xh: Tensor, xl: Tensor, yh: Tensor, yl: Tensor) -> DoubleWo
 def multiply_double_words(xh: Tensor, xl: Tensor, yh: Tensor, yl: Tensor) -> DoubleWord:
     """Product of two double words, DWTimesDW1 [JMP17, algorithm 10]: relative error at most 7 u**2.
 
-    This is Collage's *Mul* [Yu24, algorithm 3], made right: the published code updates one factor in place while still
-    reading it and takes the residual of the scalar against torch's default dtype.
+    With TwoSum in place of Fast2Sum. The bound is [JMP17]'s; [MR22] mends its proof and improves it.
+
+    This is Collage's *Mul* [Yu24, algorithm 3], made right: the published code updates one factor in place
+    while still reading it and takes the residual of the scalar against torch's default dtype.
     """
     ch, cl = two_prod(xh, yh)
     return two_sum(ch, cl + (xh * yl + xl * yh))
 
 
 def scale_double_word(xh: Tensor, xl: Tensor, y: Tensor) -> DoubleWord:
-    """Product of a double word and a storage-format tensor, DWTimesFP1 [JMP17, algorithm 7]: error at most 2 u**2."""
+    """Product of a double word and a storage-format tensor: relative error at most 3/2 u**2 + 4 u**3.
+
+    DWTimesFP1 [JMP17, algorithm 7] with TwoSum in place of both Fast2Sums.
+    """
     ch, cl = two_prod(xh, y)
     th, tl = two_sum(ch, xl * y)
     return two_sum(th, tl + cl)
@@ -106,7 +132,8 @@ def negate_double_word(xh: Tensor, xl: Tensor) -> DoubleWord:
 def join(hi: Tensor, lo: Tensor) -> Tensor:
     """The float32 value of an expansion, RN32(hi + lo): relative error at most 2**-24.
 
-    Shapes: ``hi`` and ``lo`` alike. Exact for every float16 pair, and for bfloat16 pairs spanning at most 24 bits.
+    Shapes: ``hi`` and ``lo`` alike. Exact for pairs that span at most 24 bits, as every pair from
+    :func:`split` does.
     """
     return hi.to(torch.float32) + lo.to(torch.float32)
 
@@ -114,12 +141,17 @@ def join(hi: Tensor, lo: Tensor) -> Tensor:
 def split(value: Tensor, dtype: torch.dtype, lo_dtype: torch.dtype) -> DoubleWord:
     """``hi = RN(value)`` in ``dtype`` and the rest, ``lo = value - hi``, rounded to ``lo_dtype``.
 
-    ``value - hi`` is exact in float32. With ``lo_dtype == dtype`` the pair stands for ``value`` to a relative u**2 (never
-    better than the format's smallest subnormal); with ``lo_dtype == float32`` it stands for it exactly. Where ``hi`` is not
-    finite ``lo`` is zero, so that one infinite or NaN update does not leave garbage behind in ``lo``.
+    ``value - hi`` is exact in float32. With ``lo_dtype == dtype`` the pair stands for ``value`` to within
+    ``max(u**2 |value|, q/2)``, q the format's smallest subnormal; with ``lo_dtype == float32`` it stands for
+    it exactly. ``|lo| <= ulp(hi)/2``, and ``hi = RN(hi + lo)`` unless rounding took ``lo`` up to exactly
+    ``ulp(hi)/2`` beside an odd hi: there hi is the nearest to ``value``, but ``hi + lo`` is a tie (which,
+    beside the largest number, rounds to infinity). Where ``hi`` is not finite (a large finite ``value``
+    included) ``lo`` is zero, so that one infinite or NaN update does not leave garbage behind in ``lo``.
 
     Args:
         value: float32, any shape.
+        dtype: of ``hi``, bfloat16 or float16.
+        lo_dtype: of ``lo``, ``dtype`` or float32.
     """
     hi = value.to(dtype)
     stored = hi.to(torch.float32)
@@ -135,54 +167,80 @@ def finite_or_zero(lo: Tensor, hi: Tensor) -> Tensor:
 def round_to_storage(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Round float32 ``x`` to nearest even in ``dtype``, *returned as float32*.
 
-    Note [Rounding must survive lowering]
-    -------------------------------------
-    ``x.to(bfloat16).to(float32)`` is not a rounding in compiled code. Inductor computes low-precision pointwise code in
-    float32 registers and drops the pair of casts, so that ``lo = x - hi`` is exactly zero and the compensation is gone
-    without an error; which casts are dropped differs by version, by device and by a debugging flag
-    (``emulate_precision_casts``). The result of this function, by contrast, is an ordinary float32 number that *happens to lie
-    on the storage format's grid*. Two things follow, and together they are the whole of the argument:
+    Note [Rounding must survive lowering] ------------------------------------- ``x.to(bfloat16).to(float32)``
+    is not a rounding in compiled code. Inductor computes low-precision pointwise code in float32 registers
+    and drops the pair of casts, so that ``lo = x - hi`` is exactly zero and the compensation is gone without
+    an error; which casts are dropped differs by version, by device and by a debugging flag
+    (``emulate_precision_casts``). The result of this function, by contrast, is an ordinary float32 number
+    that *happens to lie on the storage format's grid*. Two things follow, and together they are the whole of
+    the argument:
 
-    * the rounding itself is made of integer operations (and, for float16's subnormals, of one float addition whose
-      rounding is the point of it), which no compiler may simplify;
+    * the rounding itself is made of integer operations on the bits, and for float16 of one float addition
+      whose rounding is the point of it: nothing that a compiler which respects IEEE arithmetic may simplify;
     * every later cast between float32 and the storage format is exact, so dropping it changes nothing.
 
-    ``pin-roundings`` brings a graph into this form; tests check the graph, the eager bits and the compiled bits.
+    ``pin-roundings`` brings a graph into this form; tests check the graph, the eager bits and the compiled
+    bits.
 
-    bfloat16 is the upper half of a float32: add half an ulp minus one, plus the lowest kept bit (ties to even), and
-    clear the lower half; the carry into the exponent is what makes overflow come out as infinity. float16 needs the same
-    with 13 bits, and two more cases: below 2**-14 the grid is 2**-24, which is float32's own grid between 0.5 and 1, so
-    adding and subtracting 0.5 rounds there; and at 65520 and above the result is infinity.
+    Exact for every float32: ties to even, subnormals, overflow to infinity, ±0 and ±infinity kept; a NaN
+    stays a NaN (which one is not defined). Kept to operations that Inductor vectorises in C++: 32-bit
+    integers, no variable shifts.
     """
-    if dtype == BFLOAT16.dtype:
-        rounded = _clear_low_bits(x, BFLOAT16.discarded_bits)
-    else:
-        rounded = _round_to_float16(x)
-    return torch.where(x == x, rounded, x)
+    return _round_to_bfloat16(x) if dtype == BFLOAT16.dtype else _round_to_float16(x)
 
 
-def _clear_low_bits(x: Tensor, discarded: int) -> Tensor:
-    """Round float32 to nearest even in ``24 - discarded`` significand bits by integer arithmetic; NaN comes out undefined."""
+def _round_to_bfloat16(x: Tensor) -> Tensor:
+    """Round the bits to a multiple of 2**16: bfloat16 is the upper half of float32, subnormals and all.
+
+    Add half an ulp minus one, plus the lowest kept bit (ties to even), and clear the lower half. The carry
+    into the exponent is what makes overflow come out as infinity; a NaN might carry too, so it is left as it
+    is.
+    """
     bits = x.view(torch.int32)
-    lowest_kept = (bits >> discarded) & 1
-    half = (1 << (discarded - 1)) - 1
-    return ((bits + (lowest_kept + half)) & -(1 << discarded)).view(torch.float32)
+    lowest_kept = (bits >> BFLOAT16.discarded_bits) & 1
+    half = (1 << (BFLOAT16.discarded_bits - 1)) - 1
+    rounded = (bits + (lowest_kept + half)) & -(1 << BFLOAT16.discarded_bits)
+    return torch.where(x == x, rounded.view(torch.float32), x)
 
 
 def _round_to_float16(x: Tensor) -> Tensor:
-    magnitude = x.abs()
-    smallest_normal = 2.0**FLOAT16.min_exponent
-    normal = _clear_low_bits(magnitude, FLOAT16.discarded_bits)
-    subnormal = (magnitude + 0.5) - 0.5
-    rounded = torch.where(magnitude < smallest_normal, subnormal, normal)
+    """Add, and take away again, a power of two whose float32 ulp is float16's ulp at x: adding rounds there.
+
+    For x in the binade of 2**e that power is 2**(e + 13), with e at least -14, below which the grid no longer
+    changes, and at most 16, where everything is infinite. The sum stays in the power's binade, and the power
+    is an even multiple of the ulp, so evenness is that of the result. The subtraction is exact. A NaN comes
+    through by itself.
+    """
+    bits = x.view(torch.int32)
+    exponent = bits & _FLOAT32_INFINITY
+    exponent = torch.maximum(exponent, _int32(_float32_exponent(FLOAT16.min_exponent), x))
+    exponent = torch.minimum(exponent, _int32(_float32_exponent(FLOAT16.max_exponent + 1), x))
+    power = (exponent + (FLOAT16.discarded_bits << 23)).view(torch.float32)
+    magnitude = (x.abs() + power) - power
     infinity = torch.full((), float("inf"), dtype=x.dtype, device=x.device)
-    rounded = torch.where(rounded > float(FLOAT16.largest), infinity, rounded)
-    return torch.copysign(rounded, x)
+    magnitude = torch.where(magnitude > float(FLOAT16.largest), infinity, magnitude)
+    return (magnitude.view(torch.int32) | (bits & _FLOAT32_SIGN)).view(torch.float32)
+
+
+_FLOAT32_SIGN = -(2**31)
+_FLOAT32_INFINITY = 0xFF << 23
+
+
+def _float32_exponent(exponent: int) -> int:
+    """The bits of the float32 number 2**exponent."""
+    return (exponent + 127) << 23
+
+
+def _int32(value: int, like: Tensor) -> Tensor:
+    return torch.full((), value, dtype=torch.int32, device=like.device)
 
 
 def double_word_constant(value: float, dtype: torch.dtype) -> tuple[float, float]:
-    """A Python number as a double word of ``dtype``: (RN(value), RN(value - RN(value))), relative error at most u**2."""
+    """A Python number as a double word of ``dtype``: (RN(value), RN(value - RN(value))).
+
+    Off by at most ``max(u**2 |value|, q/2)``, q the format's smallest subnormal. Where hi is not finite lo is
+    zero.
+    """
     fmt = storage_format(dtype)
-    hi = fmt.nearest(value)
-    lo = fmt.nearest(Fraction(value) - hi)
-    return float(hi), float(lo)
+    hi = fmt.round(value)
+    return hi, fmt.round(float(Fraction(value) - Fraction(hi))) if isfinite(hi) else 0.0

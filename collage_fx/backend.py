@@ -5,28 +5,40 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
+from weakref import WeakKeyDictionary
 
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
+from torch.optim import Optimizer
 
-from collage_fx.admission import refuse_sparse, refuse_unsupported
+from collage_fx.admission import (
+    forget_new_state,
+    refuse_aliases,
+    refuse_optimizer,
+    refuse_unsupported,
+    remember_state,
+)
 from collage_fx.checkpoint import note_compiled
 from collage_fx.error_formats import ERROR_FORMATS
 from collage_fx.error_terms import expansion_of
-from collage_fx.errors import ConflictingErrorFormatError
+from collage_fx.errors import AliasedStateError, CollageError, ConflictingErrorFormatError, InvalidOptionError
 from collage_fx.graph import copies_to_inputs, is_low_precision_tensor, placeholders, tensor_value
 from collage_fx.lowering import lower
-from collage_fx.names import describe_inputs, optimizers_among
+from collage_fx.names import KnownTensor, describe_inputs, known_tensors, optimizers_among
 from collage_fx.pipeline import ANALYSIS, PIPELINE, run_pipeline
-from collage_fx.program import Arithmetic, StepProgram, Strategy
+from collage_fx.program import Arithmetic, InputInfo, StateTensor, StepProgram, Strategy
 from collage_fx.report import CollageReport, GraphReport, tensor_report
 from collage_fx.torch_compat import (
     compile_with_inductor,
+    current_trace,
     inductor_compile_inner,
     mode_options,
+    traced_frame_name,
     traced_frame_variables,
+    watch_traced_optimizers,
 )
 
 __all__ = ["CollageBackend", "backend_for", "collage", "collage_backend"]
@@ -55,16 +67,20 @@ class Options:
         _one_of("strict", self.strict, (True, False))
         _one_of("mode", self.mode, (None, *MODES))
         if self.arithmetic == "native" and not ERROR_FORMATS[self.error_format].is_double_word:
-            formats = [name for name, fmt in ERROR_FORMATS.items() if fmt.is_double_word]
-            raise ValueError(
-                f"arithmetic='native' computes with double words of the storage format, which error_format="
-                f"{self.error_format!r} does not keep; use one of {formats}, or arithmetic='wide'"
+            formats = ", ".join(repr(name) for name, fmt in ERROR_FORMATS.items() if fmt.is_double_word)
+            raise InvalidOptionError(
+                "arithmetic='native' computes with double words of the storage format, which error_format="
+                f"{self.error_format!r} does not keep",
+                where="error_format",
+                remedy=f"use error_format={formats}, or arithmetic='wide'",
             )
 
 
 def _one_of(name: str, value: object, allowed: Sequence[object]) -> None:
     if not any(value is choice or (isinstance(value, str) and value == choice) for choice in allowed):
-        raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}")
+        raise InvalidOptionError(
+            f"{name}={value!r} is not allowed", where=name, remedy=f"use one of {', '.join(map(repr, allowed))}"
+        )
 
 
 class CollageBackend:
@@ -81,7 +97,8 @@ class CollageBackend:
         arithmetic: ``"wide"``: the step is computed on float32 values of ``hi + lo`` and split once at the store.
             ``"native"``: the paper's algorithms in the storage format, every operation rounded; needs ``"mcf"``.
         metrics: only False at present.
-        strict: refuse (raise) where a parameter cannot be compensated, rather than warn.
+        strict: refuse (raise) where a parameter cannot be compensated, rather than warn and leave it, or the whole step
+            where one tensor cannot be told from the rest, to plain low precision.
         mode: as in ``torch.compile``; passed on to Inductor.
 
     Raises:
@@ -99,6 +116,8 @@ class CollageBackend:
     ) -> None:
         self.options = Options(strategy, error_format, arithmetic, metrics, strict, mode)
         self._report = CollageReport()
+        self._used_labels: list[str] = []
+        self._labels: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()
 
     def __repr__(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in vars(self.options).items())
@@ -122,16 +141,26 @@ class CollageBackend:
             CollageError: the step cannot be compensated. Nothing has been executed then.
         """
         if options:
-            raise ValueError(
-                "torch.compile(options=...) goes with backend='collage'; pass options to CollageBackend(...) instead"
+            raise InvalidOptionError(
+                "torch.compile(options=...) goes with backend='collage', found by name",
+                where="options",
+                remedy="give them to the backend: torch.compile(..., backend=CollageBackend(strategy=...))",
             )
         mode = mode or self.options.mode
         _one_of("mode", mode, (None, *MODES))
-        refuse_sparse(gm, example_inputs)
         patches = mode_options(mode) if mode not in (None, "default") else None
-        return compile_with_inductor(
-            gm, example_inputs, inner_compile=_Capture(self, gm, tuple(example_inputs)).compile, config_patches=patches
-        )
+        capture = _Capture(self, gm, tuple(example_inputs))
+        return compile_with_inductor(gm, example_inputs, inner_compile=capture.compile, config_patches=patches)
+
+    def label(self, optimizers: Sequence[Optimizer]) -> str:
+        """What a report calls the step of these optimizers: their classes, numbered from the second of a class on."""
+        for optimizer in optimizers:
+            if optimizer not in self._labels:
+                name = type(optimizer).__name__
+                same = sum(label.partition(" ")[0] == name for label in self._used_labels)
+                self._labels[optimizer] = f"{name} #{same + 1}" if same else name
+                self._used_labels.append(self._labels[optimizer])
+        return ", ".join(self._labels[optimizer] for optimizer in optimizers)
 
     def lower(
         self, graph: StepProgram | GraphModule, example_inputs: Sequence[Any], inductor_options: dict[str, Any]
@@ -151,14 +180,41 @@ class _Capture:
         self.dynamo_module = dynamo_module
         self.arguments = arguments
         self.optimizers = optimizers_among(traced_frame_variables())
+        self.subject = backend.label(list(self.optimizers.values())) or traced_frame_name() or "step"
+        self.left_alone = False
 
     def compile(self, gm: GraphModule, example_inputs: Sequence[Any], **inductor_options: Any) -> Any:
         """Rewrite and lower the functional graph; a graph that is none of our business is lowered as it is."""
-        started = time.perf_counter()
+        try:
+            return self._compile(gm, example_inputs, inductor_options)
+        finally:
+            self._let_go()
+
+    def _compile(self, gm: GraphModule, example_inputs: Sequence[Any], inductor_options: dict[str, Any]) -> Any:
         reason = _reason_to_leave_alone(gm, inductor_options)
         if reason is not None:
             return self._lower_as_is(gm, example_inputs, inductor_options, reason)
-        program = self._program(gm)
+        try:
+            program = self._program(gm)
+            return self._lower_compensated(gm, program, example_inputs, inductor_options)
+        except CollageError as refusal:
+            if not self.options.strict and isinstance(refusal, AliasedStateError):
+                _warn(refusal)
+                return self._lower_as_is(gm, example_inputs, inductor_options, refusal.met)
+            for optimizer in self.optimizers.values():
+                forget_new_state(optimizer)
+            raise
+
+    def _let_go(self) -> None:
+        """Forget the real tensors: AOTAutograd keeps ``compile`` for a backward graph, as long as the compiled code lives."""
+        self.dynamo_module = GraphModule({}, Graph())
+        self.arguments = ()
+        self.optimizers = {}
+
+    def _lower_compensated(
+        self, gm: GraphModule, program: StepProgram, example_inputs: Sequence[Any], inductor_options: dict[str, Any]
+    ) -> Any:
+        started = time.perf_counter()
         before = copy.deepcopy(gm)
         passes: list[tuple[str, str]] = []
         run_pipeline(
@@ -168,20 +224,22 @@ class _Capture:
         )
         after = copy.deepcopy(program.gm)
         step = self.backend.lower(program if program.compensated else gm, example_inputs, inductor_options)
-        for optimizer in self.optimizers:
-            note_compiled(optimizer)
+        if program.compensated:
+            for optimizer in self.optimizers.values():
+                note_compiled(optimizer)
         self.backend._report.graphs.append(
             GraphReport(
                 before=before,
                 after=after if program.compensated else before,
-                tensors=tuple(tensor_report(program, state) for state in program.states),
+                subject=self.subject,
+                tensors=tuple(tensor_report(program, state) for state in self._in_order(program.states)),
                 wider_bytes=_wider_bytes(before),
                 passes=tuple(passes),
             )
         )
         log.info(
             "%s: %d of %d low-precision state tensors compensated (%s, %s, %s), compiled in %.1f s",
-            self._subject(),
+            self.subject,
             len(program.compensated),
             len(program.states),
             *(self.options.strategy, self.options.error_format, self.options.arithmetic),
@@ -192,15 +250,20 @@ class _Capture:
     def _lower_as_is(
         self, gm: GraphModule, example_inputs: Sequence[Any], inductor_options: dict[str, Any], reason: str
     ) -> Any:
-        note = f"{self._subject()}: {reason}; lowered by Inductor as it is"
-        log.info(note)
-        graph = copy.deepcopy(gm)
-        self.backend._report.graphs.append(GraphReport(before=graph, after=graph, tensors=(), note=note))
+        if not self.left_alone:  # forward and backward of one capture come here one after the other
+            note = f"{self.subject}: {reason}; lowered by Inductor as it is"
+            log.info(note)
+            graph = copy.deepcopy(gm)
+            report = GraphReport(before=graph, after=graph, subject=self.subject, tensors=(), note=note)
+            self.backend._report.graphs.append(report)
+        self.left_alone = True
         return self.backend.lower(gm, example_inputs, inductor_options)
 
     def _program(self, gm: GraphModule) -> StepProgram:
-        inputs = describe_inputs(placeholders(gm.graph), self.dynamo_module, self.arguments, self.optimizers)
-        refuse_unsupported(gm, inputs)
+        known = known_tensors(self.optimizers)
+        inputs = describe_inputs(placeholders(gm.graph), self.dynamo_module, self.arguments, known)
+        if self.options.strategy != "none":
+            self._refuse(gm, inputs, known)
         existing = {
             i: expansion for i, info in enumerate(inputs) if info.tensor is not None and (expansion := expansion_of(info.tensor))
         }
@@ -220,8 +283,19 @@ class _Capture:
             already_compensated=frozenset(existing),
         )
 
-    def _subject(self) -> str:
-        return ", ".join(type(optimizer).__name__ for optimizer in self.optimizers) or "step"
+    def _refuse(self, gm: GraphModule, inputs: Sequence[InputInfo], known: Mapping[int, KnownTensor]) -> None:
+        refuse_aliases(gm, inputs, [(entry.name, entry.tensor) for entry in known.values()])
+        try:
+            refuse_unsupported(gm, inputs)
+        except CollageError as refusal:
+            if self.options.strict:
+                raise
+            _warn(refusal)
+
+    def _in_order(self, states: Sequence[StateTensor]) -> list[StateTensor]:
+        """In the optimizers' order, each parameter before its state; what they don't hold comes last."""
+        rank = {entry.name: i for i, entry in enumerate(known_tensors(self.optimizers).values())}
+        return sorted(states, key=lambda state: rank.get(state.info.name, len(rank)))
 
 
 def _reason_to_leave_alone(gm: GraphModule, inductor_options: dict[str, Any]) -> str | None:
@@ -238,10 +312,14 @@ def _wider_bytes(gm: GraphModule) -> int:
     return sum(int(v.numel()) * v.dtype.itemsize for v in values if v is not None and v.dtype.is_floating_point)
 
 
+def _warn(refusal: CollageError) -> None:
+    warnings.warn(f"collage_fx: {refusal}", stacklevel=2)
+
+
 #: The backend with default options.
 collage_backend = CollageBackend()
 
-_by_options: dict[tuple[tuple[str, Any], ...], CollageBackend] = {(): collage_backend}
+_by_options: dict[Options, CollageBackend] = {collage_backend.options: collage_backend}
 
 
 def collage(
@@ -260,8 +338,25 @@ def backend_for(**options: Any) -> CollageBackend:
     allowed = list(Options.__dataclass_fields__)
     unknown = [name for name in options if name not in allowed]
     if unknown:
-        raise ValueError(f"unknown option {unknown[0]!r}; options of the collage backend: {', '.join(allowed)}")
-    key = tuple(sorted(options.items()))
-    if key not in _by_options:
-        _by_options[key] = CollageBackend(**options)
-    return _by_options[key]
+        raise InvalidOptionError(
+            f"unknown option {unknown[0]!r}", where=unknown[0], remedy=f"options of the backend are {', '.join(allowed)}"
+        )
+    backend = CollageBackend(**options)
+    return _by_options.setdefault(backend.options, backend)
+
+
+def _admit(optimizer: Optimizer, compiler: Any, keywords: dict[str, Any]) -> None:
+    """Dynamo begins to trace through an optimizer for some backend: see Note [Two doors] in ``admission.py``."""
+    backend = backend_for(**(keywords.get("options") or {})) if compiler is collage else compiler
+    if not isinstance(backend, CollageBackend) or backend.options.strategy == "none":
+        return
+    remember_state(optimizer, current_trace())
+    try:
+        refuse_optimizer(optimizer)
+    except CollageError as refusal:
+        if backend.options.strict:
+            raise
+        _warn(refusal)
+
+
+watch_traced_optimizers(_admit)

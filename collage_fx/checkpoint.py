@@ -8,7 +8,8 @@ per-instance hooks registered while compiling come too late. And ``Optimizer.loa
 collage_fx wraps the two methods of the base class, once: ``state_dict`` adds the error terms to each parameter's
 entry under keys of ours, and ``load_state_dict`` takes them out again before torch sees them, lets torch load the rest,
 and puts them beside the tensors that torch has made. A checkpoint written with error terms is an ordinary one to a
-process without collage_fx, and the other way round.
+process without collage_fx, and the other way round. An optimizer class that overrides the two methods is covered as far
+as it calls those of the base class.
 
 Keys: ``collage_fx.<slot>.<format>.<auxiliary>``, where the slot is ``parameter`` or the name of the state,
 for example ``collage_fx.exp_avg_sq.mcf.lo``.
@@ -22,18 +23,23 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakSet
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from collage_fx.error_formats import ERROR_FORMATS
 from collage_fx.error_terms import allocate, expansion_of
-from collage_fx.errors import CheckpointMismatchError
+from collage_fx.errors import CheckpointMismatchError, ConflictingErrorFormatError
+from collage_fx.formats import is_low_precision
 from collage_fx.names import parameter_names, state_tensors
 
 __all__ = ["install", "note_compiled"]
 
 PREFIX = "collage_fx."
 PARAMETER_SLOT = "parameter"
+
+#: Attribute of a wrapped method: the method it wraps.
+MARK = "__collage_fx__"
 
 _compiled: WeakSet[Optimizer] = WeakSet()
 _loaded_without_error_terms: WeakSet[Optimizer] = WeakSet()
@@ -45,12 +51,11 @@ Saved = dict[tuple[str, str], Tensor]
 
 
 def install() -> None:
-    """Wrap ``Optimizer.state_dict`` and ``Optimizer.load_state_dict``; a second call does nothing."""
-    if hasattr(Optimizer.state_dict, "__collage_fx__"):
-        return
+    """Wrap ``Optimizer.state_dict`` and ``Optimizer.load_state_dict``; a second call leaves one layer, not two."""
     for name, wrapper in (("state_dict", _saving), ("load_state_dict", _loading)):
-        wrapped = wrapper(getattr(Optimizer, name))
-        wrapped.__collage_fx__ = True  # type: ignore[attr-defined]
+        current = getattr(Optimizer, name)
+        wrapped = wrapper(getattr(current, MARK, current))
+        setattr(wrapped, MARK, getattr(current, MARK, current))
         setattr(Optimizer, name, wrapped)
 
 
@@ -68,18 +73,22 @@ def _saving(state_dict: Callable[..., StateDict]) -> Callable[..., StateDict]:
         saved = state_dict(self, *args, **kwargs)
         state = dict(saved["state"])
         for key, _, parameter in _keyed_parameters(self, saved):
-            entries: dict[str, Tensor] = {}
-            for slot, tensor in _slots(self, parameter):
-                expansion = expansion_of(tensor)
-                if expansion is not None:
-                    specs = expansion.format.auxiliaries(tensor.dtype)
-                    for spec, auxiliary in zip(specs, expansion.auxiliaries, strict=True):
-                        entries[f"{PREFIX}{slot}.{expansion.format.name}.{spec.name}"] = auxiliary
-            if entries:  # a new dictionary: the one in ``saved`` is the live state of the optimizer
+            if entries := _entries(self, parameter):  # a new dictionary: the one in ``saved`` is the optimizer's own
                 state[key] = {**state.get(key, {}), **entries}
         return {**saved, "state": state}
 
     return with_error_terms
+
+
+def _entries(optimizer: Optimizer, parameter: Tensor) -> StateDict:
+    """The error terms that belong to one parameter, under their keys."""
+    entries: StateDict = {}
+    for slot, tensor in _slots(optimizer, parameter):
+        if (expansion := expansion_of(tensor)) is not None:
+            specs = expansion.format.auxiliaries(tensor.dtype)
+            for spec, auxiliary in zip(specs, expansion.auxiliaries, strict=True):
+                entries[f"{PREFIX}{slot}.{expansion.format.name}.{spec.name}"] = auxiliary
+    return entries
 
 
 def _loading(load_state_dict: Callable[..., None]) -> Callable[..., None]:
@@ -114,57 +123,96 @@ def _separated(state_dict: StateDict) -> tuple[StateDict, dict[Any, dict[str, Sa
 def _refuse_mismatches(optimizer: Optimizer, plain: StateDict, saved: dict[Any, dict[str, Saved]]) -> None:
     """Raise before anything is loaded if an error term doesn't fit the tensor it belongs to."""
     for key, name, parameter in _keyed_parameters(optimizer, plain):
-        states = dict(state_tensors(plain["state"].get(key, {})))
+        owners = {PARAMETER_SLOT: parameter, **dict(state_tensors(plain["state"].get(key, {})))}
         for slot, auxiliaries in saved.get(key, {}).items():
-            owner = parameter if slot == PARAMETER_SLOT else states.get(slot)
             where = f"{name}.{slot}"
-            if owner is None:
-                raise CheckpointMismatchError(
-                    "error terms of a state that the checkpoint does not hold", where=where, remedy=_REMEDY
-                )
-            for (format_name, auxiliary), tensor in auxiliaries.items():
-                if format_name not in ERROR_FORMATS:
-                    raise CheckpointMismatchError(
-                        f"error terms in the unknown format {format_name!r}", where=where, remedy=_REMEDY
-                    )
-                specs = {spec.name: spec for spec in ERROR_FORMATS[format_name].auxiliaries(parameter.dtype)}
-                if auxiliary not in specs:
-                    raise CheckpointMismatchError(f"no such error term: {auxiliary!r}", where=where, remedy=_REMEDY)
-                shape = specs[auxiliary].shape or tuple(owner.shape)
-                if tuple(tensor.shape) != tuple(shape):
-                    raise CheckpointMismatchError(
-                        f"an error term of shape {tuple(tensor.shape)} for a tensor of shape {tuple(shape)}",
-                        where=where,
-                        remedy=_REMEDY,
-                    )
+            if slot not in owners:
+                raise _mismatch("error terms of a state that the checkpoint does not hold", where)
+            if is_low_precision(parameter.dtype):
+                _refuse_mismatch(auxiliaries, owners[slot], parameter.dtype, where)
+        _refuse_other_format(parameter, saved.get(key, {}).get(PARAMETER_SLOT, {}), f"{name}.{PARAMETER_SLOT}")
 
 
-_REMEDY = (
-    "load the checkpoint that belongs to this model, or delete its keys that start with 'collage_fx.' to start from zero "
-    "error terms"
-)
+def _refuse_mismatch(saved: Saved, owner: Tensor, dtype: torch.dtype, where: str) -> None:
+    """Raise unless ``saved`` is what one error format keeps for a tensor of ``owner``'s shape and of ``dtype``."""
+    name = next(format_name for format_name, _ in saved)
+    if name not in ERROR_FORMATS:
+        raise _mismatch(f"error terms in the unknown format {name!r}", where)
+    specs = ERROR_FORMATS[name].auxiliaries(dtype)
+    expected = {(name, spec.name) for spec in specs}
+    if set(saved) != expected:
+        raise _mismatch(f"error terms {sorted(saved)} where {sorted(expected)} belong together", where)
+    for spec in specs:
+        tensor = saved[name, spec.name]
+        shape = tuple(owner.shape) if spec.shape is None else spec.shape
+        if tuple(tensor.shape) != shape:
+            raise _mismatch(f"an error term of shape {tuple(tensor.shape)} for a tensor of shape {shape}", where)
+        if tensor.dtype != spec.dtype:
+            raise _mismatch(f"an error term of {tensor.dtype} where a {dtype} tensor has one of {spec.dtype}", where)
+
+
+def _refuse_other_format(parameter: Tensor, saved: Saved, where: str) -> None:
+    """Raise if a compiled step of this process keeps the parameter's error terms in another format than the checkpoint."""
+    live = expansion_of(parameter)
+    for format_name, _ in saved:
+        if live is not None and format_name != live.format.name:
+            raise ConflictingErrorFormatError(
+                f"a checkpoint with error terms in the format {format_name!r} for a tensor whose live ones are "
+                f"{live.format.name!r}",
+                where=where,
+                remedy=f"compile the step with error_format={format_name!r}, or drop the live error terms first with "
+                "collage_fx.reset_error_terms(tensor)",
+            )
+
+
+def _mismatch(met: str, where: str) -> CheckpointMismatchError:
+    return CheckpointMismatchError(
+        met,
+        where=where,
+        remedy="load the checkpoint that belongs to this model, or delete its keys that start with 'collage_fx.' to start "
+        "from zero error terms",
+    )
 
 
 def _restore(optimizer: Optimizer, plain: StateDict, saved: dict[Any, dict[str, Saved]]) -> None:
     """Put saved error terms beside the loaded tensors; where there are none, live ones become zero."""
     had_live = False
+    unused: list[str] = []
     for key, name, parameter in _keyed_parameters(optimizer, plain):
         for slot, tensor in _slots(optimizer, parameter):
             auxiliaries = saved.get(key, {}).get(slot)
-            if auxiliaries:
-                error_format = ERROR_FORMATS[next(iter(auxiliaries))[0]]
-                specs = error_format.auxiliaries(tensor.dtype)
-                expansion = allocate(tensor, error_format, name=f"{name}.{slot}")
-                expansion.replace_contents([auxiliaries[error_format.name, spec.name] for spec in specs])
+            if auxiliaries and is_low_precision(tensor.dtype):
+                _put(tensor, auxiliaries, f"{name}.{slot}")
+            elif auxiliaries:
+                unused.append(f"{name}.{slot} ({tensor.dtype})")
             elif (live := expansion_of(tensor)) is not None:
                 had_live = True
                 live.clear()
+    if unused:
+        _warn_unused(optimizer, unused)
     if saved:
         _loaded_without_error_terms.discard(optimizer)
     elif had_live or optimizer in _compiled:
         _warn_zeros(optimizer)
     else:
         _loaded_without_error_terms.add(optimizer)
+
+
+def _put(tensor: Tensor, saved: Saved, name: str) -> None:
+    error_format = ERROR_FORMATS[next(format_name for format_name, _ in saved)]
+    expansion = allocate(tensor, error_format, name=name)
+    expansion.replace_contents(
+        [saved[error_format.name, spec.name] for spec in error_format.auxiliaries(tensor.dtype)]
+    )
+
+
+def _warn_unused(optimizer: Optimizer, names: list[str]) -> None:
+    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    warnings.warn(
+        f"collage_fx: the checkpoint loaded into {type(optimizer).__name__} holds error terms for {names[0]}{others}, which "
+        "needs none; they are left out",
+        stacklevel=2,
+    )
 
 
 def _warn_zeros(optimizer: Optimizer) -> None:

@@ -1,8 +1,8 @@
-"""Error formats: how the value of a compensated tensor is split between what the user sees (hi) and what is kept beside it.
+"""Error formats: how a value is split between what the user sees (hi) and what is kept beside it.
 
-A format is the only place that knows what its auxiliary tensors are. The passes ask it for their specifications, for the
-function that joins hi and auxiliaries into one float32 value and for its inverse, and trace both into the graph. A format
-may own any number of auxiliary tensors, of any dtype and shape.
+A format is the only place that knows what its auxiliary tensors are. The passes ask it for their
+specifications, for the function that joins hi and auxiliaries into one float32 value and for its inverse, and
+trace both into the graph. A format may own any number of auxiliary tensors, of any dtype and shape.
 """
 
 from __future__ import annotations
@@ -38,14 +38,18 @@ class AuxiliarySpec:
 class ErrorFormat(ABC):
     """How hi and auxiliary tensors encode one value.
 
-    The contract, which the tests check for every registered format: auxiliaries of zeros mean that the value is hi;
-    ``split(join(hi, *aux))`` gives hi and aux back bit for bit for every normalised pair; hi of a split is the value rounded to
-    nearest even; where hi is not finite, all auxiliaries are zero.
+    The contract, which the tests check for every registered format, the sign of zeros aside:
+
+    * auxiliaries of zeros mean that the value is hi;
+    * hi of a split is the value rounded to nearest even; where it is not finite, all auxiliaries are zero;
+    * ``split(join(hi, *aux))`` gives hi and aux back bit for bit if the expansion is normalised: float32
+      holds its value, which rounds to hi. A split gives such expansions but for a tie (see
+      :func:`arithmetic.split`), of which only the value comes back, not hi.
     """
 
     #: As in ``CollageBackend(error_format=...)`` and in checkpoints.
     name: ClassVar[str]
-    #: Whether the expansion is a double word of the storage format, which is what ``arithmetic="native"`` computes with.
+    #: Whether the expansion is a double word of the storage format, as ``arithmetic="native"`` needs it.
     is_double_word: ClassVar[bool] = False
 
     @abstractmethod
@@ -58,11 +62,11 @@ class ErrorFormat(ABC):
 
     @abstractmethod
     def split(self, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Inverse of :meth:`join`: float32 value -> (hi in ``dtype``, *auxiliaries). Traced into the graph."""
+        """Float32 value -> (hi in ``dtype``, *auxiliaries), :meth:`join`'s inverse. Traced into the graph."""
 
     @abstractmethod
     def error_terms(self, *auxiliaries: Tensor) -> tuple[Tensor, ...]:
-        """Tensors of hi's shape with ``value = hi + sum(error terms)``; the live buffers themselves where they are that."""
+        """Tensors of hi's shape with ``value = hi + sum(error terms)``: the live buffers if they are that."""
 
     def bytes_per_element(self, dtype: torch.dtype) -> float:
         """Extra bytes per element of hi, for auxiliaries of hi's shape."""
@@ -70,9 +74,10 @@ class ErrorFormat(ABC):
 
 
 class Mcf(ErrorFormat):
-    """Multi-component float [Yu24]: one error term of hi's own dtype. Relative precision u**2: 2**-16 bf16, 2**-22 fp16.
+    """Multi-component float [Yu24]: one error term of hi's own dtype.
 
-    float16's error terms underflow below 2**-24, so there the value's precision is no better than 2**-25 absolute.
+    Relative precision u**2: 2**-16 for bfloat16, 2**-22 for float16. float16's error terms underflow below
+    2**-24, so the value's precision is never better than 2**-25 absolute there.
     """
 
     name = "mcf"
@@ -94,9 +99,9 @@ class Mcf(ErrorFormat):
 class Fp32(ErrorFormat):
     """fp32 master copy, the paper's baseline D, for comparison and debugging.
 
-    The float32 auxiliary holds ``master - hi``, which is exact: hi + lo *is* the float32 master copy, bit for bit, at the same
-    four bytes. Kept this way round, zeros mean "no error", and a user who overwrites hi (by loading a model's weights, say)
-    isn't overruled by a stale master at the next step.
+    The float32 auxiliary holds ``master - hi``, which is exact: hi + lo *is* the float32 master copy, bit for
+    bit, at the same four bytes. Kept this way round, zeros mean "no error", and a user who overwrites hi (by
+    loading a model's weights, say) isn't overruled by a stale master at the next step.
     """
 
     name = "fp32"

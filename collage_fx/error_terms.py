@@ -57,9 +57,9 @@ _LOCK = threading.Lock()
 
 
 def expansion_of(tensor: Tensor) -> Expansion | None:
-    """The record of a tensor, None where it has no error terms."""
+    """The record of a tensor, None where it has no error terms, or has some from when it had another dtype or shape."""
     found: Expansion | None = _TABLE.get(tensor)
-    return found
+    return found if found is None or _fits(found, tensor) else None
 
 
 def allocate(tensor: Tensor, error_format: ErrorFormat, *, name: str) -> Expansion:
@@ -74,16 +74,23 @@ def allocate(tensor: Tensor, error_format: ErrorFormat, *, name: str) -> Expansi
         ConflictingErrorFormatError: the tensor has error terms in another format.
     """
     with _LOCK:
-        existing = expansion_of(tensor)
-        if existing is not None and _still_fits(existing, tensor, name):
-            if existing.format is not error_format:
+        recorded: Expansion | None = _TABLE.get(tensor)
+        if recorded is not None and _fits(recorded, tensor):
+            if recorded.format is not error_format:
                 raise ConflictingErrorFormatError(
-                    f"error_format={error_format.name!r} was asked for a tensor whose error terms are {existing.format.name!r}",
+                    f"error_format={error_format.name!r} was asked for a tensor whose error terms are {recorded.format.name!r}",
                     where=name,
                     remedy="use one error format for all compiled steps of an optimizer, or drop the error terms first "
                     "with collage_fx.reset_error_terms(tensor)",
                 )
-            return existing
+            _follow(recorded, tensor)
+            return recorded
+        if recorded is not None:
+            warnings.warn(
+                f"collage_fx: {name} has changed its dtype or shape (now {tensor.dtype}, {tuple(tensor.shape)}); "
+                "its error terms start again from zero",
+                stacklevel=2,
+            )
         with real_tensors(), torch.no_grad():
             made = Expansion(error_format, tuple(_zeros(tensor, error_format)))
         _TABLE[tensor] = made
@@ -102,25 +109,27 @@ def _zeros(tensor: Tensor, error_format: ErrorFormat) -> list[Tensor]:
     return zeros
 
 
-def _still_fits(expansion: Expansion, tensor: Tensor, name: str) -> bool:
-    """Whether the buffers match the tensor; a tensor moved to another device takes its error terms along."""
-    specs = expansion.format.auxiliaries(tensor.dtype)
-    fits = all(
+def _fits(expansion: Expansion, tensor: Tensor) -> bool:
+    """Whether the buffers have the dtypes and shapes that go with the tensor as it is now."""
+    return all(
         auxiliary.dtype == spec.dtype and auxiliary.shape == (tensor.shape if spec.shape is None else spec.shape)
-        for auxiliary, spec in zip(expansion.auxiliaries, specs, strict=True)
+        for auxiliary, spec in zip(expansion.auxiliaries, expansion.format.auxiliaries(tensor.dtype), strict=True)
     )
-    if not fits:
-        warnings.warn(
-            f"collage_fx: {name} has changed its dtype or shape (now {tensor.dtype}, {tuple(tensor.shape)}); "
-            "its error terms start again from zero",
-            stacklevel=2,
-        )
-        return False
-    if any(auxiliary.device != tensor.device for auxiliary in expansion.auxiliaries):
-        with real_tensors(), torch.no_grad():
-            moved = tuple(auxiliary.to(tensor.device) for auxiliary in expansion.auxiliaries)
-        expansion.auxiliaries = moved
-    return True
+
+
+def _follow(expansion: Expansion, tensor: Tensor) -> None:
+    """Take the error terms along to the device and the strides that the tensor has been moved to."""
+    specs = expansion.format.auxiliaries(tensor.dtype)
+    if all(
+        auxiliary.device == tensor.device and (spec.shape is not None or auxiliary.stride() == tensor.stride())
+        for auxiliary, spec in zip(expansion.auxiliaries, specs, strict=True)
+    ):
+        return
+    with real_tensors(), torch.no_grad():
+        moved = _zeros(tensor, expansion.format)
+        for new, old in zip(moved, expansion.auxiliaries, strict=True):
+            new.copy_(old)
+    expansion.auxiliaries = tuple(moved)
 
 
 def error_terms(tensor: Tensor) -> tuple[Tensor, ...]:
@@ -150,10 +159,8 @@ def full_value(tensor: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
 def reset_error_terms(tensor: Tensor) -> None:
     """Drop a tensor's error terms: its value becomes exactly what the user sees.
 
-    For use after overwriting a parameter by hand. A compiled step that used them raises
-    :class:`~collage_fx.errors.LostErrorTermsError` until it is compiled again (``torch.compiler.reset()``) only if the
-    record itself was dropped; this function keeps the record and zeroes it in place.
+    For use after overwriting a parameter by hand, or before compiling a step with another error format. A compiled step that
+    used them goes on with new ones, from zero.
     """
-    expansion = expansion_of(tensor)
-    if expansion is not None:
-        expansion.clear()
+    with _LOCK:
+        _TABLE.pop(tensor, None)

@@ -17,6 +17,7 @@ __all__ = [
     "CollageError",
     "ConflictingErrorFormatError",
     "GraphInvariantError",
+    "InvalidOptionError",
     "LostErrorTermsError",
     "UnsupportedTensorError",
 ]
@@ -36,6 +37,14 @@ class CollageError(ShortenTraceback, RuntimeError):
         self.where = where
         self.remedy = remedy
         super().__init__(f"{met}\n  where: {where}\n  what to do: {remedy}", first_useful_frame=None)
+
+
+class InvalidOptionError(CollageError, ValueError):
+    """An option that does not exist, or a value that it does not take.
+
+    A CollageError too, because with ``torch.compile(backend="collage", options=...)`` options are read at the first call,
+    inside Dynamo.
+    """
 
 
 class UnsupportedTensorError(CollageError):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import types
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,30 +22,28 @@ __all__ = ["explain"]
 def explain(optimizer: Optimizer, **options: Any) -> CollageReport:
     """What compiling ``optimizer.step`` would do: the same report as ``backend.report()``, without taking a step.
 
-    The step is captured on a deep copy of the optimizer (parameters included, so this takes their memory once more), with zero
-    gradients where there are none; the optimizer itself isn't touched.
+    The step is captured, and run operation by operation instead of compiled, on a deep copy of the optimizer
+    (parameters included, so this takes their memory once more) with zero gradients. The optimizer itself isn't touched:
+    nothing is in its state that wasn't there before, none of its hooks is called.
 
     Args:
-        optimizer: any ``torch.optim.Optimizer``.
+        optimizer: any ``torch.optim.Optimizer``, before its first step or later.
         options: those of :class:`~collage_fx.CollageBackend`.
 
     Returns:
-        the report; its graphs have been rewritten, but neither compiled to kernels nor run.
+        the report; its graphs have been rewritten but not compiled to kernels.
+
+    Raises:
+        CollageError: what compiling the step would raise.
     """
     backend = _CaptureOnly(**options)
-    clone = copy.deepcopy(optimizer)
-    for group in clone.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is None and parameter.requires_grad:
-                parameter.grad = torch.zeros_like(parameter)
-    with contextlib.suppress(_StepNotTaken):
-        # The class's own step: an instance's may be wrapped by a learning rate scheduler and bound to the original.
-        torch.compile(_with_code_of_its_own(_step), backend=backend)(type(clone).step, clone)
+    clone = _copy_of(optimizer)
+    # The class's own step: an instance's may be wrapped by a learning rate scheduler and bound to the original.
+    step = torch.compile(_with_code_of_its_own(_step), backend=backend)
+    step(type(clone).step, clone)
+    if _is_born_in_its_first_step(clone):
+        step(type(clone).step, clone)  # now with the state among the graph's inputs
     return backend.report()
-
-
-class _StepNotTaken(Exception):
-    """Raised in place of running the compiled step."""
 
 
 class _CaptureOnly(CollageBackend):
@@ -54,20 +52,66 @@ class _CaptureOnly(CollageBackend):
     def lower(
         self, graph: StepProgram | GraphModule, example_inputs: Sequence[Any], inductor_options: dict[str, Any]
     ) -> Any:
-        return _do_not_step
+        if isinstance(graph, StepProgram):
+            return _interpreted(graph.gm, [node for state in graph.compensated for node in state.auxiliaries])
+        return _interpreted(graph, [])
 
 
-def _do_not_step(arguments: list[Any]) -> Any:
-    raise _StepNotTaken
+def _interpreted(gm: GraphModule, auxiliaries: Sequence[torch.fx.Node]) -> Callable[[list[Any]], Any]:
+    """A graph as a callable in AOTAutograd's convention, run operation by operation with error terms of zero."""
+    layouts = [_layout(node.meta["val"]) for node in auxiliaries]
+
+    def run(arguments: list[Any]) -> Any:
+        return gm(*arguments, *(torch.empty_strided(*layout[:2], **layout[2]).zero_() for layout in layouts))
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
 
 
-_do_not_step._boxed_call = True  # type: ignore[attr-defined]
+def _layout(value: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]:
+    return tuple(value.size()), value.stride(), {"dtype": value.dtype, "device": value.device}
+
+
+def _copy_of(optimizer: Optimizer) -> Optimizer:
+    """A deep copy with zero gradients and no hooks.
+
+    Not ``copy.deepcopy(optimizer)``: what ``Optimizer`` pickles lacks the attributes that a subclass's step may rely on.
+    An attribute that can't be copied is shared.
+    """
+    memo: dict[int, Any] = {}
+    clone = object.__new__(type(optimizer))
+    for name, value in vars(optimizer).items():
+        if name.startswith("_optimizer_") and isinstance(value, dict):
+            vars(clone)[name] = OrderedDict()
+        elif name != "step":
+            vars(clone)[name] = _copied(value, memo)
+    for group, copied in zip(optimizer.param_groups, clone.param_groups, strict=True):
+        for original, parameter in zip(group["params"], copied["params"], strict=True):
+            if original.grad is not None or original.requires_grad:
+                parameter.grad = torch.zeros_like(original if original.grad is None else original.grad)
+    return clone
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    try:
+        return copy.deepcopy(value, memo)
+    except (TypeError, RuntimeError, NotImplementedError):  # locks, handles, tensors with a history
+        return value
+
+
+def _is_born_in_its_first_step(optimizer: Optimizer) -> bool:
+    """Whether the class makes its state inside ``step``, so that the first graph doesn't have it as inputs.
+
+    Those of torch.optim make theirs in a method of its own, which Dynamo runs before it captures anything.
+    """
+    return not hasattr(optimizer, "_init_group")
 
 
 def _step(step: Callable[[Optimizer], Any], optimizer: Optimizer) -> None:
     step(optimizer)
 
 
-def _with_code_of_its_own(function: types.FunctionType) -> types.FunctionType:
+def _with_code_of_its_own(function: Callable[..., None]) -> Callable[..., None]:
     """A copy that shares no Dynamo cache (and no recompilation limit) with any other call."""
+    assert isinstance(function, types.FunctionType)
     return types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)

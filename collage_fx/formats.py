@@ -1,13 +1,14 @@
 """Storage formats: the facts about bfloat16 and float16 that everything else is derived from.
 
-Nothing here touches a tensor's values. Numbers are exact (:class:`fractions.Fraction`) so that tolerances, verdicts and
-tests can be derived from them instead of typed in.
+Nothing here touches a tensor's values. Numbers are exact (:class:`fractions.Fraction`) so that tolerances,
+verdicts and tests can be derived from them instead of typed in.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
+from math import copysign, inf, isfinite
 
 import torch
 
@@ -40,7 +41,7 @@ class FloatFormat:
 
     @property
     def unit_roundoff(self) -> Fraction:
-        """u = 2**-p: the largest relative error of rounding to nearest, barring underflow."""
+        """The largest relative error of rounding to nearest, barring underflow: u = 2**-p."""
         return Fraction(1, 2**self.precision)
 
     @property
@@ -59,7 +60,7 @@ class FloatFormat:
         return 24 - self.precision
 
     def ulp(self, value: Fraction) -> Fraction:
-        """Distance between neighbouring values in the binade of ``value`` (``quantum`` for subnormals and zero)."""
+        """Distance of neighbouring values in the binade of ``value``; ``quantum`` for subnormals and zero."""
         if value == 0:
             return self.quantum
         magnitude = abs(value)
@@ -73,6 +74,13 @@ class FloatFormat:
         exact = Fraction(value)
         ulp = self.ulp(exact)
         return round(exact / ulp) * ulp  # Fraction's round() takes ties to even
+
+    def round(self, value: float) -> float:
+        """What storing ``value`` leaves: :meth:`nearest`, overflow to infinity; ±0, ±inf and NaN stay."""
+        if value == 0 or not isfinite(value):
+            return value
+        nearest = self.nearest(value)
+        return copysign(float(abs(nearest)) if abs(nearest) <= self.largest else inf, value)
 
 
 BFLOAT16 = FloatFormat(torch.bfloat16, precision=8, min_exponent=-126, max_exponent=127)

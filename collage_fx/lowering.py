@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.utils.weak import TensorWeakRef
 
 from collage_fx.error_formats import ErrorFormat
 from collage_fx.error_terms import Expansion, allocate
@@ -64,27 +65,43 @@ class CompensatedStep:
 
 
 def _bind(state: StateTensor, error_format: ErrorFormat) -> _Bound | _PerCall:
-    if not state.info.bound or state.info.tensor is None:
+    tensor = state.info.tensor
+    if not state.info.bound or tensor is None:
         return _PerCall(state.position, error_format, state.info.name)
-    return _Bound(weakref.ref(allocate(state.info.tensor, error_format, name=state.info.name)), state.info.name)
+    expansion = allocate(tensor, error_format, name=state.info.name)
+    return _Bound(TensorWeakRef(tensor), weakref.ref(expansion), error_format, state.info.name)
 
 
 @dataclass
 class _Bound:
-    """Error terms of a tensor that is an attribute of the captured module: the same one in every call."""
+    """Error terms of a tensor that is an attribute of the captured module: the same one in every call.
 
+    Neither the tensor nor its error terms are kept alive. The record is remembered, so that a step costs no lookup; where it
+    has been dropped (``reset_error_terms``) while the tensor lives, the tensor gets a new one.
+    """
+
+    tensor: TensorWeakRef
     expansion: weakref.ref[Expansion]
+    error_format: ErrorFormat
     name: str
 
     def auxiliaries(self, arguments: Sequence[Any]) -> tuple[Tensor, ...]:
         expansion = self.expansion()
         if expansion is None:
+            expansion = self._replacement()
+        return expansion.auxiliaries
+
+    def _replacement(self) -> Expansion:
+        tensor = self.tensor()
+        if tensor is None:
             raise LostErrorTermsError(
                 "the tensor that this compiled step updates is gone, and its error terms with it",
                 where=self.name,
                 remedy="compile the step of the optimizer that is in use: step = torch.compile(opt.step, backend=...)",
             )
-        return expansion.auxiliaries
+        expansion = allocate(tensor, self.error_format, name=self.name)
+        self.expansion = weakref.ref(expansion)
+        return expansion
 
 
 @dataclass

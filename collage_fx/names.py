@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,18 +16,36 @@ from torch.utils import _pytree as pytree
 from collage_fx.program import InputInfo, Role
 from collage_fx.torch_compat import aot_input_of, symbol_source
 
-__all__ = ["describe_inputs", "optimizers_among", "parameter_names", "state_tensors"]
+__all__ = ["KnownTensor", "describe_inputs", "known_tensors", "optimizers_among", "parameter_names", "state_tensors"]
 
 
-def optimizers_among(variables: Mapping[str, Any]) -> list[Optimizer]:
-    """The optimizers among a frame's variables: itself, an element of ``*args``, or what a wrapper holds as ``.optimizer``."""
-    found: list[Optimizer] = []
-    for value in variables.values():
+@dataclass(frozen=True)
+class KnownTensor:
+    """A tensor that an optimizer holds, and what the user calls it.
+
+    Attributes:
+        name, symbol, role: as in :class:`~collage_fx.program.InputInfo`.
+        tensor: itself.
+    """
+
+    name: str
+    symbol: str
+    role: Role
+    tensor: Tensor
+
+
+def optimizers_among(variables: Mapping[str, Any]) -> dict[str, Optimizer]:
+    """The optimizers among a frame's variables, by variable.
+
+    Itself, an element of ``*args``, or what a wrapper (a scheduler, a trainer) holds as ``.optimizer``.
+    """
+    found: dict[str, Optimizer] = {}
+    for variable, value in variables.items():
         for candidate in value if isinstance(value, (tuple, list)) else (value,):
             if not isinstance(candidate, Optimizer):
                 candidate = getattr(candidate, "__dict__", {}).get("optimizer")
-            if isinstance(candidate, Optimizer) and not any(candidate is known for known in found):
-                found.append(candidate)
+            if isinstance(candidate, Optimizer) and not any(candidate is known for known in found.values()):
+                found[variable if variable not in found else f"{variable}_{len(found)}"] = candidate
     return found
 
 
@@ -46,7 +65,7 @@ def state_tensors(state: Mapping[Any, Any]) -> Iterator[tuple[str, Tensor]]:
 
 
 def describe_inputs(
-    inputs: Sequence[Node], dynamo_module: GraphModule, arguments: Sequence[Any], optimizers: Iterable[Optimizer]
+    inputs: Sequence[Node], dynamo_module: GraphModule, arguments: Sequence[Any], known: Mapping[int, KnownTensor]
 ) -> list[InputInfo]:
     """One :class:`~collage_fx.program.InputInfo` per input of an AOTAutograd graph.
 
@@ -54,9 +73,8 @@ def describe_inputs(
         inputs: its placeholders.
         dynamo_module: the module Dynamo captured: its attributes are the tensors bound to the graph.
         arguments: what Dynamo passed to the backend for the module's own inputs.
-        optimizers: where to look names up.
+        known: see :func:`known_tensors`.
     """
-    known = _known_tensors(optimizers)
     argument_names = [node.name for node in dynamo_module.graph.find_nodes(op="placeholder")]
     described = []
     for node in inputs:
@@ -76,32 +94,36 @@ def describe_inputs(
     return described
 
 
-def _known_tensors(optimizers: Iterable[Optimizer]) -> dict[int, tuple[str, str, Role]]:
-    known: dict[int, tuple[str, str, Role]] = {}
-    for optimizer in optimizers:
+def known_tensors(optimizers: Mapping[str, Optimizer]) -> dict[int, KnownTensor]:
+    """What the optimizers hold, by ``id``, in their own order: a parameter, its gradient, its state, the next parameter.
+
+    Args:
+        optimizers: by variable; with more than one of them, names begin with the variable.
+    """
+    known: dict[int, KnownTensor] = {}
+    for variable, optimizer in optimizers.items():
+        prefix = f"{variable}." if len(optimizers) > 1 else ""
         for i, group in enumerate(optimizer.param_groups):
             for key, value in group.items():
                 if isinstance(value, Tensor):
-                    known[id(value)] = (f"param_groups[{i}].{key}", key, Role.OTHER)
+                    known[id(value)] = KnownTensor(f"{prefix}param_groups[{i}].{key}", key, Role.OTHER, value)
         for name, parameter in parameter_names(optimizer):
-            known[id(parameter)] = (name, "p", Role.PARAMETER)
+            known.setdefault(id(parameter), KnownTensor(prefix + name, "p", Role.PARAMETER, parameter))
             if parameter.grad is not None:
-                known[id(parameter.grad)] = (f"{name}.grad", "g", Role.GRADIENT)
+                known[id(parameter.grad)] = KnownTensor(f"{prefix}{name}.grad", "g", Role.GRADIENT, parameter.grad)
             for slot, tensor in state_tensors(optimizer.state.get(parameter, {})):
-                known[id(tensor)] = (f"{name}.{slot}", slot.rpartition(".")[2], Role.STATE)
+                symbol = slot.rpartition(".")[2]
+                known[id(tensor)] = KnownTensor(f"{prefix}{name}.{slot}", symbol, Role.STATE, tensor)
     return known
 
 
-def _describe_tensor(
-    tensor: Tensor, fallback: str, known: Mapping[int, tuple[str, str, Role]], *, bound: bool
-) -> InputInfo:
+def _describe_tensor(tensor: Tensor, fallback: str, known: Mapping[int, KnownTensor], *, bound: bool) -> InputInfo:
     if id(tensor) in known:
-        name, symbol, role = known[id(tensor)]
-    else:
-        name = re.sub(r"^L_+|_+$", "", fallback, flags=re.IGNORECASE)
-        symbol = name.rpartition("___")[2] or name
-        role = Role.PARAMETER if isinstance(tensor, torch.nn.Parameter) else Role.STATE
-    return InputInfo(name, symbol, role, tensor, bound)
+        entry = known[id(tensor)]
+        return InputInfo(entry.name, entry.symbol, entry.role, tensor, bound)
+    name = re.sub(r"^L_+|_+$", "", fallback, flags=re.IGNORECASE)
+    role = Role.PARAMETER if isinstance(tensor, torch.nn.Parameter) else Role.STATE
+    return InputInfo(name, name.rpartition("___")[2] or name, role, tensor, bound)
 
 
 def _describe_number(node: Node, value: Any) -> InputInfo:

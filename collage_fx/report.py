@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import sympy
@@ -13,8 +15,12 @@ from collage_fx.program import Kind, Role, StateTensor, StepProgram
 
 __all__ = ["CollageReport", "GraphReport", "TensorReport"]
 
-#: Longest recurrence printed in the table; the whole of it is in :attr:`TensorReport.recurrence`.
-RECURRENCE_WIDTH = 60
+#: Widest the printed table gets. What is cut there is whole in :class:`TensorReport`.
+TABLE_WIDTH = 140
+NAME_WIDTH = 40
+HEADERS = ("tensor", "shape", "kind", "recurrence", "verdict", "error", "bytes")
+
+SHORT_DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,7 @@ class GraphReport:
     Attributes:
         before: the graph as captured.
         after: the graph that was lowered.
+        subject: whose step it is: the optimizer's class, numbered where a backend serves several, or the function's name.
         tensors: its low-precision state tensors.
         wider_bytes: bytes of its float32 and float64 state, which is left alone.
         passes: ``(name, what it did)`` of every pass that ran.
@@ -69,6 +76,7 @@ class GraphReport:
 
     before: GraphModule
     after: GraphModule
+    subject: str
     tensors: tuple[TensorReport, ...]
     wider_bytes: int = 0
     passes: tuple[tuple[str, str], ...] = ()
@@ -88,8 +96,13 @@ class CollageReport:
     @property
     def tensors(self) -> list[TensorReport]:
         """One row per state tensor, as it was treated by the newest compilation that updates it."""
-        newest = {row.name: row for graph in self.graphs for row in graph.tensors}
-        return list(newest.values())
+        return [row for rows in self._by_subject().values() for row in rows]
+
+    def _by_subject(self) -> dict[str, list[TensorReport]]:
+        newest: dict[str, dict[str, TensorReport]] = {}
+        for graph in self.graphs:
+            newest.setdefault(graph.subject, {}).update({row.name: row for row in graph.tensors})
+        return {subject: list(rows.values()) for subject, rows in newest.items() if rows}
 
     def bytes_per_parameter(self) -> dict[str, float]:
         """Bytes per element of the low-precision parameters: ``parameters``, ``state``, ``error terms`` and ``total``.
@@ -97,43 +110,73 @@ class CollageReport:
         ``state`` counts the low-precision state; wider state tensors are not collage_fx's to report on, apart from their
         sum in :attr:`GraphReport.wider_bytes`.
         """
-        rows = self.tensors
-        parameters = sum(row.numel for row in rows if row.role is Role.PARAMETER)
-        sums = {
-            "parameters": sum(row.bytes for row in rows if row.role is Role.PARAMETER),
-            "state": sum(row.bytes for row in rows if row.role is not Role.PARAMETER),
-            "error terms": sum(row.error_bytes for row in rows),
-        }
-        sums["total"] = sum(sums.values())
-        return {name: value / parameters if parameters else 0.0 for name, value in sums.items()}
+        return _bytes_per_parameter(self.tensors)
 
     def __str__(self) -> str:
-        rows = self.tensors
-        if not rows:
-            notes = {graph.note for graph in self.graphs if graph.note}
-            return "\n".join(notes) or "nothing has been compiled yet: the report fills at the first call of the step"
-        table = tabulate(
+        sections = [_section(subject, rows) for subject, rows in self._by_subject().items()]
+        notes = list(dict.fromkeys(graph.note for graph in self.graphs if graph.note))
+        nothing = "nothing has been compiled yet: the report fills at the first call of the step"
+        return "\n\n".join([*sections, *notes]) or nothing
+
+
+def _section(subject: str, rows: Sequence[TensorReport]) -> str:
+    """One subject's heading, table, numbered reasons and totals."""
+    reasons: dict[str, int] = {}
+    cells = []
+    for row in rows:
+        mark = reasons.setdefault(_reason(row), len(reasons) + 1)
+        cells.append(
             [
-                [
-                    row.name,
-                    "×".join(map(str, row.shape)) or "scalar",
-                    str(row.dtype).removeprefix("torch."),
-                    row.kind.value,
-                    _shortened(row.recurrence),
-                    "lossy" if row.lossy else "fine",
-                    row.reason,
-                    row.error_format or "-",
-                    row.selection,
-                    row.bytes + row.error_bytes,
-                ]
-                for row in rows
-            ],
-            headers=["tensor", "shape", "dtype", "kind", "recurrence", "verdict", "because", "error", "selected", "bytes"],
-            maxcolwidths=[36, None, None, None, 36, None, 34, None, 26, None],
+                row.name,
+                f"{SHORT_DTYPES.get(row.dtype, row.dtype)}[{','.join(map(str, row.shape))}]",
+                row.kind.value,
+                row.recurrence,
+                f"{'lossy' if row.lossy else 'fine'} ({mark})",
+                row.error_format or "-",
+                f"{row.bytes + row.error_bytes:,}",
+            ]
         )
-        totals = ", ".join(f"{name} {value:.2f}" for name, value in self.bytes_per_parameter().items())
-        done = sum(row.compensated for row in rows)
-        return f"{table}\n\n{done} of {len(rows)} tensors compensated; bytes per parameter: {totals}"
+    table = tabulate(
+        _fitted(cells),
+        headers=HEADERS,
+        maxcolwidths=[NAME_WIDTH] + [None] * 6,
+        colalign=["left"] * 6 + ["right"],
+        disable_numparse=True,
+    )
+    done = sum(row.compensated for row in rows)
+    totals = ", ".join(f"{name} {value:.4g}" for name, value in _bytes_per_parameter(rows).items())
+    footer = f"{done} of {len(rows)} tensors have error terms. Bytes per parameter: {totals}."
+    return "\n".join([f"{subject}\n", table, "", *_numbered(reasons), "", footer])
+
+
+def _fitted(cells: list[list[str]]) -> list[list[str]]:
+    """The recurrences cut to the room that the other columns leave."""
+    column = HEADERS.index("recurrence")
+    widths = [max(map(len, [header, *texts])) for header, *texts in zip(HEADERS, *cells, strict=True)]
+    widths[0] = min(widths[0], NAME_WIDTH)
+    room = max(TABLE_WIDTH - sum(widths) + widths[column] - 2 * (len(widths) - 1), len(HEADERS[column]))
+    return [[*row[:column], _shortened(row[column], room), *row[column + 1 :]] for row in cells]
+
+
+def _reason(row: TensorReport) -> str:
+    return f"{row.reason}; {'' if row.compensated else 'no '}error terms ({row.selection})"
+
+
+def _numbered(reasons: Mapping[str, int]) -> Iterator[str]:
+    for reason, number in reasons.items():
+        mark = f"({number}) "
+        yield textwrap.fill(reason, TABLE_WIDTH, initial_indent=mark, subsequent_indent=" " * len(mark))
+
+
+def _bytes_per_parameter(rows: Sequence[TensorReport]) -> dict[str, float]:
+    parameters = sum(row.numel for row in rows if row.role is Role.PARAMETER)
+    sums = {
+        "parameters": sum(row.bytes for row in rows if row.role is Role.PARAMETER),
+        "state": sum(row.bytes for row in rows if row.role is not Role.PARAMETER),
+        "error terms": sum(row.error_bytes for row in rows),
+    }
+    sums["total"] = sum(sums.values())
+    return {name: value / parameters if parameters else 0.0 for name, value in sums.items()}
 
 
 def tensor_report(program: StepProgram, state: StateTensor) -> TensorReport:
@@ -162,5 +205,5 @@ def tensor_report(program: StepProgram, state: StateTensor) -> TensorReport:
     )
 
 
-def _shortened(text: str) -> str:
-    return text if len(text) <= RECURRENCE_WIDTH else f"{text[: RECURRENCE_WIDTH - 1]}…"
+def _shortened(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 1]}…"

@@ -7,6 +7,7 @@ import, with the versions that are known to work, rather than by an AttributeErr
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, cast
 
@@ -16,17 +17,21 @@ __all__ = [
     "ShortenTraceback",
     "aot_input_of",
     "compile_with_inductor",
+    "current_trace",
     "detect_fake_mode",
     "functional_decompositions",
-    "inductor_config",
+    "has_internal_overlap",
     "inductor_compile_inner",
+    "inductor_config",
     "make_fx",
     "mode_options",
     "pointwise_of",
     "real_tensors",
     "register_pointwise_lowering",
     "symbol_source",
+    "traced_frame_name",
     "traced_frame_variables",
+    "watch_traced_optimizers",
 ]
 
 OLDEST_TORCH = (2, 11)
@@ -47,6 +52,7 @@ if _version() < OLDEST_TORCH:
 try:
     from torch._dynamo.exc import ShortenTraceback
     from torch._dynamo.symbolic_convert import InstructionTranslator
+    from torch._dynamo.variables.optimizer import OptimizerVariable
     from torch._functorch import config as functorch_config
     from torch._functorch._aot_autograd.descriptors import (
         BufferAOTInput,
@@ -55,7 +61,7 @@ try:
         SyntheticBaseAOTInput,
         ViewBaseAOTInput,
     )
-    from torch._guards import detect_fake_mode
+    from torch._guards import CompileContext, detect_fake_mode
     from torch._inductor import config as inductor_config
     from torch._inductor import ir, list_mode_options
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -131,6 +137,58 @@ def traced_frame_variables() -> dict[str, Any]:
         return {}
     global_names = {name: frame.f_globals[name] for name in frame.f_code.co_names if name in frame.f_globals}
     return {**global_names, **frame.f_locals}
+
+
+def has_internal_overlap(tensor: torch.Tensor) -> bool:
+    """Whether two elements of a strided tensor are known to lie in the same memory, as those of ``x.expand(n)``."""
+    return bool(torch._debug_has_internal_overlap(tensor) == 1)
+
+
+def current_trace() -> object:
+    """A value that identifies the compilation that Dynamo is at, None outside of Dynamo."""
+    return CompileContext.current_compile_id()
+
+
+def traced_frame_name() -> str:
+    """The name of the function whose frame Dynamo is compiling right now; empty outside of Dynamo."""
+    try:
+        return str(InstructionTranslator.current_tx().output.root_tx.f_code.co_name)
+    except AttributeError:
+        return ""
+
+
+def watch_traced_optimizers(watch: Callable[[torch.optim.Optimizer, Any, dict[str, Any]], None]) -> None:
+    """Have ``watch(optimizer, backend, keywords)`` called whenever Dynamo begins to trace through an optimizer.
+
+    ``backend`` is what ``torch.compile`` was given (a name already looked up) and ``keywords`` the ``mode`` and
+    ``options`` that go with it. An exception of a :class:`ShortenTraceback` class ends the trace and reaches the user as it
+    is, before anything has run: that is how an input can be refused for which Dynamo would fall back to eager execution
+    without asking any backend. Costs nothing where nothing is traced. One watch at a time; a second replaces the first.
+    """
+    original = getattr(OptimizerVariable.__init__, "__collage_fx__", OptimizerVariable.__init__)
+
+    @functools.wraps(original)
+    def watched(self: Any, value: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+        watch(value, *_backend_being_traced_for())
+        original(self, value, *args, **kwargs)
+
+    watched.__collage_fx__ = original  # type: ignore[attr-defined]
+    OptimizerVariable.__init__ = watched  # type: ignore[method-assign]
+
+
+def _backend_being_traced_for() -> tuple[Any, dict[str, Any]]:
+    try:
+        compiler = InstructionTranslator.current_tx().output.compiler_fn
+    except AttributeError:
+        return None, {}
+    keywords: dict[str, Any] = {}
+    while True:  # torch.compile, torch._dynamo.optimize and the debugging tools each put a wrapper of their own around it
+        attributes = getattr(compiler, "__dict__", {})
+        keywords = {**keywords, **attributes.get("kwargs", {})}
+        inner = attributes.get("compiler_fn") or attributes.get("_torchdynamo_orig_backend")
+        if inner is None:
+            return compiler, keywords
+        compiler = inner
 
 
 def symbol_source(value: torch.SymInt | torch.SymFloat) -> str:

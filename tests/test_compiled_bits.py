@@ -1,13 +1,14 @@
 """The compiled step leaves the bits that its rewritten graph leaves when it is run eagerly.
 
-Equal means equal, in ``wide`` arithmetic too: C++ is compiled without contraction into fma, and the twin's square root and pow
-are rounded correctly, as the C library's are (``tests/support/twin.py``).
+Equal means equal, in ``wide`` arithmetic too: C++ is compiled without contraction into fma, and the twin's
+square root and pow are rounded as the instruction and the C library round them (``tests/support/twin.py``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from tests.support.twin import TwinBackend, without_pinning
 STEPS = 50
 #: 561 and 37 elements: vectors of 16 or 32 and a tail of another length.
 SHAPES = ((33, 17), (37,))
+BOTH: tuple[Literal["compiled", "eager"], ...] = ("compiled", "eager")
 DTYPES = (torch.bfloat16, torch.float16)
 
 CASES = [
@@ -43,31 +45,38 @@ def first_step(
 ) -> tuple[CompiledOptimizer, Tensors]:
     """An AdamW whose step has been compiled, and its tensors as they were before it was."""
     rig = CompiledOptimizer(shapes, adamw, backend or TwinBackend(**case.options()), dtype=case.dtype)
-    parameters = [p.detach().clone() for p in rig.parameters]
-    rig.step(next(gradients(shapes, 1)))
-    rig.zero_state()
-    for parameter, before in zip(rig.parameters, parameters, strict=True):
-        parameter.data.copy_(before)
-    return rig, rig.tensors()
+    return rig, rig.start()
+
+
+#: Where a gradient of the first parameter is not finite, in the first of a few more steps.
+SPOILT = {(0, 0): float("inf"), (7, 3): float("nan"), (32, 16): -float("inf")}
 
 
 @dataclass
 class Run:
-    """Fifty steps of one case, compiled and eager, and the means to do more."""
+    """What one compilation computed: fifty steps, their eager twins, and four with spoilt gradients."""
 
     case: Case
-    rig: CompiledOptimizer
-    start: Tensors
+    graphs: int
     compiled: list[Tensors]
     eager: list[Tensors]
+    clean: list[Tensors]
+    spoilt: list[Tensors]
 
 
 @pytest.fixture(scope="module", params=CASES, ids=str)
-def run(request: pytest.FixtureRequest) -> Iterator[Run]:
+def run(request: pytest.FixtureRequest) -> Run:
     case: Case = request.param
-    rig, start = first_step(case)
+    backend = TwinBackend(**case.options())
+    rig, start = first_step(case, backend=backend)
     grads = list(gradients(SHAPES, STEPS))
-    yield Run(case, rig, start, *(trajectory(rig, start, grads, eager=eager) for eager in (False, True)))
+    compiled, eager = (trajectory(rig, start, grads, engine=engine) for engine in BOTH)
+    few = list(gradients(SHAPES, 4, seed=5))
+    clean = trajectory(rig, start, few)
+    for index, value in SPOILT.items():
+        few[0][0][index] = value
+    spoilt = trajectory(rig, start, few)
+    return Run(case, len(backend.graphs), compiled, eager, clean, spoilt)
 
 
 def test_compiled_bits_are_eager_bits(run: Run) -> None:
@@ -75,8 +84,7 @@ def test_compiled_bits_are_eager_bits(run: Run) -> None:
 
 
 def test_one_compilation_serves_every_step(run: Run) -> None:
-    assert isinstance(run.rig.backend, TwinBackend)
-    assert len(run.rig.backend.graphs) == 1
+    assert run.graphs == 1
 
 
 def test_error_terms_are_those_of_the_strategy_and_alive(run: Run) -> None:
@@ -86,7 +94,7 @@ def test_error_terms_are_those_of_the_strategy_and_alive(run: Run) -> None:
     assert expansions == EXPANSIONS[run.case.strategy]
     for name in last:
         if name.endswith(".lo"):
-            # A value lands on hi's grid by chance for one in 2**8 (bf16) at most; decayed and scaled ones no more often.
+            # By chance a value lies on hi's grid for one in 2**8 (bfloat16), 2**11 (float16).
             assert float((last[name] != 0).double().mean()) > 0.9, name
 
 
@@ -97,17 +105,10 @@ def test_error_terms_stay_below_half_an_ulp(run: Run) -> None:
 
 def test_inf_and_nan_stay_where_they_are(run: Run) -> None:
     """One step with inf and nan among the gradients, then three ordinary ones; the others do not notice."""
-    bad: dict[tuple[int, ...], float] = {(0, 0): float("inf"), (7, 3): float("nan"), (32, 16): -float("inf")}
-    clean = list(gradients(SHAPES, 4, seed=5))
-    spoilt = [[grad.clone() for grad in grads] for grads in clean]
-    for index, value in bad.items():
-        spoilt[0][0][index] = value
-    expected = trajectory(run.rig, run.start, clean, eager=False)
-    actual = trajectory(run.rig, run.start, spoilt, eager=False)
     touched = torch.zeros(SHAPES[0], dtype=torch.bool)
-    for index in bad:
+    for index in SPOILT:
         touched[index] = True
-    for met, want in zip(actual, expected, strict=True):
+    for met, want in zip(run.spoilt, run.clean, strict=True):
         assert_half_ulp(met)  # which says that lo is zero beside what is not finite
         assert not met["0.p"][touched].isfinite().any()
         assert not met["0.exp_avg_sq"][touched].isfinite().any()
@@ -121,13 +122,15 @@ def test_inf_and_nan_stay_where_they_are(run: Run) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("arithmetic", ["wide", "native"])
-def test_without_pinned_roundings_compiled_code_loses_the_error_terms(dtype: torch.dtype, arithmetic: str) -> None:
-    """The graph is right and so is its eager run; what Inductor makes of it is not. (If this fails, torch has changed.)"""
+def test_without_pinned_roundings_compiled_code_loses_the_error_terms(
+    dtype: torch.dtype, arithmetic: str
+) -> None:
+    """The graph is right, what Inductor makes of it is not. If this fails, torch has changed."""
     shapes = (SHAPES[0],)
     with without_pinning():
         rig, start = first_step(Case("light", arithmetic, "mcf", dtype), shapes)
     grads = list(gradients(shapes, 3))
-    compiled, eager = (trajectory(rig, start, grads, eager=eager)[-1] for eager in (False, True))
+    compiled, eager = (trajectory(rig, start, grads, engine=engine)[-1] for engine in BOTH)
     assert float((eager["0.p.lo"] != 0).double().mean()) > 0.9
     assert differences(compiled, eager)
     if arithmetic == "wide":
@@ -155,18 +158,18 @@ def test_threads_and_long_rows(case: Case) -> None:
     """Enough elements for Inductor to split the loop between threads, and no multiple of anything."""
     shapes = ((97, 211), (10_007,))
     backend = TwinBackend(**case.options())
-    with fresh_cache():  # the number of threads is written into the code
+    with fresh_cache():  # whether there are threads is written into the code
         (rig, start), codes = run_and_get_code(first_step, case, shapes, backend)
-    assert any("#pragma omp parallel num_threads(2)" in code for code in codes)
+    assert any("#pragma omp for" in code for code in codes)
     grads = list(gradients(shapes, 5))
-    assert_same(*(trajectory(rig, start, grads, eager=eager) for eager in (False, True)))
+    assert_same(*(trajectory(rig, start, grads, engine=engine) for engine in BOTH))
 
 
 # ------------------------------------------------------------ memory layouts
 
 
 def test_strided_parameters_and_gradients() -> None:
-    """A transposed parameter: error terms have its strides, and a gradient of other strides makes no difference."""
+    """A transposed parameter: error terms have its strides, and those of the gradient make no difference."""
     case = Case("full", "wide", "mcf", torch.bfloat16)
     rig = CompiledOptimizer(SHAPES[:1], adamw, TwinBackend(**case.options()))
     rig.parameters[0].data = torch.randn(17, 33, generator=torch.Generator().manual_seed(2)).bfloat16().t()
@@ -175,6 +178,4 @@ def test_strided_parameters_and_gradients() -> None:
     start = rig.tensors()
     strides = {tensor.stride() for name, tensor in rig.live() if tensor.dim() == 2}
     assert strides == {(1, 33)}
-    assert_same(*(trajectory(rig, start, grads, eager=eager) for eager in (False, True)))
-
-
+    assert_same(*(trajectory(rig, start, grads, engine=engine) for engine in BOTH))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from tests.support.float_bits import same_bits, ulp, unit_roundoff
 from tests.support.optimizers import CompiledOptimizer, Tensors
-from tests.support.twin import TwinBackend
+from tests.support.twin import Engine, TwinBackend
 
 __all__ = [
     "AdamW",
@@ -25,11 +26,17 @@ __all__ = [
 LOW = (torch.bfloat16, torch.float16)
 
 
-def trajectory(rig: CompiledOptimizer, start: Tensors, grads: Sequence[Sequence[Tensor]], *, eager: bool) -> list[Tensors]:
-    """Every tensor after each step from ``start``, compiled or by the eager twin."""
+def trajectory(
+    rig: CompiledOptimizer,
+    start: Tensors,
+    grads: Sequence[Sequence[Tensor]],
+    *,
+    engine: Literal["compiled", "eager"] | Engine = "compiled",
+) -> list[Tensors]:
+    """Every tensor after each step from ``start``."""
     assert isinstance(rig.backend, TwinBackend)
     rig.restore(start)
-    rig.backend.eager = eager
+    rig.backend.engine = engine
     states = []
     for grad in grads:
         rig.step(grad)
@@ -37,12 +44,14 @@ def trajectory(rig: CompiledOptimizer, start: Tensors, grads: Sequence[Sequence[
     return states
 
 
-def lockstep(rig: CompiledOptimizer, start: Tensors, grads: Sequence[Sequence[Tensor]]) -> list[tuple[Tensors, Tensors, Tensors]]:
-    """(before, compiled, eager) for each step, both from the same tensors: those that the compiled steps led to."""
+def lockstep(
+    rig: CompiledOptimizer, start: Tensors, grads: Sequence[Sequence[Tensor]]
+) -> list[tuple[Tensors, Tensors, Tensors]]:
+    """(before, compiled, eager) for each step, both run from the tensors that the compiled steps led to."""
     states, before = [], start
     for grad in grads:
-        (eager,) = trajectory(rig, before, [grad], eager=True)
-        (compiled,) = trajectory(rig, before, [grad], eager=False)
+        (eager,) = trajectory(rig, before, [grad], engine="eager")
+        (compiled,) = trajectory(rig, before, [grad])
         states.append((before, compiled, eager))
         before = compiled
     return states
@@ -57,7 +66,9 @@ def differences(a: Tensors, b: Tensors) -> dict[str, int]:
 def assert_same(compiled: Sequence[Tensors], eager: Sequence[Tensors]) -> None:
     """Equal bits of everything after every step."""
     for i, (a, b) in enumerate(zip(compiled, eager, strict=True), 1):
-        assert not differences(a, b), f"after step {i} of {len(compiled)}, elements that differ: {differences(a, b)}"
+        assert not differences(a, b), (
+            f"after step {i} of {len(compiled)}, elements that differ: {differences(a, b)}"
+        )
 
 
 def assert_half_ulp(tensors: Tensors) -> None:
@@ -83,23 +94,28 @@ class AdamW:
 
 
 def assert_within_an_ulp_of_lo(
-    before: Tensors, compiled: Tensors, eager: Tensors, grads: Sequence[Tensor], numbers: AdamW, powf_ulps: int
+    before: Tensors,
+    compiled: Tensors,
+    eager: Tensors,
+    grads: Sequence[Tensor],
+    numbers: AdamW,
+    powf_ulps: int,
 ) -> None:
-    """One ``wide`` step of two implementations that differ in how float32 operations are rounded, from the same tensors.
+    """One ``wide`` step from the same tensors, by two implementations that round float32 differently.
 
-    Let v and w be the float32 results that the two split or round at the store, and |v - w| <= d. A result is stored with an
-    error of at most half an ulp of its last component, so the stored values differ by at most d + ulp(last), where the last
-    component's largest ulp is ulp(hi) for a tensor without error term, 2u ulp(hi)/2 for one of hi's dtype and 0 for a
-    float32 one (v - hi is exact).
+    Let v and w be the float32 results that the two split or round at the store, and |v - w| <= d. A result
+    is stored with an error of at most half an ulp of its last component, so the stored values differ by at
+    most d + ulp(last), where the last component's largest ulp is ulp(hi) for a tensor without error term,
+    2u ulp(hi)/2 for one of hi's dtype and 0 for a float32 one (v - hi is exact).
 
-    d comes from contraction into fma (half an ulp of the product and another rounding of the sum, 2 ulps at the largest operand in
-    all), from division within 2 ulps, and from pow within ``powf_ulps``, which 1 - beta**t amplifies by 1/(1 - beta**t).
-    With e = 2**-23 >= ulp(x)/|x|:
+    d comes from contraction into fma (half an ulp of the product and another rounding of the sum, 2 ulps at
+    the largest operand in all), from division within 2 ulps, and from pow within k = ``powf_ulps``, which
+    1 - beta**t = bc amplifies by 1/bc. With e = 2**-23 >= ulp(x)/|x|:
 
-        exp_avg     |m| + |g| at most:              d = 2 e (|m| + |g|)
-        exp_avg_sq  v + g**2 at most:               d = 2 e (v + g**2)
-        p           U = lr (|m| + |g|) / (bc1 (sqrt(v'/bc2) + eps)) bounds the update and what it is computed from:
-                    d = 2 e |p| + e (12 + k/bc1 + k/bc2) U
+        exp_avg     d = 2 e (|m| + |g|)
+        exp_avg_sq  d = 2 e (v + g**2)
+        p           d = 2 e |p| + e (12 + k/bc1 + k/bc2) U, where U bounds the update and its operands:
+                    U = lr (|m| + |g|) / (bc1 (sqrt(v'/bc2) + eps))
     """
     e, (beta1, beta2) = 2.0**-23, numbers.betas
     for i, grad in enumerate(grads):

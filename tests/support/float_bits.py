@@ -1,4 +1,4 @@
-"""ulp and agreement of tensors, from the encodings; nothing of the library is used, so that it can be held to this."""
+"""Ulps and agreement of tensors, from their encodings; the library is held to it, not used."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def unit_roundoff(dtype: torch.dtype) -> float:
 
 
 def ulp(x: Tensor) -> Tensor:
-    """Distance of neighbouring values in x's binade, in float64; that of the subnormals for zero. x is finite."""
+    """Distance of neighbours in the binade of x (finite), in float64; that of the subnormals for zero."""
     significand, exponent = SIGNIFICAND_BITS[x.dtype], _EXPONENT_BITS[x.dtype]
     bits = x.view(_ENCODING[x.dtype.itemsize]).to(torch.int64)
     biased = ((bits >> significand) & ((1 << exponent) - 1)).clamp(min=1)

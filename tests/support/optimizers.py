@@ -1,4 +1,4 @@
-"""An optimizer whose step is compiled, with what tests do to it: feed gradients, look at every tensor, go back in time."""
+"""An optimizer with a compiled step, for tests: feed it, look at every tensor, go back in time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ class Case:
     dtype: torch.dtype
 
     def __str__(self) -> str:
-        return "-".join((self.strategy, self.arithmetic, self.error_format, str(self.dtype).removeprefix("torch.")))
+        return "-".join(
+            (self.strategy, self.arithmetic, self.error_format, str(self.dtype).removeprefix("torch."))
+        )
 
     def options(self) -> dict[str, Any]:
         return {"strategy": self.strategy, "arithmetic": self.arithmetic, "error_format": self.error_format}
@@ -85,11 +87,16 @@ class CompiledOptimizer:
         for name, tensor in self.live():
             tensor.copy_(tensors[name])
 
-    def zero_state(self) -> None:
-        """States and error terms as before the first step."""
+    def start(self) -> Tensors:
+        """Take a first step, in which states are born and the step is compiled, and take it back."""
+        before = [parameter.detach().clone() for parameter in self.parameters]
+        self.step([torch.ones(parameter.shape) for parameter in self.parameters])
         for name, tensor in self.live():
             if not name.endswith(".p"):
                 tensor.zero_()
+        for parameter, value in zip(self.parameters, before, strict=True):
+            parameter.data.copy_(value)
+        return self.tensors()
 
 
 def gradients(

@@ -1,39 +1,42 @@
-"""The eager twin of a compiled step: the same rewritten graph, run operation by operation instead of lowered."""
+"""The eager twin of a compiled step: the same rewritten graph, run operation by operation, not lowered."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
 from unittest import mock
 
 import torch
 from torch.fx import GraphModule, Interpreter
 
-import collage_fx.backend
 from collage_fx import CollageBackend
 from collage_fx.lowering import CompensatedStep
+from collage_fx.pipeline import PIPELINE
 from collage_fx.program import StepProgram
 
-__all__ = ["ExactInterpreter", "TwinBackend", "without_pinning"]
+__all__ = ["Engine", "ExactInterpreter", "TwinBackend", "without_pinning"]
 
 aten = torch.ops.aten
 
-#: What torch's eager CPU kernels round otherwise than the compiled code's instruction and C library: the eager float32 square root is
-#: an ulp off for one argument in six (AVX-512 on AMD), pow is SLEEF's. Computed in float64 and rounded, the root is correctly
-#: rounded, as 53 >= 2*24 + 2 (Figueroa, 1995), and so is pow unless the float64 result lies within 2**-29 of a tie.
+#: What torch's eager CPU kernels round otherwise than the compiled code's instruction and C library: the
+#: eager float32 square root is an ulp off for one argument in six (AVX-512 on AMD), pow is SLEEF's.
+#: Computed in float64 and rounded, the root is correctly rounded, as 53 >= 2*24 + 2 (Figueroa, 1995), and
+#: so is pow unless the float64 result lies within 2**-29 of a tie.
 THROUGH_FLOAT64 = frozenset(
     {aten.sqrt.default, aten.pow.Tensor_Tensor, aten.pow.Scalar, aten.pow.Tensor_Scalar}
 )
 
 
 class ExactInterpreter(Interpreter):
-    """Runs a functional ATen graph with its ``copy_`` epilogue on real tensors, float32 roots and powers rounded once."""
+    """Runs a functional graph with its ``copy_`` epilogue, float32 roots and powers rounded once."""
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
-        if target in THROUGH_FLOAT64 and all(t.dtype == torch.float32 and t.device.type == "cpu" for t in tensors):
+        if target in THROUGH_FLOAT64 and all(
+            t.dtype == torch.float32 and t.device.type == "cpu" for t in tensors
+        ):
             # A Python number beside a float32 tensor is a float32 number: 0.9 ** t is RN(0.9) ** t.
             wide = [arg.double() if isinstance(arg, torch.Tensor) else _as_float32(arg) for arg in args]
             return super().call_function(target, tuple(wide), kwargs).float()
@@ -44,20 +47,27 @@ def _as_float32(number: Any) -> float:
     return float(torch.tensor(number, dtype=torch.float32))
 
 
+#: Runs a rewritten graph: the arguments in the order of its placeholders, the error terms last; mutates them.
+Engine = Callable[[list[Any]], Any]
+
+
 class TwinBackend(CollageBackend):
-    """A backend whose compiled steps run the rewritten graph eagerly while ``eager`` is set.
+    """A backend whose steps run the rewritten graph by an engine of the test's choice.
+
+    Args:
+        compiles: whether Inductor compiles the steps; if not, ``engine`` has to be set.
+        options: those of :class:`CollageBackend`.
 
     Attributes:
-        eager: what the next call of a step runs.
+        engine: what the next call of a step runs: Inductor's code, the eager twin, or a function.
         graphs: the rewritten graphs, one per compilation.
-        programs: what they were lowered from.
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, compiles: bool = True, **options: Any) -> None:
         super().__init__(**options)
-        self.eager = False
+        self.compiles = compiles
+        self.engine: Literal["compiled", "eager"] | Engine = "compiled"
         self.graphs: list[GraphModule] = []
-        self.programs: list[StepProgram] = []
 
     def lower(
         self, graph: StepProgram | GraphModule, example_inputs: Sequence[Any], inductor_options: dict[str, Any]
@@ -66,21 +76,33 @@ class TwinBackend(CollageBackend):
             return super().lower(graph, example_inputs, inductor_options)
         rewritten = copy.deepcopy(graph.gm)  # Inductor edits the one it is given
         self.graphs.append(rewritten)
-        self.programs.append(graph)
-        step: CompensatedStep = super().lower(graph, example_inputs, inductor_options)
+        with contextlib.nullcontext() if self.compiles else mock.patch(COMPILER, _not_compiled):
+            step: CompensatedStep = super().lower(graph, example_inputs, inductor_options)
         compiled, interpreter = step.compiled, ExactInterpreter(rewritten)
 
-        def either(arguments: list[Any]) -> Any:
-            return interpreter.run(*arguments) if self.eager else compiled(arguments)
+        def run(arguments: list[Any]) -> Any:
+            if self.engine == "eager":
+                return interpreter.run(*arguments)
+            return compiled(arguments) if self.engine == "compiled" else self.engine(arguments)
 
-        step.compiled = either
+        step.compiled = run
         return step
+
+
+#: Where ``collage_fx.lowering.lower`` finds Inductor.
+COMPILER = "collage_fx.lowering.inductor_compile_inner"
+
+
+def _not_compiled(*arguments: Any, **options: Any) -> Engine:
+    def run(arguments: list[Any]) -> Any:
+        raise AssertionError("this step was not compiled: set the backend's engine")
+
+    return run
 
 
 @contextlib.contextmanager
 def without_pinning() -> Iterator[None]:
     """Compile as if ``pin-roundings`` did not exist."""
-    pipeline = collage_fx.backend.PIPELINE
-    assert pipeline[-1].name == "pin-roundings"
-    with mock.patch.object(collage_fx.backend, "PIPELINE", pipeline[:-1]):
+    assert PIPELINE[-1].name == "pin-roundings"
+    with mock.patch("collage_fx.backend.PIPELINE", PIPELINE[:-1]):
         yield

@@ -1,0 +1,157 @@
+"""The contract of ErrorFormat, for every registered format."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from collage_fx.error_formats import ERROR_FORMATS, ErrorFormat
+from tests.support.bit_patterns import examples, near_storage_numbers, sample, word_and_number
+from tests.support.exact import ENCODINGS, fractions, patterns, tensor
+from tests.support.float_bits import same_bits
+
+FLOAT32 = ENCODINGS[torch.float32]
+each_format = pytest.mark.parametrize("fmt", ERROR_FORMATS.values(), ids=lambda fmt: fmt.name)
+each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+
+
+def without_sign_of_zero(x: Tensor) -> Tensor:
+    return torch.where(x == 0, torch.zeros_like(x), x)
+
+
+def same_numbers(a: Tensor, b: Tensor) -> bool:
+    """Bit for bit, but for the sign of zeros and for which NaN it is."""
+    return bool(same_bits(without_sign_of_zero(a), without_sign_of_zero(b)).all())
+
+
+def zeros(fmt: ErrorFormat, hi: Tensor) -> list[Tensor]:
+    specifications = fmt.auxiliaries(hi.dtype)
+    return [torch.zeros(hi.shape if s.shape is None else s.shape, dtype=s.dtype) for s in specifications]
+
+
+def float32_values(dtype: torch.dtype) -> Tensor:
+    """At, beside and between storage-format numbers, overflowing ones and what is not finite included."""
+    cases = sample(near_storage_numbers(ENCODINGS[dtype]), torch.float32, size=3000)
+    special = torch.tensor([torch.inf, -torch.inf, torch.nan, 3.4e38, -3.4e38, 0.0, -0.0])
+    return torch.cat([tensor((pattern for (pattern,) in cases), torch.float32), special])
+
+
+@each_format
+def test_registered_under_its_name(fmt: ErrorFormat) -> None:
+    assert ERROR_FORMATS[fmt.name] is fmt
+
+
+@each_format
+@each_dtype
+def test_split_gives_what_is_specified(fmt: ErrorFormat, dtype: torch.dtype) -> None:
+    value = torch.randn(3, 4)
+    hi, *auxiliaries = fmt.split(value, dtype)
+    assert (hi.dtype, hi.shape) == (dtype, value.shape)
+    specifications = fmt.auxiliaries(dtype)
+    assert len({s.name for s in specifications}) == len(auxiliaries)
+    for auxiliary, s in zip(auxiliaries, specifications, strict=True):
+        assert auxiliary.dtype == s.dtype
+        assert auxiliary.shape == (value.shape if s.shape is None else s.shape)
+    per_element = sum(a.nbytes for a in auxiliaries if a.shape == value.shape) / value.numel()
+    assert fmt.bytes_per_element(dtype) == per_element
+    if fmt.is_double_word:
+        assert [s.dtype for s in specifications] == [dtype]
+
+
+@each_format
+@each_dtype
+def test_zeros_mean_hi(fmt: ErrorFormat, dtype: torch.dtype) -> None:
+    hi = tensor(range(1 << 16), dtype)
+    joined = fmt.join(hi, *zeros(fmt, hi))
+    assert joined.dtype == torch.float32
+    assert same_numbers(joined, hi.float())
+    again, *auxiliaries = fmt.split(joined, dtype)
+    assert same_numbers(again, hi)
+    assert not any(auxiliary.count_nonzero() for auxiliary in auxiliaries)
+
+
+@each_format
+@each_dtype
+def test_hi_is_nearest_and_nothing_is_kept_of_what_is_not_finite(
+    fmt: ErrorFormat, dtype: torch.dtype
+) -> None:
+    encoding = ENCODINGS[dtype]
+    value = float32_values(dtype)
+    hi, *auxiliaries = fmt.split(value, dtype)
+    number = value.isfinite() & (value != 0)
+    assert patterns(hi[number]) == [encoding.nearest(exact) for exact in fractions(value[number])]
+    assert same_bits(hi, value.to(dtype))[~number].all()
+    assert (~hi.isfinite()).sum() > value.isfinite().logical_not().sum()  # finite values overflow too
+    for auxiliary in auxiliaries:
+        if auxiliary.shape == value.shape:
+            assert auxiliary.isfinite().all()
+            assert not auxiliary[~hi.isfinite()].count_nonzero()
+
+
+@each_format
+@each_dtype
+def test_round_trip(fmt: ErrorFormat, dtype: torch.dtype) -> None:
+    value = float32_values(dtype)
+    expansion = fmt.split(value, dtype)
+    joined = fmt.join(*expansion)
+    again = fmt.split(joined, dtype)
+    normalised = same_bits(without_sign_of_zero(joined.to(dtype)), without_sign_of_zero(expansion[0]))
+    assert normalised.float().mean() > 0.8
+    for before, after in zip(expansion, again, strict=True):
+        assert same_numbers(before[normalised], after[normalised])
+    # A tie: hi is its odd neighbour before, its even one after. The value stays, unless that one is infinite.
+    survives = normalised | again[0].isfinite()
+    assert same_numbers(fmt.join(*again)[survives], joined[survives])
+    assert (~survives).float().mean() < 0.1
+
+
+@each_format
+@each_dtype
+def test_error_terms_are_the_rest_of_the_value(fmt: ErrorFormat, dtype: torch.dtype) -> None:
+    value = float32_values(dtype)
+    value = value[value.to(dtype).isfinite()]
+    hi, *auxiliaries = fmt.split(value, dtype)
+    terms = [fractions(term) for term in fmt.error_terms(*auxiliaries)]
+    expansions = zip(fractions(hi), *terms, strict=True)
+    assert [sum(expansion, Fraction(0)) for expansion in expansions] == fractions(fmt.join(hi, *auxiliaries))
+
+
+@each_format
+@each_dtype
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_round_trip_of_a_double_word(fmt: ErrorFormat, dtype: torch.dtype, data: st.DataObject) -> None:
+    encoding = ENCODINGS[dtype]
+    words = [
+        (hi, lo)
+        for hi, lo, _ in data.draw(examples(word_and_number, dtype))
+        if FLOAT32.holds(encoding.decode(hi) + encoding.decode(lo))
+    ]
+    hi, lo = (tensor(column, dtype) for column in (zip(*words, strict=True) if words else ((), ())))
+    value = hi.float() + lo.float()
+    if fmt.is_double_word:
+        assert torch.equal(fmt.join(hi, lo), value)
+    high, *auxiliaries = fmt.split(value, dtype)
+    assert same_numbers(high, hi)
+    (term,) = fmt.error_terms(*auxiliaries)
+    assert same_numbers(term.to(dtype), lo)
+
+
+@each_dtype
+def test_precision(dtype: torch.dtype) -> None:
+    """Off by u² of the value or half a quantum at most (mcf), by nothing (fp32)."""
+    encoding, value = ENCODINGS[dtype], float32_values(dtype)
+    value = value[value.to(dtype).isfinite()]
+    assert same_numbers(_through(ERROR_FORMATS["fp32"], value, dtype), value)
+    mcf = fractions(_through(ERROR_FORMATS["mcf"], value, dtype))
+    for exact, kept in zip(fractions(value), mcf, strict=True):
+        assert abs(kept - exact) <= max(encoding.unit_roundoff**2 * abs(exact), encoding.quantum / 2)
+
+
+def _through(fmt: ErrorFormat, value: Tensor, dtype: torch.dtype) -> Tensor:
+    return fmt.join(*fmt.split(value, dtype))

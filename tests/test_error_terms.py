@@ -1,0 +1,298 @@
+from __future__ import annotations
+
+import gc
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import collage_fx
+from collage_fx import CollageBackend, CollageError, error_terms, full_value, reset_error_terms
+from collage_fx.error_formats import ERROR_FORMATS
+from collage_fx.error_terms import allocate, expansion_of
+from collage_fx.errors import ConflictingErrorFormatError, LostErrorTermsError
+from tests.support.training import Descent, compiled, parameters, run_steps, set_gradients
+
+MCF, FP32 = ERROR_FORMATS["mcf"], ERROR_FORMATS["fp32"]
+
+# The table. -----------------------------------------------------------------------------------------------
+
+
+def test_a_tensor_without_error_terms() -> None:
+    for tensor in (torch.randn(3), torch.randn(3).bfloat16(), torch.arange(3), torch.tensor(1.5).half()):
+        assert error_terms(tensor) == ()
+        value = full_value(tensor)
+        assert value.dtype is torch.float64
+        assert torch.equal(value, tensor.double())
+        reset_error_terms(tensor)
+    parameter = torch.nn.Parameter(torch.ones(2))
+    assert not full_value(parameter).requires_grad
+    full_value(parameter, torch.float32).zero_()  # a copy, even where the dtype is its own
+    assert parameter.sum() == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("error_format", [MCF, FP32], ids=lambda f: f.name)
+def test_new_error_terms_are_zero_and_made_once(dtype: torch.dtype, error_format: Any) -> None:
+    hi = torch.randn(6, 4).to(dtype).t()[::2]  # neither contiguous nor dense
+    made = allocate(hi, error_format, name="hi")
+    (lo,) = error_terms(hi)
+    assert (lo.shape, lo.stride(), lo.device) == (hi.shape, hi.stride(), hi.device)
+    assert lo.dtype is (dtype if error_format is MCF else torch.float32)
+    assert not lo.any()
+    assert not lo.requires_grad
+    assert allocate(hi, error_format, name="hi") is made
+    lo.fill_(2.0**-20)
+    assert torch.equal(full_value(hi), hi.double() + 2.0**-20)
+
+
+def test_tensors_are_told_apart_by_identity() -> None:
+    one, other = torch.ones(3).bfloat16(), torch.ones(3).bfloat16()
+    allocate(one, MCF, name="one")
+    assert error_terms(other) == ()
+    assert error_terms(one.detach()) == ()  # another tensor, though over the same memory
+
+
+def test_two_formats_for_one_tensor_are_refused() -> None:
+    hi = torch.ones(3).bfloat16()
+    allocate(hi, MCF, name="hi")
+    with pytest.raises(ConflictingErrorFormatError, match=r"'fp32'[\s\S]*'mcf'[\s\S]*hi[\s\S]*reset_error_terms"):
+        allocate(hi, FP32, name="hi")
+    reset_error_terms(hi)
+    assert error_terms(hi) == ()
+    allocate(hi, FP32, name="hi")
+
+
+@pytest.mark.parametrize("changed", [torch.zeros(3).half(), torch.zeros(4).bfloat16(), torch.zeros(3)])
+def test_a_tensor_with_another_dtype_or_shape_starts_again(changed: Tensor) -> None:
+    hi = torch.ones(3).bfloat16()
+    allocate(hi, MCF, name="hi").auxiliaries[0].fill_(2.0**-12)
+    hi.data = changed
+    assert error_terms(hi) == ()  # they were about another value
+    assert torch.equal(full_value(hi), changed.double())
+    with pytest.warns(UserWarning, match="hi has changed its dtype or shape"):
+        made = allocate(hi, MCF, name="hi")
+    assert not made.auxiliaries[0].any()
+    assert error_terms(hi) == made.auxiliaries
+
+
+def test_a_tensor_with_other_strides_takes_its_error_terms_along() -> None:
+    hi = torch.randn(3, 4).bfloat16()
+    record = allocate(hi, MCF, name="hi")
+    record.auxiliaries[0].copy_(torch.randn(3, 4) * 2.0**-12)
+    before = full_value(hi)
+    hi.data = hi.t().contiguous().t()
+    assert allocate(hi, MCF, name="hi") is record
+    assert error_terms(hi)[0].stride() == hi.stride()
+    assert torch.equal(full_value(hi), before)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_parameter_moved_to_the_gpu_takes_its_error_terms_along() -> None:
+    (p,) = params = parameters(shapes=[(4,)])
+    optimizer = Descent(params)
+    step = compiled(optimizer)
+    run_steps(step, params, [0])
+    before = full_value(p)
+    p.grad = None
+    p.data = p.cuda()
+    p.grad = torch.zeros_like(p)
+    step()
+    assert error_terms(p)[0].is_cuda
+    assert torch.equal(full_value(p).cpu(), before)
+
+
+def test_allocating_from_many_threads_makes_one_record() -> None:
+    hi = torch.ones(1000).bfloat16()
+    barrier = threading.Barrier(8)
+    made: list[object] = []
+
+    def work() -> None:
+        barrier.wait()
+        made.append(allocate(hi, MCF, name="hi"))
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 8
+    assert len(set(map(id, made))) == 1
+
+
+# Lifetime. ------------------------------------------------------------------------------------------------
+
+
+def test_a_record_dies_with_its_tensor() -> None:
+    hi = torch.ones(3).bfloat16()
+    allocate(hi, MCF, name="hi")
+    record = weakref.ref(expansion_of(hi))
+    buffer = weakref.ref(error_terms(hi)[0])
+    del hi
+    gc.collect()
+    assert record() is None
+    assert buffer() is None
+
+
+def step_of(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+
+
+def run_and_forget(backend: Any, make: Callable[[Any], torch.optim.Optimizer]) -> tuple[Any, dict[str, weakref.ref[Any]]]:
+    """Train with a compiled callable that doesn't hold the optimizer; return it and weak references to the rest."""
+    step = torch.compile(step_of, backend=backend)
+    params = parameters()
+    optimizer = make(params)
+    run_steps(lambda: step(optimizer), params, range(2))
+    refs: dict[str, weakref.ref[Any]] = {"optimizer": weakref.ref(optimizer)}
+    for i, p in enumerate(params):
+        refs[f"parameter {i}"] = weakref.ref(p)
+        refs[f"gradient {i}"] = weakref.ref(p.grad)
+        for slot, tensor in {"parameter": p, **optimizer.state[p]}.items():
+            refs[f"{slot} {i}"] = weakref.ref(tensor)
+            for term in error_terms(tensor):
+                refs[f"error term of {slot} {i}"] = weakref.ref(term)
+    return step, refs
+
+
+@pytest.mark.parametrize("arithmetic", ["wide", "native"])
+def test_nothing_outlives_the_optimizer_although_the_compiled_callable_does(arithmetic: Any) -> None:
+    def make(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.RMSprop(params, alpha=0.999)
+
+    plain, plain_refs = run_and_forget("inductor", make)
+    backend = CollageBackend(arithmetic=arithmetic)
+    step, refs = run_and_forget(backend, make)
+    gc.collect()
+    # If torch.compile itself kept the tensors, this test could say nothing of ours.
+    assert [name for name, ref in plain_refs.items() if ref() is not None] == []
+    assert sum(name.startswith("error term") for name in refs) == 4
+    assert [name for name, ref in refs.items() if ref() is not None] == []
+    assert len(backend.report().tensors) == 4  # the report is still there, and is what could have held them
+    str(backend.report())
+    del plain, step
+
+
+def test_a_bound_step_holds_the_optimizer_as_any_bound_method_does() -> None:
+    params = parameters()
+    optimizer = Descent(params)
+    backend = CollageBackend()
+    step = torch.compile(optimizer.step, backend=backend)
+    run_steps(step, params, [0])
+    buffer, parameter = weakref.ref(error_terms(params[0])[0]), weakref.ref(params[0])
+    del params, optimizer
+    gc.collect()
+    assert parameter() is not None
+    del step
+    gc.collect()
+    assert parameter() is None
+    assert buffer() is None
+    assert len(backend.report().tensors) == 2
+
+
+def test_a_refused_step_leaves_no_reference() -> None:
+    params = parameters()
+    optimizer = Descent(params)
+    run_steps(compiled(optimizer), params, [0])
+    with pytest.raises(CollageError):
+        compiled(optimizer, error_format="fp32")()
+    refs = [weakref.ref(p) for p in params] + [weakref.ref(error_terms(p)[0]) for p in params]
+    del params, optimizer
+    gc.collect()
+    assert [ref() for ref in refs] == [None] * 4
+
+
+def test_a_models_compiled_forward_keeps_no_more_than_inductor_does() -> None:
+    alive = []
+    for backend in ("inductor", CollageBackend()):
+        torch._dynamo.reset()
+        model = torch.nn.Linear(3, 3).bfloat16()
+        forward = torch.compile(lambda model, x: model(x), backend=backend)
+        forward(model, torch.randn(2, 3).bfloat16()).sum().backward()
+        ref = weakref.ref(model.weight)
+        del model
+        gc.collect()
+        alive.append(ref() is not None)
+    assert alive == [False, False]
+
+
+def test_error_terms_of_replaced_state_live_as_long_as_that_state() -> None:
+    """Which may be as long as the optimizer, with plain Inductor too: Dynamo binds state to the code compiled for it."""
+    alive = []
+    for backend in ("inductor", CollageBackend()):
+        params = parameters()
+        optimizer = torch.optim.RMSprop(params, alpha=0.999)
+        run_steps(torch.compile(optimizer.step, backend=backend), params, range(2))
+        state = optimizer.state[params[0]]
+        old, terms = weakref.ref(state["square_avg"]), [weakref.ref(t) for t in error_terms(state["square_avg"])]
+        state["square_avg"] = state["square_avg"].clone()
+        assert error_terms(state["square_avg"]) == ()
+        gc.collect()
+        alive.append(old() is not None)
+        assert all((term() is not None) == alive[-1] for term in terms)
+        del params, optimizer, state
+        gc.collect()
+        assert [ref() for ref in (old, *terms)] == [None] * (1 + len(terms))
+    assert alive[0] == alive[1]
+
+
+def test_a_step_whose_tensors_are_gone_says_so_before_it_runs() -> None:
+    from collage_fx.lowering import CompensatedStep, _Bound
+
+    hi = torch.ones(3).bfloat16()
+    record = allocate(hi, MCF, name="p")
+    calls: list[Any] = []
+    bound = _Bound(torch.utils.weak.TensorWeakRef(hi), weakref.ref(record), MCF, "p")
+    step = CompensatedStep(calls.append, [bound])
+    step([hi])
+    assert calls[0][1] is error_terms(hi)[0]
+    calls.clear()
+    reset_error_terms(hi)
+    del record
+    step([hi])  # new ones, from zero
+    assert calls[0][1] is error_terms(hi)[0]
+    calls.clear()
+    del hi
+    gc.collect()
+    with pytest.raises(LostErrorTermsError, match=r"gone[\s\S]*where: p\n"):
+        step([])
+    assert calls == []
+
+
+def test_a_parameter_that_changes_its_dtype_in_a_run_is_compensated_anew() -> None:
+    (p,) = params = parameters(shapes=[(4,)])
+    optimizer = Descent(params)
+    step = compiled(optimizer)
+    for dtype in (torch.bfloat16, torch.float16, torch.bfloat16):
+        p.grad = None
+        changes = p.dtype is not dtype
+        p.data = p.data.to(dtype)
+        set_gradients(params)
+        before = p.detach().double()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            step()
+        assert sum("has changed its dtype" in str(w.message) for w in caught) == changes
+        (lo,) = error_terms(p)
+        assert lo.dtype is dtype
+        assert p.grad is not None
+        exact = before - optimizer.param_groups[0]["lr"] * p.grad.double()
+        u = 2.0**-8 if dtype is torch.bfloat16 else 2.0**-11
+        # the pair's u**2, float32's roundings, and half of float16's smallest subnormal
+        assert torch.all((full_value(p) - exact).abs() <= exact.abs() * (u**2 + 2.0**-22) + 2.0**-25)
+
+
+def test_overwriting_a_parameter_and_resetting_makes_the_value_exact() -> None:
+    (p,) = params = parameters(shapes=[(4,)])
+    run_steps(compiled(Descent(params)), params, [0])
+    with torch.no_grad():
+        p.fill_(1.0)
+    assert not torch.equal(full_value(p), torch.ones(4, dtype=torch.float64))
+    collage_fx.reset_error_terms(p)
+    assert torch.equal(full_value(p), torch.ones(4, dtype=torch.float64))

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import torch
+
+from collage_fx.names import known_tensors, optimizers_among, parameter_names, state_tensors
+from collage_fx.program import Role
+from tests.support.training import Descent, parameters, set_gradients
+
+
+def test_parameters_are_called_by_position_or_by_the_modules_names() -> None:
+    model = torch.nn.Linear(2, 3)
+    groups = [{"params": [model.weight]}, {"params": [model.bias]}]
+    assert [name for name, _ in parameter_names(Descent(model.parameters()))] == [
+        "param_groups[0].params[0]",
+        "param_groups[0].params[1]",
+    ]
+    assert [name for name, _ in parameter_names(Descent(groups))] == [
+        "param_groups[0].params[0]",
+        "param_groups[1].params[0]",
+    ]
+    assert [name for name, _ in parameter_names(Descent(model.named_parameters()))] == ["weight", "bias"]
+
+
+def test_state_tensors_are_found_inside_containers() -> None:
+    a, b, c = torch.zeros(1), torch.zeros(1), torch.zeros(1)
+    found = list(state_tensors({"a": a, "nested": {"list": [1, b], "tuple": (c,)}, "step": 3}))
+    assert [name for name, _ in found] == ["a", "nested.list.1", "nested.tuple.0"]
+    assert [tensor for _, tensor in found] == [a, b, c]
+
+
+def test_optimizers_are_found_in_variables_arguments_and_wrappers() -> None:
+    first, second = Descent(parameters()), Descent(parameters())
+    scheduler = torch.optim.lr_scheduler.ConstantLR(second)
+    assert optimizers_among({"self": first, "n": 3}) == {"self": first}
+    assert optimizers_among({"args": (first, 2), "kwargs": {}}) == {"args": first}
+    assert optimizers_among({"a": first, "scheduler": scheduler, "again": first}) == {"a": first, "scheduler": second}
+    assert list(optimizers_among({"args": (first, second)}).values()) == [first, second]
+
+
+def test_known_tensors_are_in_the_optimizers_order_with_their_roles() -> None:
+    params = parameters()
+    optimizer = torch.optim.SGD(params, lr=torch.tensor(0.1), momentum=0.9)
+    set_gradients(params)
+    optimizer.step()
+    entries = [(entry.name, entry.symbol, entry.role) for entry in known_tensors({"self": optimizer}).values()]
+    assert entries == [
+        ("param_groups[0].lr", "lr", Role.OTHER),
+        ("param_groups[0].params[0]", "p", Role.PARAMETER),
+        ("param_groups[0].params[0].grad", "g", Role.GRADIENT),
+        ("param_groups[0].params[0].momentum_buffer", "momentum_buffer", Role.STATE),
+        ("param_groups[0].params[1]", "p", Role.PARAMETER),
+        ("param_groups[0].params[1].grad", "g", Role.GRADIENT),
+        ("param_groups[0].params[1].momentum_buffer", "momentum_buffer", Role.STATE),
+    ]
+
+
+def test_with_several_optimizers_names_begin_with_the_variable() -> None:
+    one, other = Descent(parameters(shapes=[(2,)])), Descent(parameters(shapes=[(3,)]))
+    names = [entry.name for entry in known_tensors({"one": one, "other": other}).values()]
+    assert names == ["one.param_groups[0].params[0]", "other.param_groups[0].params[0]"]
