@@ -1,9 +1,9 @@
 """Compensated arithmetic, once, as ordinary eager functions, which the passes trace into the graph.
 
 Notation. RN is rounding to nearest even in the storage format (bfloat16 or float16), u its unit roundoff
-(2**-8, 2**-11). A *double word* is an unevaluated sum ``hi + lo`` of two storage-format tensors with ``hi =
-RN(hi + lo)``, so that ``|lo| <= ulp(hi)/2``. Every function takes tensors of any shape that broadcast, and
-returns tensors of the same dtype unless it says otherwise.
+(2**-8, 2**-11). A *double word* is an unevaluated sum ``hi + lo`` of two storage-format tensors with
+``hi = RN(hi + lo)``, so that ``|lo| <= ulp(hi)/2``. Every function takes tensors of any shape that broadcast,
+and returns tensors of the same dtype unless it says otherwise.
 
 Bounds hold barring overflow: past it, hi is infinite or NaN and lo is meaningless (:func:`finite_or_zero`).
 Sums do not underflow, because every sum of two finite numbers below the normal range is exact, so their
@@ -71,10 +71,10 @@ def two_prod(a: Tensor, b: Tensor) -> DoubleWord:
     """``p + e == a * b`` exactly, with ``p = RN(a * b)``.
 
     The product of two p-bit significands has 2p <= 22 bits, so float32 holds it exactly, and the remainder
-    has at most p. Exact if and only if the remainder ``a*b - RN(a*b)`` is a multiple of the quantum q (so
-    whenever ``ulp(a) ulp(b) >= q``); otherwise ``e`` is the remainder rounded to one, and the error at most
-    q/2. In bfloat16 a product below 2**-126 is rounded to float32's own quantum first: there ``p`` may be the
-    other neighbour of a near tie, and the error is at most ``q/2 + 2**-150``.
+    has at most p bits. Exact if and only if the remainder ``a*b - RN(a*b)`` is a multiple of the quantum q
+    (so whenever ``ulp(a) ulp(b) >= q``); otherwise ``e`` is the remainder rounded to one, and the error at
+    most q/2. In bfloat16 a product below 2**-126 is rounded to float32's own quantum first: there ``p`` may
+    be the other neighbour of a near tie, and the error is at most ``q/2 + 2**-150``.
     """
     exact = a.to(torch.float32) * b.to(torch.float32)
     p = exact.to(a.dtype)
@@ -167,13 +167,14 @@ def finite_or_zero(lo: Tensor, hi: Tensor) -> Tensor:
 def round_to_storage(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Round float32 ``x`` to nearest even in ``dtype``, *returned as float32*.
 
-    Note [Rounding must survive lowering] ------------------------------------- ``x.to(bfloat16).to(float32)``
-    is not a rounding in compiled code. Inductor computes low-precision pointwise code in float32 registers
-    and drops the pair of casts, so that ``lo = x - hi`` is exactly zero and the compensation is gone without
-    an error; which casts are dropped differs by version, by device and by a debugging flag
-    (``emulate_precision_casts``). The result of this function, by contrast, is an ordinary float32 number
-    that *happens to lie on the storage format's grid*. Two things follow, and together they are the whole of
-    the argument:
+    Note [Rounding must survive lowering]
+    -------------------------------------
+    ``x.to(bfloat16).to(float32)`` is not a rounding in compiled code. Inductor computes low-precision
+    pointwise code in float32 registers and drops the pair of casts, so that ``lo = x - hi`` is exactly zero
+    and the compensation is gone without an error; which casts are dropped differs by version, by device and
+    by a debugging flag (``emulate_precision_casts``). The result of this function, by contrast, is an
+    ordinary float32 number that *happens to lie on the storage format's grid*. Two things follow, and
+    together they are the whole of the argument:
 
     * the rounding itself is made of integer operations on the bits, and for float16 of one float addition
       whose rounding is the point of it: nothing that a compiler which respects IEEE arithmetic may simplify;

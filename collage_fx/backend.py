@@ -24,18 +24,19 @@ from collage_fx.admission import (
 from collage_fx.checkpoint import note_compiled
 from collage_fx.error_formats import ERROR_FORMATS
 from collage_fx.error_terms import expansion_of
-from collage_fx.errors import AliasedStateError, CollageError, ConflictingErrorFormatError, InvalidOptionError
+from collage_fx.errors import AliasedStateError, CollageError, ConflictingErrorFormatError, InvalidOptionError, RecompileLimitError, UncompensatedParameterError
 from collage_fx.graph import copies_to_inputs, is_low_precision_tensor, placeholders, tensor_value
 from collage_fx.lowering import lower
 from collage_fx.names import KnownTensor, describe_inputs, known_tensors, optimizers_among
 from collage_fx.pipeline import ANALYSIS, PIPELINE, run_pipeline
-from collage_fx.program import Arithmetic, InputInfo, StateTensor, StepProgram, Strategy
+from collage_fx.program import Arithmetic, InputInfo, Role, StateTensor, StepProgram, Strategy
 from collage_fx.report import CollageReport, GraphReport, tensor_report
 from collage_fx.torch_compat import (
     compile_with_inductor,
     current_trace,
     inductor_compile_inner,
     mode_options,
+    refuse_recompile_limit,
     traced_frame_name,
     traced_frame_variables,
     watch_traced_optimizers,
@@ -222,6 +223,7 @@ class _Capture:
             PIPELINE if self.options.strategy != "none" else ANALYSIS,
             observe=lambda stage: passes.append((stage.name, stage.summary)),
         )
+        self._refuse_uncompensated(program)
         after = copy.deepcopy(program.gm)
         step = self.backend.lower(program if program.compensated else gm, example_inputs, inductor_options)
         if program.compensated:
@@ -246,6 +248,20 @@ class _Capture:
             time.perf_counter() - started,
         )
         return step
+
+    def _refuse_uncompensated(self, program: StepProgram) -> None:
+        for state in program.compensated:
+            if not state.refusal:
+                continue
+            refusal = UncompensatedParameterError(
+                f"{state.refusal} ({state.info.role.value} of dtype {state.format.name})",
+                where=state.info.name,
+                remedy="use arithmetic='wide', which computes the whole step in float32, or leave it to plain low "
+                "precision with strict=False",
+            )
+            if self.options.strict and state.info.role is Role.PARAMETER:
+                raise refusal
+            _warn(refusal)
 
     def _lower_as_is(
         self, gm: GraphModule, example_inputs: Sequence[Any], inductor_options: dict[str, Any], reason: str
@@ -345,10 +361,16 @@ def backend_for(**options: Any) -> CollageBackend:
     return _by_options.setdefault(backend.options, backend)
 
 
+def _compensating_backend(compiler: Any, keywords: dict[str, Any]) -> CollageBackend | None:
+    """The collage backend behind what ``torch.compile`` was given, unless nothing is to be compensated."""
+    backend = backend_for(**(keywords.get("options") or {})) if compiler is collage else compiler
+    return backend if isinstance(backend, CollageBackend) and backend.options.strategy != "none" else None
+
+
 def _admit(optimizer: Optimizer, compiler: Any, keywords: dict[str, Any]) -> None:
     """Dynamo begins to trace through an optimizer for some backend: see Note [Two doors] in ``admission.py``."""
-    backend = backend_for(**(keywords.get("options") or {})) if compiler is collage else compiler
-    if not isinstance(backend, CollageBackend) or backend.options.strategy == "none":
+    backend = _compensating_backend(compiler, keywords)
+    if backend is None:
         return
     remember_state(optimizer, current_trace())
     try:
@@ -359,4 +381,17 @@ def _admit(optimizer: Optimizer, compiler: Any, keywords: dict[str, Any]) -> Non
         _warn(refusal)
 
 
+def _refuse_eager_steps(compiler: Any, keywords: dict[str, Any], function: str) -> CollageError | None:
+    backend = _compensating_backend(compiler, keywords)
+    if backend is None or not backend.options.strict:
+        return None
+    return RecompileLimitError(
+        "this function has been compiled so often that Dynamo would run it eagerly from now on, without error terms",
+        where=function,
+        remedy="see what changes with TORCH_LOGS=recompiles; if it is many optimizers one after the other, call "
+        "torch.compiler.reset() between them; else raise torch._dynamo.config.recompile_limit, or accept it with strict=False",
+    )
+
+
 watch_traced_optimizers(_admit)
+refuse_recompile_limit(_refuse_eager_steps)

@@ -19,6 +19,8 @@ __all__ = [
     "GraphInvariantError",
     "InvalidOptionError",
     "LostErrorTermsError",
+    "UncompensatedParameterError",
+    "RecompileLimitError",
     "UnsupportedTensorError",
 ]
 
@@ -65,6 +67,17 @@ class CheckpointMismatchError(CollageError):
 
 class LostErrorTermsError(CollageError):
     """A compiled step was called after its error terms had been dropped. Raised before the step runs."""
+
+
+class RecompileLimitError(CollageError):
+    """Dynamo has compiled a function too often and would run it eagerly from now on: without error terms.
+
+    Raised in the middle of a run, but before that step.
+    """
+
+
+class UncompensatedParameterError(CollageError):
+    """A parameter's update ends in an operation that the chosen arithmetic has no way to carry an error term through."""
 
 
 class GraphInvariantError(CollageError):

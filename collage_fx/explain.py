@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import GraphModule
@@ -39,10 +40,11 @@ def explain(optimizer: Optimizer, **options: Any) -> CollageReport:
     backend = _CaptureOnly(**options)
     clone = _copy_of(optimizer)
     # The class's own step: an instance's may be wrapped by a learning rate scheduler and bound to the original.
+    method = _with_code_of_its_own(type(clone).step)
     step = torch.compile(_with_code_of_its_own(_step), backend=backend)
-    step(type(clone).step, clone)
+    step(method, clone)
     if _is_born_in_its_first_step(clone):
-        step(type(clone).step, clone)  # now with the state among the graph's inputs
+        step(method, clone)  # now with the state among the graph's inputs
     return backend.report()
 
 
@@ -111,7 +113,24 @@ def _step(step: Callable[[Optimizer], Any], optimizer: Optimizer) -> None:
     step(optimizer)
 
 
-def _with_code_of_its_own(function: Callable[..., None]) -> Callable[..., None]:
-    """A copy that shares no Dynamo cache (and no recompilation limit) with any other call."""
-    assert isinstance(function, types.FunctionType)
-    return types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+def _with_code_of_its_own(function: Callable[..., Any], copies: dict[int, Any] | None = None) -> Callable[..., Any]:
+    """A copy of a function, and of those it wraps, that shares no Dynamo cache with the original.
+
+    Dynamo counts compilations per code object, those for optimizers long gone included, and gives up after a few: explaining
+    must not use up what the real step may need.
+    """
+    copies = {} if copies is None else copies
+    if not isinstance(function, types.FunctionType) or function.__module__.startswith("torch._dynamo"):
+        return function
+    if id(function) not in copies:
+        cells = tuple(types.CellType() for _ in function.__closure__ or ())
+        copied = types.FunctionType(
+            function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__, cells
+        )
+        copied.__kwdefaults__ = function.__kwdefaults__
+        copied.__dict__.update(function.__dict__)
+        copies[id(function)] = copied
+        for cell, original in zip(cells, function.__closure__ or (), strict=True):
+            with contextlib.suppress(ValueError):  # an empty cell
+                cell.cell_contents = _with_code_of_its_own(original.cell_contents, copies)
+    return cast(Callable[..., Any], copies[id(function)])

@@ -14,16 +14,22 @@ from collage_fx.error_formats import ErrorFormat
 from collage_fx.error_terms import Expansion, allocate
 from collage_fx.errors import LostErrorTermsError
 from collage_fx.operators import REVISION
-from collage_fx.program import StateTensor, StepProgram
+from collage_fx.program import Arithmetic, StateTensor, StepProgram
 from collage_fx.torch_compat import inductor_compile_inner, inductor_config
 
-__all__ = ["CompensatedStep", "lower"]
+__all__ = ["CompensatedStep", "inductor_settings", "lower"]
 
 #: Note [Double-word graphs reuse every value]
 #: Inductor inlines a value into each of its readers until it holds 30 operations. In a TwoSum every value has two or three
 #: readers, so that a chain of them is traced exponentially often (minutes for one tensor). With values kept as nodes of their
 #: own from the eighth operation on, and kernels allowed to fuse that many nodes, the code is one kernel again.
 DENSE_REUSE = {"realize_opcount_threshold": 8, "max_fusion_size": 1024}
+
+#: Error-free transformations are made of what ``(a + b) - a`` is, which a compiler that is allowed to simplifies to ``b``.
+IEEE_SETTINGS: dict[str, Any] = {"cpp.enable_unsafe_math_opt_flag": False}
+
+#: ``native`` rounds every operation, which Triton's division (``div.full.f32``, within 2 ulps) otherwise does not.
+NATIVE_SETTINGS: dict[str, Any] = {**IEEE_SETTINGS, **DENSE_REUSE, "eager_numerics.division_rounding": True}
 
 
 def lower(program: StepProgram, example_inputs: Sequence[Any], inductor_options: dict[str, Any]) -> CompensatedStep:
@@ -40,13 +46,18 @@ def lower(program: StepProgram, example_inputs: Sequence[Any], inductor_options:
     # As static as the tensor it corrects: CUDA graphs need not copy it.
     static += [i for i, state in enumerate(owners, len(example_inputs)) if state.info.bound and state.position in static]
     program.gm.collage_fx_revision = REVISION  # type: ignore[assignment]  # an attribute is part of the compile cache's key
-    with inductor_config.patch(DENSE_REUSE if program.arithmetic == "native" else {}):
+    with inductor_config.patch(inductor_settings(program.arithmetic)):
         compiled = inductor_compile_inner(
             program.gm,
             [*example_inputs, *(node.meta["val"] for node in auxiliaries)],
             **{**inductor_options, "static_input_idxs": static},
         )
     return CompensatedStep(compiled, [_bind(state, program.error_format) for state in program.compensated])
+
+
+def inductor_settings(arithmetic: Arithmetic) -> dict[str, Any]:
+    """What Inductor's configuration has to be while a graph of this arithmetic is lowered."""
+    return NATIVE_SETTINGS if arithmetic == "native" else IEEE_SETTINGS
 
 
 class CompensatedStep:

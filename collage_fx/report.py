@@ -152,7 +152,8 @@ def _section(subject: str, rows: Sequence[TensorReport]) -> str:
 def _fitted(cells: list[list[str]]) -> list[list[str]]:
     """The recurrences cut to the room that the other columns leave."""
     column = HEADERS.index("recurrence")
-    widths = [max(map(len, [header, *texts])) for header, *texts in zip(HEADERS, *cells, strict=True)]
+    # tabulate makes a column two characters wider than its header
+    widths = [max(len(header) + 2, *map(len, texts)) for header, *texts in zip(HEADERS, *cells, strict=True)]
     widths[0] = min(widths[0], NAME_WIDTH)
     room = max(TABLE_WIDTH - sum(widths) + widths[column] - 2 * (len(widths) - 1), len(HEADERS[column]))
     return [[*row[:column], _shortened(row[column], room), *row[column + 1 :]] for row in cells]

@@ -190,8 +190,4 @@ class Retyper:
 
 
 def _on_grid(argument: Any, dtype: torch.dtype) -> Any:
-    return (
-        float(storage_format(dtype).nearest(argument))
-        if isinstance(argument, float) and abs(argument) < float("inf")
-        else argument
-    )
+    return storage_format(dtype).round(argument) if isinstance(argument, float) else argument

@@ -27,6 +27,7 @@ __all__ = [
     "mode_options",
     "pointwise_of",
     "real_tensors",
+    "refuse_recompile_limit",
     "register_pointwise_lowering",
     "symbol_source",
     "traced_frame_name",
@@ -50,7 +51,9 @@ if _version() < OLDEST_TORCH:
     )
 
 try:
-    from torch._dynamo.exc import ShortenTraceback
+    from torch._dynamo import config as dynamo_config
+    from torch._dynamo.convert_frame import ConvertFrameAssert
+    from torch._dynamo.exc import FailOnRecompileLimitHit, ShortenTraceback
     from torch._dynamo.symbolic_convert import InstructionTranslator
     from torch._dynamo.variables.optimizer import OptimizerVariable
     from torch._functorch import config as functorch_config
@@ -178,9 +181,13 @@ def watch_traced_optimizers(watch: Callable[[torch.optim.Optimizer, Any, dict[st
 
 def _backend_being_traced_for() -> tuple[Any, dict[str, Any]]:
     try:
-        compiler = InstructionTranslator.current_tx().output.compiler_fn
+        return _innermost(InstructionTranslator.current_tx().output.compiler_fn)
     except AttributeError:
         return None, {}
+
+
+def _innermost(compiler: Any) -> tuple[Any, dict[str, Any]]:
+    """The backend as the user gave it, and the keywords ``torch.compile`` adds to its call."""
     keywords: dict[str, Any] = {}
     while True:  # torch.compile, torch._dynamo.optimize and the debugging tools each put a wrapper of their own around it
         attributes = getattr(compiler, "__dict__", {})
@@ -189,6 +196,29 @@ def _backend_being_traced_for() -> tuple[Any, dict[str, Any]]:
         if inner is None:
             return compiler, keywords
         compiler = inner
+
+
+def refuse_recompile_limit(refusal: Callable[[Any, dict[str, Any], str], Exception | None]) -> None:
+    """Have an exception raised where Dynamo would give up compiling a function and run it eagerly from then on.
+
+    ``refusal(backend, keywords, function)`` gives the exception, or None for backends that it is not about (see
+    :func:`watch_traced_optimizers`). Asked once per compilation of a frame; costs nothing where nothing is compiled.
+    """
+    original = getattr(ConvertFrameAssert.__call__, "__collage_fx__", ConvertFrameAssert.__call__)
+
+    @functools.wraps(original)
+    def guarded(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
+        exception = refusal(*_innermost(self._torchdynamo_orig_backend), frame.f_code.co_name)
+        if exception is None:
+            return original(self, frame, *args, **kwargs)
+        try:
+            with dynamo_config.patch(fail_on_recompile_limit_hit=True):
+                return original(self, frame, *args, **kwargs)
+        except FailOnRecompileLimitHit as limit:
+            raise exception from limit
+
+    guarded.__collage_fx__ = original  # type: ignore[attr-defined]
+    ConvertFrameAssert.__call__ = guarded  # type: ignore[method-assign]
 
 
 def symbol_source(value: torch.SymInt | torch.SymFloat) -> str:

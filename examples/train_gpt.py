@@ -20,15 +20,15 @@ weight is rounded away: some at the peak of the learning rate, most once it has 
 What is measured, from outside, on the values that ``collage_fx.full_value`` gives:
 
     updates lost  share of the elements whose intended update is not zero but whose stored value is unchanged
-    EDQ ratio     effective descent quality [2] over its optimum: <Δ, Δ̂> / <Δ, Δ>, with Δ the update that AdamW
-                  in float64 makes of the same state and gradient, Δ̂ what the stored weights moved by; 1 means
-                  that nothing was lost
+    EDQ ratio     effective descent quality [2] over its optimum: <Δ, Δ̂> / <Δ, Δ>, with Δ the update that
+                  AdamW in float64 makes of the same state and gradient, and Δ̂ what the stored weights moved
+                  by; 1 means that nothing was lost
     v off by      mean relative error of the second moments at the end, against their recurrence in float64
 
 [1] https://github.com/karpathy/nanoGPT, README, "I only have a macbook"
 [2] Yu et al., Collage: Light-Weight Low-Precision Strategy for LLM Training, ICML 2024, arXiv:2405.03637
 
-    python examples/train_gpt.py [--steps 1200] [--out demo_results] [--device cpu] [--quick]
+    python examples/train_gpt.py [--steps 1000] [--out demo_results] [--device cpu] [--quick]
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from __future__ import annotations
 import argparse
 import functools
 import math
+import os
 import statistics
 import sysconfig
 import time
@@ -66,7 +67,7 @@ VALIDATION_BATCHES, VALIDATION_BATCH = 8, 64
 class Recipe:
     """The setting, the same for every strategy."""
 
-    steps: int = 1200
+    steps: int = 1000
     batch: int = 12
     context: int = 64
     width: int = 128
@@ -130,9 +131,10 @@ class Text:
     def of_standard_library(cls) -> Text:
         """The sources of the Python that runs this, in an order that mixes packages but stays the same."""
         root = Path(sysconfig.get_paths()["stdlib"])
-        left_out = {"site-packages", "dist-packages", "test", "tests"}
-        names = [path.relative_to(root) for path in root.rglob("*.py")]
-        names = [name for name in names if not left_out & set(name.parts)]
+        names = []
+        for folder, subfolders, files in os.walk(root):
+            subfolders[:] = set(subfolders) - {"site-packages", "dist-packages", "test", "tests"}
+            names += [Path(folder, file).relative_to(root) for file in files if file.endswith(".py")]
         names.sort(key=lambda name: (zlib.crc32(name.as_posix().encode()), name.as_posix()))
         training = _read((root / name for i, name in enumerate(names) if i % 10), TRAINING_BYTES)
         validation = _read((root / name for name in names[::10]), VALIDATION_BYTES)
@@ -217,8 +219,8 @@ class GPT(nn.Module):
 class ProductsInFloat32(TorchFunctionMode):
     """Matrix products of bfloat16 matrices, summed in float32 and rounded once to bfloat16.
 
-    That is what the hardware's own bfloat16 products are. A CPU without them takes ten times as long and more for
-    what torch puts in their place: minutes here, all of them outside of the optimizer.
+    Which is what hardware with bfloat16 products does. On a CPU without, torch's own take several times as
+    long, and all of that time is spent outside of the optimizer.
     """
 
     def __torch_function__(
@@ -439,8 +441,8 @@ def conclusion(runs: Sequence[Run]) -> str:
     lines = []
     if plain:
         lines.append(
-            f"Plain bfloat16 loses {plain.mean('lost'):.0%} of AdamW's updates, {plain.qualities[-1].lost:.0%} "
-            f"when last measured."
+            f"Plain bfloat16 loses {plain.mean('lost'):.0%} of AdamW's updates, "
+            f"{plain.qualities[-1].lost:.0%} when last measured."
         )
     if plain and baseline:
         lines.append(
@@ -449,8 +451,8 @@ def conclusion(runs: Sequence[Run]) -> str:
         )
     if baseline:
         lines += [
-            f"Collage {run.strategy.name} loses {run.mean('lost'):.1%} and ends {_apart(run, baseline)} it, with "
-            f"{run.bytes_per_parameter:.0f} bytes per parameter instead of {baseline.bytes_per_parameter:.0f}."
+            f"Collage {run.strategy.name} loses {run.mean('lost'):.1%} and ends {_apart(run, baseline)} it, "
+            f"with {run.bytes_per_parameter:.0f} bytes per parameter to its {baseline.bytes_per_parameter:.0f}."
             for run in runs
             if run.strategy.name in ("light", "plus")
         ]
@@ -484,9 +486,11 @@ def draw(runs: Sequence[Run], path: Path) -> None:
     qualities.set_ylim(0, 1.05)
     qualities.set_title("EDQ ratio: how much of each update arrives")
     for axes in (losses, qualities):
-        axes.set_xlabel("step")
+        axes.set_xlabel("step", fontsize=12)
+        axes.title.set_fontsize(14)
+        axes.tick_params(labelsize=12)
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=12)
+        axes.legend(fontsize=13)
     figure.savefig(path, dpi=100)
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from collage_fx.arithmetic import round_to_storage
+from tests.support import triton_offline as offline
 from tests.support.bit_patterns import examples, finite, near_storage_numbers, sample
 from tests.support.exact import ENCODINGS, patterns, tensor
 from tests.support.float_bits import same_bits
@@ -133,3 +134,21 @@ def test_compiled_casts_are_no_roundings() -> None:
     x = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     assert with_casts(x).count_nonzero() > 900
     assert torch.compile(with_casts)(x).count_nonzero() == 0
+
+
+@pytest.mark.skipif(
+    not offline.HAVE_TRITON, reason="needs triton (Linux only) and numpy: pip install triton numpy"
+)
+def test_triton_bits_are_eager_bits() -> None:
+    def store(x: Tensor, *outputs: Tensor) -> None:
+        for output, value in zip(outputs, in_both_formats(x), strict=True):
+            output.copy_(value)
+
+    # The interpreter is slow: a part of them, every kind of decision included.
+    parts = [every_decision(dtype)[0][::11] for dtype in DTYPES]
+    x = torch.cat([any_patterns()[:10_000], *parts])
+    inputs = [x, *(torch.zeros_like(x) for _ in range(4))]
+    source = offline.triton_source(offline.to_cuda(offline.functional_graph(store, *inputs)))
+    offline.run_in_interpreter(source, inputs)
+    for mine, eager in zip(inputs[1:], in_both_formats(x), strict=True):
+        assert same_bits(mine, eager).all()

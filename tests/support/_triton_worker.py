@@ -330,6 +330,8 @@ class _Kernel:
 
     def _argument(self, name: str, value: Any) -> Any:
         kind = SCALARS.get(self.signature.get(name, ""))
+        if kind is not None and isinstance(value, torch.Tensor):
+            value = value.item()  # a 0-d tensor of the host, which the launcher takes for a number
         if kind is None or not isinstance(value, (bool, int, float)):
             return value
         array_type, triton_type = kind

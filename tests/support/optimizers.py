@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from collage_fx import CollageBackend, error_terms
+from collage_fx.program import Arithmetic, Strategy
 
 __all__ = ["Case", "CompiledOptimizer", "Tensors", "gradients"]
 
@@ -21,8 +22,8 @@ Tensors = dict[str, Tensor]
 class Case:
     """One way to compile a step."""
 
-    strategy: str
-    arithmetic: str
+    strategy: Strategy
+    arithmetic: Arithmetic
     error_format: str
     dtype: torch.dtype
 

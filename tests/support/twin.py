@@ -70,7 +70,10 @@ class TwinBackend(CollageBackend):
         self.graphs: list[GraphModule] = []
 
     def lower(
-        self, graph: StepProgram | GraphModule, example_inputs: Sequence[Any], inductor_options: dict[str, Any]
+        self,
+        graph: StepProgram | GraphModule,
+        example_inputs: Sequence[Any],
+        inductor_options: dict[str, Any],
     ) -> Any:
         if not isinstance(graph, StepProgram):
             return super().lower(graph, example_inputs, inductor_options)

@@ -1,0 +1,349 @@
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from collage_fx import CollageBackend, error_terms, full_value
+from collage_fx.errors import CheckpointMismatchError, ConflictingErrorFormatError
+from tests.support import resume
+from tests.support.training import (
+    Descent,
+    LateMomentum,
+    compiled,
+    differences,
+    everything,
+    parameters,
+    run_steps,
+    set_gradients,
+)
+
+ROOT = Path(__file__).parents[1]
+
+
+def ours(state_dict: dict[str, Any]) -> dict[Any, list[str]]:
+    """Our keys in a state dict, by parameter."""
+    return {
+        key: [name for name in entries if str(name).startswith("collage_fx.")]
+        for key, entries in state_dict["state"].items()
+    }
+
+
+def without_ours(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The checkpoint of a plain optimizer."""
+    state = {
+        key: {name: value for name, value in entries.items() if not str(name).startswith("collage_fx.")}
+        for key, entries in state_dict["state"].items()
+    }
+    return {**state_dict, "state": {key: entries for key, entries in state.items() if entries}}
+
+
+def warned(action: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as recorded:
+        warnings.simplefilter("always")
+        action()
+    return [str(w.message) for w in recorded if "collage_fx" in str(w.message)]
+
+
+# The round trip. ------------------------------------------------------------------------------------------
+
+
+def test_a_run_continued_in_another_process_is_the_uninterrupted_run(tmp_path: Path) -> None:
+    uninterrupted = {}
+    for dtype, error_format in resume.RUNS:
+        optimizer, step = resume.start(dtype, error_format)
+        params = optimizer.param_groups[0]["params"]
+        run_steps(step, params, resume.FIRST)
+        resume.save(optimizer, tmp_path / f"{resume.name_of(dtype, error_format)}.checkpoint")
+        run_steps(step, params, resume.REST)
+        uninterrupted[resume.name_of(dtype, error_format)] = everything(optimizer)
+    subprocess.run([sys.executable, "-m", "tests.support.resume", str(tmp_path)], check=True, cwd=ROOT)
+    for name, expected in uninterrupted.items():
+        assert sum("error" in key for key in expected) == 4  # of parameters and second moments
+        assert differences(expected, torch.load(tmp_path / f"{name}.result")) == []
+
+
+def test_state_dict_holds_the_error_terms_under_keys_of_ours() -> None:
+    params = parameters()
+    optimizer = torch.optim.RMSprop(params, alpha=0.999)
+    assert ours(optimizer.state_dict()) == {}
+    run_steps(compiled(optimizer), params, [0])
+    saved = optimizer.state_dict()
+    keys = ["collage_fx.parameter.mcf.lo", "collage_fx.square_avg.mcf.lo"]
+    assert ours(saved) == {0: keys, 1: keys}
+    assert saved["state"][0][keys[0]] is error_terms(params[0])[0]
+    assert all("collage_fx" not in str(list(state)) for state in optimizer.state.values())  # nothing in the live state
+
+
+def test_loading_into_a_running_process_replaces_the_live_error_terms() -> None:
+    params = parameters()
+    optimizer = torch.optim.RMSprop(params, alpha=0.999)
+    step = compiled(optimizer)
+    run_steps(step, params, range(2))
+    buffers = [error_terms(p)[0] for p in params]
+    checkpoint = copy.deepcopy(optimizer.state_dict())
+    saved = [p.detach().clone() for p in params]
+    run_steps(step, params, range(2, 5))
+    expected = everything(optimizer)
+
+    for p, value in zip(params, saved, strict=True):
+        p.data.copy_(value)
+    assert warned(lambda: optimizer.load_state_dict(checkpoint)) == []
+    assert all(error_terms(p)[0] is buffer for p, buffer in zip(params, buffers, strict=True))
+    run_steps(step, params, range(2, 5))
+    assert differences(expected, everything(optimizer)) == []
+
+
+def test_loading_ones_own_state_dict_changes_nothing() -> None:
+    params = parameters()
+    optimizer = torch.optim.RMSprop(params, alpha=0.999)
+    run_steps(compiled(optimizer), params, range(2))
+    before = everything(optimizer)
+    assert warned(lambda: optimizer.load_state_dict(optimizer.state_dict())) == []
+    assert differences(before, everything(optimizer)) == []
+
+
+def test_an_optimizer_without_state_round_trips() -> None:
+    """SGD: the only entry of a parameter is ours, and torch must not see it."""
+    params = parameters()
+    optimizer = torch.optim.SGD(params, lr=2.0**-12)
+    run_steps(compiled(optimizer), params, range(2))
+    saved = copy.deepcopy(optimizer.state_dict())
+    assert ours(saved) == {i: ["collage_fx.parameter.mcf.lo"] for i in range(2)}
+    again = torch.optim.SGD(other := parameters(), lr=2.0**-12)
+    for p, value in zip(other, params, strict=True):
+        p.data.copy_(value)
+    again.load_state_dict(saved)
+    assert all(not state for state in again.state.values())
+    assert differences(everything(optimizer), everything(again)) == []
+    for each in (optimizer, again):
+        run_steps(compiled(each), each.param_groups[0]["params"], [2])
+    assert differences(everything(optimizer), everything(again)) == []
+
+
+def test_state_inside_containers_round_trips() -> None:
+    params = parameters()
+    optimizer = LateMomentum(params)
+    run_steps(compiled(optimizer), params, range(3))
+    saved = copy.deepcopy(optimizer.state_dict())
+    key = "collage_fx.moments.second.0.mcf.lo"
+    assert ours(saved)[0] == ["collage_fx.parameter.mcf.lo", key]
+    again = LateMomentum(parameters())
+    again.load_state_dict(saved)
+    moment = again.state[again.param_groups[0]["params"][0]]["moments"]["second"][0]
+    assert torch.equal(error_terms(moment)[0], saved["state"][0][key])
+
+
+def test_several_groups_and_parameters_without_gradients() -> None:
+    params = parameters(shapes=[(2,), (3,), (4,)])
+    groups = [{"params": params[:2]}, {"params": params[2:], "lr": 2.0**-10}]
+    optimizer = Descent(groups)
+    run_steps(compiled(optimizer), [params[0], params[2]], range(2))  # the second never takes part
+    saved = copy.deepcopy(optimizer.state_dict())
+    assert list(ours(saved)) == [0, 2]
+    other = parameters(shapes=[(2,), (3,), (4,)])
+    Descent([{"params": other[:2]}, {"params": other[2:]}]).load_state_dict(saved)
+    assert [len(error_terms(p)) for p in other] == [1, 0, 1]
+    assert torch.equal(error_terms(other[2])[0], error_terms(params[2])[0])
+
+
+class Versioned(Descent):
+    """A class with a format of its own, as third parties have them."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "version": 3}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        rest = dict(state_dict)
+        assert rest.pop("version") == 3
+        super().load_state_dict(rest)
+
+
+def test_classes_that_override_and_call_super_are_covered() -> None:
+    params, other = parameters(), parameters()
+    optimizer, again = Versioned(params), Versioned(other)
+    run_steps(compiled(optimizer), params, range(2))
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert all(torch.equal(error_terms(p)[0], error_terms(q)[0]) for p, q in zip(params, other, strict=True))
+
+
+def test_hooks_of_the_user_see_a_plain_optimizer() -> None:
+    """Torch's own state-dict hooks run inside; what they return is kept."""
+    params = parameters()
+    optimizer = Descent(params)
+    run_steps(compiled(optimizer), params, [0])
+    seen: list[bool] = []
+    optimizer.register_state_dict_post_hook(lambda _, saved: {**saved, "extra": 1})
+    optimizer.register_load_state_dict_pre_hook(lambda _, saved: seen.append(any(ours(saved).values())))
+    saved = copy.deepcopy(optimizer.state_dict())
+    assert saved["extra"] == 1
+    optimizer.load_state_dict(saved)
+    assert seen == [False]
+
+
+# Checkpoints without error terms. -------------------------------------------------------------------------
+
+
+def test_a_plain_checkpoint_loaded_before_the_first_step_warns_once() -> None:
+    plain = torch.optim.RMSprop(params := parameters(), alpha=0.999)
+    run_steps(plain.step, params, range(2))
+    saved = plain.state_dict()
+    optimizer = torch.optim.RMSprop(other := parameters(), alpha=0.999)
+    step = compiled(optimizer)
+    assert warned(lambda: optimizer.load_state_dict(saved)) == []  # it may well stay a plain optimizer
+    set_gradients(other)
+    (warning,) = warned(step)
+    assert "RMSprop holds no error terms" in warning
+    assert "start from zero" in warning
+    assert warned(step) == []
+
+
+def test_a_plain_checkpoint_loaded_into_a_running_process_zeroes_and_warns_once() -> None:
+    params = parameters()
+    optimizer = torch.optim.RMSprop(params, alpha=0.999)
+    step = compiled(optimizer)
+    run_steps(step, params, range(2))
+    buffers = [error_terms(p)[0] for p in params]
+    saved = without_ours(copy.deepcopy(optimizer.state_dict()))
+    (warning,) = warned(lambda: optimizer.load_state_dict(saved))
+    assert "RMSprop holds no error terms" in warning
+    assert all(not buffer.any() for buffer in buffers)
+    assert all(torch.equal(full_value(p), p.double()) for p in params)
+    assert warned(step) == []
+    assert all(error_terms(p)[0] is buffer for p, buffer in zip(params, buffers, strict=True))
+
+
+def test_no_warning_where_nothing_of_ours_is_in_play() -> None:
+    optimizer = torch.optim.RMSprop(params := parameters())
+    run_steps(optimizer.step, params, [0])
+    again = torch.optim.RMSprop(other := parameters())
+    set_gradients(other)
+
+    def continue_plain() -> None:
+        again.load_state_dict(optimizer.state_dict())
+        again.step()
+        compiled(again, strategy="none")()
+
+    assert warned(continue_plain) == []
+
+
+# Checkpoints that don't fit. ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run() -> tuple[list[torch.nn.Parameter], torch.optim.Optimizer, dict[str, Any]]:
+    params = parameters()
+    optimizer = Descent(params)
+    run_steps(compiled(optimizer), params, [0])
+    return params, optimizer, copy.deepcopy(optimizer.state_dict())
+
+
+LO = "collage_fx.parameter.mcf.lo"
+
+
+@pytest.mark.parametrize(
+    ("changes", "met"),
+    [
+        ({LO: torch.zeros(3).bfloat16()}, r"shape \(3,\) for a tensor of shape \(4, 6\)"),
+        ({LO: torch.zeros(4, 6)}, r"torch.float32 where a torch.bfloat16 tensor has one of torch.bfloat16"),
+        ({LO: None, "collage_fx.parameter.tripled.lo": torch.zeros(4, 6).bfloat16()}, r"unknown format 'tripled'"),
+        ({"collage_fx.parameter.mcf.high": torch.zeros(4, 6).bfloat16()}, r"belong together"),
+        ({"collage_fx.momentum.mcf.lo": torch.zeros(4, 6).bfloat16()}, r"does not hold"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_loaded(
+    run: Any, changes: dict[str, Tensor | None], met: str
+) -> None:
+    params, optimizer, saved = run
+    before = everything(optimizer)
+    entries = saved["state"][0]
+    entries |= {name: value for name, value in changes.items() if value is not None}
+    for name in [name for name, value in changes.items() if value is None]:
+        del entries[name]
+    saved["param_groups"][0]["lr"] = 5.0
+    with pytest.raises(CheckpointMismatchError, match=met + r"[\s\S]*param_groups\[0\].params\[0\][\s\S]*delete its keys"):
+        optimizer.load_state_dict(saved)
+    assert differences(before, everything(optimizer)) == []
+    assert optimizer.param_groups[0]["lr"] != 5.0
+    fresh = Descent(parameters())
+    with pytest.raises(CheckpointMismatchError):
+        fresh.load_state_dict(saved)
+    assert all(error_terms(p) == () for p in fresh.param_groups[0]["params"])
+
+
+def test_another_error_format_than_the_live_one_is_refused_before_anything_is_loaded(run: Any) -> None:
+    params, optimizer, _ = run
+    other = Descent(parameters())
+    run_steps(compiled(other, error_format="fp32"), other.param_groups[0]["params"], [0])
+    saved = copy.deepcopy(other.state_dict())
+    saved["param_groups"][0]["lr"] = 5.0
+    before = everything(optimizer)
+    with pytest.raises(ConflictingErrorFormatError, match=r"'fp32'[\s\S]*'mcf'[\s\S]*reset_error_terms"):
+        optimizer.load_state_dict(saved)
+    assert differences(before, everything(optimizer)) == []
+    assert optimizer.param_groups[0]["lr"] != 5.0
+
+
+def test_a_checkpoint_for_a_model_that_is_float32_now_leaves_its_error_terms_out(run: Any) -> None:
+    *_, saved = run
+    optimizer = Descent(wider := parameters(torch.float32))
+    (warning,) = warned(lambda: optimizer.load_state_dict(saved))
+    assert "param_groups[0].params[0].parameter (torch.float32) and 1 more" in warning
+    assert [error_terms(p) for p in wider] == [(), ()]
+
+
+def test_torchs_own_refusals_come_through(run: Any) -> None:
+    *_, saved = run
+    with pytest.raises(ValueError, match="doesn't match the size"):
+        Descent(parameters(shapes=[(4, 6)])).load_state_dict(saved)
+
+
+# Processes without collage_fx. ----------------------------------------------------------------------------
+
+PLAIN = """
+import sys, torch
+checkpoint = torch.load(sys.argv[1], weights_only=True)
+params = [torch.nn.Parameter(p) for p in checkpoint["parameters"]]
+for p in params:
+    p.grad = torch.ones_like(p)
+optimizer = torch.optim.RMSprop(params, alpha=0.999)
+optimizer.load_state_dict(checkpoint["optimizer"])
+optimizer.step()
+assert not any(name.startswith("collage_fx") for name in sys.modules)
+torch.save({"parameters": [p.data for p in params], "optimizer": optimizer.state_dict()}, sys.argv[1])
+"""
+
+
+def test_a_process_without_collage_fx_can_use_the_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    optimizer = torch.optim.RMSprop(params := parameters(), alpha=0.999)
+    run_steps(compiled(optimizer), params, range(2))
+    resume.save(optimizer, path)
+    expected = torch.optim.RMSprop(plain := [torch.nn.Parameter(p.detach().clone()) for p in params], alpha=0.999)
+    expected.load_state_dict(without_ours(copy.deepcopy(optimizer.state_dict())))
+    for p in plain:
+        p.grad = torch.ones_like(p)
+    expected.step()
+    subprocess.run([sys.executable, "-c", PLAIN, str(path)], check=True, cwd=tmp_path)
+    written = torch.load(path, weights_only=True)
+    assert all(torch.equal(p, q) for p, q in zip(written["parameters"], plain, strict=True))
+    again = torch.optim.RMSprop(parameters(), alpha=0.999)
+    again.load_state_dict(written["optimizer"])  # the keys have survived there, and are understood here
+    assert all(error_terms(p) for p in again.param_groups[0]["params"])
+
+
+def test_the_report_of_a_loaded_optimizer_says_why_its_state_is_compensated() -> None:
+    optimizer = torch.optim.RMSprop(params := parameters(), alpha=0.999)
+    run_steps(compiled(optimizer), params, [0])
+    again = torch.optim.RMSprop(other := parameters(), alpha=0.999)
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    backend = CollageBackend(strategy="light")
+    run_steps(torch.compile(again.step, backend=backend), other, [1])
+    assert all(row.compensated for row in backend.report().tensors)

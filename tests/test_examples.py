@@ -1,0 +1,146 @@
+"""The examples run, and what the demo measures with is right."""
+
+from __future__ import annotations
+
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+# What the examples need beyond the library; ./dev installs it, an interpreter given to ./dev may lack it.
+for module in ("matplotlib", "tqdm"):
+    pytest.importorskip(module)
+
+from examples import train_gpt  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run_example(name: str, *arguments: str) -> str:
+    """Run an example as a user does, in a process of its own; what it prints."""
+    command = [sys.executable, str(ROOT / "examples" / name), *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def environment() -> dict[str, str]:
+    """Ours, in which collage_fx is found also where it is not installed."""
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+    }
+
+
+def test_lost_update() -> None:
+    printed = run_example("lost_update.py", "--steps", "50")
+    moved = {line.split("  ")[0]: float(line.split()[-1].rstrip("%")) for line in printed.splitlines()[-3:]}
+    assert moved["plain bfloat16"] == 0
+    # Collage's moments and gradients are bfloat16 still: a relative error of its unit roundoff each, 0.4 %.
+    assert moved["bfloat16 with Collage"] == pytest.approx(100, abs=2)
+    assert moved["float64"] == 100
+
+
+def test_train_gpt(tmp_path: Path) -> None:
+    printed = run_example("train_gpt.py", "--quick", "--strategies", "none", "plus", "--out", str(tmp_path))
+    rows = {
+        line.split()[0]: line.split() for line in printed.splitlines() if line.startswith(("none", "plus"))
+    }
+    lost, edq, bytes_each = (
+        {name: float(row[i].rstrip("%")) for name, row in rows.items()} for i in (2, 4, 6)
+    )
+    assert lost["plus"] < 0.5 < 5 < lost["none"]
+    assert edq["none"] < 0.99 < 0.9999 <= edq["plus"] <= 1.0001
+    assert bytes_each == {"none": 6, "plus": 10}
+    assert "Plain bfloat16 loses" in printed
+    assert (tmp_path / "train_gpt.txt").read_text() in printed
+    width, _ = struct.unpack(">II", (tmp_path / "train_gpt.png").read_bytes()[16:24])
+    assert width >= 1200
+
+
+def small_optimizer(dtype: torch.dtype) -> torch.optim.AdamW:
+    parameters = [
+        torch.nn.Parameter(torch.ones(5, dtype=dtype)),
+        torch.nn.Parameter(torch.ones(3, dtype=dtype)),
+    ]
+    groups: list[dict[str, object]] = [
+        {"params": parameters[:1]},
+        {"params": parameters[1:], "lr": 3e-4, "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    for _ in range(3):
+        give_gradients(optimizer)
+        optimizer.step()
+    return optimizer
+
+
+def give_gradients(optimizer: torch.optim.AdamW) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = 0.1 + torch.rand_like(parameter)
+
+
+def test_intended_update_is_adamws() -> None:
+    """Against torch's AdamW in float64, over steps and parameter groups."""
+    torch.manual_seed(0)
+    optimizer = small_optimizer(torch.float64)
+    for number in range(5):
+        give_gradients(optimizer)
+        quality = train_gpt.take_measured_step(optimizer, optimizer.step, number)
+        # p + Δ - p is off by half an ulp of p = 1, against an update of 1e-4 or more: a relative 1e-12.
+        assert quality.edq_ratio == pytest.approx(1, abs=2**-53 / 1e-4)
+        assert quality.lost == quality.lost_in_bf16 == 0
+
+
+def test_a_stuck_weight_counts_as_lost() -> None:
+    torch.manual_seed(0)
+    optimizer = small_optimizer(torch.bfloat16)  # weights of 1, whose neighbour below is 0.004 away
+    give_gradients(optimizer)
+    quality = train_gpt.take_measured_step(optimizer, optimizer.step, 0)
+    assert (quality.edq_ratio, quality.lost, quality.lost_in_bf16) == (0, 1, 1)
+
+
+def test_exact_second_moments() -> None:
+    torch.manual_seed(0)
+    optimizer = torch.optim.AdamW(
+        [torch.nn.Parameter(torch.ones(4, dtype=torch.float64))], betas=(0.9, 0.999)
+    )
+    exact = train_gpt.ExactSecondMoments(optimizer)
+    for _ in range(20):
+        give_gradients(optimizer)
+        exact.follow()
+        optimizer.step()
+    assert exact.mean_error() < 20 * 2**-52  # a rounding or two a step
+
+
+def test_learning_rate_warms_up_and_decays() -> None:
+    recipe = train_gpt.Recipe()
+    rates = [recipe.lr(step) for step in range(recipe.steps + 1)]
+    peak = recipe.longest_warmup
+    assert rates[peak - 1] == rates[peak] == max(rates) == recipe.peak_lr
+    assert rates[:peak] == sorted(rates[:peak])
+    assert rates[peak:] == sorted(rates[peak:], reverse=True)
+    assert rates[-1] == pytest.approx(recipe.final_lr)
+
+
+def test_text_is_the_same_every_time() -> None:
+    first, second = train_gpt.Text.of_standard_library(), train_gpt.Text.of_standard_library()
+    assert torch.equal(first.training, second.training)
+    assert torch.equal(first.validation, second.validation)
+
+
+def test_products_in_float32_are_rounded_once() -> None:
+    """What a CPU without bfloat16 arithmetic gets: exact products of bfloat16 values, summed in float32."""
+    torch.manual_seed(0)
+    left, right = (torch.randn(8, 8).bfloat16().requires_grad_() for _ in range(2))
+    with train_gpt.ProductsInFloat32():
+        product, linear = left @ right, torch.nn.functional.linear(left, right)
+    product.sum().backward()
+    assert torch.equal(product, (left.float() @ right.float()).bfloat16())
+    assert torch.equal(linear, (left.float() @ right.float().T).bfloat16())
+    assert left.grad is not None
+    assert torch.equal(left.grad, (torch.ones(8, 8) @ right.float().T).bfloat16())

@@ -1,0 +1,49 @@
+"""An update that cannot carry an error term is refused, not silently plain."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from collage_fx import CollageBackend
+from collage_fx.errors import UncompensatedParameterError
+
+
+class Rotate(torch.optim.Optimizer):
+    """Multiplies each parameter by a matrix: the last operation has no double-word algorithm."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.copy_(p @ p.grad)
+
+
+def _rotated(**options: Any) -> torch.Tensor:
+    p = torch.nn.Parameter(torch.eye(4, dtype=torch.bfloat16))
+    p.grad = 2 * torch.eye(4, dtype=torch.bfloat16)
+    step = torch.compile(Rotate([p]).step, backend=CollageBackend(**options))
+    try:
+        step()
+    except UncompensatedParameterError:
+        assert torch.equal(p, torch.eye(4, dtype=torch.bfloat16))
+        raise
+    return p.detach()
+
+
+def test_native_refuses_and_changes_nothing() -> None:
+    with pytest.raises(UncompensatedParameterError, match="no double-word algorithm"):
+        _rotated(arithmetic="native")
+
+
+def test_not_strict_warns() -> None:
+    with pytest.warns(UserWarning, match="no double-word algorithm"):
+        rotated = _rotated(arithmetic="native", strict=False)
+    assert torch.equal(rotated, 2 * torch.eye(4, dtype=torch.bfloat16))
+
+
+def test_wide_takes_it() -> None:
+    assert torch.equal(_rotated(), 2 * torch.eye(4, dtype=torch.bfloat16))
