@@ -388,8 +388,9 @@ def _refuse_eager_steps(compiler: Any, keywords: dict[str, Any], function: str) 
     return RecompileLimitError(
         "this function has been compiled so often that Dynamo would run it eagerly from now on, without error terms",
         where=function,
-        remedy="see what changes with TORCH_LOGS=recompiles; if it is many optimizers one after the other, call "
-        "torch.compiler.reset() between them; else raise torch._dynamo.config.recompile_limit, or accept it with strict=False",
+        remedy="find out what changes with TORCH_LOGS=recompiles. A learning rate that a scheduler changes: make it a tensor, "
+        "lr=torch.tensor(...). Many optimizers one after the other: torch.compiler.reset() between them. Else raise "
+        "torch._dynamo.config.recompile_limit, or accept eager steps with strict=False",
     )
 
 

@@ -58,7 +58,7 @@ class Step:
 
 
 def step_of(case: Case, capturable: bool = True) -> Step:
-    """Capture the step on the CPU and generate its Triton code, ``capturable`` or with counters on the host."""
+    """Capture the step on the CPU, generate its Triton code; ``capturable``, or with counters on the host."""
     shapes = SHAPES if case.arithmetic == "wide" else SHAPES[:1]
     backend = TwinBackend(compiles=False, **case.options())
     backend.engine = "eager"

@@ -1,0 +1,210 @@
+"""The compiled step on a real card: ``python3 -m pytest -m gpu tests/test_gpu.py``, some minutes on an H200.
+
+The other tests of compiled code run on any machine; here is what needs the card: what ptxas makes of the
+kernels, approximate division and pow, CUDA graphs, and state that lives on a device.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from collage_fx import CollageBackend
+from tests.support.agreement import (
+    AdamW,
+    assert_half_ulp,
+    assert_same,
+    assert_within_an_ulp_of_lo,
+    lockstep,
+    trajectory,
+)
+from tests.support.figures import Record, note
+from tests.support.optimizers import Case, CompiledOptimizer, gradients
+from tests.support.twin import TwinBackend
+from tests.support.update_error import decay_achieved, displacement, second_moment_errors
+from tests.test_compiled_bits import CASES, EXPANSIONS
+
+DEVICE = "cuda"
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="needs a CUDA device: torch.cuda.is_available() is False"
+    ),
+]
+
+STEPS = 50
+#: Neither fills the blocks of its kernel.
+SHAPES = ((33, 17), (10_007,))
+NUMBERS = AdamW(lr=1e-3, weight_decay=0.1)
+
+#: Ulps between the kernel's pow and eager's: each is within 4 (CUDA C++ Programming Guide, powf).
+POWF_ULPS = 8
+
+
+def adamw(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=NUMBERS.lr, weight_decay=NUMBERS.weight_decay)
+
+
+def adamw_with_state(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """One that has taken an eager step: its step counters are on the host (``capturable=False``)."""
+    optimizer = adamw(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
+def compiled_optimizer(case: Case, make: Any = adamw, **options: Any) -> CompiledOptimizer:
+    backend = TwinBackend(**case.options(), **options)
+    return CompiledOptimizer(SHAPES, make, backend, dtype=case.dtype, device=DEVICE)
+
+
+def assert_agreement(case: Case, rig: CompiledOptimizer, grads: Sequence[Sequence[Tensor]]) -> None:
+    """Native: the same bits. Wide: each step within an ulp of lo, as float32 operations are not all rounded."""
+    start = rig.start()
+    if case.arithmetic == "native":
+        compiled = trajectory(rig, start, grads)
+        assert_same(compiled, trajectory(rig, start, grads, engine="eager"))
+    else:
+        triples = lockstep(rig, start, grads)
+        for (before, after, eager), grad in zip(triples, grads, strict=True):
+            assert_within_an_ulp_of_lo(before, after, eager, grad, NUMBERS, POWF_ULPS)
+        compiled = [after for _, after, _ in triples]
+    for tensors in compiled:
+        assert_half_ulp(tensors)
+    last = compiled[-1]
+    assert {name.split(".")[1] for name in last if name.endswith(".lo")} == EXPANSIONS[case.strategy]
+    for name in last:
+        if name.endswith(".lo"):
+            assert float((last[name] != 0).double().mean()) > 0.9, name
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_compiled_agrees_with_eager(case: Case) -> None:
+    assert_agreement(case, compiled_optimizer(case), list(gradients(SHAPES, STEPS)))
+
+
+@pytest.mark.parametrize("arithmetic", ["wide", "native"])
+def test_counters_on_the_host(arithmetic: Any) -> None:
+    case = Case("plus", arithmetic, "mcf", torch.bfloat16)
+    rig = compiled_optimizer(case, adamw_with_state)
+    assert rig.optimizer.state[rig.parameters[0]]["step"].device.type == "cpu"
+    assert_agreement(case, rig, list(gradients(SHAPES, 5)))
+
+
+@pytest.mark.parametrize("arithmetic", ["wide", "native"])
+def test_inf_and_nan_stay_where_they_are(arithmetic: Any) -> None:
+    rig = compiled_optimizer(Case("full", arithmetic, "mcf", torch.bfloat16))
+    start = rig.start()
+    grads = list(gradients(SHAPES, 3))
+    clean = trajectory(rig, start, grads)[-1]
+    grads[0][1][:3] = torch.tensor([float("inf"), float("nan"), -float("inf")])
+    spoilt = trajectory(rig, start, grads)[-1]
+    assert_half_ulp(spoilt)  # which says that lo is zero beside what is not finite
+    assert not spoilt["1.p"][:3].isfinite().any()
+    for name, tensor in spoilt.items():
+        others = slice(3, None) if name.startswith("1.") and tensor.dim() else ...
+        assert torch.equal(tensor[others], clean[name][others]), name
+
+
+# ------------------------------------------------------------------- CUDA graphs
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case("plus", "wide", "mcf", torch.bfloat16), Case("light", "native", "mcf", torch.float16)],
+    ids=str,
+)
+def test_cuda_graphs(case: Case) -> None:
+    """``mode="reduce-overhead"`` leaves the bits of the default mode, in the same error terms throughout."""
+    grads = list(gradients(SHAPES, 10))
+    results = []
+    for mode in (None, "reduce-overhead"):
+        counters.clear()
+        rig = CompiledOptimizer(
+            SHAPES, adamw, CollageBackend(**case.options(), mode=mode), dtype=case.dtype, device=DEVICE
+        )
+        rig.step(grads[0])
+        addresses = {name: tensor.data_ptr() for name, tensor in rig.live()}
+        for grad in grads[1:]:
+            rig.step(grad)
+        assert {name: tensor.data_ptr() for name, tensor in rig.live()} == addresses
+        assert counters["inductor"]["cudagraph_skips"] == 0
+        results.append(rig.tensors())
+    assert_same(results[1:], results[:1])
+
+
+# ------------------------------------------------------------------- checkpoints
+
+
+def test_checkpoint_round_trip() -> None:
+    """Five steps, a checkpoint, five steps: the same bits whether or not a new optimizer took the latter."""
+    case = Case("plus", "wide", "mcf", torch.bfloat16)
+    grads = list(gradients(SHAPES, 10))
+    first = compiled_optimizer(case)
+    for grad in grads[:5]:
+        first.step(grad)
+    file = io.BytesIO()
+    torch.save({"model": first.parameters, "optimizer": first.optimizer.state_dict()}, file)
+    for grad in grads[5:]:
+        first.step(grad)
+    expected = first.tensors()
+
+    file.seek(0)
+    saved = torch.load(file, weights_only=False)
+    second = compiled_optimizer(case)
+    for parameter, value in zip(second.parameters, saved["model"], strict=True):
+        parameter.data.copy_(value)
+    second.optimizer.load_state_dict(saved["optimizer"])
+    for grad in grads[5:]:
+        second.step(grad)
+    assert any(name.endswith(".lo") and bool(tensor.any()) for name, tensor in second.tensors().items())
+    assert_same([second.tensors()], [expected])
+
+
+# ------------------------------------------------------------------ update error
+
+
+@pytest.mark.parametrize(
+    ("options", "bound"),
+    [
+        ({"strategy": "light"}, 0.08),
+        ({"strategy": "full", "error_format": "fp32"}, 0.006),
+        ({"strategy": "light", "arithmetic": "native"}, None),
+    ],
+    ids=["light", "fp32", "light-native"],
+)
+def test_displacement(options: dict[str, Any], bound: float | None, record_property: Record) -> None:
+    """The bounds of ``tests/test_update_error.py``."""
+    met = displacement(CollageBackend(**options), device=DEVICE)
+    note(record_property, f"displacement error on {DEVICE}, {options}", met.error)
+    assert met.error <= (bound if bound is not None else 0.08 + met.decay)
+
+
+@pytest.mark.parametrize("arithmetic", ["wide", "native"])
+def test_second_moment(arithmetic: Any, record_property: Record) -> None:
+    errors = second_moment_errors(CollageBackend("plus", arithmetic=arithmetic), (0.95, 0.999), device=DEVICE)
+    for beta2, values in errors.items():
+        note(record_property, f"second moment error on {DEVICE}, {arithmetic}, beta2 = {beta2}", values[-1])
+        assert max(values) <= 2e-3
+
+
+@pytest.mark.parametrize("arithmetic", ["wide", "native"])
+def test_weight_decay_arrives(arithmetic: Any, record_property: Record) -> None:
+    share = decay_achieved(CollageBackend("light", arithmetic=arithmetic), device=DEVICE)
+    note(record_property, f"weight decay achieved on {DEVICE}, light {arithmetic}", share)
+    assert abs(share - 1) <= 0.005
+
+
+def test_plain_bfloat16_loses(record_property: Record) -> None:
+    error = displacement(CollageBackend("none"), device=DEVICE).error
+    note(record_property, f"displacement error on {DEVICE}, plain bfloat16", error)
+    assert error >= 0.9
+    assert decay_achieved(CollageBackend("none"), device=DEVICE) == 0
