@@ -3,16 +3,17 @@
 Note [Two doors]
 ----------------
 Most of what compensated arithmetic isn't defined for shows in the captured graph, and is refused there
-(:func:`refuse_aliases`,
-:func:`refuse_unsupported`). Some never gets that far: at a sparse gradient Dynamo breaks the graph and runs the step eagerly,
-without compensation and without asking any backend, and AdamW's own refusal of it arrives wrapped as an internal error of
-Dynamo. So an optimizer is looked at as soon as Dynamo begins to trace through it (:func:`refuse_optimizer`), which is also
-early enough for a refused step to leave ``optimizer.state`` as it was.
+(:func:`refuse_aliases`, :func:`refuse_unsupported`). Some never gets that far: at a sparse gradient Dynamo
+breaks the graph and runs the step eagerly, without compensation and without asking any backend, and AdamW's
+own refusal of it arrives wrapped as an internal error of Dynamo. So an optimizer is looked at as soon as
+Dynamo begins to trace through it (:func:`refuse_optimizer`), which is also early enough for a refused step to
+leave ``optimizer.state`` as it was.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,18 +25,26 @@ from torch.optim import Optimizer
 from collage_fx.errors import AliasedStateError, UnsupportedTensorError
 from collage_fx.formats import is_low_precision
 from collage_fx.graph import copies_to_inputs, placeholders
-from collage_fx.names import parameter_names
+from collage_fx.names import KnownTensor, parameter_names
 from collage_fx.program import InputInfo, Role
 from collage_fx.torch_compat import aot_input_of, has_internal_overlap
 
-__all__ = ["forget_new_state", "refuse_aliases", "refuse_optimizer", "refuse_unsupported", "remember_state"]
+__all__ = [
+    "forget_new_state",
+    "refuse_aliases",
+    "refuse_layout",
+    "refuse_optimizer",
+    "refuse_overlaps",
+    "refuse_unsupported",
+    "remember_state",
+]
 
 #: Devices whose generated code's roundings are tested.
 DEVICES = ("cpu", "cuda")
 
 
 def refuse_optimizer(optimizer: Optimizer) -> None:
-    """Raise for the first parameter that takes part in the next step (has a gradient) and can't be compensated.
+    """Raise for the first parameter that is about to be stepped (has a gradient) and can't be compensated.
 
     Raises:
         AliasedStateError: the same tensor is a parameter twice, or elements of one share memory.
@@ -45,8 +54,8 @@ def refuse_optimizer(optimizer: Optimizer) -> None:
     for name, parameter in parameter_names(optimizer):
         if parameter.grad is None:
             continue
-        _refuse_layout(parameter.grad, f"{name}.grad")
-        _refuse_layout(parameter, name)
+        refuse_layout(parameter.grad, f"{name}.grad")
+        refuse_layout(parameter, name)
         _refuse_dtype(parameter, name)
         if is_low_precision(parameter.dtype):
             _refuse_device(parameter, name)
@@ -57,13 +66,40 @@ def refuse_optimizer(optimizer: Optimizer) -> None:
         seen[id(parameter)] = name
 
 
-def refuse_aliases(gm: GraphModule, inputs: Sequence[InputInfo], known: Sequence[tuple[str, Tensor]]) -> None:
+def refuse_overlaps(known: Iterable[KnownTensor]) -> None:
+    """Raise if two low-precision tensors among an optimizer's parameters and state lie in the same memory.
+
+    Ahead of AOTAutograd, which stops at some of these with an AssertionError of its own. Tensors with gaps
+    between their elements are left to it: it knows which of them overlap.
+
+    Raises:
+        AliasedStateError: they do.
+    """
+    regions: dict[int, list[tuple[int, int, str]]] = {}
+    for entry in known:
+        tensor = entry.tensor
+        if (
+            entry.role in (Role.PARAMETER, Role.STATE)
+            and is_low_precision(tensor.dtype)
+            and _is_dense(tensor)
+        ):
+            start = int(tensor.storage_offset())
+            region = (start, start + tensor.numel(), entry.name)
+            regions.setdefault(tensor.untyped_storage()._cdata, []).append(region)
+    for in_one_storage in regions.values():
+        in_one_storage.sort()
+        for (_, end, name), (start, _, other) in itertools.pairwise(in_one_storage):
+            if start < end:
+                raise _aliased(f"{name} and {other}")
+
+
+def refuse_aliases(gm: GraphModule, inputs: Sequence[InputInfo], known: Iterable[KnownTensor]) -> None:
     """Raise if a low-precision input that a captured graph mutates shares memory with another.
 
     Args:
         gm: AOTAutograd's graph, in which such inputs have been replaced by their common base.
         inputs: one per placeholder.
-        known: names of the tensors that the step can reach, for the message.
+        known: the tensors that the step can reach, for the message.
 
     Raises:
         AliasedStateError: it does.
@@ -71,12 +107,17 @@ def refuse_aliases(gm: GraphModule, inputs: Sequence[InputInfo], known: Sequence
     stores = copies_to_inputs(gm.graph)
     for node, info in zip(placeholders(gm.graph), inputs, strict=True):
         origin = aot_input_of(node)
-        if node in stores and origin is not None and origin[0] == "alias" and is_low_precision(node.meta["val"].dtype):
+        if (
+            node in stores
+            and origin is not None
+            and origin[0] == "alias"
+            and is_low_precision(node.meta["val"].dtype)
+        ):
             raise _aliased(" and ".join(_sharing_memory(known)) or info.name)
 
 
 def refuse_unsupported(gm: GraphModule, inputs: Sequence[InputInfo]) -> None:
-    """Raise for the first mutated input of a captured graph of a kind that compensated arithmetic is not defined for.
+    """Raise for the first mutated input of a kind that compensated arithmetic is not defined for.
 
     Raises:
         UnsupportedTensorError: a complex or integer parameter, or low-precision state on an untested device.
@@ -92,20 +133,23 @@ def refuse_unsupported(gm: GraphModule, inputs: Sequence[InputInfo]) -> None:
             _refuse_device(value, info.name)
 
 
-def _refuse_layout(tensor: Tensor, name: str) -> None:
+def refuse_layout(tensor: Tensor, name: str) -> None:
+    """Raise :class:`~collage_fx.errors.UnsupportedTensorError` for a sparse tensor."""
     if tensor.layout is not torch.strided:
         raise UnsupportedTensorError(
-            f"a tensor of layout {tensor.layout} takes part in the step; compensated updates are defined for dense tensors",
+            f"a tensor of layout {tensor.layout} takes part in the step; compensated updates are defined for "
+            "dense tensors",
             where=name,
-            remedy="make the gradient dense (nn.Embedding(sparse=False), grad.to_dense()), or step that parameter with an "
-            "optimizer of its own that is not compiled with this backend",
+            remedy="make the gradient dense (nn.Embedding(sparse=False), grad.to_dense()), or step that "
+            "parameter with an optimizer of its own that is not compiled with this backend",
         )
 
 
 def _refuse_dtype(parameter: Tensor, name: str) -> None:
     if not parameter.dtype.is_floating_point:
         raise UnsupportedTensorError(
-            f"a parameter of dtype {parameter.dtype}; error terms are defined for real floating-point tensors",
+            f"a parameter of dtype {parameter.dtype}; error terms are defined for real floating-point "
+            "tensors",
             where=name,
             remedy="keep it out of the compiled optimizer (a complex parameter can be one of its real parts: "
             "torch.view_as_real)",
@@ -123,20 +167,33 @@ def _refuse_device(tensor: Tensor, name: str) -> None:
 
 def _aliased(where: str) -> AliasedStateError:
     return AliasedStateError(
-        "several tensors of this step share memory and at least one of them is updated, so that an error term would "
-        "belong to two tensors at once",
+        "several tensors of this step share memory and at least one of them is updated, so that an error "
+        "term would belong to two tensors at once",
         where=where,
-        remedy="give each parameter and state its own memory (tensor.clone()), or pass their common base to the optimizer "
-        "once",
+        remedy="give each parameter and state its own memory (tensor.clone()), or pass their common base to "
+        "the optimizer once",
     )
 
 
-def _sharing_memory(known: Sequence[tuple[str, Tensor]]) -> list[str]:
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements of a tensor fill a region of memory, in any order, each of them once."""
+    if tensor.layout is not torch.strided:
+        return False
+    expected = 1
+    dimensions = zip(tensor.stride(), tensor.shape, strict=True)
+    for stride, size in sorted((stride, size) for stride, size in dimensions if size > 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _sharing_memory(known: Iterable[KnownTensor]) -> list[str]:
     """The names of the first group of low-precision tensors that lie in one storage."""
     groups: dict[int, list[str]] = {}
-    for name, tensor in known:
-        if tensor.layout is torch.strided and is_low_precision(tensor.dtype):
-            groups.setdefault(tensor.untyped_storage()._cdata, []).append(name)
+    for entry in known:
+        if entry.tensor.layout is torch.strided and is_low_precision(entry.tensor.dtype):
+            groups.setdefault(entry.tensor.untyped_storage()._cdata, []).append(entry.name)
     return next((names for names in groups.values() if len(names) > 1), [])
 
 
@@ -146,7 +203,7 @@ _with_state: WeakKeyDictionary[Optimizer, tuple[Any, frozenset[int]]] = WeakKeyD
 
 
 def remember_state(optimizer: Optimizer, trace: Any) -> None:
-    """Note which parameters have state, at the beginning of a trace; later calls of the same trace change nothing.
+    """Note which parameters have state as a trace begins; later calls of the same trace change nothing.
 
     Dynamo lets the optimizers of torch.optim initialise their state (zeros) while it traces them.
     """
@@ -155,7 +212,10 @@ def remember_state(optimizer: Optimizer, trace: Any) -> None:
 
 
 def forget_new_state(optimizer: Optimizer) -> None:
-    """Take away the state that has been initialised since :func:`remember_state`: the step has been refused."""
+    """Take away the state that has been initialised since :func:`remember_state`.
+
+    The step has been refused.
+    """
     if optimizer in _with_state:
         _, known = _with_state[optimizer]
         for key in [key for key in _keys_with_state(optimizer) if id(key) not in known]:

@@ -18,13 +18,22 @@ from collage_fx.admission import (
     forget_new_state,
     refuse_aliases,
     refuse_optimizer,
+    refuse_overlaps,
     refuse_unsupported,
     remember_state,
 )
 from collage_fx.checkpoint import note_compiled
 from collage_fx.error_formats import ERROR_FORMATS
-from collage_fx.error_terms import expansion_of
-from collage_fx.errors import AliasedStateError, CollageError, ConflictingErrorFormatError, InvalidOptionError, RecompileLimitError, UncompensatedParameterError
+from collage_fx.error_terms import Expansion, expansion_of, require_format
+from collage_fx.errors import (
+    AliasedStateError,
+    CollageError,
+    ConflictingErrorFormatError,
+    InvalidOptionError,
+    RecompileLimitError,
+    UncompensatedParameterError,
+    UnsupportedTensorError,
+)
 from collage_fx.graph import copies_to_inputs, is_low_precision_tensor, placeholders, tensor_value
 from collage_fx.lowering import lower
 from collage_fx.names import KnownTensor, describe_inputs, known_tensors, optimizers_among
@@ -80,7 +89,9 @@ class Options:
 def _one_of(name: str, value: object, allowed: Sequence[object]) -> None:
     if not any(value is choice or (isinstance(value, str) and value == choice) for choice in allowed):
         raise InvalidOptionError(
-            f"{name}={value!r} is not allowed", where=name, remedy=f"use one of {', '.join(map(repr, allowed))}"
+            f"{name}={value!r} is not allowed",
+            where=name,
+            remedy=f"use one of {', '.join(map(repr, allowed))}",
         )
 
 
@@ -90,16 +101,18 @@ class CollageBackend:
     ``step = torch.compile(opt.step, backend=CollageBackend())``
 
     Args:
-        strategy: which bfloat16 and float16 state tensors get error terms (the names are the paper's). ``"none"``: none, plain
-            Inductor. ``"light"``: parameters. ``"plus"``: parameters, and optimizer state whose recurrence loses bits in
-            its storage format. ``"full"``: every one that carries something from step to step.
-        error_format: ``"mcf"``: an error term of the tensor's own dtype (the paper's). ``"fp32"``: a float32 master copy, for
-            comparison.
-        arithmetic: ``"wide"``: the step is computed on float32 values of ``hi + lo`` and split once at the store.
-            ``"native"``: the paper's algorithms in the storage format, every operation rounded; needs ``"mcf"``.
+        strategy: which bfloat16 and float16 state tensors get error terms (the names are the paper's).
+            ``"none"``: none, plain Inductor. ``"light"``: parameters. ``"plus"``: parameters, and optimizer
+            state whose recurrence loses bits in its storage format. ``"full"``: every one that carries
+            something from step to step.
+        error_format: ``"mcf"``: an error term of the tensor's own dtype (the paper's). ``"fp32"``: a float32
+            master copy, for comparison.
+        arithmetic: ``"wide"``: the step is computed on float32 values of ``hi + lo`` and split once at the
+            store. ``"native"``: the paper's algorithms in the storage format, every operation rounded; needs
+            ``"mcf"``.
         metrics: only False at present.
-        strict: refuse (raise) where a parameter cannot be compensated, rather than warn and leave it, or the whole step
-            where one tensor cannot be told from the rest, to plain low precision.
+        strict: refuse (raise) where a parameter cannot be compensated, rather than warn and leave it, or the
+            whole step where one tensor cannot be told from the rest, to plain low precision.
         mode: as in ``torch.compile``; passed on to Inductor.
 
     Raises:
@@ -136,7 +149,7 @@ class CollageBackend:
         mode: str | None = None,
         options: dict[str, Any] | None = None,
     ) -> Callable[..., Any]:
-        """Compile one graph that Dynamo captured. ``mode`` and ``options`` are what ``torch.compile`` was given.
+        """Compile a graph that Dynamo captured; ``mode`` and ``options`` are what ``torch.compile`` got.
 
         Raises:
             CollageError: the step cannot be compensated. Nothing has been executed then.
@@ -151,10 +164,16 @@ class CollageBackend:
         _one_of("mode", mode, (None, *MODES))
         patches = mode_options(mode) if mode not in (None, "default") else None
         capture = _Capture(self, gm, tuple(example_inputs))
-        return compile_with_inductor(gm, example_inputs, inner_compile=capture.compile, config_patches=patches)
+        capture.refuse_overlaps()
+        return compile_with_inductor(
+            gm, example_inputs, inner_compile=capture.compile, config_patches=patches
+        )
 
     def label(self, optimizers: Sequence[Optimizer]) -> str:
-        """What a report calls the step of these optimizers: their classes, numbered from the second of a class on."""
+        """What a report calls the step of these optimizers.
+
+        Their classes, numbered from the second of a class on.
+        """
         for optimizer in optimizers:
             if optimizer not in self._labels:
                 name = type(optimizer).__name__
@@ -164,7 +183,10 @@ class CollageBackend:
         return ", ".join(self._labels[optimizer] for optimizer in optimizers)
 
     def lower(
-        self, graph: StepProgram | GraphModule, example_inputs: Sequence[Any], inductor_options: dict[str, Any]
+        self,
+        graph: StepProgram | GraphModule,
+        example_inputs: Sequence[Any],
+        inductor_options: dict[str, Any],
     ) -> Any:
         """A rewritten step, or a graph that is left as it is, to a callable in AOTAutograd's convention."""
         if isinstance(graph, StepProgram):
@@ -173,9 +195,14 @@ class CollageBackend:
 
 
 class _Capture:
-    """One compilation: what Dynamo captured, and the inner compiler that AOTAutograd calls with the functional graph."""
+    """One compilation.
 
-    def __init__(self, backend: CollageBackend, dynamo_module: GraphModule, arguments: tuple[Any, ...]) -> None:
+    What Dynamo captured, and the inner compiler that AOTAutograd calls with the functional graph.
+    """
+
+    def __init__(
+        self, backend: CollageBackend, dynamo_module: GraphModule, arguments: tuple[Any, ...]
+    ) -> None:
         self.backend = backend
         self.options = backend.options
         self.dynamo_module = dynamo_module
@@ -185,35 +212,65 @@ class _Capture:
         self.left_alone = False
 
     def compile(self, gm: GraphModule, example_inputs: Sequence[Any], **inductor_options: Any) -> Any:
-        """Rewrite and lower the functional graph; a graph that is none of our business is lowered as it is."""
+        """Rewrite and lower the functional graph.
+
+        A graph that is none of our business is lowered as it is.
+        """
         try:
             return self._compile(gm, example_inputs, inductor_options)
         finally:
             self._let_go()
 
-    def _compile(self, gm: GraphModule, example_inputs: Sequence[Any], inductor_options: dict[str, Any]) -> Any:
+    def _compile(
+        self, gm: GraphModule, example_inputs: Sequence[Any], inductor_options: dict[str, Any]
+    ) -> Any:
         reason = _reason_to_leave_alone(gm, inductor_options)
         if reason is not None:
             return self._lower_as_is(gm, example_inputs, inductor_options, reason)
         try:
             program = self._program(gm)
             return self._lower_compensated(gm, program, example_inputs, inductor_options)
-        except CollageError as refusal:
-            if not self.options.strict and isinstance(refusal, AliasedStateError):
-                _warn(refusal)
-                return self._lower_as_is(gm, example_inputs, inductor_options, refusal.met)
-            for optimizer in self.optimizers.values():
-                forget_new_state(optimizer)
+        except AliasedStateError as refusal:
+            self._refused(refusal)
+            return self._lower_as_is(gm, example_inputs, inductor_options, refusal.met)
+        except CollageError:
+            self._forget_new_state()
             raise
 
+    def refuse_overlaps(self) -> None:
+        """Refuse, before AOTAutograd does it in its own words, parameters and state that share memory."""
+        if self.options.strategy != "none":
+            try:
+                refuse_overlaps(known_tensors(self.optimizers).values())
+            except AliasedStateError as refusal:
+                self._refused(refusal)
+
+    def _refused(self, refusal: CollageError) -> None:
+        """Raise a refusal, and leave no trace of the step, or warn of it."""
+        if self.options.strict:
+            self._forget_new_state()
+            raise refusal
+        _warn(refusal)
+
+    def _forget_new_state(self) -> None:
+        for optimizer in self.optimizers.values():
+            forget_new_state(optimizer)
+
     def _let_go(self) -> None:
-        """Forget the real tensors: AOTAutograd keeps ``compile`` for a backward graph, as long as the compiled code lives."""
+        """Forget the real tensors.
+
+        AOTAutograd keeps ``compile`` for a backward graph, as long as the compiled code lives.
+        """
         self.dynamo_module = GraphModule({}, Graph())
         self.arguments = ()
         self.optimizers = {}
 
     def _lower_compensated(
-        self, gm: GraphModule, program: StepProgram, example_inputs: Sequence[Any], inductor_options: dict[str, Any]
+        self,
+        gm: GraphModule,
+        program: StepProgram,
+        example_inputs: Sequence[Any],
+        inductor_options: dict[str, Any],
     ) -> Any:
         started = time.perf_counter()
         before = copy.deepcopy(gm)
@@ -256,8 +313,8 @@ class _Capture:
             refusal = UncompensatedParameterError(
                 f"{state.refusal} ({state.info.role.value} of dtype {state.format.name})",
                 where=state.info.name,
-                remedy="use arithmetic='wide', which computes the whole step in float32, or leave it to plain low "
-                "precision with strict=False",
+                remedy="use arithmetic='wide', which computes the whole step in float32, or leave it to "
+                "plain low precision with strict=False",
             )
             if self.options.strict and state.info.role is Role.PARAMETER:
                 raise refusal
@@ -280,16 +337,7 @@ class _Capture:
         inputs = describe_inputs(placeholders(gm.graph), self.dynamo_module, self.arguments, known)
         if self.options.strategy != "none":
             self._refuse(gm, inputs, known)
-        existing = {
-            i: expansion for i, info in enumerate(inputs) if info.tensor is not None and (expansion := expansion_of(info.tensor))
-        }
-        if existing and self.options.strategy == "none":
-            raise ConflictingErrorFormatError(
-                "strategy='none' was asked for a tensor that has error terms, which a plain step would leave behind stale",
-                where=inputs[next(iter(existing))].name,
-                remedy="use the strategy the other compiled step uses, or drop the error terms first with "
-                "collage_fx.reset_error_terms(tensor)",
-            )
+        existing = self._existing_expansions(inputs)
         return StepProgram(
             copy.deepcopy(gm),
             inputs,
@@ -299,14 +347,31 @@ class _Capture:
             already_compensated=frozenset(existing),
         )
 
+    def _existing_expansions(self, inputs: Sequence[InputInfo]) -> dict[int, Expansion]:
+        """By position; refused where this backend could not keep them up."""
+        existing: dict[int, Expansion] = {}
+        for i, info in enumerate(inputs):
+            expansion = None if info.tensor is None else expansion_of(info.tensor)
+            if expansion is None:
+                continue
+            if self.options.strategy == "none":
+                raise ConflictingErrorFormatError(
+                    "strategy='none' was asked for a tensor that has error terms, which a plain step would "
+                    "leave behind stale",
+                    where=info.name,
+                    remedy="use the strategy the other compiled step uses, or drop the error terms first "
+                    "with collage_fx.reset_error_terms(tensor)",
+                )
+            require_format(expansion, ERROR_FORMATS[self.options.error_format], name=info.name)
+            existing[i] = expansion
+        return existing
+
     def _refuse(self, gm: GraphModule, inputs: Sequence[InputInfo], known: Mapping[int, KnownTensor]) -> None:
-        refuse_aliases(gm, inputs, [(entry.name, entry.tensor) for entry in known.values()])
+        refuse_aliases(gm, inputs, known.values())
         try:
             refuse_unsupported(gm, inputs)
-        except CollageError as refusal:
-            if self.options.strict:
-                raise
-            _warn(refusal)
+        except UnsupportedTensorError as refusal:
+            self._refused(refusal)
 
     def _in_order(self, states: Sequence[StateTensor]) -> list[StateTensor]:
         """In the optimizers' order, each parameter before its state; what they don't hold comes last."""
@@ -325,7 +390,9 @@ def _reason_to_leave_alone(gm: GraphModule, inductor_options: dict[str, Any]) ->
 def _wider_bytes(gm: GraphModule) -> int:
     """Bytes of the mutated floating-point inputs that are wider than the formats compensated here."""
     values = [tensor_value(node) for node in copies_to_inputs(gm.graph) if not is_low_precision_tensor(node)]
-    return sum(int(v.numel()) * v.dtype.itemsize for v in values if v is not None and v.dtype.is_floating_point)
+    return sum(
+        int(v.numel()) * v.dtype.itemsize for v in values if v is not None and v.dtype.is_floating_point
+    )
 
 
 def _warn(refusal: CollageError) -> None:
@@ -339,9 +406,16 @@ _by_options: dict[Options, CollageBackend] = {collage_backend.options: collage_b
 
 
 def collage(
-    gm: GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: dict[str, Any] | None = None
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: dict[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """``torch.compile(..., backend="collage", options={...})``: options are those of :class:`CollageBackend`."""
+    """``torch.compile(..., backend="collage", options={...})``.
+
+    Options are those of :class:`CollageBackend`.
+    """
     return backend_for(**(options or {}))(gm, example_inputs, mode=mode)
 
 
@@ -355,7 +429,9 @@ def backend_for(**options: Any) -> CollageBackend:
     unknown = [name for name in options if name not in allowed]
     if unknown:
         raise InvalidOptionError(
-            f"unknown option {unknown[0]!r}", where=unknown[0], remedy=f"options of the backend are {', '.join(allowed)}"
+            f"unknown option {unknown[0]!r}",
+            where=unknown[0],
+            remedy=f"options of the backend are {', '.join(allowed)}",
         )
     backend = CollageBackend(**options)
     return _by_options.setdefault(backend.options, backend)
@@ -368,7 +444,10 @@ def _compensating_backend(compiler: Any, keywords: dict[str, Any]) -> CollageBac
 
 
 def _admit(optimizer: Optimizer, compiler: Any, keywords: dict[str, Any]) -> None:
-    """Dynamo begins to trace through an optimizer for some backend: see Note [Two doors] in ``admission.py``."""
+    """Dynamo begins to trace through an optimizer for some backend.
+
+    See Note [Two doors] in ``admission.py``.
+    """
     backend = _compensating_backend(compiler, keywords)
     if backend is None:
         return
@@ -386,11 +465,12 @@ def _refuse_eager_steps(compiler: Any, keywords: dict[str, Any], function: str) 
     if backend is None or not backend.options.strict:
         return None
     return RecompileLimitError(
-        "this function has been compiled so often that Dynamo would run it eagerly from now on, without error terms",
+        "this function has been compiled so often that Dynamo would run it eagerly from now on, without "
+        "error terms",
         where=function,
-        remedy="find out what changes with TORCH_LOGS=recompiles. A learning rate that a scheduler changes: make it a tensor, "
-        "lr=torch.tensor(...). Many optimizers one after the other: torch.compiler.reset() between them. Else raise "
-        "torch._dynamo.config.recompile_limit, or accept eager steps with strict=False",
+        remedy="find out what changes with TORCH_LOGS=recompiles. A learning rate that a scheduler changes: "
+        "make it a tensor, lr=torch.tensor(...). Many optimizers one after the other: torch.compiler.reset() "
+        "between them. Else raise torch._dynamo.config.recompile_limit, or accept eager steps: strict=False",
     )
 
 

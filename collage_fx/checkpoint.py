@@ -2,14 +2,14 @@
 
 Note [Owning the round trip]
 ----------------------------
-Two facts force the design. A checkpoint is often loaded *before* the first step, when no backend has seen the optimizer, so
-per-instance hooks registered while compiling come too late. And ``Optimizer.load_state_dict`` casts every tensor in
-``state`` to its parameter's dtype (pytorch#43706), which ruins any error term of another dtype. So importing
-collage_fx wraps the two methods of the base class, once: ``state_dict`` adds the error terms to each parameter's
-entry under keys of ours, and ``load_state_dict`` takes them out again before torch sees them, lets torch load the rest,
-and puts them beside the tensors that torch has made. A checkpoint written with error terms is an ordinary one to a
-process without collage_fx, and the other way round. An optimizer class that overrides the two methods is covered as far
-as it calls those of the base class.
+Two facts force the design. A checkpoint is often loaded *before* the first step, when no backend has seen the
+optimizer, so per-instance hooks registered while compiling come too late. And ``Optimizer.load_state_dict``
+casts every tensor in ``state`` to its parameter's dtype (pytorch#43706), which ruins any error term of
+another dtype. So importing collage_fx wraps the two methods of the base class, once: ``state_dict`` adds the
+error terms to each parameter's entry under keys of ours, and ``load_state_dict`` takes them out again before
+torch sees them, lets torch load the rest, and puts them beside the tensors that torch has made. A checkpoint
+written with error terms is an ordinary one to a process without collage_fx, and the other way round. An
+optimizer class that overrides the two methods is covered as far as it calls those of the base class.
 
 Keys: ``collage_fx.<slot>.<format>.<auxiliary>``, where the slot is ``parameter`` or the name of the state,
 for example ``collage_fx.exp_avg_sq.mcf.lo``.
@@ -51,7 +51,10 @@ Saved = dict[tuple[str, str], Tensor]
 
 
 def install() -> None:
-    """Wrap ``Optimizer.state_dict`` and ``Optimizer.load_state_dict``; a second call leaves one layer, not two."""
+    """Wrap ``Optimizer.state_dict`` and ``Optimizer.load_state_dict``.
+
+    A second call leaves one layer, not two.
+    """
     for name, wrapper in (("state_dict", _saving), ("load_state_dict", _loading)):
         current = getattr(Optimizer, name)
         wrapped = wrapper(getattr(current, MARK, current))
@@ -60,7 +63,10 @@ def install() -> None:
 
 
 def note_compiled(optimizer: Optimizer) -> None:
-    """The backend has compiled a step of ``optimizer``: warn if its checkpoint had no error terms to go on with."""
+    """The backend has compiled a step of ``optimizer``.
+
+    Warn if its checkpoint had no error terms to go on with.
+    """
     _compiled.add(optimizer)
     if optimizer in _loaded_without_error_terms:
         _loaded_without_error_terms.discard(optimizer)
@@ -73,7 +79,8 @@ def _saving(state_dict: Callable[..., StateDict]) -> Callable[..., StateDict]:
         saved = state_dict(self, *args, **kwargs)
         state = dict(saved["state"])
         for key, _, parameter in _keyed_parameters(self, saved):
-            if entries := _entries(self, parameter):  # a new dictionary: the one in ``saved`` is the optimizer's own
+            if entries := _entries(self, parameter):
+                # A new dictionary: the one in ``saved`` is the optimizer's own.
                 state[key] = {**state.get(key, {}), **entries}
         return {**saved, "state": state}
 
@@ -130,11 +137,13 @@ def _refuse_mismatches(optimizer: Optimizer, plain: StateDict, saved: dict[Any, 
                 raise _mismatch("error terms of a state that the checkpoint does not hold", where)
             if is_low_precision(parameter.dtype):
                 _refuse_mismatch(auxiliaries, owners[slot], parameter.dtype, where)
-        _refuse_other_format(parameter, saved.get(key, {}).get(PARAMETER_SLOT, {}), f"{name}.{PARAMETER_SLOT}")
+        _refuse_other_format(
+            parameter, saved.get(key, {}).get(PARAMETER_SLOT, {}), f"{name}.{PARAMETER_SLOT}"
+        )
 
 
 def _refuse_mismatch(saved: Saved, owner: Tensor, dtype: torch.dtype, where: str) -> None:
-    """Raise unless ``saved`` is what one error format keeps for a tensor of ``owner``'s shape and of ``dtype``."""
+    """Raise unless ``saved`` is what one format keeps for a tensor of ``owner``'s shape and of ``dtype``."""
     name = next(format_name for format_name, _ in saved)
     if name not in ERROR_FORMATS:
         raise _mismatch(f"error terms in the unknown format {name!r}", where)
@@ -146,13 +155,17 @@ def _refuse_mismatch(saved: Saved, owner: Tensor, dtype: torch.dtype, where: str
         tensor = saved[name, spec.name]
         shape = tuple(owner.shape) if spec.shape is None else spec.shape
         if tuple(tensor.shape) != shape:
-            raise _mismatch(f"an error term of shape {tuple(tensor.shape)} for a tensor of shape {shape}", where)
+            raise _mismatch(
+                f"an error term of shape {tuple(tensor.shape)} for a tensor of shape {shape}", where
+            )
         if tensor.dtype != spec.dtype:
-            raise _mismatch(f"an error term of {tensor.dtype} where a {dtype} tensor has one of {spec.dtype}", where)
+            raise _mismatch(
+                f"an error term of {tensor.dtype} where a {dtype} tensor has one of {spec.dtype}", where
+            )
 
 
 def _refuse_other_format(parameter: Tensor, saved: Saved, where: str) -> None:
-    """Raise if a compiled step of this process keeps the parameter's error terms in another format than the checkpoint."""
+    """Raise if a compiled step of this process keeps the parameter's error terms in another format."""
     live = expansion_of(parameter)
     for format_name, _ in saved:
         if live is not None and format_name != live.format.name:
@@ -160,8 +173,8 @@ def _refuse_other_format(parameter: Tensor, saved: Saved, where: str) -> None:
                 f"a checkpoint with error terms in the format {format_name!r} for a tensor whose live ones are "
                 f"{live.format.name!r}",
                 where=where,
-                remedy=f"compile the step with error_format={format_name!r}, or drop the live error terms first with "
-                "collage_fx.reset_error_terms(tensor)",
+                remedy=f"compile the step with error_format={format_name!r}, or drop the live error terms "
+                "first with collage_fx.reset_error_terms(tensor)",
             )
 
 
@@ -169,8 +182,8 @@ def _mismatch(met: str, where: str) -> CheckpointMismatchError:
     return CheckpointMismatchError(
         met,
         where=where,
-        remedy="load the checkpoint that belongs to this model, or delete its keys that start with 'collage_fx.' to start "
-        "from zero error terms",
+        remedy="load the checkpoint that belongs to this model, or delete its keys that start with "
+        "'collage_fx.' to start from zero error terms",
     )
 
 
@@ -209,7 +222,8 @@ def _put(tensor: Tensor, saved: Saved, name: str) -> None:
 def _warn_unused(optimizer: Optimizer, names: list[str]) -> None:
     others = f" and {len(names) - 1} more" if len(names) > 1 else ""
     warnings.warn(
-        f"collage_fx: the checkpoint loaded into {type(optimizer).__name__} holds error terms for {names[0]}{others}, which "
+        f"collage_fx: the checkpoint loaded into {type(optimizer).__name__} holds error terms for "
+        f"{names[0]}{others}, which "
         "needs none; they are left out",
         stacklevel=2,
     )
@@ -217,7 +231,8 @@ def _warn_unused(optimizer: Optimizer, names: list[str]) -> None:
 
 def _warn_zeros(optimizer: Optimizer) -> None:
     warnings.warn(
-        f"collage_fx: the checkpoint loaded into {type(optimizer).__name__} holds no error terms (it was saved by a plain "
+        f"collage_fx: the checkpoint loaded into {type(optimizer).__name__} holds no error terms (it was "
+        "saved by a plain "
         "optimizer); they start from zero",
         stacklevel=2,
     )
@@ -226,7 +241,8 @@ def _warn_zeros(optimizer: Optimizer) -> None:
 def _keyed_parameters(optimizer: Optimizer, state_dict: StateDict) -> Iterator[tuple[Any, str, Tensor]]:
     """``(key in the state dict, name, parameter)`` of every parameter that both sides have."""
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-    for key, (name, parameter) in zip(keys, parameter_names(optimizer), strict=False):  # torch checks the lengths
+    # Not strict: torch checks the lengths, in its own words.
+    for key, (name, parameter) in zip(keys, parameter_names(optimizer), strict=False):
         yield key, name, parameter
 
 

@@ -2,11 +2,12 @@
 
 Note [Lifetime of error terms]
 ------------------------------
-An error term belongs to the tensor it corrects and to nothing else. The table maps tensors (weakly, by identity) to
-records, and a record is the only owner of the auxiliary buffers: compiled steps hold weak references to records. So error
-terms survive recompilation, are shared by every compiled callable that updates the tensor, and are freed with the tensor, even
-though the compiled code that used them lives on in Dynamo's cache. Keeping them in ``optimizer.state`` instead would break Dynamo's
-guards for optimizers whose state is born while they are traced, and would let ``load_state_dict`` cast them.
+An error term belongs to the tensor it corrects and to nothing else. The table maps tensors (weakly, by
+identity) to records, and a record is the only owner of the auxiliary buffers: compiled steps hold weak
+references to records. So error terms survive recompilation, are shared by every compiled callable that
+updates the tensor, and are freed with the tensor, even though the compiled code that used them lives on in
+Dynamo's cache. Keeping them in ``optimizer.state`` instead would break Dynamo's guards for optimizers whose
+state is born while they are traced, and would let ``load_state_dict`` cast them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,15 @@ from collage_fx.error_formats import ErrorFormat
 from collage_fx.errors import ConflictingErrorFormatError
 from collage_fx.torch_compat import real_tensors
 
-__all__ = ["Expansion", "allocate", "error_terms", "expansion_of", "full_value", "reset_error_terms"]
+__all__ = [
+    "Expansion",
+    "allocate",
+    "error_terms",
+    "expansion_of",
+    "full_value",
+    "require_format",
+    "reset_error_terms",
+]
 
 
 @dataclass(eq=False)
@@ -40,7 +49,7 @@ class Expansion:
     auxiliaries: tuple[Tensor, ...]
 
     def replace_contents(self, auxiliaries: Sequence[Tensor]) -> None:
-        """Overwrite the buffers in place, so that compiled steps (and CUDA graphs) that hold them see the new contents."""
+        """Overwrite the buffers in place, so that compiled steps (and CUDA graphs) see the new contents."""
         with torch.no_grad():
             for mine, new in zip(self.auxiliaries, auxiliaries, strict=True):
                 mine.copy_(new)
@@ -57,7 +66,7 @@ _LOCK = threading.Lock()
 
 
 def expansion_of(tensor: Tensor) -> Expansion | None:
-    """The record of a tensor, None where it has no error terms, or has some from when it had another dtype or shape."""
+    """The record of a tensor; None where it has none, or one from when it had another dtype or shape."""
     found: Expansion | None = _TABLE.get(tensor)
     return found if found is None or _fits(found, tensor) else None
 
@@ -76,18 +85,13 @@ def allocate(tensor: Tensor, error_format: ErrorFormat, *, name: str) -> Expansi
     with _LOCK:
         recorded: Expansion | None = _TABLE.get(tensor)
         if recorded is not None and _fits(recorded, tensor):
-            if recorded.format is not error_format:
-                raise ConflictingErrorFormatError(
-                    f"error_format={error_format.name!r} was asked for a tensor whose error terms are {recorded.format.name!r}",
-                    where=name,
-                    remedy="use one error format for all compiled steps of an optimizer, or drop the error terms first "
-                    "with collage_fx.reset_error_terms(tensor)",
-                )
+            require_format(recorded, error_format, name=name)
             _follow(recorded, tensor)
             return recorded
         if recorded is not None:
             warnings.warn(
-                f"collage_fx: {name} has changed its dtype or shape (now {tensor.dtype}, {tuple(tensor.shape)}); "
+                f"collage_fx: {name} has changed its dtype or shape (now {tensor.dtype}, "
+                f"{tuple(tensor.shape)}); "
                 "its error terms start again from zero",
                 stacklevel=2,
             )
@@ -97,12 +101,26 @@ def allocate(tensor: Tensor, error_format: ErrorFormat, *, name: str) -> Expansi
         return made
 
 
+def require_format(expansion: Expansion, error_format: ErrorFormat, *, name: str) -> None:
+    """Raise ``ConflictingErrorFormatError`` if a tensor's error terms are in another format."""
+    if expansion.format is not error_format:
+        raise ConflictingErrorFormatError(
+            f"error_format={error_format.name!r} was asked for a tensor whose error terms are "
+            f"{expansion.format.name!r}",
+            where=name,
+            remedy="use one error format for all compiled steps of an optimizer, or drop the error terms "
+            "first with collage_fx.reset_error_terms(tensor)",
+        )
+
+
 def _zeros(tensor: Tensor, error_format: ErrorFormat) -> list[Tensor]:
     """Zero-initialised auxiliaries with the tensor's strides, dense or not, and device."""
     zeros = []
     for spec in error_format.auxiliaries(tensor.dtype):
         if spec.shape is None:
-            buffer = torch.empty_strided(tensor.size(), tensor.stride(), dtype=spec.dtype, device=tensor.device).zero_()
+            buffer = torch.empty_strided(
+                tensor.size(), tensor.stride(), dtype=spec.dtype, device=tensor.device
+            ).zero_()
         else:
             buffer = torch.zeros(spec.shape, dtype=spec.dtype, device=tensor.device)
         zeros.append(buffer)
@@ -112,8 +130,11 @@ def _zeros(tensor: Tensor, error_format: ErrorFormat) -> list[Tensor]:
 def _fits(expansion: Expansion, tensor: Tensor) -> bool:
     """Whether the buffers have the dtypes and shapes that go with the tensor as it is now."""
     return all(
-        auxiliary.dtype == spec.dtype and auxiliary.shape == (tensor.shape if spec.shape is None else spec.shape)
-        for auxiliary, spec in zip(expansion.auxiliaries, expansion.format.auxiliaries(tensor.dtype), strict=True)
+        auxiliary.dtype == spec.dtype
+        and auxiliary.shape == (tensor.shape if spec.shape is None else spec.shape)
+        for auxiliary, spec in zip(
+            expansion.auxiliaries, expansion.format.auxiliaries(tensor.dtype), strict=True
+        )
     )
 
 
@@ -121,7 +142,8 @@ def _follow(expansion: Expansion, tensor: Tensor) -> None:
     """Take the error terms along to the device and the strides that the tensor has been moved to."""
     specs = expansion.format.auxiliaries(tensor.dtype)
     if all(
-        auxiliary.device == tensor.device and (spec.shape is not None or auxiliary.stride() == tensor.stride())
+        auxiliary.device == tensor.device
+        and (spec.shape is not None or auxiliary.stride() == tensor.stride())
         for auxiliary, spec in zip(expansion.auxiliaries, specs, strict=True)
     ):
         return
@@ -133,7 +155,7 @@ def _follow(expansion: Expansion, tensor: Tensor) -> None:
 
 
 def error_terms(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The error terms of a tensor: ``tensor + sum(error_terms(tensor))`` is the value the optimizer works with.
+    """The error terms of a tensor: with them added, it is the value that the optimizer works with.
 
     Args:
         tensor: a parameter or an optimizer state, such as ``opt.state[p]["exp_avg_sq"]``.
@@ -148,7 +170,8 @@ def error_terms(tensor: Tensor) -> tuple[Tensor, ...]:
 def full_value(tensor: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     """``hi + error terms`` in ``dtype``, a new tensor of the same shape.
 
-    Exact in float64 for every format here (a bfloat16 pair spans at most 53 bits wherever lo is within 2**-44 of hi).
+    Exact in float64 for every format here (a bfloat16 pair spans at most 53 bits wherever lo is within 2**-44
+    of hi).
     """
     value = tensor.detach().to(dtype, copy=True)
     for term in error_terms(tensor):
@@ -159,8 +182,8 @@ def full_value(tensor: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
 def reset_error_terms(tensor: Tensor) -> None:
     """Drop a tensor's error terms: its value becomes exactly what the user sees.
 
-    For use after overwriting a parameter by hand, or before compiling a step with another error format. A compiled step that
-    used them goes on with new ones, from zero.
+    For use after overwriting a parameter by hand, or before compiling a step with another error format. A
+    compiled step that used them goes on with new ones, from zero.
     """
     with _LOCK:
         _TABLE.pop(tensor, None)

@@ -1,10 +1,11 @@
 """Every error a user can meet: what was expected, what was met, where, and what to do next.
 
-All of them are :class:`CollageError`. They are raised while a step is *compiled*, before any kernel has run, so a
-refused step has changed no parameter and no optimizer state; the exceptions to that rule say so in their docstring.
+All of them are :class:`CollageError`. They are raised while a step is *compiled*, before any kernel has run,
+so a refused step has changed no parameter and no optimizer state; the exceptions to that rule say so in their
+docstring.
 
-``CollageError`` derives from Dynamo's ``ShortenTraceback`` because that is the one family of exceptions that Dynamo
-hands from a backend to the user as it is; any other would arrive wrapped in ``BackendCompilerFailed``.
+``CollageError`` derives from Dynamo's ``ShortenTraceback`` because that is the one family of exceptions that
+Dynamo hands from a backend to the user as it is; any other would arrive wrapped in ``BackendCompilerFailed``.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ __all__ = [
     "GraphInvariantError",
     "InvalidOptionError",
     "LostErrorTermsError",
-    "UncompensatedParameterError",
     "RecompileLimitError",
+    "UncompensatedParameterError",
     "UnsupportedTensorError",
 ]
 
@@ -44,13 +45,13 @@ class CollageError(ShortenTraceback, RuntimeError):
 class InvalidOptionError(CollageError, ValueError):
     """An option that does not exist, or a value that it does not take.
 
-    A CollageError too, because with ``torch.compile(backend="collage", options=...)`` options are read at the first call,
-    inside Dynamo.
+    A CollageError too, because with ``torch.compile(backend="collage", options=...)`` options are read at the
+    first call, inside Dynamo.
     """
 
 
 class UnsupportedTensorError(CollageError):
-    """A state tensor or gradient of a layout, dtype or device that compensated arithmetic is not defined for."""
+    """A state tensor or gradient whose layout, dtype or device compensated arithmetic is not defined for."""
 
 
 class AliasedStateError(CollageError):
@@ -58,7 +59,7 @@ class AliasedStateError(CollageError):
 
 
 class ConflictingErrorFormatError(CollageError):
-    """A tensor already has error terms in another error format, or a plain step was asked for on such a tensor."""
+    """A tensor already has error terms in another format, or a plain step was asked for on such a tensor."""
 
 
 class CheckpointMismatchError(CollageError):
@@ -77,11 +78,16 @@ class RecompileLimitError(CollageError):
 
 
 class UncompensatedParameterError(CollageError):
-    """A parameter's update ends in an operation that the chosen arithmetic has no way to carry an error term through."""
+    """A parameter's update ends in an operation through which the arithmetic can't carry an error term."""
 
 
 class GraphInvariantError(CollageError):
-    """A pass left the graph in a state that breaks an invariant: a fault of collage_fx, not of the user's program."""
+    """A pass left the graph in a state that breaks an invariant.
+
+    A fault of collage_fx, not of the user's program.
+    """
 
     def __init__(self, met: str, *, where: str) -> None:
-        super().__init__(met, where=where, remedy="this is a bug in collage_fx; please report it with the graph")
+        super().__init__(
+            met, where=where, remedy="this is a bug in collage_fx; please report it with the graph"
+        )

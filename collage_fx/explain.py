@@ -21,11 +21,11 @@ __all__ = ["explain"]
 
 
 def explain(optimizer: Optimizer, **options: Any) -> CollageReport:
-    """What compiling ``optimizer.step`` would do: the same report as ``backend.report()``, without taking a step.
+    """What compiling ``optimizer.step`` would do: the report of ``backend.report()``, without taking a step.
 
     The step is captured, and run operation by operation instead of compiled, on a deep copy of the optimizer
-    (parameters included, so this takes their memory once more) with zero gradients. The optimizer itself isn't touched:
-    nothing is in its state that wasn't there before, none of its hooks is called.
+    (parameters included, so this takes their memory once more) with zero gradients. The optimizer itself
+    isn't touched: nothing is in its state that wasn't there before, none of its hooks is called.
 
     Args:
         optimizer: any ``torch.optim.Optimizer``, before its first step or later.
@@ -39,7 +39,7 @@ def explain(optimizer: Optimizer, **options: Any) -> CollageReport:
     """
     backend = _CaptureOnly(**options)
     clone = _copy_of(optimizer)
-    # The class's own step: an instance's may be wrapped by a learning rate scheduler and bound to the original.
+    # The class's own step: an instance's may be wrapped by a scheduler and bound to the original.
     method = _with_code_of_its_own(type(clone).step)
     step = torch.compile(_with_code_of_its_own(_step), backend=backend)
     step(method, clone)
@@ -52,7 +52,10 @@ class _CaptureOnly(CollageBackend):
     """Everything but the kernels."""
 
     def lower(
-        self, graph: StepProgram | GraphModule, example_inputs: Sequence[Any], inductor_options: dict[str, Any]
+        self,
+        graph: StepProgram | GraphModule,
+        example_inputs: Sequence[Any],
+        inductor_options: dict[str, Any],
     ) -> Any:
         if isinstance(graph, StepProgram):
             return _interpreted(graph.gm, [node for state in graph.compensated for node in state.auxiliaries])
@@ -60,7 +63,7 @@ class _CaptureOnly(CollageBackend):
 
 
 def _interpreted(gm: GraphModule, auxiliaries: Sequence[torch.fx.Node]) -> Callable[[list[Any]], Any]:
-    """A graph as a callable in AOTAutograd's convention, run operation by operation with error terms of zero."""
+    """A graph as a callable in AOTAutograd's convention, interpreted, with error terms of zero."""
     layouts = [_layout(node.meta["val"]) for node in auxiliaries]
 
     def run(arguments: list[Any]) -> Any:
@@ -77,8 +80,8 @@ def _layout(value: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], dict
 def _copy_of(optimizer: Optimizer) -> Optimizer:
     """A deep copy with zero gradients and no hooks.
 
-    Not ``copy.deepcopy(optimizer)``: what ``Optimizer`` pickles lacks the attributes that a subclass's step may rely on.
-    An attribute that can't be copied is shared.
+    Not ``copy.deepcopy(optimizer)``: what ``Optimizer`` pickles lacks the attributes that a subclass's step
+    may rely on. An attribute that can't be copied is shared.
     """
     memo: dict[int, Any] = {}
     clone = object.__new__(type(optimizer))
@@ -113,11 +116,13 @@ def _step(step: Callable[[Optimizer], Any], optimizer: Optimizer) -> None:
     step(optimizer)
 
 
-def _with_code_of_its_own(function: Callable[..., Any], copies: dict[int, Any] | None = None) -> Callable[..., Any]:
+def _with_code_of_its_own(
+    function: Callable[..., Any], copies: dict[int, Any] | None = None
+) -> Callable[..., Any]:
     """A copy of a function, and of those it wraps, that shares no Dynamo cache with the original.
 
-    Dynamo counts compilations per code object, those for optimizers long gone included, and gives up after a few: explaining
-    must not use up what the real step may need.
+    Dynamo counts compilations per code object, those for optimizers long gone included, and gives up after a
+    few: explaining must not use up what the real step may need.
     """
     copies = {} if copies is None else copies
     if not isinstance(function, types.FunctionType) or function.__module__.startswith("torch._dynamo"):

@@ -177,6 +177,22 @@ class GraphEditor:
                 self._traces[key] = tracer(*samples)
         return self._traces[key]
 
+    def propagate_from(self, changed: Node) -> None:
+        """Recompute the values of everything computed from ``changed``, whose strides have become other ones."""
+        stale = {changed}
+        for node in self.graph.nodes:
+            if (
+                node.op == "call_function"
+                and not stale.isdisjoint(node.all_input_nodes)
+                and not is_copy_to_input(node)
+            ):
+                fake_args, fake_kwargs = pytree.tree_map_only(
+                    Node, lambda n: n.meta["val"], (node.args, node.kwargs)
+                )
+                with self.fake_mode:
+                    node.meta["val"] = _callable(node.target)(*fake_args, **fake_kwargs)
+                stale.add(node)
+
     def finish(self) -> None:
         """Drop what nobody reads any more, check the graph's form and recompile the module."""
         self.graph.eliminate_dead_code()

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
+from collage_fx.admission import refuse_layout
 from collage_fx.error_formats import ErrorFormat
 from collage_fx.error_terms import Expansion, allocate
 from collage_fx.errors import LostErrorTermsError
@@ -20,31 +21,41 @@ from collage_fx.torch_compat import inductor_compile_inner, inductor_config
 __all__ = ["CompensatedStep", "inductor_settings", "lower"]
 
 #: Note [Double-word graphs reuse every value]
-#: Inductor inlines a value into each of its readers until it holds 30 operations. In a TwoSum every value has two or three
-#: readers, so that a chain of them is traced exponentially often (minutes for one tensor). With values kept as nodes of their
-#: own from the eighth operation on, and kernels allowed to fuse that many nodes, the code is one kernel again.
+#: Inductor inlines a value into each of its readers until it holds 30 operations. In a TwoSum every value has
+#: two or three readers, so that a chain of them is traced exponentially often (minutes for one tensor). With
+#: values kept as nodes of their own from the eighth operation on, and kernels allowed to fuse that many
+#: nodes, the code is one kernel again.
 DENSE_REUSE = {"realize_opcount_threshold": 8, "max_fusion_size": 1024}
 
-#: Error-free transformations are made of what ``(a + b) - a`` is, which a compiler that is allowed to simplifies to ``b``.
+#: Error-free transformations are made of what ``(a + b) - a`` is, which a compiler that is allowed to
+#: simplifies to ``b``.
 IEEE_SETTINGS: dict[str, Any] = {"cpp.enable_unsafe_math_opt_flag": False}
 
-#: ``native`` rounds every operation, which Triton's division (``div.full.f32``, within 2 ulps) otherwise does not.
+#: ``native`` rounds every operation, which Triton's division (``div.full.f32``, within 2 ulps) otherwise does
+#: not.
 NATIVE_SETTINGS: dict[str, Any] = {**IEEE_SETTINGS, **DENSE_REUSE, "eager_numerics.division_rounding": True}
 
 
-def lower(program: StepProgram, example_inputs: Sequence[Any], inductor_options: dict[str, Any]) -> CompensatedStep:
+def lower(
+    program: StepProgram, example_inputs: Sequence[Any], inductor_options: dict[str, Any]
+) -> CompensatedStep:
     """Compile the program's graph with Inductor and bind its error terms.
 
     Args:
         program: after the pipeline.
         example_inputs: fake inputs for the graph as captured; those of the error terms are appended here.
-        inductor_options: what ``compile_fx`` passed for its own inner compiler (static inputs, CUDA graphs, ...).
+        inductor_options: what ``compile_fx`` passed for its own inner compiler (static inputs, CUDA graphs,
+            ...).
     """
     auxiliaries = [node for state in program.compensated for node in state.auxiliaries]
     static = list(inductor_options.get("static_input_idxs", ()))
     owners = [state for state in program.compensated for _ in state.auxiliaries]
     # As static as the tensor it corrects: CUDA graphs need not copy it.
-    static += [i for i, state in enumerate(owners, len(example_inputs)) if state.info.bound and state.position in static]
+    static += [
+        i
+        for i, state in enumerate(owners, len(example_inputs))
+        if state.info.bound and state.position in static
+    ]
     program.gm.collage_fx_revision = REVISION  # type: ignore[assignment]  # an attribute is part of the compile cache's key
     with inductor_config.patch(inductor_settings(program.arithmetic)):
         compiled = inductor_compile_inner(
@@ -52,7 +63,11 @@ def lower(program: StepProgram, example_inputs: Sequence[Any], inductor_options:
             [*example_inputs, *(node.meta["val"] for node in auxiliaries)],
             **{**inductor_options, "static_input_idxs": static},
         )
-    return CompensatedStep(compiled, [_bind(state, program.error_format) for state in program.compensated])
+    bindings = [_bind(state, program.error_format) for state in program.compensated]
+    per_call = [
+        (i, info.name) for i, info in enumerate(program.inputs) if info.tensor is not None and not info.bound
+    ]
+    return CompensatedStep(compiled, bindings, per_call)
 
 
 def inductor_settings(arithmetic: Arithmetic) -> dict[str, Any]:
@@ -61,15 +76,27 @@ def inductor_settings(arithmetic: Arithmetic) -> dict[str, Any]:
 
 
 class CompensatedStep:
-    """Calls the compiled graph with the error terms behind its arguments."""
+    """Calls the compiled graph with the error terms behind its arguments.
+
+    Args:
+        compiled: the graph, in AOTAutograd's calling convention.
+        bindings: where to find the error terms.
+        per_call: ``(position, name)`` of the tensors that each call brings along, gradients above all.
+            Dynamo's guards of an optimizer let a gradient pass that has become sparse since.
+    """
 
     _boxed_call = True  # AOTAutograd's calling convention: one list, which the callee may empty
 
-    def __init__(self, compiled: Any, bindings: Sequence[_Bound | _PerCall]) -> None:
+    def __init__(
+        self, compiled: Any, bindings: Sequence[_Bound | _PerCall], per_call: Sequence[tuple[int, str]] = ()
+    ) -> None:
         self.compiled = compiled
         self.bindings = bindings
+        self.per_call = per_call
 
     def __call__(self, arguments: list[Any]) -> Any:
+        for position, name in self.per_call:
+            refuse_layout(arguments[position], name)
         auxiliaries = [auxiliary for binding in self.bindings for auxiliary in binding.auxiliaries(arguments)]
         arguments.extend(auxiliaries)
         return self.compiled(arguments)
@@ -87,8 +114,9 @@ def _bind(state: StateTensor, error_format: ErrorFormat) -> _Bound | _PerCall:
 class _Bound:
     """Error terms of a tensor that is an attribute of the captured module: the same one in every call.
 
-    Neither the tensor nor its error terms are kept alive. The record is remembered, so that a step costs no lookup; where it
-    has been dropped (``reset_error_terms``) while the tensor lives, the tensor gets a new one.
+    Neither the tensor nor its error terms are kept alive. The record is remembered, so that a step costs no
+    lookup; where it has been dropped (``reset_error_terms``) while the tensor lives, the tensor gets a new
+    one.
     """
 
     tensor: TensorWeakRef
@@ -108,7 +136,7 @@ class _Bound:
             raise LostErrorTermsError(
                 "the tensor that this compiled step updates is gone, and its error terms with it",
                 where=self.name,
-                remedy="compile the step of the optimizer that is in use: step = torch.compile(opt.step, backend=...)",
+                remedy="compile the step of the optimizer in use: torch.compile(opt.step, backend=...)",
             )
         expansion = allocate(tensor, self.error_format, name=self.name)
         self.expansion = weakref.ref(expansion)
@@ -117,7 +145,10 @@ class _Bound:
 
 @dataclass
 class _PerCall:
-    """Error terms of a tensor that is an argument of each call: looked up by identity, made at its first step."""
+    """Error terms of a tensor that is an argument of each call.
+
+    Looked up by identity, made at its first step.
+    """
 
     position: int
     error_format: ErrorFormat

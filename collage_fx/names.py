@@ -1,4 +1,7 @@
-"""What the inputs of a captured step are to the user: names, short symbols for recurrences, roles, real tensors."""
+"""What the inputs of a captured step are to the user.
+
+Names, short symbols for recurrences, roles, real tensors.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,14 @@ from torch.utils import _pytree as pytree
 from collage_fx.program import InputInfo, Role
 from collage_fx.torch_compat import aot_input_of, symbol_source
 
-__all__ = ["KnownTensor", "describe_inputs", "known_tensors", "optimizers_among", "parameter_names", "state_tensors"]
+__all__ = [
+    "KnownTensor",
+    "describe_inputs",
+    "known_tensors",
+    "optimizers_among",
+    "parameter_names",
+    "state_tensors",
+]
 
 
 @dataclass(frozen=True)
@@ -65,7 +75,10 @@ def state_tensors(state: Mapping[Any, Any]) -> Iterator[tuple[str, Tensor]]:
 
 
 def describe_inputs(
-    inputs: Sequence[Node], dynamo_module: GraphModule, arguments: Sequence[Any], known: Mapping[int, KnownTensor]
+    inputs: Sequence[Node],
+    dynamo_module: GraphModule,
+    arguments: Sequence[Any],
+    known: Mapping[int, KnownTensor],
 ) -> list[InputInfo]:
     """One :class:`~collage_fx.program.InputInfo` per input of an AOTAutograd graph.
 
@@ -95,7 +108,7 @@ def describe_inputs(
 
 
 def known_tensors(optimizers: Mapping[str, Optimizer]) -> dict[int, KnownTensor]:
-    """What the optimizers hold, by ``id``, in their own order: a parameter, its gradient, its state, the next parameter.
+    """What the optimizers hold, by ``id``, in their order: a parameter, its gradient, its state, the next.
 
     Args:
         optimizers: by variable; with more than one of them, names begin with the variable.
@@ -110,14 +123,18 @@ def known_tensors(optimizers: Mapping[str, Optimizer]) -> dict[int, KnownTensor]
         for name, parameter in parameter_names(optimizer):
             known.setdefault(id(parameter), KnownTensor(prefix + name, "p", Role.PARAMETER, parameter))
             if parameter.grad is not None:
-                known[id(parameter.grad)] = KnownTensor(f"{prefix}{name}.grad", "g", Role.GRADIENT, parameter.grad)
+                known[id(parameter.grad)] = KnownTensor(
+                    f"{prefix}{name}.grad", "g", Role.GRADIENT, parameter.grad
+                )
             for slot, tensor in state_tensors(optimizer.state.get(parameter, {})):
                 symbol = slot.rpartition(".")[2]
                 known[id(tensor)] = KnownTensor(f"{prefix}{name}.{slot}", symbol, Role.STATE, tensor)
     return known
 
 
-def _describe_tensor(tensor: Tensor, fallback: str, known: Mapping[int, KnownTensor], *, bound: bool) -> InputInfo:
+def _describe_tensor(
+    tensor: Tensor, fallback: str, known: Mapping[int, KnownTensor], *, bound: bool
+) -> InputInfo:
     if id(tensor) in known:
         entry = known[id(tensor)]
         return InputInfo(entry.name, entry.symbol, entry.role, tensor, bound)

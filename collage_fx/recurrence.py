@@ -54,7 +54,7 @@ FUNCTIONS: dict[Any, Callable[..., sympy.Expr]] = {
 #: Operators that pass their first operand through unchanged, as far as a recurrence is concerned.
 IDENTITIES = frozenset(
     {
-        aten.alias, aten.clone, aten.copy, aten.detach, aten.expand, aten.lift_fresh_copy, aten.view,
+        aten.alias, aten.clone, aten.detach, aten.expand, aten.lift_fresh_copy, aten.view,
         aten.reshape, aten._unsafe_view, prims.convert_element_type, aten._to_copy,
     }
 )  # fmt: skip

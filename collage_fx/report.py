@@ -1,4 +1,7 @@
-"""What was done to an optimizer's state tensors, and why: the answer of ``backend.report()`` and ``explain()``."""
+"""What was done to an optimizer's state tensors, and why.
+
+The answer of ``backend.report()`` and ``explain()``.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +70,8 @@ class GraphReport:
     Attributes:
         before: the graph as captured.
         after: the graph that was lowered.
-        subject: whose step it is: the optimizer's class, numbered where a backend serves several, or the function's name.
+        subject: whose step it is: the optimizer's class, numbered where a backend serves several, or the
+            function's name.
         tensors: its low-precision state tensors.
         wider_bytes: bytes of its float32 and float64 state, which is left alone.
         passes: ``(name, what it did)`` of every pass that ran.
@@ -105,10 +109,10 @@ class CollageReport:
         return {subject: list(rows.values()) for subject, rows in newest.items() if rows}
 
     def bytes_per_parameter(self) -> dict[str, float]:
-        """Bytes per element of the low-precision parameters: ``parameters``, ``state``, ``error terms`` and ``total``.
+        """Bytes per element of the low-precision parameters, by what they are for, and in ``total``.
 
-        ``state`` counts the low-precision state; wider state tensors are not collage_fx's to report on, apart from their
-        sum in :attr:`GraphReport.wider_bytes`.
+        ``state`` counts the low-precision state; wider state tensors are not collage_fx's to report on, apart
+        from their sum in :attr:`GraphReport.wider_bytes`.
         """
         return _bytes_per_parameter(self.tensors)
 
@@ -182,12 +186,14 @@ def _bytes_per_parameter(rows: Sequence[TensorReport]) -> dict[str, float]:
 
 def tensor_report(program: StepProgram, state: StateTensor) -> TensorReport:
     """The row of one state tensor, free of references to graphs and tensors."""
-    assert state.recurrence is not None and state.verdict is not None
+    assert state.recurrence is not None
+    assert state.verdict is not None
     value = state.value
     specs = program.error_format.auxiliaries(value.dtype) if state.compensated else ()
     numel = int(value.numel())
     error_bytes = sum(
-        spec.dtype.itemsize * (numel if spec.shape is None else int(torch.Size(spec.shape).numel())) for spec in specs
+        spec.dtype.itemsize * (numel if spec.shape is None else int(torch.Size(spec.shape).numel()))
+        for spec in specs
     )
     return TensorReport(
         name=state.info.name,

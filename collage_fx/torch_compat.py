@@ -1,7 +1,8 @@
 """Everything that rests on torch's private interfaces, and so may differ from version to version.
 
-Supported: torch 2.11 and newer (tested on 2.11, 2.13 and 2.15). A private name that has moved is reported by name at
-import, with the versions that are known to work, rather than by an AttributeError in the middle of a training run.
+Supported: torch 2.11 and newer (tested on 2.11, 2.13 and 2.15). A private name that has moved is reported by
+name at import, with the versions that are known to work, rather than by an AttributeError in the middle of a
+training run.
 """
 
 from __future__ import annotations
@@ -76,10 +77,12 @@ try:
 except ImportError as error:
     raise ImportError(
         f"collage_fx does not know torch {torch.__version__}: {error}. "
-        f"It is tested with torch {', '.join(TESTED_TORCH)}; please install one of those or a newer collage_fx"
+        f"It is tested with torch {', '.join(TESTED_TORCH)}; please install one of those or a newer "
+        "collage_fx"
     ) from error
 
-#: Compiles one functional ATen graph with Inductor: ``(gm, example_inputs, **kwargs) -> callable taking a list``.
+#: Compiles one functional ATen graph with Inductor: ``(gm, example_inputs, **kwargs) -> callable taking a
+#: list``.
 inductor_compile_inner: Callable[..., Callable[[list[Any]], Any]] = compile_fx_inner
 
 
@@ -92,17 +95,22 @@ def compile_with_inductor(
 ) -> Callable[..., Any]:
     """Run a Dynamo graph through AOTAutograd and Inductor with ``inner_compile`` in place of Inductor's own.
 
-    AOTAutograd's cache is switched off: on a hit it would return the code of an earlier compilation without calling
-    ``inner_compile``, that is without the error terms. Inductor's own cache, keyed by the graph it is given (the rewritten one),
-    stays on, so that a second process still starts warm.
+    AOTAutograd's cache is switched off: on a hit it would return the code of an earlier compilation without
+    calling ``inner_compile``, that is without the error terms. Inductor's own cache, keyed by the graph it is
+    given (the rewritten one), stays on, so that a second process still starts warm.
     """
     with functorch_config.patch(enable_autograd_cache=False):
-        compiled = compile_fx(gm, list(example_inputs), inner_compile=inner_compile, config_patches=config_patches)
+        compiled = compile_fx(
+            gm, list(example_inputs), inner_compile=inner_compile, config_patches=config_patches
+        )
     return cast(Callable[..., Any], compiled)
 
 
 def mode_options(mode: str) -> dict[str, Any]:
-    """Inductor configuration of a ``torch.compile`` mode; raises RuntimeError for a mode that torch doesn't know."""
+    """Inductor configuration of a ``torch.compile`` mode.
+
+    Raises RuntimeError for a mode that torch doesn't know.
+    """
     return dict(list_mode_options(mode))
 
 
@@ -111,13 +119,15 @@ def functional_decompositions() -> dict[Any, Callable[..., Any]]:
     return dict(select_decomp_table())
 
 
-def aot_input_of(placeholder: torch.fx.Node) -> tuple[Literal["attribute", "argument", "alias"], str | int] | None:
+def aot_input_of(
+    placeholder: torch.fx.Node,
+) -> tuple[Literal["attribute", "argument", "alias"], str | int] | None:
     """Where an input of an AOTAutograd graph comes from.
 
     Returns:
-        ``("attribute", name)`` for a parameter or buffer of the Dynamo module, ``("argument", position)`` for one of its
-        inputs, ``("alias", description)`` for the common memory of several aliasing inputs, None for anything else (pieces of
-        tensor subclasses, tokens).
+        ``("attribute", name)`` for a parameter or buffer of the Dynamo module, ``("argument", position)`` for
+        one of its inputs, ``("alias", description)`` for the common memory of several aliasing inputs, None
+        for anything else (pieces of tensor subclasses, tokens).
     """
     descriptor = placeholder.meta.get("desc")
     if isinstance(descriptor, (ParamAOTInput, BufferAOTInput)):
@@ -130,7 +140,7 @@ def aot_input_of(placeholder: torch.fx.Node) -> tuple[Literal["attribute", "argu
 
 
 def traced_frame_variables() -> dict[str, Any]:
-    """The Python variables of the frame that Dynamo is compiling right now, real objects; empty outside of Dynamo.
+    """The Python variables of the frame that Dynamo is compiling, real objects; empty outside of Dynamo.
 
     Includes the globals that the frame's code names, so that a step inside a user's function is found too.
     """
@@ -143,7 +153,7 @@ def traced_frame_variables() -> dict[str, Any]:
 
 
 def has_internal_overlap(tensor: torch.Tensor) -> bool:
-    """Whether two elements of a strided tensor are known to lie in the same memory, as those of ``x.expand(n)``."""
+    """Whether elements of a strided tensor are known to share memory, as those of ``x.expand(n)`` do."""
     return bool(torch._debug_has_internal_overlap(tensor) == 1)
 
 
@@ -161,12 +171,13 @@ def traced_frame_name() -> str:
 
 
 def watch_traced_optimizers(watch: Callable[[torch.optim.Optimizer, Any, dict[str, Any]], None]) -> None:
-    """Have ``watch(optimizer, backend, keywords)`` called whenever Dynamo begins to trace through an optimizer.
+    """Have ``watch(optimizer, backend, keywords)`` called when Dynamo begins to trace through an optimizer.
 
-    ``backend`` is what ``torch.compile`` was given (a name already looked up) and ``keywords`` the ``mode`` and
-    ``options`` that go with it. An exception of a :class:`ShortenTraceback` class ends the trace and reaches the user as it
-    is, before anything has run: that is how an input can be refused for which Dynamo would fall back to eager execution
-    without asking any backend. Costs nothing where nothing is traced. One watch at a time; a second replaces the first.
+    ``backend`` is what ``torch.compile`` was given (a name already looked up) and ``keywords`` the ``mode``
+    and ``options`` that go with it. An exception of a :class:`ShortenTraceback` class ends the trace and
+    reaches the user as it is, before anything has run: that is how an input can be refused for which Dynamo
+    would fall back to eager execution without asking any backend. Costs nothing where nothing is traced. One
+    watch at a time; a second replaces the first.
     """
     original = getattr(OptimizerVariable.__init__, "__collage_fx__", OptimizerVariable.__init__)
 
@@ -189,7 +200,7 @@ def _backend_being_traced_for() -> tuple[Any, dict[str, Any]]:
 def _innermost(compiler: Any) -> tuple[Any, dict[str, Any]]:
     """The backend as the user gave it, and the keywords ``torch.compile`` adds to its call."""
     keywords: dict[str, Any] = {}
-    while True:  # torch.compile, torch._dynamo.optimize and the debugging tools each put a wrapper of their own around it
+    while True:  # torch.compile, Dynamo and its debugging tools each put a wrapper of their own around it
         attributes = getattr(compiler, "__dict__", {})
         keywords = {**keywords, **attributes.get("kwargs", {})}
         inner = attributes.get("compiler_fn") or attributes.get("_torchdynamo_orig_backend")
@@ -199,10 +210,11 @@ def _innermost(compiler: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def refuse_recompile_limit(refusal: Callable[[Any, dict[str, Any], str], Exception | None]) -> None:
-    """Have an exception raised where Dynamo would give up compiling a function and run it eagerly from then on.
+    """Have an exception raised where Dynamo would give up on a function and run it eagerly from then on.
 
-    ``refusal(backend, keywords, function)`` gives the exception, or None for backends that it is not about (see
-    :func:`watch_traced_optimizers`). Asked once per compilation of a frame; costs nothing where nothing is compiled.
+    ``refusal(backend, keywords, function)`` gives the exception, or None for backends that it is not about
+    (see :func:`watch_traced_optimizers`). Asked once per compilation of a frame; costs nothing where nothing
+    is compiled.
     """
     original = getattr(ConvertFrameAssert.__call__, "__collage_fx__", ConvertFrameAssert.__call__)
 
@@ -222,7 +234,7 @@ def refuse_recompile_limit(refusal: Callable[[Any, dict[str, Any], str], Excepti
 
 
 def symbol_source(value: torch.SymInt | torch.SymFloat) -> str:
-    """The Python expression a symbolic number was read from, such as ``self.param_groups[0]['lr']``, else its symbol."""
+    """The expression a symbolic number was read from, as ``self.param_groups[0]['lr']``, else its symbol."""
     expression = value.node.expr
     sources = value.node.shape_env.var_to_sources.get(expression, ())
     return str(sources[0].name) if sources and isinstance(sources[0].name, str) else str(expression)
@@ -242,7 +254,8 @@ def register_pointwise_lowering(
 
     Args:
         operator: an overload of one tensor and constants.
-        element_function: ``(*constants) -> function of [value of x]`` giving the value of the result, for one element.
+        element_function: ``(*constants) -> function of [value of x]`` giving the value of the result, for one
+            element.
         dtype: of the result.
     """
 
@@ -264,7 +277,7 @@ _ELEMENT_NAMES = {"__rshift__": "bitwise_right_shift", "__lshift__": "bitwise_le
 
 
 def pointwise_of(node: torch.fx.Node, values: Mapping[torch.fx.Node, Any]) -> Any:
-    """One node of a traced elementwise function in Inductor's elementwise language, its operands taken from ``values``."""
+    """One node of a traced elementwise function in Inductor's language, its operands from ``values``."""
     name = node.target.overloadpacket.__name__  # type: ignore[union-attr]
     args: tuple[Any, ...] = node.args
     tensors = [arg for arg in args if isinstance(arg, torch.fx.Node)]

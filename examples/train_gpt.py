@@ -15,7 +15,8 @@ batches:
 
 Two things go wrong in plain bfloat16. It has 8 significant bits, so an update below about 1/256 of its
 weight is rounded away: some at the peak of the learning rate, most once it has decayed. And with beta2 =
-0.999 a second moment can only grow, since 0.999·v rounds back to v.
+0.999 a second moment can only grow, since 0.999·v rounds back to v. The lower the learning rate, as larger
+models need it, the more is lost: here 3e-4 about doubles the gap in the loss and 3e-3 halves it.
 
 What is measured, from outside, on the values that ``collage_fx.full_value`` gives:
 
@@ -452,7 +453,7 @@ def conclusion(runs: Sequence[Run]) -> str:
     if baseline:
         lines += [
             f"Collage {run.strategy.name} loses {run.mean('lost'):.1%} and ends {_apart(run, baseline)} it, "
-            f"with {run.bytes_per_parameter:.0f} bytes per parameter to its {baseline.bytes_per_parameter:.0f}."
+            f"with {run.bytes_per_parameter:.0f} bytes a parameter to its {baseline.bytes_per_parameter:.0f}."
             for run in runs
             if run.strategy.name in ("light", "plus")
         ]

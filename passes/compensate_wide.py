@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from collage_fx.graph import GraphEditor, is_conversion
+from collage_fx.graph import GraphEditor, is_conversion, is_low_precision_tensor
 from collage_fx.passes.base import Pass
 from collage_fx.program import StateTensor, StepProgram
 
@@ -56,9 +56,21 @@ def _store_expansion(editor: GraphEditor, program: StepProgram, state: StateTens
     with editor.graph.inserting_before(state.store):
         value = stored.args[0] if is_conversion(stored) else stored
         assert isinstance(value, Node)
+        opaque = _rounded_on_the_way(value)
+        if opaque is not None:
+            state.refusal = (
+                f"{opaque.name} ({opaque.target}) gives its result in {state.format.name}, already rounded"
+            )
         hi, *auxiliaries = editor.inline(
             program.error_format.split, editor.convert(value, torch.float32), state.value.dtype
         )
         state.store.args = (state.placeholder, hi, *state.store.args[2:])
         for placeholder, auxiliary in zip(state.auxiliaries, auxiliaries, strict=True):
             editor.store(placeholder, auxiliary)
+
+
+def _rounded_on_the_way(value: Node) -> Node | None:
+    """The operator that keeps the storage dtype and made ``value``, if one did: its rounding cannot be undone."""
+    source = value.args[0] if is_conversion(value) else value
+    assert isinstance(source, Node)
+    return source if source.op == "call_function" and is_low_precision_tensor(source) else None

@@ -117,6 +117,7 @@ class Normalize(Pass):
         opened = sum(_open_composite(editor, node) for node in list(editor.graph.nodes))
         for node in list(editor.graph.nodes):
             _choose_constant_branch(editor, node)
+            _forward_copy(editor, node)
         editor.finish()
         return f"{opened} composite and {unpacked} foreach operations opened"
 
@@ -147,6 +148,26 @@ def _choose_constant_branch(editor: GraphEditor, node: Node) -> None:
         if chosen_value is not None and value is not None and chosen_value.shape == value.shape:
             assert isinstance(chosen, Node)
             _replace(editor, node, chosen)
+
+
+def _forward_copy(editor: GraphEditor, node: Node) -> None:
+    """``copy(destination, source)`` -> ``source``, in the destination's dtype, shape and strides.
+
+    AOTAutograd writes it where an in-place result is laid out unlike its destination (a transposed weight with a
+    contiguous gradient); the destination's old value plays no part in it.
+    """
+    if node.target is not aten.copy.default:
+        return
+    source, value = node.args[1], tensor_value(node)
+    assert isinstance(source, Node)
+    assert value is not None
+    with editor.graph.inserting_before(node):
+        result = editor.convert(source, value.dtype)
+        if result.meta["val"].shape != value.shape:
+            result = editor.call(aten.expand.default, result, list(value.shape))
+    node.replace_all_uses_with(result)
+    editor.graph.erase_node(node)
+    editor.propagate_from(result)
 
 
 def _unpack_foreach(editor: GraphEditor, node: Node) -> bool:

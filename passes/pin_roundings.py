@@ -10,6 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from collage_fx.graph import GraphEditor
 from collage_fx.passes.base import Pass
 from collage_fx.program import StepProgram
@@ -26,5 +29,21 @@ class PinRoundings(Pass):
     after = ("compensate-wide", "compensate-native")
 
     def run(self, program: StepProgram) -> str:
-        Retyper(GraphEditor(program.gm, self.name), rounding=True).run()
+        editor = GraphEditor(program.gm, self.name)
+        if program.arithmetic == "native":
+            _divide(editor)
+        Retyper(editor, rounding=True).run()
         return "low-precision values carried on the storage grid in float32"
+
+
+def _divide(editor: GraphEditor) -> None:
+    """Reciprocals become divisions: Inductor's of torch 2.11 can be told to round those correctly, not these."""
+    for node in editor.graph.find_nodes(op="call_function", target=torch.ops.aten.reciprocal.default):
+        with editor.graph.inserting_before(node):
+            (quotient,) = editor.inline(_one_divided_by, node.args[0])
+        node.replace_all_uses_with(quotient)
+        editor.graph.erase_node(node)
+
+
+def _one_divided_by(x: Tensor) -> Tensor:
+    return torch.ones((), dtype=x.dtype, device=x.device) / x

@@ -10,18 +10,26 @@ from torch.nn import Parameter
 
 from collage_fx import CollageBackend, CollageError, error_terms, full_value
 from collage_fx.errors import AliasedStateError, RecompileLimitError, UnsupportedTensorError
-from tests.support.training import Descent, compiled, differences, everything, parameters, run_steps, set_gradients
+from tests.support.training import (
+    Descent,
+    compiled,
+    differences,
+    everything,
+    parameters,
+    run_steps,
+    set_gradients,
+)
 
 BF16 = torch.bfloat16
 
 
 def sparse_gradient(rows: int = 8, columns: int = 4) -> Tensor:
     values = torch.ones(2, columns, dtype=BF16)
-    return torch.sparse_coo_tensor([[0, 2]], values, (rows, columns), check_invariants=True)
+    return torch.sparse_coo_tensor(torch.tensor([[0, 2]]), values, (rows, columns), check_invariants=True)
 
 
 def refused(optimizer: torch.optim.Optimizer, error: type[CollageError], step: Any = None) -> str:
-    """Check that a step is refused, as itself, that it says what, where and what to do, and that it changes nothing."""
+    """Check that a step is refused, as itself, says what, where and what to do, and changes nothing."""
     before, state = everything(optimizer), {id(k): list(v) for k, v in optimizer.state.items()}
     with pytest.raises(error) as refusal:
         (step or compiled(optimizer))()
@@ -34,7 +42,9 @@ def refused(optimizer: torch.optim.Optimizer, error: type[CollageError], step: A
     return text
 
 
-@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SparseAdam, Descent])
+@pytest.mark.parametrize(
+    "make", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SparseAdam, Descent]
+)
 def test_sparse_gradients(make: Callable[..., torch.optim.Optimizer]) -> None:
     """Dynamo would break the graph at them and run the step eagerly, AdamW fail in an error of Dynamo's."""
     embedding, other = parameters(shapes=[(8, 4), (3,)])
@@ -56,7 +66,9 @@ def test_gradients_that_become_sparse_in_a_run() -> None:
     params[0].grad = torch.ones_like(params[0])
     before = full_value(params[0])
     step()  # and on it goes
-    assert torch.all((full_value(params[0]) - (before - 0.1)).abs() <= before.abs() * 2.0**-15 + 0.1 * 2.0**-20)
+    assert torch.all(
+        (full_value(params[0]) - (before - 0.1)).abs() <= before.abs() * 2.0**-15 + 0.1 * 2.0**-20
+    )
 
 
 def test_a_step_inside_a_users_function_is_refused_too() -> None:
@@ -90,7 +102,9 @@ def test_an_unsupported_device() -> None:
     p = Parameter(torch.empty(4, dtype=BF16, device="meta"))
     p.grad = torch.empty_like(p)
     optimizer = torch.optim.AdamW([p])
-    with pytest.raises(UnsupportedTensorError, match=r"device meta; supported: cpu, cuda[\s\S]*param_groups\[0\].params\[0\]"):
+    with pytest.raises(
+        UnsupportedTensorError, match=r"device meta; supported: cpu, cuda[\s\S]*param_groups\[0\].params\[0\]"
+    ):
         compiled(optimizer)()
     assert not optimizer.state
 
@@ -123,7 +137,7 @@ class KeepsTheGradient(Descent):
     """State that is a view of the parameter itself."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for p in self.param_groups[0]["params"]:
             if "view" not in self.state[p]:
                 self.state[p]["view"] = p.detach()[1:]
@@ -154,7 +168,10 @@ def test_views_side_by_side_are_fine() -> None:
 
 def test_what_takes_no_part_in_the_step_is_not_looked_at() -> None:
     (p,) = parameters(shapes=[(3,)])
-    frozen = [Parameter(torch.arange(3), requires_grad=False), Parameter(torch.zeros(3, dtype=torch.complex64))]
+    frozen = [
+        Parameter(torch.arange(3), requires_grad=False),
+        Parameter(torch.zeros(3, dtype=torch.complex64)),
+    ]
     optimizer = Descent([*frozen, p])
     run_steps(compiled(optimizer), [p], [0])
     assert error_terms(p)
@@ -242,5 +259,5 @@ def test_other_backends_keep_dynamos_behaviour() -> None:
         for seed in range(4):
             run_steps(step, params, [seed])
             optimizer.param_groups[0]["lr"] /= 2
-        p.grad = torch.sparse_coo_tensor([[0]], torch.ones(1), (3,), check_invariants=True)
+        p.grad = torch.sparse_coo_tensor(torch.tensor([[0]]), torch.ones(1), (3,), check_invariants=True)
         step()

@@ -14,7 +14,16 @@ from torch._dynamo.utils import counters
 import collage_fx
 from collage_fx import CollageBackend, CollageError, backend_for, collage_backend, error_terms, full_value
 from collage_fx import backend as backend_module
-from tests.support.training import Descent, compiled, differences, everything, parameters, run_steps, set_gradients
+from collage_fx.torch_compat import watch_traced_optimizers
+from tests.support.training import (
+    Descent,
+    compiled,
+    differences,
+    everything,
+    parameters,
+    run_steps,
+    set_gradients,
+)
 
 REGISTERED = any(
     entry.name == "collage" for entry in importlib.metadata.entry_points(group="torch_dynamo_backends")
@@ -49,13 +58,16 @@ def test_wrong_values_are_refused_with_those_allowed(
 
 
 def test_unknown_option_is_refused_with_those_that_exist() -> None:
-    with pytest.raises(ValueError, match=r"unknown option 'stratgy'[\s\S]*strategy, error_format, arithmetic"):
+    with pytest.raises(
+        ValueError, match=r"unknown option 'stratgy'[\s\S]*strategy, error_format, arithmetic"
+    ):
         backend_for(stratgy="plus")
 
 
 def test_repr_says_the_options() -> None:
     assert repr(CollageBackend(strategy="light", error_format="fp32")) == (
-        "CollageBackend(strategy='light', error_format='fp32', arithmetic='wide', metrics=False, strict=True, mode=None)"
+        "CollageBackend(strategy='light', error_format='fp32', arithmetic='wide', metrics=False, "
+        "strict=True, mode=None)"
     )
 
 
@@ -70,7 +82,9 @@ def test_found_by_name_with_options() -> None:
     assert "collage" in torch._dynamo.list_backends()
     (p,) = params = parameters(shapes=[(3,)])
     optimizer = Descent(params)
-    step = torch.compile(optimizer.step, backend="collage", options={"error_format": "fp32", "strategy": "light"})
+    step = torch.compile(
+        optimizer.step, backend="collage", options={"error_format": "fp32", "strategy": "light"}
+    )
     run_steps(step, params, [0])
     assert error_terms(p)[0].dtype is torch.float32
     assert backend_for(strategy="light", error_format="fp32").report().tensors[-1].compensated
@@ -81,7 +95,7 @@ def test_found_by_name_with_options() -> None:
 def test_wrong_options_by_name_reach_the_user_as_value_errors(options: dict[str, Any]) -> None:
     params = parameters(shapes=[(3,)])
     set_gradients(params)
-    with pytest.raises(ValueError, match="'none', 'light', 'plus', 'full'|unknown option 'stratgy'"):
+    with pytest.raises(ValueError, match=r"'none', 'light', 'plus', 'full'|unknown option 'stratgy'"):
         torch.compile(Descent(params).step, backend="collage", options=options)()
 
 
@@ -110,7 +124,10 @@ def test_mode_reaches_inductor_and_works_on_cpu(
     class Watched(CollageBackend):
         def lower(self, *args: Any) -> Any:
             config = torch._inductor.config
-            met.append({name: getattr(config, name) for name in ("max_autotune",)} | {"triton.cudagraphs": config.triton.cudagraphs})
+            met.append(
+                {name: getattr(config, name) for name in ("max_autotune",)}
+                | {"triton.cudagraphs": config.triton.cudagraphs}
+            )
             return super().lower(*args)
 
     (p,) = params = parameters(shapes=[(3,)])
@@ -127,9 +144,10 @@ def test_mode_reaches_inductor_and_works_on_cpu(
 
 @pytest.fixture
 def adamw_run(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """What compiling one AdamW step costs in graph breaks and compilations, with ours and with plain Inductor."""
+    """What compiling an AdamW step costs in graph breaks and compilations, with ours and plain Inductor."""
     found = {}
-    for name, backend in {"collage": CollageBackend(), "inductor": "inductor"}.items():
+    backends: dict[str, Any] = {"collage": CollageBackend(), "inductor": "inductor"}
+    for name, backend in backends.items():
         torch._dynamo.reset()
         counters.clear()
         params = parameters()
@@ -138,7 +156,10 @@ def adamw_run(request: pytest.FixtureRequest) -> dict[str, Any]:
         run_steps(step, params, [0])
         first = (dict(counters["stats"]), dict(counters["graph_break"]), dict(counters["frames"]))
         run_steps(step, params, [1, 2])
-        found[name] = first, (dict(counters["stats"]), dict(counters["graph_break"]), dict(counters["frames"]))
+        found[name] = (
+            first,
+            (dict(counters["stats"]), dict(counters["graph_break"]), dict(counters["frames"])),
+        )
     return found
 
 
@@ -211,7 +232,9 @@ def test_another_error_format_for_the_same_tensors_is_refused() -> None:
     optimizer = Descent(params)
     run_steps(compiled(optimizer), params, [0])
     before = everything(optimizer)
-    with pytest.raises(CollageError, match=r"'fp32'[\s\S]*'mcf'[\s\S]*param_groups\[0\].params\[0\][\s\S]*reset_error_terms"):
+    with pytest.raises(
+        CollageError, match=r"'fp32'[\s\S]*'mcf'[\s\S]*param_groups\[0\].params\[0\][\s\S]*reset_error_terms"
+    ):
         compiled(optimizer, error_format="fp32")()
     assert differences(before, everything(optimizer)) == []
     for p in params:
@@ -345,7 +368,9 @@ def test_float32_state_is_lowered_as_inductor_does_with_one_line(messages: list[
         run_steps(torch.compile(optimizer.step, backend=each), params, range(3))
         results.append(everything(optimizer))
     assert differences(*results) == []
-    assert messages == ["RMSprop: the graph updates no bfloat16 or float16 tensor; lowered by Inductor as it is"]
+    assert messages == [
+        "RMSprop: the graph updates no bfloat16 or float16 tensor; lowered by Inductor as it is"
+    ]
     assert str(backend.report()) == messages[0]
     assert backend.report().tensors == []
 
@@ -363,10 +388,14 @@ def test_a_models_forward_and_backward_is_lowered_as_inductor_does_with_one_line
 
         loss = torch.compile(loss_of, backend=backend)(x)
         loss.backward()
-        results.append({"loss": loss.detach(), **{n: p.grad for n, p in model.named_parameters() if p.grad is not None}})
+        results.append(
+            {"loss": loss.detach(), **{n: p.grad for n, p in model.named_parameters() if p.grad is not None}}
+        )
     assert len(results[0]) == 5
     assert differences(*results) == []
-    assert messages == ["loss_of: the graph needs autograd, so it is no optimizer step; lowered by Inductor as it is"]
+    assert messages == [
+        "loss_of: the graph needs autograd, so it is no optimizer step; lowered by Inductor as it is"
+    ]
 
 
 def test_the_none_strategy_is_plain_inductor_with_a_report() -> None:
@@ -406,12 +435,13 @@ def test_a_graph_that_does_nothing() -> None:
 
 
 def test_importing_the_package_compiles_nothing_and_loads_little() -> None:
-    """Beyond torch's own, the import is cheap, and it starts neither Inductor's workers nor a CUDA context."""
+    """Beyond torch's own imports it is cheap, compiles nothing and makes no CUDA context."""
     script = (
         "import time, sys, torch, torch._dynamo, torch._inductor.compile_fx, sympy, tabulate\n"
         "start = time.perf_counter()\n"
         "import collage_fx\n"
-        "print(time.perf_counter() - start, torch.cuda.is_initialized(), torch._dynamo.utils.counters['stats'])\n"
+        "print(time.perf_counter() - start, torch.cuda.is_initialized(), "
+        "torch._dynamo.utils.counters['stats'])\n"
     )
     done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
     seconds, cuda, stats = done.stdout.split(maxsplit=2)
@@ -424,7 +454,7 @@ def test_installing_the_hooks_again_leaves_one_layer() -> None:
     optimizer = Descent(parameters())
     for _ in range(3):
         collage_fx.checkpoint.install()
-        backend_module.watch_traced_optimizers(backend_module._admit)
+        watch_traced_optimizers(backend_module._admit)
     methods = [torch.optim.Optimizer.state_dict, torch.optim.Optimizer.load_state_dict]
     assert all(not hasattr(method.__collage_fx__, "__collage_fx__") for method in methods)  # type: ignore[attr-defined]
     params = optimizer.param_groups[0]["params"]

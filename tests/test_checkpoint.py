@@ -79,7 +79,9 @@ def test_state_dict_holds_the_error_terms_under_keys_of_ours() -> None:
     keys = ["collage_fx.parameter.mcf.lo", "collage_fx.square_avg.mcf.lo"]
     assert ours(saved) == {0: keys, 1: keys}
     assert saved["state"][0][keys[0]] is error_terms(params[0])[0]
-    assert all("collage_fx" not in str(list(state)) for state in optimizer.state.values())  # nothing in the live state
+    assert all(
+        "collage_fx" not in str(list(state)) for state in optimizer.state.values()
+    )  # nothing in the live state
 
 
 def test_loading_into_a_running_process_replaces_the_live_error_terms() -> None:
@@ -253,7 +255,10 @@ LO = "collage_fx.parameter.mcf.lo"
     [
         ({LO: torch.zeros(3).bfloat16()}, r"shape \(3,\) for a tensor of shape \(4, 6\)"),
         ({LO: torch.zeros(4, 6)}, r"torch.float32 where a torch.bfloat16 tensor has one of torch.bfloat16"),
-        ({LO: None, "collage_fx.parameter.tripled.lo": torch.zeros(4, 6).bfloat16()}, r"unknown format 'tripled'"),
+        (
+            {LO: None, "collage_fx.parameter.tripled.lo": torch.zeros(4, 6).bfloat16()},
+            r"unknown format 'tripled'",
+        ),
         ({"collage_fx.parameter.mcf.high": torch.zeros(4, 6).bfloat16()}, r"belong together"),
         ({"collage_fx.momentum.mcf.lo": torch.zeros(4, 6).bfloat16()}, r"does not hold"),
     ],
@@ -261,14 +266,16 @@ LO = "collage_fx.parameter.mcf.lo"
 def test_what_does_not_fit_is_refused_before_anything_is_loaded(
     run: Any, changes: dict[str, Tensor | None], met: str
 ) -> None:
-    params, optimizer, saved = run
+    _, optimizer, saved = run
     before = everything(optimizer)
     entries = saved["state"][0]
     entries |= {name: value for name, value in changes.items() if value is not None}
     for name in [name for name, value in changes.items() if value is None]:
         del entries[name]
     saved["param_groups"][0]["lr"] = 5.0
-    with pytest.raises(CheckpointMismatchError, match=met + r"[\s\S]*param_groups\[0\].params\[0\][\s\S]*delete its keys"):
+    with pytest.raises(
+        CheckpointMismatchError, match=met + r"[\s\S]*param_groups\[0\].params\[0\][\s\S]*delete its keys"
+    ):
         optimizer.load_state_dict(saved)
     assert differences(before, everything(optimizer)) == []
     assert optimizer.param_groups[0]["lr"] != 5.0
@@ -279,7 +286,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_loaded(
 
 
 def test_another_error_format_than_the_live_one_is_refused_before_anything_is_loaded(run: Any) -> None:
-    params, optimizer, _ = run
+    _, optimizer, _ = run
     other = Descent(parameters())
     run_steps(compiled(other, error_format="fp32"), other.param_groups[0]["params"], [0])
     saved = copy.deepcopy(other.state_dict())
@@ -326,7 +333,9 @@ def test_a_process_without_collage_fx_can_use_the_checkpoint(tmp_path: Path) -> 
     optimizer = torch.optim.RMSprop(params := parameters(), alpha=0.999)
     run_steps(compiled(optimizer), params, range(2))
     resume.save(optimizer, path)
-    expected = torch.optim.RMSprop(plain := [torch.nn.Parameter(p.detach().clone()) for p in params], alpha=0.999)
+    expected = torch.optim.RMSprop(
+        plain := [torch.nn.Parameter(p.detach().clone()) for p in params], alpha=0.999
+    )
     expected.load_state_dict(without_ours(copy.deepcopy(optimizer.state_dict())))
     for p in plain:
         p.grad = torch.ones_like(p)

@@ -6,15 +6,17 @@ square root and pow are rounded as the instruction and the C library round them 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
+from unittest import mock
 
 import pytest
 import torch
 from torch._inductor.utils import fresh_cache, run_and_get_code
 
 from collage_fx.program import Arithmetic, Strategy
+from collage_fx.torch_compat import inductor_compile_inner
 from tests.support.agreement import assert_half_ulp, assert_same, differences, trajectory
 from tests.support.float_bits import same_bits
 from tests.support.optimizers import Case, CompiledOptimizer, Tensors, gradients
@@ -181,3 +183,24 @@ def test_strided_parameters_and_gradients() -> None:
     strides = {tensor.stride() for name, tensor in rig.live() if tensor.dim() == 2}
     assert strides == {(1, 33)}
     assert_same(*(trajectory(rig, start, grads, engine=engine) for engine in BOTH))
+
+
+# ------------------------------------------------------------ what CUDA graphs need
+
+
+def test_everything_a_step_mutates_is_static() -> None:
+    """Error terms too: CUDA graphs refuse to record a step that mutates an input whose address may change."""
+    lowered: list[tuple[set[int], set[int]]] = []
+
+    def spy(gm: Any, inputs: Sequence[Any], **options: Any) -> Any:
+        compiled: Any = inductor_compile_inner(gm, inputs, **options)
+        lowered.append((set(compiled.mutated_input_idxs), set(options["static_input_idxs"])))
+        return compiled
+
+    with mock.patch("collage_fx.lowering.inductor_compile_inner", spy):
+        first_step(Case("plus", "wide", "mcf", torch.bfloat16))
+    ((mutated, static),) = lowered
+    assert (
+        len(mutated) == 2 * 6
+    )  # of each parameter: itself, the two moments, two error terms, the step counter
+    assert mutated <= static

@@ -61,7 +61,9 @@ def test_tensors_are_told_apart_by_identity() -> None:
 def test_two_formats_for_one_tensor_are_refused() -> None:
     hi = torch.ones(3).bfloat16()
     allocate(hi, MCF, name="hi")
-    with pytest.raises(ConflictingErrorFormatError, match=r"'fp32'[\s\S]*'mcf'[\s\S]*hi[\s\S]*reset_error_terms"):
+    with pytest.raises(
+        ConflictingErrorFormatError, match=r"'fp32'[\s\S]*'mcf'[\s\S]*hi[\s\S]*reset_error_terms"
+    ):
         allocate(hi, FP32, name="hi")
     reset_error_terms(hi)
     assert error_terms(hi) == ()
@@ -144,8 +146,13 @@ def step_of(optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def run_and_forget(backend: Any, make: Callable[[Any], torch.optim.Optimizer]) -> tuple[Any, dict[str, weakref.ref[Any]]]:
-    """Train with a compiled callable that doesn't hold the optimizer; return it and weak references to the rest."""
+def run_and_forget(
+    backend: Any, make: Callable[[Any], torch.optim.Optimizer]
+) -> tuple[Any, dict[str, weakref.ref[Any]]]:
+    """Train with a compiled callable that doesn't hold the optimizer.
+
+    Return it and weak references to the rest.
+    """
     step = torch.compile(step_of, backend=backend)
     params = parameters()
     optimizer = make(params)
@@ -223,14 +230,20 @@ def test_a_models_compiled_forward_keeps_no_more_than_inductor_does() -> None:
 
 
 def test_error_terms_of_replaced_state_live_as_long_as_that_state() -> None:
-    """Which may be as long as the optimizer, with plain Inductor too: Dynamo binds state to the code compiled for it."""
+    """Which may be as long as the optimizer, with plain Inductor too.
+
+    Dynamo binds state to the code compiled for it.
+    """
     alive = []
     for backend in ("inductor", CollageBackend()):
         params = parameters()
         optimizer = torch.optim.RMSprop(params, alpha=0.999)
         run_steps(torch.compile(optimizer.step, backend=backend), params, range(2))
         state = optimizer.state[params[0]]
-        old, terms = weakref.ref(state["square_avg"]), [weakref.ref(t) for t in error_terms(state["square_avg"])]
+        old, terms = (
+            weakref.ref(state["square_avg"]),
+            [weakref.ref(t) for t in error_terms(state["square_avg"])],
+        )
         state["square_avg"] = state["square_avg"].clone()
         assert error_terms(state["square_avg"]) == ()
         gc.collect()

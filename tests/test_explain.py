@@ -39,7 +39,9 @@ def snapshot(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 def settings(optimizer: torch.optim.Optimizer) -> Any:
     """The rest of it."""
     state = optimizer.state_dict()
-    return copy.deepcopy((state["param_groups"], {k: sorted(v) for k, v in state["state"].items()}, optimizer.defaults))
+    return copy.deepcopy(
+        (state["param_groups"], {k: sorted(v) for k, v in state["state"].items()}, optimizer.defaults)
+    )
 
 
 @pytest.mark.parametrize("when", ["before the first step", "after compiled steps", "after eager steps"])
@@ -67,14 +69,19 @@ def test_it_says_what_the_compiled_steps_report_says() -> None:
     backend = CollageBackend()
     run_steps(torch.compile(optimizer.step, backend=backend), optimizer.param_groups[0]["params"], [0])
     assert explained.tensors == backend.report().tensors
-    assert [graph.after.code for graph in explained.graphs] == [graph.after.code for graph in backend.report().graphs]
+    assert [graph.after.code for graph in explained.graphs] == [
+        graph.after.code for graph in backend.report().graphs
+    ]
     assert str(explained) == str(backend.report())
 
 
 def test_names_are_the_users() -> None:
     model = torch.nn.Linear(3, 2).bfloat16()
     by_position = explain(torch.optim.SGD(model.parameters()))
-    assert [row.name for row in by_position.tensors] == ["param_groups[0].params[0]", "param_groups[0].params[1]"]
+    assert [row.name for row in by_position.tensors] == [
+        "param_groups[0].params[0]",
+        "param_groups[0].params[1]",
+    ]
     by_name = explain(torch.optim.RMSprop(model.named_parameters()))
     assert [row.name for row in by_name.tensors] == ["weight", "weight.square_avg", "bias", "bias.square_avg"]
 
@@ -138,7 +145,9 @@ def test_nothing_is_kept_alive() -> None:
 
 def test_what_compiling_would_refuse_is_refused() -> None:
     p = torch.nn.Parameter(torch.randn(4, 2).bfloat16())
-    p.grad = torch.sparse_coo_tensor([[1]], torch.ones(1, 2), (4, 2), dtype=torch.bfloat16, check_invariants=True)
+    p.grad = torch.sparse_coo_tensor(
+        torch.tensor([[1]]), torch.ones(1, 2), (4, 2), dtype=torch.bfloat16, check_invariants=True
+    )
     with pytest.raises(UnsupportedTensorError, match="sparse"):
         explain(torch.optim.SGD([p]))
 

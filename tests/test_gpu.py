@@ -67,7 +67,7 @@ def compiled_optimizer(case: Case, make: Any = adamw, **options: Any) -> Compile
 
 
 def assert_agreement(case: Case, rig: CompiledOptimizer, grads: Sequence[Sequence[Tensor]]) -> None:
-    """Native: the same bits. Wide: each step within an ulp of lo, as float32 operations are not all rounded."""
+    """Native: the same bits. Wide: each step within an ulp of lo, as float32 operations may be contracted."""
     start = rig.start()
     if case.arithmetic == "native":
         compiled = trajectory(rig, start, grads)

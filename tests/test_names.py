@@ -33,7 +33,10 @@ def test_optimizers_are_found_in_variables_arguments_and_wrappers() -> None:
     scheduler = torch.optim.lr_scheduler.ConstantLR(second)
     assert optimizers_among({"self": first, "n": 3}) == {"self": first}
     assert optimizers_among({"args": (first, 2), "kwargs": {}}) == {"args": first}
-    assert optimizers_among({"a": first, "scheduler": scheduler, "again": first}) == {"a": first, "scheduler": second}
+    assert optimizers_among({"a": first, "scheduler": scheduler, "again": first}) == {
+        "a": first,
+        "scheduler": second,
+    }
     assert list(optimizers_among({"args": (first, second)}).values()) == [first, second]
 
 
@@ -42,7 +45,9 @@ def test_known_tensors_are_in_the_optimizers_order_with_their_roles() -> None:
     optimizer = torch.optim.SGD(params, lr=torch.tensor(0.1), momentum=0.9)
     set_gradients(params)
     optimizer.step()
-    entries = [(entry.name, entry.symbol, entry.role) for entry in known_tensors({"self": optimizer}).values()]
+    entries = [
+        (entry.name, entry.symbol, entry.role) for entry in known_tensors({"self": optimizer}).values()
+    ]
     assert entries == [
         ("param_groups[0].lr", "lr", Role.OTHER),
         ("param_groups[0].params[0]", "p", Role.PARAMETER),

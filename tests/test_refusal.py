@@ -10,7 +10,7 @@ from collage_fx.errors import UncompensatedParameterError
 
 
 class Rotate(torch.optim.Optimizer):
-    """Multiplies each parameter by a matrix: the last operation has no double-word algorithm."""
+    """Multiplies each parameter by a matrix: a matrix product rounds its result to the storage format."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})
@@ -34,16 +34,17 @@ def _rotated(**options: Any) -> torch.Tensor:
     return p.detach()
 
 
-def test_native_refuses_and_changes_nothing() -> None:
-    with pytest.raises(UncompensatedParameterError, match="no double-word algorithm"):
-        _rotated(arithmetic="native")
+REASONS = {"native": "no double-word algorithm", "wide": "already rounded"}
 
 
-def test_not_strict_warns() -> None:
-    with pytest.warns(UserWarning, match="no double-word algorithm"):
-        rotated = _rotated(arithmetic="native", strict=False)
+@pytest.mark.parametrize("arithmetic", REASONS)
+def test_strict_refuses_and_changes_nothing(arithmetic: str) -> None:
+    with pytest.raises(UncompensatedParameterError, match=REASONS[arithmetic]):
+        _rotated(arithmetic=arithmetic)
+
+
+@pytest.mark.parametrize("arithmetic", REASONS)
+def test_not_strict_warns(arithmetic: str) -> None:
+    with pytest.warns(UserWarning, match=REASONS[arithmetic]):
+        rotated = _rotated(arithmetic=arithmetic, strict=False)
     assert torch.equal(rotated, 2 * torch.eye(4, dtype=torch.bfloat16))
-
-
-def test_wide_takes_it() -> None:
-    assert torch.equal(_rotated(), 2 * torch.eye(4, dtype=torch.bfloat16))

@@ -11,7 +11,13 @@ from collage_fx.program import Kind, Role, Strategy
 from collage_fx.report import TABLE_WIDTH
 from tests.support.training import Descent, parameters, run_steps
 
-NAMES = ["blocks.0.attention.weight", "blocks.0.attention.bias", "blocks.0.mlp.weight", "blocks.0.mlp.bias", "head.weight"]
+NAMES = [
+    "blocks.0.attention.weight",
+    "blocks.0.attention.bias",
+    "blocks.0.mlp.weight",
+    "blocks.0.mlp.bias",
+    "head.weight",
+]
 SHAPES = [(8, 8), (8,), (16, 8), (16,), (32, 8)]
 
 
@@ -82,7 +88,9 @@ def test_the_printed_table_is_readable(reports: dict[str, CollageReport]) -> Non
     assert lines[0] == "AdamW"
     assert lines[2].split() == ["tensor", "shape", "kind", "recurrence", "verdict", "error", "bytes"]
     body = lines[4 : 4 + 15]
-    assert [line.split()[0] for line in body] == [row.name for row in reports["plus"].tensors]  # a line a tensor
+    assert [line.split()[0] for line in body] == [
+        row.name for row in reports["plus"].tensors
+    ]  # a line a tensor
     assert "bf16[16,8]" in body[8]
     assert "lossy (3)" in body[8]
     assert body[8].split()[-2:] == ["mcf", "512"]
@@ -91,7 +99,8 @@ def test_the_printed_table_is_readable(reports: dict[str, CollageReport]) -> Non
     assert len(notes) == 3  # parameters, first moments, second moments: each reason once
     assert "no error terms (not lossy)" in notes[1]
     assert lines[-1] == (
-        "10 of 15 tensors have error terms. Bytes per parameter: parameters 2, state 4, error terms 4, total 10."
+        "10 of 15 tensors have error terms. Bytes per parameter: parameters 2, state 4, error terms 4, total "
+        "10."
     )
 
 

@@ -1,7 +1,7 @@
 """A training run that stops and goes on, in a process of its own for the second half.
 
-``python -m tests.support.resume DIRECTORY`` loads every checkpoint in the directory before any step has been taken in the
-process, takes the remaining steps and writes what came out.
+``python -m tests.support.resume DIRECTORY`` loads every checkpoint in the directory before any step has been
+taken in the process, takes the remaining steps and writes what came out.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import torch
 
 from tests.support.training import compiled, everything, parameters, run_steps
 
-RUNS = [(dtype, error_format) for dtype in (torch.bfloat16, torch.float16) for error_format in ("mcf", "fp32")]
+RUNS = [
+    (dtype, error_format) for dtype in (torch.bfloat16, torch.float16) for error_format in ("mcf", "fp32")
+]
 FIRST, REST = range(3), range(3, 23)
 
 

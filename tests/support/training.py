@@ -16,13 +16,16 @@ SHAPES = ((4, 6), (5,))
 
 
 class Descent(Optimizer):
-    """The least of an optimizer: one operation a parameter, no state. Like most outside torch.optim: no ``_init_group``."""
+    """The least of an optimizer: one operation a parameter, no state. Like most outside torch.optim.
+
+    No ``_init_group``.
+    """
 
     def __init__(self, params: Any, lr: float = 2.0**-12) -> None:
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
@@ -37,7 +40,7 @@ class LateMomentum(Optimizer):
         self.decay = 0.999
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for p in group["params"]:
                 state = self.state[p]
@@ -101,4 +104,8 @@ def differences(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
 def _identical(a: Tensor, b: Tensor) -> bool:
     if (a.dtype, a.shape, a.stride()) != (b.dtype, b.shape, b.stride()):
         return False
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)) if a.dim() else bool(a == b)
+    return (
+        torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+        if a.dim()
+        else bool(a == b)
+    )
