@@ -1,4 +1,4 @@
-"""collage_fx: a torch.compile backend that makes any PyTorch optimizer train precisely in pure low precision."""
+"""collage_fx: a torch.compile backend that makes any PyTorch optimizer precise in pure low precision."""
 
 from collage_fx.backend import CollageBackend, backend_for, collage_backend
 from collage_fx.checkpoint import install as _install_checkpoint_support

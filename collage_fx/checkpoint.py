@@ -170,7 +170,7 @@ def _refuse_other_format(parameter: Tensor, saved: Saved, where: str) -> None:
     for format_name, _ in saved:
         if live is not None and format_name != live.format.name:
             raise ConflictingErrorFormatError(
-                f"a checkpoint with error terms in the format {format_name!r} for a tensor whose live ones are "
+                f"a checkpoint with error terms in the format {format_name!r} for a tensor whose own are "
                 f"{live.format.name!r}",
                 where=where,
                 remedy=f"compile the step with error_format={format_name!r}, or drop the live error terms "

@@ -178,7 +178,7 @@ class GraphEditor:
         return self._traces[key]
 
     def propagate_from(self, changed: Node) -> None:
-        """Recompute the values of everything computed from ``changed``, whose strides have become other ones."""
+        """Recompute the values of everything computed from ``changed``, whose strides have changed."""
         stale = {changed}
         for node in self.graph.nodes:
             if (

@@ -174,7 +174,7 @@ class Retyper:
         return self._float32[node]
 
     def _in_storage(self, node: Node) -> Node:
-        """A low-precision node in its storage dtype: itself if it is memory, else a cast of its float32 carrier."""
+        """A low-precision node in its storage dtype: itself if it is memory, else a cast of its carrier."""
         value = tensor_value(node)
         carrier = self._float32.get(node)
         if (

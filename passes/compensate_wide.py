@@ -70,7 +70,7 @@ def _store_expansion(editor: GraphEditor, program: StepProgram, state: StateTens
 
 
 def _rounded_on_the_way(value: Node) -> Node | None:
-    """The operator that keeps the storage dtype and made ``value``, if one did: its rounding cannot be undone."""
+    """The operator that made ``value`` in the storage dtype, if one did: its rounding cannot be undone."""
     source = value.args[0] if is_conversion(value) else value
     assert isinstance(source, Node)
     return source if source.op == "call_function" and is_low_precision_tensor(source) else None

@@ -153,8 +153,8 @@ def _choose_constant_branch(editor: GraphEditor, node: Node) -> None:
 def _forward_copy(editor: GraphEditor, node: Node) -> None:
     """``copy(destination, source)`` -> ``source``, in the destination's dtype, shape and strides.
 
-    AOTAutograd writes it where an in-place result is laid out unlike its destination (a transposed weight with a
-    contiguous gradient); the destination's old value plays no part in it.
+    AOTAutograd writes it where an in-place result is laid out unlike its destination (a transposed weight
+    with a contiguous gradient); the destination's old value plays no part in it.
     """
     if node.target is not aten.copy.default:
         return

@@ -37,7 +37,7 @@ class PinRoundings(Pass):
 
 
 def _divide(editor: GraphEditor) -> None:
-    """Reciprocals become divisions: Inductor's of torch 2.11 can be told to round those correctly, not these."""
+    """Reciprocals become divisions: torch 2.11's Inductor can be told to round only those correctly."""
     for node in editor.graph.find_nodes(op="call_function", target=torch.ops.aten.reciprocal.default):
         with editor.graph.inserting_before(node):
             (quotient,) = editor.inline(_one_divided_by, node.args[0])
