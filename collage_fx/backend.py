@@ -273,7 +273,7 @@ class _Capture:
         inductor_options: dict[str, Any],
     ) -> Any:
         started = time.perf_counter()
-        before = copy.deepcopy(gm)
+        before = _copy_of(gm)
         passes: list[tuple[str, str]] = []
         run_pipeline(
             program,
@@ -281,7 +281,7 @@ class _Capture:
             observe=lambda stage: passes.append((stage.name, stage.summary)),
         )
         self._refuse_uncompensated(program)
-        after = copy.deepcopy(program.gm)
+        after = _copy_of(program.gm)
         step = self.backend.lower(program if program.compensated else gm, example_inputs, inductor_options)
         if program.compensated:
             for optimizer in self.optimizers.values():
@@ -326,7 +326,7 @@ class _Capture:
         if not self.left_alone:  # forward and backward of one capture come here one after the other
             note = f"{self.subject}: {reason}; lowered by Inductor as it is"
             log.info(note)
-            graph = copy.deepcopy(gm)
+            graph = _copy_of(gm)
             report = GraphReport(before=graph, after=graph, subject=self.subject, tensors=(), note=note)
             self.backend._report.graphs.append(report)
         self.left_alone = True
@@ -339,7 +339,7 @@ class _Capture:
             self._refuse(gm, inputs, known)
         existing = self._existing_expansions(inputs)
         return StepProgram(
-            copy.deepcopy(gm),
+            _copy_of(gm),
             inputs,
             self.options.strategy,
             self.options.arithmetic,
@@ -385,6 +385,16 @@ def _reason_to_leave_alone(gm: GraphModule, inductor_options: dict[str, Any]) ->
     if not any(is_low_precision_tensor(node) for node in copies_to_inputs(gm.graph)):
         return "the graph updates no bfloat16 or float16 tensor"
     return None
+
+
+def _copy_of(gm: GraphModule) -> GraphModule:
+    """A module with a graph of its own over the same constants.
+
+    ``copy.deepcopy`` would copy the constants too, which newer versions refuse in a fake tensor mode.
+    """
+    copied = GraphModule(gm, copy.deepcopy(gm.graph))
+    copied.meta.update(gm.meta)
+    return copied
 
 
 def _wider_bytes(gm: GraphModule) -> int:
