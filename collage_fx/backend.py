@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 from torch.fx import Graph, GraphModule
 from torch.optim import Optimizer
 
+from collage_fx import scalars
 from collage_fx.admission import (
     forget_new_state,
     refuse_aliases,
@@ -166,7 +167,11 @@ class CollageBackend:
         capture = _Capture(self, gm, tuple(example_inputs))
         capture.refuse_overlaps()
         return compile_with_inductor(
-            gm, example_inputs, inner_compile=capture.compile, config_patches=patches
+            gm,
+            example_inputs,
+            inner_compile=capture.compile,
+            decompositions=scalars.decompositions(),
+            config_patches=patches,
         )
 
     def label(self, optimizers: Sequence[Optimizer]) -> str:
@@ -484,5 +489,6 @@ def _refuse_eager_steps(compiler: Any, keywords: dict[str, Any], function: str) 
     )
 
 
+scalars.install()
 watch_traced_optimizers(_admit)
 refuse_recompile_limit(_refuse_eager_steps)

@@ -27,10 +27,12 @@ __all__ = [
     "make_fx",
     "mode_options",
     "pointwise_of",
+    "prims_fma",
     "real_tensors",
     "refuse_recompile_limit",
     "register_pointwise_lowering",
     "symbol_source",
+    "trace_instead",
     "traced_frame_name",
     "traced_frame_variables",
     "watch_traced_optimizers",
@@ -54,8 +56,10 @@ if _version() < OLDEST_TORCH:
 try:
     from torch._dynamo import config as dynamo_config
     from torch._dynamo.convert_frame import ConvertFrameAssert
+    from torch._dynamo.decorators import substitute_in_graph
     from torch._dynamo.exc import FailOnRecompileLimitHit, ShortenTraceback
     from torch._dynamo.symbolic_convert import InstructionTranslator
+    from torch._dynamo.trace_rules import get_torch_obj_rule_map, torch_name_rule_map
     from torch._dynamo.variables.optimizer import OptimizerVariable
     from torch._functorch import config as functorch_config
     from torch._functorch._aot_autograd.descriptors import (
@@ -81,6 +85,9 @@ except ImportError as error:
         "collage_fx"
     ) from error
 
+#: ``a * b + c``, an operator that Inductor registers and that AOTAutograd puts into graphs.
+prims_fma: Any = torch.ops.prims.fma
+
 #: Compiles one functional ATen graph with Inductor: ``(gm, example_inputs, **kwargs) -> callable taking a
 #: list``.
 inductor_compile_inner: Callable[..., Callable[[list[Any]], Any]] = compile_fx_inner
@@ -91,17 +98,23 @@ def compile_with_inductor(
     example_inputs: Sequence[Any],
     *,
     inner_compile: Callable[..., Any],
+    decompositions: dict[Any, Callable[..., Any]],
     config_patches: dict[str, Any] | None,
 ) -> Callable[..., Any]:
     """Run a Dynamo graph through AOTAutograd and Inductor with ``inner_compile`` in place of Inductor's own.
 
+    ``decompositions`` are applied by AOTAutograd; :func:`functional_decompositions` are Inductor's own.
     AOTAutograd's cache is switched off: on a hit it would return the code of an earlier compilation without
     calling ``inner_compile``, that is without the error terms. Inductor's own cache, keyed by the graph it is
     given (the rewritten one), stays on, so that a second process still starts warm.
     """
     with functorch_config.patch(enable_autograd_cache=False):
         compiled = compile_fx(
-            gm, list(example_inputs), inner_compile=inner_compile, config_patches=config_patches
+            gm,
+            list(example_inputs),
+            inner_compile=inner_compile,
+            decompositions=decompositions,
+            config_patches=config_patches,
         )
     return cast(Callable[..., Any], compiled)
 
@@ -231,6 +244,20 @@ def refuse_recompile_limit(refusal: Callable[[Any, dict[str, Any], str], Excepti
 
     guarded.__collage_fx__ = original  # type: ignore[attr-defined]
     ConvertFrameAssert.__call__ = guarded  # type: ignore[method-assign]
+
+
+def trace_instead(function: Callable[..., Any], traceable: Callable[..., Any]) -> None:
+    """Have Dynamo inline ``traceable`` where a traced program calls the builtin ``function``.
+
+    For every backend: Dynamo has one table of rules. A second call for the same function changes nothing.
+    """
+    name = f"{function.__module__}.{function.__name__}"
+    rules = [rules for rules in torch_name_rule_map if name in rules]
+    for each in rules:
+        del each[name]
+    if rules:
+        get_torch_obj_rule_map.cache_clear()
+        substitute_in_graph(function)(traceable)
 
 
 def symbol_source(value: torch.SymInt | torch.SymFloat) -> str:
