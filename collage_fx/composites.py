@@ -80,7 +80,7 @@ FOREACH: dict[str, Callable[..., Any]] = {
     "lerp": _lerp,
     "clamp_min": lambda x, bound: torch.clamp(x, min=bound),
     "clamp_max": lambda x, bound: torch.clamp(x, max=bound),
-    "copy": lambda x, source: source.to(x.dtype).expand(x.shape),
+    "copy": lambda x, source: source.to(x.dtype),
     "zero": torch.zeros_like,
     "maximum": lambda x, y: torch.maximum(x, y) if isinstance(y, torch.Tensor) else torch.clamp(x, min=y),
     "minimum": lambda x, y: torch.minimum(x, y) if isinstance(y, torch.Tensor) else torch.clamp(x, max=y),

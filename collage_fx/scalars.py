@@ -6,7 +6,8 @@ A learning rate that a scheduler sets and a step counter in ``optimizer.state`` 
 burns such a number into the graph at first and makes it symbolic when it sees it change; AOTAutograd then
 replaces the operations on a symbolic float by operations on a 0-d float64 tensor, so that the compiled code
 takes the number as an input. It can do so for ``mul(tensor, number)`` and its like alone. Where a symbolic
-float is an ``alpha=`` or ``value=``, a bound of ``clamp`` or an element of a ``_foreach_`` list, the number is
+float is an ``alpha=`` or ``value=``, a bound of ``clamp`` or an element of a ``_foreach_`` list, the number
+is
 burned in after all, and the step compiled again each time it changes: SGD with a scheduler on a float ``lr``
 was compiled once a step, until Dynamo gave up on it.
 
@@ -15,8 +16,8 @@ the multiplications and additions it stands for (:func:`decompositions`). Graphs
 not touched.
 
 ``math.pow(beta, step)``, the usual bias correction, is one step earlier: Dynamo itself burns the arguments of
-``math`` functions in. It has a Python spelling that Dynamo traces, ``float(beta) ** float(step)``, and is told
-to trace that (:func:`collage_fx.torch_compat.trace_instead`).
+``math`` functions in. It has a Python spelling that Dynamo traces, ``float(beta) ** float(step)``, and is
+told to trace that (:func:`collage_fx.torch_compat.trace_instead`).
 """
 
 from __future__ import annotations
@@ -114,8 +115,9 @@ def decompositions() -> dict[Any, Decomposition]:
     for name in dir(aten):
         if name.startswith("_foreach_") and not name.endswith("_"):
             for overload in _overloads(getattr(aten, name)):
-                if (rule := foreach_rule(overload)) is not None:
-                    table[overload] = _where_symbolic(_each(rule), table.get(overload))
+                element_rule = foreach_rule(overload)
+                if element_rule is not None:
+                    table[overload] = _where_symbolic(_each(element_rule), table.get(overload))
     return table
 
 
@@ -133,7 +135,7 @@ def _each(rule: Decomposition) -> Decomposition:
 
 
 def _where_symbolic(rule: Decomposition, otherwise: Decomposition | None) -> Decomposition:
-    """``rule`` where a symbolic float is among the arguments and it has something to say, else ``otherwise``."""
+    """``rule`` where a symbolic float is among the arguments, ``otherwise`` where not or it says nothing."""
 
     def decomposition(*args: Any, **kwargs: Any) -> Any:
         result = NotImplemented
