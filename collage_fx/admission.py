@@ -71,8 +71,8 @@ def refuse_optimizer(optimizer: Optimizer) -> None:
 def _refuse_class(optimizer: Optimizer) -> None:
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedOptimizerError(
-            "LBFGS decides from step to step what to compute, by the values of losses and gradients, so that no "
-            "graph of its update can be captured",
+            "LBFGS decides from step to step what to compute, by the values of losses and gradients, so that "
+            "no graph of its update can be captured",
             where="LBFGS.step",
             remedy="step it eagerly on float32 parameters",
         )

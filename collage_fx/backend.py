@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 from weakref import WeakKeyDictionary
 
+import torch
 from torch.fx import Graph, GraphModule
 from torch.optim import Optimizer
 
@@ -42,6 +43,7 @@ from collage_fx.torch_compat import (
     compile_with_inductor,
     inductor_compile_inner,
     mode_options,
+    needs_autograd,
     traced_frame_name,
     traced_frame_variables,
 )
@@ -160,13 +162,14 @@ class CollageBackend:
         patches = mode_options(mode) if mode not in (None, "default") else None
         capture = _Capture(self, gm, tuple(example_inputs))
         capture.refuse_overlaps()
-        return compile_with_inductor(
-            gm,
-            example_inputs,
-            inner_compile=capture.compile,
-            decompositions=scalars.decompositions(),
-            config_patches=patches,
-        )
+        with torch.set_grad_enabled(needs_autograd(gm, example_inputs)):
+            return compile_with_inductor(
+                gm,
+                example_inputs,
+                inner_compile=capture.compile,
+                decompositions=scalars.decompositions(),
+                config_patches=patches,
+            )
 
     def label(self, optimizers: Sequence[Optimizer]) -> str:
         """What a report calls the step of these optimizers.

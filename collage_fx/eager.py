@@ -13,7 +13,8 @@ which costs nothing in a step that is compiled already:
   Two kinds of breaks are let through. One in the closure of a step, or anywhere outside of the methods of an
   optimizer, leaves the update whole. One at a branch on a tensor's value (``if norm > 1:``) that Dynamo can
   resume from executes nothing but the branch; what follows is a graph of its own.
-* *Reading a tensor's value* (``norm.item()``) would break the graph too; it is captured instead.
+* *Reading a tensor's value* (``norm.item()``) would break the graph too; it is captured instead, or, where
+  the step goes on to branch on it, made such a harmless break (:data:`ATTEMPTS`).
 * *Something that Dynamo doesn't trace*: sparse gradients, optimizers whose step is disabled for Dynamo,
   ``fused=True``, which is one opaque operator. See Note [Two doors] in ``admission.py``.
 * *Calling ``optimizer.step()`` itself* instead of the compiled callable. Every optimizer runs the global step
@@ -38,12 +39,14 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from collage_fx.admission import refuse_optimizer, remember_state
+from collage_fx.admission import forget_new_state, refuse_optimizer, remember_state
 from collage_fx.error_terms import expansion_of
 from collage_fx.errors import CollageError, EagerStepError, GraphBreakError, RecompileLimitError
 from collage_fx.names import optimizers_among, parameter_names
 from collage_fx.torch_compat import (
+    ConvertOtherwise,
     GraphBreak,
+    captures_scalars,
     current_trace,
     dynamo_recompile_limit,
     watch_conversions,
@@ -56,13 +59,15 @@ __all__ = ["install", "note_compiled_step"]
 #: How many times Dynamo's ``recompile_limit`` (8) an optimizer may be compiled before its step is refused.
 COMPILATIONS = 4
 
-#: What Dynamo's configuration is while it traces for this backend: its own limits are out of reach, and
-#: numbers read from tensors become part of the graph.
-TRACING_SETTINGS = {
-    "recompile_limit": 1 << 30,
-    "accumulated_recompile_limit": 1 << 30,
-    "capture_scalar_outputs": True,
-}
+_OWN_LIMIT = {"recompile_limit": 1 << 30, "accumulated_recompile_limit": 1 << 30}
+
+#: What Dynamo's configuration is while it traces for this backend: its own limits are out of reach. Numbers
+#: read from tensors become part of the graph, unless the step then branches on one where the graph cannot be
+#: broken; it may be broken where the number is read.
+ATTEMPTS = (
+    {**_OWN_LIMIT, "capture_scalar_outputs": True},
+    {**_OWN_LIMIT, "capture_scalar_outputs": False},
+)
 
 #: ``(backend, keywords)`` -> whether it is strict; None for backends that compensate nothing.
 Strictness = Callable[[Any, dict[str, Any]], bool | None]
@@ -76,7 +81,7 @@ def install(strictness: Strictness) -> None:
     """Start watching Dynamo and eager steps. A second call replaces the first."""
     watch_traced_optimizers(lambda *traced: _at_trace(strictness, *traced))
     watch_conversions(
-        lambda *conversion: _before_conversion(strictness, *conversion), _after_conversion, TRACING_SETTINGS
+        lambda *conversion: _before_conversion(strictness, *conversion), _after_conversion, ATTEMPTS
     )
     watch_graph_breaks(lambda *graph_break: _at_graph_break(strictness, *graph_break))
     global _hook
@@ -168,14 +173,19 @@ def _at_graph_break(
     strict = strictness(backend, keywords)
     if strict is None or graph_break.optimizer is None or graph_break.is_harmless:
         return
+    if captures_scalars():
+        raise ConvertOtherwise
+    if strict:
+        forget_new_state(graph_break.optimizer)
     _raise_or_warn(
         graph_break.optimizer,
         GraphBreakError(
             f"Dynamo cannot capture the step of {type(graph_break.optimizer).__name__}, and would run a part "
             f"of it eagerly, without error terms: {graph_break.reason}",
             where=graph_break.where,
-            remedy="change that line (what Dynamo says about it: TORCH_LOGS=graph_breaks), or accept with "
-            "strict=False that the part is not compensated",
+            remedy="change that line (what Dynamo says about it: TORCH_LOGS=graph_breaks). If it belongs to "
+            "the first step alone, where state is made, take that one eagerly, before the compiled ones. Or "
+            "accept with strict=False that the part is not compensated",
         ),
         strict=strict,
     )

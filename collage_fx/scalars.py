@@ -103,6 +103,7 @@ WITH_NUMBERS: dict[Any, Decomposition] = {
     aten.full_like: _full_like,
     aten.masked_fill: _masked_fill,
     aten.pow: _pow,
+    aten.scalar_tensor: lambda value, **kwargs: torch.zeros((), **kwargs) + value,
 }
 
 

@@ -19,9 +19,11 @@ from typing import Any, Literal, cast
 import torch
 
 __all__ = [
+    "ConvertOtherwise",
     "GraphBreak",
     "ShortenTraceback",
     "aot_input_of",
+    "captures_scalars",
     "compile_with_inductor",
     "current_trace",
     "detect_fake_mode",
@@ -32,6 +34,7 @@ __all__ = [
     "inductor_config",
     "make_fx",
     "mode_options",
+    "needs_autograd",
     "pointwise_of",
     "prims_fma",
     "real_tensors",
@@ -63,8 +66,8 @@ if _version() < OLDEST_TORCH:
 try:
     from torch._dynamo import config as dynamo_config
     from torch._dynamo.convert_frame import ConvertFrameAssert
-    from torch._dynamo.eval_frame import always_optimize_code_objects
     from torch._dynamo.decorators import substitute_in_graph
+    from torch._dynamo.eval_frame import always_optimize_code_objects
     from torch._dynamo.exc import ShortenTraceback
     from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
     from torch._dynamo.trace_rules import get_torch_obj_rule_map, torch_name_rule_map
@@ -125,6 +128,24 @@ def compile_with_inductor(
             config_patches=config_patches,
         )
     return cast(Callable[..., Any], compiled)
+
+
+def needs_autograd(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
+    """Whether a Dynamo graph computes something that is to be differentiated.
+
+    AOTAutograd's own answer is yes for every in-place update through ``.data`` of a parameter that requires
+    gradients, while gradients are enabled: the style of most optimizers that lack a ``torch.no_grad``.
+    """
+    results = [n for n in gm.graph.output_node().all_input_nodes if n.op not in ("placeholder", "get_attr")]
+    inputs = [
+        value
+        for value in (*gm.parameters(), *gm.buffers(), *example_inputs)
+        if isinstance(value, torch.Tensor)
+    ]
+    return torch.is_grad_enabled() and (
+        any(getattr(node.meta.get("example_value"), "requires_grad", False) for node in results)
+        or any(value.requires_grad and not value.is_leaf for value in inputs)
+    )
 
 
 def mode_options(mode: str) -> dict[str, Any]:
@@ -233,7 +254,7 @@ def _innermost(compiler: Any) -> tuple[Any, dict[str, Any]]:
 def watch_conversions(
     before: Callable[[Any, dict[str, Any], CodeType, Mapping[str, Any]], bool],
     after: Callable[[CodeType, Mapping[str, Any]], None],
-    settings: dict[str, Any],
+    attempts: Sequence[dict[str, Any]],
 ) -> None:
     """Have functions called around each of Dynamo's conversions of a frame into a graph.
 
@@ -241,7 +262,8 @@ def watch_conversions(
         before: ``(backend, keywords, code, variables)`` (see :func:`watch_traced_optimizers`); an exception
             of it ends the conversion and reaches the user, True applies the following two.
         after: ``(code, variables)``, once a graph has been compiled.
-        settings: of Dynamo's configuration, during the conversion.
+        attempts: settings of Dynamo's configuration to convert with. Where a conversion ends in
+            :class:`ConvertOtherwise`, the next are tried.
 
     Called once per compilation of a frame; costs nothing where nothing is compiled.
     """
@@ -255,14 +277,35 @@ def watch_conversions(
         if _optimizer_of_method(code, variables) is not None:
             # Dynamo runs frames eagerly in which it sees no tensor, as in step(self) of most optimizers.
             always_optimize_code_objects[code] = True
-        with dynamo_config.patch(settings):
-            converted = original(self, frame, *args, **kwargs)
+        converted = _convert(lambda: original(self, frame, *args, **kwargs), attempts)
         if converted is not None and converted.guarded_code is not None:
             after(code, variables)
         return converted
 
     watched.__collage_fx__ = original  # type: ignore[attr-defined]
     ConvertFrameAssert.__call__ = watched  # type: ignore[method-assign]
+
+
+class ConvertOtherwise(ShortenTraceback):
+    """Raised by a watch of graph breaks to have a frame converted with other settings."""
+
+    def __init__(self) -> None:
+        super().__init__(first_useful_frame=None)
+
+
+def _convert(conversion: Callable[[], Any], attempts: Sequence[dict[str, Any]]) -> Any:
+    """Run a conversion with the first settings that it does not ask to replace."""
+    *others, last = attempts
+    for settings in others:
+        with dynamo_config.patch(settings), contextlib.suppress(ConvertOtherwise):
+            return conversion()
+    with dynamo_config.patch(last):
+        return conversion()
+
+
+def captures_scalars() -> bool:
+    """Whether Dynamo makes numbers that are read from tensors a part of the graph, at present."""
+    return bool(dynamo_config.capture_scalar_outputs)
 
 
 def dynamo_recompile_limit() -> int:
@@ -335,7 +378,11 @@ def _describe_graph_break(translator: Any, cause: Any, *, is_skip: bool) -> Grap
 
 
 #: Graph breaks whose instruction, the one that Dynamo leaves to eager execution, changes no tensor.
-_EXECUTES_NOTHING = ("Data-dependent branching", "Call to `torch._dynamo.graph_break()`")
+_EXECUTES_NOTHING = (
+    "Data-dependent branching",
+    "Call to `torch._dynamo.graph_break()`",
+    "Unsupported Tensor.item() call with capture_scalar_outputs=False",
+)
 
 
 def _optimizer_updated_by(translator: Any, stack: Sequence[Any]) -> torch.optim.Optimizer | None:
