@@ -42,6 +42,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from collage_fx.admission import forget_new_state, refuse_optimizer, remember_state
 from collage_fx.error_terms import expansion_of
 from collage_fx.errors import CollageError, EagerStepError, GraphBreakError, RecompileLimitError
+from collage_fx.formats import is_low_precision
 from collage_fx.names import optimizers_among, parameter_names
 from collage_fx.torch_compat import (
     ConvertOtherwise,
