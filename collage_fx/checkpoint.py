@@ -132,7 +132,7 @@ def _warn_unsaved(optimizer: Optimizer) -> None:
         if id(tensor) not in held and expansion_of(tensor) is not None:
             warnings.warn(
                 f"collage_fx: the error terms of {type(optimizer).__name__}.{name} are not in its "
-                "state_dict, which holds what is in param_groups and state; once loaded, they start from zero",
+                "state_dict (it holds what is in param_groups and state); they start from zero once loaded",
                 stacklevel=3,
             )
 
