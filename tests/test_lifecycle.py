@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import os
 import pickle
 import subprocess
 import sys
@@ -15,10 +17,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from collage_fx import CollageBackend, error_terms, full_value
 from collage_fx.errors import CheckpointMismatchError
 from tests.support import resume
+from tests.support.race import Race
 from tests.support.training import (
     LateMomentum,
     compiled,
@@ -248,3 +252,33 @@ def test_fp32_terms_that_another_process_has_cast_are_refused(tmp_path: Path) ->
     with pytest.raises(CheckpointMismatchError, match=r"torch.bfloat16 where .* torch.float32"):
         optimizer.load_state_dict(torch.load(path, weights_only=True)["optimizer"])
     assert differences(before, everything(optimizer)) == []
+
+
+# A long run. ----------------------------------------------------------------------------------------------
+
+
+def resident_bytes() -> int:
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")
+def test_five_thousand_steps_compile_a_handful_of_times_and_leak_nothing() -> None:
+    """AdamW, a cosine schedule on a float learning rate, and four sets of gradients that come in turn."""
+    steps, settled = 5000, 500
+    race = Race(parameters(shapes=[(8,)] * 4), lambda params: torch.optim.AdamW(params, lr=1e-4))
+    schedulers = [CosineAnnealingLR(optimizer, T_max=steps) for optimizer in race.optimizers]
+    sets = [(0, 1, 2, 3), (0, 1), (2, 3), (1, 2)]
+    used = {}
+    for turn in range(steps):
+        race.draw_gradients(sets[turn % 4])
+        race.step()
+        race.step_twins()
+        for scheduler in schedulers:
+            scheduler.step()
+        if turn + 1 in (settled, steps):
+            used[turn + 1] = resident_bytes(), race.compilations
+    race.assert_compensated()
+    assert race.compilations <= 12
+    assert used[steps][0] - used[settled][0] < 2 * 2**20
