@@ -1,0 +1,142 @@
+"""Mutated low-precision state that is no optimizer's: averaged models, accumulated gradients, all in one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim.swa_utils import (
+    AveragedModel,
+    get_ema_avg_fn,
+    get_ema_multi_avg_fn,
+    get_swa_avg_fn,
+    get_swa_multi_avg_fn,
+)
+
+from collage_fx import CollageBackend, error_terms, full_value
+from tests.support.race import Race, relative_error
+from tests.support.training import Descent, parameters
+
+# Averaged models. -----------------------------------------------------------------------------------------
+
+AVERAGES: dict[str, dict[str, Any]] = {
+    "ema multi": {"multi_avg_fn": get_ema_multi_avg_fn(0.999)},
+    "ema": {"avg_fn": get_ema_avg_fn(0.999)},
+    "swa": {},
+    "swa avg": {"avg_fn": get_swa_avg_fn()},
+    "swa multi": {"multi_avg_fn": get_swa_multi_avg_fn()},
+}
+
+
+def walk(model: torch.nn.Module, generator: torch.Generator) -> None:
+    """One step of a random walk for the model's parameters."""
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn(p.shape, generator=generator) * 0.1)
+
+
+@pytest.mark.parametrize("average", AVERAGES)
+def test_an_averaged_model(average: str) -> None:
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(1)
+    model, exact_model = torch.nn.Linear(8, 4).bfloat16(), torch.nn.Linear(8, 4).double()
+    options = AVERAGES[average]
+    ours, plain = AveragedModel(model, **options), AveragedModel(model, **options)
+    exact = AveragedModel(exact_model, **options)
+    backend = CollageBackend()
+    update = torch.compile(ours.update_parameters, backend=backend)
+    for _ in range(300):
+        walk(model, generator)
+        exact_model.load_state_dict(model.state_dict())
+        update(model)
+        plain.update_parameters(model)
+        exact.update_parameters(exact_model)
+    for p, q, r in zip(ours.parameters(), plain.parameters(), exact.parameters(), strict=True):
+        plain_error = relative_error(q.detach().double(), r.detach())
+        assert plain_error >= 0.01  # the net displacement is of the size of the weights
+        # hi + lo: u**2 = 2**-16 a step, forgotten at the rate of the average or not, 300 times at random
+        assert relative_error(full_value(p), r.detach()) <= 2.0**-16 * 300**0.5
+    assert int(ours.n_averaged) == 300
+    assert len([graph for graph in backend.report().graphs if graph.tensors]) == 1
+    assert set(ours.state_dict()) == set(plain.state_dict())
+
+
+# Gradient accumulation. -----------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def accumulate(params: list[torch.nn.Parameter], grads: list[Tensor]) -> None:
+    for p, g in zip(params, grads, strict=True):
+        assert p.grad is not None
+        p.grad += g
+
+
+RESETS: dict[str, Any] = {
+    "none": lambda optimizer, p: optimizer.zero_grad(),
+    "zero_grad": lambda optimizer, p: optimizer.zero_grad(set_to_none=False),
+    "zero_": lambda optimizer, p: p.grad.zero_(),
+    "data.zero_": lambda optimizer, p: p.grad.data.zero_(),
+}
+
+
+@pytest.mark.parametrize("reset", RESETS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_micro_batch_gradients(reset: str, dtype: torch.dtype) -> None:
+    (p,) = params = parameters(dtype, shapes=[(32,)])
+    optimizer = Descent(params)
+    backend = CollageBackend()
+    step = torch.compile(accumulate, backend=backend)
+    generator = torch.Generator().manual_seed(0)
+    p.grad = torch.zeros_like(p)
+    for _ in range(3):
+        exact, plain = torch.zeros(32, dtype=torch.float64), torch.zeros(32, dtype=dtype)
+        RESETS[reset](optimizer, p)
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+        assert not p.grad.any()
+        for _ in range(64):
+            gradient = (1 + 0.1 * torch.randn(32, generator=generator)).to(dtype)
+            step(params, [gradient])
+            plain += gradient
+            exact += gradient.double()
+        u = 2.0**-8 if dtype is torch.bfloat16 else 2.0**-11
+        assert relative_error(plain.double(), exact) > u  # plain: 64 roundings, half of them of the full size
+        # 64 roundings to u**2, or float32's, of partial sums no larger than the last
+        assert torch.all((full_value(p.grad) - exact).abs() <= 64 * max(u**2, 2.0**-24) * exact)
+    assert len(backend.report().graphs) == 1
+
+
+# Everything in one function. ------------------------------------------------------------------------------
+
+
+def test_clipping_a_step_and_an_average_in_one_compiled_function() -> None:
+    race = Race(
+        parameters(shapes=[(8, 4), (4,)]),
+        lambda params: torch.optim.AdamW(params, lr=1e-4, betas=(0.9, 0.99)),
+    )
+    averages = [[p.detach().clone() for p in params] for params in race.parameters]
+    start = [average.double() for average in averages[0]]
+    max_norm = 0.5
+
+    def train(side: int) -> Tensor:
+        norm = torch.nn.utils.clip_grad_norm_(race.parameters[side], max_norm)
+        race.optimizers[side].step()
+        with torch.no_grad():
+            for average, p in zip(averages[side], race.parameters[side], strict=True):
+                average.lerp_(p, 0.01)
+        return norm
+
+    compiled = torch.compile(lambda: train(0), backend=race.backend)
+    for _ in range(60):
+        race.draw_gradients()
+        norms = [compiled(), train(1), train(2)]
+        assert float(norms[0]) == pytest.approx(float(norms[2]), rel=2.0**-8)
+    race.assert_compensated()
+    for ours, plain, exact, begun in zip(*averages, start, strict=True):
+        assert error_terms(ours)
+        lost = relative_error(plain.double() - begun, exact - begun)
+        kept = relative_error(full_value(ours) - begun, exact - begun)
+        assert lost >= 0.2
+        assert kept <= lost / 10
