@@ -23,7 +23,8 @@ Note [Copies and pickles]
 the same way: the state takes along ``(tensor, format, auxiliaries)`` of each tensor that has error terms, and
 the memo of the copy or the pickle sees to it that these tensors are the copy's own parameters and states. So
 ``copy.deepcopy((model, opt))`` is a pair that trains on like the first. A model copied or saved *alone* is
-made of the tensors that the user sees: its parameters have no error terms, the values are hi.
+made of the tensors that the user sees: its parameters have no error terms, the values are hi. Here too a
+class that overrides the methods is covered as far as it calls those of the base class.
 """
 
 from __future__ import annotations

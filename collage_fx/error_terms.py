@@ -79,7 +79,8 @@ _LOCK = threading.Lock()
 
 def expansion_of(tensor: Tensor) -> Expansion | None:
     """The record of a tensor; None where it has none, or one from when it had another dtype or shape."""
-    for found in (_BY_OBJECT.get(tensor), _in_memory_of(tensor)):
+    for table in (_BY_OBJECT.get, _in_memory_of):
+        found: Expansion | None = table(tensor)
         if found is not None and _fits(found, tensor):
             return found
     return None
@@ -222,6 +223,14 @@ def reset_error_terms(tensor: Tensor) -> None:
 
     For use after overwriting a parameter by hand, or before compiling a step with another error format. A
     compiled step that used them goes on with new ones, from zero.
+
+    Overwriting hi (``p.data.copy_(...)``, ``model.load_state_dict(...)``) leaves the error term as it is: it
+    is added to the new value, which is off by up to half an ulp of the old one until the tensor is reset.
+    ``optimizer.load_state_dict`` replaces or zeroes the error terms of everything that it loads, so that
+    loading model and optimizer, in any order, needs no reset. A stale error term is not looked for: it
+    betrays itself only where it exceeds half an ulp of the new hi, which for a value of the same magnitude
+    it never does, and the test would cost every step a rounding per element. (Sums that are not parameters
+    are the exception: they are zeroed all the time, see ``passes/drop_stale.py``.)
     """
     with _LOCK:
         expansion = expansion_of(tensor)

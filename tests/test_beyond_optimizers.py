@@ -108,6 +108,22 @@ def test_micro_batch_gradients(reset: str, dtype: torch.dtype) -> None:
     assert len(backend.report().graphs) == 1
 
 
+def test_a_step_reads_the_whole_accumulated_gradient() -> None:
+    """1 + 2**-8 is 1 in bfloat16: the sum of a large and many small micro-batches."""
+    params = [torch.nn.Parameter(torch.zeros(4).bfloat16())]
+    (p,) = params
+    step = torch.compile(torch.optim.SGD(params, lr=1.0).step, backend=CollageBackend())
+    add = torch.compile(accumulate, backend=CollageBackend())
+    moved = torch.zeros(4, dtype=torch.float64)
+    for _ in range(2):
+        p.grad = torch.zeros_like(p)
+        for value in (1.0, 2.0**-10, 2.0**-10):
+            add(params, [torch.full_like(p, value)])
+        step()
+        moved -= 1 + 2.0**-9
+        assert torch.equal(full_value(p), moved)
+
+
 # Everything in one function. ------------------------------------------------------------------------------
 
 

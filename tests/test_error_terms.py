@@ -342,6 +342,8 @@ def test_overwriting_a_parameter_and_resetting_makes_the_value_exact() -> None:
     run_steps(compiled(Descent(params)), params, [0])
     with torch.no_grad():
         p.fill_(1.0)
-    assert not torch.equal(full_value(p), torch.ones(4, dtype=torch.float64))
+    left = (full_value(p) - 1).abs()
+    assert left.any()
+    assert torch.all(left <= 2.0**-9 * 4)  # half an ulp of the old values, all of them below 4
     collage_fx.reset_error_terms(p)
     assert torch.equal(full_value(p), torch.ones(4, dtype=torch.float64))
