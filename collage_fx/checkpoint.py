@@ -20,8 +20,9 @@ or in ``state`` under a key of the optimizer's own) have theirs in one more entr
 Note [Copies and pickles]
 -------------------------
 ``copy.deepcopy(opt)`` and ``pickle`` go through ``__getstate__`` and ``__setstate__``, which are wrapped in
-the same way: the state takes along ``(tensor, format, auxiliaries)`` of each tensor that has error terms, and
-the memo of the copy or the pickle sees to it that these tensors are the copy's own parameters and states. So
+the same way: the state takes along a :class:`Carried` of each tensor that has error terms, and the memo of
+the copy or the pickle sees to it that these tensors are the copy's own parameters and states. A pickle
+thereby names a class of ours, so that unpickling it imports collage_fx, or fails where there is none. So
 ``copy.deepcopy((model, opt))`` is a pair that trains on like the first. A model copied or saved *alone* is
 made of the tensors that the user sees: its parameters have no error terms, the values are hi. Here too a
 class that overrides the methods is covered as far as it calls those of the base class.
@@ -32,6 +33,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
@@ -46,7 +48,7 @@ from collage_fx.formats import is_low_precision
 from collage_fx.names import known_tensors, parameter_names, shared_tensors, state_tensors
 from collage_fx.program import Role
 
-__all__ = ["install", "note_compiled"]
+__all__ = ["Carried", "install", "note_compiled"]
 
 PREFIX = "collage_fx."
 #: Entry of a state dict for tensors that belong to no single parameter, and of what a pickle carries.
@@ -63,6 +65,15 @@ StateDict = dict[str, Any]
 
 #: (format, auxiliary) -> tensor, of one state tensor.
 Saved = dict[tuple[str, str], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Carried:
+    """What a pickle of an optimizer holds for one tensor with error terms."""
+
+    tensor: Tensor
+    format_name: str
+    auxiliaries: tuple[Tensor, ...]
 
 
 def install() -> None:
@@ -142,7 +153,7 @@ def _packing(getstate: Callable[..., StateDict]) -> Callable[..., StateDict]:
     @functools.wraps(getstate)
     def with_error_terms(self: Optimizer) -> StateDict:
         carried = [
-            (entry.tensor, expansion.format.name, expansion.auxiliaries)
+            Carried(entry.tensor, expansion.format.name, expansion.auxiliaries)
             for entry in known_tensors({"self": self}).values()
             if entry.role is not Role.GRADIENT and (expansion := expansion_of(entry.tensor)) is not None
         ]
@@ -155,10 +166,10 @@ def _unpacking(setstate: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(setstate)
     def with_error_terms(self: Optimizer, state: StateDict) -> None:
         setstate(self, {key: value for key, value in state.items() if key != SHARED})
-        for tensor, format_name, auxiliaries in state.get(SHARED, ()):
+        for each in state.get(SHARED, ()):
             name = f"{type(self).__name__} in a pickle"
-            expansion = allocate(tensor, _known_format(format_name, name), name=name)
-            expansion.replace_contents(auxiliaries)
+            expansion = allocate(each.tensor, _known_format(each.format_name, name), name=name)
+            expansion.replace_contents(each.auxiliaries)
 
     return with_error_terms
 

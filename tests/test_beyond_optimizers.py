@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -61,6 +62,31 @@ def test_an_averaged_model(average: str) -> None:
     assert int(ours.n_averaged) == 300
     assert len([graph for graph in backend.report().graphs if graph.tensors]) == 1
     assert set(ours.state_dict()) == set(plain.state_dict())
+
+
+def average_of_mean(averaged: Tensor, current: Tensor, count: Tensor | int) -> Tensor:
+    return (averaged + current * count) / (count + 1)
+
+
+@pytest.mark.parametrize("options", [{}, {"avg_fn": average_of_mean}, {"avg_fn": get_ema_avg_fn(0.9)}])
+def test_eager_averages_are_what_torch_computes(options: dict[str, Any]) -> None:
+    def model() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3)).bfloat16()
+
+    source = model()
+    ours, torchs = (AveragedModel(model(), use_buffers=True, **options) for _ in range(2))
+    original: Any = AveragedModel.update_parameters
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(4):
+        walk(source, generator)
+        source(torch.randn(5, 4, generator=generator).bfloat16())  # its statistics change
+        ours.update_parameters(source)
+        original.__collage_fx__(torchs, source)
+    for name, tensor in torchs.state_dict().items():
+        assert torch.equal(tensor, ours.state_dict()[name]), name
+    assert ours.multi_avg_fn is None
+    pickle.dumps(AveragedModel(model()))
 
 
 # Gradient accumulation. -----------------------------------------------------------------------------------

@@ -134,6 +134,26 @@ def test_the_pickle_of_a_gradient_in_accumulation_is_the_optimizers_alone() -> N
     assert set(optimizer.__getstate__()) == {"defaults", "state", "param_groups"}
 
 
+UNPICKLE = """
+import pickle, sys
+optimizer = pickle.load(open(sys.argv[1], "rb"))
+p = optimizer.param_groups[0]["params"][0]
+terms = sys.modules["collage_fx"].error_terms(p)
+pickle.dump(terms[0].float().tolist(), open(sys.argv[1], "wb"))
+"""
+
+
+def test_a_process_that_unpickles_before_it_imports_collage_fx(
+    running: tuple[Optimizer, str], tmp_path: Path
+) -> None:
+    optimizer, _ = running
+    path = tmp_path / "pickle"
+    path.write_bytes(pickle.dumps(optimizer))
+    subprocess.run([sys.executable, "-c", UNPICKLE, str(path)], check=True, cwd=ROOT)
+    (lo,) = error_terms(params_of(optimizer)[0])
+    assert pickle.loads(path.read_bytes()) == lo.float().tolist()
+
+
 # State that belongs to no single parameter. ---------------------------------------------------------------
 
 
