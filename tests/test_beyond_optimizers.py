@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -17,8 +17,10 @@ from torch.optim.swa_utils import (
 )
 
 from collage_fx import CollageBackend, error_terms, full_value
+from tests.support.float_bits import same_bits
 from tests.support.race import Race, relative_error
 from tests.support.training import Descent, parameters
+from tests.support.twin import TwinBackend
 
 # Averaged models. -----------------------------------------------------------------------------------------
 
@@ -91,6 +93,8 @@ def test_eager_averages_are_what_torch_computes(options: dict[str, Any]) -> None
 
 # Gradient accumulation. -----------------------------------------------------------------------------------
 
+ENGINES: tuple[Literal["compiled", "eager"], ...] = ("compiled", "eager")
+
 
 @torch.no_grad()
 def accumulate(params: list[torch.nn.Parameter], grads: list[Tensor]) -> None:
@@ -132,6 +136,32 @@ def test_micro_batch_gradients(reset: str, dtype: torch.dtype) -> None:
         # 64 roundings to u**2, or float32's, of partial sums no larger than the last
         assert torch.all((full_value(p.grad) - exact).abs() <= 64 * max(u**2, 2.0**-24) * exact)
     assert len(backend.report().graphs) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("options", [{}, {"error_format": "fp32"}, {"arithmetic": "native"}], ids=str)
+def test_compiled_sums_have_the_bits_of_the_rewritten_graph(dtype: torch.dtype, options: Any) -> None:
+    """With entries that have been zeroed since their error terms were written, in vectors and in the tail."""
+    (p,) = params = parameters(dtype, shapes=[(37,)])
+    backend = TwinBackend(**options)
+    step = torch.compile(accumulate, backend=backend)
+    p.grad = torch.zeros_like(p)
+    step(params, [torch.zeros_like(p)])
+    generator = torch.Generator().manual_seed(0)
+    begun = torch.randn(37, generator=generator).to(dtype)
+    error = (torch.randn(37, generator=generator) * 2.0**-10).to(error_terms(p.grad)[0].dtype)
+    gradient = torch.randn(37, generator=generator).to(dtype)
+    begun[::3] = 0
+    ended = []
+    for engine in ENGINES:
+        backend.engine = engine
+        p.grad.copy_(begun)
+        error_terms(p.grad)[0].copy_(error)
+        step(params, [gradient])
+        ended.append((p.grad.clone(), error_terms(p.grad)[0].clone()))
+    for compiled, eager in zip(*ended, strict=True):
+        assert torch.all(same_bits(compiled, eager))
+    assert torch.equal(full_value(p.grad)[::3], gradient.double()[::3])
 
 
 def test_a_step_reads_the_whole_accumulated_gradient() -> None:
