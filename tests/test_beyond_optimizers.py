@@ -17,10 +17,12 @@ from torch.optim.swa_utils import (
 )
 
 from collage_fx import CollageBackend, error_terms, full_value
+from collage_fx.lowering import inductor_settings
+from tests.support import triton_offline as offline
 from tests.support.float_bits import same_bits
 from tests.support.race import Race, relative_error
 from tests.support.training import Descent, parameters
-from tests.support.twin import TwinBackend
+from tests.support.twin import Engine, TwinBackend
 
 # Averaged models. -----------------------------------------------------------------------------------------
 
@@ -93,8 +95,6 @@ def test_eager_averages_are_what_torch_computes(options: dict[str, Any]) -> None
 
 # Gradient accumulation. -----------------------------------------------------------------------------------
 
-ENGINES: tuple[Literal["compiled", "eager"], ...] = ("compiled", "eager")
-
 
 @torch.no_grad()
 def accumulate(params: list[torch.nn.Parameter], grads: list[Tensor]) -> None:
@@ -138,30 +138,55 @@ def test_micro_batch_gradients(reset: str, dtype: torch.dtype) -> None:
     assert len(backend.report().graphs) == 1
 
 
+class Sums:
+    """A compiled sum of which some entries have been zeroed since their error terms were written.
+
+    In vectors and in the tail.
+    """
+
+    def __init__(self, dtype: torch.dtype, **options: Any) -> None:
+        (self.p,) = self.params = parameters(dtype, shapes=[(37,)])
+        self.backend = TwinBackend(**options)
+        self.step = torch.compile(accumulate, backend=self.backend)
+        self.grad = self.p.grad = torch.zeros_like(self.p)
+        self.step(self.params, [torch.zeros_like(self.p)])
+        (self.lo,) = error_terms(self.grad)
+        generator = torch.Generator().manual_seed(0)
+        self.begun, self.gradient = (torch.randn(37, generator=generator).to(dtype) for _ in range(2))
+        self.error = (torch.randn(37, generator=generator) * 2.0**-10).to(self.lo.dtype)
+        self.begun[::3] = 0
+
+    def by(self, engine: Literal["compiled", "eager"] | Engine) -> tuple[Tensor, Tensor]:
+        """The sum and its error term after one more gradient."""
+        self.backend.engine = engine
+        self.grad.copy_(self.begun)
+        self.lo.copy_(self.error)
+        self.step(self.params, [self.gradient])
+        assert torch.equal(full_value(self.grad)[::3], self.gradient.double()[::3])
+        return self.grad.clone(), self.lo.clone()
+
+
+KINDS: list[dict[str, Any]] = [{}, {"error_format": "fp32"}, {"arithmetic": "native"}]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("options", [{}, {"error_format": "fp32"}, {"arithmetic": "native"}], ids=str)
+@pytest.mark.parametrize("options", KINDS, ids=str)
 def test_compiled_sums_have_the_bits_of_the_rewritten_graph(dtype: torch.dtype, options: Any) -> None:
-    """With entries that have been zeroed since their error terms were written, in vectors and in the tail."""
-    (p,) = params = parameters(dtype, shapes=[(37,)])
-    backend = TwinBackend(**options)
-    step = torch.compile(accumulate, backend=backend)
-    p.grad = torch.zeros_like(p)
-    step(params, [torch.zeros_like(p)])
-    generator = torch.Generator().manual_seed(0)
-    begun = torch.randn(37, generator=generator).to(dtype)
-    error = (torch.randn(37, generator=generator) * 2.0**-10).to(error_terms(p.grad)[0].dtype)
-    gradient = torch.randn(37, generator=generator).to(dtype)
-    begun[::3] = 0
-    ended = []
-    for engine in ENGINES:
-        backend.engine = engine
-        p.grad.copy_(begun)
-        error_terms(p.grad)[0].copy_(error)
-        step(params, [gradient])
-        ended.append((p.grad.clone(), error_terms(p.grad)[0].clone()))
-    for compiled, eager in zip(*ended, strict=True):
+    sums = Sums(dtype, **options)
+    for compiled, eager in zip(sums.by("compiled"), sums.by("eager"), strict=True):
         assert torch.all(same_bits(compiled, eager))
-    assert torch.equal(full_value(p.grad)[::3], gradient.double()[::3])
+
+
+@pytest.mark.skipif(not offline.HAVE_TRITON, reason="needs triton (Linux only) and numpy")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("options", KINDS, ids=str)
+def test_triton_sums_have_the_bits_of_the_rewritten_graph(dtype: torch.dtype, options: Any) -> None:
+    sums = Sums(dtype, **options)
+    with torch._inductor.config.patch(inductor_settings(sums.backend.options.arithmetic)):
+        source = offline.triton_source(offline.to_cuda(sums.backend.graphs[0]))
+    interpreted = sums.by(lambda arguments: offline.run_in_interpreter(source, arguments))
+    for triton, eager in zip(interpreted, sums.by("eager"), strict=True):
+        assert torch.all(same_bits(triton, eager))
 
 
 def test_a_step_reads_the_whole_accumulated_gradient() -> None:
