@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from collage_fx.names import known_tensors, optimizers_among, parameter_names, shared_tensors, state_tensors
@@ -68,7 +70,7 @@ def test_with_several_optimizers_names_begin_with_the_variable() -> None:
 def test_what_parameters_share_is_found_in_groups_and_under_other_keys() -> None:
     a, b, c = torch.zeros(1), torch.zeros(1), torch.zeros(1)
     p = parameters(shapes=[(2,)])[0]
-    groups = [{"params": [p], "lr": 0.1}, {"params": [], "averages": [a]}]
+    groups: list[dict[str, Any]] = [{"params": [p], "lr": 0.1}, {"params": [], "averages": [a]}]
     state = {p: {"moment": torch.zeros(2)}, "own": {"key": b}, "total": c}
     found = list(shared_tensors(groups, state, [p]))
     assert [name for name, _ in found] == ["param_groups[1].averages.0", "state.own.key", "state.total"]
