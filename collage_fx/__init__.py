@@ -1,5 +1,6 @@
 """collage_fx: a torch.compile backend that makes any PyTorch optimizer precise in pure low precision."""
 
+from collage_fx.averaging import install as _install_averaging_support
 from collage_fx.backend import CollageBackend, backend_for, collage_backend
 from collage_fx.checkpoint import install as _install_checkpoint_support
 from collage_fx.error_terms import error_terms, full_value, reset_error_terms
@@ -22,3 +23,4 @@ __all__ = [
 ]
 
 _install_checkpoint_support()
+_install_averaging_support()

@@ -1,4 +1,4 @@
-"""Error terms in ``optimizer.state_dict()`` and ``optimizer.load_state_dict()``.
+"""Error terms in an optimizer's state dict, and in its copies and pickles.
 
 Note [Owning the round trip]
 ----------------------------
@@ -12,14 +12,28 @@ written with error terms is an ordinary one to a process without collage_fx, and
 optimizer class that overrides the two methods is covered as far as it calls those of the base class.
 
 Keys: ``collage_fx.<slot>.<format>.<auxiliary>``, where the slot is ``parameter`` or the name of the state,
-for example ``collage_fx.exp_avg_sq.mcf.lo``.
+for example ``collage_fx.exp_avg_sq.mcf.lo``. Tensors that belong to no single parameter (in ``param_groups``,
+or in ``state`` under a key of the optimizer's own) have theirs in one more entry of the state dict,
+``"collage_fx"``. What torch's state dict doesn't hold, an attribute of the optimizer, has none in it either:
+``state_dict`` warns.
+
+Note [Copies and pickles]
+-------------------------
+``copy.deepcopy(opt)`` and ``pickle`` go through ``__getstate__`` and ``__setstate__``, which are wrapped in
+the same way: the state takes along a :class:`Carried` of each tensor that has error terms, and the memo of
+the copy or the pickle sees to it that these tensors are the copy's own parameters and states. A pickle
+thereby names a class of ours, so that unpickling it imports collage_fx, or fails where there is none. So
+``copy.deepcopy((model, opt))`` is a pair that trains on like the first. A model copied or saved *alone* is
+made of the tensors that the user sees: its parameters have no error terms, the values are hi. Here too a
+class that overrides the methods is covered as far as it calls those of the base class.
 """
 
 from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
@@ -27,15 +41,18 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from collage_fx.error_formats import ERROR_FORMATS
+from collage_fx.error_formats import ERROR_FORMATS, ErrorFormat
 from collage_fx.error_terms import allocate, expansion_of
 from collage_fx.errors import CheckpointMismatchError, ConflictingErrorFormatError
 from collage_fx.formats import is_low_precision
-from collage_fx.names import parameter_names, state_tensors
+from collage_fx.names import known_tensors, parameter_names, shared_tensors, state_tensors
+from collage_fx.program import Role
 
-__all__ = ["install", "note_compiled"]
+__all__ = ["Carried", "install", "note_compiled"]
 
 PREFIX = "collage_fx."
+#: Entry of a state dict for tensors that belong to no single parameter, and of what a pickle carries.
+SHARED = "collage_fx"
 PARAMETER_SLOT = "parameter"
 
 #: Attribute of a wrapped method: the method it wraps.
@@ -50,12 +67,27 @@ StateDict = dict[str, Any]
 Saved = dict[tuple[str, str], Tensor]
 
 
+@dataclass(frozen=True, eq=False)
+class Carried:
+    """What a pickle of an optimizer holds for one tensor with error terms."""
+
+    tensor: Tensor
+    format_name: str
+    auxiliaries: tuple[Tensor, ...]
+
+
 def install() -> None:
-    """Wrap ``Optimizer.state_dict`` and ``Optimizer.load_state_dict``.
+    """Wrap the methods of ``Optimizer`` that save, load, copy and pickle it.
 
     A second call leaves one layer, not two.
     """
-    for name, wrapper in (("state_dict", _saving), ("load_state_dict", _loading)):
+    wrappers: dict[str, Callable[..., Any]] = {
+        "state_dict": _saving,
+        "load_state_dict": _loading,
+        "__getstate__": _packing,
+        "__setstate__": _unpacking,
+    }
+    for name, wrapper in wrappers.items():
         current = getattr(Optimizer, name)
         wrapped = wrapper(getattr(current, MARK, current))
         setattr(wrapped, MARK, getattr(current, MARK, current))
@@ -82,35 +114,83 @@ def _saving(state_dict: Callable[..., StateDict]) -> Callable[..., StateDict]:
             if entries := _entries(self, parameter):
                 # A new dictionary: the one in ``saved`` is the optimizer's own.
                 state[key] = {**state.get(key, {}), **entries}
-        return {**saved, "state": state}
+        shared = dict(_keyed_auxiliaries(_shared(self)))
+        _warn_unsaved(self)
+        return {**saved, "state": state, **({SHARED: shared} if shared else {})}
 
     return with_error_terms
 
 
 def _entries(optimizer: Optimizer, parameter: Tensor) -> StateDict:
     """The error terms that belong to one parameter, under their keys."""
-    entries: StateDict = {}
-    for slot, tensor in _slots(optimizer, parameter):
+    return {PREFIX + key: tensor for key, tensor in _keyed_auxiliaries(_slots(optimizer, parameter))}
+
+
+def _keyed_auxiliaries(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """``(name.format.auxiliary, buffer)`` of those that have error terms."""
+    for name, tensor in tensors:
         if (expansion := expansion_of(tensor)) is not None:
             specs = expansion.format.auxiliaries(tensor.dtype)
             for spec, auxiliary in zip(specs, expansion.auxiliaries, strict=True):
-                entries[f"{PREFIX}{slot}.{expansion.format.name}.{spec.name}"] = auxiliary
-    return entries
+                yield f"{name}.{expansion.format.name}.{spec.name}", auxiliary
+
+
+def _warn_unsaved(optimizer: Optimizer) -> None:
+    attributes = {
+        name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")
+    }
+    held = {id(entry.tensor) for entry in known_tensors({"self": optimizer}).values()}
+    for name, tensor in state_tensors(attributes):
+        if id(tensor) not in held and expansion_of(tensor) is not None:
+            warnings.warn(
+                f"collage_fx: the error terms of {type(optimizer).__name__}.{name} are not in its "
+                "state_dict (it holds what is in param_groups and state); they start from zero once loaded",
+                stacklevel=3,
+            )
+
+
+def _packing(getstate: Callable[..., StateDict]) -> Callable[..., StateDict]:
+    @functools.wraps(getstate)
+    def with_error_terms(self: Optimizer) -> StateDict:
+        carried = [
+            Carried(entry.tensor, expansion.format.name, expansion.auxiliaries)
+            for entry in known_tensors({"self": self}).values()
+            if entry.role is not Role.GRADIENT and (expansion := expansion_of(entry.tensor)) is not None
+        ]
+        return {**getstate(self), **({SHARED: carried} if carried else {})}
+
+    return with_error_terms
+
+
+def _unpacking(setstate: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(setstate)
+    def with_error_terms(self: Optimizer, state: StateDict) -> None:
+        setstate(self, {key: value for key, value in state.items() if key != SHARED})
+        for each in state.get(SHARED, ()):
+            name = f"{type(self).__name__} in a pickle"
+            expansion = allocate(each.tensor, _known_format(each.format_name, name), name=name)
+            expansion.replace_contents(each.auxiliaries)
+
+    return with_error_terms
 
 
 def _loading(load_state_dict: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(load_state_dict)
     def with_error_terms(self: Optimizer, state_dict: StateDict, *args: Any, **kwargs: Any) -> None:
-        plain, saved = _separated(state_dict)
+        plain, saved, shared = _separated(state_dict)
         _refuse_mismatches(self, plain, saved)
+        _refuse_shared_mismatches(plain, shared)
         load_state_dict(self, plain, *args, **kwargs)
-        _restore(self, plain, saved)
+        _restore(self, plain, saved, shared)
 
     return with_error_terms
 
 
-def _separated(state_dict: StateDict) -> tuple[StateDict, dict[Any, dict[str, Saved]]]:
-    """A state dict without our keys, and what stood under them: parameter key -> slot -> :data:`Saved`."""
+def _separated(state_dict: StateDict) -> tuple[StateDict, dict[Any, dict[str, Saved]], dict[str, Saved]]:
+    """A state dict without our keys, and what stood under them.
+
+    Of each parameter: key -> slot -> :data:`Saved`. Of what they share: name -> :data:`Saved`.
+    """
     plain: dict[Any, Any] = {}
     saved: dict[Any, dict[str, Saved]] = {}
     for key, entries in state_dict["state"].items():
@@ -121,10 +201,19 @@ def _separated(state_dict: StateDict) -> tuple[StateDict, dict[Any, dict[str, Sa
         rest = {name: value for name, value in entries.items() if name not in ours}
         if rest or not ours:
             plain[key] = rest
-        for name, value in ours.items():
-            slot, format_name, auxiliary = name.removeprefix(PREFIX).rsplit(".", 2)
-            saved.setdefault(key, {}).setdefault(slot, {})[format_name, auxiliary] = value
-    return {**state_dict, "state": plain}, saved
+        if ours:
+            saved[key] = _by_name({name.removeprefix(PREFIX): value for name, value in ours.items()})
+    rest = {name: value for name, value in state_dict.items() if name != SHARED}
+    return {**rest, "state": plain}, saved, _by_name(state_dict.get(SHARED, {}))
+
+
+def _by_name(keyed: Mapping[str, Tensor]) -> dict[str, Saved]:
+    """The inverse of :func:`_keyed_auxiliaries`."""
+    saved: dict[str, Saved] = {}
+    for key, value in keyed.items():
+        name, format_name, auxiliary = key.rsplit(".", 2)
+        saved.setdefault(name, {})[format_name, auxiliary] = value
+    return saved
 
 
 def _refuse_mismatches(optimizer: Optimizer, plain: StateDict, saved: dict[Any, dict[str, Saved]]) -> None:
@@ -142,12 +231,18 @@ def _refuse_mismatches(optimizer: Optimizer, plain: StateDict, saved: dict[Any, 
         )
 
 
+def _refuse_shared_mismatches(plain: StateDict, shared: dict[str, Saved]) -> None:
+    owners = dict(_shared_in(plain))
+    for name, auxiliaries in shared.items():
+        if name not in owners:
+            raise _mismatch("error terms of a state that the checkpoint does not hold", name)
+        _refuse_mismatch(auxiliaries, owners[name], owners[name].dtype, name)
+
+
 def _refuse_mismatch(saved: Saved, owner: Tensor, dtype: torch.dtype, where: str) -> None:
     """Raise unless ``saved`` is what one format keeps for a tensor of ``owner``'s shape and of ``dtype``."""
     name = next(format_name for format_name, _ in saved)
-    if name not in ERROR_FORMATS:
-        raise _mismatch(f"error terms in the unknown format {name!r}", where)
-    specs = ERROR_FORMATS[name].auxiliaries(dtype)
+    specs = _known_format(name, where).auxiliaries(dtype)
     expected = {(name, spec.name) for spec in specs}
     if set(saved) != expected:
         raise _mismatch(f"error terms {sorted(saved)} where {sorted(expected)} belong together", where)
@@ -162,6 +257,12 @@ def _refuse_mismatch(saved: Saved, owner: Tensor, dtype: torch.dtype, where: str
             raise _mismatch(
                 f"an error term of {tensor.dtype} where a {dtype} tensor has one of {spec.dtype}", where
             )
+
+
+def _known_format(name: str, where: str) -> ErrorFormat:
+    if name not in ERROR_FORMATS:
+        raise _mismatch(f"error terms in the unknown format {name!r}", where)
+    return ERROR_FORMATS[name]
 
 
 def _refuse_other_format(parameter: Tensor, saved: Saved, where: str) -> None:
@@ -187,23 +288,27 @@ def _mismatch(met: str, where: str) -> CheckpointMismatchError:
     )
 
 
-def _restore(optimizer: Optimizer, plain: StateDict, saved: dict[Any, dict[str, Saved]]) -> None:
+def _restore(
+    optimizer: Optimizer, plain: StateDict, saved: dict[Any, dict[str, Saved]], shared: dict[str, Saved]
+) -> None:
     """Put saved error terms beside the loaded tensors; where there are none, live ones become zero."""
     had_live = False
     unused: list[str] = []
+    pairs = [(name, tensor, shared.get(name)) for name, tensor in _shared(optimizer)]
     for key, name, parameter in _keyed_parameters(optimizer, plain):
         for slot, tensor in _slots(optimizer, parameter):
-            auxiliaries = saved.get(key, {}).get(slot)
-            if auxiliaries and is_low_precision(tensor.dtype):
-                _put(tensor, auxiliaries, f"{name}.{slot}")
-            elif auxiliaries:
-                unused.append(f"{name}.{slot} ({tensor.dtype})")
-            elif (live := expansion_of(tensor)) is not None:
-                had_live = True
-                live.clear()
+            pairs.append((f"{name}.{slot}", tensor, saved.get(key, {}).get(slot)))
+    for name, tensor, auxiliaries in pairs:
+        if auxiliaries and is_low_precision(tensor.dtype):
+            _put(tensor, auxiliaries, name)
+        elif auxiliaries:
+            unused.append(f"{name} ({tensor.dtype})")
+        elif (live := expansion_of(tensor)) is not None:
+            had_live = True
+            live.clear()
     if unused:
         _warn_unused(optimizer, unused)
-    if saved:
+    if saved or shared:
         _loaded_without_error_terms.discard(optimizer)
     elif had_live or optimizer in _compiled:
         _warn_zeros(optimizer)
@@ -250,3 +355,15 @@ def _slots(optimizer: Optimizer, parameter: Tensor) -> Iterator[tuple[str, Tenso
     """The tensors that an optimizer keeps for one parameter: itself, then its state."""
     yield PARAMETER_SLOT, parameter
     yield from state_tensors(optimizer.state.get(parameter, {}))
+
+
+def _shared(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that an optimizer keeps for no single parameter."""
+    parameters = (parameter for _, parameter in parameter_names(optimizer))
+    return shared_tensors(optimizer.param_groups, optimizer.state, parameters)
+
+
+def _shared_in(state_dict: StateDict) -> Iterator[tuple[str, Tensor]]:
+    """The same of its state dict."""
+    keys = (key for group in state_dict["param_groups"] for key in group["params"])
+    return shared_tensors(state_dict["param_groups"], state_dict["state"], keys)

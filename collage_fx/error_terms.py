@@ -2,28 +2,36 @@
 
 Note [Lifetime of error terms]
 ------------------------------
-An error term belongs to the tensor it corrects and to nothing else. The table maps tensors (weakly, by
-identity) to records, and a record is the only owner of the auxiliary buffers: compiled steps hold weak
-references to records. So error terms survive recompilation, are shared by every compiled callable that
-updates the tensor, and are freed with the tensor, even though the compiled code that used them lives on in
-Dynamo's cache. Keeping them in ``optimizer.state`` instead would break Dynamo's guards for optimizers whose
-state is born while they are traced, and would let ``load_state_dict`` cast them.
+An error term belongs to the tensor it corrects and to nothing else. The tables map tensors (weakly) to
+records, and a record is the only owner of the auxiliary buffers: compiled steps hold weak references to
+records. So error terms survive recompilation, are shared by every compiled callable that updates the tensor,
+and are freed with the tensor, even though the compiled code that used them lives on in Dynamo's cache.
+Keeping them in ``optimizer.state`` instead would break Dynamo's guards for optimizers whose state is born
+while they are traced, and would let ``load_state_dict`` cast them.
+
+Note [One tensor under several objects]
+---------------------------------------
+``p``, ``p.data`` and ``p.detach()`` are three objects and one tensor. Code that updates parameters through
+detached aliases makes new ones at every call (``AveragedModel.update_parameters`` does), and what Dynamo
+sees behind a graph break is the alias. So a record is found by the object it was made for, which takes it
+along when ``p.data`` is moved or replaced, and by the memory: same storage, offset, sizes, strides and dtype.
+The latter lives as long as the storage. A view of other sizes or strides is another tensor.
 """
 
 from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from collage_fx.error_formats import ErrorFormat
 from collage_fx.errors import ConflictingErrorFormatError
-from collage_fx.torch_compat import real_tensors
+from collage_fx.torch_compat import has_storage, real_tensors
 
 __all__ = [
     "Expansion",
@@ -43,10 +51,12 @@ class Expansion:
     Attributes:
         format: how hi and the auxiliaries encode the value.
         auxiliaries: the buffers, in the order of the format's specifications.
+        owner: the object it was made for.
     """
 
     format: ErrorFormat
     auxiliaries: tuple[Tensor, ...]
+    owner: TensorWeakRef
 
     def replace_contents(self, auxiliaries: Sequence[Tensor]) -> None:
         """Overwrite the buffers in place, so that compiled steps (and CUDA graphs) see the new contents."""
@@ -61,14 +71,41 @@ class Expansion:
                 auxiliary.zero_()
 
 
-_TABLE = WeakTensorKeyDictionary()
+#: See Note [One tensor under several objects]: by object, and by storage and place in it.
+_BY_OBJECT = WeakTensorKeyDictionary()
+_BY_STORAGE = WeakIdKeyDictionary()
 _LOCK = threading.Lock()
 
 
 def expansion_of(tensor: Tensor) -> Expansion | None:
     """The record of a tensor; None where it has none, or one from when it had another dtype or shape."""
-    found: Expansion | None = _TABLE.get(tensor)
-    return found if found is None or _fits(found, tensor) else None
+    for table in (_BY_OBJECT.get, _in_memory_of):
+        found: Expansion | None = table(tensor)
+        if found is not None and _fits(found, tensor):
+            return found
+    return None
+
+
+def _in_memory_of(tensor: Tensor) -> Expansion | None:
+    if not has_storage(tensor):
+        return None
+    places: dict[Hashable, Expansion] = _BY_STORAGE.get(tensor.untyped_storage(), {})
+    return places.get(_place(tensor))
+
+
+def _place(tensor: Tensor) -> Hashable:
+    return tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()
+
+
+def _record_memory(tensor: Tensor, expansion: Expansion) -> None:
+    if has_storage(tensor):
+        _BY_STORAGE.setdefault(tensor.untyped_storage(), {})[_place(tensor)] = expansion
+
+
+def _forget(tensor: Tensor) -> None:
+    _BY_OBJECT.pop(tensor, None)
+    if has_storage(tensor):
+        _BY_STORAGE.get(tensor.untyped_storage(), {}).pop(_place(tensor), None)
 
 
 def allocate(tensor: Tensor, error_format: ErrorFormat, *, name: str) -> Expansion:
@@ -83,12 +120,13 @@ def allocate(tensor: Tensor, error_format: ErrorFormat, *, name: str) -> Expansi
         ConflictingErrorFormatError: the tensor has error terms in another format.
     """
     with _LOCK:
-        recorded: Expansion | None = _TABLE.get(tensor)
-        if recorded is not None and _fits(recorded, tensor):
-            require_format(recorded, error_format, name=name)
-            _follow(recorded, tensor)
-            return recorded
-        if recorded is not None:
+        found = expansion_of(tensor)
+        if found is not None:
+            require_format(found, error_format, name=name)
+            _follow(found, tensor)
+            _record_memory(tensor, found)
+            return found
+        if tensor in _BY_OBJECT:
             warnings.warn(
                 f"collage_fx: {name} has changed its dtype or shape (now {tensor.dtype}, "
                 f"{tuple(tensor.shape)}); "
@@ -96,8 +134,9 @@ def allocate(tensor: Tensor, error_format: ErrorFormat, *, name: str) -> Expansi
                 stacklevel=2,
             )
         with real_tensors(), torch.no_grad():
-            made = Expansion(error_format, tuple(_zeros(tensor, error_format)))
-        _TABLE[tensor] = made
+            made = Expansion(error_format, tuple(_zeros(tensor, error_format)), TensorWeakRef(tensor))
+        _BY_OBJECT[tensor] = made
+        _record_memory(tensor, made)
         return made
 
 
@@ -184,6 +223,18 @@ def reset_error_terms(tensor: Tensor) -> None:
 
     For use after overwriting a parameter by hand, or before compiling a step with another error format. A
     compiled step that used them goes on with new ones, from zero.
+
+    Overwriting hi (``p.data.copy_(...)``, ``model.load_state_dict(...)``) leaves the error term as it is: it
+    is added to the new value, which is off by up to half an ulp of the old one until the tensor is reset.
+    ``optimizer.load_state_dict`` replaces or zeroes the error terms of everything that it loads, so that
+    loading model and optimizer, in any order, needs no reset. A stale error term is not looked for: it
+    betrays itself only where it exceeds half an ulp of the new hi, which for a value of the same magnitude
+    it never does, and the test would cost every step a rounding per element. (Sums that are not parameters
+    are the exception: they are zeroed all the time, see ``passes/drop_stale.py``.)
     """
     with _LOCK:
-        _TABLE.pop(tensor, None)
+        expansion = expansion_of(tensor)
+        owner = None if expansion is None else expansion.owner()
+        for each in (tensor, owner):
+            if each is not None:
+                _forget(each)

@@ -15,7 +15,7 @@ from collage_fx.error_formats import ErrorFormat
 from collage_fx.error_terms import Expansion, allocate
 from collage_fx.errors import LostErrorTermsError
 from collage_fx.operators import REVISION
-from collage_fx.program import Arithmetic, StateTensor, StepProgram
+from collage_fx.program import Arithmetic, ReadExpansion, StateTensor, StepProgram
 from collage_fx.torch_compat import inductor_compile_inner, inductor_config
 
 __all__ = ["CompensatedStep", "inductor_settings", "lower"]
@@ -47,9 +47,9 @@ def lower(
         inductor_options: what ``compile_fx`` passed for its own inner compiler (static inputs, CUDA graphs,
             ...).
     """
-    auxiliaries = [node for state in program.compensated for node in state.auxiliaries]
+    auxiliaries = [node for state in program.expansions for node in state.auxiliaries]
     static = list(inductor_options.get("static_input_idxs", ()))
-    owners = [state for state in program.compensated for _ in state.auxiliaries]
+    owners = [state for state in program.expansions for _ in state.auxiliaries]
     # As static as the tensor it corrects: CUDA graphs need not copy it.
     static += [
         i
@@ -63,7 +63,7 @@ def lower(
             [*example_inputs, *(node.meta["val"] for node in auxiliaries)],
             **{**inductor_options, "static_input_idxs": static},
         )
-    bindings = [_bind(state, program.error_format) for state in program.compensated]
+    bindings = [_bind(state, program.error_format) for state in program.expansions]
     per_call = [
         (i, info.name) for i, info in enumerate(program.inputs) if info.tensor is not None and not info.bound
     ]
@@ -102,7 +102,7 @@ class CompensatedStep:
         return self.compiled(arguments)
 
 
-def _bind(state: StateTensor, error_format: ErrorFormat) -> _Bound | _PerCall:
+def _bind(state: StateTensor | ReadExpansion, error_format: ErrorFormat) -> _Bound | _PerCall:
     tensor = state.info.tensor
     if not state.info.bound or tensor is None:
         return _PerCall(state.position, error_format, state.info.name)

@@ -6,7 +6,7 @@ Names, short symbols for recurrences, roles, real tensors.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ __all__ = [
     "known_tensors",
     "optimizers_among",
     "parameter_names",
+    "shared_tensors",
     "state_tensors",
 ]
 
@@ -74,6 +75,25 @@ def state_tensors(state: Mapping[Any, Any]) -> Iterator[tuple[str, Tensor]]:
             yield ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path), leaf
 
 
+def shared_tensors(
+    groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any], parameter_keys: Iterable[Any]
+) -> Iterator[tuple[str, Tensor]]:
+    """``(name, tensor)`` of what belongs to no single parameter: in groups, and in state under other keys.
+
+    Args:
+        groups: an optimizer's own, or those of its state dict.
+        state: likewise.
+        parameter_keys: the keys of ``state`` that stand for parameters.
+    """
+    for i, group in enumerate(groups):
+        for slot, tensor in state_tensors({key: group[key] for key in group if key != "params"}):
+            yield f"param_groups[{i}].{slot}", tensor
+    of_parameters = set(parameter_keys)
+    named = {key: state[key] for key in state if key not in of_parameters and not isinstance(key, Tensor)}
+    for slot, tensor in state_tensors(named):
+        yield f"state.{slot}", tensor
+
+
 def describe_inputs(
     inputs: Sequence[Node],
     dynamo_module: GraphModule,
@@ -116,10 +136,10 @@ def known_tensors(optimizers: Mapping[str, Optimizer]) -> dict[int, KnownTensor]
     known: dict[int, KnownTensor] = {}
     for variable, optimizer in optimizers.items():
         prefix = f"{variable}." if len(optimizers) > 1 else ""
-        for i, group in enumerate(optimizer.param_groups):
-            for key, value in group.items():
-                if isinstance(value, Tensor):
-                    known[id(value)] = KnownTensor(f"{prefix}param_groups[{i}].{key}", key, Role.OTHER, value)
+        parameters = [parameter for _, parameter in parameter_names(optimizer)]
+        for name, tensor in shared_tensors(optimizer.param_groups, optimizer.state, parameters):
+            role = Role.STATE if name.startswith("state.") else Role.OTHER
+            known[id(tensor)] = KnownTensor(prefix + name, name.rpartition(".")[2], role, tensor)
         for name, parameter in parameter_names(optimizer):
             known.setdefault(id(parameter), KnownTensor(prefix + name, "p", Role.PARAMETER, parameter))
             if parameter.grad is not None:

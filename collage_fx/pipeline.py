@@ -13,6 +13,7 @@ from collage_fx.passes.analyze import Analyze
 from collage_fx.passes.base import Pass
 from collage_fx.passes.compensate_native import CompensateNative
 from collage_fx.passes.compensate_wide import CompensateWide
+from collage_fx.passes.drop_stale import DropStale
 from collage_fx.passes.normalize import Normalize
 from collage_fx.passes.pin_roundings import PinRoundings
 from collage_fx.passes.widen import Widen
@@ -28,6 +29,7 @@ PIPELINE: tuple[Pass, ...] = (
     Widen(),  # wide: before the loads and stores are rewritten, so that the split is the only rounding left
     CompensateWide(),  # wide: loads and stores become join and split
     CompensateNative(),  # native: the operations themselves become double-word algorithms
+    DropStale(),  # on the loads that the two above have made
     PinRoundings(),  # last: whatever rounding is still in the graph has to survive lowering
 )
 

@@ -21,6 +21,7 @@ __all__ = [
     "Arithmetic",
     "InputInfo",
     "Kind",
+    "ReadExpansion",
     "Recurrence",
     "Role",
     "StateTensor",
@@ -137,6 +138,22 @@ class StateTensor:
 
 
 @dataclass
+class ReadExpansion:
+    """A low-precision input that has error terms and that the step reads, but does not mutate.
+
+    A parameter in the update of its moving average, say: the average is one of hi + lo, not of hi.
+
+    Attributes:
+        placeholder, position, info, auxiliaries: as in :class:`StateTensor`.
+    """
+
+    placeholder: Node
+    position: int
+    info: InputInfo
+    auxiliaries: tuple[Node, ...] = ()
+
+
+@dataclass
 class StepProgram:
     """One captured step on its way through the pipeline.
 
@@ -145,6 +162,8 @@ class StepProgram:
         inputs: one :class:`InputInfo` per graph input.
         already_compensated: positions of inputs that have error terms already (from another compiled
             callable, an earlier compilation or a checkpoint).
+        states: set by ``analyze``.
+        reads: set by ``allocate``.
     """
 
     gm: GraphModule
@@ -154,7 +173,13 @@ class StepProgram:
     error_format: ErrorFormat
     already_compensated: frozenset[int] = frozenset()
     states: list[StateTensor] = field(default_factory=list)
+    reads: list[ReadExpansion] = field(default_factory=list)
 
     @property
     def compensated(self) -> list[StateTensor]:
         return [state for state in self.states if state.compensated]
+
+    @property
+    def expansions(self) -> list[StateTensor | ReadExpansion]:
+        """All inputs whose error terms are inputs too, in the order of these."""
+        return [*self.compensated, *self.reads]

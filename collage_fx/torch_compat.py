@@ -30,6 +30,7 @@ __all__ = [
     "dynamo_recompile_limit",
     "functional_decompositions",
     "has_internal_overlap",
+    "has_storage",
     "inductor_compile_inner",
     "inductor_config",
     "make_fx",
@@ -197,6 +198,11 @@ def traced_frame_variables() -> dict[str, Any]:
 def has_internal_overlap(tensor: torch.Tensor) -> bool:
     """Whether elements of a strided tensor are known to share memory, as those of ``x.expand(n)`` do."""
     return bool(torch._debug_has_internal_overlap(tensor) == 1)
+
+
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has memory of its own, as sparse tensors and some wrapper subclasses have not."""
+    return torch._C._has_storage(tensor)
 
 
 def current_trace() -> object:

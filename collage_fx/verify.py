@@ -7,7 +7,7 @@ from torch.fx import Node
 
 from collage_fx.errors import GraphInvariantError
 from collage_fx.graph import is_copy_to_input, placeholders
-from collage_fx.program import StepProgram
+from collage_fx.program import ReadExpansion, StateTensor, StepProgram
 
 __all__ = ["verify"]
 
@@ -43,7 +43,8 @@ def verify(program: StepProgram, *, after: str, compensated: bool = False) -> No
 def _check_inputs(program: StepProgram, after: str) -> None:
     inputs = placeholders(program.gm.graph)
     captured, added = inputs[: len(program.inputs)], inputs[len(program.inputs) :]
-    expected = [auxiliary for state in program.states for auxiliary in state.auxiliaries]
+    owners: list[StateTensor | ReadExpansion] = [*program.states, *program.reads]
+    expected = [auxiliary for owner in owners for auxiliary in owner.auxiliaries]
     if added != expected:
         raise GraphInvariantError(f"inputs {added} where {expected} were allocated", where=f"after {after}")
     for state in program.states:

@@ -7,20 +7,24 @@ which knows how long they live.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from collage_fx.graph import PASS_MARK, GraphEditor, placeholders
+from collage_fx.graph import PASS_MARK, GraphEditor, is_low_precision_tensor, placeholders, tensor_value
 from collage_fx.passes.base import Pass
-from collage_fx.program import StateTensor, StepProgram
+from collage_fx.program import ReadExpansion, StepProgram
 
 __all__ = ["Allocate"]
 
 
 @dataclass(frozen=True)
 class Allocate(Pass):
-    """One placeholder per auxiliary tensor of each selected state tensor, in their order."""
+    """One placeholder per auxiliary tensor of each selected state tensor, in their order.
+
+    After them those of tensors that have error terms already and are only read. (``native`` reads their hi.)
+    """
 
     name = "allocate"
     after = ("analyze",)
@@ -28,22 +32,31 @@ class Allocate(Pass):
     def run(self, program: StepProgram) -> str:
         editor = GraphEditor(program.gm, self.name)
         last = placeholders(editor.graph)[-1]
-        for state in program.compensated:
+        program.reads = list(_reads(program)) if program.arithmetic == "wide" else []
+        for state in program.expansions:
+            hi = tensor_value(state.placeholder)
+            assert hi is not None
             auxiliaries = []
-            for spec in program.error_format.auxiliaries(state.value.dtype):
+            for spec in program.error_format.auxiliaries(hi.dtype):
                 with editor.graph.inserting_after(last):
                     last = editor.graph.placeholder(f"{state.placeholder.name}_{spec.name}")
                 with editor.fake_mode:
-                    last.meta["val"] = _like(state, spec.shape, spec.dtype)
+                    last.meta["val"] = _like(hi, spec.shape, spec.dtype)
                 last.meta[PASS_MARK] = self.name
                 auxiliaries.append(last)
             state.auxiliaries = tuple(auxiliaries)
         editor.finish()
-        return f"{sum(len(state.auxiliaries) for state in program.compensated)} inputs added"
+        return f"{sum(len(state.auxiliaries) for state in program.expansions)} inputs added"
 
 
-def _like(state: StateTensor, shape: tuple[int, ...] | None, dtype: torch.dtype) -> torch.Tensor:
-    hi = state.value
+def _reads(program: StepProgram) -> Iterator[ReadExpansion]:
+    mutated = {state.position for state in program.states}
+    for position, node in enumerate(placeholders(program.gm.graph)):
+        if position in program.already_compensated - mutated and is_low_precision_tensor(node):
+            yield ReadExpansion(node, position, program.inputs[position])
+
+
+def _like(hi: torch.Tensor, shape: tuple[int, ...] | None, dtype: torch.dtype) -> torch.Tensor:
     if shape is not None:
         return torch.empty(shape, dtype=dtype, device=hi.device)
     return torch.empty_strided(hi.size(), hi.stride(), dtype=dtype, device=hi.device)

@@ -14,14 +14,17 @@ from torch.fx import Node
 
 from collage_fx.graph import GraphEditor, is_conversion, is_low_precision_tensor
 from collage_fx.passes.base import Pass
-from collage_fx.program import StateTensor, StepProgram
+from collage_fx.program import ReadExpansion, StateTensor, StepProgram
 
 __all__ = ["CompensateWide"]
 
 
 @dataclass(frozen=True)
 class CompensateWide(Pass):
-    """Each selected tensor's load becomes the error format's ``join``, its store the format's ``split``."""
+    """Each selected tensor's load becomes the error format's ``join``, its store the format's ``split``.
+
+    The load of a tensor that has error terms and is only read likewise.
+    """
 
     name = "compensate-wide"
     after = ("widen",)
@@ -31,14 +34,15 @@ class CompensateWide(Pass):
 
     def run(self, program: StepProgram) -> str:
         editor = GraphEditor(program.gm, self.name)
+        for expansion in program.expansions:
+            _load_expansion(editor, program, expansion)
         for state in program.compensated:
-            _load_expansion(editor, program, state)
             _store_expansion(editor, program, state)
         editor.finish()
         return f"{len(program.compensated)} tensors"
 
 
-def _load_expansion(editor: GraphEditor, program: StepProgram, state: StateTensor) -> None:
+def _load_expansion(editor: GraphEditor, program: StepProgram, state: StateTensor | ReadExpansion) -> None:
     """Whoever read hi as float32 reads the whole value."""
     loads = [user for user in state.placeholder.users if is_conversion(user)]
     if not loads:

@@ -461,9 +461,12 @@ def test_installing_the_hooks_again_leaves_one_layer() -> None:
     optimizer = Descent(parameters())
     for _ in range(3):
         collage_fx.checkpoint.install()
+        collage_fx.averaging.install()
         eager.install(backend_module._strictness)
-    methods = [torch.optim.Optimizer.state_dict, torch.optim.Optimizer.load_state_dict]
-    assert all(not hasattr(method.__collage_fx__, "__collage_fx__") for method in methods)  # type: ignore[attr-defined]
+    names = ("state_dict", "load_state_dict", "__getstate__", "__setstate__")
+    methods = [getattr(torch.optim.Optimizer, name) for name in names]
+    methods.append(torch.optim.swa_utils.AveragedModel.update_parameters)
+    assert all(not hasattr(method.__collage_fx__, "__collage_fx__") for method in methods)
     params = optimizer.param_groups[0]["params"]
     run_steps(compiled(optimizer), params, [0])
     assert len(optimizer.state_dict()["state"][0]) == 1

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from collage_fx.names import known_tensors, optimizers_among, parameter_names, state_tensors
+from collage_fx.names import known_tensors, optimizers_among, parameter_names, shared_tensors, state_tensors
 from collage_fx.program import Role
 from tests.support.training import Descent, parameters, set_gradients
 
@@ -63,3 +65,18 @@ def test_with_several_optimizers_names_begin_with_the_variable() -> None:
     one, other = Descent(parameters(shapes=[(2,)])), Descent(parameters(shapes=[(3,)]))
     names = [entry.name for entry in known_tensors({"one": one, "other": other}).values()]
     assert names == ["one.param_groups[0].params[0]", "other.param_groups[0].params[0]"]
+
+
+def test_what_parameters_share_is_found_in_groups_and_under_other_keys() -> None:
+    a, b, c = torch.zeros(1), torch.zeros(1), torch.zeros(1)
+    p = parameters(shapes=[(2,)])[0]
+    groups: list[dict[str, Any]] = [{"params": [p], "lr": 0.1}, {"params": [], "averages": [a]}]
+    state = {p: {"moment": torch.zeros(2)}, "own": {"key": b}, "total": c}
+    found = list(shared_tensors(groups, state, [p]))
+    assert [name for name, _ in found] == ["param_groups[1].averages.0", "state.own.key", "state.total"]
+    assert all(tensor is expected for (_, tensor), expected in zip(found, (a, b, c), strict=True))
+    optimizer = Descent([p])
+    optimizer.state["own"] = {"key": b}  # type: ignore[index]
+    names = {entry.name: entry for entry in known_tensors({"self": optimizer}).values()}
+    assert names["state.own.key"].role is Role.STATE
+    assert names["state.own.key"].symbol == "key"

@@ -4,7 +4,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from collage_fx.graph import graph_text
+from collage_fx.graph import graph_text, placeholders
 from tests.support.programs import after, captured, sgd
 
 
@@ -43,3 +43,26 @@ def test_small_updates_are_kept(error_format: str, dtype: torch.dtype) -> None:
     # exact.
     assert p.tolist() == [1.0] * 4
     assert lo.tolist() == [-3 * 2.0**-14] * 4
+
+
+def add(m: torch.Tensor, p: torch.Tensor) -> None:
+    m.add_(p)
+
+
+def test_a_tensor_that_is_only_read_is_read_with_its_error_term() -> None:
+    program = captured(add, "m p")
+    program.already_compensated = frozenset({1})
+    after(program, "pin-roundings")
+    assert [node.name for node in placeholders(program.gm.graph)] == ["m", "p", "m_lo", "p_lo"]
+    m, p, m_lo = torch.ones(4).bfloat16(), torch.ones(4).bfloat16(), torch.zeros(4).bfloat16()
+    p_lo = torch.full((4,), 2.0**-12).bfloat16()
+    program.gm(m, p, m_lo, p_lo)
+    assert torch.equal(m.double() + m_lo.double(), torch.full((4,), 2 + 2.0**-12, dtype=torch.float64))
+    assert torch.equal(p_lo, torch.full((4,), 2.0**-12).bfloat16())
+
+
+def test_in_native_arithmetic_a_tensor_that_is_only_read_is_its_hi() -> None:
+    program = captured(add, "m p", arithmetic="native")
+    program.already_compensated = frozenset({1})
+    after(program, "pin-roundings")
+    assert [node.name for node in placeholders(program.gm.graph)] == ["m", "p", "m_lo"]

@@ -1,0 +1,67 @@
+"""``AveragedModel`` updates that happen where Dynamo sees them.
+
+Note [Averages are stored in a frame of their own]
+--------------------------------------------------
+``torch.optim.swa_utils.AveragedModel.update_parameters`` asks a tensor whether it has averaged anything yet,
+with iterators alive: there Dynamo gives up on the frame, runs it eagerly and compiles only the functions it
+calls. A ``multi_avg_fn`` is such a function and contains the whole update. But an ``avg_fn``, which the equal
+average on the CPU is too, only returns the new value, and the frame stores it: eagerly and rounded, where no
+backend can give it an error term. So importing collage_fx wraps the method: for the duration of a call
+``avg_fn`` is given to it as a ``multi_avg_fn`` that computes the same values and stores them itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.optim.swa_utils import AveragedModel, get_swa_avg_fn
+
+__all__ = ["install"]
+
+#: Averaged value, current value, number of values averaged so far -> new average.
+Average = Callable[[Tensor, Tensor, Tensor | int], Tensor]
+
+#: Attribute of the wrapped method: the method it wraps.
+MARK = "__collage_fx__"
+
+_equal_average: Average = get_swa_avg_fn()
+
+
+def install() -> None:
+    """Wrap ``AveragedModel.update_parameters``. A second call leaves one layer, not two."""
+    method = getattr(AveragedModel.update_parameters, MARK, AveragedModel.update_parameters)
+    wrapped = _updating(method)
+    setattr(wrapped, MARK, method)
+    AveragedModel.update_parameters = wrapped  # type: ignore[method-assign, assignment]
+
+
+def _updating(
+    update_parameters: Callable[[AveragedModel, torch.nn.Module], None],
+) -> Callable[[AveragedModel, torch.nn.Module], None]:
+    @functools.wraps(update_parameters)
+    def with_stores_in_one_frame(self: AveragedModel, model: torch.nn.Module) -> None:
+        average = self.avg_fn or (_equal_average if _on_cpu(self) else None)
+        if self.multi_avg_fn is not None or average is None:
+            return update_parameters(self, model)
+        self.multi_avg_fn = functools.partial(_average_each, average)
+        try:
+            update_parameters(self, model)
+        finally:
+            self.multi_avg_fn = None
+
+    return with_stores_in_one_frame
+
+
+def _on_cpu(model: torch.nn.Module) -> bool:
+    return all(p.device.type == "cpu" for p in model.parameters())
+
+
+@torch.no_grad()
+def _average_each(
+    average: Average, averaged: Sequence[Tensor], current: Sequence[Tensor], count: Tensor | int
+) -> None:
+    for mine, new in zip(averaged, current, strict=True):
+        mine.copy_(average(mine, new, count))

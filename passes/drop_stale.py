@@ -1,0 +1,59 @@
+"""A sum that has been zeroed since the last step is zero, whatever error term the last sum left.
+
+Gradients that are accumulated in place (``p.grad += g``) are zeroed between two sums by ``zero_grad``,
+``p.grad.zero_()`` or ``p.grad.data.zero_()``, of which nobody tells us and not all of which the tensor's
+version counter does. But hi tells: where it is zero, a rounding error is at most half the smallest subnormal,
+so that a larger error term is one of another sum. (In the storage format itself there is no smaller number:
+every error term but zero is stale.) The test costs two operations an element in a kernel that waits for
+memory, and looks at nothing outside the step. What it can't see is a sum overwritten by another value than
+zero: ``p.grad.copy_(g)`` begins with the last sum's error term, at most half an ulp of that sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from collage_fx.graph import GraphEditor, is_copy_to_input, placeholders
+from collage_fx.passes.base import Pass
+from collage_fx.program import Kind, Role, StateTensor, StepProgram
+
+__all__ = ["DropStale"]
+
+
+@dataclass(frozen=True)
+class DropStale(Pass):
+    """Error terms of accumulations other than parameters are read as zero where hi has been zeroed."""
+
+    name = "drop-stale"
+    after = ("compensate-wide", "compensate-native")
+
+    def applies_to(self, program: StepProgram) -> bool:
+        return any(_is_sum(state) for state in program.compensated)
+
+    def run(self, program: StepProgram) -> str:
+        editor = GraphEditor(program.gm, self.name)
+        sums = [state for state in program.compensated if _is_sum(state)]
+        first_operation = placeholders(editor.graph)[-1].next
+        for state in sums:
+            half_quantum = float(state.format.quantum / 2)
+            for auxiliary in state.auxiliaries:
+                readers = [user for user in auxiliary.users if not is_copy_to_input(user)]
+                with editor.graph.inserting_before(first_operation):
+                    (current,) = editor.inline(_current, state.placeholder, auxiliary, half_quantum)
+                for reader in readers:
+                    reader.replace_input_with(auxiliary, current)
+        editor.finish()
+        return f"{len(sums)} tensors"
+
+
+def _is_sum(state: StateTensor) -> bool:
+    assert state.recurrence is not None
+    return state.recurrence.kind is Kind.ACCUMULATION and state.info.role is not Role.PARAMETER
+
+
+def _current(hi: Tensor, lo: Tensor, half_quantum: float) -> Tensor:
+    stale = (hi == 0) & (lo.abs() > half_quantum)
+    return torch.where(stale, torch.zeros((), dtype=lo.dtype, device=lo.device), lo)

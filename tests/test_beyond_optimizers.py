@@ -1,0 +1,239 @@
+"""Mutated low-precision state that is no optimizer's: averaged models, accumulated gradients, all in one."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim.swa_utils import (
+    AveragedModel,
+    get_ema_avg_fn,
+    get_ema_multi_avg_fn,
+    get_swa_avg_fn,
+    get_swa_multi_avg_fn,
+)
+
+from collage_fx import CollageBackend, error_terms, full_value
+from collage_fx.lowering import inductor_settings
+from tests.support import triton_offline as offline
+from tests.support.float_bits import same_bits
+from tests.support.race import Race, relative_error
+from tests.support.training import Descent, parameters
+from tests.support.twin import Engine, TwinBackend
+
+# Averaged models. -----------------------------------------------------------------------------------------
+
+AVERAGES: dict[str, dict[str, Any]] = {
+    "ema multi": {"multi_avg_fn": get_ema_multi_avg_fn(0.999)},
+    "ema": {"avg_fn": get_ema_avg_fn(0.999)},
+    "swa": {},
+    "swa avg": {"avg_fn": get_swa_avg_fn()},
+    "swa multi": {"multi_avg_fn": get_swa_multi_avg_fn()},
+}
+
+
+def walk(model: torch.nn.Module, generator: torch.Generator) -> None:
+    """One step of a random walk for the model's parameters."""
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn(p.shape, generator=generator) * 0.1)
+
+
+@pytest.mark.parametrize("average", AVERAGES)
+def test_an_averaged_model(average: str) -> None:
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(1)
+    model, exact_model = torch.nn.Linear(8, 4).bfloat16(), torch.nn.Linear(8, 4).double()
+    options = AVERAGES[average]
+    ours, plain = AveragedModel(model, **options), AveragedModel(model, **options)
+    exact = AveragedModel(exact_model, **options)
+    backend = CollageBackend()
+    update = torch.compile(ours.update_parameters, backend=backend)
+    for _ in range(300):
+        walk(model, generator)
+        exact_model.load_state_dict(model.state_dict())
+        update(model)
+        plain.update_parameters(model)
+        exact.update_parameters(exact_model)
+    for p, q, r in zip(ours.parameters(), plain.parameters(), exact.parameters(), strict=True):
+        plain_error = relative_error(q.detach().double(), r.detach())
+        assert plain_error >= 0.01  # the net displacement is of the size of the weights
+        # hi + lo: u**2 = 2**-16 a step, forgotten at the rate of the average or not, 300 times at random
+        assert relative_error(full_value(p), r.detach()) <= 2.0**-16 * 300**0.5
+    assert int(ours.n_averaged) == 300
+    assert len([graph for graph in backend.report().graphs if graph.tensors]) == 1
+    assert set(ours.state_dict()) == set(plain.state_dict())
+
+
+def average_of_mean(averaged: Tensor, current: Tensor, count: Tensor | int) -> Tensor:
+    return (averaged + current * count) / (count + 1)
+
+
+@pytest.mark.parametrize("options", [{}, {"avg_fn": average_of_mean}, {"avg_fn": get_ema_avg_fn(0.9)}])
+def test_eager_averages_are_what_torch_computes(options: dict[str, Any]) -> None:
+    def model() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3)).bfloat16()
+
+    source = model()
+    ours, torchs = (AveragedModel(model(), use_buffers=True, **options) for _ in range(2))
+    original: Any = AveragedModel.update_parameters
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(4):
+        walk(source, generator)
+        source(torch.randn(5, 4, generator=generator).bfloat16())  # its statistics change
+        ours.update_parameters(source)
+        original.__collage_fx__(torchs, source)
+    for name, tensor in torchs.state_dict().items():
+        assert torch.equal(tensor, ours.state_dict()[name]), name
+    assert ours.multi_avg_fn is None
+    pickle.dumps(AveragedModel(model()))
+
+
+# Gradient accumulation. -----------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def accumulate(params: list[torch.nn.Parameter], grads: list[Tensor]) -> None:
+    for p, g in zip(params, grads, strict=True):
+        assert p.grad is not None
+        p.grad += g
+
+
+RESETS: dict[str, Any] = {
+    "none": lambda optimizer, p: optimizer.zero_grad(),
+    "zero_grad": lambda optimizer, p: optimizer.zero_grad(set_to_none=False),
+    "zero_": lambda optimizer, p: p.grad.zero_(),
+    "data.zero_": lambda optimizer, p: p.grad.data.zero_(),
+}
+
+
+@pytest.mark.parametrize("reset", RESETS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_micro_batch_gradients(reset: str, dtype: torch.dtype) -> None:
+    (p,) = params = parameters(dtype, shapes=[(32,)])
+    optimizer = Descent(params)
+    backend = CollageBackend()
+    step = torch.compile(accumulate, backend=backend)
+    generator = torch.Generator().manual_seed(0)
+    p.grad = torch.zeros_like(p)
+    for _ in range(3):
+        exact, plain = torch.zeros(32, dtype=torch.float64), torch.zeros(32, dtype=dtype)
+        RESETS[reset](optimizer, p)
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+        assert not p.grad.any()
+        for _ in range(64):
+            gradient = (1 + 0.1 * torch.randn(32, generator=generator)).to(dtype)
+            step(params, [gradient])
+            plain += gradient
+            exact += gradient.double()
+        u = 2.0**-8 if dtype is torch.bfloat16 else 2.0**-11
+        assert relative_error(plain.double(), exact) > u  # plain: 64 roundings, half of them of the full size
+        # 64 roundings to u**2, or float32's, of partial sums no larger than the last
+        assert torch.all((full_value(p.grad) - exact).abs() <= 64 * max(u**2, 2.0**-24) * exact)
+    assert len(backend.report().graphs) == 1
+
+
+class Sums:
+    """A compiled sum of which some entries have been zeroed since their error terms were written.
+
+    In vectors and in the tail.
+    """
+
+    def __init__(self, dtype: torch.dtype, **options: Any) -> None:
+        (self.p,) = self.params = parameters(dtype, shapes=[(37,)])
+        self.backend = TwinBackend(**options)
+        self.step = torch.compile(accumulate, backend=self.backend)
+        self.grad = self.p.grad = torch.zeros_like(self.p)
+        self.step(self.params, [torch.zeros_like(self.p)])
+        (self.lo,) = error_terms(self.grad)
+        generator = torch.Generator().manual_seed(0)
+        self.begun, self.gradient = (torch.randn(37, generator=generator).to(dtype) for _ in range(2))
+        self.error = (torch.randn(37, generator=generator) * 2.0**-10).to(self.lo.dtype)
+        self.begun[::3] = 0
+
+    def by(self, engine: Literal["compiled", "eager"] | Engine) -> tuple[Tensor, Tensor]:
+        """The sum and its error term after one more gradient."""
+        self.backend.engine = engine
+        self.grad.copy_(self.begun)
+        self.lo.copy_(self.error)
+        self.step(self.params, [self.gradient])
+        assert torch.equal(full_value(self.grad)[::3], self.gradient.double()[::3])
+        return self.grad.clone(), self.lo.clone()
+
+
+KINDS: list[dict[str, Any]] = [{}, {"error_format": "fp32"}, {"arithmetic": "native"}]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("options", KINDS, ids=str)
+def test_compiled_sums_have_the_bits_of_the_rewritten_graph(dtype: torch.dtype, options: Any) -> None:
+    sums = Sums(dtype, **options)
+    for compiled, eager in zip(sums.by("compiled"), sums.by("eager"), strict=True):
+        assert torch.all(same_bits(compiled, eager))
+
+
+@pytest.mark.skipif(not offline.HAVE_TRITON, reason="needs triton (Linux only) and numpy")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("options", KINDS, ids=str)
+def test_triton_sums_have_the_bits_of_the_rewritten_graph(dtype: torch.dtype, options: Any) -> None:
+    sums = Sums(dtype, **options)
+    with torch._inductor.config.patch(inductor_settings(sums.backend.options.arithmetic)):
+        source = offline.triton_source(offline.to_cuda(sums.backend.graphs[0]))
+    interpreted = sums.by(lambda arguments: offline.run_in_interpreter(source, arguments))
+    for triton, eager in zip(interpreted, sums.by("eager"), strict=True):
+        assert torch.all(same_bits(triton, eager))
+
+
+def test_a_step_reads_the_whole_accumulated_gradient() -> None:
+    """1 + 2**-8 is 1 in bfloat16: the sum of a large and many small micro-batches."""
+    params = [torch.nn.Parameter(torch.zeros(4).bfloat16())]
+    (p,) = params
+    step = torch.compile(torch.optim.SGD(params, lr=1.0).step, backend=CollageBackend())
+    add = torch.compile(accumulate, backend=CollageBackend())
+    moved = torch.zeros(4, dtype=torch.float64)
+    for _ in range(2):
+        p.grad = torch.zeros_like(p)
+        for value in (1.0, 2.0**-10, 2.0**-10):
+            add(params, [torch.full_like(p, value)])
+        step()
+        moved -= 1 + 2.0**-9
+        assert torch.equal(full_value(p), moved)
+
+
+# Everything in one function. ------------------------------------------------------------------------------
+
+
+def test_clipping_a_step_and_an_average_in_one_compiled_function() -> None:
+    race = Race(
+        parameters(shapes=[(8, 4), (4,)]),
+        lambda params: torch.optim.AdamW(params, lr=1e-4, betas=(0.9, 0.99)),
+    )
+    averages = [[p.detach().clone() for p in params] for params in race.parameters]
+    start = [average.double() for average in averages[0]]
+    max_norm = 0.5
+
+    def train(side: int) -> Tensor:
+        norm = torch.nn.utils.clip_grad_norm_(race.parameters[side], max_norm)
+        race.optimizers[side].step()
+        with torch.no_grad():
+            for average, p in zip(averages[side], race.parameters[side], strict=True):
+                average.lerp_(p, 0.01)
+        return norm
+
+    compiled = torch.compile(lambda: train(0), backend=race.backend)
+    for _ in range(60):
+        race.draw_gradients()
+        norms = [compiled(), train(1), train(2)]
+        assert float(norms[0]) == pytest.approx(float(norms[2]), rel=2.0**-8)
+    race.assert_compensated()
+    for ours, plain, exact, begun in zip(*averages, start, strict=True):
+        assert error_terms(ours)
+        lost = relative_error(plain.double() - begun, exact - begun)
+        kept = relative_error(full_value(ours) - begun, exact - begun)
+        assert lost >= 0.2
+        assert kept <= lost / 10
