@@ -21,6 +21,7 @@ from collage_fx.torch_compat import detect_fake_mode, functional_decompositions,
 __all__ = [
     "PASS_MARK",
     "GraphEditor",
+    "assignments_to_stores",
     "copies_to_inputs",
     "graph_text",
     "is_conversion",
@@ -72,6 +73,29 @@ def is_conversion(node: Node) -> bool:
 def copies_to_inputs(graph: Graph) -> dict[Node, Node]:
     """The epilogue: mutated placeholder -> its ``copy_`` node."""
     return {node.args[0]: node for node in graph.nodes if is_copy_to_input(node)}
+
+
+def assignments_to_stores(gm: GraphModule) -> None:
+    """``p.data = value``, in the epilogue ``set_(p, value)``, becomes ``copy_(p, value)``, for low-precision tensors.
+
+    The tensor keeps its memory, which then holds the value, instead of taking over that of the value. Left alone
+    where that would be another thing: an input that is assigned as it is shares its memory from then on, and a value
+    of another dtype or shape does not fit.
+    """
+    for node in gm.graph.find_nodes(op="call_function", target=aten.set_.source_Tensor):
+        destination, source = node.args
+        to, value = tensor_value(destination), tensor_value(source)
+        if (
+            not is_low_precision_tensor(destination)
+            or to is None
+            or value is None
+            or source.op == "placeholder"
+        ):
+            continue
+        if to.dtype == value.dtype and to.shape == value.shape:
+            node.target = aten.copy_.default
+            node.meta["val"] = to
+    gm.recompile()
 
 
 @dataclass

@@ -29,11 +29,12 @@ prims = torch.ops.prims
 #: grid.
 MOVEMENT = frozenset(
     {
-        aten.abs, aten.neg, aten.alias, aten.as_strided, aten.cat, aten.clone, aten.constant_pad_nd,
-        aten.detach, aten.diagonal, aten.expand, aten.flip, aten.index_select, aten.lift_fresh_copy,
-        aten.permute, aten.repeat, aten.reshape, aten.roll, aten.select, aten.select_scatter,
-        aten.slice, aten.slice_scatter, aten.split, aten.split_with_sizes, aten.squeeze, aten.stack,
-        aten.t, aten.transpose, aten.unbind, aten.unsqueeze, aten.view, aten._unsafe_view,
+        aten.abs, aten.neg, aten.alias, aten.as_strided, aten.as_strided_scatter, aten.cat, aten.clone,
+        aten.constant_pad_nd, aten.detach, aten.diagonal, aten.diagonal_scatter, aten.expand, aten.flip,
+        aten.gather, aten.index, aten.index_select, aten.lift_fresh_copy, aten.permute, aten.repeat,
+        aten.reshape, aten.roll, aten.select, aten.select_scatter, aten.slice, aten.slice_scatter,
+        aten.split, aten.split_with_sizes, aten.squeeze, aten.stack, aten.t, aten.transpose, aten.unbind,
+        aten.unfold, aten.unsqueeze, aten.view, aten._unsafe_view, prims.rev,
     }
 )  # fmt: skip
 
@@ -45,6 +46,11 @@ REDUCTIONS = frozenset(
     }
 )  # fmt: skip
 
+#: Operations that move values into others, or add them there.
+SCATTERS = frozenset(
+    {aten.index_add, aten.index_copy, aten.index_put, aten._unsafe_index_put, aten.scatter, aten.scatter_add}
+)
+
 #: Tensors made from numbers.
 FACTORIES = frozenset(
     {
@@ -52,6 +58,9 @@ FACTORIES = frozenset(
         aten.ones_like, aten.scalar_tensor, aten.zeros, aten.zeros_like,
     }
 )  # fmt: skip
+
+
+TRANSPARENT = REDUCTIONS | SCATTERS | FACTORIES
 
 
 def _packet(target: Any) -> Any:
@@ -73,7 +82,7 @@ def is_movement(node: Node) -> bool:
 def is_transparent(node: Node) -> bool:
     """Whether the operation means the same on float32 operands as on low-precision ones, roundings apart."""
     packet = _packet(node.target)
-    return is_pointwise(node) or is_movement(node) or packet in REDUCTIONS or packet in FACTORIES
+    return is_pointwise(node) or is_movement(node) or packet in TRANSPARENT
 
 
 class Retyper:

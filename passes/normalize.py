@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from collage_fx.graph import GraphEditor, tensor_value
+from collage_fx.graph import GraphEditor, copies_to_inputs, tensor_value
 from collage_fx.passes.base import Pass
 from collage_fx.program import StepProgram
 
@@ -85,10 +85,19 @@ FOREACH: dict[str, Callable[..., Any]] = {
     "lerp": _lerp,
     "clamp_min": lambda x, bound: torch.clamp(x, min=bound),
     "clamp_max": lambda x, bound: torch.clamp(x, max=bound),
-    "copy": lambda x, source: source.to(x.dtype).expand(x.shape),
-    "zero": torch.zeros_like,
-    "norm": lambda x, ord=2: torch.linalg.vector_norm(x, ord),
+    "maximum": lambda x, y: torch.maximum(x, y) if isinstance(y, torch.Tensor) else torch.clamp(x, min=y),
+    "minimum": lambda x, y: torch.minimum(x, y) if isinstance(y, torch.Tensor) else torch.clamp(x, max=y),
+    "norm": lambda x, ord=2, dtype=None: torch.linalg.vector_norm(x, ord, dtype=dtype),
+    "powsum": lambda x, ord=2, dtype=None: torch.sum(x.abs() ** ord, dtype=dtype),
     "max": torch.amax,
+}
+
+#: ``_foreach_NAME`` -> the operator that does it to each element, and its last arguments, where that depends on the
+#: element's shape and so can't be traced once for all.
+FOREACH_OPERATORS: dict[str, tuple[torch._ops.OpOverload, tuple[Any, ...]]] = {
+    "copy": (aten.copy.default, ()),
+    "mm": (aten.mm.default, ()),
+    "zero": (aten.full_like.default, (0,)),
 }
 
 
@@ -118,6 +127,7 @@ class Normalize(Pass):
         for node in list(editor.graph.nodes):
             _choose_constant_branch(editor, node)
             _forward_copy(editor, node)
+        _read_before_overwriting(editor)
         editor.finish()
         return f"{opened} composite and {unpacked} foreach operations opened"
 
@@ -170,6 +180,23 @@ def _forward_copy(editor: GraphEditor, node: Node) -> None:
     editor.propagate_from(result)
 
 
+def _read_before_overwriting(editor: GraphEditor) -> None:
+    """A store of another input's old value must not come to read it after that input has its new one.
+
+    ``old = s1.clone(); s1.add_(g); s2.copy_(old)`` arrives as ``copy_(s1, add); copy_(s2, s1)``: Inductor's passes
+    take the clone away (with torch 2.13 plain Inductor stores the new value). Two negations they leave.
+    """
+    stores = list(copies_to_inputs(editor.graph).values())
+    overwritten: set[Any] = set()
+    for store in stores:
+        destination, source = store.args[:2]
+        if source in overwritten:
+            with editor.graph.inserting_before(stores[0]):
+                negated = editor.call(aten.neg.default, source)
+                store.args = (destination, editor.call(aten.neg.default, negated), *store.args[2:])
+        overwritten.add(destination)
+
+
 def _unpack_foreach(editor: GraphEditor, node: Node) -> bool:
     """``_foreach_op(xs, ys, scalar)`` -> ``op(x, y, scalar)`` for each; read through ``getitem`` nodes."""
     if not isinstance(node.target, torch._ops.OpOverload):
@@ -177,11 +204,8 @@ def _unpack_foreach(editor: GraphEditor, node: Node) -> bool:
     namespace, _, operator_name = node.target._schema.name.partition("::_foreach_")
     if namespace != "aten" or not operator_name:
         return False
-    rule = FOREACH.get(operator_name) or getattr(torch, operator_name)
     arguments = [*node.args, *node.kwargs.values()]
-    call = _Call(
-        rule, (None,) * len(node.args) + tuple("value" if n == "scalars" else n for n in node.kwargs)
-    )
+    names = (None,) * len(node.args) + tuple("value" if n == "scalars" else n for n in node.kwargs)
     length = next(len(argument) for argument in arguments if isinstance(argument, (list, tuple)))
     results: list[Node] = []
     with editor.graph.inserting_before(node):
@@ -189,7 +213,12 @@ def _unpack_foreach(editor: GraphEditor, node: Node) -> bool:
             element = [
                 argument[i] if isinstance(argument, (list, tuple)) else argument for argument in arguments
             ]
-            results.extend(editor.inline(call, *element))
+            if operator_name in FOREACH_OPERATORS:
+                target, last = FOREACH_OPERATORS[operator_name]
+                results.append(editor.call(target, *element, *last))
+            else:
+                rule = FOREACH.get(operator_name) or getattr(torch, operator_name)
+                results.extend(editor.inline(_Call(rule, names), *element))
     for user in list(node.users):
         if user.target is operator.getitem:
             index = user.args[1]
