@@ -76,11 +76,11 @@ def copies_to_inputs(graph: Graph) -> dict[Node, Node]:
 
 
 def assignments_to_stores(gm: GraphModule) -> None:
-    """``p.data = value``, in the epilogue ``set_(p, value)``, becomes ``copy_(p, value)``, for low-precision tensors.
+    """``p.data = value``, captured as ``set_(p, value)``, becomes ``copy_(p, value)`` in low precision.
 
-    The tensor keeps its memory, which then holds the value, instead of taking over that of the value. Left alone
-    where that would be another thing: an input that is assigned as it is shares its memory from then on, and a value
-    of another dtype or shape does not fit.
+    The tensor keeps its memory, which then holds the value, instead of taking over that of the value. Left
+    alone where that would be another thing: an input that is assigned as it is shares its memory from then
+    on, and a value of another dtype or shape does not fit.
     """
     for node in gm.graph.find_nodes(op="call_function", target=aten.set_.source_Tensor):
         destination, source = node.args

@@ -23,7 +23,15 @@ from collage_fx.formats import FloatFormat
 from collage_fx.graph import tensor_value
 from collage_fx.program import Kind, Recurrence, Verdict
 
-__all__ = ["TOLERATED_STALL", "judge", "read_recurrence", "representation_error", "stall_band"]
+__all__ = [
+    "IDENTITIES",
+    "TOLERATED_STALL",
+    "is_factory",
+    "judge",
+    "read_recurrence",
+    "representation_error",
+    "stall_band",
+]
 
 aten = torch.ops.aten
 prims = torch.ops.prims

@@ -10,6 +10,7 @@ original graph rounded it.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -98,6 +99,7 @@ class Retyper:
         self.rounding = rounding
         self._float32: dict[Node, Node] = {}
         self._stored: dict[Node, Node] = {}
+        self._memory: set[Node] = set()
 
     def run(self) -> None:
         for node in list(self.editor.graph.nodes):
@@ -122,6 +124,8 @@ class Retyper:
             return
         elif _packet(node.target) is prims.convert_element_type:
             self._visit_conversion(node)
+        elif node.target is operator.getitem:
+            self._visit_element(node)
         elif is_transparent(node):
             self._visit_transparent(node)
         else:
@@ -158,6 +162,15 @@ class Retyper:
                 result = self.editor.convert(result, value.dtype)
             self._replace(node, result)
 
+    def _visit_element(self, node: Node) -> None:
+        """One of several results: float32 by now if a transparent operator made it, else as it was."""
+        results, index = node.args
+        value = tensor_value(node)
+        assert isinstance(results, Node)
+        assert value is not None
+        if results.meta["val"][index].dtype != value.dtype:
+            self._float32[node] = self.editor.call(operator.getitem, results, index)
+
     def _define(self, node: Node, result: Node, *, rounds: bool) -> None:
         """``result`` (float32) now carries what the low-precision ``node`` stood for."""
         value = tensor_value(node)
@@ -180,18 +193,14 @@ class Retyper:
             return node
         if node not in self._float32:  # memory: an input, or the result of an operator that keeps its dtype
             self._float32[node] = self.editor.convert(node, torch.float32)
+            self._memory.add(node)
         return self._float32[node]
 
     def _in_storage(self, node: Node) -> Node:
         """A low-precision node in its storage dtype: itself if it is memory, else a cast of its carrier."""
         value = tensor_value(node)
         carrier = self._float32.get(node)
-        if (
-            value is None
-            or carrier is None
-            or node.op in ("placeholder", "get_attr")
-            or not is_transparent(node)
-        ):
+        if value is None or carrier is None or node in self._memory:
             return node
         if node not in self._stored:
             self._stored[node] = self.editor.convert(carrier, value.dtype)

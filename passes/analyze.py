@@ -10,14 +10,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import torch
 from torch.fx import Graph, Node
 
 from collage_fx.graph import copies_to_inputs, is_low_precision_tensor, placeholders
 from collage_fx.passes.base import Pass
 from collage_fx.program import Kind, Role, StateTensor, StepProgram
-from collage_fx.recurrence import is_factory, judge, read_recurrence
+from collage_fx.recurrence import IDENTITIES, is_factory, judge, read_recurrence
 
 __all__ = ["Analyze"]
+
+SUMS = frozenset({torch.ops.aten.add, torch.ops.aten.sub})
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class Analyze(Pass):
                 placeholder, new_value, symbols, new_values, is_parameter=is_parameter
             )
             if state.recurrence.kind is Kind.OVERWRITE and flow.returns_to(placeholder):
-                # By way of other tensors' new values: read through them, and through the next step if need be.
+                # By way of other tensors' new values: read through them, and through the next step.
                 through = read_recurrence(placeholder, new_value, symbols, {}, is_parameter=is_parameter)
                 kind = Kind.OTHER if through.kind is Kind.OVERWRITE else through.kind
                 state.recurrence = replace(through, kind=kind)
@@ -130,9 +133,10 @@ def _stands_for(state: StateTensor, other: StateTensor, flow: _Flow) -> bool:
 
 
 def _select_gradient(program: StepProgram, state: StateTensor, flow: _Flow) -> tuple[bool, str]:
-    """A gradient is state only where it accumulates: clipped, scaled or decayed, it is used up by this step."""
+    """A gradient is state only where it accumulates; clipped, scaled or decayed it is used up by the step."""
     assert state.recurrence is not None
-    accumulates = state.recurrence.kind is Kind.ACCUMULATION and all(s == 1 for s in state.recurrence.slopes)
+    packets = {getattr(node.target, "overloadpacket", None) for node in state.recurrence.path}
+    accumulates = state.recurrence.slopes == (1,) and packets <= SUMS | IDENTITIES
     parameters = [s.placeholder for s in program.states if s.info.role is Role.PARAMETER]
     if accumulates and not any(flow.is_read(p, state.placeholder) for p in parameters):
         return True, "gradients accumulate in it"

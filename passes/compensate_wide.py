@@ -7,6 +7,7 @@ is exact in float32 (Sterbenz-like: hi' is x' rounded), so ``|hi' + lo' - x'| <=
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 import torch
@@ -79,7 +80,8 @@ def _refuse_lost_value(state: StateTensor) -> None:
     for node in state.placeholder.graph.nodes:
         if reached.isdisjoint(node.all_input_nodes) or is_copy_to_input(node):
             continue
-        if is_transparent(node) and not is_low_precision_tensor(node):
+        passes = is_transparent(node) or node.target is operator.getitem
+        if passes and not is_low_precision_tensor(node):
             reached.add(node)
         elif node in path:
             opaque = opaque or node

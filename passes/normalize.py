@@ -92,8 +92,8 @@ FOREACH: dict[str, Callable[..., Any]] = {
     "max": torch.amax,
 }
 
-#: ``_foreach_NAME`` -> the operator that does it to each element, and its last arguments, where that depends on the
-#: element's shape and so can't be traced once for all.
+#: ``_foreach_NAME`` -> the operator that does it to each element, and its last arguments, where that depends
+#: on the element's shape and so can't be traced once for all.
 FOREACH_OPERATORS: dict[str, tuple[torch._ops.OpOverload, tuple[Any, ...]]] = {
     "copy": (aten.copy.default, ()),
     "mm": (aten.mm.default, ()),
@@ -183,8 +183,8 @@ def _forward_copy(editor: GraphEditor, node: Node) -> None:
 def _read_before_overwriting(editor: GraphEditor) -> None:
     """A store of another input's old value must not come to read it after that input has its new one.
 
-    ``old = s1.clone(); s1.add_(g); s2.copy_(old)`` arrives as ``copy_(s1, add); copy_(s2, s1)``: Inductor's passes
-    take the clone away (with torch 2.13 plain Inductor stores the new value). Two negations they leave.
+    ``old = s1.clone(); s1.add_(g); s2.copy_(old)`` arrives as ``copy_(s1, add); copy_(s2, s1)``: Inductor's
+    passes take the clone away (and plain Inductor of torch 2.13 stores the new value). Two negations stay.
     """
     stores = list(copies_to_inputs(editor.graph).values())
     overwritten: set[Any] = set()

@@ -163,6 +163,10 @@ class Bounded:
     def data(self) -> Bounded:
         return self
 
+    @data.setter
+    def data(self, value: Bounded) -> None:
+        self.copy_(value)
+
     @property
     def dtype(self) -> None:
         return None

@@ -2,13 +2,13 @@
 
 A rule is the body of a function ``update(p, g, s1, ..., t)`` that changes its tensors in place. Run with
 ``torch`` on low-precision tensors it is the optimizer under test, run with ``BOUNDED_TORCH`` on
-:class:`~tests.support.bounded.Bounded` numbers it is its own oracle. The same thing is written in many ways, as
-people do: out of place and in place, through ``.data``, ``torch._foreach_*``, ``alpha=``, ``copy_``.
+:class:`~tests.support.bounded.Bounded` numbers it is its own oracle. The same thing is written in many ways,
+as people do: out of place and in place, through ``.data``, ``torch._foreach_*``, ``alpha=``, ``copy_``.
 
 Rules are well-conditioned by construction, so that the oracle's bounds are small: every root is that of a
 number that is not negative, every denominator has an epsilon, states decay or grow by bounded steps, and the
-parameter's step is a small learning rate times a direction of moderate size. What slips through is drawn again: see
-:func:`is_a_test`.
+parameter's step is a small learning rate times a direction of moderate size. What slips through is drawn
+again: see :func:`is_a_test`.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Rule:
 
     Attributes:
         body: statements that update ``p``, the states and perhaps ``g`` in place.
-        states: name -> how it starts: ``"zeros"``, ``"positive"`` or ``"signed"`` (of the parameter's dtype), or
-            ``"float32"`` (zeros of that dtype).
+        states: name -> how it starts: ``"zeros"``, ``"positive"`` or ``"signed"`` (of the parameter's
+            dtype), or ``"float32"`` (zeros of that dtype).
         dtype: of the parameter and its gradient.
         layout: of the parameter: a key of ``LAYOUTS``.
         seed: of the initial values and the gradients.
@@ -165,11 +165,13 @@ class _Names:
     Attributes:
         signed: names of tensors.
         positive: those among them that are never negative.
+        plain: states of the parameter's dtype that may take any value.
         mixed: whether some are float32, so that an operand's dtype has to be put right.
     """
 
     signed: list[str]
     positive: list[str]
+    plain: list[str]
     mixed: bool
 
 
@@ -255,6 +257,8 @@ def _scaled_sum(draw: Draw, target: str, decay: float, weight: float, x: str, mi
         [f"{target}.copy_({scaled} + {weight} * {x})"],
         [f"{target}.data.copy_({scaled} - {-weight} * {x})"],
         [f"{target}.copy_(torch.add({scaled}, {x}, alpha={weight}))"],
+        [f"{target}.data = ({scaled} + {weight} * {x}).to({target}.dtype)"],
+        [f"{target}.copy_(-(-{scaled} - {weight} * {x}))"],
         [f"{target}.copy_({scaled.replace(target, target + '.float()')} + {x}.float() * {weight})"],
         [*foreach_kept, f"torch._foreach_add_([{target}], [{operand}], alpha={weight})"],
         [*kept, f"torch._foreach_sub_([{target}], [{operand}], alpha={-weight})"],
@@ -308,6 +312,8 @@ STATE_KINDS = {
     "average of p": ("signed", False),
     "previous": ("zeros", False),
     "clipped": ("signed", False),
+    "limited": ("signed", False),
+    "average, late": ("signed", False),
 }
 
 
@@ -329,15 +335,26 @@ def _state_update(draw: Draw, state: str, kind: str, names: _Names) -> list[str]
         return _scaled_sum(draw, state, 1, 0.1, _positive(draw, names, depth), mixed)
     if kind == "maximum":
         x = _positive(draw, names, depth)
-        return list(draw(st.sampled_from([
+        maximum = f"torch._foreach_maximum_([{state}], [({x}).to({state}.dtype)])"
+        forms = [
             [f"{state}.copy_(torch.maximum({state}, {x}))"],
             [f"{state}.copy_(torch.maximum({decay} * {state}, {x}))"],
-            [f"torch._foreach_mul_([{state}], {decay})", f"torch._foreach_maximum_([{state}], [({x}).to({state}.dtype)])"],
-        ])))  # fmt: skip
+            [f"torch._foreach_mul_([{state}], {decay})", maximum],
+        ]
+        return list(draw(st.sampled_from(forms)))
     if kind == "average of p":
         return _scaled_sum(draw, state, decay, rest, "p", mixed)
     if kind == "previous":
         return [f"{state}.copy_({_signed(draw, names, depth)})"]
+    if kind == "limited":
+        x, bound = _signed(draw, names, depth), _number(draw, 0.001, 0.01)
+        return [f"{state}.copy_({x}.clamp(min={state} - {bound}, max={state} + {bound}))"]
+    if kind == "average, late":
+        return [
+            f"old = {state}.clone()",
+            *_scaled_sum(draw, state, decay, rest, _signed(draw, names, depth), mixed),
+            f"{draw(st.sampled_from(names.plain))}.copy_(old)",
+        ]
     assert kind == "clipped"
     update = _scaled_sum(draw, state, 1, 0.01, _signed(draw, names, depth), mixed)
     bound = _number(draw, 0.5, 2.0)
@@ -348,12 +365,18 @@ def _state_update(draw: Draw, state: str, kind: str, names: _Names) -> list[str]
 def _parameter_update(draw: Draw, names: _Names, dtype: torch.dtype) -> list[str]:
     lr = draw(st.sampled_from(LEARNING_RATES[dtype]))
     lines = []
-    decayed = draw(st.sampled_from(["", "", f"p.mul_({1 - lr * 0.1})", f"p.data.mul_({1 - lr * 0.1})", f"p.add_(p, alpha={-lr * 0.1})",
-                                    f"p.sub_({lr * 0.1} * p)", f"torch._foreach_mul_([p], {1 - lr * 0.1})"]))  # fmt: skip
-    if decayed:
-        lines.append(decayed)
+    decay, kept = lr * 0.1, 1 - lr * 0.1
+    decays = [
+        f"p.mul_({kept})",
+        f"p.data.mul_({kept})",
+        f"p.add_(p, alpha={-decay})",
+        f"p.sub_({decay} * p)",
+        f"torch._foreach_mul_([p], {kept})",
+    ]
+    if draw(st.integers(0, 2)):
+        lines.append(draw(st.sampled_from(decays)))
     depth = draw(st.integers(0, 3))
-    form = draw(st.integers(0, 6))
+    form = draw(st.integers(0, 9))
     if form == 0:
         lines += _quotient_sum(
             draw,
@@ -376,6 +399,14 @@ def _parameter_update(draw: Draw, names: _Names, dtype: torch.dtype) -> list[str
                 )
             )
         )
+    elif form == 3:
+        x = _signed(draw, names, depth)
+        lines.append(f"p.copy_(torch.clamp({x}, min=p - {lr}, max=p + {lr}))")
+    elif form == 4 and names.plain:
+        # Nesterov's method by its iterates: the new value is computed from what the state's new value is.
+        last = draw(st.sampled_from(names.plain))
+        lines.append(f"new = p - {lr} * {_signed(draw, names, depth)}")
+        lines += [f"p.copy_(new + 0.5 * (new - {last}))", f"{last}.copy_(new)"]
     else:
         lines += _scaled_sum(draw, "p", 1, -lr, _signed(draw, names, depth), names.mixed)
     if draw(st.integers(0, 5)) == 5:
@@ -407,21 +438,21 @@ def any_rules(draw: Draw) -> Rule:
     kinds: Sequence[str] = draw(st.lists(st.sampled_from(list(STATE_KINDS)), max_size=3))
     float32 = draw(st.integers(0, 9)) == 9
     states, updates, late = [], [], []
-    names = _Names(["g", "p"], [], float32)
+    names = _Names(["g", "p"], [], [], float32)
     lines = [line for line in [draw(st.sampled_from(GRADIENT_FORMS))] if line]
     for i, kind in enumerate(kinds, 1):
         name, (start, positive) = f"s{i}", STATE_KINDS[kind]
         states.append((name, "float32" if float32 and start == "zeros" else start))
         names.signed.append(name)
         names.positive += [name] * positive
+        names.plain += [name] * (not positive and states[-1][1] != "float32")
     for (name, _), kind in zip(states, kinds, strict=True):
         (late if draw(st.booleans()) and kind != "second moment" else updates).extend(
             _state_update(draw, name, kind, names)
         )
     lines += [*updates, *_parameter_update(draw, names, dtype), *late]
-    signed = [name for name, kind in states if name not in names.positive and kind != "float32"]
-    if len(signed) >= 2 and draw(st.integers(0, 3)) == 3:
-        a, b = signed[:2]
+    if len(names.plain) >= 2 and draw(st.integers(0, 3)) == 3:
+        a, b = names.plain[:2]
         lines += [f"kept = {a}.clone()", f"{a}.copy_({b})", f"{b}.copy_(kept)"]
     return Rule(
         "\n".join(lines),
@@ -433,10 +464,10 @@ def any_rules(draw: Draw) -> Rule:
 
 
 def is_a_test(rule: Rule) -> bool:
-    """Whether a rule moves its parameter so that the error term shows, and stays in a middle range of numbers.
+    """Whether a rule moves its parameter so that the error term shows, and keeps to a middle range of numbers.
 
-    Seen in float64: no tensor reaches 2**10, whose square float16 can not hold, and some element's step differs
-    from what is stored without an error term by at least twice the step's error bound.
+    Seen in float64: no tensor reaches 2**10, whose square float16 can not hold, and some element's step
+    differs from what is stored without an error term by at least twice the step's error bound.
     """
     parameter, states = rule.start()
     tensors = {"p": parameter.double(), **{name: state.double() for name, state in states.items()}}
