@@ -91,8 +91,8 @@ class Watched:
     def lacking(self, strategy: str) -> list[str]:
         """States that the strategy should have given error terms: what a small change of the old value says.
 
-        Under ``full`` those whose new value changes, under ``plus`` those where 0.9985 of the change or more is
-        left (a decay of 0.999, or none).
+        Under ``full`` those whose new value changes, under ``plus`` those where 0.9985 of the change or more
+        is left (a decay of 0.999, or none).
         """
         change, least = 2.0**-7, {"full": 0.0, "plus": 0.9985, "light": float("inf")}[strategy]
         old = {name: Bounded(full_value(tensor)) for name, tensor in _tensors(self.exact).items()}
@@ -253,3 +253,31 @@ def test_moved(name: str) -> None:
     p.grad = torch.ones(4, dtype=torch.bfloat16)
     torch.compile(optimizer.step, backend=CollageBackend("light"), fullgraph=True)()
     assert torch.equal(full_value(p), torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64) - 2.0**-10)
+
+
+def accumulate(optimizer: torch.optim.Optimizer, micro_batches: Sequence[Tensor]) -> None:
+    for group in optimizer.param_groups:
+        for p, gradient in zip(group["params"], micro_batches, strict=True):
+            p.grad += gradient
+
+
+@pytest.mark.parametrize("strategy", ["light", "plus", "full"])
+def test_gradients_that_accumulate(strategy: Any) -> None:
+    """Exact: 1 and a few times 2**-10, which plain bfloat16 rounds away."""
+    p = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    p.grad = torch.ones(4, dtype=torch.bfloat16)
+    step = torch.compile(accumulate, backend=CollageBackend(strategy), fullgraph=True)
+    optimizer = torch.optim.SGD([p], lr=0.1)
+    for _ in range(3):
+        step(optimizer, [torch.full((4,), 2.0**-10, dtype=torch.bfloat16)])
+    assert torch.equal(full_value(p.grad), torch.full((4,), 1 + 3 * 2.0**-10, dtype=torch.float64))
+
+
+def test_a_clipped_gradient_gets_no_error_terms() -> None:
+    rule = _rule("g.mul_(0.3)\np.sub_(1e-4 * g)")
+    optimizer = DrawnOptimizer(rule)
+    optimizer.parameter.grad = rule.gradients()[0]
+    torch.compile(optimizer.step, backend=CollageBackend("full"), fullgraph=True)()
+    assert error_terms(optimizer.parameter)
+    assert optimizer.parameter.grad is not None
+    assert not error_terms(optimizer.parameter.grad)

@@ -437,7 +437,9 @@ def any_rules(draw: Draw) -> Rule:
     dtype = draw(st.sampled_from([torch.bfloat16, torch.float16]))
     kinds: Sequence[str] = draw(st.lists(st.sampled_from(list(STATE_KINDS)), max_size=3))
     float32 = draw(st.integers(0, 9)) == 9
-    states, updates, late = [], [], []
+    states: list[tuple[str, str]] = []
+    updates: list[str] = []
+    late: list[str] = []
     names = _Names(["g", "p"], [], [], float32)
     lines = [line for line in [draw(st.sampled_from(GRADIENT_FORMS))] if line]
     for i, kind in enumerate(kinds, 1):
@@ -464,7 +466,7 @@ def any_rules(draw: Draw) -> Rule:
 
 
 def is_a_test(rule: Rule) -> bool:
-    """Whether a rule moves its parameter so that the error term shows, and keeps to a middle range of numbers.
+    """Whether a rule moves its parameter so that the error term shows, in a middle range of numbers.
 
     Seen in float64: no tensor reaches 2**10, whose square float16 can not hold, and some element's step
     differs from what is stored without an error term by at least twice the step's error bound.
