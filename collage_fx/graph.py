@@ -21,6 +21,7 @@ from collage_fx.torch_compat import detect_fake_mode, functional_decompositions,
 __all__ = [
     "PASS_MARK",
     "GraphEditor",
+    "assignments",
     "assignments_to_stores",
     "copies_to_inputs",
     "graph_text",
@@ -75,24 +76,26 @@ def copies_to_inputs(graph: Graph) -> dict[Node, Node]:
     return {node.args[0]: node for node in graph.nodes if is_copy_to_input(node)}
 
 
-def assignments_to_stores(gm: GraphModule) -> None:
-    """``p.data = value``, captured as ``set_(p, value)``, becomes ``copy_(p, value)`` in low precision.
+def assignments(graph: Graph) -> list[Node]:
+    """``p.data = value``, captured as ``set_(p, value)``."""
+    return list(graph.find_nodes(op="call_function", target=aten.set_.source_Tensor))
 
-    The tensor keeps its memory, which then holds the value, instead of taking over that of the value. Left
-    alone where that would be another thing: an input that is assigned as it is shares its memory from then
-    on, and a value of another dtype or shape does not fit.
+
+def assignments_to_stores(gm: GraphModule) -> None:
+    """``p.data = value`` becomes ``copy_(p, value)``: the tensor keeps its memory, with the value in it.
+
+    Left alone where that would be another thing: an input that is assigned as it is shares its memory from
+    then on, and a value of another dtype or shape does not fit.
     """
-    for node in gm.graph.find_nodes(op="call_function", target=aten.set_.source_Tensor):
+    for node in assignments(gm.graph):
         destination, source = node.args
         to, value = tensor_value(destination), tensor_value(source)
-        if (
-            not is_low_precision_tensor(destination)
-            or to is None
-            or value is None
-            or source.op == "placeholder"
-        ):
-            continue
-        if to.dtype == value.dtype and to.shape == value.shape:
+        assert to is not None
+        assert value is not None
+        assert isinstance(source, Node)
+        if source is destination:
+            gm.graph.erase_node(node)
+        elif source.op != "placeholder" and to.dtype == value.dtype and to.shape == value.shape:
             node.target = aten.copy_.default
             node.meta["val"] = to
     gm.recompile()

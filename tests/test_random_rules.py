@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from collage_fx import CollageBackend, error_terms, full_value
+from collage_fx.errors import AliasedStateError
 from tests.support.bounded import Bounded
 from tests.support.rules import STEPS, DrawnOptimizer, Rule, rules
 
@@ -107,7 +108,8 @@ class Watched:
                 self._run(numbers, STEPS + 1)
                 results.append(numbers[name].value)
             left = (results[1] - results[0]).abs() / change
-            if bool((left > 0).all() and (left >= least).all()):
+            changes = (results[0] != old[name].value).any()
+            if bool(changes and (left > 0).all() and (left >= least).all()):
                 lacking.append(name)
         return lacking
 
@@ -212,6 +214,9 @@ FOUND = {
     # Captured as set_, which was no store.
     "data is assigned": _rule("p.data = p.data - 1e-4 * g"),
     "data is assigned and updated": _rule("p.data = p.data.mul(0.9999)\np.data.add_(g, alpha=-1e-4)"),
+    "data is assigned and taken back": _rule(
+        "old = s1.clone()\ns1.data = s1 + g\ns1.copy_(old)\np.sub_(1e-4 * s1)", "s1"
+    ),
     # Traced with a sample of two elements, whose shape was then every tensor's.
     "foreach copy": _rule("torch._foreach_copy_([p], [p - 1e-4 * g])"),
     # Hand-written compensation: with float32 arithmetic in between, s1 has nothing left to hold.
@@ -253,6 +258,14 @@ def test_moved(name: str) -> None:
     p.grad = torch.ones(4, dtype=torch.bfloat16)
     torch.compile(optimizer.step, backend=CollageBackend("light"), fullgraph=True)()
     assert torch.equal(full_value(p), torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64) - 2.0**-10)
+
+
+def test_data_that_is_another_tensors_is_refused() -> None:
+    rule = _rule("p.data = s1\ns2.sub_(1e-4 * g)", "s1", "s2")
+    optimizer = DrawnOptimizer(rule)
+    optimizer.parameter.grad = rule.gradients()[0]
+    with pytest.raises(AliasedStateError, match="s1"):
+        torch.compile(optimizer.step, backend=CollageBackend(), fullgraph=True)()
 
 
 def accumulate(optimizer: torch.optim.Optimizer, micro_batches: Sequence[Tensor]) -> None:

@@ -353,7 +353,7 @@ def _state_update(draw: Draw, state: str, kind: str, names: _Names) -> list[str]
         return [
             f"old = {state}.clone()",
             *_scaled_sum(draw, state, decay, rest, _signed(draw, names, depth), mixed),
-            f"{draw(st.sampled_from(names.plain))}.copy_(old)",
+            f"{draw(st.sampled_from([name for name in names.plain if name != state] or [state]))}.copy_(old)",
         ]
     assert kind == "clipped"
     update = _scaled_sum(draw, state, 1, 0.01, _signed(draw, names, depth), mixed)
