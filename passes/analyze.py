@@ -73,6 +73,7 @@ class _Flow:
     """
 
     def __init__(self, graph: Graph, stores: Mapping[Node, Node]) -> None:
+        self.inputs = list(stores)
         self.bit = {placeholder: 1 << i for i, placeholder in enumerate(stores)}
         self.reads: dict[Node, int] = {}
         for node in graph.nodes:
@@ -90,16 +91,17 @@ class _Flow:
         return bool(self.reads[new_value] & self.bit[placeholder])
 
     def returns_to(self, placeholder: Node) -> bool:
-        """Whether, after one step or several, a new value is computed from the old one."""
-        reached, waiting = {placeholder}, [placeholder]
+        """Whether, after one step or several, its new value is computed from the old one."""
+        seen, waiting = 0, [placeholder]
         while waiting:
-            source = waiting.pop()
-            readers = [target for target in self.new_values if self.is_read(source, target)]
-            if placeholder in readers:
-                return True
-            waiting += [target for target in readers if target not in reached]
-            reached.update(readers)
-        return False
+            new_value = self.new_values[waiting.pop()]
+            assert isinstance(new_value, Node)
+            fresh = self.reads[new_value] & ~seen
+            seen |= fresh
+            while fresh:
+                waiting.append(self.inputs[fresh.bit_length() - 1])
+                fresh ^= 1 << (fresh.bit_length() - 1)
+        return bool(seen & self.bit[placeholder])
 
 
 def _select(program: StepProgram, state: StateTensor, flow: _Flow) -> tuple[bool, str]:
