@@ -184,7 +184,7 @@ def _random_rules(bundle: tuple[str, str, list[Rule]]) -> None:
 
 @pytest.mark.slow
 def test_random_rules() -> None:
-    """300 drawn optimizers: 3.4 minutes of one core, most of it Inductor's."""
+    """300 drawn optimizers: some 3 minutes of one core, most of it Inductor's."""
     _random_rules()
     assert drawn >= RULES or ASKED
 
