@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from collage_fx.errors import AliasedStateError, UnsupportedOptimizerError, UnsupportedTensorError
 from collage_fx.formats import is_low_precision
-from collage_fx.graph import copies_to_inputs, placeholders
+from collage_fx.graph import assignments, copies_to_inputs, placeholders
 from collage_fx.names import KnownTensor, parameter_names
 from collage_fx.program import InputInfo, Role
 from collage_fx.torch_compat import aot_input_of, has_internal_overlap
@@ -125,6 +125,10 @@ def refuse_aliases(gm: GraphModule, inputs: Sequence[InputInfo], known: Iterable
     Raises:
         AliasedStateError: it does.
     """
+    names = {node: info.name for node, info in zip(placeholders(gm.graph), inputs, strict=True)}
+    for node in assignments(gm.graph):
+        if all(operand in names for operand in node.args):
+            raise _aliased(" and ".join(names[operand] for operand in node.all_input_nodes))
     stores = copies_to_inputs(gm.graph)
     for node, info in zip(placeholders(gm.graph), inputs, strict=True):
         origin = aot_input_of(node)

@@ -33,7 +33,13 @@ from collage_fx.errors import (
     UncompensatedParameterError,
     UnsupportedTensorError,
 )
-from collage_fx.graph import copies_to_inputs, is_low_precision_tensor, placeholders, tensor_value
+from collage_fx.graph import (
+    assignments_to_stores,
+    copies_to_inputs,
+    is_low_precision_tensor,
+    placeholders,
+    tensor_value,
+)
 from collage_fx.lowering import lower
 from collage_fx.names import KnownTensor, describe_inputs, known_tensors, optimizers_among
 from collage_fx.pipeline import ANALYSIS, PIPELINE, run_pipeline
@@ -226,6 +232,8 @@ class _Capture:
     def _compile(
         self, gm: GraphModule, example_inputs: Sequence[Any], inductor_options: dict[str, Any]
     ) -> Any:
+        if self.options.strategy != "none":
+            assignments_to_stores(gm)
         reason = _reason_to_leave_alone(gm, inductor_options)
         if reason is not None:
             return self._lower_as_is(gm, example_inputs, inductor_options, reason)

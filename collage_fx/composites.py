@@ -15,7 +15,7 @@ import torch
 
 from collage_fx.torch_compat import prims_fma
 
-__all__ = ["COMPOSITES", "foreach_calls", "foreach_rule"]
+__all__ = ["COMPOSITES", "FOREACH_OPERATORS", "foreach_calls", "foreach_name", "foreach_rule"]
 
 aten = torch.ops.aten
 
@@ -80,22 +80,34 @@ FOREACH: dict[str, Callable[..., Any]] = {
     "lerp": _lerp,
     "clamp_min": lambda x, bound: torch.clamp(x, min=bound),
     "clamp_max": lambda x, bound: torch.clamp(x, max=bound),
-    "copy": lambda x, source: source.to(x.dtype),
-    "zero": torch.zeros_like,
     "maximum": lambda x, y: torch.maximum(x, y) if isinstance(y, torch.Tensor) else torch.clamp(x, min=y),
     "minimum": lambda x, y: torch.minimum(x, y) if isinstance(y, torch.Tensor) else torch.clamp(x, max=y),
-    "norm": lambda x, ord=2: torch.linalg.vector_norm(x, ord),
-    "powsum": lambda x, ord=2: (torch.abs(x) ** ord).sum(),
+    "norm": lambda x, ord=2, dtype=None: torch.linalg.vector_norm(x, ord, dtype=dtype),
+    "powsum": lambda x, ord=2, dtype=None: torch.sum(x.abs() ** ord, dtype=dtype),
     "max": torch.amax,
 }
 
 
-def foreach_rule(target: Any) -> Callable[..., Any] | None:
-    """What ``aten::_foreach_NAME`` does to each element of its lists; None for others."""
+#: ``_foreach_NAME`` -> the operator that does it to each element, and its last arguments, where that depends
+#: on the element's shape, so that it can't be traced once for all.
+FOREACH_OPERATORS: dict[str, tuple[torch._ops.OpOverload, tuple[Any, ...]]] = {
+    "copy": (aten.copy.default, ()),
+    "mm": (aten.mm.default, ()),
+    "zero": (aten.full_like.default, (0,)),
+}
+
+
+def foreach_name(target: Any) -> str:
+    """NAME of an operator ``aten::_foreach_NAME``; empty for others."""
     if not isinstance(target, torch._ops.OpOverload):
-        return None
+        return ""
     namespace, _, name = target._schema.name.partition("::_foreach_")
-    return FOREACH.get(name) or getattr(torch, name, None) if namespace == "aten" and name else None
+    return name if namespace == "aten" else ""
+
+
+def foreach_rule(name: str) -> Callable[..., Any] | None:
+    """What ``_foreach_NAME`` does to each element of its lists, if that is a function of any shape."""
+    return None if name in FOREACH_OPERATORS else FOREACH.get(name) or getattr(torch, name, None)
 
 
 def foreach_calls(

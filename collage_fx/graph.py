@@ -21,6 +21,8 @@ from collage_fx.torch_compat import detect_fake_mode, functional_decompositions,
 __all__ = [
     "PASS_MARK",
     "GraphEditor",
+    "assignments",
+    "assignments_to_stores",
     "copies_to_inputs",
     "graph_text",
     "is_conversion",
@@ -72,6 +74,31 @@ def is_conversion(node: Node) -> bool:
 def copies_to_inputs(graph: Graph) -> dict[Node, Node]:
     """The epilogue: mutated placeholder -> its ``copy_`` node."""
     return {node.args[0]: node for node in graph.nodes if is_copy_to_input(node)}
+
+
+def assignments(graph: Graph) -> list[Node]:
+    """``p.data = value``, captured as ``set_(p, value)``."""
+    return list(graph.find_nodes(op="call_function", target=aten.set_.source_Tensor))
+
+
+def assignments_to_stores(gm: GraphModule) -> None:
+    """``p.data = value`` becomes ``copy_(p, value)``: the tensor keeps its memory, with the value in it.
+
+    Left alone where that would be another thing: an input that is assigned as it is shares its memory from
+    then on, and a value of another dtype or shape does not fit.
+    """
+    for node in assignments(gm.graph):
+        destination, source = node.args
+        to, value = tensor_value(destination), tensor_value(source)
+        assert to is not None
+        assert value is not None
+        assert isinstance(source, Node)
+        if source is destination:
+            gm.graph.erase_node(node)
+        elif source.op != "placeholder" and to.dtype == value.dtype and to.shape == value.shape:
+            node.target = aten.copy_.default
+            node.meta["val"] = to
+    gm.recompile()
 
 
 @dataclass

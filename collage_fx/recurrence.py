@@ -23,7 +23,15 @@ from collage_fx.formats import FloatFormat
 from collage_fx.graph import tensor_value
 from collage_fx.program import Kind, Recurrence, Verdict
 
-__all__ = ["TOLERATED_STALL", "judge", "read_recurrence", "representation_error", "stall_band"]
+__all__ = [
+    "IDENTITIES",
+    "TOLERATED_STALL",
+    "is_factory",
+    "judge",
+    "read_recurrence",
+    "representation_error",
+    "stall_band",
+]
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -63,6 +71,11 @@ IDENTITIES = frozenset(
 FACTORIES = {aten.full: 1, aten.full_like: 1, aten.scalar_tensor: 0}
 
 
+def is_factory(node: Node) -> bool:
+    """Whether a tensor is filled with one number: of what ``full_like`` is given only the shape matters."""
+    return getattr(node.target, "overloadpacket", None) in FACTORIES
+
+
 class _Nonlinear:
     """Marker: depends on the old value, but not piecewise linearly."""
 
@@ -94,7 +107,7 @@ def read_recurrence(
     reader = _Reader(placeholder, new_value, symbols, {n: s for n, s in peers.items() if n is not new_value})
     slopes = reader.slopes(new_value)
     numbers = () if isinstance(slopes, _Nonlinear) else tuple(sorted(slopes, key=sympy.default_sort_key))
-    kind = _kind(slopes)
+    kind = Kind.OTHER if reader.depends(new_value) and not numbers else _kind(slopes)
     if is_parameter and kind is Kind.MOVING_AVERAGE:
         kind = Kind.ACCUMULATION
     return Recurrence(reader.expression(new_value), kind, numbers, reader.path())
@@ -141,7 +154,7 @@ class _Reader:
         if node not in self._depends:
             if node is self.placeholder:
                 self._depends[node] = True
-            elif node in self.peers:
+            elif node in self.peers or is_factory(node):
                 self._depends[node] = False
             else:
                 # A list: every operand is visited, not only up to the first that depends.
@@ -187,7 +200,7 @@ class _Reader:
             return frozenset({sympy.Integer(1)})
         packet = getattr(node.target, "overloadpacket", node.target)
         args = node.args
-        if packet in IDENTITIES:
+        if packet in IDENTITIES and node.target is not aten.view.dtype:
             return self.slopes(args[0])
         if packet is aten.neg:
             return _map(self.slopes(args[0]), operator.neg)
@@ -205,7 +218,10 @@ class _Reader:
         if packet is aten.where and not self.depends_on(args[0]):
             return _branches(self.slopes(args[1]), self.slopes(args[2]))
         if packet in (aten.clamp, aten.clamp_min, aten.clamp_max):
-            return _branches(self.slopes(args[0]), frozenset())
+            slopes: Slopes = frozenset()
+            for operand in (*args, *node.kwargs.values()):
+                slopes = _branches(slopes, self.slopes(operand))
+            return slopes
         return _NONLINEAR
 
     def depends_on(self, value: Any) -> bool:
@@ -297,7 +313,11 @@ def judge(recurrence: Recurrence, fmt: FloatFormat) -> Verdict:
     if recurrence.kind is Kind.ACCUMULATION:
         return _judge_accumulation(recurrence.slopes[0], fmt)
     if not recurrence.slopes:
-        return Verdict(True, "depends on its old value in a way that is not linear; no bound is known")
+        return Verdict(
+            True,
+            "depends on its old value in a way that is not linear, or by way of other state; "
+            "no bound is known",
+        )
     reasons = [_judge_slope(slope, fmt) for slope in recurrence.slopes]
     return next((verdict for verdict in reasons if verdict.lossy), reasons[0])
 

@@ -10,6 +10,7 @@ original graph rounded it.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -29,11 +30,12 @@ prims = torch.ops.prims
 #: grid.
 MOVEMENT = frozenset(
     {
-        aten.abs, aten.neg, aten.alias, aten.as_strided, aten.cat, aten.clone, aten.constant_pad_nd,
-        aten.detach, aten.diagonal, aten.expand, aten.flip, aten.index_select, aten.lift_fresh_copy,
-        aten.permute, aten.repeat, aten.reshape, aten.roll, aten.select, aten.select_scatter,
-        aten.slice, aten.slice_scatter, aten.split, aten.split_with_sizes, aten.squeeze, aten.stack,
-        aten.t, aten.transpose, aten.unbind, aten.unsqueeze, aten.view, aten._unsafe_view,
+        aten.abs, aten.neg, aten.alias, aten.as_strided, aten.as_strided_scatter, aten.cat, aten.clone,
+        aten.constant_pad_nd, aten.detach, aten.diagonal, aten.diagonal_scatter, aten.expand, aten.flip,
+        aten.gather, aten.index, aten.index_select, aten.lift_fresh_copy, aten.permute, aten.repeat,
+        aten.reshape, aten.roll, aten.select, aten.select_scatter, aten.slice, aten.slice_scatter,
+        aten.split, aten.split_with_sizes, aten.squeeze, aten.stack, aten.t, aten.transpose, aten.unbind,
+        aten.unfold, aten.unsqueeze, aten.view, aten._unsafe_view, prims.rev,
     }
 )  # fmt: skip
 
@@ -45,6 +47,11 @@ REDUCTIONS = frozenset(
     }
 )  # fmt: skip
 
+#: Operations that move values into others, or add them there.
+SCATTERS = frozenset(
+    {aten.index_add, aten.index_copy, aten.index_put, aten._unsafe_index_put, aten.scatter, aten.scatter_add}
+)
+
 #: Tensors made from numbers.
 FACTORIES = frozenset(
     {
@@ -52,6 +59,9 @@ FACTORIES = frozenset(
         aten.ones_like, aten.scalar_tensor, aten.zeros, aten.zeros_like,
     }
 )  # fmt: skip
+
+
+TRANSPARENT = REDUCTIONS | SCATTERS | FACTORIES
 
 
 def _packet(target: Any) -> Any:
@@ -73,7 +83,7 @@ def is_movement(node: Node) -> bool:
 def is_transparent(node: Node) -> bool:
     """Whether the operation means the same on float32 operands as on low-precision ones, roundings apart."""
     packet = _packet(node.target)
-    return is_pointwise(node) or is_movement(node) or packet in REDUCTIONS or packet in FACTORIES
+    return is_pointwise(node) or is_movement(node) or packet in TRANSPARENT
 
 
 class Retyper:
@@ -89,6 +99,7 @@ class Retyper:
         self.rounding = rounding
         self._float32: dict[Node, Node] = {}
         self._stored: dict[Node, Node] = {}
+        self._memory: set[Node] = set()
 
     def run(self) -> None:
         for node in list(self.editor.graph.nodes):
@@ -113,6 +124,8 @@ class Retyper:
             return
         elif _packet(node.target) is prims.convert_element_type:
             self._visit_conversion(node)
+        elif node.target is operator.getitem:
+            self._visit_element(node)
         elif is_transparent(node):
             self._visit_transparent(node)
         else:
@@ -149,6 +162,15 @@ class Retyper:
                 result = self.editor.convert(result, value.dtype)
             self._replace(node, result)
 
+    def _visit_element(self, node: Node) -> None:
+        """One of several results: float32 by now if a transparent operator made it, else as it was."""
+        results, index = node.args
+        value = tensor_value(node)
+        assert isinstance(results, Node)
+        assert value is not None
+        if results.meta["val"][index].dtype != value.dtype:
+            self._float32[node] = self.editor.call(operator.getitem, results, index)
+
     def _define(self, node: Node, result: Node, *, rounds: bool) -> None:
         """``result`` (float32) now carries what the low-precision ``node`` stood for."""
         value = tensor_value(node)
@@ -171,18 +193,14 @@ class Retyper:
             return node
         if node not in self._float32:  # memory: an input, or the result of an operator that keeps its dtype
             self._float32[node] = self.editor.convert(node, torch.float32)
+            self._memory.add(node)
         return self._float32[node]
 
     def _in_storage(self, node: Node) -> Node:
         """A low-precision node in its storage dtype: itself if it is memory, else a cast of its carrier."""
         value = tensor_value(node)
         carrier = self._float32.get(node)
-        if (
-            value is None
-            or carrier is None
-            or node.op in ("placeholder", "get_attr")
-            or not is_transparent(node)
-        ):
+        if value is None or carrier is None or node in self._memory:
             return node
         if node not in self._stored:
             self._stored[node] = self.editor.convert(carrier, value.dtype)

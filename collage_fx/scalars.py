@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from collage_fx.composites import COMPOSITES, foreach_calls, foreach_rule
+from collage_fx.composites import COMPOSITES, foreach_calls, foreach_name, foreach_rule
 from collage_fx.torch_compat import functional_decompositions, trace_instead
 
 __all__ = ["decompositions", "install"]
@@ -116,7 +116,7 @@ def decompositions() -> dict[Any, Decomposition]:
     for name in dir(aten):
         if name.startswith("_foreach_") and not name.endswith("_"):
             for overload in _overloads(getattr(aten, name)):
-                element_rule = foreach_rule(overload)
+                element_rule = foreach_rule(foreach_name(overload))
                 if element_rule is not None:
                     table[overload] = _where_symbolic(_each(element_rule), table.get(overload))
     return table

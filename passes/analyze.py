@@ -7,16 +7,20 @@ do in the storage format.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
-from torch.fx import Node
+import torch
+from torch.fx import Graph, Node
 
 from collage_fx.graph import copies_to_inputs, is_low_precision_tensor, placeholders
 from collage_fx.passes.base import Pass
 from collage_fx.program import Kind, Role, StateTensor, StepProgram
-from collage_fx.recurrence import judge, read_recurrence
+from collage_fx.recurrence import IDENTITIES, is_factory, judge, read_recurrence
 
 __all__ = ["Analyze"]
+
+SUMS = frozenset({torch.ops.aten.add, torch.ops.aten.sub})
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,7 @@ class Analyze(Pass):
             new_value = store.args[1]
             assert isinstance(new_value, Node)
             new_values.setdefault(new_value, f"{symbols[placeholder]}'")
+        flow = _Flow(graph, stores)
         program.states = []
         for position, (placeholder, info) in enumerate(zip(inputs, program.inputs, strict=True)):
             if placeholder not in stores or not is_low_precision_tensor(placeholder):
@@ -47,13 +52,59 @@ class Analyze(Pass):
             state.recurrence = read_recurrence(
                 placeholder, new_value, symbols, new_values, is_parameter=is_parameter
             )
+            if state.recurrence.kind is Kind.OVERWRITE and flow.returns_to(placeholder):
+                # By way of other tensors' new values: read through them, and through the next step.
+                through = read_recurrence(placeholder, new_value, symbols, {}, is_parameter=is_parameter)
+                kind = Kind.OTHER if through.kind is Kind.OVERWRITE else through.kind
+                state.recurrence = replace(through, kind=kind)
             state.verdict = judge(state.recurrence, state.format)
-            state.compensated, state.selection = _select(program, state)
             program.states.append(state)
+        for state in program.states:
+            state.compensated, state.selection = _select(program, state, flow)
         return f"{len(program.compensated)} of {len(program.states)} low-precision state tensors selected"
 
 
-def _select(program: StepProgram, state: StateTensor) -> tuple[bool, str]:
+class _Flow:
+    """Which mutated inputs each new value is computed from.
+
+    Args:
+        graph: a functional graph.
+        stores: mutated input -> its store.
+    """
+
+    def __init__(self, graph: Graph, stores: Mapping[Node, Node]) -> None:
+        self.inputs = list(stores)
+        self.bit = {placeholder: 1 << i for i, placeholder in enumerate(stores)}
+        self.reads: dict[Node, int] = {}
+        for node in graph.nodes:
+            operands = () if is_factory(node) else node.all_input_nodes
+            read = self.bit.get(node, 0)
+            for operand in operands:
+                read |= self.reads[operand]
+            self.reads[node] = read
+        self.new_values = {placeholder: store.args[1] for placeholder, store in stores.items()}
+
+    def is_read(self, placeholder: Node, target: Node) -> bool:
+        """Whether the new value of ``target`` is computed from the old one of ``placeholder``."""
+        new_value = self.new_values[target]
+        assert isinstance(new_value, Node)
+        return bool(self.reads[new_value] & self.bit[placeholder])
+
+    def returns_to(self, placeholder: Node) -> bool:
+        """Whether, after one step or several, its new value is computed from the old one."""
+        seen, waiting = 0, [placeholder]
+        while waiting:
+            new_value = self.new_values[waiting.pop()]
+            assert isinstance(new_value, Node)
+            fresh = self.reads[new_value] & ~seen
+            seen |= fresh
+            while fresh:
+                waiting.append(self.inputs[fresh.bit_length() - 1])
+                fresh ^= 1 << (fresh.bit_length() - 1)
+        return bool(seen & self.bit[placeholder])
+
+
+def _select(program: StepProgram, state: StateTensor, flow: _Flow) -> tuple[bool, str]:
     """Whether ``state`` becomes an expansion under the program's strategy, and why."""
     assert state.recurrence is not None
     assert state.verdict is not None
@@ -63,10 +114,32 @@ def _select(program: StepProgram, state: StateTensor) -> tuple[bool, str]:
         return True, "it has error terms from another compiled step, which have to be kept up"
     if state.recurrence.kind is Kind.OVERWRITE:
         return False, "overwritten: there is nothing to carry from step to step"
+    if state.info.role is Role.GRADIENT:
+        return _select_gradient(program, state, flow)
     if program.strategy == "full":
         return True, "full: every state tensor"
     if state.info.role is Role.PARAMETER:
         return True, f"{program.strategy}: every parameter"
     if program.strategy == "plus" and state.verdict.lossy:
         return True, "plus: lossy state"
+    if state.verdict.lossy and any(_stands_for(state, other, flow) for other in program.states):
+        return True, f"{program.strategy}: a parameter is overwritten with what it accumulates"
     return False, "not lossy" if program.strategy == "plus" else f"{program.strategy}: parameters only"
+
+
+def _stands_for(state: StateTensor, other: StateTensor, flow: _Flow) -> bool:
+    """Whether ``other`` is a parameter that carries nothing itself: its value is computed from ``state``."""
+    assert other.recurrence is not None
+    overwritten = other.recurrence.kind is Kind.OVERWRITE and other.info.role is Role.PARAMETER
+    return overwritten and flow.is_read(state.placeholder, other.placeholder)
+
+
+def _select_gradient(program: StepProgram, state: StateTensor, flow: _Flow) -> tuple[bool, str]:
+    """A gradient is state only where it accumulates; clipped, scaled or decayed it is used up by the step."""
+    assert state.recurrence is not None
+    packets = {getattr(node.target, "overloadpacket", None) for node in state.recurrence.path}
+    accumulates = state.recurrence.slopes == (1,) and packets <= SUMS | IDENTITIES
+    parameters = [s.placeholder for s in program.states if s.info.role is Role.PARAMETER]
+    if accumulates and not any(flow.is_read(p, state.placeholder) for p in parameters):
+        return True, "gradients accumulate in it"
+    return False, "a gradient, made anew for every step"

@@ -7,14 +7,16 @@ is exact in float32 (Sterbenz-like: hi' is x' rounded), so ``|hi' + lo' - x'| <=
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 import torch
 from torch.fx import Node
 
-from collage_fx.graph import GraphEditor, is_conversion, is_low_precision_tensor
+from collage_fx.graph import GraphEditor, is_conversion, is_copy_to_input, is_low_precision_tensor
 from collage_fx.passes.base import Pass
 from collage_fx.program import ReadExpansion, StateTensor, StepProgram
+from collage_fx.retype import is_transparent
 
 __all__ = ["CompensateWide"]
 
@@ -34,12 +36,29 @@ class CompensateWide(Pass):
 
     def run(self, program: StepProgram) -> str:
         editor = GraphEditor(program.gm, self.name)
+        for state in program.compensated:
+            _load_moved_expansion(editor, state)
+        for state in program.compensated:
+            _refuse_lost_value(state)
         for expansion in program.expansions:
             _load_expansion(editor, program, expansion)
         for state in program.compensated:
             _store_expansion(editor, program, state)
         editor.finish()
         return f"{len(program.compensated)} tensors"
+
+
+def _load_moved_expansion(editor: GraphEditor, state: StateTensor) -> None:
+    """Where the new value is another tensor's old one as it is, that is a load too: of the whole value."""
+    source = state.store.args[1]
+    assert isinstance(source, Node)
+    if source.op == "placeholder":
+        with editor.graph.inserting_before(state.store):
+            state.store.args = (
+                state.placeholder,
+                editor.convert(source, torch.float32),
+                *state.store.args[2:],
+            )
 
 
 def _load_expansion(editor: GraphEditor, program: StepProgram, state: StateTensor | ReadExpansion) -> None:
@@ -51,6 +70,31 @@ def _load_expansion(editor: GraphEditor, program: StepProgram, state: StateTenso
         (value,) = editor.inline(program.error_format.join, state.placeholder, *state.auxiliaries)
     for load in loads:
         load.replace_all_uses_with(value)
+
+
+def _refuse_lost_value(state: StateTensor) -> None:
+    """Note where every way from the load to the store leads through an operator that reads hi alone.
+
+    Such an operator takes the storage dtype, as written: the error term does not pass.
+    """
+    assert state.recurrence is not None
+    path = set(state.recurrence.path)
+    reached, opaque = {state.placeholder}, None
+    for node in state.placeholder.graph.nodes:
+        if reached.isdisjoint(node.all_input_nodes) or is_copy_to_input(node):
+            continue
+        passes = is_transparent(node) or node.target is operator.getitem
+        if passes and not is_low_precision_tensor(node):
+            reached.add(node)
+        elif node in path:
+            opaque = opaque or node
+    stored = state.store.args[1]
+    assert isinstance(stored, Node)
+    value = stored.args[0] if is_conversion(stored) else stored
+    if opaque is not None and value not in reached:
+        state.refusal = (
+            f"{opaque.name} ({opaque.target}) reads it in {state.format.name}, without its error term"
+        )
 
 
 def _store_expansion(editor: GraphEditor, program: StepProgram, state: StateTensor) -> None:

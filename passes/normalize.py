@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from collage_fx.composites import COMPOSITES, foreach_calls, foreach_rule
-from collage_fx.graph import GraphEditor, tensor_value
+from collage_fx.composites import COMPOSITES, FOREACH_OPERATORS, foreach_calls, foreach_name, foreach_rule
+from collage_fx.graph import GraphEditor, copies_to_inputs, tensor_value
 from collage_fx.passes.base import Pass
 from collage_fx.program import StepProgram
 
@@ -51,6 +51,7 @@ class Normalize(Pass):
         for node in list(editor.graph.nodes):
             _choose_constant_branch(editor, node)
             _forward_copy(editor, node)
+        _read_before_overwriting(editor)
         editor.finish()
         return f"{opened} composite and {unpacked} foreach operations opened"
 
@@ -103,15 +104,37 @@ def _forward_copy(editor: GraphEditor, node: Node) -> None:
     editor.propagate_from(result)
 
 
+def _read_before_overwriting(editor: GraphEditor) -> None:
+    """A store of another input's old value must not come to read it after that input has its new one.
+
+    ``old = s1.clone(); s1.add_(g); s2.copy_(old)`` arrives as ``copy_(s1, add); copy_(s2, s1)``: Inductor's
+    passes take the clone away (and plain Inductor of torch 2.13 stores the new value). Two negations stay.
+    """
+    stores = list(copies_to_inputs(editor.graph).values())
+    overwritten: set[Any] = set()
+    for store in stores:
+        destination, source = store.args[:2]
+        if source in overwritten:
+            with editor.graph.inserting_before(stores[0]):
+                negated = editor.call(aten.neg.default, source)
+                store.args = (destination, editor.call(aten.neg.default, negated), *store.args[2:])
+        overwritten.add(destination)
+
+
 def _unpack_foreach(editor: GraphEditor, node: Node) -> bool:
     """``_foreach_op(xs, ys, scalar)`` -> ``op(x, y, scalar)`` for each; read through ``getitem`` nodes."""
-    rule = foreach_rule(node.target)
-    if rule is None:
+    name = foreach_name(node.target)
+    rule = foreach_rule(name)
+    if not name or (rule is None and name not in FOREACH_OPERATORS):
         return False
     results: list[Node] = []
     with editor.graph.inserting_before(node):
         for args, kwargs in foreach_calls(node.args, node.kwargs):
-            results.extend(_opened(editor, rule, args, kwargs))
+            if name in FOREACH_OPERATORS:
+                target, last = FOREACH_OPERATORS[name]
+                results.append(editor.call(target, *args, *last))
+            elif rule is not None:
+                results.extend(_opened(editor, rule, args, kwargs))
     for user in list(node.users):
         if user.target is operator.getitem:
             index = user.args[1]

@@ -22,10 +22,20 @@ class Rotate(torch.optim.Optimizer):
                 p.copy_(p @ p.grad)
 
 
-def _rotated(**options: Any) -> torch.Tensor:
+class RotateAndAdd(Rotate):
+    """Here the last operation is an addition, but it only gets what the matrix product has rounded."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.copy_((p @ p.grad).add(p.grad, alpha=0.0))
+
+
+def _rotated(optimizer: type[Rotate] = Rotate, **options: Any) -> torch.Tensor:
     p = torch.nn.Parameter(torch.eye(4, dtype=torch.bfloat16))
     p.grad = 2 * torch.eye(4, dtype=torch.bfloat16)
-    step = torch.compile(Rotate([p]).step, backend=CollageBackend(**options))
+    step = torch.compile(optimizer([p]).step, backend=CollageBackend(**options))
     try:
         step()
     except UncompensatedParameterError:
@@ -34,6 +44,7 @@ def _rotated(**options: Any) -> torch.Tensor:
     return p.detach()
 
 
+REASONS_ON_THE_WAY = {"native": "no double-word algorithm", "wide": "without its error term"}
 REASONS = {"native": "no double-word algorithm", "wide": "already rounded"}
 
 
@@ -48,3 +59,9 @@ def test_not_strict_warns(arithmetic: str) -> None:
     with pytest.warns(UserWarning, match=REASONS[arithmetic]):
         rotated = _rotated(arithmetic=arithmetic, strict=False)
     assert torch.equal(rotated, 2 * torch.eye(4, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("arithmetic", REASONS)
+def test_an_error_term_that_is_lost_on_the_way_is_refused(arithmetic: str) -> None:
+    with pytest.raises(UncompensatedParameterError, match=REASONS_ON_THE_WAY[arithmetic]):
+        _rotated(RotateAndAdd, arithmetic=arithmetic)

@@ -104,6 +104,77 @@ def test_kinds(step: Callable[..., Any], symbols: str, kind: Kind, lossy: bool) 
     assert (state.recurrence.kind, state.verdict.lossy) == (kind, lossy), state.verdict.reason
 
 
+def _trade_places(p: Tensor, g: Tensor, a: Tensor, b: Tensor) -> None:
+    a.add_(g)
+    kept = a.clone()
+    a.copy_(b)
+    b.copy_(kept)
+    p.sub_(a)
+
+
+def test_a_value_that_returns_after_two_steps_is_carried() -> None:
+    program = after(captured(_trade_places, "p g a b"), "analyze")
+    assert [state.info.symbol for state in program.compensated] == ["p", "a", "b"]
+
+
+def _through_another(p: Tensor, g: Tensor, a: Tensor) -> None:
+    new = p - g
+    p.copy_(new + (new - a))
+    a.copy_(new)
+
+
+def test_a_value_that_returns_through_another_tensor_is_carried() -> None:
+    state = _state(_through_another, "p g a", "p", strategy="light")
+    assert state.recurrence is not None
+    assert state.recurrence.slopes == (2,)
+    assert state.compensated
+
+
+def _within_bounds(v: Tensor, g: Tensor) -> None:
+    v.copy_(g.clamp(min=v - 1, max=v + 1))
+
+
+def test_bounds_are_read_too() -> None:
+    state = _state(_within_bounds, "v g", "v")
+    assert state.recurrence is not None
+    assert state.recurrence.kind is Kind.ACCUMULATION
+
+
+def _weights_elsewhere(p: Tensor, g: Tensor, z: Tensor) -> None:
+    z.sub_(g)
+    p.copy_(z)
+
+
+@pytest.mark.parametrize("strategy", ["light", "plus", "full"])
+def test_what_an_overwritten_parameter_is_computed_from_is_compensated_in_its_place(
+    strategy: Strategy,
+) -> None:
+    program = after(captured(_weights_elsewhere, "p g z", strategy=strategy), "analyze")
+    assert [state.info.symbol for state in program.compensated] == ["z"]
+
+
+@pytest.mark.parametrize("strategy", ["light", "plus", "full"])
+@pytest.mark.parametrize(
+    ("step", "compensated"),
+    [
+        (lambda p, g, v: g.add_(v), True),
+        (lambda p, g, v: g.mul_(0.5), False),
+        (lambda p, g, v: g.clamp_(-1, 1), False),
+        (lambda p, g, v: g.add_(p, alpha=0.1), False),
+        (lambda p, g, v: g.add_(v).mul_(0.5), False),
+    ],
+    ids=["accumulation", "scaling", "clipping", "weight decay", "accumulation, scaled"],
+)
+def test_a_gradient_is_state_where_it_accumulates(
+    step: Callable[..., Any], compensated: bool, strategy: Strategy
+) -> None:
+    def whole(p: Tensor, g: Tensor, v: Tensor) -> None:
+        step(p, g, v)
+        p.sub_(g)
+
+    assert _state(whole, "p g v", "g", strategy=strategy).compensated is compensated
+
+
 def test_float32_state_is_none_of_our_business() -> None:
     def step(p: Tensor, g: Tensor, v: Tensor) -> None:
         v.mul_(0.999).add_(g.float() ** 2)

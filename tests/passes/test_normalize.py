@@ -1,6 +1,6 @@
 """Composite updates become elementary operations, with the same value in exact arithmetic."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from torch.torch_version import TorchVersion
 from collage_fx.composites import COMPOSITES
 from collage_fx.graph import graph_text
 from collage_fx.passes.normalize import Normalize
-from tests.support.programs import captured, only
+from tests.support.programs import captured, captured_of, only
 
 
 def _operations(step: Callable[..., Any], symbols: str) -> str:
@@ -92,6 +92,10 @@ FOREACH_STEPS: dict[str, Callable[[list[Tensor], list[Tensor]], Any]] = {
 }
 
 
+COEFFICIENTS_IN_A_TENSOR = {("Tensor", "addcdiv"), ("Tensor", "addcmul")}
+MATRIX_PRODUCT = "aten::_foreach_mm"
+
+
 @pytest.mark.parametrize("name", FOREACH_STEPS)
 def test_foreach_rules_compute_what_torch_computes(name: str) -> None:
     def step(a: Tensor, b: Tensor, x: Tensor, y: Tensor) -> None:
@@ -112,6 +116,59 @@ def test_foreach_rules_compute_what_torch_computes(name: str) -> None:
     for mine, torchs in zip(got, expected, strict=True):
         # Each rule has at most four operations, each with a relative error of 2**-53; so has torch's kernel.
         torch.testing.assert_close(mine, torchs.expand(4), rtol=8 * 2**-53, atol=0)
+
+
+FOREACH_OVERLOADS = [
+    getattr(getattr(torch.ops.aten, name), overload)
+    for name in sorted(dir(torch))
+    if name.startswith("_foreach_")
+    for overload in getattr(torch.ops.aten, name).overloads()
+    # torch's own fake tensors refuse coefficients in a tensor, so that no graph has them.
+    if not overload.endswith("out") and (overload, name.strip("_")[8:]) not in COEFFICIENTS_IN_A_TENSOR
+]
+
+
+@pytest.mark.parametrize("operator", FOREACH_OVERLOADS, ids=str)
+def test_every_foreach_operator_is_unpacked(operator: Any) -> None:
+    """All there are, in place or not, on tensors of different shapes."""
+    shapes = ((3, 3), (3, 3)) if operator._schema.name == MATRIX_PRODUCT else ((3, 4), (5,))
+
+    def step(a: Tensor, b: Tensor, *operands: Tensor) -> None:
+        xs = [x.clone() for x in operands[:2]]
+        results = operator(*_operands(operator, xs, operands[2:4], operands[4]))
+        for destination, result in zip((a, b), xs if results is None else results, strict=True):
+            destination.copy_(result.expand(destination.shape))
+
+    generator = torch.Generator().manual_seed(0)
+    tensors = [
+        torch.rand(shape, dtype=torch.float64, generator=generator) / 2 + 0.25 for shape in (*shapes, *shapes)
+    ]
+    half = torch.tensor(0.5, dtype=torch.float64)
+    got, wanted = ([torch.zeros(shape, dtype=torch.float64) for shape in shapes] for _ in range(2))
+    step(*wanted, *tensors, half)
+    program = only(captured_of(step, *got, *tensors, half), Normalize())
+    assert not any("_foreach_" in str(node.target) for node in program.gm.graph.nodes)
+    program.gm(*got, *tensors, half)
+    for mine, torchs in zip(got, wanted, strict=True):
+        # Each rule has at most four operations, each with a relative error of 2**-53 (sums of up to 12:
+        # 2**-50); so has torch's kernel.
+        torch.testing.assert_close(mine, torchs, rtol=8 * 2**-50, atol=0)
+
+
+def _operands(operator: Any, xs: Sequence[Tensor], ys: Sequence[Tensor], number: Tensor) -> list[Any]:
+    """One for each argument without default: the first list, then the second, numbers near one half."""
+    values: list[Any] = []
+    for argument in operator._schema.arguments:
+        kind = str(argument.type)
+        if kind == "List[Tensor]":
+            values.append(list(ys) if any(value is xs for value in values) else xs)
+        elif kind.startswith("List"):
+            values.append([0.5, 0.25])
+        elif kind == "Tensor":
+            values.append(number)
+        elif not argument.has_default_value():
+            values.append(0.5)
+    return values
 
 
 def test_what_is_elementary_already_is_left_alone() -> None:

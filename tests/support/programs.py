@@ -44,11 +44,24 @@ def captured(
     tensors = [
         torch.ones(()) if name in ("lr", "t") else torch.ones(shape, dtype=next(remaining)) for name in names
     ]
-    gm = functional_graph(step, *tensors)
-    for node, name in zip(gm.graph.find_nodes(op="placeholder"), names, strict=True):
+    program = captured_of(step, *tensors, strategy=strategy, arithmetic=arithmetic, error_format=error_format)
+    for node, name in zip(program.gm.graph.find_nodes(op="placeholder"), names, strict=True):
         node._rename(name)
-    gm.recompile()
-    infos = [InputInfo(name, name, ROLES.get(name, Role.STATE)) for name in names]
+    program.gm.recompile()
+    program.inputs = [InputInfo(name, name, ROLES.get(name, Role.STATE)) for name in names]
+    return program
+
+
+def captured_of(
+    step: Callable[..., Any],
+    *tensors: Tensor,
+    strategy: Strategy = "plus",
+    arithmetic: Arithmetic = "wide",
+    error_format: str = "mcf",
+) -> StepProgram:
+    """``step`` of these tensors, all of them state, as a program that no pass has seen."""
+    gm = functional_graph(step, *tensors)
+    infos = [InputInfo(node.name, node.name, Role.STATE) for node in gm.graph.find_nodes(op="placeholder")]
     return StepProgram(gm, infos, strategy, arithmetic, ERROR_FORMATS[error_format])
 
 

@@ -1,0 +1,296 @@
+"""Optimizers drawn at random, compiled, against their own rules in float64.
+
+Every optimizer of a bundle is a rule of :mod:`tests.support.rules`; one compiled function steps them all.
+After each step two things are compared with the rule run on bounded numbers, elementwise and within the bound
+that comes with them: the step itself, from the tensors as they really were, and all steps so far, from the
+start.
+
+``COLLAGE_FX_RULES=1000`` draws about so many rules with a random seed, instead of the 300 that are always the
+same.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from collage_fx import CollageBackend, error_terms, full_value
+from collage_fx.errors import AliasedStateError
+from tests.support.bounded import Bounded
+from tests.support.rules import STEPS, DrawnOptimizer, Rule, rules
+
+#: Optimizers of one compiled function; the first is what a counter-example shrinks to.
+SIZES = (1, 5, *[12] * 16)
+ASKED = os.environ.get("COLLAGE_FX_RULES")
+RULES = int(ASKED or 300)
+drawn = 0
+
+
+@st.composite
+def bundles(draw: Any) -> tuple[str, str, list[Rule]]:
+    """A strategy, how steps are counted, and the rules."""
+    strategy = draw(st.sampled_from(["plus", "light", "full"]))
+    counter = draw(st.sampled_from(["tensor"] * 7 + ["python"]))
+    size = draw(st.sampled_from(SIZES if counter == "tensor" else SIZES[:2]))  # which is compiled twice
+    return strategy, counter, draw(st.lists(rules(), min_size=size, max_size=size))
+
+
+def step_all(optimizers: Sequence[DrawnOptimizer]) -> None:
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+class Watched:
+    """A drawn optimizer beside its float64 twin and its bounded numbers.
+
+    Args:
+        rule: what is drawn.
+        counter: see :class:`DrawnOptimizer`.
+    """
+
+    def __init__(self, rule: Rule, counter: str) -> None:
+        self.rule = rule
+        self.optimizer = DrawnOptimizer(rule, counter=counter)
+        self.exact = DrawnOptimizer(rule, counter=counter, float64=True)
+        self.gradients = rule.gradients()
+        self.bounded = rule.bounded()
+        self.since_start = {
+            name: Bounded(full_value(tensor)) for name, tensor in _tensors(self.exact).items()
+        }
+        self.told_apart = False
+
+    def before(self, step: int) -> None:
+        gradient = self.gradients[step]
+        self.optimizer.parameter.grad, self.exact.parameter.grad = gradient.clone(), gradient.double()
+        met = _tensors(self.optimizer)
+        self.this_step = {name: Bounded(full_value(tensor)) for name, tensor in met.items()}
+        self.since_start["g"] = Bounded(gradient)
+
+    @torch.no_grad()
+    def after(self, step: int) -> None:
+        self.exact.step()
+        exact, met = _tensors(self.exact), _tensors(self.optimizer)
+        for numbers, since in ((self.this_step, "this step"), (self.since_start, "the start")):
+            self._run(numbers, step + 1)
+            if since == "the start":
+                # The two float64 runs, torch's and the bounded one, differ by less than float32 runs do.
+                for name in numbers:
+                    self._compare(exact[name], numbers[name], f"float64 {name} after step {step + 1}")
+            for name, tensor in met.items():
+                stored = numbers[name].stored(tensor.dtype, compensated=bool(error_terms(tensor)))
+                numbers[name] = stored
+                self._compare(full_value(tensor), stored, f"{name} after step {step + 1}, since {since}")
+        self._tell_apart(met)
+
+    def lacking(self, strategy: str) -> list[str]:
+        """States that the strategy should have given error terms: what a small change of the old value says.
+
+        Under ``full`` those whose new value changes, under ``plus`` those where 0.9985 of the change or more
+        is left (a decay of 0.999, or none).
+        """
+        change, least = 2.0**-7, {"full": 0.0, "plus": 0.9985, "light": float("inf")}[strategy]
+        old = {name: Bounded(full_value(tensor)) for name, tensor in _tensors(self.exact).items()}
+        lacking = []
+        for name, tensor in self.optimizer.state[self.optimizer.parameter].items():
+            if name == "t" or tensor.dtype == torch.float32 or error_terms(tensor):
+                continue
+            results = []
+            for offset in (0.0, change):
+                numbers = {**old, name: Bounded(old[name].value + offset)}
+                numbers = {key: number.clone() for key, number in numbers.items()}
+                self._run(numbers, STEPS + 1)
+                results.append(numbers[name].value)
+            left = (results[1] - results[0]).abs() / change
+            changes = (results[0] != old[name].value).any()
+            if bool(changes and (left > 0).all() and (left >= least).all()):
+                lacking.append(name)
+        return lacking
+
+    def _run(self, numbers: dict[str, Bounded], step: int) -> None:
+        self.bounded(
+            numbers["p"], numbers["g"], *(numbers[name] for name, _ in self.rule.states), Bounded(step)
+        )
+
+    def _compare(self, met: Tensor, wanted: Bounded, where: str) -> None:
+        excess = (met - wanted.value).abs() > wanted.error
+        if bool(excess.any()):
+            i = tuple(excess.nonzero()[0].tolist())
+            raise AssertionError(
+                f"{where}: {met[i].item()!r} where {wanted.value[i].item()!r} was wanted, off by "
+                f"{abs(met[i] - wanted.value[i]).item():.3g} and not {wanted.error[i].item():.3g}"
+                f"\n{self.rule!r}"
+            )
+        assert bool(met.isfinite().all()), f"{where}: {met}\n{self.rule!r}"
+
+    def _tell_apart(self, met: dict[str, Tensor]) -> None:
+        """Note whether this step would have shown a parameter that is stored without its error term."""
+        wanted = self.this_step["p"]
+        plain = (wanted.value.to(self.rule.dtype).double() - wanted.value).abs() > wanted.error
+        self.told_apart |= bool(plain.any())
+        if bool(plain.any()):
+            assert any(bool((lo != 0).any()) for lo in error_terms(met["p"])), (
+                f"silently plain:\n{self.rule!r}"
+            )
+
+
+def _tensors(optimizer: DrawnOptimizer) -> dict[str, Tensor]:
+    p = optimizer.parameter
+    states = {name: tensor for name, tensor in optimizer.state[p].items() if name != "t"}
+    return {"p": p, **({} if p.grad is None else {"g": p.grad}), **states}
+
+
+def check(strategy: str, counter: str, drawn_rules: Sequence[Rule]) -> None:
+    """Compile, step and compare."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    watched = [Watched(rule, counter) for rule in drawn_rules]
+    optimizers = [each.optimizer for each in watched]
+    backend = CollageBackend(strategy)  # type: ignore[arg-type]
+    compiled = torch.compile(step_all, backend=backend, fullgraph=True)
+    for step in range(STEPS):
+        for each in watched:
+            each.before(step)
+        compiled(optimizers)
+        for each in watched:
+            each.after(step)
+    for each in watched:
+        assert not each.lacking(strategy), f"{each.lacking(strategy)} under {strategy}:\n{each.rule!r}"
+        assert each.told_apart, f"a rule that tests nothing:\n{each.rule!r}"
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (1 if counter == "tensor" else 2)
+
+
+@settings(
+    max_examples=RULES // 10,
+    derandomize=not ASKED,
+    deadline=None,
+    database=None,
+    report_multiple_bugs=False,
+    suppress_health_check=list(HealthCheck),
+    phases=(Phase.generate, Phase.shrink) if ASKED else (Phase.generate,),
+)
+@given(bundles())
+def _random_rules(bundle: tuple[str, str, list[Rule]]) -> None:
+    global drawn
+    check(*bundle)
+    drawn += len(bundle[2])
+
+
+@pytest.mark.slow
+def test_random_rules() -> None:
+    """300 drawn optimizers: some 3 minutes of one core, most of it Inductor's."""
+    _random_rules()
+    assert drawn >= RULES or ASKED
+
+
+# What it found. ---------------------------------------------------------------------------------------------
+
+
+def _rule(body: str, *states: str, layout: str = "matrix") -> Rule:
+    return Rule(body, tuple((state, "signed") for state in states), torch.bfloat16, layout, seed=1)
+
+
+FOUND = {
+    # The parameter seemed to be overwritten: only the clamped value was looked at, not the bounds.
+    "moves within bounds around itself": _rule("p.copy_(g.clamp(min=p - 1e-4, max=p + 1e-4))"),
+    # So it did where its old value comes by way of another tensor's new one.
+    "Nesterov by iterates": _rule("new = p - 1e-4 * g\np.copy_(new + 0.5 * (new - s1))\ns1.copy_(new)", "s1"),
+    # Neither new value is computed from the same tensor's old one, but after two steps it is.
+    "states that change places": _rule(
+        "s1.add_(g, alpha=1e-3)\nkept = s1.clone()\ns1.copy_(s2)\ns2.copy_(kept)\np.sub_(1e-4 * s1)",
+        "s1",
+        "s2",
+    ),
+    # Inductor's passes remove the clone, and the store of the old value came after that of the new one.
+    "the old value is kept": _rule(
+        "old = s1.clone()\ns1.add_(g, alpha=1e-3)\ns2.copy_(old)\np.sub_(1e-4 * s2)", "s1", "s2"
+    ),
+    # Captured as set_, which was no store.
+    "data is assigned": _rule("p.data = p.data - 1e-4 * g"),
+    "data is assigned and updated": _rule("p.data = p.data.mul(0.9999)\np.data.add_(g, alpha=-1e-4)"),
+    "data is assigned and taken back": _rule(
+        "old = s1.clone()\ns1.data = s1 + g\ns1.copy_(old)\np.sub_(1e-4 * s1)", "s1"
+    ),
+    # Traced with a sample of two elements, whose shape was then every tensor's.
+    "foreach copy": _rule("torch._foreach_copy_([p], [p - 1e-4 * g])"),
+    # Hand-written compensation: with float32 arithmetic in between, s1 has nothing left to hold.
+    "Kahan": _rule("s1.add_(g, alpha=-1e-4)\nold = p.clone()\np.add_(s1)\ns1.add_(old.sub_(p))", "s1"),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+@pytest.mark.parametrize("strategy", ["plus", "full"])
+def test_found(name: str, strategy: str) -> None:
+    check(strategy, "tensor", [FOUND[name]])
+
+
+#: ``p - step``, moved about and back by operators that used to round to the storage format.
+MOVED = {
+    "flip": "p.copy_((p.flip(0) - step.flip(0)).flip(0))",
+    "roll": "p.copy_(p.roll(1).roll(-1) - step)",
+    "gather": "p.copy_(p.gather(0, torch.arange(4)) - step)",
+    "index": "p.copy_(p[torch.arange(4)] - step)",
+    "index_put": "p[torch.arange(4)] -= step",
+    "index_add": "p.index_add_(0, torch.arange(4), -step)",
+    "index_copy": "p.index_copy_(0, torch.arange(4), p - step)",
+    "scatter": "p.scatter_(0, torch.arange(4), p - step)",
+    "scatter_add": "p.scatter_add_(0, torch.arange(4), -step)",
+    "diagonal": "p.view(2, 2).diagonal().sub_(step[::3])\np[1:3].sub_(step[1:3])",
+    "as_strided": "p.as_strided((4,), (1,)).sub_(step)",
+    "unbind": "for x, y in zip(p.unbind(0), step.unbind(0)):\n    x.sub_(y)",
+    "split": "p.copy_(torch.cat([x - y for x, y in zip(p.split(2), step.split(2))]))",
+}
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_moved(name: str) -> None:
+    """Exact: p is a whole number up to 4 and the step 2**-10, so that a pair holds their difference."""
+    rule = Rule(f"step = g * 2.0**-10\n{MOVED[name]}", (), torch.bfloat16, "vector", seed=0)
+    optimizer = DrawnOptimizer(rule)
+    p = optimizer.parameter
+    p.data = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.bfloat16)
+    p.grad = torch.ones(4, dtype=torch.bfloat16)
+    torch.compile(optimizer.step, backend=CollageBackend("light"), fullgraph=True)()
+    assert torch.equal(full_value(p), torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64) - 2.0**-10)
+
+
+def test_data_that_is_another_tensors_is_refused() -> None:
+    rule = _rule("p.data = s1\ns2.sub_(1e-4 * g)", "s1", "s2")
+    optimizer = DrawnOptimizer(rule)
+    optimizer.parameter.grad = rule.gradients()[0]
+    with pytest.raises(AliasedStateError, match="s1"):
+        torch.compile(optimizer.step, backend=CollageBackend(), fullgraph=True)()
+
+
+def accumulate(optimizer: torch.optim.Optimizer, micro_batches: Sequence[Tensor]) -> None:
+    for group in optimizer.param_groups:
+        for p, gradient in zip(group["params"], micro_batches, strict=True):
+            p.grad += gradient
+
+
+@pytest.mark.parametrize("strategy", ["light", "plus", "full"])
+def test_gradients_that_accumulate(strategy: Any) -> None:
+    """Exact: 1 and a few times 2**-10, which plain bfloat16 rounds away."""
+    p = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    p.grad = torch.ones(4, dtype=torch.bfloat16)
+    step = torch.compile(accumulate, backend=CollageBackend(strategy), fullgraph=True)
+    optimizer = torch.optim.SGD([p], lr=0.1)
+    for _ in range(3):
+        step(optimizer, [torch.full((4,), 2.0**-10, dtype=torch.bfloat16)])
+    assert torch.equal(full_value(p.grad), torch.full((4,), 1 + 3 * 2.0**-10, dtype=torch.float64))
+
+
+def test_a_clipped_gradient_gets_no_error_terms() -> None:
+    rule = _rule("g.mul_(0.3)\np.sub_(1e-4 * g)")
+    optimizer = DrawnOptimizer(rule)
+    optimizer.parameter.grad = rule.gradients()[0]
+    torch.compile(optimizer.step, backend=CollageBackend("full"), fullgraph=True)()
+    assert error_terms(optimizer.parameter)
+    assert optimizer.parameter.grad is not None
+    assert not error_terms(optimizer.parameter.grad)
