@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from collage_fx.composites import COMPOSITES, foreach_calls, foreach_name, foreach_rule
-from collage_fx.torch_compat import functional_decompositions, trace_instead
+from collage_fx.torch_compat import functional_decompositions, keep_numbers_symbolic, trace_instead
 
 __all__ = ["decompositions", "install"]
 
@@ -154,5 +154,6 @@ def _python_pow(x: float, y: float, /) -> float:
 
 
 def install() -> None:
-    """Have Dynamo trace the scalar functions that it would burn in."""
+    """Have Dynamo trace the scalar functions that it would burn in, and AOTAutograd keep symbols symbolic."""
+    keep_numbers_symbolic()
     trace_instead(math.pow, _python_pow)

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import inspect
 import sys
+import unittest.mock
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType, FunctionType
@@ -33,6 +34,7 @@ __all__ = [
     "has_storage",
     "inductor_compile_inner",
     "inductor_config",
+    "keep_numbers_symbolic",
     "make_fx",
     "mode_options",
     "needs_autograd",
@@ -69,11 +71,16 @@ try:
     from torch._dynamo.convert_frame import ConvertFrameAssert
     from torch._dynamo.decorators import substitute_in_graph
     from torch._dynamo.eval_frame import always_optimize_code_objects
-    from torch._dynamo.exc import ShortenTraceback
-    from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
+    from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis
+    from torch._dynamo.symbolic_convert import (
+        InstructionTranslator,
+        InstructionTranslatorBase,
+        TensorifyState,
+    )
     from torch._dynamo.trace_rules import get_torch_obj_rule_map, torch_name_rule_map
     from torch._dynamo.variables.optimizer import OptimizerVariable
     from torch._functorch import config as functorch_config
+    from torch._functorch._aot_autograd import graph_compile
     from torch._functorch._aot_autograd.descriptors import (
         BufferAOTInput,
         ParamAOTInput,
@@ -439,6 +446,36 @@ def _optimizer_of_method(code: CodeType, variables: Mapping[str, Any]) -> torch.
         return value if isinstance(value, torch.optim.Optimizer) else None
     is_method = isinstance(value, torch.optim.Optimizer) and hasattr(type(value), code.co_name)
     return value if is_method else None
+
+
+def keep_numbers_symbolic() -> None:
+    """Before torch 2.13: have AOTAutograd keep a symbolic float that it has replaced by a tensor everywhere.
+
+    It does replace ``-lr`` or ``1 - lr`` by tensor operations there, but then looks only for ``lr`` itself
+    among what it has replaced, doesn't find it, and starts over with the number burned in.
+    """
+    if _version() >= (2, 13):
+        return
+    original = getattr(
+        graph_compile.tensorify_python_scalars, "__collage_fx__", graph_compile.tensorify_python_scalars
+    )
+
+    @functools.wraps(original)
+    def tensorify(gm: torch.fx.GraphModule, shape_env: Any, fake_mode: Any) -> None:
+        asked: list[str] = []
+        burned_in: set[str] = set()
+        with unittest.mock.patch.object(TensorifyState, "specialize", asked.append):
+            try:
+                original(gm, shape_env, fake_mode)
+            except TensorifyScalarRestartAnalysis:
+                burned_in = {str(symbol) for symbol in shape_env.replacements}.intersection(asked)
+        for name in burned_in:
+            TensorifyState.specialize(name)
+        if burned_in:
+            raise TensorifyScalarRestartAnalysis
+
+    tensorify.__collage_fx__ = original  # type: ignore[attr-defined]
+    graph_compile.tensorify_python_scalars = tensorify
 
 
 def trace_instead(function: Callable[..., Any], traceable: Callable[..., Any]) -> None:
