@@ -12,7 +12,7 @@ from tests.compatibility import results
 from tests.compatibility.catalog import Row, Variant
 from tests.compatibility.measure import Measurement
 from tests.compatibility.rows import ROWS
-from tests.compatibility.table import Line, differences, document, line_of, read
+from tests.compatibility.table import Line, differences, document, key_of, line_of, read
 from tests.compatibility.worker import Worker
 
 PATH = results.ROOT / "docs" / "compatibility.md"
@@ -101,7 +101,7 @@ def write(lines: Sequence[Line]) -> None:
     """Write the document: these lines, and of the other rows what it has said so far."""
     known = read(PATH.read_text()) if PATH.exists() else {}
     known.update({line.key: line for line in lines})
-    keys = [(row.subject.path, row.options_text or "defaults", row.dtype) for row in ROWS]
+    keys = [key_of(row) for row in ROWS]
     PATH.write_text(document([known[key] for key in keys if key in known]))
     missing = [key for key in keys if key not in known]
     print(f"wrote {PATH}" + (f"; {len(missing)} rows have never been measured" if missing else ""))

@@ -111,6 +111,7 @@ class Variant:
         """The optimizer under test.
 
         Args:
+            parameters: its parameters.
             without: options to leave out.
         """
         subject = self.row.subject

@@ -1,12 +1,12 @@
-"""``docs/compatibility.md``: made of measurements, read back to keep rows and to be checked.
+"""``docs/compatibility.md``: made of measurements, and read back, to keep rows and to be checked.
 
-A document is a line a row; each line's cells are texts, and errors are rounded to what another run of the
-same versions gives again.
+A line's cells are texts. Within them, ``{reason}`` stands in the document as the number of a note, ``[1]``.
 """
 
 from __future__ import annotations
 
 import platform
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
@@ -15,9 +15,12 @@ import torch
 from tabulate import tabulate
 
 from tests.compatibility.catalog import Row
-from tests.compatibility.measure import COMPENSATED, REFUSED, STEPS, UNSUPPORTED, Measurement
+from tests.compatibility.measure import COMPENSATED, STEPS, UNSUPPORTED, Measurement
 
-__all__ = ["Line", "differences", "document", "line_of", "read"]
+__all__ = ["Key", "Line", "differences", "document", "key_of", "line_of", "read", "torch_version"]
+
+#: Package, class, options, dtype.
+Key = tuple[str, str, str, str]
 
 #: Two writings of an error may differ by as much, relatively: both have two digits, and between processors
 #: the last digit of what plain low precision loses can differ.
@@ -25,7 +28,7 @@ WITHIN = 0.1
 #: Errors below are not told apart: that is float32's own, which depends on the processor's libraries.
 FLOOR = 1e-3
 
-LONGEST_REASON = 200
+LONGEST_NOTE = 300
 
 
 @dataclass(frozen=True)
@@ -33,19 +36,21 @@ class Line:
     """One line of the document.
 
     Attributes:
-        optimizer: package and class.
+        package: and its version.
+        optimizer: the class.
         options: keyword arguments.
         dtype: of parameters and gradients.
-        foreach: settings that the class takes with these options.
+        foreach: the settings that the class takes with these options.
         graphs: captured in the first step.
         compilations: graphs compiled in all steps.
         state: low-precision state tensors found.
         error_terms: those that got error terms.
         left: those that did not, and why.
-        plain, single, compensated: relative errors of the net displacement; the largest over ``foreach``.
+        plain, single, error: relative errors of the net displacement; the largest over ``foreach``.
         outcome: and its reason.
     """
 
+    package: str
     optimizer: str
     options: str
     dtype: str
@@ -57,30 +62,44 @@ class Line:
     left: str
     plain: str
     single: str
-    compensated: str
+    error: str
     outcome: str
 
     @property
-    def key(self) -> tuple[str, str, str]:
-        return self.optimizer, self.options, self.dtype
+    def key(self) -> Key:
+        return self.package.split()[0], self.optimizer, self.options, self.dtype
 
 
-ERRORS = ("plain", "single", "compensated")
-HEADERS = {
-    "optimizer": "optimizer",
-    "options": "options",
-    "dtype": "dtype",
-    "foreach": "foreach",
-    "graphs": "graphs",
-    "compilations": "compilations",
-    "state": "state tensors",
-    "error_terms": "with error terms",
-    "left": "without",
-    "plain": "error, plain",
-    "single": "error, fp32",
-    "compensated": "error, compensated",
-    "outcome": "outcome",
-}
+HEADERS = (
+    "package",
+    "optimizer",
+    "options",
+    "dtype",
+    "foreach",
+    "graphs",
+    "compiled",
+    "state",
+    "with error terms",
+    "without",
+    "plain",
+    "fp32",
+    "compensated",
+    "outcome",
+)
+ERRORS = ("plain", "single", "error")
+
+
+def torch_version() -> str:
+    """Without the build's suffix, such as ``+cpu``."""
+    return torch.__version__.partition("+")[0]
+
+
+# Lines from measurements. -----------------------------------------------------------------------------------
+
+
+def key_of(row: Row) -> Key:
+    """The key of a row's line."""
+    return row.subject.package, row.subject.name, row.options_text or "defaults", row.dtype
 
 
 def line_of(row: Row, measured: Mapping[str, Measurement]) -> Line:
@@ -94,19 +113,22 @@ def line_of(row: Row, measured: Mapping[str, Measurement]) -> Line:
     # A setting of foreach that the class refuses with these options is not a combination to report on.
     usable = [(v, m) for v, m in tried if m.outcome != UNSUPPORTED] or tried
     found = [m for _, m in usable]
+    package, optimizer, options, dtype = key_of(row)
+    version = torch_version() if package == "torch" else row.subject.version
     return Line(
-        optimizer=row.subject.path,
-        options=row.options_text or "defaults",
-        dtype=row.dtype,
+        package=f"{package} {version}",
+        optimizer=optimizer,
+        options=options,
+        dtype=dtype,
         foreach=", ".join(str(value) for variant, _ in usable for value in variant.foreach.values()),
         graphs=_range(m.graphs for m in found),
         compilations=_range(m.compilations for m in found),
         state=_range(len(m.compensated) + len(m.left) for m in found),
         error_terms=_counted(m.compensated for m in found),
-        left=_counted(m.left for m in found),
+        left=_counted([f"{slot} {_note(why)}" for slot, why in m.left] for m in found),
         plain=_error(m.plain for m in found),
         single=_error(m.single for m in found),
-        compensated=_error(m.error for m in found),
+        error=_error(m.error for m in found),
         outcome="; ".join(dict.fromkeys(map(_outcome, found))),
     )
 
@@ -131,77 +153,75 @@ def _error(values: Iterable[float | None]) -> str:
 
 
 def _outcome(measured: Measurement) -> str:
-    if measured.outcome == COMPENSATED:
-        return measured.outcome
-    reason = " ".join(measured.reason.replace("|", "/").split())
-    if len(reason) > LONGEST_REASON:
-        reason = reason[: LONGEST_REASON - 1] + "…"
-    return f"{measured.outcome}: {reason}"
+    notes = "".join(f" {_note(note)}" for note in (measured.reason, *measured.notes) if note)
+    return measured.outcome + notes
+
+
+def _note(reason: str) -> str:
+    # Neither where something is installed nor where it lies in memory is the same in another run.
+    lasting = re.sub(r"[^\s\"']*/(?:site-packages|python3\.\d+)/", "", re.sub(r"0x[0-9a-f]+", "0x…", reason))
+    text = " ".join(lasting.split()).translate(str.maketrans("{}[]|", "()()/"))
+    return f"{{{text if len(text) <= LONGEST_NOTE else f'{text[: LONGEST_NOTE - 1]}…'}}}"
+
+
+# The document. ----------------------------------------------------------------------------------------------
 
 
 def document(lines: Sequence[Line]) -> str:
     """The whole document."""
-    ours = [line for line in lines if line.optimizer.startswith("torch.optim.")]
+    ours = [line for line in lines if line.package.startswith("torch ")]
     others = [line for line in lines if line not in ours]
-    return "\n".join(
-        [
-            "# Which optimizers work",
-            "",
-            f"Written by `./dev compat` (torch {torch.__version__}, {platform.system()} "
-            f"{platform.machine()}); not to be edited.",
-            "",
-            f"Every row is {STEPS} steps of an optimizer, unmodified, through "
-            "`torch.compile(opt.step, backend=CollageBackend())`, on weights from N(0, 1) and with steps of "
-            "1e-5 to 1e-4, most of which plain bfloat16 loses. Errors are ‖Δ − Δ64‖ / ‖Δ64‖, where Δ is how "
-            "far the parameters went and Δ64 how far they go in float64 from the same weights with the same "
-            "gradients: *plain* is eager and low-precision, *fp32* eager and float32, *compensated* is what "
-            "`full_value` says. A row covers every setting of `foreach` that is named in it and gives the "
-            "largest errors.",
-            "",
-            "*Compensated*: every parameter has error terms that are not zero, and nothing is compiled in the "
-            "second half of the steps.",
-            "",
-            "## torch.optim",
-            "",
-            _summary(ours),
-            "",
-            _table(ours),
-            "",
-            *(("## Other packages", "", _summary(others), "", _table(others), "") if others else ()),
-        ]
-    )
+    notes: dict[str, int] = {}
+    paragraphs = [
+        "# Which optimizers work",
+        f"Written by `./dev compat` with torch {torch_version()} on {platform.system()} "
+        f"{platform.machine()}; not to be edited.",
+        f"Each line is {STEPS} steps of an unmodified optimizer in `torch.compile(opt.step, "
+        "backend=CollageBackend())`, from N(0, 1) weights and with steps of some 1e-5 to 1e-4, most of which "
+        "plain bfloat16 loses. The outcome *compensated* means that every parameter has error terms, not all "
+        "of them zero, and that nothing was compiled in the second half of the steps.",
+        "*plain*, *fp32* and *compensated* are errors, ‖Δ − Δ64‖ / ‖Δ64‖: Δ is how far the parameters went "
+        "in eager low precision, in eager float32, and by `full_value` in the compiled step, Δ64 how far "
+        "they go in float64 from the same weights with the same gradients. Of several settings of `foreach`, "
+        "the largest. *compiled* counts graphs in all steps, *state* the low-precision tensors that a step "
+        "updates.",
+        "## torch.optim",
+        _summary(ours),
+        _table(ours, notes),
+    ]
+    if others:
+        paragraphs += ["## Other packages", _summary(others), _table(others, notes)]
+    paragraphs += ["## Notes", "\n".join(f"- [{number}] {note}" for note, number in notes.items())]
+    return "\n\n".join(paragraphs) + "\n"
 
 
 def _summary(lines: Sequence[Line]) -> str:
-    """How many classes there are, and how many do what."""
-    by_class: dict[str, list[Line]] = {}
+    """How many classes do what, with all the options tried."""
+    by_class: dict[str, set[str]] = {}
     for line in lines:
-        by_class.setdefault(line.optimizer, []).append(line)
-    outcomes = Counter(_of_class(of_class) for of_class in by_class.values())
-    counts = ", ".join(f"{number} {outcome}" for outcome, number in outcomes.most_common())
-    return f"{len(by_class)} classes: {counts}."
+        outcomes = {re.sub(r" \{.*", "", part) for part in line.outcome.split("; ")}
+        by_class.setdefault(f"{line.package} {line.optimizer}", set()).update(outcomes)
+    counts = Counter(" or ".join(sorted(outcomes)) for outcomes in by_class.values())
+    runs = len(by_class) - counts[UNSUPPORTED]
+    text = ", ".join(f"{number} {outcomes}" for outcomes, number in counts.most_common())
+    return f"{len(by_class)} classes: {text}. That is {counts[COMPENSATED]} of the {runs} that run at all."
 
 
-def _of_class(lines: Sequence[Line]) -> str:
-    """What becomes of a class with its default options."""
-    return lines[0].outcome.partition(":")[0]
+def _table(lines: Sequence[Line], notes: dict[str, int]) -> str:
+    def numbered(match: re.Match[str]) -> str:
+        return f"[{notes.setdefault(match[1], len(notes) + 1)}]"
+
+    rows = [[re.sub(r"\{(.*?)\}", numbered, cell) for cell in astuple(line)] for line in lines]
+    return tabulate(rows, headers=HEADERS, tablefmt="github", disable_numparse=True)
 
 
-def _table(lines: Sequence[Line]) -> str:
-    return tabulate(
-        [astuple(line) for line in lines],
-        headers=list(HEADERS.values()),
-        tablefmt="github",
-        disable_numparse=True,
-    )
-
-
-def read(text: str) -> dict[tuple[str, str, str], Line]:
+def read(text: str) -> dict[Key, Line]:
     """The lines of a document, by key."""
+    notes = dict(re.findall(r"^- \[(\d+)\] (.*)$", text, flags=re.MULTILINE))
     lines = {}
-    for text_line in text.splitlines():
-        cells = [cell.strip() for cell in text_line.strip("|").split("|")]
-        if len(cells) == len(HEADERS) and cells != list(HEADERS.values()) and set(cells[0]) - set("-: "):
+    for row in re.findall(r"^\|(.*)\|$", text, flags=re.MULTILINE):
+        cells = [re.sub(r"\[(\d+)\]", lambda m: f"{{{notes[m[1]]}}}", c.strip()) for c in row.split("|")]
+        if tuple(cells) != HEADERS and not cells[0].startswith("-"):
             line = Line(*cells)
             lines[line.key] = line
     return lines
@@ -210,10 +230,10 @@ def read(text: str) -> dict[tuple[str, str, str], Line]:
 def differences(written: Line, measured: Line) -> list[str]:
     """Where a line of the document is not what was measured, apart from noise."""
     found = []
-    for cell in fields(Line):
+    for cell, header in zip(fields(Line), HEADERS, strict=True):
         old, new = getattr(written, cell.name), getattr(measured, cell.name)
         if old != new and not (cell.name in ERRORS and _same_error(old, new)):
-            found.append(f"{HEADERS[cell.name]}: {old!r} is written, {new!r} was measured")
+            found.append(f"{header}: {old!r} is written, {new!r} was measured")
     return found
 
 

@@ -175,7 +175,7 @@ SUBJECTS: Sequence[Subject] = (
     *_of("torch-optimizer", "torch_optimizer", {"AdaBound": ADAM}, always={"final_lr": 1e-4}),
     *_of("torch-optimizer", "torch_optimizer", {"Lookahead": ADAM}, construct=_around_adam),
     *_of("dadaptation", "dadaptation", DADAPTATION, always=_SLOW),
-    *_of("dadaptation", "dadaptation", {"DAdaptLion": 1.0}, always={"d0": 5e-5}),
+    *_of("dadaptation", "dadaptation", {"DAdaptLion": 1.0}),
     *_of("heavyball", "heavyball", HEAVYBALL),
     *_of("transformers", "transformers.optimization", {"Adafactor": None}, _FIXED_RATE, {}),
     *_of("torchao", "torchao.optim", {"_AdamW": ADAM, "AdamW8bit": ADAM}),

@@ -58,8 +58,8 @@ class Worker:
 
 
 def _serve(pipe: Connection) -> None:
-    from tests.compatibility.rows import variant_named  # optimizers are imported here alone
     from tests.compatibility.measure import measure
+    from tests.compatibility.rows import variant_named  # optimizers are imported here alone
 
     while True:
         try:
