@@ -73,14 +73,6 @@ def _pow(base: Any, exponent: Any) -> Any:
     return base**exponent
 
 
-def _maximum(x: Any, bound: Any) -> Any:
-    return torch.maximum(x, bound) if isinstance(bound, torch.Tensor) else torch.clamp(x, min=bound)
-
-
-def _minimum(x: Any, bound: Any) -> Any:
-    return torch.minimum(x, bound) if isinstance(bound, torch.Tensor) else torch.clamp(x, max=bound)
-
-
 #: ``_foreach_NAME`` -> what it does to each element of its lists, where that isn't ``torch.NAME``.
 FOREACH: dict[str, Callable[..., Any]] = {
     "add": _add,
@@ -91,8 +83,6 @@ FOREACH: dict[str, Callable[..., Any]] = {
     "addcmul": lambda x, a, b, value=1: _addcmul(x, a, b, value=value),
     "addcdiv": lambda x, a, b, value=1: _addcdiv(x, a, b, value=value),
     "lerp": _lerp,
-    "maximum": _maximum,
-    "minimum": _minimum,
     "clamp_min": lambda x, bound: torch.clamp(x, min=bound),
     "clamp_max": lambda x, bound: torch.clamp(x, max=bound),
     "copy": lambda x, source: source.to(x.dtype).expand(x.shape),

@@ -79,8 +79,6 @@ FOREACH_STEPS: dict[str, Callable[[list[Tensor], list[Tensor]], Any]] = {
     "abs": lambda x, y: torch._foreach_abs(x),
     "maximum": lambda x, y: torch._foreach_maximum(x, y),
     "minimum": lambda x, y: torch._foreach_minimum(x, y),
-    "maximum with a number": lambda x, y: torch._foreach_maximum(x, 2.5),
-    "minimum with numbers": lambda x, y: torch._foreach_minimum(x, [2.5, 3.5]),
     "clamp_min": lambda x, y: torch._foreach_clamp_min(x, 2.5),
     "clamp_max": lambda x, y: torch._foreach_clamp_max(x, 2.5),
     "lerp": lambda x, y: torch._foreach_lerp(x, y, 0.25),
