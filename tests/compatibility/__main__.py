@@ -114,6 +114,9 @@ def main(argv: Sequence[str]) -> int:
     started = time.perf_counter()
     lines = measure_all(rows, again=options.again, time_limit=options.time_limit)
     print(f"{len(rows)} rows in {time.perf_counter() - started:.0f} s")
+    for line in lines:
+        if line.falls_short:
+            print(f"too inaccurate: {' '.join(line.key)}: {line.error}, where plain has {line.plain}")
     if options.check:
         return check(lines)
     write(lines)

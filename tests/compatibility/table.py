@@ -15,7 +15,7 @@ import torch
 from tabulate import tabulate
 
 from tests.compatibility.catalog import Row
-from tests.compatibility.measure import COMPENSATED, STEPS, UNSUPPORTED, Measurement
+from tests.compatibility.measure import COMPENSATED, STEPS, UNSUPPORTED, Measurement, falls_short
 
 __all__ = ["Key", "Line", "differences", "document", "key_of", "line_of", "read", "torch_version"]
 
@@ -68,6 +68,11 @@ class Line:
     @property
     def key(self) -> Key:
         return self.package.split()[0], self.optimizer, self.options, self.dtype
+
+    @property
+    def falls_short(self) -> bool:
+        """Whether its errors do: see :func:`tests.compatibility.measure.falls_short`."""
+        return bool(self.plain and self.error) and falls_short(_value(self.plain), _value(self.error))
 
 
 HEADERS = (
@@ -240,5 +245,9 @@ def differences(written: Line, measured: Line) -> list[str]:
 def _same_error(old: str, new: str) -> bool:
     if not old or not new:
         return False
-    low, high = sorted(float(text.removeprefix("< ")) for text in (old, new))
+    low, high = sorted(map(_value, (old, new)))
     return high - low <= WITHIN * high
+
+
+def _value(error: str) -> float:
+    return float(error.removeprefix("< "))

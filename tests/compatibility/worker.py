@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 
 from tests.compatibility.measure import FAILED, Measurement
+from tests.compatibility.results import FOLDER
 
 __all__ = ["Worker"]
 
@@ -58,6 +60,10 @@ class Worker:
 
 
 def _serve(pipe: Connection) -> None:
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    log = os.open(FOLDER / "worker.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):  # what packages print, and Dynamo's warnings, which are in the measurements too
+        os.dup2(log, stream)
     from tests.compatibility.measure import measure
     from tests.compatibility.rows import variant_named  # optimizers are imported here alone
 
