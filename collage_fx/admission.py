@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.optim import Optimizer
 
-from collage_fx.errors import AliasedStateError, UnsupportedTensorError
+from collage_fx.errors import AliasedStateError, UnsupportedOptimizerError, UnsupportedTensorError
 from collage_fx.formats import is_low_precision
 from collage_fx.graph import copies_to_inputs, placeholders
 from collage_fx.names import KnownTensor, parameter_names
@@ -48,8 +48,10 @@ def refuse_optimizer(optimizer: Optimizer) -> None:
 
     Raises:
         AliasedStateError: the same tensor is a parameter twice, or elements of one share memory.
+        UnsupportedOptimizerError: its step is opaque or its control flow depends on values.
         UnsupportedTensorError: sparse, complex or integer, or on an untested device.
     """
+    _refuse_class(optimizer)
     seen: dict[int, str] = {}
     for name, parameter in parameter_names(optimizer):
         if parameter.grad is None:
@@ -64,6 +66,25 @@ def refuse_optimizer(optimizer: Optimizer) -> None:
             if has_internal_overlap(parameter):
                 raise _aliased(f"{name} (an expanded tensor: strides {parameter.stride()})")
         seen[id(parameter)] = name
+
+
+def _refuse_class(optimizer: Optimizer) -> None:
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UnsupportedOptimizerError(
+            "LBFGS decides from step to step what to compute, by the values of losses and gradients, so that "
+            "no graph of its update can be captured",
+            where="LBFGS.step",
+            remedy="step it eagerly on float32 parameters",
+        )
+    for i, group in enumerate(optimizer.param_groups):
+        stepped = (p for p in group["params"] if p.grad is not None)
+        if group.get("fused") and any(is_low_precision(parameter.dtype) for parameter in stepped):
+            raise UnsupportedOptimizerError(
+                f"fused=True makes the whole update of {type(optimizer).__name__} one opaque operator, which "
+                "leaves nothing to compensate",
+                where=f"param_groups[{i}]['fused']",
+                remedy="use fused=False: this backend compiles the update to fused kernels itself",
+            )
 
 
 def refuse_overlaps(known: Iterable[KnownTensor]) -> None:

@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from typing import Any, get_args
 from weakref import WeakKeyDictionary
 
+import torch
 from torch.fx import Graph, GraphModule
 from torch.optim import Optimizer
 
+from collage_fx import eager, scalars
 from collage_fx.admission import (
     forget_new_state,
     refuse_aliases,
-    refuse_optimizer,
     refuse_overlaps,
     refuse_unsupported,
-    remember_state,
 )
 from collage_fx.checkpoint import note_compiled
 from collage_fx.error_formats import ERROR_FORMATS
@@ -30,7 +30,6 @@ from collage_fx.errors import (
     CollageError,
     ConflictingErrorFormatError,
     InvalidOptionError,
-    RecompileLimitError,
     UncompensatedParameterError,
     UnsupportedTensorError,
 )
@@ -42,13 +41,11 @@ from collage_fx.program import Arithmetic, InputInfo, Role, StateTensor, StepPro
 from collage_fx.report import CollageReport, GraphReport, tensor_report
 from collage_fx.torch_compat import (
     compile_with_inductor,
-    current_trace,
     inductor_compile_inner,
     mode_options,
-    refuse_recompile_limit,
+    needs_autograd,
     traced_frame_name,
     traced_frame_variables,
-    watch_traced_optimizers,
 )
 
 __all__ = ["CollageBackend", "backend_for", "collage", "collage_backend"]
@@ -165,9 +162,14 @@ class CollageBackend:
         patches = mode_options(mode) if mode not in (None, "default") else None
         capture = _Capture(self, gm, tuple(example_inputs))
         capture.refuse_overlaps()
-        return compile_with_inductor(
-            gm, example_inputs, inner_compile=capture.compile, config_patches=patches
-        )
+        with torch.set_grad_enabled(needs_autograd(gm, example_inputs)):
+            return compile_with_inductor(
+                gm,
+                example_inputs,
+                inner_compile=capture.compile,
+                decompositions=scalars.decompositions(),
+                config_patches=patches,
+            )
 
     def label(self, optimizers: Sequence[Optimizer]) -> str:
         """What a report calls the step of these optimizers.
@@ -286,6 +288,7 @@ class _Capture:
         if program.compensated:
             for optimizer in self.optimizers.values():
                 note_compiled(optimizer)
+                eager.note_compiled_step(optimizer, strict=self.options.strict)
         self.backend._report.graphs.append(
             GraphReport(
                 before=before,
@@ -447,42 +450,13 @@ def backend_for(**options: Any) -> CollageBackend:
     return _by_options.setdefault(backend.options, backend)
 
 
-def _compensating_backend(compiler: Any, keywords: dict[str, Any]) -> CollageBackend | None:
-    """The collage backend behind what ``torch.compile`` was given, unless nothing is to be compensated."""
+def _strictness(compiler: Any, keywords: dict[str, Any]) -> bool | None:
+    """Of what ``torch.compile`` was given; None unless it is a collage backend that compensates something."""
     backend = backend_for(**(keywords.get("options") or {})) if compiler is collage else compiler
-    return backend if isinstance(backend, CollageBackend) and backend.options.strategy != "none" else None
-
-
-def _admit(optimizer: Optimizer, compiler: Any, keywords: dict[str, Any]) -> None:
-    """Dynamo begins to trace through an optimizer for some backend.
-
-    See Note [Two doors] in ``admission.py``.
-    """
-    backend = _compensating_backend(compiler, keywords)
-    if backend is None:
-        return
-    remember_state(optimizer, current_trace())
-    try:
-        refuse_optimizer(optimizer)
-    except CollageError as refusal:
-        if backend.options.strict:
-            raise
-        _warn(refusal)
-
-
-def _refuse_eager_steps(compiler: Any, keywords: dict[str, Any], function: str) -> CollageError | None:
-    backend = _compensating_backend(compiler, keywords)
-    if backend is None or not backend.options.strict:
+    if not isinstance(backend, CollageBackend) or backend.options.strategy == "none":
         return None
-    return RecompileLimitError(
-        "this function has been compiled so often that Dynamo would run it eagerly from now on, without "
-        "error terms",
-        where=function,
-        remedy="find out what changes with TORCH_LOGS=recompiles. A learning rate that a scheduler changes: "
-        "make it a tensor, lr=torch.tensor(...). Many optimizers one after the other: torch.compiler.reset() "
-        "between them. Else raise torch._dynamo.config.recompile_limit, or accept eager steps: strict=False",
-    )
+    return backend.options.strict
 
 
-watch_traced_optimizers(_admit)
-refuse_recompile_limit(_refuse_eager_steps)
+scalars.install()
+eager.install(_strictness)

@@ -17,11 +17,14 @@ __all__ = [
     "CheckpointMismatchError",
     "CollageError",
     "ConflictingErrorFormatError",
+    "EagerStepError",
+    "GraphBreakError",
     "GraphInvariantError",
     "InvalidOptionError",
     "LostErrorTermsError",
     "RecompileLimitError",
     "UncompensatedParameterError",
+    "UnsupportedOptimizerError",
     "UnsupportedTensorError",
 ]
 
@@ -50,6 +53,10 @@ class InvalidOptionError(CollageError, ValueError):
     """
 
 
+class UnsupportedOptimizerError(CollageError):
+    """An optimizer, or an option of one, whose update can't be captured as operations on tensors."""
+
+
 class UnsupportedTensorError(CollageError):
     """A state tensor or gradient whose layout, dtype or device compensated arithmetic is not defined for."""
 
@@ -71,10 +78,18 @@ class LostErrorTermsError(CollageError):
 
 
 class RecompileLimitError(CollageError):
-    """Dynamo has compiled a function too often and would run it eagerly from now on: without error terms.
+    """A function of an optimizer has been compiled again and again.
 
     Raised in the middle of a run, but before that step.
     """
+
+
+class GraphBreakError(CollageError):
+    """Dynamo would run a part of an optimizer's update eagerly: without error terms."""
+
+
+class EagerStepError(CollageError):
+    """An optimizer with error terms was stepped without its compiled callable. Raised before that step."""
 
 
 class UncompensatedParameterError(CollageError):

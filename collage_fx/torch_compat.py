@@ -9,30 +9,42 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import CodeType, FunctionType
 from typing import Any, Literal, cast
 
 import torch
 
 __all__ = [
+    "ConvertOtherwise",
+    "GraphBreak",
     "ShortenTraceback",
     "aot_input_of",
+    "captures_scalars",
     "compile_with_inductor",
     "current_trace",
     "detect_fake_mode",
+    "dynamo_recompile_limit",
     "functional_decompositions",
     "has_internal_overlap",
     "inductor_compile_inner",
     "inductor_config",
     "make_fx",
     "mode_options",
+    "needs_autograd",
     "pointwise_of",
+    "prims_fma",
     "real_tensors",
-    "refuse_recompile_limit",
     "register_pointwise_lowering",
     "symbol_source",
+    "trace_instead",
     "traced_frame_name",
     "traced_frame_variables",
+    "watch_conversions",
+    "watch_graph_breaks",
     "watch_traced_optimizers",
 ]
 
@@ -54,8 +66,11 @@ if _version() < OLDEST_TORCH:
 try:
     from torch._dynamo import config as dynamo_config
     from torch._dynamo.convert_frame import ConvertFrameAssert
-    from torch._dynamo.exc import FailOnRecompileLimitHit, ShortenTraceback
-    from torch._dynamo.symbolic_convert import InstructionTranslator
+    from torch._dynamo.decorators import substitute_in_graph
+    from torch._dynamo.eval_frame import always_optimize_code_objects
+    from torch._dynamo.exc import ShortenTraceback
+    from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
+    from torch._dynamo.trace_rules import get_torch_obj_rule_map, torch_name_rule_map
     from torch._dynamo.variables.optimizer import OptimizerVariable
     from torch._functorch import config as functorch_config
     from torch._functorch._aot_autograd.descriptors import (
@@ -81,6 +96,9 @@ except ImportError as error:
         "collage_fx"
     ) from error
 
+#: ``a * b + c``, an operator that Inductor registers and that AOTAutograd puts into graphs.
+prims_fma: Any = torch.ops.prims.fma
+
 #: Compiles one functional ATen graph with Inductor: ``(gm, example_inputs, **kwargs) -> callable taking a
 #: list``.
 inductor_compile_inner: Callable[..., Callable[[list[Any]], Any]] = compile_fx_inner
@@ -91,19 +109,43 @@ def compile_with_inductor(
     example_inputs: Sequence[Any],
     *,
     inner_compile: Callable[..., Any],
+    decompositions: dict[Any, Callable[..., Any]],
     config_patches: dict[str, Any] | None,
 ) -> Callable[..., Any]:
     """Run a Dynamo graph through AOTAutograd and Inductor with ``inner_compile`` in place of Inductor's own.
 
+    ``decompositions`` are applied by AOTAutograd; :func:`functional_decompositions` are Inductor's own.
     AOTAutograd's cache is switched off: on a hit it would return the code of an earlier compilation without
     calling ``inner_compile``, that is without the error terms. Inductor's own cache, keyed by the graph it is
     given (the rewritten one), stays on, so that a second process still starts warm.
     """
     with functorch_config.patch(enable_autograd_cache=False):
         compiled = compile_fx(
-            gm, list(example_inputs), inner_compile=inner_compile, config_patches=config_patches
+            gm,
+            list(example_inputs),
+            inner_compile=inner_compile,
+            decompositions=decompositions,
+            config_patches=config_patches,
         )
     return cast(Callable[..., Any], compiled)
+
+
+def needs_autograd(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
+    """Whether a Dynamo graph computes something that is to be differentiated.
+
+    AOTAutograd's own answer is yes for every in-place update through ``.data`` of a parameter that requires
+    gradients, while gradients are enabled: the style of most optimizers that lack a ``torch.no_grad``.
+    """
+    results = [n for n in gm.graph.output_node().all_input_nodes if n.op not in ("placeholder", "get_attr")]
+    inputs = [
+        value
+        for value in (*gm.parameters(), *gm.buffers(), *example_inputs)
+        if isinstance(value, torch.Tensor)
+    ]
+    return torch.is_grad_enabled() and (
+        any(getattr(node.meta.get("example_value"), "requires_grad", False) for node in results)
+        or any(value.requires_grad and not value.is_leaf for value in inputs)
+    )
 
 
 def mode_options(mode: str) -> dict[str, Any]:
@@ -209,28 +251,194 @@ def _innermost(compiler: Any) -> tuple[Any, dict[str, Any]]:
         compiler = inner
 
 
-def refuse_recompile_limit(refusal: Callable[[Any, dict[str, Any], str], Exception | None]) -> None:
-    """Have an exception raised where Dynamo would give up on a function and run it eagerly from then on.
+def watch_conversions(
+    before: Callable[[Any, dict[str, Any], CodeType, Mapping[str, Any]], bool],
+    after: Callable[[CodeType, Mapping[str, Any]], None],
+    attempts: Sequence[dict[str, Any]],
+) -> None:
+    """Have functions called around each of Dynamo's conversions of a frame into a graph.
 
-    ``refusal(backend, keywords, function)`` gives the exception, or None for backends that it is not about
-    (see :func:`watch_traced_optimizers`). Asked once per compilation of a frame; costs nothing where nothing
-    is compiled.
+    Args:
+        before: ``(backend, keywords, code, variables)`` (see :func:`watch_traced_optimizers`); an exception
+            of it ends the conversion and reaches the user, True applies the following two.
+        after: ``(code, variables)``, once a graph has been compiled.
+        attempts: settings of Dynamo's configuration to convert with. Where a conversion ends in
+            :class:`ConvertOtherwise`, the next are tried.
+
+    Called once per compilation of a frame; costs nothing where nothing is compiled.
     """
     original = getattr(ConvertFrameAssert.__call__, "__collage_fx__", ConvertFrameAssert.__call__)
 
     @functools.wraps(original)
-    def guarded(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
-        exception = refusal(*_innermost(self._torchdynamo_orig_backend), frame.f_code.co_name)
-        if exception is None:
+    def watched(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
+        code, variables = frame.f_code, frame.f_locals
+        if not before(*_innermost(self._torchdynamo_orig_backend), code, variables):
             return original(self, frame, *args, **kwargs)
-        try:
-            with dynamo_config.patch(fail_on_recompile_limit_hit=True):
-                return original(self, frame, *args, **kwargs)
-        except FailOnRecompileLimitHit as limit:
-            raise exception from limit
+        if _optimizer_of_method(code, variables) is not None:
+            # Dynamo runs frames eagerly in which it sees no tensor, as in step(self) of most optimizers.
+            always_optimize_code_objects[code] = True
+        converted = _convert(lambda: original(self, frame, *args, **kwargs), attempts)
+        if converted is not None and converted.guarded_code is not None:
+            after(code, variables)
+        return converted
 
-    guarded.__collage_fx__ = original  # type: ignore[attr-defined]
-    ConvertFrameAssert.__call__ = guarded  # type: ignore[method-assign]
+    watched.__collage_fx__ = original  # type: ignore[attr-defined]
+    ConvertFrameAssert.__call__ = watched  # type: ignore[method-assign]
+
+
+class ConvertOtherwise(ShortenTraceback):
+    """Raised by a watch of graph breaks to have a frame converted with other settings."""
+
+    def __init__(self) -> None:
+        super().__init__(first_useful_frame=None)
+
+
+def _convert(conversion: Callable[[], Any], attempts: Sequence[dict[str, Any]]) -> Any:
+    """Run a conversion with the first settings that it does not ask to replace."""
+    *others, last = attempts
+    for settings in others:
+        with dynamo_config.patch(settings), contextlib.suppress(ConvertOtherwise):
+            return conversion()
+    with dynamo_config.patch(last):
+        return conversion()
+
+
+def captures_scalars() -> bool:
+    """Whether Dynamo makes numbers that are read from tensors a part of the graph, at present."""
+    return bool(dynamo_config.capture_scalar_outputs)
+
+
+def dynamo_recompile_limit() -> int:
+    """How often Dynamo compiles a function at most, as the user has set it."""
+    return int(dynamo_config.recompile_limit)
+
+
+@dataclass(frozen=True)
+class GraphBreak:
+    """A place where Dynamo cannot go on tracing.
+
+    Attributes:
+        optimizer: whose update is being traced there; None where it is none's.
+        reason: Dynamo's, in a sentence or two.
+        where: file, line and function.
+        is_harmless: what is run eagerly there changes no tensor (a branch, say), and what follows is captured
+            in a graph of its own.
+    """
+
+    optimizer: torch.optim.Optimizer | None
+    reason: str
+    where: str
+    is_harmless: bool
+
+
+def watch_graph_breaks(watch: Callable[[Any, dict[str, Any], GraphBreak], None]) -> None:
+    """Have ``watch(backend, keywords, graph_break)`` called when Dynamo decides to break a graph.
+
+    Or to skip a frame. An exception of a :class:`ShortenTraceback` class reaches the user, as in
+    :func:`watch_traced_optimizers`.
+    """
+    original = getattr(
+        InstructionTranslatorBase.log_graph_break,
+        "__collage_fx__",
+        InstructionTranslatorBase.log_graph_break,
+    )
+
+    @functools.wraps(original)
+    def watched(self: Any, code_options: Any, reason: str, exc: Any) -> None:
+        if not _is_torchs_own(self.f_code, exc):
+            is_skip = reason.startswith(("Failed to handle", "Encountered graph break that we cannot resume"))
+            watch(*_innermost(self.output.compiler_fn), _describe_graph_break(self, exc, is_skip=is_skip))
+        original(self, code_options, reason, exc)
+
+    watched.__collage_fx__ = original  # type: ignore[attr-defined]
+    InstructionTranslatorBase.log_graph_break = watched  # type: ignore[method-assign]
+
+
+def _is_torchs_own(code: CodeType, cause: Any) -> bool:
+    """Whether it is the break that torch.optim's wrapper around ``step`` has written into it."""
+    return (
+        code.co_filename == inspect.getfile(torch.optim.Optimizer)
+        and getattr(cause, "gb_type", None) == "Call to `torch._dynamo.graph_break()`"
+    )
+
+
+def _describe_graph_break(translator: Any, cause: Any, *, is_skip: bool) -> GraphBreak:
+    stack = list(getattr(cause, "real_stack", None) or ())
+    lines = [line.strip() for line in str(getattr(cause, "msg", cause)).splitlines() if line.strip()]
+    explained = [line.removeprefix("Explanation: ") for line in lines[:2]]
+    where = (
+        f"{stack[-1].filename}:{stack[-1].lineno} in {stack[-1].name}" if stack else translator.f_code.co_name
+    )
+    return GraphBreak(
+        _optimizer_updated_by(translator, stack),
+        ". ".join(explained),
+        where,
+        not is_skip and getattr(cause, "gb_type", None) in _EXECUTES_NOTHING,
+    )
+
+
+#: Graph breaks whose instruction, the one that Dynamo leaves to eager execution, changes no tensor.
+_EXECUTES_NOTHING = (
+    "Data-dependent branching",
+    "Call to `torch._dynamo.graph_break()`",
+    "Unsupported Tensor.item() call with capture_scalar_outputs=False",
+)
+
+
+def _optimizer_updated_by(translator: Any, stack: Sequence[Any]) -> torch.optim.Optimizer | None:
+    """The optimizer in one of whose methods a translation is, but for the closure that a step calls.
+
+    Looked for among the function that is being traced and the Python frames that called it.
+    """
+    below = {(entry.filename, entry.name) for entry in stack}
+    frames = [(translator.f_code, translator.f_locals)]
+    frame = sys._getframe()
+    while frame is not None:
+        frames.append((frame.f_code, frame.f_locals))
+        frame = frame.f_back  # type: ignore[assignment]
+    for code, variables in frames:
+        optimizer = _optimizer_of_method(code, variables)
+        if optimizer is not None:
+            return None if below & _functions_passed(variables) else optimizer
+        below.add((code.co_filename, code.co_name))
+    return None
+
+
+def _functions_passed(variables: Mapping[str, Any]) -> set[tuple[str, str]]:
+    """File and name of the functions among a frame's variables: what a step may call is its closure."""
+    values = [
+        leaf for value in variables.values() for leaf in (value if isinstance(value, tuple) else [value])
+    ]
+    values += [leaf for value in values if isinstance(value, dict) for leaf in value.values()]
+    codes = [value.__code__ for value in values if isinstance(value, FunctionType)]
+    return {(code.co_filename, code.co_name) for code in codes}
+
+
+def _optimizer_of_method(code: CodeType, variables: Mapping[str, Any]) -> torch.optim.Optimizer | None:
+    """``self``, if the frame is an optimizer's method (or torch's wrapper around ``step``)."""
+    if not code.co_varnames:
+        return None
+    value = variables.get(code.co_varnames[0])
+    if code.co_filename == inspect.getfile(torch.optim.Optimizer) and isinstance(value, tuple) and value:
+        value = value[0]
+        return value if isinstance(value, torch.optim.Optimizer) else None
+    is_method = isinstance(value, torch.optim.Optimizer) and hasattr(type(value), code.co_name)
+    return value if is_method else None
+
+
+def trace_instead(function: Callable[..., Any], traceable: Callable[..., Any]) -> None:
+    """Have Dynamo inline ``traceable`` where a traced program calls the builtin ``function``.
+
+    For every backend: Dynamo has one table of rules. A second call for the same function changes nothing.
+    """
+    name = f"{function.__module__}.{function.__name__}"
+    maps: list[dict[str, Any]] = list(torch_name_rule_map)  # type: ignore[arg-type]
+    rules = [rules for rules in maps if name in rules]
+    for each in rules:
+        del each[name]
+    if rules:
+        get_torch_obj_rule_map.cache_clear()
+        substitute_in_graph(function)(traceable)
 
 
 def symbol_source(value: torch.SymInt | torch.SymFloat) -> str:

@@ -12,9 +12,16 @@ import torch
 from torch._dynamo.utils import counters
 
 import collage_fx
-from collage_fx import CollageBackend, CollageError, backend_for, collage_backend, error_terms, full_value
+from collage_fx import (
+    CollageBackend,
+    CollageError,
+    backend_for,
+    collage_backend,
+    eager,
+    error_terms,
+    full_value,
+)
 from collage_fx import backend as backend_module
-from collage_fx.torch_compat import watch_traced_optimizers
 from tests.support.training import (
     Descent,
     compiled,
@@ -454,7 +461,7 @@ def test_installing_the_hooks_again_leaves_one_layer() -> None:
     optimizer = Descent(parameters())
     for _ in range(3):
         collage_fx.checkpoint.install()
-        watch_traced_optimizers(backend_module._admit)
+        eager.install(backend_module._strictness)
     methods = [torch.optim.Optimizer.state_dict, torch.optim.Optimizer.load_state_dict]
     assert all(not hasattr(method.__collage_fx__, "__collage_fx__") for method in methods)  # type: ignore[attr-defined]
     params = optimizer.param_groups[0]["params"]

@@ -9,8 +9,9 @@ from expecttest import assert_expected_inline
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
+from collage_fx.composites import COMPOSITES
 from collage_fx.graph import graph_text
-from collage_fx.passes.normalize import COMPOSITES, Normalize
+from collage_fx.passes.normalize import Normalize
 from tests.support.programs import captured, only
 
 

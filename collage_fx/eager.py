@@ -1,0 +1,212 @@
+"""What would run eagerly, and so without error terms, is refused or reported.
+
+Note [Nothing unnoticed]
+------------------------
+Compensation lives in the compiled graphs. There are five ways past them, and each is met where it opens,
+which costs nothing in a step that is compiled already:
+
+* *Dynamo gives up on a function* that has been compiled too often, and runs it as it is from then on, for
+  every optimizer of the class. It never does for this backend: each optimizer has a limit of its own,
+  :data:`COMPILATIONS` times Dynamo's, at which the step is refused (:func:`_before_conversion`).
+* *A graph break inside an update* hands the operation it happened at, and in a loop the whole function, to
+  eager execution. It is refused when Dynamo reports it, before anything has run (:func:`_at_graph_break`).
+  Two kinds of breaks are let through. One in the closure of a step, or anywhere outside of the methods of an
+  optimizer, leaves the update whole. One at a branch on a tensor's value (``if norm > 1:``) that Dynamo can
+  resume from executes nothing but the branch; what follows is a graph of its own.
+* *Reading a tensor's value* (``norm.item()``) would break the graph too; it is captured instead, or, where
+  the step goes on to branch on it, made such a harmless break (:data:`ATTEMPTS`).
+* *Something that Dynamo doesn't trace*: sparse gradients, optimizers whose step is disabled for Dynamo,
+  ``fused=True``, which is one opaque operator. See Note [Two doors] in ``admission.py``.
+* *Calling ``optimizer.step()`` itself* instead of the compiled callable. Every optimizer runs the global step
+  hooks when it is stepped eagerly; ours looks whether the optimizer's parameters have error terms
+  (:func:`_before_eager_step`).
+
+``strict`` backends raise a :class:`~collage_fx.errors.CollageError`; others warn once an optimizer and
+reason. Changes that a program makes to a parameter itself, by loading weights for instance, are its own
+business: see :func:`~collage_fx.reset_error_terms`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping
+from types import CodeType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from collage_fx.admission import forget_new_state, refuse_optimizer, remember_state
+from collage_fx.error_terms import expansion_of
+from collage_fx.errors import CollageError, EagerStepError, GraphBreakError, RecompileLimitError
+from collage_fx.names import optimizers_among, parameter_names
+from collage_fx.torch_compat import (
+    ConvertOtherwise,
+    GraphBreak,
+    captures_scalars,
+    current_trace,
+    dynamo_recompile_limit,
+    watch_conversions,
+    watch_graph_breaks,
+    watch_traced_optimizers,
+)
+
+__all__ = ["install", "note_compiled_step"]
+
+#: How many times Dynamo's ``recompile_limit`` (8) an optimizer may be compiled before its step is refused.
+COMPILATIONS = 4
+
+_OWN_LIMIT = {"recompile_limit": 1 << 30, "accumulated_recompile_limit": 1 << 30}
+
+#: What Dynamo's configuration is while it traces for this backend: its own limits are out of reach. Numbers
+#: read from tensors become part of the graph, unless the step then branches on one where the graph cannot be
+#: broken; it may be broken where the number is read.
+ATTEMPTS = (
+    {**_OWN_LIMIT, "capture_scalar_outputs": True},
+    {**_OWN_LIMIT, "capture_scalar_outputs": False},
+)
+
+#: ``(backend, keywords)`` -> whether it is strict; None for backends that compensate nothing.
+Strictness = Callable[[Any, dict[str, Any]], bool | None]
+
+_conversions: WeakKeyDictionary[Optimizer | CodeType, Counter[CodeType]] = WeakKeyDictionary()
+_warned: WeakKeyDictionary[Optimizer | CodeType, set[str]] = WeakKeyDictionary()
+_compiled: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
+
+
+def install(strictness: Strictness) -> None:
+    """Start watching Dynamo and eager steps. A second call replaces the first."""
+    watch_traced_optimizers(lambda *traced: _at_trace(strictness, *traced))
+    watch_conversions(
+        lambda *conversion: _before_conversion(strictness, *conversion), _after_conversion, ATTEMPTS
+    )
+    watch_graph_breaks(lambda *graph_break: _at_graph_break(strictness, *graph_break))
+    global _hook
+    if _hook is not None:
+        _hook.remove()
+    _hook = register_optimizer_step_pre_hook(_before_eager_step)
+
+
+_hook: Any = None
+
+
+def note_compiled_step(optimizer: Optimizer, *, strict: bool) -> None:
+    """A step of ``optimizer`` has been compiled with error terms; from now on it isn't to be run eagerly."""
+    _compiled[optimizer] = strict or _compiled.get(optimizer, False)
+
+
+def _raise_or_warn(subject: Optimizer | CodeType, refusal: CollageError, *, strict: bool) -> None:
+    if strict:
+        raise refusal
+    said = _warned.setdefault(subject, set())
+    if str(refusal) not in said:
+        said.add(str(refusal))
+        warnings.warn(f"collage_fx: {refusal}", stacklevel=2)
+
+
+# -- Dynamo begins to trace through an optimizer
+
+
+def _at_trace(strictness: Strictness, optimizer: Optimizer, backend: Any, keywords: dict[str, Any]) -> None:
+    strict = strictness(backend, keywords)
+    if strict is None:
+        return
+    remember_state(optimizer, current_trace())
+    try:
+        refuse_optimizer(optimizer)
+    except CollageError as refusal:
+        _raise_or_warn(optimizer, refusal, strict=strict)
+
+
+# -- Dynamo compiles a function, maybe once more
+
+
+def _before_conversion(
+    strictness: Strictness,
+    backend: Any,
+    keywords: dict[str, Any],
+    code: CodeType,
+    variables: Mapping[str, Any],
+) -> bool:
+    """Whether the conversion is for us; refused if this is one too many."""
+    strict = strictness(backend, keywords)
+    if strict is None:
+        return False
+    for subject in _subjects(code, variables):
+        done = _conversions.get(subject, Counter())[code]
+        if done >= COMPILATIONS * dynamo_recompile_limit():
+            _raise_or_warn(subject, _too_many(subject, code, done), strict=strict)
+    return True
+
+
+def _after_conversion(code: CodeType, variables: Mapping[str, Any]) -> None:
+    for subject in _subjects(code, variables):
+        _conversions.setdefault(subject, Counter())[code] += 1
+
+
+def _subjects(code: CodeType, variables: Mapping[str, Any]) -> list[Optimizer | CodeType]:
+    """What a function's compilations are counted for: the optimizers among its variables, or itself."""
+    return list(optimizers_among(variables).values()) or [code]
+
+
+def _too_many(subject: Optimizer | CodeType, code: CodeType, done: int) -> CollageError:
+    of = f"of {type(subject).__name__} " if isinstance(subject, Optimizer) else ""
+    return RecompileLimitError(
+        f"this function {of}has been compiled {done} times, and would have to be once more",
+        where=f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})",
+        remedy="find out what changes with TORCH_LOGS=recompiles. A number can be a tensor, as in "
+        "lr=torch.tensor(...); gradients that are None now and then can be zero instead, with "
+        "zero_grad(set_to_none=False). If the compilations are worth their time, raise "
+        "torch._dynamo.config.recompile_limit",
+    )
+
+
+# -- Dynamo breaks the graph
+
+
+def _at_graph_break(
+    strictness: Strictness, backend: Any, keywords: dict[str, Any], graph_break: GraphBreak
+) -> None:
+    strict = strictness(backend, keywords)
+    if strict is None or graph_break.optimizer is None or graph_break.is_harmless:
+        return
+    if captures_scalars():
+        raise ConvertOtherwise
+    if strict:
+        forget_new_state(graph_break.optimizer)
+    _raise_or_warn(
+        graph_break.optimizer,
+        GraphBreakError(
+            f"Dynamo cannot capture the step of {type(graph_break.optimizer).__name__}, and would run a part "
+            f"of it eagerly, without error terms: {graph_break.reason}",
+            where=graph_break.where,
+            remedy="change that line (what Dynamo says about it: TORCH_LOGS=graph_breaks). If it belongs to "
+            "the first step alone, where state is made, take that one eagerly, before the compiled ones. Or "
+            "accept with strict=False that the part is not compensated",
+        ),
+        strict=strict,
+    )
+
+
+# -- a step is called without its compiled callable
+
+
+def _before_eager_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling() or optimizer not in _compiled:
+        return
+    for name, parameter in parameter_names(optimizer):
+        if parameter.grad is not None and expansion_of(parameter) is not None:
+            _raise_or_warn(optimizer, _bypassed(optimizer, name), strict=_compiled[optimizer])
+
+
+def _bypassed(optimizer: Optimizer, name: str) -> CollageError:
+    return EagerStepError(
+        f"{type(optimizer).__name__}.step() has been called eagerly, although a compiled step keeps error "
+        "terms of this optimizer's parameters, which an eager step would neither use nor keep up",
+        where=name,
+        remedy="call the compiled step: step = torch.compile(optimizer.step, backend=...). To go on without "
+        "it, drop the error terms with collage_fx.reset_error_terms(parameter)",
+    )
