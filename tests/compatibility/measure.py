@@ -197,7 +197,8 @@ def _compiled_displacement(variant: Variant, measured: Measurement) -> Tensor | 
             warnings.simplefilter("always")
             _take_steps(variant, parameters, step, count)
     except CollageError as refusal:
-        measured.outcome, measured.reason = REFUSED, f"{type(refusal).__name__}: {refusal.met}"
+        measured.outcome = REFUSED
+        measured.reason = f"{type(refusal).__name__}: {refusal.met} ({refusal.where})"
     except Exception as error:  # whatever happens is the finding
         measured.outcome, measured.reason = FAILED, _said(error)
     count()  # also where a step has raised

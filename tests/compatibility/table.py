@@ -28,7 +28,7 @@ WITHIN = 0.1
 #: Errors below are not told apart: that is float32's own, which depends on the processor's libraries.
 FLOOR = 1e-3
 
-LONGEST_NOTE = 300
+LONGEST_NOTE = 400
 
 
 @dataclass(frozen=True)

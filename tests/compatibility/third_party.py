@@ -101,7 +101,6 @@ PYTORCH_OPTIMIZER: Mapping[str, float | None] = {
     "SGDW": SGD,
     "SM3": 2e-4,
     "SOAP": 1e-4,
-    "ScalableShampoo": 1e-5,
     "Shampoo": 1e-3,
     "SignSGD": LION,
     "StableAdamW": ADAM,
@@ -169,6 +168,13 @@ SUBJECTS: Sequence[Subject] = (
         always={"dim": 16, "n_heads": 4, "verbose": False},
     ),
     *_of("pytorch_optimizer", "pytorch_optimizer", PYTORCH_OPTIMIZER),
+    # It starts to precondition in the 25th step by default, which is compiled anew then.
+    *_of(
+        "pytorch_optimizer",
+        "pytorch_optimizer",
+        {"ScalableShampoo": 1e-5},
+        always={"start_preconditioning_step": 5},
+    ),
     *_of("pytorch_optimizer", "pytorch_optimizer", {"AdaFactor": 1e-4}, always={"relative_step": False}),
     *_of("pytorch_optimizer", "pytorch_optimizer", {"DAdaptAdam": 1.0, "Prodigy": 1.0}, always=_SLOW),
     *_of("torch-optimizer", "torch_optimizer", TORCH_OPTIMIZER),
