@@ -42,6 +42,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from collage_fx.admission import forget_new_state, refuse_optimizer, remember_state
 from collage_fx.error_terms import expansion_of
 from collage_fx.errors import CollageError, EagerStepError, GraphBreakError, RecompileLimitError
+from collage_fx.formats import is_low_precision
 from collage_fx.names import optimizers_among, parameter_names
 from collage_fx.torch_compat import (
     ConvertOtherwise,
@@ -110,15 +111,17 @@ def _raise_or_warn(subject: Optimizer | CodeType, refusal: CollageError, *, stri
 # -- Dynamo begins to trace through an optimizer
 
 
-def _at_trace(strictness: Strictness, optimizer: Optimizer, backend: Any, keywords: dict[str, Any]) -> None:
+def _at_trace(strictness: Strictness, optimizer: Optimizer, backend: Any, keywords: dict[str, Any]) -> bool:
+    """Whether the trace is for us; refused if the optimizer is none that can be compensated."""
     strict = strictness(backend, keywords)
     if strict is None:
-        return
+        return False
     remember_state(optimizer, current_trace())
     try:
         refuse_optimizer(optimizer)
     except CollageError as refusal:
         _raise_or_warn(optimizer, refusal, strict=strict)
+    return True
 
 
 # -- Dynamo compiles a function, maybe once more
@@ -171,16 +174,19 @@ def _at_graph_break(
     strictness: Strictness, backend: Any, keywords: dict[str, Any], graph_break: GraphBreak
 ) -> None:
     strict = strictness(backend, keywords)
-    if strict is None or graph_break.optimizer is None or graph_break.is_harmless:
+    optimizer = graph_break.optimizer
+    if strict is None or optimizer is None or graph_break.is_harmless:
+        return
+    if not any(is_low_precision(parameter.dtype) for _, parameter in parameter_names(optimizer)):
         return
     if captures_scalars():
         raise ConvertOtherwise
     if strict:
-        forget_new_state(graph_break.optimizer)
+        forget_new_state(optimizer)
     _raise_or_warn(
-        graph_break.optimizer,
+        optimizer,
         GraphBreakError(
-            f"Dynamo cannot capture the step of {type(graph_break.optimizer).__name__}, and would run a part "
+            f"Dynamo cannot capture the step of {type(optimizer).__name__}, and would run a part "
             f"of it eagerly, without error terms: {graph_break.reason}",
             where=graph_break.where,
             remedy="change that line (what Dynamo says about it: TORCH_LOGS=graph_breaks). If it belongs to "

@@ -212,7 +212,7 @@ def traced_frame_name() -> str:
         return ""
 
 
-def watch_traced_optimizers(watch: Callable[[torch.optim.Optimizer, Any, dict[str, Any]], None]) -> None:
+def watch_traced_optimizers(watch: Callable[[torch.optim.Optimizer, Any, dict[str, Any]], bool]) -> None:
     """Have ``watch(optimizer, backend, keywords)`` called when Dynamo begins to trace through an optimizer.
 
     ``backend`` is what ``torch.compile`` was given (a name already looked up) and ``keywords`` the ``mode``
@@ -220,13 +220,22 @@ def watch_traced_optimizers(watch: Callable[[torch.optim.Optimizer, Any, dict[st
     reaches the user as it is, before anything has run: that is how an input can be refused for which Dynamo
     would fall back to eager execution without asking any backend. Costs nothing where nothing is traced. One
     watch at a time; a second replaces the first.
+
+    Where ``watch`` returns True, what the step assigns to attributes of the optimizer (``self.steps += 1``)
+    is
+    kept. Dynamo forgets it: it doesn't register optimizers for side effects, so that a counter stays at its
+    first value for ever, silently.
     """
     original = getattr(OptimizerVariable.__init__, "__collage_fx__", OptimizerVariable.__init__)
 
     @functools.wraps(original)
     def watched(self: Any, value: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
-        watch(value, *_backend_being_traced_for())
+        is_ours = watch(value, *_backend_being_traced_for())
         original(self, value, *args, **kwargs)
+        if is_ours:
+            side_effects = InstructionTranslator.current_tx().output.side_effects
+            if value not in side_effects:
+                side_effects.track_object_existing(value, self)
 
     watched.__collage_fx__ = original  # type: ignore[attr-defined]
     OptimizerVariable.__init__ = watched  # type: ignore[method-assign]

@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from collage_fx import CollageBackend, CollageError, error_terms, full_value
-from collage_fx.errors import AliasedStateError, RecompileLimitError, UnsupportedTensorError
+from collage_fx import CollageBackend, error_terms, full_value
+from collage_fx.errors import AliasedStateError, UnsupportedTensorError
+from tests.support.refusals import refused
 from tests.support.training import (
     Descent,
     compiled,
-    differences,
-    everything,
     parameters,
     run_steps,
     set_gradients,
@@ -26,20 +25,6 @@ BF16 = torch.bfloat16
 def sparse_gradient(rows: int = 8, columns: int = 4) -> Tensor:
     values = torch.ones(2, columns, dtype=BF16)
     return torch.sparse_coo_tensor(torch.tensor([[0, 2]]), values, (rows, columns), check_invariants=True)
-
-
-def refused(optimizer: torch.optim.Optimizer, error: type[CollageError], step: Any = None) -> str:
-    """Check that a step is refused, as itself, says what, where and what to do, and changes nothing."""
-    before, state = everything(optimizer), {id(k): list(v) for k, v in optimizer.state.items()}
-    with pytest.raises(error) as refusal:
-        (step or compiled(optimizer))()
-    assert type(refusal.value) is error
-    assert differences(before, everything(optimizer)) == []
-    assert {id(k): list(v) for k, v in optimizer.state.items()} == state
-    text = str(refusal.value)
-    assert "\n  where: " in text
-    assert "\n  what to do: " in text
-    return text
 
 
 @pytest.mark.parametrize(
@@ -214,50 +199,3 @@ def test_the_none_strategy_refuses_nothing() -> None:
     p = Parameter(torch.randn(3, dtype=torch.complex64))
     p.grad = torch.ones_like(p)
     compiled(Descent([p]), strategy="none")()
-
-
-# Eager steps. ---------------------------------------------------------------------------------------------
-
-
-def test_a_step_that_dynamo_would_run_eagerly_from_now_on_is_refused() -> None:
-    """A learning rate that changes costs a plain SGD one compilation each time, until Dynamo gives up."""
-    params = parameters(shapes=[(3,)])
-    optimizer = torch.optim.SGD(params, lr=2.0**-4)
-    step = compiled(optimizer)
-    with torch._dynamo.config.patch(recompile_limit=3):
-        for seed in range(3):
-            run_steps(step, params, [seed])
-            optimizer.param_groups[0]["lr"] /= 2
-        text = refused(optimizer, RecompileLimitError, step)
-        assert "where: step" in text
-        assert "lr=torch.tensor" in text
-        refused(optimizer, RecompileLimitError, step)  # and again, not only once
-        optimizer.param_groups[0]["lr"] *= 2
-        step()  # one it was compiled for
-        lenient = compiled(optimizer, strict=False)
-        lenient()
-    assert error_terms(params[0])
-
-
-def test_a_learning_rate_in_a_tensor_may_change() -> None:
-    params = parameters(shapes=[(3,)])
-    optimizer = torch.optim.SGD(params, lr=torch.tensor(2.0**-4))
-    backend = CollageBackend()
-    step = torch.compile(optimizer.step, backend=backend)
-    for seed in range(12):
-        run_steps(step, params, [seed])
-        optimizer.param_groups[0]["lr"] /= 2
-    assert len(backend.report().graphs) == 1
-    assert error_terms(params[0])
-
-
-def test_other_backends_keep_dynamos_behaviour() -> None:
-    (p,) = params = parameters(torch.float32, shapes=[(3,)])
-    optimizer = torch.optim.SGD(params, lr=2.0**-4)
-    step = torch.compile(optimizer.step, backend="eager")
-    with torch._dynamo.config.patch(recompile_limit=2):
-        for seed in range(4):
-            run_steps(step, params, [seed])
-            optimizer.param_groups[0]["lr"] /= 2
-        p.grad = torch.sparse_coo_tensor(torch.tensor([[0]]), torch.ones(1), (3,), check_invariants=True)
-        step()

@@ -1,0 +1,356 @@
+"""Nothing runs eagerly unnoticed: each way past the compiled graphs is refused, or reported once."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from collage_fx import CollageBackend, eager, error_terms, reset_error_terms
+from collage_fx.errors import (
+    CollageError,
+    EagerStepError,
+    GraphBreakError,
+    RecompileLimitError,
+    UnsupportedOptimizerError,
+)
+from tests.support.refusals import refused
+from tests.support.training import Descent, compiled, parameters, run_steps, set_gradients
+
+#: An update far below half an ulp of any parameter here, so that all of it is in the error terms.
+TINY = 2.0**-20
+
+
+class Unusual(Descent):
+    """One parameter, moved by a tiny amount, after something that Dynamo can't capture."""
+
+    def __init__(self, params: Any, lr: float = TINY) -> None:
+        super().__init__(params, lr)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        (p,) = self.param_groups[0]["params"]
+        if self.before(p):
+            p.add_(p.grad, alpha=-self.param_groups[0]["lr"])
+
+    def before(self, p: Tensor) -> Any:
+        return True
+
+
+class BranchesInALoop(Unusual):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            if p.norm() < 1e9:
+                p.add_(p.grad, alpha=-self.param_groups[0]["lr"])
+
+
+class Prints(Unusual):
+    def before(self, p: Tensor) -> Any:
+        print("stepping")
+        return True
+
+
+class CallsAnOpaqueFunction(Unusual):
+    def before(self, p: Tensor) -> Any:
+        _opaque(p)
+        return True
+
+
+@torch.compiler.disable
+def _opaque(p: Tensor) -> None:
+    p.data.mul_(1.0)
+
+
+class HasADisabledStep(Unusual):
+    @torch.compiler.disable
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        (p,) = self.param_groups[0]["params"]
+        p.add_(p.grad, alpha=-self.param_groups[0]["lr"])
+
+
+class Branches(Unusual):
+    def before(self, p: Tensor) -> Any:
+        return p.norm() < 1e9
+
+
+class ReadsAValue(Unusual):
+    def before(self, p: Tensor) -> Any:
+        self.norm = p.norm().item()
+        return True
+
+
+class BranchesOnAValueItRead(Unusual):
+    def before(self, p: Tensor) -> Any:
+        return p.norm().item() < 1e9
+
+
+def optimizer_of(kind: type[Optimizer], **options: Any) -> tuple[Tensor, Optimizer]:
+    params = parameters(shapes=[(3,)])
+    set_gradients(params)
+    return params[0], kind(params, **options)
+
+
+# Graph breaks. ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (BranchesInALoop, "Data-dependent branching"),
+        (Prints, "print"),
+        (CallsAnOpaqueFunction, "torch.compiler.disable"),
+        (HasADisabledStep, "torch.compiler.disable"),
+    ],
+)
+def test_a_graph_break_in_an_update_is_refused(kind: type[Unusual], reason: str) -> None:
+    torch._dynamo.reset()
+    p, optimizer = optimizer_of(kind)
+    text = refused(optimizer, GraphBreakError)
+    assert kind.__name__ in text
+    assert reason in text
+    assert ".py:" in text, "the place in the source"
+    assert error_terms(p) == ()
+
+
+def test_without_strict_a_graph_break_is_reported_once() -> None:
+    torch._dynamo.reset()
+    p, optimizer = optimizer_of(Prints)
+    step = compiled(optimizer, strict=False)
+    before = p.detach().clone()
+    with pytest.warns(UserWarning, match=r"Prints[\s\S]*print"):
+        step()
+    assert torch.equal(p, before)
+    assert bool(error_terms(p)[0].any()), "the update itself was captured"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step()
+
+
+@pytest.mark.parametrize("kind", [Branches, ReadsAValue, BranchesOnAValueItRead])
+def test_breaks_that_leave_the_update_whole_are_let_through(kind: type[Unusual]) -> None:
+    """Also where the rest of the step, resumed, has no tensor among its variables for Dynamo to see."""
+    torch._dynamo.reset()
+    p, optimizer = optimizer_of(kind)
+    before = p.detach().clone()
+    compiled(optimizer)()
+    assert torch.equal(p, before)
+    assert bool(error_terms(p)[0].any())
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, Descent])
+def test_the_closure_of_a_step_may_break_the_graph(kind: type[Optimizer]) -> None:
+    """It runs backward(), which no graph contains."""
+
+    class CallsItsClosure(Unusual):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            with torch.enable_grad():
+                loss = closure()
+            super().step()
+            return loss
+
+    torch._dynamo.reset()
+    kind = CallsItsClosure if kind is Descent else kind
+    p, optimizer = optimizer_of(kind, lr=TINY)
+
+    def closure() -> Tensor:
+        p.grad = None
+        loss = (p.float() ** 2).sum()
+        loss.backward()
+        return loss
+
+    step: Callable[..., Any] = torch.compile(optimizer.step, backend=CollageBackend())
+    assert float(step(closure).detach()) == float((p.detach().float() ** 2).sum())
+    assert bool(error_terms(p)[0].any())
+
+
+def test_a_users_function_may_break_the_graph_outside_of_the_step() -> None:
+    def train(p: Tensor, optimizer: Optimizer) -> None:
+        optimizer.zero_grad()
+        (p.float() ** 2).sum().backward()
+        print("loss computed")
+        optimizer.step()
+
+    torch._dynamo.reset()
+    p, optimizer = optimizer_of(torch.optim.AdamW, lr=TINY)
+    torch.compile(train, backend=CollageBackend())(p, optimizer)
+    assert bool(error_terms(p)[0].any())
+    p, optimizer = optimizer_of(Prints)
+    with pytest.raises(GraphBreakError, match="print"):
+        torch.compile(train, backend=CollageBackend())(p, optimizer)
+    assert error_terms(p) == ()
+
+
+class Remembers(Unusual):
+    """Keeps a counter and a tensor in attributes, which Dynamo forgets."""
+
+    steps = 0
+
+    def before(self, p: Tensor) -> Any:
+        self.steps += 1
+        self.norm = p.norm()
+        return True
+
+
+def test_what_a_step_assigns_to_the_optimizer_is_kept() -> None:
+    torch._dynamo.reset()
+    p, optimizer = optimizer_of(Remembers)
+    step = compiled(optimizer)
+    for _ in range(4):
+        step()
+    assert isinstance(optimizer, Remembers)
+    assert optimizer.steps == 4
+    assert float(optimizer.norm) == float(p.norm())
+
+
+# Steps that are one opaque operation. -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad],
+    ids=lambda k: k.__name__,
+)
+def test_fused_implementations_are_refused_by_name(kind: type[Optimizer]) -> None:
+    torch._dynamo.reset()
+    p, optimizer = optimizer_of(kind, lr=1e-3, fused=True)
+    text = refused(optimizer, UnsupportedOptimizerError)
+    assert "where: param_groups[0]['fused']" in text
+    assert "fused=False" in text
+    with pytest.warns(UserWarning, match="fused=True"):
+        compiled(optimizer, strict=False)()
+    assert error_terms(p) == ()
+
+
+def test_fused_is_no_matter_of_ours_on_float32() -> None:
+    torch._dynamo.reset()
+    params = parameters(torch.float32, shapes=[(3,)])
+    set_gradients(params)
+    before = params[0].detach().clone()
+    compiled(torch.optim.AdamW(params, lr=1e-3, fused=True))()
+    assert not torch.equal(params[0], before)
+
+
+def test_lbfgs_is_refused() -> None:
+    torch._dynamo.reset()
+    p, optimizer = optimizer_of(torch.optim.LBFGS)
+    step: Callable[..., Any] = torch.compile(optimizer.step, backend=CollageBackend())
+    text = refused(optimizer, UnsupportedOptimizerError, lambda: step(lambda: (p**2).sum()))
+    assert "float32" in text
+
+
+# Steps without the compiled callable. -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, Descent])
+def test_an_eager_step_of_an_optimizer_with_error_terms_is_refused(kind: type[Optimizer]) -> None:
+    torch._dynamo.reset()
+    p, optimizer = optimizer_of(kind)
+    optimizer.step()  # before anything is compiled: as ever
+    step = compiled(optimizer)
+    step()
+    text = refused(optimizer, EagerStepError, optimizer.step)
+    assert kind.__name__ in text
+    assert "where: param_groups[0].params[0]" in text
+    step()
+    for tensor in (p, *optimizer.state[p].values()):
+        reset_error_terms(tensor)
+    before = p.detach().clone()
+    optimizer.param_groups[0]["lr"] = 1.0
+    optimizer.step()  # the user has said so
+    assert not torch.equal(p, before)
+
+
+def test_without_strict_an_eager_step_is_reported_once() -> None:
+    torch._dynamo.reset()
+    _, optimizer = optimizer_of(Descent)
+    compiled(optimizer, strict=False)()
+    with pytest.warns(UserWarning, match="eagerly"):
+        optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+
+
+def test_optimizers_without_error_terms_are_stepped_eagerly_as_ever() -> None:
+    torch._dynamo.reset()
+    _, optimizer = optimizer_of(Descent)
+    compiled(optimizer, strategy="none")()
+    optimizer.step()
+    params = parameters(torch.float32, shapes=[(3,)])
+    set_gradients(params)
+    other = Descent(params)
+    compiled(other)()
+    other.step()
+
+
+# Compiling again and again. ---------------------------------------------------------------------------------
+
+
+class Counts(Descent):
+    """Its graph depends on how often it has been called, in a way that no symbolic number covers."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        (p,) = self.param_groups[0]["params"]
+        self.count = f"{getattr(self, 'count', '')}x"
+        p.add_(p.grad, alpha=-TINY * len(self.count))
+
+
+def test_a_step_that_is_compiled_again_and_again_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    monkeypatch.setattr(eager, "COMPILATIONS", 1)
+    params = parameters(shapes=[(3,)])
+    optimizer = Counts(params)
+    step = compiled(optimizer)
+    with torch._dynamo.config.patch(recompile_limit=3):
+        run_steps(step, params, range(3))
+        count = optimizer.count
+        text = refused(optimizer, RecompileLimitError, step)
+        assert "Counts has been compiled 3 times" in text
+        assert "TORCH_LOGS=recompiles" in text
+        refused(optimizer, RecompileLimitError, step)  # and again, not only once
+        optimizer.count = count[:1]
+        step()  # one it was compiled for
+        optimizer.count = count
+        with pytest.warns(UserWarning, match="compiled 3 times"):
+            compiled(optimizer, strict=False)()
+    assert error_terms(params[0])
+
+
+def test_the_limit_is_each_optimizers_own() -> None:
+    """Dynamo counts the compilations of a function, whichever optimizer they were for."""
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for seed in range(2 * eager.COMPILATIONS + 1):
+            params = parameters(shapes=[(3,)], seed=seed)
+            run_steps(compiled(Descent(params, lr=TINY)), params, [seed])
+            assert bool(error_terms(params[0])[0].any())
+
+
+def test_other_backends_keep_dynamos_behaviour() -> None:
+    torch._dynamo.reset()
+    (p,) = params = parameters(torch.float32, shapes=[(3,)])
+    optimizer = Counts(params)
+    step = torch.compile(optimizer.step, backend="eager")
+    with torch._dynamo.config.patch(recompile_limit=2):
+        run_steps(step, params, range(4))
+        p.grad = torch.sparse_coo_tensor(torch.tensor([[0]]), torch.ones(1), (3,), check_invariants=True)
+        step()
+    optimizer.step()
+    _, printing = optimizer_of(Prints)
+    torch.compile(printing.step, backend="eager")()
+
+
+def test_every_refusal_here_is_a_collage_error() -> None:
+    assert all(
+        issubclass(error, CollageError)
+        for error in (EagerStepError, GraphBreakError, RecompileLimitError, UnsupportedOptimizerError)
+    )

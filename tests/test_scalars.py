@@ -1,0 +1,138 @@
+"""Python numbers that change from step to step are inputs: they cost no compilation, and count in full."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LRScheduler, OneCycleLR
+
+from collage_fx import CollageBackend, full_value
+from tests.support.training import Descent, parameters, set_gradients
+
+STEPS = 24
+
+#: The first with the number as a constant, the second with it as a symbol; a third where state is born first.
+COMPILATIONS = 3
+
+
+class WithNumbers(Descent):
+    """A learning rate and a step counter that are Python numbers, used by ``use(p, g, lr, step)``."""
+
+    def __init__(self, params: Any, lr: float, use: Callable[[Tensor, Tensor, float, int], Any]) -> None:
+        super().__init__(params, lr)
+        self.use = use
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        group = self.param_groups[0]
+        group["step"] = group.get("step", 0) + 1
+        for p in group["params"]:
+            self.use(p, p.grad, group["lr"], group["step"])
+
+
+def foreach(name: str, *lists: Any, **kwargs: Any) -> None:
+    getattr(torch, f"_foreach_{name}_")(*([x] if isinstance(x, Tensor) else x for x in lists), **kwargs)
+
+
+USES: dict[str, Callable[[Tensor, Tensor, float, int], Any]] = {
+    "add alpha": lambda p, g, lr, step: p.add_(g, alpha=-lr),
+    "sub alpha": lambda p, g, lr, step: p.sub_(g, alpha=lr),
+    "rsub": lambda p, g, lr, step: p.add_(torch.rsub(g * lr, lr, alpha=0.5)),
+    "mul": lambda p, g, lr, step: p.mul_(1 - lr),
+    "addcmul value": lambda p, g, lr, step: p.addcmul_(g, g, value=-lr),
+    "addcdiv value": lambda p, g, lr, step: p.addcdiv_(g, g.abs() + 1, value=-lr),
+    "lerp weight": lambda p, g, lr, step: p.lerp_(g, lr),
+    "clamp bounds": lambda p, g, lr, step: p.sub_(g.clamp(-lr, lr)),
+    "clamp_min": lambda p, g, lr, step: p.sub_(g.clamp(min=lr) * lr),
+    "pow of a tensor": lambda p, g, lr, step: p.sub_(lr * (g.abs() + 1) ** lr),
+    "pow to a tensor": lambda p, g, lr, step: p.sub_(torch.pow(lr, g.abs() + 1)),
+    "full_like": lambda p, g, lr, step: p.sub_(torch.full_like(g, lr)),
+    "fill_": lambda p, g, lr, step: p.sub_(torch.empty_like(g).fill_(lr)),
+    "full": lambda p, g, lr, step: p.sub_(torch.full((), lr)),
+    "masked_fill": lambda p, g, lr, step: p.sub_(g.masked_fill(g > 0, lr) * lr),
+    "foreach add": lambda p, g, lr, step: foreach("add", p, g, alpha=-lr),
+    "foreach addcdiv list": lambda p, g, lr, step: foreach("addcdiv", p, g, g.abs() + 1, [-lr]),
+    "foreach mul": lambda p, g, lr, step: foreach("mul", p, 1 - lr),
+    "bias correction": lambda p, g, lr, step: p.sub_(g, alpha=lr / (1 - 0.9**step)),
+    "math.pow": lambda p, g, lr, step: p.sub_(g, alpha=lr / (1 - math.pow(0.9, step))),
+    "math.sqrt": lambda p, g, lr, step: p.sub_(g, alpha=lr / math.sqrt(step)),
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
+def test_a_number_in_an_operator(use: Callable[[Tensor, Tensor, float, int], Any]) -> None:
+    """Steps at 2**-9 of 2**-8 relative to the parameters: float32's share of the error is 2**-24 a step."""
+    torch._dynamo.reset()
+    (p,) = parameters(shapes=[(5,)])
+    (q,) = (p.detach().double().clone().requires_grad_(),)
+    backend = CollageBackend()
+    start, optimizer, oracle = q.detach().clone(), WithNumbers([p], 1.0, use), WithNumbers([q], 1.0, use)
+    step = torch.compile(optimizer.step, backend=backend)
+    for i in range(STEPS):
+        set_gradients([p], seed=i)
+        assert p.grad is not None
+        q.grad = p.grad.double()
+        for each in (optimizer, oracle):
+            each.param_groups[0]["lr"] = 2.0**-9 * (1 + i / STEPS)
+        step()
+        oracle.step()
+    assert len(backend.report().graphs) <= COMPILATIONS
+    moved = (q - start).abs().max()
+    # Each step rounds the pair once (2**-16 of p) and computes its update in float32.
+    error = (full_value(p) - q).abs().max()
+    assert error <= STEPS * q.abs().max() * 2.0**-16
+    assert error <= moved / 16
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda params: torch.optim.SGD(params, lr=1e-3, momentum=0.9, weight_decay=0.1, foreach=True),
+        lambda params: torch.optim.RMSprop(params, lr=1e-3),
+        lambda params: torch.optim.Adafactor(params, lr=1e-3),
+    ],
+    ids=["SGD foreach", "RMSprop", "Adafactor"],
+)
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda optimizer: OneCycleLR(
+            optimizer, 1e-3, total_steps=STEPS + 1, cycle_momentum="momentum" in optimizer.defaults
+        ),
+        lambda optimizer: CosineAnnealingWarmRestarts(optimizer, 5),
+    ],
+    ids=["OneCycle", "warm restarts"],
+)
+def test_schedulers_on_a_float_learning_rate(
+    make: Callable[[list[Tensor]], Optimizer], schedule: Callable[[Optimizer], LRScheduler]
+) -> None:
+    torch._dynamo.reset()
+    params = parameters(shapes=[(3, 4)])
+    backend = CollageBackend()
+    optimizer = make(list(params))
+    scheduler = schedule(optimizer)
+    step = torch.compile(optimizer.step, backend=backend)
+    for i in range(STEPS):
+        set_gradients(params, seed=i)
+        step()
+        scheduler.step()
+    assert len(backend.report().graphs) <= COMPILATIONS
+
+
+def test_a_learning_rate_in_a_tensor_may_change() -> None:
+    torch._dynamo.reset()
+    params = parameters(shapes=[(3,)])
+    optimizer = torch.optim.SGD(params, lr=torch.tensor(2.0**-4))
+    backend = CollageBackend()
+    step = torch.compile(optimizer.step, backend=backend)
+    for seed in range(12):
+        set_gradients(params, seed)
+        step()
+        optimizer.param_groups[0]["lr"] /= 2
+    assert len(backend.report().graphs) == 1
