@@ -39,6 +39,7 @@ REFUSED = "refused"
 UNSUPPORTED = "does not run eagerly"
 RECOMPILES = "recompiles"
 SILENT = "silently plain"
+INACCURATE = "inaccurate"
 FAILED = "fails"
 
 #: How the reason begins of the graph break that torch itself puts around every optimizer's step.
@@ -115,7 +116,16 @@ def measure(variant: Variant) -> Measurement:
     moved = _compiled_displacement(variant, measured)
     if moved is not None and exact is not None:
         measured.error = _relative_error(moved, exact)
+        if measured.outcome == COMPENSATED and _disappoints(measured):
+            measured.outcome, measured.reason = INACCURATE, "although there are error terms"
     return measured
+
+
+def _disappoints(measured: Measurement) -> bool:
+    """Whether a compensated error is too large, and not because float32 is no better at this optimizer."""
+    assert measured.plain is not None
+    assert measured.error is not None
+    return falls_short(measured.plain, measured.error) and measured.error > 2 * (measured.single or 0)
 
 
 # Runs. ------------------------------------------------------------------------------------------------------
@@ -214,7 +224,8 @@ def _compiled_displacement(variant: Variant, measured: Measurement) -> Tensor | 
     if measured.outcome:
         return None
     ours = [str(warning.message) for warning in caught if "collage_fx:" in str(warning.message)]
-    _judge(parameters, measured, ours)
+    measured.notes.extend(dict.fromkeys(ours))
+    _judge(parameters, measured, warned=bool(ours))
     return _values(parameters) - start
 
 
@@ -227,11 +238,11 @@ def _describe_state(backend: CollageBackend, measured: Measurement) -> None:
             measured.left.append((slot, tensor.selection))
 
 
-def _judge(parameters: Parameters, measured: Measurement, warned: list[str]) -> None:
+def _judge(parameters: Parameters, measured: Measurement, *, warned: bool) -> None:
     """The outcome of a run that got to its end."""
     plain = [i for i, p in enumerate(parameters) if not any(bool(t.any()) for t in error_terms(p))]
     if plain and warned:
-        measured.outcome, measured.reason = REFUSED, warned[0]
+        measured.outcome = REFUSED  # for what is noted
     elif plain:
         measured.outcome, measured.reason = SILENT, f"parameters {plain} have no error terms, or all zero"
     elif measured.late:
