@@ -70,6 +70,11 @@ class Line:
         return self.package.split()[0], self.optimizer, self.options, self.dtype
 
     @property
+    def outcomes(self) -> set[str]:
+        """Without reasons."""
+        return set(re.sub(r" \{.*?\}", "", self.outcome).split("; "))
+
+    @property
     def falls_short(self) -> bool:
         """Whether its errors do: see :func:`tests.compatibility.measure.falls_short`."""
         return bool(self.plain and self.error) and falls_short(_value(self.plain), _value(self.error))
@@ -205,8 +210,7 @@ def _summary(lines: Sequence[Line]) -> str:
     """How many classes do what, with all the options tried."""
     by_class: dict[str, set[str]] = {}
     for line in lines:
-        outcomes = {re.sub(r" \{.*", "", part) for part in line.outcome.split("; ")}
-        by_class.setdefault(f"{line.package} {line.optimizer}", set()).update(outcomes)
+        by_class.setdefault(f"{line.package} {line.optimizer}", set()).update(line.outcomes)
     counts = Counter(" or ".join(sorted(outcomes)) for outcomes in by_class.values())
     runs = len(by_class) - counts[UNSUPPORTED]
     text = ", ".join(f"{number} {outcomes}" for outcomes, number in counts.most_common())

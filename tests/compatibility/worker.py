@@ -53,7 +53,8 @@ class Worker:
     def stop(self) -> None:
         """End the process; the next measurement starts another."""
         if self._process is not None and self._pipe is not None:
-            self._pipe.close()
+            self._pipe.close()  # which ends it, unless it hangs
+            self._process.join(5)
             self._process.kill()
             self._process.join()
         self._process = self._pipe = None
