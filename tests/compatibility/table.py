@@ -214,7 +214,8 @@ def _summary(lines: Sequence[Line]) -> str:
     counts = Counter(" or ".join(sorted(outcomes)) for outcomes in by_class.values())
     runs = len(by_class) - counts[UNSUPPORTED]
     text = ", ".join(f"{number} {outcomes}" for outcomes, number in counts.most_common())
-    return f"{len(by_class)} classes: {text}. That is {counts[COMPENSATED]} of the {runs} that run at all."
+    whole = f"{counts[COMPENSATED]} of the {runs} that run at all are compensated with every option tried"
+    return f"{len(by_class)} classes: {text}. That is, {whole}."
 
 
 def _table(lines: Sequence[Line], notes: dict[str, int]) -> str:
