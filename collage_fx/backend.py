@@ -40,7 +40,7 @@ from collage_fx.graph import (
     placeholders,
     tensor_value,
 )
-from collage_fx.lowering import lower
+from collage_fx.lowering import JOINT_GRAPH_SETTINGS, lower
 from collage_fx.names import KnownTensor, describe_inputs, known_tensors, optimizers_among
 from collage_fx.pipeline import ANALYSIS, PIPELINE, run_pipeline
 from collage_fx.program import Arithmetic, InputInfo, Role, StateTensor, StepProgram, Strategy
@@ -165,7 +165,9 @@ class CollageBackend:
             )
         mode = mode or self.options.mode
         _one_of("mode", mode, (None, *MODES))
-        patches = mode_options(mode) if mode not in (None, "default") else None
+        patches = mode_options(mode) if mode is not None and mode != "default" else {}
+        if self.options.strategy != "none":
+            patches.update(JOINT_GRAPH_SETTINGS)
         capture = _Capture(self, gm, tuple(example_inputs))
         capture.refuse_overlaps()
         with torch.set_grad_enabled(needs_autograd(gm, example_inputs)):

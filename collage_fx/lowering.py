@@ -18,7 +18,7 @@ from collage_fx.operators import REVISION
 from collage_fx.program import Arithmetic, ReadExpansion, StateTensor, StepProgram
 from collage_fx.torch_compat import inductor_compile_inner, inductor_config
 
-__all__ = ["CompensatedStep", "inductor_settings", "lower"]
+__all__ = ["JOINT_GRAPH_SETTINGS", "CompensatedStep", "inductor_settings", "lower"]
 
 #: Note [Double-word graphs reuse every value]
 #: Inductor inlines a value into each of its readers until it holds 30 operations. In a TwoSum every value has
@@ -30,6 +30,10 @@ DENSE_REUSE = {"realize_opcount_threshold": 8, "max_fusion_size": 1024}
 #: Error-free transformations are made of what ``(a + b) - a`` is, which a compiler that is allowed to
 #: simplifies to ``b``.
 IEEE_SETTINGS: dict[str, Any] = {"cpp.enable_unsafe_math_opt_flag": False}
+
+#: Inductor's constant folding makes ``zeros * beta + g`` into ``g`` itself: momentum that is born so shares its
+#: memory with the gradient, or with other momentum, and is overwritten with it. Plain Inductor does that.
+JOINT_GRAPH_SETTINGS: dict[str, Any] = {"joint_graph_constant_folding": False}
 
 #: ``native`` rounds every operation, which Triton's division (``div.full.f32``, within 2 ulps) otherwise does
 #: not.

@@ -52,6 +52,14 @@ SCATTERS = frozenset(
     {aten.index_add, aten.index_copy, aten.index_put, aten._unsafe_index_put, aten.scatter, aten.scatter_add}
 )
 
+#: Decompositions of matrices, which no low-precision tensor has: eagerly they raise, and optimizers catch that.
+FACTORIZATIONS = frozenset(
+    {
+        aten._linalg_eigh, aten._linalg_svd, aten.cholesky_inverse, aten.linalg_cholesky_ex,
+        aten.linalg_inv_ex, aten.linalg_qr, aten.linalg_solve_triangular, aten._linalg_solve_ex,
+    }
+)  # fmt: skip
+
 #: Tensors made from numbers.
 FACTORIES = frozenset(
     {
@@ -61,7 +69,7 @@ FACTORIES = frozenset(
 )  # fmt: skip
 
 
-TRANSPARENT = REDUCTIONS | SCATTERS | FACTORIES
+TRANSPARENT = REDUCTIONS | SCATTERS | FACTORIZATIONS | FACTORIES
 
 
 def _packet(target: Any) -> Any:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any, Literal, cast
+from weakref import WeakSet
 
 import torch
 
@@ -234,10 +235,10 @@ def watch_traced_optimizers(watch: Callable[[torch.optim.Optimizer, Any, dict[st
     would fall back to eager execution without asking any backend. Costs nothing where nothing is traced. One
     watch at a time; a second replaces the first.
 
-    Where ``watch`` returns True, what the step assigns to attributes of the optimizer (``self.steps += 1``)
-    is
-    kept. Dynamo forgets it: it doesn't register optimizers for side effects, so that a counter stays at its
-    first value for ever, silently.
+    Where ``watch`` returns True, two silent faults of Dynamo are made good. It forgets what a step assigns to
+    attributes of the optimizer (``self.steps += 1``), because it doesn't register optimizers for side
+    effects. And of the lists that ``_init_group`` fills, it sees those that are positional arguments filled
+    and those that are keyword arguments empty, so that nothing is updated.
     """
     original = getattr(OptimizerVariable.__init__, "__collage_fx__", OptimizerVariable.__init__)
 
@@ -249,9 +250,24 @@ def watch_traced_optimizers(watch: Callable[[torch.optim.Optimizer, Any, dict[st
             side_effects = InstructionTranslator.current_tx().output.side_effects
             if value not in side_effects:
                 side_effects.track_object_existing(value, self)
+            _traced_for_us.add(value)
+
+    call_method = getattr(OptimizerVariable.call_method, "__collage_fx__", OptimizerVariable.call_method)
+
+    @functools.wraps(call_method)
+    def called(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if name == "_init_group" and kwargs and self.value in _traced_for_us:
+            bound = inspect.signature(self.value._init_group).bind(*args, **kwargs)
+            args, kwargs = list(bound.args), bound.kwargs
+        return call_method(self, tx, name, args, kwargs)
 
     watched.__collage_fx__ = original  # type: ignore[attr-defined]
+    called.__collage_fx__ = call_method  # type: ignore[attr-defined]
     OptimizerVariable.__init__ = watched  # type: ignore[method-assign]
+    OptimizerVariable.call_method = called  # type: ignore[method-assign]
+
+
+_traced_for_us: WeakSet[torch.optim.Optimizer] = WeakSet()
 
 
 def _backend_being_traced_for() -> tuple[Any, dict[str, Any]]:
@@ -421,19 +437,21 @@ def _optimizer_updated_by(translator: Any, stack: Sequence[Any]) -> torch.optim.
     for code, variables in frames:
         optimizer = _optimizer_of_method(code, variables)
         if optimizer is not None:
-            return None if below & _functions_passed(variables) else optimizer
+            return None if below & _functions_passed(code, variables) else optimizer
         below.add((code.co_filename, code.co_name))
     return None
 
 
-def _functions_passed(variables: Mapping[str, Any]) -> set[tuple[str, str]]:
-    """File and name of the functions among a frame's variables: what a step may call is its closure."""
-    values = [
-        leaf for value in variables.values() for leaf in (value if isinstance(value, tuple) else [value])
-    ]
-    values += [leaf for value in values if isinstance(value, dict) for leaf in value.values()]
-    codes = [value.__code__ for value in values if isinstance(value, FunctionType)]
-    return {(code.co_filename, code.co_name) for code in codes}
+def _functions_passed(code: CodeType, variables: Mapping[str, Any]) -> set[tuple[str, str]]:
+    """File and name of the functions among a frame's arguments: what a step may call is its closure."""
+    passed: list[Any] = []
+    for name in code.co_varnames:
+        value = variables.get(name)
+        passed += (
+            value if isinstance(value, tuple) else value.values() if isinstance(value, dict) else [value]
+        )
+    codes = [value.__code__ for value in passed if isinstance(value, FunctionType)]
+    return {(each.co_filename, each.co_name) for each in codes}
 
 
 def _optimizer_of_method(code: CodeType, variables: Mapping[str, Any]) -> torch.optim.Optimizer | None:

@@ -1,0 +1,6 @@
+"""``./dev compat``: which optimizers work, measured.
+
+``catalog.py`` says what a row is, ``torch_optim.py`` and ``third_party.py`` list the rows, ``measure.py``
+measures one, ``worker.py`` does that in a process of its own, ``table.py`` reads and writes
+``docs/compatibility.md``, ``__main__.py`` is the command.
+"""

@@ -1,0 +1,127 @@
+"""``./dev compat``: measure the optimizers and write ``docs/compatibility.md``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError
+
+from tests.compatibility import results
+from tests.compatibility.catalog import Row, Variant
+from tests.compatibility.measure import Measurement
+from tests.compatibility.rows import ROWS
+from tests.compatibility.table import Line, differences, document, key_of, line_of, read
+from tests.compatibility.worker import Worker
+
+PATH = results.ROOT / "docs" / "compatibility.md"
+
+
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="./dev compat", description=__doc__)
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="classes or packages")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--torch", action="store_true", help="torch.optim alone")
+    which.add_argument("--third-party", action="store_true", help="the other packages alone")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; fail if torch.optim's rows are not current"
+    )
+    parser.add_argument("--again", action="store_true", help="measure also what has been measured")
+    parser.add_argument("--time-limit", type=float, default=300, help="seconds for one measurement")
+    return parser.parse_args(argv)
+
+
+def selected(options: argparse.Namespace) -> list[Row]:
+    rows = [
+        row
+        for row in ROWS
+        if (row.subject.package == "torch" or not (options.torch or options.check))
+        and (row.subject.package != "torch" or not options.third_party)
+        and (options.only is None or {row.subject.name, row.subject.package} & set(options.only))
+    ]
+    if not rows:
+        raise SystemExit(f"no such optimizer or package: {' '.join(options.only or ())}")
+    return rows
+
+
+def require_installed(rows: Sequence[Row]) -> None:
+    missing = set()
+    for package in {row.subject.package: row.subject for row in rows}.values():
+        try:
+            package.version  # noqa: B018
+        except PackageNotFoundError:
+            missing.add(package.package)
+    if missing:
+        raise SystemExit(
+            f"not installed: {', '.join(sorted(missing))}. Install the extra 'compat' (pip install "
+            "-e '.[compat]'), or measure torch.optim alone: ./dev compat --torch"
+        )
+
+
+def measure_all(rows: Sequence[Row], *, again: bool, time_limit: float) -> list[Line]:
+    """The rows' lines; what is already measured is not measured again."""
+    lines = []
+    worker, package = Worker(time_limit), ""
+    try:
+        for number, row in enumerate(rows, 1):
+            if row.subject.package != package:  # packages patch torch: each has processes of its own
+                worker.stop()
+                package = row.subject.package
+            measured = {v.name: _measured(v, worker, again=again) for v in row.variants()}
+            lines.append(line_of(row, measured))
+            print(f"[{number}/{len(rows)}] {row.name}: {lines[-1].outcome}", flush=True)
+    finally:
+        worker.stop()
+    return lines
+
+
+def _measured(variant: Variant, worker: Worker, *, again: bool) -> Measurement:
+    known = None if again else results.load(variant)
+    if known is not None:
+        return known
+    measured = worker.measure(variant.name)
+    results.save(variant, measured)
+    return measured
+
+
+def check(lines: Sequence[Line]) -> int:
+    written = read(PATH.read_text())
+    stale = 0
+    for line in lines:
+        found = differences(written[line.key], line) if line.key in written else ["not in the document"]
+        for difference in found:
+            stale += 1
+            print(f"{' '.join(line.key)}: {difference}")
+    print(f"{PATH.name}: {f'{stale} differences; run ./dev compat' if stale else 'current'}")
+    return 1 if stale else 0
+
+
+def write(lines: Sequence[Line]) -> None:
+    """Write the document: these lines, and of the other rows what it has said so far."""
+    known = read(PATH.read_text()) if PATH.exists() else {}
+    known.update({line.key: line for line in lines})
+    keys = [key_of(row) for row in ROWS]
+    PATH.write_text(document([known[key] for key in keys if key in known]))
+    missing = [key for key in keys if key not in known]
+    print(f"wrote {PATH}" + (f"; {len(missing)} rows have never been measured" if missing else ""))
+
+
+def main(argv: Sequence[str]) -> int:
+    options = parse_arguments(argv)
+    rows = selected(options)
+    require_installed(rows)
+    started = time.perf_counter()
+    lines = measure_all(rows, again=options.again, time_limit=options.time_limit)
+    print(f"{len(rows)} rows in {time.perf_counter() - started:.0f} s")
+    for line in lines:
+        if line.falls_short:
+            print(f"too inaccurate: {' '.join(line.key)}: {line.error}, where plain has {line.plain}")
+    if options.check:
+        return check(lines)
+    write(lines)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

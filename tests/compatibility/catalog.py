@@ -1,0 +1,131 @@
+"""What the rows of the compatibility table are made of: optimizers, their options, and what to feed them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+__all__ = ["DTYPES", "TENSOR", "Row", "Subject", "Variant", "rows_of"]
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+#: A matrix and a vector: enough for every path that depends on a parameter's rank.
+SHAPES = ((24, 16), (16,))
+
+#: As the value of the option ``lr``: the subject's learning rate in a 0-d tensor.
+TENSOR = "tensor"
+
+Parameters = list[torch.nn.Parameter]
+
+
+def _construct(cls: Any, parameters: Parameters, **options: Any) -> torch.optim.Optimizer:
+    return cls(parameters, **options)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One optimizer class.
+
+    Attributes:
+        package: the distribution's name on PyPI.
+        path: of the class, such as ``torch.optim.Adam``.
+        lr: gives N(0, 1) weights steps of 1e-5 to 1e-4, which plain bfloat16 loses; None leaves the default.
+        options: keyword arguments to try, each a row of its own.
+        dtypes: of parameters and gradients.
+        foreach: settings to try within each row; empty where the class does not take it.
+        always: keyword arguments that all rows share.
+        shapes: of the parameters.
+        sparse: give sparse gradients.
+        closure: ``step`` must be given a closure.
+        construct: ``(class, parameters, **options) -> optimizer``.
+        prepare: called with the optimizer before its first step.
+    """
+
+    package: str
+    path: str
+    lr: float | None
+    options: Sequence[Mapping[str, Any]] = ({},)
+    dtypes: Sequence[str] = ("bf16",)
+    foreach: Sequence[bool | None] = ()
+    always: Mapping[str, Any] = field(default_factory=dict)
+    shapes: Sequence[tuple[int, ...]] = SHAPES
+    sparse: bool = False
+    closure: bool = False
+    construct: Callable[..., torch.optim.Optimizer] = _construct
+    prepare: Callable[[Any], object] = bool
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition(".")[2]
+
+    @property
+    def version(self) -> str:
+        return version(self.package)
+
+    def cls(self) -> Any:
+        module, _, name = self.path.rpartition(".")
+        return getattr(importlib.import_module(module), name)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table: an optimizer with some options on parameters of some dtype."""
+
+    subject: Subject
+    options: Mapping[str, Any]
+    dtype: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.subject.path}({self.options_text}) {self.dtype}"
+
+    @property
+    def options_text(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in self.options.items())
+
+    def variants(self) -> Iterator[Variant]:
+        if "fused" in self.options or not self.subject.foreach:
+            yield Variant(self, {})
+        else:
+            for foreach in self.subject.foreach:
+                yield Variant(self, {"foreach": foreach})
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What is measured: a row with one setting of ``foreach``."""
+
+    row: Row
+    foreach: Mapping[str, bool | None]
+
+    @property
+    def name(self) -> str:
+        return self.row.name + "".join(f" foreach={value}" for value in self.foreach.values())
+
+    def optimizer(self, parameters: Parameters, *, without: Sequence[str] = ()) -> torch.optim.Optimizer:
+        """The optimizer under test.
+
+        Args:
+            parameters: its parameters.
+            without: options to leave out.
+        """
+        subject = self.row.subject
+        lr = {} if subject.lr is None else {"lr": subject.lr}
+        options = {**lr, **subject.always, **self.row.options, **self.foreach}
+        options = {name: value for name, value in options.items() if name not in without}
+        if options.get("lr") == TENSOR:
+            options["lr"] = torch.tensor(subject.lr)
+        optimizer = subject.construct(subject.cls(), parameters, **options)
+        subject.prepare(optimizer)
+        return optimizer
+
+
+def rows_of(subject: Subject) -> Iterator[Row]:
+    for options in subject.options:
+        for dtype in subject.dtypes:
+            yield Row(subject, options, dtype)

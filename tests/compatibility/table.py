@@ -1,0 +1,259 @@
+"""``docs/compatibility.md``: made of measurements, and read back, to keep rows and to be checked.
+
+A line's cells are texts. Within them, ``{reason}`` stands in the document as the number of a note, ``[1]``.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, fields
+
+import torch
+from tabulate import tabulate
+
+from tests.compatibility.catalog import Row
+from tests.compatibility.measure import COMPENSATED, STEPS, UNSUPPORTED, Measurement, falls_short
+
+__all__ = ["Key", "Line", "differences", "document", "key_of", "line_of", "read", "torch_version"]
+
+#: Package, class, options, dtype.
+Key = tuple[str, str, str, str]
+
+#: Two writings of an error may differ by as much, relatively: both have two digits, and between processors
+#: the last digit of what plain low precision loses can differ.
+WITHIN = 0.1
+#: Errors below are not told apart: that is float32's own, which depends on the processor's libraries.
+FLOOR = 1e-3
+
+LONGEST_NOTE = 400
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the document.
+
+    Attributes:
+        package: and its version.
+        optimizer: the class.
+        options: keyword arguments.
+        dtype: of parameters and gradients.
+        foreach: the settings that the class takes with these options.
+        graphs: captured in the first step.
+        compilations: graphs compiled in all steps.
+        state: low-precision state tensors found.
+        error_terms: those that got error terms.
+        left: those that did not, and why.
+        plain, single, error: relative errors of the net displacement; the largest over ``foreach``.
+        outcome: and its reason.
+    """
+
+    package: str
+    optimizer: str
+    options: str
+    dtype: str
+    foreach: str
+    graphs: str
+    compilations: str
+    state: str
+    error_terms: str
+    left: str
+    plain: str
+    single: str
+    error: str
+    outcome: str
+
+    @property
+    def key(self) -> Key:
+        return self.package.split()[0], self.optimizer, self.options, self.dtype
+
+    @property
+    def outcomes(self) -> set[str]:
+        """Without reasons."""
+        return set(re.sub(r" \{.*?\}", "", self.outcome).split("; "))
+
+    @property
+    def falls_short(self) -> bool:
+        """Whether its errors do: see :func:`tests.compatibility.measure.falls_short`."""
+        return bool(self.plain and self.error) and falls_short(_value(self.plain), _value(self.error))
+
+
+HEADERS = (
+    "package",
+    "optimizer",
+    "options",
+    "dtype",
+    "foreach",
+    "graphs",
+    "compiled",
+    "state",
+    "with error terms",
+    "without",
+    "plain",
+    "fp32",
+    "compensated",
+    "outcome",
+)
+ERRORS = ("plain", "single", "error")
+
+
+def torch_version() -> str:
+    """Without the build's suffix, such as ``+cpu``."""
+    return torch.__version__.partition("+")[0]
+
+
+# Lines from measurements. -----------------------------------------------------------------------------------
+
+
+def key_of(row: Row) -> Key:
+    """The key of a row's line."""
+    return row.subject.package, row.subject.name, row.options_text or "defaults", row.dtype
+
+
+def line_of(row: Row, measured: Mapping[str, Measurement]) -> Line:
+    """A row's line.
+
+    Args:
+        row: the row.
+        measured: by the name of its variants, all of them.
+    """
+    tried = [(variant, measured[variant.name]) for variant in row.variants()]
+    # A setting of foreach that the class refuses with these options is not a combination to report on.
+    usable = [(v, m) for v, m in tried if m.outcome != UNSUPPORTED] or tried
+    found = [m for _, m in usable]
+    package, optimizer, options, dtype = key_of(row)
+    version = torch_version() if package == "torch" else row.subject.version
+    return Line(
+        package=f"{package} {version}",
+        optimizer=optimizer,
+        options=options,
+        dtype=dtype,
+        foreach=", ".join(str(value) for variant, _ in usable for value in variant.foreach.values()),
+        graphs=_range(m.graphs for m in found),
+        compilations=_range(m.compilations for m in found),
+        state=_range(len(m.compensated) + len(m.left) for m in found),
+        error_terms=_counted(m.compensated for m in found),
+        left=_counted([f"{slot} {_note(why)}" for slot, why in m.left] for m in found),
+        plain=_error(m.plain for m in found),
+        single=_error(m.single for m in found),
+        error=_error(m.error for m in found),
+        outcome="; ".join(dict.fromkeys(map(_outcome, found))),
+    )
+
+
+def _range(numbers: Iterable[int]) -> str:
+    seen = sorted(set(numbers))
+    return str(seen[0]) if len(seen) == 1 else f"{seen[0]} to {seen[-1]}"
+
+
+def _counted(slots: Iterable[list[str]]) -> str:
+    texts = (
+        ", ".join(f"{number} × {slot}" for slot, number in sorted(Counter(names).items())) for names in slots
+    )
+    return "; ".join(dict.fromkeys(texts))
+
+
+def _error(values: Iterable[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    if not known:
+        return ""
+    return f"< {FLOOR:g}" if max(known) < FLOOR else f"{max(known):.2g}"
+
+
+def _outcome(measured: Measurement) -> str:
+    notes = "".join(f" {_note(note)}" for note in (measured.reason, *measured.notes) if note)
+    return measured.outcome + notes
+
+
+def _note(reason: str) -> str:
+    # Neither where something is installed nor where it lies in memory is the same in another run.
+    lasting = re.sub(r"[^\s\"']*/(?:site-packages|python3\.\d+)/", "", re.sub(r"0x[0-9a-f]+", "0x…", reason))
+    text = " ".join(lasting.split()).translate(str.maketrans("{}[]|", "()()/"))
+    return f"{{{text if len(text) <= LONGEST_NOTE else f'{text[: LONGEST_NOTE - 1]}…'}}}"
+
+
+# The document. ----------------------------------------------------------------------------------------------
+
+
+def document(lines: Sequence[Line]) -> str:
+    """The whole document."""
+    ours = [line for line in lines if line.package.startswith("torch ")]
+    others = [line for line in lines if line not in ours]
+    notes: dict[str, int] = {}
+    paragraphs = [
+        "# Which optimizers work",
+        f"Written by `./dev compat` with torch {torch_version()} on {platform.system()} "
+        f"{platform.machine()}; not to be edited.",
+        f"Each line is {STEPS} steps of an unmodified optimizer in `torch.compile(opt.step, "
+        "backend=CollageBackend())`, from N(0, 1) weights and with steps of some 1e-5 to 1e-4, most of which "
+        "plain bfloat16 loses. The outcome *compensated* means that every parameter has error terms, not all "
+        "of them zero, that nothing was compiled in the second half of the steps, and that the error is at "
+        "most a tenth of plain's where that is 0.2 or more, and nowhere 5 % above it.",
+        "*plain*, *fp32* and *compensated* are errors, ‖Δ − Δ64‖ / ‖Δ64‖: Δ is how far the parameters went "
+        "in eager low precision, in eager float32, and by `full_value` in the compiled step, Δ64 how far "
+        "they go in float64 from the same weights with the same gradients. Of several settings of `foreach`, "
+        "the largest. *compiled* counts graphs in all steps, *state* the low-precision tensors that a step "
+        "updates.",
+        "## torch.optim",
+        _summary(ours),
+        _table(ours, notes),
+    ]
+    if others:
+        paragraphs += ["## Other packages", _summary(others), _table(others, notes)]
+    paragraphs += ["## Notes", "\n".join(f"- [{number}] {note}" for note, number in notes.items())]
+    return "\n\n".join(paragraphs) + "\n"
+
+
+def _summary(lines: Sequence[Line]) -> str:
+    """How many classes do what, with all the options tried."""
+    by_class: dict[str, set[str]] = {}
+    for line in lines:
+        by_class.setdefault(f"{line.package} {line.optimizer}", set()).update(line.outcomes)
+    counts = Counter(" or ".join(sorted(outcomes)) for outcomes in by_class.values())
+    runs = len(by_class) - counts[UNSUPPORTED]
+    text = ", ".join(f"{number} {outcomes}" for outcomes, number in counts.most_common())
+    whole = f"{counts[COMPENSATED]} of the {runs} that run at all are compensated with every option tried"
+    return f"{len(by_class)} classes: {text}. That is, {whole}."
+
+
+def _table(lines: Sequence[Line], notes: dict[str, int]) -> str:
+    def numbered(match: re.Match[str]) -> str:
+        return f"[{notes.setdefault(match[1], len(notes) + 1)}]"
+
+    rows = [[re.sub(r"\{(.*?)\}", numbered, cell) for cell in astuple(line)] for line in lines]
+    return tabulate(rows, headers=HEADERS, tablefmt="github", disable_numparse=True)
+
+
+def read(text: str) -> dict[Key, Line]:
+    """The lines of a document, by key."""
+    notes = dict(re.findall(r"^- \[(\d+)\] (.*)$", text, flags=re.MULTILINE))
+    lines = {}
+    for row in re.findall(r"^\|(.*)\|$", text, flags=re.MULTILINE):
+        cells = [re.sub(r"\[(\d+)\]", lambda m: f"{{{notes[m[1]]}}}", c.strip()) for c in row.split("|")]
+        if tuple(cells) != HEADERS and not cells[0].startswith("-"):
+            line = Line(*cells)
+            lines[line.key] = line
+    return lines
+
+
+def differences(written: Line, measured: Line) -> list[str]:
+    """Where a line of the document is not what was measured, apart from noise."""
+    found = []
+    for cell, header in zip(fields(Line), HEADERS, strict=True):
+        old, new = getattr(written, cell.name), getattr(measured, cell.name)
+        if old != new and not (cell.name in ERRORS and _same_error(old, new)):
+            found.append(f"{header}: {old!r} is written, {new!r} was measured")
+    return found
+
+
+def _same_error(old: str, new: str) -> bool:
+    if not old or not new:
+        return False
+    low, high = sorted(map(_value, (old, new)))
+    return high - low <= WITHIN * high
+
+
+def _value(error: str) -> float:
+    return float(error.removeprefix("< "))

@@ -1,0 +1,188 @@
+"""The rows of other packages: optimizers that people use, unmodified."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tests.compatibility.catalog import Parameters, Subject
+
+__all__ = ["SUBJECTS"]
+
+Options = Mapping[str, Any]
+
+DECAY = {"weight_decay": 0.5}
+
+#: Learning rates with which an optimizer of that family takes steps of 1e-5 to 1e-4.
+ADAM, SGD, LION = 5e-5, 5e-5, 5e-5
+
+
+def _of(
+    package: str, module: str, classes: Mapping[str, float | None], *options: Options, **others: Any
+) -> Iterator[Subject]:
+    """Subjects of one package that are tried alike; ``classes`` gives each its learning rate."""
+    for name, lr in classes.items():
+        yield Subject(package, f"{module}.{name}", lr, options=options or ({},), **others)
+
+
+def _with_names(cls: Any, parameters: Parameters, **options: Any) -> torch.optim.Optimizer:
+    return cls([(f"layer{i}.weight", p) for i, p in enumerate(parameters)], **options)
+
+
+def _around_adam(cls: Any, parameters: Parameters, **options: Any) -> torch.optim.Optimizer:
+    return cls(torch.optim.Adam(parameters, **options))
+
+
+def _schedule_free() -> Iterator[Subject]:
+    classes: dict[str, float | None] = {
+        "AdamWScheduleFree": ADAM,
+        "RAdamScheduleFree": 5e-4,
+        "SGDScheduleFree": SGD,
+        "AdamWScheduleFreePaper": ADAM,
+    }
+    for name, lr in classes.items():
+        yield Subject(
+            "schedulefree",
+            f"schedulefree.{name}",
+            lr,
+            options=({}, DECAY),
+            foreach=(False, True) if name != "AdamWScheduleFreePaper" else (),
+            prepare=lambda optimizer: optimizer.train(),
+        )
+
+
+def _optimi() -> Iterator[Subject]:
+    """Those that carry their own (Kahan) compensation, with it and without."""
+    rates: dict[str, float | None] = {
+        "Adam": ADAM,
+        "AdamW": ADAM,
+        "Adan": ADAM,
+        "Lion": LION,
+        "RAdam": ADAM,
+        "Ranger": 2e-4,
+        "SGD": SGD,
+        "StableAdamW": ADAM,
+    }
+    yield from _of(
+        "torch-optimi",
+        "optimi",
+        rates,
+        {"kahan_sum": True},
+        {"kahan_sum": False},
+        always={"triton": False},
+        foreach=(False, True),
+    )
+
+
+PYTORCH_OPTIMIZER: Mapping[str, float | None] = {
+    "ADOPT": ADAM,
+    "APOLLO": ADAM,
+    "AdEMAMix": ADAM,
+    "AdaBelief": ADAM,
+    "AdamP": ADAM,
+    "Adan": ADAM,
+    "CAME": 2e-6,
+    "DiffGrad": ADAM,
+    "GaLore": ADAM,
+    "Grams": ADAM,
+    "GrokFastAdamW": 1e-4,
+    "Kron": ADAM,
+    "LARS": 2e-4,
+    "Lamb": ADAM,
+    "LaProp": ADAM,
+    "Lion": LION,
+    "MADGRAD": 5e-6,
+    "MARS": 2e-5,
+    "NovoGrad": ADAM,
+    "QHAdam": ADAM,
+    "RAdam": 5e-4,
+    "SGDW": SGD,
+    "SM3": 2e-4,
+    "SOAP": 1e-4,
+    "Shampoo": 1e-3,
+    "SignSGD": LION,
+    "StableAdamW": ADAM,
+    "Tiger": LION,
+    "Yogi": ADAM,
+}
+
+TORCH_OPTIMIZER: Mapping[str, float | None] = {
+    "AdaBelief": ADAM,
+    "AdamP": ADAM,
+    "AggMo": 1e-5,
+    "DiffGrad": ADAM,
+    "Lamb": ADAM,
+    "MADGRAD": 5e-6,
+    "NovoGrad": ADAM,
+    "QHAdam": ADAM,
+    "RAdam": 2e-4,
+    "SGDP": SGD,
+    "SGDW": SGD,
+    "Shampoo": 1e-3,
+    "Yogi": ADAM,
+}
+
+HEAVYBALL: Mapping[str, float | None] = {
+    "AdamW": ADAM,
+    "LaProp": ADAM,
+    "Muon": ADAM,
+    "SFAdamW": ADAM,
+}
+
+DADAPTATION: Mapping[str, float | None] = {"DAdaptAdaGrad": 1.0, "DAdaptAdam": 1.0, "DAdaptSGD": 1.0}
+
+# The measured gradients do not get smaller as the weights move: what estimates the distance to the solution
+# would let it grow for ever. So it starts where the steps are to be, and grows slowly.
+_SLOW = {"d0": 5e-5, "growth_rate": 1.02}
+
+_FIXED_RATE = {"lr": 1e-4, "relative_step": False, "scale_parameter": False}
+
+SUBJECTS: Sequence[Subject] = (
+    *_schedule_free(),
+    *_of(
+        "lion-pytorch",
+        "lion_pytorch",
+        {"Lion": LION},
+        {},
+        DECAY,
+        {"decoupled_weight_decay": True, "weight_decay": 2e-5},
+    ),
+    *_of(
+        "prodigyopt",
+        "prodigyopt",
+        {"Prodigy": 1.0},
+        {},
+        {"slice_p": 11},
+        {"use_bias_correction": True},
+        always=_SLOW,
+    ),
+    *_of("came-pytorch", "came_pytorch", {"CAME": 2e-6}, {}, DECAY),
+    *_optimi(),
+    *_of(
+        "adam-mini",
+        "adam_mini",
+        {"Adam_mini": ADAM},
+        construct=_with_names,
+        always={"dim": 16, "n_heads": 4, "verbose": False},
+    ),
+    *_of("pytorch_optimizer", "pytorch_optimizer", PYTORCH_OPTIMIZER),
+    # It starts to precondition in the 25th step by default, which is compiled anew then.
+    *_of(
+        "pytorch_optimizer",
+        "pytorch_optimizer",
+        {"ScalableShampoo": 1e-5},
+        always={"start_preconditioning_step": 5},
+    ),
+    *_of("pytorch_optimizer", "pytorch_optimizer", {"AdaFactor": 1e-4}, always={"relative_step": False}),
+    *_of("pytorch_optimizer", "pytorch_optimizer", {"DAdaptAdam": 1.0, "Prodigy": 1.0}, always=_SLOW),
+    *_of("torch-optimizer", "torch_optimizer", TORCH_OPTIMIZER),
+    *_of("torch-optimizer", "torch_optimizer", {"AdaBound": ADAM}, always={"final_lr": 1e-4}),
+    *_of("torch-optimizer", "torch_optimizer", {"Lookahead": ADAM}, construct=_around_adam),
+    *_of("dadaptation", "dadaptation", DADAPTATION, always=_SLOW),
+    *_of("dadaptation", "dadaptation", {"DAdaptLion": 1.0}),
+    *_of("heavyball", "heavyball", HEAVYBALL),
+    *_of("transformers", "transformers.optimization", {"Adafactor": None}, _FIXED_RATE, {}),
+    *_of("torchao", "torchao.optim", {"_AdamW": ADAM, "AdamW8bit": ADAM}),
+)

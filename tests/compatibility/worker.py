@@ -1,0 +1,76 @@
+"""Measurements in a process of their own: a crash, a hang or a patched torch ends there."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+
+from tests.compatibility.measure import FAILED, Measurement
+from tests.compatibility.results import FOLDER
+
+__all__ = ["Worker"]
+
+
+class Worker:
+    """Measures variants one after the other; a process that does not answer in time is ended, and replaced.
+
+    Args:
+        time_limit: seconds for one variant.
+    """
+
+    def __init__(self, time_limit: float) -> None:
+        self.time_limit = time_limit
+        self._process: SpawnProcess | None = None
+        self._pipe: Connection | None = None
+
+    def measure(self, name: str) -> Measurement:
+        """Measure the variant of that name."""
+        pipe = self._pipe or self._start()
+        pipe.send(name)
+        if not pipe.poll(self.time_limit):
+            self.stop()
+            return Measurement(FAILED, f"took more than {self.time_limit:.0f} s")
+        try:
+            measured: Measurement = pipe.recv()
+        except EOFError:
+            process = self._process
+            assert process is not None
+            process.join()
+            self.stop()
+            return Measurement(FAILED, f"its process ended with exit status {process.exitcode}")
+        return measured
+
+    def _start(self) -> Connection:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs,), daemon=False)
+        self._process.start()
+        theirs.close()
+        return self._pipe
+
+    def stop(self) -> None:
+        """End the process; the next measurement starts another."""
+        if self._process is not None and self._pipe is not None:
+            self._pipe.close()  # which ends it, unless it hangs
+            self._process.join(5)
+            self._process.kill()
+            self._process.join()
+        self._process = self._pipe = None
+
+
+def _serve(pipe: Connection) -> None:
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    log = os.open(FOLDER / "worker.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):  # what packages print, and Dynamo's warnings, which are in the measurements too
+        os.dup2(log, stream)
+    from tests.compatibility.measure import measure
+    from tests.compatibility.rows import variant_named  # optimizers are imported here alone
+
+    while True:
+        try:
+            name = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(measure(variant_named(name)))
