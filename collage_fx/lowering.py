@@ -31,8 +31,8 @@ DENSE_REUSE = {"realize_opcount_threshold": 8, "max_fusion_size": 1024}
 #: simplifies to ``b``.
 IEEE_SETTINGS: dict[str, Any] = {"cpp.enable_unsafe_math_opt_flag": False}
 
-#: Inductor's constant folding makes ``zeros * beta + g`` into ``g`` itself: momentum that is born so shares its
-#: memory with the gradient, or with other momentum, and is overwritten with it. Plain Inductor does that.
+#: Inductor's constant folding makes ``zeros * beta + g`` into ``g`` itself: momentum that is born so shares
+#: its memory with the gradient, or with other momentum, and is overwritten with it. Plain Inductor does that.
 JOINT_GRAPH_SETTINGS: dict[str, Any] = {"joint_graph_constant_folding": False}
 
 #: ``native`` rounds every operation, which Triton's division (``div.full.f32``, within 2 ulps) otherwise does

@@ -52,7 +52,7 @@ SCATTERS = frozenset(
     {aten.index_add, aten.index_copy, aten.index_put, aten._unsafe_index_put, aten.scatter, aten.scatter_add}
 )
 
-#: Decompositions of matrices, which no low-precision tensor has: eagerly they raise, and optimizers catch that.
+#: Decompositions of matrices, which low-precision tensors don't have: eagerly they raise.
 FACTORIZATIONS = frozenset(
     {
         aten._linalg_eigh, aten._linalg_svd, aten.cholesky_inverse, aten.linalg_cholesky_ex,

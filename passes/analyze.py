@@ -7,7 +7,7 @@ do in the storage format.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -61,6 +61,9 @@ class Analyze(Pass):
             program.states.append(state)
         for state in program.states:
             state.compensated, state.selection = _select(program, state, flow)
+        for state in program.states:
+            if _is_overwritten_parameter(state) and _is_computed_from(program.compensated, state, flow):
+                state.compensated, state.selection = True, "computed from state that is compensated"
         return f"{len(program.compensated)} of {len(program.states)} low-precision state tensors selected"
 
 
@@ -122,16 +125,43 @@ def _select(program: StepProgram, state: StateTensor, flow: _Flow) -> tuple[bool
         return True, f"{program.strategy}: every parameter"
     if program.strategy == "plus" and state.verdict.lossy:
         return True, "plus: lossy state"
+    if any(_is_copied_into(other, state) for other in program.states):
+        return True, f"{program.strategy}: a parameter is overwritten with it"
     if state.verdict.lossy and any(_stands_for(state, other, flow) for other in program.states):
         return True, f"{program.strategy}: a parameter is overwritten with what it accumulates"
     return False, "not lossy" if program.strategy == "plus" else f"{program.strategy}: parameters only"
 
 
+def _is_overwritten_parameter(state: StateTensor) -> bool:
+    assert state.recurrence is not None
+    return state.recurrence.kind is Kind.OVERWRITE and state.info.role is Role.PARAMETER
+
+
+def _is_computed_from(states: Sequence[StateTensor], target: StateTensor, flow: _Flow) -> bool:
+    return any(flow.is_read(state.placeholder, target.placeholder) for state in states)
+
+
 def _stands_for(state: StateTensor, other: StateTensor, flow: _Flow) -> bool:
     """Whether ``other`` is a parameter that carries nothing itself: its value is computed from ``state``."""
-    assert other.recurrence is not None
-    overwritten = other.recurrence.kind is Kind.OVERWRITE and other.info.role is Role.PARAMETER
-    return overwritten and flow.is_read(state.placeholder, other.placeholder)
+    return _is_overwritten_parameter(other) and _is_computed_from([state], other, flow)
+
+
+def _is_copied_into(parameter: StateTensor, state: StateTensor) -> bool:
+    """Whether the new value of ``state`` becomes a parameter's too, as Lookahead's slow weights do.
+
+    It is then a parameter itself, however fast it decays towards another: what a moving average may lose in
+    relation to its own size is not what a parameter may lose of a step.
+    """
+    return parameter.info.role is Role.PARAMETER and _stored(parameter) is _stored(state)
+
+
+def _stored(state: StateTensor) -> Node:
+    """The node that computes the new value, behind casts and copies."""
+    node = state.store.args[1]
+    while isinstance(node, Node) and getattr(node.target, "overloadpacket", None) in IDENTITIES:
+        node = node.args[0]
+    assert isinstance(node, Node)
+    return node
 
 
 def _select_gradient(program: StepProgram, state: StateTensor, flow: _Flow) -> tuple[bool, str]:
