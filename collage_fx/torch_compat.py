@@ -394,10 +394,12 @@ def watch_graph_breaks(watch: Callable[[Any, dict[str, Any], GraphBreak], None])
 
 def _is_torchs_own(code: CodeType, cause: Any) -> bool:
     """Whether it is the break that torch.optim's wrapper around ``step`` has written into it."""
-    return (
-        code.co_filename == inspect.getfile(torch.optim.Optimizer)
-        and getattr(cause, "gb_type", None) == "Call to `torch._dynamo.graph_break()`"
-    )
+    is_call = getattr(cause, "gb_type", None) == "Call to `torch._dynamo.graph_break()`"
+    return is_call and _is_in_torchs_optimizer(code)
+
+
+def _is_in_torchs_optimizer(code: CodeType) -> bool:
+    return code.co_filename == inspect.getfile(torch.optim.Optimizer)
 
 
 def _describe_graph_break(translator: Any, cause: Any, *, is_skip: bool) -> GraphBreak:
@@ -429,10 +431,12 @@ def _optimizer_updated_by(translator: Any, stack: Sequence[Any]) -> torch.optim.
     Looked for among the function that is being traced and the Python frames that called it.
     """
     below = {(entry.filename, entry.name) for entry in stack}
-    frames = [(translator.f_code, translator.f_locals)]
+    frames: list[tuple[CodeType, Mapping[str, Any]]] = [(translator.f_code, translator.f_locals)]
     frame = sys._getframe()
     while frame is not None:
-        frames.append((frame.f_code, frame.f_locals))
+        # Only of these: reading a frame's variables keeps them alive as long as the frame.
+        may_be_a_step = frame.f_code.co_name == "step" or _is_in_torchs_optimizer(frame.f_code)
+        frames.append((frame.f_code, frame.f_locals if may_be_a_step else {}))
         frame = frame.f_back  # type: ignore[assignment]
     for code, variables in frames:
         optimizer = _optimizer_of_method(code, variables)
@@ -459,7 +463,7 @@ def _optimizer_of_method(code: CodeType, variables: Mapping[str, Any]) -> torch.
     if not code.co_varnames:
         return None
     value = variables.get(code.co_varnames[0])
-    if code.co_filename == inspect.getfile(torch.optim.Optimizer) and isinstance(value, tuple) and value:
+    if _is_in_torchs_optimizer(code) and isinstance(value, tuple) and value:
         value = value[0]
         return value if isinstance(value, torch.optim.Optimizer) else None
     is_method = isinstance(value, torch.optim.Optimizer) and hasattr(type(value), code.co_name)
