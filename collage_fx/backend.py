@@ -236,7 +236,7 @@ class _Capture:
     ) -> Any:
         if self.options.strategy != "none":
             assignments_to_stores(gm)
-        reason = _reason_to_leave_alone(gm, inductor_options)
+        reason = self._reason_to_leave_alone(gm, inductor_options)
         if reason is not None:
             return self._lower_as_is(gm, example_inputs, inductor_options, reason)
         try:
@@ -248,6 +248,18 @@ class _Capture:
         except CollageError:
             self._forget_new_state()
             raise
+
+    def _reason_to_leave_alone(self, gm: GraphModule, inductor_options: dict[str, Any]) -> str | None:
+        if not inductor_options.get("is_inference", False):
+            return "the graph needs autograd, so it is no optimizer step"
+        updated = copies_to_inputs(gm.graph)
+        if any(is_low_precision_tensor(node) for node in updated):
+            return None
+        if updated and any(
+            info.tensor is not None and expansion_of(info.tensor) for info in self._inputs(gm)
+        ):
+            return None  # a float32 average of compensated parameters, say
+        return "the graph updates no bfloat16 or float16 tensor"
 
     def refuse_overlaps(self) -> None:
         """Refuse, before AOTAutograd does it in its own words, parameters and state that share memory."""
@@ -294,7 +306,7 @@ class _Capture:
         )
         self._refuse_uncompensated(program)
         after = _copy_of(program.gm)
-        step = self.backend.lower(program if program.compensated else gm, example_inputs, inductor_options)
+        step = self.backend.lower(program if program.expansions else gm, example_inputs, inductor_options)
         if program.compensated:
             for optimizer in self.optimizers.values():
                 note_compiled(optimizer)
@@ -302,7 +314,7 @@ class _Capture:
         self.backend._report.graphs.append(
             GraphReport(
                 before=before,
-                after=after if program.compensated else before,
+                after=after if program.expansions else before,
                 subject=self.subject,
                 tensors=tuple(tensor_report(program, state) for state in self._in_order(program.states)),
                 wider_bytes=_wider_bytes(before),
@@ -345,11 +357,15 @@ class _Capture:
         self.left_alone = True
         return self.backend.lower(gm, example_inputs, inductor_options)
 
+    def _inputs(self, gm: GraphModule) -> list[InputInfo]:
+        return describe_inputs(
+            placeholders(gm.graph), self.dynamo_module, self.arguments, known_tensors(self.optimizers)
+        )
+
     def _program(self, gm: GraphModule) -> StepProgram:
-        known = known_tensors(self.optimizers)
-        inputs = describe_inputs(placeholders(gm.graph), self.dynamo_module, self.arguments, known)
+        inputs = self._inputs(gm)
         if self.options.strategy != "none":
-            self._refuse(gm, inputs, known)
+            self._refuse(gm, inputs, known_tensors(self.optimizers))
         existing = self._existing_expansions(inputs)
         return StepProgram(
             _copy_of(gm),
@@ -390,14 +406,6 @@ class _Capture:
         """In the optimizers' order, each parameter before its state; what they don't hold comes last."""
         rank = {entry.name: i for i, entry in enumerate(known_tensors(self.optimizers).values())}
         return sorted(states, key=lambda state: rank.get(state.info.name, len(rank)))
-
-
-def _reason_to_leave_alone(gm: GraphModule, inductor_options: dict[str, Any]) -> str | None:
-    if not inductor_options.get("is_inference", False):
-        return "the graph needs autograd, so it is no optimizer step"
-    if not any(is_low_precision_tensor(node) for node in copies_to_inputs(gm.graph)):
-        return "the graph updates no bfloat16 or float16 tensor"
-    return None
 
 
 def _copy_of(gm: GraphModule) -> GraphModule:

@@ -32,7 +32,7 @@ MOVEMENT = frozenset(
     {
         aten.abs, aten.neg, aten.alias, aten.as_strided, aten.as_strided_scatter, aten.cat, aten.clone,
         aten.constant_pad_nd, aten.detach, aten.diagonal, aten.diagonal_scatter, aten.expand, aten.flip,
-        aten.gather, aten.index, aten.index_select, aten.lift_fresh_copy, aten.permute, aten.repeat,
+        aten.gather, aten.index, aten.index_select, aten.permute, aten.repeat,
         aten.reshape, aten.roll, aten.select, aten.select_scatter, aten.slice, aten.slice_scatter,
         aten.split, aten.split_with_sizes, aten.squeeze, aten.stack, aten.t, aten.transpose, aten.unbind,
         aten.unfold, aten.unsqueeze, aten.view, aten._unsafe_view, prims.rev,

@@ -237,3 +237,26 @@ def test_clipping_a_step_and_an_average_in_one_compiled_function() -> None:
         kept = relative_error(full_value(ours) - begun, exact - begun)
         assert lost >= 0.2
         assert kept <= lost / 10
+
+
+def test_a_float32_average_reads_the_whole_parameter() -> None:
+    """Its graph updates nothing of low precision, but what it averages is hi + lo."""
+    (p,) = params = parameters(shapes=[(16,)])
+    average = p.detach().float()
+    optimizer = Descent(params, lr=2.0**-14)
+    backend = CollageBackend()
+    step = torch.compile(optimizer.step, backend=backend)
+
+    @torch.no_grad()
+    def follow() -> None:
+        average.lerp_(p.float(), 0.5)
+
+    update = torch.compile(follow, backend=backend)
+    p.grad = torch.ones_like(p)
+    start = p.detach().double()
+    for _ in range(20):
+        step()
+        update()
+    assert float((p == start).float().mean()) >= 0.5, "hi alone would say little"
+    # Twenty averages later it is two steps behind the parameter; the start is forgotten to 2**-20.
+    assert relative_error(average.double() - start, full_value(p) - start) <= 0.1

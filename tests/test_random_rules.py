@@ -244,6 +244,7 @@ MOVED = {
     "diagonal": "p.view(2, 2).diagonal().sub_(step[::3])\np[1:3].sub_(step[1:3])",
     "as_strided": "p.as_strided((4,), (1,)).sub_(step)",
     "unbind": "for x, y in zip(p.unbind(0), step.unbind(0)):\n    x.sub_(y)",
+    "a constant of the step": "p.sub_(step * torch.tensor(1.0, dtype=torch.bfloat16))",
     "split": "p.copy_(torch.cat([x - y for x, y in zip(p.split(2), step.split(2))]))",
 }
 
