@@ -50,6 +50,7 @@ from collage_fx.torch_compat import (
     inductor_compile_inner,
     mode_options,
     needs_autograd,
+    optimizer_being_stepped,
     traced_frame_name,
     traced_frame_variables,
 )
@@ -217,7 +218,9 @@ class _Capture:
         self.options = backend.options
         self.dynamo_module = dynamo_module
         self.arguments = arguments
-        self.optimizers = optimizers_among(traced_frame_variables())
+        # A helper that a step calls, or what is left of it after a graph break, need not have the optimizer.
+        variables = {**traced_frame_variables(), "stepped": optimizer_being_stepped()}
+        self.optimizers = optimizers_among(variables)
         self.subject = backend.label(list(self.optimizers.values())) or traced_frame_name() or "step"
         self.left_alone = False
 

@@ -8,11 +8,11 @@ which costs nothing in a step that is compiled already:
 * *Dynamo gives up on a function* that has been compiled too often, and runs it as it is from then on, for
   every optimizer of the class. It never does for this backend: each optimizer has a limit of its own,
   :data:`COMPILATIONS` times Dynamo's, at which the step is refused (:func:`_before_conversion`).
-* *A graph break inside an update* hands the operation it happened at, and in a loop the whole function, to
-  eager execution. It is refused when Dynamo reports it, before anything has run (:func:`_at_graph_break`).
-  Two kinds of breaks are let through. One in the closure of a step, or anywhere outside of the methods of an
-  optimizer, leaves the update whole. One at a branch on a tensor's value (``if norm > 1:``) that Dynamo can
-  resume from executes nothing but the branch; what follows is a graph of its own.
+* *A graph break inside an update* hands the operation it happened at, or the whole function, to eager
+  execution. It is refused when Dynamo reports it, before anything has run (:func:`_at_graph_break`). Two
+  kinds of breaks are let through. One in the closure of a step, or anywhere outside of the methods of an
+  optimizer, leaves the update whole. One at a branch on a tensor's value (``if norm > 1:``) executes nothing
+  but the branch; what follows is a graph of its own, also in a loop, which Dynamo by itself doesn't resume.
 * *Reading a tensor's value* (``norm.item()``) would break the graph too; it is captured instead, or, where
   the step goes on to branch on it, made such a harmless break (:data:`ATTEMPTS`).
 * *Something that Dynamo doesn't trace*: sparse gradients, optimizers whose step is disabled for Dynamo,
@@ -45,11 +45,13 @@ from collage_fx.errors import CollageError, EagerStepError, GraphBreakError, Rec
 from collage_fx.formats import is_low_precision
 from collage_fx.names import optimizers_among, parameter_names
 from collage_fx.torch_compat import (
+    Attempt,
     ConvertOtherwise,
     GraphBreak,
-    captures_scalars,
+    current_attempt,
     current_trace,
     dynamo_recompile_limit,
+    is_resumed,
     watch_conversions,
     watch_graph_breaks,
     watch_traced_optimizers,
@@ -57,17 +59,18 @@ from collage_fx.torch_compat import (
 
 __all__ = ["install", "note_compiled_step"]
 
-#: How many times Dynamo's ``recompile_limit`` (8) an optimizer may be compiled before its step is refused.
+#: How many times Dynamo's ``recompile_limit`` (8) an optimizer's function may be compiled before it is
+#: refused.
 COMPILATIONS = 4
 
 _OWN_LIMIT = {"recompile_limit": 1 << 30, "accumulated_recompile_limit": 1 << 30}
 
-#: What Dynamo's configuration is while it traces for this backend: its own limits are out of reach. Numbers
-#: read from tensors become part of the graph, unless the step then branches on one where the graph cannot be
-#: broken; it may be broken where the number is read.
+#: How Dynamo traces for this backend: its own limits are out of reach. Numbers read from tensors become part
+#: of the graph; unless the step then branches on one, or does something else that breaks the graph and cannot
+#: be resumed: then the graph is broken where the number is read, and inside loops, too.
 ATTEMPTS = (
-    {**_OWN_LIMIT, "capture_scalar_outputs": True},
-    {**_OWN_LIMIT, "capture_scalar_outputs": False},
+    Attempt({**_OWN_LIMIT, "capture_scalar_outputs": True}),
+    Attempt({**_OWN_LIMIT, "capture_scalar_outputs": False}, breaks_loops=True, is_last=True),
 )
 
 #: ``(backend, keywords)`` -> whether it is strict; None for backends that compensate nothing.
@@ -140,9 +143,17 @@ def _before_conversion(
         return False
     for subject in _subjects(code, variables):
         done = _conversions.get(subject, Counter())[code]
-        if done >= COMPILATIONS * dynamo_recompile_limit():
+        if done >= _limit(subject, code):
             _raise_or_warn(subject, _too_many(subject, code, done), strict=strict)
     return True
+
+
+def _limit(subject: Optimizer | CodeType, code: CodeType) -> int:
+    """What is left of a loop over parameters after a graph break is another function for each of them."""
+    parameters = 0
+    if isinstance(subject, Optimizer) and is_resumed(code):
+        parameters = sum(len(group["params"]) for group in subject.param_groups)
+    return COMPILATIONS * (dynamo_recompile_limit() + parameters)
 
 
 def _after_conversion(code: CodeType, variables: Mapping[str, Any]) -> None:
@@ -179,7 +190,8 @@ def _at_graph_break(
         return
     if not any(is_low_precision(parameter.dtype) for _, parameter in parameter_names(optimizer)):
         return
-    if captures_scalars():
+    attempt = current_attempt()
+    if attempt is not None and not attempt.is_last:
         raise ConvertOtherwise
     if strict:
         forget_new_state(optimizer)

@@ -7,10 +7,12 @@ training run.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import functools
 import inspect
 import sys
+import threading
 import unittest.mock
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,12 +23,13 @@ from weakref import WeakSet
 import torch
 
 __all__ = [
+    "Attempt",
     "ConvertOtherwise",
     "GraphBreak",
     "ShortenTraceback",
     "aot_input_of",
-    "captures_scalars",
     "compile_with_inductor",
+    "current_attempt",
     "current_trace",
     "detect_fake_mode",
     "dynamo_recompile_limit",
@@ -35,10 +38,12 @@ __all__ = [
     "has_storage",
     "inductor_compile_inner",
     "inductor_config",
+    "is_resumed",
     "keep_numbers_symbolic",
     "make_fx",
     "mode_options",
     "needs_autograd",
+    "optimizer_being_stepped",
     "pointwise_of",
     "prims_fma",
     "real_tensors",
@@ -73,12 +78,14 @@ try:
     from torch._dynamo.decorators import substitute_in_graph
     from torch._dynamo.eval_frame import always_optimize_code_objects
     from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis
+    from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
     from torch._dynamo.symbolic_convert import (
         InstructionTranslator,
         InstructionTranslatorBase,
         TensorifyState,
     )
     from torch._dynamo.trace_rules import get_torch_obj_rule_map, torch_name_rule_map
+    from torch._dynamo.utils import tuple_iterator_getitem
     from torch._dynamo.variables.optimizer import OptimizerVariable
     from torch._functorch import config as functorch_config
     from torch._functorch._aot_autograd import graph_compile
@@ -292,7 +299,7 @@ def _innermost(compiler: Any) -> tuple[Any, dict[str, Any]]:
 def watch_conversions(
     before: Callable[[Any, dict[str, Any], CodeType, Mapping[str, Any]], bool],
     after: Callable[[CodeType, Mapping[str, Any]], None],
-    attempts: Sequence[dict[str, Any]],
+    attempts: Sequence[Attempt],
 ) -> None:
     """Have functions called around each of Dynamo's conversions of a frame into a graph.
 
@@ -300,8 +307,7 @@ def watch_conversions(
         before: ``(backend, keywords, code, variables)`` (see :func:`watch_traced_optimizers`); an exception
             of it ends the conversion and reaches the user, True applies the following two.
         after: ``(code, variables)``, once a graph has been compiled.
-        attempts: settings of Dynamo's configuration to convert with. Where a conversion ends in
-            :class:`ConvertOtherwise`, the next are tried.
+        attempts: how to convert. Where a conversion ends in :class:`ConvertOtherwise`, the next is tried.
 
     Called once per compilation of a frame; costs nothing where nothing is compiled.
     """
@@ -320,30 +326,90 @@ def watch_conversions(
             after(code, variables)
         return converted
 
+    _break_loops_on_demand()
     watched.__collage_fx__ = original  # type: ignore[attr-defined]
     ConvertFrameAssert.__call__ = watched  # type: ignore[method-assign]
 
 
+@dataclass(frozen=True)
+class Attempt:
+    """A way to convert a frame.
+
+    Attributes:
+        settings: of Dynamo's configuration.
+        breaks_loops: whether the graph may be broken inside a loop. Dynamo can resume there, once an
+            iteration, but does not by itself: it runs the whole function eagerly.
+        is_last: whether there is no other way.
+    """
+
+    settings: dict[str, Any]
+    breaks_loops: bool = False
+    is_last: bool = False
+
+
 class ConvertOtherwise(ShortenTraceback):
-    """Raised by a watch of graph breaks to have a frame converted with other settings."""
+    """Raised by a watch of graph breaks to have a frame converted in the next way."""
 
     def __init__(self) -> None:
         super().__init__(first_useful_frame=None)
 
 
-def _convert(conversion: Callable[[], Any], attempts: Sequence[dict[str, Any]]) -> Any:
-    """Run a conversion with the first settings that it does not ask to replace."""
-    *others, last = attempts
-    for settings in others:
-        with dynamo_config.patch(settings), contextlib.suppress(ConvertOtherwise):
-            return conversion()
-    with dynamo_config.patch(last):
-        return conversion()
+class _Conversion(threading.local):
+    """The attempt that this thread is at."""
+
+    attempt: Attempt | None = None
 
 
-def captures_scalars() -> bool:
-    """Whether Dynamo makes numbers that are read from tensors a part of the graph, at present."""
-    return bool(dynamo_config.capture_scalar_outputs)
+_conversion = _Conversion()
+
+
+def current_attempt() -> Attempt | None:
+    """The way in which a frame is being converted; None outside of watched conversions."""
+    return _conversion.attempt
+
+
+def _convert(conversion: Callable[[], Any], attempts: Sequence[Attempt]) -> Any:
+    """Run a conversion in the first way that it does not ask to replace."""
+    outer = _conversion.attempt
+    try:
+        for attempt in attempts:
+            _conversion.attempt = attempt
+            with (
+                dynamo_config.patch(attempt.settings),
+                _items_of_iterators_have_attributes(),
+                contextlib.suppress(ConvertOtherwise),
+            ):
+                return conversion()
+    finally:
+        _conversion.attempt = outer
+    raise AssertionError("the last attempt asked for another")
+
+
+def _items_of_iterators_have_attributes() -> contextlib.AbstractContextManager[Any]:
+    """Let Dynamo read the attributes of what a loop that it resumes goes on to iterate over.
+
+    It evaluates where ``p`` in ``for p in params`` came from to find ``p.grad.data``, but in a scope that
+    lacks the function it has written that down with.
+    """
+    return unittest.mock.patch.object(
+        builtins, "___tuple_iterator_getitem", tuple_iterator_getitem, create=True
+    )
+
+
+def _break_loops_on_demand() -> None:
+    original = getattr(
+        InstructionTranslatorBase.maybe_has_backedge,
+        "__collage_fx__",
+        InstructionTranslatorBase.maybe_has_backedge,
+    )
+
+    @functools.wraps(original)
+    def maybe_has_backedge(self: Any) -> bool:
+        attempt = current_attempt()
+        return not (attempt is not None and attempt.breaks_loops) and bool(original(self))
+
+    maybe_has_backedge.__collage_fx__ = original  # type: ignore[attr-defined]
+    InstructionTranslatorBase.maybe_has_backedge = maybe_has_backedge  # type: ignore[method-assign]
 
 
 def dynamo_recompile_limit() -> int:
@@ -431,19 +497,30 @@ def _optimizer_updated_by(translator: Any, stack: Sequence[Any]) -> torch.optim.
     Looked for among the function that is being traced and the Python frames that called it.
     """
     below = {(entry.filename, entry.name) for entry in stack}
-    frames: list[tuple[CodeType, Mapping[str, Any]]] = [(translator.f_code, translator.f_locals)]
-    frame = sys._getframe()
-    while frame is not None:
-        # Only of these: reading a frame's variables keeps them alive as long as the frame.
-        may_be_a_step = frame.f_code.co_name == "step" or _is_in_torchs_optimizer(frame.f_code)
-        frames.append((frame.f_code, frame.f_locals if may_be_a_step else {}))
-        frame = frame.f_back  # type: ignore[assignment]
-    for code, variables in frames:
+    for code, variables in [(translator.f_code, translator.f_locals), *_possible_steps_on_the_stack()]:
         optimizer = _optimizer_of_method(code, variables)
         if optimizer is not None:
             return None if below & _functions_passed(code, variables) else optimizer
         below.add((code.co_filename, code.co_name))
     return None
+
+
+def _possible_steps_on_the_stack() -> Iterator[tuple[CodeType, Mapping[str, Any]]]:
+    """The Python frames that are running, innermost first; with their variables if they may be a step.
+
+    Not with all: reading a frame's variables keeps them alive as long as the frame.
+    """
+    frame = sys._getframe()
+    while frame is not None:
+        may_be_a_step = frame.f_code.co_name == "step" or _is_in_torchs_optimizer(frame.f_code)
+        yield frame.f_code, frame.f_locals if may_be_a_step else {}
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+def optimizer_being_stepped() -> torch.optim.Optimizer | None:
+    """The optimizer whose step, running eagerly, has called what Dynamo compiles; None if there is none."""
+    found = (_optimizer_of_method(*frame) for frame in _possible_steps_on_the_stack())
+    return next((optimizer for optimizer in found if optimizer is not None), None)
 
 
 def _functions_passed(code: CodeType, variables: Mapping[str, Any]) -> set[tuple[str, str]]:
@@ -513,6 +590,11 @@ def trace_instead(function: Callable[..., Any], traceable: Callable[..., Any]) -
     if rules:
         get_torch_obj_rule_map.cache_clear()
         substitute_in_graph(function)(traceable)
+
+
+def is_resumed(code: CodeType) -> bool:
+    """Whether it is what Dynamo has left of a function after a graph break."""
+    return code.co_name.startswith(TORCH_DYNAMO_RESUME_IN_PREFIX)
 
 
 def symbol_source(value: torch.SymInt | torch.SymFloat) -> str:
