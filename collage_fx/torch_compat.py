@@ -79,6 +79,7 @@ try:
     from torch._dynamo.eval_frame import always_optimize_code_objects
     from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis
     from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
+    from torch._dynamo.side_effects import SideEffects
     from torch._dynamo.symbolic_convert import (
         InstructionTranslator,
         InstructionTranslatorBase,
@@ -86,6 +87,7 @@ try:
     )
     from torch._dynamo.trace_rules import get_torch_obj_rule_map, torch_name_rule_map
     from torch._dynamo.utils import tuple_iterator_getitem
+    from torch._dynamo.variables.lists import ListIteratorVariable
     from torch._dynamo.variables.optimizer import OptimizerVariable
     from torch._functorch import config as functorch_config
     from torch._functorch._aot_autograd import graph_compile
@@ -410,6 +412,23 @@ def _break_loops_on_demand() -> None:
 
     maybe_has_backedge.__collage_fx__ = original  # type: ignore[attr-defined]
     InstructionTranslatorBase.maybe_has_backedge = maybe_has_backedge  # type: ignore[method-assign]
+    _advance_iterators_last()
+
+
+def _advance_iterators_last() -> None:
+    """Have Dynamo advance the iterator of a resumed loop after it has written the other side effects.
+
+    Among them is the state that is born for a parameter, under a key that is looked up in the iterator:
+    advanced first, it would give another parameter, or none.
+    """
+    original = getattr(SideEffects._get_modified_vars, "__collage_fx__", SideEffects._get_modified_vars)
+
+    @functools.wraps(original)
+    def modified(self: Any) -> list[Any]:
+        return sorted(original(self), key=lambda variable: isinstance(variable, ListIteratorVariable))
+
+    modified.__collage_fx__ = original  # type: ignore[attr-defined]
+    SideEffects._get_modified_vars = modified  # type: ignore[method-assign]
 
 
 def dynamo_recompile_limit() -> int:
