@@ -87,7 +87,7 @@ try:
     )
     from torch._dynamo.trace_rules import get_torch_obj_rule_map, torch_name_rule_map
     from torch._dynamo.utils import tuple_iterator_getitem
-    from torch._dynamo.variables.lists import ListIteratorVariable
+    from torch._dynamo.variables.iter import IteratorVariable
     from torch._dynamo.variables.optimizer import OptimizerVariable
     from torch._functorch import config as functorch_config
     from torch._functorch._aot_autograd import graph_compile
@@ -425,7 +425,7 @@ def _advance_iterators_last() -> None:
 
     @functools.wraps(original)
     def modified(self: Any) -> list[Any]:
-        return sorted(original(self), key=lambda variable: isinstance(variable, ListIteratorVariable))
+        return sorted(original(self), key=lambda variable: isinstance(variable, IteratorVariable))
 
     modified.__collage_fx__ = original  # type: ignore[attr-defined]
     SideEffects._get_modified_vars = modified  # type: ignore[method-assign]

@@ -379,10 +379,12 @@ def test_the_limit_is_each_optimizers_own() -> None:
 def test_other_backends_keep_dynamos_behaviour() -> None:
     torch._dynamo.reset()
     (p,) = params = parameters(torch.float32, shapes=[(3,)])
-    optimizer = Counts(params)
+    optimizer = torch.optim.SGD(params, lr=2.0**-4)
     step = torch.compile(optimizer.step, backend="eager")
-    with torch._dynamo.config.patch(recompile_limit=2):
-        run_steps(step, params, range(4))
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for seed in range(3):
+            run_steps(step, params, [seed])
+            optimizer.param_groups[0]["lr"] /= 2
         p.grad = torch.sparse_coo_tensor(torch.tensor([[0]]), torch.ones(1), (3,), check_invariants=True)
         step()
     optimizer.step()
