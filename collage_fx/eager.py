@@ -8,11 +8,13 @@ which costs nothing in a step that is compiled already:
 * *Dynamo gives up on a function* that has been compiled too often, and runs it as it is from then on, for
   every optimizer of the class. It never does for this backend: each optimizer has a limit of its own,
   :data:`COMPILATIONS` times Dynamo's, at which the step is refused (:func:`_before_conversion`).
-* *A graph break inside an update* hands the operation it happened at, or the whole function, to eager
-  execution. It is refused when Dynamo reports it, before anything has run (:func:`_at_graph_break`). Two
-  kinds of breaks are let through. One in the closure of a step, or anywhere outside of the methods of an
-  optimizer, leaves the update whole. One at a branch on a tensor's value (``if norm > 1:``) executes nothing
-  but the branch; what follows is a graph of its own, also in a loop, which Dynamo by itself doesn't resume.
+* *A graph break inside an update* hands the operation it happened at, and in a loop the whole function, to
+  eager execution. It is refused when Dynamo reports it, before anything has run (:func:`_at_graph_break`).
+  Two kinds of breaks are let through. One in the closure of a step, or anywhere outside of the methods of an
+  optimizer, leaves the update whole. One at a branch on a tensor's value (``if norm > 1:``) that Dynamo can
+  resume from executes nothing but the branch; what follows is a graph of its own. (Dynamo can be made to
+  resume loops as well. It then reads the parameters of later iterations at the wrong place of an iterator:
+  steps came out wrong without an error. So loops that break are refused.)
 * *Reading a tensor's value* (``norm.item()``) would break the graph too; it is captured instead, or, where
   the step goes on to branch on it, made such a harmless break (:data:`ATTEMPTS`).
 * *Something that Dynamo doesn't trace*: sparse gradients, optimizers whose step is disabled for Dynamo,
@@ -51,7 +53,6 @@ from collage_fx.torch_compat import (
     current_attempt,
     current_trace,
     dynamo_recompile_limit,
-    is_resumed,
     watch_conversions,
     watch_graph_breaks,
     watch_traced_optimizers,
@@ -66,11 +67,11 @@ COMPILATIONS = 4
 _OWN_LIMIT = {"recompile_limit": 1 << 30, "accumulated_recompile_limit": 1 << 30}
 
 #: How Dynamo traces for this backend: its own limits are out of reach. Numbers read from tensors become part
-#: of the graph; unless the step then branches on one, or does something else that breaks the graph and cannot
-#: be resumed: then the graph is broken where the number is read, and inside loops, too.
+#: of the graph, unless the step then branches on one where the graph cannot be broken; it may be broken where
+#: the number is read.
 ATTEMPTS = (
     Attempt({**_OWN_LIMIT, "capture_scalar_outputs": True}),
-    Attempt({**_OWN_LIMIT, "capture_scalar_outputs": False}, breaks_loops=True, is_last=True),
+    Attempt({**_OWN_LIMIT, "capture_scalar_outputs": False}, is_last=True),
 )
 
 #: ``(backend, keywords)`` -> whether it is strict; None for backends that compensate nothing.
@@ -143,17 +144,9 @@ def _before_conversion(
         return False
     for subject in _subjects(code, variables):
         done = _conversions.get(subject, Counter())[code]
-        if done >= _limit(subject, code):
+        if done >= COMPILATIONS * dynamo_recompile_limit():
             _raise_or_warn(subject, _too_many(subject, code, done), strict=strict)
     return True
-
-
-def _limit(subject: Optimizer | CodeType, code: CodeType) -> int:
-    """What is left of a loop over parameters after a graph break is another function for each of them."""
-    parameters = 0
-    if isinstance(subject, Optimizer) and is_resumed(code):
-        parameters = sum(len(group["params"]) for group in subject.param_groups)
-    return COMPILATIONS * (dynamo_recompile_limit() + parameters)
 
 
 def _after_conversion(code: CodeType, variables: Mapping[str, Any]) -> None:

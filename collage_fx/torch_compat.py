@@ -7,7 +7,6 @@ training run.
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import functools
 import inspect
@@ -38,7 +37,6 @@ __all__ = [
     "has_storage",
     "inductor_compile_inner",
     "inductor_config",
-    "is_resumed",
     "keep_numbers_symbolic",
     "make_fx",
     "mode_options",
@@ -78,16 +76,12 @@ try:
     from torch._dynamo.decorators import substitute_in_graph
     from torch._dynamo.eval_frame import always_optimize_code_objects
     from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis
-    from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
-    from torch._dynamo.side_effects import SideEffects
     from torch._dynamo.symbolic_convert import (
         InstructionTranslator,
         InstructionTranslatorBase,
         TensorifyState,
     )
     from torch._dynamo.trace_rules import get_torch_obj_rule_map, torch_name_rule_map
-    from torch._dynamo.utils import tuple_iterator_getitem
-    from torch._dynamo.variables.iter import IteratorVariable
     from torch._dynamo.variables.optimizer import OptimizerVariable
     from torch._functorch import config as functorch_config
     from torch._functorch._aot_autograd import graph_compile
@@ -328,7 +322,6 @@ def watch_conversions(
             after(code, variables)
         return converted
 
-    _break_loops_on_demand()
     watched.__collage_fx__ = original  # type: ignore[attr-defined]
     ConvertFrameAssert.__call__ = watched  # type: ignore[method-assign]
 
@@ -339,13 +332,10 @@ class Attempt:
 
     Attributes:
         settings: of Dynamo's configuration.
-        breaks_loops: whether the graph may be broken inside a loop. Dynamo can resume there, once an
-            iteration, but does not by itself: it runs the whole function eagerly.
         is_last: whether there is no other way.
     """
 
     settings: dict[str, Any]
-    breaks_loops: bool = False
     is_last: bool = False
 
 
@@ -376,59 +366,11 @@ def _convert(conversion: Callable[[], Any], attempts: Sequence[Attempt]) -> Any:
     try:
         for attempt in attempts:
             _conversion.attempt = attempt
-            with (
-                dynamo_config.patch(attempt.settings),
-                _items_of_iterators_have_attributes(),
-                contextlib.suppress(ConvertOtherwise),
-            ):
+            with dynamo_config.patch(attempt.settings), contextlib.suppress(ConvertOtherwise):
                 return conversion()
     finally:
         _conversion.attempt = outer
     raise AssertionError("the last attempt asked for another")
-
-
-def _items_of_iterators_have_attributes() -> contextlib.AbstractContextManager[Any]:
-    """Let Dynamo read the attributes of what a loop that it resumes goes on to iterate over.
-
-    It evaluates where ``p`` in ``for p in params`` came from to find ``p.grad.data``, but in a scope that
-    lacks the function it has written that down with.
-    """
-    return unittest.mock.patch.object(
-        builtins, "___tuple_iterator_getitem", tuple_iterator_getitem, create=True
-    )
-
-
-def _break_loops_on_demand() -> None:
-    original = getattr(
-        InstructionTranslatorBase.maybe_has_backedge,
-        "__collage_fx__",
-        InstructionTranslatorBase.maybe_has_backedge,
-    )
-
-    @functools.wraps(original)
-    def maybe_has_backedge(self: Any) -> bool:
-        attempt = current_attempt()
-        return not (attempt is not None and attempt.breaks_loops) and bool(original(self))
-
-    maybe_has_backedge.__collage_fx__ = original  # type: ignore[attr-defined]
-    InstructionTranslatorBase.maybe_has_backedge = maybe_has_backedge  # type: ignore[method-assign]
-    _advance_iterators_last()
-
-
-def _advance_iterators_last() -> None:
-    """Have Dynamo advance the iterator of a resumed loop after it has written the other side effects.
-
-    Among them is the state that is born for a parameter, under a key that is looked up in the iterator:
-    advanced first, it would give another parameter, or none.
-    """
-    original = getattr(SideEffects._get_modified_vars, "__collage_fx__", SideEffects._get_modified_vars)
-
-    @functools.wraps(original)
-    def modified(self: Any) -> list[Any]:
-        return sorted(original(self), key=lambda variable: isinstance(variable, IteratorVariable))
-
-    modified.__collage_fx__ = original  # type: ignore[attr-defined]
-    SideEffects._get_modified_vars = modified  # type: ignore[method-assign]
 
 
 def dynamo_recompile_limit() -> int:
@@ -609,11 +551,6 @@ def trace_instead(function: Callable[..., Any], traceable: Callable[..., Any]) -
     if rules:
         get_torch_obj_rule_map.cache_clear()
         substitute_in_graph(function)(traceable)
-
-
-def is_resumed(code: CodeType) -> bool:
-    """Whether it is what Dynamo has left of a function after a graph break."""
-    return code.co_name.startswith(TORCH_DYNAMO_RESUME_IN_PREFIX)
 
 
 def symbol_source(value: torch.SymInt | torch.SymFloat) -> str:
