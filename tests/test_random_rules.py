@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -30,7 +30,6 @@ from tests.support.rules import STEPS, DrawnOptimizer, Rule, rules
 SIZES = (1, 5, *[12] * 16)
 ASKED = os.environ.get("COLLAGE_FX_RULES")
 RULES = int(ASKED or 300)
-drawn = 0
 
 
 @st.composite
@@ -166,27 +165,35 @@ def check(strategy: str, counter: str, drawn_rules: Sequence[Rule]) -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (1 if counter == "tensor" else 2)
 
 
-@settings(
-    max_examples=RULES // 10,
-    derandomize=not ASKED,
-    deadline=None,
-    database=None,
-    report_multiple_bugs=False,
-    suppress_health_check=list(HealthCheck),
-    phases=(Phase.generate, Phase.shrink) if ASKED else (Phase.generate,),
-)
-@given(bundles())
-def _random_rules(bundle: tuple[str, str, list[Rule]]) -> None:
-    global drawn
-    check(*bundle)
-    drawn += len(bundle[2])
+def draw_rules(examples: int, round_: int) -> int:
+    """Check so many bundles, the same in every run unless asked otherwise; how many rules they had."""
+    drawn = 0
+
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        report_multiple_bugs=False,
+        suppress_health_check=list(HealthCheck),
+        phases=(Phase.generate, Phase.shrink) if ASKED else (Phase.generate,),
+    )
+    @given(bundles())
+    def bundle_by_bundle(bundle: tuple[str, str, list[Rule]]) -> None:
+        nonlocal drawn
+        check(*bundle)
+        drawn += len(bundle[2])
+
+    (bundle_by_bundle if ASKED else seed(round_)(bundle_by_bundle))()
+    return drawn
 
 
 @pytest.mark.slow
 def test_random_rules() -> None:
     """300 drawn optimizers: some 3 minutes of one core, most of it Inductor's."""
-    _random_rules()
-    assert drawn >= RULES or ASKED
+    drawn, round_ = 0, 0
+    while drawn < RULES:
+        drawn += draw_rules(-(-(RULES - drawn) // max(SIZES)), round_)
+        round_ += 1
 
 
 # What it found. ---------------------------------------------------------------------------------------------
