@@ -210,6 +210,55 @@ def test_what_a_step_assigns_to_the_optimizer_is_kept() -> None:
     assert float(optimizer.norm) == float(p.norm())
 
 
+class FillsNamedLists(Descent):
+    """``_init_group`` fills lists that it is given by name, which Dynamo takes to stay empty."""
+
+    def _init_group(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
+        for p in group["params"]:
+            params.append(p)
+            grads.append(p.grad)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            params: list[Tensor] = []
+            grads: list[Tensor] = []
+            self._init_group(group=group, params=params, grads=grads)
+            for p, g in zip(params, grads, strict=True):
+                p.add_(g, alpha=-group["lr"])
+
+
+def test_lists_that_are_filled_by_name_are_seen_filled() -> None:
+    torch._dynamo.reset()
+    p, optimizer = optimizer_of(FillsNamedLists, lr=TINY)
+    compiled(optimizer)()
+    assert bool(error_terms(p)[0].any())
+
+
+class BornAsASum(Descent):
+    """Momentum that is born in the step as zeros, decayed, plus the gradient: to Inductor, the gradient."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        (p,) = self.param_groups[0]["params"]
+        state = self.state[p]
+        if not state:
+            state["slow"], state["fast"] = torch.zeros_like(p), torch.zeros_like(p)
+        assert p.grad is not None
+        for name, decay in (("slow", 0.9), ("fast", 0.5)):
+            state[name].mul_(decay).add_(p.grad)
+        p.add_(state["slow"] + state["fast"], alpha=-self.param_groups[0]["lr"])
+
+
+def test_newborn_state_has_memory_of_its_own() -> None:
+    torch._dynamo.reset()
+    p, optimizer = optimizer_of(BornAsASum)
+    compiled(optimizer)()
+    assert p.grad is not None
+    tensors = [p.grad, *optimizer.state[p].values()]
+    assert len({tensor.data_ptr() for tensor in tensors}) == 3
+
+
 # Steps that are one opaque operation. -----------------------------------------------------------------------
 
 
