@@ -19,29 +19,24 @@ import torch
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_swa_avg_fn
 
+from collage_fx.wrapping import wrap_method
+
 __all__ = ["install"]
 
 #: Averaged value, current value, number of values averaged so far -> new average.
 Average = Callable[[Tensor, Tensor, Tensor | int], Tensor]
-
-#: Attribute of the wrapped method: the method it wraps.
-MARK = "__collage_fx__"
 
 _equal_average: Average = get_swa_avg_fn()
 
 
 def install() -> None:
     """Wrap ``AveragedModel.update_parameters``. A second call leaves one layer, not two."""
-    method = getattr(AveragedModel.update_parameters, MARK, AveragedModel.update_parameters)
-    wrapped = _updating(method)
-    setattr(wrapped, MARK, method)
-    AveragedModel.update_parameters = wrapped  # type: ignore[method-assign, assignment]
+    wrap_method(AveragedModel, "update_parameters", _updating)
 
 
 def _updating(
     update_parameters: Callable[[AveragedModel, torch.nn.Module], None],
 ) -> Callable[[AveragedModel, torch.nn.Module], None]:
-    @functools.wraps(update_parameters)
     def with_stores_in_one_frame(self: AveragedModel, model: torch.nn.Module) -> None:
         average = self.avg_fn or (_equal_average if _on_cpu(self) else None)
         if self.multi_avg_fn is not None or average is None:

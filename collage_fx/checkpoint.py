@@ -30,7 +30,6 @@ class that overrides the methods is covered as far as it calls those of the base
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -47,6 +46,7 @@ from collage_fx.errors import CheckpointMismatchError, ConflictingErrorFormatErr
 from collage_fx.formats import is_low_precision
 from collage_fx.names import known_tensors, parameter_names, shared_tensors, state_tensors
 from collage_fx.program import Role
+from collage_fx.wrapping import wrap_method
 
 __all__ = ["Carried", "install", "note_compiled"]
 
@@ -54,9 +54,6 @@ PREFIX = "collage_fx."
 #: Entry of a state dict for tensors that belong to no single parameter, and of what a pickle carries.
 SHARED = "collage_fx"
 PARAMETER_SLOT = "parameter"
-
-#: Attribute of a wrapped method: the method it wraps.
-MARK = "__collage_fx__"
 
 _compiled: WeakSet[Optimizer] = WeakSet()
 _loaded_without_error_terms: WeakSet[Optimizer] = WeakSet()
@@ -88,10 +85,7 @@ def install() -> None:
         "__setstate__": _unpacking,
     }
     for name, wrapper in wrappers.items():
-        current = getattr(Optimizer, name)
-        wrapped = wrapper(getattr(current, MARK, current))
-        setattr(wrapped, MARK, getattr(current, MARK, current))
-        setattr(Optimizer, name, wrapped)
+        wrap_method(Optimizer, name, wrapper)
 
 
 def note_compiled(optimizer: Optimizer) -> None:
@@ -106,7 +100,6 @@ def note_compiled(optimizer: Optimizer) -> None:
 
 
 def _saving(state_dict: Callable[..., StateDict]) -> Callable[..., StateDict]:
-    @functools.wraps(state_dict)
     def with_error_terms(self: Optimizer, *args: Any, **kwargs: Any) -> StateDict:
         saved = state_dict(self, *args, **kwargs)
         state = dict(saved["state"])
@@ -150,7 +143,6 @@ def _warn_unsaved(optimizer: Optimizer) -> None:
 
 
 def _packing(getstate: Callable[..., StateDict]) -> Callable[..., StateDict]:
-    @functools.wraps(getstate)
     def with_error_terms(self: Optimizer) -> StateDict:
         carried = [
             Carried(entry.tensor, expansion.format.name, expansion.auxiliaries)
@@ -163,7 +155,6 @@ def _packing(getstate: Callable[..., StateDict]) -> Callable[..., StateDict]:
 
 
 def _unpacking(setstate: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(setstate)
     def with_error_terms(self: Optimizer, state: StateDict) -> None:
         setstate(self, {key: value for key, value in state.items() if key != SHARED})
         for each in state.get(SHARED, ()):
@@ -175,7 +166,6 @@ def _unpacking(setstate: Callable[..., None]) -> Callable[..., None]:
 
 
 def _loading(load_state_dict: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(load_state_dict)
     def with_error_terms(self: Optimizer, state_dict: StateDict, *args: Any, **kwargs: Any) -> None:
         plain, saved, shared = _separated(state_dict)
         _refuse_mismatches(self, plain, saved)

@@ -8,7 +8,6 @@ training run.
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import sys
 import threading
@@ -20,6 +19,8 @@ from typing import Any, Literal, cast
 from weakref import WeakSet
 
 import torch
+
+from collage_fx.wrapping import wrap_method
 
 __all__ = [
     "Attempt",
@@ -243,31 +244,31 @@ def watch_traced_optimizers(watch: Callable[[torch.optim.Optimizer, Any, dict[st
     effects. And of the lists that ``_init_group`` fills, it sees those that are positional arguments filled
     and those that are keyword arguments empty, so that nothing is updated.
     """
-    original = getattr(OptimizerVariable.__init__, "__collage_fx__", OptimizerVariable.__init__)
 
-    @functools.wraps(original)
-    def watched(self: Any, value: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
-        is_ours = watch(value, *_backend_being_traced_for())
-        original(self, value, *args, **kwargs)
-        if is_ours:
-            side_effects = InstructionTranslator.current_tx().output.side_effects
-            if value not in side_effects:
-                side_effects.track_object_existing(value, self)
-            _traced_for_us.add(value)
+    def watching(original: Callable[..., None]) -> Callable[..., None]:
+        def watched(self: Any, value: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+            is_ours = watch(value, *_backend_being_traced_for())
+            original(self, value, *args, **kwargs)
+            if is_ours:
+                side_effects = InstructionTranslator.current_tx().output.side_effects
+                if value not in side_effects:
+                    side_effects.track_object_existing(value, self)
+                _traced_for_us.add(value)
 
-    call_method = getattr(OptimizerVariable.call_method, "__collage_fx__", OptimizerVariable.call_method)
+        return watched
 
-    @functools.wraps(call_method)
+    wrap_method(OptimizerVariable, "__init__", watching)
+    wrap_method(OptimizerVariable, "call_method", _with_positional_lists)
+
+
+def _with_positional_lists(call_method: Callable[..., Any]) -> Callable[..., Any]:
     def called(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
         if name == "_init_group" and kwargs and self.value in _traced_for_us:
             bound = inspect.signature(self.value._init_group).bind(*args, **kwargs)
             args, kwargs = list(bound.args), bound.kwargs
         return call_method(self, tx, name, args, kwargs)
 
-    watched.__collage_fx__ = original  # type: ignore[attr-defined]
-    called.__collage_fx__ = call_method  # type: ignore[attr-defined]
-    OptimizerVariable.__init__ = watched  # type: ignore[method-assign]
-    OptimizerVariable.call_method = called  # type: ignore[method-assign]
+    return called
 
 
 _traced_for_us: WeakSet[torch.optim.Optimizer] = WeakSet()
@@ -307,23 +308,23 @@ def watch_conversions(
 
     Called once per compilation of a frame; costs nothing where nothing is compiled.
     """
-    original = getattr(ConvertFrameAssert.__call__, "__collage_fx__", ConvertFrameAssert.__call__)
 
-    @functools.wraps(original)
-    def watched(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
-        code, variables = frame.f_code, frame.f_locals
-        if not before(*_innermost(self._torchdynamo_orig_backend), code, variables):
-            return original(self, frame, *args, **kwargs)
-        if _optimizer_of_method(code, variables) is not None:
-            # Dynamo runs frames eagerly in which it sees no tensor, as in step(self) of most optimizers.
-            always_optimize_code_objects[code] = True
-        converted = _convert(lambda: original(self, frame, *args, **kwargs), attempts)
-        if converted is not None and converted.guarded_code is not None:
-            after(code, variables)
-        return converted
+    def watching(original: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
+            code, variables = frame.f_code, frame.f_locals
+            if not before(*_innermost(self._torchdynamo_orig_backend), code, variables):
+                return original(self, frame, *args, **kwargs)
+            if _optimizer_of_method(code, variables) is not None:
+                # Dynamo runs frames eagerly in which it sees no tensor, as in step(self) of most optimizers.
+                always_optimize_code_objects[code] = True
+            converted = _convert(lambda: original(self, frame, *args, **kwargs), attempts)
+            if converted is not None and converted.guarded_code is not None:
+                after(code, variables)
+            return converted
 
-    watched.__collage_fx__ = original  # type: ignore[attr-defined]
-    ConvertFrameAssert.__call__ = watched  # type: ignore[method-assign]
+        return watched
+
+    wrap_method(ConvertFrameAssert, "__call__", watching)
 
 
 @dataclass(frozen=True)
@@ -402,21 +403,20 @@ def watch_graph_breaks(watch: Callable[[Any, dict[str, Any], GraphBreak], None])
     Or to skip a frame. An exception of a :class:`ShortenTraceback` class reaches the user, as in
     :func:`watch_traced_optimizers`.
     """
-    original = getattr(
-        InstructionTranslatorBase.log_graph_break,
-        "__collage_fx__",
-        InstructionTranslatorBase.log_graph_break,
-    )
 
-    @functools.wraps(original)
-    def watched(self: Any, code_options: Any, reason: str, exc: Any) -> None:
-        if not _is_torchs_own(self.f_code, exc):
-            is_skip = reason.startswith(("Failed to handle", "Encountered graph break that we cannot resume"))
-            watch(*_innermost(self.output.compiler_fn), _describe_graph_break(self, exc, is_skip=is_skip))
-        original(self, code_options, reason, exc)
+    def watching(original: Callable[..., None]) -> Callable[..., None]:
+        def watched(self: Any, code_options: Any, reason: str, exc: Any) -> None:
+            if not _is_torchs_own(self.f_code, exc):
+                is_skip = reason.startswith(
+                    ("Failed to handle", "Encountered graph break that we cannot resume")
+                )
+                graph_break = _describe_graph_break(self, exc, is_skip=is_skip)
+                watch(*_innermost(self.output.compiler_fn), graph_break)
+            original(self, code_options, reason, exc)
 
-    watched.__collage_fx__ = original  # type: ignore[attr-defined]
-    InstructionTranslatorBase.log_graph_break = watched  # type: ignore[method-assign]
+        return watched
+
+    wrap_method(InstructionTranslatorBase, "log_graph_break", watching)
 
 
 def _is_torchs_own(code: CodeType, cause: Any) -> bool:
@@ -514,13 +514,11 @@ def keep_numbers_symbolic() -> None:
     It does replace ``-lr`` or ``1 - lr`` by tensor operations there, but then looks only for ``lr`` itself
     among what it has replaced, doesn't find it, and starts over with the number burned in.
     """
-    if _version() >= (2, 13):
-        return
-    original = getattr(
-        graph_compile.tensorify_python_scalars, "__collage_fx__", graph_compile.tensorify_python_scalars
-    )
+    if _version() < (2, 13):
+        wrap_method(graph_compile, "tensorify_python_scalars", _restarting_only_if_burned_in)
 
-    @functools.wraps(original)
+
+def _restarting_only_if_burned_in(original: Callable[..., None]) -> Callable[..., None]:
     def tensorify(gm: torch.fx.GraphModule, shape_env: Any, fake_mode: Any) -> None:
         asked: list[str] = []
         burned_in: set[str] = set()
@@ -534,8 +532,7 @@ def keep_numbers_symbolic() -> None:
         if burned_in:
             raise TensorifyScalarRestartAnalysis
 
-    tensorify.__collage_fx__ = original  # type: ignore[attr-defined]
-    graph_compile.tensorify_python_scalars = tensorify
+    return tensorify
 
 
 def trace_instead(function: Callable[..., Any], traceable: Callable[..., Any]) -> None:

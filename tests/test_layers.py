@@ -11,6 +11,7 @@ ROOT = Path(collage_fx.__file__).parent
 
 #: From the bottom up; a module imports only from lower rows. ``passes`` is imported by the pipeline alone.
 LAYERS = [
+    {"wrapping"},
     {"formats", "averaging", "torch_compat"},
     {"arithmetic", "errors"},
     {"operators", "error_formats", "graph", "composites"},
