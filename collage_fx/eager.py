@@ -208,9 +208,10 @@ def _at_graph_break(
 def _before_eager_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling() or optimizer not in _compiled:
         return
-    for name, parameter in parameter_names(optimizer):
-        if parameter.grad is not None and expansion_of(parameter) is not None:
-            _raise_or_warn(optimizer, _bypassed(optimizer, name), strict=_compiled[optimizer])
+    stepped = (name for name, p in parameter_names(optimizer) if p.grad is not None and expansion_of(p))
+    first = next(stepped, None)
+    if first is not None:
+        _raise_or_warn(optimizer, _bypassed(optimizer, first), strict=_compiled[optimizer])
 
 
 def _bypassed(optimizer: Optimizer, name: str) -> CollageError:
