@@ -15,13 +15,18 @@ import torch
 
 from collage_fx.torch_compat import prims_fma
 
-__all__ = ["COMPOSITES", "FOREACH_OPERATORS", "foreach_calls", "foreach_name", "foreach_rule"]
+__all__ = ["COMPOSITES", "FOREACH_OPERATORS", "foreach_calls", "foreach_name", "foreach_rule", "is_one"]
 
 aten = torch.ops.aten
 
 
+def is_one(number: Any) -> bool:
+    """Whether it is the number 1, and no symbol that happens to be 1."""
+    return isinstance(number, (int, float)) and number == 1
+
+
 def _scaled(x: Any, factor: Any) -> Any:
-    return x if isinstance(factor, (int, float)) and factor == 1 else x * factor
+    return x if is_one(factor) else x * factor
 
 
 def _add(x: Any, y: Any, *, alpha: Any = 1) -> Any:

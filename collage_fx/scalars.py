@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from collage_fx.composites import COMPOSITES, foreach_calls, foreach_name, foreach_rule
+from collage_fx.composites import COMPOSITES, foreach_calls, foreach_name, foreach_rule, is_one
 from collage_fx.torch_compat import functional_decompositions, keep_numbers_symbolic, trace_instead
 
 __all__ = ["decompositions", "install"]
@@ -46,19 +46,15 @@ def _as_tensor(number: Any, like: Tensor) -> Tensor:
 
 
 def _add(x: Any, y: Any, *, alpha: Any = 1) -> Any:
-    return NotImplemented if _is_one(alpha) else x + y * alpha
+    return NotImplemented if is_one(alpha) else x + y * alpha
 
 
 def _sub(x: Any, y: Any, *, alpha: Any = 1) -> Any:
-    return NotImplemented if _is_one(alpha) else x - y * alpha
+    return NotImplemented if is_one(alpha) else x - y * alpha
 
 
 def _rsub(x: Any, y: Any, alpha: Any = 1) -> Any:
-    return y + -(x if _is_one(alpha) else x * alpha)
-
-
-def _is_one(number: Any) -> bool:
-    return isinstance(number, (int, float)) and number == 1
+    return y + -(x if is_one(alpha) else x * alpha)
 
 
 def _clamp(x: Tensor, min: Any = None, max: Any = None) -> Tensor:
