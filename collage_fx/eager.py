@@ -46,13 +46,14 @@ from collage_fx.error_terms import expansion_of
 from collage_fx.errors import CollageError, EagerStepError, GraphBreakError, RecompileLimitError
 from collage_fx.formats import is_low_precision
 from collage_fx.names import optimizers_among, parameter_names
+from collage_fx.recording import is_recorded, record
 from collage_fx.torch_compat import (
-    Attempt,
-    ConvertOtherwise,
     GraphBreak,
-    current_attempt,
+    RunAsItIs,
     current_trace,
     dynamo_recompile_limit,
+    is_being_stepped,
+    is_step_wrapper,
     watch_conversions,
     watch_graph_breaks,
     watch_traced_optimizers,
@@ -64,15 +65,13 @@ __all__ = ["install", "note_compiled_step"]
 #: refused.
 COMPILATIONS = 4
 
-_OWN_LIMIT = {"recompile_limit": 1 << 30, "accumulated_recompile_limit": 1 << 30}
-
-#: How Dynamo traces for this backend: its own limits are out of reach. Numbers read from tensors become part
-#: of the graph, unless the step then branches on one where the graph cannot be broken; it may be broken where
-#: the number is read.
-ATTEMPTS = (
-    Attempt({**_OWN_LIMIT, "capture_scalar_outputs": True}),
-    Attempt({**_OWN_LIMIT, "capture_scalar_outputs": False}, is_last=True),
-)
+#: How Dynamo traces for this backend: its own limits are out of reach, and numbers read from tensors become
+#: part of the graph.
+SETTINGS = {
+    "recompile_limit": 1 << 30,
+    "accumulated_recompile_limit": 1 << 30,
+    "capture_scalar_outputs": True,
+}
 
 #: ``(backend, keywords)`` -> whether it is strict; None for backends that compensate nothing.
 Strictness = Callable[[Any, dict[str, Any]], bool | None]
@@ -86,7 +85,10 @@ def install(strictness: Strictness) -> None:
     """Start watching Dynamo and eager steps. A second call replaces the first."""
     watch_traced_optimizers(lambda *traced: _at_trace(strictness, *traced))
     watch_conversions(
-        lambda *conversion: _before_conversion(strictness, *conversion), _after_conversion, ATTEMPTS
+        lambda *conversion: _before_conversion(strictness, *conversion),
+        _after_conversion,
+        _at_failed_conversion,
+        SETTINGS,
     )
     watch_graph_breaks(lambda *graph_break: _at_graph_break(strictness, *graph_break))
     global _hook
@@ -142,11 +144,28 @@ def _before_conversion(
     strict = strictness(backend, keywords)
     if strict is None:
         return False
+    if any(map(is_recorded, _stepped_by(code, variables))):
+        raise RunAsItIs
     for subject in _subjects(code, variables):
         done = _conversions.get(subject, Counter())[code]
         if done >= COMPILATIONS * dynamo_recompile_limit():
-            _raise_or_warn(subject, _too_many(subject, code, done), strict=strict)
+            refusal = _too_many(subject, code, done)
+            _record_or_refuse(subject, backend, keywords, code, refusal, strict=strict)
     return True
+
+
+def _stepped_by(code: CodeType, variables: Mapping[str, Any]) -> list[Optimizer]:
+    """The optimizers that a function is about to step, if it is torch's wrapper around a step."""
+    return list(optimizers_among(variables).values()) if is_step_wrapper(code) else []
+
+
+def _at_failed_conversion(
+    backend: Any, keywords: dict[str, Any], code: CodeType, variables: Mapping[str, Any], error: Exception
+) -> None:
+    """Python may do what Dynamo fails at: symbolic numbers are where most such failures come from."""
+    for optimizer in _stepped_by(code, variables):
+        record(optimizer, backend, keywords, f"{type(error).__name__}: {error}")
+        raise RunAsItIs
 
 
 def _after_conversion(code: CodeType, variables: Mapping[str, Any]) -> None:
@@ -175,38 +194,54 @@ def _too_many(subject: Optimizer | CodeType, code: CodeType, done: int) -> Colla
 
 
 def _at_graph_break(
-    strictness: Strictness, backend: Any, keywords: dict[str, Any], graph_break: GraphBreak
+    strictness: Strictness,
+    backend: Any,
+    keywords: dict[str, Any],
+    code: CodeType,
+    graph_break: GraphBreak,
 ) -> None:
     strict = strictness(backend, keywords)
     optimizer = graph_break.optimizer
-    if strict is None or optimizer is None or graph_break.is_harmless:
+    if strict is None or optimizer is None or is_recorded(optimizer):
         return
     if not any(is_low_precision(parameter.dtype) for _, parameter in parameter_names(optimizer)):
         return
-    attempt = current_attempt()
-    if attempt is not None and not attempt.is_last:
-        raise ConvertOtherwise
-    if strict:
-        forget_new_state(optimizer)
-    _raise_or_warn(
-        optimizer,
-        GraphBreakError(
-            f"Dynamo cannot capture the step of {type(optimizer).__name__}, and would run a part "
-            f"of it eagerly, without error terms: {graph_break.reason}",
-            where=graph_break.where,
-            remedy="change that line (what Dynamo says about it: TORCH_LOGS=graph_breaks). If it belongs to "
-            "the first step alone, where state is made, take that one eagerly, before the compiled ones. Or "
-            "accept with strict=False that the part is not compensated",
-        ),
-        strict=strict,
+    refusal = GraphBreakError(
+        f"Dynamo cannot capture the step of {type(optimizer).__name__}, and would run a part "
+        f"of it eagerly, without error terms: {graph_break.reason}",
+        where=graph_break.where,
+        remedy="change that line (what Dynamo says about it: TORCH_LOGS=graph_breaks). If it belongs to "
+        "the first step alone, where state is made, take that one eagerly, before the compiled ones. Or "
+        "accept with strict=False that the part is not compensated",
     )
+    _record_or_refuse(optimizer, backend, keywords, code, refusal, strict=strict)
+
+
+def _record_or_refuse(
+    subject: Optimizer | CodeType,
+    backend: Any,
+    keywords: dict[str, Any],
+    code: CodeType,
+    refusal: CollageError,
+    *,
+    strict: bool,
+) -> None:
+    """Have a step recorded that cannot be captured; refuse it where it is too late, or not a step."""
+    if isinstance(subject, Optimizer) and not is_being_stepped(subject):
+        record(subject, backend, keywords, refusal.met)
+        if is_step_wrapper(code):
+            raise RunAsItIs
+        return
+    if strict and isinstance(subject, Optimizer):
+        forget_new_state(subject)
+    _raise_or_warn(subject, refusal, strict=strict)
 
 
 # -- a step is called without its compiled callable
 
 
 def _before_eager_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if torch.compiler.is_compiling() or optimizer not in _compiled:
+    if torch.compiler.is_compiling() or optimizer not in _compiled or is_recorded(optimizer):
         return
     stepped = (name for name, p in parameter_names(optimizer) if p.grad is not None and expansion_of(p))
     first = next(stepped, None)

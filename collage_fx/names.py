@@ -15,12 +15,14 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from collage_fx.program import InputInfo, Role
 from collage_fx.torch_compat import aot_input_of, symbol_source
 
 __all__ = [
     "KnownTensor",
+    "carried",
     "describe_inputs",
     "known_tensors",
     "optimizers_among",
@@ -28,6 +30,9 @@ __all__ = [
     "shared_tensors",
     "state_tensors",
 ]
+
+#: The tensors that recorded steps hand from one compiled graph to the next.
+carried = WeakTensorKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -159,7 +164,10 @@ def _describe_tensor(
         entry = known[id(tensor)]
         return InputInfo(entry.name, entry.symbol, entry.role, tensor, bound)
     name = re.sub(r"^L_+|_+$", "", fallback, flags=re.IGNORECASE)
-    role = Role.PARAMETER if isinstance(tensor, torch.nn.Parameter) else Role.STATE
+    if isinstance(tensor, torch.nn.Parameter):
+        role = Role.PARAMETER
+    else:
+        role = Role.CARRIED if tensor in carried else Role.STATE
     return InputInfo(name, name.rpartition("___")[2] or name, role, tensor, bound)
 
 

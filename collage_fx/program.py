@@ -35,11 +35,15 @@ Arithmetic = Literal["wide", "native"]
 
 
 class Role(enum.Enum):
-    """What an input of the step is to the user."""
+    """What an input of the step is to the user.
+
+    CARRIED is what a recorded step computes in one graph and uses in the next.
+    """
 
     PARAMETER = "parameter"
     STATE = "state"
     GRADIENT = "gradient"
+    CARRIED = "carried"
     OTHER = "other"
 
 

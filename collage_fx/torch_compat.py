@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-import threading
 import unittest.mock
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,21 +22,24 @@ import torch
 from collage_fx.wrapping import wrap_method
 
 __all__ = [
-    "Attempt",
-    "ConvertOtherwise",
+    "FakeTensorMode",
     "GraphBreak",
+    "RunAsItIs",
     "ShortenTraceback",
     "aot_input_of",
     "compile_with_inductor",
-    "current_attempt",
     "current_trace",
+    "depends_on_values",
     "detect_fake_mode",
+    "disabled_torch_function",
     "dynamo_recompile_limit",
     "functional_decompositions",
     "has_internal_overlap",
     "has_storage",
     "inductor_compile_inner",
     "inductor_config",
+    "is_being_stepped",
+    "is_step_wrapper",
     "keep_numbers_symbolic",
     "make_fx",
     "mode_options",
@@ -54,6 +56,8 @@ __all__ = [
     "watch_conversions",
     "watch_graph_breaks",
     "watch_traced_optimizers",
+    "without_modes",
+    "wrapper_subclass",
 ]
 
 OLDEST_TORCH = (2, 11)
@@ -83,6 +87,7 @@ try:
         TensorifyState,
     )
     from torch._dynamo.trace_rules import get_torch_obj_rule_map, torch_name_rule_map
+    from torch._dynamo.types import ConvertFrameReturn
     from torch._dynamo.variables.optimizer import OptimizerVariable
     from torch._functorch import config as functorch_config
     from torch._functorch._aot_autograd import graph_compile
@@ -100,8 +105,10 @@ try:
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.lowering import register_lowering
     from torch._inductor.virtualized import ops
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
+    from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
     from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.overrides import _pop_mode_temporarily
+    from torch.utils._python_dispatch import _disable_current_modes
 except ImportError as error:
     raise ImportError(
         f"collage_fx does not know torch {torch.__version__}: {error}. "
@@ -296,28 +303,42 @@ def _innermost(compiler: Any) -> tuple[Any, dict[str, Any]]:
 def watch_conversions(
     before: Callable[[Any, dict[str, Any], CodeType, Mapping[str, Any]], bool],
     after: Callable[[CodeType, Mapping[str, Any]], None],
-    attempts: Sequence[Attempt],
+    failed: Callable[[Any, dict[str, Any], CodeType, Mapping[str, Any], Exception], None],
+    settings: dict[str, Any],
 ) -> None:
     """Have functions called around each of Dynamo's conversions of a frame into a graph.
 
     Args:
         before: ``(backend, keywords, code, variables)`` (see :func:`watch_traced_optimizers`); an exception
-            of it ends the conversion and reaches the user, True applies the following two.
+            of it ends the conversion and reaches the user, True applies the following.
         after: ``(code, variables)``, once a graph has been compiled.
-        attempts: how to convert. Where a conversion ends in :class:`ConvertOtherwise`, the next is tried.
+        failed: like ``before``, and the exception that the conversion ended with; it is raised again after.
+        settings: of Dynamo's configuration, for the conversion.
 
-    Called once per compilation of a frame; costs nothing where nothing is compiled.
+    Where one of them, or another watch within the conversion, raises :class:`RunAsItIs`, the frame is run by
+    Python. Called once per compilation of a frame; costs nothing where nothing is compiled.
     """
 
     def watching(original: Callable[..., Any]) -> Callable[..., Any]:
         def watched(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
             code, variables = frame.f_code, frame.f_locals
-            if not before(*_innermost(self._torchdynamo_orig_backend), code, variables):
-                return original(self, frame, *args, **kwargs)
-            if _optimizer_of_method(code, variables) is not None:
-                # Dynamo runs frames eagerly in which it sees no tensor, as in step(self) of most optimizers.
-                always_optimize_code_objects[code] = True
-            converted = _convert(lambda: original(self, frame, *args, **kwargs), attempts)
+            compiler = _innermost(self._torchdynamo_orig_backend)
+            try:
+                if not before(*compiler, code, variables):
+                    return original(self, frame, *args, **kwargs)
+                if _optimizer_of_method(code, variables) is not None:
+                    # Dynamo runs frames eagerly in which it sees no tensor, as in most optimizers' step(self).
+                    always_optimize_code_objects[code] = True
+                try:
+                    with dynamo_config.patch(settings):
+                        converted = original(self, frame, *args, **kwargs)
+                except ShortenTraceback:
+                    raise
+                except Exception as error:
+                    failed(*compiler, code, variables, error)
+                    raise
+            except RunAsItIs:
+                return ConvertFrameReturn(apply_to_code=False)
             if converted is not None and converted.guarded_code is not None:
                 after(code, variables)
             return converted
@@ -327,51 +348,11 @@ def watch_conversions(
     wrap_method(ConvertFrameAssert, "__call__", watching)
 
 
-@dataclass(frozen=True)
-class Attempt:
-    """A way to convert a frame.
-
-    Attributes:
-        settings: of Dynamo's configuration.
-        is_last: whether there is no other way.
-    """
-
-    settings: dict[str, Any]
-    is_last: bool = False
-
-
-class ConvertOtherwise(ShortenTraceback):
-    """Raised by a watch of graph breaks to have a frame converted in the next way."""
+class RunAsItIs(ShortenTraceback):
+    """Raised by a watch to have Python run the frame that is being converted."""
 
     def __init__(self) -> None:
         super().__init__(first_useful_frame=None)
-
-
-class _Conversion(threading.local):
-    """The attempt that this thread is at."""
-
-    attempt: Attempt | None = None
-
-
-_conversion = _Conversion()
-
-
-def current_attempt() -> Attempt | None:
-    """The way in which a frame is being converted; None outside of watched conversions."""
-    return _conversion.attempt
-
-
-def _convert(conversion: Callable[[], Any], attempts: Sequence[Attempt]) -> Any:
-    """Run a conversion in the first way that it does not ask to replace."""
-    outer = _conversion.attempt
-    try:
-        for attempt in attempts:
-            _conversion.attempt = attempt
-            with dynamo_config.patch(attempt.settings), contextlib.suppress(ConvertOtherwise):
-                return conversion()
-    finally:
-        _conversion.attempt = outer
-    raise AssertionError("the last attempt asked for another")
 
 
 def dynamo_recompile_limit() -> int:
@@ -387,18 +368,17 @@ class GraphBreak:
         optimizer: whose update is being traced there; None where it is none's.
         reason: Dynamo's, in a sentence or two.
         where: file, line and function.
-        is_harmless: what is run eagerly there changes no tensor (a branch, say), and what follows is captured
-            in a graph of its own.
     """
 
     optimizer: torch.optim.Optimizer | None
     reason: str
     where: str
-    is_harmless: bool
 
 
-def watch_graph_breaks(watch: Callable[[Any, dict[str, Any], GraphBreak], None]) -> None:
-    """Have ``watch(backend, keywords, graph_break)`` called when Dynamo decides to break a graph.
+def watch_graph_breaks(watch: Callable[[Any, dict[str, Any], CodeType, GraphBreak], None]) -> None:
+    """Have ``watch(backend, keywords, code, graph_break)`` called when Dynamo decides to break a graph.
+
+    ``code`` is the function's that is being converted; it may have called the one that breaks.
 
     Or to skip a frame. An exception of a :class:`ShortenTraceback` class reaches the user, as in
     :func:`watch_traced_optimizers`.
@@ -407,11 +387,7 @@ def watch_graph_breaks(watch: Callable[[Any, dict[str, Any], GraphBreak], None])
     def watching(original: Callable[..., None]) -> Callable[..., None]:
         def watched(self: Any, code_options: Any, reason: str, exc: Any) -> None:
             if not _is_torchs_own(self.f_code, exc):
-                is_skip = reason.startswith(
-                    ("Failed to handle", "Encountered graph break that we cannot resume")
-                )
-                graph_break = _describe_graph_break(self, exc, is_skip=is_skip)
-                watch(*_innermost(self.output.compiler_fn), graph_break)
+                watch(*_innermost(self.output.compiler_fn), self.f_code, _describe_graph_break(self, exc))
             original(self, code_options, reason, exc)
 
         return watched
@@ -429,27 +405,14 @@ def _is_in_torchs_optimizer(code: CodeType) -> bool:
     return code.co_filename == inspect.getfile(torch.optim.Optimizer)
 
 
-def _describe_graph_break(translator: Any, cause: Any, *, is_skip: bool) -> GraphBreak:
+def _describe_graph_break(translator: Any, cause: Any) -> GraphBreak:
     stack = list(getattr(cause, "real_stack", None) or ())
     lines = [line.strip() for line in str(getattr(cause, "msg", cause)).splitlines() if line.strip()]
     explained = [line.removeprefix("Explanation: ") for line in lines[:2]]
     where = (
         f"{stack[-1].filename}:{stack[-1].lineno} in {stack[-1].name}" if stack else translator.f_code.co_name
     )
-    return GraphBreak(
-        _optimizer_updated_by(translator, stack),
-        ". ".join(explained),
-        where,
-        not is_skip and getattr(cause, "gb_type", None) in _EXECUTES_NOTHING,
-    )
-
-
-#: Graph breaks whose instruction, the one that Dynamo leaves to eager execution, changes no tensor.
-_EXECUTES_NOTHING = (
-    "Data-dependent branching",
-    "Call to `torch._dynamo.graph_break()`",
-    "Unsupported Tensor.item() call with capture_scalar_outputs=False",
-)
+    return GraphBreak(_optimizer_updated_by(translator, stack), ". ".join(explained), where)
 
 
 def _optimizer_updated_by(translator: Any, stack: Sequence[Any]) -> torch.optim.Optimizer | None:
@@ -482,6 +445,19 @@ def optimizer_being_stepped() -> torch.optim.Optimizer | None:
     """The optimizer whose step, running eagerly, has called what Dynamo compiles; None if there is none."""
     found = (_optimizer_of_method(*frame) for frame in _possible_steps_on_the_stack())
     return next((optimizer for optimizer in found if optimizer is not None), None)
+
+
+def is_step_wrapper(code: CodeType) -> bool:
+    """Whether it is the function that torch puts around the ``step`` of every optimizer's class."""
+    return _is_in_torchs_optimizer(code) and "func" in code.co_freevars and code.co_name == "wrapper"
+
+
+def is_being_stepped(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether Python is in the middle of the optimizer's ``step``."""
+    return any(
+        is_step_wrapper(code) and _optimizer_of_method(code, variables) is optimizer
+        for code, variables in _possible_steps_on_the_stack()
+    )
 
 
 def _functions_passed(code: CodeType, variables: Mapping[str, Any]) -> set[tuple[str, str]]:
@@ -555,6 +531,50 @@ def symbol_source(value: torch.SymInt | torch.SymFloat) -> str:
     expression = value.node.expr
     sources = value.node.shape_env.var_to_sources.get(expression, ())
     return str(sources[0].name) if sources and isinstance(sources[0].name, str) else str(expression)
+
+
+#: ``__torch_function__`` of a tensor subclass that has nothing to say there.
+disabled_torch_function: Any = torch._C._disabled_torch_function_impl
+
+_DEPENDS_ON_VALUES = {
+    torch.Tag.data_dependent_output,
+    torch.Tag.dynamic_output_shape,
+    torch.Tag.nondeterministic_seeded,
+    torch.Tag.inplace_view,
+}
+
+
+def depends_on_values(operator: Any) -> bool:
+    """Whether more than the elements of an operator's result depends on its arguments' elements.
+
+    Its shape, a Python number it returns, or whether it fails, as factorizations of matrices may. Also
+    operators that draw random numbers, or change what a tensor is.
+    """
+    name = operator._schema.name.partition("::")[2].lstrip("_")
+    return bool(_DEPENDS_ON_VALUES.intersection(operator.tags)) or (
+        name.startswith(("linalg_", "cholesky", "geqrf", "svd")) and not name.startswith("linalg_vector_norm")
+    )
+
+
+def wrapper_subclass(
+    cls: type[torch.Tensor],
+    size: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """A tensor of class ``cls`` that has no memory."""
+    return torch.Tensor._make_wrapper_subclass(cls, size, strides=stride, dtype=dtype, device=device)
+
+
+@contextlib.contextmanager
+def without_modes() -> Iterator[None]:
+    """Run tensor operations as if no mode were active, whether of dispatch or of functions."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_disable_current_modes())
+        if torch._C._is_torch_function_mode_enabled():
+            stack.enter_context(_pop_mode_temporarily())
+        yield
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -40,7 +41,8 @@ class Analyze(Pass):
             new_value = store.args[1]
             assert isinstance(new_value, Node)
             new_values.setdefault(new_value, f"{symbols[placeholder]}'")
-        flow = _Flow(graph, stores)
+        kept_up = [node for i, node in enumerate(inputs) if i in program.already_compensated]
+        flow = _Flow(graph, stores, [node for node in kept_up if node not in stores])
         program.states = []
         for position, (placeholder, info) in enumerate(zip(inputs, program.inputs, strict=True)):
             if placeholder not in stores or not is_low_precision_tensor(placeholder):
@@ -61,23 +63,25 @@ class Analyze(Pass):
             program.states.append(state)
         for state in program.states:
             state.compensated, state.selection = _select(program, state, flow)
+        sources = [*kept_up, *(state.placeholder for state in program.compensated)]
         for state in program.states:
-            if _is_overwritten_parameter(state) and _is_computed_from(program.compensated, state, flow):
+            if _is_overwritten_parameter(state) and _is_computed_from(sources, state, flow):
                 state.compensated, state.selection = True, "computed from state that is compensated"
         return f"{len(program.compensated)} of {len(program.states)} low-precision state tensors selected"
 
 
 class _Flow:
-    """Which mutated inputs each new value is computed from.
+    """Which inputs each new value is computed from.
 
     Args:
         graph: a functional graph.
         stores: mutated input -> its store.
+        constant: further inputs of interest, which stay as they are.
     """
 
-    def __init__(self, graph: Graph, stores: Mapping[Node, Node]) -> None:
-        self.inputs = list(stores)
-        self.bit = {placeholder: 1 << i for i, placeholder in enumerate(stores)}
+    def __init__(self, graph: Graph, stores: Mapping[Node, Node], constant: Sequence[Node]) -> None:
+        self.inputs = [*stores, *constant]
+        self.bit = {placeholder: 1 << i for i, placeholder in enumerate(self.inputs)}
         self.reads: dict[Node, int] = {}
         for node in graph.nodes:
             operands = () if is_factory(node) else node.all_input_nodes
@@ -85,7 +89,8 @@ class _Flow:
             for operand in operands:
                 read |= self.reads[operand]
             self.reads[node] = read
-        self.new_values = {placeholder: store.args[1] for placeholder, store in stores.items()}
+        self.new_values: dict[Node, Any] = {placeholder: placeholder for placeholder in constant}
+        self.new_values |= {placeholder: store.args[1] for placeholder, store in stores.items()}
 
     def is_read(self, placeholder: Node, target: Node) -> bool:
         """Whether the new value of ``target`` is computed from the old one of ``placeholder``."""
@@ -115,6 +120,8 @@ def _select(program: StepProgram, state: StateTensor, flow: _Flow) -> tuple[bool
         return False, "none: plain low precision"
     if state.position in program.already_compensated:
         return True, "it has error terms from another compiled step, which have to be kept up"
+    if state.info.role is Role.CARRIED:
+        return program.arithmetic == "wide", "a value between two graphs of a recorded step"
     if state.recurrence.kind is Kind.OVERWRITE:
         return False, "overwritten: there is nothing to carry from step to step"
     if state.info.role is Role.GRADIENT:
@@ -137,13 +144,13 @@ def _is_overwritten_parameter(state: StateTensor) -> bool:
     return state.recurrence.kind is Kind.OVERWRITE and state.info.role is Role.PARAMETER
 
 
-def _is_computed_from(states: Sequence[StateTensor], target: StateTensor, flow: _Flow) -> bool:
-    return any(flow.is_read(state.placeholder, target.placeholder) for state in states)
+def _is_computed_from(sources: Sequence[Node], target: StateTensor, flow: _Flow) -> bool:
+    return any(flow.is_read(source, target.placeholder) for source in sources)
 
 
 def _stands_for(state: StateTensor, other: StateTensor, flow: _Flow) -> bool:
     """Whether ``other`` is a parameter that carries nothing itself: its value is computed from ``state``."""
-    return _is_overwritten_parameter(other) and _is_computed_from([state], other, flow)
+    return _is_overwritten_parameter(other) and _is_computed_from([state.placeholder], other, flow)
 
 
 def _is_copied_into(parameter: StateTensor, state: StateTensor) -> bool:

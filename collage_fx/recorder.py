@@ -1,0 +1,650 @@
+"""Steps that Dynamo cannot capture: their Python is run, and what it does to tensors is recorded.
+
+Note [Recorded steps]
+---------------------
+Dynamo captures a step from its bytecode. It cannot where the step branches on the value of a tensor inside of
+its loop over the parameters (``if norm > 0:``), calls into NumPy, or calls ``torch.compile`` itself. Such a
+step is run by Python instead, under a :class:`Recorder`. Operations on tensors are not executed but written
+down, and their results are :class:`Deferred` tensors, of which only shape and dtype are known. When the step
+asks for a value (``float(norm)``), and when it ends, what has been written down is compiled with the backend,
+as any captured graph is, and executed. Then the deferred tensors that are still referenced become ordinary
+ones, in place (``torch.utils.swap_tensors``).
+
+* What one such flush executes is taken apart into the operations that have no tensor in common, which is
+  mostly the update of one parameter. Equal ones (up to numbers) are compiled once.
+* A deferred tensor that outlives a flush would be rounded to its storage format between the graphs. It gets
+  an error term like a parameter (:attr:`~collage_fx.program.Role.CARRIED`), so that an update that is computed
+  in one graph and applied in another loses nothing.
+* Operations on 0-d tensors that have values (step counters) are executed at once, as are random numbers,
+  factories, factorizations of matrices, and operations whose result's shape depends on values.
+* Numbers (Python's floats) are arguments of the compiled graphs, which Dynamo burns in until it sees them
+  change.
+
+It costs some 20 microseconds of Python an operation, on every step; captured steps cost none.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from collage_fx.composites import foreach_calls, foreach_name, foreach_rule
+from collage_fx.formats import is_low_precision
+from collage_fx.names import carried
+from collage_fx.torch_compat import (
+    FakeTensorMode,
+    depends_on_values,
+    disabled_torch_function,
+    wrapper_subclass,
+    without_modes,
+)
+
+__all__ = ["Deferred", "Recorder", "Spec"]
+
+aten = torch.ops.aten
+
+#: A compiled component: called with its tensors and then its numbers.
+Compiled = Callable[..., Any]
+
+
+class Spec(NamedTuple):
+    """What is known of a tensor without its values."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def of(tensor: Tensor) -> Spec:
+        return Spec(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device)
+
+    def empty(self) -> Tensor:
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+
+
+class Deferred(Tensor):
+    """The result of an operation that has been recorded.
+
+    Attributes:
+        value: its number in the recorder's segment.
+        executed: the tensor it stands for, once executed. It then becomes that tensor itself as soon as nothing
+            in torch is holding on to it, as the operation is that asked for its value.
+    """
+
+    __torch_function__ = disabled_torch_function
+    value: int
+    executed: Tensor | None = None
+
+    @staticmethod
+    def of(spec: Spec, value: int) -> Deferred:
+        deferred = cast(Deferred, wrapper_subclass(Deferred, *spec))
+        deferred.value = value
+        return deferred
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise RuntimeError(
+            f"{func} has been called on a tensor that a step of an optimizer has left uncomputed: the step "
+            "ended with an exception, or handed the tensor to another thread"
+        )
+
+
+class _Ref(int):
+    """A value, among the arguments of a recorded call."""
+
+
+class _Number(float):
+    """A number that may be another one in the next step, among the arguments of a recorded call."""
+
+
+class _Int(_Number):
+    """A number that the step wrote as an integer."""
+
+
+@dataclass
+class _Call:
+    """A recorded operation.
+
+    Attributes:
+        operator, args, kwargs: with :class:`_Ref` for tensors and :class:`_Number` for numbers.
+        tensors: the values it reads or writes.
+        results: the values it makes, in the order of its results.
+    """
+
+    operator: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    tensors: list[int]
+    results: list[int] = field(default_factory=list)
+
+
+@dataclass
+class _Value:
+    """A tensor of a segment: an input, what a call has made, or a view of either.
+
+    Attributes:
+        base: the value whose memory it shares; itself, if it has its own.
+        made_by: the call, and the place among its results; None for an input.
+    """
+
+    base: int
+    made_by: tuple[_Call, int] | None = None
+
+
+@dataclass
+class _Segment:
+    """What has been recorded since the last flush.
+
+    Attributes:
+        values, tensors: what is recorded of a tensor, and itself, by number.
+        calls: in order.
+        inputs: tensors met, by the memory they are a view of.
+        of_storage: storage -> the input it belongs to.
+        written: the values, bases all, that calls overwrite.
+    """
+
+    values: list[_Value] = field(default_factory=list)
+    tensors: list[Tensor] = field(default_factory=list)
+    calls: list[_Call] = field(default_factory=list)
+    inputs: dict[Any, int] = field(default_factory=dict)
+    of_storage: dict[int, int] = field(default_factory=dict)
+    written: set[int] = field(default_factory=set)
+
+    def add(self, tensor: Tensor, base: int | None = None, made_by: tuple[_Call, int] | None = None) -> int:
+        number = len(self.values)
+        self.values.append(_Value(number if base is None else base, made_by))
+        self.tensors.append(tensor)
+        return number
+
+    def base(self, value: int) -> int:
+        return self.values[value].base
+
+    def is_input(self, value: int) -> bool:
+        return self.values[value].made_by is None
+
+    def is_shared_scalar(self, value: int) -> bool:
+        """Whether many updates may read it without being one: a learning rate, say."""
+        return self.is_input(value) and value not in self.written and self.tensors[value].dim() == 0
+
+    def still_referenced(self) -> list[int]:
+        """The deferred tensors that someone besides the segment refers to."""
+        return [
+            value
+            for value in range(len(self.tensors))
+            if type(self.tensors[value]) is Deferred
+            and sys.getrefcount(self.tensors[value]) > _UNREFERENCED
+        ]
+
+    def real(self, value: int) -> Tensor:
+        """The real tensor of a value, once its base is real."""
+        found = self.values[value]
+        if found.made_by is None or found.base == value:
+            return _real(self.tensors[value])
+        call, place = found.made_by
+        taken = call.operator(*self._with_real(call.args), **self._with_real(call.kwargs))
+        return cast(Tensor, taken[place] if isinstance(taken, (list, tuple)) else taken)
+
+    def _with_real(self, argument: Any) -> Any:
+        if isinstance(argument, _Ref):
+            return self.real(int(argument))
+        return _map(self._with_real, argument)
+
+
+def _unreferenced_count() -> int:
+    lonely = [object()]
+    return sys.getrefcount(lonely[0])
+
+
+_UNREFERENCED = _unreferenced_count()
+
+
+@dataclass
+class _Component:
+    """Calls that have no tensor in common with the rest of a segment, and their results that are needed."""
+
+    calls: list[_Call] = field(default_factory=list)
+    kept: list[int] = field(default_factory=list)
+
+
+class Recorder(TorchDispatchMode):
+    """Records operations on tensors, and executes them compiled when a value is asked for.
+
+    Args:
+        compile_graph: from a graph module of tensors and floats to a callable.
+        kind_of: what of a real tensor, beyond shape, dtype and device, a compiled graph depends on.
+        original_of: a storage -> the tensor that the optimizer knows it by, if any: what ``p.data`` is a view
+            of.
+    """
+
+    def __init__(
+        self,
+        compile_graph: Callable[[GraphModule], Compiled],
+        kind_of: Callable[[Tensor], Any],
+        original_of: Callable[[int], Tensor | None],
+    ) -> None:
+        super().__init__()
+        self._compile_graph = compile_graph
+        self._kind_of = kind_of
+        self._original_of = original_of
+        self._segment = _Segment()
+        self._executed: list[Deferred] = []
+        self._compiled: dict[Any, Compiled] = {}
+        self._predicted: dict[Any, tuple[Any, ...]] = {}
+
+    def forget(self) -> None:
+        """Drop what has been recorded and not executed."""
+        self._segment = _Segment()
+        self._executed = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        signature = _signature(func)
+        if self._executed:
+            args, kwargs = _with_real(args), _with_real(kwargs)
+        tensors = list(_tensors_in([*args, *kwargs.values()]))
+        if signature.is_immediate or self._has_its_values(signature, tensors):
+            if self._depends_on_what_is_recorded(signature, tensors):
+                self.flush()
+            return func(*_with_real(args), **_with_real(kwargs))
+        if signature.element_rule is not None:
+            return self._record_each(signature, args, kwargs)
+        return self._record(signature, args, kwargs)
+
+    def _has_its_values(self, signature: _Signature, tensors: Sequence[Tensor]) -> bool:
+        """Whether there is nothing to wait for, and little to gain: factories, 0-d arithmetic."""
+        if any(type(tensor) is Deferred for tensor in tensors):
+            return False
+        return (
+            all(tensor.dim() == 0 for tensor in tensors)
+            or signature.reads_no_values
+            or any(tensor.layout is not torch.strided for tensor in tensors)
+        )
+
+    def _depends_on_what_is_recorded(self, signature: _Signature, tensors: Sequence[Tensor]) -> bool:
+        if any(type(tensor) is Deferred for tensor in tensors):
+            return True
+        if signature.reads_no_values:
+            return False
+        of_storage, written = self._segment.of_storage, self._segment.written
+        met = [of_storage[s] for s in map(_storage_of, tensors) if s in of_storage]
+        return any(signature.writes or value in written for value in met)
+
+    def _record_each(self, signature: _Signature, args: Any, kwargs: dict[str, Any]) -> Any:
+        """A ``_foreach_`` operator, element by element: elements are updates of their own."""
+        assert signature.element_rule is not None
+        with self:
+            results = [
+                signature.element_rule(*element, **keywords)
+                for element, keywords in foreach_calls(args, kwargs)
+            ]
+            if not signature.writes:
+                return results
+            for target, result in zip(args[0], results, strict=True):
+                target.copy_(result)
+        return None
+
+    def _record(self, signature: _Signature, args: Any, kwargs: dict[str, Any]) -> Any:
+        segment = self._segment
+        call = _Call(signature.operator, (), {}, [])
+        numbers = dict(zip(signature.names, signature.are_numbers, strict=True))
+        call.args = tuple(map(self._written_down, args, signature.are_numbers, [call.tensors] * len(args)))
+        call.kwargs = {
+            name: self._written_down(value, numbers[name], call.tensors) for name, value in kwargs.items()
+        }
+        predicted = self._predict(signature, call, args, kwargs)
+        given = dict(zip(signature.names, args, strict=False)) | kwargs
+        for name in signature.writes:
+            segment.written.update(segment.base(self._value_of(t)) for t in _tensors_in([given[name]]))
+        returned = []
+        for spec, (origin, name) in zip(predicted, signature.results, strict=True):
+            if origin == "same":
+                returned.append(given[name])
+            else:
+                base = segment.base(self._value_of(given[name])) if origin == "view" else None
+                made = [self._make(call, each, base) for each in ([spec] if isinstance(spec, Spec) else spec)]
+                returned.append(made[0] if isinstance(spec, Spec) else made)
+        segment.calls.append(call)
+        return returned[0] if len(returned) == 1 else tuple(returned) if returned else None
+
+    def _make(self, call: _Call, spec: Spec, base: int | None) -> Tensor:
+        deferred = Deferred.of(spec, len(self._segment.values))
+        call.results.append(self._segment.add(deferred, base, (call, len(call.results))))
+        return deferred
+
+    def _written_down(self, argument: Any, is_number: bool, tensors: list[int]) -> Any:
+        if isinstance(argument, Tensor):
+            value = self._value_of(argument)
+            tensors.append(value)
+            return _Ref(value)
+        if isinstance(argument, (list, tuple)):
+            return tuple(self._written_down(element, is_number, tensors) for element in argument)
+        if is_number and type(argument) in (int, float):
+            return _Int(argument) if type(argument) is int else _Number(argument)
+        return argument
+
+    def _predict(
+        self, signature: _Signature, call: _Call, args: Any, kwargs: dict[str, Any]
+    ) -> tuple[Any, ...]:
+        """The specifications of an operation's results. Integers stay what they are where they make integers."""
+        segment = self._segment
+
+        def described(argument: Any) -> Any:
+            if isinstance(argument, _Ref):
+                return Spec.of(segment.tensors[argument])
+            if isinstance(argument, _Number):
+                return type(argument)
+            return _map(described, argument) if isinstance(argument, tuple) else (type(argument), argument)
+
+        key = (signature.operator, described(call.args), described(tuple(call.kwargs.items())))
+        if key not in self._predicted:
+            with without_modes(), FakeTensorMode():
+                results = signature.operator(*_without_values(args), **_without_values(kwargs))
+            listed = results if len(signature.results) > 1 else [results] if signature.results else []
+            self._predicted[key] = tuple(_specs_of(each) for each in listed)
+        predicted = self._predicted[key]
+        if not all(spec.dtype.is_floating_point for spec in _flat(predicted)):
+            call.args, call.kwargs = _with_integers(call.args), _with_integers(call.kwargs)
+        return predicted
+
+    # -- tensors that the step has met
+
+    def _value_of(self, tensor: Tensor) -> int:
+        if type(tensor) is Deferred:
+            return tensor.value
+        segment = self._segment
+        key = (_storage_of(tensor), tensor.storage_offset(), *Spec.of(tensor))
+        if key not in segment.inputs:
+            segment.inputs[key] = self._input(tensor)
+        return segment.inputs[key]
+
+    def _input(self, tensor: Tensor) -> int:
+        """One input for all views of one memory."""
+        segment = self._segment
+        storage = _storage_of(tensor)
+        if storage not in segment.of_storage:
+            original = self._original_of(storage)
+            segment.of_storage[storage] = segment.add(tensor if original is None else original)
+        base = segment.of_storage[storage]
+        owner = segment.tensors[base]
+        place = (tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
+        if place == (tuple(owner.shape), tuple(owner.stride()), int(owner.storage_offset())):
+            return base
+        call = _Call(aten.as_strided.default, (_Ref(base), *place), {}, [base])
+        call.results.append(segment.add(tensor, base, (call, 0)))
+        segment.calls.append(call)
+        return call.results[0]
+
+    # -- what becomes of it
+
+    def flush(self) -> None:
+        """Execute what has been recorded; deferred tensors that are still referred to become real."""
+        segment, self._segment = self._segment, _Segment()
+        kept = segment.still_referenced()
+        with without_modes(), torch.no_grad():
+            self._settle()
+            for component in _components(segment, kept):
+                self._execute(segment, component)
+            for value in kept:
+                if segment.base(value) != value:
+                    self._become(segment.tensors[value], segment.real(value))
+
+    def _become(self, deferred: Tensor, real: Tensor) -> None:
+        if deferred._use_count() == 1:  # type: ignore[attr-defined]
+            torch.utils.swap_tensors(deferred, real)
+        else:
+            assert isinstance(deferred, Deferred)
+            deferred.executed = real
+            self._executed.append(deferred)
+
+    def _settle(self) -> None:
+        """Let tensors become what they stand for that could not when they were executed."""
+        executed, self._executed = self._executed, []
+        while executed:
+            deferred = executed.pop()
+            assert deferred.executed is not None
+            self._become(deferred, deferred.executed.detach())
+
+    def _execute(self, segment: _Segment, component: _Component) -> None:
+        touched = {segment.base(value) for call in component.calls for value in call.tensors}
+        if not component.kept and not any(map(segment.is_input, touched & segment.written)):
+            return
+        for value in component.kept:
+            result = segment.tensors[value]
+            self._become(result, Spec.of(result).empty())
+            if is_low_precision(result.dtype) and result.dim() > 0:
+                carried[_real(result)] = None
+        function = _Function(segment, component, self._kind_of)
+        if function.key not in self._compiled:
+            self._compiled[function.key] = self._compile_graph(function.module())
+        self._compiled[function.key](*function.tensors, *function.numbers)
+
+
+def _components(segment: _Segment, kept: Sequence[int]) -> list[_Component]:
+    """The calls of a segment, apart where they have no tensor in common."""
+    parent = list(range(len(segment.values)))
+
+    def root(value: int) -> int:
+        while parent[value] != value:
+            parent[value] = parent[parent[value]]
+            value = parent[value]
+        return value
+
+    for call in segment.calls:
+        own = [value for value in (*call.results, *call.tensors) if not segment.is_shared_scalar(value)]
+        for value in own[1:]:
+            parent[root(value)] = root(own[0])
+    found: dict[int, _Component] = {}
+    for call in segment.calls:
+        own = [value for value in (*call.results, *call.tensors) if not segment.is_shared_scalar(value)]
+        found.setdefault(root(own[0]), _Component()).calls.append(call)
+    for value in sorted({segment.base(value) for value in kept}):
+        if not segment.is_input(value):
+            found[root(value)].kept.append(value)
+    return list(found.values())
+
+
+class _Function:
+    """A component as a function of tensors and numbers.
+
+    Attributes:
+        tensors: the inputs, then the tensors that its results are to be written to.
+        numbers: in the order of the calls.
+        key: equal for components that one compiled graph serves.
+    """
+
+    def __init__(
+        self, segment: _Segment, component: _Component, kind_of: Callable[[Tensor], Any]
+    ) -> None:
+        self.component = component
+        self.inputs: list[int] = []
+        self.numbers: list[float] = []
+        self._places: dict[int, int] = {}
+        calls = tuple(map(self._described, component.calls))
+        kept = tuple(self._places[value] for value in component.kept)
+        self.tensors = [_real(segment.tensors[value]) for value in (*self.inputs, *component.kept)]
+        kinds = tuple((Spec.of(tensor), type(tensor), kind_of(tensor)) for tensor in self.tensors)
+        self.key = (calls, kept, kinds)
+
+    def _described(self, call: _Call) -> tuple[Any, ...]:
+        arguments = self._local(call.args), self._local(tuple(call.kwargs.items()))
+        for value in call.results:
+            self._places[value] = len(self._places)
+        return call.operator, *arguments, len(call.results)
+
+    def _local(self, argument: Any) -> Any:
+        """An argument with values numbered within the component, and without its numbers."""
+        if isinstance(argument, _Ref):
+            if argument not in self._places:
+                self._places[argument] = len(self._places)
+                self.inputs.append(argument)
+            return _Ref(self._places[argument])
+        if isinstance(argument, _Number):
+            self.numbers.append(float(argument))
+            return _Number
+        return _map(self._local, argument) if isinstance(argument, tuple) else (type(argument), argument)
+
+    def module(self) -> GraphModule:
+        """The component as a graph."""
+        graph = Graph()
+        nodes: dict[int, Node] = {value: graph.placeholder(f"tensor{i}") for i, value in enumerate(self.inputs)}
+        targets = [graph.placeholder(f"result{i}") for i in range(len(self.component.kept))]
+        numbers = iter([graph.placeholder(f"number{i}") for i in range(len(self.numbers))])
+
+        def argument(recorded: Any) -> Any:
+            if isinstance(recorded, _Ref):
+                return nodes[recorded]
+            return next(numbers) if isinstance(recorded, _Number) else _map(argument, recorded)
+
+        for call in self.component.calls:
+            node = graph.call_function(call.operator, argument(call.args), argument(call.kwargs))
+            has_several = _signature(call.operator).has_several_results
+            for i, value in enumerate(call.results):
+                nodes[value] = graph.call_function(operator.getitem, (node, i)) if has_several else node
+        for target, value in zip(targets, self.component.kept, strict=True):
+            graph.call_function(aten.copy_.default, (target, nodes[value]))
+        graph.output(())
+        return GraphModule({}, graph)
+
+
+# What is known of operators. ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Signature:
+    """What matters of an operator's schema.
+
+    Attributes:
+        names: of its arguments.
+        are_numbers: for each, whether a number there is one to calculate with (and no dimension, say).
+        writes: the arguments it overwrites.
+        results: per result, ``("new", "")``, ``("same", argument)`` or ``("view", argument)``.
+        reads_no_values: its result does not depend on the elements of its arguments.
+        is_immediate: it is executed rather than recorded: see :func:`~collage_fx.torch_compat.depends_on_values`.
+        element_rule: of a ``_foreach_`` operator.
+    """
+
+    operator: Any
+    names: tuple[str, ...]
+    are_numbers: tuple[bool, ...]
+    writes: tuple[str, ...]
+    results: tuple[tuple[str, str], ...]
+    reads_no_values: bool
+    is_immediate: bool
+    element_rule: Callable[..., Any] | None
+
+    @property
+    def has_several_results(self) -> bool:
+        returns = self.operator._schema.returns
+        return len(returns) > 1 or "List" in str(returns[0].type)
+
+
+_signatures: dict[Any, _Signature] = {}
+
+
+def _signature(func: Any) -> _Signature:
+    if func not in _signatures:
+        _signatures[func] = _read_schema(func)
+    return _signatures[func]
+
+
+#: Operators that make views, but are executed where their argument is real: most steps call them at every
+#: access of ``.data``.
+_OF_SHAPES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
+
+
+def _read_schema(func: Any) -> _Signature:
+    schema = func._schema
+    aliased = {
+        frozenset(argument.alias_info.before_set): argument.name
+        for argument in schema.arguments
+        if argument.alias_info is not None
+    }
+    first = schema.arguments[0].name if schema.arguments else ""
+    results = []
+    for result in schema.returns:
+        if result.alias_info is not None and result.alias_info.is_write:
+            results.append(("same", aliased[frozenset(result.alias_info.before_set)]))
+        else:
+            results.append(("view", first) if func.is_view else ("new", ""))
+    name = foreach_name(func)
+    return _Signature(
+        func,
+        names=tuple(argument.name for argument in schema.arguments),
+        are_numbers=tuple(
+            any(kind in str(argument.type) for kind in ("number", "Tensor")) for argument in schema.arguments
+        ),
+        writes=tuple(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write),
+        results=tuple(results),
+        reads_no_values=func in _OF_SHAPES or func._schema.name.endswith("_like"),
+        is_immediate=depends_on_values(func),
+        element_rule=foreach_rule(name.removesuffix("_")) if name else None,
+    )
+
+
+def _map(function: Callable[[Any], Any], argument: Any) -> Any:
+    """A container of arguments with ``function`` of each; anything else as it is, numbers as plain ones."""
+    if isinstance(argument, tuple):
+        return tuple(function(element) for element in argument)
+    if isinstance(argument, dict):
+        return {name: function(element) for name, element in argument.items()}
+    return float(argument) if isinstance(argument, _Number) else argument
+
+
+def _real(tensor: Tensor) -> Tensor:
+    real = tensor.executed if type(tensor) is Deferred else None
+    return tensor if real is None else real
+
+
+def _with_real(argument: Any) -> Any:
+    """Arguments with real tensors in place of those deferred that stand for one."""
+    if isinstance(argument, Tensor):
+        return _real(argument)
+    if isinstance(argument, list):
+        return [_with_real(element) for element in argument]
+    return _map(_with_real, argument)
+
+
+def _with_integers(argument: Any) -> Any:
+    return int(argument) if isinstance(argument, _Int) else _map(_with_integers, argument)
+
+
+def _flat(specs: Any) -> Iterator[Spec]:
+    for spec in specs:
+        yield from [spec] if isinstance(spec, Spec) else spec
+
+
+def _specs_of(result: Any) -> Any:
+    return Spec.of(result) if isinstance(result, Tensor) else tuple(map(Spec.of, result))
+
+
+def _tensors_in(arguments: Any) -> Iterator[Tensor]:
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            yield argument
+        elif isinstance(argument, (list, tuple)):
+            yield from _tensors_in(argument)
+
+
+def _without_values(argument: Any) -> Any:
+    if isinstance(argument, Tensor):
+        return Spec.of(argument).empty()
+    if isinstance(argument, (list, tuple)):
+        return [_without_values(element) for element in argument]
+    if isinstance(argument, dict):
+        return {name: _without_values(element) for name, element in argument.items()}
+    return argument
+
+
+def _storage_of(tensor: Tensor) -> int:
+    return -1 if type(tensor) is Deferred else int(tensor.untyped_storage()._cdata)

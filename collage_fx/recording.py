@@ -1,0 +1,209 @@
+"""Which optimizers' steps are recorded, and how a call of ``step`` gets there: Note [Recorded steps]."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+
+from collage_fx.admission import forget_new_state, refuse_optimizer, remember_state
+from collage_fx.error_terms import expansion_of
+from collage_fx.errors import RecompileLimitError
+from collage_fx.names import carried, parameter_names
+from collage_fx.recorder import Recorder, Spec
+from collage_fx.torch_compat import without_modes
+
+__all__ = ["is_recorded", "record"]
+
+log = logging.getLogger("collage_fx")
+
+#: So many steps in a row may each need something compiled.
+COMPILING_STEPS = 32
+
+#: Attribute of an optimizer whose steps are recorded. Dynamo guards on an attribute, not on a table of ours.
+RECORDING = "__collage_fx_recording__"
+
+
+def is_recorded(optimizer: Optimizer) -> bool:
+    """Whether the steps of an optimizer are recorded, whoever calls them."""
+    return RECORDING in vars(optimizer)
+
+
+def record(optimizer: Optimizer, backend: Any, keywords: dict[str, Any], reason: str) -> None:
+    """Have each step of ``optimizer`` recorded from now on, also where it is called eagerly.
+
+    Args:
+        optimizer: not one that is in the middle of a step.
+        backend: what ``torch.compile`` was given for the step, with its ``mode`` or ``options`` in
+            ``keywords``.
+        reason: why its step isn't captured.
+    """
+    log.info("%s: its steps are run by Python and recorded: %s", type(optimizer).__name__, reason)
+    _reroute(type(optimizer))
+    vars(optimizer)[RECORDING] = _Recording(optimizer, backend, keywords)
+
+
+def _reroute(cls: type[Optimizer]) -> None:
+    """Put a switch in front of a class's own ``step``, behind the wrapper that torch has put around it.
+
+    There it is met by every call: of the bound method that ``torch.compile`` was given, and of a scheduler's
+    or a trainer's wrapper.
+    """
+    wrapper = cast(Any, cls.step)
+    cell = wrapper.__closure__[wrapper.__code__.co_freevars.index("func")]
+    step = cell.cell_contents
+    if getattr(step, "__name__", "") == _switched.__name__:
+        return
+    cell.cell_contents = _switched(step)
+
+
+def _switched(step: Callable[..., Any]) -> Callable[..., Any]:
+    def switched(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        recording = getattr(self, RECORDING, None)
+        if recording is None:
+            return step(self, *args, **kwargs)
+        return recording.run(step, self, args, kwargs)
+
+    switched.__name__ = _switched.__name__
+    return switched
+
+
+class _Active(threading.local):
+    """Whether this thread is in the middle of a recorded step."""
+
+    now = False
+
+
+_active = _Active()
+
+
+class _Recording:
+    """The recorder of one optimizer's steps, and what it has to know of the optimizer."""
+
+    def __init__(self, optimizer: Optimizer, backend: Any, keywords: dict[str, Any]) -> None:
+        self._label = type(optimizer).__name__
+        self._compile = lambda module: torch.compile(module, backend=backend, **keywords)
+        self._recorder = Recorder(self._compiled, self._kind_of, self._original_of)
+        self._parameters: dict[int, Tensor] = {}
+        self._roles: dict[int, str] = {}
+        self._has_compiled = False
+        self._steps_that_compiled = 0
+
+    @torch.compiler.disable
+    def run(self, step: Callable[..., Any], optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
+        """One step."""
+        if _active.now:  # of the inner optimizer of one that is being recorded
+            return step(optimizer, *args, **kwargs)
+        refuse_optimizer(optimizer)
+        remember_state(optimizer, object())
+        self._look_at(optimizer)
+        self._has_compiled = False
+        closures = self._outside(optimizer)
+        args = [closures(value) for value in args]
+        kwargs = {name: closures(value) for name, value in kwargs.items()}
+        _active.now = True
+        try:
+            with torch.no_grad(), self._recorder, _ReadsOfMemory(self._recorder):
+                result = step(optimizer, *args, **kwargs)
+                self._recorder.flush()
+        except BaseException:
+            self._recorder.forget()
+            forget_new_state(optimizer)
+            raise
+        finally:
+            _active.now = False
+        self._steps_that_compiled = self._steps_that_compiled + 1 if self._has_compiled else 0
+        return result
+
+    def _look_at(self, optimizer: Optimizer) -> None:
+        self._parameters.clear()
+        self._roles.clear()
+        for _, parameter in parameter_names(optimizer):
+            self._parameters[parameter.untyped_storage()._cdata] = parameter
+            self._roles[id(parameter)] = "parameter"
+            if parameter.grad is not None:
+                self._roles[id(parameter.grad)] = "gradient"
+
+    def _outside(self, optimizer: Optimizer) -> Callable[[Any], Any]:
+        """For an argument of ``step``: a closure is run as if nobody recorded, gradients and all."""
+        with_gradients = torch.is_grad_enabled()
+
+        def outside(argument: Any) -> Any:
+            if not callable(argument):
+                return argument
+
+            def closure(*args: Any, **kwargs: Any) -> Any:
+                self._recorder.flush()
+                _active.now = False
+                try:
+                    with without_modes(), torch.set_grad_enabled(with_gradients or torch.is_grad_enabled()):
+                        result = argument(*args, **kwargs)
+                finally:
+                    _active.now = True
+                self._look_at(optimizer)
+                return result
+
+            return closure
+
+        return outside
+
+    def _original_of(self, storage: int) -> Tensor | None:
+        return self._parameters.get(storage)
+
+    def _kind_of(self, tensor: Tensor) -> Any:
+        return self._roles.get(id(tensor)), tensor in carried, expansion_of(tensor) is not None
+
+    def _compiled(self, module: GraphModule) -> Callable[..., Any]:
+        if self._steps_that_compiled >= COMPILING_STEPS:
+            raise RecompileLimitError(
+                f"each of the last {COMPILING_STEPS} steps of {self._label}, which are recorded, has brought "
+                "something new that had to be compiled",
+                where=f"{self._label}.step",
+                remedy="look for what differs from step to step besides numbers: shapes, or the order of "
+                "operations",
+            )
+        self._has_compiled = True
+        return self._compile(module)
+
+
+class _ReadsOfMemory(TorchFunctionMode):
+    """Sees to what a step does to tensors without calling an operator.
+
+    It may read their memory, for which they have to be up to date, and assign to ``.data``, which is an
+    update like another.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _SET_DATA and Spec.of(args[0]) == Spec.of(args[1]):
+            return args[0].copy_(args[1])
+        if func in _OF_MEMORY or func == _SET_DATA:
+            self._recorder.flush()
+        return func(*args, **(kwargs or {}))
+
+
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_OF_MEMORY = frozenset(
+    getattr(torch.Tensor, name)
+    for name in (
+        "__array__",
+        "__deepcopy__",
+        "__dlpack__",
+        "__reduce_ex__",
+        "data_ptr",
+        "numpy",
+        "share_memory_",
+        "tolist",
+        "untyped_storage",
+    )
+)
