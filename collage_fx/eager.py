@@ -6,17 +6,18 @@ Compensation lives in the compiled graphs. There are five ways past them, and ea
 which costs nothing in a step that is compiled already:
 
 * *Dynamo gives up on a function* that has been compiled too often, and runs it as it is from then on, for
-  every optimizer of the class. It never does for this backend: each optimizer has a limit of its own,
-  :data:`COMPILATIONS` times Dynamo's, at which the step is refused (:func:`_before_conversion`).
+  every optimizer of the class. It never does for this backend: each optimizer has a limit of its own. A step
+  that reaches Dynamo's ``recompile_limit`` is recorded from then on; any other function is refused at
+  :data:`COMPILATIONS` times the limit (:func:`_before_conversion`).
 * *A graph break inside an update* hands the operation it happened at, and in a loop the whole function, to
-  eager execution. It is refused when Dynamo reports it, before anything has run (:func:`_at_graph_break`).
-  Two kinds of breaks are let through. One in the closure of a step, or anywhere outside of the methods of an
-  optimizer, leaves the update whole. One at a branch on a tensor's value (``if norm > 1:``) that Dynamo can
-  resume from executes nothing but the branch; what follows is a graph of its own. (Dynamo can be made to
-  resume loops as well. It then reads the parameters of later iterations at the wrong place of an iterator:
-  steps came out wrong without an error. So loops that break are refused.)
-* *Reading a tensor's value* (``norm.item()``) would break the graph too; it is captured instead, or, where
-  the step goes on to branch on it, made such a harmless break (:data:`ATTEMPTS`).
+  eager execution. When Dynamo reports one, before anything has run, the optimizer is recorded from then on:
+  Note [Recorded steps] in ``recorder.py`` (:func:`_at_graph_break`). So it is where Dynamo fails altogether
+  (:func:`_at_failed_conversion`). If Python is in the middle of that very step, it is too late to record it,
+  and the break is refused. One in the closure of a step of torch.optim, or anywhere outside of the methods of
+  an optimizer, leaves the update whole. (Dynamo can be made to resume loops after a break. It then reads the
+  parameters of later iterations at the wrong place of an iterator: steps came out wrong without an error.)
+* *Reading a tensor's value* (``norm.item()``) would break the graph too; it is captured instead, unless the
+  step goes on to branch on it.
 * *Something that Dynamo doesn't trace*: sparse gradients, optimizers whose step is disabled for Dynamo,
   ``fused=True``, which is one opaque operator. See Note [Two doors] in ``admission.py``.
 * *Calling ``optimizer.step()`` itself* instead of the compiled callable. Every optimizer runs the global step
@@ -40,13 +41,14 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from collage_fx.admission import forget_new_state, refuse_optimizer, remember_state
 from collage_fx.error_terms import expansion_of
 from collage_fx.errors import CollageError, EagerStepError, GraphBreakError, RecompileLimitError
 from collage_fx.formats import is_low_precision
 from collage_fx.names import optimizers_among, parameter_names
-from collage_fx.recording import is_recorded, record
+from collage_fx.recording import branches_on_values, is_recorded, record
 from collage_fx.torch_compat import (
     GraphBreak,
     RunAsItIs,
@@ -61,8 +63,8 @@ from collage_fx.torch_compat import (
 
 __all__ = ["install", "note_compiled_step"]
 
-#: How many times Dynamo's ``recompile_limit`` (8) an optimizer's function may be compiled before it is
-#: refused.
+#: How many times Dynamo's ``recompile_limit`` (8) a function that isn't just a step may be compiled before it
+#: is refused.
 COMPILATIONS = 4
 
 #: How Dynamo traces for this backend: its own limits are out of reach, and numbers read from tensors become
@@ -76,7 +78,8 @@ SETTINGS = {
 #: ``(backend, keywords)`` -> whether it is strict; None for backends that compensate nothing.
 Strictness = Callable[[Any, dict[str, Any]], bool | None]
 
-_conversions: WeakKeyDictionary[Optimizer | CodeType, Counter[CodeType]] = WeakKeyDictionary()
+#: By identity: functions that do the same are equal as code.
+_conversions = WeakIdKeyDictionary()
 _warned: WeakKeyDictionary[Optimizer | CodeType, set[str]] = WeakKeyDictionary()
 _compiled: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
 
@@ -144,13 +147,20 @@ def _before_conversion(
     strict = strictness(backend, keywords)
     if strict is None:
         return False
-    if any(map(is_recorded, _stepped_by(code, variables))):
-        raise RunAsItIs
+    for optimizer in _stepped_by(code, variables):
+        if not is_recorded(optimizer) and branches_on_values(optimizer):
+            record(optimizer, backend, keywords, "it branches on the value of lr, which is a tensor")
+        if is_recorded(optimizer):
+            raise RunAsItIs
+    limit = dynamo_recompile_limit() * (1 if is_step_wrapper(code) else COMPILATIONS)
     for subject in _subjects(code, variables):
         done = _conversions.get(subject, Counter())[code]
-        if done >= COMPILATIONS * dynamo_recompile_limit():
+        if done >= limit:
             refusal = _too_many(subject, code, done)
-            _record_or_refuse(subject, backend, keywords, code, refusal, strict=strict)
+            if isinstance(subject, Optimizer) and is_step_wrapper(code):
+                record(subject, backend, keywords, refusal.met)
+                raise RunAsItIs
+            _raise_or_warn(subject, refusal, strict=strict)
     return True
 
 
@@ -202,9 +212,17 @@ def _at_graph_break(
 ) -> None:
     strict = strictness(backend, keywords)
     optimizer = graph_break.optimizer
-    if strict is None or optimizer is None or is_recorded(optimizer):
+    if strict is None or optimizer is None:
         return
     if not any(is_low_precision(parameter.dtype) for _, parameter in parameter_names(optimizer)):
+        return
+    if graph_break.is_in_closure and _is_captured_after_its_closure(optimizer):
+        return
+    if not is_being_stepped(optimizer):
+        if not is_recorded(optimizer):
+            record(optimizer, backend, keywords, graph_break.reason)
+        if is_step_wrapper(code):
+            raise RunAsItIs
         return
     refusal = GraphBreakError(
         f"Dynamo cannot capture the step of {type(optimizer).__name__}, and would run a part "
@@ -214,27 +232,17 @@ def _at_graph_break(
         "the first step alone, where state is made, take that one eagerly, before the compiled ones. Or "
         "accept with strict=False that the part is not compensated",
     )
-    _record_or_refuse(optimizer, backend, keywords, code, refusal, strict=strict)
+    if strict:
+        forget_new_state(optimizer)
+    _raise_or_warn(optimizer, refusal, strict=strict)
 
 
-def _record_or_refuse(
-    subject: Optimizer | CodeType,
-    backend: Any,
-    keywords: dict[str, Any],
-    code: CodeType,
-    refusal: CollageError,
-    *,
-    strict: bool,
-) -> None:
-    """Have a step recorded that cannot be captured; refuse it where it is too late, or not a step."""
-    if isinstance(subject, Optimizer) and not is_being_stepped(subject):
-        record(subject, backend, keywords, refusal.met)
-        if is_step_wrapper(code):
-            raise RunAsItIs
-        return
-    if strict and isinstance(subject, Optimizer):
-        forget_new_state(subject)
-    _raise_or_warn(subject, refusal, strict=strict)
+def _is_captured_after_its_closure(optimizer: Optimizer) -> bool:
+    """Whether a break in the closure of its step is the only one there will be.
+
+    Another one, after that, would come too late to record the step.
+    """
+    return type(optimizer).step.__module__.startswith("torch.optim.") or is_being_stepped(optimizer)
 
 
 # -- a step is called without its compiled callable

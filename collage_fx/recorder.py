@@ -13,8 +13,8 @@ ones, in place (``torch.utils.swap_tensors``).
 * What one such flush executes is taken apart into the operations that have no tensor in common, which is
   mostly the update of one parameter. Equal ones (up to numbers) are compiled once.
 * A deferred tensor that outlives a flush would be rounded to its storage format between the graphs. It gets
-  an error term like a parameter (:attr:`~collage_fx.program.Role.CARRIED`), so that an update that is computed
-  in one graph and applied in another loses nothing.
+  an error term like a parameter (``Role.CARRIED``), so that an update that is computed in one graph and
+  applied in another loses nothing.
 * Operations on 0-d tensors that have values (step counters) are executed at once, as are random numbers,
   factories, factorizations of matrices, and operations whose result's shape depends on values.
 * Numbers (Python's floats) are arguments of the compiled graphs, which Dynamo burns in until it sees them
@@ -25,8 +25,10 @@ It costs some 20 microseconds of Python an operation, on every step; captured st
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
@@ -36,15 +38,19 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from collage_fx.composites import foreach_calls, foreach_name, foreach_rule
+from collage_fx.composites import FOREACH_OPERATORS, foreach_calls, foreach_name, foreach_rule
+from collage_fx.errors import EagerStepError
 from collage_fx.formats import is_low_precision
 from collage_fx.names import carried
 from collage_fx.torch_compat import (
     FakeTensorMode,
+    compile_lock,
     depends_on_values,
     disabled_torch_function,
-    wrapper_subclass,
+    run_compiled_functions_as_they_are_if,
+    trace_instead,
     without_modes,
+    wrapper_subclass,
 )
 
 __all__ = ["Deferred", "Recorder", "Spec"]
@@ -76,8 +82,8 @@ class Deferred(Tensor):
 
     Attributes:
         value: its number in the recorder's segment.
-        executed: the tensor it stands for, once executed. It then becomes that tensor itself as soon as nothing
-            in torch is holding on to it, as the operation is that asked for its value.
+        executed: the tensor it stands for, once executed. It then becomes that tensor itself as soon as
+            nothing in torch is holding on to it, as the operation is that asked for its value.
     """
 
     __torch_function__ = disabled_torch_function
@@ -182,8 +188,7 @@ class _Segment:
         return [
             value
             for value in range(len(self.tensors))
-            if type(self.tensors[value]) is Deferred
-            and sys.getrefcount(self.tensors[value]) > _UNREFERENCED
+            if type(self.tensors[value]) is Deferred and sys.getrefcount(self.tensors[value]) > _UNREFERENCED
         ]
 
     def real(self, value: int) -> Tensor:
@@ -222,7 +227,8 @@ class Recorder(TorchDispatchMode):
 
     Args:
         compile_graph: from a graph module of tensors and floats to a callable.
-        kind_of: what of a real tensor, beyond shape, dtype and device, a compiled graph depends on.
+        kind_of: what of a real tensor, beyond shape, dtype and device, a compiled graph depends on. Also told
+            whether the graph overwrites it.
         original_of: a storage -> the tensor that the optimizer knows it by, if any: what ``p.data`` is a view
             of.
     """
@@ -230,7 +236,7 @@ class Recorder(TorchDispatchMode):
     def __init__(
         self,
         compile_graph: Callable[[GraphModule], Compiled],
-        kind_of: Callable[[Tensor], Any],
+        kind_of: Callable[[Tensor, bool], Any],
         original_of: Callable[[int], Tensor | None],
     ) -> None:
         super().__init__()
@@ -239,13 +245,48 @@ class Recorder(TorchDispatchMode):
         self._original_of = original_of
         self._segment = _Segment()
         self._executed: list[Deferred] = []
+        self._viewed: dict[int, Tensor] = {}
         self._compiled: dict[Any, Compiled] = {}
         self._predicted: dict[Any, tuple[Any, ...]] = {}
 
-    def forget(self) -> None:
-        """Drop what has been recorded and not executed."""
-        self._segment = _Segment()
-        self._executed = []
+    def finish(self, *, successfully: bool) -> None:
+        """At the end of a step: execute what has been recorded, or drop it."""
+        try:
+            if successfully:
+                self.flush()
+        finally:
+            self._segment = _Segment()
+            self._executed.clear()
+            self._viewed.clear()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Not to be one of the modes in any thread that keep Dynamo from compiling in all of them."""
+        return True
+
+    # Entering and leaving a mode saves and restores a flag that all threads share, and that is up while one of
+    # them compiles.
+
+    def __enter__(self) -> Recorder:
+        with compile_lock:
+            super().__enter__()
+        _recording.now = True
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        _recording.now = False
+        with compile_lock:
+            super().__exit__(*exception)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within a step, execute operations as if nobody recorded."""
+        was_recording, _recording.now = _recording.now, False
+        try:
+            with without_modes():
+                yield
+        finally:
+            _recording.now = was_recording
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -336,7 +377,10 @@ class Recorder(TorchDispatchMode):
     def _predict(
         self, signature: _Signature, call: _Call, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, ...]:
-        """The specifications of an operation's results. Integers stay what they are where they make integers."""
+        """The specifications of an operation's results.
+
+        Integers in its arguments stay integers where the results are not floating-point.
+        """
         segment = self._segment
 
         def described(argument: Any) -> Any:
@@ -348,7 +392,7 @@ class Recorder(TorchDispatchMode):
 
         key = (signature.operator, described(call.args), described(tuple(call.kwargs.items())))
         if key not in self._predicted:
-            with without_modes(), FakeTensorMode():
+            with compile_lock, self.paused(), FakeTensorMode():
                 results = signature.operator(*_without_values(args), **_without_values(kwargs))
             listed = results if len(signature.results) > 1 else [results] if signature.results else []
             self._predicted[key] = tuple(_specs_of(each) for each in listed)
@@ -374,7 +418,8 @@ class Recorder(TorchDispatchMode):
         storage = _storage_of(tensor)
         if storage not in segment.of_storage:
             original = self._original_of(storage)
-            segment.of_storage[storage] = segment.add(tensor if original is None else original)
+            original = self._viewed.get(storage, self._original_of(storage))
+            segment.of_storage[storage] = segment.add(_whole(tensor) if original is None else original)
         base = segment.of_storage[storage]
         owner = segment.tensors[base]
         place = (tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
@@ -391,12 +436,16 @@ class Recorder(TorchDispatchMode):
         """Execute what has been recorded; deferred tensors that are still referred to become real."""
         segment, self._segment = self._segment, _Segment()
         kept = segment.still_referenced()
-        with without_modes(), torch.no_grad():
+        with self.paused(), torch.no_grad():
             self._settle()
             for component in _components(segment, kept):
                 self._execute(segment, component)
             for value in kept:
-                if segment.base(value) != value:
+                base = segment.base(value)
+                if base != value:
+                    # Views that have a base to torch would keep us from swapping it; so they have it from us.
+                    real = _real(segment.tensors[base])
+                    self._viewed[_storage_of(real)] = real
                     self._become(segment.tensors[value], segment.real(value))
 
     def _become(self, deferred: Tensor, real: Tensor) -> None:
@@ -464,7 +513,7 @@ class _Function:
     """
 
     def __init__(
-        self, segment: _Segment, component: _Component, kind_of: Callable[[Tensor], Any]
+        self, segment: _Segment, component: _Component, kind_of: Callable[[Tensor, bool], Any]
     ) -> None:
         self.component = component
         self.inputs: list[int] = []
@@ -472,8 +521,12 @@ class _Function:
         self._places: dict[int, int] = {}
         calls = tuple(map(self._described, component.calls))
         kept = tuple(self._places[value] for value in component.kept)
-        self.tensors = [_real(segment.tensors[value]) for value in (*self.inputs, *component.kept)]
-        kinds = tuple((Spec.of(tensor), type(tensor), kind_of(tensor)) for tensor in self.tensors)
+        values = (*self.inputs, *component.kept)
+        self.tensors = [_real(segment.tensors[value]) for value in values]
+        kinds = tuple(
+            (Spec.of(tensor), type(tensor), kind_of(tensor, value in segment.written))
+            for value, tensor in zip(values, self.tensors, strict=True)
+        )
         self.key = (calls, kept, kinds)
 
     def _described(self, call: _Call) -> tuple[Any, ...]:
@@ -497,9 +550,12 @@ class _Function:
     def module(self) -> GraphModule:
         """The component as a graph."""
         graph = Graph()
-        nodes: dict[int, Node] = {value: graph.placeholder(f"tensor{i}") for i, value in enumerate(self.inputs)}
+        nodes: dict[int, Node] = {
+            value: graph.placeholder(f"tensor{i}") for i, value in enumerate(self.inputs)
+        }
         targets = [graph.placeholder(f"result{i}") for i in range(len(self.component.kept))]
         numbers = iter([graph.placeholder(f"number{i}") for i in range(len(self.numbers))])
+        graph.call_function(_refuse_to_be_run)
 
         def argument(recorded: Any) -> Any:
             if isinstance(recorded, _Ref):
@@ -517,7 +573,34 @@ class _Function:
         return GraphModule({}, graph)
 
 
-# What is known of operators. ---------------------------------------------------------------------------------
+def _refuse_to_be_run() -> None:
+    """In a graph that is to be compiled: Dynamo traces :func:`_nothing` instead."""
+    raise EagerStepError(
+        "a part of a recorded step would run eagerly, that is without error terms",
+        where="a graph that torch.compile was given",
+        remedy="switch torch.compile on again (TORCHDYNAMO_DISABLE, torch.compiler.set_stance, a "
+        "TorchDispatchMode around the step), or step the optimizer without this backend",
+    )
+
+
+def _nothing() -> None:
+    pass
+
+
+trace_instead(_refuse_to_be_run, _nothing)
+
+
+class _Recording(threading.local):
+    """Whether operations that this thread calls are being recorded."""
+
+    now = False
+
+
+_recording = _Recording()
+run_compiled_functions_as_they_are_if(lambda: _recording.now)
+
+
+# What is known of operators. --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -530,7 +613,8 @@ class _Signature:
         writes: the arguments it overwrites.
         results: per result, ``("new", "")``, ``("same", argument)`` or ``("view", argument)``.
         reads_no_values: its result does not depend on the elements of its arguments.
-        is_immediate: it is executed rather than recorded: see :func:`~collage_fx.torch_compat.depends_on_values`.
+        is_immediate: it is executed rather than recorded: see
+            :func:`~collage_fx.torch_compat.depends_on_values`.
         element_rule: of a ``_foreach_`` operator.
     """
 
@@ -546,7 +630,7 @@ class _Signature:
     @property
     def has_several_results(self) -> bool:
         returns = self.operator._schema.returns
-        return len(returns) > 1 or "List" in str(returns[0].type)
+        return len(returns) > 1 or any("List" in str(result.type) for result in returns)
 
 
 _signatures: dict[Any, _Signature] = {}
@@ -577,7 +661,6 @@ def _read_schema(func: Any) -> _Signature:
             results.append(("same", aliased[frozenset(result.alias_info.before_set)]))
         else:
             results.append(("view", first) if func.is_view else ("new", ""))
-    name = foreach_name(func)
     return _Signature(
         func,
         names=tuple(argument.name for argument in schema.arguments),
@@ -588,8 +671,16 @@ def _read_schema(func: Any) -> _Signature:
         results=tuple(results),
         reads_no_values=func in _OF_SHAPES or func._schema.name.endswith("_like"),
         is_immediate=depends_on_values(func),
-        element_rule=foreach_rule(name.removesuffix("_")) if name else None,
+        element_rule=_element_rule(foreach_name(func).removesuffix("_")),
     )
+
+
+def _element_rule(name: str) -> Callable[..., Any] | None:
+    """What ``_foreach_NAME`` does to each element of its lists."""
+    if name in FOREACH_OPERATORS:
+        of_element, last = FOREACH_OPERATORS[name]
+        return lambda *element: of_element(*element, *last)
+    return foreach_rule(name) if name else None
 
 
 def _map(function: Callable[[Any], Any], argument: Any) -> Any:
@@ -613,6 +704,16 @@ def _with_real(argument: Any) -> Any:
     if isinstance(argument, list):
         return [_with_real(element) for element in argument]
     return _map(_with_real, argument)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """A tensor that contains what the given one, perhaps a view, shares its memory with."""
+    if tensor._base is not None and tensor._base.dtype == tensor.dtype:
+        return tensor._base
+    storage = tensor.untyped_storage()
+    if tensor.numel() * tensor.itemsize == storage.nbytes():
+        return tensor
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage)
 
 
 def _with_integers(argument: Any) -> Any:

@@ -16,11 +16,11 @@ from torch.overrides import TorchFunctionMode
 from collage_fx.admission import forget_new_state, refuse_optimizer, remember_state
 from collage_fx.error_terms import expansion_of
 from collage_fx.errors import RecompileLimitError
-from collage_fx.names import carried, parameter_names
+from collage_fx.names import carried, known_tensors, parameter_names
 from collage_fx.recorder import Recorder, Spec
-from collage_fx.torch_compat import without_modes
+from collage_fx.torch_compat import forget_static_addresses
 
-__all__ = ["is_recorded", "record"]
+__all__ = ["branches_on_values", "is_recorded", "record"]
 
 log = logging.getLogger("collage_fx")
 
@@ -36,13 +36,20 @@ def is_recorded(optimizer: Optimizer) -> bool:
     return RECORDING in vars(optimizer)
 
 
+def branches_on_values(optimizer: Optimizer) -> bool:
+    """Whether a step of torch.optim's is known to, in a function in whose middle it would be too late."""
+    return isinstance(optimizer, torch.optim.Adafactor) and any(
+        isinstance(group["lr"], Tensor) for group in optimizer.param_groups
+    )
+
+
 def record(optimizer: Optimizer, backend: Any, keywords: dict[str, Any], reason: str) -> None:
     """Have each step of ``optimizer`` recorded from now on, also where it is called eagerly.
 
     Args:
         optimizer: not one that is in the middle of a step.
-        backend: what ``torch.compile`` was given for the step, with its ``mode`` or ``options`` in
-            ``keywords``.
+        backend: what ``torch.compile`` was given for the step.
+        keywords: and with it: ``mode`` or ``options``.
         reason: why its step isn't captured.
     """
     log.info("%s: its steps are run by Python and recorded: %s", type(optimizer).__name__, reason)
@@ -95,6 +102,7 @@ class _Recording:
         self._roles: dict[int, str] = {}
         self._has_compiled = False
         self._steps_that_compiled = 0
+        forget_static_addresses(entry.tensor for entry in known_tensors({"": optimizer}).values())
 
     @torch.compiler.disable
     def run(self, step: Callable[..., Any], optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -112,9 +120,9 @@ class _Recording:
         try:
             with torch.no_grad(), self._recorder, _ReadsOfMemory(self._recorder):
                 result = step(optimizer, *args, **kwargs)
-                self._recorder.flush()
+                self._recorder.finish(successfully=True)
         except BaseException:
-            self._recorder.forget()
+            self._recorder.finish(successfully=False)
             forget_new_state(optimizer)
             raise
         finally:
@@ -133,7 +141,7 @@ class _Recording:
 
     def _outside(self, optimizer: Optimizer) -> Callable[[Any], Any]:
         """For an argument of ``step``: a closure is run as if nobody recorded, gradients and all."""
-        with_gradients = torch.is_grad_enabled()
+        had_gradients = torch.is_grad_enabled()
 
         def outside(argument: Any) -> Any:
             if not callable(argument):
@@ -143,12 +151,12 @@ class _Recording:
                 self._recorder.flush()
                 _active.now = False
                 try:
-                    with without_modes(), torch.set_grad_enabled(with_gradients or torch.is_grad_enabled()):
-                        result = argument(*args, **kwargs)
+                    has_gradients = had_gradients or torch.is_grad_enabled()
+                    with self._recorder.paused(), torch.set_grad_enabled(has_gradients):
+                        return argument(*args, **kwargs)
                 finally:
                     _active.now = True
-                self._look_at(optimizer)
-                return result
+                    self._look_at(optimizer)
 
             return closure
 
@@ -157,8 +165,11 @@ class _Recording:
     def _original_of(self, storage: int) -> Tensor | None:
         return self._parameters.get(storage)
 
-    def _kind_of(self, tensor: Tensor) -> Any:
-        return self._roles.get(id(tensor)), tensor in carried, expansion_of(tensor) is not None
+    def _kind_of(self, tensor: Tensor, is_written: bool) -> Any:
+        role = self._roles.get(id(tensor))
+        # A parameter that is updated gets error terms if it has none.
+        has_error_terms = expansion_of(tensor) is not None or (role == "parameter" and is_written)
+        return role, tensor in carried, has_error_terms
 
     def _compiled(self, module: GraphModule) -> Callable[..., Any]:
         if self._steps_that_compiled >= COMPILING_STEPS:

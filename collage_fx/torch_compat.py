@@ -11,7 +11,7 @@ import contextlib
 import inspect
 import sys
 import unittest.mock
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any, Literal, cast
@@ -27,12 +27,14 @@ __all__ = [
     "RunAsItIs",
     "ShortenTraceback",
     "aot_input_of",
+    "compile_lock",
     "compile_with_inductor",
     "current_trace",
     "depends_on_values",
     "detect_fake_mode",
     "disabled_torch_function",
     "dynamo_recompile_limit",
+    "forget_static_addresses",
     "functional_decompositions",
     "has_internal_overlap",
     "has_storage",
@@ -49,6 +51,7 @@ __all__ = [
     "prims_fma",
     "real_tensors",
     "register_pointwise_lowering",
+    "run_compiled_functions_as_they_are_if",
     "symbol_source",
     "trace_instead",
     "traced_frame_name",
@@ -77,10 +80,11 @@ if _version() < OLDEST_TORCH:
 
 try:
     from torch._dynamo import config as dynamo_config
-    from torch._dynamo.convert_frame import ConvertFrameAssert
+    from torch._dynamo import eval_frame
+    from torch._dynamo.convert_frame import CatchErrorsWrapper, ConvertFrameAssert, compile_lock
     from torch._dynamo.decorators import substitute_in_graph
     from torch._dynamo.eval_frame import always_optimize_code_objects
-    from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis
+    from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis, Unsupported
     from torch._dynamo.symbolic_convert import (
         InstructionTranslator,
         InstructionTranslatorBase,
@@ -327,12 +331,12 @@ def watch_conversions(
                 if not before(*compiler, code, variables):
                     return original(self, frame, *args, **kwargs)
                 if _optimizer_of_method(code, variables) is not None:
-                    # Dynamo runs frames eagerly in which it sees no tensor, as in most optimizers' step(self).
+                    # Dynamo runs frames eagerly in which it sees no tensor, as in most steps (self).
                     always_optimize_code_objects[code] = True
                 try:
                     with dynamo_config.patch(settings):
                         converted = original(self, frame, *args, **kwargs)
-                except ShortenTraceback:
+                except (ShortenTraceback, Unsupported):  # refusals, and what fullgraph=True asks for
                     raise
                 except Exception as error:
                     failed(*compiler, code, variables, error)
@@ -346,6 +350,21 @@ def watch_conversions(
         return watched
 
     wrap_method(ConvertFrameAssert, "__call__", watching)
+    wrap_method(CatchErrorsWrapper, "__call__", _one_at_a_time)
+
+
+def _one_at_a_time(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Have a thread wait for another's compilation before it looks whether to compile.
+
+    Dynamo looks first. Whether a tensor mode keeps it from compiling is one answer for all threads, and yes
+    while another thread compiles; it would then run the function eagerly, from then on.
+    """
+
+    def convert(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with compile_lock:
+            return original(self, *args, **kwargs)
+
+    return convert
 
 
 class RunAsItIs(ShortenTraceback):
@@ -365,12 +384,14 @@ class GraphBreak:
     """A place where Dynamo cannot go on tracing.
 
     Attributes:
-        optimizer: whose update is being traced there; None where it is none's.
+        optimizer: whose step is being traced there; None where it is none's.
+        is_in_closure: whether it is in a function that the step was given to call.
         reason: Dynamo's, in a sentence or two.
         where: file, line and function.
     """
 
     optimizer: torch.optim.Optimizer | None
+    is_in_closure: bool
     reason: str
     where: str
 
@@ -412,11 +433,11 @@ def _describe_graph_break(translator: Any, cause: Any) -> GraphBreak:
     where = (
         f"{stack[-1].filename}:{stack[-1].lineno} in {stack[-1].name}" if stack else translator.f_code.co_name
     )
-    return GraphBreak(_optimizer_updated_by(translator, stack), ". ".join(explained), where)
+    return GraphBreak(*_optimizer_stepped_by(translator, stack), ". ".join(explained), where)
 
 
-def _optimizer_updated_by(translator: Any, stack: Sequence[Any]) -> torch.optim.Optimizer | None:
-    """The optimizer in one of whose methods a translation is, but for the closure that a step calls.
+def _optimizer_stepped_by(translator: Any, stack: Sequence[Any]) -> tuple[torch.optim.Optimizer | None, bool]:
+    """The optimizer in one of whose methods a translation is, and whether in a closure that it calls.
 
     Looked for among the function that is being traced and the Python frames that called it.
     """
@@ -424,9 +445,9 @@ def _optimizer_updated_by(translator: Any, stack: Sequence[Any]) -> torch.optim.
     for code, variables in [(translator.f_code, translator.f_locals), *_possible_steps_on_the_stack()]:
         optimizer = _optimizer_of_method(code, variables)
         if optimizer is not None:
-            return None if below & _functions_passed(code, variables) else optimizer
+            return optimizer, bool(below & _functions_passed(code, variables))
         below.add((code.co_filename, code.co_name))
-    return None
+    return None, False
 
 
 def _possible_steps_on_the_stack() -> Iterator[tuple[CodeType, Mapping[str, Any]]]:
@@ -458,6 +479,16 @@ def is_being_stepped(optimizer: torch.optim.Optimizer) -> bool:
         is_step_wrapper(code) and _optimizer_of_method(code, variables) is optimizer
         for code, variables in _possible_steps_on_the_stack()
     )
+
+
+def forget_static_addresses(tensors: Iterable[torch.Tensor]) -> None:
+    """Have Dynamo treat tensors as it does others that a function is called with.
+
+    Those of an optimizer that it has begun to trace it guards on one by one, so that the next parameter would
+    not get the code of the last.
+    """
+    for tensor in tensors:
+        vars(tensor).pop("_dynamo_static_input_type", None)
 
 
 def _functions_passed(code: CodeType, variables: Mapping[str, Any]) -> set[tuple[str, str]]:
@@ -512,18 +543,34 @@ def _restarting_only_if_burned_in(original: Callable[..., None]) -> Callable[...
 
 
 def trace_instead(function: Callable[..., Any], traceable: Callable[..., Any]) -> None:
-    """Have Dynamo inline ``traceable`` where a traced program calls the builtin ``function``.
+    """Have Dynamo inline ``traceable`` where a traced program calls ``function``, which may be a builtin.
 
     For every backend: Dynamo has one table of rules. A second call for the same function changes nothing.
     """
     name = f"{function.__module__}.{function.__name__}"
+    if name in _traced_otherwise:
+        return
+    _traced_otherwise.add(name)
     maps: list[dict[str, Any]] = list(torch_name_rule_map)  # type: ignore[arg-type]
-    rules = [rules for rules in maps if name in rules]
-    for each in rules:
-        del each[name]
-    if rules:
-        get_torch_obj_rule_map.cache_clear()
-        substitute_in_graph(function)(traceable)
+    for rules in maps:
+        rules.pop(name, None)
+    get_torch_obj_rule_map.cache_clear()
+    substitute_in_graph(function)(traceable)
+
+
+_traced_otherwise: set[str] = set()
+
+
+def run_compiled_functions_as_they_are_if(condition: Callable[[], bool]) -> None:
+    """Have what ``torch.compile`` returned call the original function while ``condition()`` is true.
+
+    As the stance ``"force_eager"`` does, which is one for all threads.
+    """
+
+    def conditional(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        return lambda callback: None if condition() else original(callback)
+
+    wrap_method(eval_frame, "_callback_from_stance", conditional)
 
 
 def symbol_source(value: torch.SymInt | torch.SymFloat) -> str:

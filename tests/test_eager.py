@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from collage_fx import CollageBackend, eager, error_terms, reset_error_terms
 from collage_fx.errors import (
@@ -385,6 +387,30 @@ def test_the_limit_is_each_optimizers_own() -> None:
             params = parameters(shapes=[(3,)], seed=seed)
             run_steps(compiled(Descent(params, lr=TINY)), params, [seed])
             assert bool(error_terms(params[0])[0].any())
+
+
+def test_a_thread_waits_for_another_that_compiles() -> None:
+    """Whether a mode keeps Dynamo from compiling is one answer for all threads, and yes while one compiles."""
+    torch._dynamo.reset()
+    p, optimizer = optimizer_of(Descent, lr=TINY)
+    compiling, stepped = threading.Event(), threading.Event()
+
+    def slow(gm: Any, example_inputs: Any) -> Any:
+        with TorchDispatchMode():
+            compiling.set()
+            assert not stepped.wait(1), "it ran eagerly meanwhile"
+        return gm
+
+    def step() -> None:
+        compiling.wait()
+        compiled(optimizer)()
+        stepped.set()
+
+    thread = threading.Thread(target=step)
+    thread.start()
+    torch.compile(lambda x: x + 1, backend=slow)(torch.zeros(2))
+    thread.join()
+    assert bool(error_terms(p)[0].any())
 
 
 def test_other_backends_keep_dynamos_behaviour() -> None:

@@ -1,0 +1,417 @@
+"""Steps that Dynamo cannot capture are recorded: what they do to tensors is compiled all the same."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from collage_fx import CollageBackend, error_terms, full_value
+from collage_fx.errors import RecompileLimitError
+from collage_fx.recording import is_recorded
+from tests.support.training import Descent, compiled, parameters, run_steps, set_gradients
+
+LR = 1e-4
+#: Of equal shapes: what is meant for one of them can be done to another, and nothing else would tell.
+SHAPES = [(4, 3)] * 5 + [(7,)]
+
+
+class Recorded(Descent):
+    """An update that branches on the value of a tensor for each parameter."""
+
+    def __init__(self, params: Any, lr: float = LR) -> None:
+        super().__init__(params, lr)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.update(p, p.grad, self.state[p], group["lr"])
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
+        raise NotImplementedError
+
+
+class BranchesAfterItsState(Recorded):
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
+        if not state:
+            state["m"] = torch.zeros_like(p)
+            state["step"] = 0
+        state["step"] += 1
+        state["m"].mul_(0.9).add_(g, alpha=0.1)
+        if p.norm() > 1e9:
+            return
+        p.add_(state["m"] / (1 - 0.9 ** state["step"]), alpha=-lr)
+
+
+class BranchesBeforeItsState(Recorded):
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
+        if not bool(g.abs().max() < 1e9):
+            return
+        state["m"] = state["m"].mul(0.9).add(g) if state else g.clone()
+        p.data.add_(state["m"], alpha=-lr)
+
+
+class TrustRatio(Recorded):
+    """As in Lamb: the direction is computed, then a branch, then it is applied."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
+        direction = g / (g.abs() + 0.5)
+        weight, update = p.norm(), direction.norm()
+        ratio = 1.0 if weight == 0 or update == 0 else float(weight / update)
+        p.add_(direction, alpha=-lr * ratio)
+
+
+class AppliesWhatItComputedBefore(Recorded):
+    """The new parameter crosses the branch, in bfloat16 as far as Python can tell."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
+        new = p - lr * g
+        if new.norm() < 1e9:
+            p.copy_(new)
+
+
+class AssignsData(Recorded):
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
+        new = p.data - lr * g
+        if new.norm() < 1e9:
+            p.data = new
+
+
+class ViewsAcross(Recorded):
+    """Views of the parameter, and of an intermediate result, that outlive a branch."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
+        flat, direction = p.view(-1), (g * 2).reshape(-1)
+        halves = direction.split([2, direction.numel() - 2])
+        if direction.norm() < 1e9:
+            flat[:2].add_(halves[0], alpha=-lr)
+            flat[2:].add_(halves[1], alpha=-lr)
+
+
+class CallsTorchCompile(Recorded):
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
+        if g.norm() > 0:
+            torch.compile(_descend, backend="inductor")(p, g, lr)
+
+
+def _descend(p: Tensor, g: Tensor, lr: float) -> None:
+    p.add_(g, alpha=-lr)
+
+
+class Foreach(Recorded):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        params = self.param_groups[0]["params"]
+        grads = [p.grad for p in params]
+        if not self.state:
+            for p in params:
+                self.state[p]["m"] = torch.zeros_like(p)
+                self.state[p]["step"] = torch.tensor(0.0)
+        steps, moments = ([self.state[p][name] for p in params] for name in ("step", "m"))
+        torch._foreach_add_(steps, 1)
+        torch._foreach_lerp_(moments, grads, 0.1)
+        norms = torch._foreach_norm(grads)
+        if max(float(norm) for norm in norms) < 1e9:
+            corrected = torch._foreach_div(moments, [1 - 0.9 ** float(step) for step in steps])
+            torch._foreach_add_(params, corrected, alpha=-LR)
+
+
+class Factorizes(Recorded):
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
+        q, _ = torch.linalg.qr(g.float().reshape(-1, 1)) if g.dim() == 1 else torch.linalg.qr(g.float())
+        if q.norm() > 0:
+            p.add_(q.reshape(p.shape).to(p.dtype), alpha=-lr)
+
+
+class Transposes(Recorded):
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
+        turned = (g + g).view(-1, p.shape[-1]).clone()
+        turned.transpose_(0, 1)
+        if turned.norm() > 0:
+            p.add_(turned.t().reshape(p.shape), alpha=-lr)
+
+
+RULES = [
+    BranchesAfterItsState,
+    BranchesBeforeItsState,
+    TrustRatio,
+    AppliesWhatItComputedBefore,
+    AssignsData,
+    ViewsAcross,
+    CallsTorchCompile,
+    Foreach,
+    Factorizes,
+    Transposes,
+]
+
+
+def twins(kind: type[Optimizer], shapes: Sequence[Sequence[int]] = SHAPES) -> tuple[Optimizer, Optimizer]:
+    """The optimizer on bfloat16 parameters, and on the same in float64."""
+    low = parameters(shapes=shapes)
+    high = [torch.nn.Parameter(p.detach().double()) for p in low]
+    return kind(low), kind(high)  # type: ignore[call-arg]
+
+
+def params_of(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def give_gradients(low: Optimizer, high: Optimizer, seed: int) -> None:
+    set_gradients(params_of(low), seed)
+    for p, q in zip(params_of(low), params_of(high), strict=True):
+        q.grad = p.grad.double() if p.grad is not None else None
+
+
+def largest_error(low: Optimizer, high: Optimizer, start: Sequence[Tensor]) -> float:
+    """Of any one parameter's displacement, relative to float64's."""
+    triples = zip(params_of(low), params_of(high), start, strict=True)
+    return max(float((full_value(p) - q).detach().norm() / (q - x).detach().norm()) for p, q, x in triples)
+
+
+@pytest.mark.parametrize("kind", RULES, ids=lambda kind: kind.__name__)
+def test_every_parameter_goes_where_it_goes_in_float64(kind: type[Recorded]) -> None:
+    """Each one, and by its own state: of equal shapes, only the values tell one from another.
+
+    The steps are some 1/100 of half an ulp of most elements; plain bfloat16 loses nearly all of them. What
+    remains is the rounding of gradients' moments to bfloat16 (2^-9 = 0.002 each) and of the pair itself.
+    """
+    torch._dynamo.reset()
+    low, high = twins(kind)
+    start = [q.detach().clone() for q in params_of(high)]
+    step = compiled(low)
+    for seed in range(8):
+        give_gradients(low, high, seed)
+        step()
+        high.step()
+    assert is_recorded(low)
+    assert not is_recorded(high)
+    assert largest_error(low, high, start) < 0.02
+    for p, q in zip(params_of(low), params_of(high), strict=True):
+        assert all(bool(term.any()) for term in error_terms(p))
+        assert low.state[p].get("step") == high.state[q].get("step")
+
+
+# What else a step's Python may do. --------------------------------------------------------------------------
+
+
+class ReadsMemory(Recorded):
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
+        if p.norm() > 0:
+            p.add_(g, alpha=-1)
+            self.seen = p.detach().view(torch.int16).numpy().copy()
+
+
+def test_memory_is_up_to_date_when_it_is_read() -> None:
+    torch._dynamo.reset()
+    (p,) = params = parameters(shapes=[(3,)])
+    optimizer = ReadsMemory(params)
+    before = p.detach().clone()
+    run_steps(compiled(optimizer), params, [0])
+    assert not torch.equal(p, before)
+    assert np.array_equal(optimizer.seen, p.detach().view(torch.int16).numpy())
+
+
+class Fails(Recorded):
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
+        is_good = bool(g.isfinite().all())
+        p.add_(g.nan_to_num(), alpha=-1)
+        if not is_good:
+            state["bad"] = torch.zeros_like(p)
+            self.kept = g * 2
+            raise ArithmeticError("no such gradient")
+
+
+def test_after_an_exception_in_a_step_all_is_as_before() -> None:
+    """Nothing of the failed step is left over: no mode, no state, no tensor that isn't one."""
+    torch._dynamo.reset()
+    (p,) = params = parameters(shapes=[(3,)])
+    optimizer = Fails(params)
+    step = compiled(optimizer)
+    run_steps(step, params, [0])
+    before = p.detach().clone()
+    p.grad = torch.full((3,), float("inf"), dtype=p.dtype)
+    with pytest.raises(ArithmeticError, match="no such gradient"):
+        step()
+    assert torch.equal(p, before)
+    assert not optimizer.state
+    assert type(p + 1) is Tensor
+    with pytest.raises(RuntimeError, match="left uncomputed"):
+        optimizer.kept.sum()
+    run_steps(step, params, [1])
+    assert not torch.equal(p, before)
+
+
+class RunsItsClosure(Recorded):
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        super().step()
+        return loss
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
+        if g.norm() > 0:
+            p.add_(g, alpha=-lr)
+
+
+def test_a_closure_runs_as_if_nothing_were_recorded() -> None:
+    """Autograd runs in it, and compiled models."""
+    torch._dynamo.reset()
+    (p,) = params = parameters(shapes=[(3,)])
+    step: Callable[..., Any] = torch.compile(RunsItsClosure(params).step, backend=CollageBackend())
+
+    @torch.compile(backend="eager")
+    def loss_of(x: Tensor) -> Tensor:
+        return (x.float() ** 2).sum()
+
+    def closure() -> Tensor:
+        p.grad = None
+        loss = loss_of(p)
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        loss = step(closure)
+        assert type(loss) is Tensor
+        assert float(loss.detach()) == float((p.detach().float() ** 2).sum())
+    assert p.grad is not None
+    assert torch.equal(p.grad, 2 * p.detach())
+    assert bool(error_terms(p)[0].any())
+
+
+def test_steps_that_differ_in_numbers_are_compiled_a_few_times() -> None:
+    """Step counters, bias corrections, learning rates and trust ratios are arguments of what is compiled."""
+    torch._dynamo.reset()
+    kinds: list[type[Recorded]] = [BranchesAfterItsState, TrustRatio]
+    for kind in kinds:
+        params = parameters(shapes=[(4, 3), (4, 3)])
+        optimizer, backend = kind(params), CollageBackend()
+        step: Callable[[], Any] = torch.compile(optimizer.step, backend=backend)
+        compilations = []
+        for seed in range(12):
+            optimizer.param_groups[0]["lr"] = LR / (1 + seed)
+            run_steps(step, params, [seed])
+            compilations.append(len(backend.report().graphs))
+        assert compilations[5] == compilations[-1]
+        assert compilations[-1] <= 8
+
+
+class GrowsEachStep(Recorded):
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
+        state["n"] = state.get("n", 0) + 1
+        if g.norm() > 0:
+            for _ in range(state["n"]):
+                p.add_(g, alpha=-lr)
+
+
+def test_a_step_that_always_needs_something_new_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    monkeypatch.setattr("collage_fx.recording.COMPILING_STEPS", 3)
+    params = parameters(shapes=[(3,)])
+    step = compiled(GrowsEachStep(params))
+    with pytest.raises(RecompileLimitError, match="each of the last 3 steps of GrowsEachStep"):
+        run_steps(step, params, range(4))
+
+
+def test_whoever_calls_the_step_has_it_recorded() -> None:
+    """A scheduler's wrapper, a user's compiled function, and plain eager code."""
+    torch._dynamo.reset()
+    low, high = twins(TrustRatio, [(4, 3)])
+    start = [q.detach().clone() for q in params_of(high)]
+    scheduler = torch.optim.lr_scheduler.StepLR(low, 1000)
+    step = compiled(low)
+    function = torch.compile(lambda: low.step(), backend=CollageBackend())
+    for seed, call in enumerate([step, function, low.step, function, step]):
+        give_gradients(low, high, seed)
+        call()
+        scheduler.step()
+        high.step()
+    assert largest_error(low, high, start) < 0.02
+
+
+class Wraps(Optimizer):
+    """A wrapper around an optimizer, both with branches of their own."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        super().__init__(params_of(inner), {})
+        self.inner = inner
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if params_of(self)[0].norm() > 0:
+            self.inner.step()
+
+
+def test_an_optimizer_within_a_recorded_one_is_recorded_with_it() -> None:
+    torch._dynamo.reset()
+    low, high = twins(TrustRatio, [(4, 3)])
+    start = [q.detach().clone() for q in params_of(high)]
+    give_gradients(low, high, 0)
+    compiled(low)()
+    high.step()
+    outer = compiled(Wraps(low))
+    for seed in range(1, 4):
+        give_gradients(low, high, seed)
+        outer()
+        high.step()
+    assert largest_error(low, high, start) < 0.02
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
+def test_a_copy_of_a_recorded_optimizer_is_one_of_its_own(copied: Callable[[Any], Any]) -> None:
+    torch._dynamo.reset()
+    (p,) = params = parameters(shapes=[(3,)])
+    optimizer = BranchesAfterItsState(params)
+    run_steps(compiled(optimizer), params, range(3))
+    twin = copied(optimizer)
+    (q,) = params_of(twin)
+    assert not is_recorded(twin)
+    run_steps(compiled(optimizer), params, [3])
+    run_steps(compiled(twin), [q], [3])
+    assert torch.equal(p, q)
+    assert torch.equal(full_value(p), full_value(q))
+
+
+def test_two_threads_record_at_once() -> None:
+    torch._dynamo.reset()
+    pairs = [twins(kind, [(4, 3)]) for kind in (BranchesAfterItsState, TrustRatio)]
+    starts = [[q.detach().clone() for q in params_of(high)] for _, high in pairs]
+    failures: list[BaseException] = []
+
+    def run(low: Optimizer, high: Optimizer) -> None:
+        try:
+            step = compiled(low)
+            for seed in range(6):
+                give_gradients(low, high, seed)
+                step()
+                high.step()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=pair) for pair in pairs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    for (low, high), start in zip(pairs, starts, strict=True):
+        assert largest_error(low, high, start) < 0.02
+
+
+def test_adafactor_with_a_tensor_for_lr_is_recorded() -> None:
+    """It takes the smaller of that and a number, which is a branch."""
+    torch._dynamo.reset()
+    params = parameters(shapes=[(4, 3), (5,)])
+    optimizer = torch.optim.Adafactor(params, lr=torch.tensor(1e-3))
+    run_steps(compiled(optimizer), params, range(2))
+    assert is_recorded(optimizer)
+    assert all(bool(error_terms(p)[0].any()) for p in params)
