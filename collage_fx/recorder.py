@@ -20,7 +20,9 @@ ones, in place (``torch.utils.swap_tensors``).
 * Numbers (Python's floats) are arguments of the compiled graphs, which Dynamo burns in until it sees them
   change.
 
-It costs some 20 microseconds of Python an operation, on every step; captured steps cost none.
+Several threads that record at once confuse Dynamo about whose frames to convert; what it would then run
+eagerly raises (:func:`_refuse_to_be_run`). Recording costs Python time for each operation, on every step;
+captured steps cost none.
 """
 
 from __future__ import annotations
@@ -264,8 +266,8 @@ class Recorder(TorchDispatchMode):
         """Not to be one of the modes in any thread that keep Dynamo from compiling in all of them."""
         return True
 
-    # Entering and leaving a mode saves and restores a flag that all threads share, and that is up while one of
-    # them compiles.
+    # Entering and leaving a mode saves and restores a flag that all threads share, and that is up while one
+    # of them compiles.
 
     def __enter__(self) -> Recorder:
         with compile_lock:
