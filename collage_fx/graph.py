@@ -27,6 +27,7 @@ __all__ = [
     "graph_text",
     "is_conversion",
     "is_copy_to_input",
+    "is_dense",
     "is_low_precision_tensor",
     "placeholders",
     "tensor_value",
@@ -54,6 +55,19 @@ def is_low_precision_tensor(node: Any) -> bool:
     """Whether ``node`` is a tensor of bfloat16 or float16."""
     value = tensor_value(node)
     return value is not None and is_low_precision(value.dtype)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements of a tensor fill a region of memory, in any order, each of them once."""
+    if tensor.layout is not torch.strided:
+        return False
+    expected = 1
+    dimensions = zip(tensor.stride(), tensor.shape, strict=True)
+    for stride, size in sorted((stride, size) for stride, size in dimensions if size > 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def is_copy_to_input(node: Node) -> bool:

@@ -14,6 +14,7 @@ from collage_fx.passes.base import Pass
 from collage_fx.passes.compensate_native import CompensateNative
 from collage_fx.passes.compensate_wide import CompensateWide
 from collage_fx.passes.drop_stale import DropStale
+from collage_fx.passes.hoist_scalars import HoistScalars
 from collage_fx.passes.normalize import Normalize
 from collage_fx.passes.pin_roundings import PinRoundings
 from collage_fx.passes.widen import Widen
@@ -30,7 +31,8 @@ PIPELINE: tuple[Pass, ...] = (
     CompensateWide(),  # wide: loads and stores become join and split
     CompensateNative(),  # native: the operations themselves become double-word algorithms
     DropStale(),  # on the loads that the two above have made
-    PinRoundings(),  # last: whatever rounding is still in the graph has to survive lowering
+    PinRoundings(),  # whatever rounding is still in the graph has to survive lowering
+    HoistScalars(),  # last: once(...) stands between the numbers and the elements as they are then
 )
 
 #: The part that only looks: what strategy "none" runs for its report, before plain Inductor gets the graph as
