@@ -7,11 +7,11 @@ numbers, constants literally. Two parts with one rule are the same function of d
 compiled kernel serves both.
 
 Where every operation is elementwise and every tensor has one shape and one dense layout, element *i* in
-memory of each result depends on element *i* in memory of each operand, whatever the shape. Such a *flat* rule
-leaves the shape out: it is compiled for vectors of a symbolic length *n* (2 at least), and its kernel is called with the
-tensors as they are. The code that Inductor's C++ backend generates takes addresses and *n*, so that no flat
-view has to be made. (Its own checks of sizes and strides are switched off for such kernels;
-:mod:`collage_fx.lowering` checks the arguments of a step against the layouts it was compiled for.) A flat rule
+memory of each result depends on element *i* in memory of each operand, whatever the shape. Such a *flat*
+rule leaves the shape out: it is compiled for vectors of a symbolic length *n* (2 at least), and its kernel is
+called with the tensors as they are. The code that Inductor's C++ backend generates takes addresses and *n*,
+so that no flat view has to be made. (Its own checks of sizes and strides are switched off for such kernels;
+:mod:`collage_fx.sharing` checks the arguments of a step against the layouts it was compiled for.) A flat rule
 is compiled twice, if both are needed: for few elements, on which threads would wait longer for each other
 than they work, and for many.
 
@@ -47,20 +47,21 @@ aten = torch.ops.aten
 #: sleep 5 to 20 microseconds to begin.
 MANY = 1 << 14
 
-#: A symbolic length is taken to be no less: of sizes 0 and 1 PyTorch has ideas of its own (broadcasting, strides).
+#: A symbolic length is taken to be no less: of sizes 0 and 1 PyTorch has ideas of its own (broadcasting,
+#: strides).
 SHORTEST = 2
 
 #: Lengths that stand for few and many elements when Inductor decides about threads.
 FEW_HINT, MANY_HINT = 1 << 8, 1 << 24
 
-#: Factories and what else is elementwise without a tag that says so: operator -> position of the argument that
-#: is a shape.
+#: Operators that are given the shape of their result -> which argument it is.
 SHAPED = {
     aten.full.default: 0,
     aten.zeros.default: 0,
     aten.ones.default: 0,
     aten.expand.default: 1,
 }
+#: What else is elementwise without a tag that says so.
 ELEMENTWISE = frozenset(
     {
         aten.clone,
@@ -201,12 +202,13 @@ class _Writer:
     def _line(self, node: Node, numbers: dict[Node, int]) -> _Line:
         if self._is_input(node):
             return _Line(None, self._layout(node))
-        args, kwargs = node.args, dict(node.kwargs)
+        args: tuple[Any, ...] = node.args
+        kwargs = dict(node.kwargs)
         if self.flat and not is_number(node):
             kwargs.pop("memory_format", None)
             if node.target in SHAPED:
                 at = SHAPED[node.target]
-                args = (*args[:at], [_LENGTH], *args[at + 1 :])
+                args = (*args[:at], (_LENGTH,), *args[at + 1 :])
         args, kwargs = pytree.tree_map_only(Node, lambda n: _Reference(numbers[n]), (args, kwargs))
         return _Line(node.target, args, tuple(sorted(kwargs.items())))
 
@@ -282,7 +284,8 @@ def _graph_of(rule: Rule, scope: SymbolicScope, hint: int) -> GraphModule:
         store.meta["val"] = into.meta["val"]
     graph.output(())
     gm = GraphModule({}, graph)
-    gm.collage_fx_revision = REVISION  # type: ignore[assignment]  # an attribute is part of the compile cache's key
+    # An attribute is part of the compile cache's key, of which the hint is not.
+    gm.collage_fx_revision = (REVISION, hint)  # type: ignore[assignment]
     return gm
 
 

@@ -28,9 +28,8 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -193,6 +192,5 @@ class _Partition:
 def _returned(graph: Graph) -> Iterator[Node]:
     """The tensors that a graph computes and returns."""
     for value in pytree.tree_leaves(graph.output_node().args):
-        if isinstance(value, Node) and value.op == "call_function" and not is_copy_to_input(value):
-            if tensor_value(value) is not None:
-                yield value
+        if tensor_value(value) is not None and value.op == "call_function" and not is_copy_to_input(value):
+            yield value

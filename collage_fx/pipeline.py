@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from torch.fx import Graph
+from torch.fx import Graph, GraphModule
 
 from collage_fx.passes.allocate import Allocate
 from collage_fx.passes.analyze import Analyze
@@ -42,17 +42,22 @@ ANALYSIS: tuple[Pass, ...] = PIPELINE[:2]
 
 @dataclass(frozen=True)
 class Stage:
-    """The graph after one pass.
+    """What one pass did.
 
     Attributes:
         name: the pass.
         summary: what it says it did.
-        graph: a copy of the graph it left.
+        gm: the module it left, which the next pass goes on to edit.
     """
 
     name: str
     summary: str
-    graph: Graph
+    gm: GraphModule
+
+    @property
+    def graph(self) -> Graph:
+        """A copy of the graph as the pass left it; to be asked for while the stage is observed."""
+        return copy.deepcopy(self.gm.graph)
 
 
 def run_pipeline(
@@ -63,7 +68,7 @@ def run_pipeline(
     Args:
         program: its ``gm`` is edited in place; the caller clones it once before.
         passes: the pipeline, or a part of it.
-        observe: called with a copy of the graph after each pass.
+        observe: called after each pass.
     """
     compensated = False
     for each in passes:
@@ -73,4 +78,5 @@ def run_pipeline(
         compensated = compensated or isinstance(each, (CompensateWide, CompensateNative))
         verify(program, after=each.name, compensated=compensated)
         if observe is not None:
-            observe(Stage(each.name, summary, copy.deepcopy(program.gm.graph)))
+            observe(Stage(each.name, summary, program.gm))
+    program.gm.recompile()

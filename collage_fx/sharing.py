@@ -14,7 +14,12 @@ from torch.utils import _pytree as pytree
 from collage_fx.graph import is_copy_to_input, placeholders
 from collage_fx.kernels import MANY, Rule, compile_rule, rule_of
 from collage_fx.partition import Part, parts_of
-from collage_fx.torch_compat import assert_size_stride, inductor_compile_inner, innermost_callable
+from collage_fx.torch_compat import (
+    assert_size_stride,
+    inductor_compile_inner,
+    innermost_callable,
+    prepare_cpp_compiler,
+)
 
 __all__ = ["StepInParts", "lower_in_parts"]
 
@@ -68,6 +73,7 @@ def _is_plain(value: Tensor) -> bool:
 
 
 def _compile(gm: GraphModule, inputs: Sequence[Any]) -> Kernel:
+    prepare_cpp_compiler().result()
     return innermost_callable(inductor_compile_inner(gm, inputs, is_inference=True))
 
 
@@ -133,13 +139,9 @@ class _Planner:
         self.calls = calls
         self.arguments = placeholders(gm.graph)
         self.places: dict[Node | int, int] = {}
-        for key in (
-            *self.arguments,
-            *self._lengths(),
-            *self._attributes(),
-            *self._results(),
-            *self._numbers(),
-        ):
+        keys: list[Node | int] = [*self.arguments, *self._lengths(), *self._attributes()]
+        keys += [*self._results(), *self._numbers()]
+        for key in keys:
             self.places.setdefault(key, len(self.places))
 
     def step(self) -> StepInParts:

@@ -7,7 +7,9 @@ training run.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
+import functools
 import inspect
 import sys
 import threading
@@ -28,6 +30,7 @@ __all__ = [
     "GraphBreak",
     "ShortenTraceback",
     "SymbolicScope",
+    "another_fake",
     "aot_input_of",
     "assert_size_stride",
     "compile_with_inductor",
@@ -36,6 +39,7 @@ __all__ = [
     "detect_fake_mode",
     "dynamo_recompile_limit",
     "functional_decompositions",
+    "graph_module",
     "has_internal_overlap",
     "has_storage",
     "inductor_compile_inner",
@@ -47,6 +51,7 @@ __all__ = [
     "needs_autograd",
     "optimizer_being_stepped",
     "pointwise_of",
+    "prepare_cpp_compiler",
     "prims_fma",
     "real_tensors",
     "register_pointwise_lowering",
@@ -81,6 +86,7 @@ try:
     from torch._dynamo.decorators import substitute_in_graph
     from torch._dynamo.eval_frame import always_optimize_code_objects
     from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis
+    from torch._dynamo.source import ConstantSource
     from torch._dynamo.symbolic_convert import (
         InstructionTranslator,
         InstructionTranslatorBase,
@@ -97,17 +103,19 @@ try:
         SyntheticBaseAOTInput,
         ViewBaseAOTInput,
     )
-    from torch._dynamo.source import ConstantSource
     from torch._guards import CompileContext, TracingContext, detect_fake_mode, tracing
     from torch._inductor import config as inductor_config
     from torch._inductor import ir, list_mode_options
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.lowering import register_lowering
     from torch._inductor.virtualized import ops
-    from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+    from torch.fx._lazy_graph_module import _LazyGraphModule
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+    from torch.utils._mode_utils import no_dispatch
 except ImportError as error:
     raise ImportError(
         f"collage_fx does not know torch {torch.__version__}: {error}. "
@@ -570,6 +578,33 @@ def real_tensors() -> Iterator[None]:
         yield
 
 
+def graph_module(root: Any, graph: torch.fx.Graph) -> torch.fx.GraphModule:
+    """A GraphModule that writes its Python code when somebody calls it or asks for the code."""
+    return _LazyGraphModule(root, graph)
+
+
+@functools.cache
+def prepare_cpp_compiler() -> concurrent.futures.Future[Any]:
+    """Have what Inductor's C++ kernels need prepared on another core, once a process.
+
+    On a machine that has compiled nothing yet, finding out what its processor can do and precompiling a
+    header takes longer than a kernel. A fault of the compiler is raised by the future.
+    """
+    executor = concurrent.futures.ThreadPoolExecutor(max_workers=1)
+    prefix = "#include <torch/csrc/inductor/cpp_prefix.h>\n"
+    future = executor.submit(CppPythonBindingsCodeCache.load_async, prefix, device_type="cpu")
+    executor.shutdown(wait=False)
+    return future
+
+
+def another_fake(value: torch.Tensor) -> torch.Tensor:
+    """A new fake tensor like ``value``, a fake tensor: faster than running an operation that makes one."""
+    assert isinstance(value, FakeTensor)
+    with no_dispatch():
+        meta = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    return FakeTensor(value.fake_mode, meta, value.device)
+
+
 def register_pointwise_lowering(
     operator: Any, element_function: Callable[..., Callable[[Sequence[Any]], Any]], *, dtype: torch.dtype
 ) -> None:
@@ -616,7 +651,7 @@ def pointwise_of(node: torch.fx.Node, values: Mapping[torch.fx.Node, Any]) -> An
 
 
 def register_realizing_lowering(operator: Any) -> None:
-    """Lower ``operator(x)`` to ``x`` in memory, so that what reads it loads it instead of computing it anew."""
+    """Lower ``operator(x)`` to ``x`` in memory: what reads it loads it instead of computing it anew."""
 
     def lowering(x: Any) -> Any:
         x.realize()
@@ -632,7 +667,7 @@ assert_size_stride: Callable[[torch.Tensor, tuple[int, ...], tuple[int, ...]], N
 
 
 def innermost_callable(compiled: Any) -> Callable[[list[Any]], Any]:
-    """The generated code of what Inductor has compiled for the CPU, without the profiling and tracing around it."""
+    """The generated code of what Inductor has compiled for the CPU, without profiling around it."""
     return cast("Callable[[list[Any]], Any]", getattr(compiled, "current_callable", None) or compiled)
 
 

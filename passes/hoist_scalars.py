@@ -44,7 +44,10 @@ class HoistScalars(Pass):
 
 
 def _is_computed_number(node: Node) -> bool:
-    """Whether a node is a 0-d tensor computed from others alone. A constant has no operands: it stays in the code."""
+    """Whether a node is a 0-d tensor computed from others alone.
+
+    A constant has no operands: it stays in the code.
+    """
     value = tensor_value(node)
     operands = node.all_input_nodes
     if node.op != "call_function" or value is None or value.dim() > 0 or not operands:
