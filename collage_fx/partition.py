@@ -27,6 +27,7 @@ operators): the graph is then lowered whole.
 from __future__ import annotations
 
 import operator
+import zlib
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -45,8 +46,8 @@ class Part:
     """Stores and results of a graph that are computed together.
 
     Attributes:
-        stores: ``copy_`` nodes of the epilogue, in their order.
-        results: values that other parts read or that the graph returns.
+        stores: ``copy_`` nodes of the epilogue, in an order that equal parts have in common.
+        results: values that other parts read or that the graph returns, likewise.
         given: results of other parts that this one reads.
     """
 
@@ -175,6 +176,7 @@ class _Partition:
                 given[destination].add(number)
         for value in _returned(self.graph):
             results[self.groups.find(value)][value] = None
+        fingerprints = _fingerprints(self.graph)
         waiting = list(dict.fromkeys([*stores, *results]))
         parts: list[Part] = []
         made: set[Node] = set()
@@ -183,10 +185,28 @@ class _Partition:
             if not ready:
                 return None
             for group in ready:
-                parts.append(Part(tuple(stores[group]), tuple(results[group]), frozenset(given[group])))
+                ordered = (
+                    sorted(nodes, key=fingerprints.__getitem__) for nodes in (stores[group], results[group])
+                )
+                parts.append(Part(*map(tuple, ordered), frozenset(given[group])))
                 made.update(results[group])
             waiting = [group for group in waiting if group not in set(ready)]
         return parts
+
+
+def _fingerprints(graph: Graph) -> dict[Node, int]:
+    """A number for what each node computes, whatever its shape: the same in every process."""
+    found: dict[Node, int] = {}
+    for node in graph.nodes:
+        if node.op == "call_function":
+            operands = [found[operand] for operand in node.all_input_nodes]
+            numbers = [arg for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, (int, float))]
+            described = f"{node.target}{operands}{numbers}"
+        else:
+            value = tensor_value(node)
+            described = f"{node.op}{value is not None and (value.dtype, value.dim() == 0)}"
+        found[node] = zlib.crc32(described.encode())
+    return found
 
 
 def _returned(graph: Graph) -> Iterator[Node]:
