@@ -185,10 +185,10 @@ class _Partition:
             if not ready:
                 return None
             for group in ready:
-                ordered = (
-                    sorted(nodes, key=fingerprints.__getitem__) for nodes in (stores[group], results[group])
+                first, second = (
+                    tuple(sorted(nodes[group], key=fingerprints.__getitem__)) for nodes in (stores, results)
                 )
-                parts.append(Part(*map(tuple, ordered), frozenset(given[group])))
+                parts.append(Part(first, second, frozenset(given[group])))
                 made.update(results[group])
             waiting = [group for group in waiting if group not in set(ready)]
         return parts
