@@ -1,4 +1,7 @@
-"""The whole compiler, in order."""
+"""The whole compiler, in order.
+
+What comes out is lowered by ``lowering.py``; equal updates then share kernels (``sharing.py``).
+"""
 
 from __future__ import annotations
 
