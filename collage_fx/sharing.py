@@ -2,8 +2,8 @@
 
 The phase between the passes and Inductor. What a part is, and why parts may run one after another, is in
 Note [Parts of a step] (``partition.py``); when two of them are one kernel in Note [One kernel for equal
-parts] (``kernels.py``). Reports show the whole graph. It is no pass, because its result is no graph but a plan
-of calls.
+parts] (``kernels.py``). Reports show the whole graph. It is no pass: its result is
+no graph but a plan of calls.
 
 A step's host time is that of a loop over the plan: a check of each argument's layout and a call of Inductor's
 generated code for each part, about 5 microseconds a tensor for AdamW.
