@@ -19,8 +19,9 @@ stores and results together with everything they are computed from:
 
 Soundness. Parts read only inputs that no other part stores, values that they compute themselves, and results
 of parts that have run before; no other tensor is written but the parts' own stores. So any topological order
-of the parts computes what the graph does. :func:`parts_of` returns None where there is no such order, and
-where something in the graph is not a function of its operands (random numbers, asserts, higher-order
+of the parts computes what the graph does. (Inputs that share memory, one of them stored, do not occur:
+AOTAutograd makes one input of them.) Results get memory of their own. :func:`parts_of` returns None where a
+result is to share that of an input or another result, where there is no such order, and where something in the graph is not a function of its operands (random numbers, asserts, higher-order
 operators): the graph is then lowered whole.
 """
 
@@ -36,7 +37,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
-from collage_fx.graph import copies_to_inputs, is_copy_to_input, tensor_value
+from collage_fx.graph import copies_to_inputs, is_copy_to_input, placeholders, tensor_value
 
 __all__ = ["Part", "is_number", "parts_of"]
 
@@ -66,7 +67,7 @@ def is_number(node: Node) -> bool:
 
 def parts_of(graph: Graph) -> list[Part] | None:
     """The parts of a functional graph with ``copy_`` epilogue, in an order in which they can run."""
-    if not all(_is_a_function(node) for node in graph.nodes):
+    if not all(_is_a_function(node) for node in graph.nodes) or _returns_shared_memory(graph):
         return None
     return _Partition(graph).parts()
 
@@ -83,6 +84,18 @@ def _is_a_function(node: Node) -> bool:
         # Indexing of several results, and Python arithmetic on symbolic numbers.
         return node.target is operator.getitem or is_number(node)
     return not node.target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in node.target.tags
+
+
+def _returns_shared_memory(graph: Graph) -> bool:
+    """Whether a returned tensor is a view of an input or of another one."""
+    inputs = {_memory(node) for node in placeholders(graph)}
+    returned = [_memory(node) for node in dict.fromkeys(_returned(graph))]
+    return len(set(returned)) < len(returned) or not inputs.isdisjoint(returned)
+
+
+def _memory(node: Node) -> int | None:
+    value = tensor_value(node)
+    return None if value is None else int(value.untyped_storage()._cdata)
 
 
 @dataclass

@@ -167,6 +167,20 @@ def test_returned_tensors_belong_to_a_part() -> None:
     assert [len(part.results) for part in found] == [1, 1]
 
 
+def test_views_that_are_returned_are_not_cut_off_from_their_memory() -> None:
+    def of_an_input(p: Tensor, g: Tensor) -> Tensor:
+        p.add_(1)
+        return g[1:]
+
+    def of_each_other(p: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        p.add_(1)
+        new = g * 2
+        return new, new[1:]
+
+    for step in (of_an_input, of_each_other):
+        assert parts_of(functional_graph(step, *vectors(3, 3)).graph) is None
+
+
 # What is flat. --------------------------------------------------------------------------------------------
 
 
