@@ -21,8 +21,9 @@ Soundness. Parts read only inputs that no other part stores, values that they co
 of parts that have run before; no other tensor is written but the parts' own stores. So any topological order
 of the parts computes what the graph does. (Inputs that share memory, one of them stored, do not occur:
 AOTAutograd makes one input of them.) Results get memory of their own. :func:`parts_of` returns None where a
-result is to share that of an input or another result, where there is no such order, and where something in the graph is not a function of its operands (random numbers, asserts, higher-order
-operators): the graph is then lowered whole.
+result is to share that of an input or another result, where there is no such order, and where something in
+the graph is not a function of its operands (random numbers, asserts, higher-order operators): the graph is
+then lowered whole.
 """
 
 from __future__ import annotations
