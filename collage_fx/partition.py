@@ -31,7 +31,7 @@ from __future__ import annotations
 import operator
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -41,6 +41,11 @@ from torch.utils import _pytree as pytree
 from collage_fx.graph import copies_to_inputs, is_copy_to_input, placeholders, tensor_value
 
 __all__ = ["Part", "is_number", "parts_of"]
+
+aten = torch.ops.aten
+
+#: Operators that Inductor's passes may take away.
+COPIES = frozenset({aten.alias.default, aten.clone.default, aten.detach.default})
 
 
 @dataclass(frozen=True)
@@ -199,13 +204,23 @@ class _Partition:
             if not ready:
                 return None
             for group in ready:
-                first, second = (
-                    tuple(sorted(nodes[group], key=fingerprints.__getitem__)) for nodes in (stores, results)
-                )
-                parts.append(Part(first, second, frozenset(given[group])))
+                ordered = sorted(stores[group], key=lambda store: _place_of_store(store, fingerprints))
+                named = sorted(results[group], key=fingerprints.__getitem__)
+                parts.append(Part(tuple(ordered), tuple(named), frozenset(given[group])))
                 made.update(results[group])
             waiting = [group for group in waiting if group not in set(ready)]
         return parts
+
+
+def _place_of_store(store: Node, fingerprints: Mapping[Node, int]) -> int:
+    """Stores of inputs as they are come first, in the order of the epilogue.
+
+    After a store into that input they would read its new value.
+    """
+    value = store.args[1]
+    while isinstance(value, Node) and value.target in COPIES:
+        value = value.args[0]
+    return -1 if isinstance(value, Node) and value.op != "call_function" else fingerprints[store]
 
 
 def _fingerprints(graph: Graph) -> dict[Node, int]:

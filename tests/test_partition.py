@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -80,6 +81,16 @@ def test_readers_of_a_tensor_that_is_stored_stay_with_its_store() -> None:
 
     (part,) = parts(step, *vectors(3, 3))
     assert stored(part) == {0, 1}
+
+
+@pytest.mark.parametrize("factor", [0.5, 0.25, 0.125, 3.0])  # whatever the fingerprints
+def test_old_values_are_stored_before_they_are_overwritten(factor: float) -> None:
+    def step(older: Tensor, p: Tensor) -> None:
+        older.copy_(p)
+        p.mul_(factor)
+
+    (part,) = parts(step, *vectors(3, 3))
+    assert [store.all_input_nodes[0] for store in part.stores] == placeholders(part.stores[0].graph)
 
 
 def test_a_tensor_that_is_only_read_joins_nothing() -> None:

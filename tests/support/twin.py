@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
@@ -16,6 +15,7 @@ from collage_fx import CollageBackend
 from collage_fx.lowering import CompensatedStep
 from collage_fx.pipeline import PIPELINE
 from collage_fx.program import StepProgram
+from tests.support.triton_offline import copy_graph
 
 __all__ = ["Engine", "ExactInterpreter", "TwinBackend", "without_pinning"]
 
@@ -89,7 +89,7 @@ class TwinBackend(CollageBackend):
     ) -> Any:
         if not isinstance(graph, StepProgram):
             return super().lower(graph, example_inputs, inductor_options)
-        rewritten = copy.deepcopy(graph.gm)  # Inductor edits the one it is given
+        rewritten = copy_graph(graph.gm)  # Inductor edits the one it is given
         self.graphs.append(rewritten)
         with contextlib.nullcontext() if self.compiles else _nothing_compiled():
             step: CompensatedStep = super().lower(graph, example_inputs, inductor_options)
