@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from collage_fx.errors import AliasedStateError, UnsupportedOptimizerError, UnsupportedTensorError
 from collage_fx.formats import is_low_precision
-from collage_fx.graph import assignments, copies_to_inputs, placeholders
+from collage_fx.graph import assignments, copies_to_inputs, is_dense, placeholders
 from collage_fx.names import KnownTensor, parameter_names
 from collage_fx.program import InputInfo, Role
 from collage_fx.torch_compat import aot_input_of, has_internal_overlap
@@ -99,11 +99,7 @@ def refuse_overlaps(known: Iterable[KnownTensor]) -> None:
     regions: dict[int, list[tuple[int, int, str]]] = {}
     for entry in known:
         tensor = entry.tensor
-        if (
-            entry.role in (Role.PARAMETER, Role.STATE)
-            and is_low_precision(tensor.dtype)
-            and _is_dense(tensor)
-        ):
+        if entry.role in (Role.PARAMETER, Role.STATE) and is_low_precision(tensor.dtype) and is_dense(tensor):
             start = int(tensor.storage_offset())
             region = (start, start + tensor.numel(), entry.name)
             regions.setdefault(tensor.untyped_storage()._cdata, []).append(region)
@@ -198,19 +194,6 @@ def _aliased(where: str) -> AliasedStateError:
         remedy="give each parameter and state its own memory (tensor.clone()), or pass their common base to "
         "the optimizer once",
     )
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements of a tensor fill a region of memory, in any order, each of them once."""
-    if tensor.layout is not torch.strided:
-        return False
-    expected = 1
-    dimensions = zip(tensor.stride(), tensor.shape, strict=True)
-    for stride, size in sorted((stride, size) for stride, size in dimensions if size > 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def _sharing_memory(known: Iterable[KnownTensor]) -> list[str]:

@@ -47,10 +47,12 @@ from collage_fx.program import Arithmetic, InputInfo, Role, StateTensor, StepPro
 from collage_fx.report import CollageReport, GraphReport, tensor_report
 from collage_fx.torch_compat import (
     compile_with_inductor,
+    graph_module,
     inductor_compile_inner,
     mode_options,
     needs_autograd,
     optimizer_being_stepped,
+    prepare_cpp_compiler,
     traced_frame_name,
     traced_frame_variables,
 )
@@ -169,6 +171,8 @@ class CollageBackend:
         patches = mode_options(mode) if mode is not None and mode != "default" else {}
         if self.options.strategy != "none":
             patches.update(JOINT_GRAPH_SETTINGS)
+        if any(tensor.device.type == "cpu" for tensor in (*gm.parameters(), *gm.buffers())):
+            prepare_cpp_compiler()
         capture = _Capture(self, gm, tuple(example_inputs))
         capture.refuse_overlaps()
         with torch.set_grad_enabled(needs_autograd(gm, example_inputs)):
@@ -416,7 +420,7 @@ def _copy_of(gm: GraphModule) -> GraphModule:
 
     ``copy.deepcopy`` would copy the constants too, which newer versions refuse in a fake tensor mode.
     """
-    copied = GraphModule(gm, copy.deepcopy(gm.graph))
+    copied = graph_module(gm, copy.deepcopy(gm.graph))
     copied.meta.update(gm.meta)
     return copied
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.node import Target
+from torch.fx.node import Target, map_arg
 from torch.utils import _pytree as pytree
 
 from collage_fx.formats import is_low_precision
-from collage_fx.torch_compat import detect_fake_mode, functional_decompositions, make_fx
+from collage_fx.torch_compat import another_fake, detect_fake_mode, functional_decompositions, make_fx
 
 __all__ = [
     "PASS_MARK",
@@ -27,6 +27,7 @@ __all__ = [
     "graph_text",
     "is_conversion",
     "is_copy_to_input",
+    "is_dense",
     "is_low_precision_tensor",
     "placeholders",
     "tensor_value",
@@ -54,6 +55,19 @@ def is_low_precision_tensor(node: Any) -> bool:
     """Whether ``node`` is a tensor of bfloat16 or float16."""
     value = tensor_value(node)
     return value is not None and is_low_precision(value.dtype)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements of a tensor fill a region of memory, in any order, each of them once."""
+    if tensor.layout is not torch.strided:
+        return False
+    expected = 1
+    dimensions = zip(tensor.stride(), tensor.shape, strict=True)
+    for stride, size in sorted((stride, size) for stride, size in dimensions if size > 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def is_copy_to_input(node: Node) -> bool:
@@ -113,6 +127,7 @@ class GraphEditor:
     gm: GraphModule
     made_by: str
     _traces: dict[Any, GraphModule] = field(default_factory=dict)
+    _values: dict[Any, torch.Tensor] = field(default_factory=dict)
 
     @property
     def graph(self) -> Graph:
@@ -129,11 +144,24 @@ class GraphEditor:
         node = self.graph.create_node(
             "call_function", target, args, kwargs, name=_readable_name(target, args)
         )
-        fake_args, fake_kwargs = pytree.tree_map_only(Node, lambda n: n.meta["val"], (args, kwargs))
-        with self.fake_mode:
-            node.meta["val"] = _callable(target)(*fake_args, **fake_kwargs)
+        node.meta["val"] = self._value(target, args, kwargs)
         node.meta[PASS_MARK] = self.made_by
         return node
+
+    def _value(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The value of an operation on fake tensors; of equal ones, a tensor like the first one's."""
+        kind = _kind_of_call(target, args, kwargs)
+        if kind is not None and kind in self._values:
+            return another_fake(self._values[kind])
+        value = self._run(target, args, kwargs)
+        if kind is not None and not _is_view(value, args):
+            self._values[kind] = value
+        return value
+
+    def _run(self, target: Target, args: Any, kwargs: Any) -> Any:
+        fake_args, fake_kwargs = map_arg((args, kwargs), lambda n: n.meta["val"])
+        with self.fake_mode:
+            return _callable(target)(*fake_args, **fake_kwargs)
 
     def convert(self, node: Node, dtype: torch.dtype) -> Node:
         """``node`` in ``dtype``: itself where it already is, a cast otherwise."""
@@ -170,9 +198,7 @@ class GraphEditor:
             if node.op == "placeholder":
                 replayed[node] = next(tensors)
             elif node.op == "call_function":
-                new_args, new_kwargs = pytree.tree_map_only(
-                    Node, replayed.__getitem__, (node.args, node.kwargs)
-                )
+                new_args, new_kwargs = map_arg((node.args, node.kwargs), replayed.__getitem__)
                 replayed[node] = self.call(node.target, *new_args, **new_kwargs)
             elif node.op == "output":
                 return tuple(replayed[result] for result in pytree.tree_leaves(node.args))
@@ -213,18 +239,42 @@ class GraphEditor:
                 and not stale.isdisjoint(node.all_input_nodes)
                 and not is_copy_to_input(node)
             ):
-                fake_args, fake_kwargs = pytree.tree_map_only(
-                    Node, lambda n: n.meta["val"], (node.args, node.kwargs)
-                )
-                with self.fake_mode:
-                    node.meta["val"] = _callable(node.target)(*fake_args, **fake_kwargs)
+                node.meta["val"] = self._run(node.target, node.args, node.kwargs)
                 stale.add(node)
 
     def finish(self) -> None:
-        """Drop what nobody reads any more, check the graph's form and recompile the module."""
+        """Drop what nobody reads any more.
+
+        The pipeline checks the graph after each pass, and recompiles the module at its end.
+        """
         self.graph.eliminate_dead_code()
-        self.graph.lint()
-        self.gm.recompile()
+
+
+def _kind_of_call(target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What the shape, strides and dtype of an elementwise result depend on; None if that is not known."""
+    if kwargs or not isinstance(target, torch._ops.OpOverload):
+        return None
+    if torch.Tag.pointwise not in target.tags and target is not prims.convert_element_type.default:
+        return None
+    kind: list[Any] = [target]
+    for arg in args:
+        value = arg.meta["val"] if isinstance(arg, Node) else arg
+        if isinstance(value, torch.Tensor):
+            numbers = (*value.shape, *value.stride())
+            if not all(type(number) is int for number in numbers):
+                return None
+            kind.append((value.dtype, value.device, value.dim(), numbers))
+        elif isinstance(value, torch.dtype):
+            kind.append(value)
+        else:
+            kind.append(type(value))
+    return tuple(kind)
+
+
+def _is_view(value: Any, args: tuple[Any, ...]) -> bool:
+    operands = [tensor_value(arg) for arg in args]
+    storages = [operand.untyped_storage()._cdata for operand in operands if operand is not None]
+    return not isinstance(value, torch.Tensor) or value.untyped_storage()._cdata in storages
 
 
 def _callable(target: Target) -> Callable[..., Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from collage_fx.error_terms import Expansion, allocate
 from collage_fx.errors import LostErrorTermsError
 from collage_fx.operators import REVISION
 from collage_fx.program import Arithmetic, ReadExpansion, StateTensor, StepProgram
+from collage_fx.sharing import lower_in_parts
 from collage_fx.torch_compat import inductor_compile_inner, inductor_config
 
 __all__ = ["JOINT_GRAPH_SETTINGS", "CompensatedStep", "inductor_settings", "lower"]
@@ -51,22 +52,8 @@ def lower(
         inductor_options: what ``compile_fx`` passed for its own inner compiler (static inputs, CUDA graphs,
             ...).
     """
-    auxiliaries = [node for state in program.expansions for node in state.auxiliaries]
-    static = list(inductor_options.get("static_input_idxs", ()))
-    owners = [state for state in program.expansions for _ in state.auxiliaries]
-    # As static as the tensor it corrects: CUDA graphs need not copy it.
-    static += [
-        i
-        for i, state in enumerate(owners, len(example_inputs))
-        if state.info.bound and state.position in static
-    ]
-    program.gm.collage_fx_revision = REVISION  # type: ignore[assignment]  # an attribute is part of the compile cache's key
     with inductor_config.patch(inductor_settings(program.arithmetic)):
-        compiled = inductor_compile_inner(
-            program.gm,
-            [*example_inputs, *(node.meta["val"] for node in auxiliaries)],
-            **{**inductor_options, "static_input_idxs": static},
-        )
+        compiled = lower_in_parts(program.gm) or _whole(program, example_inputs, inductor_options)
     bindings = [_bind(state, program.error_format) for state in program.expansions]
     per_call = [
         (i, info.name) for i, info in enumerate(program.inputs) if info.tensor is not None and not info.bound
@@ -77,6 +64,27 @@ def lower(
 def inductor_settings(arithmetic: Arithmetic) -> dict[str, Any]:
     """What Inductor's configuration has to be while a graph of this arithmetic is lowered."""
     return NATIVE_SETTINGS if arithmetic == "native" else IEEE_SETTINGS
+
+
+def _whole(
+    program: StepProgram, example_inputs: Sequence[Any], inductor_options: dict[str, Any]
+) -> Callable[[list[Any]], Any]:
+    """The graph compiled as one."""
+    auxiliaries = [node for state in program.expansions for node in state.auxiliaries]
+    static = list(inductor_options.get("static_input_idxs", ()))
+    owners = [state for state in program.expansions for _ in state.auxiliaries]
+    # As static as the tensor it corrects: CUDA graphs need not copy it.
+    static += [
+        i
+        for i, state in enumerate(owners, len(example_inputs))
+        if state.info.bound and state.position in static
+    ]
+    program.gm.collage_fx_revision = REVISION  # type: ignore[assignment]  # an attribute is part of the compile cache's key
+    return inductor_compile_inner(
+        program.gm,
+        [*example_inputs, *(node.meta["val"] for node in auxiliaries)],
+        **{**inductor_options, "static_input_idxs": static},
+    )
 
 
 class CompensatedStep:

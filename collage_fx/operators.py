@@ -32,9 +32,10 @@ from collage_fx.torch_compat import (
     make_fx,
     pointwise_of,
     register_pointwise_lowering,
+    register_realizing_lowering,
 )
 
-__all__ = ["REVISION", "round_to_storage"]
+__all__ = ["REVISION", "once", "round_to_storage"]
 
 aten = torch.ops.aten
 
@@ -49,6 +50,21 @@ round_to_storage = torch.ops.collage_fx.round_to_storage.default
 @torch.library.register_fake("collage_fx::round_to_storage", lib=LIBRARY)
 def _(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(x)
+
+
+LIBRARY.define("once(Tensor x) -> Tensor")
+LIBRARY.impl("once", torch.clone, "CompositeExplicitAutograd")
+
+#: ``once(x)``: ``x``, computed once and kept in memory, rather than in every place that reads it.
+once = torch.ops.collage_fx.once.default
+
+
+@torch.library.register_fake("collage_fx::once", lib=LIBRARY)
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+register_realizing_lowering(once)
 
 
 @functools.cache

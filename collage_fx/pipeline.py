@@ -1,4 +1,7 @@
-"""The whole compiler, in order."""
+"""The whole compiler, in order.
+
+What comes out is lowered by ``lowering.py``; equal updates then share kernels (``sharing.py``).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from torch.fx import Graph
+from torch.fx import Graph, GraphModule
 
 from collage_fx.passes.allocate import Allocate
 from collage_fx.passes.analyze import Analyze
@@ -14,6 +17,7 @@ from collage_fx.passes.base import Pass
 from collage_fx.passes.compensate_native import CompensateNative
 from collage_fx.passes.compensate_wide import CompensateWide
 from collage_fx.passes.drop_stale import DropStale
+from collage_fx.passes.hoist_scalars import HoistScalars
 from collage_fx.passes.normalize import Normalize
 from collage_fx.passes.pin_roundings import PinRoundings
 from collage_fx.passes.widen import Widen
@@ -30,7 +34,8 @@ PIPELINE: tuple[Pass, ...] = (
     CompensateWide(),  # wide: loads and stores become join and split
     CompensateNative(),  # native: the operations themselves become double-word algorithms
     DropStale(),  # on the loads that the two above have made
-    PinRoundings(),  # last: whatever rounding is still in the graph has to survive lowering
+    PinRoundings(),  # whatever rounding is still in the graph has to survive lowering
+    HoistScalars(),  # last: once(...) stands between the numbers and the elements as they are then
 )
 
 #: The part that only looks: what strategy "none" runs for its report, before plain Inductor gets the graph as
@@ -40,17 +45,22 @@ ANALYSIS: tuple[Pass, ...] = PIPELINE[:2]
 
 @dataclass(frozen=True)
 class Stage:
-    """The graph after one pass.
+    """What one pass did.
 
     Attributes:
         name: the pass.
         summary: what it says it did.
-        graph: a copy of the graph it left.
+        gm: the module it left, which the next pass goes on to edit.
     """
 
     name: str
     summary: str
-    graph: Graph
+    gm: GraphModule
+
+    @property
+    def graph(self) -> Graph:
+        """A copy of the graph as the pass left it; to be asked for while the stage is observed."""
+        return copy.deepcopy(self.gm.graph)
 
 
 def run_pipeline(
@@ -61,7 +71,7 @@ def run_pipeline(
     Args:
         program: its ``gm`` is edited in place; the caller clones it once before.
         passes: the pipeline, or a part of it.
-        observe: called with a copy of the graph after each pass.
+        observe: called after each pass.
     """
     compensated = False
     for each in passes:
@@ -71,4 +81,5 @@ def run_pipeline(
         compensated = compensated or isinstance(each, (CompensateWide, CompensateNative))
         verify(program, after=each.name, compensated=compensated)
         if observe is not None:
-            observe(Stage(each.name, summary, copy.deepcopy(program.gm.graph)))
+            observe(Stage(each.name, summary, program.gm))
+    program.gm.recompile()

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.utils import _pytree as pytree
+from torch.fx.node import map_arg
 
 from collage_fx.formats import is_low_precision, storage_format
 from collage_fx.graph import GraphEditor, is_copy_to_input, is_low_precision_tensor, tensor_value
@@ -119,7 +119,7 @@ class Retyper:
         if node.op in ("placeholder", "get_attr"):
             return
         if node.op == "output":
-            node.args = pytree.tree_map_only(Node, self._in_storage, node.args)
+            node.args = map_arg(node.args, self._in_storage)
         elif is_copy_to_input(node):
             destination, source = node.args[:2]
             assert isinstance(destination, Node)
@@ -139,7 +139,7 @@ class Retyper:
         else:
             # Matrix products, library calls, custom operators: they get and give the storage dtype, as
             # written.
-            node.args, node.kwargs = pytree.tree_map_only(Node, self._in_storage, (node.args, node.kwargs))
+            node.args, node.kwargs = map_arg((node.args, node.kwargs), self._in_storage)
 
     def _visit_conversion(self, node: Node) -> None:
         source, dtype = node.args
@@ -154,7 +154,8 @@ class Retyper:
             self._replace(node, self.editor.convert(self._in_float32(source), dtype))
 
     def _visit_transparent(self, node: Node) -> None:
-        args, kwargs = pytree.tree_map_only(Node, self._in_float32, (node.args, dict(node.kwargs)))
+        args, kwargs = map_arg((node.args, dict(node.kwargs)), self._in_float32)
+        kwargs = dict(kwargs)
         value = tensor_value(node)
         low = value is not None and is_low_precision(value.dtype)
         if low and isinstance(kwargs.get("dtype"), torch.dtype):

@@ -7,7 +7,9 @@ training run.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
+import functools
 import inspect
 import sys
 import unittest.mock
@@ -26,7 +28,10 @@ __all__ = [
     "GraphBreak",
     "RunAsItIs",
     "ShortenTraceback",
+    "SymbolicScope",
+    "another_fake",
     "aot_input_of",
+    "assert_size_stride",
     "compile_lock",
     "compile_with_inductor",
     "current_trace",
@@ -36,10 +41,12 @@ __all__ = [
     "dynamo_recompile_limit",
     "forget_static_addresses",
     "functional_decompositions",
+    "graph_module",
     "has_internal_overlap",
     "has_storage",
     "inductor_compile_inner",
     "inductor_config",
+    "innermost_callable",
     "is_being_stepped",
     "is_step_wrapper",
     "keep_numbers_symbolic",
@@ -48,9 +55,11 @@ __all__ = [
     "needs_autograd",
     "optimizer_being_stepped",
     "pointwise_of",
+    "prepare_cpp_compiler",
     "prims_fma",
     "real_tensors",
     "register_pointwise_lowering",
+    "register_realizing_lowering",
     "run_compiled_functions_as_they_are_if",
     "symbol_source",
     "trace_instead",
@@ -85,6 +94,7 @@ try:
     from torch._dynamo.decorators import substitute_in_graph
     from torch._dynamo.eval_frame import always_optimize_code_objects
     from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis, Unsupported
+    from torch._dynamo.source import ConstantSource
     from torch._dynamo.symbolic_convert import (
         InstructionTranslator,
         InstructionTranslatorBase,
@@ -102,16 +112,20 @@ try:
         SyntheticBaseAOTInput,
         ViewBaseAOTInput,
     )
-    from torch._guards import CompileContext, detect_fake_mode
+    from torch._guards import CompileContext, TracingContext, detect_fake_mode, tracing
     from torch._inductor import config as inductor_config
     from torch._inductor import ir, list_mode_options
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.lowering import register_lowering
     from torch._inductor.virtualized import ops
-    from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+    from torch.fx._lazy_graph_module import _LazyGraphModule
     from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
     from torch.overrides import _pop_mode_temporarily
+    from torch.utils._mode_utils import no_dispatch
     from torch.utils._python_dispatch import _disable_current_modes
 except ImportError as error:
     raise ImportError(
@@ -631,6 +645,33 @@ def real_tensors() -> Iterator[None]:
         yield
 
 
+def graph_module(root: Any, graph: torch.fx.Graph) -> torch.fx.GraphModule:
+    """A GraphModule that writes its Python code when somebody calls it or asks for the code."""
+    return _LazyGraphModule(root, graph)
+
+
+@functools.cache
+def prepare_cpp_compiler() -> concurrent.futures.Future[Any]:
+    """Have what Inductor's C++ kernels need prepared on another core, once a process.
+
+    On a machine that has compiled nothing yet, finding out what its processor can do and precompiling a
+    header takes longer than a kernel. A fault of the compiler is raised by the future.
+    """
+    executor = concurrent.futures.ThreadPoolExecutor(max_workers=1)
+    prefix = "#include <torch/csrc/inductor/cpp_prefix.h>\n"
+    future = executor.submit(CppPythonBindingsCodeCache.load_async, prefix, device_type="cpu")
+    executor.shutdown(wait=False)
+    return future
+
+
+def another_fake(value: torch.Tensor) -> torch.Tensor:
+    """A new fake tensor like ``value``, a fake tensor: faster than running an operation that makes one."""
+    assert isinstance(value, FakeTensor)
+    with no_dispatch():
+        meta = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    return FakeTensor(value.fake_mode, meta, value.device)
+
+
 def register_pointwise_lowering(
     operator: Any, element_function: Callable[..., Callable[[Sequence[Any]], Any]], *, dtype: torch.dtype
 ) -> None:
@@ -674,3 +715,79 @@ def pointwise_of(node: torch.fx.Node, values: Mapping[torch.fx.Node, Any]) -> An
         return ops.to_dtype_bitcast(values[tensors[0]], args[1], dtype)
     operands = [values[arg] if isinstance(arg, torch.fx.Node) else ops.constant(arg, dtype) for arg in args]
     return getattr(ops, _ELEMENT_NAMES.get(name, name))(*operands)
+
+
+def register_realizing_lowering(operator: Any) -> None:
+    """Lower ``operator(x)`` to ``x`` in memory: what reads it loads it instead of computing it anew."""
+
+    def lowering(x: Any) -> Any:
+        x.realize()
+        return x
+
+    register_lowering(operator, type_promotion_kind=None)(lowering)
+
+
+#: Raises AssertionError for a tensor of other sizes or strides: ``(tensor, size, stride)``.
+assert_size_stride: Callable[[torch.Tensor, tuple[int, ...], tuple[int, ...]], None] = (
+    torch._C._dynamo.guards.assert_size_stride
+)
+
+
+def innermost_callable(compiled: Any) -> Callable[[list[Any]], Any]:
+    """The generated code of what Inductor has compiled for the CPU, without profiling around it."""
+    return cast("Callable[[list[Any]], Any]", getattr(compiled, "current_callable", None) or compiled)
+
+
+class SymbolicScope:
+    """Fake tensors and symbolic numbers that belong to no capture, for a graph that is made from scratch.
+
+    A context manager: within it, graphs of its values can be made and compiled, whatever is being compiled
+    around it.
+    """
+
+    def __init__(self) -> None:
+        self.shape_env = ShapeEnv()
+        self.fake_mode = FakeTensorMode(shape_env=self.shape_env)
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        self._stack.enter_context(unset_fake_temporarily())
+        self._stack.enter_context(tracing(TracingContext(self.fake_mode)))
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def length(self, name: str, hint: int) -> Any:
+        """A symbolic integer that is 2 at least."""
+        source = ConstantSource(name)
+        symbol = self.shape_env.create_symbol(hint, source, DimDynamic.DYNAMIC)
+        return self.shape_env.create_symintnode(symbol, hint=hint, source=source)
+
+    def number(self, name: str, kind: type) -> Any:
+        """A symbolic number of any value: ``kind`` is ``torch.SymInt`` or ``torch.SymFloat``."""
+        source = ConstantSource(name)
+        hint: Any = 3 if kind is torch.SymInt else 0.3
+        symbol = self.shape_env.create_unspecified_symbol(hint, source, DimDynamic.DYNAMIC)
+        create = (
+            self.shape_env.create_symintnode if kind is torch.SymInt else self.shape_env.create_symfloatnode
+        )
+        return create(symbol, hint=hint, source=source)
+
+    def tensor(
+        self, size: Sequence[Any], stride: Sequence[Any], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """A fake tensor."""
+        with self.fake_mode:
+            return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+    def run(self, node: torch.fx.Node) -> Any:
+        """The value of an operation, from the values of its operands."""
+        args, kwargs = torch.utils._pytree.tree_map_only(
+            torch.fx.Node, lambda n: n.meta["val"], (node.args, node.kwargs)
+        )
+        with self.fake_mode:
+            return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    def has_guards(self) -> bool:
+        """Whether something was decided by the value that a symbol stands for."""
+        return bool(self.shape_env.guards)

@@ -8,6 +8,7 @@ is exact in float32 (Sterbenz-like: hi' is x' rounded), so ``|hi' + lo' - x'| <=
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -38,8 +39,9 @@ class CompensateWide(Pass):
         editor = GraphEditor(program.gm, self.name)
         for state in program.compensated:
             _load_moved_expansion(editor, state)
+        order = {node: i for i, node in enumerate(editor.graph.nodes)}
         for state in program.compensated:
-            _refuse_lost_value(state)
+            _refuse_lost_value(state, order)
         for expansion in program.expansions:
             _load_expansion(editor, program, expansion)
         for state in program.compensated:
@@ -72,7 +74,7 @@ def _load_expansion(editor: GraphEditor, program: StepProgram, state: StateTenso
         load.replace_all_uses_with(value)
 
 
-def _refuse_lost_value(state: StateTensor) -> None:
+def _refuse_lost_value(state: StateTensor, order: Mapping[Node, int]) -> None:
     """Note where every way from the load to the store leads through an operator that reads hi alone.
 
     Such an operator takes the storage dtype, as written: the error term does not pass.
@@ -80,7 +82,7 @@ def _refuse_lost_value(state: StateTensor) -> None:
     assert state.recurrence is not None
     path = set(state.recurrence.path)
     reached, opaque = {state.placeholder}, None
-    for node in state.placeholder.graph.nodes:
+    for node in sorted(_computed_from(state.placeholder), key=order.__getitem__):
         if reached.isdisjoint(node.all_input_nodes) or is_copy_to_input(node):
             continue
         passes = is_transparent(node) or node.target is operator.getitem
@@ -95,6 +97,16 @@ def _refuse_lost_value(state: StateTensor) -> None:
         state.refusal = (
             f"{opaque.name} ({opaque.target}) reads it in {state.format.name}, without its error term"
         )
+
+
+def _computed_from(source: Node) -> set[Node]:
+    found: set[Node] = set()
+    waiting = [source]
+    while waiting:
+        fresh = set(waiting.pop().users) - found
+        found |= fresh
+        waiting += fresh
+    return found
 
 
 def _store_expansion(editor: GraphEditor, program: StepProgram, state: StateTensor) -> None:

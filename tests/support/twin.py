@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
@@ -16,6 +15,7 @@ from collage_fx import CollageBackend
 from collage_fx.lowering import CompensatedStep
 from collage_fx.pipeline import PIPELINE
 from collage_fx.program import StepProgram
+from tests.support.triton_offline import copy_graph
 
 __all__ = ["Engine", "ExactInterpreter", "TwinBackend", "without_pinning"]
 
@@ -89,9 +89,9 @@ class TwinBackend(CollageBackend):
     ) -> Any:
         if not isinstance(graph, StepProgram):
             return super().lower(graph, example_inputs, inductor_options)
-        rewritten = copy.deepcopy(graph.gm)  # Inductor edits the one it is given
+        rewritten = copy_graph(graph.gm)  # Inductor edits the one it is given
         self.graphs.append(rewritten)
-        with contextlib.nullcontext() if self.compiles else mock.patch(COMPILER, _not_compiled):
+        with contextlib.nullcontext() if self.compiles else _nothing_compiled():
             step: CompensatedStep = super().lower(graph, example_inputs, inductor_options)
         compiled, interpreter = step.compiled, ExactInterpreter(rewritten)
 
@@ -104,8 +104,14 @@ class TwinBackend(CollageBackend):
         return step
 
 
-#: Where ``collage_fx.lowering.lower`` finds Inductor.
-COMPILER = "collage_fx.lowering.inductor_compile_inner"
+@contextlib.contextmanager
+def _nothing_compiled() -> Iterator[None]:
+    """Have lowering find no Inductor."""
+    with (
+        mock.patch("collage_fx.lowering.inductor_compile_inner", _not_compiled),
+        mock.patch("collage_fx.sharing.inductor_compile_inner", _not_compiled),
+    ):
+        yield
 
 
 def _not_compiled(*arguments: Any, **options: Any) -> Engine:
@@ -118,6 +124,7 @@ def _not_compiled(*arguments: Any, **options: Any) -> Engine:
 @contextlib.contextmanager
 def without_pinning() -> Iterator[None]:
     """Compile as if ``pin-roundings`` did not exist."""
-    assert PIPELINE[-1].name == "pin-roundings"
-    with mock.patch("collage_fx.backend.PIPELINE", PIPELINE[:-1]):
+    others = tuple(each for each in PIPELINE if each.name != "pin-roundings")
+    assert len(others) == len(PIPELINE) - 1
+    with mock.patch("collage_fx.backend.PIPELINE", others):
         yield

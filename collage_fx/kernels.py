@@ -1,0 +1,303 @@
+"""Parts of a step in a form that does not tell equal ones apart, and their compilation.
+
+Note [One kernel for equal parts]
+---------------------------------
+A part is written down as a :class:`Rule`: its operations in the order of a walk from its stores, operands as
+numbers, constants literally. Two parts with one rule are the same function of different tensors, and one
+compiled kernel serves both.
+
+Where every operation is elementwise and every tensor has one shape and one dense layout, element *i* in
+memory of each result depends on element *i* in memory of each operand, whatever the shape. Such a *flat*
+rule leaves the shape out: it is compiled for vectors of a symbolic length *n* (2 at least), and its kernel is
+called with the tensors as they are. The code that Inductor's C++ backend generates takes addresses and *n*,
+so that no flat view has to be made. (Its own checks of sizes and strides are switched off for such kernels;
+:mod:`collage_fx.sharing` checks the arguments of a step against the layouts it was compiled for.) A flat rule
+is compiled twice, if both are needed: for few elements, on which threads would wait longer for each other
+than they work, and for many.
+
+Other rules (reductions, matrix products, views) name sizes and strides, and serve the tensors that agree in
+them.
+
+Kernels are compiled from graphs made anew, in a shape environment of their own: names of symbols and nodes
+come out the same in every process, which is what Inductor's cache goes by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from collage_fx.graph import is_dense, placeholders, tensor_value
+from collage_fx.operators import REVISION
+from collage_fx.partition import Part, is_number
+from collage_fx.retype import is_pointwise
+from collage_fx.torch_compat import SymbolicScope, inductor_config
+
+__all__ = ["MANY", "Compiler", "Rule", "compile_rule", "rule_of"]
+
+aten = torch.ops.aten
+
+#: Elements from which on a kernel uses threads. An AdamW step takes about a nanosecond for each, threads that
+#: sleep 5 to 20 microseconds to begin.
+MANY = 1 << 14
+
+#: A symbolic length is taken to be no less: of sizes 0 and 1 PyTorch has ideas of its own (broadcasting,
+#: strides).
+SHORTEST = 2
+
+#: Lengths that stand for few and many elements when Inductor decides about threads.
+FEW_HINT, MANY_HINT = 1 << 8, 1 << 24
+
+#: Operators that are given the shape of their result -> which argument it is.
+SHAPED = {
+    aten.full.default: 0,
+    aten.zeros.default: 0,
+    aten.ones.default: 0,
+    aten.expand.default: 1,
+}
+#: What else is elementwise without a tag that says so.
+ELEMENTWISE = frozenset(
+    {
+        aten.clone,
+        aten.detach,
+        aten.full_like,
+        aten.lift_fresh_copy,
+        aten.ones_like,
+        aten.zeros_like,
+        aten.alias,
+    }
+)
+
+
+class _Length:
+    """Stands for the symbolic length in the arguments of an operation."""
+
+    def __repr__(self) -> str:
+        return "n"
+
+
+_LENGTH = _Length()
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """An operand: the value of an earlier line."""
+
+    line: int
+
+
+@dataclass(frozen=True)
+class _Line:
+    """One value of a rule: an input (no target) or the result of an operation."""
+
+    target: Any
+    args: tuple[Any, ...] = ()
+    kwargs: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Rule:
+    """What a part computes, without saying of which tensors.
+
+    Attributes:
+        key: equal for equal rules.
+        flat: whether it is elementwise in one dense layout.
+        lines: inputs and operations.
+        stores: ``(destination, value)`` lines; a destination of None is a result, for which the caller brings
+            memory as a further input.
+        operands: of this part: what its inputs are, in their order.
+        elements: of this part's tensors, if it is flat.
+    """
+
+    key: Hashable
+    flat: bool
+    lines: tuple[_Line, ...]
+    stores: tuple[tuple[int | None, int], ...]
+    operands: tuple[Node, ...]
+    elements: int
+
+
+def rule_of(part: Part) -> Rule:
+    """The rule of a part of a graph."""
+    return _Writer(part).rule()
+
+
+class _Writer:
+    """Walks a part from its stores back to its inputs."""
+
+    def __init__(self, part: Part) -> None:
+        self.part = part
+        self.nodes = self._walk()
+        self.shape = next((v.shape for v in self._elements()), torch.Size())
+        self.flat = self._is_flat()
+
+    def rule(self) -> Rule:
+        numbers = {node: i for i, node in enumerate(self.nodes)}
+        lines = tuple(self._line(node, numbers) for node in self.nodes)
+        stores: list[tuple[int | None, int]] = []
+        for store in self.part.stores:
+            destination, value = store.all_input_nodes[0], store.args[1]
+            assert isinstance(value, Node)
+            stores.append((numbers[destination], numbers[value]))
+        stores += [(None, numbers[value]) for value in self.part.results]
+        layouts = () if self.flat else tuple(self._layout(value) for value in self.part.results)
+        key = (self.flat, tuple(map(repr, lines)), tuple(stores), layouts)
+        operands = tuple(node for node in self.nodes if self._is_input(node))
+        return Rule(key, self.flat, lines, tuple(stores), operands, self.shape.numel() if self.flat else 0)
+
+    def _walk(self) -> list[Node]:
+        """Every node that the stores and results are computed from, operands first."""
+        found: dict[Node, None] = {}
+        roots = [*self.part.results]
+        for store in reversed(self.part.stores):
+            roots += reversed([n for n in store.args[:2] if isinstance(n, Node)])
+        stack = [(node, False) for node in roots]
+        while stack:
+            node, done = stack.pop()
+            if node in found:
+                continue
+            if done or self._is_input(node):
+                found[node] = None
+                continue
+            stack.append((node, True))
+            stack += [(operand, False) for operand in reversed(node.all_input_nodes)]
+        return list(found)
+
+    def _is_input(self, node: Node) -> bool:
+        return node.op in ("placeholder", "get_attr") or node in self.part.given
+
+    def _elements(self) -> list[Tensor]:
+        values = [tensor_value(node) for node in self.nodes]
+        return [value for value in values if value is not None and value.dim() > 0]
+
+    def _is_flat(self) -> bool:
+        tensors = self._elements()
+        if self.shape.numel() < SHORTEST or any(value.shape != self.shape for value in tensors):
+            return False
+        memory = [tensor_value(n) for n in (*self.part.results, *filter(self._is_input, self.nodes))]
+        placed = [value for value in memory if value is not None and value.dim() > 0]
+        layouts = {_order_in_memory(value) for value in placed}
+        return (
+            len(layouts) <= 1
+            and all(map(is_dense, placed))
+            and all(self._is_input(node) or self._is_elementwise(node) for node in self.nodes)
+        )
+
+    def _is_elementwise(self, node: Node) -> bool:
+        if is_number(node):  # made of numbers: a reduction has an operand that is none
+            return all(map(is_number, node.all_input_nodes))
+        if not isinstance(node.target, torch._ops.OpOverload):
+            return False
+        if node.target is aten.expand.default:
+            return is_number(node.all_input_nodes[0])
+        packet = node.target.overloadpacket
+        return node.target in SHAPED or packet in ELEMENTWISE or is_pointwise(node)
+
+    def _line(self, node: Node, numbers: dict[Node, int]) -> _Line:
+        if self._is_input(node):
+            return _Line(None, self._layout(node))
+        args: tuple[Any, ...] = node.args
+        kwargs = dict(node.kwargs)
+        if self.flat and not is_number(node):
+            kwargs.pop("memory_format", None)
+            if node.target in SHAPED:
+                at = SHAPED[node.target]
+                args = (*args[:at], (_LENGTH,), *args[at + 1 :])
+        args, kwargs = pytree.tree_map_only(Node, lambda n: _Reference(numbers[n]), (args, kwargs))
+        return _Line(node.target, args, tuple(sorted(kwargs.items())))
+
+    def _layout(self, node: Node) -> tuple[Any, ...]:
+        """What a rule says of an input: all that a kernel's code may depend on."""
+        value = tensor_value(node)
+        if value is None:
+            return (type(node.meta["val"]),)
+        if self.flat and value.dim() > 0:
+            return value.dtype, value.device, (_LENGTH,), (1,)
+        return value.dtype, value.device, tuple(value.shape), tuple(value.stride())
+
+
+def _order_in_memory(value: Tensor) -> tuple[tuple[int, int], ...]:
+    """Strides, where they matter."""
+    if value.numel() == 0:
+        return ()
+    return tuple(
+        (i, stride)
+        for i, (size, stride) in enumerate(zip(value.shape, value.stride(), strict=True))
+        if size > 1
+    )
+
+
+#: Compiles a graph whose example inputs are given.
+Compiler = Callable[[GraphModule, Sequence[Any]], Callable[[list[Any]], Any]]
+
+
+def compile_rule(rule: Rule, compiler: Compiler, *, many: bool) -> Callable[[list[Any]], Any] | None:
+    """The kernel of a rule.
+
+    Args:
+        rule: of any of the parts that it will serve.
+        compiler: Inductor, configured for the step.
+        many: whether a flat rule is compiled for many elements.
+
+    Returns:
+        a callable that takes, as one list, the length if the rule is flat, the inputs, and memory for the
+        results. None if the code would not hold for every length (or every value of a symbolic number).
+    """
+    scope = SymbolicScope()
+    with scope:
+        gm = _graph_of(rule, scope, MANY_HINT if many else FEW_HINT)
+        inputs = [node.meta["val"] for node in placeholders(gm.graph)]
+        with inductor_config.patch(size_asserts=not rule.flat):
+            kernel = compiler(gm, inputs)
+    return None if scope.has_guards() else kernel
+
+
+def _graph_of(rule: Rule, scope: SymbolicScope, hint: int) -> GraphModule:
+    """The rule as a graph."""
+    graph = Graph()
+    length = _input(graph, "n", scope.length("n", hint)) if rule.flat else None
+    made: dict[int, Node] = {}
+    for i, line in enumerate(rule.lines):
+        if line.target is None:
+            made[i] = _input(graph, f"in{i}", _value_of_input(line.args, scope, f"s{i}", length))
+    results = [_input(graph, f"out{i}", None) for i, store in enumerate(rule.stores) if store[0] is None]
+    for i, line in enumerate(rule.lines):
+        if line.target is not None:
+            arguments = pytree.tree_map_only(
+                _Reference, lambda r: made[r.line], (line.args, dict(line.kwargs))
+            )
+            arguments = pytree.tree_map_only(_Length, lambda _: length, arguments)
+            made[i] = graph.call_function(line.target, *arguments)
+            made[i].meta["val"] = scope.run(made[i])
+    for destination, value in rule.stores:
+        stored = made[value].meta["val"]
+        into = results.pop(0) if destination is None else made[destination]
+        if destination is None:
+            into.meta["val"] = scope.tensor(stored.shape, stored.stride(), stored.dtype, stored.device)
+        store = graph.call_function(aten.copy_.default, (into, made[value]))
+        store.meta["val"] = into.meta["val"]
+    graph.output(())
+    gm = GraphModule({}, graph)
+    # An attribute is part of the compile cache's key, of which the hint is not.
+    gm.collage_fx_revision = (REVISION, hint)  # type: ignore[assignment]
+    return gm
+
+
+def _input(graph: Graph, name: str, value: Any) -> Node:
+    node = graph.placeholder(name)
+    node.meta["val"] = value
+    return node
+
+
+def _value_of_input(layout: tuple[Any, ...], scope: SymbolicScope, name: str, length: Node | None) -> Any:
+    if len(layout) == 1:
+        return scope.number(name, layout[0])
+    dtype, device, size, stride = layout
+    sizes = pytree.tree_map_only(_Length, lambda _: length.meta["val"] if length is not None else None, size)
+    return scope.tensor(sizes, stride, dtype, device)

@@ -1,0 +1,245 @@
+"""A step's graph cut into parts that can run one after another.
+
+Note [Parts of a step]
+----------------------
+The update of one parameter hardly ever needs that of another, so the graph of a step falls apart into as many
+pieces as there are parameters, and most of them are the same piece over other tensors. A *part* is a set of
+stores and results together with everything they are computed from:
+
+* Two values belong to one part if one is computed from the other.
+* So do all stores into a tensor and all reads of a tensor that is stored into: whether a read sees the old
+  value is then a question within one functional graph, where it has an answer, never one of the order in
+  which parts run. Tensors that are only read (gradients) join nothing.
+* *Free* values are copied into each part that reads them instead of joining those that do: numbers computed
+  from numbers that the step does not change (a scheduled ``lr`` and what follows from it), and tensors made
+  of constants.
+* A number computed from numbers that the step changes (a step counter's bias correction) goes with the part
+  that reads it. Where several do, because parameters share a counter, it is a part of its own, whose results
+  the others are given.
+
+Soundness. Parts read only inputs that no other part stores, values that they compute themselves, and results
+of parts that have run before; no other tensor is written but the parts' own stores. So any topological order
+of the parts computes what the graph does. (Inputs that share memory, one of them stored, do not occur:
+AOTAutograd makes one input of them.) Results get memory of their own. :func:`parts_of` returns None where a
+result is to share that of an input or another result, where there is no such order, and where something in
+the graph is not a function of its operands (random numbers, asserts, higher-order operators): the graph is
+then lowered whole.
+"""
+
+from __future__ import annotations
+
+import operator
+import zlib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import Graph, Node
+from torch.utils import _pytree as pytree
+
+from collage_fx.graph import copies_to_inputs, is_copy_to_input, placeholders, tensor_value
+
+__all__ = ["Part", "is_number", "parts_of"]
+
+aten = torch.ops.aten
+
+#: Operators that Inductor's passes may take away.
+COPIES = frozenset({aten.alias.default, aten.clone.default, aten.detach.default})
+
+
+@dataclass(frozen=True)
+class Part:
+    """Stores and results of a graph that are computed together.
+
+    Attributes:
+        stores: ``copy_`` nodes of the epilogue, in an order that equal parts have in common.
+        results: values that other parts read or that the graph returns, likewise.
+        given: results of other parts that this one reads.
+    """
+
+    stores: tuple[Node, ...]
+    results: tuple[Node, ...]
+    given: frozenset[Node]
+
+
+def is_number(node: Node) -> bool:
+    """Whether a node stands for one number: a 0-d tensor or a symbolic int or float."""
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return value.dim() == 0
+    return isinstance(value, (torch.SymInt, torch.SymFloat))
+
+
+def parts_of(graph: Graph) -> list[Part] | None:
+    """The parts of a functional graph with ``copy_`` epilogue, in an order in which they can run."""
+    if not all(_is_a_function(node) for node in graph.nodes) or _returns_shared_memory(graph):
+        return None
+    return _Partition(graph).parts()
+
+
+def _is_a_function(node: Node) -> bool:
+    """Whether a node is an input, the output, or a function of its operands that makes new tensors."""
+    if node.op in ("placeholder", "get_attr"):
+        return tensor_value(node) is not None or is_number(node)
+    if node.op == "output" or is_copy_to_input(node):
+        return True
+    if node.op != "call_function":
+        return False
+    if not isinstance(node.target, torch._ops.OpOverload):
+        # Indexing of several results, and Python arithmetic on symbolic numbers.
+        return node.target is operator.getitem or is_number(node)
+    return not node.target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in node.target.tags
+
+
+def _returns_shared_memory(graph: Graph) -> bool:
+    """Whether a returned tensor is a view of an input or of another one."""
+    inputs = {_memory(node) for node in placeholders(graph)}
+    returned = [_memory(node) for node in dict.fromkeys(_returned(graph))]
+    return len(set(returned)) < len(returned) or not inputs.isdisjoint(returned)
+
+
+def _memory(node: Node) -> int | None:
+    value = tensor_value(node)
+    return None if value is None else int(value.untyped_storage()._cdata)
+
+
+@dataclass
+class _Groups:
+    """Disjoint sets of nodes."""
+
+    parent: dict[Node, Node] = field(default_factory=dict)
+
+    def find(self, node: Node) -> Node:
+        root = node
+        while (up := self.parent.setdefault(root, root)) is not root:
+            root = up
+        while node is not root:
+            self.parent[node], node = root, self.parent[node]
+        return root
+
+    def join(self, a: Node, b: Node) -> None:
+        self.parent[self.find(a)] = self.find(b)
+
+
+class _Partition:
+    """Groups the nodes of one graph."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.stored = copies_to_inputs(graph)
+        self.groups = _Groups()
+        self.free: set[Node] = set()
+        self.scalar: set[Node] = set()
+        self.cuts: list[tuple[Node, Node]] = []
+
+    def parts(self) -> list[Part] | None:
+        for node in self.graph.nodes:
+            self._visit(node)
+        self._join_single_readers()
+        return self._in_order()
+
+    def _visit(self, node: Node) -> None:
+        if node.op in ("placeholder", "get_attr"):
+            if node in self.stored:
+                self.groups.find(node)
+                if is_number(node):
+                    self.scalar.add(node)
+            elif is_number(node):
+                self.free.add(node)
+            return
+        if node.op == "output":
+            return
+        operands = node.all_input_nodes
+        is_store = is_copy_to_input(node)
+        if not is_store and self.free.issuperset(operands) and (is_number(node) or not operands):
+            self.free.add(node)
+            return
+        if is_number(node) and all(operand in self.scalar or operand in self.free for operand in operands):
+            self.scalar.add(node)
+        for operand in operands:
+            if operand.op in ("placeholder", "get_attr"):
+                if operand in self.stored:
+                    self.groups.join(node, operand)
+            elif operand in self.scalar and node not in self.scalar:
+                self.cuts.append((operand, node))
+            elif operand not in self.free:
+                self.groups.join(node, operand)
+        self.groups.find(node)
+
+    def _join_single_readers(self) -> None:
+        """A group of numbers that one other group reads becomes part of it."""
+        find = self.groups.find
+        changed = True
+        while changed:
+            changed = False
+            readers: dict[Node, set[Node]] = defaultdict(set)
+            for number, reader in self.cuts:
+                readers[find(number)].add(find(reader))
+            for group, reading in readers.items():
+                others = {find(reader) for reader in reading} - {find(group)}
+                if len(others) == 1:
+                    self.groups.join(group, others.pop())
+                    changed = True
+
+    def _in_order(self) -> list[Part] | None:
+        stores: dict[Node, list[Node]] = defaultdict(list)
+        for store in self.stored.values():
+            stores[self.groups.find(store)].append(store)
+        results: dict[Node, dict[Node, None]] = defaultdict(dict)
+        given: dict[Node, set[Node]] = defaultdict(set)
+        for number, reader in self.cuts:
+            source, destination = self.groups.find(number), self.groups.find(reader)
+            if source is not destination:
+                results[source][number] = None
+                given[destination].add(number)
+        for value in _returned(self.graph):
+            results[self.groups.find(value)][value] = None
+        fingerprints = _fingerprints(self.graph)
+        waiting = list(dict.fromkeys([*stores, *results]))
+        parts: list[Part] = []
+        made: set[Node] = set()
+        while waiting:
+            ready = [group for group in waiting if given[group] <= made]
+            if not ready:
+                return None
+            for group in ready:
+                ordered = sorted(stores[group], key=lambda store: _place_of_store(store, fingerprints))
+                named = sorted(results[group], key=fingerprints.__getitem__)
+                parts.append(Part(tuple(ordered), tuple(named), frozenset(given[group])))
+                made.update(results[group])
+            waiting = [group for group in waiting if group not in set(ready)]
+        return parts
+
+
+def _place_of_store(store: Node, fingerprints: Mapping[Node, int]) -> int:
+    """Stores of inputs as they are come first, in the order of the epilogue.
+
+    After a store into that input they would read its new value.
+    """
+    value = store.args[1]
+    while isinstance(value, Node) and value.target in COPIES:
+        value = value.args[0]
+    return -1 if isinstance(value, Node) and value.op != "call_function" else fingerprints[store]
+
+
+def _fingerprints(graph: Graph) -> dict[Node, int]:
+    """A number for what each node computes, whatever its shape: the same in every process."""
+    found: dict[Node, int] = {}
+    for node in graph.nodes:
+        if node.op == "call_function":
+            operands = [found[operand] for operand in node.all_input_nodes]
+            numbers = [arg for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, (int, float))]
+            described = f"{node.target}{operands}{numbers}"
+        else:
+            value = tensor_value(node)
+            described = f"{node.op}{value is not None and (value.dtype, value.dim() == 0)}"
+        found[node] = zlib.crc32(described.encode())
+    return found
+
+
+def _returned(graph: Graph) -> Iterator[Node]:
+    """The tensors that a graph computes and returns."""
+    for value in pytree.tree_leaves(graph.output_node().args):
+        if tensor_value(value) is not None and value.op == "call_function" and not is_copy_to_input(value):
+            yield value

@@ -1,0 +1,291 @@
+"""A step lowered in parts: as many kernels as rules, the same bits, any layout, no memory, warm starts."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch._inductor.utils import fresh_cache, run_and_get_code
+
+from collage_fx import CollageBackend, full_value
+from collage_fx.kernels import MANY
+from collage_fx.sharing import StepInParts
+from collage_fx.torch_compat import inductor_compile_inner
+from tests.support.agreement import assert_same, trajectory
+from tests.support.optimizers import CompiledOptimizer
+from tests.support.training import Descent, LateMomentum, parameters, run_steps
+from tests.support.twin import TwinBackend
+
+BOTH: Sequence[Any] = ("compiled", "eager")
+
+
+@contextmanager
+def counted() -> Iterator[list[Any]]:
+    """The graphs that sharing has compiled."""
+    graphs: list[Any] = []
+
+    def spy(gm: Any, inputs: Sequence[Any], **options: Any) -> Any:
+        graphs.append(gm)
+        return inductor_compile_inner(gm, inputs, **options)
+
+    with mock.patch("collage_fx.sharing.inductor_compile_inner", spy):
+        yield graphs
+
+
+def adamw(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-3, weight_decay=0.1)
+
+
+def adam_for_loop(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Adam(params, lr=1e-3, foreach=False)
+
+
+def adam_foreach(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Adam(params, lr=1e-3, foreach=True)
+
+
+@pytest.mark.parametrize("make", [adam_for_loop, adam_foreach])
+def test_many_tensors_one_kernel(make: Any) -> None:
+    shapes = tuple((i + 2, 3) for i in range(20))
+    with counted() as graphs:
+        rig = CompiledOptimizer(shapes, make, TwinBackend(strategy="plus"))
+        start = rig.start()
+    assert len(graphs) == 1
+    grads = [
+        [torch.randn(shape, generator=torch.Generator().manual_seed(i)) for shape in shapes] for i in range(3)
+    ]
+    assert_same(*(trajectory(rig, start, grads, engine=engine) for engine in BOTH))
+
+
+def odd_parameters() -> list[Tensor]:
+    """Every shape and layout that could trip a kernel that thinks in lengths."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).bfloat16()
+
+    storage = normal(1000)
+    return [
+        normal(),
+        normal(0),
+        normal(0, 3),
+        normal(1),
+        normal(1, 1),
+        normal(2),
+        normal(37),
+        normal(1, 37),
+        normal(8, 6).t(),
+        normal(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        normal(6, 14)[:, ::2],  # holes
+        storage[3:45],  # at an odd address
+        storage[100:184].view(7, 12).t(),
+        normal(5, 9).float(),
+        normal(45).half(),
+        normal(129, 131),
+    ]
+
+
+class Odd(CompiledOptimizer):
+    """Parameters of :func:`odd_parameters` and gradients with their strides."""
+
+    def __init__(self, make: Any, backend: CollageBackend) -> None:
+        super().__init__((), lambda _: torch.optim.SGD([torch.ones(1, requires_grad=True)]), backend)
+        self.parameters = [torch.nn.Parameter(tensor) for tensor in odd_parameters()]
+        self.optimizer = make(self.parameters)
+        self.compiled = torch.compile(self.optimizer.step, backend=backend)
+
+    def step(self, grads: Sequence[Tensor]) -> None:
+        for parameter, grad in zip(self.parameters, grads, strict=True):
+            parameter.grad = torch.empty_strided(parameter.size(), parameter.stride(), dtype=parameter.dtype)
+            parameter.grad.copy_(grad)
+        self.compiled()
+
+
+@pytest.mark.parametrize("arithmetic", ["wide", "native"])
+def test_every_layout(arithmetic: Any) -> None:
+    with counted() as graphs:
+        rig = Odd(adam_for_loop, TwinBackend(strategy="plus", arithmetic=arithmetic))
+        start = rig.start()
+    # Flat: bfloat16 (and once more for many elements, given threads), float32, float16. Each of its own: 0-d,
+    # two empty ones, [1] and [1, 1], the one with holes.
+    assert len(graphs) == 3 + 6 + (torch.get_num_threads() > 1)
+    generator = torch.Generator().manual_seed(3)
+    grads = [[torch.randn(p.shape, generator=generator) for p in rig.parameters] for _ in range(3)]
+    assert_same(*(trajectory(rig, start, grads, engine=engine) for engine in BOTH))
+
+
+def test_gradients_of_other_strides_make_a_rule_of_their_own() -> None:
+    rig = CompiledOptimizer(((6, 4), (4, 6)), adamw, TwinBackend(strategy="plus"))
+    grads = [[torch.randn(4, 6).t(), torch.randn(4, 6)] for _ in range(3)]
+    with counted() as graphs:
+        rig.step(grads[0])
+    # The flat rule's kernel has a length.
+    assert sorted(len(gm.graph.find_nodes(op="placeholder")) for gm in graphs) == [7, 8]
+    start = rig.tensors()
+    assert_same(*(trajectory(rig, start, grads, engine=engine) for engine in BOTH))
+
+
+def test_parameters_may_move() -> None:
+    """``p.data = ...``: nothing about a tensor's memory is remembered from call to call."""
+    params = parameters()
+    optimizer = Descent(params)
+    step = torch.compile(optimizer.step, backend=CollageBackend())
+    run_steps(step, params, [0])
+    old = [p.data for p in params]
+    before = [full_value(p) for p in params]
+    for p in params:
+        p.data = p.data.clone()
+    left = [p.clone() for p in old]
+    run_steps(step, params, [1])
+    assert all(not torch.equal(full_value(p), value) for p, value in zip(params, before, strict=True))
+    assert all(torch.equal(p, value) for p, value in zip(old, left, strict=True))
+
+
+def test_an_argument_of_another_layout_is_refused() -> None:
+    step = StepInParts([(0, (2, 3), (3, 1))], [], [], [], [], [])
+    step([torch.ones(2, 3)])
+    with pytest.raises(AssertionError, match="stride"):
+        step([torch.ones(3, 2).t()])
+
+
+def test_state_that_is_born_in_the_step_has_its_own_memory_and_layout() -> None:
+    params = parameters(shapes=[(4, 6), (6, 4), (7,)])
+    params[0].data = params[0].data.t().contiguous().t()
+    optimizer = LateMomentum(params)
+    with counted() as graphs:
+        step = torch.compile(optimizer.step, backend=CollageBackend(strategy="full"))
+        run_steps(step, params, [0])
+        born = [optimizer.state[p]["moments"]["second"][0] for p in params]
+        run_steps(step, params, [1, 2])
+    assert graphs
+    assert [tensor.shape for tensor in born] == [p.shape for p in params]
+    assert all(tensor._base is None for tensor in born)
+    assert len({tensor.untyped_storage().data_ptr() for tensor in born}) == 3
+
+
+class SharedCounter(Descent):
+    """One step counter for all parameters, whose bias correction each of them reads."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=2.0**-6)
+        self.state[self.first]["t"] = torch.zeros(())
+
+    @property
+    def first(self) -> Tensor:
+        first: Tensor = self.param_groups[0]["params"][0]
+        return first
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        t = self.state[self.first]["t"]
+        t.add_(1)
+        for p in self.param_groups[0]["params"]:
+            p.addcdiv_(p.grad, 1 - 0.5**t, value=-self.param_groups[0]["lr"])
+
+
+def test_a_shared_counter_is_a_kernel_of_its_own() -> None:
+    params = parameters(shapes=[(5,), (6,), (2, 2)])
+    optimizer = SharedCounter(params)
+    with counted() as graphs:
+        step = torch.compile(optimizer.step, backend=CollageBackend())
+        run_steps(step, params, [0, 1])
+    assert len(graphs) == 2
+    assert float(optimizer.state[params[0]]["t"]) == 2
+
+
+# Numbers. -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_numbers_are_computed_in_front_of_the_loop() -> None:
+    with fresh_cache():
+        rig = CompiledOptimizer(((64,), (2 * MANY,)), adamw, TwinBackend(strategy="plus"))
+        _, codes = run_and_get_code(rig.start)
+    assert len(codes) == 2  # for few elements, and for many
+    for code in codes:
+        kernel = code[code.index('extern "C"') :]
+        assert kernel.count("std::pow") == 2
+        assert kernel.rindex("std::pow") < kernel.index("for(int64_t")
+        assert "Vectorized<at::BFloat16>::loadu" in kernel
+    assert sorted("#pragma omp for" in code for code in codes) == [False, True]
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_scheduled_numbers_are_inputs_of_the_kernels() -> None:
+    params = parameters(shapes=[(5,), (6,), (2, 2)])
+    optimizer = torch.optim.AdamW(params, lr=1e-3)
+    backend = CollageBackend()
+    step = torch.compile(optimizer.step, backend=backend)
+    with counted() as graphs:
+        for i in range(4):
+            optimizer.param_groups[0]["lr"] = 1e-3 * (1 + i)
+            run_steps(step, params, [i])
+    assert len(backend.report().graphs) == 2  # a constant, then any number
+    assert len(graphs) == 2
+
+
+# Memory. --------------------------------------------------------------------------------------------------
+
+
+def test_kernels_allocate_numbers_alone() -> None:
+    """What a step needs beside its tensors: in the generated code, buffers of one element only."""
+    with fresh_cache():
+        rig = CompiledOptimizer(((64,), (9, 7)), adamw, TwinBackend(strategy="full"))
+        _, codes = run_and_get_code(rig.start)
+    buffers = [re.findall(r"empty_strided\w*\((\([^)]*\))", code.split("def get_args")[0]) for code in codes]
+    assert {size for sizes in buffers for size in sizes} == {"()"}
+
+
+# Compile time. --------------------------------------------------------------------------------------------
+
+COMPILER = """#!/bin/sh
+# Passes on what asks or preprocesses; notes what generates code.
+case " $* " in *" -E "*|*" --version "*|*" -dumpversion "*|"  -v "|" -v ") ;; *) echo "$@" >> {log} ;; esac
+exec {cxx} "$@"
+"""
+
+STEPS = """
+import torch
+from collage_fx import CollageBackend
+params = [torch.nn.Parameter(torch.ones(n).bfloat16()) for n in (5, 40000)]
+for p in params:
+    p.grad = torch.ones_like(p)
+torch.compile(torch.optim.AdamW(params).step, backend=CollageBackend())()
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the stand-in for the compiler is a shell script")
+def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
+    log, compiler = tmp_path / "log", tmp_path / "c++"
+    compiler.write_text(COMPILER.format(log=log, cxx=os.environ.get("CXX", "c++")))
+    compiler.chmod(0o755)
+    environment = {
+        **os.environ,
+        "CXX": str(compiler),
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
+        "PYTHONPATH": str(Path(__file__).parent.parent),
+    }
+    compilations = []
+    for _ in range(2):
+        log.write_text("")
+        subprocess.run([sys.executable, "-c", STEPS], env=environment, check=True, timeout=600)
+        compilations.append(len(log.read_text().splitlines()))
+    assert compilations[0] > 0
+    assert compilations[1] == 0
