@@ -171,6 +171,8 @@ class Measurements:
                 step()
                 self._wait()
                 seconds.append(time.perf_counter() - started)
+        if any(parameter.grad is None for parameter in parameters):
+            raise Failure("its step takes the gradients away, so later steps would do nothing")
         self.rigs[name] = Rig(peer, step, seconds[0], seconds[-1])
         return seconds[0], seconds[-1]
 

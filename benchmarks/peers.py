@@ -114,6 +114,19 @@ def packaged(module: str, name: str, **how: Any) -> Any:
     return make
 
 
+def heavyball(parameters: Parameters) -> Step:
+    """Its step takes the gradients away; here they come back."""
+    step = packaged("heavyball", "AdamW", ecc="bf16+8", param_ecc="bf16+8")(parameters)
+    gradients = [parameter.grad for parameter in parameters]
+
+    def keeping_gradients() -> None:
+        step()
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+    return keeping_gradients
+
+
 #: Ours first, as every other is measured beside them; then what costs no compilation; packages last, as some
 #: of them patch torch.
 _PEERS: Sequence[Peer] = (
@@ -150,7 +163,7 @@ _PEERS: Sequence[Peer] = (
     # hi and its 8-bit rest of parameter and both moments, in and out, and the gradient
     Peer(
         "heavyball bf16+8",
-        packaged("heavyball", "AdamW", ecc="bf16+8", param_ecc="bf16+8"),
+        heavyball,
         20,
         package="heavyball",
         module="heavyball",

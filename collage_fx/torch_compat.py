@@ -34,10 +34,12 @@ __all__ = [
     "detect_fake_mode",
     "dynamo_recompile_limit",
     "functional_decompositions",
+    "generates_cpp",
     "has_internal_overlap",
     "has_storage",
     "inductor_compile_inner",
     "inductor_config",
+    "inline_asm_elementwise",
     "keep_numbers_symbolic",
     "make_fx",
     "mode_options",
@@ -47,6 +49,7 @@ __all__ = [
     "prims_fma",
     "real_tensors",
     "register_pointwise_lowering",
+    "rounded_in_cpp",
     "symbol_source",
     "trace_instead",
     "traced_frame_name",
@@ -96,10 +99,11 @@ try:
     from torch._guards import CompileContext, detect_fake_mode
     from torch._inductor import config as inductor_config
     from torch._inductor import ir, list_mode_options
+    from torch._inductor.codegen.cpp import CppOverrides, CppVecOverrides
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.lowering import register_lowering
-    from torch._inductor.virtualized import ops
+    from torch._inductor.virtualized import V, ops
     from torch._subclasses.fake_tensor import unset_fake_temporarily
     from torch.fx.experimental.proxy_tensor import make_fx
 except ImportError as error:
@@ -571,14 +575,14 @@ def register_pointwise_lowering(
 
     Args:
         operator: an overload of one tensor and constants.
-        element_function: ``(*constants) -> function of [value of x]`` giving the value of the result, for one
-            element.
+        element_function: ``(device, *constants) -> function of [value of x]`` giving the value of the result,
+            for one element.
         dtype: of the result.
     """
 
     def lowering(x: Any, *constants: Any) -> Any:
         load = x.make_loader()
-        compute = element_function(*constants)
+        compute = element_function(x.get_device(), *constants)
         return ir.Pointwise.create(
             device=x.get_device(),
             dtype=dtype,
@@ -607,3 +611,50 @@ def pointwise_of(node: torch.fx.Node, values: Mapping[torch.fx.Node, Any]) -> An
         return ops.to_dtype_bitcast(values[tensors[0]], args[1], dtype)
     operands = [values[arg] if isinstance(arg, torch.fx.Node) else ops.constant(arg, dtype) for arg in args]
     return getattr(ops, _ELEMENT_NAMES.get(name, name))(*operands)
+
+
+#: What stands for the rounding to a storage dtype where Inductor has only names of its own operators.
+_ROUNDINGS = {f"collage_fx: round to {dtype}": dtype for dtype in (torch.bfloat16, torch.float16)}
+
+
+def generates_cpp(device: torch.device) -> bool:
+    """Whether Inductor writes C++ for the device."""
+    return device.type == "cpu" and inductor_config.cpu_backend == "cpp"
+
+
+def rounded_in_cpp(value: Any, storage_dtype: torch.dtype) -> Any:
+    """A float32 element rounded to a storage dtype and returned as float32, in a C++ kernel.
+
+    Written as two conversions that Inductor does not know to be conversions: the text of the code is all that
+    it gets, in the place of inline assembly, which C++ kernels have no other use for.
+    """
+    (name,) = (name for name, dtype in _ROUNDINGS.items() if dtype == storage_dtype)
+    return ops.inline_asm_elementwise(value, asm=name, dtype=torch.float32)
+
+
+def inline_asm_elementwise(*inputs: Any, asm: str, **options: Any) -> Any:
+    """The C++ for :func:`rounded_in_cpp`, for scalars and for vectors.
+
+    Inductor's own text for a conversion would find Inductor's own variables: once a number has been stored in
+    bfloat16, that text for "the stored number in float32" finds the number as it was *before* it was rounded.
+    In parentheses it is another text. The way back to the storage dtype is announced, on the other hand, so
+    that a store of the result stores what was rounded here and converts nothing.
+    """
+    if asm not in _ROUNDINGS:
+        raise NotImplementedError(f"inline assembly in C++ kernels: {asm}")
+    (value,), storage_dtype, kernel = inputs, _ROUNDINGS[asm], V.kernel
+
+    def converted(source: Any, dtype: torch.dtype, source_dtype: torch.dtype) -> Any:
+        text = f"({kernel.get_to_dtype_expr(source, dtype, source_dtype)})"
+        variable = kernel.cse.generate(kernel.compute, text, dtype=dtype)
+        variable.update_on_args("to_dtype", (source, dtype), {"src_dtype": source_dtype})
+        return variable
+
+    stored = converted(value, storage_dtype, torch.float32)
+    rounded = converted(stored, torch.float32, storage_dtype)
+    kernel.cse.put(kernel.get_to_dtype_expr(rounded, storage_dtype, torch.float32), stored)
+    return rounded
+
+
+for _overrides in (CppOverrides, CppVecOverrides):
+    _overrides.inline_asm_elementwise = staticmethod(inline_asm_elementwise)  # type: ignore[method-assign]
