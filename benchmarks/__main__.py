@@ -42,7 +42,11 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--deadline", type=float, metavar="SECONDS", help="for all (none, on cuda 450)")
     parser.add_argument("--resume", action="store_true", help="measure only what the results lack")
-    parser.add_argument("--no-count", dest="count", action="store_false", help="count no instructions")
+    parser.add_argument(
+        "--count",
+        action=argparse.BooleanOptionalAction,
+        help="count instructions under valgrind, minutes more (unless --quick, on a CPU)",
+    )
     parser.add_argument("--results", type=Path, default=HERE / "results", help="folder of the JSON files")
     parser.add_argument(
         "--document", type=Path, help="to put the tables in (README.md beside the default results)"
@@ -273,8 +277,8 @@ def main(argv: Sequence[str]) -> int:
         Run(size, options.device, effort, results, path).all(peers)
         if size in results["parameters"]:
             say(f"\n{heading(results, size)}\n{table(results, size)}\n")
-    if options.count and options.device == "cpu":
-        count(results, peers, limit=300 if options.quick else 900)
+    if options.device == "cpu" and (options.count or (options.count is None and not options.quick)):
+        count(results, peers, limit=900)
         save(path, results)
     for size in sizes:
         if size in results["parameters"]:

@@ -1,7 +1,8 @@
 """Machine instructions of a step, by callgrind: ``python -m benchmarks.count FOLDER PEER...``.
 
 Runs once as it is, which fills Inductor's cache, and then under valgrind, which writes a count for each peer
-into the folder. Valgrind knows no AVX-512, so ATen and Inductor are told to use AVX2; there is one thread.
+into the folder. Valgrind knows no AVX-512, so ATen, Inductor and the compiler are told to use AVX2; there is
+one thread.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -35,6 +37,8 @@ extern "C" void stop() { CALLGRIND_DUMP_STATS; CALLGRIND_STOP_INSTRUMENTATION; }
 
 def why_not() -> str:
     """What is missing to count; empty where nothing is."""
+    if platform.machine() != "x86_64":
+        return "counted on x86-64 alone"
     if shutil.which("valgrind") is None:
         return "valgrind is not installed"
     if not any(
@@ -42,6 +46,12 @@ def why_not() -> str:
     ):
         return "valgrind's header callgrind.h is not installed"
     return ""
+
+
+#: Inductor says -march=native; the last word counts.
+COMPILER = """#!/bin/sh
+exec {compiler} "$@" -march=x86-64-v3
+"""
 
 
 def count_instructions(peers: Sequence[str], folder: Path, time_limit: float) -> dict[str, float | str]:
@@ -56,7 +66,7 @@ def count_instructions(peers: Sequence[str], folder: Path, time_limit: float) ->
     if reason:
         return dict.fromkeys(peers, reason)
     folder.mkdir(parents=True, exist_ok=True)
-    _build_switch(folder)
+    compiler = _build(folder)
     script = [sys.executable, "-m", "benchmarks.count", str(folder), *peers]
     valgrind = [
         *("valgrind", "--tool=callgrind", "--instr-atstart=no"),
@@ -66,7 +76,11 @@ def count_instructions(peers: Sequence[str], folder: Path, time_limit: float) ->
         for command in (script, valgrind + script):
             try:
                 subprocess.run(
-                    command, env={**os.environ, **ENVIRONMENT}, stdout=log, stderr=log, timeout=time_limit
+                    command,
+                    env={**os.environ, **ENVIRONMENT, "CXX": compiler},
+                    stdout=log,
+                    stderr=log,
+                    timeout=time_limit,
                 )
             except subprocess.TimeoutExpired:
                 print(f"counting took longer than {time_limit:.0f} s", flush=True)
@@ -74,11 +88,16 @@ def count_instructions(peers: Sequence[str], folder: Path, time_limit: float) ->
     return {peer: found.get(peer, "not counted in time") for peer in peers}
 
 
-def _build_switch(folder: Path) -> None:
+def _build(folder: Path) -> str:
+    """The switch, as a library, and the compiler for AVX2; the latter's path."""
+    compiler = os.environ.get("CXX", "g++")
+    wrapper = folder / Path(compiler).name  # by the name Inductor knows what options a compiler has
+    wrapper.write_text(COMPILER.format(compiler=shutil.which(compiler)))
+    wrapper.chmod(0o755)
     source = folder / "switch.cpp"
     source.write_text(SWITCH)
-    compiler = os.environ.get("CXX", "g++")
-    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", folder / "switch.so", source], check=True)
+    subprocess.run([wrapper, "-shared", "-fPIC", "-O1", "-o", folder / "switch.so", source], check=True)
+    return str(wrapper)
 
 
 def main(folder: Path, names: Sequence[str]) -> None:

@@ -15,7 +15,9 @@ at them: it goes through memory, number by number, and a rounding of integer ope
 the rest of a step. There, and only there, the operator is the C++ conversion to the storage format and back,
 under a name that no simplification of Inductor's knows (:func:`torch_compat.rounded_in_cpp`). The conversion
 rounds to nearest even, as the eager one does, in vectors and in single numbers, and what a kernel stores of
-the result is what was converted, so that hi as stored and hi as subtracted from the value can't differ.
+the result is what was converted, so that hi as stored and hi as subtracted from the value can't differ. Where
+the processor has an instruction for two vectors' worth of it, that is used, in stores as well
+(:func:`torch_compat.bfloat16_by_instruction`).
 
 Inductor's cache of compiled graphs knows an operator by name only. :data:`REVISION` goes into the modules
 that are compiled, so that code from an older definition is never found again.
@@ -35,11 +37,10 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from collage_fx import arithmetic
+from collage_fx import arithmetic, torch_compat
 from collage_fx.torch_compat import (
     functional_decompositions,
     generates_cpp,
-    inline_asm_elementwise,
     make_fx,
     pointwise_of,
     register_pointwise_lowering,
@@ -92,7 +93,5 @@ register_pointwise_lowering(round_to_storage, _round, dtype=torch.float32)
 
 #: Identifies the definitions above and the lowering; part of the compile cache's key.
 REVISION = hashlib.sha256(
-    "".join(
-        inspect.getsource(each) for each in (arithmetic, _interpret, rounded_in_cpp, inline_asm_elementwise)
-    ).encode()
+    "".join(inspect.getsource(each) for each in (arithmetic, torch_compat, _interpret)).encode()
 ).hexdigest()

@@ -13,6 +13,7 @@ import sys
 import threading
 import unittest.mock
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any, Literal, cast
@@ -28,6 +29,7 @@ __all__ = [
     "GraphBreak",
     "ShortenTraceback",
     "aot_input_of",
+    "bfloat16_by_instruction",
     "compile_with_inductor",
     "current_attempt",
     "current_trace",
@@ -39,7 +41,6 @@ __all__ = [
     "has_storage",
     "inductor_compile_inner",
     "inductor_config",
-    "inline_asm_elementwise",
     "keep_numbers_symbolic",
     "make_fx",
     "mode_options",
@@ -116,9 +117,14 @@ except ImportError as error:
 #: ``a * b + c``, an operator that Inductor registers and that AOTAutograd puts into graphs.
 prims_fma: Any = torch.ops.prims.fma
 
-#: Compiles one functional ATen graph with Inductor: ``(gm, example_inputs, **kwargs) -> callable taking a
-#: list``.
-inductor_compile_inner: Callable[..., Callable[[list[Any]], Any]] = compile_fx_inner
+
+def inductor_compile_inner(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+    """Compile one functional ATen graph with Inductor: a callable that takes a list.
+
+    The code is Inductor's but for :func:`bfloat16_by_instruction`.
+    """
+    with bfloat16_by_instruction():
+        return compile_fx_inner(gm, example_inputs, **kwargs)
 
 
 def compile_with_inductor(
@@ -643,18 +649,68 @@ def inline_asm_elementwise(*inputs: Any, asm: str, **options: Any) -> Any:
     if asm not in _ROUNDINGS:
         raise NotImplementedError(f"inline assembly in C++ kernels: {asm}")
     (value,), storage_dtype, kernel = inputs, _ROUNDINGS[asm], V.kernel
-
-    def converted(source: Any, dtype: torch.dtype, source_dtype: torch.dtype) -> Any:
-        text = f"({kernel.get_to_dtype_expr(source, dtype, source_dtype)})"
-        variable = kernel.cse.generate(kernel.compute, text, dtype=dtype)
-        variable.update_on_args("to_dtype", (source, dtype), {"src_dtype": source_dtype})
-        return variable
-
-    stored = converted(value, storage_dtype, torch.float32)
-    rounded = converted(stored, torch.float32, storage_dtype)
+    stored = _converted(value, storage_dtype, torch.float32)
+    rounded = _converted(stored, torch.float32, storage_dtype)
     kernel.cse.put(kernel.get_to_dtype_expr(rounded, storage_dtype, torch.float32), stored)
     return rounded
 
 
+def _converted(source: Any, dtype: torch.dtype, source_dtype: torch.dtype) -> Any:
+    """A variable of its own for a conversion."""
+    text = V.kernel.get_to_dtype_expr(source, dtype, source_dtype)
+    if _by_instruction.get() and text.startswith(_CONVERT):
+        text = _CONVERT_BY_INSTRUCTION.format(x=source)
+    variable = V.kernel.cse.generate(V.kernel.compute, f"({text})", dtype=dtype)
+    variable.update_on_args("to_dtype", (source, dtype), {"src_dtype": source_dtype})
+    return variable
+
+
+#: Two vectors of float32 to one of bfloat16: where there is an instruction for it, that, unless a number is
+#: subnormal, which the instruction takes for zero.
+_CONVERT = "at::vec::convert<at::BFloat16,1,float,2>("
+_CONVERT_BY_INSTRUCTION = """
+#if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512BF16__)
+[&]() -> decltype(at::vec::convert<at::BFloat16,1,float,2>({x})) {{
+    __m512 first = {x}[0], second = {x}[1];
+    if (C10_LIKELY(!(_mm512_fpclass_ps_mask(first, 0x20) | _mm512_fpclass_ps_mask(second, 0x20))))
+        return at::vec::Vectorized<at::BFloat16>((__m512i)_mm512_cvtne2ps_pbh(second, first));
+    return at::vec::convert<at::BFloat16,1,float,2>({x});
+}}()
+#else
+at::vec::convert<at::BFloat16,1,float,2>({x})
+#endif
+"""
+
+_by_instruction: ContextVar[bool] = ContextVar("_by_instruction", default=False)
+
+
+@contextlib.contextmanager
+def bfloat16_by_instruction() -> Iterator[None]:
+    """Within, C++ code converts vectors to bfloat16 by the processor's instruction, where it has one.
+
+    The bits are those of ATen's conversion, which takes sixteen instructions, NaN's payload aside. An AdamW
+    step has four such conversions or more and little else to do.
+    """
+    token = _by_instruction.set(True)
+    try:
+        yield
+    finally:
+        _by_instruction.reset(token)
+
+
+def _announcing(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``to_dtype`` of vector code that finds its conversion made."""
+
+    def to_dtype(x: Any, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
+        if _by_instruction.get() and dtype == torch.bfloat16 and x.dtype == torch.float32 and x.is_vec:
+            text, cse = V.kernel.get_to_dtype_expr(x, dtype, torch.float32), V.kernel.cse
+            if text.startswith(_CONVERT) and not cse.contains(text):
+                cse.put(text, _converted(x, dtype, torch.float32))
+        return original(x, dtype, *args, **kwargs)
+
+    return to_dtype
+
+
 for _overrides in (CppOverrides, CppVecOverrides):
     _overrides.inline_asm_elementwise = staticmethod(inline_asm_elementwise)  # type: ignore[method-assign]
+CppVecOverrides.to_dtype = staticmethod(_announcing(CppVecOverrides.to_dtype))  # type: ignore[method-assign]

@@ -1,6 +1,8 @@
 """The one-node operators: eager = definition, compiled = eager, whatever is fused around them."""
 
+import contextlib
 import re
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -10,8 +12,20 @@ from torch._inductor.utils import run_and_get_code
 
 from collage_fx import arithmetic
 from collage_fx.operators import round_to_storage
+from collage_fx.torch_compat import bfloat16_by_instruction
 
 DTYPES = [torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True, params=["conversion", "instruction"])
+def by_instruction(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Vectors are converted by ATen's function, or as in this library's own steps."""
+    with contextlib.ExitStack() as stack:
+        if request.param == "instruction":
+            stack.enter_context(bfloat16_by_instruction())
+            stack.enter_context(config.patch("force_disable_caches", True))  # which know nothing of it
+        torch._dynamo.reset()
+        yield
 
 
 def _patterns() -> Tensor:
@@ -113,5 +127,32 @@ def test_cpp_converts_once_for_a_rounding_and_its_store() -> None:
 
     outputs = [torch.zeros(4096, dtype=torch.bfloat16) for _ in range(2)]
     _, (code,) = run_and_get_code(torch.compile(step), torch.randn(4096), *outputs)
-    assert len(re.findall(r"convert<at::BFloat16\b", code)) == len(re.findall(r"\.store\(", code)) == 2
+    assert (
+        len(
+            re.findall(
+                r"auto tmp\d+ = \(?\s*(?:#if .*\s*\[&\]\(\) -> decltype\()?at::vec::convert<at::BFloat16\b",
+                code,
+            )
+        )
+        == 2
+    )
+    assert len(re.findall(r"\.store\(", code)) == 2
     assert "bit_cast" not in code
+
+
+@pytest.mark.parametrize("where", [0, 15, 16, 31])
+def test_one_special_number_among_32(where: int) -> None:
+    """Each place of the two vectors that are converted together; subnormal numbers, ties and NaN."""
+    special = torch.tensor(
+        [2.0**-149, -(2.0**-133) * 1.5, 2.0**-126, 1 + 2.0**-8, 1 + 3 * 2.0**-8, 3.4e38, -0.0, float("nan")]
+    )
+    x = torch.randn(len(special), 32)
+    x[:, where] = special
+
+    def store(x: Tensor, out: Tensor) -> None:
+        out.copy_(x)
+
+    out = torch.zeros(x.shape, dtype=torch.bfloat16)
+    torch.compile(store)(x, out)
+    assert torch.equal(_bits(out.float()), _bits(x.bfloat16().float()))
+    assert _bits(out.float())[2:6, where].count_nonzero() == 4
