@@ -41,7 +41,9 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         "--compile-budget", type=float, metavar="SECONDS", help="for one peer (180, quick 45)"
     )
     parser.add_argument("--deadline", type=float, metavar="SECONDS", help="for all (none, on cuda 450)")
-    parser.add_argument("--resume", action="store_true", help="measure only what the results lack")
+    parser.add_argument(
+        "--resume", action="store_true", help="measure only what the results have no numbers for"
+    )
     parser.add_argument(
         "--count",
         action=argparse.BooleanOptionalAction,
@@ -120,12 +122,15 @@ def opened(path: Path, options: argparse.Namespace) -> Results:
         about=f"{'A quick run' if options.quick else 'A full run'} on {time.strftime('%Y-%m-%d')}, "
         f"{torch.get_num_threads()} threads, Python {platform.python_version()}",
     )
-    if not options.resume:
-        again = {(size, name) for size in sizes_of(options) for name in options.peers or PEERS}
+    names = options.peers or list(PEERS)
+    if options.resume:  # what there is no number for is tried again
+        known["rows"] = [row for row in known["rows"] if row["status"] == MEASURED]
+        counted = {name: count for name, count in known["instructions"].items() if isinstance(count, float)}
+    else:
+        again = {(size, name) for size in sizes_of(options) for name in names}
         known["rows"] = [row for row in known["rows"] if (row["size"], row["peer"]) not in again]
-        known["instructions"] = {
-            k: v for k, v in known["instructions"].items() if (sizes_of(options)[0], k) not in again
-        }
+        counted = {name: count for name, count in known["instructions"].items() if name not in names}
+    known["instructions"] = counted
     return known
 
 
