@@ -8,6 +8,17 @@ again and again. So each is an operator of its own, whose eager implementation i
 ``arithmetic.py`` and whose lowering *interprets a
 trace of that same function*, element by element, in the kernel that reads it: the arithmetic is written once.
 
+Note [A rounding in C++ is a conversion]
+----------------------------------------
+C++ kernels have vector instructions for the bits of a float, but Inductor's C++ has no vector form of looking
+at them: it goes through memory, number by number, and a rounding of integer operations costs more than all
+the rest of a step. There, and only there, the operator is the C++ conversion to the storage format and back,
+under a name that no simplification of Inductor's knows (:func:`torch_compat.rounded_in_cpp`). The conversion
+rounds to nearest even, as the eager one does, in vectors and in single numbers, and what a kernel stores of
+the result is what was converted, so that hi as stored and hi as subtracted from the value can't differ. Where
+the processor has an instruction for two vectors' worth of it, that is used, in stores as well
+(:func:`torch_compat.bfloat16_by_instruction`).
+
 Inductor's cache of compiled graphs knows an operator by name only. :data:`REVISION` goes into the modules
 that are compiled, so that code from an older definition is never found again.
 """
@@ -26,13 +37,15 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from collage_fx import arithmetic
+from collage_fx import arithmetic, torch_compat
 from collage_fx.torch_compat import (
     functional_decompositions,
+    generates_cpp,
     make_fx,
     pointwise_of,
     register_pointwise_lowering,
     register_realizing_lowering,
+    rounded_in_cpp,
 )
 
 __all__ = ["REVISION", "once", "round_to_storage"]
@@ -85,13 +98,16 @@ def _interpret(trace: GraphModule, inputs: Sequence[Any]) -> Any:
     return values[result]
 
 
-register_pointwise_lowering(
-    round_to_storage,
-    lambda dtype: functools.partial(_interpret, _trace(arithmetic.round_to_storage, (dtype,))),
-    dtype=torch.float32,
-)
+def _round(device: torch.device, dtype: torch.dtype) -> Callable[[Sequence[Any]], Any]:
+    """See Note [A rounding in C++ is a conversion]."""
+    if generates_cpp(device):
+        return lambda inputs: rounded_in_cpp(inputs[0], dtype)
+    return functools.partial(_interpret, _trace(arithmetic.round_to_storage, (dtype,)))
+
+
+register_pointwise_lowering(round_to_storage, _round, dtype=torch.float32)
 
 #: Identifies the definitions above and the lowering; part of the compile cache's key.
 REVISION = hashlib.sha256(
-    inspect.getsource(arithmetic).encode() + inspect.getsource(_interpret).encode()
+    "".join(inspect.getsource(each) for each in (arithmetic, torch_compat, _interpret)).encode()
 ).hexdigest()

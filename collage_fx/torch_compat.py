@@ -14,6 +14,7 @@ import inspect
 import sys
 import unittest.mock
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any, Literal, cast
@@ -32,6 +33,7 @@ __all__ = [
     "another_fake",
     "aot_input_of",
     "assert_size_stride",
+    "bfloat16_by_instruction",
     "compile_lock",
     "compile_with_inductor",
     "current_trace",
@@ -41,6 +43,7 @@ __all__ = [
     "dynamo_recompile_limit",
     "forget_static_addresses",
     "functional_decompositions",
+    "generates_cpp",
     "graph_module",
     "has_internal_overlap",
     "has_storage",
@@ -60,6 +63,7 @@ __all__ = [
     "real_tensors",
     "register_pointwise_lowering",
     "register_realizing_lowering",
+    "rounded_in_cpp",
     "run_compiled_functions_as_they_are_if",
     "symbol_source",
     "trace_instead",
@@ -116,10 +120,11 @@ try:
     from torch._inductor import config as inductor_config
     from torch._inductor import ir, list_mode_options
     from torch._inductor.codecache import CppPythonBindingsCodeCache
+    from torch._inductor.codegen.cpp import CppOverrides, CppVecOverrides
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.lowering import register_lowering
-    from torch._inductor.virtualized import ops
+    from torch._inductor.virtualized import V, ops
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
     from torch.fx._lazy_graph_module import _LazyGraphModule
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -137,9 +142,14 @@ except ImportError as error:
 #: ``a * b + c``, an operator that Inductor registers and that AOTAutograd puts into graphs.
 prims_fma: Any = torch.ops.prims.fma
 
-#: Compiles one functional ATen graph with Inductor: ``(gm, example_inputs, **kwargs) -> callable taking a
-#: list``.
-inductor_compile_inner: Callable[..., Callable[[list[Any]], Any]] = compile_fx_inner
+
+def inductor_compile_inner(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+    """Compile one functional ATen graph with Inductor: a callable that takes a list.
+
+    The code is Inductor's but for :func:`bfloat16_by_instruction`.
+    """
+    with bfloat16_by_instruction():
+        return compile_fx_inner(gm, example_inputs, **kwargs)
 
 
 def compile_with_inductor(
@@ -679,14 +689,14 @@ def register_pointwise_lowering(
 
     Args:
         operator: an overload of one tensor and constants.
-        element_function: ``(*constants) -> function of [value of x]`` giving the value of the result, for one
-            element.
+        element_function: ``(device, *constants) -> function of [value of x]`` giving the value of the result,
+            for one element.
         dtype: of the result.
     """
 
     def lowering(x: Any, *constants: Any) -> Any:
         load = x.make_loader()
-        compute = element_function(*constants)
+        compute = element_function(x.get_device(), *constants)
         return ir.Pointwise.create(
             device=x.get_device(),
             dtype=dtype,
@@ -791,3 +801,100 @@ class SymbolicScope:
     def has_guards(self) -> bool:
         """Whether something was decided by the value that a symbol stands for."""
         return bool(self.shape_env.guards)
+
+
+#: What stands for the rounding to a storage dtype where Inductor has only names of its own operators.
+_ROUNDINGS = {f"collage_fx: round to {dtype}": dtype for dtype in (torch.bfloat16, torch.float16)}
+
+
+def generates_cpp(device: torch.device) -> bool:
+    """Whether Inductor writes C++ for the device."""
+    return device.type == "cpu" and inductor_config.cpu_backend == "cpp"
+
+
+def rounded_in_cpp(value: Any, storage_dtype: torch.dtype) -> Any:
+    """A float32 element rounded to a storage dtype and returned as float32, in a C++ kernel.
+
+    Written as two conversions that Inductor does not know to be conversions: the text of the code is all that
+    it gets, in the place of inline assembly, which C++ kernels have no other use for.
+    """
+    (name,) = (name for name, dtype in _ROUNDINGS.items() if dtype == storage_dtype)
+    return ops.inline_asm_elementwise(value, asm=name, dtype=torch.float32)
+
+
+def inline_asm_elementwise(*inputs: Any, asm: str, **options: Any) -> Any:
+    """The C++ for :func:`rounded_in_cpp`, for scalars and for vectors.
+
+    Inductor's own text for a conversion would find Inductor's own variables: once a number has been stored in
+    bfloat16, that text for "the stored number in float32" finds the number as it was *before* it was rounded.
+    In parentheses it is another text. The way back to the storage dtype is announced, on the other hand, so
+    that a store of the result stores what was rounded here and converts nothing.
+    """
+    if asm not in _ROUNDINGS:
+        raise NotImplementedError(f"inline assembly in C++ kernels: {asm}")
+    (value,), storage_dtype, kernel = inputs, _ROUNDINGS[asm], V.kernel
+    stored = _converted(value, storage_dtype, torch.float32)
+    rounded = _converted(stored, torch.float32, storage_dtype)
+    kernel.cse.put(kernel.get_to_dtype_expr(rounded, storage_dtype, torch.float32), stored)
+    return rounded
+
+
+def _converted(source: Any, dtype: torch.dtype, source_dtype: torch.dtype) -> Any:
+    """A variable of its own for a conversion."""
+    text = V.kernel.get_to_dtype_expr(source, dtype, source_dtype)
+    if _by_instruction.get() and text.startswith(_CONVERT):
+        text = _CONVERT_BY_INSTRUCTION.format(x=source)
+    variable = V.kernel.cse.generate(V.kernel.compute, f"({text})", dtype=dtype)
+    variable.update_on_args("to_dtype", (source, dtype), {"src_dtype": source_dtype})
+    return variable
+
+
+#: Two vectors of float32 to one of bfloat16: where there is an instruction for it, that, unless a number is
+#: subnormal, which the instruction takes for zero.
+_CONVERT = "at::vec::convert<at::BFloat16,1,float,2>("
+_CONVERT_BY_INSTRUCTION = """
+#if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512BF16__)
+[&]() -> decltype(at::vec::convert<at::BFloat16,1,float,2>({x})) {{
+    __m512 first = {x}[0], second = {x}[1];
+    if (C10_LIKELY(!(_mm512_fpclass_ps_mask(first, 0x20) | _mm512_fpclass_ps_mask(second, 0x20))))
+        return at::vec::Vectorized<at::BFloat16>((__m512i)_mm512_cvtne2ps_pbh(second, first));
+    return at::vec::convert<at::BFloat16,1,float,2>({x});
+}}()
+#else
+at::vec::convert<at::BFloat16,1,float,2>({x})
+#endif
+"""
+
+_by_instruction: ContextVar[bool] = ContextVar("_by_instruction", default=False)
+
+
+@contextlib.contextmanager
+def bfloat16_by_instruction() -> Iterator[None]:
+    """Within, C++ code converts vectors to bfloat16 by the processor's instruction, where it has one.
+
+    The bits are those of ATen's conversion, which takes sixteen instructions, NaN's payload aside. An AdamW
+    step has four such conversions or more and little else to do.
+    """
+    token = _by_instruction.set(True)
+    try:
+        yield
+    finally:
+        _by_instruction.reset(token)
+
+
+def _announcing(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``to_dtype`` of vector code that finds its conversion made."""
+
+    def to_dtype(x: Any, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
+        if _by_instruction.get() and dtype == torch.bfloat16 and x.dtype == torch.float32 and x.is_vec:
+            text, cse = V.kernel.get_to_dtype_expr(x, dtype, torch.float32), V.kernel.cse
+            if text.startswith(_CONVERT) and not cse.contains(text):
+                cse.put(text, _converted(x, dtype, torch.float32))
+        return original(x, dtype, *args, **kwargs)
+
+    return to_dtype
+
+
+for _overrides in (CppOverrides, CppVecOverrides):
+    _overrides.inline_asm_elementwise = staticmethod(inline_asm_elementwise)  # type: ignore[method-assign]
+CppVecOverrides.to_dtype = staticmethod(_announcing(CppVecOverrides.to_dtype))  # type: ignore[method-assign]

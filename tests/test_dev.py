@@ -40,7 +40,7 @@ def interpreter(script: Script, tmp_path: Path, **changed: object) -> str:
     return script("python", f"[ \"$1\" = -c ] || exit 7\necho '{json.dumps(facts)}'")
 
 
-@pytest.mark.parametrize("command", ["demo", "test", "compat"])
+@pytest.mark.parametrize("command", ["demo", "test", "compat", "bench"])
 def test_missing_compiler_is_named_with_its_package(command: str) -> None:
     result = dev(command)
     assert result.returncode == 1
@@ -72,7 +72,7 @@ def test_unfit_interpreter_is_refused(
     assert message in result.stderr
 
 
-@pytest.mark.parametrize("command", ["test", "lint", "demo", "compat"])
+@pytest.mark.parametrize("command", ["test", "lint", "demo", "compat", "bench"])
 def test_exit_status_is_passed_on(command: str, script: Script, tmp_path: Path) -> None:
     python = interpreter(script, tmp_path)
     assert dev(command, CXX=script("c++", "exit 0"), COLLAGE_FX_PYTHON=python).returncode == 7

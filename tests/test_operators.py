@@ -1,13 +1,31 @@
 """The one-node operators: eager = definition, compiled = eager, whatever is fused around them."""
 
+import contextlib
+import re
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor import config
+from torch._inductor.utils import run_and_get_code
 
 from collage_fx import arithmetic
 from collage_fx.operators import round_to_storage
+from collage_fx.torch_compat import bfloat16_by_instruction
 
 DTYPES = [torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True, params=["conversion", "instruction"])
+def by_instruction(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Vectors are converted by ATen's function, or as in this library's own steps."""
+    with contextlib.ExitStack() as stack:
+        if request.param == "instruction":
+            stack.enter_context(bfloat16_by_instruction())
+            stack.enter_context(config.patch("force_disable_caches", True))  # which know nothing of it
+        torch._dynamo.reset()
+        yield
 
 
 def _patterns() -> Tensor:
@@ -50,3 +68,91 @@ def test_operator_is_its_definition(dtype: torch.dtype) -> None:
     torch.library.opcheck(
         round_to_storage, (torch.randn(7), dtype), test_utils=("test_schema", "test_faketensor")
     )
+
+
+#: Values of Inductor's cpp.simdlen: scalar code, 256-bit vectors, and what the machine has.
+VECTORS = [1, 256, None]
+
+
+@pytest.mark.parametrize("simdlen", VECTORS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cpp_rounds_in_every_vector_length(dtype: torch.dtype, simdlen: int | None) -> None:
+    def split(x: Tensor, factor: Tensor) -> tuple[Tensor, ...]:
+        hi = round_to_storage(x * 1.5, dtype)
+        scalar = round_to_storage(factor, dtype)  # not a vector in any of them
+        return hi.to(dtype), x * 1.5 - hi, hi * scalar
+
+    x, factor = _patterns(), torch.tensor(1.1)
+    with config.patch({"cpp.simdlen": simdlen}):
+        compiled = torch.compile(split)(x, factor)
+    for mine, expected in zip(compiled, split(x, factor), strict=True):
+        assert torch.equal(_bits(mine.float()), _bits(expected.float()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("plain_first", [True, False])
+def test_a_number_stored_and_rounded_keeps_the_two_apart(dtype: torch.dtype, plain_first: bool) -> None:
+    """Inductor lets whoever reads a stored number again have it as it was before it was rounded."""
+
+    def step(x: Tensor, plain: Tensor, stored: Tensor, lo: Tensor) -> None:
+        y = x * 1.5
+        if plain_first:
+            plain.copy_(y.to(dtype))
+        hi = round_to_storage(y, dtype)
+        stored.copy_(hi.to(dtype))
+        if not plain_first:
+            plain.copy_(y.to(dtype))
+        lo.copy_(y - hi)
+        lo.add_(y - stored.float())  # what has just been stored
+
+    def run(function: object) -> list[Tensor]:
+        x = _patterns()
+        outputs = [torch.zeros(x.shape, dtype=dtype) for _ in range(2)] + [torch.zeros_like(x)]
+        assert callable(function)
+        function(x, *outputs)
+        return outputs
+
+    plain, stored, lo = run(torch.compile(step))
+    expected = run(step)
+    assert torch.equal(_bits(plain.float()), _bits(expected[0].float()))
+    assert torch.equal(_bits(stored.float()), _bits(expected[1].float()))
+    assert torch.equal(_bits(lo), _bits(expected[2]))
+
+
+def test_cpp_converts_once_for_a_rounding_and_its_store() -> None:
+    def step(x: Tensor, hi: Tensor, lo: Tensor) -> None:
+        rounded = round_to_storage(x * 1.5, torch.bfloat16)
+        hi.copy_(rounded)
+        lo.copy_(x * 1.5 - rounded)
+
+    outputs = [torch.zeros(4096, dtype=torch.bfloat16) for _ in range(2)]
+    _, (code,) = run_and_get_code(torch.compile(step), torch.randn(4096), *outputs)
+    assert (
+        len(
+            re.findall(
+                r"auto tmp\d+ = \(?\s*(?:#if .*\s*\[&\]\(\) -> decltype\()?at::vec::convert<at::BFloat16\b",
+                code,
+            )
+        )
+        == 2
+    )
+    assert len(re.findall(r"\.store\(", code)) == 2
+    assert "bit_cast" not in code
+
+
+@pytest.mark.parametrize("where", [0, 15, 16, 31])
+def test_one_special_number_among_32(where: int) -> None:
+    """Each place of the two vectors that are converted together; subnormal numbers, ties and NaN."""
+    special = torch.tensor(
+        [2.0**-149, -(2.0**-133) * 1.5, 2.0**-126, 1 + 2.0**-8, 1 + 3 * 2.0**-8, 3.4e38, -0.0, float("nan")]
+    )
+    x = torch.randn(len(special), 32)
+    x[:, where] = special
+
+    def store(x: Tensor, out: Tensor) -> None:
+        out.copy_(x)
+
+    out = torch.zeros(x.shape, dtype=torch.bfloat16)
+    torch.compile(store)(x, out)
+    assert torch.equal(_bits(out.float()), _bits(x.bfloat16().float()))
+    assert _bits(out.float())[2:6, where].count_nonzero() == 4

@@ -1,0 +1,105 @@
+"""Results as tables, on the terminal and in the document."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+from benchmarks.peers import PEERS
+from benchmarks.sizes import SIZES
+
+__all__ = ["BEGIN", "END", "Results", "heading", "table", "write_document"]
+
+BEGIN = "<!-- written by ./dev bench -->"
+END = "<!-- end of what ./dev bench writes -->"
+
+Results = dict[str, Any]
+
+HEADERS = (
+    "optimizer",
+    "bytes",
+    "ms",
+    "host ms",
+    "× its copy",
+    "light ÷ it",
+    "plus ÷ it",
+    "extra bytes",
+    "cold s",
+    "warm s",
+    "launches",
+    "instructions",
+)
+MEASURED = "measured"
+
+
+def table(results: Results, size: str, style: str = "simple") -> str:
+    """One line a peer; what was not measured says why."""
+    rows = {row["peer"]: row for row in results["rows"] if row["size"] == size}
+    lines = [_line(rows[name], results["instructions"].get(name)) for name in PEERS if name in rows]
+    return tabulate(lines, headers=HEADERS, tablefmt=style, disable_numparse=True, colalign=_alignment(lines))
+
+
+def _alignment(lines: Sequence[Sequence[str]]) -> Sequence[str]:
+    return ["left", *["right"] * (len(HEADERS) - 1)] if lines else []
+
+
+def _line(row: dict[str, Any], instructions: Any) -> list[str]:
+    count = _number(instructions if isinstance(instructions, float) else None, 1)
+    seconds = [_number(row.get(key), 1) for key in ("cold_s", "warm_s")]
+    name = row["peer"]
+    if row["status"] != MEASURED:
+        name = f"{name}: {row['status']}"
+    return [
+        name,
+        _number(row["bytes"], 2),
+        _number(row.get("ms"), 2),
+        _number(row.get("host_ms"), 2),
+        *(_number(row.get(key), 2) for key in ("over_copy", "light_over", "plus_over")),
+        _number(row.get("extra_bytes_per_parameter"), 2),
+        *seconds,
+        _number(row.get("launches"), 0),
+        count,
+    ]
+
+
+def _number(value: float | None, digits: int) -> str:
+    if value is None:
+        return ""
+    text = f"{value:.{digits}f}"
+    return text.rstrip("0").rstrip(".") if digits == 2 and value == int(value) else text
+
+
+def heading(results: Results, size: str) -> str:
+    number = results["parameters"][size] / 1e6
+    unit = f"{number:.1f} M" if number < 1000 else f"{number / 1000:.2f} B"
+    return (
+        f"({size}) {SIZES[size].about}: {unit} parameters"
+        if number >= 0.1
+        else f"({size}) {SIZES[size].about}"
+    )
+
+
+def write_document(document: Path, results: Path) -> None:
+    """Put the tables of all results in a folder between the document's marks."""
+    sections = []
+    for path in sorted(results.glob("*.json")):
+        found = json.loads(path.read_text())
+        sizes = [size for size in found["parameters"] if SIZES[size].devices]
+        if not sizes:
+            continue
+        sections.append(f"### {found['machine']}, torch {found['torch']}")
+        sections.append(f"{found['about']}.")
+        for size in sizes:
+            sections += [f"#### {heading(found, size)}", table(found, size, "github")]
+    text = "\n\n".join(sections) or "Nothing has been measured yet."
+    old = document.read_text()
+    pattern = re.escape(BEGIN) + ".*" + re.escape(END)
+    new, replaced = re.subn(pattern, lambda match: f"{BEGIN}\n\n{text}\n\n{END}", old, flags=re.DOTALL)
+    if replaced != 1:
+        raise ValueError(f"{document} must have the marks {BEGIN} and {END} once")
+    document.write_text(new)

@@ -1,0 +1,156 @@
+"""The benchmarks' harness on toy sizes: every row is there and means what it says. Nothing here is timed."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.__main__ import main
+from benchmarks.by_hand import EagerCollage, KahanAdamW
+from benchmarks.measure import Failure, Process
+from benchmarks.peers import OPTIONS, PEERS, make_gradients, make_parameters
+from benchmarks.sizes import LLAMA_LAYER, SIZES, elements
+from benchmarks.table import BEGIN, END, MEASURED
+from benchmarks.timing import Copies, launches, peak_extra_memory, ratio
+from collage_fx.arithmetic import join
+
+#: Nothing of other packages, and what compiles in seconds.
+NAMES = ("light", "torch fp32 fused", "bf16 + fp32 master, fused", "eager Collage plus", "flashoptim 24 bit")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder and the document of a run of the command."""
+    folder = tmp_path_factory.mktemp("bench")
+    document = folder / "document.md"
+    document.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    arguments = ["--device", "cpu", "--sizes", "toy", "--quick", "--no-count", "--results", str(folder)]
+    assert main([*arguments, "--document", str(document), "--peers", *NAMES]) == 0
+    return folder, document.read_text()
+
+
+def test_every_row_is_there_with_numbers_or_a_reason(run: tuple[Path, str]) -> None:
+    (path,) = run[0].glob("*.json")
+    results = json.loads(path.read_text())
+    assert results["torch"] == torch.__version__
+    assert results["device"] == "cpu"
+    assert results["parameters"] == {"toy": 33 * 17 + 16}
+    rows = {row["peer"]: row for row in results["rows"]}
+    assert tuple(rows) == NAMES
+    assert rows.pop("flashoptim 24 bit")["status"] == "needs cuda"
+    for row in rows.values():
+        assert row["status"] == MEASURED
+        numbers = ["ms", "host_ms", "copy_ms", "over_copy", "light_over", "first_step_s"]
+        numbers += ["cold_s", "warm_s"] if row["peer"] == "light" else []
+        for name in numbers:
+            assert math.isfinite(row[name])
+            assert row[name] > 0
+        assert row["rounds"] >= 3
+    assert rows["light"]["light_over"] == 1
+    assert rows["eager Collage plus"]["extra_bytes_per_parameter"] >= 2  # a temporary, of the larger tensor
+    assert rows["light"]["extra_bytes_per_parameter"] < 0.1
+    assert rows["eager Collage plus"]["launches"] > 2 * 30  # operators, of two tensors
+
+
+def test_toys_stay_out_of_the_document(run: tuple[Path, str]) -> None:
+    assert run[1] == f"before\n{BEGIN}\n\nNothing has been measured yet.\n\n{END}\nafter\n"
+
+
+def test_a_run_goes_on_where_it_was_broken_off(run: tuple[Path, str]) -> None:
+    (path,) = run[0].glob("*.json")
+    before = json.loads(path.read_text())["rows"]
+    arguments = ["--device", "cpu", "--sizes", "toy", "--no-count", "--results", str(run[0]), "--resume"]
+    assert main([*arguments, "--peers", *NAMES]) == 0
+    assert json.loads(path.read_text())["rows"] == before
+
+
+def test_what_takes_too_long_is_ended() -> None:
+    process = Process()
+    with pytest.raises(Failure, match="not done within 0 s"):
+        process.ask("parameters", time_limit=0.01)
+    try:
+        process.ask("open", "toy", "cpu", time_limit=60)
+        assert process.ask("parameters", time_limit=60) == 577
+        with pytest.raises(Failure, match="KeyError"):
+            process.ask("build", "no such peer", "", time_limit=60)
+        assert process.ask("parameters", time_limit=60) == 577  # a failure costs nothing but its row
+    finally:
+        process.stop()
+
+
+def test_sizes() -> None:
+    assert elements(SIZES["a"].shapes(0)) == 124_439_808  # the published GPT-2
+    assert len(SIZES["a"].shapes(0)) == len(SIZES["b"].shapes(0)) == 148
+    assert elements(LLAMA_LAYER) == 218_112_000
+    assert elements(SIZES["e"].shapes(140 * 10**9)) >= 10**9
+    assert 1.3e9 < elements(SIZES["f"].shapes(0)) < 1.35e9
+
+
+def test_bytes_are_those_of_the_state() -> None:
+    """In and out what a peer keeps, and in the gradient."""
+    shapes = [(64, 64)]
+    for name in ("torch fp32 fused", "torch bf16 fused"):
+        peer = PEERS[name]
+        parameters = make_parameters(shapes, peer.dtype, "cpu", make_gradients(shapes, peer.dtype, "cpu"))
+        optimizer = torch.optim.AdamW(parameters, **OPTIONS, fused=True)
+        optimizer.step()
+        state = [t for t in optimizer.state[parameters[0]].values() if t.shape == parameters[0].shape]
+        assert peer.bytes == 2 * sum(t.itemsize for t in [*parameters, *state]) + parameters[0].itemsize
+
+
+@pytest.mark.parametrize("name", ["eager Collage light", "eager Collage plus", "compiled Kahan by hand"])
+def test_optimizers_written_for_comparison_are_right(name: str) -> None:
+    """They move the parameter to within its bfloat16 state's accuracy, and keep what bfloat16 would lose."""
+    steps, shapes = 20, [(64,)]
+    gradients = make_gradients(shapes, torch.bfloat16, "cpu")
+    (parameter,) = make_parameters(shapes, torch.bfloat16, "cpu", gradients)
+    exact = torch.nn.Parameter(parameter.data.double())
+    exact.grad = gradients[0].double()
+    start = exact.data.clone()
+    optimizer = torch.optim.AdamW([exact], **OPTIONS)
+    if name.startswith("eager"):
+        peer = EagerCollage([parameter], plus=name.endswith("plus"))
+        lo = peer.state[0][0]
+    else:
+        peer = KahanAdamW([parameter])  # type: ignore[assignment]
+        lo = peer.state[0][0]
+    for _ in range(steps):
+        peer.step()
+        optimizer.step()
+    moved, wanted = join(parameter.data, lo).double() - start, exact.data - start
+    # With a constant gradient each step is lr: m and v, rounded in each of them, are off by u a step at most.
+    bound = 4 * steps * 2**-8
+    assert (moved - wanted).norm() / wanted.norm() < bound
+    assert (parameter.data.double() - start - wanted).norm() / wanted.norm() > (
+        (moved - wanted).norm() / wanted.norm()
+    )
+
+
+def test_copies_move_the_bytes_and_allocate_nothing() -> None:
+    copies = Copies([(100,), (3, 5)], 28, "cpu")
+    copies.of(18)()
+    for source, target in zip(copies.sources, copies.targets, strict=True):
+        half = 9 * (source.numel() // 14)
+        assert torch.equal(source[:half], target[:half])
+    step = copies.of(14)
+    step()
+    assert peak_extra_memory(step, "cpu") == 0
+    assert launches(step, "cpu") == 2
+
+
+def test_memory_and_operators_are_counted() -> None:
+    a, b = torch.zeros(1000), torch.zeros(1000)
+
+    def step() -> None:
+        a.copy_((a + 1) * b)
+
+    assert peak_extra_memory(step, "cpu") in range(8000, 8100)  # two temporaries, and a number
+    assert launches(step, "cpu") == 3
+
+
+def test_ratio_is_of_rounds() -> None:
+    assert ratio([1.0, 20.0, 3.0], [2.0, 40.0, 6.0]) == 0.5
