@@ -23,6 +23,7 @@ from collage_fx.admission import (
     refuse_unsupported,
 )
 from collage_fx.checkpoint import note_compiled
+from collage_fx.compilations import GraphReport
 from collage_fx.error_formats import ERROR_FORMATS
 from collage_fx.error_terms import Expansion, expansion_of, require_format
 from collage_fx.errors import (
@@ -44,7 +45,7 @@ from collage_fx.lowering import JOINT_GRAPH_SETTINGS, lower
 from collage_fx.names import KnownTensor, describe_inputs, known_tensors, optimizers_among
 from collage_fx.pipeline import ANALYSIS, PIPELINE, run_pipeline
 from collage_fx.program import Arithmetic, InputInfo, Role, StateTensor, StepProgram, Strategy
-from collage_fx.report import CollageReport, GraphReport, tensor_report
+from collage_fx.report import CollageReport
 from collage_fx.torch_compat import (
     compile_with_inductor,
     inductor_compile_inner,
@@ -54,6 +55,7 @@ from collage_fx.torch_compat import (
     traced_frame_name,
     traced_frame_variables,
 )
+from collage_fx.treatments import tensor_report
 
 __all__ = ["CollageBackend", "backend_for", "collage", "collage_backend"]
 
