@@ -51,6 +51,8 @@ def explain(optimizer: Optimizer, **options: Any) -> CollageReport:
 class _CaptureOnly(CollageBackend):
     """Everything but the kernels."""
 
+    verb = "explained"
+
     def lower(
         self,
         graph: StepProgram | GraphModule,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch.fx import Graph
 
+from collage_fx.graph import mark_new_nodes
 from collage_fx.passes.allocate import Allocate
 from collage_fx.passes.analyze import Analyze
 from collage_fx.passes.base import Pass
@@ -20,7 +20,7 @@ from collage_fx.passes.widen import Widen
 from collage_fx.program import StepProgram
 from collage_fx.verify import verify
 
-__all__ = ["ANALYSIS", "PIPELINE", "Stage", "run_pipeline"]
+__all__ = ["ANALYSIS", "PIPELINE", "Pass", "Stage", "run_pipeline"]
 
 PIPELINE: tuple[Pass, ...] = (
     Normalize(),  # first: everything below reads elementary operations
@@ -45,7 +45,7 @@ class Stage:
     Attributes:
         name: the pass.
         summary: what it says it did.
-        graph: a copy of the graph it left.
+        graph: the graph it left, which the next pass edits: copy what is to be kept.
     """
 
     name: str
@@ -61,14 +61,16 @@ def run_pipeline(
     Args:
         program: its ``gm`` is edited in place; the caller clones it once before.
         passes: the pipeline, or a part of it.
-        observe: called with a copy of the graph after each pass.
+        observe: called after each pass.
     """
     compensated = False
     for each in passes:
         if not each.applies_to(program):
             continue
+        earlier = set(program.gm.graph.nodes)
         summary = each.run(program)
+        mark_new_nodes(program.gm.graph, earlier, made_by=each.name)
         compensated = compensated or isinstance(each, (CompensateWide, CompensateNative))
         verify(program, after=each.name, compensated=compensated)
         if observe is not None:
-            observe(Stage(each.name, summary, copy.deepcopy(program.gm.graph)))
+            observe(Stage(each.name, summary, program.gm.graph))

@@ -34,6 +34,7 @@ __all__ = [
     "detect_fake_mode",
     "dynamo_recompile_limit",
     "functional_decompositions",
+    "generated_code",
     "has_internal_overlap",
     "has_storage",
     "inductor_compile_inner",
@@ -98,6 +99,7 @@ try:
     from torch._inductor import ir, list_mode_options
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.graph import GraphLowering
     from torch._inductor.lowering import register_lowering
     from torch._inductor.virtualized import ops
     from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -141,6 +143,24 @@ def compile_with_inductor(
             config_patches=config_patches,
         )
     return cast(Callable[..., Any], compiled)
+
+
+@contextlib.contextmanager
+def generated_code() -> Iterator[list[str]]:
+    """The list that Inductor's code of every graph compiled meanwhile goes into: Python with its kernels.
+
+    Also of graphs that it finds in its cache.
+    """
+    sources: list[str] = []
+    watching = GraphLowering.save_output_code
+
+    def save(source: str) -> None:
+        sources.append(source)
+        if watching is not None:
+            watching(source)
+
+    with unittest.mock.patch.object(GraphLowering, "save_output_code", save):
+        yield sources
 
 
 def needs_autograd(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> bool:

@@ -10,11 +10,10 @@ from typing import Any
 import sympy
 import torch
 
+from collage_fx.formats import short_name
 from collage_fx.program import Kind, Role, StateTensor, StepProgram
 
 __all__ = ["TensorReport", "Treatment", "bytes_per_parameter", "tensor_report", "treatments"]
-
-SHORT_DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
 @dataclass(frozen=True)
@@ -124,7 +123,7 @@ class Treatment:
     @property
     def layout(self) -> str:
         """Data type and shape, or the number of elements in all where shapes differ."""
-        dtype = SHORT_DTYPES.get(self.example.dtype, str(self.example.dtype))
+        dtype = short_name(self.example.dtype)
         if len({row.shape for row in self.rows}) == 1:
             return f"{dtype}[{','.join(map(str, self.example.shape))}]"
         return f"{sum(row.numel for row in self.rows):,} {dtype}"

@@ -11,12 +11,12 @@ ROOT = Path(collage_fx.__file__).parent
 
 #: From the bottom up; a module imports only from lower rows. ``passes`` is imported by the pipeline alone.
 LAYERS = [
-    {"wrapping"},
+    {"wrapping", "suggestions"},
     {"formats", "averaging", "torch_compat"},
     {"arithmetic", "errors"},
     {"operators", "error_formats", "graph", "composites"},
-    {"retype", "program", "scalars"},
-    {"recurrence", "verify", "treatments"},
+    {"retype", "program", "scalars", "pictures"},
+    {"recurrence", "verify", "treatments", "dumps", "svg"},
     {"passes"},
     {"pipeline"},
     {"error_terms", "names"},
