@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch.fx import Graph, GraphModule
 
+from collage_fx.error_formats import ERROR_FORMATS
 from collage_fx.errors import InvalidOptionError
 from collage_fx.pictures import Picture, dot, picture, render
-from collage_fx.pipeline import Pass, Stage, run_pipeline
-from collage_fx.program import Role, StepProgram
+from collage_fx.pipeline import ANALYSIS, Pass, Stage, run_pipeline
+from collage_fx.program import Role, StepProgram, Strategy
 from collage_fx.suggestions import did_you_mean
 from collage_fx.svg import side_by_side
-from collage_fx.treatments import TensorReport, Treatment, bytes_per_parameter
+from collage_fx.treatments import TensorReport, Treatment, bytes_per_parameter, tensor_report
 
 __all__ = ["GraphReport"]
 
@@ -66,7 +67,7 @@ class GraphReport:
         """The graph after each pass, made again from :attr:`before`; compiling keeps none of them."""
         stages: list[Stage] = []
         if self.program is not None:
-            program = self.program.unrun(GraphModule(self.before, copy.deepcopy(self.before.graph)))
+            program = self.program.unrun(_copy_of(self.before))
 
             def keep(stage: Stage) -> None:
                 stages.append(Stage(stage.name, stage.summary, copy.deepcopy(stage.graph)))
@@ -74,6 +75,18 @@ class GraphReport:
             with torch.no_grad():
                 run_pipeline(program, self.pipeline, observe=keep)
         return stages
+
+    def rows_under(self, strategy: Strategy, *, error_format: str) -> list[TensorReport]:
+        """What :attr:`tensors` would be under another strategy and error format."""
+        assert self.program is not None
+        program = replace(
+            self.program.unrun(_copy_of(self.before)),
+            strategy=strategy,
+            error_format=ERROR_FORMATS[error_format],
+        )
+        with torch.no_grad():
+            run_pipeline(program, ANALYSIS)
+        return [tensor_report(program, state) for state in program.states]
 
     def pictures(self, tensor: str | None = None) -> tuple[Picture, Picture]:
         """One tensor's update before and after.
@@ -145,3 +158,7 @@ class GraphReport:
             hi, *errors = row.inputs
             names.update({error: f"{names[hi]}{error.removeprefix(hi)}" for error in errors})
         return names
+
+
+def _copy_of(gm: GraphModule) -> GraphModule:
+    return GraphModule(gm, copy.deepcopy(gm.graph))

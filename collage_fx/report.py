@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from collage_fx.compilations import GraphReport
+from collage_fx.page import html_page
 from collage_fx.tables import markdown_section, text_section
 from collage_fx.treatments import TensorReport, bytes_per_parameter
 
@@ -61,8 +63,26 @@ class CollageReport:
         """The same as Markdown, for an issue or a pull request."""
         return self._in_sections(markdown_section, full=full)
 
+    def to_html(self, *, kernels: bool = False) -> str:
+        """One HTML file that needs no network: tables, typeset recurrences, graphs before and after.
+
+        Of tensors that were treated alike, one is drawn, with what each pass changed in its update.
+
+        Args:
+            kernels: show the code that Inductor generated too. A report of ``explain`` has none.
+        """
+        return html_page(self.graphs, self.by_subject(), self._notes(), kernels=kernels)
+
+    def save_html(self, path: str | Path, *, kernels: bool = False) -> Path:
+        """Write :meth:`to_html` into a file; returns its path."""
+        path = Path(path)
+        path.write_text(self.to_html(kernels=kernels), encoding="utf-8")
+        return path
+
+    def _notes(self) -> list[str]:
+        return list(dict.fromkeys(graph.note for graph in self.graphs if graph.note))
+
     def _in_sections(self, section: Callable[..., str], *, full: bool) -> str:
         sections = [section(subject, rows, full=full) for subject, rows in self.by_subject().items()]
-        notes = list(dict.fromkeys(graph.note for graph in self.graphs if graph.note))
         nothing = "nothing has been compiled yet: the report fills at the first call of the step"
-        return "\n\n".join([*sections, *notes]) or nothing
+        return "\n\n".join([*sections, *self._notes()]) or nothing

@@ -11,7 +11,7 @@ ROOT = Path(collage_fx.__file__).parent
 
 #: From the bottom up; a module imports only from lower rows. ``passes`` is imported by the pipeline alone.
 LAYERS = [
-    {"wrapping", "suggestions"},
+    {"wrapping", "suggestions", "mathml"},
     {"formats", "averaging", "torch_compat"},
     {"arithmetic", "errors"},
     {"operators", "error_formats", "graph", "composites"},
@@ -21,6 +21,7 @@ LAYERS = [
     {"pipeline"},
     {"error_terms", "names"},
     {"admission", "checkpoint", "compilations", "tables"},
+    {"page"},
     {"report"},
     {"lowering", "eager"},
     {"backend"},
