@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -76,17 +77,19 @@ class GraphReport:
                 run_pipeline(program, self.pipeline, observe=keep)
         return stages
 
-    def rows_under(self, strategy: Strategy, *, error_format: str) -> list[TensorReport]:
-        """What :attr:`tensors` would be under another strategy and error format."""
+    def rows_under(self, choices: Sequence[tuple[Strategy, str]]) -> list[list[TensorReport]]:
+        """What :attr:`tensors` would be under other strategies and error formats, one list for each."""
         assert self.program is not None
-        program = replace(
-            self.program.unrun(_copy_of(self.before)),
-            strategy=strategy,
-            error_format=ERROR_FORMATS[error_format],
-        )
+        program = self.program.unrun(_copy_of(self.before))
+        *preparation, analysis = ANALYSIS
+        rows = []
         with torch.no_grad():
-            run_pipeline(program, ANALYSIS)
-        return [tensor_report(program, state) for state in program.states]
+            run_pipeline(program, preparation)
+            for strategy, error_format in choices:
+                program.strategy, program.error_format = strategy, ERROR_FORMATS[error_format]
+                run_pipeline(program, [analysis])
+                rows.append([tensor_report(program, state) for state in program.states])
+        return rows
 
     def pictures(self, tensor: str | None = None) -> tuple[Picture, Picture]:
         """One tensor's update before and after.
