@@ -34,9 +34,10 @@ class CollageReport:
 
     def by_subject(self) -> dict[str, list[TensorReport]]:
         """:attr:`tensors` by whose step it is (:attr:`GraphReport.subject`)."""
-        newest: dict[str, dict[str, TensorReport]] = {}
-        for graph in self.graphs:
-            newest.setdefault(graph.subject, {}).update({row.name: row for row in graph.tensors})
+        newest: dict[str, dict[str, TensorReport]] = {graph.subject: {} for graph in self.graphs}
+        for graph in reversed(self.graphs):
+            for row in graph.tensors:
+                newest[graph.subject].setdefault(row.name, row)
         return {subject: list(rows.values()) for subject, rows in newest.items() if rows}
 
     def bytes_per_parameter(self) -> dict[str, float]:

@@ -17,4 +17,6 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
         near = [lower[name.lower()]]
     if near:
         return f"did you mean {' or '.join(near)}?"
+    if not known:
+        return "there are none"
     return f"known are {', '.join(known[:20])}{', …' if len(known) > 20 else ''}"

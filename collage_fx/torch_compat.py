@@ -29,6 +29,7 @@ __all__ = [
     "ShortenTraceback",
     "aot_input_of",
     "compile_with_inductor",
+    "cpp_compilers",
     "current_attempt",
     "current_trace",
     "detect_fake_mode",
@@ -187,6 +188,12 @@ def mode_options(mode: str) -> dict[str, Any]:
     Raises RuntimeError for a mode that torch doesn't know.
     """
     return dict(list_mode_options(mode))
+
+
+def cpp_compilers() -> list[str]:
+    """The names of the C++ compilers that Inductor tries, in order."""
+    names = inductor_config.cpp.cxx
+    return [str(name) for name in (names if isinstance(names, (list, tuple)) else [names]) if name]
 
 
 def functional_decompositions() -> dict[Any, Callable[..., Any]]:

@@ -85,7 +85,7 @@ def tensor_report(program: StepProgram, state: StateTensor) -> TensorReport:
         dtype=value.dtype,
         role=state.info.role,
         kind=state.recurrence.kind,
-        expression=state.recurrence.expression,
+        expression=_readable(state.recurrence.expression),
         lossy=state.verdict.lossy,
         reason=state.verdict.reason,
         compensated=state.compensated,
@@ -95,6 +95,12 @@ def tensor_report(program: StepProgram, state: StateTensor) -> TensorReport:
         error_bytes=error_bytes,
         inputs=(state.placeholder.name, *(node.name for node in state.auxiliaries)),
     )
+
+
+def _readable(expression: sympy.Expr) -> sympy.Expr:
+    """With numbers that SymPy has computed shortened like those of the graph: 1/3e-4 is 3333.33."""
+    numbers = expression.atoms(sympy.Float)
+    return expression.xreplace({number: sympy.Float(f"{float(number):.6g}") for number in numbers})
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,9 @@ LAYERS = [
     {"report"},
     {"lowering", "eager"},
     {"backend"},
-    {"explain"},
-    {"__init__"},
+    {"explain", "doctor"},
+    {"__init__", "cli"},
+    {"__main__"},
 ]
 RANK = {module: rank for rank, layer in enumerate(LAYERS) for module in layer}
 
