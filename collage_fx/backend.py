@@ -44,7 +44,7 @@ from collage_fx.graph import (
 )
 from collage_fx.lowering import JOINT_GRAPH_SETTINGS, lower
 from collage_fx.names import KnownTensor, describe_inputs, known_tensors, optimizers_among
-from collage_fx.pipeline import ANALYSIS, PIPELINE, Stage, run_pipeline
+from collage_fx.pipeline import ANALYSIS, PIPELINE, Pass, Stage, refuse_incomplete, run_pipeline
 from collage_fx.program import Arithmetic, InputInfo, Role, StateTensor, StepProgram, Strategy
 from collage_fx.report import CollageReport
 from collage_fx.torch_compat import (
@@ -76,6 +76,7 @@ class Options:
     metrics: bool
     strict: bool
     mode: str | None
+    passes: tuple[Pass, ...] = PIPELINE
 
     def __post_init__(self) -> None:
         _one_of("strategy", self.strategy, get_args(Strategy))
@@ -91,6 +92,13 @@ class Options:
                 f"{self.error_format!r} does not keep",
                 where="error_format",
                 remedy=f"use error_format={formats}, or arithmetic='wide'",
+            )
+        refuse_incomplete(self.passes)
+        if self.strategy == "none" and self.passes != PIPELINE:
+            raise InvalidOptionError(
+                "strategy='none' lowers the graph as captured: no pass of yours would rewrite it",
+                where="passes",
+                remedy="use another strategy",
             )
 
 
@@ -122,6 +130,8 @@ class CollageBackend:
         strict: refuse (raise) where a parameter cannot be compensated, rather than warn and leave it, or the
             whole step where one tensor cannot be told from the rest, to plain low precision.
         mode: as in ``torch.compile``; passed on to Inductor.
+        passes: the pipeline, with passes of your own in it: see :func:`collage_fx.pipeline.inserted`. They
+            run on steps that update a bfloat16 or float16 tensor; other graphs are lowered as they are.
 
     Raises:
         ValueError: an option has a value that is not allowed; the message names those that are.
@@ -138,14 +148,16 @@ class CollageBackend:
         metrics: bool = False,
         strict: bool = True,
         mode: str | None = None,
+        passes: Sequence[Pass] = PIPELINE,
     ) -> None:
-        self.options = Options(strategy, error_format, arithmetic, metrics, strict, mode)
+        self.options = Options(strategy, error_format, arithmetic, metrics, strict, mode, tuple(passes))
         self._report = CollageReport()
         self._used_labels: list[str] = []
         self._labels: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()
 
     def __repr__(self) -> str:
-        options = ", ".join(f"{name}={value!r}" for name, value in vars(self.options).items())
+        shown = {name: value for name, value in vars(self.options).items() if value is not PIPELINE}
+        options = ", ".join(f"{name}={value!r}" for name, value in shown.items())
         return f"CollageBackend({options})"
 
     def report(self) -> CollageReport:
@@ -308,20 +320,21 @@ class _Capture:
     ) -> Any:
         started = time.perf_counter()
         before = _copy_of(gm)
-        passes = PIPELINE if self.options.strategy != "none" else ANALYSIS
+        passes = self.options.passes if self.options.strategy != "none" else ANALYSIS
         stages = _Stages(self.subject, before)
         run_pipeline(program, passes, observe=stages)
         self._refuse_uncompensated(program)
         after = _copy_of(program.gm)
+        is_rewritten = bool(program.expansions) or passes not in (PIPELINE, ANALYSIS)
         with generated_code() as code:
-            step = self.backend.lower(program if program.expansions else gm, example_inputs, inductor_options)
+            step = self.backend.lower(program if is_rewritten else gm, example_inputs, inductor_options)
         if program.compensated:
             for optimizer in self.optimizers.values():
                 note_compiled(optimizer)
                 eager.note_compiled_step(optimizer, strict=self.options.strict)
         report = GraphReport(
             before=before,
-            after=after if program.expansions else before,
+            after=after if is_rewritten else before,
             subject=self.subject,
             tensors=tuple(tensor_report(program, state) for state in self._in_order(program.states)),
             wider_bytes=_wider_bytes(before),

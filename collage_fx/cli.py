@@ -28,6 +28,7 @@ from collage_fx.explain import explain
 from collage_fx.program import Arithmetic, Strategy
 from collage_fx.report import CollageReport
 from collage_fx.suggestions import did_you_mean
+from collage_fx.treatments import treatments
 
 __all__ = ["main"]
 
@@ -112,6 +113,7 @@ def _add_explain_options(parser: argparse.ArgumentParser) -> None:
     add("--error-format", type=_one_of(ERROR_FORMATS), default="mcf", help="mcf or fp32")
     add("--arithmetic", type=_one_of(get_args(Arithmetic)), default="wide", help="wide or native")
     add("--full", action="store_true", help="one row per tensor, nothing cut")
+    add("--graphs", action="store_true", help="print one tensor's update before and after")
     add("--markdown", action="store_true", help="print Markdown")
     add("--html", type=Path, metavar="FILE", help="write a page with graphs before and after too")
     add("--kernels", action="store_true", help="compile the step, and show the kernels on the page")
@@ -122,6 +124,10 @@ def _explain(options: argparse.Namespace, _: list[str]) -> int:
     choices = {name: getattr(options, name) for name in ("strategy", "error_format", "arithmetic")}
     report = _compiled(optimizer, choices) if options.kernels else explain(optimizer, **choices)
     print(report.to_markdown(full=options.full) if options.markdown else report.to_text(full=options.full))
+    if options.graphs:
+        for group in treatments(report.tensors):
+            found = next(each for each in reversed(report.graphs) if group.example in each.tensors)
+            print(f"\nThe update of {group.example.name}:\n\n{found.to_text(group.example.name)}")
     if options.html:
         print(f"\nWritten: {report.save_html(options.html, kernels=options.kernels)}")
     return 0

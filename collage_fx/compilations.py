@@ -81,7 +81,8 @@ class GraphReport:
         """What :attr:`tensors` would be under other strategies and error formats, one list for each."""
         assert self.program is not None
         program = self.program.unrun(_copy_of(self.before))
-        *preparation, analysis = ANALYSIS
+        names = [each.name for each in self.pipeline]
+        *preparation, analysis = self.pipeline[: names.index(ANALYSIS[-1].name) + 1]
         rows = []
         with torch.no_grad():
             run_pipeline(program, preparation)
@@ -103,6 +104,15 @@ class GraphReport:
     def picture_of(self, graph: Graph, inputs: tuple[str, ...]) -> Picture:
         """The update of some inputs in a stage's graph."""
         return picture(graph, inputs, self._input_names())
+
+    def to_text(self, tensor: str | None = None) -> str:
+        """One tensor's update before and after, a line a node, with the pass that made it.
+
+        Args:
+            tensor: its name, as in :attr:`tensors`; the first of them if None.
+        """
+        pictures = zip(("before", "after"), self.pictures(tensor), strict=True)
+        return "\n\n".join(f"{when}\n{drawn.to_text()}" for when, drawn in pictures)
 
     def draw(self, path: str | Path, tensor: str | None = None) -> Path:
         """One tensor's update before and after, in a file.

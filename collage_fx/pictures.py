@@ -51,6 +51,12 @@ class Picture:
     boxes: tuple[Box, ...]
     arrows: tuple[tuple[str, str], ...]
 
+    def to_text(self) -> str:
+        """A line a box, with the pass that made it."""
+        width = max((len(box.text) for box in self.boxes), default=0)
+        lines = (f"    {box.layout:10}  {box.text:{width}}  {box.made_by}" for box in self.boxes)
+        return "\n".join(line.rstrip() for line in lines)
+
     @property
     def passes(self) -> list[str]:
         """Names of the passes that have made a box."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch.fx import Graph
 
+from collage_fx.errors import InvalidOptionError
 from collage_fx.graph import mark_new_nodes
 from collage_fx.passes.allocate import Allocate
 from collage_fx.passes.analyze import Analyze
@@ -18,9 +19,10 @@ from collage_fx.passes.normalize import Normalize
 from collage_fx.passes.pin_roundings import PinRoundings
 from collage_fx.passes.widen import Widen
 from collage_fx.program import StepProgram
+from collage_fx.suggestions import did_you_mean
 from collage_fx.verify import verify
 
-__all__ = ["ANALYSIS", "PIPELINE", "Pass", "Stage", "run_pipeline"]
+__all__ = ["ANALYSIS", "PIPELINE", "Pass", "Stage", "inserted", "refuse_incomplete", "run_pipeline"]
 
 PIPELINE: tuple[Pass, ...] = (
     Normalize(),  # first: everything below reads elementary operations
@@ -36,6 +38,44 @@ PIPELINE: tuple[Pass, ...] = (
 #: The part that only looks: what strategy "none" runs for its report, before plain Inductor gets the graph as
 #: captured.
 ANALYSIS: tuple[Pass, ...] = PIPELINE[:2]
+
+
+def inserted(own: Pass, *, before: str, passes: Sequence[Pass] = PIPELINE) -> tuple[Pass, ...]:
+    """The pipeline with a pass of one's own, for ``CollageBackend(passes=...)``.
+
+    Args:
+        own: the pass; what it says it comes ``after`` is checked.
+        before: name of the pass that it is put in front of.
+        passes: the pipeline to put it into.
+    """
+    names = [each.name for each in passes]
+    if before not in names:
+        raise InvalidOptionError(
+            f"no pass {before!r} in the pipeline", where="before", remedy=did_you_mean(before, names)
+        )
+    place = names.index(before)
+    return (*passes[:place], own, *passes[place:])
+
+
+def refuse_incomplete(passes: Sequence[Pass]) -> None:
+    """Raise where a pass is missing, double, or stands before one that it comes after."""
+    names = [each.name for each in passes]
+    missing = [each.name for each in PIPELINE if each not in passes]
+    double = [name for name in names if names.count(name) > 1]
+    misplaced = [
+        f"{each.name} before {relied_on}"
+        for place, each in enumerate(passes)
+        for relied_on in each.after
+        if relied_on not in names[:place]
+    ]
+    for what, which in (("missing", missing), ("double", double), ("misplaced", misplaced)):
+        if which:
+            raise InvalidOptionError(
+                f"{what} in the pipeline: {which[0]}",
+                where="passes",
+                remedy="put passes of your own into the whole pipeline: "
+                "passes=collage_fx.pipeline.inserted(MyPass(), before='analyze')",
+            )
 
 
 @dataclass(frozen=True)

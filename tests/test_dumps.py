@@ -118,14 +118,6 @@ def test_stages_made_again_are_those_of_the_compilation(options: dict[str, Any])
     assert len({graph_text(stage.graph) for stage in stages}) == len(stages) - 1  # analyze only looks
 
 
-def test_what_a_pass_makes_is_marked_although_it_uses_no_editor() -> None:
-    graph = explain(Descent(parameters())).graphs[0]
-    before = {node.name for node in graph.before.graph.nodes}
-    made = [node for node in graph.after.graph.nodes if node.name not in before]
-    assert made
-    assert all(node.meta["collage_fx.pass"] for node in made)
-
-
 def test_one_line_per_compilation_and_reasons_on_request(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, logger="collage_fx")
     explain(torch.optim.AdamW(parameters(), lr=1e-3))
