@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -47,9 +47,9 @@ class GraphReport:
     wider_bytes: int = 0
     passes: tuple[tuple[str, str], ...] = ()
     note: str = ""
-    code: tuple[str, ...] = ()
-    program: StepProgram | None = None
-    pipeline: tuple[Pass, ...] = ()
+    code: tuple[str, ...] = field(default=(), repr=False)
+    program: StepProgram | None = field(default=None, repr=False)
+    pipeline: tuple[Pass, ...] = field(default=(), repr=False)
 
     @property
     def headline(self) -> str:
