@@ -23,6 +23,8 @@ from collage_fx.admission import (
     refuse_unsupported,
 )
 from collage_fx.checkpoint import note_compiled
+from collage_fx.compilations import GraphReport
+from collage_fx.dumps import open_dump
 from collage_fx.error_formats import ERROR_FORMATS
 from collage_fx.error_terms import Expansion, expansion_of, require_format
 from collage_fx.errors import (
@@ -42,11 +44,12 @@ from collage_fx.graph import (
 )
 from collage_fx.lowering import JOINT_GRAPH_SETTINGS, lower
 from collage_fx.names import KnownTensor, describe_inputs, known_tensors, optimizers_among
-from collage_fx.pipeline import ANALYSIS, PIPELINE, run_pipeline
+from collage_fx.pipeline import ANALYSIS, PIPELINE, Pass, Stage, refuse_incomplete, run_pipeline
 from collage_fx.program import Arithmetic, InputInfo, Role, StateTensor, StepProgram, Strategy
-from collage_fx.report import CollageReport, GraphReport, tensor_report
+from collage_fx.report import CollageReport
 from collage_fx.torch_compat import (
     compile_with_inductor,
+    generated_code,
     graph_module,
     inductor_compile_inner,
     mode_options,
@@ -56,6 +59,7 @@ from collage_fx.torch_compat import (
     traced_frame_name,
     traced_frame_variables,
 )
+from collage_fx.treatments import tensor_report, treatments
 
 __all__ = ["CollageBackend", "backend_for", "collage", "collage_backend"]
 
@@ -74,6 +78,7 @@ class Options:
     metrics: bool
     strict: bool
     mode: str | None
+    passes: tuple[Pass, ...] = PIPELINE
 
     def __post_init__(self) -> None:
         _one_of("strategy", self.strategy, get_args(Strategy))
@@ -89,6 +94,13 @@ class Options:
                 f"{self.error_format!r} does not keep",
                 where="error_format",
                 remedy=f"use error_format={formats}, or arithmetic='wide'",
+            )
+        refuse_incomplete(self.passes)
+        if self.strategy == "none" and self.passes != PIPELINE:
+            raise InvalidOptionError(
+                "strategy='none' lowers the graph as captured: no pass of yours would rewrite it",
+                where="passes",
+                remedy="use another strategy",
             )
 
 
@@ -120,10 +132,15 @@ class CollageBackend:
         strict: refuse (raise) where a parameter cannot be compensated, rather than warn and leave it, or the
             whole step where one tensor cannot be told from the rest, to plain low precision.
         mode: as in ``torch.compile``; passed on to Inductor.
+        passes: the pipeline, with passes of your own in it: see :func:`collage_fx.pipeline.inserted`. They
+            run on steps that update a bfloat16 or float16 tensor; other graphs are lowered as they are.
 
     Raises:
         ValueError: an option has a value that is not allowed; the message names those that are.
     """
+
+    #: What it does, in the log.
+    verb = "compiled"
 
     def __init__(
         self,
@@ -133,14 +150,16 @@ class CollageBackend:
         metrics: bool = False,
         strict: bool = True,
         mode: str | None = None,
+        passes: Sequence[Pass] = PIPELINE,
     ) -> None:
-        self.options = Options(strategy, error_format, arithmetic, metrics, strict, mode)
+        self.options = Options(strategy, error_format, arithmetic, metrics, strict, mode, tuple(passes))
         self._report = CollageReport()
         self._used_labels: list[str] = []
         self._labels: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()
 
     def __repr__(self) -> str:
-        options = ", ".join(f"{name}={value!r}" for name, value in vars(self.options).items())
+        shown = {name: value for name, value in vars(self.options).items() if value is not PIPELINE}
+        options = ", ".join(f"{name}={value!r}" for name, value in shown.items())
         return f"CollageBackend({options})"
 
     def report(self) -> CollageReport:
@@ -305,37 +324,35 @@ class _Capture:
     ) -> Any:
         started = time.perf_counter()
         before = _copy_of(gm)
-        passes: list[tuple[str, str]] = []
-        run_pipeline(
-            program,
-            PIPELINE if self.options.strategy != "none" else ANALYSIS,
-            observe=lambda stage: passes.append((stage.name, stage.summary)),
-        )
+        passes = self.options.passes if self.options.strategy != "none" else ANALYSIS
+        stages = _Stages(self.subject, before)
+        run_pipeline(program, passes, observe=stages)
         self._refuse_uncompensated(program)
         after = _copy_of(program.gm)
-        step = self.backend.lower(program if program.expansions else gm, example_inputs, inductor_options)
+        is_rewritten = bool(program.expansions) or passes not in (PIPELINE, ANALYSIS)
+        with generated_code() as code:
+            step = self.backend.lower(program if is_rewritten else gm, example_inputs, inductor_options)
         if program.compensated:
             for optimizer in self.optimizers.values():
                 note_compiled(optimizer)
                 eager.note_compiled_step(optimizer, strict=self.options.strict)
-        self.backend._report.graphs.append(
-            GraphReport(
-                before=before,
-                after=after if program.expansions else before,
-                subject=self.subject,
-                tensors=tuple(tensor_report(program, state) for state in self._in_order(program.states)),
-                wider_bytes=_wider_bytes(before),
-                passes=tuple(passes),
-            )
+        report = GraphReport(
+            before=before,
+            after=after if is_rewritten else before,
+            subject=self.subject,
+            tensors=tuple(tensor_report(program, state) for state in self._in_order(program.states)),
+            wider_bytes=_wider_bytes(before),
+            passes=tuple(stages.passes),
+            code=tuple(code),
+            program=program.unrun(before),
+            pipeline=passes,
         )
-        log.info(
-            "%s: %d of %d low-precision state tensors compensated (%s, %s, %s), compiled in %.1f s",
-            self.subject,
-            len(program.compensated),
-            len(program.states),
-            *(self.options.strategy, self.options.error_format, self.options.arithmetic),
-            time.perf_counter() - started,
-        )
+        self.backend._report.graphs.append(report)
+        stages.lowered(report.code)
+        log.info("%s, %s in %.1f s", report.headline, self.backend.verb, time.perf_counter() - started)
+        for group in treatments(report.tensors):
+            row = group.example
+            log.debug("%s: %s: %s; %s", self.subject, group.what, row.recurrence, row.why)
         return step
 
     def _refuse_uncompensated(self, program: StepProgram) -> None:
@@ -355,14 +372,20 @@ class _Capture:
     def _lower_as_is(
         self, gm: GraphModule, example_inputs: Sequence[Any], inductor_options: dict[str, Any], reason: str
     ) -> Any:
-        if not self.left_alone:  # forward and backward of one capture come here one after the other
-            note = f"{self.subject}: {reason}; lowered by Inductor as it is"
-            log.info(note)
-            graph = _copy_of(gm)
-            report = GraphReport(before=graph, after=graph, subject=self.subject, tensors=(), note=note)
-            self.backend._report.graphs.append(report)
+        if self.left_alone:  # forward and backward of one capture come here one after the other
+            return self.backend.lower(gm, example_inputs, inductor_options)
         self.left_alone = True
-        return self.backend.lower(gm, example_inputs, inductor_options)
+        note = f"{self.subject}: {reason}; lowered by Inductor as it is"
+        log.info(note)
+        graph = _copy_of(gm)
+        stages = _Stages(self.subject, graph)
+        with generated_code() as code:
+            step = self.backend.lower(gm, example_inputs, inductor_options)
+        stages.lowered(tuple(code))
+        self.backend._report.graphs.append(
+            GraphReport(graph, graph, subject=self.subject, tensors=(), code=tuple(code), note=note)
+        )
+        return step
 
     def _inputs(self, gm: GraphModule) -> list[InputInfo]:
         return describe_inputs(
@@ -413,6 +436,25 @@ class _Capture:
         """In the optimizers' order, each parameter before its state; what they don't hold comes last."""
         rank = {entry.name: i for i, entry in enumerate(known_tensors(self.optimizers).values())}
         return sorted(states, key=lambda state: rank.get(state.info.name, len(rank)))
+
+
+class _Stages:
+    """Takes down what each pass says, and writes the stages where a dump is asked for."""
+
+    def __init__(self, subject: str, captured: GraphModule) -> None:
+        self.passes: list[tuple[str, str]] = []
+        self._dump = open_dump(subject)
+        if self._dump is not None:
+            self._dump.stage("captured", f"{subject}, {len(captured.graph.nodes)} nodes", captured.graph)
+
+    def __call__(self, stage: Stage) -> None:
+        self.passes.append((stage.name, stage.summary))
+        if self._dump is not None:
+            self._dump.stage(stage.name, stage.summary, stage.graph)
+
+    def lowered(self, code: Sequence[str]) -> None:
+        if self._dump is not None:
+            self._dump.code(code)
 
 
 def _copy_of(gm: GraphModule) -> GraphModule:

@@ -14,7 +14,9 @@ from torch.fx import GraphModule
 from torch.optim import Optimizer
 
 from collage_fx.backend import CollageBackend
-from collage_fx.program import StepProgram
+from collage_fx.formats import is_low_precision
+from collage_fx.names import known_tensors
+from collage_fx.program import Role, StepProgram
 from collage_fx.report import CollageReport
 
 __all__ = ["explain"]
@@ -43,13 +45,15 @@ def explain(optimizer: Optimizer, **options: Any) -> CollageReport:
     method = _with_code_of_its_own(type(clone).step)
     step = torch.compile(_with_code_of_its_own(_step), backend=backend)
     step(method, clone)
-    if _is_born_in_its_first_step(clone):
+    if _has_state_not_met(clone, backend.report()):
         step(method, clone)  # now with the state among the graph's inputs
     return backend.report()
 
 
 class _CaptureOnly(CollageBackend):
     """Everything but the kernels."""
+
+    verb = "explained"
 
     def lower(
         self,
@@ -104,12 +108,14 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
         return value
 
 
-def _is_born_in_its_first_step(optimizer: Optimizer) -> bool:
-    """Whether the class makes its state inside ``step``, so that the first graph doesn't have it as inputs.
+def _has_state_not_met(optimizer: Optimizer, report: CollageReport) -> bool:
+    """Whether low-precision state was born in the step, so that its graph doesn't have it as inputs.
 
-    Those of torch.optim make theirs in a method of its own, which Dynamo runs before it captures anything.
+    Most classes outside torch.optim make theirs inside ``step``; torch.optim.SGD its momentum.
     """
-    return not hasattr(optimizer, "_init_group")
+    held = known_tensors({"": optimizer}).values()
+    state = {each.name for each in held if each.role is Role.STATE and is_low_precision(each.tensor.dtype)}
+    return not state <= {row.name for row in report.tensors}
 
 
 def _step(step: Callable[[Optimizer], Any], optimizer: Optimizer) -> None:

@@ -12,7 +12,15 @@ from math import copysign, inf, isfinite
 
 import torch
 
-__all__ = ["BFLOAT16", "FLOAT16", "STORAGE_FORMATS", "FloatFormat", "is_low_precision", "storage_format"]
+__all__ = [
+    "BFLOAT16",
+    "FLOAT16",
+    "STORAGE_FORMATS",
+    "FloatFormat",
+    "is_low_precision",
+    "short_name",
+    "storage_format",
+]
 
 
 @dataclass(frozen=True)
@@ -88,6 +96,14 @@ FLOAT16 = FloatFormat(torch.float16, precision=11, min_exponent=-14, max_exponen
 
 #: The formats whose state tensors collage_fx compensates. float32 and float64 state is left alone.
 STORAGE_FORMATS: dict[torch.dtype, FloatFormat] = {f.dtype: f for f in (BFLOAT16, FLOAT16)}
+
+
+def short_name(dtype: torch.dtype) -> str:
+    """``bf16``, ``f16``, ``f32``; other dtypes by their names."""
+    return _SHORT_NAMES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+_SHORT_NAMES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32", torch.float64: "f64"}
 
 
 def is_low_precision(dtype: torch.dtype) -> bool:

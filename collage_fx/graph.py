@@ -6,7 +6,7 @@ number), and mutation only in the epilogue, ``copy_(placeholder, new_value)``, o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ __all__ = [
     "is_copy_to_input",
     "is_dense",
     "is_low_precision_tensor",
+    "mark_new_nodes",
     "placeholders",
     "tensor_value",
 ]
@@ -88,6 +89,13 @@ def is_conversion(node: Node) -> bool:
 def copies_to_inputs(graph: Graph) -> dict[Node, Node]:
     """The epilogue: mutated placeholder -> its ``copy_`` node."""
     return {node.args[0]: node for node in graph.nodes if is_copy_to_input(node)}
+
+
+def mark_new_nodes(graph: Graph, earlier: Collection[Node], *, made_by: str) -> None:
+    """Mark the nodes that were not there earlier and that no :class:`GraphEditor` has marked."""
+    for node in graph.nodes:
+        if node not in earlier and node.op != "output":
+            node.meta.setdefault(PASS_MARK, made_by)
 
 
 def assignments(graph: Graph) -> list[Node]:

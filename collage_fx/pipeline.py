@@ -5,12 +5,13 @@ What comes out is lowered by ``lowering.py``; equal updates then share kernels (
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph
 
+from collage_fx.errors import InvalidOptionError
+from collage_fx.graph import mark_new_nodes
 from collage_fx.passes.allocate import Allocate
 from collage_fx.passes.analyze import Analyze
 from collage_fx.passes.base import Pass
@@ -22,9 +23,10 @@ from collage_fx.passes.normalize import Normalize
 from collage_fx.passes.pin_roundings import PinRoundings
 from collage_fx.passes.widen import Widen
 from collage_fx.program import StepProgram
+from collage_fx.suggestions import did_you_mean
 from collage_fx.verify import verify
 
-__all__ = ["ANALYSIS", "PIPELINE", "Stage", "run_pipeline"]
+__all__ = ["ANALYSIS", "PIPELINE", "Pass", "Stage", "inserted", "refuse_incomplete", "run_pipeline"]
 
 PIPELINE: tuple[Pass, ...] = (
     Normalize(),  # first: everything below reads elementary operations
@@ -43,6 +45,44 @@ PIPELINE: tuple[Pass, ...] = (
 ANALYSIS: tuple[Pass, ...] = PIPELINE[:2]
 
 
+def inserted(own: Pass, *, before: str, passes: Sequence[Pass] = PIPELINE) -> tuple[Pass, ...]:
+    """The pipeline with a pass of one's own, for ``CollageBackend(passes=...)``.
+
+    Args:
+        own: the pass; what it says it comes ``after`` is checked.
+        before: name of the pass that it is put in front of.
+        passes: the pipeline to put it into.
+    """
+    names = [each.name for each in passes]
+    if before not in names:
+        raise InvalidOptionError(
+            f"no pass {before!r} in the pipeline", where="before", remedy=did_you_mean(before, names)
+        )
+    place = names.index(before)
+    return (*passes[:place], own, *passes[place:])
+
+
+def refuse_incomplete(passes: Sequence[Pass]) -> None:
+    """Raise where a pass is missing, double, or stands before one that it comes after."""
+    names = [each.name for each in passes]
+    missing = [each.name for each in PIPELINE if each not in passes]
+    double = [name for name in names if names.count(name) > 1]
+    misplaced = [
+        f"{each.name} before {relied_on}"
+        for place, each in enumerate(passes)
+        for relied_on in each.after
+        if relied_on not in names[:place]
+    ]
+    for what, which in (("missing", missing), ("double", double), ("misplaced", misplaced)):
+        if which:
+            raise InvalidOptionError(
+                f"{what} in the pipeline: {which[0]}",
+                where="passes",
+                remedy="put passes of your own into the whole pipeline: "
+                "passes=collage_fx.pipeline.inserted(MyPass(), before='analyze')",
+            )
+
+
 @dataclass(frozen=True)
 class Stage:
     """What one pass did.
@@ -50,17 +90,12 @@ class Stage:
     Attributes:
         name: the pass.
         summary: what it says it did.
-        gm: the module it left, which the next pass goes on to edit.
+        graph: the graph it left, which the next pass edits: copy what is to be kept.
     """
 
     name: str
     summary: str
-    gm: GraphModule
-
-    @property
-    def graph(self) -> Graph:
-        """A copy of the graph as the pass left it; to be asked for while the stage is observed."""
-        return copy.deepcopy(self.gm.graph)
+    graph: Graph
 
 
 def run_pipeline(
@@ -77,9 +112,11 @@ def run_pipeline(
     for each in passes:
         if not each.applies_to(program):
             continue
+        earlier = set(program.gm.graph.nodes)
         summary = each.run(program)
+        mark_new_nodes(program.gm.graph, earlier, made_by=each.name)
         compensated = compensated or isinstance(each, (CompensateWide, CompensateNative))
         verify(program, after=each.name, compensated=compensated)
         if observe is not None:
-            observe(Stage(each.name, summary, program.gm))
+            observe(Stage(each.name, summary, program.gm.graph))
     program.gm.recompile()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -182,6 +182,17 @@ class StepProgram:
     @property
     def compensated(self) -> list[StateTensor]:
         return [state for state in self.states if state.compensated]
+
+    @property
+    def compensation(self) -> str:
+        """What a compensating pass says it did: ``148 tensors``, ``148 tensors, 12 refused``."""
+        refused = sum(bool(state.refusal) for state in self.compensated)
+        return f"{len(self.compensated)} tensors" + (f", {refused} refused" if refused else "")
+
+    def unrun(self, gm: GraphModule) -> StepProgram:
+        """The same step before any pass, on ``gm`` and without the real tensors."""
+        inputs = [replace(info, tensor=None) for info in self.inputs]
+        return replace(self, gm=gm, inputs=inputs, states=[], reads=[])
 
     @property
     def expansions(self) -> list[StateTensor | ReadExpansion]:

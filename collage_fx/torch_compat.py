@@ -36,6 +36,7 @@ __all__ = [
     "bfloat16_by_instruction",
     "compile_lock",
     "compile_with_inductor",
+    "cpp_compilers",
     "current_trace",
     "depends_on_values",
     "detect_fake_mode",
@@ -43,6 +44,7 @@ __all__ = [
     "dynamo_recompile_limit",
     "forget_static_addresses",
     "functional_decompositions",
+    "generated_code",
     "generates_cpp",
     "graph_module",
     "has_internal_overlap",
@@ -123,6 +125,7 @@ try:
     from torch._inductor.codegen.cpp import CppOverrides, CppVecOverrides
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.graph import GraphLowering
     from torch._inductor.lowering import register_lowering
     from torch._inductor.virtualized import V, ops
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
@@ -178,6 +181,24 @@ def compile_with_inductor(
     return cast(Callable[..., Any], compiled)
 
 
+@contextlib.contextmanager
+def generated_code() -> Iterator[list[str]]:
+    """The list that Inductor's code of every graph compiled meanwhile goes into: Python with its kernels.
+
+    Also of graphs that it finds in its cache.
+    """
+    sources: list[str] = []
+    watching = GraphLowering.save_output_code
+
+    def save(source: str) -> None:
+        sources.append(source)
+        if watching is not None:
+            watching(source)
+
+    with unittest.mock.patch.object(GraphLowering, "save_output_code", save):
+        yield sources
+
+
 def needs_autograd(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
     """Whether a Dynamo graph computes something that is to be differentiated.
 
@@ -202,6 +223,12 @@ def mode_options(mode: str) -> dict[str, Any]:
     Raises RuntimeError for a mode that torch doesn't know.
     """
     return dict(list_mode_options(mode))
+
+
+def cpp_compilers() -> list[str]:
+    """The names of the C++ compilers that Inductor tries, in order."""
+    names = inductor_config.cpp.cxx
+    return [str(name) for name in (names if isinstance(names, (list, tuple)) else [names]) if name]
 
 
 def functional_decompositions() -> dict[Any, Callable[..., Any]]:

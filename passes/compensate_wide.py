@@ -47,7 +47,7 @@ class CompensateWide(Pass):
         for state in program.compensated:
             _store_expansion(editor, program, state)
         editor.finish()
-        return f"{len(program.compensated)} tensors"
+        return program.compensation
 
 
 def _load_moved_expansion(editor: GraphEditor, state: StateTensor) -> None:

@@ -45,6 +45,15 @@ def test_lost_update() -> None:
     assert moved["float64"] == 100
 
 
+def test_own_pass() -> None:
+    printed = run_example("own_pass.py")
+    assert "clip-gradients   1 gradients" in printed
+    assert "differ from those clipped by hand: 0 of 1000" in printed
+    assert "differ from those not clipped: 0 of 1000" not in printed
+    if torch.__version__.startswith("2.13."):  # what docs/writing-a-pass.md was written with
+        assert f"\n{printed}```" in (ROOT / "docs" / "writing-a-pass.md").read_text()
+
+
 def test_train_gpt(tmp_path: Path) -> None:
     printed = run_example("train_gpt.py", "--quick", "--strategies", "none", "plus", "--out", str(tmp_path))
     rows = {

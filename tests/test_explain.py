@@ -114,6 +114,13 @@ def test_state_that_the_first_step_makes_is_in_the_report() -> None:
     assert len(names) == 4
 
 
+def test_state_that_only_a_second_step_reads_is_in_the_report() -> None:
+    """torch.optim.SGD's momentum is the gradient at first."""
+    rows = explain(torch.optim.SGD(parameters(), lr=0.1, momentum=0.999)).tensors
+    assert [row.symbol for row in rows] == ["p", "momentum_buffer"] * 2
+    assert all(row.compensated for row in rows)
+
+
 def test_hooks_and_attributes_of_the_instance() -> None:
     """Hooks aren't called; what can't be copied is shared."""
     optimizer = LateMomentum(parameters())

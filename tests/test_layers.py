@@ -11,20 +11,25 @@ ROOT = Path(collage_fx.__file__).parent
 
 #: From the bottom up; a module imports only from lower rows. ``passes`` is imported by the pipeline alone.
 LAYERS = [
-    {"wrapping"},
+    {"wrapping", "suggestions", "mathml"},
     {"formats", "averaging", "torch_compat"},
     {"arithmetic", "errors"},
     {"operators", "error_formats", "graph", "composites"},
-    {"retype", "program", "scalars", "partition"},
-    {"recurrence", "verify", "kernels"},
+    {"retype", "program", "scalars", "partition", "pictures"},
+    {"recurrence", "verify", "kernels", "treatments", "dumps", "svg"},
     {"passes"},
     {"pipeline"},
     {"error_terms", "names"},
-    {"admission", "checkpoint", "report", "sharing"},
-    {"lowering", "eager"},
+    {"admission", "checkpoint", "sharing", "compilations", "tables"},
+    {"page"},
+    {"report"},
+    {"lowering", "recorder"},
+    {"recording"},
+    {"eager"},
     {"backend"},
-    {"explain"},
-    {"__init__"},
+    {"explain", "doctor"},
+    {"__init__", "cli"},
+    {"__main__"},
 ]
 RANK = {module: rank for rank, layer in enumerate(LAYERS) for module in layer}
 

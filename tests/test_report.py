@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from typing import get_args
+import dataclasses
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -8,7 +9,9 @@ from torch.fx import GraphModule
 
 from collage_fx import CollageBackend, CollageReport, explain
 from collage_fx.program import Kind, Role, Strategy
-from collage_fx.report import TABLE_WIDTH
+from collage_fx.report import TensorReport
+from collage_fx.tables import TEXT_WIDTH, text_section
+from collage_fx.treatments import treatments
 from tests.support.training import Descent, parameters, run_steps
 
 NAMES = [
@@ -19,6 +22,32 @@ NAMES = [
     "head.weight",
 ]
 SHAPES = [(8, 8), (8,), (16, 8), (16,), (32, 8)]
+
+EXPECTED = """\
+AdamW
+
+tensor          shape     kind            verdict    error      bytes
+--------------  --------  --------------  ---------  -------  -------
+5 parameters    472 bf16  accumulation    lossy (1)  mcf        1,888
+5 × exp_avg     472 bf16  moving average  fine (2)   -            944
+5 × exp_avg_sq  472 bf16  moving average  lossy (3)  mcf        1,888
+
+(1) p' = exp_avg'/(1.0e-5*0.9**step' - 1000.0*sqrt(exp_avg_sq')*(1 - 0.9**step')/sqrt(1 -
+    0.999**step') - 1.0e-5) + 0.99999*p
+    accumulates: moves below ulp/2 (up to 2**-8 of the value) are lost, and its decay of 1e-05 a
+    step rounds to none; error terms (plus: every parameter)
+    of blocks.0.attention.weight, blocks.0.attention.bias, blocks.0.mlp.weight, blocks.0.mlp.bias,
+    head.weight
+(2) exp_avg' = 0.9*exp_avg + 0.1*g
+    tolerable: u/(1-a) = 0.039, rate off by 0.016, for a = 0.9; no error terms (not lossy)
+    of blocks.0.attention.weight.exp_avg, blocks.0.attention.bias.exp_avg,
+    blocks.0.mlp.weight.exp_avg, blocks.0.mlp.bias.exp_avg, head.weight.exp_avg
+(3) exp_avg_sq' = 0.999*exp_avg_sq + 0.001*g**2
+    stalls: u/(1-a) = 3.9, rate off by 1, for a = 0.999; error terms (plus: lossy state)
+    of blocks.0.attention.weight.exp_avg_sq, blocks.0.attention.bias.exp_avg_sq,
+    blocks.0.mlp.weight.exp_avg_sq, blocks.0.mlp.bias.exp_avg_sq, head.weight.exp_avg_sq
+
+10 of 15 tensors have error terms. Bytes per parameter: 10 (parameters 2, state 4, error terms 4)."""
 
 
 def adamw(dtype: torch.dtype = torch.bfloat16) -> torch.optim.Optimizer:
@@ -81,34 +110,79 @@ def test_graphs_before_and_after_are_modules(reports: dict[str, CollageReport]) 
     assert plain.after.code == plain.before.code
 
 
-def test_the_printed_table_is_readable(reports: dict[str, CollageReport]) -> None:
-    text = str(reports["plus"])
-    lines = text.splitlines()
-    assert max(map(len, lines)) <= TABLE_WIDTH <= 140
+def test_equal_treatment_is_one_row(reports: dict[str, CollageReport]) -> None:
+    assert str(reports["plus"]) == reports["plus"].to_text()
+    assert reports["plus"].to_text() == EXPECTED
+
+
+def test_unfolded_every_tensor_has_a_row(reports: dict[str, CollageReport]) -> None:
+    lines = reports["plus"].to_text(full=True).splitlines()
+    assert max(map(len, lines)) <= TEXT_WIDTH
     assert lines[0] == "AdamW"
-    assert lines[2].split() == ["tensor", "shape", "kind", "recurrence", "verdict", "error", "bytes"]
+    assert lines[2].split() == ["tensor", "shape", "kind", "verdict", "error", "bytes"]
     body = lines[4 : 4 + 15]
-    assert [line.split()[0] for line in body] == [
-        row.name for row in reports["plus"].tensors
-    ]  # a line a tensor
+    assert [line.split()[0] for line in body] == [row.name for row in reports["plus"].tensors]
     assert "bf16[16,8]" in body[8]
     assert "lossy (3)" in body[8]
     assert body[8].split()[-2:] == ["mcf", "512"]
     assert body[7].split()[-2:] == ["-", "256"]
     notes = [line for line in lines if line.startswith("(")]
-    assert len(notes) == 3  # parameters, first moments, second moments: each reason once
-    assert "no error terms (not lossy)" in notes[1]
-    assert lines[-1] == (
-        "10 of 15 tensors have error terms. Bytes per parameter: parameters 2, state 4, error terms 4, total "
-        "10."
-    )
+    assert len(notes) == 3  # parameters, first moments, second moments: each once
+    assert "of blocks" not in "\n".join(lines)
+
+
+def many(count: int = 300) -> list[TensorReport]:
+    """Rows as of a large model, without capturing its step."""
+    rows = explain(adamw()).tensors[:3]
+    return [
+        dataclasses.replace(
+            row, name=f"model.layers.{i}.self_attention.projection.{row.symbol}", shape=(4096, 4096 + i)
+        )
+        for i in range(count)
+        for row in rows
+    ]
+
+
+def test_hundreds_of_tensors_fit_the_screen() -> None:
+    text = text_section("AdamW", many(), full=False)
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= TEXT_WIDTH == 100
+    assert len(lines) < 25
+    assert [line.split("  ")[0] for line in lines[4:7]] == [
+        "300 parameters",
+        "300 × exp_avg",
+        "300 × exp_avg_sq",
+    ]
+    assert "of model.layers.*.self_attention.projection.exp_avg_sq" in text
+    unfolded = text_section("AdamW", many(), full=True).splitlines()
+    assert max(map(len, unfolded)) <= TEXT_WIDTH
+    assert len(unfolded) > 900
+
+
+def test_different_settings_are_different_treatments() -> None:
+    groups: list[dict[str, Any]] = [
+        {"params": [("decayed", parameters()[0])]},
+        {"params": [("plain", parameters()[0])], "weight_decay": 0.0},
+    ]
+    rows = explain(torch.optim.AdamW(groups, lr=1e-3), strategy="light").tensors
+    assert [group.what for group in treatments(rows)] == ["decayed", "2 × exp_avg", "2 × exp_avg_sq", "plain"]
+
+
+def test_markdown_has_the_same_rows(reports: dict[str, CollageReport]) -> None:
+    lines = reports["plus"].to_markdown().splitlines()
+    assert lines[0] == "## AdamW"
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    assert {len(row) for row in cells} == {6}
+    assert [row[0] for row in cells[2:]] == ["5 parameters", "5 × exp_avg", "5 × exp_avg_sq"]
+    assert [line[:3] for line in lines if line[:1].isdigit()][:3] == ["1. ", "2. ", "3. "]
+    assert lines[-1].endswith("Bytes per parameter: 10 (parameters 2, state 4, error terms 4).")
 
 
 def test_long_names_and_shapes_keep_the_width() -> None:
     name = "model.layers.31.self_attention.query_key_value_projection.weight"
     p = torch.nn.Parameter(torch.zeros(1024, 1, 1, 1024, dtype=torch.float16))
     text = str(explain(torch.optim.AdamW([(name, p)])))
-    assert max(map(len, text.splitlines())) <= TABLE_WIDTH
+    assert max(map(len, text.splitlines())) <= TEXT_WIDTH
     assert "f16[1024,1,1,1024]" in text
 
 

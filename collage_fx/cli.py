@@ -1,0 +1,262 @@
+"""The command line: ``collage-fx``, or ``python -m collage_fx``."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import importlib.util
+import inspect
+import pkgutil
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn, get_args
+
+import torch
+from torch.optim import Optimizer
+
+from collage_fx.backend import CollageBackend
+from collage_fx.doctor import examine
+from collage_fx.error_formats import ERROR_FORMATS
+from collage_fx.errors import CollageError
+from collage_fx.explain import explain
+from collage_fx.program import Arithmetic, Strategy
+from collage_fx.report import CollageReport
+from collage_fx.suggestions import did_you_mean
+from collage_fx.treatments import treatments
+
+__all__ = ["main"]
+
+#: Exit statuses: what was asked for went wrong; it was asked for in the wrong way.
+FAILED, MISUSED = 1, 2
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+class UsageError(Exception):
+    """Something on the command line that can't be; its text says what can."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; its exit status."""
+    try:
+        return _run(list(sys.argv[1:] if arguments is None else arguments))
+    except UsageError as error:
+        print(f"collage-fx: {error}", file=sys.stderr)
+        return MISUSED
+    except CollageError as error:
+        print(f"collage-fx: {error}", file=sys.stderr)
+        return FAILED
+
+
+def _run(arguments: list[str]) -> int:
+    parser = _Parser(
+        prog="collage-fx", description="Precise optimizers in pure bf16 and fp16.", allow_abbrev=False
+    )
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
+    parsers = {
+        name: subparsers.add_parser(
+            name,
+            help=command.help,
+            description=command.help,
+            allow_abbrev=False,
+            add_help=not command.passes_on,
+        )
+        for name, command in COMMANDS.items()
+    }
+    for name, command in COMMANDS.items():
+        command.add_options(parsers[name])
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
+        raise UsageError(f"no command {arguments[0]!r}; {did_you_mean(arguments[0], COMMANDS)}")
+    options, rest = parser.parse_known_args(arguments)
+    command = COMMANDS[options.command]
+    if rest and not command.passes_on:
+        known = re.findall(r"--[\w-]+", parsers[options.command].format_usage())
+        raise UsageError(f"no option {rest[0]!r}; {did_you_mean(rest[0].partition('=')[0], known)}")
+    return command.run(options, rest)
+
+
+class _Parser(argparse.ArgumentParser):
+    """One whose errors are :class:`UsageError`, like all others."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}\n{self.format_usage().rstrip()}")
+
+
+def _one_of(known: Iterable[str]) -> Callable[[str], str]:
+    """An option's type: one of some names."""
+    names = list(known)
+
+    def check(value: str) -> str:
+        if value not in names:
+            raise argparse.ArgumentTypeError(f"{value!r} is not allowed; {did_you_mean(value, names)}")
+        return value
+
+    return check
+
+
+# explain ----------------------------------------------------------------------------------------------------
+
+
+def _add_explain_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--optimizer", required=True, help="its class, such as torch.optim.AdamW or package.module.Class")
+    add("--lr", type=float, help="the class's own if left out")
+    add("--kw", action="append", default=[], metavar="NAME=VALUE", help="any other argument of the class")
+    add("--dtype", type=_one_of(DTYPES), default="bfloat16", help="of the parameters (bfloat16)")
+    add("--shape", action="append", metavar="M,N", help="of a parameter; may be repeated (64,64 and 64)")
+    add("--strategy", type=_one_of(get_args(Strategy)), default="plus", help="none, light, plus or full")
+    add("--error-format", type=_one_of(ERROR_FORMATS), default="mcf", help="mcf or fp32")
+    add("--arithmetic", type=_one_of(get_args(Arithmetic)), default="wide", help="wide or native")
+    add("--full", action="store_true", help="one row per tensor, nothing cut")
+    add("--graphs", action="store_true", help="print one tensor's update before and after")
+    add("--markdown", action="store_true", help="print Markdown")
+    add("--html", type=Path, metavar="FILE", help="write a page with graphs before and after too")
+    add("--kernels", action="store_true", help="compile the step, and show the kernels on the page")
+
+
+def _explain(options: argparse.Namespace, _: list[str]) -> int:
+    optimizer = _optimizer(options)
+    choices = {name: getattr(options, name) for name in ("strategy", "error_format", "arithmetic")}
+    report = _compiled(optimizer, choices) if options.kernels else explain(optimizer, **choices)
+    print(report.to_markdown(full=options.full) if options.markdown else report.to_text(full=options.full))
+    if options.graphs:
+        for group in treatments(report.tensors):
+            found = next(each for each in reversed(report.graphs) if group.example in each.tensors)
+            print(f"\nThe update of {group.example.name}:\n\n{found.to_text(group.example.name)}")
+    if options.html:
+        print(f"\nWritten: {report.save_html(options.html, kernels=options.kernels)}")
+    return 0
+
+
+def _compiled(optimizer: Optimizer, choices: dict[str, Any]) -> CollageReport:
+    """The report of two real steps: some optimizers make their state in the first."""
+    backend = CollageBackend(**choices)
+    step = torch.compile(optimizer.step, backend=backend)
+    for _ in range(2):
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.grad = torch.zeros_like(p)
+        step()
+    return backend.report()
+
+
+def _optimizer(options: argparse.Namespace) -> Optimizer:
+    kind = _optimizer_class(options.optimizer)
+    keywords = dict(_keyword(kind, text) for text in options.kw)
+    if options.lr is not None:
+        keywords["lr"] = options.lr
+    shapes = [_shape(text) for text in options.shape or ("64,64", "64")]
+    dtype = DTYPES[options.dtype]
+    try:
+        return kind([torch.nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in shapes], **keywords)
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"{options.optimizer} does not take these arguments: {error} (its parameters have the shapes "
+            f"{', '.join(map(str, shapes))}; --shape gives others)"
+        ) from error
+
+
+def _optimizer_class(name: str) -> Any:
+    module_name, _, class_name = name.rpartition(".")
+    module = _module(module_name or "torch.optim")
+    classes = {
+        each: value
+        for each, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer
+    }
+    if class_name not in classes:
+        raise UsageError(
+            f"no optimizer {class_name!r} in {module.__name__}; {did_you_mean(class_name, classes)}"
+        )
+    return classes[class_name]
+
+
+def _module(name: str) -> ModuleType:
+    """The module, or the complaint about the first part of its name that there isn't."""
+    found: ModuleType | None = None
+    for part in name.split("."):
+        whole = part if found is None else f"{found.__name__}.{part}"
+        if importlib.util.find_spec(whole) is None:
+            path = None if found is None else getattr(found, "__path__", [])
+            known = [each.name for each in pkgutil.iter_modules(path)]
+            raise UsageError(f"no module {whole!r}; {did_you_mean(part, known)}")
+        found = importlib.import_module(whole)
+    assert found is not None
+    return found
+
+
+def _keyword(kind: Any, text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    parameters = inspect.signature(kind).parameters
+    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    if not equals:
+        raise UsageError(f"--kw takes NAME=VALUE, got {text!r}")
+    if name not in parameters and not takes_any:
+        known = [each for each in parameters if each not in ("params", "lr")]
+        raise UsageError(f"{kind.__name__} has no argument {name!r}; {did_you_mean(name, known)}")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value  # a word is a string: --kw mode=adaptive
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(size) for size in text.split(","))
+    except ValueError:
+        raise UsageError(f"--shape takes numbers such as 64,64, got {text!r}") from None
+
+
+# doctor and demo --------------------------------------------------------------------------------------------
+
+
+def _doctor(options: argparse.Namespace, _: list[str]) -> int:
+    text, ok = examine()
+    print(text)
+    return 0 if ok else FAILED
+
+
+def _demo(options: argparse.Namespace, rest: list[str]) -> int:
+    """Run the example: as installed within the package, or beside it in a checkout."""
+    missing = [name for name in ("matplotlib", "tqdm") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UsageError(f"the demo needs {' and '.join(missing)}: pip install 'collage-fx[demo]'")
+    package = Path(__file__).parent
+    folder = next(each for each in (package / "examples", package.parent / "examples") if each.is_dir())
+    return subprocess.run([sys.executable, str(folder / "train_gpt.py"), *rest], check=False).returncode
+
+
+def _no_options(parser: argparse.ArgumentParser) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Command:
+    """One word after ``collage-fx``.
+
+    Attributes:
+        run: takes the options and, if ``passes_on``, what is none of them; returns the exit status.
+    """
+
+    help: str
+    run: Callable[[argparse.Namespace, list[str]], int]
+    add_options: Callable[[argparse.ArgumentParser], None] = _no_options
+    passes_on: bool = False
+
+
+COMMANDS = {
+    "explain": Command(
+        "what compiling an optimizer's step would do, and why", _explain, _add_explain_options
+    ),
+    "doctor": Command("versions, compiler, devices, and whether roundings survive on each", _doctor),
+    "demo": Command(
+        "train a small GPT in pure bf16 under every strategy; options go to examples/train_gpt.py",
+        _demo,
+        passes_on=True,
+    ),
+}

@@ -1,0 +1,177 @@
+"""What is kept of one compilation, and what can be seen in it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch.fx import Graph, GraphModule
+
+from collage_fx.error_formats import ERROR_FORMATS
+from collage_fx.errors import InvalidOptionError
+from collage_fx.pictures import Picture, dot, picture, render
+from collage_fx.pipeline import ANALYSIS, Pass, Stage, run_pipeline
+from collage_fx.program import Role, StepProgram, Strategy
+from collage_fx.suggestions import did_you_mean
+from collage_fx.svg import side_by_side
+from collage_fx.treatments import TensorReport, Treatment, bytes_per_parameter, tensor_report
+
+__all__ = ["GraphReport"]
+
+
+@dataclass(frozen=True)
+class GraphReport:
+    """One compilation.
+
+    Attributes:
+        before: the graph as captured.
+        after: the graph that was lowered.
+        subject: whose step it is: the optimizer's class, numbered where a backend serves several, or the
+            function's name.
+        tensors: its low-precision state tensors.
+        wider_bytes: bytes of its float32 and float64 state, which is left alone.
+        passes: ``(name, what it did)`` of every pass that ran.
+        note: why the graph was lowered as it was, where nothing was rewritten.
+        code: what Inductor generated: Python with C++ or Triton kernels in it. Empty after ``explain``.
+        program: the step before any pass; None where nothing was rewritten.
+        pipeline: the passes it went through.
+    """
+
+    before: GraphModule
+    after: GraphModule
+    subject: str
+    tensors: tuple[TensorReport, ...]
+    wider_bytes: int = 0
+    passes: tuple[tuple[str, str], ...] = ()
+    note: str = ""
+    code: tuple[str, ...] = field(default=(), repr=False)
+    program: StepProgram | None = field(default=None, repr=False)
+    pipeline: tuple[Pass, ...] = field(default=(), repr=False)
+
+    @property
+    def headline(self) -> str:
+        """``AdamW: 148 parameters and 148 exp_avg_sq compensated, 4.0 extra bytes/param``."""
+        counts: dict[tuple[Role, str], list[TensorReport]] = {}
+        for row in self.tensors:
+            if row.compensated:
+                counts.setdefault((row.role, row.symbol), []).append(row)
+        done = [Treatment(tuple(rows)).counted for rows in counts.values()]
+        listed = " and ".join([", ".join(done[:-1]), done[-1]] if len(done) > 1 else done) or "nothing"
+        extra = bytes_per_parameter(self.tensors)["error terms"]
+        cost = f", {extra:.1f} extra bytes/param" if extra else ""
+        return f"{self.subject}: {listed} compensated{cost}"
+
+    def stages(self) -> list[Stage]:
+        """The graph after each pass, made again from :attr:`before`; compiling keeps none of them."""
+        stages: list[Stage] = []
+        if self.program is not None:
+            program = self.program.unrun(_copy_of(self.before))
+
+            def keep(stage: Stage) -> None:
+                stages.append(Stage(stage.name, stage.summary, copy.deepcopy(stage.graph)))
+
+            with torch.no_grad():
+                run_pipeline(program, self.pipeline, observe=keep)
+        return stages
+
+    def rows_under(self, choices: Sequence[tuple[Strategy, str]]) -> list[list[TensorReport]]:
+        """What :attr:`tensors` would be under other strategies and error formats, one list for each."""
+        assert self.program is not None
+        program = self.program.unrun(_copy_of(self.before))
+        names = [each.name for each in self.pipeline]
+        *preparation, analysis = self.pipeline[: names.index(ANALYSIS[-1].name) + 1]
+        rows = []
+        with torch.no_grad():
+            run_pipeline(program, preparation)
+            for strategy, error_format in choices:
+                program.strategy, program.error_format = strategy, ERROR_FORMATS[error_format]
+                run_pipeline(program, [analysis])
+                rows.append([tensor_report(program, state) for state in program.states])
+        return rows
+
+    def pictures(self, tensor: str | None = None) -> tuple[Picture, Picture]:
+        """One tensor's update before and after.
+
+        Args:
+            tensor: its name, as in :attr:`tensors`; the first of them if None.
+        """
+        inputs = self._row(tensor).inputs
+        return self.picture_of(self.before.graph, inputs), self.picture_of(self.after.graph, inputs)
+
+    def picture_of(self, graph: Graph, inputs: tuple[str, ...]) -> Picture:
+        """The update of some inputs in a stage's graph."""
+        return picture(graph, inputs, self._input_names())
+
+    def to_text(self, tensor: str | None = None) -> str:
+        """One tensor's update before and after, a line a node, with the pass that made it.
+
+        Args:
+            tensor: its name, as in :attr:`tensors`; the first of them if None.
+        """
+        pictures = zip(("before", "after"), self.pictures(tensor), strict=True)
+        return "\n\n".join(f"{when}\n{drawn.to_text()}" for when, drawn in pictures)
+
+    def draw(self, path: str | Path, tensor: str | None = None) -> Path:
+        """One tensor's update before and after, in a file.
+
+        Args:
+            path: its ending says what is written: ``.svg``, or ``.dot`` (Graphviz's language), which take no
+                further software; ``.png`` or ``.pdf``, which Graphviz renders.
+            tensor: its name, as in :attr:`tensors`; the first of them if None.
+
+        Returns:
+            the path.
+
+        Raises:
+            ValueError: no tensor of that name, or an ending that is not known.
+            ImportError: the ``graphviz`` package is needed and not there.
+        """
+        path = Path(path)
+        row = self._row(tensor)
+        before, after = self.pictures(row.name)
+        passes = [name for name, _ in self.passes]
+        titles = [f"{row.name} before", f"{row.name} after"]
+        if path.suffix == ".svg":
+            path.write_text(side_by_side([before, after], titles, passes), encoding="utf-8")
+        elif path.suffix in (".dot", ".png", ".pdf"):
+            text = dot([before, after], titles, passes)
+            path.write_bytes(text.encode() if path.suffix == ".dot" else render(text, path.suffix[1:]))
+        else:
+            raise InvalidOptionError(
+                f"no way to draw a {path.suffix or 'nameless'} file",
+                where=str(path),
+                remedy="let the path end in .svg, .dot, .png or .pdf",
+            )
+        return path
+
+    def _row(self, tensor: str | None) -> TensorReport:
+        rows = {row.name: row for row in self.tensors}
+        if tensor is None and rows:
+            return self.tensors[0]
+        if tensor not in rows:
+            raise InvalidOptionError(
+                f"no state tensor {tensor!r} in this graph" if rows else "this graph was lowered as it was",
+                where=self.subject,
+                remedy=did_you_mean(str(tensor), rows) if rows else self.note,
+            )
+        return rows[tensor]
+
+    def _input_names(self) -> dict[str, str]:
+        """Graph input -> what it is called in recurrences, ``p``, and ``p.lo`` for its error term."""
+        symbols = (
+            {}
+            if self.program is None
+            else dict(zip(self.before.graph.find_nodes(op="placeholder"), self.program.inputs, strict=True))
+        )
+        names = {node.name: info.symbol for node, info in symbols.items()}
+        for row in self.tensors:
+            hi, *errors = row.inputs
+            names.update({error: f"{names[hi]}{error.removeprefix(hi)}" for error in errors})
+        return names
+
+
+def _copy_of(gm: GraphModule) -> GraphModule:
+    return GraphModule(gm, copy.deepcopy(gm.graph))

@@ -1,0 +1,138 @@
+"""Whether this installation keeps what it promises: ``collage-fx doctor``.
+
+The promise rests on the compiler: a rounding that it drops makes every error term zero, silently (see
+Note [Rounding must survive lowering] in ``collage_fx/arithmetic.py``). So a step is compiled on every device
+and held, bit for bit, to the same step computed by torch's own eager operations on the CPU.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import platform
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from tabulate import tabulate
+from torch import Tensor
+
+from collage_fx.backend import CollageBackend
+from collage_fx.error_terms import error_terms
+from collage_fx.torch_compat import cpp_compilers
+
+__all__ = ["Finding", "devices", "examine", "roundings_survive", "versions"]
+
+ELEMENTS = 1000
+STEPS = 3
+#: A power of two, so that the update is exact in float32 whether or not product and sum are contracted.
+LEARNING_RATE = 2.0**-10
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The self-test of one device and dtype: ``told`` is the reason where it is not ``ok``."""
+
+    device: str
+    dtype: str
+    ok: bool
+    told: str
+
+
+def examine() -> tuple[str, bool]:
+    """The whole examination as text, and whether all is well."""
+    findings = [roundings_survive(d, dtype) for d in devices() for dtype in (torch.bfloat16, torch.float16)]
+    rows = [[f.device, f.dtype, "ok" if f.ok else "FAILED", f.told] for f in findings]
+    table = tabulate(rows, headers=["device", "dtype", "self-test", ""], maxcolwidths=[16, 10, 10, 60])
+    ok = all(finding.ok for finding in findings)
+    verdict = (
+        "All is well." if ok else "Error terms are not to be relied on here: see the self-test that failed."
+    )
+    return "\n".join([tabulate(list(versions()), tablefmt="plain"), "", table, "", verdict]), ok
+
+
+def versions() -> Iterator[tuple[str, str]]:
+    """What is installed, the C++ compiler, and the devices."""
+    yield "Python", f"{platform.python_version()}, {platform.system()} {platform.machine()}"
+    for name in ("collage-fx", "torch", "triton", "sympy"):
+        yield name, _version(name)
+    yield "C++ compiler", _compiler()
+    for device in devices():
+        yield device, _description(device)
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        found = importlib.util.find_spec(package.replace("-", "_"))
+        return "not installed" if found is None else "used from its sources, not installed"
+
+
+def _compiler() -> str:
+    """The first of Inductor's compilers that is there."""
+    for name in cpp_compilers():
+        path = shutil.which(name)
+        if path is not None:
+            done = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
+            return f"{name}: {(done.stdout or done.stderr).splitlines()[0]}"
+    return f"none found (looked for {', '.join(cpp_compilers())}); torch.compile needs one for the CPU"
+
+
+def devices() -> list[str]:
+    """The CPU, and every accelerator that torch sees."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    count = torch.accelerator.device_count() if accelerator is not None else 0
+    return ["cpu", *(f"{accelerator}:{i}" for i in range(count))]
+
+
+def _description(device: str) -> str:
+    if device.startswith("cuda"):
+        properties = torch.cuda.get_device_properties(device)
+        return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+    return f"{torch.get_num_threads()} threads" if device == "cpu" else ""
+
+
+def roundings_survive(device: str, dtype: torch.dtype) -> Finding:
+    """Compile some steps of SGD and compare them with eager arithmetic."""
+    generator = torch.Generator().manual_seed(0)
+    weights, gradients = torch.randn(2, ELEMENTS, generator=generator).to(dtype)
+    name = str(dtype).removeprefix("torch.")
+    try:
+        compiled = _compiled_steps(weights.to(device), gradients.to(device))
+    except Exception as error:  # of the compiler, the driver, ...: whatever it is, it is the finding
+        reason = next((line for line in str(error).splitlines() if line.strip()), "")
+        return Finding(device, name, False, f"the step does not run: {type(error).__name__}: {reason}")
+    expected = _eager_steps(weights, gradients)
+    different = sum(
+        int((one.cpu().view(torch.int16) != other.view(torch.int16)).sum())
+        for one, other in zip(compiled, expected, strict=True)
+    )
+    if not compiled[1].any():
+        return Finding(device, name, False, "every error term is zero: the compiler has dropped the rounding")
+    if different:
+        return Finding(device, name, False, f"{different} of {2 * ELEMENTS} results differ from eager ones")
+    kept = int((expected[1] != 0).sum())
+    return Finding(device, name, True, f"{kept} of {ELEMENTS} weights hold bits in their error terms")
+
+
+def _compiled_steps(weights: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
+    p = torch.nn.Parameter(weights.clone())
+    p.grad = gradients
+    step = torch.compile(torch.optim.SGD([p], lr=LEARNING_RATE).step, backend=CollageBackend())
+    for _ in range(STEPS):
+        step()
+    (lo,) = error_terms(p)
+    return p.detach(), lo
+
+
+def _eager_steps(weights: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
+    """The same in torch's own casts and float32 arithmetic, each operation rounded to nearest."""
+    hi, lo = weights, torch.zeros_like(weights)
+    for _ in range(STEPS):
+        value = (hi.float() + lo.float()) - gradients.float() * LEARNING_RATE
+        hi = value.to(weights.dtype)
+        lo = (value - hi.float()).to(weights.dtype)
+    return hi, lo

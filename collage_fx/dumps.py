@@ -1,0 +1,65 @@
+"""``COLLAGE_FX_DUMP=directory``: every stage of every compilation, as text and as DOT, in files.
+
+A folder per compilation, named by whose step it is and a number (``AdamW-1``). In it two files a stage,
+numbered in order: ``05-compensate-wide.txt``, whose first line says what the pass did, and
+``05-compensate-wide.dot`` for Graphviz. Nothing is written, or copied, without the variable.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch.fx import Graph
+
+from collage_fx.graph import graph_text
+from collage_fx.pictures import dot, whole_graph
+
+__all__ = ["VARIABLE", "Dump", "open_dump"]
+
+VARIABLE = "COLLAGE_FX_DUMP"
+
+
+def open_dump(subject: str) -> Dump | None:
+    """The dump of a compilation that begins, None where the variable isn't set."""
+    directory = os.environ.get(VARIABLE)
+    return Dump(_new_folder(Path(directory), re.sub(r"[^\w.]+", "_", subject))) if directory else None
+
+
+def _new_folder(directory: Path, name: str) -> Path:
+    """The first number that is free: several processes may share the directory."""
+    for number in itertools.count(1):
+        folder = directory / f"{name}-{number}"
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return folder
+    raise AssertionError("there is always a next number")
+
+
+class Dump:
+    """Writes the stages of one compilation into ``folder``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._numbers = itertools.count()
+
+    def stage(self, name: str, summary: str, graph: Graph) -> None:
+        """Write the graph as it is after ``name``."""
+        stem = f"{next(self._numbers):02}-{name}"
+        says = f"{name}: {summary}"
+        drawn = whole_graph(graph)
+        self._write(f"{stem}.txt", f"{says}\n\n{graph_text(graph)}\n")
+        self._write(f"{stem}.dot", f"// {says}\n{dot([drawn], [says], drawn.passes)}")
+
+    def code(self, sources: Sequence[str]) -> None:
+        """Write what Inductor generated."""
+        for source in sources:
+            self._write(f"{next(self._numbers):02}-inductor.py", f"# inductor: generated code\n\n{source}\n")
+
+    def _write(self, name: str, text: str) -> None:
+        (self.folder / name).write_text(text, encoding="utf-8")

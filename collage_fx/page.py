@@ -1,0 +1,217 @@
+"""A report as one HTML file that needs nothing else: no network, no script, no font.
+
+It is well-formed XML besides, so that a strict parser reads it. Of tensors that were treated alike the first
+is drawn: hundreds of tensors make a page of a few drawings.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+
+import torch
+
+from collage_fx.compilations import GraphReport
+from collage_fx.mathml import recurrence_mathml
+from collage_fx.pictures import Picture, pass_color
+from collage_fx.pipeline import Stage
+from collage_fx.program import Strategy
+from collage_fx.svg import svg
+from collage_fx.tables import summary_line
+from collage_fx.treatments import TensorReport, Treatment, bytes_per_parameter, treatments
+
+__all__ = ["html_page"]
+
+STYLE = """
+body { font: 15px/1.45 system-ui, sans-serif; color: #1a1a1a; margin: 1.5rem auto; max-width: 1500px;
+       padding: 0 1rem; }
+h1 { font-size: 1.5rem; }
+h2 { font-size: 1.25rem; margin-top: 2.2rem; }
+h3 { font-size: 1.05rem; margin-bottom: .2rem; }
+h4 { font-size: .95rem; margin: .3rem 0; }
+table { border-collapse: collapse; }
+td, th { padding: .3rem .7rem; border-bottom: 1px solid #ddd; text-align: left; vertical-align: top; }
+td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; }
+td.short { white-space: nowrap; }
+.lossy { color: #9a3412; font-weight: 600; }
+.fine { color: #166534; }
+.formula { overflow-x: auto; padding: .4rem 0; }
+.formula math { font-size: 1.3rem; width: fit-content; margin: 0; }
+.panels { display: grid; grid-template-columns: repeat(2, minmax(0, max-content)); gap: 1rem;
+          align-items: start; }
+.panel { border: 1px solid #ddd; padding: .4rem; }
+.panel svg { max-width: 100%; height: auto; }
+.names { color: #555; font-size: .9rem; }
+.swatch { border: 1px solid #444; padding: 0 .4rem; }
+.bar { fill: #5b8db8; }
+.bar.this { fill: #d55e00; }
+pre { background: #f6f6f6; padding: .6rem; overflow: auto; max-height: 40rem; font-size: 12px;
+      line-height: 1.35; }
+ins { background: #d9f2df; text-decoration: none; }
+del { background: #fbdcdc; text-decoration: none; }
+summary { cursor: pointer; padding: .2rem 0; }
+"""
+
+#: Nothing may be fetched, and nothing may run.
+POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+
+#: What the bar chart compares: strategy and error format.
+CHOICES: dict[str, tuple[Strategy, str]] = {
+    "none": ("none", "mcf"),
+    "light": ("light", "mcf"),
+    "plus": ("plus", "mcf"),
+    "full": ("full", "mcf"),
+    "full, fp32 master copies": ("full", "fp32"),
+}
+
+
+def html_page(
+    graphs: Sequence[GraphReport],
+    by_subject: Mapping[str, Sequence[TensorReport]],
+    notes: Sequence[str],
+    *,
+    kernels: bool,
+) -> str:
+    """The page.
+
+    Args:
+        graphs: compilations, oldest first.
+        by_subject: the rows of each subject.
+        notes: of what was lowered as it was.
+        kernels: whether the generated code is shown.
+    """
+    body = "".join(
+        part
+        for subject, rows in by_subject.items()
+        for part in _section(graphs, subject, rows, kernels=kernels)
+    )
+    body += "".join(f"<p>{escape(note)}</p>" for note in notes)
+    return (
+        '<!DOCTYPE html>\n<html xmlns="http://www.w3.org/1999/xhtml" lang="en"><head><meta charset="utf-8"/>'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}"/>'
+        '<meta name="viewport" content="width=device-width"/>'
+        f"<title>collage_fx: {escape(', '.join(by_subject) or 'report')}</title>"
+        f"<style>{STYLE}</style></head>\n"
+        f"<body><h1>What collage_fx did</h1>{body or '<p>Nothing has been compiled yet.</p>'}"
+        f"<p class='names'>torch {escape(torch.__version__)}</p></body></html>\n"
+    )
+
+
+def _section(
+    graphs: Sequence[GraphReport], subject: str, rows: Sequence[TensorReport], *, kernels: bool
+) -> Iterator[str]:
+    """One subject: table, memory, passes, then each treatment, then the code."""
+    own = [graph for graph in graphs if graph.subject == subject and graph.tensors]
+    groups = treatments(rows)
+    newest = own[-1]
+    yield f"<h2>{escape(subject)}</h2><p>{escape(summary_line(rows))}</p>"
+    yield _table(groups)
+    yield f"<h3>Bytes per parameter</h3>{_memory(own, rows)}"
+    yield f"<h3>Passes</h3>{_passes(newest)}"
+    stages = {id(graph): [Stage("captured", "", graph.before.graph), *graph.stages()] for graph in own}
+    for number, group in enumerate(groups, 1):
+        graph = next(
+            graph for graph in reversed(own) if group.example.name in {row.name for row in graph.tensors}
+        )
+        yield from _treatment(number, group, graph, stages[id(graph)], is_open=number == 1)
+    if kernels:
+        yield from _code(newest)
+
+
+def _table(groups: Sequence[Treatment]) -> str:
+    rows = "".join(
+        f"<tr><td>{i}</td><td class='short'>{escape(group.what)}</td>"
+        f"<td class='short'>{escape(group.layout)}</td>"
+        f"<td class='short'>{escape(group.example.kind.value)}</td>"
+        f"<td class='{_verdict(group)}'>{_verdict(group)}</td>"
+        f"<td>{escape(group.example.reason)}</td><td>{escape(group.example.error_format or '-')}</td>"
+        f"<td>{escape(group.example.selection)}</td><td class='number'>{group.bytes:,}</td></tr>"
+        for i, group in enumerate(groups, 1)
+    )
+    heads = ("", "tensor", "shape", "kind", "verdict", "because", "error terms", "because")
+    cells = "".join(f"<th>{head}</th>" for head in heads) + "<th class='number'>bytes</th>"
+    return f"<table><thead><tr>{cells}</tr></thead><tbody>{rows}</tbody></table>"
+
+
+def _verdict(group: Treatment) -> str:
+    return "lossy" if group.example.lossy else "fine"
+
+
+def _memory(graphs: Sequence[GraphReport], rows: Sequence[TensorReport]) -> str:
+    """Bars: the report's own, beside every strategy."""
+    bars = [("as compiled", bytes_per_parameter(rows)["total"], True)]
+    of_graphs = [graph.rows_under(list(CHOICES.values())) for graph in graphs]
+    for label, *of_choice in zip(CHOICES, *of_graphs, strict=True):
+        newest = {row.name: row for of_graph in of_choice for row in of_graph}
+        bars.append((label, bytes_per_parameter(list(newest.values()))["total"], False))
+    longest = max(value for _, value, _ in bars) or 1.0
+    lines = "".join(
+        f"<text x='190' y='{i * 24 + 15}' text-anchor='end'>{escape(label)}</text>"
+        f"<rect class='bar{' this' * is_own}' x='200' y='{i * 24 + 2}' width='{value / longest * 420:.1f}' "
+        f"height='18'/><text x='{206 + value / longest * 420:.1f}' y='{i * 24 + 15}'>{value:.4g}</text>"
+        for i, (label, value, is_own) in enumerate(bars)
+    )
+    return (
+        f"<svg xmlns='http://www.w3.org/2000/svg' width='700' height='{len(bars) * 24}' font-size='13' "
+        f"role='img' aria-label='bytes per parameter'>{lines}</svg>"
+    )
+
+
+def _passes(graph: GraphReport) -> str:
+    names = [name for name, _ in graph.passes]
+    items = "".join(
+        f"<li><span class='swatch' style='background: {pass_color(name, names)}'>{escape(name)}</span> "
+        f"{escape(summary)}</li>"
+        for name, summary in graph.passes
+    )
+    return f"<ol>{items}</ol>"
+
+
+def _treatment(
+    number: int, group: Treatment, graph: GraphReport, stages: Sequence[Stage], *, is_open: bool
+) -> Iterator[str]:
+    row = group.example
+    passes = [name for name, _ in graph.passes]
+    before, after = graph.pictures(row.name)
+    names = ", ".join(group.names)
+    yield f"<h2>{number}. {escape(group.what)}</h2>"
+    yield f"<div class='formula'>{recurrence_mathml(row.symbol, row.expression)}</div>"
+    yield f"<p>{escape(row.why)}</p>"
+    if len(group.rows) > 1:
+        yield f"<p class='names'>{escape(names)}; drawn here: {escape(row.name)}</p>"
+    opened = " open='open'" if is_open else ""
+    yield f"<details{opened}><summary>Its update before and after</summary><div class='panels'>"
+    yield f"<div class='panel'><h4>before</h4>{svg(before, passes)}</div>"
+    yield f"<div class='panel'><h4>after</h4>{svg(after, passes)}</div></div></details>"
+    yield "<details><summary>What each pass changed</summary>"
+    pictures = [graph.picture_of(stage.graph, row.inputs) for stage in stages]
+    for stage, earlier, later in zip(stages[1:], pictures, pictures[1:], strict=False):
+        yield _difference(stage, earlier, later)
+    yield "</details>"
+
+
+def _difference(stage: Stage, earlier: Picture, later: Picture) -> str:
+    lines = list(difflib.ndiff(_lines(earlier), _lines(later)))
+    added = sum(line.startswith("+ ") for line in lines)
+    removed = sum(line.startswith("- ") for line in lines)
+    marked = "\n".join(
+        {"+ ": f"<ins>{escape(line)}</ins>", "- ": f"<del>{escape(line)}</del>"}.get(line[:2], escape(line))
+        for line in lines
+        if not line.startswith("? ")
+    )
+    title = f"{escape(stage.name)}: {escape(stage.summary)} (here +{added} −{removed})"
+    return f"<h4>{title}</h4>" + (f"<pre>{marked}</pre>" if added or removed else "")
+
+
+def _lines(drawn: Picture) -> list[str]:
+    return [f"{box.layout:>12}  {box.text}" for box in drawn.boxes]
+
+
+def _code(graph: GraphReport) -> Iterator[str]:
+    yield "<h2>Generated code</h2>"
+    if not graph.code:
+        yield "<p>None: the step was captured, not compiled.</p>"
+    for source in graph.code:
+        lines = len(source.splitlines())
+        yield f"<details><summary>{lines:,} lines</summary><pre>{escape(source)}</pre></details>"

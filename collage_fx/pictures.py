@@ -1,0 +1,270 @@
+"""Graphs as boxes and arrows for people: one tensor's update out of hundreds, and DOT text of a whole graph.
+
+A box says what is computed in the notation of arithmetic, with the names of other boxes as operands, so that
+it can be read without following the arrows. Casts and constants are part of the text of whoever reads them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, Node
+
+from collage_fx.formats import short_name
+from collage_fx.graph import PASS_MARK, copies_to_inputs, is_conversion, is_copy_to_input, tensor_value
+
+__all__ = ["PASS_COLORS", "Box", "Picture", "dot", "pass_color", "picture", "render", "whole_graph"]
+
+#: Light tints of Okabe and Ito's palette, told apart with any colour vision; black text is legible on each.
+PASS_COLORS = ("#cfe8f7", "#ffe3b0", "#bfe8d8", "#f6d3e6", "#fbf6b4", "#f8cdb5", "#d5d9f5", "#e2e2e2")
+
+INFIX = {"add": "+", "sub": "−", "mul": "×", "div": "/"}
+ROUNDING = "round_to_storage"
+
+
+@dataclass(frozen=True)
+class Box:
+    """One node.
+
+    Attributes:
+        name: of the graph node.
+        text: what it computes.
+        layout: data type and shape of the result.
+        made_by: the pass that made it; empty for what was captured.
+        role: ``input``, ``operation``, or ``store`` into an input.
+    """
+
+    name: str
+    text: str
+    layout: str
+    made_by: str
+    role: str
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Boxes in the graph's order, and arrows between their names."""
+
+    boxes: tuple[Box, ...]
+    arrows: tuple[tuple[str, str], ...]
+
+    def to_text(self) -> str:
+        """A line a box, with the pass that made it."""
+        width = max((len(box.text) for box in self.boxes), default=0)
+        lines = (f"    {box.layout:10}  {box.text:{width}}  {box.made_by}" for box in self.boxes)
+        return "\n".join(line.rstrip() for line in lines)
+
+    @property
+    def passes(self) -> list[str]:
+        """Names of the passes that have made a box."""
+        return list(dict.fromkeys(box.made_by for box in self.boxes if box.made_by))
+
+
+def pass_color(name: str, passes: Sequence[str]) -> str:
+    """The colour of what a pass has made, by its place among ``passes``."""
+    return PASS_COLORS[passes.index(name) % len(PASS_COLORS)]
+
+
+def whole_graph(graph: Graph) -> Picture:
+    """Every node but the output."""
+    nodes = [node for node in graph.nodes if node.op != "output"]
+    return _picture(nodes, {}, {node: node.name for node in nodes}, frozenset())
+
+
+def picture(graph: Graph, inputs: Collection[str], names: Mapping[str, str]) -> Picture:
+    """The part of a graph that computes the new values of some inputs.
+
+    Where it reads another input's new value, that value is a box without operands, such as ``exp_avg'``: it
+    has a picture of its own.
+
+    Args:
+        graph: a functional graph.
+        inputs: names of the inputs whose update is wanted; those that the graph doesn't have don't matter.
+        names: what the graph's inputs are called in the picture.
+    """
+    stores = copies_to_inputs(graph)
+    roots = [store for placeholder, store in stores.items() if placeholder.name in inputs]
+    own = {node for root in roots for node in _rounded_versions(root)}
+    cuts = {
+        node: f"{names.get(placeholder.name, placeholder.name)}'"
+        for placeholder, store in stores.items()
+        if placeholder.name not in inputs
+        for node in _rounded_versions(store)
+        if node not in own and node.op != "placeholder"
+    }
+    wanted = set(roots)
+    waiting = list(roots)
+    while waiting:
+        node = waiting.pop()
+        fresh = [] if node in cuts else [n for n in _read(node) if n not in wanted]
+        wanted.update(fresh)
+        waiting += fresh
+    nodes = [node for node in graph.nodes if node in wanted]
+    hidden = {n for n in nodes if _is_inlined(n) and n not in cuts}
+    labels = {node: cuts.get(node) or names.get(node.name, node.name) for node in graph.nodes}
+    return _picture(nodes, cuts, labels, hidden)
+
+
+def _rounded_versions(store: Node) -> Iterator[Node]:
+    """The value that a store stores, and what it was before it was rounded and cast."""
+    value = store.args[1]
+    while isinstance(value, Node):
+        yield value
+        is_rounding = is_conversion(value) or _operator(value) == ROUNDING
+        value = value.args[0] if is_rounding else None
+
+
+def _is_inlined(node: Node) -> bool:
+    """Casts, and constants such as ``full([], 0)``."""
+    return is_conversion(node) or (node.op == "call_function" and not node.all_input_nodes)
+
+
+def _picture(
+    nodes: Sequence[Node],
+    cuts: Mapping[Node, str],
+    labels: Mapping[Node, str],
+    hidden: Collection[Node],
+) -> Picture:
+    boxes, arrows = [], []
+    for node in nodes:
+        if node in hidden:
+            continue
+        is_leaf = node in cuts or node.op == "placeholder"
+        operands = [] if is_leaf else _shown_operands(node, hidden)
+        arrows += [(operand.name, node.name) for operand in operands]
+        boxes.append(
+            Box(
+                name=node.name,
+                text=labels[node] if is_leaf else _equation(node, labels, hidden),
+                layout=_layout(node),
+                made_by=node.meta.get(PASS_MARK, ""),
+                role="input" if is_leaf else "store" if is_copy_to_input(node) else "operation",
+            )
+        )
+    return Picture(tuple(boxes), tuple(dict.fromkeys(arrows)))
+
+
+def _read(node: Node) -> list[Node]:
+    """Whose values a node reads; a store's destination is not among them."""
+    operands = node.args[1:2] if is_copy_to_input(node) else node.all_input_nodes
+    return [operand for operand in operands if isinstance(operand, Node)]
+
+
+def _shown_operands(node: Node, hidden: Collection[Node]) -> list[Node]:
+    """Those whose boxes arrows come from."""
+    return [
+        shown
+        for operand in _read(node)
+        for shown in (_shown_operands(operand, hidden) if operand in hidden else [operand])
+    ]
+
+
+def _equation(node: Node, labels: Mapping[Node, str], hidden: Collection[Node]) -> str:
+    if is_copy_to_input(node):
+        return " ← ".join(_operand(arg, labels, hidden) for arg in node.args[:2])
+    return f"{labels[node]} = {_expression(node, labels, hidden)}"
+
+
+def _expression(node: Node, labels: Mapping[Node, str], hidden: Collection[Node]) -> str:
+    operator = _operator(node)
+    operands = [_operand(arg, labels, hidden) for arg in node.args]
+    if is_conversion(node):
+        return f"{operands[1]}({operands[0]})"
+    if not node.all_input_nodes and operator in ("full", "scalar_tensor"):
+        return operands[-1]
+    if operator == ROUNDING:
+        return f"round({', '.join(operands)})"
+    if operator in INFIX and len(operands) == 2:
+        first, second = operands
+        alpha = node.kwargs.get("alpha", 1)
+        factor = "" if alpha == 1 else f"{_operand(alpha, labels, hidden)} × "
+        return f"{first} {INFIX[operator]} {factor}{second}"
+    operands += [
+        f"{name}={_operand(arg, labels, hidden)}"
+        for name, arg in node.kwargs.items()
+        if name not in ("layout", "device", "pin_memory")
+    ]
+    return f"{operator}({', '.join(operands)})"
+
+
+def _operator(node: Node) -> str:
+    return str(getattr(getattr(node.target, "overloadpacket", node.target), "__name__", node.target))
+
+
+def _operand(arg: object, labels: Mapping[Node, str], hidden: Collection[Node]) -> str:
+    if isinstance(arg, Node):
+        return _expression(arg, labels, hidden) if arg in hidden else labels.get(arg, arg.name)
+    if isinstance(arg, float):
+        return f"{arg:.6g}"
+    if isinstance(arg, torch.dtype):
+        return short_name(arg)
+    if isinstance(arg, (list, tuple)):
+        return f"[{', '.join(_operand(each, labels, hidden) for each in arg)}]"
+    return str(arg)
+
+
+def _layout(node: Node) -> str:
+    value = tensor_value(node)
+    return "" if value is None else f"{short_name(value.dtype)}[{','.join(map(str, value.shape))}]"
+
+
+def dot(pictures: Sequence[Picture], titles: Sequence[str], passes: Sequence[str]) -> str:
+    """Pictures in Graphviz's language, each under its title.
+
+    Args:
+        pictures: side by side.
+        titles: one each.
+        passes: gives the boxes' colours, by the pass that made them.
+    """
+    lines = [
+        "digraph collage_fx {",
+        '  fontname="monospace"; node [shape=box, style=filled, fillcolor=white, fontname="monospace", '
+        "fontsize=10];",
+    ]
+    for i, (drawn, title) in enumerate(zip(pictures, titles, strict=True)):
+        lines += [f"  subgraph cluster_{i} {{", f'    label="{_quoted(title)}"; labelloc=t;']
+        lines += [f"    {_dot_box(box, i, passes)}" for box in drawn.boxes]
+        lines += [f'    "{i} {start}" -> "{i} {end}";' for start, end in drawn.arrows]
+        for name in drawn.passes:
+            color = pass_color(name, passes)
+            lines.append(f'    "{i} pass {name}" [label="{name}", shape=plaintext, fillcolor="{color}"];')
+        lines.append("  }")
+    return "\n".join([*lines, "}\n"])
+
+
+def _dot_box(box: Box, cluster: int, passes: Sequence[str]) -> str:
+    attributes = [f'label="{_quoted(box.text)}\\n{_quoted(box.layout)}"']
+    if box.made_by:
+        attributes.append(f'fillcolor="{pass_color(box.made_by, passes)}", tooltip="{box.made_by}"')
+    if box.role == "input":
+        attributes.append('style="filled,rounded"')
+    return f'"{cluster} {box.name}" [{", ".join(attributes)}];'
+
+
+def _quoted(text: str) -> str:
+    return re.sub(r'(["\\])', r"\\\1", text)
+
+
+def render(text: str, form: str) -> bytes:
+    """DOT as ``png`` or ``pdf``, by Graphviz.
+
+    Raises:
+        ImportError: the ``graphviz`` package isn't installed, or the program that it calls.
+    """
+    remedy = "write .svg or .dot, which need nothing"
+    try:
+        import graphviz
+    except ImportError as missing:
+        raise ImportError(
+            f"a .{form} is rendered by the graphviz package: pip install 'collage-fx[draw]', or {remedy}"
+        ) from missing
+    try:
+        return bytes(graphviz.Source(text).pipe(format=form))
+    except graphviz.ExecutableNotFound as missing:
+        raise ImportError(
+            "the graphviz package calls the program dot, which is not there: apt-get install graphviz or the "
+            f"like, or {remedy}"
+        ) from missing

@@ -1,0 +1,106 @@
+"""Reports as text: for a terminal of 100 columns, and in Markdown.
+
+Tensors of equal treatment share a row, and what is said of them stands below the table once: the recurrence,
+the number that the verdict rests on, and why they have error terms or have none.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+
+from tabulate import tabulate
+
+from collage_fx.treatments import TensorReport, Treatment, bytes_per_parameter, treatments
+
+__all__ = ["TEXT_WIDTH", "markdown_section", "summary_line", "text_section"]
+
+#: Widest a printed line gets.
+TEXT_WIDTH = 100
+#: Narrowest the column of names gets, so that a name is broken into few lines.
+NAME_WIDTH = 16
+#: What is left of a long recurrence, or list of names, where the report is not printed in full.
+SHORTENED = 3 * TEXT_WIDTH
+HEADERS = ("tensor", "shape", "kind", "verdict", "error", "bytes")
+
+
+def text_section(subject: str, rows: Sequence[TensorReport], *, full: bool) -> str:
+    """One subject's heading, table, numbered explanations and totals."""
+    groups = treatments(rows)
+    cells = _cells(rows, groups, full=full)
+    others = [max(len(header) + 2, *map(len, texts)) for header, *texts in zip(HEADERS, *cells, strict=True)]
+    room = max(TEXT_WIDTH - sum(others[1:]) - 2 * len(others[1:]), NAME_WIDTH)
+    table = tabulate(
+        cells,
+        headers=HEADERS,
+        maxcolwidths=[room] + [None] * (len(HEADERS) - 1),
+        colalign=["left"] * (len(HEADERS) - 1) + ["right"],
+        disable_numparse=True,
+    )
+    notes = [_wrapped(f"({i}) ", _explanation(group, full=full)) for i, group in enumerate(groups, 1)]
+    return "\n".join([f"{subject}\n", table, "", *notes, "", textwrap.fill(summary_line(rows), TEXT_WIDTH)])
+
+
+def markdown_section(subject: str, rows: Sequence[TensorReport], *, full: bool) -> str:
+    """The same for GitHub's Markdown."""
+    groups = treatments(rows)
+    table = tabulate(
+        _cells(rows, groups, full=full),
+        headers=HEADERS,
+        tablefmt="github",
+        colalign=["left"] * (len(HEADERS) - 1) + ["right"],
+        disable_numparse=True,
+    )
+    notes = [f"{i}. " + "\n   ".join(_in_markdown(group, full=full)) for i, group in enumerate(groups, 1)]
+    return "\n".join([f"## {subject}\n", table, "", *notes, "", summary_line(rows)])
+
+
+def summary_line(rows: Sequence[TensorReport]) -> str:
+    """How many tensors have error terms, and what that costs."""
+    done = sum(row.compensated for row in rows)
+    amounts = bytes_per_parameter(rows)
+    total = amounts.pop("total")
+    parts = ", ".join(f"{name} {value:.4g}" for name, value in amounts.items())
+    return f"{done} of {len(rows)} tensors have error terms. Bytes per parameter: {total:.4g} ({parts})."
+
+
+def _cells(rows: Sequence[TensorReport], groups: Sequence[Treatment], *, full: bool) -> list[list[str]]:
+    number = {id(row): i for i, group in enumerate(groups, 1) for row in group.rows}
+    shown = [Treatment((row,)) for row in rows] if full else groups
+    return [
+        [
+            each.what,
+            each.layout,
+            each.example.kind.value,
+            f"{'lossy' if each.example.lossy else 'fine'} ({number[id(each.example)]})",
+            each.example.error_format or "-",
+            f"{each.bytes:,}",
+        ]
+        for each in shown
+    ]
+
+
+def _explanation(group: Treatment, *, full: bool) -> Iterator[str]:
+    yield _cut(group.example.recurrence, full=full)
+    yield group.example.why
+    if len(group.rows) > 1 and not full:
+        yield _cut(f"of {', '.join(group.names)}", full=full)
+
+
+def _in_markdown(group: Treatment, *, full: bool) -> Iterator[str]:
+    recurrence, *others = _explanation(group, full=full)
+    yield f"`{recurrence}`"
+    yield from others
+
+
+def _wrapped(mark: str, paragraphs: Iterator[str]) -> str:
+    indent = " " * len(mark)
+    lines = (
+        textwrap.fill(text, TEXT_WIDTH, initial_indent=mark if i == 0 else indent, subsequent_indent=indent)
+        for i, text in enumerate(paragraphs)
+    )
+    return "\n".join(lines)
+
+
+def _cut(text: str, *, full: bool) -> str:
+    return text if full or len(text) <= SHORTENED else f"{text[: SHORTENED - 1]}…"

@@ -1,0 +1,175 @@
+"""What was done to each state tensor, and which tensors were treated alike."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+
+from collage_fx.formats import short_name
+from collage_fx.program import Kind, Role, StateTensor, StepProgram
+
+__all__ = ["TensorReport", "Treatment", "bytes_per_parameter", "tensor_report", "treatments"]
+
+
+@dataclass(frozen=True)
+class TensorReport:
+    """One state tensor of a step.
+
+    Attributes:
+        name: as the user knows it.
+        symbol: what it is in recurrences: ``p`` for a parameter, else such as ``exp_avg``.
+        shape, dtype, role: of the tensor.
+        kind: ``accumulation``, ``moving average``, ``overwrite`` or ``other``.
+        expression: the new value; other state tensors' new values appear as primed symbols.
+        lossy: whether its storage format loses the update.
+        reason: the number that says so.
+        compensated: whether it has error terms.
+        selection: why, or why not.
+        error_format: name of the format, or an empty string.
+        bytes: of the tensor itself.
+        error_bytes: of its error terms.
+        inputs: names of the graph inputs that it and its error terms are.
+    """
+
+    name: str
+    symbol: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    role: Role
+    kind: Kind
+    expression: sympy.Expr
+    lossy: bool
+    reason: str
+    compensated: bool
+    selection: str
+    error_format: str
+    bytes: int
+    error_bytes: int
+    inputs: tuple[str, ...]
+
+    @property
+    def numel(self) -> int:
+        return self.bytes // self.dtype.itemsize
+
+    @property
+    def recurrence(self) -> str:
+        """``symbol' = expression``."""
+        return f"{self.symbol}' = {sympy.sstr(self.expression)}"
+
+    @property
+    def why(self) -> str:
+        """Reason and selection in one line."""
+        return f"{self.reason}; {'' if self.compensated else 'no '}error terms ({self.selection})"
+
+
+def tensor_report(program: StepProgram, state: StateTensor) -> TensorReport:
+    """The row of one state tensor, free of references to graphs and tensors."""
+    assert state.recurrence is not None
+    assert state.verdict is not None
+    value = state.value
+    specs = program.error_format.auxiliaries(value.dtype) if state.compensated else ()
+    numel = int(value.numel())
+    error_bytes = sum(
+        spec.dtype.itemsize * (numel if spec.shape is None else int(torch.Size(spec.shape).numel()))
+        for spec in specs
+    )
+    return TensorReport(
+        name=state.info.name,
+        symbol=state.info.symbol,
+        shape=tuple(int(size) for size in value.shape),
+        dtype=value.dtype,
+        role=state.info.role,
+        kind=state.recurrence.kind,
+        expression=_readable(state.recurrence.expression),
+        lossy=state.verdict.lossy,
+        reason=state.verdict.reason,
+        compensated=state.compensated,
+        selection=state.selection,
+        error_format=program.error_format.name if state.compensated else "",
+        bytes=numel * value.dtype.itemsize,
+        error_bytes=error_bytes,
+        inputs=(state.placeholder.name, *(node.name for node in state.auxiliaries)),
+    )
+
+
+def _readable(expression: sympy.Expr) -> sympy.Expr:
+    """With numbers that SymPy has computed shortened like those of the graph: 1/3e-4 is 3333.33."""
+    numbers = expression.atoms(sympy.Float)
+    return expression.xreplace({number: sympy.Float(f"{float(number):.6g}") for number in numbers})
+
+
+@dataclass(frozen=True)
+class Treatment:
+    """Tensors that differ in name and shape alone: what holds for one of them holds for all."""
+
+    rows: tuple[TensorReport, ...]
+
+    @property
+    def example(self) -> TensorReport:
+        return self.rows[0]
+
+    @property
+    def what(self) -> str:
+        """The tensor's name, or what the several are: ``148 parameters``, ``148 × exp_avg``."""
+        return self.example.name if len(self.rows) == 1 else self.counted
+
+    @property
+    def counted(self) -> str:
+        """Without a name, as in ``1 parameter``."""
+        number = len(self.rows)
+        if self.example.role is Role.PARAMETER:
+            return f"{number} parameter{'s' * (number > 1)}"
+        return f"{number} × {self.example.symbol}"
+
+    @property
+    def layout(self) -> str:
+        """Data type and shape, or the number of elements in all where shapes differ."""
+        dtype = short_name(self.example.dtype)
+        if len({row.shape for row in self.rows}) == 1:
+            return f"{dtype}[{','.join(map(str, self.example.shape))}]"
+        return f"{sum(row.numel for row in self.rows):,} {dtype}"
+
+    @property
+    def bytes(self) -> int:
+        """Of the tensors and their error terms."""
+        return sum(row.bytes + row.error_bytes for row in self.rows)
+
+    @property
+    def names(self) -> list[str]:
+        """The tensors' names, those that differ in numbers alone as one: ``blocks.*.mlp.weight``."""
+        patterns: dict[str, list[str]] = {}
+        for row in self.rows:
+            patterns.setdefault(re.sub(r"\d+", "*", row.name), []).append(row.name)
+        return [pattern if len(names) > 1 else names[0] for pattern, names in patterns.items()]
+
+
+def treatments(rows: Iterable[TensorReport]) -> list[Treatment]:
+    """Groups of equal treatment, in the order of their first tensors."""
+    groups: dict[Any, list[TensorReport]] = {}
+    for row in rows:
+        groups.setdefault(_treatment(row), []).append(row)
+    return [Treatment(tuple(group)) for group in groups.values()]
+
+
+def _treatment(row: TensorReport) -> tuple[Any, ...]:
+    return (
+        *(row.dtype, row.role, row.symbol, row.kind, row.expression, row.lossy, row.reason),
+        *(row.compensated, row.selection, row.error_format),
+    )
+
+
+def bytes_per_parameter(rows: Sequence[TensorReport]) -> dict[str, float]:
+    """Bytes per element of the low-precision parameters, by what they are for, and in ``total``."""
+    parameters = sum(row.numel for row in rows if row.role is Role.PARAMETER)
+    sums = {
+        "parameters": sum(row.bytes for row in rows if row.role is Role.PARAMETER),
+        "state": sum(row.bytes for row in rows if row.role is not Role.PARAMETER),
+        "error terms": sum(row.error_bytes for row in rows),
+    }
+    sums["total"] = sum(sums.values())
+    return {name: value / parameters if parameters else 0.0 for name, value in sums.items()}

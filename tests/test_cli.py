@@ -1,0 +1,143 @@
+"""``collage-fx``, as a user calls it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from collage_fx import doctor
+from collage_fx.cli import main
+from collage_fx.passes.pin_roundings import PinRoundings
+from collage_fx.program import StepProgram
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_explain_any_optimizer(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    page = tmp_path / "out.html"
+    command = "explain --optimizer torch.optim.AdamW --lr 3e-4 --strategy light --kw betas=(0.9,0.95)"
+    assert main([*command.split(), "--html", str(page)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("AdamW\n")
+    assert "exp_avg_sq' = 0.95*exp_avg_sq + 0.05*g**2" in printed
+    assert "light: every parameter" in printed
+    assert "3333.33*sqrt(exp_avg_sq')" in printed  # 1/lr, in as many digits as a person reads
+    assert f"Written: {page}" in printed
+    assert "<math" in page.read_text()
+
+
+def test_explain_prints_what_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    command = (
+        "explain --optimizer SGD --dtype float16 --shape 3,4 --shape 5 --kw momentum=0.9 --full --markdown"
+    )
+    assert main(command.split()) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("## SGD\n")
+    assert "f16[3,4]" in printed
+    assert len(re.findall(r"momentum_buffer +\|", printed)) == 2
+
+
+def test_kernels_are_those_of_a_compiled_step(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    page = tmp_path / "out.html"
+    command = f"explain --optimizer SGD --lr 0.1 --shape 4 --html {page} --kernels"
+    assert main(command.split()) == 0
+    assert "1 of 1 tensors have error terms" in capsys.readouterr().out
+    assert "extern" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "told"),
+    [
+        ("explan --optimizer SGD", 2, "no command 'explan'; did you mean explain?"),
+        ("explain --optimizer AdanW", 2, "no optimizer 'AdanW' in torch.optim; did you mean AdamW"),
+        ("explain --optimizer torch.optm.AdamW", 2, "no module 'torch.optm'; did you mean optim?"),
+        ("explain --optimizer tarch.optim.AdamW", 2, "no module 'tarch'; did you mean torch"),
+        (
+            "explain --optimizer SGD --kw momentun=0.9",
+            2,
+            "SGD has no argument 'momentun'; did you mean momentum?",
+        ),
+        ("explain --optimizer SGD --kw momentum", 2, "--kw takes NAME=VALUE"),
+        ("explain --optimizer SGD --strategy pluss", 2, "'pluss' is not allowed; did you mean plus?"),
+        ("explain --optimizer SGD --dtype bf16", 2, "bfloat16"),
+        ("explain --optimizer SGD --stratgy plus", 2, "no option '--stratgy'; did you mean --strategy?"),
+        ("explain --optimizer SGD --shape 3x4", 2, "--shape takes numbers"),
+        ("explain --optimizer Muon", 2, "--shape gives others"),
+        ("explain", 2, "--optimizer"),
+        ("", 2, "COMMAND"),
+        ("explain --optimizer AdamW --kw fused=True", 1, "what to do"),
+    ],
+)
+def test_what_is_wrong_is_said_with_a_way_out(
+    capsys: pytest.CaptureFixture[str], command: str, status: int, told: str
+) -> None:
+    assert main(command.split()) == status
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("collage-fx: ")
+    assert told in captured.err
+
+
+def test_doctor_is_content_here(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:3] for line in lines if line.startswith("cpu ")][1:] == [
+        ["cpu", "bfloat16", "ok"],
+        ["cpu", "float16", "ok"],
+    ]
+    assert lines[-1] == "All is well."
+
+
+def test_doctor_finds_a_compiler_that_drops_roundings(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With roundings left to Inductor as ordinary casts, it computes in float32 and drops them."""
+
+    def leave(self: PinRoundings, program: StepProgram) -> str:
+        return "nothing"
+
+    monkeypatch.setattr(doctor, "devices", lambda: ["cpu"])
+    monkeypatch.setattr(PinRoundings, "run", leave)
+    assert main(["doctor"]) == 1
+    printed = capsys.readouterr().out
+    assert "FAILED" in printed
+    assert "error term is zero" in " ".join(printed.split())
+
+
+def test_doctor_gives_the_reason_where_nothing_compiles(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("\nno working C++ compiler")
+
+    monkeypatch.setattr(doctor, "_compiled_steps", broken)
+    assert main(["doctor"]) == 1
+    assert "RuntimeError: no working C++ compiler" in " ".join(capsys.readouterr().out.split())
+
+
+def test_demo_passes_its_options_on_to_the_example(capfd: pytest.CaptureFixture[str]) -> None:
+    for module in ("matplotlib", "tqdm"):
+        pytest.importorskip(module)
+    assert main(["demo", "--help"]) == 0
+    assert "--strategies" in capfd.readouterr().out
+    assert main(["demo", "--steps", "many"]) == 2
+
+
+def test_the_demo_says_what_it_lacks(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["demo"]) == 2
+    assert "pip install 'collage-fx[demo]'" in capsys.readouterr().err
+
+
+def test_it_runs_as_a_module() -> None:
+    command = [sys.executable, "-m", "collage_fx", "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    for name in ("explain", "doctor", "demo"):
+        assert name in done.stdout

@@ -1,0 +1,117 @@
+"""What the documentation shows is what the commands print."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import torch
+
+from collage_fx import explain
+from collage_fx.cli import main
+from collage_fx.formats import BFLOAT16, FLOAT16, FloatFormat
+from collage_fx.graph import graph_text
+from collage_fx.recurrence import TOLERATED_STALL, representation_error, stall_band
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+WRITTEN_WITH = "2.13."
+
+as_written = pytest.mark.skipif(
+    not torch.__version__.startswith(WRITTEN_WITH),
+    reason=f"the pages show graphs as torch {WRITTEN_WITH}x captures them, this is {torch.__version__}",
+)
+
+
+def blocks(language: str) -> list[tuple[str, str]]:
+    """(page, text) of every fenced block of a language."""
+    pages = sorted(DOCS.glob("*.md"))
+    pattern = rf"^```{language}\n(.*?)^```$"
+    return [
+        (page.name, text)
+        for page in pages
+        for text in re.findall(pattern, page.read_text(), re.DOTALL | re.MULTILINE)
+    ]
+
+
+CONSOLE = [
+    (page, *text.removeprefix("$ ").rstrip().split("\n", 1))
+    for page, text in blocks("console")
+    if text.startswith("$ collage-fx ")
+]
+
+
+def sgd() -> torch.optim.Optimizer:
+    return torch.optim.SGD([("weight", torch.nn.Parameter(torch.ones(4).bfloat16()))], lr=0.5)
+
+
+@as_written
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [block[1:] for block in CONSOLE],
+    ids=[f"{page}: {line}" for page, line, _ in CONSOLE],
+)
+def test_a_command_prints_what_the_page_shows(
+    command: str,
+    shown: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    main(shlex.split(command)[1:])
+    captured = capsys.readouterr()
+    printed = captured.out + "".join(
+        line for line in captured.err.splitlines(True) if line.startswith("collage")
+    )
+    if command.endswith("doctor"):  # versions and devices are this machine's
+        expected = {line for line in shown.splitlines() if re.match(r"cpu .*float16|All is", line)}
+        assert len(expected) == 3
+        assert expected <= set(printed.splitlines())
+    else:
+        assert printed.rstrip() == shown
+
+
+def test_there_are_commands_to_run() -> None:
+    assert len(CONSOLE) == 5
+
+
+@as_written
+def test_the_graph_of_sgd_is_the_one_captured() -> None:
+    (graph,) = explain(sgd()).graphs
+    assert f"```\n{graph_text(graph.before.graph)}\n```" in (DOCS / "how-it-works.md").read_text()
+
+
+@as_written
+def test_the_drawing_of_sgd_is_up_to_date(tmp_path: Path) -> None:
+    drawn = explain(sgd()).graphs[0].draw(tmp_path / "sgd.svg")
+    assert drawn.read_text() == (DOCS / "sgd.svg").read_text()
+
+
+def test_the_own_pass_shown_is_the_examples() -> None:
+    example = (ROOT / "examples" / "own_pass.py").read_text()
+    shown = [text for page, text in blocks("python") if "class ClipGradients" in text]
+    assert len(shown) == 1
+    assert shown[0] in example
+    assert len(shown[0].splitlines()) <= 30
+
+
+@pytest.mark.parametrize("decay", ["0.9", "0.95", "0.98", "0.99", "0.995", "0.999", "0.9999"])
+def test_the_table_of_decays(decay: str) -> None:
+    def cell(fmt: FloatFormat) -> str:
+        exact = Fraction(float(decay))
+        error = max(stall_band(exact, fmt), representation_error(exact, fmt))
+        return f"{float(error):.2g} {'lossy' if error > TOLERATED_STALL else 'fine'}"
+
+    row = f"| {decay} | {cell(BFLOAT16)} | {cell(FLOAT16)} |"
+    assert row in (DOCS / "strategies.md").read_text().splitlines()
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted(DOCS.glob("*.md"))], ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    targets = [target.partition("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text())]
+    missing = [each for each in targets if "://" not in each and each and not (page.parent / each).exists()]
+    assert missing == []

@@ -1,0 +1,146 @@
+"""``COLLAGE_FX_DUMP``, what is logged, and the stages that a report makes again."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from collage_fx import CollageBackend, explain
+from collage_fx.dumps import Dump
+from collage_fx.graph import graph_text
+from collage_fx.passes.compensate_wide import CompensateWide
+from collage_fx.pipeline import run_pipeline
+from collage_fx.program import StepProgram
+from tests.support.programs import captured, sgd
+from tests.support.training import Descent, parameters, run_steps
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_folder_per_compilation_and_two_files_a_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLLAGE_FX_DUMP", str(tmp_path / "dumps"))
+    backend = CollageBackend()
+    optimizer = Descent(params := parameters())
+    step = torch.compile(optimizer.step, backend=backend)
+    run_steps(step, params, [0])
+    optimizer.param_groups[0]["lr"] *= 2
+    run_steps(step, params, [1])
+    explain(torch.optim.SGD(parameters(torch.float32)))
+    assert names(tmp_path / "dumps") == ["Descent-1", "Descent-2", "SGD-1"]
+    folder = tmp_path / "dumps" / "Descent-1"
+    stages = [
+        *("00-captured", "01-normalize", "02-analyze", "03-allocate", "04-widen"),
+        *("05-compensate-wide", "06-pin-roundings"),
+    ]
+    assert names(folder) == [
+        *(f"{each}.{end}" for each in stages for end in ("dot", "txt")),
+        "07-inductor.py",
+    ]
+    first = {each: (folder / f"{each}.txt").read_text().splitlines()[0] for each in stages}
+    assert first["05-compensate-wide"] == "compensate-wide: 2 tensors"
+    assert first["02-analyze"] == "analyze: 2 of 2 low-precision state tensors selected"
+    graph = backend.report().graphs[0]
+    for stage, module in (("00-captured", graph.before), ("06-pin-roundings", graph.after)):
+        assert (folder / f"{stage}.txt").read_text().split("\n\n", 1)[1] == graph_text(module.graph) + "\n"
+    assert (
+        (folder / "05-compensate-wide.dot").read_text().startswith("// compensate-wide: 2 tensors\ndigraph")
+    )
+    assert graph.code
+    assert graph.code[0] in (folder / "07-inductor.py").read_text()
+    assert names(tmp_path / "dumps" / "SGD-1") == ["00-captured.dot", "00-captured.txt"]
+
+
+def test_refusals_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sorted tensor's error term is lost."""
+
+    class Sorting(Descent):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for p in self.param_groups[0]["params"]:
+                p.copy_(torch.sort(p.add(p.grad, alpha=-1e-3), dim=0).values)
+
+    monkeypatch.setenv("COLLAGE_FX_DUMP", str(tmp_path))
+    with pytest.warns(UserWarning, match="already rounded"):
+        explain(Sorting(parameters()), strict=False)
+    assert (
+        (tmp_path / "Sorting-1" / "05-compensate-wide.txt")
+        .read_text()
+        .startswith("compensate-wide: 2 tensors, 2 refused\n")
+    )
+
+
+def test_what_led_to_a_failing_pass_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: CompensateWide, program: StepProgram) -> str:
+        raise ZeroDivisionError
+
+    monkeypatch.setenv("COLLAGE_FX_DUMP", str(tmp_path))
+    monkeypatch.setattr(CompensateWide, "run", fail)
+    with pytest.raises(Exception, match="ZeroDivisionError"):
+        explain(Descent(parameters()))
+    assert names(tmp_path / "Descent-1")[-1] == "04-widen.txt"
+
+
+def test_without_the_variable_stages_are_neither_written_nor_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise AssertionError("a stage was written")
+
+    monkeypatch.delenv("COLLAGE_FX_DUMP", raising=False)
+    monkeypatch.setattr(Dump, "stage", fail)
+    assert len(explain(Descent(parameters())).graphs[0].passes) == 6
+    seen: list[torch.fx.Graph] = []
+    program = captured(sgd, "p g")
+    run_pipeline(program, observe=lambda stage: seen.append(stage.graph))
+    assert all(graph is program.gm.graph for graph in seen)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"arithmetic": "native"}, {"error_format": "fp32"}, {"strategy": "none"}]
+)
+def test_stages_made_again_are_those_of_the_compilation(options: dict[str, Any]) -> None:
+    (graph,) = explain(torch.optim.RMSprop(parameters(), lr=1e-3, momentum=0.9), **options).graphs
+    stages = graph.stages()
+    assert [(stage.name, stage.summary) for stage in stages] == list(graph.passes)
+    if options.get("strategy") != "none":
+        assert graph_text(stages[-1].graph) == graph_text(graph.after.graph)
+    assert len({graph_text(stage.graph) for stage in stages}) == len(stages) - 1  # analyze only looks
+
+
+def test_one_line_per_compilation_and_reasons_on_request(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, logger="collage_fx")
+    explain(torch.optim.RMSprop(parameters(), lr=1e-3, alpha=0.999, weight_decay=0.1))
+    lines = [
+        (record.levelname, record.getMessage()) for record in caplog.records if record.name == "collage_fx"
+    ]
+    assert [level for level, _ in lines] == ["INFO", "DEBUG", "DEBUG"]
+    told = lines[0][1].rpartition(" in ")
+    assert told[0] == "RMSprop: 2 parameters and 2 × square_avg compensated, 4.0 extra bytes/param, explained"
+    assert told[2].endswith(" s")
+    assert lines[2][1].startswith("RMSprop: 2 × square_avg: square_avg' = ")
+    assert "stalls: u/(1-a) = 3.9" in lines[2][1]
+
+
+def test_torchs_own_switch_turns_it_on() -> None:
+    program = (
+        "import torch, collage_fx\n"
+        "p = torch.nn.Parameter(torch.ones(2).bfloat16())\n"
+        "collage_fx.explain(torch.optim.SGD([p]))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCH_LOGS": "+collage_fx"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
+    assert "SGD: 1 parameter compensated, 2.0 extra bytes/param" in done.stderr
+    assert "every parameter" in done.stderr

@@ -1,0 +1,104 @@
+"""A user's own pass in the pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from collage_fx import CollageBackend, backend_for
+from collage_fx.errors import InvalidOptionError
+from collage_fx.graph import PASS_MARK, copies_to_inputs
+from collage_fx.pipeline import PIPELINE, Pass, inserted, run_pipeline
+from collage_fx.program import StepProgram
+from tests.support.programs import captured, moving_average
+from tests.support.training import Descent, parameters, run_steps
+
+
+@dataclass(frozen=True)
+class Halve(Pass):
+    """Every new value is halved, without a GraphEditor."""
+
+    name = "halve"
+
+    def run(self, program: StepProgram) -> str:
+        graph = program.gm.graph
+        for store in copies_to_inputs(graph).values():
+            value = store.args[1]
+            assert isinstance(value, torch.fx.Node)
+            with graph.inserting_before(store):
+                half = graph.call_function(torch.ops.aten.mul.Tensor, (value, 0.5))
+            half.meta["val"] = value.meta["val"]
+            store.args = (store.args[0], half)
+        program.gm.recompile()
+        return "done"
+
+
+def test_it_stands_where_it_was_put() -> None:
+    passes = inserted(Halve(), before="analyze")
+    assert [each.name for each in passes][:3] == ["normalize", "halve", "analyze"]
+    assert tuple(each for each in passes if each.name != "halve") == PIPELINE
+
+
+def test_what_it_made_is_marked_although_it_uses_no_editor() -> None:
+    program = captured(moving_average, "m g")
+    run_pipeline(program, [Halve()])
+    made = [node for node in program.gm.graph.nodes if PASS_MARK in node.meta]
+    assert [(node.target, node.meta[PASS_MARK]) for node in made] == [(torch.ops.aten.mul.Tensor, "halve")]
+
+
+def test_it_is_part_of_the_compiled_step_and_of_the_report() -> None:
+    backend = CollageBackend(passes=inserted(Halve(), before="analyze"))
+    params = parameters()
+    before = [p.detach().clone() for p in params]
+    run_steps(torch.compile(Descent(params, lr=0.0).step, backend=backend), params, [0])
+    for p, old in zip(params, before, strict=True):
+        assert torch.equal(p, old / 2)
+    (graph,) = backend.report().graphs
+    assert ("halve", "done") in graph.passes
+    assert [stage.name for stage in graph.stages()] == [name for name, _ in graph.passes]
+    assert "<math" in backend.report().to_html()
+    assert "halve" in repr(backend).lower()
+    assert "passes" not in repr(CollageBackend())
+
+
+def test_it_runs_where_nothing_is_compensated() -> None:
+    backend = CollageBackend(passes=inserted(Halve(), before="analyze"))
+
+    def step(m: Tensor, g: Tensor) -> None:
+        m.mul_(0.5).add_(g)
+
+    m, g = (torch.full((3,), value, dtype=torch.bfloat16) for value in (4.0, 2.0))
+    torch.compile(step, backend=backend)(m, g)
+    assert not any(row.compensated for row in backend.report().tensors)
+    assert m.tolist() == [2.0] * 3
+    (graph,) = backend.report().graphs
+    assert graph.after.code != graph.before.code
+
+
+def test_torch_compile_takes_it_as_an_option() -> None:
+    passes = inserted(Halve(), before="analyze")
+    assert backend_for(passes=passes) is backend_for(passes=passes) is not backend_for()
+
+
+@pytest.mark.parametrize(
+    ("passes", "message"),
+    [
+        (PIPELINE[:-1], "missing in the pipeline: pin-roundings"),
+        ((*PIPELINE, PIPELINE[-1]), "double in the pipeline: pin-roundings"),
+        (PIPELINE[::-1], "misplaced in the pipeline: pin-roundings before compensate-wide"),
+    ],
+)
+def test_an_incomplete_pipeline_is_refused(passes: Sequence[Pass], message: str) -> None:
+    with pytest.raises(InvalidOptionError, match=message):
+        CollageBackend(passes=passes)
+
+
+def test_a_place_that_is_not_there_and_a_strategy_that_runs_no_pass() -> None:
+    with pytest.raises(InvalidOptionError, match="did you mean analyze"):
+        inserted(Halve(), before="analyse")
+    with pytest.raises(InvalidOptionError, match="strategy='none'"):
+        CollageBackend(strategy="none", passes=inserted(Halve(), before="analyze"))

@@ -1,0 +1,142 @@
+"""``report.to_html()``: one file, strict, offline, and right in a real browser."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import sympy
+import torch
+
+from collage_fx import CollageBackend, CollageReport, explain
+from collage_fx.mathml import recurrence_mathml
+from collage_fx.pictures import PASS_COLORS
+from tests.support.training import Descent, parameters, run_steps
+
+HTML = "{http://www.w3.org/1999/xhtml}"
+SVG = "{http://www.w3.org/2000/svg}"
+MATH = "{http://www.w3.org/1998/Math/MathML}"
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+def adamw_report() -> CollageReport:
+    names = [f"blocks.{i}.{part}.weight" for i in range(2) for part in ("attention", "mlp")]
+    shapes = [(4, 6), (5,), (4, 7), (6,)]
+    named = list(zip(names, parameters(shapes=shapes), strict=True))
+    return explain(torch.optim.AdamW(named, lr=1e-3))
+
+
+@pytest.fixture(scope="module")
+def report() -> CollageReport:
+    return adamw_report()
+
+
+def test_it_is_well_formed_and_has_all_parts(report: CollageReport) -> None:
+    root = ElementTree.fromstring(report.to_html())
+    body = root.find(f"{HTML}body")
+    assert body is not None
+    text = "".join(body.itertext())
+    for part in (
+        "4 parameters",
+        "4 × exp_avg_sq",
+        "stalls: u/(1-a) = 3.9",
+        "blocks.*.mlp.weight.exp_avg",
+        "widen",
+    ):
+        assert part in text
+    assert len(list(root.iter(f"{MATH}math"))) == 3
+    assert len(list(root.iter(f"{SVG}svg"))) == 1 + 2 * 3  # the bars; before and after of each treatment
+    bars = [element.text for element in root.iter(f"{SVG}text")][:12]
+    own = f"{report.bytes_per_parameter()['total']:.4g}"
+    assert bars == [
+        *("as compiled", own, "none", "6", "light", "8", "plus", own, "full", "12"),
+        *("full, fp32 master copies", "18"),
+    ]
+    added = {element.text[2:].strip() for element in root.iter(f"{HTML}ins") if element.text}
+    assert any("p_lo ← " in line for line in added)
+    assert "Generated code" not in text
+
+
+def test_it_refers_to_nothing_outside_itself(report: CollageReport) -> None:
+    html = report.to_html()
+    assert re.findall(r"<script|src=|href=|url\(|@import|<link|<iframe|\son\w+=", html) == []
+    addresses = set(re.findall(r"https?://[^\"'\s<]*", html))
+    assert addresses == {uri.strip("{}") for uri in (HTML, SVG, MATH)}
+    assert "default-src 'none'" in html
+
+
+def test_names_are_escaped() -> None:
+    p = torch.nn.Parameter(torch.ones(2).bfloat16())
+    html = explain(torch.optim.SGD([("<script>alert(1)</script>&", p)])).to_html()
+    assert "<script" not in html
+    ElementTree.fromstring(html)
+
+
+def test_hundreds_of_tensors_are_a_few_drawings(report: CollageReport) -> None:
+    (graph,) = report.graphs
+    rows = tuple(
+        dataclasses.replace(row, name=row.name.replace("blocks.", f"stages.{i}."))
+        for i in range(100)
+        for row in graph.tensors
+    )
+    many = CollageReport([dataclasses.replace(graph, tensors=rows)])
+    assert len(many.tensors) == 1200
+    assert many.to_html().count("<svg") == report.to_html().count("<svg")
+    assert len(many.to_html()) < 2 * len(report.to_html())
+
+
+def test_several_steps_and_one_that_was_left_alone() -> None:
+    backend = CollageBackend()
+    for kind, dtype in ((Descent, torch.bfloat16), (torch.optim.SGD, torch.float32)):
+        optimizer = kind(params := parameters(dtype))
+        run_steps(torch.compile(optimizer.step, backend=backend), params, [0])
+    html = backend.report().to_html(kernels=True)
+    root = ElementTree.fromstring(html)
+    assert [heading.text for heading in root.iter(f"{HTML}h2")] == [
+        "Descent",
+        "1. 2 parameters",
+        "Generated code",
+    ]
+    assert "updates no bfloat16 or float16 tensor" in html
+    code = [element.text or "" for element in root.iter(f"{HTML}pre")][-1]
+    assert backend.report().graphs[0].code[0].strip() == code.strip()
+    assert "extern" in code or "triton" in code
+
+
+def test_explained_and_empty_reports_say_that_there_is_no_code(report: CollageReport) -> None:
+    assert "captured, not compiled" in report.to_html(kernels=True)
+    assert "Nothing has been compiled yet" in CollageReport().to_html()
+
+
+def test_a_symbol_is_one_name_and_a_minus_is_a_minus() -> None:
+    v = sympy.Symbol("exp_avg_sq")
+    root = ElementTree.fromstring(recurrence_mathml("exp_avg_sq", sympy.Float("0.999") * v - v**-2))
+    names = [element.text for element in root.iter(f"{MATH}mi")]
+    assert names == ["exp_avg_sq′", "exp_avg_sq", "exp_avg_sq"]
+    assert "−" in [element.text for element in root.iter(f"{MATH}mo")]
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no chromium, chromium-browser or google-chrome on the PATH")
+def test_a_browser_shows_it(report: CollageReport, tmp_path: Path) -> None:
+    """Drawn, not only parsed: the bar of this report and boxes of the passes' colours are on the screen."""
+    image = pytest.importorskip("matplotlib.image")
+    page = report.save_html(tmp_path / "report.html")
+    assert BROWSER is not None
+    command = [
+        *(BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"),
+        *(f"--screenshot={tmp_path / 'page.png'}", "--window-size=1500,2400", page.as_uri()),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (tmp_path / "page.png").is_file(), done.stderr[-2000:]
+    pixels = (image.imread(tmp_path / "page.png")[..., :3] * 255).round().astype(int)
+    assert pixels.shape[:2] == (2400, 1500)
+    seen = {f"#{red:02x}{green:02x}{blue:02x}" for red, green, blue in map(tuple, pixels.reshape(-1, 3)[::3])}
+    passes = [name for name, _ in report.graphs[0].passes]
+    for name in ("allocate", "widen", "compensate-wide", "pin-roundings"):
+        assert PASS_COLORS[passes.index(name)] in seen
+    assert "#d55e00" in seen

@@ -1,0 +1,135 @@
+"""One tensor's update as boxes and arrows, in DOT and in SVG."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from collage_fx import CollageReport, explain
+from collage_fx.errors import InvalidOptionError
+from collage_fx.svg import LONGEST_TEXT
+from tests.support.training import parameters
+
+captures_alpha = pytest.mark.skipif(
+    torch.__version__.startswith("2.11."), reason="torch 2.11 captures add(alpha=...) as two operations"
+)
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.fixture(scope="module")
+def sgd() -> CollageReport:
+    p = torch.nn.Parameter(torch.ones(4).bfloat16())
+    return explain(torch.optim.SGD([("weight", p)], lr=0.5))
+
+
+@pytest.fixture(scope="module")
+def adamw() -> CollageReport:
+    first, second = parameters()
+    return explain(torch.optim.AdamW([("first", first), ("second", second)], lr=1e-3))
+
+
+@captures_alpha
+def test_a_step_in_the_notation_of_arithmetic(sgd: CollageReport) -> None:
+    before, after = sgd.graphs[0].pictures()
+    assert [box.text for box in before.boxes] == ["p", "g", "add = p + -0.5 × g", "p ← add"]
+    assert before.arrows == (("arg0_1", "add"), ("arg1_1", "add"), ("add", "copy_"))
+    assert [(box.text, box.made_by) for box in after.boxes] == [
+        ("p", ""),
+        ("g", ""),
+        ("p_lo", "allocate"),
+        ("mul_1 = f32(g) × -0.5", "widen"),
+        ("add_3 = f32(p) + f32(p_lo)", "compensate-wide"),
+        ("add_2 = add_3 + mul_1", "widen"),
+        ("round_to_storage = round(add_2, bf16)", "pin-roundings"),
+        ("sub = add_2 − round_to_storage", "compensate-wide"),
+        ("abs_1 = abs(round_to_storage)", "compensate-wide"),
+        ("lt = lt(abs_1, inf)", "compensate-wide"),
+        ("where = where(lt, sub, 0)", "compensate-wide"),
+        ("p_lo ← bf16(where)", "compensate-wide"),
+        ("p ← bf16(round_to_storage)", ""),
+    ]
+
+
+def test_one_tensor_of_many_and_not_what_others_compute(adamw: CollageReport) -> None:
+    (graph,) = adamw.graphs
+    for picture in graph.pictures("second"):
+        inputs = [box.text for box in picture.boxes if box.role == "input"]
+        assert sorted(set(inputs) - {"p_lo"}) == ["exp_avg'", "exp_avg_sq'", "p", "step'"]
+        assert {box.layout.split("[")[1] for box in picture.boxes} == {"5]", "]"}
+        assert len(picture.boxes) < 40
+    before, after = graph.pictures("second.exp_avg_sq")
+    ends = [box.text for box in before.boxes if box.role != "operation"]
+    assert ends[:2] == ["exp_avg_sq", "g"]
+    assert [end.split()[:2] for end in ends[2:]] == [["exp_avg_sq", "←"]]
+    assert {"exp_avg_sq", "exp_avg_sq_lo", "g"} == {box.text for box in after.boxes if box.role == "input"}
+
+
+def test_arrows_point_from_earlier_boxes_to_later_ones(adamw: CollageReport) -> None:
+    for row in adamw.tensors:
+        for picture in adamw.graphs[0].pictures(row.name):
+            place = {box.name: i for i, box in enumerate(picture.boxes)}
+            assert all(place[start] < place[end] for start, end in picture.arrows)
+
+
+def test_svg_is_strict_xml_with_every_box_in_view_and_none_on_another(
+    adamw: CollageReport, tmp_path: Path
+) -> None:
+    graph = adamw.graphs[0]
+    path = graph.draw(tmp_path / "first.svg", tensor="first")
+    root = ElementTree.parse(path).getroot()
+    boxes = root.findall(f".//{SVG}g[@class='box']/{SVG}rect")
+    assert len(boxes) == sum(len(picture.boxes) for picture in graph.pictures("first"))
+    for half in root.findall(f"{SVG}g"):
+        left = float(half.attrib["transform"].split("(")[1].split()[0])
+        places = [
+            [float(rect.attrib[name]) for name in ("x", "y", "width", "height")]
+            for rect in half.findall(f".//{SVG}g[@class='box']/{SVG}rect")
+        ]
+        for i, (x, y, width, height) in enumerate(places):
+            assert x >= 0
+            assert left + x + width <= float(root.attrib["width"])
+            assert y + height <= float(root.attrib["height"])
+            for other_x, other_y, other_width, _ in places[:i]:
+                assert other_y != y or x >= other_x + other_width or other_x >= x + width
+    texts = {element.text for element in root.iter(f"{SVG}text")}
+    assert {"first before", "first after", "made by compensate-wide"} <= texts
+    drawn = {box.text for picture in graph.pictures("first") for box in picture.boxes}
+    assert {text for text in drawn if len(text) <= LONGEST_TEXT} <= texts
+
+
+@captures_alpha
+def test_dot_text(sgd: CollageReport, tmp_path: Path) -> None:
+    text = sgd.graphs[0].draw(tmp_path / "weight.dot").read_text()
+    assert '"0 add" -> "0 copy_";' in text
+    assert 'label="add = p + -0.5 × g\\nbf16[4]"' in text
+    assert 'tooltip="compensate-wide"' in text
+    assert text.count("subgraph") == 2
+
+
+@pytest.mark.skipif(shutil.which("dot") is None, reason="Graphviz's dot is not on the PATH")
+@pytest.mark.parametrize(("ending", "magic"), [(".png", b"\x89PNG"), (".pdf", b"%PDF")])
+def test_graphviz_renders_the_rest(sgd: CollageReport, tmp_path: Path, ending: str, magic: bytes) -> None:
+    pytest.importorskip("graphviz")
+    assert sgd.graphs[0].draw(tmp_path / f"weight{ending}").read_bytes().startswith(magic)
+
+
+def test_what_is_missing_is_named(
+    sgd: CollageReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (graph,) = sgd.graphs
+    with pytest.raises(InvalidOptionError, match="did you mean weight"):
+        graph.draw(tmp_path / "x.svg", tensor="wieght")
+    with pytest.raises(InvalidOptionError, match=r"\.svg, \.dot, \.png or \.pdf"):
+        graph.draw(tmp_path / "x.jpeg")
+    plain = explain(torch.optim.SGD(parameters(torch.float32))).graphs[0]
+    with pytest.raises(InvalidOptionError, match="updates no bfloat16"):
+        plain.draw(tmp_path / "x.svg")
+    monkeypatch.setitem(sys.modules, "graphviz", None)
+    with pytest.raises(ImportError, match=r"collage-fx\[draw\]"):
+        graph.draw(tmp_path / "x.png")
+    assert list(tmp_path.iterdir()) == []
