@@ -250,6 +250,7 @@ class Recorder(TorchDispatchMode):
         self._viewed: dict[int, Tensor] = {}
         self._compiled: dict[Any, Compiled] = {}
         self._predicted: dict[Any, tuple[Any, ...]] = {}
+        self._outer: list[bool] = []
 
     def finish(self, *, successfully: bool) -> None:
         """At the end of a step: execute what has been recorded, or drop it."""
@@ -272,11 +273,12 @@ class Recorder(TorchDispatchMode):
     def __enter__(self) -> Recorder:
         with compile_lock:
             super().__enter__()
+        self._outer.append(_recording.now)
         _recording.now = True
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        _recording.now = False
+        _recording.now = self._outer.pop()
         with compile_lock:
             super().__exit__(*exception)
 

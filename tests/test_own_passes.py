@@ -87,9 +87,9 @@ def test_torch_compile_takes_it_as_an_option() -> None:
 @pytest.mark.parametrize(
     ("passes", "message"),
     [
-        (PIPELINE[:-1], "missing in the pipeline: pin-roundings"),
-        ((*PIPELINE, PIPELINE[-1]), "double in the pipeline: pin-roundings"),
-        (PIPELINE[::-1], "misplaced in the pipeline: pin-roundings before compensate-wide"),
+        (PIPELINE[:-1], "missing in the pipeline: hoist-scalars"),
+        ((*PIPELINE, PIPELINE[-1]), "double in the pipeline: hoist-scalars"),
+        (PIPELINE[::-1], "misplaced in the pipeline: hoist-scalars before pin-roundings"),
     ],
 )
 def test_an_incomplete_pipeline_is_refused(passes: Sequence[Pass], message: str) -> None:
