@@ -46,6 +46,7 @@ from collage_fx.lowering import JOINT_GRAPH_SETTINGS, lower
 from collage_fx.names import KnownTensor, describe_inputs, known_tensors, optimizers_among
 from collage_fx.pipeline import ANALYSIS, PIPELINE, Pass, Stage, refuse_incomplete, run_pipeline
 from collage_fx.program import Arithmetic, InputInfo, Role, StateTensor, StepProgram, Strategy
+from collage_fx.recording import is_recorded
 from collage_fx.report import CollageReport
 from collage_fx.torch_compat import (
     compile_with_inductor,
@@ -404,6 +405,7 @@ class _Capture:
             self.options.arithmetic,
             ERROR_FORMATS[self.options.error_format],
             already_compensated=frozenset(existing),
+            is_recorded=any(map(is_recorded, self.optimizers.values())),
         )
 
     def _existing_expansions(self, inputs: Sequence[InputInfo]) -> dict[int, Expansion]:

@@ -166,6 +166,8 @@ class StepProgram:
         inputs: one :class:`InputInfo` per graph input.
         already_compensated: positions of inputs that have error terms already (from another compiled
             callable, an earlier compilation or a checkpoint).
+        is_recorded: whether it is a part of a recorded step: what it stores may have been computed, by
+            another part, from what it overwrites.
         states: set by ``analyze``.
         reads: set by ``allocate``.
     """
@@ -176,6 +178,7 @@ class StepProgram:
     arithmetic: Arithmetic
     error_format: ErrorFormat
     already_compensated: frozenset[int] = frozenset()
+    is_recorded: bool = False
     states: list[StateTensor] = field(default_factory=list)
     reads: list[ReadExpansion] = field(default_factory=list)
 

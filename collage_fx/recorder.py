@@ -424,13 +424,19 @@ class Recorder(TorchDispatchMode):
             original = self._original_of(storage)
             original = self._viewed.get(storage, self._original_of(storage))
             segment.of_storage[storage] = segment.add(_whole(tensor) if original is None else original)
-        base = segment.of_storage[storage]
+        base = value = segment.of_storage[storage]
         owner = segment.tensors[base]
+        if tensor.dtype != owner.dtype:
+            value = self._view(segment, tensor, value, aten.view.dtype, tensor.dtype)
         place = (tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
         if place == (tuple(owner.shape), tuple(owner.stride()), int(owner.storage_offset())):
-            return base
-        call = _Call(aten.as_strided.default, (_Ref(base), *place), {}, [base])
-        call.results.append(segment.add(tensor, base, (call, 0)))
+            return value
+        return self._view(segment, tensor, value, aten.as_strided.default, *place)
+
+    def _view(self, segment: _Segment, tensor: Tensor, value: int, func: Any, *args: Any) -> int:
+        """A real tensor as a view of another value."""
+        call = _Call(func, (_Ref(value), *args), {}, [value])
+        call.results.append(segment.add(tensor, segment.base(value), (call, 0)))
         segment.calls.append(call)
         return call.results[0]
 

@@ -65,8 +65,14 @@ class Analyze(Pass):
             state.compensated, state.selection = _select(program, state, flow)
         sources = [*kept_up, *(state.placeholder for state in program.compensated)]
         for state in program.states:
-            if _is_overwritten_parameter(state) and _is_computed_from(sources, state, flow):
+            if not _is_overwritten_parameter(state):
+                continue
+            if _is_computed_from(sources, state, flow):
                 state.compensated, state.selection = True, "computed from state that is compensated"
+            elif program.is_recorded and program.strategy != "none":
+                state.compensated, state.selection = True, "a parameter, in a part of a recorded step"
+                if _is_made_of_bits(state):
+                    state.refusal = "its new value has been rounded by operations on its bits"
         return f"{len(program.compensated)} of {len(program.states)} low-precision state tensors selected"
 
 
@@ -142,6 +148,19 @@ def _select(program: StepProgram, state: StateTensor, flow: _Flow) -> tuple[bool
 def _is_overwritten_parameter(state: StateTensor) -> bool:
     assert state.recurrence is not None
     return state.recurrence.kind is Kind.OVERWRITE and state.info.role is Role.PARAMETER
+
+
+def _is_made_of_bits(state: StateTensor) -> bool:
+    """Whether the new value has been an integer on its way: stochastic rounding, say."""
+    waiting, seen = [_stored(state)], set()
+    while waiting:
+        node = waiting.pop()
+        if node not in seen and node.op == "call_function":
+            seen.add(node)
+            if node.target is torch.ops.aten.view.dtype:
+                return True
+            waiting += node.all_input_nodes
+    return False
 
 
 def _is_computed_from(sources: Sequence[Node], target: StateTensor, flow: _Flow) -> bool:

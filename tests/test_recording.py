@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from collage_fx import CollageBackend, error_terms, full_value
-from collage_fx.errors import RecompileLimitError
+from collage_fx.errors import RecompileLimitError, UncompensatedParameterError
 from collage_fx.recording import is_recorded
 from tests.support.training import Descent, compiled, parameters, run_steps, set_gradients
 
@@ -97,6 +97,16 @@ class ViewsAcross(Recorded):
             flat[2:].add_(halves[1], alpha=-lr)
 
 
+class UpdatesInFloat32(Recorded):
+    """The new parameter crosses the branch in float32, and its bits as a view of another dtype."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
+        wide = p.to(torch.promote_types(p.dtype, torch.float32)) - lr * g
+        bits = wide.view(torch.int32 if wide.dtype == torch.float32 else torch.int64)
+        if bits.abs().max() > 0 and int((bits & 1).max()) <= 1:
+            p.copy_(wide)
+
+
 class CallsTorchCompile(Recorded):
     def update(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
         if g.norm() > 0:
@@ -146,6 +156,7 @@ RULES = [
     TrustRatio,
     AppliesWhatItComputedBefore,
     AssignsData,
+    UpdatesInFloat32,
     ViewsAcross,
     CallsTorchCompile,
     Foreach,
@@ -228,6 +239,26 @@ class Fails(Recorded):
             state["bad"] = torch.zeros_like(p)
             self.kept = g * 2
             raise ArithmeticError("no such gradient")
+
+
+@pytest.mark.filterwarnings("ignore:.*rounded by operations on its bits")
+def test_a_step_that_rounds_by_itself_is_refused() -> None:
+    """Stochastic rounding, in the bits; random numbers are drawn between two graphs."""
+
+    class Stochastic(Recorded):
+        def update(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
+            bits = (p.float() - lr * g).view(torch.int32)
+            noise = torch.randint_like(bits, 1 << 16)
+            if noise.max() >= 0:
+                p.copy_((bits + noise).bitwise_and(-65536).view(torch.float32))
+
+    torch._dynamo.reset()
+    (p,) = params = parameters(shapes=[(4, 3)])
+    with pytest.raises(UncompensatedParameterError, match="operations on its bits"):
+        run_steps(compiled(Stochastic(params)), params, [0])
+    before = p.detach().clone()
+    run_steps(compiled(Stochastic(params), strict=False), params, [0])
+    assert float((p - before).abs().max()) < 2**-6, "an ulp of the largest"
 
 
 def test_after_an_exception_in_a_step_all_is_as_before() -> None:
