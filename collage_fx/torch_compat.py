@@ -618,8 +618,17 @@ def run_compiled_functions_as_they_are_if(condition: Callable[[], bool]) -> None
     As the stance ``"force_eager"`` does, which is one for all threads.
     """
 
+    # fullgraph=True counts what has been compiled; less than zero is "do not count". Since torch 2.13.
+    count_compiled = getattr(eval_frame, "set_fullgraph_compiled_frame_count", lambda count: None)
+
     def conditional(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        return lambda callback: None if condition() else original(callback)
+        def callback_from_stance(callback: Any) -> Any:
+            if not condition():
+                return original(callback)
+            count_compiled(-1)
+            return None
+
+        return callback_from_stance
 
     wrap_method(eval_frame, "_callback_from_stance", conditional)
 

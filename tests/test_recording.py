@@ -110,7 +110,7 @@ class UpdatesInFloat32(Recorded):
 class CallsTorchCompile(Recorded):
     def update(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
         if g.norm() > 0:
-            torch.compile(_descend, backend="inductor")(p, g, lr)
+            torch.compile(_descend, backend="inductor", fullgraph=True)(p, g, lr)
 
 
 def _descend(p: Tensor, g: Tensor, lr: float) -> None:
