@@ -617,7 +617,6 @@ def run_compiled_functions_as_they_are_if(condition: Callable[[], bool]) -> None
 
     As the stance ``"force_eager"`` does, which is one for all threads.
     """
-
     # fullgraph=True counts what has been compiled; less than zero is "do not count". Since torch 2.13.
     count_compiled = getattr(eval_frame, "set_fullgraph_compiled_frame_count", lambda count: None)
 
