@@ -499,14 +499,16 @@ def _components(segment: _Segment, kept: Sequence[int]) -> list[_Component]:
             value = parent[value]
         return value
 
-    for call in segment.calls:
-        own = [value for value in (*call.results, *call.tensors) if not segment.is_shared_scalar(value)]
-        for value in own[1:]:
-            parent[root(value)] = root(own[0])
+    own = [
+        [value for value in (*call.results, *call.tensors) if not segment.is_shared_scalar(value)]
+        for call in segment.calls
+    ]
+    for first, *others in own:
+        for value in others:
+            parent[root(value)] = root(first)
     found: dict[int, _Component] = {}
-    for call in segment.calls:
-        own = [value for value in (*call.results, *call.tensors) if not segment.is_shared_scalar(value)]
-        found.setdefault(root(own[0]), _Component()).calls.append(call)
+    for call, (first, *_) in zip(segment.calls, own, strict=True):
+        found.setdefault(root(first), _Component()).calls.append(call)
     for value in sorted({segment.base(value) for value in kept}):
         if not segment.is_input(value):
             found[root(value)].kept.append(value)

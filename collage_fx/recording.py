@@ -19,6 +19,7 @@ from collage_fx.errors import RecompileLimitError
 from collage_fx.names import carried, known_tensors, parameter_names
 from collage_fx.recorder import Recorder, Spec
 from collage_fx.torch_compat import forget_static_addresses
+from collage_fx.wrapping import MARK
 
 __all__ = ["branches_on_values", "is_recorded", "record"]
 
@@ -66,9 +67,8 @@ def _reroute(cls: type[Optimizer]) -> None:
     wrapper = cast(Any, cls.step)
     cell = wrapper.__closure__[wrapper.__code__.co_freevars.index("func")]
     step = cell.cell_contents
-    if getattr(step, "__name__", "") == _switched.__name__:
-        return
-    cell.cell_contents = _switched(step)
+    if not hasattr(step, MARK):
+        cell.cell_contents = _switched(step)
 
 
 def _switched(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,7 +78,7 @@ def _switched(step: Callable[..., Any]) -> Callable[..., Any]:
             return step(self, *args, **kwargs)
         return recording.run(step, self, args, kwargs)
 
-    switched.__name__ = _switched.__name__
+    setattr(switched, MARK, step)
     return switched
 
 
