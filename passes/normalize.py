@@ -14,15 +14,18 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.fx.node import map_arg
 
 from collage_fx.composites import COMPOSITES, FOREACH_OPERATORS, foreach_calls, foreach_name, foreach_rule
 from collage_fx.graph import GraphEditor, copies_to_inputs, tensor_value
 from collage_fx.passes.base import Pass
 from collage_fx.program import StepProgram
+from collage_fx.torch_compat import real_tensors
 
 __all__ = ["Normalize"]
 
 aten = torch.ops.aten
+prims = torch.ops.prims
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,8 @@ class Normalize(Pass):
         unpacked = sum(_unpack_foreach(editor, node) for node in list(editor.graph.nodes))
         opened = sum(_open_composite(editor, node) for node in list(editor.graph.nodes))
         for node in list(editor.graph.nodes):
+            _compute_constant(editor, node)
+        for node in list(editor.graph.nodes):
             _choose_constant_branch(editor, node)
             _forward_copy(editor, node)
         _read_before_overwriting(editor)
@@ -67,16 +72,45 @@ def _open_composite(editor: GraphEditor, node: Node) -> bool:
     return True
 
 
+def _compute_constant(editor: GraphEditor, node: Node) -> None:
+    """An elementwise operation on numbers, each a 0-d ``full`` -> another such number.
+
+    torch 2.11 decomposes ``lerp`` by itself, into branches on a condition that is computed from the weight.
+    """
+    if node.op != "call_function" or torch.Tag.pointwise not in getattr(node.target, "tags", ()):
+        return
+    value, operands = tensor_value(node), node.all_input_nodes
+    if value is None or not operands or not all(map(_is_number, operands)):
+        return
+    with real_tensors():
+        args, kwargs = map_arg((node.args, node.kwargs), _number)
+        result = node.target(*args, **kwargs).item()
+    with editor.graph.inserting_before(node):
+        options = {"dtype": value.dtype, "device": value.device}
+        node.replace_all_uses_with(editor.call(aten.full.default, [], result, **options))
+    editor.graph.erase_node(node)
+
+
+def _is_number(node: Node) -> bool:
+    return (
+        node.target is aten.full.default
+        and not node.meta["val"].shape
+        and isinstance(node.args[1], (bool, int, float))
+    )
+
+
+def _number(node: Node) -> torch.Tensor:
+    value = node.args[1]
+    assert isinstance(value, (bool, int, float))
+    return torch.full([], value, dtype=node.meta["val"].dtype)
+
+
 def _choose_constant_branch(editor: GraphEditor, node: Node) -> None:
-    """``where(False, a, b)`` -> ``b``: what torch 2.11's own decomposition of ``lerp`` leaves behind."""
+    """``where(False, a, b)`` -> ``b``."""
     if node.target is not aten.where.self:
         return
     condition, *branches = node.args
-    if (
-        isinstance(condition, Node)
-        and condition.target is aten.full.default
-        and not condition.meta["val"].shape
-    ):
+    if isinstance(condition, Node) and _is_number(condition):
         chosen = branches[0] if condition.args[1] else branches[1]
         chosen_value, value = tensor_value(chosen), tensor_value(node)
         if chosen_value is not None and value is not None and chosen_value.shape == value.shape:
@@ -88,11 +122,12 @@ def _forward_copy(editor: GraphEditor, node: Node) -> None:
     """``copy(destination, source)`` -> ``source``, in the destination's dtype, shape and strides.
 
     AOTAutograd writes it where an in-place result is laid out unlike its destination (a transposed weight
-    with a contiguous gradient); the destination's old value plays no part in it.
+    with a contiguous gradient); the destination's old value plays no part in it. torch 2.11's ``lerp`` says
+    ``copy_strided(source, strides)`` there.
     """
-    if node.target is not aten.copy.default:
+    if node.target not in (aten.copy.default, prims.copy_strided.default):
         return
-    source, value = node.args[1], tensor_value(node)
+    source, value = node.args[1 if node.target is aten.copy.default else 0], tensor_value(node)
     assert isinstance(source, Node)
     assert value is not None
     with editor.graph.inserting_before(node):

@@ -7,17 +7,27 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.torch_version import TorchVersion
 
 from collage_fx.composites import COMPOSITES
+from collage_fx.error_formats import ERROR_FORMATS
 from collage_fx.graph import graph_text
 from collage_fx.passes.normalize import Normalize
+from collage_fx.program import InputInfo, Role, StepProgram
 from tests.support.programs import captured, captured_of, only
 
 
 def _operations(step: Callable[..., Any], symbols: str) -> str:
     graph = only(captured(step, symbols, dtypes=torch.float32), Normalize()).gm.graph
     return "\n".join(line for line in graph_text(graph).splitlines() if "# normalize" in line)
+
+
+def _program(step: Callable[[Tensor, Tensor], None], m: Tensor, g: Tensor) -> StepProgram:
+    """``step`` after this pass alone, with all that it says kept: no other compiler has seen it."""
+    gm = make_fx(step, tracing_mode="fake")(m, g)
+    infos = [InputInfo(name, name, Role.STATE) for name in "mg"]
+    return only(StepProgram(gm, infos, "plus", "wide", ERROR_FORMATS["mcf"]), Normalize())
 
 
 composite = pytest.mark.skipif(
@@ -44,6 +54,48 @@ def test_lerp_keeps_the_slope_of_the_old_value_visible() -> None:
         """\
 mul: float32[4] = mul(sub, 0.25)  # normalize
 add_1: float32[4] = add(m, mul)  # normalize""",
+    )
+
+
+def test_a_branch_on_a_constant_is_taken_while_compiling() -> None:
+    """As torch 2.11 decomposes ``lerp``, before Inductor folds constants (which ``explain`` doesn't wait for)."""
+
+    def step(m: Tensor, g: Tensor) -> None:
+        weight = torch.full((), 0.25)
+        is_near_the_end = weight.abs() >= 0.5
+        factor = torch.where(is_near_the_end, weight - 1, weight)
+        m.copy_(torch.where(is_near_the_end, g, m) + factor * (g - m))
+
+    program = _program(step, torch.ones(4), torch.ones(4))
+    assert_expected_inline(
+        graph_text(program.gm.graph),
+        """\
+m_1: float32[4] = input()
+g_1: float32[4] = input()
+full_4: float32[] = full([], 0.25, dtype=float32, device=cpu)  # normalize
+sub_1: float32[4] = sub(g_1, m_1)
+mul: float32[4] = mul(full_4, sub_1)
+add: float32[4] = add(m_1, mul)
+copy_: float32[4] = copy_(m_1, add)
+return None""",
+    )
+
+
+def test_a_layout_is_no_part_of_an_update() -> None:
+    """torch 2.11's ``lerp`` of a transposed tensor and a contiguous one."""
+
+    def step(m: Tensor, g: Tensor) -> None:
+        m.copy_(torch.ops.prims.copy_strided(m + g, [1, 2]))
+
+    program = _program(step, torch.ones(3, 2).t(), torch.ones(2, 3))
+    assert_expected_inline(
+        graph_text(program.gm.graph),
+        """\
+m_1: float32[2, 3] = input()
+g_1: float32[2, 3] = input()
+add: float32[2, 3] = add(m_1, g_1)
+copy_: float32[2, 3] = copy_(m_1, add)
+return None""",
     )
 
 
