@@ -21,6 +21,7 @@ from collage_fx.passes.drop_stale import DropStale
 from collage_fx.passes.hoist_scalars import HoistScalars
 from collage_fx.passes.normalize import Normalize
 from collage_fx.passes.pin_roundings import PinRoundings
+from collage_fx.passes.undo_stochastic_rounding import UndoStochasticRounding
 from collage_fx.passes.widen import Widen
 from collage_fx.program import StepProgram
 from collage_fx.suggestions import did_you_mean
@@ -30,6 +31,7 @@ __all__ = ["ANALYSIS", "PIPELINE", "Pass", "Stage", "inserted", "refuse_incomple
 
 PIPELINE: tuple[Pass, ...] = (
     Normalize(),  # first: everything below reads elementary operations
+    UndoStochasticRounding(),  # before the recurrences are read, which end at operations on bits
     Analyze(),  # on the graph as captured, in whose dtypes the question "is this lossy?" makes sense
     Allocate(),  # before any rewrite, so that rewrites find their inputs in place
     Widen(),  # wide: before the loads and stores are rewritten, so that the split is the only rounding left
@@ -42,7 +44,7 @@ PIPELINE: tuple[Pass, ...] = (
 
 #: The part that only looks: what strategy "none" runs for its report, before plain Inductor gets the graph as
 #: captured.
-ANALYSIS: tuple[Pass, ...] = PIPELINE[:2]
+ANALYSIS: tuple[Pass, ...] = PIPELINE[:3]
 
 
 def inserted(own: Pass, *, before: str, passes: Sequence[Pass] = PIPELINE) -> tuple[Pass, ...]:

@@ -168,6 +168,7 @@ class StepProgram:
             callable, an earlier compilation or a checkpoint).
         is_recorded: whether it is a part of a recorded step: what it stores may have been computed, by
             another part, from what it overwrites.
+        dithered: set by ``undo-stochastic-rounding``: the inputs whose new values were rounded at random.
         states: set by ``analyze``.
         reads: set by ``allocate``.
     """
@@ -179,6 +180,7 @@ class StepProgram:
     error_format: ErrorFormat
     already_compensated: frozenset[int] = frozenset()
     is_recorded: bool = False
+    dithered: set[Node] = field(default_factory=set)
     states: list[StateTensor] = field(default_factory=list)
     reads: list[ReadExpansion] = field(default_factory=list)
 
@@ -195,7 +197,7 @@ class StepProgram:
     def unrun(self, gm: GraphModule) -> StepProgram:
         """The same step before any pass, on ``gm`` and without the real tensors."""
         inputs = [replace(info, tensor=None) for info in self.inputs]
-        return replace(self, gm=gm, inputs=inputs, states=[], reads=[])
+        return replace(self, gm=gm, inputs=inputs, dithered=set(), states=[], reads=[])
 
     @property
     def expansions(self) -> list[StateTensor | ReadExpansion]:

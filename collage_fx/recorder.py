@@ -16,7 +16,8 @@ ones, in place (``torch.utils.swap_tensors``).
   an error term like a parameter (``Role.CARRIED``), so that an update that is computed in one graph and
   applied in another loses nothing.
 * Operations on 0-d tensors that have values (step counters) are executed at once, as are random numbers,
-  factories, factorizations of matrices, and operations whose result's shape depends on values.
+  factories, factorizations of matrices, and operations whose result's shape depends on values. Random numbers
+  of 16 bits are recorded: they serve stochastic rounding, which error terms make unnecessary.
 * Numbers (Python's floats) are arguments of the compiled graphs, which Dynamo burns in until it sees them
   change.
 
@@ -298,6 +299,8 @@ class Recorder(TorchDispatchMode):
         if self._executed:
             args, kwargs = _with_real(args), _with_real(kwargs)
         tensors = list(_tensors_in([*args, *kwargs.values()]))
+        if func in DRAWS and _draws_16_bits(signature, args, kwargs):
+            return self._record(signature, args, kwargs)
         if signature.is_immediate or self._has_its_values(signature, tensors):
             if self._depends_on_what_is_recorded(signature, tensors):
                 self.flush()
@@ -421,7 +424,6 @@ class Recorder(TorchDispatchMode):
         segment = self._segment
         storage = _storage_of(tensor)
         if storage not in segment.of_storage:
-            original = self._original_of(storage)
             original = self._viewed.get(storage, self._original_of(storage))
             segment.of_storage[storage] = segment.add(_whole(tensor) if original is None else original)
         base = value = segment.of_storage[storage]
@@ -652,6 +654,21 @@ def _signature(func: Any) -> _Signature:
     if func not in _signatures:
         _signatures[func] = _read_schema(func)
     return _signatures[func]
+
+
+#: Operators that draw random integers.
+DRAWS = (
+    aten.randint.default,
+    aten.randint.low,
+    aten.randint_like.default,
+    aten.randint_like.low_dtype,
+)
+
+
+def _draws_16_bits(signature: _Signature, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether they are those that rounding float32 to bfloat16 at random takes."""
+    given = dict(zip(signature.names, args, strict=False)) | kwargs
+    return (given.get("low", 0), given["high"]) == (0, 1 << 16) and given.get("generator") is None
 
 
 #: Operators that make views, but are executed where their argument is real: most steps call them at every

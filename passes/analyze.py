@@ -7,21 +7,27 @@ do in the storage format.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-from collage_fx.graph import copies_to_inputs, is_low_precision_tensor, placeholders
+from collage_fx.graph import copies_to_inputs, is_low_precision_tensor, placeholders, tensor_value
 from collage_fx.passes.base import Pass
 from collage_fx.program import Kind, Role, StateTensor, StepProgram
 from collage_fx.recurrence import IDENTITIES, is_factory, judge, read_recurrence
 
 __all__ = ["Analyze"]
 
-SUMS = frozenset({torch.ops.aten.add, torch.ops.aten.sub})
+aten = torch.ops.aten
+
+SUMS = frozenset({aten.add, aten.sub})
+#: Operators that cut off bits.
+CUTS = frozenset({aten.bitwise_and, aten.__and__, aten.bitwise_right_shift, aten.__rshift__})
+
+ROUNDED_BITS = "its new value has been rounded by operations on its bits"
 
 
 @dataclass(frozen=True)
@@ -29,7 +35,7 @@ class Analyze(Pass):
     """Fills ``program.states``: recurrences, verdicts and what the strategy selects, with reasons."""
 
     name = "analyze"
-    after = ("normalize",)
+    after = ("normalize", "undo-stochastic-rounding")
 
     def run(self, program: StepProgram) -> str:
         graph = program.gm.graph
@@ -72,7 +78,10 @@ class Analyze(Pass):
             elif program.is_recorded and program.strategy != "none":
                 state.compensated, state.selection = True, "a parameter, in a part of a recorded step"
                 if _is_made_of_bits(state):
-                    state.refusal = "its new value has been rounded by operations on its bits"
+                    state.refusal = ROUNDED_BITS
+        for state in program.compensated:
+            if _is_rounded_in_bits(state):
+                state.refusal = ROUNDED_BITS
         return f"{len(program.compensated)} of {len(program.states)} low-precision state tensors selected"
 
 
@@ -124,6 +133,8 @@ def _select(program: StepProgram, state: StateTensor, flow: _Flow) -> tuple[bool
     assert state.verdict is not None
     if program.strategy == "none":
         return False, "none: plain low precision"
+    if state.placeholder in program.dithered:
+        return True, "an error term replaces stochastic rounding"
     if state.position in program.already_compensated:
         return True, "it has error terms from another compiled step, which have to be kept up"
     if state.info.role is Role.CARRIED:
@@ -151,16 +162,35 @@ def _is_overwritten_parameter(state: StateTensor) -> bool:
 
 
 def _is_made_of_bits(state: StateTensor) -> bool:
-    """Whether the new value has been an integer on its way: stochastic rounding, say."""
-    waiting, seen = [_stored(state)], set()
+    """Whether the new value, or what it is computed from, has been an integer on its way."""
+    return any(node.target is aten.view.dtype for node in _computed_by(_stored(state), lambda node: True))
+
+
+def _is_rounded_in_bits(state: StateTensor) -> bool:
+    """Whether the new value is a number of which bits have been cut off, as stochastic rounding does."""
+    node = state.store.args[1]
+    while isinstance(node, Node) and getattr(node.target, "overloadpacket", None) in IDENTITIES:
+        if node.target is aten.view.dtype:
+            cuts = _computed_by(node.args[0], _gives_integers)
+            return any(getattr(cut.target, "overloadpacket", None) in CUTS for cut in cuts)
+        node = node.args[0]
+    return False
+
+
+def _computed_by(last: Any, among: Callable[[Node], bool]) -> set[Node]:
+    """The operations, of those that ``among`` says yes to, that ``last`` is the result of."""
+    waiting, found = [last], set[Node]()
     while waiting:
         node = waiting.pop()
-        if node not in seen and node.op == "call_function":
-            seen.add(node)
-            if node.target is torch.ops.aten.view.dtype:
-                return True
+        if node not in found and node.op == "call_function" and among(node):
+            found.add(node)
             waiting += node.all_input_nodes
-    return False
+    return found
+
+
+def _gives_integers(node: Node) -> bool:
+    value = tensor_value(node)
+    return value is not None and not value.dtype.is_floating_point
 
 
 def _is_computed_from(sources: Sequence[Node], target: StateTensor, flow: _Flow) -> bool:

@@ -39,7 +39,8 @@ class Halve(Pass):
 
 def test_it_stands_where_it_was_put() -> None:
     passes = inserted(Halve(), before="analyze")
-    assert [each.name for each in passes][:3] == ["normalize", "halve", "analyze"]
+    names = [each.name for each in passes]
+    assert names.index("halve") + 1 == names.index("analyze")
     assert tuple(each for each in passes if each.name != "halve") == PIPELINE
 
 

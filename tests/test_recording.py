@@ -241,9 +241,45 @@ class Fails(Recorded):
             raise ArithmeticError("no such gradient")
 
 
+class RoundsAtRandom(Recorded):
+    """Stochastic rounding, as heavyball and many others do it, in a function that is compiled by itself."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
+        if g.norm() > 0:
+            torch.compile(_copy_at_random, backend="inductor", fullgraph=True)(p, p.float() - lr * g.float())
+
+
+def _copy_at_random(target: Tensor, source: Tensor) -> None:
+    noise = torch.randint_like(source, dtype=torch.int32, low=0, high=1 << 16)
+    target.copy_(noise.add_(source.view(torch.int32)).bitwise_and_(-65536).view(torch.float32))
+
+
+def test_an_error_term_replaces_stochastic_rounding() -> None:
+    """Each step leaves the pair next to its float32 result, to the bit: no noise is left in it."""
+    torch._dynamo.reset()
+    params = parameters(shapes=[(33, 17), (37,)])
+    backend = CollageBackend()
+    step: Callable[[], Any] = torch.compile(RoundsAtRandom(params).step, backend=backend)
+    generator = torch.get_rng_state()
+    for seed in range(4):
+        set_gradients(params, seed)
+        values = [full_value(p, torch.float32) for p in params]
+        step()
+        for p, value in zip(params, values, strict=True):
+            assert p.grad is not None
+            exact = value - LR * p.grad.float()
+            assert torch.equal(p, exact.bfloat16())
+            (lo,) = error_terms(p)
+            assert torch.equal(lo, (exact - exact.bfloat16().float()).bfloat16())
+    assert torch.equal(torch.get_rng_state(), generator), "nobody needs random numbers"
+    assert {row.selection for row in backend.report().tensors} == {
+        "an error term replaces stochastic rounding"
+    }
+
+
 @pytest.mark.filterwarnings("ignore:.*rounded by operations on its bits")
 def test_a_step_that_rounds_by_itself_is_refused() -> None:
-    """Stochastic rounding, in the bits; random numbers are drawn between two graphs."""
+    """Stochastic rounding, in the bits; whether the numbers are random is not to be seen in the graph."""
 
     class Stochastic(Recorded):
         def update(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
@@ -259,6 +295,26 @@ def test_a_step_that_rounds_by_itself_is_refused() -> None:
     before = p.detach().clone()
     run_steps(compiled(Stochastic(params), strict=False), params, [0])
     assert float((p - before).abs().max()) < 2**-6, "an ulp of the largest"
+
+
+@pytest.mark.filterwarnings("ignore:.*rounded by operations on its bits")
+def test_a_generator_of_ones_own_is_used() -> None:
+    """Its numbers are drawn outside of the graph, as others would be missed."""
+
+    class Stochastic(Recorded):
+        def update(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
+            bits = (p.float() - lr * g).view(torch.int32)
+            noise = torch.randint(0, 1 << 16, p.shape, dtype=torch.int32, generator=generator)
+            if p.norm() > 0:
+                p.copy_((bits + noise).bitwise_and(-65536).view(torch.float32))
+
+    torch._dynamo.reset()
+    generator = torch.Generator().manual_seed(3)
+    before = generator.get_state()
+    params = parameters(shapes=[(4, 3)])
+    with pytest.raises(UncompensatedParameterError, match="operations on its bits"):
+        run_steps(compiled(Stochastic(params)), params, [0])
+    assert not torch.equal(generator.get_state(), before)
 
 
 def test_after_an_exception_in_a_step_all_is_as_before() -> None:

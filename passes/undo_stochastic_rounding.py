@@ -1,0 +1,198 @@
+"""Stochastic rounding of a new value is undone where an error term can keep what it drops.
+
+An optimizer that keeps bfloat16 weights without error terms rounds a float32 result up or down at random, in
+proportion to the distances, so that small updates arrive on average. All that do so (the ``copy_stochastic_``
+of pytorch#120376, heavyball, torchao) work on the bits of float32, of which bfloat16's are the upper half:
+
+    (bits(x) + r) & 0xFFFF0000                     r random, each number of [0, 0xFFFF] as likely
+    where(r < bits(x) & 0xFFFF, up, down)          down = bits(x) & 0xFFFF0000, up = down + 0x10000
+
+Theorem. Both are one of the two patterns of bfloat16 next to x in magnitude, the larger one with probability
+(bits(x) mod 2**16) / 2**16: the expected value is x. So ``hi + lo`` with ``hi = RN(x)``, which is x itself to
+twice the precision, is what the rounding stands for, without its noise. N random numbers less
+``(N - 1) * 2**15`` (heavyball's dithering) expect the same to within N / 2 of float32's ulps.
+
+What looks like it and isn't is left as it is, for ``analyze`` to refuse: another mask, other bounds, numbers
+that come from outside of the graph, a rounding that isn't random, which a step may rely on elsewhere to find
+the bits it cut off.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from collage_fx.graph import GraphEditor, copies_to_inputs, placeholders, tensor_value
+from collage_fx.passes.base import Pass
+from collage_fx.program import Role, StepProgram
+from collage_fx.recurrence import IDENTITIES
+
+__all__ = ["UndoStochasticRounding"]
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+HALF, LOWER, UPPER = 1 << 15, (1 << 16) - 1, (-1 << 16, 0xFFFF0000)
+
+ANDS = (aten.bitwise_and.Scalar, aten.__and__.Scalar)
+RIGHT_SHIFTS = (aten.bitwise_right_shift.Tensor_Scalar, aten.__rshift__.Scalar)
+LEFT_SHIFTS = (aten.bitwise_left_shift.Tensor_Scalar, aten.__lshift__.Scalar)
+COMPARISONS = {aten.lt.Tensor: (0, 1), aten.gt.Tensor: (1, 0)}
+#: Operators that draw integers, and where among their arguments the bounds are.
+DRAWS = {
+    prims.inductor_randint.default: (0, 1),
+    aten.randint.low: (0, 1),
+    aten.randint.default: (None, 0),
+    aten.randint_like.low_dtype: (1, 2),
+    aten.randint_like.default: (None, 1),
+}
+
+
+@dataclass(frozen=True)
+class UndoStochasticRounding(Pass):
+    """``stochastically_rounded(x)`` that is stored -> ``x``; its destination is to get error terms."""
+
+    name = "undo-stochastic-rounding"
+    after = ("normalize",)
+
+    def applies_to(self, program: StepProgram) -> bool:
+        return bool(program.gm.graph.find_nodes(op="call_function", target=aten.view.dtype))
+
+    def run(self, program: StepProgram) -> str:
+        editor = GraphEditor(program.gm, self.name)
+        stores = copies_to_inputs(editor.graph)
+        program.dithered = set()
+        for node, info in zip(placeholders(editor.graph), program.inputs, strict=True):
+            keeps = info.role in (Role.PARAMETER, Role.STATE) or (
+                info.role is Role.CARRIED and program.arithmetic == "wide"
+            )
+            if node in stores and keeps and node.meta["val"].dtype == torch.bfloat16:
+                rounded = _stored(stores[node])
+                exact = None if rounded is None else _what_was_rounded(rounded)
+                if rounded is not None and exact is not None:
+                    program.dithered.add(node)
+                    rounded.replace_all_uses_with(exact)
+                    if exact.meta["val"].stride() != rounded.meta["val"].stride():
+                        editor.propagate_from(exact)
+        _erase_unused_draws(editor)
+        editor.finish()
+        return f"{len(program.dithered)} tensors"
+
+
+def _stored(store: Node) -> Node | None:
+    """The float32 node that is stored, behind casts and views, if it is a reinterpretation of integers."""
+    node = store.args[1]
+    while isinstance(node, Node) and getattr(node.target, "overloadpacket", None) in IDENTITIES:
+        if node.target is aten.view.dtype:
+            return node if node.args[1] is torch.float32 else None
+        node = node.args[0]
+    return None
+
+
+def _what_was_rounded(rounded: Node) -> Node | None:
+    """The ``x`` that a float32 value is the stochastic rounding of; None if it isn't one."""
+    bits = _integers(rounded.args[0])
+    if bits is None or not _serves_alone(rounded, bits):
+        return None
+    exact = _of_masked_sum(bits) or _of_choice(bits)
+    value = tensor_value(exact)
+    return exact if value is not None and value.shape == rounded.meta["val"].shape else None
+
+
+def _serves_alone(rounded: Node, bits: Node) -> bool:
+    """Whether nobody else looks at the rounded bits: to find what they have lost, say."""
+    (operand,) = rounded.all_input_nodes
+    while operand is not bits and len(operand.users) == 1:
+        (operand,) = operand.all_input_nodes
+    return operand is bits and len(bits.users) == 1
+
+
+def _of_masked_sum(bits: Node) -> Node | None:
+    """``x`` of ``(bits(x) + r) & 0xFFFF0000``, also spelt ``(bits(x) + r) >> 16 << 16``."""
+    total = None
+    if bits.target in ANDS and bits.args[1] in UPPER:
+        total = bits.args[0]
+    elif bits.target in LEFT_SHIFTS and bits.args[1] == 16:
+        shifted = _integers(bits.args[0])
+        if shifted is not None and shifted.target in RIGHT_SHIFTS and shifted.args[1] == 16:
+            total = shifted.args[0]
+    terms, constant = _sum(total)
+    exact = [source for source in map(_source, terms) if source is not None]
+    draws = len(set(filter(_is_draw, terms)))
+    is_it = len(exact) == 1 and 1 <= draws == len(terms) - 1 and constant == -(draws - 1) * HALF
+    return exact[0] if is_it else None
+
+
+def _of_choice(bits: Node) -> Node | None:
+    """``x`` of ``where(r < bits(x) & 0xFFFF, (bits(x) & 0xFFFF0000) + 0x10000, bits(x) & 0xFFFF0000)``."""
+    if bits.target is not aten.where.self:
+        return None
+    condition, up, down = bits.args
+    assert isinstance(condition, Node)
+    assert isinstance(down, Node)
+    if condition.target not in COMPARISONS or down.target not in ANDS or down.args[1] not in UPPER:
+        return None
+    draw, fraction = (_integers(condition.args[place]) for place in COMPARISONS[condition.target])
+    exact = _source(down.args[0])
+    if draw is None or fraction is None or not _is_draw(draw) or _sum(up) != ([down], LOWER + 1):
+        return None
+    is_fraction = fraction.target in ANDS and fraction.args[1] == LOWER and fraction.args[0] is down.args[0]
+    return exact if is_fraction else None
+
+
+def _integers(node: object) -> Node | None:
+    """An integer node behind conversions among integers that all of these numbers fit into."""
+    while (
+        isinstance(node, Node)
+        and node.target in (prims.convert_element_type.default, aten.clone.default, aten.alias.default)
+        and all(n.meta["val"].dtype in (torch.int32, torch.int64) for n in (node, *node.all_input_nodes))
+    ):
+        node = node.args[0]
+    return node if isinstance(node, Node) else None
+
+
+def _sum(node: object) -> tuple[list[Node], int]:
+    """The terms of a sum of integers, and the constant among them."""
+    found = _integers(node)
+    if found is None:
+        return [], 0
+    if found.kwargs or found.target not in (aten.add.Tensor, aten.sub.Tensor):
+        return [found], 0
+    first, second = found.args
+    terms, constant = _sum(first)
+    if isinstance(second, int):
+        return terms, constant + second if found.target is aten.add.Tensor else constant - second
+    if found.target is aten.sub.Tensor:
+        return [found], 0
+    more, another = _sum(second)
+    return terms + more, constant + another
+
+
+def _source(node: object) -> Node | None:
+    """The float32 node whose bits these are."""
+    found = _integers(node)
+    if found is None or found.target is not aten.view.dtype or found.args[1] is not torch.int32:
+        return None
+    source = found.args[0]
+    assert isinstance(source, Node)
+    return source if source.meta["val"].dtype == torch.float32 else None
+
+
+def _is_draw(node: Node) -> bool:
+    """Whether these are random numbers, each of [0, 0xFFFF] as likely, one for each element."""
+    if node.target not in DRAWS:
+        return False
+    low, high = DRAWS[node.target]
+    bounds = 0 if low is None else node.args[low], node.args[high]
+    return bounds == (0, LOWER + 1)
+
+
+def _erase_unused_draws(editor: GraphEditor) -> None:
+    """Random numbers count as a side effect, which dead code elimination keeps."""
+    editor.graph.eliminate_dead_code()
+    for node in reversed(list(editor.graph.nodes)):
+        drawn = node.target in (*DRAWS, prims.inductor_seeds.default, prims.inductor_lookup_seed.default)
+        if drawn and not node.users:
+            editor.graph.erase_node(node)
