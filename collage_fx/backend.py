@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 from weakref import WeakKeyDictionary
 
@@ -23,8 +24,8 @@ from collage_fx.admission import (
     refuse_unsupported,
 )
 from collage_fx.checkpoint import note_compiled
-from collage_fx.compilations import GraphReport
-from collage_fx.dumps import open_dump
+from collage_fx.compilations import GraphReport, Rewritten
+from collage_fx.dumps import is_dumping, open_dump
 from collage_fx.error_formats import ERROR_FORMATS
 from collage_fx.error_terms import Expansion, expansion_of, require_format
 from collage_fx.errors import (
@@ -35,6 +36,7 @@ from collage_fx.errors import (
     UncompensatedParameterError,
     UnsupportedTensorError,
 )
+from collage_fx.families import Families, families_of
 from collage_fx.graph import (
     assignments_to_stores,
     copies_to_inputs,
@@ -42,13 +44,15 @@ from collage_fx.graph import (
     placeholders,
     tensor_value,
 )
-from collage_fx.lowering import JOINT_GRAPH_SETTINGS, lower
-from collage_fx.names import KnownTensor, describe_inputs, known_tensors, optimizers_among
+from collage_fx.lowering import JOINT_GRAPH_SETTINGS, WholeStep, lower, lower_repeatedly
+from collage_fx.names import KnownTensor, describe_input, describe_inputs, known_tensors, optimizers_among
 from collage_fx.pipeline import ANALYSIS, PIPELINE, Pass, Stage, refuse_incomplete, run_pipeline
-from collage_fx.program import Arithmetic, InputInfo, Role, StateTensor, StepProgram, Strategy
+from collage_fx.program import Arithmetic, InputInfo, Role, StepProgram, Strategy
 from collage_fx.recording import is_recorded
+from collage_fx.repetition import Repetition, input_name, repeated_graph
 from collage_fx.report import CollageReport
 from collage_fx.torch_compat import (
+    aot_input_of,
     compile_with_inductor,
     generated_code,
     graph_module,
@@ -59,8 +63,9 @@ from collage_fx.torch_compat import (
     prepare_cpp_compiler,
     traced_frame_name,
     traced_frame_variables,
+    versions_to_increment,
 )
-from collage_fx.treatments import tensor_report, treatments
+from collage_fx.treatments import TensorReport, tensor_report, treatments
 
 __all__ = ["CollageBackend", "backend_for", "collage", "collage_backend"]
 
@@ -143,6 +148,9 @@ class CollageBackend:
     #: What it does, in the log.
     verb = "compiled"
 
+    #: Whether equal updates are traced and rewritten once.
+    by_family = True
+
     def __init__(
         self,
         strategy: Strategy = "plus",
@@ -194,15 +202,25 @@ class CollageBackend:
         if any(tensor.device.type == "cpu" for tensor in (*gm.parameters(), *gm.buffers())):
             prepare_cpp_compiler()
         capture = _Capture(self, gm, tuple(example_inputs))
+        needs_grad = needs_autograd(gm, example_inputs)
+        if not needs_grad and (step := self._by_family(capture, patches)) is not None:
+            return step
         capture.refuse_overlaps()
-        with torch.set_grad_enabled(needs_autograd(gm, example_inputs)):
-            return compile_with_inductor(
-                gm,
-                example_inputs,
-                inner_compile=capture.compile,
-                decompositions=scalars.decompositions(),
-                config_patches=patches,
-            )
+        with torch.set_grad_enabled(needs_grad):
+            return capture.run(patches)
+
+    def _by_family(self, capture: _Capture, patches: dict[str, Any]) -> Callable[..., Any] | None:
+        """The step, compiled for one of each family of updates; None where it has to be compiled whole."""
+        options = self.options
+        if options.strategy == "none" or options.passes != PIPELINE or not self.by_family or is_dumping():
+            return None
+        families = families_of(capture.dynamo_module, capture.arguments, capture.describe)
+        if families is None:
+            return None
+        of_families = _CaptureOfFamilies(self, families)
+        with torch.no_grad():
+            of_families.run(patches)
+        return of_families.step
 
     def label(self, optimizers: Sequence[Optimizer]) -> str:
         """What a report calls the step of these optimizers.
@@ -228,6 +246,13 @@ class CollageBackend:
             return lower(graph, example_inputs, inductor_options)
         return inductor_compile_inner(graph, example_inputs, **inductor_options)
 
+    def lower_families(self, program: StepProgram, families: Families, repetition: Repetition) -> Any:
+        """The whole step, a function of a list, from the rewritten step of one of each family.
+
+        None where that can't be done.
+        """
+        return lower_repeatedly(program, families.infos, repetition)
+
 
 class _Capture:
     """One compilation.
@@ -247,6 +272,27 @@ class _Capture:
         self.optimizers = optimizers_among(variables)
         self.subject = backend.label(list(self.optimizers.values())) or traced_frame_name() or "step"
         self.left_alone = False
+
+    def run(self, patches: dict[str, Any]) -> Callable[..., Any]:
+        """Compile the graph with these changes to Inductor's configuration."""
+        return compile_with_inductor(
+            self.dynamo_module,
+            self.arguments,
+            inner_compile=self.compile,
+            decompositions=scalars.decompositions(),
+            config_patches=patches,
+        )
+
+    def describe(
+        self, inputs: Sequence[Any], names: Sequence[str], bound: int
+    ) -> list[tuple[InputInfo, Hashable]]:
+        """What inputs of the graph are to the user, and whether they have error terms already."""
+        known = known_tensors(self.optimizers)
+        infos = (
+            describe_input(value, name, known, bound=i < bound)
+            for i, (value, name) in enumerate(zip(inputs, names, strict=True))
+        )
+        return [(info, info.tensor is not None and expansion_of(info.tensor) is not None) for info in infos]
 
     def compile(self, gm: GraphModule, example_inputs: Sequence[Any], **inductor_options: Any) -> Any:
         """Rewrite and lower the functional graph.
@@ -333,28 +379,31 @@ class _Capture:
         is_rewritten = bool(program.expansions) or passes not in (PIPELINE, ANALYSIS)
         with generated_code() as code:
             step = self.backend.lower(program if is_rewritten else gm, example_inputs, inductor_options)
-        if program.compensated:
-            for optimizer in self.optimizers.values():
-                note_compiled(optimizer)
-                eager.note_compiled_step(optimizer, strict=self.options.strict)
+        rewritten = (after if is_rewritten else before), tuple(stages.passes)
         report = GraphReport(
-            before=before,
-            after=after if is_rewritten else before,
+            capture=lambda: before,
+            rewrite=lambda: rewritten,
             subject=self.subject,
-            tensors=tuple(tensor_report(program, state) for state in self._in_order(program.states)),
+            tensors=self._in_order(tensor_report(program, state) for state in program.states),
             wider_bytes=_wider_bytes(before),
-            passes=tuple(stages.passes),
             code=tuple(code),
             program=program.unrun(before),
             pipeline=passes,
         )
-        self.backend._report.graphs.append(report)
         stages.lowered(report.code)
+        self._done(report, compensated=bool(program.compensated), started=started)
+        return step
+
+    def _done(self, report: GraphReport, *, compensated: bool, started: float) -> None:
+        if compensated:
+            for optimizer in self.optimizers.values():
+                note_compiled(optimizer)
+                eager.note_compiled_step(optimizer, strict=self.options.strict)
+        self.backend._report.graphs.append(report)
         log.info("%s, %s in %.1f s", report.headline, self.backend.verb, time.perf_counter() - started)
         for group in treatments(report.tensors):
             row = group.example
             log.debug("%s: %s: %s; %s", self.subject, group.what, row.recurrence, row.why)
-        return step
 
     def _refuse_uncompensated(self, program: StepProgram) -> None:
         for state in program.compensated:
@@ -384,7 +433,14 @@ class _Capture:
             step = self.backend.lower(gm, example_inputs, inductor_options)
         stages.lowered(tuple(code))
         self.backend._report.graphs.append(
-            GraphReport(graph, graph, subject=self.subject, tensors=(), code=tuple(code), note=note)
+            GraphReport(
+                lambda: graph,
+                lambda: (graph, ()),
+                subject=self.subject,
+                tensors=(),
+                code=tuple(code),
+                note=note,
+            )
         )
         return step
 
@@ -397,14 +453,18 @@ class _Capture:
         inputs = self._inputs(gm)
         if self.options.strategy != "none":
             self._refuse(gm, inputs, known_tensors(self.optimizers))
-        existing = self._existing_expansions(inputs)
+        return self._program_of(_copy_of(gm), inputs, frozenset(self._existing_expansions(inputs)))
+
+    def _program_of(
+        self, gm: GraphModule, inputs: Sequence[InputInfo], already_compensated: frozenset[int]
+    ) -> StepProgram:
         return StepProgram(
-            _copy_of(gm),
+            gm,
             inputs,
             self.options.strategy,
             self.options.arithmetic,
             ERROR_FORMATS[self.options.error_format],
-            already_compensated=frozenset(existing),
+            already_compensated=already_compensated,
             is_recorded=any(map(is_recorded, self.optimizers.values())),
         )
 
@@ -434,10 +494,124 @@ class _Capture:
         except UnsupportedTensorError as refusal:
             self._refused(refusal)
 
-    def _in_order(self, states: Sequence[StateTensor]) -> list[StateTensor]:
+    def _in_order(self, rows: Iterable[TensorReport]) -> tuple[TensorReport, ...]:
         """In the optimizers' order, each parameter before its state; what they don't hold comes last."""
         rank = {entry.name: i for i, entry in enumerate(known_tensors(self.optimizers).values())}
-        return sorted(states, key=lambda state: rank.get(state.info.name, len(rank)))
+        return tuple(sorted(rows, key=lambda row: rank.get(row.name, len(rank))))
+
+
+class _CaptureOfFamilies(_Capture):
+    """The compilation of one of each family: Note [One of each family] in ``families.py``.
+
+    Attributes:
+        step: the whole step, once the small graph has been compiled; None where it has to be compiled whole.
+    """
+
+    def __init__(self, backend: CollageBackend, families: Families) -> None:
+        super().__init__(backend, families.module, families.arguments)
+        self.families = families
+        self.step: WholeStep | None = None
+
+    def _compile(
+        self, gm: GraphModule, example_inputs: Sequence[Any], inductor_options: dict[str, Any]
+    ) -> Any:
+        """Set ``step``. What AOTAutograd makes of the small graph is not called."""
+        assignments_to_stores(gm)
+        updated = versions_to_increment()
+        repetition = self._repetition(gm)
+        reason = self._reason_to_leave_alone(gm, inductor_options)
+        if updated is not None and repetition is not None and reason is None:
+            # A refusal is met again when the graph is compiled whole, and raised there by its names.
+            with contextlib.suppress(CollageError):
+                self.step = self._step(gm, repetition, updated)
+        return _never_called
+
+    def _refused(self, refusal: CollageError) -> None:
+        raise refusal
+
+    def _repetition(self, gm: GraphModule) -> Repetition | None:
+        """For the inputs as AOTAutograd has them; None if one is not known, or shared and written to."""
+        inputs = placeholders(gm.graph)
+        known: dict[Any, int] = {origin: i for i, origin in enumerate(self.families.origins)}
+        order = [known.get(aot_input_of(node), -1) for node in inputs]
+        if sorted(order) != list(range(len(known))):
+            return None
+        repetition = self.families.repetition.reordered(order)
+        stores = copies_to_inputs(gm.graph)
+        common = (node for node, owner in zip(inputs, repetition.owners, strict=True) if owner is None)
+        return None if any(node in stores for node in common) else repetition
+
+    def _step(self, gm: GraphModule, repetition: Repetition, updated: Sequence[int]) -> WholeStep | None:
+        started = time.perf_counter()
+        families = self.families
+        inputs = [families.infos[copies[0]] for copies in repetition.copies]
+        self._refuse(gm, inputs, known_tensors(self.optimizers))
+        existing = frozenset(self._existing_expansions(families.infos))
+        small = frozenset(i for i, copies in enumerate(repetition.copies) if copies[0] in existing)
+        program = self._program_of(_copy_of(gm), inputs, small)
+        run_pipeline(program)
+        if not program.expansions or any(state.refusal for state in program.compensated):
+            return None
+        with generated_code() as code:
+            step = self.backend.lower_families(program, families, repetition)
+        if step is None:
+            return None
+        graphs = _RepeatedGraphs(_copy_of(gm), repetition, self._program_of(gm, families.infos, existing))
+        report = GraphReport(
+            capture=graphs.before,
+            rewrite=graphs.rewritten,
+            subject=self.subject,
+            tensors=self._in_order(_rows(program, families.infos, repetition)),
+            wider_bytes=_wider_bytes(gm, repetition),
+            code=tuple(code),
+            program=graphs.program,
+            pipeline=PIPELINE,
+        )
+        self._done(report, compensated=bool(program.compensated), started=started)
+        copies = [repetition.copies[position] for position in updated]
+        places = sorted(place for each in copies for place in each)
+        return WholeStep(step, families.inputs[: families.bound], places)
+
+
+def _never_called(*arguments: Any) -> Any:
+    raise AssertionError("the graph of one of each family is compiled, never run")
+
+
+def _rows(program: StepProgram, infos: Sequence[InputInfo], repetition: Repetition) -> list[TensorReport]:
+    """Of the tensors of all members, in the order of the whole graph's inputs."""
+    rows: dict[int, TensorReport] = {}
+    for state in program.states:
+        row = tensor_report(program, state)
+        suffixes = [name.removeprefix(state.placeholder.name) for name in row.inputs]
+        for place in repetition.copies[state.position]:
+            inputs = tuple(input_name(place) + suffix for suffix in suffixes)
+            rows[place] = replace(row, name=infos[place].name, inputs=inputs)
+    return [rows[place] for place in sorted(rows)]
+
+
+class _RepeatedGraphs:
+    """Makes the whole graph, and the rewritten one, when they are asked for.
+
+    Args:
+        small: the functional graph of one of each family.
+        repetition: how it recurs.
+        program: the whole step.
+    """
+
+    def __init__(self, small: GraphModule, repetition: Repetition, program: StepProgram) -> None:
+        self.small = small
+        self.repetition = repetition
+        self.program = program.unrun(GraphModule({}, Graph()))
+
+    def before(self) -> GraphModule:
+        return repeated_graph(self.small, self.repetition)
+
+    def rewritten(self) -> Rewritten:
+        program = self.program.unrun(self.before())
+        passes: list[tuple[str, str]] = []
+        with torch.no_grad():
+            run_pipeline(program, observe=lambda stage: passes.append((stage.name, stage.summary)))
+        return program.gm, tuple(passes)
 
 
 class _Stages:
@@ -469,12 +643,16 @@ def _copy_of(gm: GraphModule) -> GraphModule:
     return copied
 
 
-def _wider_bytes(gm: GraphModule) -> int:
+def _wider_bytes(gm: GraphModule, repetition: Repetition | None = None) -> int:
     """Bytes of the mutated floating-point inputs that are wider than the formats compensated here."""
-    values = [tensor_value(node) for node in copies_to_inputs(gm.graph) if not is_low_precision_tensor(node)]
-    return sum(
-        int(v.numel()) * v.dtype.itemsize for v in values if v is not None and v.dtype.is_floating_point
-    )
+    stores, total = copies_to_inputs(gm.graph), 0
+    for position, node in enumerate(placeholders(gm.graph)):
+        value = tensor_value(node)
+        wider = value is not None and value.dtype.is_floating_point and not is_low_precision_tensor(node)
+        if value is not None and wider and node in stores:
+            times = 1 if repetition is None else len(repetition.copies[position])
+            total += times * int(value.numel()) * value.dtype.itemsize
+    return total
 
 
 def _warn(refusal: CollageError) -> None:

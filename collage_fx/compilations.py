@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,7 +20,10 @@ from collage_fx.suggestions import did_you_mean
 from collage_fx.svg import side_by_side
 from collage_fx.treatments import TensorReport, Treatment, bytes_per_parameter, tensor_report
 
-__all__ = ["GraphReport"]
+__all__ = ["GraphReport", "Rewritten"]
+
+#: A rewritten graph, and what the passes did.
+Rewritten = tuple[GraphModule, tuple[tuple[str, str], ...]]
 
 
 @dataclass(frozen=True)
@@ -27,29 +31,46 @@ class GraphReport:
     """One compilation.
 
     Attributes:
-        before: the graph as captured.
-        after: the graph that was lowered.
+        capture: makes :attr:`before`.
+        rewrite: makes :attr:`after` and :attr:`passes`.
         subject: whose step it is: the optimizer's class, numbered where a backend serves several, or the
             function's name.
         tensors: its low-precision state tensors.
         wider_bytes: bytes of its float32 and float64 state, which is left alone.
-        passes: ``(name, what it did)`` of every pass that ran.
         note: why the graph was lowered as it was, where nothing was rewritten.
         code: what Inductor generated: Python with C++ or Triton kernels in it. Empty after ``explain``.
         program: the step before any pass; None where nothing was rewritten.
         pipeline: the passes it went through.
     """
 
-    before: GraphModule
-    after: GraphModule
+    capture: Callable[[], GraphModule] = field(repr=False)
+    rewrite: Callable[[], Rewritten] = field(repr=False)
     subject: str
     tensors: tuple[TensorReport, ...]
     wider_bytes: int = 0
-    passes: tuple[tuple[str, str], ...] = ()
     note: str = ""
     code: tuple[str, ...] = field(default=(), repr=False)
     program: StepProgram | None = field(default=None, repr=False)
     pipeline: tuple[Pass, ...] = field(default=(), repr=False)
+
+    @functools.cached_property
+    def before(self) -> GraphModule:
+        """The graph as captured."""
+        return self.capture()
+
+    @property
+    def after(self) -> GraphModule:
+        """The graph that was lowered."""
+        return self._rewritten[0]
+
+    @property
+    def passes(self) -> tuple[tuple[str, str], ...]:
+        """``(name, what it did)`` of every pass that ran."""
+        return self._rewritten[1]
+
+    @functools.cached_property
+    def _rewritten(self) -> Rewritten:
+        return self.rewrite()
 
     @property
     def headline(self) -> str:

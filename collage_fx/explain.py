@@ -14,9 +14,11 @@ from torch.fx import GraphModule
 from torch.optim import Optimizer
 
 from collage_fx.backend import CollageBackend
+from collage_fx.families import Families
 from collage_fx.formats import is_low_precision
 from collage_fx.names import known_tensors
 from collage_fx.program import Role, StepProgram
+from collage_fx.repetition import Repetition
 from collage_fx.report import CollageReport
 
 __all__ = ["explain"]
@@ -64,6 +66,10 @@ class _CaptureOnly(CollageBackend):
         if isinstance(graph, StepProgram):
             return _interpreted(graph.gm, [node for state in graph.compensated for node in state.auxiliaries])
         return _interpreted(graph, [])
+
+    def lower_families(self, program: StepProgram, families: Families, repetition: Repetition) -> Any:
+        """The step as it was captured: its results are looked at by nobody, but its state is born."""
+        return lambda values: families.whole(*values[families.bound :])
 
 
 def _interpreted(gm: GraphModule, auxiliaries: Sequence[torch.fx.Node]) -> Callable[[list[Any]], Any]:

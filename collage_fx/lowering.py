@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
@@ -15,11 +16,19 @@ from collage_fx.error_formats import ErrorFormat
 from collage_fx.error_terms import Expansion, allocate
 from collage_fx.errors import LostErrorTermsError
 from collage_fx.operators import REVISION
-from collage_fx.program import Arithmetic, ReadExpansion, StateTensor, StepProgram
+from collage_fx.program import Arithmetic, InputInfo, StepProgram
+from collage_fx.repetition import Repetition, repeated_step
 from collage_fx.sharing import lower_in_parts
 from collage_fx.torch_compat import inductor_compile_inner, inductor_config
 
-__all__ = ["JOINT_GRAPH_SETTINGS", "CompensatedStep", "inductor_settings", "lower"]
+__all__ = [
+    "JOINT_GRAPH_SETTINGS",
+    "CompensatedStep",
+    "WholeStep",
+    "inductor_settings",
+    "lower",
+    "lower_repeatedly",
+]
 
 #: Note [Double-word graphs reuse every value]
 #: Inductor inlines a value into each of its readers until it holds 30 operations. In a TwoSum every value has
@@ -54,11 +63,38 @@ def lower(
     """
     with inductor_config.patch(inductor_settings(program.arithmetic)):
         compiled = lower_in_parts(program.gm) or _whole(program, example_inputs, inductor_options)
-    bindings = [_bind(state, program.error_format) for state in program.expansions]
-    per_call = [
-        (i, info.name) for i, info in enumerate(program.inputs) if info.tensor is not None and not info.bound
-    ]
-    return CompensatedStep(compiled, bindings, per_call)
+    bindings = [_bind(state.position, state.info, program.error_format) for state in program.expansions]
+    return CompensatedStep(compiled, bindings, _per_call(program.inputs))
+
+
+def lower_repeatedly(
+    program: StepProgram, inputs: Sequence[InputInfo], repetition: Repetition
+) -> CompensatedStep | None:
+    """The step of all members of the families of which the program's graph has one each.
+
+    Args:
+        program: after the pipeline.
+        inputs: those of the whole graph.
+        repetition: how those of the program recur in it.
+
+    Returns:
+        a callable of the whole graph's inputs; None where the graph can't be lowered in parts.
+    """
+    with inductor_config.patch(inductor_settings(program.arithmetic)):
+        small = lower_in_parts(program.gm, always=True)
+    if small is None:
+        return None
+    owned_by = [state.position for state in program.expansions for _ in state.auxiliaries]
+    step = repeated_step(small, repetition.extended(owned_by))
+    if step is None:
+        return None
+    places = sorted(place for state in program.expansions for place in repetition.copies[state.position])
+    bindings = [_bind(place, inputs[place], program.error_format) for place in places]
+    return CompensatedStep(step, bindings, _per_call(inputs))
+
+
+def _per_call(inputs: Sequence[InputInfo]) -> list[tuple[int, str]]:
+    return [(i, info.name) for i, info in enumerate(inputs) if info.tensor is not None and not info.bound]
 
 
 def inductor_settings(arithmetic: Arithmetic) -> dict[str, Any]:
@@ -114,12 +150,34 @@ class CompensatedStep:
         return self.compiled(arguments)
 
 
-def _bind(state: StateTensor | ReadExpansion, error_format: ErrorFormat) -> _Bound | _PerCall:
-    tensor = state.info.tensor
-    if not state.info.bound or tensor is None:
-        return _PerCall(state.position, error_format, state.info.name)
-    expansion = allocate(tensor, error_format, name=state.info.name)
-    return _Bound(TensorWeakRef(tensor), weakref.ref(expansion), error_format, state.info.name)
+class WholeStep:
+    """Calls a step as Dynamo calls what a backend returns: what AOTAutograd's wrapper would do for it.
+
+    Args:
+        step: takes the inputs of the whole graph as one list.
+        bound: the first of them, which Dynamo's module has as attributes.
+        updated: places of those whose version counters have to say so.
+    """
+
+    def __init__(
+        self, step: Callable[[list[Any]], Any], bound: Sequence[Tensor], updated: Sequence[int]
+    ) -> None:
+        self.step = step
+        self.bound = bound
+        self.updated = updated
+
+    def __call__(self, *arguments: Any) -> Any:
+        values = [*self.bound, *arguments]
+        torch.autograd.graph.increment_version([values[place] for place in self.updated])
+        with torch.no_grad():
+            return self.step(values)
+
+
+def _bind(position: int, info: InputInfo, error_format: ErrorFormat) -> _Bound | _PerCall:
+    if not info.bound or info.tensor is None:
+        return _PerCall(position, error_format, info.name)
+    expansion = allocate(info.tensor, error_format, name=info.name)
+    return _Bound(TensorWeakRef(info.tensor), weakref.ref(expansion), error_format, info.name)
 
 
 @dataclass

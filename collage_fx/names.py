@@ -23,6 +23,7 @@ from collage_fx.torch_compat import aot_input_of, symbol_source
 __all__ = [
     "KnownTensor",
     "carried",
+    "describe_input",
     "describe_inputs",
     "known_tensors",
     "optimizers_among",
@@ -119,7 +120,7 @@ def describe_inputs(
         value = node.meta.get("val")
         origin = aot_input_of(node)
         if not isinstance(value, Tensor):
-            described.append(_describe_number(node, value))
+            described.append(_describe_number(node.name, value))
         elif origin is None or origin[0] == "alias":
             described.append(InputInfo(str(origin[1]) if origin else node.name, node.name, Role.OTHER))
         else:
@@ -130,6 +131,20 @@ def describe_inputs(
                 tensor, fallback = arguments[int(where)], argument_names[int(where)]
             described.append(_describe_tensor(tensor, fallback, known, bound=kind == "attribute"))
     return described
+
+
+def describe_input(value: Any, fallback: str, known: Mapping[int, KnownTensor], *, bound: bool) -> InputInfo:
+    """What an input of a Dynamo graph is.
+
+    Args:
+        value: a real tensor, or a number.
+        fallback: its name in the graph.
+        known: see :func:`known_tensors`.
+        bound: whether it is an attribute of the graph's module.
+    """
+    if isinstance(value, Tensor):
+        return _describe_tensor(value, fallback, known, bound=bound)
+    return _describe_number(fallback, value)
 
 
 def known_tensors(optimizers: Mapping[str, Optimizer]) -> dict[int, KnownTensor]:
@@ -171,10 +186,10 @@ def _describe_tensor(
     return InputInfo(name, name.rpartition("___")[2] or name, role, tensor, bound)
 
 
-def _describe_number(node: Node, value: Any) -> InputInfo:
-    source = symbol_source(value) if isinstance(value, (torch.SymInt, torch.SymFloat)) else node.name
+def _describe_number(fallback: str, value: Any) -> InputInfo:
+    source = symbol_source(value) if isinstance(value, (torch.SymInt, torch.SymFloat)) else fallback
     words = re.findall(r"\w+", source)
-    return InputInfo(source, words[-1] if words else node.name, Role.OTHER)
+    return InputInfo(source, words[-1] if words else fallback, Role.OTHER)
 
 
 def _attribute(module: GraphModule, target: str) -> Tensor:

@@ -40,7 +40,7 @@ from torch.utils import _pytree as pytree
 
 from collage_fx.graph import copies_to_inputs, is_copy_to_input, placeholders, tensor_value
 
-__all__ = ["Part", "is_number", "parts_of"]
+__all__ = ["Groups", "Part", "is_number", "parts_of"]
 
 aten = torch.ops.aten
 
@@ -105,7 +105,7 @@ def _memory(node: Node) -> int | None:
 
 
 @dataclass
-class _Groups:
+class Groups:
     """Disjoint sets of nodes."""
 
     parent: dict[Node, Node] = field(default_factory=dict)
@@ -128,7 +128,7 @@ class _Partition:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.stored = copies_to_inputs(graph)
-        self.groups = _Groups()
+        self.groups = Groups()
         self.free: set[Node] = set()
         self.scalar: set[Node] = set()
         self.cuts: list[tuple[Node, Node]] = []

@@ -30,7 +30,7 @@ from collage_fx.torch_compat import (
     prepare_cpp_compiler,
 )
 
-__all__ = ["StepInParts", "lower_in_parts"]
+__all__ = ["Kernel", "StepInParts", "lower_in_parts"]
 
 #: A compiled function of one list of arguments.
 Kernel = Callable[[list[Any]], Any]
@@ -45,11 +45,15 @@ class _Call:
     kernel: Kernel
 
 
-def lower_in_parts(gm: GraphModule) -> StepInParts | None:
+def lower_in_parts(gm: GraphModule, *, always: bool = False) -> StepInParts | None:
     """Compile a graph a part at a time, equal parts once; None where that can't be done or saves nothing.
 
     On the CPU. On a GPU each part would be a launch of its own: there the graph is compiled as one, in which
     Inductor can combine them, and CUDA graphs (``mode="reduce-overhead"``) record it as one.
+
+    Args:
+        gm: the rewritten graph.
+        always: also where no two parts of the graph are equal.
     """
     values = [node.meta["val"] for node in placeholders(gm.graph)]
     if any(isinstance(value, Tensor) and not _is_plain(value) for value in values):
@@ -58,7 +62,7 @@ def lower_in_parts(gm: GraphModule) -> StepInParts | None:
     if parts is None:
         return None
     rules = [rule_of(part) for part in parts]
-    if not any(rule.flat for rule in rules) and len({rule.key for rule in rules}) == len(rules):
+    if not (always or any(rule.flat for rule in rules) or len({rule.key for rule in rules}) < len(rules)):
         return None
     kernels: dict[Hashable, Kernel] = {}
     calls: list[_Call] = []

@@ -10,6 +10,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import functools
+import gc
 import inspect
 import sys
 import unittest.mock
@@ -71,6 +72,7 @@ __all__ = [
     "trace_instead",
     "traced_frame_name",
     "traced_frame_variables",
+    "versions_to_increment",
     "watch_conversions",
     "watch_graph_breaks",
     "watch_traced_optimizers",
@@ -118,13 +120,16 @@ try:
         SyntheticBaseAOTInput,
         ViewBaseAOTInput,
     )
+    from torch._functorch._aot_autograd.schemas import OutputType
     from torch._guards import CompileContext, TracingContext, detect_fake_mode, tracing
+    from torch._inductor import compile_fx as compile_fx_module
     from torch._inductor import config as inductor_config
     from torch._inductor import ir, list_mode_options
     from torch._inductor.codecache import CppPythonBindingsCodeCache
     from torch._inductor.codegen.cpp import CppOverrides, CppVecOverrides
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.fx_passes import joint_graph
     from torch._inductor.graph import GraphLowering
     from torch._inductor.lowering import register_lowering
     from torch._inductor.virtualized import V, ops
@@ -170,7 +175,7 @@ def compile_with_inductor(
     calling ``inner_compile``, that is without the error terms. Inductor's own cache, keyed by the graph it is
     given (the rewritten one), stays on, so that a second process still starts warm.
     """
-    with functorch_config.patch(enable_autograd_cache=False):
+    with functorch_config.patch(enable_autograd_cache=False), _without_needless_patterns():
         compiled = compile_fx(
             gm,
             list(example_inputs),
@@ -179,6 +184,32 @@ def compile_with_inductor(
             config_patches=config_patches,
         )
     return cast(Callable[..., Any], compiled)
+
+
+#: What Inductor's patterns for attention, for padding and for shuffled rows have in them, one of these each.
+_IN_PATTERNS = frozenset({"mm", "bmm", "addmm", "baddbmm", "randperm"})
+
+
+@contextlib.contextmanager
+def _without_needless_patterns() -> Iterator[None]:
+    """Within, graphs in which there can be no such pattern don't have them made: a second, once a process.
+
+    The first graph that may contain one has them made as ever. (On a GPU there are further patterns.)
+    """
+    with_patterns = compile_fx_module.joint_graph_passes
+
+    def passes(graph: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
+        names = {getattr(getattr(n.target, "overloadpacket", n.target), "__name__", "") for n in nodes}
+        values = [node.meta.get("val") for node in graph.graph.nodes]
+        on_cpu = all(v.device.type == "cpu" for v in values if isinstance(v, torch.Tensor))
+        if not on_cpu or _IN_PATTERNS.intersection(names):
+            return with_patterns(graph, *args, **kwargs)
+        with unittest.mock.patch.object(joint_graph, "lazy_init", return_value=None):
+            return with_patterns(graph, *args, **kwargs)
+
+    with unittest.mock.patch.object(compile_fx_module, "joint_graph_passes", passes):
+        yield
 
 
 @contextlib.contextmanager
@@ -254,6 +285,23 @@ def aot_input_of(
     if isinstance(descriptor, (SyntheticBaseAOTInput, ViewBaseAOTInput)):
         return "alias", descriptor.expr()
     return None
+
+
+def versions_to_increment() -> list[int] | None:
+    """What AOTAutograd's wrapper still has to do for the inference graph that it is compiling.
+
+    Returns:
+        the inputs whose version counters it will count up, where that is all: what the graph returns is new,
+        and what it does to its inputs is done in it, to their elements alone. None otherwise.
+    """
+    context = TracingContext.try_get()
+    found = None if context is None else context.fw_metadata
+    if found is None or found.num_intermediate_bases or found.num_mutated_inp_runtime_indices:
+        return None
+    changed = (info.mutates_metadata or info.mutation_inductor_storage_resize for info in found.input_info)
+    if any(changed) or any(info.output_type is not OutputType.non_alias for info in found.output_info):
+        return None
+    return list(found.mutated_graph_handled_indices_seen_by_autograd)
 
 
 def traced_frame_variables() -> dict[str, Any]:
@@ -385,7 +433,7 @@ def watch_conversions(
                     # Dynamo runs frames eagerly in which it sees no tensor, as in most steps (self).
                     always_optimize_code_objects[code] = True
                 try:
-                    with dynamo_config.patch(settings):
+                    with dynamo_config.patch(settings), _no_garbage_collection():
                         converted = original(self, frame, *args, **kwargs)
                 except (ShortenTraceback, Unsupported):  # refusals, and what fullgraph=True asks for
                     raise
@@ -402,6 +450,21 @@ def watch_conversions(
 
     wrap_method(ConvertFrameAssert, "__call__", watching)
     wrap_method(CatchErrorsWrapper, "__call__", _one_at_a_time)
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Cycles are collected later: of a compilation's hundred thousands of objects most stay until its end.
+
+    An eighth of its time.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _one_at_a_time(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -75,6 +75,8 @@ class TwinBackend(CollageBackend):
         graphs: the rewritten graphs, one per compilation.
     """
 
+    by_family = False  # the whole graph, to be run
+
     def __init__(self, *, compiles: bool = True, **options: Any) -> None:
         super().__init__(**options)
         self.compiles = compiles

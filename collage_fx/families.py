@@ -1,0 +1,343 @@
+"""Updates that are the same but for their tensors, found in what Dynamo captured.
+
+Note [One of each family]
+-------------------------
+The step of 148 parameters is one update, written 148 times. Tracing it (AOTAutograd does twice), analysing
+and rewriting it takes as long for each of them, and finds the same. So the captured graph is cut into
+components that have no value in common, components that do the same to tensors of the same layout and
+meaning are a *family*, and what is compiled is a graph of one of each family. Its parts are then called for
+the tensors of all (:mod:`collage_fx.repetition`).
+
+* A component is what is connected by operations and by the tensors that these read. Numbers connect nothing,
+  nor does a 0-d tensor that several components read: that is *common* to the step. Nothing of it may be
+  written to, which is known once AOTAutograd has found out what is: the graph is then compiled whole, as it
+  is wherever something here is not understood.
+* Components are equal if their operations, their constants and the values of the step in common that they
+  read are, one by one in the order of the graph, and of their tensors the layout, the role, the symbol in
+  recurrences and whether there are error terms already. So every decision about one holds for its family.
+  Only names differ.
+* No two inputs may share memory: components can then run in any order.
+
+A refusal is not looked into: the graph is compiled whole and refused by the names of its tensors.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
+
+from collage_fx.partition import Groups
+from collage_fx.program import InputInfo
+from collage_fx.repetition import Repetition
+
+__all__ = ["Families", "families_of"]
+
+#: Nodes without operands that stand for no value but change how the following are captured.
+MODES = frozenset({torch._C._set_grad_enabled})
+
+#: Python's operators that change their first operand: ``step += 1``.
+IN_PLACE = frozenset({"iadd", "isub", "imul", "itruediv", "ipow"})
+
+
+@dataclass(frozen=True)
+class Families:
+    """One component of each family, as a module, and what it stands for.
+
+    Attributes:
+        whole: what Dynamo captured.
+        module: the graph of the first of each family.
+        arguments: its arguments.
+        inputs: of the whole graph, in AOTAutograd's order: parameters and buffers, then arguments.
+        bound: how many of them are attributes of the module, so the same tensors in every call.
+        infos: what the inputs are to the user.
+        origins: where the inputs of ``module`` come from, as :func:`~collage_fx.torch_compat.aot_input_of`
+            tells it.
+        repetition: how those inputs, in that order, and the results of ``module`` recur.
+    """
+
+    whole: GraphModule
+    module: GraphModule
+    arguments: tuple[Any, ...]
+    inputs: tuple[Any, ...]
+    bound: int
+    infos: tuple[InputInfo, ...]
+    origins: tuple[tuple[str, str | int], ...]
+    repetition: Repetition
+
+
+#: ``(inputs, names of inputs, how many are bound)`` -> what they are to the user, with error terms or not.
+Describe = Callable[[Sequence[Any], Sequence[str], int], Sequence[tuple[InputInfo, Hashable]]]
+
+
+def families_of(gm: GraphModule, arguments: Sequence[Any], describe: Describe) -> Families | None:
+    """The families of a graph that Dynamo captured; None where there is nothing to gain, or to understand."""
+    found = _Search(gm, arguments)
+    if not found.is_understood():
+        return None
+    described = describe(found.inputs, found.names, found.bound)
+    found.meanings = [(info.symbol, info.role, kind) for info, kind in described]
+    families = found.families()
+    if sum(map(len, families)) == len(families):
+        return None
+    return found.result(families, tuple(info for info, _ in described))
+
+
+@dataclass
+class _Component:
+    """Operations that are connected.
+
+    Attributes:
+        nodes: in the order of the graph, without inputs.
+        inputs: places of those that no other component reads, in the order in which they are read.
+        results: those of its nodes that the graph returns.
+    """
+
+    nodes: list[Node] = field(default_factory=list)
+    inputs: list[int] = field(default_factory=list)
+    results: list[Node] = field(default_factory=list)
+
+
+class _Search:
+    """Takes a captured graph apart."""
+
+    def __init__(self, gm: GraphModule, arguments: Sequence[Any]) -> None:
+        self.gm = gm
+        bound = dict([*gm.named_parameters(), *gm.named_buffers()])
+        placeholders = list(gm.graph.find_nodes(op="placeholder"))
+        self.inputs = (*bound.values(), *arguments)
+        self.names = (*bound, *(node.name for node in placeholders))
+        self.bound = len(bound)
+        attribute_places = {name: place for place, name in enumerate(bound)}
+        #: The input that a node is: None for an attribute that is no parameter or buffer.
+        self.place: dict[Node, int | None] = {
+            node: attribute_places.get(str(node.target)) for node in gm.graph.find_nodes(op="get_attr")
+        }
+        self.place.update({node: self.bound + i for i, node in enumerate(placeholders)})
+        #: Numbers: computed from inputs and other numbers alone.
+        self.numbers: set[Node] = set()
+        self._computed: dict[Node, int] = {}
+        self._known: dict[Hashable, int] = {}
+        self.meanings: Sequence[Hashable] = ()
+
+    def is_understood(self) -> bool:
+        tensors = [value for value in self.inputs if isinstance(value, Tensor)]
+        return (
+            len(self.place.keys() & set(self.gm.graph.find_nodes(op="placeholder"))) + self.bound
+            == len(self.inputs)
+            and None not in self.place.values()
+            and len(set(self.place.values())) == len(self.inputs)
+            and all(map(_is_plain, tensors))
+            and len({value.untyped_storage()._cdata for value in tensors}) == len(tensors)
+            and all(isinstance(value, (Tensor, torch.SymInt, torch.SymFloat)) for value in self.inputs)
+            and all(map(self._is_understood, self.gm.graph.nodes))
+            and all(isinstance(result, Node) and _is_tensor(result) for result in self._returned())
+        )
+
+    def _is_understood(self, node: Node) -> bool:
+        if node.op in ("placeholder", "get_attr", "output"):
+            return True
+        if node.op not in ("call_function", "call_method"):
+            return False
+        return bool(node.all_input_nodes) or node.target in MODES or _is_tensor(node)
+
+    def _returned(self) -> list[Any]:
+        return list(pytree.tree_leaves(self.gm.graph.output_node().args))
+
+    def families(self) -> list[list[_Component]]:
+        """Components by family, the families in the order of their first."""
+        components = self._components()
+        readers: dict[int, set[int]] = defaultdict(set)
+        for i, component in enumerate(components):
+            for place in component.inputs:
+                readers[place].add(i)
+        self.common = {place for place, reading in readers.items() if len(reading) > 1}
+        self.common |= {self._place_of(n) for number in self.numbers for n in self._inputs_of(number)}
+        self.common |= {i for i, value in enumerate(self.inputs) if not isinstance(value, Tensor)}
+        self.order = components
+        families: dict[Hashable, list[_Component]] = {}
+        for component in components:
+            component.inputs = [place for place in component.inputs if place not in self.common]
+            families.setdefault(self._key(component), []).append(component)
+        return list(families.values())
+
+    def _components(self) -> list[_Component]:
+        groups: Groups = Groups()
+        operations = [node for node in self.gm.graph.nodes if node.op in ("call_function", "call_method")]
+        for node in operations:
+            if _is_number(node) and all(n in self.numbers or n in self.place for n in node.all_input_nodes):
+                self.numbers.add(node)
+                continue
+            if node.target in MODES:
+                continue
+            groups.find(node)
+            for operand in node.all_input_nodes:
+                if operand in self.place:
+                    if self._connects(operand):
+                        groups.join(operand, node)
+                elif operand not in self.numbers:
+                    groups.join(operand, node)
+        returned = set(self._returned())
+        components: dict[Node, _Component] = defaultdict(_Component)
+        for node in operations:
+            if node in self.numbers or node.target in MODES:
+                continue
+            component = components[groups.find(node)]
+            component.nodes.append(node)
+            for operand in self._inputs_of(node):
+                if self._place_of(operand) not in component.inputs:
+                    component.inputs.append(self._place_of(operand))
+            if node in returned:
+                component.results.append(node)
+        return list(components.values())
+
+    def _connects(self, node: Node) -> bool:
+        """Whether the readers of an input are one component.
+
+        A 0-d tensor may be one number for all of them, ``lr`` say, unless one of them seems to change it: if
+        that is wrong, the graph is compiled whole.
+        """
+        value = self.inputs[self._place_of(node)]
+        return isinstance(value, Tensor) and (value.dim() > 0 or any(map(_seems_to_change, node.users)))
+
+    def _inputs_of(self, node: Node) -> Iterator[Node]:
+        return (operand for operand in node.all_input_nodes if operand in self.place)
+
+    def _place_of(self, node: Node) -> int:
+        place = self.place[node]
+        assert place is not None
+        return place
+
+    def _key(self, component: _Component) -> Hashable:
+        """Equal for components that do the same to tensors of the same layout and meaning."""
+        own = {place: i for i, place in enumerate(component.inputs)}
+        local = {node: i for i, node in enumerate(component.nodes)}
+
+        def named(node: Node) -> Hashable:
+            if node in local:
+                return "result", local[node]
+            if node in self.numbers:
+                return self._number(node)
+            place = self._place_of(node)
+            return ("own", own[place]) if place in own else ("common", place)
+
+        operations = tuple(
+            (node.target, _described(node.args, named), _described(node.kwargs, named))
+            for node in component.nodes
+        )
+        layouts = tuple((*_layout(self.inputs[place]), self.meanings[place]) for place in component.inputs)
+        return operations, layouts, tuple(local[node] for node in component.results)
+
+    def _number(self, node: Node) -> Hashable:
+        """Equal for numbers that are computed alike from the same inputs."""
+        if node not in self.numbers:
+            return "common", self._place_of(node)
+        if node not in self._computed:
+            described = (_described(each, self._number) for each in (node.args, node.kwargs))
+            self._computed[node] = self._known.setdefault((node.target, *described), len(self._known))
+        return "number", self._computed[node]
+
+    def result(self, families: list[list[_Component]], infos: tuple[InputInfo, ...]) -> Families | None:
+        family_of = {id(c): (f, m) for f, family in enumerate(families) for m, c in enumerate(family)}
+        first = [family[0] for family in families]
+        places = sorted({place for component in first for place in component.inputs} | self.common)
+        copies: list[tuple[int, ...]] = [(place,) for place in places]
+        owners: list[int | None] = [None] * len(places)
+        position = {place: i for i, place in enumerate(places)}
+        for f, family in enumerate(families):
+            for i, place in enumerate(family[0].inputs):
+                copies[position[place]] = tuple(component.inputs[i] for component in family)
+                owners[position[place]] = f
+        if {place for each in copies for place in each} != set(range(len(self.inputs))):
+            return None
+        results = [node for component in first for node in component.results]
+        index = {node: i for i, node in enumerate(results)}
+        outputs: dict[Node, tuple[int, int]] = {}
+        for component in self.order:
+            f, m = family_of[id(component)]
+            for node, of_first in zip(component.results, families[f][0].results, strict=True):
+                outputs[node] = (index[of_first], m)
+        repetition = Repetition(
+            inputs=len(self.inputs),
+            copies=tuple(copies),
+            owners=tuple(owners),
+            turns=tuple(family_of[id(component)] for component in self.order),
+            outputs=tuple(outputs[node] for node in self._returned()),
+        )
+        kept = {node for component in first for node in component.nodes}
+        for node in reversed(self.gm.graph.nodes):
+            if node in self.numbers and not kept.isdisjoint(node.users):
+                kept.add(node)
+        module = self._module(set(places), kept, results)
+        own_arguments = [place for place in places if place >= self.bound]
+        origins: list[tuple[str, str | int]] = [
+            ("attribute", self.names[place]) for place in places if place < self.bound
+        ]
+        origins += [("argument", i) for i in range(len(own_arguments))]
+        arguments = tuple(self.inputs[place] for place in own_arguments)
+        return Families(
+            self.gm, module, arguments, self.inputs, self.bound, infos, tuple(origins), repetition
+        )
+
+    def _module(self, places: set[int], kept: set[Node], results: list[Node]) -> GraphModule:
+        """The graph of some of the operations."""
+        graph = Graph()
+        copied: dict[Node, Node] = {}
+        for node in self.gm.graph.nodes:
+            if self.place.get(node) in places or node in kept or node.target in MODES:
+                copied[node] = graph.node_copy(node, copied.__getitem__)
+        graph.output(map_arg(tuple(results), copied.__getitem__))
+        # No meta: it holds what Dynamo knows of the inputs of the whole graph.
+        return GraphModule(self.gm, graph)
+
+
+def _is_plain(value: Tensor) -> bool:
+    """Whether a tensor is an ordinary one on the CPU, with known numbers as sizes and strides."""
+    return (
+        type(value) in (Tensor, torch.nn.Parameter)
+        and value.layout is torch.strided
+        and value.device.type == "cpu"
+        and all(isinstance(number, int) for number in (*value.shape, *value.stride()))
+    )
+
+
+def _is_tensor(node: Node) -> bool:
+    return isinstance(node.meta.get("example_value"), Tensor)
+
+
+def _is_number(node: Node) -> bool:
+    return isinstance(node.meta.get("example_value"), (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def _seems_to_change(node: Node) -> bool:
+    """Whether an operation's name is that of one in place."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return name.endswith("_") or name in IN_PLACE
+
+
+def _layout(value: Tensor) -> tuple[Any, ...]:
+    """All that tracing may ask of a tensor."""
+    return (
+        *(type(value), value.dtype, tuple(value.shape), value.stride(), value.storage_offset()),
+        *(value.requires_grad, value.is_leaf, value.is_inference(), value.is_conj(), value.is_neg()),
+    )
+
+
+def _described(value: Any, named: Callable[[Node], Hashable]) -> Hashable:
+    """Arguments of an operation with names for nodes."""
+    if isinstance(value, Node):
+        return named(value)
+    if isinstance(value, (list, tuple)):
+        return (type(value).__name__, *(_described(each, named) for each in value))
+    if isinstance(value, dict):
+        return tuple((key, _described(each, named)) for key, each in value.items())
+    if isinstance(value, slice):
+        return ("slice", *(_described(each, named) for each in (value.start, value.stop, value.step)))
+    return type(value).__name__, repr(value)
