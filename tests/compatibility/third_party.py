@@ -184,5 +184,6 @@ SUBJECTS: Sequence[Subject] = (
     *_of("dadaptation", "dadaptation", {"DAdaptLion": 1.0}),
     *_of("heavyball", "heavyball", HEAVYBALL),
     *_of("transformers", "transformers.optimization", {"Adafactor": None}, _FIXED_RATE, {}),
-    *_of("torchao", "torchao.optim", {"_AdamW": ADAM, "AdamW8bit": ADAM}),
+    *_of("torchao", "torchao.optim", {"_AdamW": ADAM}, {}, {"bf16_stochastic_round": True}),
+    *_of("torchao", "torchao.optim", {"AdamW8bit": ADAM}),
 )
