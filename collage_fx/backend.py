@@ -35,6 +35,7 @@ from collage_fx.errors import (
     UncompensatedParameterError,
     UnsupportedTensorError,
 )
+from collage_fx.formats import short_name
 from collage_fx.graph import (
     assignments_to_stores,
     copies_to_inputs,
@@ -50,6 +51,7 @@ from collage_fx.recording import is_recorded
 from collage_fx.report import CollageReport
 from collage_fx.torch_compat import (
     compile_with_inductor,
+    factorizes,
     generated_code,
     graph_module,
     inductor_compile_inner,
@@ -193,7 +195,7 @@ class CollageBackend:
             patches.update(JOINT_GRAPH_SETTINGS)
         if any(tensor.device.type == "cpu" for tensor in (*gm.parameters(), *gm.buffers())):
             prepare_cpp_compiler()
-        capture = _Capture(self, gm, tuple(example_inputs))
+        capture = _Capture(self, gm, tuple(example_inputs), mode)
         capture.refuse_overlaps()
         with torch.set_grad_enabled(needs_autograd(gm, example_inputs)):
             return compile_with_inductor(
@@ -236,9 +238,14 @@ class _Capture:
     """
 
     def __init__(
-        self, backend: CollageBackend, dynamo_module: GraphModule, arguments: tuple[Any, ...]
+        self,
+        backend: CollageBackend,
+        dynamo_module: GraphModule,
+        arguments: tuple[Any, ...],
+        mode: str | None,
     ) -> None:
         self.backend = backend
+        self.mode = mode
         self.options = backend.options
         self.dynamo_module = dynamo_module
         self.arguments = arguments
@@ -263,6 +270,7 @@ class _Capture:
     ) -> Any:
         if self.options.strategy != "none":
             assignments_to_stores(gm)
+            self._record_factorizations(gm)
         reason = self._reason_to_leave_alone(gm, inductor_options)
         if reason is not None:
             return self._lower_as_is(gm, example_inputs, inductor_options, reason)
@@ -275,6 +283,19 @@ class _Capture:
         except CollageError:
             self._forget_new_state()
             raise
+
+    def _record_factorizations(self, gm: GraphModule) -> None:
+        """Begin again, recording, where eager torch would raise what the step may catch.
+
+        Dynamo traces past it: a tensor without values has a factorization in every format.
+        """
+        for node in gm.graph.nodes:
+            if isinstance(node.target, torch._ops.OpOverload) and factorizes(node.target):
+                low = next(filter(is_low_precision_tensor, node.all_input_nodes), None)
+                if low is not None:
+                    dtype = short_name(low.meta["val"].dtype)
+                    reason = f"{node.target} is not implemented for {dtype}"
+                    eager.record_instead(self.optimizers.values(), self.backend, {"mode": self.mode}, reason)
 
     def _reason_to_leave_alone(self, gm: GraphModule, inductor_options: dict[str, Any]) -> str | None:
         if not inductor_options.get("is_inference", False):

@@ -100,7 +100,6 @@ PYTORCH_OPTIMIZER: Mapping[str, float | None] = {
     "RAdam": 5e-4,
     "SGDW": SGD,
     "SM3": 2e-4,
-    "SOAP": 1e-4,
     "Shampoo": 1e-3,
     "SignSGD": LION,
     "StableAdamW": ADAM,
@@ -168,6 +167,8 @@ SUBJECTS: Sequence[Subject] = (
         always={"dim": 16, "n_heads": 4, "verbose": False},
     ),
     *_of("pytorch_optimizer", "pytorch_optimizer", PYTORCH_OPTIMIZER),
+    # Every tenth of its steps is another one by default, so that the 11th and the 21st are compiled anew.
+    *_of("pytorch_optimizer", "pytorch_optimizer", {"SOAP": 1e-4}, always={"precondition_frequency": 5}),
     # It starts to precondition in the 25th step by default, which is compiled anew then.
     *_of(
         "pytorch_optimizer",
