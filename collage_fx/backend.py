@@ -37,6 +37,7 @@ from collage_fx.errors import (
     UnsupportedTensorError,
 )
 from collage_fx.families import Families, families_of
+from collage_fx.formats import short_name
 from collage_fx.graph import (
     assignments_to_stores,
     copies_to_inputs,
@@ -54,6 +55,7 @@ from collage_fx.report import CollageReport
 from collage_fx.torch_compat import (
     aot_input_of,
     compile_with_inductor,
+    factorizes,
     generated_code,
     graph_module,
     inductor_compile_inner,
@@ -201,7 +203,7 @@ class CollageBackend:
             patches.update(JOINT_GRAPH_SETTINGS)
         if any(tensor.device.type == "cpu" for tensor in (*gm.parameters(), *gm.buffers())):
             prepare_cpp_compiler()
-        capture = _Capture(self, gm, tuple(example_inputs))
+        capture = _Capture(self, gm, tuple(example_inputs), mode)
         needs_grad = needs_autograd(gm, example_inputs)
         if not needs_grad and (step := self._by_family(capture, patches)) is not None:
             return step
@@ -217,7 +219,7 @@ class CollageBackend:
         families = families_of(capture.dynamo_module, capture.arguments, capture.describe)
         if families is None:
             return None
-        of_families = _CaptureOfFamilies(self, families)
+        of_families = _CaptureOfFamilies(self, families, capture.mode)
         with torch.no_grad():
             of_families.run(patches)
         return of_families.step
@@ -261,9 +263,14 @@ class _Capture:
     """
 
     def __init__(
-        self, backend: CollageBackend, dynamo_module: GraphModule, arguments: tuple[Any, ...]
+        self,
+        backend: CollageBackend,
+        dynamo_module: GraphModule,
+        arguments: tuple[Any, ...],
+        mode: str | None,
     ) -> None:
         self.backend = backend
+        self.mode = mode
         self.options = backend.options
         self.dynamo_module = dynamo_module
         self.arguments = arguments
@@ -309,6 +316,7 @@ class _Capture:
     ) -> Any:
         if self.options.strategy != "none":
             assignments_to_stores(gm)
+            self._record_factorizations(gm)
         reason = self._reason_to_leave_alone(gm, inductor_options)
         if reason is not None:
             return self._lower_as_is(gm, example_inputs, inductor_options, reason)
@@ -321,6 +329,19 @@ class _Capture:
         except CollageError:
             self._forget_new_state()
             raise
+
+    def _record_factorizations(self, gm: GraphModule) -> None:
+        """Begin again, recording, where eager torch would raise what the step may catch.
+
+        Dynamo traces past it: a tensor without values has a factorization in every format.
+        """
+        for node in gm.graph.nodes:
+            if isinstance(node.target, torch._ops.OpOverload) and factorizes(node.target):
+                low = next(filter(is_low_precision_tensor, node.all_input_nodes), None)
+                if low is not None:
+                    dtype = short_name(low.meta["val"].dtype)
+                    reason = f"{node.target} is not implemented for {dtype}"
+                    eager.record_instead(self.optimizers.values(), self.backend, {"mode": self.mode}, reason)
 
     def _reason_to_leave_alone(self, gm: GraphModule, inductor_options: dict[str, Any]) -> str | None:
         if not inductor_options.get("is_inference", False):
@@ -507,8 +528,8 @@ class _CaptureOfFamilies(_Capture):
         step: the whole step, once the small graph has been compiled; None where it has to be compiled whole.
     """
 
-    def __init__(self, backend: CollageBackend, families: Families) -> None:
-        super().__init__(backend, families.module, families.arguments)
+    def __init__(self, backend: CollageBackend, families: Families, mode: str | None) -> None:
+        super().__init__(backend, families.module, families.arguments, mode)
         self.families = families
         self.step: WholeStep | None = None
 
@@ -517,6 +538,7 @@ class _CaptureOfFamilies(_Capture):
     ) -> Any:
         """Set ``step``. What AOTAutograd makes of the small graph is not called."""
         assignments_to_stores(gm)
+        self._record_factorizations(gm)
         updated = versions_to_increment()
         repetition = self._repetition(gm)
         reason = self._reason_to_leave_alone(gm, inductor_options)

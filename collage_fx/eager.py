@@ -12,7 +12,8 @@ which costs nothing in a step that is compiled already:
 * *A graph break inside an update* hands the operation it happened at, and in a loop the whole function, to
   eager execution. When Dynamo reports one, before anything has run, the optimizer is recorded from then on:
   Note [Recorded steps] in ``recorder.py`` (:func:`_at_graph_break`). So it is where Dynamo fails altogether
-  (:func:`_at_failed_conversion`). If Python is in the middle of that very step, it is too late to record it,
+  (:func:`_at_failed_conversion`), and where a captured graph would fail that a step catches when eager torch
+  does (:func:`record_instead`). If Python is in the middle of that very step, it is too late to record it,
   and the break is refused. One in the closure of a step of torch.optim, or anywhere outside of the methods of
   an optimizer, leaves the update whole. (Dynamo can be made to resume loops after a break. It then reads the
   parameters of later iterations at the wrong place of an iterator: steps came out wrong without an error.)
@@ -33,7 +34,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import CodeType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -50,6 +51,7 @@ from collage_fx.formats import is_low_precision
 from collage_fx.names import optimizers_among, parameter_names
 from collage_fx.recording import branches_on_values, is_recorded, record
 from collage_fx.torch_compat import (
+    ConvertAgain,
     GraphBreak,
     RunAsItIs,
     current_trace,
@@ -61,7 +63,7 @@ from collage_fx.torch_compat import (
     watch_traced_optimizers,
 )
 
-__all__ = ["install", "note_compiled_step"]
+__all__ = ["install", "note_compiled_step", "record_instead"]
 
 #: How many times Dynamo's ``recompile_limit`` (8) a function that isn't just a step may be compiled before it
 #: is refused.
@@ -173,9 +175,19 @@ def _at_failed_conversion(
     backend: Any, keywords: dict[str, Any], code: CodeType, variables: Mapping[str, Any], error: Exception
 ) -> None:
     """Python may do what Dynamo fails at: symbolic numbers are where most such failures come from."""
-    for optimizer in _stepped_by(code, variables):
-        record(optimizer, backend, keywords, f"{type(error).__name__}: {error}")
-        raise RunAsItIs
+    optimizers = optimizers_among(variables).values()
+    record_instead(optimizers, backend, keywords, f"{type(error).__name__}: {error}")
+
+
+def record_instead(
+    optimizers: Iterable[Optimizer], backend: Any, keywords: dict[str, Any], reason: str
+) -> None:
+    """While a function is compiled that steps ``optimizers``: record those that can be, and begin again."""
+    recordable = [o for o in optimizers if not is_recorded(o) and not is_being_stepped(o)]
+    for optimizer in recordable:
+        record(optimizer, backend, keywords, reason)
+    if recordable:
+        raise ConvertAgain
 
 
 def _after_conversion(code: CodeType, variables: Mapping[str, Any]) -> None:

@@ -26,6 +26,7 @@ import torch
 from collage_fx.wrapping import wrap_method
 
 __all__ = [
+    "ConvertAgain",
     "FakeTensorMode",
     "GraphBreak",
     "RunAsItIs",
@@ -43,6 +44,7 @@ __all__ = [
     "detect_fake_mode",
     "disabled_torch_function",
     "dynamo_recompile_limit",
+    "factorizes",
     "forget_static_addresses",
     "functional_decompositions",
     "generated_code",
@@ -418,8 +420,9 @@ def watch_conversions(
         failed: like ``before``, and the exception that the conversion ended with; it is raised again after.
         settings: of Dynamo's configuration, for the conversion.
 
-    Where one of them, or another watch within the conversion, raises :class:`RunAsItIs`, the frame is run by
-    Python. Called once per compilation of a frame; costs nothing where nothing is compiled.
+    Where one of them, or another watch or the backend within the conversion, raises :class:`RunAsItIs`, the
+    frame is run by Python; where it raises :class:`ConvertAgain`, the conversion begins anew. Called once per
+    compilation of a frame; costs nothing where nothing is compiled.
     """
 
     def watching(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -442,6 +445,8 @@ def watch_conversions(
                     raise
             except RunAsItIs:
                 return ConvertFrameReturn(apply_to_code=False)
+            except ConvertAgain:
+                return watched(self, frame, *args, **kwargs)
             if converted is not None and converted.guarded_code is not None:
                 after(code, variables)
             return converted
@@ -483,6 +488,13 @@ def _one_at_a_time(original: Callable[..., Any]) -> Callable[..., Any]:
 
 class RunAsItIs(ShortenTraceback):
     """Raised by a watch to have Python run the frame that is being converted."""
+
+    def __init__(self) -> None:
+        super().__init__(first_useful_frame=None)
+
+
+class ConvertAgain(ShortenTraceback):
+    """Raised within a conversion when something has changed that makes Dynamo trace another way."""
 
     def __init__(self) -> None:
         super().__init__(first_useful_frame=None)
@@ -719,10 +731,14 @@ def depends_on_values(operator: Any) -> bool:
     Its shape, a Python number it returns, or whether it fails, as factorizations of matrices may. Also
     operators that draw random numbers, or change what a tensor is.
     """
+    return bool(_DEPENDS_ON_VALUES.intersection(operator.tags)) or factorizes(operator)
+
+
+def factorizes(operator: Any) -> bool:
+    """Whether an operator factorizes matrices, which may fail; none of them is there for 16-bit formats."""
     name = operator._schema.name.partition("::")[2].lstrip("_")
-    return bool(_DEPENDS_ON_VALUES.intersection(operator.tags)) or (
-        name.startswith(("linalg_", "cholesky", "geqrf", "svd")) and not name.startswith("linalg_vector_norm")
-    )
+    factorizing = ("linalg_", "cholesky", "geqrf", "svd")
+    return name.startswith(factorizing) and not name.startswith("linalg_vector_norm")
 
 
 def wrapper_subclass(

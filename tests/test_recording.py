@@ -22,6 +22,8 @@ LR = 1e-4
 #: Of equal shapes: what is meant for one of them can be done to another, and nothing else would tell.
 SHAPES = [(4, 3)] * 5 + [(7,)]
 
+Factor = Callable[[Tensor], Tensor]
+
 
 class Recorded(Descent):
     """An update that branches on the value of a tensor for each parameter."""
@@ -165,11 +167,13 @@ RULES = [
 ]
 
 
-def twins(kind: type[Optimizer], shapes: Sequence[Sequence[int]] = SHAPES) -> tuple[Optimizer, Optimizer]:
+def twins(
+    kind: Callable[[list[torch.nn.Parameter]], Optimizer], shapes: Sequence[Sequence[int]] = SHAPES
+) -> tuple[Optimizer, Optimizer]:
     """The optimizer on bfloat16 parameters, and on the same in float64."""
     low = parameters(shapes=shapes)
     high = [torch.nn.Parameter(p.detach().double()) for p in low]
-    return kind(low), kind(high)  # type: ignore[call-arg]
+    return kind(low), kind(high)
 
 
 def params_of(optimizer: Optimizer) -> list[Tensor]:
@@ -229,6 +233,58 @@ def test_memory_is_up_to_date_when_it_is_read() -> None:
     run_steps(compiled(optimizer), params, [0])
     assert not torch.equal(p, before)
     assert np.array_equal(optimizer.seen, p.detach().view(torch.int16).numpy())
+
+
+class TriesLowPrecision(Recorded):
+    """Factorizes in float64 what eager torch cannot in its own format, as SOAP of pytorch_optimizer."""
+
+    def __init__(self, params: Any, factor: Factor) -> None:
+        super().__init__(params)
+        self.factor = factor
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
+        square = g @ g.mT + torch.eye(len(g), dtype=g.dtype)
+        try:
+            factor = self.factor(square)
+        except Exception:
+            factor = self.factor(square.double()).to(g.dtype)
+        p.add_(factor @ g, alpha=-lr)
+
+
+FACTORS: dict[str, Factor] = {
+    "eigh": lambda matrix: torch.linalg.eigh(matrix)[0].diag(),
+    "svd": lambda matrix: torch.linalg.svd(matrix)[1].diag(),
+    "qr": lambda matrix: torch.linalg.qr(matrix)[1].abs(),
+    "cholesky": torch.linalg.cholesky,
+    "inverse": torch.linalg.inv,
+}
+
+
+@pytest.mark.parametrize("factor", FACTORS.values(), ids=FACTORS)
+@pytest.mark.parametrize("whose_step", ["its own", "a user's"])
+def test_a_factorization_that_eager_torch_refuses_is_refused(factor: Factor, whose_step: str) -> None:
+    """A captured graph would only find out when it is run, past the step's ``except``.
+
+    The factor is rounded to bfloat16, and so is what it was computed from: 2^-9 = 0.002 each, times a
+    condition number of some 10.
+    """
+    torch._dynamo.reset()
+    low, high = twins(lambda params: TriesLowPrecision(params, factor), [(4, 3)])
+    start = [q.detach().clone() for q in params_of(high)]
+    counts = [torch.zeros(3, dtype=torch.bfloat16)]
+
+    def other_work() -> None:
+        low.step()
+        counts[0].add_(1e-3)
+
+    step = compiled(low) if whose_step == "its own" else torch.compile(other_work, backend=CollageBackend())
+    for seed in range(4):
+        give_gradients(low, high, seed)
+        step()
+        high.step()
+    assert is_recorded(low)
+    assert largest_error(low, high, start) < 0.05
+    assert all(bool(term.any()) for p in params_of(low) for term in error_terms(p))
 
 
 class Fails(Recorded):

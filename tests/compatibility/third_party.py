@@ -100,7 +100,6 @@ PYTORCH_OPTIMIZER: Mapping[str, float | None] = {
     "RAdam": 5e-4,
     "SGDW": SGD,
     "SM3": 2e-4,
-    "SOAP": 1e-4,
     "Shampoo": 1e-3,
     "SignSGD": LION,
     "StableAdamW": ADAM,
@@ -168,6 +167,8 @@ SUBJECTS: Sequence[Subject] = (
         always={"dim": 16, "n_heads": 4, "verbose": False},
     ),
     *_of("pytorch_optimizer", "pytorch_optimizer", PYTORCH_OPTIMIZER),
+    # Every tenth of its steps is another one by default, so that the 11th and the 21st are compiled anew.
+    *_of("pytorch_optimizer", "pytorch_optimizer", {"SOAP": 1e-4}, always={"precondition_frequency": 5}),
     # It starts to precondition in the 25th step by default, which is compiled anew then.
     *_of(
         "pytorch_optimizer",
@@ -184,5 +185,6 @@ SUBJECTS: Sequence[Subject] = (
     *_of("dadaptation", "dadaptation", {"DAdaptLion": 1.0}),
     *_of("heavyball", "heavyball", HEAVYBALL),
     *_of("transformers", "transformers.optimization", {"Adafactor": None}, _FIXED_RATE, {}),
-    *_of("torchao", "torchao.optim", {"_AdamW": ADAM, "AdamW8bit": ADAM}),
+    *_of("torchao", "torchao.optim", {"_AdamW": ADAM}, {}, {"bf16_stochastic_round": True}),
+    *_of("torchao", "torchao.optim", {"AdamW8bit": ADAM}),
 )
