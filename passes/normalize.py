@@ -77,7 +77,7 @@ def _compute_constant(editor: GraphEditor, node: Node) -> None:
 
     torch 2.11 decomposes ``lerp`` by itself, into branches on a condition that is computed from the weight.
     """
-    if node.op != "call_function" or torch.Tag.pointwise not in getattr(node.target, "tags", ()):
+    if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.pointwise not in node.target.tags:
         return
     value, operands = tensor_value(node), node.all_input_nodes
     if value is None or not operands or not all(map(_is_number, operands)):

@@ -58,7 +58,7 @@ add_1: float32[4] = add(m, mul)  # normalize""",
 
 
 def test_a_branch_on_a_constant_is_taken_while_compiling() -> None:
-    """As torch 2.11 decomposes ``lerp``, before Inductor folds constants (which ``explain`` doesn't wait for)."""
+    """As torch 2.11 decomposes ``lerp``, before Inductor folds constants, for which ``explain`` doesn't wait."""
 
     def step(m: Tensor, g: Tensor) -> None:
         weight = torch.full((), 0.25)
@@ -82,7 +82,7 @@ return None""",
 
 
 def test_a_layout_is_no_part_of_an_update() -> None:
-    """torch 2.11's ``lerp`` of a transposed tensor and a contiguous one."""
+    """What is left of torch 2.11's ``lerp`` of a transposed tensor and a contiguous one."""
 
     def step(m: Tensor, g: Tensor) -> None:
         m.copy_(torch.ops.prims.copy_strided(m + g, [1, 2]))
