@@ -44,6 +44,7 @@ class Subject:
         closure: ``step`` must be given a closure.
         construct: ``(class, parameters, **options) -> optimizer``.
         prepare: called with the optimizer before its first step.
+        why_inaccurate: what makes its low-precision rule another one than its float64 rule.
     """
 
     package: str
@@ -58,6 +59,7 @@ class Subject:
     closure: bool = False
     construct: Callable[..., torch.optim.Optimizer] = _construct
     prepare: Callable[[Any], object] = bool
+    why_inaccurate: str = ""
 
     @property
     def name(self) -> str:

@@ -117,7 +117,8 @@ def measure(variant: Variant) -> Measurement:
     if moved is not None and exact is not None:
         measured.error = _relative_error(moved, exact)
         if measured.outcome == COMPENSATED and _disappoints(measured):
-            measured.outcome, measured.reason = INACCURATE, "although there are error terms"
+            measured.outcome = INACCURATE
+            measured.reason = variant.row.subject.why_inaccurate or "although there are error terms"
     return measured
 
 

@@ -65,15 +65,26 @@ def _optimi() -> Iterator[Subject]:
         "SGD": SGD,
         "StableAdamW": ADAM,
     }
-    yield from _of(
-        "torch-optimi",
-        "optimi",
-        rates,
-        {"kahan_sum": True},
-        {"kahan_sum": False},
-        always={"triton": False},
-        foreach=(False, True),
-    )
+    for name, lr in rates.items():
+        yield from _of(
+            "torch-optimi",
+            "optimi",
+            {name: lr},
+            {"kahan_sum": True},
+            {"kahan_sum": False},
+            always={"triton": False},
+            foreach=(False, True),
+            why_inaccurate=OPTIMI_RANGER if name == "Ranger" else "",
+        )
+
+
+#: Its rule for 16-bit parameters ends 0.298 from its rule for float64 when both are run in float64; what is
+#: compiled ends 0.004 from the former.
+OPTIMI_RANGER = (
+    "with foreach=False and kahan_sum=True, Ranger's Lookahead step multiplies by alpha what the update of "
+    "the slow weights has left over (with foreach=True it does not), so that in exact arithmetic too a part "
+    "of it is applied twice; float64 parameters take another path"
+)
 
 
 PYTORCH_OPTIMIZER: Mapping[str, float | None] = {
