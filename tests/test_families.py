@@ -1,0 +1,210 @@
+"""Equal updates compiled once: the same bits, the same report and the same refusals as each for itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.optim import Optimizer
+
+from collage_fx import CollageBackend, error_terms, explain, reset_error_terms
+from collage_fx.errors import AliasedStateError
+from collage_fx.pipeline import run_pipeline
+from collage_fx.program import StepProgram
+from tests.support.training import Descent, LateMomentum, differences, everything, parameters, run_steps
+
+#: Two families of several members in each group, and a shape of its own.
+SHAPES = [(4, 6), (5,), (4, 6), (5,), (3, 2), (4, 6), (5,)]
+
+Parameters = list[torch.nn.Parameter]
+
+
+class Whole(CollageBackend):
+    """Compiles each update for itself."""
+
+    by_family = False
+
+
+class Counted(CollageBackend):
+    """Counts the steps that are made of families."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.lowered = 0
+
+    def lower_families(self, *args: Any) -> Any:
+        self.lowered += 1
+        return super().lower_families(*args)
+
+
+class Counting(Optimizer):
+    """One 0-d tensor for all parameters, which the step changes."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+        self.steps = torch.tensor(0.0)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.steps.copy_(self.steps + 1)
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad * 2.0**-12 / self.steps)
+
+
+def groups(params: Parameters) -> list[dict[str, Any]]:
+    return [{"params": params[:4]}, {"params": params[4:], "weight_decay": 0.5}]
+
+
+def adamw(params: Parameters) -> Optimizer:
+    return torch.optim.AdamW(groups(params))
+
+
+def adam_tensor_lr(params: Parameters) -> Optimizer:
+    return torch.optim.Adam(groups(params), lr=torch.tensor(1e-3))
+
+
+def sgd(params: Parameters) -> Optimizer:
+    return torch.optim.SGD(groups(params), momentum=0.9, lr=1e-3)
+
+
+def adafactor(params: Parameters) -> Optimizer:
+    return torch.optim.Adafactor(groups(params))
+
+
+def run(make: Callable[[Parameters], Optimizer], backend: CollageBackend) -> Optimizer:
+    """Four steps with a float learning rate that changes, if it is one."""
+    torch._dynamo.reset()
+    params = parameters(shapes=SHAPES)
+    optimizer = make(params)
+    step = torch.compile(optimizer.step, backend=backend)
+    for i in range(4):
+        run_steps(step, params, [i])
+        for group in optimizer.param_groups:
+            if isinstance(group.get("lr"), float):
+                group["lr"] *= 0.75
+    return optimizer
+
+
+@pytest.mark.parametrize("make", [adamw, adam_tensor_lr, sgd, adafactor, Descent, LateMomentum])
+def test_as_if_each_were_compiled_for_itself(make: Any) -> None:
+    backends: tuple[CollageBackend, ...] = (Counted(), Whole())
+    optimizers = [run(make, backend) for backend in backends]
+    assert isinstance(backends[0], Counted)
+    reports = [backend.report() for backend in backends]
+    assert backends[0].lowered == len(reports[0].graphs) == len(reports[1].graphs)
+    assert differences(*map(everything, optimizers)) == []
+    assert [p._version for p in _parameters(optimizers[0])] == [
+        p._version for p in _parameters(optimizers[1])
+    ]
+    for one, other in zip(*(report.graphs for report in reports), strict=True):
+        assert one.tensors == other.tensors
+        assert one.wider_bytes == other.wider_bytes
+        assert one.passes == other.passes
+        for graphs in ((one.before, other.before), (one.after, other.after)):
+            assert len({tuple(_operations(gm)) for gm in graphs}) == 1
+
+
+def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _operations(gm: torch.fx.GraphModule) -> list[str]:
+    """What each node does, in any order: names and the order of independent updates are free."""
+    return sorted(
+        f"{node.op} {node.target if node.op == 'call_function' else node.name}" for node in gm.graph.nodes
+    )
+
+
+@pytest.fixture
+def sizes() -> Iterator[list[int]]:
+    """How many inputs the graphs have that go through the passes."""
+    found: list[int] = []
+
+    def spy(program: StepProgram, *args: Any, **kwargs: Any) -> None:
+        found.append(len(program.inputs))
+        run_pipeline(program, *args, **kwargs)
+
+    with mock.patch("collage_fx.backend.run_pipeline", spy):
+        yield found
+
+
+@pytest.mark.parametrize("count", [3, 30])
+def test_work_does_not_grow_with_the_number_of_tensors(count: int, sizes: list[int]) -> None:
+    report = explain(torch.optim.AdamW(parameters(shapes=[(2, 3)] * count)))
+    assert sizes == [5]  # parameter, gradient, two moments and the step's number
+    assert len(report.tensors) == 3 * count
+    assert len({row.name for row in report.tensors}) == 3 * count
+    inputs = [name for row in report.tensors for name in row.inputs]
+    after = {node.name for node in report.graphs[0].after.graph.find_nodes(op="placeholder")}
+    assert len(set(inputs)) == len(inputs)
+    assert after.issuperset(inputs)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options", "families"),
+    [
+        ([(2, 3)] * 4, {}, 1),
+        ([(2, 3), (3, 2), (2, 3), (3, 2)], {}, 2),
+        ([(2, 3)] * 4, {"weight_decay": 0.5}, 2),  # of the second group: another constant
+    ],
+)
+def test_what_is_a_family(
+    shapes: Sequence[tuple[int, ...]], options: dict[str, Any], families: int, sizes: list[int]
+) -> None:
+    params = parameters(shapes=shapes)
+    explain(torch.optim.Adam([{"params": params[:2]}, {"params": params[2:], **options}]))
+    assert sizes == [5 * families]
+
+
+def test_a_layout_of_its_own_is_no_member(sizes: list[int]) -> None:
+    params = parameters(shapes=[(3, 3)] * 3)
+    params[1] = torch.nn.Parameter(params[1].detach().t())
+    explain(torch.optim.Adam(params))
+    assert sizes == [10]
+
+
+def test_one_that_has_error_terms_already_is_no_member(sizes: list[int]) -> None:
+    params = parameters(shapes=[(2, 3)] * 3)
+    run_steps(torch.compile(Descent(params[:1]).step, backend=CollageBackend()), params[:1], [0])
+    sizes.clear()
+    run_steps(torch.compile(Descent(params).step, backend=CollageBackend()), params, [0])
+    assert sizes == [4]
+
+
+def test_a_common_tensor_that_changes_is_no_common_one() -> None:
+    backends = (Counted(), Whole())
+    optimizers = [run(Counting, backend) for backend in backends]
+    assert backends[0].lowered == 0
+    assert differences(*map(everything, optimizers)) == []
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_memory_in_common_is_refused_by_name(strict: bool) -> None:
+    first, second, third = parameters(shapes=[(4, 6)] * 3)
+    third.data = second.data
+    optimizer = Descent([first, second, third])
+    for p in (first, second, third):
+        p.grad = torch.ones_like(p)
+    step = torch.compile(optimizer.step, backend=CollageBackend(strict=strict))
+    where = r"params\[1\] and param_groups\[0\]\.params\[2\]"
+    if strict:
+        with pytest.raises(AliasedStateError, match=where):
+            step()
+    else:
+        with pytest.warns(UserWarning, match=where):
+            step()
+
+
+def test_error_terms_that_have_been_dropped_are_made_again() -> None:
+
+    params = parameters(shapes=[(4, 6)] * 3)
+    step = torch.compile(Descent(params).step, backend=CollageBackend())
+    run_steps(step, params, [0, 1])
+    dropped = error_terms(params[1])[0]
+    reset_error_terms(params[1])
+    run_steps(step, params, [2])
+    assert error_terms(params[1])[0] is not dropped
+    assert all(error_terms(p)[0].any() for p in params)
