@@ -58,7 +58,7 @@ add_1: float32[4] = add(m, mul)  # normalize""",
 
 
 def test_a_branch_on_a_constant_is_taken_while_compiling() -> None:
-    """As torch 2.11 decomposes ``lerp``, before Inductor folds constants, for which ``explain`` doesn't wait."""
+    """As torch 2.11 decomposes ``lerp``, before Inductor folds any constants."""
 
     def step(m: Tensor, g: Tensor) -> None:
         weight = torch.full((), 0.25)
