@@ -46,8 +46,18 @@ from collage_fx.graph import (
     tensor_value,
 )
 from collage_fx.lowering import JOINT_GRAPH_SETTINGS, WholeStep, lower, lower_repeatedly
+from collage_fx.metering import Meter, MeteredStep, Rows, without_sums
+from collage_fx.metrics import Metrics
 from collage_fx.names import KnownTensor, describe_input, describe_inputs, known_tensors, optimizers_among
-from collage_fx.pipeline import ANALYSIS, PIPELINE, Pass, Stage, refuse_incomplete, run_pipeline
+from collage_fx.pipeline import (
+    ANALYSIS,
+    MEASUREMENT,
+    PIPELINE,
+    Pass,
+    Stage,
+    refuse_incomplete,
+    run_pipeline,
+)
 from collage_fx.program import Arithmetic, InputInfo, Role, StepProgram, Strategy
 from collage_fx.recording import is_recorded
 from collage_fx.repetition import Repetition, input_name, repeated_graph
@@ -87,12 +97,19 @@ class Options:
     strict: bool
     mode: str | None
     passes: tuple[Pass, ...] = PIPELINE
+    metrics_every: int = 1
 
     def __post_init__(self) -> None:
         _one_of("strategy", self.strategy, get_args(Strategy))
         _one_of("error_format", self.error_format, tuple(ERROR_FORMATS))
         _one_of("arithmetic", self.arithmetic, get_args(Arithmetic))
-        _one_of("metrics", self.metrics, (False,))
+        _one_of("metrics", self.metrics, (True, False))
+        if type(self.metrics_every) is not int or self.metrics_every < 1:
+            raise InvalidOptionError(
+                f"metrics_every={self.metrics_every!r} is not allowed",
+                where="metrics_every",
+                remedy="use a whole number: every how many steps the metrics are computed",
+            )
         _one_of("strict", self.strict, (True, False))
         _one_of("mode", self.mode, (None, *MODES))
         if self.arithmetic == "native" and not ERROR_FORMATS[self.error_format].is_double_word:
@@ -136,12 +153,15 @@ class CollageBackend:
         arithmetic: ``"wide"``: the step is computed on float32 values of ``hi + lo`` and split once at the
             store. ``"native"``: the paper's algorithms in the storage format, every operation rounded; needs
             ``"mcf"``.
-        metrics: only False at present.
+        metrics: measure what becomes of each compensated tensor's updates, for :meth:`metrics`; with strategy
+            ``"none"`` those of every bfloat16 and float16 parameter and state. It changes no bit of them.
         strict: refuse (raise) where a parameter cannot be compensated, rather than warn and leave it, or the
             whole step where one tensor cannot be told from the rest, to plain low precision.
         mode: as in ``torch.compile``; passed on to Inductor.
         passes: the pipeline, with passes of your own in it: see :func:`collage_fx.pipeline.inserted`. They
             run on steps that update a bfloat16 or float16 tensor; other graphs are lowered as they are.
+        metrics_every: measure every so many steps. More than 1 compiles each step twice, with the sums and
+            without.
 
     Raises:
         ValueError: an option has a value that is not allowed; the message names those that are.
@@ -162,8 +182,12 @@ class CollageBackend:
         strict: bool = True,
         mode: str | None = None,
         passes: Sequence[Pass] = PIPELINE,
+        metrics_every: int = 1,
     ) -> None:
-        self.options = Options(strategy, error_format, arithmetic, metrics, strict, mode, tuple(passes))
+        self.options = Options(
+            strategy, error_format, arithmetic, metrics, strict, mode, tuple(passes), metrics_every
+        )
+        self._meter = Meter(metrics_every)
         self._report = CollageReport()
         self._used_labels: list[str] = []
         self._labels: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()
@@ -176,6 +200,23 @@ class CollageBackend:
     def report(self) -> CollageReport:
         """What has been compiled so far: a table when printed, and the graphs before and after."""
         return CollageReport(list(self._report.graphs))
+
+    def metrics(self, model: torch.nn.Module | None = None) -> Metrics:
+        """What has been measured so far: step -> tensor -> values, and their aggregates.
+
+        Steps are counted from 1, those of each optimizer by themselves. This waits for the device; nothing
+        does until then. What has been measured is kept, 128 bytes a tensor and step, until
+        :meth:`forget_metrics`.
+
+        Args:
+            model: whose names for the parameters are used. Without it they are those that the optimizer was
+                given (``AdamW(model.named_parameters())``), or else positions, which name no modules.
+        """
+        return self._meter.metrics(model)
+
+    def forget_metrics(self) -> None:
+        """Drop what has been measured. The count of steps goes on."""
+        self._meter.forget()
 
     def __call__(
         self,
@@ -215,6 +256,8 @@ class CollageBackend:
         """The step, compiled for one of each family of updates; None where it has to be compiled whole."""
         options = self.options
         if options.strategy == "none" or options.passes != PIPELINE or not self.by_family or is_dumping():
+            return None
+        if options.metrics:
             return None
         families = families_of(capture.dynamo_module, capture.arguments, capture.describe)
         if families is None:
@@ -395,11 +438,17 @@ class _Capture:
         passes = self.options.passes if self.options.strategy != "none" else ANALYSIS
         stages = _Stages(self.subject, before)
         run_pipeline(program, passes, observe=stages)
+        if self.options.strategy == "none" and program.captured is not None:
+            program.move_to(_copy_of(gm))
+            run_pipeline(program, MEASUREMENT, observe=stages)
         self._refuse_uncompensated(program)
         after = _copy_of(program.gm)
-        is_rewritten = bool(program.expansions) or passes not in (PIPELINE, ANALYSIS)
+        is_rewritten = bool(program.expansions or program.measured) or passes not in (PIPELINE, ANALYSIS)
         with generated_code() as code:
-            step = self.backend.lower(program if is_rewritten else gm, example_inputs, inductor_options)
+            if program.measured:
+                step = self._lower_measured(program, gm, example_inputs, inductor_options)
+            else:
+                step = self.backend.lower(program if is_rewritten else gm, example_inputs, inductor_options)
         rewritten = (after if is_rewritten else before), tuple(stages.passes)
         report = GraphReport(
             capture=lambda: before,
@@ -425,6 +474,26 @@ class _Capture:
         for group in treatments(report.tensors):
             row = group.example
             log.debug("%s: %s: %s; %s", self.subject, group.what, row.recurrence, row.why)
+
+    def _lower_measured(
+        self,
+        program: StepProgram,
+        captured: GraphModule,
+        example_inputs: Sequence[Any],
+        inductor_options: dict[str, Any],
+    ) -> MeteredStep:
+        """The step with the sums, and without if not every step is measured."""
+        meter, lower = self.backend._meter, self.backend.lower
+        meter.learn(self.optimizers)
+        rows = Rows(program)
+        plain = None
+        if meter.every > 1:
+            unmeasured = replace(program, gm=without_sums(program.gm))
+            graph = captured if program.strategy == "none" else unmeasured
+            plain = lower(graph, example_inputs, dict(inductor_options))
+        program.rows = rows.inputs
+        measured = lower(program, example_inputs, inductor_options)
+        return MeteredStep(meter, self.subject, rows, measured, plain)
 
     def _refuse_uncompensated(self, program: StepProgram) -> None:
         for state in program.compensated:
@@ -487,6 +556,7 @@ class _Capture:
             ERROR_FORMATS[self.options.error_format],
             already_compensated=already_compensated,
             is_recorded=any(map(is_recorded, self.optimizers.values())),
+            captured=_copy_of(gm) if self.options.metrics else None,
         )
 
     def _existing_expansions(self, inputs: Sequence[InputInfo]) -> dict[int, Expansion]:

@@ -13,7 +13,8 @@ called with the tensors as they are. The code that Inductor's C++ backend genera
 so that no flat view has to be made. (Its own checks of sizes and strides are switched off for such kernels;
 :mod:`collage_fx.sharing` checks the arguments of a step against the layouts it was compiled for.) A flat rule
 is compiled twice, if both are needed: for few elements, on which threads would wait longer for each other
-than they work, and for many.
+than they work, and for many. A sum over all elements (``measure``, Note [Metrics]) leaves a rule flat: the
+order in which it is taken is of no account.
 
 Other rules (reductions, matrix products, views) name sizes and strides, and serve the tensors that agree in
 them.
@@ -34,7 +35,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from collage_fx.graph import is_dense, placeholders, tensor_value
-from collage_fx.operators import REVISION
+from collage_fx.operators import REVISION, measure
 from collage_fx.partition import Part, is_number
 from collage_fx.retype import is_pointwise
 from collage_fx.torch_compat import SymbolicScope, inductor_config
@@ -50,6 +51,9 @@ MANY = 1 << 14
 #: A symbolic length is taken to be no less: of sizes 0 and 1 PyTorch has ideas of its own (broadcasting,
 #: strides).
 SHORTEST = 2
+
+#: Elements that a sum in a flat rule can count.
+LONGEST = 1 << 31
 
 #: Lengths that stand for few and many elements when Inductor decides about threads.
 FEW_HINT, MANY_HINT = 1 << 8, 1 << 24
@@ -129,11 +133,16 @@ def rule_of(part: Part) -> Rule:
 
 
 class _Writer:
-    """Walks a part from its stores back to its inputs."""
+    """Walks a part from its stores back to its inputs.
+
+    ``rows`` are the sums over all elements, and the inputs that they are stored into.
+    """
 
     def __init__(self, part: Part) -> None:
         self.part = part
         self.nodes = self._walk()
+        sums = {node for node in self.nodes if node.target is measure}
+        self.rows = {node for store in part.stores if store.args[1] in sums for node in store.all_input_nodes}
         self.shape = next((v.shape for v in self._elements()), torch.Size())
         self.flat = self._is_flat()
 
@@ -173,14 +182,17 @@ class _Writer:
         return node.op in ("placeholder", "get_attr") or node in self.part.given
 
     def _elements(self) -> list[Tensor]:
-        values = [tensor_value(node) for node in self.nodes]
+        values = [tensor_value(node) for node in self.nodes if node not in self.rows]
         return [value for value in values if value is not None and value.dim() > 0]
 
     def _is_flat(self) -> bool:
         tensors = self._elements()
         if self.shape.numel() < SHORTEST or any(value.shape != self.shape for value in tensors):
             return False
-        memory = [tensor_value(n) for n in (*self.part.results, *filter(self._is_input, self.nodes))]
+        if self.rows and self.shape.numel() >= LONGEST:
+            return False
+        inputs = [node for node in self.nodes if self._is_input(node) and node not in self.rows]
+        memory = [tensor_value(node) for node in (*self.part.results, *inputs)]
         placed = [value for value in memory if value is not None and value.dim() > 0]
         layouts = {_order_in_memory(value) for value in placed}
         return (
@@ -194,6 +206,8 @@ class _Writer:
             return all(map(is_number, node.all_input_nodes))
         if not isinstance(node.target, torch._ops.OpOverload):
             return False
+        if node in self.rows:
+            return True
         if node.target is aten.expand.default:
             return is_number(node.all_input_nodes[0])
         packet = node.target.overloadpacket
@@ -217,7 +231,7 @@ class _Writer:
         value = tensor_value(node)
         if value is None:
             return (type(node.meta["val"]),)
-        if self.flat and value.dim() > 0:
+        if self.flat and value.dim() > 0 and node not in self.rows:
             return value.dtype, value.device, (_LENGTH,), (1,)
         return value.dtype, value.device, tuple(value.shape), tuple(value.stride())
 

@@ -15,6 +15,7 @@ from collage_fx.admission import refuse_layout
 from collage_fx.error_formats import ErrorFormat
 from collage_fx.error_terms import Expansion, allocate
 from collage_fx.errors import LostErrorTermsError
+from collage_fx.graph import placeholders
 from collage_fx.operators import REVISION
 from collage_fx.program import Arithmetic, InputInfo, StepProgram
 from collage_fx.repetition import Repetition, repeated_step
@@ -56,15 +57,17 @@ def lower(
     """Compile the program's graph with Inductor and bind its error terms.
 
     Args:
-        program: after the pipeline.
+        program: after the pipeline. With strategy "none" its graph is left to Inductor as it is.
         example_inputs: fake inputs for the graph as captured; those of the error terms are appended here.
         inductor_options: what ``compile_fx`` passed for its own inner compiler (static inputs, CUDA graphs,
             ...).
     """
+    if program.strategy == "none":
+        return CompensatedStep(_whole(program, example_inputs, inductor_options), [], rows=program.rows)
     with inductor_config.patch(inductor_settings(program.arithmetic)):
         compiled = lower_in_parts(program.gm) or _whole(program, example_inputs, inductor_options)
     bindings = [_bind(state.position, state.info, program.error_format) for state in program.expansions]
-    return CompensatedStep(compiled, bindings, _per_call(program.inputs))
+    return CompensatedStep(compiled, bindings, _per_call(program.inputs), program.rows)
 
 
 def lower_repeatedly(
@@ -115,38 +118,48 @@ def _whole(
         for i, state in enumerate(owners, len(example_inputs))
         if state.info.bound and state.position in static
     ]
+    first_row = len(example_inputs) + len(auxiliaries)
+    static += range(first_row, first_row + len(program.rows))
+    added = placeholders(program.gm.graph)[len(example_inputs) :]
     program.gm.collage_fx_revision = REVISION  # type: ignore[assignment]  # an attribute is part of the compile cache's key
     return inductor_compile_inner(
         program.gm,
-        [*example_inputs, *(node.meta["val"] for node in auxiliaries)],
+        [*example_inputs, *(node.meta["val"] for node in added)],
         **{**inductor_options, "static_input_idxs": static},
     )
 
 
 class CompensatedStep:
-    """Calls the compiled graph with the error terms behind its arguments.
+    """Calls the compiled graph with the error terms, and the rows of sums, behind its arguments.
 
     Args:
         compiled: the graph, in AOTAutograd's calling convention.
         bindings: where to find the error terms.
         per_call: ``(position, name)`` of the tensors that each call brings along, gradients above all.
             Dynamo's guards of an optimizer let a gradient pass that has become sparse since.
+        rows: further arguments behind these, the same in every call.
     """
 
     _boxed_call = True  # AOTAutograd's calling convention: one list, which the callee may empty
 
     def __init__(
-        self, compiled: Any, bindings: Sequence[_Bound | _PerCall], per_call: Sequence[tuple[int, str]] = ()
+        self,
+        compiled: Any,
+        bindings: Sequence[_Bound | _PerCall],
+        per_call: Sequence[tuple[int, str]] = (),
+        rows: Sequence[Tensor] = (),
     ) -> None:
         self.compiled = compiled
         self.bindings = bindings
         self.per_call = per_call
+        self.rows = rows
 
     def __call__(self, arguments: list[Any]) -> Any:
         for position, name in self.per_call:
             refuse_layout(arguments[position], name)
         auxiliaries = [auxiliary for binding in self.bindings for auxiliary in binding.auxiliaries(arguments)]
         arguments.extend(auxiliaries)
+        arguments.extend(self.rows)
         return self.compiled(arguments)
 
 

@@ -37,7 +37,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from collage_fx import arithmetic, torch_compat
+from collage_fx import arithmetic, measures, torch_compat
 from collage_fx.torch_compat import (
     functional_decompositions,
     generates_cpp,
@@ -45,10 +45,11 @@ from collage_fx.torch_compat import (
     pointwise_of,
     register_pointwise_lowering,
     register_realizing_lowering,
+    register_summing_lowering,
     rounded_in_cpp,
 )
 
-__all__ = ["REVISION", "once", "round_to_storage"]
+__all__ = ["REVISION", "measure", "once", "round_to_storage"]
 
 aten = torch.ops.aten
 
@@ -80,34 +81,58 @@ def _(x: Tensor) -> Tensor:
 register_realizing_lowering(once)
 
 
+LIBRARY.define("measure(Tensor old, Tensor? old_lo, Tensor intended, Tensor hi, Tensor? lo) -> Tensor")
+
+
+def _measure(old: Tensor, old_lo: Tensor | None, intended: Tensor, hi: Tensor, lo: Tensor | None) -> Tensor:
+    none = torch.zeros_like(old)
+    return measures.sums(old, none if old_lo is None else old_lo, intended, hi, none if lo is None else lo)
+
+
+LIBRARY.impl("measure", _measure, "CompositeExplicitAutograd")
+
+#: ``measure(old, old_lo, intended, hi, lo)``: :func:`collage_fx.measures.sums` as one operator; without error
+#: terms they are None. See Note [Metrics].
+measure = torch.ops.collage_fx.measure.default
+
+
+@torch.library.register_fake("collage_fx::measure", lib=LIBRARY)
+def _(old: Tensor, old_lo: Tensor | None, intended: Tensor, hi: Tensor, lo: Tensor | None) -> Tensor:
+    return old.new_empty((len(measures.SUMS),), dtype=torch.float64)
+
+
 @functools.cache
-def _trace(function: Callable[..., Tensor], constants: tuple[Any, ...]) -> GraphModule:
-    """The elementary operations of a function of one float32 tensor."""
-    tracer = make_fx(lambda x: function(x, *constants), decomposition_table=functional_decompositions())
+def _trace(function: Callable[..., Any], constants: tuple[Any, ...], tensors: int = 1) -> GraphModule:
+    """The elementary operations of a function of float32 tensors."""
+    tracer = make_fx(lambda *x: function(*x, *constants), decomposition_table=functional_decompositions())
     with FakeTensorMode(), torch.no_grad():
-        return tracer(torch.empty(2))
+        return tracer(*(torch.empty(2) for _ in range(tensors)))
 
 
-def _interpret(trace: GraphModule, inputs: Sequence[Any]) -> Any:
+def _interpret(trace: GraphModule, inputs: Sequence[Any]) -> list[Any]:
     """Run a trace on Inductor's element values, one ``ops`` call for each node."""
     values: dict[Node, Any] = dict(zip(trace.graph.find_nodes(op="placeholder"), inputs, strict=True))
     for node in trace.graph.nodes:
         if node.op == "call_function":
             values[node] = pointwise_of(node, values)
-    (result,) = pytree.tree_leaves(next(iter(trace.graph.find_nodes(op="output"))).args)
-    return values[result]
+    return [values[result] for result in pytree.tree_leaves(trace.graph.output_node().args)]
 
 
 def _round(device: torch.device, dtype: torch.dtype) -> Callable[[Sequence[Any]], Any]:
     """See Note [A rounding in C++ is a conversion]."""
     if generates_cpp(device):
         return lambda inputs: rounded_in_cpp(inputs[0], dtype)
-    return functools.partial(_interpret, _trace(arithmetic.round_to_storage, (dtype,)))
+    return lambda inputs: _interpret(_trace(arithmetic.round_to_storage, (dtype,)), inputs)[0]
+
+
+def _terms(inputs: Sequence[Any]) -> list[Any]:
+    return _interpret(_trace(measures.terms, (), 5), inputs)
 
 
 register_pointwise_lowering(round_to_storage, _round, dtype=torch.float32)
+register_summing_lowering(measure, _terms, products=len(measures.PRODUCTS), counts=len(measures.COUNTS))
 
 #: Identifies the definitions above and the lowering; part of the compile cache's key.
 REVISION = hashlib.sha256(
-    "".join(inspect.getsource(each) for each in (arithmetic, torch_compat, _interpret)).encode()
+    "".join(inspect.getsource(each) for each in (arithmetic, measures, torch_compat, _interpret)).encode()
 ).hexdigest()

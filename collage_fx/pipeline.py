@@ -19,6 +19,7 @@ from collage_fx.passes.compensate_native import CompensateNative
 from collage_fx.passes.compensate_wide import CompensateWide
 from collage_fx.passes.drop_stale import DropStale
 from collage_fx.passes.hoist_scalars import HoistScalars
+from collage_fx.passes.measure import Measure
 from collage_fx.passes.normalize import Normalize
 from collage_fx.passes.pin_roundings import PinRoundings
 from collage_fx.passes.undo_stochastic_rounding import UndoStochasticRounding
@@ -27,7 +28,16 @@ from collage_fx.program import StepProgram
 from collage_fx.suggestions import did_you_mean
 from collage_fx.verify import verify
 
-__all__ = ["ANALYSIS", "PIPELINE", "Pass", "Stage", "inserted", "refuse_incomplete", "run_pipeline"]
+__all__ = [
+    "ANALYSIS",
+    "MEASUREMENT",
+    "PIPELINE",
+    "Pass",
+    "Stage",
+    "inserted",
+    "refuse_incomplete",
+    "run_pipeline",
+]
 
 PIPELINE: tuple[Pass, ...] = (
     Normalize(),  # first: everything below reads elementary operations
@@ -37,6 +47,7 @@ PIPELINE: tuple[Pass, ...] = (
     Widen(),  # wide: before the loads and stores are rewritten, so that the split is the only rounding left
     CompensateWide(),  # wide: loads and stores become join and split
     CompensateNative(),  # native: the operations themselves become double-word algorithms
+    Measure(),  # with metrics alone: on the loads and stores that the two above have made
     DropStale(),  # on the loads that the two above have made
     PinRoundings(),  # whatever rounding is still in the graph has to survive lowering
     HoistScalars(),  # last: once(...) stands between the numbers and the elements as they are then
@@ -45,6 +56,9 @@ PIPELINE: tuple[Pass, ...] = (
 #: The part that only looks: what strategy "none" runs for its report, before plain Inductor gets the graph as
 #: captured.
 ANALYSIS: tuple[Pass, ...] = PIPELINE[:3]
+
+#: What strategy "none" runs besides, on that graph, to measure it.
+MEASUREMENT: tuple[Pass, ...] = (Measure(),)
 
 
 def inserted(own: Pass, *, before: str, passes: Sequence[Pass] = PIPELINE) -> tuple[Pass, ...]:

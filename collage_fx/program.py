@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -12,7 +13,7 @@ from torch.fx import GraphModule, Node
 
 from collage_fx.error_formats import ErrorFormat
 from collage_fx.formats import FloatFormat, storage_format
-from collage_fx.graph import tensor_value
+from collage_fx.graph import copies_to_inputs, placeholders, tensor_value
 
 if TYPE_CHECKING:
     import sympy
@@ -116,6 +117,8 @@ class StateTensor:
         selection: why it is, or is not, compensated under the chosen strategy.
         refusal: set by the compensating pass where it could not keep the error term, and why.
         auxiliaries: set by ``allocate``: placeholders of its error format's auxiliary tensors.
+        intended: set by ``compensate-wide``: the float32 new value that is split and stored.
+        row: set by ``measure``: the placeholder that its sums are stored into.
     """
 
     placeholder: Node
@@ -128,6 +131,8 @@ class StateTensor:
     selection: str = ""
     refusal: str = ""
     auxiliaries: tuple[Node, ...] = ()
+    intended: Node | None = None
+    row: Node | None = None
 
     @property
     def value(self) -> torch.Tensor:
@@ -169,8 +174,10 @@ class StepProgram:
         is_recorded: whether it is a part of a recorded step: what it stores may have been computed, by
             another part, from what it overwrites.
         dithered: set by ``undo-stochastic-rounding``: the inputs whose new values were rounded at random.
+        captured: a copy of the graph as captured, where the step is to be measured; else None.
         states: set by ``analyze``.
         reads: set by ``allocate``.
+        rows: memory of the rows that ``measure`` has made inputs.
     """
 
     gm: GraphModule
@@ -181,12 +188,19 @@ class StepProgram:
     already_compensated: frozenset[int] = frozenset()
     is_recorded: bool = False
     dithered: set[Node] = field(default_factory=set)
+    captured: GraphModule | None = None
     states: list[StateTensor] = field(default_factory=list)
     reads: list[ReadExpansion] = field(default_factory=list)
+    rows: Sequence[torch.Tensor] = ()
 
     @property
     def compensated(self) -> list[StateTensor]:
         return [state for state in self.states if state.compensated]
+
+    @property
+    def measured(self) -> list[StateTensor]:
+        """Those that have a row, in the order of the rows."""
+        return [state for state in self.states if state.row is not None]
 
     @property
     def compensation(self) -> str:
@@ -197,7 +211,18 @@ class StepProgram:
     def unrun(self, gm: GraphModule) -> StepProgram:
         """The same step before any pass, on ``gm`` and without the real tensors."""
         inputs = [replace(info, tensor=None) for info in self.inputs]
-        return replace(self, gm=gm, inputs=inputs, dithered=set(), states=[], reads=[])
+        captured = None if self.captured is None else GraphModule(gm, copy.deepcopy(gm.graph))
+        return replace(
+            self, gm=gm, inputs=inputs, captured=captured, dithered=set(), states=[], reads=[], rows=()
+        )
+
+    def move_to(self, gm: GraphModule) -> None:
+        """Go on with another copy of the captured graph, and what is known of its inputs."""
+        self.gm = gm
+        inputs, stores = placeholders(gm.graph), copies_to_inputs(gm.graph)
+        for state in self.states:
+            state.placeholder = inputs[state.position]
+            state.store = stores[state.placeholder]
 
     @property
     def expansions(self) -> list[StateTensor | ReadExpansion]:

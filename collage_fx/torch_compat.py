@@ -68,6 +68,7 @@ __all__ = [
     "real_tensors",
     "register_pointwise_lowering",
     "register_realizing_lowering",
+    "register_summing_lowering",
     "rounded_in_cpp",
     "run_compiled_functions_as_they_are_if",
     "symbol_source",
@@ -133,7 +134,8 @@ try:
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.fx_passes import joint_graph
     from torch._inductor.graph import GraphLowering
-    from torch._inductor.lowering import register_lowering
+    from torch._inductor.lowering import lowerings, register_lowering, to_dtype
+    from torch._inductor.utils import sympy_product
     from torch._inductor.virtualized import V, ops
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
     from torch.fx._lazy_graph_module import _LazyGraphModule
@@ -835,6 +837,8 @@ def pointwise_of(node: torch.fx.Node, values: Mapping[torch.fx.Node, Any]) -> An
         return values[tensors[0]]
     if name == "full":
         return ops.constant(args[1], dtype)
+    if name == "convert_element_type":
+        return ops.to_dtype(values[tensors[0]], args[1], src_dtype=dtype)
     if node.target is torch.ops.aten.view.dtype:
         return ops.to_dtype_bitcast(values[tensors[0]], args[1], dtype)
     operands = [values[arg] if isinstance(arg, torch.fx.Node) else ops.constant(arg, dtype) for arg in args]
@@ -847,6 +851,55 @@ def register_realizing_lowering(operator: Any) -> None:
     def lowering(x: Any) -> Any:
         x.realize()
         return x
+
+    register_lowering(operator, type_promotion_kind=None)(lowering)
+
+
+def register_summing_lowering(
+    operator: Any, terms: Callable[[Sequence[Any]], Sequence[Any]], *, products: int, counts: int
+) -> None:
+    """Lower ``operator(*tensors)`` to sums over all elements, in the loop that computes the tensors.
+
+    Args:
+        operator: an overload of float32 tensors of one shape, or None for zeros, that returns a float64
+            vector.
+        terms: from the values of one element of each to what it adds to each sum: float64 numbers, then truth
+            values.
+        products: how many numbers.
+        counts: how many truth values. They are counted in integers, which vectors hold more of.
+    """
+
+    def lowering(*tensors: Any) -> Any:
+        given = [tensor for tensor in tensors if tensor is not None]
+        for tensor in given:
+            tensor.realize()  # else each sum would be traced from the inputs of the step
+        size = given[0].get_size()
+        loaders = [None if tensor is None else tensor.make_loader() for tensor in tensors]
+        elements = V.graph.sizevars.optimization_hint(sympy_product(size), fallback=0)
+        counter = torch.int64 if elements >= 1 << 31 else torch.int32
+
+        def term(number: int, dtype: torch.dtype) -> Callable[[Any, Any], Any]:
+            def inner(index: Any, reduced: Any) -> Any:
+                zero = ops.constant(0.0, torch.float32)
+                value = terms([zero if load is None else load(reduced) for load in loaders])[number]
+                return value if dtype is torch.float64 else ops.to_dtype(value, dtype, src_dtype=torch.bool)
+
+            return inner
+
+        sums = []
+        for number, dtype in enumerate([torch.float64] * products + [counter] * counts):
+            total = ir.Reduction.create(
+                device=given[0].get_device(),
+                dst_dtype=dtype,
+                src_dtype=dtype,
+                inner_fn=term(number, dtype),
+                ranges=[],
+                reduction_ranges=list(size),
+                reduction_type="sum",
+            )
+            total.realize()
+            sums.append(lowerings[torch.ops.aten.reshape.default](to_dtype(total, torch.float64), [1]))
+        return lowerings[torch.ops.aten.cat.default](sums, 0)
 
     register_lowering(operator, type_promotion_kind=None)(lowering)
 

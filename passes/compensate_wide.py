@@ -121,9 +121,8 @@ def _store_expansion(editor: GraphEditor, program: StepProgram, state: StateTens
             state.refusal = (
                 f"{opaque.name} ({opaque.target}) gives its result in {state.format.name}, already rounded"
             )
-        hi, *auxiliaries = editor.inline(
-            program.error_format.split, editor.convert(value, torch.float32), state.value.dtype
-        )
+        state.intended = editor.convert(value, torch.float32)
+        hi, *auxiliaries = editor.inline(program.error_format.split, state.intended, state.value.dtype)
         state.store.args = (state.placeholder, hi, *state.store.args[2:])
         for placeholder, auxiliary in zip(state.auxiliaries, auxiliaries, strict=True):
             editor.store(placeholder, auxiliary)

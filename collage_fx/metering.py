@@ -1,0 +1,224 @@
+"""The rows that measured steps fill, and what is kept of them: Note [Metrics] in ``measures.py``.
+
+A step is what an optimizer's ``step`` does once, in however many compiled graphs: a step begins when a tensor
+is updated that has been updated since the last one began.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.optim import Optimizer
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
+
+from collage_fx.measures import SUMS
+from collage_fx.metrics import MeasuredTensor, Metrics, UpdateQuality
+from collage_fx.names import parameter_names, state_tensors
+from collage_fx.operators import measure
+from collage_fx.program import InputInfo, Role, StepProgram
+from collage_fx.torch_compat import graph_module, real_tensors
+
+__all__ = ["Meter", "MeteredStep", "Rows", "without_sums"]
+
+#: Numbers of a row in memory: each begins at a multiple of 128 bytes, as GPU kernels may take for granted.
+WIDTH = 16
+
+#: A compiled step, called with the list of its arguments.
+Step = Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True)
+class _Identity:
+    """What is known of a measured tensor: :class:`MeasuredTensor` before the user's names are asked for."""
+
+    name: str
+    kind: str
+    group: int | None
+    parameter: TensorWeakRef | None
+    parameter_name: str
+
+
+@dataclass
+class _Clock:
+    """Counts the steps of one subject."""
+
+    step: int = 0
+    updated: set[int] = field(default_factory=set)
+
+    def tick(self, tensors: Sequence[int]) -> int:
+        """The number of the step that updates these tensors, told by identity."""
+        if self.step == 0 or not self.updated.isdisjoint(tensors):
+            self.step += 1
+            self.updated.clear()
+        self.updated.update(tensors)
+        return self.step
+
+
+@dataclass
+class _Snapshot:
+    """What one measured call left in its rows."""
+
+    subject: str
+    step: int
+    tensors: Sequence[tuple[_Identity, int]]  # and how many elements each has
+    rows: Tensor
+
+
+class Meter:
+    """A backend's measurements.
+
+    Args:
+        every: which steps are measured: those that it divides.
+    """
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+        self._clocks: dict[str, _Clock] = {}
+        self._snapshots: list[_Snapshot] = []
+        self._identities = WeakTensorKeyDictionary()
+
+    def learn(self, optimizers: Mapping[str, Optimizer]) -> None:
+        """Note the names and groups of what the optimizers hold."""
+        for variable, optimizer in optimizers.items():
+            prefix = f"{variable}." if len(optimizers) > 1 else ""
+            groups = [i for i, group in enumerate(optimizer.param_groups) for _ in group["params"]]
+            for group, (name, parameter) in zip(groups, parameter_names(optimizer), strict=True):
+                owner, where = TensorWeakRef(parameter), prefix + name
+                self._identities[parameter] = _Identity(where, "parameter", group, owner, where)
+                for slot, tensor in state_tensors(optimizer.state.get(parameter, {})):
+                    self._identities[tensor] = _Identity(f"{where}.{slot}", slot, group, owner, where)
+
+    def identity(self, tensor: Tensor, info: InputInfo) -> _Identity:
+        """Of a tensor, by what it is to an optimizer, or else by the graph input that it is."""
+        kind = "parameter" if info.role is Role.PARAMETER else info.symbol
+        known = self._identities.get(tensor)
+        return known if known is not None else _Identity(info.name, kind, None, None, info.name)
+
+    def clock(self, subject: str) -> _Clock:
+        return self._clocks.setdefault(subject, _Clock())
+
+    def keep(self, snapshot: _Snapshot) -> None:
+        self._snapshots.append(snapshot)
+
+    def forget(self) -> None:
+        """Drop what has been measured; the count of steps goes on."""
+        self._snapshots.clear()
+
+    def metrics(self, model: torch.nn.Module | None = None) -> Metrics:
+        """What has been measured; waits for the devices.
+
+        Args:
+            model: whose names for parameters are used, rather than those that the optimizer knows.
+        """
+        own = {} if model is None else {id(p): name for name, p in model.named_parameters()}
+        several = len({snapshot.subject for snapshot in self._snapshots}) > 1
+        steps: dict[int, dict[str, UpdateQuality]] = {}
+        tensors: dict[str, MeasuredTensor] = {}
+        for snapshot in self._snapshots:
+            snapshot.rows = snapshot.rows.cpu()  # once; the next time it is there
+            measured = steps.setdefault(snapshot.step, {})
+            for (identity, elements), row in zip(snapshot.tensors, snapshot.rows.tolist(), strict=True):
+                tensor = _named(identity, own, snapshot.subject)
+                name = f"{snapshot.subject}: {tensor.name}" if several else tensor.name
+                tensors[name] = tensor
+                measured[name] = UpdateQuality(elements, **dict(zip(SUMS, row, strict=False)))
+        return Metrics(dict(sorted(steps.items())), tensors)
+
+
+def _named(identity: _Identity, own: Mapping[int, str], subject: str) -> MeasuredTensor:
+    parameter = None if identity.parameter is None else identity.parameter()
+    name = own.get(id(parameter), identity.parameter_name)
+    is_named = not name.split(".")[-1].startswith("params[")
+    module = name.rpartition(".")[0] if is_named and identity.group is not None else ""
+    full = name + identity.name.removeprefix(identity.parameter_name)
+    return MeasuredTensor(full, identity.kind, module, identity.group, subject)
+
+
+class Rows:
+    """Memory for the sums of one compiled step, at the same place in every call.
+
+    Args:
+        program: after the pipeline.
+    """
+
+    def __init__(self, program: StepProgram) -> None:
+        self.states = program.measured
+        with real_tensors():
+            self._buffers = {
+                device: torch.zeros(len(self.states), WIDTH, dtype=torch.float64, device=device)
+                for device in {state.value.device for state in self.states}
+            }
+            self.inputs = [
+                self._buffers[state.value.device][i, : len(SUMS)] for i, state in enumerate(self.states)
+            ]
+
+    def copy(self) -> Tensor:
+        """What they hold, one row per tensor, on its device if there is but one."""
+        if len(self._buffers) == 1:
+            return next(iter(self._buffers.values())).clone()
+        return torch.stack([row.cpu() for row in self.inputs])
+
+
+class MeteredStep:
+    """A step that is measured every so often, in AOTAutograd's calling convention.
+
+    Args:
+        meter: keeps what is measured.
+        subject: whose step it is.
+        rows: what the measured step fills.
+        measured: the step with the sums.
+        plain: the same step without; None if it is never called.
+    """
+
+    _boxed_call = True
+
+    def __init__(self, meter: Meter, subject: str, rows: Rows, measured: Step, plain: Step | None) -> None:
+        self.meter = meter
+        self.subject = subject
+        self.clock = meter.clock(subject)
+        self.measured = measured
+        self.plain = plain
+        self.rows = rows
+        self.inputs = [(state.position, state.info, int(state.value.numel())) for state in rows.states]
+        bound = [info.tensor for _, info, _ in self.inputs if info.bound and info.tensor is not None]
+        self.keys = tuple(map(id, bound))
+        self.identities = self._identities(bound) if len(bound) == len(self.inputs) else None
+        # The records above keep tensors alive no longer than the step needs them.
+        self.inputs = [(position, replace(info, tensor=None), n) for position, info, n in self.inputs]
+
+    def __call__(self, arguments: list[Any]) -> Any:
+        keys, identities = self.keys, self.identities
+        if identities is None:
+            tensors = [arguments[position] for position, _, _ in self.inputs]
+            keys, identities = tuple(map(id, tensors)), self._identities(tensors)
+        step = self.clock.tick(keys)
+        if self.plain is not None and step % self.meter.every:
+            return self.plain(arguments)
+        result = self.measured(arguments)
+        self.meter.keep(_Snapshot(self.subject, step, identities, self.rows.copy()))
+        return result
+
+    def _identities(self, tensors: Sequence[Tensor]) -> list[tuple[_Identity, int]]:
+        return [
+            (self.meter.identity(tensor, info), elements)
+            for tensor, (_, info, elements) in zip(tensors, self.inputs, strict=True)
+        ]
+
+
+def without_sums(gm: GraphModule) -> GraphModule:
+    """A copy of a measured graph that measures nothing."""
+    gm = graph_module(gm, copy.deepcopy(gm.graph))
+    for node in list(gm.graph.find_nodes(op="call_function", target=measure)):
+        (store,) = node.users
+        row = store.args[0]
+        for each in (store, node, row):
+            gm.graph.erase_node(each)
+    gm.graph.eliminate_dead_code()
+    gm.recompile()
+    return gm

@@ -1,0 +1,128 @@
+"""Sums of what each update was to do and what it did: Note [Metrics] in ``collage_fx/measures.py``.
+
+The intended update is that of the step computed in float32 from the whole old values. ``wide`` arithmetic
+computes just that. ``native`` arithmetic rounds on the way, and a step without compensation computes in the
+storage format: there the step is put into the graph a second time, in float32, for the sums alone. What
+becomes of the tensors is read off the stores, which stay as they are, as do all other nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from collage_fx.graph import (
+    PASS_MARK,
+    GraphEditor,
+    copies_to_inputs,
+    is_conversion,
+    is_copy_to_input,
+    placeholders,
+)
+from collage_fx.measures import SUMS
+from collage_fx.operators import measure, round_to_storage
+from collage_fx.passes.base import Pass
+from collage_fx.passes.normalize import Normalize
+from collage_fx.passes.widen import Widen
+from collage_fx.program import StateTensor, StepProgram
+
+__all__ = ["Measure"]
+
+
+@dataclass(frozen=True)
+class Measure(Pass):
+    """One row of sums per compensated tensor; without compensation, per low-precision state tensor."""
+
+    name = "measure"
+    after = ("analyze", "compensate-wide", "compensate-native")
+
+    def applies_to(self, program: StepProgram) -> bool:
+        return program.captured is not None
+
+    def run(self, program: StepProgram) -> str:
+        editor = GraphEditor(program.gm, self.name)
+        states = program.compensated or (program.states if program.strategy == "none" else [])
+        if any(state.intended is None for state in states):
+            _intend(editor, program, states)
+        last = placeholders(editor.graph)[-1]
+        for state in states:
+            with editor.graph.inserting_after(last):
+                last = editor.graph.placeholder(f"{state.placeholder.name}_sums")
+            with editor.fake_mode:
+                last.meta["val"] = torch.empty(len(SUMS), dtype=torch.float64, device=state.value.device)
+            last.meta[PASS_MARK] = self.name
+            state.row = last
+        stores = copies_to_inputs(editor.graph)
+        for store in stores.values():  # the sums read what was there before
+            editor.graph.output_node().prepend(store)
+        first_store = next(iter(stores.values()))
+        for state in states:
+            _sum(editor, state, stores, first_store, will_be_pinned=program.strategy != "none")
+        editor.finish()
+        return f"{len(states)} tensors"
+
+
+def _sum(
+    editor: GraphEditor,
+    state: StateTensor,
+    stores: Mapping[Node, Node],
+    first_store: Node,
+    *,
+    will_be_pinned: bool,
+) -> None:
+    assert state.row is not None
+
+    def stored(store: Node) -> Node:
+        """The float32 value of what a store leaves in memory."""
+        value = store.args[1]
+        assert isinstance(value, Node)
+        wide = editor.convert(value, torch.float32)
+        dtype = value.meta["val"].dtype
+        # Compiled code may hold the value as it was before: Note [Rounding must survive lowering].
+        return wide if will_be_pinned or wide is value else editor.call(round_to_storage, wide, dtype)
+
+    lo = state.auxiliaries[0] if state.auxiliaries else None
+    with editor.graph.inserting_before(first_store):
+        old = editor.convert(state.placeholder, torch.float32)
+        old_lo = None if lo is None else editor.convert(lo, torch.float32)
+        new_lo = None if lo is None else stored(stores[lo])
+        new = stored(stores[state.placeholder])
+        row = editor.call(measure, old, old_lo, state.intended, new, new_lo)
+    with editor.graph.inserting_before(editor.graph.output_node()):
+        editor.store(state.row, row)
+
+
+def _intend(editor: GraphEditor, program: StepProgram, states: list[StateTensor]) -> None:
+    """Put the step into the graph once more, in float32, for the new values that it intends."""
+    assert program.captured is not None
+    reference = replace(program, gm=program.captured, strategy="none", arithmetic="wide", states=[], reads=[])
+    Normalize().run(reference)
+    Widen().run(reference)
+    joined = {state.position: state for state in program.expansions if state.auxiliaries}
+    graph = reference.gm.graph
+    stored = {into: store.args[1] for into, store in copies_to_inputs(graph).items()}
+    position_of = {node: i for i, node in enumerate(placeholders(graph))}
+    copied = dict(zip(position_of, placeholders(program.gm.graph), strict=False))
+    first_store = next(node for node in program.gm.graph.nodes if is_copy_to_input(node))
+    with program.gm.graph.inserting_before(first_store):
+        for node in graph.nodes:
+            if node.op == "call_function" and not is_copy_to_input(node):
+                source = node.args[0] if is_conversion(node) else None
+                if source in position_of and position_of[source] in joined:
+                    owner = joined[position_of[source]]
+                    (copied[node],) = editor.inline(
+                        program.error_format.join, owner.placeholder, *owner.auxiliaries
+                    )
+                else:
+                    args, kwargs = map_arg((node.args, node.kwargs), copied.__getitem__)
+                    copied[node] = editor.call(node.target, *args, **kwargs)
+        for state in states:
+            value = stored[placeholders(graph)[state.position]]
+            assert isinstance(value, Node)
+            wide = value.args[0] if is_conversion(value) else value
+            assert isinstance(wide, Node)
+            state.intended = editor.convert(copied[wide], torch.float32)

@@ -1,0 +1,341 @@
+"""What ``CollageBackend(metrics=True)`` measures, against the same computed from saved tensors in float64."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from collage_fx import CollageBackend, full_value
+from collage_fx.errors import InvalidOptionError
+from collage_fx.measures import COUNTS, SUMS, sums
+from collage_fx.metrics import MeasuredTensor, Metrics, UpdateQuality
+from collage_fx.operators import measure
+from tests.support.training import Descent, compiled, differences, everything, parameters, run_steps
+
+DTYPES = (torch.bfloat16, torch.float16)
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"strategy": "none"},
+    {"strategy": "light"},
+    {"strategy": "full"},
+    {"strategy": "full", "arithmetic": "native"},
+)
+
+
+class Momentum(Optimizer):
+    """Of numbers with few bits, every result of its arithmetic is a float32 number."""
+
+    decay, lr = 0.5, 2.0**-12
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["momentum"] = torch.zeros_like(p)
+                state["momentum"].mul_(self.decay).add_(p.grad)
+                p.add_(state["momentum"], alpha=-self.lr)
+
+
+def with_few_bits(dtype: torch.dtype) -> tuple[list[torch.nn.Parameter], Callable[[int], None]]:
+    """Parameters in ±[1, 2), and what sets their gradients for a step.
+
+    Gradients are multiples of q = 2**-6 (bfloat16) or 2**-8 (float16) below 4. Three steps halve the quantum
+    of momentum to q / 4, so that updates are multiples of 2**-22 at least and new parameters have 23 bits.
+    """
+    generator = torch.Generator().manual_seed(0)
+    bits, quantum = (7, 2.0**-6) if dtype == torch.bfloat16 else (10, 2.0**-8)
+    params = []
+    for shape in ((9, 7), (2, 3, 50), (1,)):
+        signs = torch.randint(0, 2, shape, generator=generator) * 2 - 1
+        magnitudes = 1 + torch.randint(0, 1 << bits, shape, generator=generator) * 2.0**-bits
+        params.append(torch.nn.Parameter((signs * magnitudes).to(dtype)))
+
+    def set_gradients(step: int) -> None:
+        generator = torch.Generator().manual_seed(step)
+        for p in params:
+            multiples = torch.randint(-255, 256, p.shape, generator=generator)
+            p.grad = (multiples * quantum).to(dtype)
+            p.grad[p.grad.abs() < 16 * quantum] = 0  # some elements have no update
+
+    return params, set_gradients
+
+
+def expected(old: Tensor, old_full: Tensor, update: Tensor, tensor: Tensor) -> dict[str, float]:
+    """The sums, from tensors that the test has saved; all exact in float64 but for the additions."""
+    moved_hi = tensor.double() - old.double()
+    moved = full_value(tensor) - old_full
+    error = full_value(tensor) - tensor.double()
+    asked = update != 0
+    values = (
+        update.square(),
+        update * moved_hi,
+        moved_hi.square(),
+        update * moved,
+        moved.square(),
+        error.square(),
+        asked,
+        asked & (moved_hi == 0),
+        asked & (moved == 0),
+        moved_hi == 0,
+        error != 0,
+    )
+    return {name: value.sum().item() for name, value in zip(SUMS, values, strict=True)}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options.values()))
+def test_values_and_unchanged_bits(options: dict[str, Any], dtype: torch.dtype) -> None:
+    """Intended updates are float32 numbers here, so that the sums are exact up to the float64 additions.
+
+    Those are off by at most n * 2**-53 of the sum of absolute values; asked for is 1e-5.
+    """
+    backend = CollageBackend(metrics=True, **options)
+    params, set_gradients = with_few_bits(dtype)
+    optimizer = Momentum(params)
+    step = torch.compile(optimizer.step, backend=backend)
+    twins, set_twins = with_few_bits(dtype)
+    plain = Momentum(twins)
+    unmeasured = compiled(plain, **options)
+    lost = 0.0
+    for number in (1, 2, 3):
+        set_gradients(number)
+        set_twins(number)
+        zeros = [torch.zeros_like(p) for p in params]
+        momenta = [optimizer.state[p].get("momentum", zero) for p, zero in zip(params, zeros, strict=True)]
+        tensors = {"": params, ".momentum": momenta}
+        before = {
+            slot: [(each.detach().clone(), full_value(each)) for each in listed]
+            for slot, listed in tensors.items()
+        }
+        step()
+        unmeasured()
+        assert differences(everything(optimizer), everything(plain)) == []
+        measured = backend.metrics()[number]
+        has_momentum = number > 1 and options["strategy"] != "light"  # the first step makes it
+        assert len(measured) == len(params) * (2 if has_momentum else 1)
+        for i, p in enumerate(params):
+            assert p.grad is not None
+            old_momentum = before[".momentum"][i][1]
+            momentum = Momentum.decay * old_momentum + p.grad.double()
+            updates = {"": -Momentum.lr * momentum, ".momentum": momentum - old_momentum}
+            for slot, update in updates.items():
+                name = f"param_groups[0].params[{i}]{slot}"
+                if name in measured:
+                    tensor = p if not slot else optimizer.state[p]["momentum"]
+                    wanted = expected(*before[slot][i], update, tensor)
+                    for key, value in wanted.items():
+                        tolerance = 0 if key in COUNTS else p.numel() * 2.0**-53 * sum_of_sizes(wanted, key)
+                        assert getattr(measured[name], key) == pytest.approx(value, rel=0, abs=tolerance)
+                    lost += wanted["lost_hi"]
+    assert lost > 0, "nothing was lost, so that losses were not counted"
+
+
+def sum_of_sizes(wanted: dict[str, float], key: str) -> float:
+    """At least the sum of the absolute values of a product's terms (Cauchy and Schwarz)."""
+    factors = {"along_hi": ("intended", "effective_hi"), "along": ("intended", "effective")}
+    return math.sqrt(math.prod(wanted[each] for each in factors.get(key, (key, key))))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("strategy", ["none", "light", "plus"])
+def test_adamw_is_not_changed_and_its_updates_are_those_of_float32(strategy: str, dtype: torch.dtype) -> None:
+    """The intended update is that of an optimizer with float32 masters of the same values.
+
+    Both compute the new value in float32 from the same old one; the master keeps it as it is.
+    """
+    runs = {}
+    for metrics in (False, True):
+        params = parameters(dtype, seed=3)
+        optimizer = torch.optim.AdamW(params, lr=1e-3)
+        backend = CollageBackend(strategy=strategy, metrics=metrics)
+        run_steps(torch.compile(optimizer.step, backend=backend), params, range(3))
+        runs[metrics] = everything(optimizer)
+    assert differences(*runs.values()) == []
+    masters = parameters(dtype, seed=3)
+    optimizer = torch.optim.AdamW(masters, lr=1e-3)
+    step = compiled(optimizer, strategy="full", error_format="fp32")
+    before = [full_value(p) for p in masters]
+    run_steps(step, masters, range(1))
+    measured = backend.metrics()[1]
+    for i, (p, old) in enumerate(zip(masters, before, strict=True)):
+        # The difference of the two float32 numbers is rounded once: 2**-24 of each element's update.
+        update = (full_value(p) - old).square().sum().item()
+        assert measured[f"param_groups[0].params[{i}]"].intended == pytest.approx(update, rel=2.0**-22)
+
+
+@pytest.mark.parametrize("options", OPTIONS[:2], ids=lambda options: "-".join(options.values()))
+def test_every_so_often(options: dict[str, Any]) -> None:
+    backends = [CollageBackend(metrics=True, metrics_every=every, **options) for every in (1, 2)]
+    results = []
+    for backend in backends:
+        params = parameters()
+        optimizer = Descent(params)
+        run_steps(torch.compile(optimizer.step, backend=backend), params, range(5))
+        results.append(everything(optimizer))
+    assert differences(*results) == []
+    always, seldom = (backend.metrics() for backend in backends)
+    assert list(always) == [1, 2, 3, 4, 5]
+    assert list(seldom) == [2, 4]
+    assert dict(seldom[4]) == dict(always[4])
+
+
+def test_off_leaves_no_trace() -> None:
+    graphs = []
+    for metrics in (False, True):
+        params = parameters()
+        backend = CollageBackend(metrics=metrics)
+        run_steps(torch.compile(Descent(params).step, backend=backend), params, range(1))
+        graphs.append(backend.report().graphs[0].after.graph)
+    assert not graphs[0].find_nodes(op="call_function", target=measure)
+    assert len(graphs[1].find_nodes(op="call_function", target=measure)) == len(params)
+    assert not CollageBackend(metrics=False).metrics()
+
+
+def test_the_operator_is_its_definition() -> None:
+    tensors = [torch.randn(100, generator=torch.Generator().manual_seed(i)) for i in range(5)]
+    tensors[2][::3] = tensors[0][::3] + tensors[1][::3]
+    tensors[3][::2] = tensors[0][::2]
+    assert torch.equal(measure(*tensors), sums(*tensors))
+    old, _, new, hi, _ = tensors
+    zeros = torch.zeros(100)
+    assert torch.equal(measure(old, None, new, hi, None), sums(old, zeros, new, hi, zeros))
+
+
+@pytest.fixture(scope="module")
+def trained() -> Iterator[tuple[torch.nn.Module, CollageBackend]]:
+    """Two optimizers of one backend, one given names, and groups."""
+    torch.manual_seed(0)
+    first = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Sequential(torch.nn.Linear(4, 3)))
+    second = torch.nn.Linear(3, 2)
+    model = torch.nn.ModuleDict({"first": first, "second": second}).bfloat16()
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    named = list(model["first"].named_parameters())
+    groups = [{"params": named[:2]}, {"params": named[2:], "weight_decay": 0.1}]
+    backend = CollageBackend(metrics=True)
+    optimizers = [torch.optim.AdamW(groups), torch.optim.SGD(model["second"].parameters(), lr=1e-3)]
+    for optimizer in optimizers:
+        step = torch.compile(optimizer.step, backend=backend)
+        for _ in range(2):
+            step()
+    yield model, backend
+
+
+def test_names_groups_and_modules(trained: tuple[torch.nn.Module, CollageBackend]) -> None:
+    model, backend = trained
+    metrics = backend.metrics()
+    assert list(metrics) == [1, 2]
+    name = "AdamW: 1.0.weight"
+    assert metrics.tensors[name] == MeasuredTensor("1.0.weight", "parameter", "1.0", 1, "AdamW")
+    assert metrics.tensors[f"{name}.exp_avg_sq"].kind == "exp_avg_sq"
+    assert metrics.tensors["SGD: param_groups[0].params[1]"].module == ""
+    assert backend.metrics(model).tensors["SGD: second.bias"].module == "second"
+    assert "AdamW: first.1.0.weight.exp_avg_sq" in backend.metrics(model)[2]
+
+
+def test_aggregates(trained: tuple[torch.nn.Module, CollageBackend]) -> None:
+    model, backend = trained
+    metrics = backend.metrics(model)
+    elements = {name: p.numel() for name, p in model.named_parameters()}
+    modules = metrics.by_module()[2]
+    assert {module: quality.elements for module, quality in modules.items()} == {
+        "first.0": 24,
+        "first.1.0": 15,
+        "second": 8,
+    }
+    whole = metrics.overall()[2]
+    assert whole.elements == sum(elements.values())
+    assert whole.along == pytest.approx(sum(quality.along for quality in modules.values()))
+    assert set(metrics.by_module(1)[2]) == {"first", "second"}
+    assert {group: quality.elements for group, quality in metrics.by_group()[2].items()} == {0: 32, 1: 15}
+    assert metrics.by_kind()[2]["exp_avg_sq"].elements == 39
+    assert metrics.overall("exp_avg_sq")[2].elements == 39
+    with pytest.raises(InvalidOptionError, match="no tensor of kind 'exp_avg'"):
+        metrics.overall("exp_avg")
+
+
+def test_files_and_scalars(trained: tuple[torch.nn.Module, CollageBackend], tmp_path: Path) -> None:
+    model, backend = trained
+    metrics = backend.metrics(model)
+    rows = json.loads(metrics.to_json(tmp_path / "m.json").read_text())
+    with metrics.to_csv(tmp_path / "m.csv").open() as file:
+        table = list(csv.DictReader(file))
+    assert len(rows) == len(table) == sum(map(len, metrics.values()))
+    quality = metrics[1]["AdamW: first.0.weight"]
+    (row,) = (row for row in rows if (row["step"], row["tensor"]) == (1, "AdamW: first.0.weight"))
+    (line,) = (row for row in table if (row["step"], row["tensor"]) == ("1", "AdamW: first.0.weight"))
+    assert row["edq_ratio"] == float(line["edq_ratio"]) == quality.edq_ratio
+    assert (row["module"], row["group"], row["kind"]) == ("first.0", 0, "parameter")
+    scalars = metrics.scalars()
+    assert scalars["collage/edq_ratio"] == metrics.overall()[2].edq_ratio
+    assert scalars["collage/second/lost_share"] == metrics.by_module()[2]["second"].lost_share
+
+
+def test_derived_values() -> None:
+    """D = (3, 4), D̂ = (3, 0) for hi and (3, 3) for hi + lo; two elements more have no update."""
+    quality = UpdateQuality(4, 25, 9, 9, 21, 18, 9, asked=2, lost_hi=1, lost=0, unchanged=3, held=1)
+    assert (quality.edq_hi, quality.edq_ratio_hi) == (9 / 5, 9 / 25)
+    assert (quality.edq, quality.edq_ratio) == (21 / 5, 21 / 25)
+    assert (quality.intended_norm, quality.effective_norm_hi, quality.error_norm) == (5, 3, 3)
+    assert quality.effective_norm == math.sqrt(18)
+    assert (quality.lost_share_hi, quality.lost_share) == (1 / 2, 0)
+    assert (quality.imprecision, quality.error_share) == (3 / 4, 1 / 4)
+    nothing = UpdateQuality(2, *[0.0] * len(SUMS))
+    assert math.isnan(nothing.edq_ratio)
+    assert math.isnan(nothing.lost_share)
+    assert Metrics({}, {}).scalars() == {}
+
+
+def test_forgetting_goes_on_counting() -> None:
+    params = parameters()
+    backend = CollageBackend(metrics=True)
+    step = torch.compile(Descent(params).step, backend=backend)
+    run_steps(step, params, range(2))
+    backend.forget_metrics()
+    assert not backend.metrics()
+    run_steps(step, params, range(1))
+    assert list(backend.metrics()) == [3]
+
+
+class Branching(Descent):
+    """Recorded: whether it steps depends on a value."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad.abs().max() > 0:
+                    p.add_(p.grad, alpha=-group["lr"])
+
+
+def test_recorded_steps_count_once() -> None:
+    params = parameters(shapes=((4, 6), (5,), (4, 6)))
+    backend = CollageBackend(metrics=True)
+    run_steps(torch.compile(Branching(params).step, backend=backend), params, range(2))
+    metrics = backend.metrics()
+    assert list(metrics) == [1, 2]
+    assert {name: quality.elements for name, quality in metrics[2].items()} == {
+        "param_groups[0].params[0]": 24,
+        "param_groups[0].params[1]": 5,
+        "param_groups[0].params[2]": 24,
+    }
+    assert all(quality.lost_share < 0.2 < quality.lost_share_hi for quality in metrics[2].values())
+
+
+@pytest.mark.parametrize("every", [0, -1, 1.5, True])
+def test_every_is_a_whole_number(every: Any) -> None:
+    with pytest.raises(InvalidOptionError, match="metrics_every"):
+        CollageBackend(metrics=True, metrics_every=every)
