@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, get_args
 from weakref import WeakKeyDictionary
 
@@ -55,6 +56,7 @@ from collage_fx.pipeline import (
     refuse_incomplete,
     run_pipeline,
 )
+from collage_fx.plots import plot
 from collage_fx.program import Arithmetic, InputInfo, Role, StateTensor, StepProgram, Strategy
 from collage_fx.recording import is_recorded
 from collage_fx.report import CollageReport
@@ -203,6 +205,12 @@ class CollageBackend:
                 given (``AdamW(model.named_parameters())``), or else positions, which name no modules.
         """
         return self._meter.metrics(model)
+
+    def plot(
+        self, path: str | Path, model: torch.nn.Module | None = None, *, depth: int | None = None
+    ) -> Path:
+        """EDQ ratio and lost updates over the steps, by module prefix: see :func:`collage_fx.plots.plot`."""
+        return plot(self.metrics(model), path, depth=depth)
 
     def forget_metrics(self) -> None:
         """Drop what has been measured. The count of steps goes on."""
