@@ -155,8 +155,8 @@ class CollageBackend:
         mode: as in ``torch.compile``; passed on to Inductor.
         passes: the pipeline, with passes of your own in it: see :func:`collage_fx.pipeline.inserted`. They
             run on steps that update a bfloat16 or float16 tensor; other graphs are lowered as they are.
-        metrics_every: measure every so many steps. More than 1 compiles each step twice, with the sums and
-            without.
+        metrics_every: measure every so many steps. A measured step takes several times as long on a CPU; more
+            than 1 compiles each step twice, with the sums and without.
 
     Raises:
         ValueError: an option has a value that is not allowed; the message names those that are.
@@ -190,8 +190,11 @@ class CollageBackend:
         return f"CollageBackend({options})"
 
     def report(self) -> CollageReport:
-        """What has been compiled so far: a table when printed, and the graphs before and after."""
-        return CollageReport(list(self._report.graphs))
+        """What has been compiled so far: a table when printed, and the graphs before and after.
+
+        With what has been measured, for which it waits for the device.
+        """
+        return CollageReport(list(self._report.graphs), self.metrics())
 
     def metrics(self, model: torch.nn.Module | None = None) -> Metrics:
         """What has been measured so far: step -> tensor -> values, and their aggregates.

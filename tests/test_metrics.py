@@ -296,6 +296,16 @@ def test_plot(trained: tuple[torch.nn.Module, CollageBackend], tmp_path: Path) -
         CollageBackend(metrics=True).plot(tmp_path / "m.svg")
 
 
+def test_the_page_has_the_last_step(trained: tuple[torch.nn.Module, CollageBackend]) -> None:
+    _, backend = trained
+    page = backend.report().to_html()
+    assert page.count("<h3>Updates of step 2</h3>") == 2
+    quality = backend.metrics().by_module()[2]["1.0"]
+    row = f"<tr><td>parameter</td><td>1.0</td><td class='number'>{quality.edq_ratio:.4f}</td>"
+    assert page.count(row) == 1
+    assert "Updates of step" not in CollageBackend().report().to_html()
+
+
 def test_derived_values() -> None:
     """D = (3, 4), D̂ = (3, 0) for hi and (3, 3) for hi + lo; two elements more have no update."""
     quality = UpdateQuality(4, 25, 9, 9, 21, 18, 9, asked=2, lost_hi=1, lost=0, unchanged=3, held=1)
