@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, get_args
 from weakref import WeakKeyDictionary
 
@@ -58,6 +59,7 @@ from collage_fx.pipeline import (
     refuse_incomplete,
     run_pipeline,
 )
+from collage_fx.plots import plot
 from collage_fx.program import Arithmetic, InputInfo, Role, StepProgram, Strategy
 from collage_fx.recording import is_recorded
 from collage_fx.repetition import Repetition, input_name, repeated_graph
@@ -160,8 +162,8 @@ class CollageBackend:
         mode: as in ``torch.compile``; passed on to Inductor.
         passes: the pipeline, with passes of your own in it: see :func:`collage_fx.pipeline.inserted`. They
             run on steps that update a bfloat16 or float16 tensor; other graphs are lowered as they are.
-        metrics_every: measure every so many steps. More than 1 compiles each step twice, with the sums and
-            without.
+        metrics_every: measure every so many steps. A measured step takes several times as long on a CPU; more
+            than 1 compiles each step twice, with the sums and without.
 
     Raises:
         ValueError: an option has a value that is not allowed; the message names those that are.
@@ -198,8 +200,11 @@ class CollageBackend:
         return f"CollageBackend({options})"
 
     def report(self) -> CollageReport:
-        """What has been compiled so far: a table when printed, and the graphs before and after."""
-        return CollageReport(list(self._report.graphs))
+        """What has been compiled so far: a table when printed, and the graphs before and after.
+
+        With what has been measured, for which it waits for the device.
+        """
+        return CollageReport(list(self._report.graphs), self.metrics())
 
     def metrics(self, model: torch.nn.Module | None = None) -> Metrics:
         """What has been measured so far: step -> tensor -> values, and their aggregates.
@@ -213,6 +218,12 @@ class CollageBackend:
                 given (``AdamW(model.named_parameters())``), or else positions, which name no modules.
         """
         return self._meter.metrics(model)
+
+    def plot(
+        self, path: str | Path, model: torch.nn.Module | None = None, *, depth: int | None = None
+    ) -> Path:
+        """EDQ ratio and lost updates over the steps, by module prefix: see :func:`collage_fx.plots.plot`."""
+        return plot(self.metrics(model), path, depth=depth)
 
     def forget_metrics(self) -> None:
         """Drop what has been measured. The count of steps goes on."""

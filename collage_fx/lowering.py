@@ -57,14 +57,13 @@ def lower(
     """Compile the program's graph with Inductor and bind its error terms.
 
     Args:
-        program: after the pipeline. With strategy "none" its graph is left to Inductor as it is.
+        program: after the pipeline. With strategy "none" Inductor's settings are left as they are.
         example_inputs: fake inputs for the graph as captured; those of the error terms are appended here.
         inductor_options: what ``compile_fx`` passed for its own inner compiler (static inputs, CUDA graphs,
             ...).
     """
-    if program.strategy == "none":
-        return CompensatedStep(_whole(program, example_inputs, inductor_options), [], rows=program.rows)
-    with inductor_config.patch(inductor_settings(program.arithmetic)):
+    settings = inductor_settings(program.arithmetic) if program.strategy != "none" else {}
+    with inductor_config.patch(settings):
         compiled = lower_in_parts(program.gm) or _whole(program, example_inputs, inductor_options)
     bindings = [_bind(state.position, state.info, program.error_format) for state in program.expansions]
     return CompensatedStep(compiled, bindings, _per_call(program.inputs), program.rows)

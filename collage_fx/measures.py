@@ -27,7 +27,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["COUNTS", "PRODUCTS", "SUMS", "sums", "terms"]
+__all__ = ["COUNTS", "PRODUCTS", "SUMS", "WITHOUT_LO", "sums", "terms"]
 
 #: The inner products, by name: of the intended update D with itself, of D with the effective update of hi
 #: alone, of that with itself, likewise for hi + lo, and of lo with itself.
@@ -39,6 +39,15 @@ COUNTS = ("asked", "lost_hi", "lost", "unchanged", "held")
 
 #: The columns of a row.
 SUMS = (*PRODUCTS, *COUNTS)
+
+#: Without error terms, those that are another one, or zero (None).
+WITHOUT_LO = {
+    "along": "along_hi",
+    "effective": "effective_hi",
+    "error": None,
+    "lost": "lost_hi",
+    "held": None,
+}
 
 
 def terms(old: Tensor, old_lo: Tensor, intended: Tensor, hi: Tensor, lo: Tensor) -> tuple[Tensor, ...]:
@@ -61,7 +70,7 @@ def terms(old: Tensor, old_lo: Tensor, intended: Tensor, hi: Tensor, lo: Tensor)
         moved * moved,
         error * error,
     )
-    return *products, asked, asked & same_hi, asked & same, same_hi, lo != 0
+    return *products, asked, asked & same_hi, asked & same, same, lo != 0
 
 
 def sums(old: Tensor, old_lo: Tensor, intended: Tensor, hi: Tensor, lo: Tensor) -> Tensor:

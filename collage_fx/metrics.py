@@ -8,8 +8,8 @@ Collage, ICML 2024 (arXiv:2405.03637), section 4::
 
     EDQ = <D / ||D||, D̂>          EDQ ratio = EDQ / ||D|| = <D, D̂> / <D, D>
 
-The ratio is 1 where every update arrives and 0 where none does. Of a single low-precision tensor it may exceed
-1: updates that are rounded up count for more than they are. Several tensors are taken as one, laid end to end.
+The ratio is 1 where every update arrives and 0 where none does. Of a single low-precision tensor it may be
+more: updates that are rounded up count for more than they are. Several tensors count as one, laid end to end.
 See Note [Metrics] in ``collage_fx/measures.py`` for how the sums are computed, and how precisely.
 """
 
@@ -198,6 +198,32 @@ class Metrics(Mapping[int, Mapping[str, UpdateQuality]]):
         steps = list(self)
         return f"Metrics({len(steps)} steps, {steps[0]} to {steps[-1]}, of {len(self.tensors)} tensors)"
 
+    def by(
+        self, key: Callable[[MeasuredTensor], Key], kind: str | None = "parameter"
+    ) -> dict[int, dict[Key, UpdateQuality]]:
+        """By step and whatever tells tensors apart.
+
+        Args:
+            key: of a tensor.
+            kind: as in :meth:`overall`; None for all.
+        """
+        kinds = {tensor.kind for tensor in self.tensors.values()}
+        if kind is not None and kinds and kind not in kinds:
+            raise InvalidOptionError(
+                f"no tensor of kind {kind!r} has been measured",
+                where="kind",
+                remedy=f"use one of {', '.join(map(repr, sorted(kinds)))}",
+            )
+        result: dict[int, dict[Key, UpdateQuality]] = {}
+        for step, values in self.items():
+            for name, quality in values.items():
+                tensor = self.tensors[name]
+                if kind in (None, tensor.kind):
+                    found = result.setdefault(step, {})
+                    place = key(tensor)
+                    found[place] = found[place] + quality if place in found else quality
+        return result
+
     def overall(self, kind: str = "parameter") -> dict[int, UpdateQuality]:
         """By step, over all tensors of a kind.
 
@@ -205,12 +231,12 @@ class Metrics(Mapping[int, Mapping[str, UpdateQuality]]):
             kind: ``parameter``, or the name of a state: :attr:`MeasuredTensor.kind`. Updates of different
                 kinds have no common unit.
         """
-        by_step = self._aggregated(lambda tensor: "", kind)
+        by_step = self.by(lambda tensor: "", kind)
         return {step: values[""] for step, values in by_step.items()}
 
     def by_group(self, kind: str = "parameter") -> dict[int, dict[int | None, UpdateQuality]]:
         """By step and number of the parameter group; of several optimizers, those of the same number."""
-        return self._aggregated(lambda tensor: tensor.group, kind)
+        return self.by(lambda tensor: tensor.group, kind)
 
     def by_module(
         self, depth: int | None = None, kind: str = "parameter"
@@ -222,11 +248,11 @@ class Metrics(Mapping[int, Mapping[str, UpdateQuality]]):
                 them if None.
             kind: as in :meth:`overall`.
         """
-        return self._aggregated(lambda tensor: ".".join(tensor.module.split(".")[:depth]), kind)
+        return self.by(lambda tensor: ".".join(tensor.module.split(".")[:depth]), kind)
 
     def by_kind(self) -> dict[int, dict[str, UpdateQuality]]:
         """By step and kind: ``parameter``, ``exp_avg_sq``, ..."""
-        return self._aggregated(lambda tensor: tensor.kind, None)
+        return self.by(lambda tensor: tensor.kind, None)
 
     def scalars(self, prefix: str = "collage/") -> dict[str, float]:
         """The last measured step as ``{"collage/edq_ratio": ...}``, for any logger; empty before it.
@@ -272,26 +298,6 @@ class Metrics(Mapping[int, Mapping[str, UpdateQuality]]):
         rows = [{key: _plain(value) for key, value in row.items()} for row in self.rows()]
         path.write_text(json.dumps(rows, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         return path
-
-    def _aggregated(
-        self, key: Callable[[MeasuredTensor], Key], kind: str | None
-    ) -> dict[int, dict[Key, UpdateQuality]]:
-        kinds = {tensor.kind for tensor in self.tensors.values()}
-        if kind is not None and kinds and kind not in kinds:
-            raise InvalidOptionError(
-                f"no tensor of kind {kind!r} has been measured",
-                where="kind",
-                remedy=f"use one of {', '.join(map(repr, sorted(kinds)))}",
-            )
-        result: dict[int, dict[Key, UpdateQuality]] = {}
-        for step, values in self.items():
-            for name, quality in values.items():
-                tensor = self.tensors[name]
-                if kind in (None, tensor.kind):
-                    found = result.setdefault(step, {})
-                    place = key(tensor)
-                    found[place] = found[place] + quality if place in found else quality
-        return result
 
 
 def _plain(value: object) -> object:

@@ -130,7 +130,9 @@ def _terms(inputs: Sequence[Any]) -> list[Any]:
 
 
 register_pointwise_lowering(round_to_storage, _round, dtype=torch.float32)
-register_summing_lowering(measure, _terms, products=len(measures.PRODUCTS), counts=len(measures.COUNTS))
+register_summing_lowering(
+    measure, _terms, products=measures.PRODUCTS, counts=measures.COUNTS, with_none=measures.WITHOUT_LO
+)
 
 #: Identifies the definitions above and the lowering; part of the compile cache's key.
 REVISION = hashlib.sha256(

@@ -14,6 +14,7 @@ import torch
 
 from collage_fx.compilations import GraphReport
 from collage_fx.mathml import recurrence_mathml
+from collage_fx.metrics import Metrics, UpdateQuality
 from collage_fx.pictures import Picture, pass_color
 from collage_fx.pipeline import Stage
 from collage_fx.program import Strategy
@@ -72,6 +73,7 @@ def html_page(
     notes: Sequence[str],
     *,
     kernels: bool,
+    metrics: Metrics,
 ) -> str:
     """The page.
 
@@ -80,11 +82,12 @@ def html_page(
         by_subject: the rows of each subject.
         notes: of what was lowered as it was.
         kernels: whether the generated code is shown.
+        metrics: what has been measured.
     """
     body = "".join(
         part
         for subject, rows in by_subject.items()
-        for part in _section(graphs, subject, rows, kernels=kernels)
+        for part in _section(graphs, subject, rows, kernels=kernels, metrics=metrics)
     )
     body += "".join(f"<p>{escape(note)}</p>" for note in notes)
     return (
@@ -99,15 +102,21 @@ def html_page(
 
 
 def _section(
-    graphs: Sequence[GraphReport], subject: str, rows: Sequence[TensorReport], *, kernels: bool
+    graphs: Sequence[GraphReport],
+    subject: str,
+    rows: Sequence[TensorReport],
+    *,
+    kernels: bool,
+    metrics: Metrics,
 ) -> Iterator[str]:
-    """One subject: table, memory, passes, then each treatment, then the code."""
+    """One subject: table, memory, metrics, passes, then each treatment, then the code."""
     own = [graph for graph in graphs if graph.subject == subject and graph.tensors]
     groups = treatments(rows)
     newest = own[-1]
     yield f"<h2>{escape(subject)}</h2><p>{escape(summary_line(rows))}</p>"
     yield _table(groups)
     yield f"<h3>Bytes per parameter</h3>{_memory(own, rows)}"
+    yield from _metrics(metrics, subject)
     yield f"<h3>Passes</h3>{_passes(newest)}"
     stages = {id(graph): [Stage("captured", "", graph.before.graph), *graph.stages()] for graph in own}
     for number, group in enumerate(groups, 1):
@@ -156,6 +165,38 @@ def _memory(graphs: Sequence[GraphReport], rows: Sequence[TensorReport]) -> str:
         f"<svg xmlns='http://www.w3.org/2000/svg' width='700' height='{len(bars) * 24}' font-size='13' "
         f"role='img' aria-label='bytes per parameter'>{lines}</svg>"
     )
+
+
+#: What is shown of an update: heading -> attribute, as a share or a ratio.
+MEASURED = {
+    "EDQ ratio": "edq_ratio",
+    "of hi alone": "edq_ratio_hi",
+    "updates lost": "lost_share",
+    "from hi alone": "lost_share_hi",
+    "error terms not zero": "error_share",
+}
+
+
+def _metrics(metrics: Metrics, subject: str) -> Iterator[str]:
+    """What became of the updates of the last measured step, by kind of tensor and module."""
+    by_step = metrics.by(lambda tensor: (tensor.step_of == subject, tensor.kind, tensor.module), None)
+    measured = [step for step, values in by_step.items() if any(key[0] for key in values)]
+    if not measured:
+        return
+    heads = "".join(f"<th class='number'>{head}</th>" for head in MEASURED)
+    lines = "".join(
+        f"<tr><td>{escape(kind)}</td><td>{escape(module or '-')}</td>{_cells(quality)}</tr>"
+        for (is_own, kind, module), quality in by_step[measured[-1]].items()
+        if is_own
+    )
+    yield f"<h3>Updates of step {measured[-1]}</h3><table><thead><tr><th>tensors</th><th>module</th>{heads}"
+    yield f"</tr></thead><tbody>{lines}</tbody></table>"
+
+
+def _cells(quality: UpdateQuality) -> str:
+    values = [(name, getattr(quality, attribute)) for name, attribute in MEASURED.items()]
+    texts = [f"{value:.4f}" if name.startswith(("EDQ", "of")) else f"{value:.1%}" for name, value in values]
+    return "".join(f"<td class='number'>{text}</td>" for text in texts)
 
 
 def _passes(graph: GraphReport) -> str:

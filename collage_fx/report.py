@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from collage_fx.compilations import GraphReport
+from collage_fx.metrics import Metrics
 from collage_fx.page import html_page
 from collage_fx.tables import markdown_section, text_section
 from collage_fx.treatments import TensorReport, bytes_per_parameter
@@ -23,9 +24,11 @@ class CollageReport:
 
     Attributes:
         graphs: one per compilation, oldest first.
+        metrics: what has been measured so far; shown by :meth:`to_html`.
     """
 
     graphs: list[GraphReport] = field(default_factory=list)
+    metrics: Metrics = field(default_factory=lambda: Metrics({}, {}))
 
     @property
     def tensors(self) -> list[TensorReport]:
@@ -72,7 +75,7 @@ class CollageReport:
         Args:
             kernels: show the code that Inductor generated too. A report of ``explain`` has none.
         """
-        return html_page(self.graphs, self.by_subject(), self._notes(), kernels=kernels)
+        return html_page(self.graphs, self.by_subject(), self._notes(), kernels=kernels, metrics=self.metrics)
 
     def save_html(self, path: str | Path, *, kernels: bool = False) -> Path:
         """Write :meth:`to_html` into a file; returns its path."""

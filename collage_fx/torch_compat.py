@@ -856,7 +856,12 @@ def register_realizing_lowering(operator: Any) -> None:
 
 
 def register_summing_lowering(
-    operator: Any, terms: Callable[[Sequence[Any]], Sequence[Any]], *, products: int, counts: int
+    operator: Any,
+    terms: Callable[[Sequence[Any]], Sequence[Any]],
+    *,
+    products: Sequence[str],
+    counts: Sequence[str],
+    with_none: Mapping[str, str | None],
 ) -> None:
     """Lower ``operator(*tensors)`` to sums over all elements, in the loop that computes the tensors.
 
@@ -865,15 +870,17 @@ def register_summing_lowering(
             vector.
         terms: from the values of one element of each to what it adds to each sum: float64 numbers, then truth
             values.
-        products: how many numbers.
-        counts: how many truth values. They are counted in integers, which vectors hold more of.
+        products: names of the numbers.
+        counts: names of the truth values. They are counted in integers, which vectors hold more of.
+        with_none: where there is a None, the sums that another one is, or None for zero.
     """
+    names = [*products, *counts]
 
     def lowering(*tensors: Any) -> Any:
         given = [tensor for tensor in tensors if tensor is not None]
         for tensor in given:
             tensor.realize()  # else each sum would be traced from the inputs of the step
-        size = given[0].get_size()
+        size, device = given[0].get_size(), given[0].get_device()
         loaders = [None if tensor is None else tensor.make_loader() for tensor in tensors]
         elements = V.graph.sizevars.optimization_hint(sympy_product(size), fallback=0)
         counter = torch.int64 if elements >= 1 << 31 else torch.int32
@@ -886,10 +893,12 @@ def register_summing_lowering(
 
             return inner
 
-        sums = []
-        for number, dtype in enumerate([torch.float64] * products + [counter] * counts):
+        def sum_of(name: str | None) -> Any:
+            if name is None:
+                return lowerings[torch.ops.aten.full.default]([1], 0.0, dtype=torch.float64, device=device)
+            number, dtype = names.index(name), torch.float64 if name in products else counter
             total = ir.Reduction.create(
-                device=given[0].get_device(),
+                device=device,
                 dst_dtype=dtype,
                 src_dtype=dtype,
                 inner_fn=term(number, dtype),
@@ -898,8 +907,11 @@ def register_summing_lowering(
                 reduction_type="sum",
             )
             total.realize()
-            sums.append(lowerings[torch.ops.aten.reshape.default](to_dtype(total, torch.float64), [1]))
-        return lowerings[torch.ops.aten.cat.default](sums, 0)
+            return lowerings[torch.ops.aten.reshape.default](to_dtype(total, torch.float64), [1])
+
+        which = [name if len(given) == len(tensors) else with_none.get(name, name) for name in names]
+        sums = {name: sum_of(name) for name in dict.fromkeys(which)}
+        return lowerings[torch.ops.aten.cat.default]([sums[name] for name in which], 0)
 
     register_lowering(operator, type_promotion_kind=None)(lowering)
 

@@ -18,11 +18,11 @@ weight is rounded away: some at the peak of the learning rate, most once it has 
 0.999 a second moment can only grow, since 0.999·v rounds back to v. The lower the learning rate, as larger
 models need it, the more is lost: here 3e-4 about doubles the gap in the loss and 3e-3 halves it.
 
-What is measured, from outside, on the values that ``collage_fx.full_value`` gives:
+What is measured, the first two by the backend itself (``CollageBackend(metrics=True)``):
 
     updates lost  share of the elements whose intended update is not zero but whose stored value is unchanged
-    EDQ ratio     effective descent quality [2] over its optimum: <Δ, Δ̂> / <Δ, Δ>, with Δ the update that
-                  AdamW in float64 makes of the same state and gradient, and Δ̂ what the stored weights moved
+    EDQ ratio     effective descent quality [2] over its optimum: <D, D̂> / <D, D>, with D the update that the
+                  step makes in float32 of the same state and gradient, and D̂ what the stored weights moved
                   by; 1 means that nothing was lost
     v off by      mean relative error of the second moments at the end, against their recurrence in float64
 
@@ -58,6 +58,7 @@ from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 
 from collage_fx import CollageBackend, error_terms, full_value
+from collage_fx.metrics import MeasuredTensor, Metrics
 
 VOCABULARY = 256  # bytes
 TRAINING_BYTES, VALIDATION_BYTES = 4 << 20, 1 << 19
@@ -101,7 +102,7 @@ class Strategy:
     """One row of the table, one curve of the figure; the colours (Okabe-Ito) suit colour-blind readers."""
 
     name: str
-    backend: Callable[[], CollageBackend]
+    options: dict[str, Any]
     colour: str
     line: str
 
@@ -110,10 +111,10 @@ BASELINE = "fp32 master"
 STRATEGIES = {
     strategy.name: strategy
     for strategy in (
-        Strategy("none", lambda: CollageBackend(strategy="none"), "#D55E00", "-"),
-        Strategy("light", lambda: CollageBackend(strategy="light"), "#56B4E9", "-"),
-        Strategy("plus", lambda: CollageBackend(strategy="plus"), "#0072B2", "--"),
-        Strategy(BASELINE, lambda: CollageBackend(strategy="full", error_format="fp32"), "#000000", ":"),
+        Strategy("none", {"strategy": "none"}, "#D55E00", "-"),
+        Strategy("light", {"strategy": "light"}, "#56B4E9", "-"),
+        Strategy("plus", {"strategy": "plus"}, "#0072B2", "--"),
+        Strategy(BASELINE, {"strategy": "full", "error_format": "fp32"}, "#000000", ":"),
     )
 }
 
@@ -254,55 +255,25 @@ def loss_of(model: nn.Module, text: Tensor, following: Tensor) -> Tensor:
 # What the optimizer should have done, and what it did. ------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class UpdateQuality:
-    """How much of one optimizer step arrived, over all parameters."""
-
-    step: int
-    edq_ratio: float
-    lost: float  # share of intended updates that left the whole value, with its error terms, as it was
-    lost_in_bf16: float  # share that left the bfloat16 tensor as it was
-
-
 def gradient_of(parameter: Tensor) -> Tensor:
     assert parameter.grad is not None
     return parameter.grad.double()
 
 
-def intended_update(optimizer: torch.optim.AdamW, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-    """The update that AdamW makes of its present state and gradient: from its definition, in float64."""
-    state = optimizer.state[parameter]
-    lr, decay, eps = (float(group[name]) for name in ("lr", "weight_decay", "eps"))
-    beta1, beta2 = group["betas"]
-    step = state["step"].item() + 1
-    gradient = gradient_of(parameter)
-    first = beta1 * full_value(state["exp_avg"]) + (1 - beta1) * gradient
-    second = beta2 * full_value(state["exp_avg_sq"]) + (1 - beta2) * gradient**2
-    denominator = (second / (1 - beta2**step)).sqrt() + eps
-    return -lr * (decay * full_value(parameter) + first / (1 - beta1**step) / denominator)
+PARTS = {
+    "queries_keys_values": "attention",
+    "attention_out": "attention",
+    "mlp_in": "mlp",
+    "mlp_out": "mlp",
+    "attention_norm": "norm",
+    "mlp_norm": "norm",
+    "norm": "norm",
+}
 
 
-def take_measured_step(
-    optimizer: torch.optim.AdamW, step: Callable[[], object], number: int
-) -> UpdateQuality:
-    """Take an optimizer step and compare what it did with what it should have done."""
-    before = [
-        (p, p.detach().clone(), full_value(p), intended_update(optimizer, p, group))
-        for group in optimizer.param_groups
-        for p in group["params"]
-    ]
-    step()
-    wanted = lost = lost_in_bf16 = 0
-    achieved, optimum = 0.0, 0.0
-    for parameter, visible, value, update in before:
-        moved = full_value(parameter) - value
-        asked = update != 0
-        wanted += int(asked.sum())
-        lost += int((asked & (moved == 0)).sum())
-        lost_in_bf16 += int((asked & (parameter.detach() == visible)).sum())
-        achieved += float((update * moved).sum())
-        optimum += float((update * update).sum())
-    return UpdateQuality(number, achieved / optimum, lost / wanted, lost_in_bf16 / wanted)
+def part_of(tensor: MeasuredTensor) -> str:
+    """Which kind of module a parameter belongs to."""
+    return PARTS.get(tensor.module.rpartition(".")[2], "embedding")
 
 
 class ExactSecondMoments:
@@ -345,7 +316,7 @@ class Run:
 
     strategy: Strategy
     curve: list[tuple[int, float]] = field(default_factory=list)  # (steps taken, validation loss)
-    qualities: list[UpdateQuality] = field(default_factory=list)
+    metrics: Metrics = field(default_factory=lambda: Metrics({}, {}))
     step_seconds: list[float] = field(default_factory=list)
     second_moment_error: float = math.nan
     bytes_per_parameter: float = math.nan
@@ -355,7 +326,7 @@ class Run:
         return self.curve[-1][1]
 
     def mean(self, quality: str) -> float:
-        return statistics.fmean(getattr(each, quality) for each in self.qualities)
+        return statistics.fmean(getattr(each, quality) for each in self.metrics.overall().values())
 
     def step_milliseconds(self) -> float:
         """Median time of an optimizer step; the first one compiles and does not count."""
@@ -371,7 +342,8 @@ def train(strategy: Strategy, recipe: Recipe, text: Text, device: str, bar: tqdm
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=torch.tensor(0.0), betas=recipe.betas, weight_decay=recipe.weight_decay
     )
-    step: Callable[[], object] = torch.compile(optimizer.step, backend=strategy.backend())
+    backend = CollageBackend(metrics=True, metrics_every=recipe.measure_every, **strategy.options)
+    step: Callable[[], object] = torch.compile(optimizer.step, backend=backend)
 
     run = Run(strategy)
     exact = ExactSecondMoments(optimizer)
@@ -383,16 +355,15 @@ def train(strategy: Strategy, recipe: Recipe, text: Text, device: str, bar: tqdm
         loss_of(model, *next(data)).backward()
         nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
         exact.follow()
-        if number and (number + 1) % recipe.measure_every == 0:
-            run.qualities.append(take_measured_step(optimizer, step, number + 1))
-        else:
-            started = time.perf_counter()
-            step()
+        started = time.perf_counter()
+        step()
+        if (number + 1) % recipe.measure_every:
             run.step_seconds.append(time.perf_counter() - started)
         if (number + 1) % recipe.evaluate_every == 0 or number + 1 == recipe.steps:
             run.curve.append((number + 1, validate(model, recipe, text, device)))
             bar.set_postfix_str(f"validation loss {run.loss:.3f}", refresh=False)
         bar.update()
+    run.metrics = backend.metrics(model)
     run.second_moment_error = exact.mean_error()
     run.bytes_per_parameter = bytes_per_parameter(optimizer)
     return run
@@ -423,8 +394,8 @@ def table(runs: Sequence[Run]) -> str:
         [
             run.strategy.name,
             f"{run.loss:.4f}",
-            f"{run.mean('lost'):.1%}",
-            f"{run.mean('lost_in_bf16'):.1%}",
+            f"{run.mean('lost_share'):.1%}",
+            f"{run.mean('lost_share_hi'):.1%}",
             f"{run.mean('edq_ratio'):.4f}",
             f"{run.second_moment_error:.2%}",
             f"{run.bytes_per_parameter:.0f}",
@@ -435,6 +406,21 @@ def table(runs: Sequence[Run]) -> str:
     return tabulate(rows, headers=headers, disable_numparse=True, colalign=("left", *["right"] * 7))
 
 
+def table_by_part(runs: Sequence[Run]) -> str:
+    """EDQ ratio by kind of module, at the peak of the learning rate and at its end."""
+    rows = []
+    for run in runs:
+        by_part = list(run.metrics.by(part_of).values())
+        peak, end = by_part[min(len(by_part) - 1, len(by_part) // 10)], by_part[-1]
+        rows.append(
+            [run.strategy.name, *(f"{peak[part].edq_ratio:.4f} → {end[part].edq_ratio:.4f}" for part in peak)]
+        )
+    headers = ["EDQ ratio, lr peak → end", *next(iter(runs[0].metrics.by(part_of).values()))]
+    return tabulate(
+        rows, headers=headers, disable_numparse=True, colalign=("left", *["right"] * (len(headers) - 1))
+    )
+
+
 def conclusion(runs: Sequence[Run]) -> str:
     """What the numbers say, whichever way they fall."""
     by_name = {run.strategy.name: run for run in runs}
@@ -442,8 +428,8 @@ def conclusion(runs: Sequence[Run]) -> str:
     lines = []
     if plain:
         lines.append(
-            f"Plain bfloat16 loses {plain.mean('lost'):.0%} of AdamW's updates, "
-            f"{plain.qualities[-1].lost:.0%} when last measured."
+            f"Plain bfloat16 loses {plain.mean('lost_share'):.0%} of AdamW's updates, "
+            f"{list(plain.metrics.overall().values())[-1].lost_share:.0%} when last measured."
         )
     if plain and baseline:
         lines.append(
@@ -452,7 +438,8 @@ def conclusion(runs: Sequence[Run]) -> str:
         )
     if baseline:
         lines += [
-            f"Collage {run.strategy.name} loses {run.mean('lost'):.1%} and ends {_apart(run, baseline)} it, "
+            f"Collage {run.strategy.name} loses {run.mean('lost_share'):.1%} and ends "
+            f"{_apart(run, baseline)} it, "
             f"with {run.bytes_per_parameter:.0f} bytes a parameter to its {baseline.bytes_per_parameter:.0f}."
             for run in runs
             if run.strategy.name in ("light", "plus")
@@ -471,27 +458,30 @@ def _head_start(plain: Run, baseline: Run) -> str:
 
 
 def draw(runs: Sequence[Run], path: Path) -> None:
-    """Validation loss and EDQ ratio by step, 1300 pixels wide."""
-    figure = Figure(figsize=(13, 5.4), layout="constrained")
-    losses, qualities = figure.subplots(1, 2)
+    """Validation loss, EDQ ratio and share of lost updates by step, 1500 pixels wide."""
+    figure = Figure(figsize=(15, 5), layout="constrained")
+    losses, ratios, losts = figure.subplots(1, 3)
     for run in runs:
         style = {"color": run.strategy.colour, "linestyle": run.strategy.line, "linewidth": 2.4}
         losses.plot(*zip(*run.curve, strict=True), label=f"{run.strategy.name}: {run.loss:.3f}", **style)
-        points = [(each.step, each.edq_ratio) for each in run.qualities]
-        qualities.plot(*zip(*points, strict=True), label=run.strategy.name, **style)
+        for axes, name in ((ratios, "edq_ratio"), (losts, "lost_share")):
+            points = [(step, getattr(each, name)) for step, each in run.metrics.overall().items()]
+            axes.plot(*zip(*points, strict=True), label=run.strategy.name, **style)
     # The first steps, where all fall alike from 5.5, would flatten what happens later.
     shown = [loss for run in runs for _, loss in run.curve[len(run.curve) // 6 :]]
     margin = 0.05 * (max(shown) - min(shown)) + 1e-3
     losses.set_ylim(min(shown) - margin, max(shown) + margin)
     losses.set_title("Validation loss, nats per byte")
-    qualities.set_ylim(0, 1.05)
-    qualities.set_title("EDQ ratio: how much of each update arrives")
-    for axes in (losses, qualities):
+    ratios.set_ylim(0, 1.05)
+    ratios.set_title("EDQ ratio: how much of each update arrives")
+    losts.set_ylim(-0.02, 1)
+    losts.set_title("Share of updates that are lost")
+    for axes in (losses, ratios, losts):
         axes.set_xlabel("step", fontsize=12)
         axes.title.set_fontsize(14)
         axes.tick_params(labelsize=12)
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=13)
+        axes.legend(fontsize=12)
     figure.savefig(path, dpi=100)
 
 
@@ -532,7 +522,7 @@ def main() -> None:
         runs = [train(STRATEGIES[name], recipe, text, options.device, bar) for name in options.strategies]
     figure = options.out / "train_gpt.png"
     draw(runs, figure)
-    results = f"{table(runs)}\n\n{conclusion(runs)}\n"
+    results = f"{table(runs)}\n\n{table_by_part(runs)}\n\n{conclusion(runs)}\n"
     (options.out / "train_gpt.txt").write_text(results)
     print(f"\n{results}\n{figure}, after {time.perf_counter() - started:.0f} s")
 

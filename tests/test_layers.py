@@ -20,7 +20,7 @@ LAYERS = [
     {"passes"},
     {"pipeline"},
     {"error_terms", "names"},
-    {"admission", "checkpoint", "sharing", "compilations", "tables"},
+    {"admission", "checkpoint", "sharing", "compilations", "plots", "tables"},
     {"metering", "page", "repetition"},
     {"report", "families"},
     {"lowering", "recorder"},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +151,7 @@ def sum_of_sizes(wanted: dict[str, float], key: str) -> float:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("strategy", ["none", "light", "plus"])
-def test_adamw_is_not_changed_and_its_updates_are_those_of_float32(strategy: str, dtype: torch.dtype) -> None:
+def test_adamw_is_not_changed_and_its_updates_are_those_of_float32(strategy: Any, dtype: torch.dtype) -> None:
     """The intended update is that of an optimizer with float32 masters of the same values.
 
     Both compute the new value in float32 from the same old one; the master keeps it as it is.
@@ -215,7 +215,7 @@ def test_the_operator_is_its_definition() -> None:
 
 
 @pytest.fixture(scope="module")
-def trained() -> Iterator[tuple[torch.nn.Module, CollageBackend]]:
+def trained() -> tuple[torch.nn.Module, CollageBackend]:
     """Two optimizers of one backend, one given names, and groups."""
     torch.manual_seed(0)
     first = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Sequential(torch.nn.Linear(4, 3)))
@@ -224,14 +224,15 @@ def trained() -> Iterator[tuple[torch.nn.Module, CollageBackend]]:
     for p in model.parameters():
         p.grad = torch.randn_like(p)
     named = list(model["first"].named_parameters())
-    groups = [{"params": named[:2]}, {"params": named[2:], "weight_decay": 0.1}]
+    groups: list[dict[str, Any]] = [{"params": named[:2]}, {"params": named[2:], "weight_decay": 0.1}]
     backend = CollageBackend(metrics=True)
-    optimizers = [torch.optim.AdamW(groups), torch.optim.SGD(model["second"].parameters(), lr=1e-3)]
+    optimizers: list[Optimizer] = [torch.optim.AdamW(groups)]
+    optimizers.append(torch.optim.SGD(model["second"].parameters(), lr=1e-3))
     for optimizer in optimizers:
         step = torch.compile(optimizer.step, backend=backend)
         for _ in range(2):
             step()
-    yield model, backend
+    return model, backend
 
 
 def test_names_groups_and_modules(trained: tuple[torch.nn.Module, CollageBackend]) -> None:
@@ -282,6 +283,27 @@ def test_files_and_scalars(trained: tuple[torch.nn.Module, CollageBackend], tmp_
     scalars = metrics.scalars()
     assert scalars["collage/edq_ratio"] == metrics.overall()[2].edq_ratio
     assert scalars["collage/second/lost_share"] == metrics.by_module()[2]["second"].lost_share
+
+
+def test_plot(trained: tuple[torch.nn.Module, CollageBackend], tmp_path: Path) -> None:
+    model, backend = trained
+    text = backend.plot(tmp_path / "m.svg", model).read_text()
+    assert text.startswith("<?xml")
+    # matplotlib draws text as outlines, with the text itself as a comment
+    assert all(f"<!-- {module} -->" in text for module in ("first.0", "first.1.0", "second"))
+    assert "first.0" not in backend.plot(tmp_path / "m.svg", model, depth=1).read_text()
+    with pytest.raises(InvalidOptionError, match="nothing has been measured"):
+        CollageBackend(metrics=True).plot(tmp_path / "m.svg")
+
+
+def test_the_page_has_the_last_step(trained: tuple[torch.nn.Module, CollageBackend]) -> None:
+    _, backend = trained
+    page = backend.report().to_html()
+    assert page.count("<h3>Updates of step 2</h3>") == 2
+    quality = backend.metrics().by_module()[2]["1.0"]
+    row = f"<tr><td>parameter</td><td>1.0</td><td class='number'>{quality.edq_ratio:.4f}</td>"
+    assert page.count(row) == 1
+    assert "Updates of step" not in CollageBackend().report().to_html()
 
 
 def test_derived_values() -> None:
