@@ -58,6 +58,7 @@ from collage_fx.torch_compat import (
     dynamo_recompile_limit,
     is_being_stepped,
     is_step_wrapper,
+    prepare_cpp_compiler,
     watch_conversions,
     watch_graph_breaks,
     watch_traced_optimizers,
@@ -132,6 +133,8 @@ def _at_trace(strictness: Strictness, optimizer: Optimizer, backend: Any, keywor
         refuse_optimizer(optimizer)
     except CollageError as refusal:
         _raise_or_warn(optimizer, refusal, strict=strict)
+    if any(p.device.type == "cpu" and is_low_precision(p.dtype) for _, p in parameter_names(optimizer)):
+        prepare_cpp_compiler()  # while Dynamo traces
     return True
 
 
