@@ -70,7 +70,7 @@ def terms(old: Tensor, old_lo: Tensor, intended: Tensor, hi: Tensor, lo: Tensor)
         moved * moved,
         error * error,
     )
-    return *products, asked, asked & same_hi, asked & same, same, lo != 0
+    return *products, asked, asked & same_hi, asked & same, same_hi, lo != 0
 
 
 def sums(old: Tensor, old_lo: Tensor, intended: Tensor, hi: Tensor, lo: Tensor) -> Tensor:
