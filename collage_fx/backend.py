@@ -96,10 +96,10 @@ class Options:
     error_format: str
     arithmetic: Arithmetic
     metrics: bool
+    metrics_every: int
     strict: bool
     mode: str | None
     passes: tuple[Pass, ...] = PIPELINE
-    metrics_every: int = 1
 
     def __post_init__(self) -> None:
         _one_of("strategy", self.strategy, get_args(Strategy))
@@ -157,13 +157,13 @@ class CollageBackend:
             ``"mcf"``.
         metrics: measure what becomes of each compensated tensor's updates, for :meth:`metrics`; with strategy
             ``"none"`` those of every bfloat16 and float16 parameter and state. It changes no bit of them.
+        metrics_every: measure every so many steps. A measured step takes several times as long on a CPU; more
+            than 1 compiles each step twice, with the sums and without.
         strict: refuse (raise) where a parameter cannot be compensated, rather than warn and leave it, or the
             whole step where one tensor cannot be told from the rest, to plain low precision.
         mode: as in ``torch.compile``; passed on to Inductor.
         passes: the pipeline, with passes of your own in it: see :func:`collage_fx.pipeline.inserted`. They
             run on steps that update a bfloat16 or float16 tensor; other graphs are lowered as they are.
-        metrics_every: measure every so many steps. A measured step takes several times as long on a CPU; more
-            than 1 compiles each step twice, with the sums and without.
 
     Raises:
         ValueError: an option has a value that is not allowed; the message names those that are.
@@ -181,13 +181,13 @@ class CollageBackend:
         error_format: str = "mcf",
         arithmetic: Arithmetic = "wide",
         metrics: bool = False,
+        metrics_every: int = 1,
         strict: bool = True,
         mode: str | None = None,
         passes: Sequence[Pass] = PIPELINE,
-        metrics_every: int = 1,
     ) -> None:
         self.options = Options(
-            strategy, error_format, arithmetic, metrics, strict, mode, tuple(passes), metrics_every
+            strategy, error_format, arithmetic, metrics, metrics_every, strict, mode, tuple(passes)
         )
         self._meter = Meter(metrics_every)
         self._report = CollageReport()
