@@ -35,7 +35,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from collage_fx.graph import is_dense, placeholders, tensor_value
-from collage_fx.operators import REVISION, measure
+from collage_fx.operators import REVISION, measure, update_sizes
 from collage_fx.partition import Part, is_number
 from collage_fx.retype import is_pointwise
 from collage_fx.torch_compat import SymbolicScope, inductor_config
@@ -135,7 +135,7 @@ def rule_of(part: Part) -> Rule:
 class _Writer:
     """Walks a part from its stores back to its inputs.
 
-    ``rows`` are the sums over all elements, and the inputs that they are stored into.
+    ``rows`` are the sums over all elements, or some, and the inputs that they are stored into.
     """
 
     def __init__(self, part: Part) -> None:
@@ -143,6 +143,7 @@ class _Writer:
         self.nodes = self._walk()
         sums = {node for node in self.nodes if node.target is measure}
         self.rows = {node for store in part.stores if store.args[1] in sums for node in store.all_input_nodes}
+        self.rows |= {node for node in self.nodes if node.target is update_sizes}
         self.shape = next((v.shape for v in self._elements()), torch.Size())
         self.flat = self._is_flat()
 

@@ -8,6 +8,9 @@ in :mod:`collage_fx.metrics` follows. What flows where:
 * :func:`terms` is the definition: what each element adds to each sum. ``operators.py`` makes one operator of
   it, ``measure``, whose eager implementation sums the terms and whose lowering makes Inductor reductions of
   them, so that nothing is read from memory a second time.
+* :func:`sizes` counts updates by their size against half an ulp of the weight, over a *sample*: to look at
+  every element for it would cost more than the step. Its operator, ``update_sizes``, computes the updates of
+  the sampled elements anew from what the step reads. Its counts stand behind the sums in the same row.
 * The pass ``measure`` (``passes/measure.py``) puts one such node into the graph per tensor, behind the
   compensation, and stores its result into a *row*, a further input of the graph. It adds readers to values
   that are there already and changes none. Without ``metrics=True`` the pass does not run.
@@ -24,10 +27,30 @@ change, is within that bound.
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
-__all__ = ["COUNTS", "PRODUCTS", "SUMS", "WITHOUT_LO", "sums", "terms"]
+from collage_fx.formats import storage_format
+
+__all__ = [
+    "COUNTS",
+    "OCTAVES",
+    "PRODUCTS",
+    "ROW",
+    "SAMPLE",
+    "SIZES",
+    "SUMS",
+    "WITHOUT_LO",
+    "place_in_sizes",
+    "sampled",
+    "sizes",
+    "sums",
+    "terms",
+]
 
 #: The inner products, by name: of the intended update D with itself, of D with the effective update of hi
 #: alone, of that with itself, likewise for hi + lo, and of lo with itself.
@@ -37,8 +60,21 @@ PRODUCTS = ("intended", "along_hi", "effective_hi", "along", "effective", "error
 #: whatever D; lo is not zero.
 COUNTS = ("asked", "lost_hi", "lost", "unchanged", "held")
 
-#: The columns of a row.
+#: What is summed.
 SUMS = (*PRODUCTS, *COUNTS)
+
+#: Sizes of D are told apart by octaves: 2**k halves of an ulp of hi and more, less than 2**(k + 1). What is
+#: smaller or larger counts as the first or the last.
+OCTAVES = range(-16, 16)
+
+#: What is counted over the sample: elements whose D is zero, then by octave.
+SIZES = ("sizes_zero", *(f"sizes_2^{k}" for k in OCTAVES))
+
+#: The columns of a row.
+ROW = (*SUMS, *SIZES)
+
+#: The most elements of a sample.
+SAMPLE = 1024
 
 #: Without error terms, those that are another one, or zero (None).
 WITHOUT_LO = {
@@ -76,3 +112,52 @@ def terms(old: Tensor, old_lo: Tensor, intended: Tensor, hi: Tensor, lo: Tensor)
 def sums(old: Tensor, old_lo: Tensor, intended: Tensor, hi: Tensor, lo: Tensor) -> Tensor:
     """:data:`SUMS` of one tensor's update, float64."""
     return torch.stack([term.sum(dtype=torch.float64) for term in terms(old, old_lo, intended, hi, lo)])
+
+
+def sampled(i: Any, elements: Any, divided: Callable[[Any, Any], Any] = operator.floordiv) -> Any:
+    """Position of the i-th sampled element; there is none if that is not below ``elements``.
+
+    All elements, if there are no more than :data:`SAMPLE`. Else one of each run of ``elements / SAMPLE``
+    (rounded up), evenly spread over the places in a run, so that a matrix is not sampled in a few columns:
+    the multiples of 633 go through all residues of 1024, in steps near the golden ratio.
+
+    Args:
+        i: below SAMPLE. It and ``elements`` are numbers, tensors or Inductor's expressions.
+        elements: of the tensor.
+        divided: floor division of what they are.
+    """
+    run = divided(elements + (SAMPLE - 1), SAMPLE)
+    spread = i * 633 - divided(i * 633, SAMPLE) * SAMPLE
+    return i * run + divided(spread * run, SAMPLE)
+
+
+def place_in_sizes(old: Tensor, old_lo: Tensor, intended: Tensor, dtype: torch.dtype) -> Tensor:
+    """Which of :data:`SIZES` each element is counted in, int32; ``dtype`` is hi's.
+
+    An ulp is that of hi's binade before the step, the least one for zero. An infinite or undefined D counts
+    as the largest.
+    """
+    storage = storage_format(dtype)
+    update = intended - (old + old_lo)
+    subnormal = update.abs() < 2.0**-126
+    exponent = torch.where(subnormal, _exponent(update * 2.0**24) - 24, _exponent(update))
+    binade = _exponent(old)
+    binade = torch.where(binade < storage.min_exponent, storage.min_exponent, binade)
+    place = exponent - (binade - storage.precision) - OCTAVES[0]
+    is_beyond = (place >= len(OCTAVES)) | (exponent > 127)
+    place = torch.where(place < 0, 0, torch.where(is_beyond, len(OCTAVES) - 1, place))
+    return torch.where(update == 0, 0, place + 1)
+
+
+def _exponent(x: Tensor) -> Tensor:
+    """Of a normal float32; -127 for zero and subnormals."""
+    return ((x.view(torch.int32) >> 23) & 255) - 127
+
+
+def sizes(old: Tensor, old_lo: Tensor, intended: Tensor, dtype: torch.dtype) -> Tensor:
+    """How many of the sampled elements are of each of :data:`SIZES`, float64."""
+    at = sampled(torch.arange(SAMPLE, device=old.device), old.numel())
+    at = at[at < old.numel()]
+    old, old_lo, intended = (each.flatten()[at] for each in (old, old_lo, intended))
+    places = place_in_sizes(old, old_lo, intended, dtype)
+    return torch.bincount(places, minlength=len(SIZES)).to(torch.float64)

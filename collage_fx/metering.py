@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
-from collage_fx.measures import SUMS
+from collage_fx.measures import ROW, SUMS
 from collage_fx.metrics import MeasuredTensor, Metrics, UpdateQuality
 from collage_fx.names import parameter_names, state_tensors
 from collage_fx.operators import measure
@@ -27,7 +27,7 @@ from collage_fx.torch_compat import graph_module, real_tensors
 __all__ = ["Meter", "MeteredStep", "Rows", "without_sums"]
 
 #: Numbers of a row in memory: each begins at a multiple of 128 bytes, as GPU kernels may take for granted.
-WIDTH = 16
+WIDTH = 48
 
 #: A compiled step, called with the list of its arguments.
 Step = Callable[[list[Any]], Any]
@@ -127,8 +127,16 @@ class Meter:
                 tensor = _named(identity, own, snapshot.subject)
                 name = f"{snapshot.subject}: {tensor.name}" if several else tensor.name
                 tensors[name] = tensor
-                measured[name] = UpdateQuality(elements, **dict(zip(SUMS, row, strict=False)))
+                measured[name] = _quality(elements, row)
         return Metrics(dict(sorted(steps.items())), tensors)
+
+
+def _quality(elements: int, row: Sequence[float]) -> UpdateQuality:
+    """What a row says, its sample taken for all elements."""
+    sample = row[len(SUMS) : len(ROW)]
+    each = elements / sum(sample) if elements else 0
+    sizes = tuple(count * each for count in sample)
+    return UpdateQuality(elements, **dict(zip(SUMS, row, strict=False)), sizes=sizes)
 
 
 def _named(identity: _Identity, own: Mapping[int, str], subject: str) -> MeasuredTensor:
@@ -155,7 +163,7 @@ class Rows:
                 for device in {state.value.device for state in self.states}
             }
             self.inputs = [
-                self._buffers[state.value.device][i, : len(SUMS)] for i, state in enumerate(self.states)
+                self._buffers[state.value.device][i, : len(ROW)] for i, state in enumerate(self.states)
             ]
 
     def copy(self) -> Tensor:

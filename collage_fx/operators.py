@@ -45,11 +45,12 @@ from collage_fx.torch_compat import (
     pointwise_of,
     register_pointwise_lowering,
     register_realizing_lowering,
+    register_sampling_lowering,
     register_summing_lowering,
     rounded_in_cpp,
 )
 
-__all__ = ["REVISION", "measure", "once", "round_to_storage"]
+__all__ = ["REVISION", "measure", "once", "round_to_storage", "update_sizes"]
 
 aten = torch.ops.aten
 
@@ -81,24 +82,51 @@ def _(x: Tensor) -> Tensor:
 register_realizing_lowering(once)
 
 
-LIBRARY.define("measure(Tensor old, Tensor? old_lo, Tensor intended, Tensor hi, Tensor? lo) -> Tensor")
+LIBRARY.define("update_sizes(Tensor old, Tensor? old_lo, Tensor intended, ScalarType dtype) -> Tensor")
 
 
-def _measure(old: Tensor, old_lo: Tensor | None, intended: Tensor, hi: Tensor, lo: Tensor | None) -> Tensor:
+def _update_sizes(old: Tensor, old_lo: Tensor | None, intended: Tensor, dtype: torch.dtype) -> Tensor:
+    return measures.sizes(old, torch.zeros_like(old) if old_lo is None else old_lo, intended, dtype)
+
+
+LIBRARY.impl("update_sizes", _update_sizes, "CompositeExplicitAutograd")
+
+#: ``update_sizes(old, old_lo, intended, dtype)``: :func:`collage_fx.measures.sizes` as one operator; without
+#: an error term it is None. Which elements are in the sample goes by their place in memory where all tensors
+#: of an elementwise step have one layout, and by their indices elsewhere.
+update_sizes = torch.ops.collage_fx.update_sizes.default
+
+
+@torch.library.register_fake("collage_fx::update_sizes", lib=LIBRARY)
+def _(old: Tensor, old_lo: Tensor | None, intended: Tensor, dtype: torch.dtype) -> Tensor:
+    return old.new_empty((len(measures.SIZES),), dtype=torch.float64)
+
+
+LIBRARY.define(
+    "measure(Tensor old, Tensor? old_lo, Tensor intended, Tensor hi, Tensor? lo, Tensor sizes) -> Tensor"
+)
+
+
+def _measure(
+    old: Tensor, old_lo: Tensor | None, intended: Tensor, hi: Tensor, lo: Tensor | None, sizes: Tensor
+) -> Tensor:
     none = torch.zeros_like(old)
-    return measures.sums(old, none if old_lo is None else old_lo, intended, hi, none if lo is None else lo)
+    terms = old, none if old_lo is None else old_lo, intended, hi, none if lo is None else lo
+    return torch.cat([measures.sums(*terms), sizes])
 
 
 LIBRARY.impl("measure", _measure, "CompositeExplicitAutograd")
 
-#: ``measure(old, old_lo, intended, hi, lo)``: :func:`collage_fx.measures.sums` as one operator; without error
-#: terms they are None. See Note [Metrics].
+#: ``measure(old, old_lo, intended, hi, lo, sizes)``: :func:`collage_fx.measures.sums` as one operator, and
+#: behind them what ``update_sizes`` has counted; without error terms they are None. See Note [Metrics].
 measure = torch.ops.collage_fx.measure.default
 
 
 @torch.library.register_fake("collage_fx::measure", lib=LIBRARY)
-def _(old: Tensor, old_lo: Tensor | None, intended: Tensor, hi: Tensor, lo: Tensor | None) -> Tensor:
-    return old.new_empty((len(measures.SUMS),), dtype=torch.float64)
+def _(
+    old: Tensor, old_lo: Tensor | None, intended: Tensor, hi: Tensor, lo: Tensor | None, sizes: Tensor
+) -> Tensor:
+    return old.new_empty((len(measures.ROW),), dtype=torch.float64)
 
 
 @functools.cache
@@ -129,9 +157,16 @@ def _terms(inputs: Sequence[Any]) -> list[Any]:
     return _interpret(_trace(measures.terms, (), 5), inputs)
 
 
+def _place(inputs: Sequence[Any], dtype: torch.dtype) -> Any:
+    return _interpret(_trace(measures.place_in_sizes, (dtype,), 3), inputs)[0]
+
+
 register_pointwise_lowering(round_to_storage, _round, dtype=torch.float32)
 register_summing_lowering(
     measure, _terms, products=measures.PRODUCTS, counts=measures.COUNTS, with_none=measures.WITHOUT_LO
+)
+register_sampling_lowering(
+    update_sizes, _place, measures.sampled, sample=measures.SAMPLE, places=len(measures.SIZES)
 )
 
 #: Identifies the definitions above and the lowering; part of the compile cache's key.

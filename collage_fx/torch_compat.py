@@ -68,6 +68,7 @@ __all__ = [
     "real_tensors",
     "register_pointwise_lowering",
     "register_realizing_lowering",
+    "register_sampling_lowering",
     "register_summing_lowering",
     "rounded_in_cpp",
     "run_compiled_functions_as_they_are_if",
@@ -135,6 +136,7 @@ try:
     from torch._inductor.fx_passes import joint_graph
     from torch._inductor.graph import GraphLowering
     from torch._inductor.lowering import lowerings, register_lowering, to_dtype
+    from torch._inductor.ops_handler import WrapperHandler
     from torch._inductor.utils import sympy_product
     from torch._inductor.virtualized import V, ops
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
@@ -144,6 +146,7 @@ try:
     from torch.overrides import _pop_mode_temporarily
     from torch.utils._mode_utils import no_dispatch
     from torch.utils._python_dispatch import _disable_current_modes
+    from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 except ImportError as error:
     raise ImportError(
         f"collage_fx does not know torch {torch.__version__}: {error}. "
@@ -835,8 +838,8 @@ def pointwise_of(node: torch.fx.Node, values: Mapping[torch.fx.Node, Any]) -> An
     dtype = (tensors[0] if tensors else node).meta["val"].dtype
     if name == "alias":
         return values[tensors[0]]
-    if name == "full":
-        return ops.constant(args[1], dtype)
+    if name in ("full", "scalar_tensor"):
+        return ops.constant(args[-1], node.meta["val"].dtype)
     if name == "convert_element_type":
         return ops.to_dtype(values[tensors[0]], args[1], src_dtype=dtype)
     if node.target is torch.ops.aten.view.dtype:
@@ -863,11 +866,11 @@ def register_summing_lowering(
     counts: Sequence[str],
     with_none: Mapping[str, str | None],
 ) -> None:
-    """Lower ``operator(*tensors)`` to sums over all elements, in the loop that computes the tensors.
+    """Lower ``operator(*tensors, more)`` to sums over all elements, in the loop that computes the tensors.
 
     Args:
-        operator: an overload of float32 tensors of one shape, or None for zeros, that returns a float64
-            vector.
+        operator: an overload of float32 tensors of one shape, or None for zeros, and of a float64 vector; it
+            returns a float64 vector, of which the other is the end.
         terms: from the values of one element of each to what it adds to each sum: float64 numbers, then truth
             values.
         products: names of the numbers.
@@ -876,7 +879,8 @@ def register_summing_lowering(
     """
     names = [*products, *counts]
 
-    def lowering(*tensors: Any) -> Any:
+    def lowering(*operands: Any) -> Any:
+        *tensors, more = operands
         given = [tensor for tensor in tensors if tensor is not None]
         for tensor in given:
             tensor.realize()  # else each sum would be traced from the inputs of the step
@@ -911,9 +915,122 @@ def register_summing_lowering(
 
         which = [name if len(given) == len(tensors) else with_none.get(name, name) for name in names]
         sums = {name: sum_of(name) for name in dict.fromkeys(which)}
-        return lowerings[torch.ops.aten.cat.default]([sums[name] for name in which], 0)
+        return lowerings[torch.ops.aten.cat.default]([*(sums[name] for name in which), more], 0)
 
     register_lowering(operator, type_promotion_kind=None)(lowering)
+
+
+def register_sampling_lowering(
+    operator: Any,
+    place: Callable[..., Any],
+    sampled: Callable[[Any, Any, Callable[[Any, Any], Any]], Any],
+    *,
+    sample: int,
+    places: int,
+) -> None:
+    """Lower ``operator(*tensors, *constants)`` to counts over a few elements, without the tensors in memory.
+
+    Args:
+        operator: an overload of float32 tensors of one shape, or None for zeros, and constants, that returns
+            a float64 vector.
+        place: ``(values of one element, *constants)`` -> which number of the vector counts it, int32.
+        sampled: ``(i, elements, floor division)`` -> position of the i-th of the few; there is none if it is
+            not below ``elements``.
+        sample: how many there are at most.
+        places: length of the vector.
+    """
+
+    def lowering(*operands: Any) -> Any:
+        tensors = [operand for operand in operands if operand is None or isinstance(operand, ir.TensorBox)]
+        constants, first = operands[len(tensors) :], operands[0]
+        size, device, elements = first.get_size(), first.get_device(), sympy_product(first.get_size())
+        if V.graph.sizevars.statically_known_equals(elements, 0):
+            return lowerings[torch.ops.aten.full.default]([places], 0.0, dtype=torch.float64, device=device)
+        loaders = [None if tensor is None else tensor.make_loader() for tensor in tensors]
+
+        def of_each(dtype: torch.dtype, function: Callable[[Any], Any]) -> Any:
+            """Loads what has been computed for each of the few, and kept."""
+            box = ir.Pointwise.create(device=device, dtype=dtype, inner_fn=function, ranges=[sample])
+            box.realize()
+            return box.make_loader()
+
+        load_position = of_each(
+            torch.int64, lambda index: ops.index_expr(sampled(index[0], elements, FloorDiv), torch.int64)
+        )
+
+        def placed(index: Any) -> Any:
+            position, last = load_position(index), ops.index_expr(elements - 1, torch.int64)
+            within = ops.minimum(position, last)
+            where = _indices(ops.indirect_indexing(within, elements, check=False, wrap_neg=False), size)
+            zero = ops.constant(0.0, torch.float32)
+            with _computing_anew():
+                values = [zero if load is None else load(where) for load in loaders]
+            return ops.where(ops.le(position, last), place(values, *constants), ops.constant(-1, torch.int32))
+
+        load_place = of_each(torch.int32, placed)
+
+        def counted(index: Any, reduced: Any) -> Any:
+            is_here = ops.eq(load_place(reduced), ops.index_expr(index[0], torch.int32))
+            return ops.to_dtype(is_here, torch.int32, src_dtype=torch.bool)
+
+        counts = ir.Reduction.create(
+            device=device,
+            dst_dtype=torch.int32,
+            src_dtype=torch.int32,
+            inner_fn=counted,
+            ranges=[places],
+            reduction_ranges=[sample],
+            reduction_type="sum",
+        )
+        counts.realize()
+        return to_dtype(counts, torch.float64)
+
+    register_lowering(operator, type_promotion_kind=None)(lowering)
+
+
+def _indices(position: Any, size: Sequence[Any]) -> list[Any]:
+    """Of an element, from its place among all of them."""
+    inner = [sympy_product(size[i + 1 :]) for i in range(len(size))]
+    return [ModularIndexing(position, each, length) for each, length in zip(inner, size, strict=True)]
+
+
+@dataclass(frozen=True)
+class _Element:
+    """An element of a value that Inductor has decided to keep in memory."""
+
+    buffer: Any
+    index: Any
+
+
+class _ComputingAnew(WrapperHandler):
+    """Computes an :class:`_Element` instead of loading it."""
+
+    def load(self, name: str, index: Any) -> Any:
+        if isinstance(index, _Element):
+            return index.buffer.data.make_loader()(index.index).value
+        return self._inner.load(name, index)
+
+
+@contextlib.contextmanager
+def _computing_anew() -> Iterator[None]:
+    """Within, elementwise values that Inductor keeps in memory are computed from what they are made of.
+
+    For a reader of a few elements: if it loaded them, whole tensors would have to be written for it. Numbers
+    and results of anything but elementwise operations are loaded.
+    """
+    original = ir.ComputedBuffer.make_indexer
+
+    def make_indexer(buffer: Any) -> Any:
+        is_number = all(length == 1 for length in buffer.get_size())
+        if is_number or not isinstance(buffer.data, ir.Pointwise):
+            return original(buffer)
+        return lambda index: _Element(buffer, index)
+
+    with (
+        unittest.mock.patch.object(ir.ComputedBuffer, "make_indexer", make_indexer),
+        V.set_ops_handler(_ComputingAnew(V.get_ops_handler())),
+    ):
+        yield
 
 
 #: Raises AssertionError for a tensor of other sizes or strides: ``(tensor, size, stride)``.

@@ -23,8 +23,8 @@ from collage_fx.graph import (
     is_copy_to_input,
     placeholders,
 )
-from collage_fx.measures import SUMS
-from collage_fx.operators import measure, round_to_storage
+from collage_fx.measures import ROW
+from collage_fx.operators import measure, round_to_storage, update_sizes
 from collage_fx.passes.base import Pass
 from collage_fx.passes.normalize import Normalize
 from collage_fx.passes.widen import Widen
@@ -53,7 +53,7 @@ class Measure(Pass):
             with editor.graph.inserting_after(last):
                 last = editor.graph.placeholder(f"{state.placeholder.name}_sums")
             with editor.fake_mode:
-                last.meta["val"] = torch.empty(len(SUMS), dtype=torch.float64, device=state.value.device)
+                last.meta["val"] = torch.empty(len(ROW), dtype=torch.float64, device=state.value.device)
             last.meta[PASS_MARK] = self.name
             state.row = last
         stores = copies_to_inputs(editor.graph)
@@ -91,7 +91,8 @@ def _sum(
         old_lo = None if lo is None else editor.convert(lo, torch.float32)
         new_lo = None if lo is None else stored(stores[lo])
         new = stored(stores[state.placeholder])
-        row = editor.call(measure, old, old_lo, state.intended, new, new_lo)
+        sizes = editor.call(update_sizes, old, old_lo, state.intended, state.value.dtype)
+        row = editor.call(measure, old, old_lo, state.intended, new, new_lo, sizes)
     with editor.graph.inserting_before(editor.graph.output_node()):
         editor.store(state.row, row)
 

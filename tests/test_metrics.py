@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +18,17 @@ from torch.optim import Optimizer
 
 from collage_fx import CollageBackend, full_value
 from collage_fx.errors import InvalidOptionError
-from collage_fx.measures import COUNTS, SUMS, sums
+from collage_fx.formats import storage_format
+from collage_fx.measures import COUNTS, OCTAVES, SAMPLE, SIZES, SUMS, place_in_sizes, sampled, sizes, sums
 from collage_fx.metrics import MeasuredTensor, Metrics, UpdateQuality
-from collage_fx.operators import measure
+from collage_fx.operators import measure, update_sizes
 from tests.support.training import Descent, compiled, differences, everything, parameters, run_steps
 
 DTYPES = (torch.bfloat16, torch.float16)
 OPTIONS: tuple[dict[str, Any], ...] = (
     {"strategy": "none"},
     {"strategy": "light"},
+    {"strategy": "plus"},
     {"strategy": "full"},
     {"strategy": "full", "arithmetic": "native"},
 )
@@ -49,7 +53,9 @@ class Momentum(Optimizer):
                 p.add_(state["momentum"], alpha=-self.lr)
 
 
-def with_few_bits(dtype: torch.dtype) -> tuple[list[torch.nn.Parameter], Callable[[int], None]]:
+def with_few_bits(
+    dtype: torch.dtype, shapes: Sequence[Sequence[int]] = ((9, 7), (2, 3, 50), (1,))
+) -> tuple[list[torch.nn.Parameter], Callable[[int], None]]:
     """Parameters in ±[1, 2), and what sets their gradients for a step.
 
     Gradients are multiples of q = 2**-6 (bfloat16) or 2**-8 (float16) below 4. Three steps halve the quantum
@@ -58,7 +64,7 @@ def with_few_bits(dtype: torch.dtype) -> tuple[list[torch.nn.Parameter], Callabl
     generator = torch.Generator().manual_seed(0)
     bits, quantum = (7, 2.0**-6) if dtype == torch.bfloat16 else (10, 2.0**-8)
     params = []
-    for shape in ((9, 7), (2, 3, 50), (1,)):
+    for shape in map(tuple, shapes):
         signs = torch.randint(0, 2, shape, generator=generator) * 2 - 1
         magnitudes = 1 + torch.randint(0, 1 << bits, shape, generator=generator) * 2.0**-bits
         params.append(torch.nn.Parameter((signs * magnitudes).to(dtype)))
@@ -95,6 +101,25 @@ def expected(old: Tensor, old_full: Tensor, update: Tensor, tensor: Tensor) -> d
     return {name: value.sum().item() for name, value in zip(SUMS, values, strict=True)}
 
 
+def place(update: float, hi: float, dtype: torch.dtype) -> int:
+    """Where in SIZES an update counts, in exact arithmetic."""
+    if update == 0:
+        return 0
+    if not math.isfinite(update):
+        return len(OCTAVES)
+    halves = abs(Fraction(update)) / (storage_format(dtype).ulp(Fraction(hi)) / 2)
+    return 1 + sum(halves >= Fraction(2) ** k for k in OCTAVES[1:])
+
+
+def expected_sizes(update: Tensor, hi: Tensor, dtype: torch.dtype) -> tuple[float, ...]:
+    """Of the elements of a sample, which is all of a small tensor; scaled to the number of elements."""
+    sample = [i for i in (sampled(i, hi.numel()) for i in range(SAMPLE)) if i < hi.numel()]
+    counts = [0] * len(SIZES)
+    for i in sample:
+        counts[place(update.flatten()[i].item(), hi.flatten()[i].item(), dtype)] += 1
+    return tuple(count * (hi.numel() / len(sample)) for count in counts)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options.values()))
 def test_values_and_unchanged_bits(options: dict[str, Any], dtype: torch.dtype) -> None:
@@ -124,7 +149,7 @@ def test_values_and_unchanged_bits(options: dict[str, Any], dtype: torch.dtype) 
         unmeasured()
         assert differences(everything(optimizer), everything(plain)) == []
         measured = backend.metrics()[number]
-        has_momentum = number > 1 and options["strategy"] != "light"  # the first step makes it
+        has_momentum = number > 1 and options["strategy"] in ("none", "full")  # the first step makes it
         assert len(measured) == len(params) * (2 if has_momentum else 1)
         for i, p in enumerate(params):
             assert p.grad is not None
@@ -139,6 +164,7 @@ def test_values_and_unchanged_bits(options: dict[str, Any], dtype: torch.dtype) 
                     for key, value in wanted.items():
                         tolerance = 0 if key in COUNTS else p.numel() * 2.0**-53 * sum_of_sizes(wanted, key)
                         assert getattr(measured[name], key) == pytest.approx(value, rel=0, abs=tolerance)
+                    assert measured[name].sizes == expected_sizes(update, before[slot][i][0], dtype)
                     lost += wanted["lost_hi"]
     assert lost > 0, "nothing was lost, so that losses were not counted"
 
@@ -147,6 +173,93 @@ def sum_of_sizes(wanted: dict[str, float], key: str) -> float:
     """At least the sum of the absolute values of a product's terms (Cauchy and Schwarz)."""
     factors = {"along_hi": ("intended", "effective_hi"), "along": ("intended", "effective")}
     return math.sqrt(math.prod(wanted[each] for each in factors.get(key, (key, key))))
+
+
+class Normalized(Optimizer):
+    """A reduction on the way: its kernels are made for shapes, not for elements in a row."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                largest = p.grad.abs().amax(dim=0, keepdim=True)
+                p.add_(p.grad / largest, alpha=-Momentum.lr)
+
+
+@pytest.mark.parametrize("strategy", ["none", "light"])
+@pytest.mark.parametrize("kind", [Momentum, Normalized])
+def test_larger_tensors_are_sampled(kind: type[Optimizer], strategy: Any) -> None:
+    """Which elements are in the sample is known, so that the counts are exact again."""
+    params, set_gradients = with_few_bits(torch.bfloat16, [(40, 70), (1025,)])
+    optimizer = kind(params, **({} if kind is Momentum else {"defaults": {}}))
+    backend = CollageBackend(strategy=strategy, metrics=True)
+    set_gradients(1)
+    for p in params:
+        assert p.grad is not None
+        p.grad[-1] = 4.0  # the largest: divided by it, gradients are exact
+    before = [p.detach().clone() for p in params]
+    torch.compile(optimizer.step, backend=backend)()
+    measured = backend.metrics()[1]
+    for i, (p, old) in enumerate(zip(params, before, strict=True)):
+        assert p.grad is not None
+        gradient = p.grad.double() / (1 if kind is Momentum else 4)
+        wanted = expected_sizes(-Momentum.lr * gradient, old, torch.bfloat16)
+        assert measured[f"param_groups[0].params[{i}]"].sizes == wanted
+        assert sum(wanted) == pytest.approx(p.numel())
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options.values()))
+def test_no_tensor_is_kept_in_memory_for_the_sample(options: dict[str, Any]) -> None:
+    """Nor for the sums: of one tensor, all is computed in the loop that stores it."""
+    params = parameters(shapes=[(64, 64)])
+    backend = CollageBackend(metrics=True, **options)
+    run_steps(torch.compile(Descent(params).step, backend=backend), params, range(1))
+    (graph,) = backend.report().graphs
+    (code,) = graph.code
+    allocated = re.findall(r"empty_strided_cpu\(\((.*?)\), .*torch.(\w+)\)", code)
+    assert ("1024, ", "int32") in allocated, "the sample's"
+    assert {size for size, _ in allocated} <= {"", "1024, ", f"{len(SIZES)}, ", f"{len(SIZES) + len(SUMS)}, "}
+
+
+@pytest.mark.parametrize("elements", [1, 7, 1023, 1024, 1025, 2048, 5000, 1 << 20, (1 << 31) - 1])
+def test_the_sample_is_spread_evenly(elements: int) -> None:
+    run = -(-elements // SAMPLE)
+    positions = [sampled(i, elements) for i in range(SAMPLE)]
+    assert [position // run for position in positions] == list(range(SAMPLE))
+    inside = [position for position in positions if position < elements]
+    assert len(inside) in (elements // run, -(-elements // run))
+    if elements == 1 << 20:
+        assert len({position % 1024 for position in inside}) == SAMPLE, "every column of a 1024 x 1024 matrix"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sizes_are_exact(dtype: torch.dtype) -> None:
+    """For every hi, subnormals and zero too, and updates from the least float32 to infinity."""
+    hi = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype).float()
+    hi = hi[hi.isfinite()][::61]
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(0, 0x7F800000, (hi.numel(),), generator=generator, dtype=torch.int32)
+    bits[::5] = torch.arange(0, 256)[torch.arange(bits[::5].numel()) % 256].int() << 23  # powers of two
+    bits[1::50], bits[2::50] = 0, torch.arange(bits[2::50].numel(), dtype=torch.int32)
+    near = hi * torch.exp2(torch.randint(-29, 9, hi.shape, generator=generator))
+    updates = torch.where(torch.arange(hi.numel()) % 3 > 0, near, bits.view(torch.float32))
+    # hi + lo = 0 leaves D as it is.
+    found = place_in_sizes(hi, -hi, updates, dtype)
+    wanted = [place(d, h, dtype) for d, h in zip(updates.tolist(), hi.tolist(), strict=True)]
+    assert found.tolist() == wanted
+    assert len(set(wanted)) == len(SIZES)
+    assert place_in_sizes(hi[:1], -hi[:1], torch.tensor([math.nan]), dtype).item() == len(OCTAVES)
+
+
+@pytest.mark.parametrize("shape", [(1,), (0,), (37, 29), (40, 70)])
+def test_compiled_sizes_are_those_of_the_definition(shape: tuple[int, ...]) -> None:
+    hi, lo, intended = (torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    intended = torch.where(intended > 0, hi * (1 + intended * 1e-3), hi)
+    compiled_operator = torch.compile(lambda *x: update_sizes(x[0], x[1], x[2] + 0, torch.bfloat16))
+    for term in (lo * 1e-3, None):
+        wanted = sizes(hi, torch.zeros(shape) if term is None else term, intended, torch.bfloat16)
+        assert torch.equal(compiled_operator(hi, term, intended), wanted)
+        assert torch.equal(update_sizes(hi, term, intended, torch.bfloat16), wanted)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -208,10 +321,12 @@ def test_the_operator_is_its_definition() -> None:
     tensors = [torch.randn(100, generator=torch.Generator().manual_seed(i)) for i in range(5)]
     tensors[2][::3] = tensors[0][::3] + tensors[1][::3]
     tensors[3][::2] = tensors[0][::2]
-    assert torch.equal(measure(*tensors), sums(*tensors))
+    counts = torch.arange(float(len(SIZES)), dtype=torch.float64)
+    assert torch.equal(measure(*tensors, counts), torch.cat([sums(*tensors), counts]))
     old, _, new, hi, _ = tensors
     zeros = torch.zeros(100)
-    assert torch.equal(measure(old, None, new, hi, None), sums(old, zeros, new, hi, zeros))
+    wanted = torch.cat([sums(old, zeros, new, hi, zeros), counts])
+    assert torch.equal(measure(old, None, new, hi, None, counts), wanted)
 
 
 @pytest.fixture(scope="module")
@@ -279,6 +394,7 @@ def test_files_and_scalars(trained: tuple[torch.nn.Module, CollageBackend], tmp_
     (row,) = (row for row in rows if (row["step"], row["tensor"]) == (1, "AdamW: first.0.weight"))
     (line,) = (row for row in table if (row["step"], row["tensor"]) == ("1", "AdamW: first.0.weight"))
     assert row["edq_ratio"] == float(line["edq_ratio"]) == quality.edq_ratio
+    assert [row[name] for name in SIZES] == [float(line[name]) for name in SIZES] == list(quality.sizes)
     assert (row["module"], row["group"], row["kind"]) == ("first.0", 0, "parameter")
     scalars = metrics.scalars()
     assert scalars["collage/edq_ratio"] == metrics.overall()[2].edq_ratio
@@ -308,14 +424,22 @@ def test_the_page_has_the_last_step(trained: tuple[torch.nn.Module, CollageBacke
 
 def test_derived_values() -> None:
     """D = (3, 4), D̂ = (3, 0) for hi and (3, 3) for hi + lo; two elements more have no update."""
-    quality = UpdateQuality(4, 25, 9, 9, 21, 18, 9, asked=2, lost_hi=1, lost=0, unchanged=3, held=1)
+    sizes = (2.0, *(float(k in (-1, 0)) for k in OCTAVES))
+    quality = UpdateQuality(
+        4, 25, 9, 9, 21, 18, 9, asked=2, lost_hi=1, lost=0, unchanged=3, held=1, sizes=sizes
+    )
+    assert quality.small_share == 1 / 2
+    assert quality.size_edges[OCTAVES.index(0)] == 1
+    assert len(quality.size_edges) == len(quality.sizes)
+    assert (quality + quality).sizes == tuple(2 * count for count in sizes)
     assert (quality.edq_hi, quality.edq_ratio_hi) == (9 / 5, 9 / 25)
     assert (quality.edq, quality.edq_ratio) == (21 / 5, 21 / 25)
     assert (quality.intended_norm, quality.effective_norm_hi, quality.error_norm) == (5, 3, 3)
     assert quality.effective_norm == math.sqrt(18)
     assert (quality.lost_share_hi, quality.lost_share) == (1 / 2, 0)
     assert (quality.imprecision, quality.error_share) == (3 / 4, 1 / 4)
-    nothing = UpdateQuality(2, *[0.0] * len(SUMS))
+    nothing = UpdateQuality(2, **dict.fromkeys(SUMS, 0.0), sizes=(2.0, *[0.0] * len(OCTAVES)))
+    assert math.isnan(nothing.small_share)
     assert math.isnan(nothing.edq_ratio)
     assert math.isnan(nothing.lost_share)
     assert Metrics({}, {}).scalars() == {}
