@@ -210,7 +210,7 @@ class CollageBackend:
         """What has been measured so far: step -> tensor -> values, and their aggregates.
 
         Steps are counted from 1, those of each optimizer by themselves. This waits for the device; nothing
-        does until then. What has been measured is kept, 128 bytes a tensor and step, until
+        does until then. What has been measured is kept, 384 bytes a tensor and step, until
         :meth:`forget_metrics`.
 
         Args:
@@ -222,7 +222,7 @@ class CollageBackend:
     def plot(
         self, path: str | Path, model: torch.nn.Module | None = None, *, depth: int | None = None
     ) -> Path:
-        """EDQ ratio and lost updates over the steps, by module prefix: see :func:`collage_fx.plots.plot`."""
+        """EDQ ratio, lost updates and the sizes of updates as a picture: see :func:`collage_fx.plots.plot`."""
         return plot(self.metrics(model), path, depth=depth)
 
     def forget_metrics(self) -> None:

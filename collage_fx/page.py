@@ -171,6 +171,7 @@ def _memory(graphs: Sequence[GraphReport], rows: Sequence[TensorReport]) -> str:
 MEASURED = {
     "EDQ ratio": "edq_ratio",
     "of hi alone": "edq_ratio_hi",
+    "less than half an ulp": "small_share",
     "updates lost": "lost_share",
     "from hi alone": "lost_share_hi",
     "error terms not zero": "error_share",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ LINES = ("-", "--", ":", "-.")
 
 
 def plot(metrics: Metrics, path: str | Path, *, depth: int | None = None) -> Path:
-    """EDQ ratio and share of lost updates over the steps, of parameters, by module prefix.
+    """EDQ ratio and share of lost updates over the steps, and sizes of updates; of parameters.
 
-    Above hi + lo, which the optimizer goes on from, below hi alone, which the model computes with.
+    The curves are those of module prefixes: above for hi + lo, which the optimizer goes on from, below for hi
+    alone, which the model computes with. Under them is how large the updates of the first and of the last
+    measured step are against half an ulp of their weights: a plain low-precision weight loses what is less.
 
     Args:
         metrics: what has been measured.
@@ -42,8 +45,9 @@ def plot(metrics: Metrics, path: str | Path, *, depth: int | None = None) -> Pat
             where="plot",
             remedy="use CollageBackend(metrics=True), and plot after a step that is measured",
         )
-    figure = Figure(figsize=(12, 8), layout="constrained")
-    panels = figure.subplots(2, 2, sharex=True)
+    figure = Figure(figsize=(12, 12), layout="constrained")
+    curves, histogram = figure.subfigures(2, 1, height_ratios=(2, 1))
+    panels = curves.subplots(2, 2, sharex=True)
     columns = (
         ("EDQ ratio: how much of each update arrives", "edq_ratio"),
         ("Lost: share of the updates that changed nothing", "lost_share"),
@@ -56,6 +60,7 @@ def plot(metrics: Metrics, path: str | Path, *, depth: int | None = None) -> Pat
             if row:
                 axes.set_xlabel("step", fontsize=12)
     panels[0][0].legend(fontsize=11)
+    _draw_sizes(histogram.subplots(), metrics)
     figure.savefig(path, dpi=100)
     return Path(path)
 
@@ -84,6 +89,38 @@ def _draw(axes: Any, metrics: Metrics, name: str, depth: int) -> None:
             linewidth=2,
             marker="o" if len(points) < 3 else None,
         )
-    axes.set_ylim(-0.02, 1.05 if name.startswith("lost") else None)
+    axes.set_ylim(-0.02, max(1.05, 0 if name.startswith("lost") else axes.get_ylim()[1]))
+    axes.grid(alpha=0.3)
+    axes.tick_params(labelsize=11)
+
+
+def _draw_sizes(axes: Any, metrics: Metrics) -> None:
+    overall = metrics.overall()
+    edges = UpdateQuality.size_edges
+    for i, step in enumerate(dict.fromkeys((min(overall), max(overall)))):
+        quality = overall[step]
+        _, *octaves = quality.sizes
+        shares = [count / max(math.fsum(octaves), 1) for count in octaves]
+        colour = COLOURS[i]
+        axes.stairs(shares, edges, color=colour, alpha=0.25, fill=True)
+        axes.stairs(
+            shares,
+            edges,
+            label=f"step {step}: {quality.small_share:.0%} are less than half an ulp",
+            color=colour,
+            linestyle=LINES[i],
+            linewidth=2,
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(edges[::4])
+    axes.set_xlim(edges[0], edges[-1])
+    axes.axvline(1, color="black", linewidth=2)
+    top = {"transform": axes.get_xaxis_transform(), "va": "top", "fontsize": 12}
+    axes.text(2**-0.3, 0.96, "a plain bf16 or fp16 weight loses these", ha="right", **top)
+    axes.text(2**0.3, 0.96, "these change it", ha="left", **top)
+    axes.set_ylim(0, axes.get_ylim()[1] * 1.3)  # what is written in it stands above the bars
+    axes.legend(fontsize=11, loc="upper right")
+    axes.set_title("Updates by size: share of them in each octave (of a sample)", fontsize=13)
+    axes.set_xlabel("size of an update, in halves of an ulp of its weight", fontsize=12)
     axes.grid(alpha=0.3)
     axes.tick_params(labelsize=11)

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from collage_fx import CollageBackend, full_value
 from collage_fx.errors import InvalidOptionError
 from collage_fx.formats import storage_format
+from collage_fx.graph import PASS_MARK, placeholders
 from collage_fx.measures import COUNTS, OCTAVES, SAMPLE, SIZES, SUMS, place_in_sizes, sampled, sizes, sums
 from collage_fx.metrics import MeasuredTensor, Metrics, UpdateQuality
 from collage_fx.operators import measure, update_sizes
@@ -306,14 +307,20 @@ def test_every_so_often(options: dict[str, Any]) -> None:
 
 
 def test_off_leaves_no_trace() -> None:
-    graphs = []
+    graphs, inputs = [], []
     for metrics in (False, True):
         params = parameters()
         backend = CollageBackend(metrics=metrics)
         run_steps(torch.compile(Descent(params).step, backend=backend), params, range(1))
-        graphs.append(backend.report().graphs[0].after.graph)
-    assert not graphs[0].find_nodes(op="call_function", target=measure)
-    assert len(graphs[1].find_nodes(op="call_function", target=measure)) == len(params)
+        (report,) = backend.report().graphs
+        graphs.append(report.after.graph)
+        inputs.append(len(placeholders(report.after.graph)))
+        assert ("measure" in [name for name, _ in report.passes]) == metrics
+    assert inputs == [3 * len(params), 4 * len(params)]  # parameter, error term, gradient; and row
+    assert not [node for node in graphs[0].nodes if node.meta.get(PASS_MARK) == "measure"]
+    for operator in (measure, update_sizes):
+        assert not graphs[0].find_nodes(op="call_function", target=operator)
+        assert len(graphs[1].find_nodes(op="call_function", target=operator)) == len(params)
     assert not CollageBackend(metrics=False).metrics()
 
 
@@ -407,6 +414,9 @@ def test_plot(trained: tuple[torch.nn.Module, CollageBackend], tmp_path: Path) -
     assert text.startswith("<?xml")
     # matplotlib draws text as outlines, with the text itself as a comment
     assert all(f"<!-- {module} -->" in text for module in ("first.0", "first.1.0", "second"))
+    assert "<!-- a plain bf16 or fp16 weight loses these -->" in text
+    for step, quality in backend.metrics(model).overall().items():
+        assert f"<!-- step {step}: {quality.small_share:.0%} are less than half an ulp -->" in text
     assert "first.0" not in backend.plot(tmp_path / "m.svg", model, depth=1).read_text()
     with pytest.raises(InvalidOptionError, match="nothing has been measured"):
         CollageBackend(metrics=True).plot(tmp_path / "m.svg")
