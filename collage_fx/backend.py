@@ -222,7 +222,7 @@ class CollageBackend:
     def plot(
         self, path: str | Path, model: torch.nn.Module | None = None, *, depth: int | None = None
     ) -> Path:
-        """EDQ ratio, lost updates and the sizes of updates as a picture: see :func:`collage_fx.plots.plot`."""
+        """EDQ ratio, lost updates and sizes of updates as a picture: see :func:`collage_fx.plots.plot`."""
         return plot(self.metrics(model), path, depth=depth)
 
     def forget_metrics(self) -> None:

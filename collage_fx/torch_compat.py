@@ -952,7 +952,8 @@ def register_sampling_lowering(
             """Loads what has been computed for each of the few, and kept."""
             box = ir.Pointwise.create(device=device, dtype=dtype, inner_fn=function, ranges=[sample])
             box.realize()
-            return box.make_loader()
+            with ir.ComputedBuffer.force_realize():  # else positions would be computed anew in each load
+                return box.make_loader()
 
         load_position = of_each(
             torch.int64, lambda index: ops.index_expr(sampled(index[0], elements, FloorDiv), torch.int64)
@@ -991,7 +992,8 @@ def register_sampling_lowering(
 def _indices(position: Any, size: Sequence[Any]) -> list[Any]:
     """Of an element, from its place among all of them."""
     inner = [sympy_product(size[i + 1 :]) for i in range(len(size))]
-    return [ModularIndexing(position, each, length) for each, length in zip(inner, size, strict=True)]
+    outermost = [FloorDiv(position, each) for each in inner[:1]]
+    return outermost + [ModularIndexing(position, inner[i], size[i]) for i in range(1, len(size))]
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,21 @@ from collage_fx import CollageBackend, full_value
 from collage_fx.errors import InvalidOptionError
 from collage_fx.formats import storage_format
 from collage_fx.graph import PASS_MARK, placeholders
-from collage_fx.measures import COUNTS, OCTAVES, SAMPLE, SIZES, SUMS, place_in_sizes, sampled, sizes, sums
+from collage_fx.measures import (
+    COUNTS,
+    OCTAVES,
+    ROW,
+    SAMPLE,
+    SIZES,
+    SUMS,
+    place_in_sizes,
+    sampled,
+    sizes,
+    sums,
+)
 from collage_fx.metrics import MeasuredTensor, Metrics, UpdateQuality
 from collage_fx.operators import measure, update_sizes
+from tests.support import triton_offline as offline
 from tests.support.training import Descent, compiled, differences, everything, parameters, run_steps
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -261,6 +273,27 @@ def test_compiled_sizes_are_those_of_the_definition(shape: tuple[int, ...]) -> N
         wanted = sizes(hi, torch.zeros(shape) if term is None else term, intended, torch.bfloat16)
         assert torch.equal(compiled_operator(hi, term, intended), wanted)
         assert torch.equal(update_sizes(hi, term, intended, torch.bfloat16), wanted)
+
+
+@pytest.mark.skipif(not offline.HAVE_TRITON, reason="needs triton (Linux only) and numpy")
+def test_a_row_in_triton() -> None:
+    """The operators as Triton code, interpreted: sums of few bits are exact in any order."""
+
+    def row(hi: Tensor, lo: Tensor, update: Tensor, into: Tensor) -> None:
+        old, old_lo = hi.float(), lo.float()
+        intended = old + old_lo + update
+        counts = update_sizes(old, old_lo, intended, torch.bfloat16)
+        into.copy_(measure(old, old_lo, intended, old + update, old_lo, counts))
+
+    shape, generator = (40, 70), torch.Generator().manual_seed(0)
+    hi, lo, update = (torch.randint(-99, 100, shape, generator=generator).float() for _ in range(3))
+    inputs = [hi.bfloat16(), (lo * 2.0**-8).bfloat16(), update * 2.0**-12, torch.zeros(len(ROW)).double()]
+    source = offline.triton_source(offline.to_cuda(offline.functional_graph(row, *inputs)))
+    wanted, found = ([each.clone() for each in inputs] for _ in range(2))
+    row(*wanted)
+    offline.run_in_interpreter(source, found)
+    assert torch.equal(found[3], wanted[3])
+    assert offline.compile_to_ptx(source)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
