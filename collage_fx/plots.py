@@ -45,7 +45,7 @@ def plot(metrics: Metrics, path: str | Path, *, depth: int | None = None) -> Pat
             where="plot",
             remedy="use CollageBackend(metrics=True), and plot after a step that is measured",
         )
-    figure = Figure(figsize=(12, 12), layout="constrained")
+    figure: Any = Figure(figsize=(12, 12), layout="constrained")
     curves, histogram = figure.subfigures(2, 1, height_ratios=(2, 1))
     panels = curves.subplots(2, 2, sharex=True)
     columns = (
