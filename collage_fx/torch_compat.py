@@ -135,7 +135,7 @@ try:
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.fx_passes import joint_graph
     from torch._inductor.graph import GraphLowering
-    from torch._inductor.lowering import lowerings, register_lowering, to_dtype
+    from torch._inductor.lowering import lowerings, pointwise_cat, register_lowering, to_dtype
     from torch._inductor.ops_handler import WrapperHandler
     from torch._inductor.utils import sympy_product
     from torch._inductor.virtualized import V, ops
@@ -915,7 +915,7 @@ def register_summing_lowering(
 
         which = [name if len(given) == len(tensors) else with_none.get(name, name) for name in names]
         sums = {name: sum_of(name) for name in dict.fromkeys(which)}
-        return lowerings[torch.ops.aten.cat.default]([*(sums[name] for name in which), more], 0)
+        return pointwise_cat([*(sums[name] for name in which), more], 0)
 
     register_lowering(operator, type_promotion_kind=None)(lowering)
 
