@@ -20,8 +20,9 @@ def plot(metrics: Metrics, path: str | Path, *, depth: int | None = None) -> Pat
     """EDQ ratio and share of lost updates over the steps, and sizes of updates; of parameters.
 
     The curves are those of module prefixes: above for hi + lo, which the optimizer goes on from, below for hi
-    alone, which the model computes with. Under them is how large the updates of the first and of the last
-    measured step are against half an ulp of their weights: a plain low-precision weight loses what is less.
+    alone, which the model computes with; without error terms these are one. Under them is how large the
+    updates of the first and of the last measured step are against half an ulp of their weights: a plain
+    low-precision weight loses what is less.
 
     Args:
         metrics: what has been measured.
@@ -45,24 +46,29 @@ def plot(metrics: Metrics, path: str | Path, *, depth: int | None = None) -> Pat
             where="plot",
             remedy="use CollageBackend(metrics=True), and plot after a step that is measured",
         )
-    figure: Any = Figure(figsize=(12, 12), layout="constrained")
-    curves, histogram = figure.subfigures(2, 1, height_ratios=(2, 1))
-    panels = curves.subplots(2, 2, sharex=True)
+    whose = {"": "hi + lo", "_hi": "hi alone"} if _has_error_terms(metrics) else {"": "as stored"}
+    figure: Any = Figure(figsize=(12, 4 + 4 * len(whose)), layout="constrained")
+    curves, histogram = figure.subfigures(2, 1, height_ratios=(len(whose), 1))
+    panels = curves.subplots(len(whose), 2, sharex=True, squeeze=False)
     columns = (
         ("EDQ ratio: how much of each update arrives", "edq_ratio"),
         ("Lost: share of the updates that changed nothing", "lost_share"),
     )
-    for row, (suffix, whose) in enumerate((("", "hi + lo"), ("_hi", "hi alone"))):
+    for row, (suffix, of_what) in enumerate(whose.items()):
         for column, (title, name) in enumerate(columns):
             axes = panels[row][column]
             _draw(axes, metrics, name + suffix, _depth(metrics) if depth is None else depth)
-            axes.set_title(f"{title}\n{whose}", fontsize=13)
-            if row:
-                axes.set_xlabel("step", fontsize=12)
+            axes.set_title(f"{title}\n{of_what}", fontsize=13)
+    for axes in panels[-1]:
+        axes.set_xlabel("step", fontsize=12)
     panels[0][0].legend(fontsize=11)
     _draw_sizes(histogram.subplots(), metrics)
     figure.savefig(path, dpi=100)
     return Path(path)
+
+
+def _has_error_terms(metrics: Metrics) -> bool:
+    return any(quality.held for values in metrics.values() for quality in values.values())
 
 
 def _depth(metrics: Metrics) -> int:

@@ -34,6 +34,7 @@ from collage_fx.measures import (
 )
 from collage_fx.metrics import MeasuredTensor, Metrics, UpdateQuality
 from collage_fx.operators import measure, update_sizes
+from collage_fx.plots import plot
 from tests.support import triton_offline as offline
 from tests.support.training import Descent, compiled, differences, everything, parameters, run_steps
 
@@ -451,8 +452,19 @@ def test_plot(trained: tuple[torch.nn.Module, CollageBackend], tmp_path: Path) -
     for step, quality in backend.metrics(model).overall().items():
         assert f"<!-- step {step}: {quality.small_share:.0%} are less than half an ulp -->" in text
     assert "first.0" not in backend.plot(tmp_path / "m.svg", model, depth=1).read_text()
+    assert "<!-- hi alone -->" in text
     with pytest.raises(InvalidOptionError, match="nothing has been measured"):
         CollageBackend(metrics=True).plot(tmp_path / "m.svg")
+
+
+@pytest.mark.parametrize("held", [0.0, 1.0])
+def test_without_error_terms_hi_is_all_there_is_to_plot(held: float, tmp_path: Path) -> None:
+    quality = UpdateQuality(
+        1, **{**dict.fromkeys(SUMS, 0.0), "held": held}, sizes=(1.0, *[0.0] * len(OCTAVES))
+    )
+    metrics = Metrics({1: {"p": quality}}, {"p": MeasuredTensor("p", "parameter", "", 0, "SGD")})
+    text = plot(metrics, tmp_path / "m.svg").read_text()
+    assert ("<!-- hi alone -->" in text) == ("<!-- as stored -->" not in text) == bool(held)
 
 
 def test_the_page_has_the_last_step(trained: tuple[torch.nn.Module, CollageBackend]) -> None:
