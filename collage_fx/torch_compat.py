@@ -136,9 +136,8 @@ try:
     from torch._inductor.fx_passes import joint_graph
     from torch._inductor.graph import GraphLowering
     from torch._inductor.lowering import lowerings, pointwise_cat, register_lowering, to_dtype
-    from torch._inductor.ops_handler import WrapperHandler
     from torch._inductor.utils import sympy_product
-    from torch._inductor.virtualized import V, ops
+    from torch._inductor.virtualized import OpsWrapper, V, ops
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
     from torch.fx._lazy_graph_module import _LazyGraphModule
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -1004,33 +1003,36 @@ class _Element:
     index: Any
 
 
-class _ComputingAnew(WrapperHandler):
-    """Computes an :class:`_Element` instead of loading it."""
-
-    def load(self, name: str, index: Any) -> Any:
-        if isinstance(index, _Element):
-            return index.buffer.data.make_loader()(index.index).value
-        return self._inner.load(name, index)
-
-
 @contextlib.contextmanager
 def _computing_anew() -> Iterator[None]:
     """Within, elementwise values that Inductor keeps in memory are computed from what they are made of.
 
-    For a reader of a few elements: if it loaded them, whole tensors would have to be written for it. Numbers
-    and results of anything but elementwise operations are loaded.
+    For a reader of a few elements: if it loaded them, whole tensors would have to be written for it. Loaded
+    are numbers, results of anything but elementwise operations, and what is read under a mask (a padded
+    tensor), where no value from elsewhere can be used, so that each reader's would be computed for itself.
     """
-    original = ir.ComputedBuffer.make_indexer
+    make_indexer, operation = ir.ComputedBuffer.make_indexer, OpsWrapper._default
+    block = V.get_ops_handler()
+    computed: dict[Any, Any] = {}
 
-    def make_indexer(buffer: Any) -> Any:
+    def indexer(buffer: Any) -> Any:
         is_number = all(length == 1 for length in buffer.get_size())
-        if is_number or not isinstance(buffer.data, ir.Pointwise):
-            return original(buffer)
+        if is_number or not isinstance(buffer.data, ir.Pointwise) or V.get_ops_handler() is not block:
+            return make_indexer(buffer)
         return lambda index: _Element(buffer, index)
 
+    def computing(wrapper: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if name != "load" or not isinstance(args[1], _Element):
+            return operation(wrapper, name, args, kwargs)
+        element = args[1]
+        key = element.buffer.get_name(), tuple(element.index)
+        if key not in computed:
+            computed[key] = element.buffer.data.make_loader()(element.index)
+        return computed[key]
+
     with (
-        unittest.mock.patch.object(ir.ComputedBuffer, "make_indexer", make_indexer),
-        V.set_ops_handler(_ComputingAnew(V.get_ops_handler())),
+        unittest.mock.patch.object(ir.ComputedBuffer, "make_indexer", indexer),
+        unittest.mock.patch.object(OpsWrapper, "_default", computing),
     ):
         yield
 

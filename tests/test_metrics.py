@@ -200,6 +200,19 @@ class Normalized(Optimizer):
                 p.add_(p.grad / largest, alpha=-Momentum.lr)
 
 
+class Shifted(Optimizer):
+    """Values that many read, one after the other, and that parts of a kernel read under a mask."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                x = p.grad
+                for _ in range(12):
+                    x = torch.nn.functional.pad(x[1:], [0] * (2 * x.dim() - 1) + [1]) + x * 0
+                p.add_(x, alpha=-Momentum.lr)
+
+
 @pytest.mark.parametrize("strategy", ["none", "light"])
 @pytest.mark.parametrize("kind", [Momentum, Normalized])
 def test_larger_tensors_are_sampled(kind: type[Optimizer], strategy: Any) -> None:
@@ -220,6 +233,21 @@ def test_larger_tensors_are_sampled(kind: type[Optimizer], strategy: Any) -> Non
         wanted = expected_sizes(-Momentum.lr * gradient, old, torch.bfloat16)
         assert measured[f"param_groups[0].params[{i}]"].sizes == wanted
         assert sum(wanted) == pytest.approx(p.numel())
+
+
+def test_updates_of_many_steps_are_sampled() -> None:
+    params, set_gradients = with_few_bits(torch.bfloat16, [(40, 70)])
+    backend = CollageBackend(strategy="light", metrics=True)
+    set_gradients(1)
+    (p,) = params
+    old = p.detach().clone()
+    torch.compile(Shifted(params, {}).step, backend=backend)()
+    assert p.grad is not None
+    update = torch.zeros(old.shape, dtype=torch.float64)
+    update[:-12] = -Momentum.lr * p.grad[12:].double()
+    assert backend.metrics()[1]["param_groups[0].params[0]"].sizes == expected_sizes(
+        update, old, torch.bfloat16
+    )
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options.values()))
