@@ -100,7 +100,7 @@ if _version() < OLDEST_TORCH:
 
 try:
     from torch._dynamo import config as dynamo_config
-    from torch._dynamo import eval_frame
+    from torch._dynamo import eval_frame, trace_rules
     from torch._dynamo.convert_frame import CatchErrorsWrapper, ConvertFrameAssert, compile_lock
     from torch._dynamo.decorators import substitute_in_graph
     from torch._dynamo.eval_frame import always_optimize_code_objects
@@ -478,12 +478,15 @@ def _one_at_a_time(original: Callable[..., Any]) -> Callable[..., Any]:
     """Have a thread wait for another's compilation before it looks whether to compile.
 
     Dynamo looks first. Whether a tensor mode keeps it from compiling is one answer for all threads, and yes
-    while another thread compiles; it would then run the function eagerly, from then on.
+    while another thread compiles; it would then run the function eagerly, from then on. What Dynamo never
+    compiles must not wait: Python's import machinery is among it, and holds locks of its own.
     """
 
-    def convert(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def convert(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
+        if trace_rules.check(frame.f_code):
+            return original(self, frame, *args, **kwargs)
         with compile_lock:
-            return original(self, *args, **kwargs)
+            return original(self, frame, *args, **kwargs)
 
     return convert
 

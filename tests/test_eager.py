@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.convert_frame import CatchErrorsWrapper, convert_frame
+from torch._dynamo.hooks import Hooks
 from torch.optim import Optimizer
 from torch.optim.optimizer import _use_grad_for_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -435,6 +439,27 @@ def test_a_thread_waits_for_another_that_compiles() -> None:
     torch.compile(lambda x: x + 1, backend=slow)(torch.zeros(2))
     thread.join()
     assert bool(error_terms(p)[0].any())
+
+
+def test_what_dynamo_never_compiles_waits_for_no_compilation() -> None:
+    """Python's import machinery is among it, and may hold the lock that the compiling thread needs next."""
+    torch._dynamo.reset()
+    finished = threading.Event()
+    frame: Any = SimpleNamespace(
+        f_code=importlib.import_module.__code__, f_lasti=-1, f_globals={}, f_locals={}
+    )
+    callback = CatchErrorsWrapper(convert_frame(lambda gm, example_inputs: gm, Hooks()), Hooks())
+
+    def ask_dynamo() -> None:
+        callback(frame, None, {})
+        finished.set()
+
+    def slow(gm: Any, example_inputs: Any) -> Any:
+        threading.Thread(target=ask_dynamo, daemon=True).start()
+        assert finished.wait(30)
+        return gm
+
+    torch.compile(lambda x: x + 1, backend=slow)(torch.zeros(2))
 
 
 def test_other_backends_keep_dynamos_behaviour() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -70,6 +71,17 @@ class TrustRatio(Recorded):
         weight, update = p.norm(), direction.norm()
         ratio = 1.0 if weight == 0 or update == 0 else float(weight / update)
         p.add_(direction, alpha=-lr * ratio)
+
+
+class WaitsAtItsBranch(Recorded):
+    at_the_branch: Callable[[], object]
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
+        p.add_(g, alpha=-lr)
+        is_far = p.norm() > 1e9
+        self.at_the_branch()
+        if is_far:
+            p.zero_()
 
 
 class AppliesWhatItComputedBefore(Recorded):
@@ -453,6 +465,36 @@ class GrowsEachStep(Recorded):
         if g.norm() > 0:
             for _ in range(state["n"]):
                 p.add_(g, alpha=-lr)
+
+
+def test_what_is_recorded_while_a_thread_compiles_is_compiled() -> None:
+    """Dynamo marks what FX generates while it compiles, in whatever thread, as not to be compiled."""
+    torch._dynamo.reset()
+    branching, compiling, stepped = threading.Event(), threading.Event(), threading.Event()
+
+    def slow(gm: Any, example_inputs: Any) -> Any:
+        compiling.set()
+        stepped.wait(1)
+        return gm
+
+    def compile_meanwhile() -> None:
+        branching.wait()
+        torch.compile(lambda x: x + 1, backend=slow)(torch.zeros(2))
+
+    def rendezvous() -> None:
+        branching.set()
+        compiling.wait()
+
+    params = parameters(shapes=[(3,)])
+    optimizer = WaitsAtItsBranch(params)
+    optimizer.at_the_branch = rendezvous
+    thread = threading.Thread(target=compile_meanwhile)
+    thread.start()
+    run_steps(compiled(optimizer), params, [0])
+    stepped.set()
+    thread.join()
+    assert is_recorded(optimizer)
+    assert bool(error_terms(params[0])[0].any())
 
 
 def test_a_step_that_always_needs_something_new_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
