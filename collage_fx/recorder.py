@@ -21,8 +21,8 @@ ones, in place (``torch.utils.swap_tensors``).
 * Numbers (Python's floats) are arguments of the compiled graphs, which Dynamo burns in until it sees them
   change.
 
-A graph that Dynamo would not compile but run eagerly raises (:func:`_refuse_to_be_run`). Recording costs Python
-time for each operation, on every step; captured steps cost none.
+A graph that Dynamo would run eagerly rather than compile raises (:func:`_refuse_to_be_run`). Recording costs
+Python time for each operation, on every step; captured steps cost none.
 """
 
 from __future__ import annotations
