@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from collage_fx import CollageBackend, error_terms, full_value
-from collage_fx.errors import RecompileLimitError, UncompensatedParameterError
+from collage_fx.errors import RecompileLimitError, UncompensatedParameterError, UnsupportedTensorError
 from collage_fx.recording import is_recorded
 from tests.support.training import Descent, compiled, parameters, run_steps, set_gradients
 
@@ -82,6 +83,12 @@ class WaitsAtItsBranch(Recorded):
         self.at_the_branch()
         if is_far:
             p.zero_()
+
+
+class LeavesSparseGradients(Recorded):
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
+        if not g.is_sparse and g.norm() > 0:
+            p.add_(g, alpha=-lr)
 
 
 class AppliesWhatItComputedBefore(Recorded):
@@ -504,6 +511,28 @@ def test_a_step_that_always_needs_something_new_is_refused(monkeypatch: pytest.M
     step = compiled(GrowsEachStep(params))
     with pytest.raises(RecompileLimitError, match="each of the last 3 steps of GrowsEachStep"):
         run_steps(step, params, range(4))
+
+
+def test_recorded_steps_of_backends_that_are_not_strict_warn_once() -> None:
+    torch._dynamo.reset()
+    dense, other = params = parameters(shapes=[(3,), (4,)])
+    for strict in (True, False):
+        other.grad = None
+        optimizer = LeavesSparseGradients(params)
+        step = compiled(optimizer, strict=strict)
+        run_steps(step, params, [0])
+        assert is_recorded(optimizer)
+        other.grad = torch.ones_like(other).to_sparse()
+        if strict:
+            with pytest.raises(UnsupportedTensorError, match="sparse"):
+                step()
+    before = full_value(dense).clone()
+    with pytest.warns(UserWarning, match="sparse"):
+        step()
+    assert not torch.equal(full_value(dense), before)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step()
 
 
 def test_whoever_calls_the_step_has_it_recorded() -> None:
