@@ -896,9 +896,7 @@ def register_summing_lowering(
 
             return inner
 
-        def sum_of(name: str | None) -> Any:
-            if name is None:
-                return lowerings[torch.ops.aten.full.default]([1], 0.0, dtype=torch.float64, device=device)
+        def sum_of(name: str) -> Any:
             number, dtype = names.index(name), torch.float64 if name in products else counter
             total = ir.Reduction.create(
                 device=device,
@@ -910,11 +908,21 @@ def register_summing_lowering(
                 reduction_type="sum",
             )
             total.realize()
-            return lowerings[torch.ops.aten.reshape.default](to_dtype(total, torch.float64), [1])
+            return to_dtype(total, torch.float64).make_loader()
 
         which = [name if len(given) == len(tensors) else with_none.get(name, name) for name in names]
-        sums = {name: sum_of(name) for name in dict.fromkeys(which)}
-        return lowerings[torch.ops.aten.cat.default]([sums[name] for name in which], 0)
+        sums = {name: sum_of(name) for name in dict.fromkeys(which) if name is not None}
+
+        def result(index: Any) -> Any:
+            position = ops.index_expr(index[0], torch.int32)
+            value = ops.constant(0.0, torch.float64)
+            for number, name in enumerate(which):
+                if name is not None:
+                    is_here = ops.eq(position, ops.constant(number, torch.int32))
+                    value = ops.where(is_here, sums[name]([]), value)
+            return value
+
+        return ir.Pointwise.create(device=device, dtype=torch.float64, inner_fn=result, ranges=[len(which)])
 
     register_lowering(operator, type_promotion_kind=None)(lowering)
 
