@@ -134,7 +134,7 @@ try:
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.fx_passes import joint_graph
     from torch._inductor.graph import GraphLowering
-    from torch._inductor.lowering import lowerings, register_lowering, to_dtype
+    from torch._inductor.lowering import register_lowering, to_dtype
     from torch._inductor.utils import sympy_product
     from torch._inductor.virtualized import V, ops
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
