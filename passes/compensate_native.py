@@ -2,18 +2,18 @@
 
 A selected tensor's old value enters as a double word (hi, lo) and stays one along the tensor's own path, from
 its load to its store. Sums, products with a number (itself a double word: [Yu24], section 4.2), products with
-a tensor and negation have double-word algorithms; a decay such as 0.999 or 1 - lr*wd is a sum: see Note [Decay
-is an increment]. Any other elementwise operation is computed on the joined float32 value and split again, so that no operation on the path drops the
-error term. Whatever leaves the path reads hi, which is the value rounded to nearest, since ``|lo| <=
-ulp(hi)/2``.
+a tensor and negation have double-word algorithms; a decay such as 0.999 or 1 - lr*wd is a sum, too. Any
+other elementwise operation is computed on the joined float32 value and split again, so that no operation on
+the path drops the error term. Whatever leaves the path reads hi, which is the value rounded to nearest,
+since ``|lo| <= ulp(hi)/2``.
 
 Note [Decay is an increment]
 ----------------------------
-A weight decay of 1e-6 is a twelfth of the last bit of a bfloat16 pair: ``p * (1 - 1e-6)``, rounded to a pair
-before the update is added, is p again, step after step. So ``c x`` with c near 1 is computed as ``x + (c-1)
-x``, and where y is added to it, as ``x + ((c-1) x + y)``: decay and update make one increment, and their sum
-is what is rounded. c - 1 is exact in the arithmetic that c comes in (Sterbenz, for 1/2 <= c <= 2), so that it
-is off by u**2 of itself as a double word, not of c. With c - 1 = d, DWTimesDW1 (7 u**2) and AccurateDWPlusDW
+A weight decay of 1e-6 is a fifteenth of the last bit of a bfloat16 pair of about 1: ``p * (1 - 1e-6)``,
+rounded to a pair before the update is added, is p again, step after step. So ``c x`` with c near 1 is
+computed as ``x + (c-1) x``, and where y is added to it, as ``x + ((c-1) x + y)``: decay and update make one
+increment, and their sum is what is rounded. c - 1 is exact in the arithmetic that c comes in (Sterbenz, for
+1/2 <= c <= 2), so that it is off by u**2 of itself as a double word, not of c. With c - 1 = d, DWTimesDW1 (7 u**2) and AccurateDWPlusDW
 or Grow (3 u**2), to first order in u**2,
 
     |error| <= 3 |c x + y| + 3 |d x + y| + 8 |d x|, or 3 |c x| + 8 |d x| where nothing is added.
