@@ -13,8 +13,8 @@ A weight decay of 1e-6 is a fifteenth of the last bit of a bfloat16 pair of abou
 rounded to a pair before the update is added, is p again, step after step. So ``c x`` with c near 1 is
 computed as ``x + (c-1) x``, and where y is added to it, as ``x + ((c-1) x + y)``: decay and update make one
 increment, and their sum is what is rounded. c - 1 is exact in the arithmetic that c comes in (Sterbenz, for
-1/2 <= c <= 2), so that it is off by u**2 of itself as a double word, not of c. With c - 1 = d, DWTimesDW1 (7 u**2) and AccurateDWPlusDW
-or Grow (3 u**2), to first order in u**2,
+1/2 <= c <= 2), so that it is off by u**2 of itself as a double word, not of c. With c - 1 = d, DWTimesDW1
+(7 u**2) and AccurateDWPlusDW or Grow (3 u**2), to first order in u**2,
 
     |error| <= 3 |c x + y| + 3 |d x + y| + 8 |d x|, or 3 |c x| + 8 |d x| where nothing is added.
 
