@@ -95,9 +95,11 @@ class _PathRewriter:
             if stored in self.words:
                 (lo,) = self.editor.inline(arithmetic.finite_or_zero, self.words[stored][1], stored)
             else:
-                self.state.refusal = (
-                    f"{stored.name} ({stored.target}) has no double-word algorithm; its error term stays zero"
-                )
+                if self.state.carries_its_old_value:
+                    self.state.refusal = (
+                        f"{stored.name} ({stored.target}) has no double-word algorithm; its error term stays "
+                        "zero"
+                    )
                 (lo,) = self.editor.inline(_no_error, stored)
             self.editor.store(self.state.auxiliaries[0], lo)
 
