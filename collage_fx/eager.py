@@ -49,7 +49,7 @@ from collage_fx.error_terms import expansion_of
 from collage_fx.errors import CollageError, EagerStepError, GraphBreakError, RecompileLimitError
 from collage_fx.formats import is_low_precision
 from collage_fx.names import optimizers_among, parameter_names
-from collage_fx.recording import branches_on_values, is_recorded, record
+from collage_fx.recording import branches_on_values, is_recordable, is_recorded, record
 from collage_fx.torch_compat import (
     ConvertAgain,
     GraphBreak,
@@ -183,7 +183,9 @@ def record_instead(
     optimizers: Iterable[Optimizer], backend: Any, keywords: dict[str, Any], reason: str
 ) -> None:
     """While a function is compiled that steps ``optimizers``: record those that can be, and begin again."""
-    recordable = [o for o in optimizers if not is_recorded(o) and not is_being_stepped(o)]
+    recordable = [
+        o for o in optimizers if is_recordable(o) and not is_recorded(o) and not is_being_stepped(o)
+    ]
     for optimizer in recordable:
         record(optimizer, backend, keywords, reason)
     if recordable:
@@ -230,7 +232,9 @@ def _at_graph_break(
         return
     if graph_break.is_in_closure and _is_captured_after_its_closure(optimizer):
         return
-    if not is_being_stepped(optimizer):
+    if graph_break.is_around_a_step and not is_recordable(optimizer):
+        return  # its own step is like any function that steps an optimizer
+    if is_recordable(optimizer) and not is_being_stepped(optimizer):
         if not is_recorded(optimizer):
             record(optimizer, backend, keywords, graph_break.reason)
         if is_step_wrapper(code):
