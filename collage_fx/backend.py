@@ -85,6 +85,12 @@ __all__ = ["CollageBackend", "backend_for", "collage", "collage_backend"]
 
 log = logging.getLogger("collage_fx")
 
+#: Of an update that an operation makes in the storage format, by the arithmetic in use.
+REMEDIES = {
+    "native": "use arithmetic='wide', which computes elementwise operations in float32",
+    "wide": "give that operation float32 tensors, x.float(), in the optimizer",
+}
+
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
@@ -519,8 +525,8 @@ class _Capture:
             refusal = UncompensatedParameterError(
                 f"{state.refusal} ({state.info.role.value} of dtype {state.format.name})",
                 where=state.info.name,
-                remedy="use arithmetic='wide', which computes the whole step in float32, or leave it to "
-                "plain low precision with strict=False",
+                remedy=f"{REMEDIES[program.arithmetic]}, or leave it to plain low precision with "
+                "strict=False",
             )
             if self.options.strict and state.info.role is Role.PARAMETER:
                 raise refusal

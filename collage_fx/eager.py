@@ -54,7 +54,7 @@ from collage_fx.errors import (
 )
 from collage_fx.formats import is_low_precision
 from collage_fx.names import optimizers_among, parameter_names
-from collage_fx.recording import branches_on_values, is_recorded, record
+from collage_fx.recording import branches_on_values, is_recordable, is_recorded, record
 from collage_fx.torch_compat import (
     ConvertAgain,
     GraphBreak,
@@ -188,7 +188,9 @@ def record_instead(
     optimizers: Iterable[Optimizer], backend: Any, keywords: dict[str, Any], reason: str, *, strict: bool
 ) -> None:
     """While a function is compiled that steps ``optimizers``: record those that can be, and begin again."""
-    recordable = [o for o in optimizers if not is_recorded(o) and not is_being_stepped(o)]
+    recordable = [
+        o for o in optimizers if is_recordable(o) and not is_recorded(o) and not is_being_stepped(o)
+    ]
     for optimizer in recordable:
         record(optimizer, backend, keywords, reason, strict=strict)
     if recordable:
@@ -235,7 +237,9 @@ def _at_graph_break(
         return
     if graph_break.is_in_closure and _is_captured_after_its_closure(optimizer):
         return
-    if not is_being_stepped(optimizer):
+    if graph_break.is_around_a_step and not is_recordable(optimizer):
+        return  # its own step is like any function that steps an optimizer
+    if is_recordable(optimizer) and not is_being_stepped(optimizer):
         if not is_recorded(optimizer):
             record(optimizer, backend, keywords, graph_break.reason, strict=strict)
         if is_step_wrapper(code):

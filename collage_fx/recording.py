@@ -18,10 +18,10 @@ from collage_fx.error_terms import expansion_of
 from collage_fx.errors import CollageError, RecompileLimitError, raise_or_warn
 from collage_fx.names import carried, known_tensors, parameter_names
 from collage_fx.recorder import Recorder, Spec
-from collage_fx.torch_compat import forget_static_addresses
+from collage_fx.torch_compat import forget_static_addresses, is_step_wrapper
 from collage_fx.wrapping import MARK
 
-__all__ = ["branches_on_values", "is_recorded", "record"]
+__all__ = ["branches_on_values", "is_recordable", "is_recorded", "record"]
 
 log = logging.getLogger("collage_fx")
 
@@ -42,6 +42,12 @@ def branches_on_values(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, torch.optim.Adafactor) and any(
         isinstance(group["lr"], Tensor) for group in optimizer.param_groups
     )
+
+
+def is_recordable(optimizer: Optimizer) -> bool:
+    """Whether torch has put its wrapper around ``step``, as ``Optimizer.__init__`` does."""
+    code = getattr(type(optimizer).step, "__code__", None)
+    return code is not None and is_step_wrapper(code)
 
 
 def record(

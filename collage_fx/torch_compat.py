@@ -517,12 +517,14 @@ class GraphBreak:
     Attributes:
         optimizer: whose step is being traced there; None where it is none's.
         is_in_closure: whether it is in a function that the step was given to call.
+        is_around_a_step: whether it is torch.optim's own, around the step of an optimizer within.
         reason: Dynamo's, in a sentence or two.
         where: file, line and function.
     """
 
     optimizer: torch.optim.Optimizer | None
     is_in_closure: bool
+    is_around_a_step: bool
     reason: str
     where: str
 
@@ -549,8 +551,11 @@ def watch_graph_breaks(watch: Callable[[Any, dict[str, Any], CodeType, GraphBrea
 
 def _is_torchs_own(code: CodeType, cause: Any) -> bool:
     """Whether it is the break that torch.optim's wrapper around ``step`` has written into it."""
-    is_call = getattr(cause, "gb_type", None) == "Call to `torch._dynamo.graph_break()`"
-    return is_call and _is_in_torchs_optimizer(code)
+    return _is_call_for_a_break(cause) and _is_in_torchs_optimizer(code)
+
+
+def _is_call_for_a_break(cause: Any) -> bool:
+    return getattr(cause, "gb_type", None) == "Call to `torch._dynamo.graph_break()`"
 
 
 def _is_in_torchs_optimizer(code: CodeType) -> bool:
@@ -564,7 +569,10 @@ def _describe_graph_break(translator: Any, cause: Any) -> GraphBreak:
     where = (
         f"{stack[-1].filename}:{stack[-1].lineno} in {stack[-1].name}" if stack else translator.f_code.co_name
     )
-    return GraphBreak(*_optimizer_stepped_by(translator, stack), ". ".join(explained), where)
+    in_optimizer = bool(stack) and stack[-1].filename == inspect.getfile(torch.optim.Optimizer)
+    around_a_step = in_optimizer and _is_call_for_a_break(cause)
+    stepped_by = _optimizer_stepped_by(translator, stack)
+    return GraphBreak(*stepped_by, around_a_step, ". ".join(explained), where)
 
 
 def _optimizer_stepped_by(translator: Any, stack: Sequence[Any]) -> tuple[torch.optim.Optimizer | None, bool]:
@@ -740,10 +748,14 @@ def depends_on_values(operator: Any) -> bool:
 
 
 def factorizes(operator: Any) -> bool:
-    """Whether an operator factorizes matrices, which may fail; none of them is there for 16-bit formats."""
+    """Whether an operator factorizes matrices, or reads factors, which may fail.
+
+    None of them is there for 16-bit formats on the CPU.
+    """
     name = operator._schema.name.partition("::")[2].lstrip("_")
     factorizing = ("linalg_", "cholesky", "geqrf", "svd")
-    return name.startswith(factorizing) and not name.startswith("linalg_vector_norm")
+    others = ("linalg_vector_norm", "linalg__powsum", "linalg_cross", "linalg_matrix_exp")
+    return name.startswith(factorizing) and name not in others
 
 
 def wrapper_subclass(

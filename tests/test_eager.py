@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _use_grad_for_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from collage_fx import CollageBackend, eager, error_terms, reset_error_terms
+from collage_fx import CollageBackend, eager, error_terms, full_value, reset_error_terms
 from collage_fx.errors import (
     CollageError,
     EagerStepError,
@@ -483,3 +483,36 @@ def test_every_refusal_here_is_a_collage_error() -> None:
         issubclass(error, CollageError)
         for error in (EagerStepError, GraphBreakError, RecompileLimitError, UnsupportedOptimizerError)
     )
+
+
+# -- optimizers that torch knows nothing of
+
+
+class Around(Optimizer):
+    """Made without ``Optimizer.__init__``, which would wrap its ``step``, as torch_optimizer's Lookahead."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner = inner
+        self.param_groups, self.state = inner.param_groups, inner.state
+        self.defaults = inner.defaults
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+        for group in self.param_groups:
+            self.update(group)
+
+    def update(self, group: dict[str, Any]) -> None:
+        for p in group["params"]:
+            p.data.mul_(1 + TINY)
+
+
+def test_a_step_around_a_step_of_torchs_is_compiled_in_two_parts() -> None:
+    torch._dynamo.reset()
+    p = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    optimizer = Around(torch.optim.SGD([p], lr=TINY))
+    step = torch.compile(optimizer.step, backend=CollageBackend())
+    for _ in range(2):
+        p.grad = -torch.ones_like(p)
+        step()
+    # The products of the small numbers, of some 2**-40, are below float32's last bit.
+    assert (full_value(p) == 1 + 4 * TINY).all()

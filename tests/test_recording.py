@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from collage_fx import CollageBackend, error_terms, full_value
 from collage_fx.errors import RecompileLimitError, UncompensatedParameterError, UnsupportedTensorError
 from collage_fx.recording import is_recorded
+from collage_fx.torch_compat import factorizes
 from tests.support.training import Descent, compiled, parameters, run_steps, set_gradients
 
 LR = 1e-4
@@ -284,8 +285,9 @@ FACTORS: dict[str, Factor] = {
 def test_a_factorization_that_eager_torch_refuses_is_refused(factor: Factor, whose_step: str) -> None:
     """A captured graph would only find out when it is run, past the step's ``except``.
 
-    The factor is rounded to bfloat16, and so is what it was computed from: 2^-9 = 0.002 each, times a
-    condition number of some 10.
+    What is rounded to bfloat16 on the way, to within 2**-8 each: the product, its sum with the identity, the
+    factor and the direction. A factor may be as many times further off as its matrix's condition number (7)
+    says, at worst; measured are 0.0016 (svd) to 0.0044 (inverse), and the plain sum of the four is allowed.
     """
     torch._dynamo.reset()
     low, high = twins(lambda params: TriesLowPrecision(params, factor), [(4, 3)])
@@ -302,8 +304,39 @@ def test_a_factorization_that_eager_torch_refuses_is_refused(factor: Factor, who
         step()
         high.step()
     assert is_recorded(low)
-    assert largest_error(low, high, start) < 0.05
+    assert largest_error(low, high, start) < 4 * 2.0**-8
     assert all(bool(term.any()) for p in params_of(low) for term in error_terms(p))
+
+
+def _factorizations() -> list[Any]:
+    """Operators of ATen that are said to factorize and that a captured graph may have in it."""
+    packets = (getattr(torch.ops.aten, name) for name in dir(torch.ops.aten))
+    operators = [getattr(p, name) for p in packets if hasattr(p, "overloads") for name in p.overloads()]
+    return [
+        each
+        for each in operators
+        if factorizes(each)
+        and not each._schema.is_mutable
+        and not torch._C._dispatch_has_kernel_for_dispatch_key(each.name(), "CompositeImplicitAutograd")
+        and each is not torch.ops.aten._linalg_check_errors.default  # of what the others returned
+    ]
+
+
+@pytest.mark.parametrize("operator", _factorizations(), ids=str)
+def test_what_factorizes_is_there_for_32_bits_and_not_for_16(operator: Any) -> None:
+    by_name = {"pivots": torch.arange(1, 4, dtype=torch.int32), "upper": True, "left": True}
+
+    def run(dtype: torch.dtype) -> None:
+        matrix = 2 * torch.eye(3, dtype=dtype)
+        of_dtype = {"tau": torch.ones(3, dtype=dtype)}
+        arguments = [a for a in operator._schema.arguments if not a.has_default_value()]
+        values = {a.name: by_name.get(a.name, of_dtype.get(a.name, matrix)) for a in arguments}
+        operator(**values)
+
+    run(torch.float32)
+    for dtype in (torch.bfloat16, torch.float16):
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            run(dtype)
 
 
 class Fails(Recorded):
