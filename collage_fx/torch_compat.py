@@ -105,6 +105,7 @@ try:
     from torch._dynamo.decorators import substitute_in_graph
     from torch._dynamo.eval_frame import always_optimize_code_objects
     from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis, Unsupported
+    from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
     from torch._dynamo.source import ConstantSource
     from torch._dynamo.symbolic_convert import (
         InstructionTranslator,
@@ -434,8 +435,7 @@ def watch_conversions(
             try:
                 if not before(*compiler, code, variables):
                     return original(self, frame, *args, **kwargs)
-                if _optimizer_of_method(code, variables) is not None:
-                    # Dynamo runs frames eagerly in which it sees no tensor, as in most steps (self).
+                if _may_update(code, variables):
                     always_optimize_code_objects[code] = True
                 try:
                     with dynamo_config.patch(settings), _no_garbage_collection():
@@ -457,6 +457,15 @@ def watch_conversions(
 
     wrap_method(ConvertFrameAssert, "__call__", watching)
     wrap_method(CatchErrorsWrapper, "__call__", _one_at_a_time)
+
+
+def _may_update(code: CodeType, variables: Mapping[str, Any]) -> bool:
+    """Whether a function is an optimizer's method, or what follows a graph break.
+
+    Dynamo runs functions eagerly in which it sees no tensor, and it doesn't look into objects.
+    """
+    is_method = _optimizer_of_method(code, variables) is not None
+    return is_method or code.co_name.startswith(TORCH_DYNAMO_RESUME_IN_PREFIX)
 
 
 @contextlib.contextmanager

@@ -499,6 +499,14 @@ class Around(Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self.inner.step()
         for group in self.param_groups:
+            for p in group["params"]:
+                p.data.mul_(1 + TINY)
+
+
+class AroundByAMethod(Around):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+        for group in self.param_groups:
             self.update(group)
 
     def update(self, group: dict[str, Any]) -> None:
@@ -506,11 +514,23 @@ class Around(Optimizer):
             p.data.mul_(1 + TINY)
 
 
-def test_a_step_around_a_step_of_torchs_is_compiled_in_two_parts() -> None:
+class Trainer:
+    """No optimizer, and no tensor that Dynamo sees at once."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner = inner
+
+    def step(self) -> None:
+        self.inner.step()
+        for p in self.inner.param_groups[0]["params"]:
+            p.data.mul_(1 + TINY)
+
+
+@pytest.mark.parametrize("outer", [Around, AroundByAMethod, Trainer])
+def test_what_follows_a_step_of_torchs_is_compiled_too(outer: Callable[[Optimizer], Any]) -> None:
     torch._dynamo.reset()
     p = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
-    optimizer = Around(torch.optim.SGD([p], lr=TINY))
-    step = torch.compile(optimizer.step, backend=CollageBackend())
+    step = torch.compile(outer(torch.optim.SGD([p], lr=TINY)).step, backend=CollageBackend())
     for _ in range(2):
         p.grad = -torch.ones_like(p)
         step()
