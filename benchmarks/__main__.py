@@ -82,7 +82,7 @@ class Effort:
 def effort_of(options: argparse.Namespace) -> Effort:
     budget = options.compile_budget or (45 if options.quick else 180)
     deadline = options.deadline or (450 if options.device == "cuda" else float("inf"))
-    at_most, at_least, seconds = (7, 3, 8) if options.quick else (25, 5, 40)
+    at_most, at_least, seconds = (50, 3, 3) if options.quick else (200, 5, 15)
     return Effort(budget, at_most, at_least, seconds, time.monotonic() + deadline)
 
 

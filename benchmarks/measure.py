@@ -14,7 +14,7 @@ import signal
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
@@ -199,15 +199,25 @@ class Measurements:
         device = {key: [sample[0] for sample in samples] for key, samples in times.items()}
         number = elements(self.shapes)
         return {
+            **{f"{key}_ms": 1e3 * median(device[key]) for key in ("copy", *OURS) if key in steps},
             "ms": 1e3 * median(device[name]),
             "host_ms": 1e3 * median(sample[1] for sample in times[name]),
-            "copy_ms": 1e3 * median(device["copy"]),
             "rounds": len(device[name]),
-            "over_copy": ratio(device[name], device["copy"]),
-            **{f"{ours}_over": ratio(device[ours], device[name]) for ours in OURS if ours in steps},
+            **_ratio("over_copy", device[name], device["copy"]),
+            **{
+                key: value
+                for ours in OURS
+                if ours in steps
+                for key, value in _ratio(f"{ours}_over", device[ours], device[name]).items()
+            },
             "extra_bytes_per_parameter": peak_extra_memory(rig.step, self.device) / number,
             "launches": launches(rig.step, self.device),
         }
+
+
+def _ratio(key: str, over: Sequence[float], under: Sequence[float]) -> dict[str, float]:
+    middle, spread = ratio(over, under)
+    return {key: middle, f"{key}_spread": spread}
 
 
 @contextlib.contextmanager

@@ -24,6 +24,7 @@ HEADERS = (
     "optimizer",
     "bytes",
     "ms",
+    "light's ms",
     "host ms",
     "× its copy",
     "light ÷ it",
@@ -57,14 +58,18 @@ def _line(row: dict[str, Any], instructions: Any) -> list[str]:
     return [
         name,
         _number(row["bytes"], 2),
-        _number(row.get("ms"), 2),
-        _number(row.get("host_ms"), 2),
-        *(_number(row.get(key), 2) for key in ("over_copy", "light_over", "plus_over")),
+        *(_number(row.get(key), 2) for key in ("ms", "light_ms", "host_ms")),
+        *(_ratio(row, key) for key in ("over_copy", "light_over", "plus_over")),
         _number(row.get("extra_bytes_per_parameter"), 2),
         *seconds,
         _number(row.get("launches"), 0),
         count,
     ]
+
+
+def _ratio(row: dict[str, Any], key: str) -> str:
+    spread = row.get(f"{key}_spread")
+    return _number(row.get(key), 2) + (f" ± {spread:.2f}" if spread else "")
 
 
 def _number(value: float | None, digits: int) -> str:

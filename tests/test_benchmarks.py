@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
+from functools import partial
+from itertools import pairwise, permutations
 from pathlib import Path
 
 import pytest
@@ -13,10 +16,10 @@ from torch.torch_version import TorchVersion
 from benchmarks.__main__ import main
 from benchmarks.by_hand import EagerCollage, KahanAdamW
 from benchmarks.measure import Failure, Process
-from benchmarks.peers import OPTIONS, PEERS, make_gradients, make_parameters
+from benchmarks.peers import OPTIONS, PEERS, Step, make_gradients, make_parameters
 from benchmarks.sizes import LLAMA_LAYER, SIZES, elements
 from benchmarks.table import BEGIN, END, MEASURED
-from benchmarks.timing import Copies, launches, peak_extra_memory, ratio
+from benchmarks.timing import Clock, Copies, launches, peak_extra_memory, ratio, rounds
 from collage_fx.arithmetic import join
 
 #: Nothing of other packages, and what compiles in seconds.
@@ -167,4 +170,26 @@ def test_memory_and_operators_are_counted() -> None:
 
 
 def test_ratio_is_of_rounds() -> None:
-    assert ratio([1.0, 20.0, 3.0], [2.0, 40.0, 6.0]) == 0.5
+    assert ratio([1.0, 20.0, 3.0], [2.0, 40.0, 6.0]) == (0.5, 0)
+    assert ratio([1.0, 2.0, 3.0, 4.0, 5.0], [1.0] * 5) == (3, 1)  # quartiles 2 and 4
+
+
+def test_rounds_have_many_orders() -> None:
+    """After which other a step runs does not stay the same, nor is it one of them more often than another."""
+    calls: list[str] = []
+
+    class Untimed(Clock):
+        def __call__(self, step: Step, head_start: float = 0.0) -> tuple[float, float]:
+            step()
+            return 1.0, 1.0
+
+    names = ("light", "plus", "it", "copy")
+    steps: dict[str, Step] = {name: partial(calls.append, name) for name in names}
+    times = rounds(Untimed("cpu"), steps, at_most=120, at_least=3, seconds=60)
+    assert calls[:4] == list(names)  # for warmth
+    assert all(len(samples) == 120 for samples in times.values())
+    after = Counter(pairwise(calls[4:]))
+    # 119 calls or 120 of each have one before it, each of the others with a chance of 5/16: 37.5 ± 5.1, the
+    # same one again where rounds meet, 1/16.
+    for name, other in permutations(names, 2):
+        assert abs(after[other, name] - 37.5) < 4 * 5.1
