@@ -13,7 +13,7 @@ from tabulate import tabulate
 from benchmarks.peers import PEERS
 from benchmarks.sizes import SIZES
 
-__all__ = ["BEGIN", "END", "Results", "heading", "table", "write_document"]
+__all__ = ["BEGIN", "END", "Results", "compile_table", "heading", "table", "write_document"]
 
 BEGIN = "<!-- written by ./dev bench -->"
 END = "<!-- end of what ./dev bench writes -->"
@@ -43,6 +43,21 @@ def table(results: Results, size: str, style: str = "simple") -> str:
     rows = {row["peer"]: row for row in results["rows"] if row["size"] == size}
     lines = [_line(rows[name], results["instructions"].get(name)) for name in PEERS if name in rows]
     return tabulate(lines, headers=HEADERS, tablefmt=style, disable_numparse=True, colalign=_alignment(lines))
+
+
+def compile_table(results: Results, style: str = "simple") -> str:
+    """One line for each optimizer and size."""
+    lines = [
+        [
+            row["optimizer"] if row["status"] == MEASURED else f"{row['optimizer']}: {row['status']}",
+            f"({row['size']})",
+            *(_number(row.get(key), 1) for key in ("cold_s", "warm_s", "explain_s")),
+        ]
+        for row in results["compile_times"]
+    ]
+    headers = ("optimizer", "size", "cold s", "warm s", "explain s")
+    alignment = ["left", "left", *["right"] * 3] if lines else []
+    return tabulate(lines, headers=headers, tablefmt=style, disable_numparse=True, colalign=alignment)
 
 
 def _alignment(lines: Sequence[Sequence[str]]) -> Sequence[str]:
@@ -101,6 +116,8 @@ def write_document(document: Path, results: Path) -> None:
         sections.append(f"{found['about']}.")
         for size in sizes:
             sections += [f"#### {heading(found, size)}", table(found, size, "github")]
+        if found.get("compile_times"):
+            sections += ["#### Compilation, strategy `plus`", compile_table(found, "github")]
     text = "\n\n".join(sections) or "Nothing has been measured yet."
     old = document.read_text()
     pattern = re.escape(BEGIN) + ".*" + re.escape(END)

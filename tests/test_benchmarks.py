@@ -14,11 +14,12 @@ import torch
 from torch.torch_version import TorchVersion
 
 from benchmarks.__main__ import main
-from benchmarks.by_hand import EagerCollage, KahanAdamW
+from benchmarks.by_hand import BETAS, EPS, LR, WEIGHT_DECAY, EagerCollage, KahanAdamW
+from benchmarks.compiling import OPTIMIZERS
 from benchmarks.measure import Failure, Process
 from benchmarks.peers import OPTIONS, PEERS, Step, make_gradients, make_parameters
 from benchmarks.sizes import LLAMA_LAYER, SIZES, elements
-from benchmarks.table import BEGIN, END, MEASURED
+from benchmarks.table import BEGIN, END, MEASURED, compile_table
 from benchmarks.timing import Clock, Copies, launches, peak_extra_memory, ratio, rounds
 from collage_fx.arithmetic import join
 
@@ -72,6 +73,28 @@ def test_a_run_goes_on_where_it_was_broken_off(run: tuple[Path, str]) -> None:
     assert json.loads(path.read_text())["rows"] == before
 
 
+def test_compile_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.__main__.TIMED", [("toy", "SGD, momentum"), ("toy", "Muon")])
+    assert main(["--device", "cpu", "--compile-times", "--results", str(tmp_path)]) == 0
+    results = json.loads(next(tmp_path.glob("*.json")).read_text())
+    assert [row["optimizer"] for row in results["compile_times"]] == ["SGD, momentum", "Muon"]
+    for row in results["compile_times"]:
+        assert row["status"] == MEASURED
+        assert row["cold_s"] > row["warm_s"] > 0  # the C++ compiler ran in the first process alone
+        assert row["explain_s"] > 0
+    table = compile_table(results)
+    assert len(table.splitlines()) == 2 + 2
+
+
+def test_timed_optimizers_are_those_of_torch() -> None:
+    names = {name.partition(",")[0] for name in OPTIMIZERS}
+    assert names == {
+        name
+        for name, value in vars(torch.optim).items()
+        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
+    } - {"Optimizer", "LBFGS", "SparseAdam"}
+
+
 def test_what_takes_too_long_is_ended() -> None:
     process = Process()
     with pytest.raises(Failure, match="not done within 0 s"):
@@ -121,30 +144,32 @@ def test_bytes_are_those_of_the_state() -> None:
     ],
 )
 def test_optimizers_written_for_comparison_are_right(name: str) -> None:
-    """They move the parameter to within its bfloat16 state's accuracy, and keep what bfloat16 would lose."""
+    """They move the parameter as their moments ask for, and keep what bfloat16 would lose of that."""
     steps, shapes = 20, [(64,)]
     gradients = make_gradients(shapes, torch.bfloat16, "cpu")
     (parameter,) = make_parameters(shapes, torch.bfloat16, "cpu", gradients)
-    exact = torch.nn.Parameter(parameter.data.double())
-    exact.grad = gradients[0].double()
-    start = exact.data.clone()
-    optimizer = torch.optim.AdamW([exact], **OPTIONS)
+    start, g = parameter.data.double(), gradients[0].double()
+    peer: EagerCollage | KahanAdamW
     if name.startswith("eager"):
         peer = EagerCollage([parameter], plus=name.endswith("plus"))
-        lo = peer.state[0][0]
+        lo, m, *v = peer.state[0]
     else:
-        peer = KahanAdamW([parameter])  # type: ignore[assignment]
-        lo = peer.state[0][0]
-    for _ in range(steps):
+        peer = KahanAdamW([parameter])
+        (lo,), (m,), v = peer.state
+    (beta1, beta2), exact = BETAS, start.clone()
+    for step in range(1, steps + 1):
         peer.step()
-        optimizer.step()
-    moved, wanted = join(parameter.data, lo).double() - start, exact.data - start
-    # With a constant gradient each step is lr: m and v, rounded in each of them, are off by u a step at most.
-    bound = 4 * steps * 2**-8
-    assert (moved - wanted).norm() / wanted.norm() < bound
-    assert (parameter.data.double() - start - wanted).norm() / wanted.norm() > (
-        (moved - wanted).norm() / wanted.norm()
-    )
+        mean, square = m.double(), sum(each.double() for each in v)
+        denominator = (square / (1 - beta2**step)).sqrt() + EPS
+        exact -= LR * (mean / (1 - beta1**step) / denominator + WEIGHT_DECAY * exact)
+    u = 2**-8
+    moved, wanted = join(parameter.data, lo).double() - start, exact - start
+    # An update is eight operations, each of which rounds, the pair at most one more.
+    assert ((moved - wanted).abs() <= 9 * u * wanted.abs()).all()
+    assert (parameter.data.double() - start - wanted).norm() > 2 * (moved - wanted).norm()
+    # Of a constant gradient both moments only grow, and are rounded twice a step; so is its square, once.
+    assert ((mean / (1 - beta1**steps) - g).abs() <= 2 * steps * u * g.abs()).all()
+    assert ((square / (1 - beta2**steps) - g**2).abs() <= (2 * steps + 2) * u * g**2).all()
 
 
 def test_copies_move_the_bytes_and_allocate_nothing() -> None:
