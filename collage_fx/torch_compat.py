@@ -128,13 +128,14 @@ try:
     from torch._inductor import compile_fx as compile_fx_module
     from torch._inductor import config as inductor_config
     from torch._inductor import ir, list_mode_options
-    from torch._inductor.codecache import CppPythonBindingsCodeCache
+    from torch._inductor.codecache import CppPythonBindingsCodeCache, torch_key
     from torch._inductor.codegen.cpp import CppOverrides, CppVecOverrides
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.fx_passes import joint_graph
     from torch._inductor.graph import GraphLowering
     from torch._inductor.lowering import register_lowering
+    from torch._inductor.runtime.triton_compat import triton_key
     from torch._inductor.virtualized import V, ops
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
     from torch.fx._lazy_graph_module import _LazyGraphModule
@@ -780,11 +781,13 @@ def prepare_cpp_compiler() -> concurrent.futures.Future[Any]:
     """Have what Inductor's C++ kernels need prepared on another core, once a process.
 
     On a machine that has compiled nothing yet, finding out what its processor can do and precompiling a
-    header takes longer than a kernel. A fault of the compiler is raised by the future.
+    header takes longer than a kernel. On any machine, Inductor's cache wants the hashes of two packages,
+    hundreds of megabytes, before it can be asked. A fault of the compiler is raised by the future.
     """
-    executor = concurrent.futures.ThreadPoolExecutor(max_workers=1)
+    executor = concurrent.futures.ThreadPoolExecutor(max_workers=2)
     prefix = "#include <torch/csrc/inductor/cpp_prefix.h>\n"
     future = executor.submit(CppPythonBindingsCodeCache.load_async, prefix, device_type="cpu")
+    executor.submit(lambda: (triton_key(), torch_key()))
     executor.shutdown(wait=False)
     return future
 

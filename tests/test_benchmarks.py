@@ -159,7 +159,7 @@ def test_optimizers_written_for_comparison_are_right(name: str) -> None:
     (beta1, beta2), exact = BETAS, start.clone()
     for step in range(1, steps + 1):
         peer.step()
-        mean, square = m.double(), sum(each.double() for each in v)
+        mean, square = m.double(), torch.stack(list(v)).double().sum(0)
         denominator = (square / (1 - beta2**step)).sqrt() + EPS
         exact -= LR * (mean / (1 - beta1**step) / denominator + WEIGHT_DECAY * exact)
     u = 2**-8
