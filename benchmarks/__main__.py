@@ -21,11 +21,12 @@ from typing import Any
 
 import torch
 
+from benchmarks.compiling import TIMED
 from benchmarks.count import count_instructions
 from benchmarks.measure import OURS, Failure, Process
 from benchmarks.peers import PEERS, Peer
 from benchmarks.sizes import SIZES
-from benchmarks.table import MEASURED, Results, heading, table, write_document
+from benchmarks.table import MEASURED, Results, compile_table, heading, table, write_document
 
 HERE = Path(__file__).parent
 
@@ -48,6 +49,11 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         "--count",
         action=argparse.BooleanOptionalAction,
         help="count instructions under valgrind, minutes more (unless --quick, on a CPU)",
+    )
+    parser.add_argument(
+        "--compile-times",
+        action="store_true",
+        help="measure how long compiling takes instead, of torch.optim's classes: 20 minutes",
     )
     parser.add_argument("--results", type=Path, default=HERE / "results", help="folder of the JSON files")
     parser.add_argument(
@@ -82,7 +88,7 @@ class Effort:
 def effort_of(options: argparse.Namespace) -> Effort:
     budget = options.compile_budget or (45 if options.quick else 180)
     deadline = options.deadline or (450 if options.device == "cuda" else float("inf"))
-    at_most, at_least, seconds = (7, 3, 8) if options.quick else (25, 5, 40)
+    at_most, at_least, seconds = (50, 3, 3) if options.quick else (200, 5, 15)
     return Effort(budget, at_most, at_least, seconds, time.monotonic() + deadline)
 
 
@@ -109,19 +115,22 @@ def results_file(options: argparse.Namespace) -> Path:
 
 def opened(path: Path, options: argparse.Namespace) -> Results:
     """The results so far; a run that does not resume forgets those that it is to measure."""
+    known: Results = {"rows": [], "parameters": {}, "instructions": {}, "compile_times": []}
     if path.exists():
-        known: Results = json.loads(path.read_text())
-    else:
-        known = {"rows": [], "parameters": {}, "instructions": {}}
+        known.update(json.loads(path.read_text()))
+    where = f"{torch.get_num_threads()} threads, Python {platform.python_version()}"
     known.update(
         machine=machine(options.device),
         device=options.device,
         torch=torch.__version__,
         python=platform.python_version(),
         threads=torch.get_num_threads(),
-        about=f"{'A quick run' if options.quick else 'A full run'} on {time.strftime('%Y-%m-%d')}, "
-        f"{torch.get_num_threads()} threads, Python {platform.python_version()}",
     )
+    if options.compile_times:
+        known.setdefault("about", f"Compile times of {time.strftime('%Y-%m-%d')}, {where}")
+        return known
+    kind = "A quick run" if options.quick else "A full run"
+    known["about"] = f"{kind} on {time.strftime('%Y-%m-%d')}, {where}"
     names = options.peers or list(PEERS)
     if options.resume:  # what there is no number for is tried again
         known["rows"] = [row for row in known["rows"] if row["status"] == MEASURED]
@@ -247,6 +256,42 @@ def _ask(process: Process, run: Run, request: str, *arguments: Any, limit: float
     return process.ask(request, *arguments, time_limit=run.effort.limit(limit))
 
 
+# Compilation. -----------------------------------------------------------------------------------------------
+
+
+def compile_times(
+    results: Results, path: Path, effort: Effort, optimizers: Sequence[tuple[str, str]]
+) -> None:
+    """Time the first steps of each in a process with empty caches, and in another that finds them full."""
+    for size, name in optimizers:
+        row: dict[str, Any] = {"size": size, "optimizer": name}
+        with tempfile.TemporaryDirectory(prefix="collage_fx_bench_") as folder:
+            try:
+                for key, request, *arguments in (
+                    ("cold_s", "compile", name, folder),
+                    ("warm_s", "compile", name, folder),
+                    ("explain_s", "explain", name),
+                ):
+                    row[key] = _alone(size, results["device"], effort, request, *arguments)
+                row["status"] = MEASURED
+            except Failure as failure:
+                row["status"] = str(failure)
+        others = [r for r in results["compile_times"] if (r["size"], r["optimizer"]) != (size, name)]
+        results["compile_times"] = [*others, row]
+        save(path, results)
+        say(f"{name} at {size}: " + ", ".join(f"{key} {row[key]:.1f}" for key in row if key.endswith("_s")))
+
+
+def _alone(size: str, device: str, effort: Effort, request: str, *arguments: Any) -> Any:
+    """The answer of a process of its own."""
+    process = Process()
+    try:
+        process.ask("open", size, device, time_limit=effort.limit(120))
+        return process.ask(request, *arguments, time_limit=effort.limit(effort.compile_budget))
+    finally:
+        process.stop()
+
+
 # All of them. -----------------------------------------------------------------------------------------------
 
 
@@ -271,12 +316,9 @@ def count(results: Results, peers: Sequence[Peer], limit: float) -> None:
             results["instructions"].update(count_instructions(names, Path(folder), limit))
 
 
-def main(argv: Sequence[str]) -> int:
-    options, started = parse_arguments(argv), time.monotonic()
-    effort = effort_of(options)
+def measure(options: argparse.Namespace, effort: Effort, results: Results, path: Path) -> None:
+    """All rows of all sizes, and instructions."""
     peers = [PEERS[name] for name in options.peers or PEERS]
-    path = results_file(options)
-    results = opened(path, options)
     sizes = sizes_of(options)
     for size in sizes:
         Run(size, options.device, effort, results, path).all(peers)
@@ -288,6 +330,19 @@ def main(argv: Sequence[str]) -> int:
     for size in sizes:
         if size in results["parameters"]:
             say(f"\n{heading(results, size)}\n{table(results, size)}")
+
+
+def main(argv: Sequence[str]) -> int:
+    options, started = parse_arguments(argv), time.monotonic()
+    effort = effort_of(options)
+    path = results_file(options)
+    results = opened(path, options)
+    if options.compile_times:
+        timed = [each for each in TIMED if not options.sizes or each[0] in options.sizes]
+        compile_times(results, path, effort, timed)
+        say(f"\n{compile_table(results)}")
+    else:
+        measure(options, effort, results, path)
     if options.document is not None:
         write_document(options.document, options.results)
     say(f"\nwrote {path} in {time.monotonic() - started:.0f} s")

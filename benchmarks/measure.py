@@ -14,7 +14,7 @@ import signal
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
@@ -25,9 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.compiling import compiled_step, make_optimizer
 from benchmarks.peers import PEERS, Peer, Step, make_gradients, make_parameters
 from benchmarks.sizes import SIZES, Shapes, elements
 from benchmarks.timing import Clock, Copies, launches, peak_extra_memory, ratio, rounds
+from collage_fx import explain
 
 __all__ = ["Failure", "Measurements", "Process"]
 
@@ -160,20 +162,41 @@ class Measurements:
         if name in self.rigs:
             return self.rigs[name].first, self.rigs[name].settled
         peer = PEERS[name]
-        if peer.dtype not in self.gradients:
-            self.gradients[peer.dtype] = make_gradients(self.shapes, peer.dtype, self.device)
-        parameters = make_parameters(self.shapes, peer.dtype, self.device, self.gradients[peer.dtype])
+        parameters = self._make_parameters(peer.dtype)
         with compile_cache(cache):
             step = peer.make(parameters)
-            started = time.perf_counter()
-            seconds = []
-            for _ in range(STEPS_TO_SETTLE):
-                step()
-                self._wait()
-                seconds.append(time.perf_counter() - started)
+            first, settled = self._first_steps(step)
         if any(parameter.grad is None for parameter in parameters):
             raise Failure("its step takes the gradients away, so later steps would do nothing")
-        self.rigs[name] = Rig(peer, step, seconds[0], seconds[-1])
+        self.rigs[name] = Rig(peer, step, first, settled)
+        return first, settled
+
+    def compile(self, optimizer: str, cache: str) -> float:
+        """Seconds of the first steps of one of torch.optim's classes, strategy ``plus``."""
+        made = make_optimizer(optimizer, self._make_parameters(torch.bfloat16))
+        with compile_cache(cache):
+            return self._first_steps(compiled_step(made))[1]
+
+    def explain(self, optimizer: str) -> float:
+        """Seconds to the report of what :meth:`compile` compiles."""
+        made = make_optimizer(optimizer, self._make_parameters(torch.bfloat16))
+        started = time.perf_counter()
+        str(explain(made, strategy="plus"))
+        return time.perf_counter() - started
+
+    def _make_parameters(self, dtype: torch.dtype) -> list[torch.nn.Parameter]:
+        if dtype not in self.gradients:
+            self.gradients[dtype] = make_gradients(self.shapes, dtype, self.device)
+        return make_parameters(self.shapes, dtype, self.device, self.gradients[dtype])
+
+    def _first_steps(self, step: Step) -> tuple[float, float]:
+        """Seconds of the first step, and of as many as it takes until nothing is compiled any more."""
+        started = time.perf_counter()
+        seconds = []
+        for _ in range(STEPS_TO_SETTLE):
+            step()
+            self._wait()
+            seconds.append(time.perf_counter() - started)
         return seconds[0], seconds[-1]
 
     def _wait(self) -> None:
@@ -199,15 +222,25 @@ class Measurements:
         device = {key: [sample[0] for sample in samples] for key, samples in times.items()}
         number = elements(self.shapes)
         return {
+            **{f"{key}_ms": 1e3 * median(device[key]) for key in ("copy", *OURS) if key in steps},
             "ms": 1e3 * median(device[name]),
             "host_ms": 1e3 * median(sample[1] for sample in times[name]),
-            "copy_ms": 1e3 * median(device["copy"]),
             "rounds": len(device[name]),
-            "over_copy": ratio(device[name], device["copy"]),
-            **{f"{ours}_over": ratio(device[ours], device[name]) for ours in OURS if ours in steps},
+            **_ratio("over_copy", device[name], device["copy"]),
+            **{
+                key: value
+                for ours in OURS
+                if ours in steps
+                for key, value in _ratio(f"{ours}_over", device[ours], device[name]).items()
+            },
             "extra_bytes_per_parameter": peak_extra_memory(rig.step, self.device) / number,
             "launches": launches(rig.step, self.device),
         }
+
+
+def _ratio(key: str, over: Sequence[float], under: Sequence[float]) -> dict[str, float]:
+    middle, spread = ratio(over, under)
+    return {key: middle, f"{key}_spread": spread}
 
 
 @contextlib.contextmanager

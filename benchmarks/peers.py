@@ -33,8 +33,7 @@ class Peer:
         make: parameters, which have gradients -> a function that takes one step.
         bytes: that a step must read and write per parameter: its state, and the gradient once.
         dtype: of the parameters and gradients.
-        package: to be installed, beside torch.
-        module: what it is imported as.
+        package: to be installed, beside torch; imported by that name without "torch-".
         devices: where it runs.
         compiles: whether its first step compiles, so that it is tried in a process of its own first.
     """
@@ -44,7 +43,6 @@ class Peer:
     bytes: float
     dtype: torch.dtype = torch.bfloat16
     package: str = ""
-    module: str = ""
     devices: tuple[str, ...] = ("cpu", "cuda")
     compiles: bool = False
 
@@ -57,7 +55,7 @@ class Peer:
         """Why it is not measured on this device; empty if it is."""
         if device not in self.devices:
             return f"needs {' or '.join(self.devices)}"
-        if self.module and importlib.util.find_spec(self.module) is None:
+        if self.package and importlib.util.find_spec(self.package.removeprefix("torch-")) is None:
             return f"{self.package} is not installed"
         return ""
 
@@ -145,37 +143,22 @@ _PEERS: Sequence[Peer] = (
     Peer("torch.compile bf16", compiled_adamw, 14, compiles=True),
     Peer("torch.compile fp32", compiled_adamw, 28, torch.float32, compiles=True),
     Peer("compiled Kahan by hand", lambda parameters: KahanAdamW(parameters).step, 18, compiles=True),
-    Peer(
-        "optimi kahan_sum",
-        packaged("optimi", "AdamW", kahan_sum=True),
-        18,
-        package="torch-optimi",
-        module="optimi",
-    ),
+    Peer("optimi kahan_sum", packaged("optimi", "AdamW", kahan_sum=True), 18, package="torch-optimi"),
     Peer(
         "torchao stochastic",
         packaged("torchao.optim", "_AdamW", bf16_stochastic_round=True),
         14,
         package="torchao",
-        module="torchao",
         compiles=True,
     ),
     # hi and its 8-bit rest of parameter and both moments, in and out, and the gradient
-    Peer(
-        "heavyball bf16+8",
-        heavyball,
-        20,
-        package="heavyball",
-        module="heavyball",
-        compiles=True,
-    ),
+    Peer("heavyball bf16+8", heavyball, 20, package="heavyball", compiles=True),
     # 24-bit parameter, moments of 8 bits and a 16-bit scale for 32 of them, in and out, and the gradient
     Peer(
         "flashoptim 24 bit",
         packaged("flashoptim", "FlashAdamW", master_weight_bits=24),
         12.25,
         package="flashoptim",
-        module="flashoptim",
         devices=("cuda",),
     ),
 )

@@ -13,7 +13,7 @@ from tabulate import tabulate
 from benchmarks.peers import PEERS
 from benchmarks.sizes import SIZES
 
-__all__ = ["BEGIN", "END", "Results", "heading", "table", "write_document"]
+__all__ = ["BEGIN", "END", "Results", "compile_table", "heading", "table", "write_document"]
 
 BEGIN = "<!-- written by ./dev bench -->"
 END = "<!-- end of what ./dev bench writes -->"
@@ -24,6 +24,7 @@ HEADERS = (
     "optimizer",
     "bytes",
     "ms",
+    "light's ms",
     "host ms",
     "× its copy",
     "light ÷ it",
@@ -44,6 +45,21 @@ def table(results: Results, size: str, style: str = "simple") -> str:
     return tabulate(lines, headers=HEADERS, tablefmt=style, disable_numparse=True, colalign=_alignment(lines))
 
 
+def compile_table(results: Results, style: str = "simple") -> str:
+    """One line for each optimizer and size."""
+    lines = [
+        [
+            row["optimizer"] if row["status"] == MEASURED else f"{row['optimizer']}: {row['status']}",
+            f"({row['size']})",
+            *(_number(row.get(key), 1) for key in ("cold_s", "warm_s", "explain_s")),
+        ]
+        for row in results["compile_times"]
+    ]
+    headers = ("optimizer", "size", "cold s", "warm s", "explain s")
+    alignment = ["left", "left", *["right"] * 3] if lines else []
+    return tabulate(lines, headers=headers, tablefmt=style, disable_numparse=True, colalign=alignment)
+
+
 def _alignment(lines: Sequence[Sequence[str]]) -> Sequence[str]:
     return ["left", *["right"] * (len(HEADERS) - 1)] if lines else []
 
@@ -57,14 +73,18 @@ def _line(row: dict[str, Any], instructions: Any) -> list[str]:
     return [
         name,
         _number(row["bytes"], 2),
-        _number(row.get("ms"), 2),
-        _number(row.get("host_ms"), 2),
-        *(_number(row.get(key), 2) for key in ("over_copy", "light_over", "plus_over")),
+        *(_number(row.get(key), 2) for key in ("ms", "light_ms", "host_ms")),
+        *(_ratio(row, key) for key in ("over_copy", "light_over", "plus_over")),
         _number(row.get("extra_bytes_per_parameter"), 2),
         *seconds,
         _number(row.get("launches"), 0),
         count,
     ]
+
+
+def _ratio(row: dict[str, Any], key: str) -> str:
+    spread = row.get(f"{key}_spread")
+    return _number(row.get(key), 2) + (f" ± {spread:.2f}" if spread else "")
 
 
 def _number(value: float | None, digits: int) -> str:
@@ -96,6 +116,8 @@ def write_document(document: Path, results: Path) -> None:
         sections.append(f"{found['about']}.")
         for size in sizes:
             sections += [f"#### {heading(found, size)}", table(found, size, "github")]
+        if found.get("compile_times"):
+            sections += ["#### Compilation, strategy `plus`", compile_table(found, "github")]
     text = "\n\n".join(sections) or "Nothing has been measured yet."
     old = document.read_text()
     pattern = re.escape(BEGIN) + ".*" + re.escape(END)

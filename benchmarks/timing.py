@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Sequence
 from math import ceil, prod
-from statistics import median
+from statistics import quantiles
 from typing import Any
 
 import torch
@@ -68,25 +69,30 @@ class Clock:
 def rounds(
     clock: Clock, steps: dict[str, Step], *, at_most: int, at_least: int, seconds: float
 ) -> dict[str, list[tuple[float, float]]]:
-    """Every step in turn, again and again; the first round is only for warmth.
+    """Every step once a round, again and again; the first round is only for warmth.
 
-    Each round starts with another step, so that none is always the one after the largest.
+    What a step finds in the caches, and what is still being written back, is the work of the one before it.
+    So each round has another order, and no step is always the one after the largest.
     """
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
     head_start = {name: clock(step)[1] for name, step in steps.items()}
-    names, started = list(steps), time.perf_counter()
+    order, shuffler, started = list(steps), random.Random(0), time.perf_counter()
     for i in range(at_most):
         if i >= at_least and time.perf_counter() - started > seconds:
             break
-        shift = i % len(names)
-        for name in names[shift:] + names[:shift]:
+        shuffler.shuffle(order)
+        for name in order:
             times[name].append(clock(steps[name], head_start[name]))
     return times
 
 
-def ratio(over: Sequence[float], under: Sequence[float]) -> float:
-    """The median of the rounds' own ratios: what slowed a whole round down cancels."""
-    return median(a / b for a, b in zip(over, under, strict=True))
+def ratio(over: Sequence[float], under: Sequence[float]) -> tuple[float, float]:
+    """The median of the rounds' own ratios, and half the distance between their quartiles.
+
+    What slows a whole round down cancels.
+    """
+    low, middle, high = quantiles((a / b for a, b in zip(over, under, strict=True)), method="inclusive")
+    return middle, (high - low) / 2
 
 
 class Copies:

@@ -44,6 +44,7 @@ __all__ = [
     "join",
     "multiply_double_words",
     "negate_double_word",
+    "rest",
     "round_to_storage",
     "scale_double_word",
     "split",
@@ -155,7 +156,12 @@ def split(value: Tensor, dtype: torch.dtype, lo_dtype: torch.dtype) -> DoubleWor
     """
     hi = value.to(dtype)
     stored = hi.to(torch.float32)
-    return hi, finite_or_zero(value - stored, stored).to(lo_dtype)
+    return hi, rest(value, stored).to(lo_dtype)
+
+
+def rest(value: Tensor, hi: Tensor) -> Tensor:
+    """``value - hi`` where ``hi`` is finite, zero elsewhere; both float32."""
+    return finite_or_zero(value - hi, hi)
 
 
 def finite_or_zero(lo: Tensor, hi: Tensor) -> Tensor:

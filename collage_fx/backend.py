@@ -6,7 +6,6 @@ import contextlib
 import copy
 import logging
 import time
-import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,6 +35,7 @@ from collage_fx.errors import (
     InvalidOptionError,
     UncompensatedParameterError,
     UnsupportedTensorError,
+    warn,
 )
 from collage_fx.families import Families, families_of
 from collage_fx.formats import short_name
@@ -84,6 +84,12 @@ from collage_fx.treatments import TensorReport, tensor_report, treatments
 __all__ = ["CollageBackend", "backend_for", "collage", "collage_backend"]
 
 log = logging.getLogger("collage_fx")
+
+#: Of an update that an operation makes in the storage format, by the arithmetic in use.
+REMEDIES = {
+    "native": "use arithmetic='wide', which computes elementwise operations in float32",
+    "wide": "give that operation float32 tensors, x.float(), in the optimizer",
+}
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
@@ -395,7 +401,13 @@ class _Capture:
                 if low is not None:
                     dtype = short_name(low.meta["val"].dtype)
                     reason = f"{node.target} is not implemented for {dtype}"
-                    eager.record_instead(self.optimizers.values(), self.backend, {"mode": self.mode}, reason)
+                    eager.record_instead(
+                        self.optimizers.values(),
+                        self.backend,
+                        {"mode": self.mode},
+                        reason,
+                        strict=self.options.strict,
+                    )
 
     def _reason_to_leave_alone(self, gm: GraphModule, inductor_options: dict[str, Any]) -> str | None:
         if not inductor_options.get("is_inference", False):
@@ -422,7 +434,7 @@ class _Capture:
         if self.options.strict:
             self._forget_new_state()
             raise refusal
-        _warn(refusal)
+        warn(refusal)
 
     def _forget_new_state(self) -> None:
         for optimizer in self.optimizers.values():
@@ -513,12 +525,12 @@ class _Capture:
             refusal = UncompensatedParameterError(
                 f"{state.refusal} ({state.info.role.value} of dtype {state.format.name})",
                 where=state.info.name,
-                remedy="use arithmetic='wide', which computes the whole step in float32, or leave it to "
-                "plain low precision with strict=False",
+                remedy=f"{REMEDIES[program.arithmetic]}, or leave it to plain low precision with "
+                "strict=False",
             )
             if self.options.strict and state.info.role is Role.PARAMETER:
                 raise refusal
-            _warn(refusal)
+            warn(refusal)
 
     def _lower_as_is(
         self, gm: GraphModule, example_inputs: Sequence[Any], inductor_options: dict[str, Any], reason: str
@@ -756,10 +768,6 @@ def _wider_bytes(gm: GraphModule, repetition: Repetition | None = None) -> int:
             times = 1 if repetition is None else len(repetition.copies[position])
             total += times * int(value.numel()) * value.dtype.itemsize
     return total
-
-
-def _warn(refusal: CollageError) -> None:
-    warnings.warn(f"collage_fx: {refusal}", stacklevel=2)
 
 
 #: The backend with default options.

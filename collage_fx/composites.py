@@ -15,7 +15,15 @@ import torch
 
 from collage_fx.torch_compat import prims_fma
 
-__all__ = ["COMPOSITES", "FOREACH_OPERATORS", "foreach_calls", "foreach_name", "foreach_rule", "is_one"]
+__all__ = [
+    "COMPOSITES",
+    "FOREACH_OPERATORS",
+    "foreach_calls",
+    "foreach_name",
+    "foreach_rule",
+    "is_one",
+    "weighted_sum",
+]
 
 aten = torch.ops.aten
 
@@ -55,6 +63,11 @@ def _lerp(x: Any, end: Any, weight: Any) -> Any:
 
 def _fma(a: Any, b: Any, c: Any) -> Any:
     return a * b + c
+
+
+def weighted_sum(x: Any, y: Any, beta: Any, alpha: Any) -> Any:
+    """``beta x + alpha y``."""
+    return _scaled(x, beta) + _scaled(y, alpha)
 
 
 #: Operator -> the elementary operations it stands for.

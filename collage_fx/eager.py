@@ -32,7 +32,6 @@ business: see :func:`~collage_fx.reset_error_terms`.
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from types import CodeType
@@ -46,10 +45,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from collage_fx.admission import forget_new_state, refuse_optimizer, remember_state
 from collage_fx.error_terms import expansion_of
-from collage_fx.errors import CollageError, EagerStepError, GraphBreakError, RecompileLimitError
+from collage_fx.errors import (
+    CollageError,
+    EagerStepError,
+    GraphBreakError,
+    RecompileLimitError,
+    raise_or_warn,
+)
 from collage_fx.formats import is_low_precision
 from collage_fx.names import optimizers_among, parameter_names
-from collage_fx.recording import branches_on_values, is_recorded, record
+from collage_fx.recording import branches_on_values, is_recordable, is_recorded, record
 from collage_fx.torch_compat import (
     ConvertAgain,
     GraphBreak,
@@ -83,7 +88,6 @@ Strictness = Callable[[Any, dict[str, Any]], bool | None]
 
 #: By identity: functions that do the same are equal as code.
 _conversions = WeakIdKeyDictionary()
-_warned: WeakKeyDictionary[Optimizer | CodeType, set[str]] = WeakKeyDictionary()
 _compiled: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
 
 
@@ -93,7 +97,7 @@ def install(strictness: Strictness) -> None:
     watch_conversions(
         lambda *conversion: _before_conversion(strictness, *conversion),
         _after_conversion,
-        _at_failed_conversion,
+        lambda *conversion: _at_failed_conversion(strictness, *conversion),
         SETTINGS,
     )
     watch_graph_breaks(lambda *graph_break: _at_graph_break(strictness, *graph_break))
@@ -111,15 +115,6 @@ def note_compiled_step(optimizer: Optimizer, *, strict: bool) -> None:
     _compiled[optimizer] = strict or _compiled.get(optimizer, False)
 
 
-def _raise_or_warn(subject: Optimizer | CodeType, refusal: CollageError, *, strict: bool) -> None:
-    if strict:
-        raise refusal
-    said = _warned.setdefault(subject, set())
-    if str(refusal) not in said:
-        said.add(str(refusal))
-        warnings.warn(f"collage_fx: {refusal}", stacklevel=2)
-
-
 # -- Dynamo begins to trace through an optimizer
 
 
@@ -132,7 +127,7 @@ def _at_trace(strictness: Strictness, optimizer: Optimizer, backend: Any, keywor
     try:
         refuse_optimizer(optimizer)
     except CollageError as refusal:
-        _raise_or_warn(optimizer, refusal, strict=strict)
+        raise_or_warn(optimizer, refusal, strict=strict)
     if any(p.device.type == "cpu" and is_low_precision(p.dtype) for _, p in parameter_names(optimizer)):
         prepare_cpp_compiler()  # while Dynamo traces
     return True
@@ -154,7 +149,8 @@ def _before_conversion(
         return False
     for optimizer in _stepped_by(code, variables):
         if not is_recorded(optimizer) and branches_on_values(optimizer):
-            record(optimizer, backend, keywords, "it branches on the value of lr, which is a tensor")
+            reason = "it branches on the value of lr, which is a tensor"
+            record(optimizer, backend, keywords, reason, strict=strict)
         if is_recorded(optimizer):
             raise RunAsItIs
     limit = dynamo_recompile_limit() * (1 if is_step_wrapper(code) else COMPILATIONS)
@@ -163,9 +159,9 @@ def _before_conversion(
         if done >= limit:
             refusal = _too_many(subject, code, done)
             if isinstance(subject, Optimizer) and is_step_wrapper(code):
-                record(subject, backend, keywords, refusal.met)
+                record(subject, backend, keywords, refusal.met, strict=strict)
                 raise RunAsItIs
-            _raise_or_warn(subject, refusal, strict=strict)
+            raise_or_warn(subject, refusal, strict=strict)
     return True
 
 
@@ -175,20 +171,28 @@ def _stepped_by(code: CodeType, variables: Mapping[str, Any]) -> list[Optimizer]
 
 
 def _at_failed_conversion(
-    backend: Any, keywords: dict[str, Any], code: CodeType, variables: Mapping[str, Any], error: Exception
+    strictness: Strictness,
+    backend: Any,
+    keywords: dict[str, Any],
+    code: CodeType,
+    variables: Mapping[str, Any],
+    error: Exception,
 ) -> None:
     """Python may do what Dynamo fails at: symbolic numbers are where most such failures come from."""
     optimizers = optimizers_among(variables).values()
-    record_instead(optimizers, backend, keywords, f"{type(error).__name__}: {error}")
+    strict = bool(strictness(backend, keywords))
+    record_instead(optimizers, backend, keywords, f"{type(error).__name__}: {error}", strict=strict)
 
 
 def record_instead(
-    optimizers: Iterable[Optimizer], backend: Any, keywords: dict[str, Any], reason: str
+    optimizers: Iterable[Optimizer], backend: Any, keywords: dict[str, Any], reason: str, *, strict: bool
 ) -> None:
     """While a function is compiled that steps ``optimizers``: record those that can be, and begin again."""
-    recordable = [o for o in optimizers if not is_recorded(o) and not is_being_stepped(o)]
+    recordable = [
+        o for o in optimizers if is_recordable(o) and not is_recorded(o) and not is_being_stepped(o)
+    ]
     for optimizer in recordable:
-        record(optimizer, backend, keywords, reason)
+        record(optimizer, backend, keywords, reason, strict=strict)
     if recordable:
         raise ConvertAgain
 
@@ -233,9 +237,11 @@ def _at_graph_break(
         return
     if graph_break.is_in_closure and _is_captured_after_its_closure(optimizer):
         return
-    if not is_being_stepped(optimizer):
+    if graph_break.is_around_a_step and not is_recordable(optimizer):
+        return  # its own step is like any function that steps an optimizer
+    if is_recordable(optimizer) and not is_being_stepped(optimizer):
         if not is_recorded(optimizer):
-            record(optimizer, backend, keywords, graph_break.reason)
+            record(optimizer, backend, keywords, graph_break.reason, strict=strict)
         if is_step_wrapper(code):
             raise RunAsItIs
         return
@@ -249,7 +255,7 @@ def _at_graph_break(
     )
     if strict:
         forget_new_state(optimizer)
-    _raise_or_warn(optimizer, refusal, strict=strict)
+    raise_or_warn(optimizer, refusal, strict=strict)
 
 
 def _is_captured_after_its_closure(optimizer: Optimizer) -> bool:
@@ -269,7 +275,7 @@ def _before_eager_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     stepped = (name for name, p in parameter_names(optimizer) if p.grad is not None and expansion_of(p))
     first = next(stepped, None)
     if first is not None:
-        _raise_or_warn(optimizer, _bypassed(optimizer, first), strict=_compiled[optimizer])
+        raise_or_warn(optimizer, _bypassed(optimizer, first), strict=_compiled[optimizer])
 
 
 def _bypassed(optimizer: Optimizer, name: str) -> CollageError:

@@ -10,6 +10,10 @@ Dynamo hands from a backend to the user as it is; any other would arrive wrapped
 
 from __future__ import annotations
 
+import warnings
+from typing import Any
+from weakref import WeakKeyDictionary
+
 from collage_fx.torch_compat import ShortenTraceback
 
 __all__ = [
@@ -26,6 +30,8 @@ __all__ = [
     "UncompensatedParameterError",
     "UnsupportedOptimizerError",
     "UnsupportedTensorError",
+    "raise_or_warn",
+    "warn",
 ]
 
 
@@ -106,3 +112,27 @@ class GraphInvariantError(CollageError):
         super().__init__(
             met, where=where, remedy="this is a bug in collage_fx; please report it with the graph"
         )
+
+
+def warn(refusal: CollageError) -> None:
+    """What is refused in a strict backend, and reported in others."""
+    warnings.warn(f"collage_fx: {refusal}", stacklevel=3)
+
+
+def raise_or_warn(about: Any, refusal: CollageError, *, strict: bool) -> None:
+    """Raise, or warn once of the same.
+
+    Args:
+        about: the optimizer or function concerned; what has been said is remembered as long as it lives.
+        refusal: what is to be said.
+        strict: whether to raise.
+    """
+    if strict:
+        raise refusal
+    said = _said.setdefault(about, set())
+    if str(refusal) not in said:
+        said.add(str(refusal))
+        warn(refusal)
+
+
+_said: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()

@@ -25,6 +25,7 @@ come out the same in every process, which is what Inductor's cache goes by.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +36,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from collage_fx.graph import is_dense, placeholders, tensor_value
-from collage_fx.operators import REVISION, measure, update_sizes
+from collage_fx.operators import REVISION, measure, rest, update_sizes
 from collage_fx.partition import Part, is_number
 from collage_fx.retype import is_pointwise
 from collage_fx.torch_compat import SymbolicScope, inductor_config
@@ -298,10 +299,42 @@ def _graph_of(rule: Rule, scope: SymbolicScope, hint: int) -> GraphModule:
         store = graph.call_function(aten.copy_.default, (into, made[value]))
         store.meta["val"] = into.meta["val"]
     graph.output(())
+    _use_rest(graph)
     gm = GraphModule({}, graph)
     # An attribute is part of the compile cache's key, of which the hint is not.
     gm.collage_fx_revision = (REVISION, hint)  # type: ignore[assignment]
     return gm
+
+
+def _use_rest(graph: Graph) -> None:
+    """What :func:`collage_fx.arithmetic.rest` was traced to becomes the operator: its code is shorter."""
+    for node in graph.find_nodes(op="call_function", target=aten.where.self):
+        operands = _operands_of_rest(*node.args)
+        if operands is not None:
+            with graph.inserting_before(node):
+                made = graph.call_function(rest, operands)
+            made.meta["val"] = node.meta["val"]
+            node.replace_all_uses_with(made)
+    graph.eliminate_dead_code()
+
+
+def _operands_of_rest(finite: Any, difference: Any, zero: Any) -> tuple[Node, Node] | None:
+    """Of ``where(abs(hi) < inf, value - hi, 0)``: value and hi."""
+    if not all(isinstance(node, Node) for node in (finite, difference, zero)):
+        return None
+    if difference.target is not aten.sub.Tensor or difference.kwargs:
+        return None
+    value, hi = difference.args
+    is_rest = (
+        (finite.target, finite.args[1:]) == (aten.lt.Scalar, (math.inf,))
+        and isinstance(magnitude := finite.args[0], Node)
+        and (magnitude.target, magnitude.args) == (aten.abs.default, (hi,))
+        and zero.target is aten.full.default
+        and zero.args[1] == 0
+        and all(isinstance(each, Node) and each.meta["val"].dtype == torch.float32 for each in (value, hi))
+        and value.meta["val"].shape == hi.meta["val"].shape
+    )
+    return (value, hi) if is_rest else None
 
 
 def _input(graph: Graph, name: str, value: Any) -> Node:

@@ -19,6 +19,10 @@ the result is what was converted, so that hi as stored and hi as subtracted from
 the processor has an instruction for two vectors' worth of it, that is used, in stores as well
 (:func:`torch_compat.bfloat16_by_instruction`).
 
+The rest that a rounding leaves, zero where what was stored is infinite, is an operator in kernels too: a C++
+kernel asks once for each vector whether a number in it needs another way than the instruction, be it for its
+size or for the zero. The pipeline's graphs have the elementary operations.
+
 Inductor's cache of compiled graphs knows an operator by name only. :data:`REVISION` goes into the modules
 that are compiled, so that code from an older definition is never found again.
 """
@@ -47,10 +51,11 @@ from collage_fx.torch_compat import (
     register_realizing_lowering,
     register_sampling_lowering,
     register_summing_lowering,
+    rest_in_cpp,
     rounded_in_cpp,
 )
 
-__all__ = ["REVISION", "measure", "once", "round_to_storage", "update_sizes"]
+__all__ = ["REVISION", "measure", "once", "rest", "round_to_storage", "update_sizes"]
 
 aten = torch.ops.aten
 
@@ -64,6 +69,18 @@ round_to_storage = torch.ops.collage_fx.round_to_storage.default
 
 @torch.library.register_fake("collage_fx::round_to_storage", lib=LIBRARY)
 def _(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(x)
+
+
+LIBRARY.define("rest(Tensor x, Tensor hi) -> Tensor", tags=(torch.Tag.pointwise,))
+LIBRARY.impl("rest", arithmetic.rest, "CompositeExplicitAutograd")
+
+#: ``rest(x, hi)``: :func:`collage_fx.arithmetic.rest` as one operator.
+rest = torch.ops.collage_fx.rest.default
+
+
+@torch.library.register_fake("collage_fx::rest", lib=LIBRARY)
+def _(x: Tensor, hi: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
@@ -130,8 +147,8 @@ def _(
 
 
 @functools.cache
-def _trace(function: Callable[..., Any], constants: tuple[Any, ...], tensors: int = 1) -> GraphModule:
-    """The elementary operations of a function of float32 tensors."""
+def _trace(function: Callable[..., Any], tensors: int, constants: tuple[Any, ...] = ()) -> GraphModule:
+    """The elementary operations of a function of so many float32 tensors."""
     tracer = make_fx(lambda *x: function(*x, *constants), decomposition_table=functional_decompositions())
     with FakeTensorMode(), torch.no_grad():
         return tracer(*(torch.empty(2) for _ in range(tensors)))
@@ -150,18 +167,25 @@ def _round(device: torch.device, dtype: torch.dtype) -> Callable[[Sequence[Any]]
     """See Note [A rounding in C++ is a conversion]."""
     if generates_cpp(device):
         return lambda inputs: rounded_in_cpp(inputs[0], dtype)
-    return lambda inputs: _interpret(_trace(arithmetic.round_to_storage, (dtype,)), inputs)[0]
+    return lambda inputs: _interpret(_trace(arithmetic.round_to_storage, 1, (dtype,)), inputs)[0]
+
+
+def _rest(device: torch.device) -> Callable[[Sequence[Any]], Any]:
+    if generates_cpp(device):
+        return lambda inputs: rest_in_cpp(*inputs)
+    return lambda inputs: _interpret(_trace(arithmetic.rest, 2), inputs)[0]
 
 
 def _terms(inputs: Sequence[Any]) -> list[Any]:
-    return _interpret(_trace(measures.terms, (), 5), inputs)
+    return _interpret(_trace(measures.terms, 5), inputs)
 
 
 def _place(inputs: Sequence[Any], dtype: torch.dtype) -> Any:
-    return _interpret(_trace(measures.place_in_sizes, (dtype,), 3), inputs)[0]
+    return _interpret(_trace(measures.place_in_sizes, 3, (dtype,)), inputs)[0]
 
 
 register_pointwise_lowering(round_to_storage, _round, dtype=torch.float32)
+register_pointwise_lowering(rest, _rest, dtype=torch.float32)
 register_summing_lowering(
     measure, _terms, products=measures.PRODUCTS, counts=measures.COUNTS, with_none=measures.WITHOUT_LO
 )

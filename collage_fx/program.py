@@ -135,6 +135,12 @@ class StateTensor:
     row: Node | None = None
 
     @property
+    def carries_its_old_value(self) -> bool:
+        """Whether the new value is computed from the old one, which may be lost on the way."""
+        assert self.recurrence is not None
+        return bool(self.recurrence.path)
+
+    @property
     def value(self) -> torch.Tensor:
         """The FakeTensor: shape, strides, dtype, device."""
         value = tensor_value(self.placeholder)

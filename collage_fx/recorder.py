@@ -21,9 +21,8 @@ ones, in place (``torch.utils.swap_tensors``).
 * Numbers (Python's floats) are arguments of the compiled graphs, which Dynamo burns in until it sees them
   change.
 
-Several threads that record at once confuse Dynamo about whose frames to convert; what it would then run
-eagerly raises (:func:`_refuse_to_be_run`). Recording costs Python time for each operation, on every step;
-captured steps cost none.
+A graph that Dynamo would run eagerly rather than compile raises (:func:`_refuse_to_be_run`). Recording costs
+Python time for each operation, on every step; captured steps cost none.
 """
 
 from __future__ import annotations
@@ -487,7 +486,10 @@ class Recorder(TorchDispatchMode):
                 carried[_real(result)] = None
         function = _Function(segment, component, self._kind_of)
         if function.key not in self._compiled:
-            self._compiled[function.key] = self._compile_graph(function.module())
+            # Dynamo marks what FX generates while any thread compiles as not to be compiled.
+            with compile_lock:
+                module = function.module()
+            self._compiled[function.key] = self._compile_graph(module)
         self._compiled[function.key](*function.tensors, *function.numbers)
 
 

@@ -15,13 +15,13 @@ from torch.overrides import TorchFunctionMode
 
 from collage_fx.admission import forget_new_state, refuse_optimizer, remember_state
 from collage_fx.error_terms import expansion_of
-from collage_fx.errors import RecompileLimitError
+from collage_fx.errors import CollageError, RecompileLimitError, raise_or_warn
 from collage_fx.names import carried, known_tensors, parameter_names
 from collage_fx.recorder import Recorder, Spec
-from collage_fx.torch_compat import forget_static_addresses
+from collage_fx.torch_compat import forget_static_addresses, is_step_wrapper
 from collage_fx.wrapping import MARK
 
-__all__ = ["branches_on_values", "is_recorded", "record"]
+__all__ = ["branches_on_values", "is_recordable", "is_recorded", "record"]
 
 log = logging.getLogger("collage_fx")
 
@@ -44,7 +44,15 @@ def branches_on_values(optimizer: Optimizer) -> bool:
     )
 
 
-def record(optimizer: Optimizer, backend: Any, keywords: dict[str, Any], reason: str) -> None:
+def is_recordable(optimizer: Optimizer) -> bool:
+    """Whether torch has put its wrapper around ``step``, as ``Optimizer.__init__`` does."""
+    code = getattr(type(optimizer).step, "__code__", None)
+    return code is not None and is_step_wrapper(code)
+
+
+def record(
+    optimizer: Optimizer, backend: Any, keywords: dict[str, Any], reason: str, *, strict: bool
+) -> None:
     """Have each step of ``optimizer`` recorded from now on, also where it is called eagerly.
 
     Args:
@@ -52,10 +60,11 @@ def record(optimizer: Optimizer, backend: Any, keywords: dict[str, Any], reason:
         backend: what ``torch.compile`` was given for the step.
         keywords: and with it: ``mode`` or ``options``.
         reason: why its step isn't captured.
+        strict: whether to refuse a step that cannot be compensated, rather than warn and take it.
     """
     log.info("%s: its steps are run by Python and recorded: %s", type(optimizer).__name__, reason)
     _reroute(type(optimizer))
-    vars(optimizer)[RECORDING] = _Recording(optimizer, backend, keywords)
+    vars(optimizer)[RECORDING] = _Recording(optimizer, backend, keywords, strict=strict)
 
 
 def _reroute(cls: type[Optimizer]) -> None:
@@ -94,7 +103,8 @@ _active = _Active()
 class _Recording:
     """The recorder of one optimizer's steps, and what it has to know of the optimizer."""
 
-    def __init__(self, optimizer: Optimizer, backend: Any, keywords: dict[str, Any]) -> None:
+    def __init__(self, optimizer: Optimizer, backend: Any, keywords: dict[str, Any], *, strict: bool) -> None:
+        self._strict = strict
         self._label = type(optimizer).__name__
         self._compile = lambda module: torch.compile(module, backend=backend, **keywords)
         self._recorder = Recorder(self._compiled, self._kind_of, self._original_of)
@@ -109,7 +119,10 @@ class _Recording:
         """One step."""
         if _active.now:  # of the inner optimizer of one that is being recorded
             return step(optimizer, *args, **kwargs)
-        refuse_optimizer(optimizer)
+        try:
+            refuse_optimizer(optimizer)
+        except CollageError as refusal:
+            raise_or_warn(optimizer, refusal, strict=self._strict)
         remember_state(optimizer, object())
         self._look_at(optimizer)
         self._has_compiled = False

@@ -70,6 +70,7 @@ __all__ = [
     "register_realizing_lowering",
     "register_sampling_lowering",
     "register_summing_lowering",
+    "rest_in_cpp",
     "rounded_in_cpp",
     "run_compiled_functions_as_they_are_if",
     "symbol_source",
@@ -101,11 +102,12 @@ if _version() < OLDEST_TORCH:
 
 try:
     from torch._dynamo import config as dynamo_config
-    from torch._dynamo import eval_frame
+    from torch._dynamo import eval_frame, trace_rules
     from torch._dynamo.convert_frame import CatchErrorsWrapper, ConvertFrameAssert, compile_lock
     from torch._dynamo.decorators import substitute_in_graph
     from torch._dynamo.eval_frame import always_optimize_code_objects
     from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis, Unsupported
+    from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
     from torch._dynamo.source import ConstantSource
     from torch._dynamo.symbolic_convert import (
         InstructionTranslator,
@@ -129,13 +131,14 @@ try:
     from torch._inductor import compile_fx as compile_fx_module
     from torch._inductor import config as inductor_config
     from torch._inductor import ir, list_mode_options
-    from torch._inductor.codecache import CppPythonBindingsCodeCache
+    from torch._inductor.codecache import CppPythonBindingsCodeCache, torch_key
     from torch._inductor.codegen.cpp import CppOverrides, CppVecOverrides
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.fx_passes import joint_graph
     from torch._inductor.graph import GraphLowering
     from torch._inductor.lowering import lowerings, pointwise_cat, register_lowering, to_dtype
+    from torch._inductor.runtime.triton_compat import triton_key
     from torch._inductor.utils import sympy_product
     from torch._inductor.virtualized import OpsWrapper, V, ops
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
@@ -436,8 +439,7 @@ def watch_conversions(
             try:
                 if not before(*compiler, code, variables):
                     return original(self, frame, *args, **kwargs)
-                if _optimizer_of_method(code, variables) is not None:
-                    # Dynamo runs frames eagerly in which it sees no tensor, as in most steps (self).
+                if _may_update(code, variables):
                     always_optimize_code_objects[code] = True
                 try:
                     with dynamo_config.patch(settings), _no_garbage_collection():
@@ -461,6 +463,15 @@ def watch_conversions(
     wrap_method(CatchErrorsWrapper, "__call__", _one_at_a_time)
 
 
+def _may_update(code: CodeType, variables: Mapping[str, Any]) -> bool:
+    """Whether a function is an optimizer's method, or what follows a graph break.
+
+    Dynamo runs functions eagerly in which it sees no tensor, and it doesn't look into objects.
+    """
+    is_method = _optimizer_of_method(code, variables) is not None
+    return is_method or code.co_name.startswith(TORCH_DYNAMO_RESUME_IN_PREFIX)
+
+
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
     """Cycles are collected later: of a compilation's hundred thousands of objects most stay until its end.
@@ -480,12 +491,15 @@ def _one_at_a_time(original: Callable[..., Any]) -> Callable[..., Any]:
     """Have a thread wait for another's compilation before it looks whether to compile.
 
     Dynamo looks first. Whether a tensor mode keeps it from compiling is one answer for all threads, and yes
-    while another thread compiles; it would then run the function eagerly, from then on.
+    while another thread compiles; it would then run the function eagerly, from then on. What Dynamo never
+    compiles must not wait: Python's import machinery is among it, and holds locks of its own.
     """
 
-    def convert(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def convert(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
+        if trace_rules.check(frame.f_code):
+            return original(self, frame, *args, **kwargs)
         with compile_lock:
-            return original(self, *args, **kwargs)
+            return original(self, frame, *args, **kwargs)
 
     return convert
 
@@ -516,12 +530,14 @@ class GraphBreak:
     Attributes:
         optimizer: whose step is being traced there; None where it is none's.
         is_in_closure: whether it is in a function that the step was given to call.
+        is_around_a_step: whether it is torch.optim's own, around the step of an optimizer within.
         reason: Dynamo's, in a sentence or two.
         where: file, line and function.
     """
 
     optimizer: torch.optim.Optimizer | None
     is_in_closure: bool
+    is_around_a_step: bool
     reason: str
     where: str
 
@@ -548,8 +564,11 @@ def watch_graph_breaks(watch: Callable[[Any, dict[str, Any], CodeType, GraphBrea
 
 def _is_torchs_own(code: CodeType, cause: Any) -> bool:
     """Whether it is the break that torch.optim's wrapper around ``step`` has written into it."""
-    is_call = getattr(cause, "gb_type", None) == "Call to `torch._dynamo.graph_break()`"
-    return is_call and _is_in_torchs_optimizer(code)
+    return _is_call_for_a_break(cause) and _is_in_torchs_optimizer(code)
+
+
+def _is_call_for_a_break(cause: Any) -> bool:
+    return getattr(cause, "gb_type", None) == "Call to `torch._dynamo.graph_break()`"
 
 
 def _is_in_torchs_optimizer(code: CodeType) -> bool:
@@ -563,7 +582,10 @@ def _describe_graph_break(translator: Any, cause: Any) -> GraphBreak:
     where = (
         f"{stack[-1].filename}:{stack[-1].lineno} in {stack[-1].name}" if stack else translator.f_code.co_name
     )
-    return GraphBreak(*_optimizer_stepped_by(translator, stack), ". ".join(explained), where)
+    in_optimizer = bool(stack) and stack[-1].filename == inspect.getfile(torch.optim.Optimizer)
+    around_a_step = in_optimizer and _is_call_for_a_break(cause)
+    stepped_by = _optimizer_stepped_by(translator, stack)
+    return GraphBreak(*stepped_by, around_a_step, ". ".join(explained), where)
 
 
 def _optimizer_stepped_by(translator: Any, stack: Sequence[Any]) -> tuple[torch.optim.Optimizer | None, bool]:
@@ -739,10 +761,14 @@ def depends_on_values(operator: Any) -> bool:
 
 
 def factorizes(operator: Any) -> bool:
-    """Whether an operator factorizes matrices, which may fail; none of them is there for 16-bit formats."""
+    """Whether an operator factorizes matrices, or reads factors, which may fail.
+
+    None of them is there for 16-bit formats on the CPU.
+    """
     name = operator._schema.name.partition("::")[2].lstrip("_")
     factorizing = ("linalg_", "cholesky", "geqrf", "svd")
-    return name.startswith(factorizing) and not name.startswith("linalg_vector_norm")
+    others = ("linalg_vector_norm", "linalg__powsum", "linalg_cross", "linalg_matrix_exp")
+    return name.startswith(factorizing) and name not in others
 
 
 def wrapper_subclass(
@@ -783,11 +809,13 @@ def prepare_cpp_compiler() -> concurrent.futures.Future[Any]:
     """Have what Inductor's C++ kernels need prepared on another core, once a process.
 
     On a machine that has compiled nothing yet, finding out what its processor can do and precompiling a
-    header takes longer than a kernel. A fault of the compiler is raised by the future.
+    header takes longer than a kernel. On any machine, Inductor's cache wants the hashes of two packages,
+    hundreds of megabytes, before it can be asked. A fault of the compiler is raised by the future.
     """
-    executor = concurrent.futures.ThreadPoolExecutor(max_workers=1)
+    executor = concurrent.futures.ThreadPoolExecutor(max_workers=2)
     prefix = "#include <torch/csrc/inductor/cpp_prefix.h>\n"
     future = executor.submit(CppPythonBindingsCodeCache.load_async, prefix, device_type="cpu")
+    executor.submit(lambda: (triton_key(), torch_key()))
     executor.shutdown(wait=False)
     return future
 
@@ -803,23 +831,24 @@ def another_fake(value: torch.Tensor) -> torch.Tensor:
 def register_pointwise_lowering(
     operator: Any, element_function: Callable[..., Callable[[Sequence[Any]], Any]], *, dtype: torch.dtype
 ) -> None:
-    """Lower ``operator(x, *constants)`` to one elementwise computation within the kernel that reads it.
+    """Lower ``operator(*tensors, *constants)`` to an elementwise computation in the kernel that reads it.
 
     Args:
-        operator: an overload of one tensor and constants.
-        element_function: ``(device, *constants) -> function of [value of x]`` giving the value of the result,
-            for one element.
+        operator: an overload of tensors of one shape and constants.
+        element_function: ``(device, *constants) -> function of [values of the tensors]`` giving the value of
+            the result, for one element.
         dtype: of the result.
     """
 
-    def lowering(x: Any, *constants: Any) -> Any:
-        load = x.make_loader()
-        compute = element_function(x.get_device(), *constants)
+    def lowering(*arguments: Any) -> Any:
+        tensors = [argument for argument in arguments if isinstance(argument, ir.TensorBox)]
+        loads = [tensor.make_loader() for tensor in tensors]
+        compute = element_function(tensors[0].get_device(), *arguments[len(tensors) :])
         return ir.Pointwise.create(
-            device=x.get_device(),
+            device=tensors[0].get_device(),
             dtype=dtype,
-            inner_fn=lambda index: compute([load(index)]),
-            ranges=list(x.get_size()),
+            inner_fn=lambda index: compute([load(index) for load in loads]),
+            ranges=list(tensors[0].get_size()),
         )
 
     register_lowering(operator, type_promotion_kind=None)(lowering)
@@ -896,9 +925,7 @@ def register_summing_lowering(
 
             return inner
 
-        def sum_of(name: str | None) -> Any:
-            if name is None:
-                return lowerings[torch.ops.aten.full.default]([1], 0.0, dtype=torch.float64, device=device)
+        def sum_of(name: str) -> Any:
             number, dtype = names.index(name), torch.float64 if name in products else counter
             total = ir.Reduction.create(
                 device=device,
@@ -910,11 +937,22 @@ def register_summing_lowering(
                 reduction_type="sum",
             )
             total.realize()
-            return lowerings[torch.ops.aten.reshape.default](to_dtype(total, torch.float64), [1])
+            return to_dtype(total, torch.float64).make_loader()
 
         which = [name if len(given) == len(tensors) else with_none.get(name, name) for name in names]
-        sums = {name: sum_of(name) for name in dict.fromkeys(which)}
-        return pointwise_cat([*(sums[name] for name in which), more], 0)
+        sums = {name: sum_of(name) for name in dict.fromkeys(which) if name is not None}
+
+        def result(index: Any) -> Any:
+            position = ops.index_expr(index[0], torch.int32)
+            value = ops.constant(0.0, torch.float64)
+            for number, name in enumerate(which):
+                if name is not None:
+                    is_here = ops.eq(position, ops.constant(number, torch.int32))
+                    value = ops.where(is_here, sums[name]([]), value)
+            return value
+
+        own = ir.Pointwise.create(device=device, dtype=torch.float64, inner_fn=result, ranges=[len(which)])
+        return pointwise_cat([own, more], 0)
 
     register_lowering(operator, type_promotion_kind=None)(lowering)
 
@@ -1122,36 +1160,88 @@ def rounded_in_cpp(value: Any, storage_dtype: torch.dtype) -> Any:
     return ops.inline_asm_elementwise(value, asm=name, dtype=torch.float32)
 
 
+#: What stands for :func:`rest_in_cpp`.
+_REST = "collage_fx: rest"
+
+
+def rest_in_cpp(value: Any, hi: Any) -> Any:
+    """``value - hi`` where ``hi`` is finite, zero elsewhere, of float32 elements in a C++ kernel."""
+    return ops.inline_asm_elementwise(value, hi, asm=_REST, dtype=torch.float32)
+
+
 def inline_asm_elementwise(*inputs: Any, asm: str, **options: Any) -> Any:
-    """The C++ for :func:`rounded_in_cpp`, for scalars and for vectors.
+    """The C++ for :func:`rounded_in_cpp` and :func:`rest_in_cpp`, for scalars and for vectors."""
+    if asm == _REST:
+        return _rest(*inputs)
+    if asm not in _ROUNDINGS:
+        raise NotImplementedError(f"inline assembly in C++ kernels: {asm}")
+    (value,) = inputs
+    return _rounded(value, _ROUNDINGS[asm])
+
+
+def _rounded(value: Any, storage_dtype: torch.dtype) -> Any:
+    """Converted, and back.
 
     Inductor's own text for a conversion would find Inductor's own variables: once a number has been stored in
     bfloat16, that text for "the stored number in float32" finds the number as it was *before* it was rounded.
     In parentheses it is another text. The way back to the storage dtype is announced, on the other hand, so
     that a store of the result stores what was rounded here and converts nothing.
     """
-    if asm not in _ROUNDINGS:
-        raise NotImplementedError(f"inline assembly in C++ kernels: {asm}")
-    (value,), storage_dtype, kernel = inputs, _ROUNDINGS[asm], V.kernel
     stored = _converted(value, storage_dtype, torch.float32)
     rounded = _converted(stored, torch.float32, storage_dtype)
-    kernel.cse.put(kernel.get_to_dtype_expr(rounded, storage_dtype, torch.float32), stored)
+    _announce(rounded, storage_dtype, stored)
     return rounded
+
+
+def _rest(value: Any, hi: Any) -> Any:
+    """The rest, and announced beside it the rest in bfloat16: what is not read of the two costs nothing.
+
+    Converted by instruction, the difference is looked at once for both: it is an infinity or NaN where ``hi``
+    is.
+    """
+    text = (_REST_OF_VECTORS if value.is_vec else _REST_OF_SCALARS).format(x=value, hi=hi)
+    rest = _variable(text, torch.float32, value, hi)
+    if _by_instruction.get() and _convert_text(rest, torch.bfloat16, torch.float32).startswith(_CONVERT):
+        text = _REST_BY_INSTRUCTION.format(x=value, hi=hi, rest=rest)
+        _announce(rest, torch.bfloat16, _variable(text, torch.bfloat16, value, hi))
+    return rest
 
 
 def _converted(source: Any, dtype: torch.dtype, source_dtype: torch.dtype) -> Any:
     """A variable of its own for a conversion."""
-    text = V.kernel.get_to_dtype_expr(source, dtype, source_dtype)
-    if _by_instruction.get() and text.startswith(_CONVERT):
-        text = _CONVERT_BY_INSTRUCTION.format(x=source)
-    variable = V.kernel.cse.generate(V.kernel.compute, f"({text})", dtype=dtype)
-    variable.update_on_args("to_dtype", (source, dtype), {"src_dtype": source_dtype})
+    text = _convert_text(source, dtype, source_dtype)
+    for conversion, by_instruction in _BY_INSTRUCTION.items():
+        if _by_instruction.get() and text.startswith(conversion):
+            text = by_instruction.format(x=source)
+    return _variable(f"({text})", dtype, source)
+
+
+def _convert_text(source: Any, dtype: torch.dtype, source_dtype: torch.dtype) -> str:
+    return str(V.kernel.get_to_dtype_expr(source, dtype, source_dtype))
+
+
+def _announce(source: Any, dtype: torch.dtype, converted: Any) -> None:
+    """A float32 number will be found to be there in another dtype already."""
+    V.kernel.cse.put(_convert_text(source, dtype, torch.float32), converted)
+
+
+def _variable(text: str, dtype: torch.dtype, *sources: Any) -> Any:
+    variable = V.kernel.cse.generate(V.kernel.compute, text, dtype=dtype)
+    variable.update_on_args("to_dtype", sources, {})
     return variable
 
 
-#: Two vectors of float32 to one of bfloat16: where there is an instruction for it, that, unless a number is
-#: subnormal, which the instruction takes for zero.
+_REST_OF_SCALARS = "(std::abs({hi}) < std::numeric_limits<float>::infinity() ? {x} - {hi} : 0.0f)"
+_REST_OF_VECTORS = (
+    "decltype({x})::blendv(decltype({x})(0.0f), {x} - {hi}, "
+    "{hi}.abs() < decltype({x})(std::numeric_limits<float>::infinity()))"
+)
+
+#: Two vectors of float32 to one of bfloat16, and back.
 _CONVERT = "at::vec::convert<at::BFloat16,1,float,2>("
+_CONVERT_BACK = "at::vec::convert<float,2,at::BFloat16,1>("
+
+#: Where there is an instruction for it, that, unless a number is subnormal, which it takes for zero.
 _CONVERT_BY_INSTRUCTION = """
 #if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512BF16__)
 [&]() -> decltype(at::vec::convert<at::BFloat16,1,float,2>({x})) {{
@@ -1164,16 +1254,54 @@ _CONVERT_BY_INSTRUCTION = """
 at::vec::convert<at::BFloat16,1,float,2>({x})
 #endif
 """
+#: Likewise, unless a number is subnormal, infinite or NaN.
+_REST_BY_INSTRUCTION = """
+#if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512BF16__)
+[&]() -> decltype(at::vec::convert<at::BFloat16,1,float,2>({rest})) {{
+    __m512 first = _mm512_sub_ps({x}[0], {hi}[0]), second = _mm512_sub_ps({x}[1], {hi}[1]);
+    if (C10_LIKELY(!(_mm512_fpclass_ps_mask(first, 0xb9) | _mm512_fpclass_ps_mask(second, 0xb9))))
+        return at::vec::Vectorized<at::BFloat16>((__m512i)_mm512_cvtne2ps_pbh(second, first));
+    return at::vec::convert<at::BFloat16,1,float,2>({rest});
+}}()
+#else
+at::vec::convert<at::BFloat16,1,float,2>({rest})
+#endif
+"""
+
+
+def _upper_halves(first: int) -> str:
+    """A vector of 16 bfloat16 from the first-th on as float32: each the upper half of one.
+
+    The lower halves, which the mask makes zero, have no index.
+    """
+    places = ",".join(f"{place}<<16" for place in reversed(range(first, first + 16)))
+    permuted = f"_mm512_maskz_permutexvar_epi16(0xAAAAAAAA, _mm512_set_epi32({places}), {{x}})"
+    return f"at::vec::Vectorized<float>(_mm512_castsi512_ps({permuted}))"
+
+
+#: One permutation a vector, where ATen's has three instructions.
+_CONVERT_BACK_BY_INSTRUCTION = f"""
+#if defined(CPU_CAPABILITY_AVX512)
+at::vec::VectorizedN<float,2>({_upper_halves(0)}, {_upper_halves(16)})
+#else
+at::vec::convert<float,2,at::BFloat16,1>({{x}})
+#endif
+"""
+
+_BY_INSTRUCTION = {
+    _CONVERT: _CONVERT_BY_INSTRUCTION,
+    _CONVERT_BACK: _CONVERT_BACK_BY_INSTRUCTION,
+}
 
 _by_instruction: ContextVar[bool] = ContextVar("_by_instruction", default=False)
 
 
 @contextlib.contextmanager
 def bfloat16_by_instruction() -> Iterator[None]:
-    """Within, C++ code converts vectors to bfloat16 by the processor's instruction, where it has one.
+    """Within, C++ code converts vectors to bfloat16 and back by the processor's instructions, if it has any.
 
-    The bits are those of ATen's conversion, which takes sixteen instructions, NaN's payload aside. An AdamW
-    step has four such conversions or more and little else to do.
+    The bits are those of ATen's conversion, which takes sixteen instructions (and six back), NaN's payload
+    aside. An AdamW step has a dozen such conversions and little else to do.
     """
     token = _by_instruction.set(True)
     try:
@@ -1186,10 +1314,10 @@ def _announcing(original: Callable[..., Any]) -> Callable[..., Any]:
     """``to_dtype`` of vector code that finds its conversion made."""
 
     def to_dtype(x: Any, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
-        if _by_instruction.get() and dtype == torch.bfloat16 and x.dtype == torch.float32 and x.is_vec:
-            text, cse = V.kernel.get_to_dtype_expr(x, dtype, torch.float32), V.kernel.cse
-            if text.startswith(_CONVERT) and not cse.contains(text):
-                cse.put(text, _converted(x, dtype, torch.float32))
+        if _by_instruction.get() and x.is_vec and {x.dtype, dtype} == {torch.float32, torch.bfloat16}:
+            text, cse = _convert_text(x, dtype, x.dtype), V.kernel.cse
+            if text.startswith(tuple(_BY_INSTRUCTION)) and not cse.contains(text):
+                cse.put(text, _converted(x, dtype, x.dtype))
         return original(x, dtype, *args, **kwargs)
 
     return to_dtype

@@ -1,11 +1,26 @@
 """``native`` compensation: the paper's algorithms in the storage format, every operation rounded.
 
 A selected tensor's old value enters as a double word (hi, lo) and stays one along the tensor's own path, from
-its load to its store. Sums, products with a number (a decay such as 0.999 or 1 - lr*wd, itself a double word:
-[Yu24], section 4.2), products with a tensor and negation have double-word algorithms. Any other elementwise
-operation is computed on the joined float32 value and split again, so that no operation on the path drops the
-error term. Whatever leaves the path reads hi, which is the value rounded to nearest, since ``|lo| <=
-ulp(hi)/2``.
+its load to its store. Sums, products with a number (itself a double word: [Yu24], section 4.2), products with
+a tensor and negation have double-word algorithms; a decay such as 0.999 or 1 - lr*wd is a sum, too. Any
+other elementwise operation is computed on the joined float32 value and split again, so that no operation on
+the path drops the error term. Whatever leaves the path reads hi, which is the value rounded to nearest,
+since ``|lo| <= ulp(hi)/2``.
+
+Note [Decay is an increment]
+----------------------------
+A weight decay of 1e-6 is a fifteenth of the last bit of a bfloat16 pair of about 1: ``p * (1 - 1e-6)``,
+rounded to a pair before the update is added, is p again, step after step. So ``c x`` with c near 1 is
+computed as ``x + (c-1) x``, and where y is added to it, as ``x + ((c-1) x + y)``: decay and update make one
+increment, and their sum is what is rounded. c - 1 is exact in the arithmetic that c comes in (Sterbenz, for
+1/2 <= c <= 2), so that it is off by u**2 of itself as a double word, not of c. With c - 1 = d, DWTimesDW1
+(7 u**2) and AccurateDWPlusDW or Grow (3 u**2), to first order in u**2,
+
+    |error| <= 3 |c x + y| + 3 |d x + y| + 8 |d x|, or 3 |c x| + 8 |d x| where nothing is added.
+
+Near 1 means ``|c - 1| <= |c|/2``, that is 2/3 <= c <= 2: where the latter is at most the 7 |c x| of the
+product itself. A number that the graph is given (a learning rate that changes) is compared when it is known:
+far from 1, d is c, beside no x, and the bound is the same. Its conversion to float32 adds 2**-24 |d x|.
 """
 
 from __future__ import annotations
@@ -53,7 +68,10 @@ class CompensateNative(Pass):
 
 
 class _PathRewriter:
-    """Rewrites one state tensor's path; ``words`` maps the hi node of every double word on it to the pair."""
+    """Rewrites one state tensor's path; ``words`` maps the hi node of every double word on it to the pair.
+
+    Decay: Note [Decay is an increment].
+    """
 
     def __init__(self, editor: GraphEditor, state: StateTensor) -> None:
         (lo,) = state.auxiliaries
@@ -61,6 +79,8 @@ class _PathRewriter:
         self.state = state
         self.dtype = state.value.dtype
         self.words: dict[Node, Word] = {state.placeholder: (state.placeholder, lo)}
+        #: The hi node of ``c x``, where that is ``x + (c-1) x``, to the words of ``x`` and of ``(c-1) x``.
+        self.increments: dict[Node, tuple[Word, Word]] = {}
 
     def run(self) -> None:
         assert self.state.recurrence is not None
@@ -75,9 +95,11 @@ class _PathRewriter:
             if stored in self.words:
                 (lo,) = self.editor.inline(arithmetic.finite_or_zero, self.words[stored][1], stored)
             else:
-                self.state.refusal = (
-                    f"{stored.name} ({stored.target}) has no double-word algorithm; its error term stays zero"
-                )
+                if self.state.carries_its_old_value:
+                    self.state.refusal = (
+                        f"{stored.name} ({stored.target}) has no double-word algorithm; its error term stays "
+                        "zero"
+                    )
                 (lo,) = self.editor.inline(_no_error, stored)
             self.editor.store(self.state.auxiliaries[0], lo)
 
@@ -167,9 +189,17 @@ class _PathRewriter:
         if isinstance(first, Node):
             first, second = second, first
         assert isinstance(first, tuple)
-        if isinstance(second, tuple):
-            return self.inline(arithmetic.add_double_words, *first, *second)
-        return self.inline(arithmetic.grow, *first, second)
+        if isinstance(second, tuple) and second[0] in self.increments:
+            first, second = second, first
+        if first[0] not in self.increments:
+            return self._added(first, second)
+        base, increment = self.increments[first[0]]
+        return self._added(base, self._added(increment, second))
+
+    def _added(self, word: Word, other: Word | Node) -> Word:
+        if isinstance(other, tuple):
+            return self.inline(arithmetic.add_double_words, *word, *other)
+        return self.inline(arithmetic.grow, *word, other)
 
     def difference(self, x: Any, y: Any) -> Word | None:
         subtrahend = self.operand(y)
@@ -182,15 +212,37 @@ class _PathRewriter:
         return self.sum(x, negated)
 
     def product(self, x: Any, y: Any) -> Word | None:
+        x, y = (y, x) if y in self.words else (x, y)
+        if y not in self.words and (parts := self._parts_of_decay(self.words[x], y)) is not None:
+            result = self._added(*parts)
+            self.increments[result[0]] = parts
+            return result
         first, second = self.operand(x), self.operand(y)
         if first is None or second is None:
             return None
-        if isinstance(first, Node):
-            first, second = second, first
         assert isinstance(first, tuple)
         if isinstance(second, tuple):
             return self.inline(arithmetic.multiply_double_words, *first, *second)
         return self.inline(arithmetic.scale_double_word, *first, second)
+
+    def _parts_of_decay(self, word: Word, factor: Any) -> tuple[Word, Word] | None:
+        """What ``word`` times a number is the sum of: see Note [Decay is an increment].
+
+        None where it is a number that isn't near 1, or no number.
+        """
+        if not isinstance(factor, Node):
+            if not abs(factor - 1) <= abs(factor) / 2:
+                return None
+            increment = self.operand(factor - 1)
+            assert isinstance(increment, tuple)
+            return word, self.inline(arithmetic.multiply_double_words, *word, *increment)
+        value = tensor_value(factor)
+        if value is None or value.dtype == self.dtype:
+            return None
+        source = factor.args[0] if is_conversion(factor) else factor  # as the number came, in float64
+        kept, *scaled = self.editor.inline(_decay, source, self.dtype)
+        base = self.inline(_both_times, *word, kept)
+        return base, self.inline(arithmetic.multiply_double_words, *word, *scaled)
 
     def negation(self, x: Any) -> Word | None:
         word = self.operand(x)
@@ -208,6 +260,19 @@ RULES: dict[Any, Callable[..., Word | None]] = {
 
 def _no_error(hi: Tensor) -> Tensor:
     return arithmetic.finite_or_zero(hi - hi, hi)
+
+
+def _decay(factor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """A number as ``kept + (hi + lo)``: near 1 that is 1 and the increment, elsewhere 0 and the number."""
+    increment = factor - 1
+    near = increment.abs() <= factor.abs() / 2
+    return near.to(dtype), *arithmetic.split(
+        torch.where(near, increment, factor).to(torch.float32), dtype, dtype
+    )
+
+
+def _both_times(hi: Tensor, lo: Tensor, number: Tensor) -> DoubleWord:
+    return hi * number, lo * number
 
 
 def _constants_like(reference: Tensor, hi: float, lo: float) -> DoubleWord:

@@ -7,7 +7,6 @@ is exact in float32 (Sterbenz-like: hi' is x' rounded), so ``|hi' + lo' - x'| <=
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -17,7 +16,6 @@ from torch.fx import Node
 from collage_fx.graph import GraphEditor, is_conversion, is_copy_to_input, is_low_precision_tensor
 from collage_fx.passes.base import Pass
 from collage_fx.program import ReadExpansion, StateTensor, StepProgram
-from collage_fx.retype import is_transparent
 
 __all__ = ["CompensateWide"]
 
@@ -77,23 +75,27 @@ def _load_expansion(editor: GraphEditor, program: StepProgram, state: StateTenso
 def _refuse_lost_value(state: StateTensor, order: Mapping[Node, int]) -> None:
     """Note where every way from the load to the store leads through an operator that reads hi alone.
 
-    Such an operator takes the storage dtype, as written: the error term does not pass.
+    Such an operator takes the storage dtype, as written, of the tensor or of what was made of it in float32:
+    the error term does not pass.
     """
     assert state.recurrence is not None
     path = set(state.recurrence.path)
-    reached, opaque = {state.placeholder}, None
+    whole, rounded, opaque = set[Node](), {state.placeholder}, None
     for node in sorted(_computed_from(state.placeholder), key=order.__getitem__):
-        if reached.isdisjoint(node.all_input_nodes) or is_copy_to_input(node):
+        if is_copy_to_input(node):
             continue
-        passes = is_transparent(node) or node.target is operator.getitem
-        if passes and not is_low_precision_tensor(node):
-            reached.add(node)
-        elif node in path:
-            opaque = opaque or node
+        if is_conversion(node):
+            reads_it = not (whole | {state.placeholder}).isdisjoint(node.all_input_nodes)
+            if reads_it:
+                (rounded if is_low_precision_tensor(node) else whole).add(node)
+        elif not rounded.isdisjoint(node.all_input_nodes):
+            opaque = opaque or (node if node in path else None)
+        elif not whole.isdisjoint(node.all_input_nodes):
+            whole.add(node)
     stored = state.store.args[1]
     assert isinstance(stored, Node)
     value = stored.args[0] if is_conversion(stored) else stored
-    if opaque is not None and value not in reached:
+    if opaque is not None and value not in whole:
         state.refusal = (
             f"{opaque.name} ({opaque.target}) reads it in {state.format.name}, without its error term"
         )
@@ -117,7 +119,7 @@ def _store_expansion(editor: GraphEditor, program: StepProgram, state: StateTens
         value = stored.args[0] if is_conversion(stored) else stored
         assert isinstance(value, Node)
         opaque = _rounded_on_the_way(value)
-        if opaque is not None:
+        if opaque is not None and state.carries_its_old_value:
             state.refusal = (
                 f"{opaque.name} ({opaque.target}) gives its result in {state.format.name}, already rounded"
             )

@@ -16,8 +16,15 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from collage_fx.composites import COMPOSITES, FOREACH_OPERATORS, foreach_calls, foreach_name, foreach_rule
-from collage_fx.graph import GraphEditor, copies_to_inputs, tensor_value
+from collage_fx.composites import (
+    COMPOSITES,
+    FOREACH_OPERATORS,
+    foreach_calls,
+    foreach_name,
+    foreach_rule,
+    weighted_sum,
+)
+from collage_fx.graph import GraphEditor, copies_to_inputs, is_low_precision_tensor, tensor_value
 from collage_fx.passes.base import Pass
 from collage_fx.program import StepProgram
 from collage_fx.torch_compat import real_tensors
@@ -51,6 +58,7 @@ class Normalize(Pass):
         editor = GraphEditor(program.gm, self.name)
         unpacked = sum(_unpack_foreach(editor, node) for node in list(editor.graph.nodes))
         opened = sum(_open_composite(editor, node) for node in list(editor.graph.nodes))
+        opened += sum(_open_matrix_sum(editor, node) for node in list(editor.graph.nodes))
         for node in list(editor.graph.nodes):
             _compute_constant(editor, node)
         for node in list(editor.graph.nodes):
@@ -68,6 +76,35 @@ def _open_composite(editor: GraphEditor, node: Node) -> bool:
         return False
     with editor.graph.inserting_before(node):
         (result,) = _opened(editor, rule, node.args, node.kwargs)
+    _replace(editor, node, result)
+    return True
+
+
+#: ``beta * x + alpha * (a @ b)`` -> the product in it.
+MATRIX_SUMS = {
+    aten.addmm.default: aten.mm.default,
+    aten.addmv.default: aten.mv.default,
+    aten.baddbmm.default: aten.bmm.default,
+}
+
+
+def _open_matrix_sum(editor: GraphEditor, node: Node) -> bool:
+    """``x.addmm_(a, b)`` -> ``x + mm(a, b)``: a product is rounded to its storage format, x need not be.
+
+    A bias, of fewer dimensions than the result, is no value that a step adds to.
+    """
+    if node.target not in MATRIX_SUMS or not is_low_precision_tensor(node):
+        return False
+    x, a, b = node.args
+    value, old = tensor_value(node), tensor_value(x)
+    assert value is not None
+    assert old is not None
+    if old.shape != value.shape:
+        return False
+    with editor.graph.inserting_before(node):
+        product = editor.call(MATRIX_SUMS[node.target], a, b)
+        numbers = node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
+        (result,) = _opened(editor, weighted_sum, (x, product, *numbers), {})
     _replace(editor, node, result)
     return True
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
+from functools import partial
+from itertools import pairwise, permutations
 from pathlib import Path
 
 import pytest
@@ -11,12 +14,13 @@ import torch
 from torch.torch_version import TorchVersion
 
 from benchmarks.__main__ import main
-from benchmarks.by_hand import EagerCollage, KahanAdamW
+from benchmarks.by_hand import BETAS, EPS, LR, WEIGHT_DECAY, EagerCollage, KahanAdamW
+from benchmarks.compiling import OPTIMIZERS
 from benchmarks.measure import Failure, Process
-from benchmarks.peers import OPTIONS, PEERS, make_gradients, make_parameters
+from benchmarks.peers import OPTIONS, PEERS, Step, make_gradients, make_parameters
 from benchmarks.sizes import LLAMA_LAYER, SIZES, elements
-from benchmarks.table import BEGIN, END, MEASURED
-from benchmarks.timing import Copies, launches, peak_extra_memory, ratio
+from benchmarks.table import BEGIN, END, MEASURED, compile_table
+from benchmarks.timing import Clock, Copies, launches, peak_extra_memory, ratio, rounds
 from collage_fx.arithmetic import join
 
 #: Nothing of other packages, and what compiles in seconds.
@@ -69,6 +73,28 @@ def test_a_run_goes_on_where_it_was_broken_off(run: tuple[Path, str]) -> None:
     assert json.loads(path.read_text())["rows"] == before
 
 
+def test_compile_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.__main__.TIMED", [("toy", "SGD, momentum")])
+    assert main(["--device", "cpu", "--compile-times", "--results", str(tmp_path)]) == 0
+    results = json.loads(next(tmp_path.glob("*.json")).read_text())
+    assert [row["optimizer"] for row in results["compile_times"]] == ["SGD, momentum"]
+    for row in results["compile_times"]:
+        assert row["status"] == MEASURED
+        assert row["cold_s"] > row["warm_s"] > 0  # the C++ compiler ran in the first process alone
+        assert row["explain_s"] > 0
+    table = compile_table(results)
+    assert len(table.splitlines()) == 2 + 1
+
+
+def test_timed_optimizers_are_those_of_torch() -> None:
+    names = {name.partition(",")[0] for name in OPTIMIZERS}
+    assert names == {
+        name
+        for name, value in vars(torch.optim).items()
+        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
+    } - {"Optimizer", "LBFGS", "SparseAdam"}
+
+
 def test_what_takes_too_long_is_ended() -> None:
     process = Process()
     with pytest.raises(Failure, match="not done within 0 s"):
@@ -118,30 +144,32 @@ def test_bytes_are_those_of_the_state() -> None:
     ],
 )
 def test_optimizers_written_for_comparison_are_right(name: str) -> None:
-    """They move the parameter to within its bfloat16 state's accuracy, and keep what bfloat16 would lose."""
+    """They move the parameter as their moments ask for, and keep what bfloat16 would lose of that."""
     steps, shapes = 20, [(64,)]
     gradients = make_gradients(shapes, torch.bfloat16, "cpu")
     (parameter,) = make_parameters(shapes, torch.bfloat16, "cpu", gradients)
-    exact = torch.nn.Parameter(parameter.data.double())
-    exact.grad = gradients[0].double()
-    start = exact.data.clone()
-    optimizer = torch.optim.AdamW([exact], **OPTIONS)
+    start, g = parameter.data.double(), gradients[0].double()
+    peer: EagerCollage | KahanAdamW
     if name.startswith("eager"):
         peer = EagerCollage([parameter], plus=name.endswith("plus"))
-        lo = peer.state[0][0]
+        lo, m, *v = peer.state[0]
     else:
-        peer = KahanAdamW([parameter])  # type: ignore[assignment]
-        lo = peer.state[0][0]
-    for _ in range(steps):
+        peer = KahanAdamW([parameter])
+        (lo,), (m,), v = peer.state
+    (beta1, beta2), exact = BETAS, start.clone()
+    for step in range(1, steps + 1):
         peer.step()
-        optimizer.step()
-    moved, wanted = join(parameter.data, lo).double() - start, exact.data - start
-    # With a constant gradient each step is lr: m and v, rounded in each of them, are off by u a step at most.
-    bound = 4 * steps * 2**-8
-    assert (moved - wanted).norm() / wanted.norm() < bound
-    assert (parameter.data.double() - start - wanted).norm() / wanted.norm() > (
-        (moved - wanted).norm() / wanted.norm()
-    )
+        mean, square = m.double(), torch.stack(list(v)).double().sum(0)
+        denominator = (square / (1 - beta2**step)).sqrt() + EPS
+        exact -= LR * (mean / (1 - beta1**step) / denominator + WEIGHT_DECAY * exact)
+    u = 2**-8
+    moved, wanted = join(parameter.data, lo).double() - start, exact - start
+    # An update is eight operations, each of which rounds, the pair at most one more.
+    assert ((moved - wanted).abs() <= 9 * u * wanted.abs()).all()
+    assert (parameter.data.double() - start - wanted).norm() > 2 * (moved - wanted).norm()
+    # Of a constant gradient both moments only grow, and are rounded twice a step; so is its square, once.
+    assert ((mean / (1 - beta1**steps) - g).abs() <= 2 * steps * u * g.abs()).all()
+    assert ((square / (1 - beta2**steps) - g**2).abs() <= (2 * steps + 2) * u * g**2).all()
 
 
 def test_copies_move_the_bytes_and_allocate_nothing() -> None:
@@ -167,4 +195,26 @@ def test_memory_and_operators_are_counted() -> None:
 
 
 def test_ratio_is_of_rounds() -> None:
-    assert ratio([1.0, 20.0, 3.0], [2.0, 40.0, 6.0]) == 0.5
+    assert ratio([1.0, 20.0, 3.0], [2.0, 40.0, 6.0]) == (0.5, 0)
+    assert ratio([1.0, 2.0, 3.0, 4.0, 5.0], [1.0] * 5) == (3, 1)  # quartiles 2 and 4
+
+
+def test_rounds_have_many_orders() -> None:
+    """After which other a step runs does not stay the same, nor is it one of them more often than another."""
+    calls: list[str] = []
+
+    class Untimed(Clock):
+        def __call__(self, step: Step, head_start: float = 0.0) -> tuple[float, float]:
+            step()
+            return 1.0, 1.0
+
+    names = ("light", "plus", "it", "copy")
+    steps: dict[str, Step] = {name: partial(calls.append, name) for name in names}
+    times = rounds(Untimed("cpu"), steps, at_most=120, at_least=3, seconds=60)
+    assert calls[:4] == list(names)  # for warmth
+    assert all(len(samples) == 120 for samples in times.values())
+    after = Counter(pairwise(calls[4:]))
+    # 119 calls or 120 of each have one before it, each of the others with a chance of 5/16: 37.5 ± 5.1, the
+    # same one again where rounds meet, 1/16.
+    for name, other in permutations(names, 2):
+        assert abs(after[other, name] - 37.5) < 4 * 5.1

@@ -169,6 +169,22 @@ def test_threads_and_long_rows(case: Case) -> None:
     assert_same(*(trajectory(rig, start, grads, engine=engine) for engine in BOTH))
 
 
+# ------------------------------------------------------------ numbers that are given
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_decay_that_is_known_when_the_step_runs(dtype: torch.dtype) -> None:
+    """``1 - lr * weight_decay`` of a tensor: whether it is near 1 is decided in the graph, once a step."""
+
+    def make(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=torch.tensor(1e-3), weight_decay=0.1)
+
+    backend = TwinBackend(**Case("plus", "native", "mcf", dtype).options())
+    rig = CompiledOptimizer(SHAPES[:1], make, backend, dtype=dtype)
+    start, grads = rig.start(), list(gradients(SHAPES[:1], 10))
+    assert_same(*(trajectory(rig, start, grads, engine=engine) for engine in BOTH))
+
+
 # ------------------------------------------------------------ memory layouts
 
 

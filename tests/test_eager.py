@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.convert_frame import CatchErrorsWrapper, convert_frame
+from torch._dynamo.hooks import Hooks
 from torch.optim import Optimizer
 from torch.optim.optimizer import _use_grad_for_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from collage_fx import CollageBackend, eager, error_terms, reset_error_terms
+from collage_fx import CollageBackend, eager, error_terms, full_value, reset_error_terms
 from collage_fx.errors import (
     CollageError,
     EagerStepError,
@@ -437,6 +441,27 @@ def test_a_thread_waits_for_another_that_compiles() -> None:
     assert bool(error_terms(p)[0].any())
 
 
+def test_what_dynamo_never_compiles_waits_for_no_compilation() -> None:
+    """Python's import machinery is among it, and may hold the lock that the compiling thread needs next."""
+    torch._dynamo.reset()
+    finished = threading.Event()
+    frame: Any = SimpleNamespace(
+        f_code=importlib.import_module.__code__, f_lasti=-1, f_globals={}, f_locals={}
+    )
+    callback = CatchErrorsWrapper(convert_frame(lambda gm, example_inputs: gm, Hooks()), Hooks())
+
+    def ask_dynamo() -> None:
+        callback(frame, None, {})
+        finished.set()
+
+    def slow(gm: Any, example_inputs: Any) -> Any:
+        threading.Thread(target=ask_dynamo, daemon=True).start()
+        assert finished.wait(30)
+        return gm
+
+    torch.compile(lambda x: x + 1, backend=slow)(torch.zeros(2))
+
+
 def test_other_backends_keep_dynamos_behaviour() -> None:
     torch._dynamo.reset()
     (p,) = params = parameters(torch.float32, shapes=[(3,)])
@@ -458,3 +483,56 @@ def test_every_refusal_here_is_a_collage_error() -> None:
         issubclass(error, CollageError)
         for error in (EagerStepError, GraphBreakError, RecompileLimitError, UnsupportedOptimizerError)
     )
+
+
+# -- optimizers that torch knows nothing of
+
+
+class Around(Optimizer):
+    """Made without ``Optimizer.__init__``, which would wrap its ``step``, as torch_optimizer's Lookahead."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner = inner
+        self.param_groups, self.state = inner.param_groups, inner.state
+        self.defaults = inner.defaults
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.mul_(1 + TINY)
+
+
+class AroundByAMethod(Around):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+        for group in self.param_groups:
+            self.update(group)
+
+    def update(self, group: dict[str, Any]) -> None:
+        for p in group["params"]:
+            p.data.mul_(1 + TINY)
+
+
+class Trainer:
+    """No optimizer, and no tensor that Dynamo sees at once."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner = inner
+
+    def step(self) -> None:
+        self.inner.step()
+        for p in self.inner.param_groups[0]["params"]:
+            p.data.mul_(1 + TINY)
+
+
+@pytest.mark.parametrize("outer", [Around, AroundByAMethod, Trainer])
+def test_what_follows_a_step_of_torchs_is_compiled_too(outer: Callable[[Optimizer], Any]) -> None:
+    torch._dynamo.reset()
+    p = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    step = torch.compile(outer(torch.optim.SGD([p], lr=TINY)).step, backend=CollageBackend())
+    for _ in range(2):
+        p.grad = -torch.ones_like(p)
+        step()
+    # The products of the small numbers, of some 2**-40, are below float32's last bit.
+    assert (full_value(p) == 1 + 4 * TINY).all()

@@ -11,7 +11,7 @@ from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
 
 from collage_fx import arithmetic
-from collage_fx.operators import round_to_storage
+from collage_fx.operators import rest, round_to_storage
 from collage_fx.torch_compat import bfloat16_by_instruction
 
 DTYPES = [torch.bfloat16, torch.float16]
@@ -156,3 +156,55 @@ def test_one_special_number_among_32(where: int) -> None:
     torch.compile(store)(x, out)
     assert torch.equal(_bits(out.float()), _bits(x.bfloat16().float()))
     assert _bits(out.float())[2:6, where].count_nonzero() == 4
+
+
+@pytest.mark.parametrize("simdlen", VECTORS)
+def test_rest_in_every_vector_length(simdlen: int | None) -> None:
+    """As float32 and stored in bfloat16, of one vector after the other with a special number in it."""
+
+    def split(x: Tensor) -> tuple[Tensor, ...]:
+        hi = round_to_storage(x, torch.bfloat16)
+        lo = rest(x, hi)
+        return hi, lo, lo.to(torch.bfloat16)
+
+    x = _patterns()
+    special = torch.tensor([1e-45, -1e-39, 3.4e38, float("inf"), float("-inf"), float("nan"), 0.0, -0.0])
+    x = torch.cat([x, *(torch.cat([torch.full((31,), 0.3), each[None]]) for each in special)])
+    with config.patch({"cpp.simdlen": simdlen}):
+        compiled = torch.compile(split)(x)
+    hi = x.to(torch.bfloat16).float()
+    lo = torch.where(hi.isfinite(), x - hi, 0.0)
+    for mine, eager, expected in zip(compiled, split(x), (hi, lo, lo.to(torch.bfloat16)), strict=True):
+        assert torch.equal(_bits(mine.float()), _bits(expected.float()))
+        assert torch.equal(_bits(eager.float()), _bits(expected.float()))
+
+
+def test_rest_of_bfloat16_vectors() -> None:
+    """Where memory has nothing but bfloat16, a vector with a special number in it takes another way."""
+
+    def split(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        x = a.float() + b.float()
+        hi = round_to_storage(x, torch.bfloat16)
+        return hi.to(torch.bfloat16), rest(x, hi).to(torch.bfloat16)
+
+    x = torch.cat([_patterns(), torch.full((32 * 16,), 0.3)])
+    a, b = arithmetic.split(x, torch.bfloat16, torch.bfloat16)
+    largest = torch.finfo(torch.bfloat16).max
+    special = torch.tensor([1e-39, largest, float("inf"), float("-inf"), float("nan"), 0.0, -0.0])
+    where = slice(-32 * 8 + 5, -32, 32)  # seven vectors, one of the special numbers in each
+    a[where], b[where] = special.bfloat16(), torch.tensor([1e-39, largest / 256, 1, 1, 1, 0, 0]).bfloat16()
+    x = a.float() + b.float()
+    hi = x.bfloat16()
+    assert hi[where][1].isinf()
+    assert x[where][1].isfinite()
+    lo = torch.where(hi.isfinite(), x - hi.float(), 0.0).bfloat16()
+    for mine, expected in zip(torch.compile(split)(a, b), (hi, lo), strict=True):
+        assert torch.equal(_bits(mine.float()), _bits(expected.float()))
+
+
+def test_bfloat16_is_read_as_it_is() -> None:
+    """Every bit pattern, through the kernel's own conversion to float32."""
+    patterns = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16)
+    compiled = torch.compile(lambda x: (x.float() * 1.0, -x))(patterns)
+    assert torch.equal(_bits(compiled[0]), _bits(patterns.float()))
+    assert torch.equal(_bits(compiled[1].float()), _bits(-patterns.float()))

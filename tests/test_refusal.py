@@ -1,5 +1,6 @@
 """An update that cannot carry an error term is refused, not silently plain."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -22,6 +23,14 @@ class Rotate(torch.optim.Optimizer):
                 p.copy_(p @ p.grad)
 
 
+class RotateInFloat32(Rotate):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.copy_((p.float() @ p.grad.float()).to(p.dtype))
+
+
 class RotateAndAdd(Rotate):
     """Here the last operation is an addition, but it only gets what the matrix product has rounded."""
 
@@ -30,6 +39,16 @@ class RotateAndAdd(Rotate):
         for group in self.param_groups:
             for p in group["params"]:
                 p.copy_((p @ p.grad).add(p.grad, alpha=0.0))
+
+
+class ScaleAndRotateAndAdd(Rotate):
+    """Here the product gets what has been computed in float32."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.copy_(((p * 0.5) @ p.grad).add(p.grad, alpha=0.0))
 
 
 def _rotated(optimizer: type[Rotate] = Rotate, **options: Any) -> torch.Tensor:
@@ -61,7 +80,36 @@ def test_not_strict_warns(arithmetic: str) -> None:
     assert torch.equal(rotated, 2 * torch.eye(4, dtype=torch.bfloat16))
 
 
+@pytest.mark.parametrize("optimizer", [RotateAndAdd, ScaleAndRotateAndAdd])
 @pytest.mark.parametrize("arithmetic", REASONS)
-def test_an_error_term_that_is_lost_on_the_way_is_refused(arithmetic: str) -> None:
+def test_an_error_term_that_is_lost_on_the_way_is_refused(arithmetic: str, optimizer: type[Rotate]) -> None:
     with pytest.raises(UncompensatedParameterError, match=REASONS_ON_THE_WAY[arithmetic]):
-        _rotated(RotateAndAdd, arithmetic=arithmetic)
+        _rotated(optimizer, arithmetic=arithmetic)
+
+
+@pytest.mark.parametrize("arithmetic", REASONS)
+def test_the_remedy_is_not_what_is_done_already(arithmetic: str) -> None:
+    """And following the one for ``wide`` is enough."""
+    with pytest.raises(UncompensatedParameterError) as refused:
+        _rotated(arithmetic=arithmetic)
+    assert ("use arithmetic='wide'" in str(refused.value)) == (arithmetic == "native")
+    assert ("x.float()" in str(refused.value)) == (arithmetic == "wide")
+    _rotated(RotateInFloat32)
+
+
+class Replace(Rotate):
+    """What the parameter was plays no part in what it becomes."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.copy_(p.grad @ p.grad)
+
+
+@pytest.mark.parametrize("arithmetic", REASONS)
+def test_a_matrix_product_that_replaces_a_tensor_loses_nothing_of_it(arithmetic: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        replaced = _rotated(Replace, arithmetic=arithmetic, strategy="full")
+    assert torch.equal(replaced, 4 * torch.eye(4, dtype=torch.bfloat16))

@@ -10,12 +10,15 @@ from typing import Any
 
 import torch
 
-__all__ = ["DTYPES", "TENSOR", "Row", "Subject", "Variant", "rows_of"]
+__all__ = ["DTYPES", "STEPS", "TENSOR", "Row", "Subject", "Variant", "rows_of"]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 #: A matrix and a vector: enough for every path that depends on a parameter's rank.
 SHAPES = ((24, 16), (16,))
+
+#: Enough for a scheduled number to be seen to change, and for what happens in one step of five.
+STEPS = 40
 
 #: As the value of the option ``lr``: the subject's learning rate in a 0-d tensor.
 TENSOR = "tensor"
@@ -40,6 +43,7 @@ class Subject:
         foreach: settings to try within each row; empty where the class does not take it.
         always: keyword arguments that all rows share.
         shapes: of the parameters.
+        steps: to take; in the second half of them, nothing is to be compiled any more.
         sparse: give sparse gradients.
         closure: ``step`` must be given a closure.
         construct: ``(class, parameters, **options) -> optimizer``.
@@ -55,6 +59,7 @@ class Subject:
     foreach: Sequence[bool | None] = ()
     always: Mapping[str, Any] = field(default_factory=dict)
     shapes: Sequence[tuple[int, ...]] = SHAPES
+    steps: int = STEPS
     sparse: bool = False
     closure: bool = False
     construct: Callable[..., torch.optim.Optimizer] = _construct

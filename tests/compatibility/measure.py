@@ -18,20 +18,17 @@ from torch import Tensor
 from torch._dynamo import utils as dynamo_utils
 
 from collage_fx import CollageBackend, CollageError, error_terms, full_value
-from tests.compatibility.catalog import DTYPES, Parameters, Variant
+from tests.compatibility.catalog import DTYPES, STEPS, Parameters, Variant
 
 __all__ = [
     "COMPENSATED",
     "FAILED",
     "REFUSED",
-    "STEPS",
     "UNSUPPORTED",
     "Measurement",
     "falls_short",
     "measure",
 ]
-
-STEPS = 40
 
 #: Outcomes. Everything else is a fault.
 COMPENSATED = "compensated"
@@ -98,6 +95,8 @@ def falls_short(plain: float, compensated: float) -> bool:
 def measure(variant: Variant) -> Measurement:
     """Measure one variant."""
     measured = Measurement()
+    if variant.row.subject.steps != STEPS:
+        measured.notes.append(f"{variant.row.subject.steps} steps")
     runs: dict[torch.dtype, Tensor] = {}
     dtype = DTYPES[variant.row.dtype]
     for each in (dtype, torch.float32, torch.float64):
@@ -148,7 +147,7 @@ def _gradients(variant: Variant, dtype: torch.dtype) -> Iterator[list[Tensor]]:
     for shape in shapes:
         signs = torch.randint(0, 2, shape, generator=generator) * 2 - 1
         directions.append(signs * (torch.rand(shape, generator=generator) + 0.5))
-    for _ in range(STEPS):
+    for _ in range(variant.row.subject.steps):
         noisy = [d + torch.randn(d.shape, generator=generator) / 3 for d in directions]
         gradients = [gradient.to(low).to(dtype) for gradient in noisy]
         yield [g.to_sparse(1) for g in gradients] if variant.row.subject.sparse else gradients
@@ -214,7 +213,8 @@ def _compiled_displacement(variant: Variant, measured: Measurement) -> Tensor | 
         measured.outcome, measured.reason = FAILED, _said(error)
     count()  # also where a step has raised
     measured.graphs, measured.compilations = graphs[0], graphs[-1]
-    measured.late = translations[-1] - translations[STEPS // 2 - 1] if len(translations) > STEPS else 0
+    steps = variant.row.subject.steps
+    measured.late = translations[-1] - translations[steps // 2 - 1] if len(translations) > steps else 0
     measured.breaks = [b for b in dynamo_utils.counters["graph_break"] if not b.startswith(OWN_BREAK)]
     measured.recompiles = [
         metrics.recompile_reason

@@ -29,7 +29,8 @@ def _digest(variant: Variant) -> str:
     for path in sorted(path for pattern in SOURCES for path in ROOT.glob(pattern)):
         hashed.update(path.read_bytes())
     subject = variant.row.subject
-    facts = (variant.name, subject.lr, sorted(subject.always.items()), subject.shapes, subject.version)
+    always = sorted(subject.always.items())
+    facts = (variant.name, subject.lr, always, subject.shapes, subject.steps, subject.version)
     hashed.update(repr((facts, torch.__version__, platform.machine())).encode())
     return hashed.hexdigest()
 

@@ -14,8 +14,8 @@ from dataclasses import astuple, dataclass, fields
 import torch
 from tabulate import tabulate
 
-from tests.compatibility.catalog import Row
-from tests.compatibility.measure import COMPENSATED, STEPS, UNSUPPORTED, Measurement, falls_short
+from tests.compatibility.catalog import STEPS, Row
+from tests.compatibility.measure import COMPENSATED, UNSUPPORTED, Measurement, falls_short
 
 __all__ = ["Key", "Line", "differences", "document", "key_of", "line_of", "read", "torch_version"]
 
@@ -186,7 +186,7 @@ def document(lines: Sequence[Line]) -> str:
         "# Which optimizers work",
         f"Written by `./dev compat` with torch {torch_version()} on {platform.system()} "
         f"{platform.machine()}; not to be edited.",
-        f"Each line is {STEPS} steps of an unmodified optimizer in `torch.compile(opt.step, "
+        f"Each line is {STEPS} steps (or as noted) of an unmodified optimizer in `torch.compile(opt.step, "
         "backend=CollageBackend())`, from N(0, 1) weights and with steps of some 1e-5 to 1e-4, most of which "
         "plain bfloat16 loses. The outcome *compensated* means that every parameter has error terms, not all "
         "of them zero, that nothing was compiled in the second half of the steps, and that the error is at "

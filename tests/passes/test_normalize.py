@@ -14,8 +14,8 @@ from collage_fx.composites import COMPOSITES
 from collage_fx.error_formats import ERROR_FORMATS
 from collage_fx.graph import graph_text
 from collage_fx.passes.normalize import Normalize
-from collage_fx.program import InputInfo, Role, StepProgram
-from tests.support.programs import captured, captured_of, only
+from collage_fx.program import Arithmetic, InputInfo, Role, StepProgram
+from tests.support.programs import after, captured, captured_of, only
 
 
 def _operations(step: Callable[..., Any], symbols: str) -> str:
@@ -55,6 +55,41 @@ def test_lerp_keeps_the_slope_of_the_old_value_visible() -> None:
 mul: float32[4] = mul(sub, 0.25)  # normalize
 add_1: float32[4] = add(m, mul)  # normalize""",
     )
+
+
+def test_a_matrix_product_is_added_to_a_tensor_outside_of_its_operator() -> None:
+    program = captured(lambda m, g: m.addmm_(g, g.t(), beta=0.5, alpha=2.0), "m g", shape=(4, 4))
+    graph = only(program, Normalize()).gm.graph
+    made_here = [line for line in graph_text(graph).splitlines() if "# normalize" in line]
+    assert_expected_inline(
+        "\n".join(made_here),
+        """\
+mm: bfloat16[4, 4] = mm(g, permute)  # normalize
+mul: bfloat16[4, 4] = mul(m, 0.5)  # normalize
+mul_1: bfloat16[4, 4] = mul(mm, 2.0)  # normalize
+add: bfloat16[4, 4] = add(mul, mul_1)  # normalize""",
+    )
+
+
+def test_a_bias_stays_in_the_operator_of_its_product() -> None:
+    bias, g = torch.zeros(3).bfloat16(), torch.zeros(3, 3).bfloat16()
+    program = captured_of(lambda bias, g: g.copy_(torch.addmm(bias, g, g)), bias, g)
+    assert "addmm" in graph_text(only(program, Normalize()).gm.graph)
+
+
+@pytest.mark.parametrize("arithmetic", ["wide", "native"])
+def test_statistics_that_a_matrix_product_is_added_to_are_kept_in_full(arithmetic: Arithmetic) -> None:
+    """Plain bfloat16 stops at 256 times the increment; a pair holds every one of these sums, 4 ... 4000."""
+    steps = 1000
+    g = torch.ones(4, 4).bfloat16()
+    m, lo = torch.zeros(4, 4).bfloat16(), torch.zeros(4, 4).bfloat16()
+    program = after(
+        captured(lambda m, g: m.addmm_(g, g.t()), "m g", shape=(4, 4), arithmetic=arithmetic), "pin-roundings"
+    )
+    assert program.states[0].refusal == ""
+    for _ in range(steps):
+        program.gm(m, g, lo)
+    assert (m.double() + lo.double() == 4 * steps).all()
 
 
 def test_a_branch_on_a_constant_is_taken_while_compiling() -> None:

@@ -1,0 +1,95 @@
+"""Optimizers that compensate themselves are at least as accurate compiled as they are eagerly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from collage_fx import CollageBackend, full_value
+
+optimi = pytest.importorskip("optimi", reason="torch-optimi, of the extra 'compat', is not installed")
+
+STEPS = 40
+
+#: Learning rates with which 16-bit weights lose most of a step, and the modules of the rules.
+RATES = {"AdamW": 5e-5, "Lion": 5e-5, "SGD": 5e-5, "Ranger": 2e-4}
+MODULES = {"AdamW": "adam", "Lion": "lion", "SGD": "sgd", "Ranger": "ranger"}
+CASES = [("AdamW", False), ("Lion", False), ("SGD", True), ("Ranger", False), ("Ranger", True)]
+cases = pytest.mark.parametrize(("name", "foreach"), CASES)
+
+START = torch.randn(24, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+
+def gradients() -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    direction = torch.randn(START.shape, generator=generator)
+    for _ in range(STEPS):
+        yield (direction + torch.randn(START.shape, generator=generator) / 3).bfloat16()
+
+
+def displacement(
+    name: str, dtype: torch.dtype, *, foreach: bool, compiled: bool = False, with_own_term: bool = False
+) -> Tensor:
+    """How far the parameter goes, with or without what the optimizer itself keeps beside it."""
+    torch._dynamo.reset()
+    p = torch.nn.Parameter(START.to(dtype, copy=True))
+    options = {"lr": RATES[name], "kahan_sum": True, "triton": False, "foreach": foreach}
+    optimizer = getattr(optimi, name)([p], **options)
+    step: Any = torch.compile(optimizer.step, backend=CollageBackend()) if compiled else optimizer.step
+    for gradient in gradients():
+        p.grad = gradient.to(dtype)
+        step()
+    value = full_value(p).detach()
+    if with_own_term:
+        value = value + optimizer.state[p]["kahan_comp"].double()
+    return value - START.double()
+
+
+def in_float64(name: str, *, foreach: bool) -> Tensor:
+    """The rule that the optimizer has for 16-bit parameters, as it is written, in float64."""
+    as_if = SimpleNamespace(**{**vars(torch), "bfloat16": torch.float64})
+    with mock.patch(f"optimi.{MODULES[name]}.torch", as_if):
+        return displacement(name, torch.float64, foreach=foreach, with_own_term=False)
+
+
+def error(moved: Tensor, exact: Tensor) -> float:
+    return float((moved - exact).norm() / exact.norm())
+
+
+def rounding(exact: Tensor) -> float:
+    """Of one rounding to a pair: half a last bit of lo, which is u times a quarter of ulp(hi) at most."""
+    exponents = torch.frexp(START.double())[1]  # |weight| < 2**exponent, and ulp(hi) = 2**(exponent - 8)
+    return float((2.0**-8 * 2.0 ** (exponents - 8) / 4).norm() / exact.norm())
+
+
+@cases
+def test_compiled_is_what_its_rule_is_in_exact_arithmetic(name: str, foreach: bool) -> None:
+    """To within a rounding a step; no further from it than eagerly, to within a rounding in all."""
+    rule = in_float64(name, foreach=foreach)
+    compiled = error(displacement(name, torch.bfloat16, foreach=foreach, compiled=True), rule)
+    eager, eager_pair = (
+        error(displacement(name, torch.bfloat16, foreach=foreach, with_own_term=own), rule)
+        for own in (False, True)
+    )
+    print(
+        f"{name}, foreach={foreach}: {compiled:.4f}; eagerly {eager:.4f}, with its own term {eager_pair:.4f}"
+    )
+    assert compiled <= STEPS * rounding(rule)
+    assert compiled <= min(eager, eager_pair) + rounding(rule)
+
+
+def test_ranger_has_another_rule_for_16_bits_without_foreach() -> None:
+    """What is compiled follows the one; its row in docs/compatibility.md compares it with the other."""
+    exact = displacement("Ranger", torch.float64, foreach=False)
+    one, other = (in_float64("Ranger", foreach=foreach) for foreach in (False, True))
+    assert error(other, exact) < 1e-9
+    compiled = displacement("Ranger", torch.bfloat16, foreach=False, compiled=True)
+    print(f"from its own rule: {error(compiled, one):.4f}; from the other: {error(compiled, exact):.4f}")
+    assert error(one, exact) > 0.2
+    assert abs(error(compiled, exact) - error(one, exact)) <= STEPS * rounding(exact)
