@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.by_hand import BETAS, EPS, LR, WEIGHT_DECAY, EagerCollage, KahanAdamW
 from collage_fx import CollageBackend
-from collage_fx.program import Arithmetic, Strategy
+from collage_fx.program import Strategy
 
 __all__ = ["PEERS", "Peer", "Step", "make_gradients", "make_parameters"]
 
@@ -60,9 +60,9 @@ class Peer:
         return ""
 
 
-def ours(strategy: Strategy, arithmetic: Arithmetic = "wide", mode: str | None = None) -> Any:
+def ours(strategy: Strategy, **options: Any) -> Any:
     def make(parameters: Parameters) -> Step:
-        backend = CollageBackend(strategy=strategy, arithmetic=arithmetic, mode=mode)
+        backend = CollageBackend(strategy=strategy, **options)
         return torch.compile(torch.optim.AdamW(parameters, **OPTIONS).step, backend=backend)
 
     return make
@@ -139,7 +139,9 @@ _PEERS: Sequence[Peer] = (
     Peer("light, CUDA graphs", ours("light", mode="reduce-overhead"), 18, devices=("cuda",), compiles=True),
     Peer("plus, CUDA graphs", ours("plus", mode="reduce-overhead"), 22, devices=("cuda",), compiles=True),
     Peer("full", ours("full"), 26, compiles=True),
-    Peer("full, native", ours("full", "native"), 26, compiles=True),
+    Peer("full, native", ours("full", arithmetic="native"), 26, compiles=True),
+    Peer("light, every step measured", ours("light", metrics=True), 18, compiles=True),
+    Peer("plus, every step measured", ours("plus", metrics=True), 22, compiles=True),
     Peer("torch.compile bf16", compiled_adamw, 14, compiles=True),
     Peer("torch.compile fp32", compiled_adamw, 28, torch.float32, compiles=True),
     Peer("compiled Kahan by hand", lambda parameters: KahanAdamW(parameters).step, 18, compiles=True),

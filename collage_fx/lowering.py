@@ -51,6 +51,10 @@ JOINT_GRAPH_SETTINGS: dict[str, Any] = {"joint_graph_constant_folding": False}
 NATIVE_SETTINGS: dict[str, Any] = {**IEEE_SETTINGS, **DENSE_REUSE, "eager_numerics.division_rounding": True}
 
 
+#: The sums of several tensors that one loop updates are to be in that loop: eleven nodes for each.
+MEASURING_SETTINGS: dict[str, Any] = {"cpp.max_horizontal_fusion_size": 128}
+
+
 def lower(
     program: StepProgram, example_inputs: Sequence[Any], inductor_options: dict[str, Any]
 ) -> CompensatedStep:
@@ -62,7 +66,9 @@ def lower(
         inductor_options: what ``compile_fx`` passed for its own inner compiler (static inputs, CUDA graphs,
             ...).
     """
-    settings = inductor_settings(program.arithmetic) if program.strategy != "none" else {}
+    settings = dict(inductor_settings(program.arithmetic)) if program.strategy != "none" else {}
+    if program.rows:
+        settings.update(MEASURING_SETTINGS)
     with inductor_config.patch(settings):
         compiled = lower_in_parts(program.gm) or _whole(program, example_inputs, inductor_options)
     bindings = [_bind(state.position, state.info, program.error_format) for state in program.expansions]

@@ -14,6 +14,7 @@ import gc
 import inspect
 import sys
 import unittest.mock
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -914,12 +915,14 @@ def register_summing_lowering(
             tensor.realize()  # else each sum would be traced from the inputs of the step
         size, device = given[0].get_size(), given[0].get_device()
         loaders = [None if tensor is None else tensor.make_loader() for tensor in tensors]
+        shared = _load_in_common(given[0])
         elements = V.graph.sizevars.optimization_hint(sympy_product(size), fallback=0)
         counter = torch.int64 if elements >= 1 << 31 else torch.int32
 
         def term(number: int, dtype: torch.dtype) -> Callable[[Any, Any], Any]:
             def inner(index: Any, reduced: Any) -> Any:
                 zero = ops.constant(0.0, torch.float32)
+                shared(reduced)
                 value = terms([zero if load is None else load(reduced) for load in loaders])[number]
                 return value if dtype is torch.float64 else ops.to_dtype(value, dtype, src_dtype=torch.bool)
 
@@ -955,6 +958,20 @@ def register_summing_lowering(
         return pointwise_cat([own, more], 0)
 
     register_lowering(operator, type_promotion_kind=None)(lowering)
+
+
+#: Of each graph that is being lowered: what all sums over as many elements read.
+_in_common: weakref.WeakKeyDictionary[Any, dict[Any, Callable[[Any], Any]]] = weakref.WeakKeyDictionary()
+
+
+def _load_in_common(tensor: Any) -> Callable[[Any], Any]:
+    """A load whose result nobody needs, which costs nothing: of the tensor that was the first of its size.
+
+    Inductor makes one loop of sums only if they read something in common, and can make no loop of other sums
+    and what they are computed from, once there are sums in it.
+    """
+    known = _in_common.setdefault(V.graph, {})
+    return known.setdefault(tuple(tensor.get_size()), tensor.make_loader())
 
 
 def register_sampling_lowering(

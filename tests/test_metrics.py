@@ -250,12 +250,15 @@ def test_updates_of_many_steps_are_sampled() -> None:
     )
 
 
+@pytest.mark.parametrize("kind", [Descent, torch.optim.AdamW])
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options.values()))
-def test_no_tensor_is_kept_in_memory_for_the_sample(options: dict[str, Any]) -> None:
-    """Nor for the sums: of one tensor, all is computed in the loop that stores it."""
+def test_no_tensor_is_kept_in_memory_to_be_measured(
+    options: dict[str, Any], kind: Callable[[Any], Optimizer]
+) -> None:
+    """Sums are computed in the loop that stores what is measured, and the sample is computed anew."""
     params = parameters(shapes=[(64, 64)])
     backend = CollageBackend(metrics=True, **options)
-    run_steps(torch.compile(Descent(params).step, backend=backend), params, range(1))
+    run_steps(torch.compile(kind(params).step, backend=backend), params, range(1))
     (graph,) = backend.report().graphs
     (code,) = graph.code
     allocated = re.findall(r"empty_strided_cpu\(\((.*?)\), .*torch.(\w+)\)", code)
