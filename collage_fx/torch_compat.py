@@ -967,9 +967,11 @@ _in_common: weakref.WeakKeyDictionary[Any, dict[Any, Callable[[Any], Any]]] = we
 def _load_in_common(tensor: Any) -> Callable[[Any], Any]:
     """A load whose result nobody needs, which costs nothing: of the tensor that was the first of its size.
 
-    Inductor makes one loop of sums only if they read something in common, and can make no loop of other sums
-    and what they are computed from, once there are sums in it.
+    For C++, Inductor makes one loop of sums only if they read something in common, and makes none of sums and
+    what they are computed from if there are other sums in it already.
     """
+    if not generates_cpp(tensor.get_device()):
+        return lambda index: None
     known = _in_common.setdefault(V.graph, {})
     return known.setdefault(tuple(tensor.get_size()), tensor.make_loader())
 
