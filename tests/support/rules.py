@@ -242,9 +242,14 @@ def _epsilon(draw: Draw) -> float:
     return float(draw(st.sampled_from([0.1, 0.01, 1.0])))
 
 
+def _like(target: str, x: str, mixed: bool) -> str:
+    """``x`` in the dtype of ``target``, without which torch refuses some of what follows."""
+    return f"({x}).to({target}.dtype)" if mixed or ".float()" in x else x
+
+
 def _scaled_sum(draw: Draw, target: str, decay: float, weight: float, x: str, mixed: bool) -> list[str]:
     """Ways to write ``target = decay * target + weight * x``."""
-    operand = f"({x}).to({target}.dtype)" if mixed else x
+    operand = _like(target, x, mixed)
     kept = [] if decay == 1 else [f"{target}.mul_({decay})"]
     scaled = target if decay == 1 else f"{decay} * {target}"
     foreach_kept = [] if decay == 1 else [f"torch._foreach_mul_([{target}], {decay})"]
@@ -279,8 +284,7 @@ def _product_sum(
     draw: Draw, target: str, decay: float, weight: float, a: str, b: str, mixed: bool
 ) -> list[str]:
     """Ways to write ``target = decay * target + weight * a * b``."""
-    if mixed:
-        a, b = f"({a}).to({target}.dtype)", f"({b}).to({target}.dtype)"
+    a, b = _like(target, a, mixed), _like(target, b, mixed)
     kept = [] if decay == 1 else [f"{target}.mul_({decay})"]
     forms = [
         [*kept, f"{target}.addcmul_({a}, {b}, value={weight})"],
@@ -292,8 +296,7 @@ def _product_sum(
 
 def _quotient_sum(draw: Draw, target: str, weight: float, a: str, b: str, mixed: bool) -> list[str]:
     """Ways to write ``target = target + weight * a / b``, b positive."""
-    if mixed:
-        a, b = f"({a}).to({target}.dtype)", f"({b}).to({target}.dtype)"
+    a, b = _like(target, a, mixed), _like(target, b, mixed)
     forms = [
         [f"{target}.addcdiv_({a}, {b}, value={weight})"],
         [f"torch._foreach_addcdiv_([{target}], [{a}], [{b}], {weight})"],
