@@ -5,8 +5,8 @@ After each step two things are compared with the rule run on bounded numbers, el
 that comes with them: the step itself, from the tensors as they really were, and all steps so far, from the
 start.
 
-``COLLAGE_FX_RULES=1000`` draws about so many rules with a random seed, instead of the 300 that are the same in
-every run of the same code. (Hypothesis also draws numbers that it finds in the project's modules.)
+``COLLAGE_FX_RULES=1000`` draws about so many rules with a random seed, instead of the 300 that are the same
+in every run of the same code. (Hypothesis also draws numbers that it finds in the project's modules.)
 """
 
 from __future__ import annotations
