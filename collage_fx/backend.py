@@ -272,9 +272,8 @@ class CollageBackend:
     def _by_family(self, capture: _Capture, patches: dict[str, Any]) -> Callable[..., Any] | None:
         """The step, compiled for one of each family of updates; None where it has to be compiled whole."""
         options = self.options
-        if options.strategy == "none" or options.passes != PIPELINE or not self.by_family or is_dumping():
-            return None
-        if options.metrics:
+        is_usual = options.strategy != "none" and not options.metrics and options.passes == PIPELINE
+        if not is_usual or not self.by_family or is_dumping():
             return None
         families = families_of(capture.dynamo_module, capture.arguments, capture.describe)
         if families is None:
