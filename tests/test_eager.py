@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import threading
 import warnings
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.convert_frame import CatchErrorsWrapper, convert_frame
+from torch._dynamo.guards import CheckFunctionManager
 from torch._dynamo.hooks import Hooks
 from torch.optim import Optimizer
 from torch.optim.optimizer import _use_grad_for_differentiable
@@ -385,6 +387,27 @@ def test_a_step_that_is_compiled_again_and_again_is_recorded() -> None:
         run_steps(step, params, range(6, 9))
     assert len(backend.report().graphs) == compilations
     assert len(optimizer.count) == 9
+
+
+def test_a_step_that_dynamo_fails_at_is_recorded_and_the_user_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A recorded step is slower: whoever has one for no reason of the optimizer's wants to know."""
+    torch._dynamo.reset()
+    make_guards = CheckFunctionManager.__init__
+
+    def fail_once(*args: Any, **kwargs: Any) -> None:
+        monkeypatch.setattr(CheckFunctionManager, "__init__", make_guards)
+        raise RuntimeError("no such guard")
+
+    monkeypatch.setattr(CheckFunctionManager, "__init__", fail_once)
+    params = parameters(shapes=[(3,)])
+    optimizer = Descent(params, TINY)
+    run_steps(compiled(optimizer), params, [0])
+    assert is_recorded(optimizer)
+    warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert any("Descent" in message and "no such guard" in message for message in warned)
+    assert bool(error_terms(params[0])[0].any())
 
 
 def test_a_function_that_is_compiled_again_and_again_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
