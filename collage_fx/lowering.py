@@ -20,7 +20,7 @@ from collage_fx.operators import REVISION
 from collage_fx.program import Arithmetic, InputInfo, StepProgram
 from collage_fx.repetition import Repetition, repeated_step
 from collage_fx.sharing import lower_in_parts
-from collage_fx.torch_compat import inductor_compile_inner, inductor_config
+from collage_fx.torch_compat import COMBINED_LAUNCHES, inductor_compile_inner, inductor_config
 
 __all__ = [
     "JOINT_GRAPH_SETTINGS",
@@ -66,10 +66,11 @@ def lower(
         inductor_options: what ``compile_fx`` passed for its own inner compiler (static inputs, CUDA graphs,
             ...).
     """
-    settings = dict(inductor_settings(program.arithmetic)) if program.strategy != "none" else {}
-    if program.rows:
-        settings.update(MEASURING_SETTINGS)
-    with inductor_config.patch(settings):
+    inputs = (node.meta["val"] for node in placeholders(program.gm.graph))
+    on_gpu = any(isinstance(value, Tensor) and value.device.type != "cpu" for value in inputs)
+    settings = inductor_settings(program.arithmetic, on_gpu=on_gpu) if program.strategy != "none" else {}
+    measuring = MEASURING_SETTINGS if program.rows else {}
+    with inductor_config.patch({**settings, **measuring}):
         compiled = lower_in_parts(program.gm) or _whole(program, example_inputs, inductor_options)
     bindings = [_bind(state.position, state.info, program.error_format) for state in program.expansions]
     return CompensatedStep(compiled, bindings, _per_call(program.inputs), program.rows)
@@ -105,9 +106,10 @@ def _per_call(inputs: Sequence[InputInfo]) -> list[tuple[int, str]]:
     return [(i, info.name) for i, info in enumerate(inputs) if info.tensor is not None and not info.bound]
 
 
-def inductor_settings(arithmetic: Arithmetic) -> dict[str, Any]:
+def inductor_settings(arithmetic: Arithmetic, *, on_gpu: bool = False) -> dict[str, Any]:
     """What Inductor's configuration has to be while a graph of this arithmetic is lowered."""
-    return NATIVE_SETTINGS if arithmetic == "native" else IEEE_SETTINGS
+    settings = NATIVE_SETTINGS if arithmetic == "native" else IEEE_SETTINGS
+    return {**settings, **COMBINED_LAUNCHES} if on_gpu else settings
 
 
 def _whole(

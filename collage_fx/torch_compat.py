@@ -27,6 +27,7 @@ import torch
 from collage_fx.wrapping import wrap_method
 
 __all__ = [
+    "COMBINED_LAUNCHES",
     "ConvertAgain",
     "FakeTensorMode",
     "GraphBreak",
@@ -803,6 +804,15 @@ def real_tensors() -> Iterator[None]:
 def graph_module(root: Any, graph: torch.fx.Graph) -> torch.fx.GraphModule:
     """A GraphModule that writes its Python code when somebody calls it or asks for the code."""
     return _LazyGraphModule(root, graph)
+
+
+#: Inductor's settings for few launches: one costs as much time as moving megabytes, and a model has a hundred
+#: small tensors. Elementwise kernels that do not depend on each other are combined, eight a launch or more.
+#: Newer versions look before whether that needs more memory, and count what a step writes in place as new.
+COMBINED_LAUNCHES: dict[str, Any] = {"combo_kernels": True, "combo_kernels_pointwise_only": True}
+for _name, _value in (("combo_kernel_peak_memory_pct_threshold", None), ("combo_kernel_max_distance", -1)):
+    if hasattr(inductor_config, _name):
+        COMBINED_LAUNCHES[_name] = _value
 
 
 @functools.cache

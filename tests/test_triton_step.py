@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,9 +58,9 @@ class Step:
         return offline.run_in_interpreter(self.source, arguments)
 
 
-def step_of(case: Case, capturable: bool = True) -> Step:
+def step_of(case: Case, capturable: bool = True, shapes: Sequence[tuple[int, ...]] = SHAPES) -> Step:
     """Capture the step on the CPU, generate its Triton code; ``capturable``, or with counters on the host."""
-    shapes = SHAPES if case.arithmetic == "wide" else SHAPES[:1]
+    shapes = shapes if case.arithmetic == "wide" else shapes[:1]
     backend = TwinBackend(compiles=False, **case.options())
     backend.engine = "eager"
 
@@ -73,7 +74,7 @@ def step_of(case: Case, capturable: bool = True) -> Step:
     counters = [node.name for node in inputs if node.meta["val"].dim() == 0]
     assert len(counters) == len(shapes)
     on_cuda = offline.to_cuda(graph, keep_on_cpu=() if capturable else counters)
-    with torch._inductor.config.patch(inductor_settings(case.arithmetic)):
+    with torch._inductor.config.patch(inductor_settings(case.arithmetic, on_gpu=True)):
         source = offline.triton_source(on_cuda)
     roundings = sum("round_to_storage" in str(node.target) for node in graph.graph.nodes)
     return Step(rig, start, source, roundings)
@@ -149,6 +150,33 @@ def test_native_division_is_rounded_correctly_on_the_card() -> None:
     assert "div.rn.f32" in native
     assert "div.full.f32" not in native
     assert "div.full.f32" in wide  # within 2 ulps, which tests/test_gpu.py allows for
+
+
+#: As many as are combined, and twice, of two sizes that both fit into vectors of 16 bytes.
+MANY = ((1024, 256), (256, 256)) * 8
+
+
+@functools.cache
+def many_tensors() -> Step:
+    return step_of(Case("plus", "wide", "mcf", torch.bfloat16), shapes=MANY)
+
+
+def test_many_tensors_take_few_launches() -> None:
+    """Alone, each would take one for its bias corrections and one for its update."""
+    source = many_tensors().source
+    assert len(re.findall(r"\.run\(", source)) <= 2 * len(MANY) / 8
+    assert len(offline.kernels(source)) <= 3
+
+
+def test_machine_code_has_wide_loads_and_spills_nothing() -> None:
+    updates = [
+        sass for sass in offline.compile_to_ptx(many_tensors().source, "sass").values() if "BF16" in sass
+    ]
+    assert updates
+    for sass in updates:
+        assert "LDG.E.128" in sass
+        assert "STG.E.128" in sass
+        assert not re.search(r"\b(LDL|STL)\b", sass)
 
 
 def test_without_pinned_roundings_the_kernel_loses_the_error_terms() -> None:
