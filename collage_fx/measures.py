@@ -27,6 +27,7 @@ change, is within that bound.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -35,6 +36,7 @@ import torch
 from torch import Tensor
 
 from collage_fx.formats import storage_format
+from collage_fx.sums_in_cpp import Sums
 
 __all__ = [
     "COUNTS",
@@ -50,15 +52,30 @@ __all__ = [
     "sizes",
     "sums",
     "terms",
+    "values",
 ]
 
 #: The inner products, by name: of the intended update D with itself, of D with the effective update of hi
-#: alone, of that with itself, likewise for hi + lo, and of lo with itself.
-PRODUCTS = ("intended", "along_hi", "effective_hi", "along", "effective", "error")
+#: alone, of that with itself, likewise for hi + lo, and of lo with itself. The numbers are places in what
+#: :func:`values` returns.
+PRODUCTS = {
+    "intended": (0, 0),
+    "along_hi": (0, 1),
+    "effective_hi": (1, 1),
+    "along": (0, 2),
+    "effective": (2, 2),
+    "error": (3, 3),
+}
 
 #: The counts of elements: D is not zero; and hi stayed as it was; and hi + lo did; hi stayed as it was,
-#: whatever D; lo is not zero.
-COUNTS = ("asked", "lost_hi", "lost", "unchanged", "held")
+#: whatever D; lo is not zero. By place, whether the value has to be zero.
+COUNTS = {
+    "asked": {0: False},
+    "lost_hi": {0: False, 1: True},
+    "lost": {0: False, 2: True},
+    "unchanged": {1: True},
+    "held": {3: False},
+}
 
 #: What is summed.
 SUMS = (*PRODUCTS, *COUNTS)
@@ -86,27 +103,27 @@ WITHOUT_LO = {
 }
 
 
-def terms(old: Tensor, old_lo: Tensor, intended: Tensor, hi: Tensor, lo: Tensor) -> tuple[Tensor, ...]:
-    """What each element adds to :data:`SUMS`: float64 products, then truth values.
+def values(old: Tensor, old_lo: Tensor, intended: Tensor, hi: Tensor, lo: Tensor) -> tuple[Tensor, ...]:
+    """What each element is measured by, float32: its intended update, what hi and hi + lo moved by, and lo.
 
     All are float32: ``old`` and ``old_lo`` are hi and error term before the step, ``intended`` is the new
     value before it is stored, ``hi`` and ``lo`` are what is stored.
     """
-    update = intended - (old + old_lo)
     moved_hi = hi - old
-    moved = moved_hi + (lo - old_lo)
-    asked, same_hi, same = update != 0, moved_hi == 0, moved == 0
-    wide = [each.to(torch.float64) for each in (update, moved_hi, moved, lo)]
-    update, moved_hi, moved, error = wide
-    products = (
-        update * update,
-        update * moved_hi,
-        moved_hi * moved_hi,
-        update * moved,
-        moved * moved,
-        error * error,
-    )
-    return *products, asked, asked & same_hi, asked & same, same_hi, lo != 0
+    return intended - (old + old_lo), moved_hi, moved_hi + (lo - old_lo), lo
+
+
+def terms(old: Tensor, old_lo: Tensor, intended: Tensor, hi: Tensor, lo: Tensor) -> tuple[Tensor, ...]:
+    """What each element adds to :data:`SUMS`: float64 products of :func:`values`, then truth values."""
+    each = values(old, old_lo, intended, hi, lo)
+    wide = [value.to(torch.float64) for value in each]
+    is_zero = [value == 0 for value in each]
+    is_not_zero = [value != 0 for value in each]
+    counted = [
+        functools.reduce(operator.and_, ((is_zero if zero else is_not_zero)[i] for i, zero in which.items()))
+        for which in COUNTS.values()
+    ]
+    return *(wide[i] * wide[j] for i, j in PRODUCTS.values()), *counted
 
 
 def sums(old: Tensor, old_lo: Tensor, intended: Tensor, hi: Tensor, lo: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from collage_fx import arithmetic, measures, torch_compat
+from collage_fx import arithmetic, measures, sums_in_cpp, torch_compat
 from collage_fx.torch_compat import (
     functional_decompositions,
     generates_cpp,
@@ -180,6 +180,10 @@ def _terms(inputs: Sequence[Any]) -> list[Any]:
     return _interpret(_trace(measures.terms, 5), inputs)
 
 
+def _values(inputs: Sequence[Any]) -> list[Any]:
+    return _interpret(_trace(measures.values, 5), inputs)
+
+
 def _place(inputs: Sequence[Any], dtype: torch.dtype) -> Any:
     return _interpret(_trace(measures.place_in_sizes, 3, (dtype,)), inputs)[0]
 
@@ -187,7 +191,12 @@ def _place(inputs: Sequence[Any], dtype: torch.dtype) -> Any:
 register_pointwise_lowering(round_to_storage, _round, dtype=torch.float32)
 register_pointwise_lowering(rest, _rest, dtype=torch.float32)
 register_summing_lowering(
-    measure, _terms, products=measures.PRODUCTS, counts=measures.COUNTS, with_none=measures.WITHOUT_LO
+    measure,
+    _terms,
+    _values,
+    products=measures.PRODUCTS,
+    counts=measures.COUNTS,
+    with_none=measures.WITHOUT_LO,
 )
 register_sampling_lowering(
     update_sizes, _place, measures.sampled, sample=measures.SAMPLE, places=len(measures.SIZES)
@@ -195,5 +204,5 @@ register_sampling_lowering(
 
 #: Identifies the definitions above and the lowering; part of the compile cache's key.
 REVISION = hashlib.sha256(
-    "".join(inspect.getsource(each) for each in (arithmetic, measures, torch_compat, _interpret)).encode()
+    "".join(inspect.getsource(each) for each in (arithmetic, measures, sums_in_cpp, torch_compat, _interpret)).encode()
 ).hexdigest()

@@ -24,6 +24,7 @@ from weakref import WeakSet
 
 import torch
 
+from collage_fx.sums_in_cpp import Sums
 from collage_fx.wrapping import wrap_method
 
 __all__ = [
@@ -133,7 +134,9 @@ try:
     from torch._inductor import config as inductor_config
     from torch._inductor import ir, list_mode_options
     from torch._inductor.codecache import CppPythonBindingsCodeCache, torch_key
-    from torch._inductor.codegen.cpp import CppOverrides, CppVecOverrides
+    from torch._inductor.codegen import cpp as cpp_module
+    from torch._inductor.codegen.cpp import CppKernel, CppOverrides, CppVecKernel, CppVecOverrides
+    from torch._inductor.codegen.cpp_utils import cexpr_index
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.fx_passes import joint_graph
@@ -890,9 +893,10 @@ def register_realizing_lowering(operator: Any) -> None:
 def register_summing_lowering(
     operator: Any,
     terms: Callable[[Sequence[Any]], Sequence[Any]],
+    values: Callable[[Sequence[Any]], Sequence[Any]],
     *,
-    products: Sequence[str],
-    counts: Sequence[str],
+    products: Mapping[str, tuple[int, int]],
+    counts: Mapping[str, Mapping[int, bool]],
     with_none: Mapping[str, str | None],
 ) -> None:
     """Lower ``operator(*tensors, more)`` to sums over all elements, in the loop that computes the tensors.
@@ -902,8 +906,9 @@ def register_summing_lowering(
             returns a float64 vector, of which the other is the end.
         terms: from the values of one element of each to what it adds to each sum: float64 numbers, then truth
             values.
-        products: names of the numbers.
-        counts: names of the truth values. They are counted in integers, which vectors hold more of.
+        values: likewise, to what the sums are made of.
+        products: names of the numbers, and which of the values each is the product of.
+        counts: names of the truth values, and which of the values have to be zero, or must not be.
         with_none: where there is a None, the sums that another one is, or None for zero.
     """
     names = [*products, *counts]
@@ -915,26 +920,37 @@ def register_summing_lowering(
             tensor.realize()  # else each sum would be traced from the inputs of the step
         size, device = given[0].get_size(), given[0].get_device()
         loaders = [None if tensor is None else tensor.make_loader() for tensor in tensors]
-        shared = _load_in_common(given[0])
+        which = [name if len(given) == len(tensors) else with_none.get(name, name) for name in names]
+        needed = [name for name in dict.fromkeys(which) if name is not None]
         elements = V.graph.sizevars.optimization_hint(sympy_product(size), fallback=0)
         counter = torch.int64 if elements >= 1 << 31 else torch.int32
+        sums = _sums_of(products, counts, needed)
+        shared = _load_in_common(given[0])
 
-        def term(number: int, dtype: torch.dtype) -> Callable[[Any, Any], Any]:
-            def inner(index: Any, reduced: Any) -> Any:
-                zero = ops.constant(0.0, torch.float32)
+        def loaded(index: Any) -> list[Any]:
+            zero = ops.constant(0.0, torch.float32)
+            return [zero if load is None else load(index) for load in loaders]
+
+        def term(name: str, dtype: torch.dtype) -> Callable[[Any, Any], Any]:
+            def in_cpp(index: Any, reduced: Any) -> Any:
                 shared(reduced)
-                value = terms([zero if load is None else load(reduced) for load in loaders])[number]
-                return value if dtype is torch.float64 else ops.to_dtype(value, dtype, src_dtype=torch.bool)
+                each = values(loaded(reduced))[: sums.values]
+                text = f"{_SUM} {sums.number(name)} {sums.name}"
+                return ops.inline_asm_elementwise(*each, asm=text, dtype=dtype)
 
-            return inner
+            def inner(index: Any, reduced: Any) -> Any:
+                value = terms(loaded(reduced))[names.index(name)]
+                return value if name in products else ops.to_dtype(value, dtype, src_dtype=torch.bool)
+
+            return in_cpp if generates_cpp(device) else inner
 
         def sum_of(name: str) -> Any:
-            number, dtype = names.index(name), torch.float64 if name in products else counter
+            dtype = torch.float64 if name in products or generates_cpp(device) else counter
             total = ir.Reduction.create(
                 device=device,
                 dst_dtype=dtype,
                 src_dtype=dtype,
-                inner_fn=term(number, dtype),
+                inner_fn=term(name, dtype),
                 ranges=[],
                 reduction_ranges=list(size),
                 reduction_type="sum",
@@ -942,8 +958,7 @@ def register_summing_lowering(
             total.realize()
             return to_dtype(total, torch.float64).make_loader()
 
-        which = [name if len(given) == len(tensors) else with_none.get(name, name) for name in names]
-        sums = {name: sum_of(name) for name in dict.fromkeys(which) if name is not None}
+        loads = {name: sum_of(name) for name in needed}
 
         def result(index: Any) -> Any:
             position = ops.index_expr(index[0], torch.int32)
@@ -951,13 +966,127 @@ def register_summing_lowering(
             for number, name in enumerate(which):
                 if name is not None:
                     is_here = ops.eq(position, ops.constant(number, torch.int32))
-                    value = ops.where(is_here, sums[name]([]), value)
+                    value = ops.where(is_here, loads[name]([]), value)
             return value
 
         own = ir.Pointwise.create(device=device, dtype=torch.float64, inner_fn=result, ranges=[len(which)])
         return pointwise_cat([own, more], 0)
 
     register_lowering(operator, type_promotion_kind=None)(lowering)
+
+
+#: What stands for an element's part in a sum of C++.
+_SUM = "collage_fx: sum"
+
+#: The sums of C++ kernels, by name.
+_sums: dict[str, Sums] = {}
+
+
+def _sums_of(
+    products: Mapping[str, tuple[int, int]], counts: Mapping[str, Mapping[int, bool]], needed: Sequence[str]
+) -> Sums:
+    """Those that are needed, as a C++ class."""
+    products = {name: products[name] for name in products if name in needed}
+    counts = {name: counts[name] for name in counts if name in needed}
+    values = 1 + max(max(pair) for pair in products.values())
+    return _sums.setdefault(f"SumsOf{values}", Sums(f"SumsOf{values}", values, products, counts))
+
+
+def _summand(values: Sequence[Any], text: str) -> Any:
+    """A variable that is not computed: what :func:`_sum_in_cpp` finds in the place of a number to be added."""
+    _, _, place = text.partition(_SUM)
+    number, name = place.split()
+    variable = V.kernel.cse.generate(
+        V.kernel.compute, f"{text} {values}", write=False, dtype=torch.float64
+    )
+    variable.update_on_args("to_dtype", values, {})
+    variable.collage_fx_summand = _sums[name], int(number), tuple(values)
+    return variable
+
+
+def _summing(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``reduction`` of a C++ kernel that knows :func:`_summand`."""
+
+    def reduction(
+        kernel: Any, dtype: torch.dtype, src_dtype: torch.dtype, reduction_type: str, value: Any
+    ) -> Any:
+        summand = getattr(value, "collage_fx_summand", None)
+        if summand is None:
+            return original(kernel, dtype, src_dtype, reduction_type, value)
+        return _sum_in_cpp(kernel, *summand)
+
+    return reduction
+
+
+def _sum_in_cpp(kernel: Any, sums: Sums, number: int, values: tuple[Any, ...]) -> str:
+    """One of the sums of an object that is made, and given the values, for the first of them."""
+    key = sums.name, values
+    known = kernel.reduction_cse.reduction_cache
+    if key not in known:
+        known[key] = _object_of_sums(kernel, sums, values)
+    return f"{known[key]}.sum({number})"
+
+
+def _as_wide_as_stores(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``select_tiling`` that gives a loop with sums as many elements at a time as it would have without.
+
+    That is a vector's worth of what it stores. Inductor itself counts by float32 as soon as one node of the
+    loop, as those of the sums, has nothing else.
+    """
+
+    def select_tiling(self: Any, functions: Any, *args: Any) -> Any:
+        bodies = cpp_module._get_loop_body(functions)
+        if not any(map(_has_summands, bodies)):
+            return original(self, functions, *args)
+        found = {cpp_module.get_loop_body_lowp_fp(body)[0] for body in bodies} - {None}
+        if len(found) != 1:
+            return original(self, functions, *args)
+        answer = found.pop(), True
+        with unittest.mock.patch.object(cpp_module, "get_loop_body_lowp_fp", lambda body: answer):
+            return original(self, functions, *args)
+
+    return select_tiling
+
+
+def _has_summands(body: Any) -> bool:
+    nodes = body.root_block.graph.find_nodes(op="call_method", target="inline_asm_elementwise")
+    return any(node.kwargs["asm"].startswith(_SUM) for node in nodes)
+
+
+def _object_of_sums(kernel: Any, sums: Sums, values: tuple[Any, ...]) -> Any:
+    acc = kernel.reduction_cse.generate(kernel.loads, f"reduction {sums.name} {values}", write=False)
+    block = f"{acc}_block"
+    kernel.is_reduction = True
+    kernel.reduction_var_names += [f"{acc}", block]
+    is_defined = any(sums is other for other in kernel.__dict__.setdefault("collage_fx_sums", []))
+    kernel.collage_fx_sums.append(sums)
+    definition = "" if is_defined else f"{sums.definition()}\n"
+    kernel.reduction_prefix_generators.append(lambda size: f"{definition}{sums.name} {acc};")
+    kernel.non_parallel_reduction_prefix.writeline(f"{sums.name}::Block {block};")
+    kernel.non_parallel_reduction_suffix.writeline(f"{acc}.close({block});")
+    kernel.local_reduction_init.writeline(f"{sums.name}::Block {block}_local;")
+    kernel.local_reduction_stores.writeline(f"{acc}_local.close({block}_local);")
+    kernel._gen_parallel_reduction_buffers(
+        acc,
+        sums.name,
+        "sum",
+        torch.float64,
+        reduction_combine_fn=lambda kind, total, part, **_: f"{total}.join({part})",
+        reduction_init_fn=lambda *_: f"{sums.name}()",
+    )
+    if not isinstance(kernel, CppVecKernel):
+        kernel.stores.writeline(f"{acc}.one({', '.join(map(str, values))});")
+        return acc
+    vectors = [value if value.is_vec else kernel.broadcast(value) for value in values]
+    width = kernel._get_num_vectors(torch.float32)
+    for i in range(width):
+        parts = ", ".join(map(str, vectors) if width == 1 else (f"{vector}[{i}]" for vector in vectors))
+        if kernel.tail_size:
+            tail = f"{cexpr_index(kernel.tail_size)} - {i} * at::vec::Vectorized<float>::size()"
+            kernel.stores.writeline(f"{acc}.some({tail}, {parts});")
+        else:
+            kernel.stores.writeline(f"{acc}.add({block}, {parts});")
+    return acc
 
 
 #: Of each graph that is being lowered: what all sums over as many elements read.
@@ -1189,9 +1318,11 @@ def rest_in_cpp(value: Any, hi: Any) -> Any:
 
 
 def inline_asm_elementwise(*inputs: Any, asm: str, **options: Any) -> Any:
-    """The C++ for :func:`rounded_in_cpp` and :func:`rest_in_cpp`, for scalars and for vectors."""
+    """The C++ for :func:`rounded_in_cpp`, :func:`rest_in_cpp` and sums, for scalars and for vectors."""
     if asm == _REST:
         return _rest(*inputs)
+    if asm.startswith(_SUM):
+        return _summand(inputs, asm)
     if asm not in _ROUNDINGS:
         raise NotImplementedError(f"inline assembly in C++ kernels: {asm}")
     (value,) = inputs
@@ -1345,3 +1476,6 @@ def _announcing(original: Callable[..., Any]) -> Callable[..., Any]:
 for _overrides in (CppOverrides, CppVecOverrides):
     _overrides.inline_asm_elementwise = staticmethod(inline_asm_elementwise)  # type: ignore[method-assign]
 CppVecOverrides.to_dtype = staticmethod(_announcing(CppVecOverrides.to_dtype))  # type: ignore[method-assign]
+for _kernel in (CppKernel, CppVecKernel):
+    _kernel.reduction = _summing(_kernel.reduction)  # type: ignore[method-assign]
+cpp_module.TilingSelect.select_tiling = _as_wide_as_stores(cpp_module.TilingSelect.select_tiling)  # type: ignore[method-assign]
