@@ -1337,7 +1337,8 @@ def _rounded(value: Any, storage_dtype: torch.dtype) -> Any:
     In parentheses it is another text. The way back to the storage dtype is announced, on the other hand, so
     that a store of the result stores what was rounded here and converts nothing.
     """
-    stored = _converted(value, storage_dtype, torch.float32)
+    known = V.kernel.cse.try_get(_convert_text(value, storage_dtype, torch.float32))
+    stored = known or _converted(value, storage_dtype, torch.float32)
     rounded = _converted(stored, torch.float32, storage_dtype)
     _announce(rounded, storage_dtype, stored)
     return rounded
