@@ -1055,17 +1055,14 @@ def _has_summands(body: Any) -> bool:
 
 def _object_of_sums(kernel: Any, sums: Sums, values: tuple[Any, ...]) -> Any:
     acc = kernel.reduction_cse.generate(kernel.loads, f"reduction {sums.name} {values}", write=False)
-    block = f"{acc}_block"
     kernel.is_reduction = True
-    kernel.reduction_var_names += [f"{acc}", block]
-    is_defined = any(sums is other for other in kernel.__dict__.setdefault("collage_fx_sums", []))
-    kernel.collage_fx_sums.append(sums)
-    definition = "" if is_defined else f"{sums.definition()}\n"
+    kernel.reduction_var_names.append(f"{acc}")
+    defined = kernel.__dict__.setdefault("collage_fx_sums", set())
+    definition = "" if sums.name in defined else f"{sums.definition()}\n"
+    defined.add(sums.name)
     kernel.reduction_prefix_generators.append(lambda size: f"{definition}{sums.name} {acc};")
-    kernel.non_parallel_reduction_prefix.writeline(f"{sums.name}::Block {block};")
-    kernel.non_parallel_reduction_suffix.writeline(f"{acc}.close({block});")
-    kernel.local_reduction_init.writeline(f"{sums.name}::Block {block}_local;")
-    kernel.local_reduction_stores.writeline(f"{acc}_local.close({block}_local);")
+    kernel.non_parallel_reduction_suffix.writeline(f"{acc}.close();")
+    kernel.local_reduction_stores.writeline(f"{acc}_local.close();")
     kernel._gen_parallel_reduction_buffers(
         acc,
         sums.name,
@@ -1085,7 +1082,7 @@ def _object_of_sums(kernel: Any, sums: Sums, values: tuple[Any, ...]) -> Any:
             tail = f"{cexpr_index(kernel.tail_size)} - {i} * at::vec::Vectorized<float>::size()"
             kernel.stores.writeline(f"{acc}.some({tail}, {parts});")
         else:
-            kernel.stores.writeline(f"{acc}.add({block}, {parts});")
+            kernel.stores.writeline(f"{acc}.add({parts});")
     return acc
 
 
