@@ -52,7 +52,7 @@ class Sums:
         values, pairs, conditions = range(self.values), [*self.products.values()], [*self.counts.values()]
         p, c = range(len(pairs)), range(len(conditions))
         squares = {i: pairs.index((i, i)) for i in values}
-        vectors = ", ".join(f"Vector v{i}" for i in values)
+        vectors = ", ".join(f"const Vector& v{i}" for i in values)
         lines = [
             f"struct {self.name} {{",
             f"    double products[{len(p)}] = {{}};",
@@ -72,10 +72,14 @@ class Sums:
             "#if INDUCTOR_USE_VECTOR_TYPES()",
             "    using Vector = at::vec::Vectorized<float>;",
             f"    __at_align__ float block[{BLOCK}][{len(values)}][Vector::size()];",
-            "    int filled = 0;",
-            f"    C10_ALWAYS_INLINE void add({vectors}) {{",
-            *(f"        v{i}.store(block[filled][{i}]);" for i in values),
-            f"        if (C10_UNLIKELY(++filled == {BLOCK})) close();",
+            "    int64_t filled = 0;",
+            f"    C10_ALWAYS_INLINE void put(int n, {vectors}) {{",
+            f"        float* next = block[0][0] + filled * {len(values)} * Vector::size();",
+            *(f"        v{i}.store(next + (n * {len(values)} + {i}) * Vector::size());" for i in values),
+            "    }",
+            "    C10_ALWAYS_INLINE void go_on(int vectors) {",
+            "        filled += vectors;",
+            f"        if (C10_UNLIKELY(filled == {BLOCK})) close();",
             "    }",
             f"    void some(int64_t count, {vectors}) {{",
             f"        __at_align__ float x[{len(values)}][Vector::size()];",

@@ -1082,7 +1082,9 @@ def _object_of_sums(kernel: Any, sums: Sums, values: tuple[Any, ...]) -> Any:
             tail = f"{cexpr_index(kernel.tail_size)} - {i} * at::vec::Vectorized<float>::size()"
             kernel.stores.writeline(f"{acc}.some({tail}, {parts});")
         else:
-            kernel.stores.writeline(f"{acc}.add({parts});")
+            kernel.stores.writeline(f"{acc}.put({i}, {parts});")
+    if not kernel.tail_size:
+        kernel.stores.writeline(f"{acc}.go_on({width});")
     return acc
 
 
