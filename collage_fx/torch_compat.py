@@ -1061,8 +1061,13 @@ def _object_of_sums(kernel: Any, sums: Sums, values: tuple[Any, ...]) -> Any:
     definition = "" if sums.name in defined else f"{sums.definition()}\n"
     defined.add(sums.name)
     kernel.reduction_prefix_generators.append(lambda size: f"{definition}{sums.name} {acc};")
-    kernel.non_parallel_reduction_suffix.writeline(f"{acc}.close();")
-    kernel.local_reduction_stores.writeline(f"{acc}_local.close();")
+    width = kernel._get_num_vectors(torch.float32) if isinstance(kernel, CppVecKernel) else 1
+    lanes = f"{acc}_lanes"
+    kernel.reduction_var_names.append(lanes)
+    kernel.non_parallel_reduction_prefix.writeline(f"{sums.name}::Lanes {lanes};")
+    kernel.local_reduction_init.writeline(f"{sums.name}::Lanes {lanes}_local;")
+    kernel.non_parallel_reduction_suffix.writeline(f"{acc}.close({lanes}, {width});")
+    kernel.local_reduction_stores.writeline(f"{acc}_local.close({lanes}_local, {width});")
     kernel._gen_parallel_reduction_buffers(
         acc,
         sums.name,
@@ -1075,7 +1080,8 @@ def _object_of_sums(kernel: Any, sums: Sums, values: tuple[Any, ...]) -> Any:
         kernel.stores.writeline(f"{acc}.one({', '.join(map(str, values))});")
         return acc
     vectors = [value if value.is_vec else kernel.broadcast(value) for value in values]
-    width = kernel._get_num_vectors(torch.float32)
+    if not kernel.tail_size:
+        kernel.stores.writeline(f"{acc}.take_last({lanes}, {width});")
     for i in range(width):
         parts = ", ".join(map(str, vectors) if width == 1 else (f"{vector}[{i}]" for vector in vectors))
         if kernel.tail_size:
@@ -1084,7 +1090,7 @@ def _object_of_sums(kernel: Any, sums: Sums, values: tuple[Any, ...]) -> Any:
         else:
             kernel.stores.writeline(f"{acc}.put({i}, {parts});")
     if not kernel.tail_size:
-        kernel.stores.writeline(f"{acc}.go_on({width});")
+        kernel.stores.writeline(f"{acc}.go_on({lanes}, {width});")
     return acc
 
 
