@@ -36,7 +36,6 @@ import torch
 from torch import Tensor
 
 from collage_fx.formats import storage_format
-from collage_fx.sums_in_cpp import Sums
 
 __all__ = [
     "COUNTS",
@@ -103,32 +102,45 @@ WITHOUT_LO = {
 }
 
 
-def values(old: Tensor, old_lo: Tensor, intended: Tensor, hi: Tensor, lo: Tensor) -> tuple[Tensor, ...]:
+def values(
+    old: Tensor, old_lo: Tensor | None, intended: Tensor, hi: Tensor, lo: Tensor | None
+) -> tuple[Tensor, ...]:
     """What each element is measured by, float32: its intended update, what hi and hi + lo moved by, and lo.
 
     All are float32: ``old`` and ``old_lo`` are hi and error term before the step, ``intended`` is the new
-    value before it is stored, ``hi`` and ``lo`` are what is stored.
+    value before it is stored, ``hi`` and ``lo`` are what is stored. Without error terms there are two.
     """
     moved_hi = hi - old
+    if old_lo is None or lo is None:
+        return intended - old, moved_hi
     return intended - (old + old_lo), moved_hi, moved_hi + (lo - old_lo), lo
 
 
-def terms(old: Tensor, old_lo: Tensor, intended: Tensor, hi: Tensor, lo: Tensor) -> tuple[Tensor, ...]:
-    """What each element adds to :data:`SUMS`: float64 products of :func:`values`, then truth values."""
+def terms(
+    old: Tensor, old_lo: Tensor | None, intended: Tensor, hi: Tensor, lo: Tensor | None
+) -> dict[str, Tensor]:
+    """What each element adds to :data:`SUMS`: float64 products of :func:`values`, and truth values.
+
+    Without error terms, those of :data:`WITHOUT_LO` are missing.
+    """
     each = values(old, old_lo, intended, hi, lo)
     wide = [value.to(torch.float64) for value in each]
-    is_zero = [value == 0 for value in each]
-    is_not_zero = [value != 0 for value in each]
-    counted = [
-        functools.reduce(operator.and_, ((is_zero if zero else is_not_zero)[i] for i, zero in which.items()))
-        for which in COUNTS.values()
-    ]
-    return *(wide[i] * wide[j] for i, j in PRODUCTS.values()), *counted
+    found = {name: wide[i] * wide[j] for name, (i, j) in PRODUCTS.items() if j < len(each)}
+    for name, conditions in COUNTS.items():
+        if max(conditions) < len(each):
+            tests = ((each[i] == 0) if is_zero else (each[i] != 0) for i, is_zero in conditions.items())
+            found[name] = functools.reduce(operator.and_, tests)
+    return found
 
 
-def sums(old: Tensor, old_lo: Tensor, intended: Tensor, hi: Tensor, lo: Tensor) -> Tensor:
+def sums(
+    old: Tensor, old_lo: Tensor | None, intended: Tensor, hi: Tensor, lo: Tensor | None
+) -> Tensor:
     """:data:`SUMS` of one tensor's update, float64."""
-    return torch.stack([term.sum(dtype=torch.float64) for term in terms(old, old_lo, intended, hi, lo)])
+    found = {k: x.sum(dtype=torch.float64) for k, x in terms(old, old_lo, intended, hi, lo).items()}
+    zero = torch.zeros((), dtype=torch.float64, device=old.device)
+    found = {**{name: zero if same is None else found[same] for name, same in WITHOUT_LO.items()}, **found}
+    return torch.stack([found[name] for name in SUMS])
 
 
 def sampled(i: Any, elements: Any, divided: Callable[[Any, Any], Any] = operator.floordiv) -> Any:

@@ -19,8 +19,10 @@ two squares.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from string import Template
+from typing import Any
 
 __all__ = ["BLOCK", "Sums"]
 
@@ -30,16 +32,19 @@ BLOCK = 32
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums over float32 values of which each element has several.
+    """Sums over what is computed from float32 inputs, element by element.
 
     Attributes:
-        values: how many.
-        products: by name, the two values that are multiplied; all squares of values are among them.
+        name: of the C++ class.
+        inputs: how many.
+        values: C++ expressions of the inputs ``x0``, ``x1``, ... and of values before them, ``v0``, ``v1``, ...
+        products: by name, the two values that are multiplied.
         counts: by name, which values have to be zero (True) and which must not be (False).
     """
 
     name: str
-    values: int
+    inputs: int
+    values: tuple[str, ...]
     products: Mapping[str, tuple[int, int]]
     counts: Mapping[str, Mapping[int, bool]]
 
@@ -49,144 +54,175 @@ class Sums:
 
     def definition(self) -> str:
         """Of the class: it can stand within a function."""
-        values, pairs, conditions = range(self.values), [*self.products.values()], [*self.counts.values()]
-        p, c = range(len(pairs)), range(len(conditions))
-        squares = {i: pairs.index((i, i)) for i in values}
-        vectors = ", ".join(f"const Vector& v{i}" for i in values)
-        lines = [
-            f"struct {self.name} {{",
-            f"    double products[{len(p)}] = {{}};",
-            f"    int64_t counts[{len(c)}] = {{}};",
-            f"    void one({', '.join(f'double v{i}' for i in values)}) {{",
-            *(f"        products[{k}] += v{i} * v{j};" for k, (i, j) in enumerate(pairs)),
-            *(f"        counts[{k}] += {_truth(which)};" for k, which in enumerate(conditions)),
-            "    }",
-            f"    {self.name}& join(const {self.name}& other) {{",
-            f"        for (int k = 0; k < {len(p)}; k++) products[k] += other.products[k];",
-            f"        for (int k = 0; k < {len(c)}; k++) counts[k] += other.counts[k];",
-            "        return *this;",
-            "    }",
-            "    double sum(int k) const {",
-            f"        return k < {len(p)} ? products[k] : counts[k - {len(p)}];",
-            "    }",
-            "#if INDUCTOR_USE_VECTOR_TYPES()",
-            "    using Vector = at::vec::Vectorized<float>;",
-            f"    __at_align__ float block[{BLOCK}][{len(values)}][Vector::size()];",
-            "    int64_t filled = 0;",
-            "    struct Lanes {",
-            f"        Vector {', '.join(f'p{k} = Vector(0.0f)' for k in p)};",
-            "#if defined(CPU_CAPABILITY_AVX512)",
-            f"        __m512i {', '.join(f'c{k} = _mm512_setzero_si512()' for k in c)};",
-            "#else",
-            f"        Vector {', '.join(f'c{k} = Vector(0.0f)' for k in c)};",
-            "#endif",
-            "    };",
-            "    C10_ALWAYS_INLINE void take(Lanes& lanes, int64_t n) const {",
-            f"        const float* at = block[0][0] + n * {len(values)} * Vector::size();",
-            *(f"        const Vector v{i} = Vector::loadu(at + {i} * Vector::size());" for i in values),
-            *(f"        lanes.p{k} = at::vec::fmadd(v{i}, v{j}, lanes.p{k});" for k, (i, j) in enumerate(pairs)),
-            "#if defined(CPU_CAPABILITY_AVX512)",
-            *_masks(conditions),
-            *(
-                f"        lanes.c{k} = _mm512_mask_sub_epi32(lanes.c{k}, {_mask(which)}, lanes.c{k}, _mm512_set1_epi32(-1));"
-                for k, which in enumerate(conditions)
-            ),
-            "#else",
-            *(f"        lanes.c{k} = lanes.c{k} + ({_mask_of(which)} & Vector(1.0f));" for k, which in enumerate(conditions)),
-            "#endif",
-            "    }",
-            "    C10_ALWAYS_INLINE void take_last(Lanes& lanes, int width) const {",
-            "        if (C10_LIKELY(filled != 0))",
-            "            for (int n = 0; n < width; n++) take(lanes, filled - width + n);",
-            "    }",
-            f"    C10_ALWAYS_INLINE void put(int n, {vectors}) {{",
-            f"        float* next = block[0][0] + filled * {len(values)} * Vector::size();",
-            *(f"        v{i}.store(next + (n * {len(values)} + {i}) * Vector::size());" for i in values),
-            "    }",
-            "    C10_ALWAYS_INLINE void go_on(Lanes& lanes, int width) {",
-            "        filled += width;",
-            f"        if (C10_UNLIKELY(filled == {BLOCK})) {{",
-            "            close(lanes, width);",
-            "            lanes = Lanes();",
-            "        }",
-            "    }",
-            f"    void some(int64_t count, {vectors}) {{",
-            f"        __at_align__ float x[{len(values)}][Vector::size()];",
-            *(f"        v{i}.store(x[{i}]);" for i in values),
-            "        for (int64_t i = 0; i < count && i < Vector::size(); i++)",
-            f"            one({', '.join(f'x[{i}][i]' for i in values)});",
-            "    }",
-            "    C10_NOINLINE void close(Lanes lanes, int width) {",
-            "        take_last(lanes, width);",
-            *(f"        const double s{k} = total(lanes.p{k});" for k in p),
-            *(f"        counts[{k}] += total(lanes.c{k});" for k in c),
-            f"        if (C10_LIKELY({' && '.join(f'is_good(s{k}, {i})' for i, k in squares.items())})) {{",
-            *(f"            products[{k}] += s{k};" for k in p),
-            "        } else {",
-            "            for (int n = 0; n < filled; n++)",
-            "                for (int i = 0; i < Vector::size(); i++) {",
-            *(
-                f"                    products[{k}] += (double)block[n][{i}][i] * (double)block[n][{j}][i];"
-                for k, (i, j) in enumerate(pairs)
-            ),
-            "                }",
-            "        }",
-            "        filled = 0;",
-            "    }",
-            "    bool is_good(double square, int value) const {",
-            f"        if (square >= {BLOCK} * Vector::size() * 0x1p-126 && square < 0x1p127) return true;",
-            "        Vector any(0.0f);",
-            "        for (int n = 0; n < filled; n++) any = any | Vector::loadu(block[n][value]);",
-            "        __at_align__ float lanes[Vector::size()];",
-            "        any.store(lanes);",
-            "        for (float lane : lanes)",
-            "            if (lane != 0) return false;",
-            "        return true;",
-            "    }",
-            "    static double total(const Vector& x) {",
-            "#if defined(CPU_CAPABILITY_AVX512)",
-            "        return _mm512_reduce_add_pd(_mm512_add_pd(",
-            "            _mm512_cvtps_pd(_mm512_castps512_ps256(x)), _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1))));",
-            "#else",
-            "        __at_align__ float lanes[Vector::size()];",
-            "        x.store(lanes);",
-            "        double sum = 0;",
-            "        for (float lane : lanes) sum += lane;",
-            "        return sum;",
-            "#endif",
-            "    }",
-            "#if defined(CPU_CAPABILITY_AVX512)",
-            "    static int64_t total(__m512i x) { return _mm512_reduce_add_epi32(x); }",
-            "#endif",
-            "#else",
-            "    struct Lanes {};",
-            "    void close(const Lanes&, int) {}",
-            "#endif",
-            "};",
+        return _CLASS.substitute(
+            name=self.name,
+            inputs=self.inputs,
+            products=len(self.products),
+            counts=len(self.counts),
+            block=BLOCK,
+            numbers=", ".join(f"float x{i}" for i in range(self.inputs)),
+            vectors=", ".join(f"const Vector& x{i}" for i in range(self.inputs)),
+            values_of_numbers=self._values("float"),
+            values_of_vectors=self._values("Vector"),
+            add_products=_lines("products[{k}] += (double)v{i} * (double)v{j};", self._products()),
+            add_counts=_lines("counts[{k}] += {truth};", self._counts()),
+            put=_lines("x{i}.store(next + (n * {n} + {i}) * Vector::size());", self._inputs()),
+            store=_lines("x{i}.store(x[{i}]);", self._inputs()),
+            given=", ".join(f"x[{i}][i]" for i in range(self.inputs)),
+            load=_lines("const Vector x{i} = Vector::loadu(block[n][{i}]);", self._inputs()),
+            of_block=", ".join(f"block[n][{i}][i]" for i in range(self.inputs)),
+            lanes=", ".join(f"p{k}(0.0f)" for k in range(len(self.products))),
+            add_lanes=_lines("p{k} = at::vec::fmadd(v{i}, v{j}, p{k});", self._products()),
+            masks=_lines("const __mmask16 {test} = _mm512_cmp_ps_mask(v{i}, zero, {how});", self._tests()),
+            int_lanes=", ".join(f"c{k} = _mm512_setzero_si512()" for k in range(len(self.counts))),
+            add_int_lanes=_lines("c{k} = _mm512_mask_sub_epi32(c{k}, {mask}, c{k}, minus_one);", self._counts()),
+            float_lanes=", ".join(f"c{k}(0.0f)" for k in range(len(self.counts))),
+            add_float_lanes=_lines("c{k} = c{k} + ({lanes} & Vector(1.0f));", self._counts()),
+            totals=_lines("const double s{k} = total(p{k});", self._products()),
+            is_good=" && ".join(f"is_good(s{p['k']}, {p['i']})" for p in self._products() if p["i"] == p["j"]),
+            add_totals=_lines("products[{k}] += s{k};", self._products()),
+            add_count_totals=_lines("counts[{k}] += total(c{k});", self._counts()),
+            any=_lines("if (value == {i}) any = any | v{i};", [{"i": i} for i in range(len(self.values))]),
+        )
+
+    def _values(self, type_name: str) -> str:
+        return _lines(
+            f"const {type_name} v{{i}} = {{value}};",
+            [{"i": i, "value": value} for i, value in enumerate(self.values)],
+        )
+
+    def _inputs(self) -> list[dict[str, Any]]:
+        return [{"i": i, "n": self.inputs} for i in range(self.inputs)]
+
+    def _products(self) -> list[dict[str, Any]]:
+        return [{"k": k, "i": i, "j": j} for k, (i, j) in enumerate(self.products.values())]
+
+    def _counts(self) -> list[dict[str, Any]]:
+        def each(conditions: Mapping[int, bool], form: str, between: str) -> str:
+            return between.join(
+                form.format(i=i, compared="==" if is_zero else "!=", test=_test(i, is_zero))
+                for i, is_zero in conditions.items()
+            )
+
+        return [
+            {
+                "k": k,
+                "truth": each(conditions, "v{i} {compared} 0", " && "),
+                "lanes": each(conditions, "(v{i} {compared} Vector(0.0f))", " & "),
+                "mask": each(conditions, "{test}", " & "),
+            }
+            for k, conditions in enumerate(self.counts.values())
         ]
-        return "\n".join(lines)
 
-
-def _truth(which: Mapping[int, bool]) -> str:
-    return " && ".join(f"v{i} {'==' if is_zero else '!='} 0" for i, is_zero in which.items())
-
-
-def _mask_of(which: Mapping[int, bool]) -> str:
-    return " & ".join(f"(v{i} {'==' if is_zero else '!='} Vector(0.0f))" for i, is_zero in which.items())
-
-
-def _masks(conditions: Sequence[Mapping[int, bool]]) -> list[str]:
-    tested = dict.fromkeys(test for which in conditions for test in which.items())
-    return [
-        f"            const __mmask16 {_test(i, is_zero)} = "
-        f"_mm512_cmp_ps_mask(v{i}, _mm512_setzero_ps(), {'_CMP_EQ_OQ' if is_zero else '_CMP_NEQ_UQ'});"
-        for i, is_zero in tested
-    ]
+    def _tests(self) -> list[dict[str, Any]]:
+        tests = dict.fromkeys(test for conditions in self.counts.values() for test in conditions.items())
+        return [
+            {"i": i, "test": _test(i, is_zero), "how": "_CMP_EQ_OQ" if is_zero else "_CMP_NEQ_UQ"}
+            for i, is_zero in tests
+        ]
 
 
 def _test(i: int, is_zero: bool) -> str:
-    return f"{'is_zero' if is_zero else 'is_not_zero'}_{i}"
+    return f"is_zero_{i}" if is_zero else f"is_not_zero_{i}"
 
 
-def _mask(which: Mapping[int, bool]) -> str:
-    return " & ".join(_test(i, is_zero) for i, is_zero in which.items())
+def _lines(form: str, each: Iterable[Mapping[str, Any]]) -> str:
+    return " ".join(form.format(**fields) for fields in each)
+
+
+_CLASS = Template("""
+struct $name {
+    double products[$products] = {};
+    int64_t counts[$counts] = {};
+    void one($numbers) {
+        $values_of_numbers
+        $add_products
+        $add_counts
+    }
+    $name& join(const $name& other) {
+        for (int k = 0; k < $products; k++) products[k] += other.products[k];
+        for (int k = 0; k < $counts; k++) counts[k] += other.counts[k];
+        return *this;
+    }
+    double sum(int k) const { return k < $products ? products[k] : counts[k - $products]; }
+#if INDUCTOR_USE_VECTOR_TYPES()
+    using Vector = at::vec::Vectorized<float>;
+    __at_align__ float block[$block][$inputs][Vector::size()];
+    int64_t filled = 0;
+    C10_ALWAYS_INLINE void put(int n, $vectors) {
+        float* next = block[0][0] + filled * $inputs * Vector::size();
+        $put
+    }
+    C10_ALWAYS_INLINE void go_on(int vectors) {
+        filled += vectors;
+        if (C10_UNLIKELY(filled == $block)) close();
+    }
+    void some(int64_t count, $vectors) {
+        __at_align__ float x[$inputs][Vector::size()];
+        $store
+        for (int64_t i = 0; i < count && i < Vector::size(); i++) one($given);
+    }
+    C10_NOINLINE void close() {
+        Vector $lanes;
+#if defined(CPU_CAPABILITY_AVX512)
+        const __m512 zero = _mm512_setzero_ps();
+        const __m512i minus_one = _mm512_set1_epi32(-1);
+        __m512i $int_lanes;
+#else
+        Vector $float_lanes;
+#endif
+        for (int n = 0; n < filled; n++) {
+            $load
+            $values_of_vectors
+            $add_lanes
+#if defined(CPU_CAPABILITY_AVX512)
+            $masks
+            $add_int_lanes
+#else
+            $add_float_lanes
+#endif
+        }
+        $totals
+        if (C10_LIKELY($is_good)) {
+            $add_totals
+            $add_count_totals
+        } else {
+            for (int n = 0; n < filled; n++)
+                for (int i = 0; i < Vector::size(); i++) one($of_block);
+        }
+        filled = 0;
+    }
+    bool is_good(double square, int value) const {
+        if (square >= $block * Vector::size() * 0x1p-126 && square < 0x1p127) return true;
+        Vector any(0.0f);
+        for (int n = 0; n < filled; n++) {
+            $load
+            $values_of_vectors
+            $any
+        }
+        __at_align__ float lanes[Vector::size()];
+        any.store(lanes);
+        for (float lane : lanes)
+            if (lane != 0) return false;
+        return true;
+    }
+    static double total(const Vector& x) {
+#if defined(CPU_CAPABILITY_AVX512)
+        return _mm512_reduce_add_pd(_mm512_add_pd(
+            _mm512_cvtps_pd(_mm512_castps512_ps256(x)), _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1))));
+#else
+        __at_align__ float lanes[Vector::size()];
+        x.store(lanes);
+        double sum = 0;
+        for (float lane : lanes) sum += lane;
+        return sum;
+#endif
+    }
+#if defined(CPU_CAPABILITY_AVX512)
+    static int64_t total(__m512i x) { return _mm512_reduce_add_epi32(x); }
+#endif
+#else
+    void close() {}
+#endif
+};
+""")

@@ -893,25 +893,22 @@ def register_realizing_lowering(operator: Any) -> None:
 def register_summing_lowering(
     operator: Any,
     terms: Callable[[Sequence[Any]], Sequence[Any]],
-    values: Callable[[Sequence[Any]], Sequence[Any]],
+    sums_of: Callable[[int], Sums],
     *,
-    products: Mapping[str, tuple[int, int]],
-    counts: Mapping[str, Mapping[int, bool]],
-    with_none: Mapping[str, str | None],
+    names: Sequence[str],
+    otherwise: Mapping[str, str | None],
 ) -> None:
     """Lower ``operator(*tensors, more)`` to sums over all elements, in the loop that computes the tensors.
 
     Args:
-        operator: an overload of float32 tensors of one shape, or None for zeros, and of a float64 vector; it
-            returns a float64 vector, of which the other is the end.
-        terms: from the values of one element of each to what it adds to each sum: float64 numbers, then truth
-            values.
-        values: likewise, to what the sums are made of.
-        products: names of the numbers, and which of the values each is the product of.
-        counts: names of the truth values, and which of the values have to be zero, or must not be.
-        with_none: where there is a None, the sums that another one is, or None for zero.
+        operator: an overload of float32 tensors of one shape, or None, and of a float64 vector; it returns a
+            float64 vector, of which the other is the end.
+        terms: from the values of one element of each tensor, without the Nones, to what it adds to each sum:
+            float64 numbers, then truth values.
+        sums_of: what those sums are, given how many tensors there are.
+        names: of the sums that the operator returns.
+        otherwise: for one that isn't among those sums, the one that it is the same as, or None for zero.
     """
-    names = [*products, *counts]
 
     def lowering(*operands: Any) -> Any:
         *tensors, more = operands
@@ -919,38 +916,30 @@ def register_summing_lowering(
         for tensor in given:
             tensor.realize()  # else each sum would be traced from the inputs of the step
         size, device = given[0].get_size(), given[0].get_device()
-        loaders = [None if tensor is None else tensor.make_loader() for tensor in tensors]
-        which = [name if len(given) == len(tensors) else with_none.get(name, name) for name in names]
-        needed = [name for name in dict.fromkeys(which) if name is not None]
+        loaders = [tensor.make_loader() for tensor in given]
+        shared = _load_in_common(given[0])
+        sums, in_cpp = sums_of(len(given)), generates_cpp(device)
         elements = V.graph.sizevars.optimization_hint(sympy_product(size), fallback=0)
         counter = torch.int64 if elements >= 1 << 31 else torch.int32
-        sums = _sums_of(products, counts, needed)
-        shared = _load_in_common(given[0])
 
-        def loaded(index: Any) -> list[Any]:
-            zero = ops.constant(0.0, torch.float32)
-            return [zero if load is None else load(index) for load in loaders]
-
-        def term(name: str, dtype: torch.dtype) -> Callable[[Any, Any], Any]:
-            def in_cpp(index: Any, reduced: Any) -> Any:
-                shared(reduced)
-                each = values(loaded(reduced))[: sums.values]
-                text = f"{_SUM} {sums.number(name)} {sums.name}"
-                return ops.inline_asm_elementwise(*each, asm=text, dtype=dtype)
-
+        def term(number: int, dtype: torch.dtype) -> Callable[[Any, Any], Any]:
             def inner(index: Any, reduced: Any) -> Any:
-                value = terms(loaded(reduced))[names.index(name)]
-                return value if name in products else ops.to_dtype(value, dtype, src_dtype=torch.bool)
+                shared(reduced)
+                loaded = [load(reduced) for load in loaders]
+                if in_cpp:
+                    return _part_of_sum(sums, number, loaded)
+                value = terms(loaded)[number]
+                return value if dtype is torch.float64 else ops.to_dtype(value, dtype, src_dtype=torch.bool)
 
-            return in_cpp if generates_cpp(device) else inner
+            return inner
 
         def sum_of(name: str) -> Any:
-            dtype = torch.float64 if name in products or generates_cpp(device) else counter
+            dtype = torch.float64 if in_cpp or name in sums.products else counter
             total = ir.Reduction.create(
                 device=device,
                 dst_dtype=dtype,
                 src_dtype=dtype,
-                inner_fn=term(name, dtype),
+                inner_fn=term(sums.number(name), dtype),
                 ranges=[],
                 reduction_ranges=list(size),
                 reduction_type="sum",
@@ -958,7 +947,8 @@ def register_summing_lowering(
             total.realize()
             return to_dtype(total, torch.float64).make_loader()
 
-        loads = {name: sum_of(name) for name in needed}
+        loads = {name: sum_of(name) for name in (*sums.products, *sums.counts)}
+        which = [name if name in loads else otherwise[name] for name in names]
 
         def result(index: Any) -> Any:
             position = ops.index_expr(index[0], torch.int32)
@@ -975,32 +965,27 @@ def register_summing_lowering(
     register_lowering(operator, type_promotion_kind=None)(lowering)
 
 
-#: What stands for an element's part in a sum of C++.
+#: What stands for an element's part in a sum of a C++ kernel.
 _SUM = "collage_fx: sum"
 
 #: The sums of C++ kernels, by name.
 _sums: dict[str, Sums] = {}
 
 
-def _sums_of(
-    products: Mapping[str, tuple[int, int]], counts: Mapping[str, Mapping[int, bool]], needed: Sequence[str]
-) -> Sums:
-    """Those that are needed, as a C++ class."""
-    products = {name: products[name] for name in products if name in needed}
-    counts = {name: counts[name] for name in counts if name in needed}
-    values = 1 + max(max(pair) for pair in products.values())
-    return _sums.setdefault(f"SumsOf{values}", Sums(f"SumsOf{values}", values, products, counts))
+def _part_of_sum(sums: Sums, number: int, inputs: Sequence[Any]) -> Any:
+    _sums[sums.name] = sums
+    return ops.inline_asm_elementwise(*inputs, asm=f"{_SUM} {number} {sums.name}", dtype=torch.float64)
 
 
-def _summand(values: Sequence[Any], text: str) -> Any:
+def _summand(inputs: Sequence[Any], text: str) -> Any:
     """A variable that is not computed: what :func:`_sum_in_cpp` finds in the place of a number to be added."""
     _, _, place = text.partition(_SUM)
     number, name = place.split()
     variable = V.kernel.cse.generate(
-        V.kernel.compute, f"{text} {values}", write=False, dtype=torch.float64
+        V.kernel.compute, f"{text} {inputs}", write=False, dtype=torch.float64
     )
-    variable.update_on_args("to_dtype", values, {})
-    variable.collage_fx_summand = _sums[name], int(number), tuple(values)
+    variable.update_on_args("to_dtype", inputs, {})
+    variable.collage_fx_summand = _sums[name], int(number), tuple(inputs)
     return variable
 
 
@@ -1018,12 +1003,12 @@ def _summing(original: Callable[..., Any]) -> Callable[..., Any]:
     return reduction
 
 
-def _sum_in_cpp(kernel: Any, sums: Sums, number: int, values: tuple[Any, ...]) -> str:
-    """One of the sums of an object that is made, and given the values, for the first of them."""
-    key = sums.name, values
+def _sum_in_cpp(kernel: Any, sums: Sums, number: int, inputs: tuple[Any, ...]) -> str:
+    """One of the sums of an object that is made, and given the inputs, for the first of them."""
+    key = sums.name, inputs
     known = kernel.reduction_cse.reduction_cache
     if key not in known:
-        known[key] = _object_of_sums(kernel, sums, values)
+        known[key] = _object_of_sums(kernel, sums, inputs)
     return f"{known[key]}.sum({number})"
 
 
@@ -1053,21 +1038,16 @@ def _has_summands(body: Any) -> bool:
     return any(node.kwargs["asm"].startswith(_SUM) for node in nodes)
 
 
-def _object_of_sums(kernel: Any, sums: Sums, values: tuple[Any, ...]) -> Any:
-    acc = kernel.reduction_cse.generate(kernel.loads, f"reduction {sums.name} {values}", write=False)
+def _object_of_sums(kernel: Any, sums: Sums, inputs: tuple[Any, ...]) -> Any:
+    acc = kernel.reduction_cse.generate(kernel.loads, f"reduction {sums.name} {inputs}", write=False)
     kernel.is_reduction = True
     kernel.reduction_var_names.append(f"{acc}")
     defined = kernel.__dict__.setdefault("collage_fx_sums", set())
     definition = "" if sums.name in defined else f"{sums.definition()}\n"
     defined.add(sums.name)
     kernel.reduction_prefix_generators.append(lambda size: f"{definition}{sums.name} {acc};")
-    width = kernel._get_num_vectors(torch.float32) if isinstance(kernel, CppVecKernel) else 1
-    lanes = f"{acc}_lanes"
-    kernel.reduction_var_names.append(lanes)
-    kernel.non_parallel_reduction_prefix.writeline(f"{sums.name}::Lanes {lanes};")
-    kernel.local_reduction_init.writeline(f"{sums.name}::Lanes {lanes}_local;")
-    kernel.non_parallel_reduction_suffix.writeline(f"{acc}.close({lanes}, {width});")
-    kernel.local_reduction_stores.writeline(f"{acc}_local.close({lanes}_local, {width});")
+    kernel.non_parallel_reduction_suffix.writeline(f"{acc}.close();")
+    kernel.local_reduction_stores.writeline(f"{acc}_local.close();")
     kernel._gen_parallel_reduction_buffers(
         acc,
         sums.name,
@@ -1077,11 +1057,10 @@ def _object_of_sums(kernel: Any, sums: Sums, values: tuple[Any, ...]) -> Any:
         reduction_init_fn=lambda *_: f"{sums.name}()",
     )
     if not isinstance(kernel, CppVecKernel):
-        kernel.stores.writeline(f"{acc}.one({', '.join(map(str, values))});")
+        kernel.stores.writeline(f"{acc}.one({', '.join(map(str, inputs))});")
         return acc
-    vectors = [value if value.is_vec else kernel.broadcast(value) for value in values]
-    if not kernel.tail_size:
-        kernel.stores.writeline(f"{acc}.take_last({lanes}, {width});")
+    vectors = [x if x.is_vec else kernel.broadcast(x) for x in inputs]
+    width = kernel._get_num_vectors(torch.float32)
     for i in range(width):
         parts = ", ".join(map(str, vectors) if width == 1 else (f"{vector}[{i}]" for vector in vectors))
         if kernel.tail_size:
@@ -1090,7 +1069,7 @@ def _object_of_sums(kernel: Any, sums: Sums, values: tuple[Any, ...]) -> Any:
         else:
             kernel.stores.writeline(f"{acc}.put({i}, {parts});")
     if not kernel.tail_size:
-        kernel.stores.writeline(f"{acc}.go_on({lanes}, {width});")
+        kernel.stores.writeline(f"{acc}.go_on({width});")
     return acc
 
 
