@@ -918,9 +918,11 @@ def register_summing_lowering(
         size, device = given[0].get_size(), given[0].get_device()
         loaders = [tensor.make_loader() for tensor in given]
         shared = _load_in_common(given[0])
-        sums, in_cpp = sums_of(len(given)), generates_cpp(device)
-        elements = V.graph.sizevars.optimization_hint(sympy_product(size), fallback=0)
-        counter = torch.int64 if elements >= 1 << 31 else torch.int32
+        sums, elements = sums_of(len(given)), sympy_product(size)
+        hint = V.graph.sizevars.optimization_hint(elements, fallback=0)
+        counter = torch.int64 if hint >= 1 << 31 else torch.int32
+        is_one = V.graph.sizevars.statically_known_equals(elements, 1)  # Inductor makes no sum of it
+        in_cpp = generates_cpp(device) and not is_one
 
         def term(number: int, dtype: torch.dtype) -> Callable[[Any, Any], Any]:
             def inner(index: Any, reduced: Any) -> Any:
