@@ -204,7 +204,7 @@ def _sums(tensors: int) -> Sums:
     values = tuple(text[node] for node in pytree.tree_leaves(trace.graph.output_node().args))
     products = {name: pair for name, pair in measures.PRODUCTS.items() if max(pair) < len(values)}
     counts = {name: which for name, which in measures.COUNTS.items() if max(which) < len(values)}
-    return Sums(f"SumsOf{tensors}", tensors, values, products, counts)
+    return Sums(tensors, values, products, counts)
 
 
 #: In C++, what values are computed by.

@@ -19,15 +19,32 @@ two squares.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from string import Template
 from typing import Any
 
-__all__ = ["BLOCK", "Sums"]
+__all__ = ["BLOCK", "Sums", "Vectors"]
 
 #: How many vectors of each value are added in float32, one after the other.
 BLOCK = 32
+
+
+@dataclass(frozen=True)
+class Vectors:
+    """What a loop has of one input at a time.
+
+    Attributes:
+        type: of the C++ vector, or vectors.
+        element: what they are made of.
+        number: of its elements.
+        floats: the text of them as float32, where ``@`` is their name.
+    """
+
+    type: str
+    element: str
+    number: str
+    floats: str
 
 
 @dataclass(frozen=True)
@@ -35,14 +52,12 @@ class Sums:
     """Sums over what is computed from float32 inputs, element by element.
 
     Attributes:
-        name: of the C++ class.
         inputs: how many.
-        values: C++ expressions of the inputs ``x0``, ``x1``, ... and of values before them, ``v0``, ``v1``, ...
+        values: C++ expressions of the inputs ``x0``, ``x1``, ...
         products: by name, the two values that are multiplied.
         counts: by name, which values have to be zero (True) and which must not be (False).
     """
 
-    name: str
     inputs: int
     values: tuple[str, ...]
     products: Mapping[str, tuple[int, int]]
@@ -52,37 +67,67 @@ class Sums:
         """Where ``sum`` of the class has it."""
         return [*self.products, *self.counts].index(sum_name)
 
-    def definition(self) -> str:
-        """Of the class: it can stand within a function."""
-        return _CLASS.substitute(
-            name=self.name,
-            inputs=self.inputs,
+    def definition(self, name: str, vectors: Sequence[Vectors], width: int) -> str:
+        """Of the C++ class: it can stand within a function.
+
+        Args:
+            name: of the class.
+            vectors: of each input, what a loop has at a time; empty if that is one number.
+            width: as how many vectors of float32.
+        """
+        of_numbers = _OF_NUMBERS.substitute(
+            name=name,
             products=len(self.products),
             counts=len(self.counts),
-            block=BLOCK,
             numbers=", ".join(f"float x{i}" for i in range(self.inputs)),
-            vectors=", ".join(f"const Vector& x{i}" for i in range(self.inputs)),
-            values_of_numbers=self._values("float"),
-            values_of_vectors=self._values("Vector"),
+            values=self._values("float"),
             add_products=_lines("products[{k}] += (double)v{i} * (double)v{j};", self._products()),
             add_counts=_lines("counts[{k}] += {truth};", self._counts()),
-            put=_lines("x{i}.store(next + (n * {n} + {i}) * Vector::size());", self._inputs()),
-            store=_lines("x{i}.store(x[{i}]);", self._inputs()),
-            given=", ".join(f"x[{i}][i]" for i in range(self.inputs)),
-            load=_lines("const Vector x{i} = Vector::loadu(block[n][{i}]);", self._inputs()),
-            of_block=", ".join(f"block[n][{i}][i]" for i in range(self.inputs)),
+        )
+        return f"struct {name} {{{of_numbers}{self._of_vectors(vectors, width) if vectors else ''}}};"
+
+    def _of_vectors(self, vectors: Sequence[Vectors], width: int) -> str:
+        inputs = [
+            {"i": i, "type": each.type, "element": each.element, "number": each.number, "floats": each.floats.replace("@", f"a{i}")}
+            for i, each in enumerate(vectors)
+        ]
+
+        def of_each_vector(lines: str) -> str:
+            """With inputs and values as vectors of float32."""
+            values = self._values("Vector")
+            texts = []
+            for n in range(width):
+                part = "x{i}s" if width == 1 else f"x{{i}}s[{n}]"
+                texts.append(f"{{ {_lines(f'const Vector x{{i}} = {part};', inputs)} {values} {lines} }}")
+            return "\n            ".join(texts)
+
+        add = _lines("p{k} = at::vec::fmadd(v{i}, v{j}, p{k});", self._products())
+        masks = _lines("const __mmask16 {test} = _mm512_cmp_ps_mask(v{i}, zero, {how});", self._tests())
+        count = _lines("c{k} = _mm512_mask_sub_epi32(c{k}, {mask}, c{k}, minus_one);", self._counts())
+        count_floats = _lines("c{k} = c{k} + ({lanes} & Vector(1.0f));", self._counts())
+        return _OF_VECTORS.substitute(
+            block=BLOCK,
+            slots=BLOCK // width,
+            parameters=", ".join("const {type}& a{i}".format(**each) for each in inputs),
+            slot=_lines("__at_align__ {element} x{i}[{number}];", inputs),
+            put=_lines("a{i}.store(slot.x{i});", inputs),
+            open=_lines(
+                "const auto a{i} = {type}::loadu(slot.x{i}); const auto x{i}s = {floats};", inputs
+            ),
+            numbers_of_slot=", ".join(f"slot.x{i}[i]" for i in range(self.inputs)),
+            number=vectors[0].number,
             lanes=", ".join(f"p{k}(0.0f)" for k in range(len(self.products))),
-            add_lanes=_lines("p{k} = at::vec::fmadd(v{i}, v{j}, p{k});", self._products()),
-            masks=_lines("const __mmask16 {test} = _mm512_cmp_ps_mask(v{i}, zero, {how});", self._tests()),
             int_lanes=", ".join(f"c{k} = _mm512_setzero_si512()" for k in range(len(self.counts))),
-            add_int_lanes=_lines("c{k} = _mm512_mask_sub_epi32(c{k}, {mask}, c{k}, minus_one);", self._counts()),
             float_lanes=", ".join(f"c{k}(0.0f)" for k in range(len(self.counts))),
-            add_float_lanes=_lines("c{k} = c{k} + ({lanes} & Vector(1.0f));", self._counts()),
+            add_with_avx512=of_each_vector(f"{add} {masks} {count}"),
+            add=of_each_vector(f"{add} {count_floats}"),
             totals=_lines("const double s{k} = total(p{k});", self._products()),
             is_good=" && ".join(f"is_good(s{p['k']}, {p['i']})" for p in self._products() if p["i"] == p["j"]),
             add_totals=_lines("products[{k}] += s{k};", self._products()),
             add_count_totals=_lines("counts[{k}] += total(c{k});", self._counts()),
-            any=_lines("if (value == {i}) any = any | v{i};", [{"i": i} for i in range(len(self.values))]),
+            any=of_each_vector(
+                _lines("if (value == {i}) any = any | v{i};", [{"i": i} for i in range(len(self.values))])
+            ),
         )
 
     def _values(self, type_name: str) -> str:
@@ -90,9 +135,6 @@ class Sums:
             f"const {type_name} v{{i}} = {{value}};",
             [{"i": i, "value": value} for i, value in enumerate(self.values)],
         )
-
-    def _inputs(self) -> list[dict[str, Any]]:
-        return [{"i": i, "n": self.inputs} for i in range(self.inputs)]
 
     def _products(self) -> list[dict[str, Any]]:
         return [{"k": k, "i": i, "j": j} for k, (i, j) in enumerate(self.products.values())]
@@ -130,12 +172,11 @@ def _lines(form: str, each: Iterable[Mapping[str, Any]]) -> str:
     return " ".join(form.format(**fields) for fields in each)
 
 
-_CLASS = Template("""
-struct $name {
+_OF_NUMBERS = Template("""
     double products[$products] = {};
     int64_t counts[$counts] = {};
     void one($numbers) {
-        $values_of_numbers
+        $values
         $add_products
         $add_counts
     }
@@ -145,22 +186,22 @@ struct $name {
         return *this;
     }
     double sum(int k) const { return k < $products ? products[k] : counts[k - $products]; }
-#if INDUCTOR_USE_VECTOR_TYPES()
+""")
+
+_OF_VECTORS = Template("""
     using Vector = at::vec::Vectorized<float>;
-    __at_align__ float block[$block][$inputs][Vector::size()];
+    struct Slot { $slot };
+    Slot block[$slots];
     int64_t filled = 0;
-    C10_ALWAYS_INLINE void put(int n, $vectors) {
-        float* next = block[0][0] + filled * $inputs * Vector::size();
+    C10_ALWAYS_INLINE void put($parameters) {
+        Slot& slot = block[filled];
         $put
+        if (C10_UNLIKELY(++filled == $slots)) close();
     }
-    C10_ALWAYS_INLINE void go_on(int vectors) {
-        filled += vectors;
-        if (C10_UNLIKELY(filled == $block)) close();
-    }
-    void some(int64_t count, $vectors) {
-        __at_align__ float x[$inputs][Vector::size()];
-        $store
-        for (int64_t i = 0; i < count && i < Vector::size(); i++) one($given);
+    void some(int64_t count, $parameters) {
+        Slot slot;
+        $put
+        for (int64_t i = 0; i < count; i++) one($numbers_of_slot);
     }
     C10_NOINLINE void close() {
         Vector $lanes;
@@ -172,14 +213,12 @@ struct $name {
         Vector $float_lanes;
 #endif
         for (int n = 0; n < filled; n++) {
-            $load
-            $values_of_vectors
-            $add_lanes
+            const Slot& slot = block[n];
+            $open
 #if defined(CPU_CAPABILITY_AVX512)
-            $masks
-            $add_int_lanes
+            $add_with_avx512
 #else
-            $add_float_lanes
+            $add
 #endif
         }
         $totals
@@ -187,8 +226,10 @@ struct $name {
             $add_totals
             $add_count_totals
         } else {
-            for (int n = 0; n < filled; n++)
-                for (int i = 0; i < Vector::size(); i++) one($of_block);
+            for (int n = 0; n < filled; n++) {
+                const Slot& slot = block[n];
+                for (int i = 0; i < $number; i++) one($numbers_of_slot);
+            }
         }
         filled = 0;
     }
@@ -196,8 +237,8 @@ struct $name {
         if (square >= $block * Vector::size() * 0x1p-126 && square < 0x1p127) return true;
         Vector any(0.0f);
         for (int n = 0; n < filled; n++) {
-            $load
-            $values_of_vectors
+            const Slot& slot = block[n];
+            $open
             $any
         }
         __at_align__ float lanes[Vector::size()];
@@ -221,8 +262,4 @@ struct $name {
 #if defined(CPU_CAPABILITY_AVX512)
     static int64_t total(__m512i x) { return _mm512_reduce_add_epi32(x); }
 #endif
-#else
-    void close() {}
-#endif
-};
 """)

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import gc
 import inspect
+import re
 import sys
 import unittest.mock
 import weakref
@@ -24,7 +25,7 @@ from weakref import WeakSet
 
 import torch
 
-from collage_fx.sums_in_cpp import Sums
+from collage_fx.sums_in_cpp import Sums, Vectors
 from collage_fx.wrapping import wrap_method
 
 __all__ = [
@@ -136,7 +137,7 @@ try:
     from torch._inductor.codecache import CppPythonBindingsCodeCache, torch_key
     from torch._inductor.codegen import cpp as cpp_module
     from torch._inductor.codegen.cpp import CppKernel, CppOverrides, CppVecKernel, CppVecOverrides
-    from torch._inductor.codegen.cpp_utils import cexpr_index
+    from torch._inductor.codegen.cpp_utils import DTYPE_TO_CPP, cexpr_index
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.fx_passes import joint_graph
@@ -970,24 +971,22 @@ def register_summing_lowering(
 #: What stands for an element's part in a sum of a C++ kernel.
 _SUM = "collage_fx: sum"
 
-#: The sums of C++ kernels, by name.
-_sums: dict[str, Sums] = {}
+#: The sums of C++ kernels, by how many inputs they have.
+_sums: dict[int, Sums] = {}
 
 
 def _part_of_sum(sums: Sums, number: int, inputs: Sequence[Any]) -> Any:
-    _sums[sums.name] = sums
-    return ops.inline_asm_elementwise(*inputs, asm=f"{_SUM} {number} {sums.name}", dtype=torch.float64)
+    _sums[len(inputs)] = sums
+    return ops.inline_asm_elementwise(*inputs, asm=f"{_SUM} {number}", dtype=torch.float64)
 
 
 def _summand(inputs: Sequence[Any], text: str) -> Any:
     """A variable that is not computed: what :func:`_sum_in_cpp` finds in the place of a number to be added."""
-    _, _, place = text.partition(_SUM)
-    number, name = place.split()
     variable = V.kernel.cse.generate(
         V.kernel.compute, f"{text} {inputs}", write=False, dtype=torch.float64
     )
     variable.update_on_args("to_dtype", inputs, {})
-    variable.collage_fx_summand = _sums[name], int(number), tuple(inputs)
+    variable.collage_fx_summand = int(text.removeprefix(_SUM)), inputs
     return variable
 
 
@@ -1005,13 +1004,12 @@ def _summing(original: Callable[..., Any]) -> Callable[..., Any]:
     return reduction
 
 
-def _sum_in_cpp(kernel: Any, sums: Sums, number: int, inputs: tuple[Any, ...]) -> str:
+def _sum_in_cpp(kernel: Any, number: int, inputs: tuple[Any, ...]) -> str:
     """One of the sums of an object that is made, and given the inputs, for the first of them."""
-    key = sums.name, inputs
     known = kernel.reduction_cse.reduction_cache
-    if key not in known:
-        known[key] = _object_of_sums(kernel, sums, inputs)
-    return f"{known[key]}.sum({number})"
+    if (_SUM, inputs) not in known:
+        known[_SUM, inputs] = _object_of_sums(kernel, inputs)
+    return f"{known[_SUM, inputs]}.sum({number})"
 
 
 def _as_wide_as_stores(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -1040,39 +1038,53 @@ def _has_summands(body: Any) -> bool:
     return any(node.kwargs["asm"].startswith(_SUM) for node in nodes)
 
 
-def _object_of_sums(kernel: Any, sums: Sums, inputs: tuple[Any, ...]) -> Any:
-    acc = kernel.reduction_cse.generate(kernel.loads, f"reduction {sums.name} {inputs}", write=False)
+def _object_of_sums(kernel: Any, inputs: tuple[Any, ...]) -> Any:
+    """The variable of a :class:`Sums` object that adds up the inputs; it is closed when all are in."""
+    acc = kernel.reduction_cse.generate(kernel.loads, f"{_SUM} {inputs}", write=False)
+    is_vec, width, name = isinstance(kernel, CppVecKernel), 1, f"SumsOf{len(inputs)}"
+    vectors: list[Vectors] = []
+    if is_vec:
+        width = kernel._get_num_vectors(torch.float32)
+        inputs = tuple(_as_stored(x if x.is_vec else kernel.broadcast(x)) for x in inputs)
+        vectors = [_vectors(kernel, x) for x in inputs]
+        name += "".join(f"_{str(x.dtype).removeprefix('torch.')}" for x in inputs)
     kernel.is_reduction = True
     kernel.reduction_var_names.append(f"{acc}")
     defined = kernel.__dict__.setdefault("collage_fx_sums", set())
-    definition = "" if sums.name in defined else f"{sums.definition()}\n"
-    defined.add(sums.name)
-    kernel.reduction_prefix_generators.append(lambda size: f"{definition}{sums.name} {acc};")
-    kernel.non_parallel_reduction_suffix.writeline(f"{acc}.close();")
-    kernel.local_reduction_stores.writeline(f"{acc}_local.close();")
+    definition = "" if name in defined else f"{_sums[len(inputs)].definition(name, vectors, width)}\n"
+    defined.add(name)
+    kernel.reduction_prefix_generators.append(lambda size: f"{definition}{name} {acc};")
+    if is_vec:
+        kernel.non_parallel_reduction_suffix.writeline(f"{acc}.close();")
+        kernel.local_reduction_stores.writeline(f"{acc}_local.close();")
     kernel._gen_parallel_reduction_buffers(
         acc,
-        sums.name,
+        name,
         "sum",
         torch.float64,
         reduction_combine_fn=lambda kind, total, part, **_: f"{total}.join({part})",
-        reduction_init_fn=lambda *_: f"{sums.name}()",
+        reduction_init_fn=lambda *_: f"{name}()",
     )
-    if not isinstance(kernel, CppVecKernel):
-        kernel.stores.writeline(f"{acc}.one({', '.join(map(str, inputs))});")
-        return acc
-    vectors = [x if x.is_vec else kernel.broadcast(x) for x in inputs]
-    width = kernel._get_num_vectors(torch.float32)
-    for i in range(width):
-        parts = ", ".join(map(str, vectors) if width == 1 else (f"{vector}[{i}]" for vector in vectors))
-        if kernel.tail_size:
-            tail = f"{cexpr_index(kernel.tail_size)} - {i} * at::vec::Vectorized<float>::size()"
-            kernel.stores.writeline(f"{acc}.some({tail}, {parts});")
-        else:
-            kernel.stores.writeline(f"{acc}.put({i}, {parts});")
-    if not kernel.tail_size:
-        kernel.stores.writeline(f"{acc}.go_on({width});")
+    given = ", ".join(map(str, inputs))
+    if not is_vec:
+        kernel.stores.writeline(f"{acc}.one({given});")
+    elif kernel.tail_size:
+        kernel.stores.writeline(f"{acc}.some({cexpr_index(kernel.tail_size)}, {given});")
+    else:
+        kernel.stores.writeline(f"{acc}.put({given});")
     return acc
+
+
+def _as_stored(x: Any) -> Any:
+    """A variable of fewer bits that was converted to a float32 one, if that is how it came about."""
+    return getattr(x, "collage_fx_stored", x)
+
+
+def _vectors(kernel: Any, x: Any) -> Vectors:
+    is_float = x.dtype is torch.float32
+    floats = str(x) if is_float else _conversion(x, torch.float32, x.dtype)
+    floats = re.sub(rf"\b{x}\b", "@", floats)
+    return Vectors(kernel._get_vec_type(x.dtype), DTYPE_TO_CPP[x.dtype], str(kernel.tiling_factor), floats)
 
 
 #: Of each graph that is being lowered: what all sums over as many elements read.
@@ -1346,11 +1358,19 @@ def _rest(value: Any, hi: Any) -> Any:
 
 def _converted(source: Any, dtype: torch.dtype, source_dtype: torch.dtype) -> Any:
     """A variable of its own for a conversion."""
+    variable = _variable(f"({_conversion(source, dtype, source_dtype)})", dtype, source)
+    if dtype is torch.float32:
+        variable.collage_fx_stored = source
+    return variable
+
+
+def _conversion(source: Any, dtype: torch.dtype, source_dtype: torch.dtype) -> str:
+    """The text of a conversion, by instruction if there is one."""
     text = _convert_text(source, dtype, source_dtype)
     for conversion, by_instruction in _BY_INSTRUCTION.items():
         if _by_instruction.get() and text.startswith(conversion):
-            text = by_instruction.format(x=source)
-    return _variable(f"({text})", dtype, source)
+            return by_instruction.format(x=source)
+    return text
 
 
 def _convert_text(source: Any, dtype: torch.dtype, source_dtype: torch.dtype) -> str:
