@@ -133,9 +133,7 @@ def terms(
     return found
 
 
-def sums(
-    old: Tensor, old_lo: Tensor | None, intended: Tensor, hi: Tensor, lo: Tensor | None
-) -> Tensor:
+def sums(old: Tensor, old_lo: Tensor | None, intended: Tensor, hi: Tensor, lo: Tensor | None) -> Tensor:
     """:data:`SUMS` of one tensor's update, float64."""
     found = {k: x.sum(dtype=torch.float64) for k, x in terms(old, old_lo, intended, hi, lo).items()}
     zero = torch.zeros((), dtype=torch.float64, device=old.device)

@@ -230,5 +230,7 @@ register_sampling_lowering(
 
 #: Identifies the definitions above and the lowering; part of the compile cache's key.
 REVISION = hashlib.sha256(
-    "".join(inspect.getsource(each) for each in (arithmetic, measures, sums_in_cpp, torch_compat, _interpret)).encode()
+    "".join(
+        inspect.getsource(each) for each in (arithmetic, measures, sums_in_cpp, torch_compat, _interpret)
+    ).encode()
 ).hexdigest()

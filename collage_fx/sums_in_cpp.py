@@ -11,10 +11,10 @@ of its own, which needs none of the step's registers and waits for none of its d
 Products are added there in float32, lane by lane, by fused multiplications and additions, and the lanes of a
 block in float64. Each addition rounds once, by at most u = 2**-24 of the lane's sum so far, or by 2**-150 if
 that is subnormal. A block's sum of squares, which only grows, is so off by at most ``BLOCK * u`` of itself,
-and by 2**-150 for each element. Where the latter is more than u of it too (as in second moments of small
+and by 2**-150 for each element. Where the latter might be more than u of it (as in second moments of small
 gradients), or the sum leaves float32's range, the block is added once more in float64, in which the products
-are exact; a block of zeros is not. A cross product is off by at most as much of the root of the product of its
-two squares.
+are exact, unless it consists of zeros. A cross product is off by at most as much of the root of the product of
+its two squares.
 """
 
 from __future__ import annotations
@@ -88,7 +88,13 @@ class Sums:
 
     def _of_vectors(self, vectors: Sequence[Vectors], width: int) -> str:
         inputs = [
-            {"i": i, "type": each.type, "element": each.element, "number": each.number, "floats": each.floats.replace("@", f"a{i}")}
+            {
+                "i": i,
+                "type": each.type,
+                "element": each.element,
+                "number": each.number,
+                "floats": each.floats.replace("@", f"a{i}"),
+            }
             for i, each in enumerate(vectors)
         ]
 
@@ -111,9 +117,7 @@ class Sums:
             parameters=", ".join("const {type}& a{i}".format(**each) for each in inputs),
             slot=_lines("__at_align__ {element} x{i}[{number}];", inputs),
             put=_lines("a{i}.store(slot.x{i});", inputs),
-            open=_lines(
-                "const auto a{i} = {type}::loadu(slot.x{i}); const auto x{i}s = {floats};", inputs
-            ),
+            open=_lines("const auto a{i} = {type}::loadu(slot.x{i}); const auto x{i}s = {floats};", inputs),
             numbers_of_slot=", ".join(f"slot.x{i}[i]" for i in range(self.inputs)),
             number=vectors[0].number,
             lanes=", ".join(f"p{k}(0.0f)" for k in range(len(self.products))),
@@ -122,7 +126,9 @@ class Sums:
             add_with_avx512=of_each_vector(f"{add} {masks} {count}"),
             add=of_each_vector(f"{add} {count_floats}"),
             totals=_lines("const double s{k} = total(p{k});", self._products()),
-            is_good=" && ".join(f"is_good(s{p['k']}, {p['i']})" for p in self._products() if p["i"] == p["j"]),
+            is_good=" && ".join(
+                f"is_good(s{p['k']}, {p['i']})" for p in self._products() if p["i"] == p["j"]
+            ),
             add_totals=_lines("products[{k}] += s{k};", self._products()),
             add_count_totals=_lines("counts[{k}] += total(c{k});", self._counts()),
             any=of_each_vector(

@@ -981,10 +981,8 @@ def _part_of_sum(sums: Sums, number: int, inputs: Sequence[Any]) -> Any:
 
 
 def _summand(inputs: Sequence[Any], text: str) -> Any:
-    """A variable that is not computed: what :func:`_sum_in_cpp` finds in the place of a number to be added."""
-    variable = V.kernel.cse.generate(
-        V.kernel.compute, f"{text} {inputs}", write=False, dtype=torch.float64
-    )
+    """A variable that is not computed: :func:`_sum_in_cpp` finds it in the place of a number to be added."""
+    variable = V.kernel.cse.generate(V.kernel.compute, f"{text} {inputs}", write=False, dtype=torch.float64)
     variable.update_on_args("to_dtype", inputs, {})
     variable.collage_fx_summand = int(text.removeprefix(_SUM)), inputs
     return variable
@@ -1027,7 +1025,7 @@ def _as_wide_as_stores(original: Callable[..., Any]) -> Callable[..., Any]:
         if len(found) != 1:
             return original(self, functions, *args)
         answer = found.pop(), True
-        with unittest.mock.patch.object(cpp_module, "get_loop_body_lowp_fp", lambda body: answer):
+        with unittest.mock.patch.object(cpp_module, "get_loop_body_lowp_fp", return_value=answer):
             return original(self, functions, *args)
 
     return select_tiling

@@ -36,6 +36,7 @@ from collage_fx.metrics import MeasuredTensor, Metrics, UpdateQuality
 from collage_fx.operators import measure, update_sizes
 from collage_fx.plots import plot
 from collage_fx.sums_in_cpp import BLOCK
+from collage_fx.torch_compat import inductor_config
 from tests.support import triton_offline as offline
 from tests.support.training import Descent, compiled, differences, everything, parameters, run_steps
 
@@ -186,6 +187,61 @@ def test_values_and_unchanged_bits(options: dict[str, Any], dtype: torch.dtype) 
                     assert measured[name].sizes == expected_sizes(update, before[slot][i][0], dtype)
                     lost += wanted["lost_hi"]
     assert lost > 0, "nothing was lost, so that losses were not counted"
+
+
+@pytest.mark.parametrize(
+    ("scale", "settings"),
+    [
+        (1.0, {}),
+        (2.0**-80, {}),  # squares that float32 does not have
+        (2.0**75, {}),  # likewise, at the other end
+        (1.0, {"cpp.threads": 2}),
+        (2.0**-80, {"cpp.simdlen": 256}),
+        (1.0, {"cpp.simdlen": 1}),
+    ],
+    ids=str,
+)
+def test_sums_of_many_elements(scale: float, settings: dict[str, Any]) -> None:
+    """In blocks, of which the first has no updates, and the last is not full; scaling is exact."""
+    params, set_gradients = with_few_bits(torch.bfloat16, [(40, 70)])
+    (p,) = params
+    p.data.mul_(scale)
+    backend = CollageBackend(strategy="light", metrics=True)
+    step = torch.compile(Momentum(params).step, backend=backend)
+    with inductor_config.patch(settings):
+        for number in (1, 2):
+            set_gradients(1)
+            assert p.grad is not None
+            p.grad.mul_(scale)
+            p.grad[:10] = 0
+            old, old_full = p.detach().clone(), full_value(p)
+            step()
+            factor = 1 if number == 1 else 1 + Momentum.decay
+            wanted = expected(old, old_full, -Momentum.lr * factor * p.grad.double(), p)
+            (measured,) = backend.metrics()[number].values()
+            for key, value in wanted.items():
+                tolerance = 0 if key in COUNTS else LOSS * sum_of_sizes(wanted, key)
+                assert getattr(measured, key) == pytest.approx(value, rel=0, abs=tolerance), key
+            assert wanted["error"] > 0
+
+
+def test_sums_leave_the_loop_as_wide_as_it_is() -> None:
+    """One loop of bfloat16 vectors; sums as Inductor makes them are one of float32 vectors and float64."""
+    codes = []
+    for metrics in (False, True):
+        params = parameters(shapes=[(64, 64)])
+        backend = CollageBackend(strategy="plus", metrics=metrics)
+        run_steps(torch.compile(torch.optim.AdamW(params).step, backend=backend), params, range(1))
+        (graph,) = backend.report().graphs
+        codes += graph.code
+    unmeasured, measured = codes
+    loop = re.compile(r"for\(int64_t x0=.*x0\+=static_cast<int64_t>\((\d+)L\)\)")
+    (width,) = loop.findall(unmeasured)
+    before, *sums = re.split(r"tmp_acc\d+\.(?:put|one)\(", measured)
+    assert loop.findall(before)[-1] == width
+    assert len(sums) == 2, "the parameter's and the second moment's"
+    assert not loop.findall(sums[0]), "in the same loop"
+    assert "VectorizedN<double" not in measured
 
 
 def sum_of_sizes(wanted: dict[str, float], key: str) -> float:
