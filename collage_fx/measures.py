@@ -6,8 +6,9 @@ A measured step computes, beside each tensor's update and in the same loop, the 
 in :mod:`collage_fx.metrics` follows. What flows where:
 
 * :func:`terms` is the definition: what each element adds to each sum. ``operators.py`` makes one operator of
-  it, ``measure``, whose eager implementation sums the terms and whose lowering makes Inductor reductions of
-  them, so that nothing is read from memory a second time.
+  it, ``measure``, whose eager implementation sums the terms and whose lowering sums them in the loop of the
+  update, so that nothing is read from memory a second time: by Inductor's reductions, and on CPUs as Note
+  [Sums in blocks] in ``sums_in_cpp.py`` says.
 * :func:`sizes` counts updates by their size against half an ulp of the weight, over a *sample*: to look at
   every element for it would cost more than the step. Its operator, ``update_sizes``, computes the updates of
   the sampled elements anew from what the step reads. Its counts stand behind the sums in the same row.
@@ -19,10 +20,12 @@ in :mod:`collage_fx.metrics` follows. What flows where:
 * ``metrics.py`` reads the copies when it is asked, and derives norms, EDQ and shares.
 
 Precision. An element's intended and effective update are differences of float32 numbers, each off by at most
-u = 2**-24 of itself; their products are exact in float64 (24 + 24 <= 53 bits), in which they are added. A sum
-of n products is therefore off by at most ``2u + n * 2**-53`` of the sum of their absolute values: 1.2e-7 for
-any tensor that fits a machine. Counts are exact. The order of the additions, which threads and atomics
-change, is within that bound.
+u = 2**-24 of itself. Their products are exact in float64 (24 + 24 <= 53 bits), in which they are added: a sum
+of n of them is off by at most ``2u + n * 2**-53`` of the sum of their absolute values. On CPUs they are added
+in float32 by blocks, which Note [Sums in blocks] bounds by 33u: in all, the sums are within 2.1e-6 of the sum
+of absolute values (cross products: of the root of the product of the two sums of squares) for any tensor that
+fits a machine, and within 1.2e-7 elsewhere. Counts are exact. The order of the additions, which threads and
+atomics change, is within that bound.
 """
 
 from __future__ import annotations

@@ -9,12 +9,12 @@ loop only leaves a vector of each value with it; when it has :data:`BLOCK` of th
 of its own, which needs none of the step's registers and waits for none of its divisions.
 
 Products are added there in float32, lane by lane, by fused multiplications and additions, and the lanes of a
-block in float64. Each addition rounds once, by at most u = 2**-24 of the lane's sum so far, or by 2**-150 if
-that is subnormal. A block's sum of squares, which only grows, is so off by at most ``BLOCK * u`` of itself,
-and by 2**-150 for each element. Where the latter might be more than u of it (as in second moments of small
-gradients), or the sum leaves float32's range, the block is added once more in float64, in which the products
-are exact, unless it consists of zeros. A cross product is off by at most as much of the root of the product of
-its two squares.
+block in float64. Each addition rounds once, by at most u = 2**-24 of the lane's sum so far, or by 2**-126 if
+that is subnormal (which is zero to some processes). A block's sum of squares, which only grows, is so
+off by at most ``BLOCK * u`` of itself, and by 2**-126 for each element. Where the latter might be more than u
+of it (as in second moments of small gradients), or the sum leaves float32's range, the block is added once
+more in float64, in which the products are exact, unless all of it is zero. A cross product is off by at most
+as much of the root of the product of its two squares.
 """
 
 from __future__ import annotations
@@ -107,6 +107,8 @@ class Sums:
                 texts.append(f"{{ {_lines(f'const Vector x{{i}} = {part};', inputs)} {values} {lines} }}")
             return "\n            ".join(texts)
 
+        to_wide = "const Wide w{i} = at::vec::convert<double, 2, float, 1>(v{i});"
+        wide = _lines(to_wide, [{"i": i} for i in range(len(self.values))])
         add = _lines("p{k} = at::vec::fmadd(v{i}, v{j}, p{k});", self._products())
         masks = _lines("const __mmask16 {test} = _mm512_cmp_ps_mask(v{i}, zero, {how});", self._tests())
         count = _lines("c{k} = _mm512_mask_sub_epi32(c{k}, {mask}, c{k}, minus_one);", self._counts())
@@ -119,7 +121,6 @@ class Sums:
             put=_lines("a{i}.store(slot.x{i});", inputs),
             open=_lines("const auto a{i} = {type}::loadu(slot.x{i}); const auto x{i}s = {floats};", inputs),
             numbers_of_slot=", ".join(f"slot.x{i}[i]" for i in range(self.inputs)),
-            number=vectors[0].number,
             lanes=", ".join(f"p{k}(0.0f)" for k in range(len(self.products))),
             int_lanes=", ".join(f"c{k} = _mm512_setzero_si512()" for k in range(len(self.counts))),
             float_lanes=", ".join(f"c{k}(0.0f)" for k in range(len(self.counts))),
@@ -131,6 +132,9 @@ class Sums:
             ),
             add_totals=_lines("products[{k}] += s{k};", self._products()),
             add_count_totals=_lines("counts[{k}] += total(c{k});", self._counts()),
+            wide_lanes=", ".join(f"d{k}(0.0)" for k in range(len(self.products))),
+            add_wide=of_each_vector(f"{wide} {_lines('d{k} = d{k} + w{i} * w{j};', self._products())}"),
+            add_wide_totals=_lines("products[{k}] += total(d{k});", self._products()),
             any=of_each_vector(
                 _lines("if (value == {i}) any = any | v{i};", [{"i": i} for i in range(len(self.values))])
             ),
@@ -196,6 +200,7 @@ _OF_NUMBERS = Template("""
 
 _OF_VECTORS = Template("""
     using Vector = at::vec::Vectorized<float>;
+    using Wide = at::vec::VectorizedN<double, 2>;
     struct Slot { $slot };
     Slot block[$slots];
     int64_t filled = 0;
@@ -228,19 +233,25 @@ _OF_VECTORS = Template("""
 #endif
         }
         $totals
+        $add_count_totals
         if (C10_LIKELY($is_good)) {
             $add_totals
-            $add_count_totals
         } else {
-            for (int n = 0; n < filled; n++) {
-                const Slot& slot = block[n];
-                for (int i = 0; i < $number; i++) one($numbers_of_slot);
-            }
+            add_in_double();
         }
         filled = 0;
     }
+    void add_in_double() {
+        Wide $wide_lanes;
+        for (int n = 0; n < filled; n++) {
+            const Slot& slot = block[n];
+            $open
+            $add_wide
+        }
+        $add_wide_totals
+    }
     bool is_good(double square, int value) const {
-        if (square >= $block * Vector::size() * 0x1p-126 && square < 0x1p127) return true;
+        if (square >= $block * Vector::size() * 0x1p-102 && square < 0x1p127) return true;
         Vector any(0.0f);
         for (int n = 0; n < filled; n++) {
             const Slot& slot = block[n];
@@ -264,6 +275,13 @@ _OF_VECTORS = Template("""
         for (float lane : lanes) sum += lane;
         return sum;
 #endif
+    }
+    static double total(const Wide& x) {
+        __at_align__ double lanes[Vector::size()];
+        x.store(lanes);
+        double sum = 0;
+        for (double lane : lanes) sum += lane;
+        return sum;
     }
 #if defined(CPU_CAPABILITY_AVX512)
     static int64_t total(__m512i x) { return _mm512_reduce_add_epi32(x); }
