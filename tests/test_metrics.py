@@ -226,7 +226,7 @@ def test_sums_of_many_elements(scale: float, settings: dict[str, Any]) -> None:
 
 
 def test_sums_leave_the_loop_as_wide_as_it_is() -> None:
-    """One loop of bfloat16 vectors; sums as Inductor makes them are one of float32 vectors and float64."""
+    """One loop, of bfloat16 vectors; with sums of Inductor's it would be one of float32 vectors."""
     codes = []
     for metrics in (False, True):
         params = parameters(shapes=[(64, 64)])
@@ -241,7 +241,6 @@ def test_sums_leave_the_loop_as_wide_as_it_is() -> None:
     assert loop.findall(before)[-1] == width
     assert len(sums) == 2, "the parameter's and the second moment's"
     assert not loop.findall(sums[0]), "in the same loop"
-    assert "VectorizedN<double" not in measured
 
 
 def sum_of_sizes(wanted: dict[str, float], key: str) -> float:
