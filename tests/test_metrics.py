@@ -227,7 +227,7 @@ def test_sums_of_many_elements(scale: float, settings: dict[str, Any]) -> None:
 
 def test_sums_leave_the_loop_as_wide_as_it_is() -> None:
     """One loop, of bfloat16 vectors; with sums of Inductor's it would be one of float32 vectors."""
-    codes = []
+    codes: list[str] = []
     for metrics in (False, True):
         params = parameters(shapes=[(64, 64)])
         backend = CollageBackend(strategy="plus", metrics=metrics)
