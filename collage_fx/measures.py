@@ -6,8 +6,9 @@ A measured step computes, beside each tensor's update and in the same loop, the 
 in :mod:`collage_fx.metrics` follows. What flows where:
 
 * :func:`terms` is the definition: what each element adds to each sum. ``operators.py`` makes one operator of
-  it, ``measure``, whose eager implementation sums the terms and whose lowering makes Inductor reductions of
-  them, so that nothing is read from memory a second time.
+  it, ``measure``, whose eager implementation sums the terms and whose lowering sums them in the loop of the
+  update, so that nothing is read from memory a second time: by Inductor's reductions, and on CPUs as Note
+  [Sums in blocks] in ``sums_in_cpp.py`` says.
 * :func:`sizes` counts updates by their size against half an ulp of the weight, over a *sample*: to look at
   every element for it would cost more than the step. Its operator, ``update_sizes``, computes the updates of
   the sampled elements anew from what the step reads. Its counts stand behind the sums in the same row.
@@ -19,14 +20,17 @@ in :mod:`collage_fx.metrics` follows. What flows where:
 * ``metrics.py`` reads the copies when it is asked, and derives norms, EDQ and shares.
 
 Precision. An element's intended and effective update are differences of float32 numbers, each off by at most
-u = 2**-24 of itself; their products are exact in float64 (24 + 24 <= 53 bits), in which they are added. A sum
-of n products is therefore off by at most ``2u + n * 2**-53`` of the sum of their absolute values: 1.2e-7 for
-any tensor that fits a machine. Counts are exact. The order of the additions, which threads and atomics
-change, is within that bound.
+u = 2**-24 of itself. Their products are exact in float64 (24 + 24 <= 53 bits), in which they are added: a sum
+of n of them is off by at most ``2u + n * 2**-53`` of the sum of their absolute values. On CPUs they are added
+in float32 by blocks, which Note [Sums in blocks] bounds by 33u: in all, the sums are within 2.1e-6 of the sum
+of absolute values (cross products: of the root of the product of the two sums of squares) for any tensor that
+fits a machine, and within 1.2e-7 elsewhere. Counts are exact. The order of the additions, which threads and
+atomics change, is within that bound.
 """
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -50,15 +54,30 @@ __all__ = [
     "sizes",
     "sums",
     "terms",
+    "values",
 ]
 
 #: The inner products, by name: of the intended update D with itself, of D with the effective update of hi
-#: alone, of that with itself, likewise for hi + lo, and of lo with itself.
-PRODUCTS = ("intended", "along_hi", "effective_hi", "along", "effective", "error")
+#: alone, of that with itself, likewise for hi + lo, and of lo with itself. The numbers are places in what
+#: :func:`values` returns.
+PRODUCTS = {
+    "intended": (0, 0),
+    "along_hi": (0, 1),
+    "effective_hi": (1, 1),
+    "along": (0, 2),
+    "effective": (2, 2),
+    "error": (3, 3),
+}
 
 #: The counts of elements: D is not zero; and hi stayed as it was; and hi + lo did; hi stayed as it was,
-#: whatever D; lo is not zero.
-COUNTS = ("asked", "lost_hi", "lost", "unchanged", "held")
+#: whatever D; lo is not zero. By place, whether the value has to be zero.
+COUNTS = {
+    "asked": {0: False},
+    "lost_hi": {0: False, 1: True},
+    "lost": {0: False, 2: True},
+    "unchanged": {1: True},
+    "held": {3: False},
+}
 
 #: What is summed.
 SUMS = (*PRODUCTS, *COUNTS)
@@ -86,32 +105,43 @@ WITHOUT_LO = {
 }
 
 
-def terms(old: Tensor, old_lo: Tensor, intended: Tensor, hi: Tensor, lo: Tensor) -> tuple[Tensor, ...]:
-    """What each element adds to :data:`SUMS`: float64 products, then truth values.
+def values(
+    old: Tensor, old_lo: Tensor | None, intended: Tensor, hi: Tensor, lo: Tensor | None
+) -> tuple[Tensor, ...]:
+    """What each element is measured by, float32: its intended update, what hi and hi + lo moved by, and lo.
 
     All are float32: ``old`` and ``old_lo`` are hi and error term before the step, ``intended`` is the new
-    value before it is stored, ``hi`` and ``lo`` are what is stored.
+    value before it is stored, ``hi`` and ``lo`` are what is stored. Without error terms there are two.
     """
-    update = intended - (old + old_lo)
     moved_hi = hi - old
-    moved = moved_hi + (lo - old_lo)
-    asked, same_hi, same = update != 0, moved_hi == 0, moved == 0
-    wide = [each.to(torch.float64) for each in (update, moved_hi, moved, lo)]
-    update, moved_hi, moved, error = wide
-    products = (
-        update * update,
-        update * moved_hi,
-        moved_hi * moved_hi,
-        update * moved,
-        moved * moved,
-        error * error,
-    )
-    return *products, asked, asked & same_hi, asked & same, same_hi, lo != 0
+    if old_lo is None or lo is None:
+        return intended - old, moved_hi
+    return intended - (old + old_lo), moved_hi, moved_hi + (lo - old_lo), lo
 
 
-def sums(old: Tensor, old_lo: Tensor, intended: Tensor, hi: Tensor, lo: Tensor) -> Tensor:
+def terms(
+    old: Tensor, old_lo: Tensor | None, intended: Tensor, hi: Tensor, lo: Tensor | None
+) -> dict[str, Tensor]:
+    """What each element adds to :data:`SUMS`: float64 products of :func:`values`, and truth values.
+
+    Without error terms, those of :data:`WITHOUT_LO` are missing.
+    """
+    each = values(old, old_lo, intended, hi, lo)
+    wide = [value.to(torch.float64) for value in each]
+    found = {name: wide[i] * wide[j] for name, (i, j) in PRODUCTS.items() if j < len(each)}
+    for name, conditions in COUNTS.items():
+        if max(conditions) < len(each):
+            tests = ((each[i] == 0) if is_zero else (each[i] != 0) for i, is_zero in conditions.items())
+            found[name] = functools.reduce(operator.and_, tests)
+    return found
+
+
+def sums(old: Tensor, old_lo: Tensor | None, intended: Tensor, hi: Tensor, lo: Tensor | None) -> Tensor:
     """:data:`SUMS` of one tensor's update, float64."""
-    return torch.stack([term.sum(dtype=torch.float64) for term in terms(old, old_lo, intended, hi, lo)])
+    found = {k: x.sum(dtype=torch.float64) for k, x in terms(old, old_lo, intended, hi, lo).items()}
+    zero = torch.zeros((), dtype=torch.float64, device=old.device)
+    found = {**{name: zero if same is None else found[same] for name, same in WITHOUT_LO.items()}, **found}
+    return torch.stack([found[name] for name in SUMS])
 
 
 def sampled(i: Any, elements: Any, divided: Callable[[Any, Any], Any] = operator.floordiv) -> Any:

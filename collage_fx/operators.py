@@ -41,7 +41,8 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from collage_fx import arithmetic, measures, torch_compat
+from collage_fx import arithmetic, measures, sums_in_cpp, torch_compat
+from collage_fx.sums_in_cpp import Sums
 from collage_fx.torch_compat import (
     functional_decompositions,
     generates_cpp,
@@ -127,9 +128,7 @@ LIBRARY.define(
 def _measure(
     old: Tensor, old_lo: Tensor | None, intended: Tensor, hi: Tensor, lo: Tensor | None, sizes: Tensor
 ) -> Tensor:
-    none = torch.zeros_like(old)
-    terms = old, none if old_lo is None else old_lo, intended, hi, none if lo is None else lo
-    return torch.cat([measures.sums(*terms), sizes])
+    return torch.cat([measures.sums(old, old_lo, intended, hi, lo), sizes])
 
 
 LIBRARY.impl("measure", _measure, "CompositeExplicitAutograd")
@@ -176,8 +175,40 @@ def _rest(device: torch.device) -> Callable[[Sequence[Any]], Any]:
     return lambda inputs: _interpret(_trace(arithmetic.rest, 2), inputs)[0]
 
 
-def _terms(inputs: Sequence[Any]) -> list[Any]:
-    return _interpret(_trace(measures.terms, 5), inputs)
+def _operands(tensors: Sequence[Any]) -> Sequence[Any]:
+    """Those of ``measure`` but for the last, of which the error terms may be missing."""
+    if len(tensors) == 5:
+        return tensors
+    old, intended, hi = tensors
+    return old, None, intended, hi, None
+
+
+def _values(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return measures.values(*_operands(tensors))
+
+
+def _terms(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(measures.terms(*_operands(tensors)).values())
+
+
+@functools.cache
+def _sums(tensors: int) -> Sums:
+    """What ``measure`` sums of so many tensors."""
+    trace = _trace(_values, tensors)
+    inputs = trace.graph.find_nodes(op="placeholder")
+    text = {node: f"x{i}" for i, node in enumerate(inputs)}
+    for node in trace.graph.nodes:
+        if node.op == "call_function":
+            first, second = node.args
+            text[node] = f"({text[first]} {_SIGNS[node.target]} {text[second]})"
+    values = tuple(text[node] for node in pytree.tree_leaves(trace.graph.output_node().args))
+    products = {name: pair for name, pair in measures.PRODUCTS.items() if max(pair) < len(values)}
+    counts = {name: which for name, which in measures.COUNTS.items() if max(which) < len(values)}
+    return Sums(tensors, values, products, counts)
+
+
+#: In C++, what values are computed by.
+_SIGNS = {aten.add.Tensor: "+", aten.sub.Tensor: "-"}
 
 
 def _place(inputs: Sequence[Any], dtype: torch.dtype) -> Any:
@@ -187,7 +218,11 @@ def _place(inputs: Sequence[Any], dtype: torch.dtype) -> Any:
 register_pointwise_lowering(round_to_storage, _round, dtype=torch.float32)
 register_pointwise_lowering(rest, _rest, dtype=torch.float32)
 register_summing_lowering(
-    measure, _terms, products=measures.PRODUCTS, counts=measures.COUNTS, with_none=measures.WITHOUT_LO
+    measure,
+    lambda inputs: _interpret(_trace(_terms, len(inputs)), inputs),
+    _sums,
+    names=measures.SUMS,
+    otherwise=measures.WITHOUT_LO,
 )
 register_sampling_lowering(
     update_sizes, _place, measures.sampled, sample=measures.SAMPLE, places=len(measures.SIZES)
@@ -195,5 +230,7 @@ register_sampling_lowering(
 
 #: Identifies the definitions above and the lowering; part of the compile cache's key.
 REVISION = hashlib.sha256(
-    "".join(inspect.getsource(each) for each in (arithmetic, measures, torch_compat, _interpret)).encode()
+    "".join(
+        inspect.getsource(each) for each in (arithmetic, measures, sums_in_cpp, torch_compat, _interpret)
+    ).encode()
 ).hexdigest()

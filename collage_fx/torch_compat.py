@@ -12,6 +12,7 @@ import contextlib
 import functools
 import gc
 import inspect
+import re
 import sys
 import unittest.mock
 import weakref
@@ -24,6 +25,7 @@ from weakref import WeakSet
 
 import torch
 
+from collage_fx.sums_in_cpp import Sums, Vectors
 from collage_fx.wrapping import wrap_method
 
 __all__ = [
@@ -134,7 +136,9 @@ try:
     from torch._inductor import config as inductor_config
     from torch._inductor import ir, list_mode_options
     from torch._inductor.codecache import CppPythonBindingsCodeCache, torch_key
-    from torch._inductor.codegen.cpp import CppOverrides, CppVecOverrides
+    from torch._inductor.codegen import cpp as cpp_module
+    from torch._inductor.codegen.cpp import CppKernel, CppOverrides, CppVecKernel, CppVecOverrides
+    from torch._inductor.codegen.cpp_utils import DTYPE_TO_CPP, cexpr_index
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.fx_passes import joint_graph
@@ -900,23 +904,22 @@ def register_realizing_lowering(operator: Any) -> None:
 def register_summing_lowering(
     operator: Any,
     terms: Callable[[Sequence[Any]], Sequence[Any]],
+    sums_of: Callable[[int], Sums],
     *,
-    products: Sequence[str],
-    counts: Sequence[str],
-    with_none: Mapping[str, str | None],
+    names: Sequence[str],
+    otherwise: Mapping[str, str | None],
 ) -> None:
     """Lower ``operator(*tensors, more)`` to sums over all elements, in the loop that computes the tensors.
 
     Args:
-        operator: an overload of float32 tensors of one shape, or None for zeros, and of a float64 vector; it
-            returns a float64 vector, of which the other is the end.
-        terms: from the values of one element of each to what it adds to each sum: float64 numbers, then truth
-            values.
-        products: names of the numbers.
-        counts: names of the truth values. They are counted in integers, which vectors hold more of.
-        with_none: where there is a None, the sums that another one is, or None for zero.
+        operator: an overload of float32 tensors of one shape, or None, and of a float64 vector; it returns a
+            float64 vector, of which the other is the end.
+        terms: from the values of one element of each tensor, without the Nones, to what it adds to each sum:
+            float64 numbers, then truth values.
+        sums_of: what those sums are, given how many tensors there are.
+        names: of the sums that the operator returns.
+        otherwise: for one that isn't among those sums, the one that it is the same as, or None for zero.
     """
-    names = [*products, *counts]
 
     def lowering(*operands: Any) -> Any:
         *tensors, more = operands
@@ -924,27 +927,32 @@ def register_summing_lowering(
         for tensor in given:
             tensor.realize()  # else each sum would be traced from the inputs of the step
         size, device = given[0].get_size(), given[0].get_device()
-        loaders = [None if tensor is None else tensor.make_loader() for tensor in tensors]
+        loaders = [tensor.make_loader() for tensor in given]
         shared = _load_in_common(given[0])
-        elements = V.graph.sizevars.optimization_hint(sympy_product(size), fallback=0)
-        counter = torch.int64 if elements >= 1 << 31 else torch.int32
+        sums, elements = sums_of(len(given)), sympy_product(size)
+        hint = V.graph.sizevars.optimization_hint(elements, fallback=0)
+        counter = torch.int64 if hint >= 1 << 31 else torch.int32
+        is_one = V.graph.sizevars.statically_known_equals(elements, 1)  # Inductor makes no sum of it
+        in_cpp = generates_cpp(device) and not is_one
 
         def term(number: int, dtype: torch.dtype) -> Callable[[Any, Any], Any]:
             def inner(index: Any, reduced: Any) -> Any:
-                zero = ops.constant(0.0, torch.float32)
                 shared(reduced)
-                value = terms([zero if load is None else load(reduced) for load in loaders])[number]
+                loaded = [load(reduced) for load in loaders]
+                if in_cpp:
+                    return _part_of_sum(sums, number, loaded)
+                value = terms(loaded)[number]
                 return value if dtype is torch.float64 else ops.to_dtype(value, dtype, src_dtype=torch.bool)
 
             return inner
 
         def sum_of(name: str) -> Any:
-            number, dtype = names.index(name), torch.float64 if name in products else counter
+            dtype = torch.float64 if in_cpp or name in sums.products else counter
             total = ir.Reduction.create(
                 device=device,
                 dst_dtype=dtype,
                 src_dtype=dtype,
-                inner_fn=term(number, dtype),
+                inner_fn=term(sums.number(name), dtype),
                 ranges=[],
                 reduction_ranges=list(size),
                 reduction_type="sum",
@@ -952,8 +960,8 @@ def register_summing_lowering(
             total.realize()
             return to_dtype(total, torch.float64).make_loader()
 
-        which = [name if len(given) == len(tensors) else with_none.get(name, name) for name in names]
-        sums = {name: sum_of(name) for name in dict.fromkeys(which) if name is not None}
+        loads = {name: sum_of(name) for name in (*sums.products, *sums.counts)}
+        which = [name if name in loads else otherwise[name] for name in names]
 
         def result(index: Any) -> Any:
             position = ops.index_expr(index[0], torch.int32)
@@ -961,13 +969,130 @@ def register_summing_lowering(
             for number, name in enumerate(which):
                 if name is not None:
                     is_here = ops.eq(position, ops.constant(number, torch.int32))
-                    value = ops.where(is_here, sums[name]([]), value)
+                    value = ops.where(is_here, loads[name]([]), value)
             return value
 
         own = ir.Pointwise.create(device=device, dtype=torch.float64, inner_fn=result, ranges=[len(which)])
         return pointwise_cat([own, more], 0)
 
     register_lowering(operator, type_promotion_kind=None)(lowering)
+
+
+#: What stands for an element's part in a sum of a C++ kernel.
+_SUM = "collage_fx: sum"
+
+#: The sums of C++ kernels, by how many inputs they have.
+_sums: dict[int, Sums] = {}
+
+
+def _part_of_sum(sums: Sums, number: int, inputs: Sequence[Any]) -> Any:
+    _sums[len(inputs)] = sums
+    return ops.inline_asm_elementwise(*inputs, asm=f"{_SUM} {number}", dtype=torch.float64)
+
+
+def _summand(inputs: Sequence[Any], text: str) -> Any:
+    """A variable that is not computed: :func:`_sum_in_cpp` finds it in the place of a number to be added."""
+    variable = V.kernel.cse.generate(V.kernel.compute, f"{text} {inputs}", write=False, dtype=torch.float64)
+    variable.update_on_args("to_dtype", inputs, {})
+    variable.collage_fx_summand = int(text.removeprefix(_SUM)), inputs
+    return variable
+
+
+def _summing(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``reduction`` of a C++ kernel that knows :func:`_summand`."""
+
+    def reduction(
+        kernel: Any, dtype: torch.dtype, src_dtype: torch.dtype, reduction_type: str, value: Any
+    ) -> Any:
+        summand = getattr(value, "collage_fx_summand", None)
+        if summand is None:
+            return original(kernel, dtype, src_dtype, reduction_type, value)
+        return _sum_in_cpp(kernel, *summand)
+
+    return reduction
+
+
+def _sum_in_cpp(kernel: Any, number: int, inputs: tuple[Any, ...]) -> str:
+    """One of the sums of an object that is made, and given the inputs, for the first of them."""
+    known = kernel.reduction_cse.reduction_cache
+    if (_SUM, inputs) not in known:
+        known[_SUM, inputs] = _object_of_sums(kernel, inputs)
+    return f"{known[_SUM, inputs]}.sum({number})"
+
+
+def _as_wide_as_stores(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``select_tiling`` that gives a loop with sums as many elements at a time as it would have without.
+
+    That is a vector's worth of what it stores. Inductor itself counts by float32 as soon as one node of the
+    loop, as those of the sums, has nothing else.
+    """
+
+    def select_tiling(self: Any, functions: Any, *args: Any) -> Any:
+        bodies = cpp_module._get_loop_body(functions)
+        if not any(map(_has_summands, bodies)):
+            return original(self, functions, *args)
+        found = {cpp_module.get_loop_body_lowp_fp(body)[0] for body in bodies} - {None}
+        if len(found) != 1:
+            return original(self, functions, *args)
+        answer = found.pop(), True
+        with unittest.mock.patch.object(cpp_module, "get_loop_body_lowp_fp", return_value=answer):
+            return original(self, functions, *args)
+
+    return select_tiling
+
+
+def _has_summands(body: Any) -> bool:
+    nodes = body.root_block.graph.find_nodes(op="call_method", target="inline_asm_elementwise")
+    return any(node.kwargs["asm"].startswith(_SUM) for node in nodes)
+
+
+def _object_of_sums(kernel: Any, inputs: tuple[Any, ...]) -> Any:
+    """The variable of a :class:`Sums` object that adds up the inputs; it is closed when all are in."""
+    acc = kernel.reduction_cse.generate(kernel.loads, f"{_SUM} {inputs}", write=False)
+    is_vec, width, name = isinstance(kernel, CppVecKernel), 1, f"SumsOf{len(inputs)}"
+    vectors: list[Vectors] = []
+    if is_vec:
+        width = kernel._get_num_vectors(torch.float32)
+        inputs = tuple(_as_stored(x if x.is_vec else kernel.broadcast(x)) for x in inputs)
+        vectors = [_vectors(kernel, x) for x in inputs]
+        name += "".join(f"_{str(x.dtype).removeprefix('torch.')}" for x in inputs)
+    kernel.is_reduction = True
+    kernel.reduction_var_names.append(f"{acc}")
+    defined = kernel.__dict__.setdefault("collage_fx_sums", set())
+    definition = "" if name in defined else f"{_sums[len(inputs)].definition(name, vectors, width)}\n"
+    defined.add(name)
+    kernel.reduction_prefix_generators.append(lambda size: f"{definition}{name} {acc};")
+    if is_vec:
+        kernel.non_parallel_reduction_suffix.writeline(f"{acc}.close();")
+        kernel.local_reduction_stores.writeline(f"{acc}_local.close();")
+    kernel._gen_parallel_reduction_buffers(
+        acc,
+        name,
+        "sum",
+        torch.float64,
+        reduction_combine_fn=lambda kind, total, part, **_: f"{total}.join({part})",
+        reduction_init_fn=lambda *_: f"{name}()",
+    )
+    given = ", ".join(map(str, inputs))
+    if not is_vec:
+        kernel.stores.writeline(f"{acc}.one({given});")
+    elif kernel.tail_size:
+        kernel.stores.writeline(f"{acc}.some({cexpr_index(kernel.tail_size)}, {given});")
+    else:
+        kernel.stores.writeline(f"{acc}.put({given});")
+    return acc
+
+
+def _as_stored(x: Any) -> Any:
+    """A variable of fewer bits that was converted to a float32 one, if that is how it came about."""
+    return getattr(x, "collage_fx_stored", x)
+
+
+def _vectors(kernel: Any, x: Any) -> Vectors:
+    is_float = x.dtype is torch.float32
+    floats = str(x) if is_float else _conversion(x, torch.float32, x.dtype)
+    floats = re.sub(rf"\b{x}\b", "@", floats)
+    return Vectors(kernel._get_vec_type(x.dtype), DTYPE_TO_CPP[x.dtype], str(kernel.tiling_factor), floats)
 
 
 #: Of each graph that is being lowered: what all sums over as many elements read.
@@ -1199,9 +1324,11 @@ def rest_in_cpp(value: Any, hi: Any) -> Any:
 
 
 def inline_asm_elementwise(*inputs: Any, asm: str, **options: Any) -> Any:
-    """The C++ for :func:`rounded_in_cpp` and :func:`rest_in_cpp`, for scalars and for vectors."""
+    """The C++ for :func:`rounded_in_cpp`, :func:`rest_in_cpp` and sums, for scalars and for vectors."""
     if asm == _REST:
         return _rest(*inputs)
+    if asm.startswith(_SUM):
+        return _summand(inputs, asm)
     if asm not in _ROUNDINGS:
         raise NotImplementedError(f"inline assembly in C++ kernels: {asm}")
     (value,) = inputs
@@ -1216,7 +1343,8 @@ def _rounded(value: Any, storage_dtype: torch.dtype) -> Any:
     In parentheses it is another text. The way back to the storage dtype is announced, on the other hand, so
     that a store of the result stores what was rounded here and converts nothing.
     """
-    stored = _converted(value, storage_dtype, torch.float32)
+    known = V.kernel.cse.try_get(_convert_text(value, storage_dtype, torch.float32))
+    stored = known or _converted(value, storage_dtype, torch.float32)
     rounded = _converted(stored, torch.float32, storage_dtype)
     _announce(rounded, storage_dtype, stored)
     return rounded
@@ -1238,11 +1366,19 @@ def _rest(value: Any, hi: Any) -> Any:
 
 def _converted(source: Any, dtype: torch.dtype, source_dtype: torch.dtype) -> Any:
     """A variable of its own for a conversion."""
+    variable = _variable(f"({_conversion(source, dtype, source_dtype)})", dtype, source)
+    if dtype is torch.float32:
+        variable.collage_fx_stored = source
+    return variable
+
+
+def _conversion(source: Any, dtype: torch.dtype, source_dtype: torch.dtype) -> str:
+    """The text of a conversion, by instruction if there is one."""
     text = _convert_text(source, dtype, source_dtype)
     for conversion, by_instruction in _BY_INSTRUCTION.items():
         if _by_instruction.get() and text.startswith(conversion):
-            text = by_instruction.format(x=source)
-    return _variable(f"({text})", dtype, source)
+            return by_instruction.format(x=source)
+    return text
 
 
 def _convert_text(source: Any, dtype: torch.dtype, source_dtype: torch.dtype) -> str:
@@ -1355,3 +1491,6 @@ def _announcing(original: Callable[..., Any]) -> Callable[..., Any]:
 for _overrides in (CppOverrides, CppVecOverrides):
     _overrides.inline_asm_elementwise = staticmethod(inline_asm_elementwise)  # type: ignore[method-assign]
 CppVecOverrides.to_dtype = staticmethod(_announcing(CppVecOverrides.to_dtype))  # type: ignore[method-assign]
+for _kernel in (CppKernel, CppVecKernel):
+    _kernel.reduction = _summing(_kernel.reduction)  # type: ignore[method-assign]
+cpp_module.TilingSelect.select_tiling = _as_wide_as_stores(cpp_module.TilingSelect.select_tiling)  # type: ignore[method-assign]

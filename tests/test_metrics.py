@@ -35,6 +35,8 @@ from collage_fx.measures import (
 from collage_fx.metrics import MeasuredTensor, Metrics, UpdateQuality
 from collage_fx.operators import measure, update_sizes
 from collage_fx.plots import plot
+from collage_fx.sums_in_cpp import BLOCK
+from collage_fx.torch_compat import inductor_config
 from tests.support import triton_offline as offline
 from tests.support.training import Descent, compiled, differences, everything, parameters, run_steps
 
@@ -46,6 +48,10 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"strategy": "full"},
     {"strategy": "full", "arithmetic": "native"},
 )
+
+
+#: Of Note [Sums in blocks], with room for the float64 additions of 2**28 blocks.
+LOSS = (BLOCK + 2) * 2.0**-24
 
 
 class Momentum(Optimizer):
@@ -137,9 +143,9 @@ def expected_sizes(update: Tensor, hi: Tensor, dtype: torch.dtype) -> tuple[floa
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options.values()))
 def test_values_and_unchanged_bits(options: dict[str, Any], dtype: torch.dtype) -> None:
-    """Intended updates are float32 numbers here, so that the sums are exact up to the float64 additions.
+    """Intended updates are float32 numbers here, so that the sums are exact up to the additions.
 
-    Those are off by at most n * 2**-53 of the sum of absolute values; asked for is 1e-5.
+    Those are off by at most LOSS of the sum of absolute values; asked for is 1e-5.
     """
     backend = CollageBackend(metrics=True, **options)
     params, set_gradients = with_few_bits(dtype)
@@ -176,11 +182,65 @@ def test_values_and_unchanged_bits(options: dict[str, Any], dtype: torch.dtype) 
                     tensor = p if not slot else optimizer.state[p]["momentum"]
                     wanted = expected(*before[slot][i], update, tensor)
                     for key, value in wanted.items():
-                        tolerance = 0 if key in COUNTS else p.numel() * 2.0**-53 * sum_of_sizes(wanted, key)
+                        tolerance = 0 if key in COUNTS else LOSS * sum_of_sizes(wanted, key)
                         assert getattr(measured[name], key) == pytest.approx(value, rel=0, abs=tolerance)
                     assert measured[name].sizes == expected_sizes(update, before[slot][i][0], dtype)
                     lost += wanted["lost_hi"]
     assert lost > 0, "nothing was lost, so that losses were not counted"
+
+
+@pytest.mark.parametrize(
+    ("scale", "settings"),
+    [
+        (1.0, {}),
+        (2.0**-80, {}),  # squares that float32 does not have
+        (2.0**75, {}),  # likewise, at the other end
+        (1.0, {"cpp.threads": 2}),
+        (2.0**-80, {"cpp.simdlen": 256}),
+        (1.0, {"cpp.simdlen": 1}),
+    ],
+    ids=str,
+)
+def test_sums_of_many_elements(scale: float, settings: dict[str, Any]) -> None:
+    """In blocks, of which the first has no updates, and the last is not full; scaling is exact."""
+    params, set_gradients = with_few_bits(torch.bfloat16, [(40, 70)])
+    (p,) = params
+    p.data.mul_(scale)
+    backend = CollageBackend(strategy="light", metrics=True)
+    step = torch.compile(Momentum(params).step, backend=backend)
+    with inductor_config.patch(settings):
+        for number in (1, 2):
+            set_gradients(1)
+            assert p.grad is not None
+            p.grad.mul_(scale)
+            p.grad[:10] = 0
+            old, old_full = p.detach().clone(), full_value(p)
+            step()
+            factor = 1 if number == 1 else 1 + Momentum.decay
+            wanted = expected(old, old_full, -Momentum.lr * factor * p.grad.double(), p)
+            (measured,) = backend.metrics()[number].values()
+            for key, value in wanted.items():
+                tolerance = 0 if key in COUNTS else LOSS * sum_of_sizes(wanted, key)
+                assert getattr(measured, key) == pytest.approx(value, rel=0, abs=tolerance), key
+            assert wanted["error"] > 0
+
+
+def test_sums_leave_the_loop_as_wide_as_it_is() -> None:
+    """One loop, of bfloat16 vectors; with sums of Inductor's it would be one of float32 vectors."""
+    codes: list[str] = []
+    for metrics in (False, True):
+        params = parameters(shapes=[(64, 64)])
+        backend = CollageBackend(strategy="plus", metrics=metrics)
+        run_steps(torch.compile(torch.optim.AdamW(params).step, backend=backend), params, range(1))
+        (graph,) = backend.report().graphs
+        codes += graph.code
+    unmeasured, measured = codes
+    loop = re.compile(r"for\(int64_t x0=.*x0\+=static_cast<int64_t>\((\d+)L\)\)")
+    (width,) = map(int, loop.findall(unmeasured))
+    before, *sums = re.split(r"tmp_acc\d+\.(?:put|one)\(", measured)
+    assert int(loop.findall(before)[-1]) >= width, "torch 2.15 makes the other one narrower than it need be"
+    assert len(sums) == 2, "the parameter's and the second moment's"
+    assert not loop.findall(sums[0]), "in the same loop"
 
 
 def sum_of_sizes(wanted: dict[str, float], key: str) -> float:
