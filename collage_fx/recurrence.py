@@ -67,6 +67,10 @@ IDENTITIES = frozenset(
     }
 )  # fmt: skip
 
+#: Operations after which an expression for people ends in a name. A matrix polynomial that is iterated reads
+#: each value several times: written out, five iterations of Muon's have a hundred thousand operations.
+LONGEST_EXPRESSION = 400
+
 #: Tensors filled with one number, and which argument that is.
 FACTORIES = {aten.full: 1, aten.full_like: 1, aten.scalar_tensor: 0}
 
@@ -136,6 +140,7 @@ class _Reader:
         self.peers = peers
         self._depends: dict[Node, bool] = {}
         self._expressions: dict[Node, sympy.Expr] = {}
+        self._lengths: dict[Node, int] = {}
         self._slopes: dict[Node, Slopes] = {}
 
     def path(self) -> tuple[Node, ...]:
@@ -168,7 +173,11 @@ class _Reader:
         if not isinstance(value, Node):
             return _number(value)
         if value not in self._expressions:
-            self._expressions[value] = self._expression(value)
+            written_out = self._expression(value)
+            self._lengths[value] = 1 + sum(self._lengths.get(operand, 1) for operand in value.all_input_nodes)
+            if self._lengths[value] > LONGEST_EXPRESSION:
+                written_out, self._lengths[value] = sympy.Symbol(value.name), 1
+            self._expressions[value] = written_out
         return self._expressions[value]
 
     def _expression(self, node: Node) -> sympy.Expr:
