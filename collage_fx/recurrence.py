@@ -67,8 +67,8 @@ IDENTITIES = frozenset(
     }
 )  # fmt: skip
 
-#: Operations after which an expression for people ends in a name. A matrix polynomial that is iterated reads
-#: each value several times: written out, five iterations of Muon's have a hundred thousand operations.
+#: Operations from which on an expression for people is cut off. A matrix polynomial that is iterated reads each
+#: value several times: written out, five iterations of Muon's have a hundred thousand operations.
 LONGEST_EXPRESSION = 400
 
 #: Tensors filled with one number, and which argument that is.
@@ -141,6 +141,7 @@ class _Reader:
         self._depends: dict[Node, bool] = {}
         self._expressions: dict[Node, sympy.Expr] = {}
         self._lengths: dict[Node, int] = {}
+        self._cuts: list[str] = []
         self._slopes: dict[Node, Slopes] = {}
 
     def path(self) -> tuple[Node, ...]:
@@ -173,12 +174,19 @@ class _Reader:
         if not isinstance(value, Node):
             return _number(value)
         if value not in self._expressions:
-            written_out = self._expression(value)
-            self._lengths[value] = 1 + sum(self._lengths.get(operand, 1) for operand in value.all_input_nodes)
-            if self._lengths[value] > LONGEST_EXPRESSION:
-                written_out, self._lengths[value] = sympy.Symbol(value.name), 1
-            self._expressions[value] = written_out
+            operands = (arg for arg in value.args if isinstance(arg, Node))
+            expression, length = self._expression(value), 1 + sum(self._lengths.get(n, 1) for n in operands)
+            if length > LONGEST_EXPRESSION:
+                expression, length = self._cut_off(value), 1
+            self._expressions[value], self._lengths[value] = expression, length
         return self._expressions[value]
+
+    def _cut_off(self, node: Node) -> sympy.Expr:
+        """A symbol for a value: its last operation, numbered where there are several."""
+        operation = getattr(getattr(node.target, "overloadpacket", node.target), "__name__", str(node.target))
+        self._cuts.append(operation)
+        times = self._cuts.count(operation)
+        return sympy.Symbol(f"{operation}(…)" + (f"#{times}" if times > 1 else ""))
 
     def _expression(self, node: Node) -> sympy.Expr:
         if node in self.peers:
