@@ -67,7 +67,7 @@ IDENTITIES = frozenset(
     }
 )  # fmt: skip
 
-#: Operations from which on an expression for people is cut off. A matrix polynomial that is iterated reads each
+#: Operations from which on an expression for people is cut off. An iterated matrix polynomial reads each
 #: value several times: written out, five iterations of Muon's have a hundred thousand operations.
 LONGEST_EXPRESSION = 400
 
