@@ -37,7 +37,7 @@ from collage_fx.errors import (
     UnsupportedTensorError,
     warn,
 )
-from collage_fx.families import Families, families_of
+from collage_fx.families import Families, families_of, rows_to_trace
 from collage_fx.formats import short_name
 from collage_fx.graph import (
     assignments_to_stores,
@@ -65,6 +65,7 @@ from collage_fx.recording import is_recorded
 from collage_fx.repetition import Repetition, input_name, repeated_graph
 from collage_fx.report import CollageReport
 from collage_fx.torch_compat import (
+    TraceWhole,
     aot_input_of,
     compile_with_inductor,
     factorizes,
@@ -75,6 +76,8 @@ from collage_fx.torch_compat import (
     needs_autograd,
     optimizer_being_stepped,
     prepare_cpp_compiler,
+    thin_lists,
+    thinned_lists,
     traced_frame_name,
     traced_frame_variables,
     versions_to_increment,
@@ -265,23 +268,29 @@ class CollageBackend:
         needs_grad = needs_autograd(gm, example_inputs)
         if not needs_grad and (step := self._by_family(capture, patches)) is not None:
             return step
+        if thinned_lists():
+            raise TraceWhole
         capture.refuse_overlaps()
         with torch.set_grad_enabled(needs_grad):
             return capture.run(patches)
 
     def _by_family(self, capture: _Capture, patches: dict[str, Any]) -> Callable[..., Any] | None:
         """The step, compiled for one of each family of updates; None where it has to be compiled whole."""
-        options = self.options
-        is_usual = options.strategy != "none" and not options.metrics and options.passes == PIPELINE
-        if not is_usual or not self.by_family or is_dumping():
+        if not self.finds_families():
             return None
-        families = families_of(capture.dynamo_module, capture.arguments, capture.describe)
+        families = families_of(capture.dynamo_module, capture.arguments, capture.describe, thinned_lists())
         if families is None:
             return None
         of_families = _CaptureOfFamilies(self, families, capture.mode)
         with torch.no_grad():
             of_families.run(patches)
         return of_families.step
+
+    def finds_families(self) -> bool:
+        """Whether of equal updates one is compiled for all."""
+        options = self.options
+        is_usual = options.strategy != "none" and not options.metrics and options.passes == PIPELINE
+        return is_usual and self.by_family and not is_dumping()
 
     def label(self, optimizers: Sequence[Optimizer]) -> str:
         """What a report calls the step of these optimizers.
@@ -684,7 +693,7 @@ class _CaptureOfFamilies(_Capture):
         self._done(report, compensated=bool(program.compensated), started=started)
         copies = [repetition.copies[position] for position in updated]
         places = sorted(place for each in copies for place in each)
-        return WholeStep(step, families.inputs[: families.bound], places)
+        return WholeStep(step, families.inputs[: families.bound], places, families.gradients)
 
 
 def _never_called(*arguments: Any) -> Any:
@@ -807,13 +816,25 @@ def backend_for(**options: Any) -> CollageBackend:
     return _by_options.setdefault(backend.options, backend)
 
 
-def _strictness(compiler: Any, keywords: dict[str, Any]) -> bool | None:
-    """Of what ``torch.compile`` was given; None unless it is a collage backend that compensates something."""
+def _compensating(compiler: Any, keywords: dict[str, Any]) -> CollageBackend | None:
+    """What ``torch.compile`` was given, if it is a collage backend that compensates something."""
     backend = backend_for(**(keywords.get("options") or {})) if compiler is collage else compiler
-    if not isinstance(backend, CollageBackend) or backend.options.strategy == "none":
-        return None
-    return backend.options.strict
+    compensates = isinstance(backend, CollageBackend) and backend.options.strategy != "none"
+    return backend if compensates else None
+
+
+def _strictness(compiler: Any, keywords: dict[str, Any]) -> bool | None:
+    backend = _compensating(compiler, keywords)
+    return None if backend is None else backend.options.strict
+
+
+def _rows_to_trace(
+    optimizer: Optimizer, compiler: Any, keywords: dict[str, Any], rows: Sequence[tuple[Any, ...]]
+) -> Sequence[int] | None:
+    backend = _compensating(compiler, keywords)
+    return rows_to_trace(rows) if backend is not None and backend.finds_families() else None
 
 
 scalars.install()
+thin_lists(_rows_to_trace)
 eager.install(_strictness)
