@@ -29,7 +29,6 @@ A refusal is not looked into: the graph is compiled whole and refused by the nam
 
 from __future__ import annotations
 
-from bisect import bisect
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -180,19 +179,19 @@ class _Rows:
 
     def with_those_left_out(self, inputs: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
         """Inputs, by name, and where they would come in the whole graph those of rows left out."""
-        place = {cell: i for i, (_, value) in enumerate(inputs) if (cell := self.cells.get(id(value)))}
-        rows: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for t, c, r in sorted(place):
-            rows[t, c].append(r)
-        behind: dict[int, list[_Cell]] = defaultdict(list)
-        for t, c, r in place:
-            for left_out in self.stands_for.get((t, r), ()):
-                before = rows[t, c][bisect(rows[t, c], left_out) - 1]
-                behind[place[t, c, before]].append((t, c, left_out))
-        found: list[tuple[str, Any]] = []
-        for i, each in enumerate(inputs):
-            found += [each, *(self._named(cell) for cell in sorted(behind[i]))]
-        return found
+        columns: dict[tuple[int, int], list[int]] = defaultdict(list)
+        last: dict[tuple[int, int], int] = {}
+        for i, (_, value) in enumerate(inputs):
+            if (cell := self.cells.get(id(value))) is not None:
+                t, c, r = cell
+                columns[t, r].append(c)
+                last[t, r] = i
+        behind: dict[int, list[tuple[str, Any]]] = defaultdict(list)
+        left_out = [(t, row, first) for (t, first), rows in self.stands_for.items() for row in rows]
+        for t, row, first in sorted(each for each in left_out if each[::2] in columns):
+            before = max(r for u, r in columns if u == t and r < row)
+            behind[last[t, before]] += [self._named((t, c, row)) for c in columns[t, first]]
+        return [each for i, given in enumerate(inputs) for each in (given, *behind[i])]
 
     def _named(self, cell: _Cell) -> tuple[str, Any]:
         return "list_{}_{}_row_{}".format(*cell), self.value(cell)

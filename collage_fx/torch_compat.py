@@ -585,6 +585,8 @@ def thin_lists(choose: Thin) -> None:
             kept = choose(self.value, *_innermost(tx.output.compiler_fn), rows)
             if kept is not None:
                 for each in lists:
+                    for i in set(range(len(rows))).difference(kept):
+                        each.items[i].realize()  # makes its guards
                     each.items[:] = [each.items[i] for i in kept]
                 _thinned.setdefault(tx.output, []).append(ThinnedLists(rows, tuple(kept)))
 
