@@ -269,6 +269,7 @@ class CollageBackend:
         if not needs_grad and (step := self._by_family(capture, patches)) is not None:
             return step
         if thinned_lists():
+            capture._forget_new_state()
             raise TraceWhole
         capture.refuse_overlaps()
         with torch.set_grad_enabled(needs_grad):
@@ -836,5 +837,5 @@ def _rows_to_trace(
 
 
 scalars.install()
-thin_lists(_rows_to_trace)
+thin_lists(_rows_to_trace, forget_new_state)
 eager.install(_strictness)

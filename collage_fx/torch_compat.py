@@ -457,6 +457,8 @@ def watch_conversions(
                 except Exception as error:
                     failed(*compiler, code, variables, error)
                     raise
+                finally:
+                    _thinned.clear()
             except RunAsItIs:
                 return ConvertFrameReturn(apply_to_code=False)
             except TraceWhole:
@@ -544,10 +546,12 @@ class ThinnedLists:
     """What ``_init_group`` has filled lists with, and what of it is traced.
 
     Attributes:
+        optimizer: whose step loops over them.
         rows: for each parameter its entries in the lists that are not empty: itself, its gradient, its state.
         kept: which rows are traced.
     """
 
+    optimizer: torch.optim.Optimizer
     rows: tuple[tuple[Any, ...], ...]
     kept: tuple[int, ...]
 
@@ -556,13 +560,13 @@ class ThinnedLists:
 Thin = Callable[[torch.optim.Optimizer, Any, dict[str, Any], Sequence[tuple[Any, ...]]], Sequence[int] | None]
 
 
-def thin_lists(choose: Thin) -> None:
+def thin_lists(choose: Thin, abandon: Callable[[torch.optim.Optimizer], None]) -> None:
     """Have Dynamo trace the steps of torch.optim's own classes for some of their parameters.
 
     ``choose(optimizer, backend, keywords, rows)`` is asked each time that ``_init_group`` has filled the
     lists that a step loops over. Guards are made for all rows. What is left out is the backend's to make good
-    (:func:`thinned_lists`), or it raises :class:`TraceWhole`. A graph break has the step traced whole, too:
-    behind it Python would go on with what is left of the lists.
+    (:func:`thinned_lists`), or it raises :class:`TraceWhole`. A graph break has the step traced whole, too,
+    after a call of ``abandon``: behind it Python would go on with what is left of the lists.
 
     Only where the step is all that is compiled: nothing else in the graph reads what it updates. A second
     call replaces the first.
@@ -588,13 +592,15 @@ def thin_lists(choose: Thin) -> None:
                     for i in set(range(len(rows))).difference(kept):
                         each.items[i].realize()  # makes its guards
                     each.items[:] = [each.items[i] for i in kept]
-                _thinned.setdefault(tx.output, []).append(ThinnedLists(rows, tuple(kept)))
+                _thinned.setdefault(tx.output, []).append(ThinnedLists(self.value, rows, tuple(kept)))
 
         return update_list_args
 
     def breaking(original: Callable[..., Any]) -> Callable[..., Any]:
         def compile_subgraph(self: Any, tx: Any, reason: Any, *args: Any, **kwargs: Any) -> Any:
             if reason.graph_break and self in _thinned:
+                for lists in _thinned[self]:
+                    abandon(lists.optimizer)
                 raise TraceWhole
             return original(self, tx, reason, *args, **kwargs)
 
