@@ -40,6 +40,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
+from collage_fx.formats import is_low_precision
 from collage_fx.partition import Groups
 from collage_fx.program import InputInfo
 from collage_fx.repetition import Repetition
@@ -87,11 +88,15 @@ Describe = Callable[[Sequence[Any], Sequence[str], int], Sequence[tuple[InputInf
 
 
 def rows_to_trace(rows: Sequence[tuple[Any, ...]]) -> list[int] | None:
-    """Two of the rows of each layout, of the lists that a step loops over; None if that would be all of them.
+    """Two of the rows of each layout, of the lists that a step loops over.
 
-    State that is still to be made, in the step, has to be made for each.
+    None if that would be all of them, where nothing is compensated, where there are no families (on a GPU),
+    and where there is state that is still to be made, in the step, for each.
     """
-    if not all(type(value) in (Tensor, torch.nn.Parameter) for row in rows for value in row):
+    values = [value for row in rows for value in row]
+    if not all(isinstance(value, Tensor) and _is_plain(value) for value in values):
+        return None
+    if not any(is_low_precision(value.dtype) for value in values):
         return None
     alike: dict[Hashable, list[int]] = defaultdict(list)
     for i, row in enumerate(rows):

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from collage_fx import CollageBackend, error_terms, explain, reset_error_terms
 from collage_fx.errors import AliasedStateError
-from collage_fx.families import families_of
+from collage_fx.families import families_of, rows_to_trace
 from collage_fx.pipeline import run_pipeline
 from collage_fx.program import StepProgram
 from tests.support.training import (
@@ -314,6 +314,13 @@ def test_rows_left_out_are_stepped(
         assert one.tensors == other.tensors
         for graphs in ((one.before, other.before), (one.after, other.after)):
             assert len({tuple(_operations(gm)) for gm in graphs}) == 1
+
+
+def test_where_nothing_is_compensated_all_rows_are_traced() -> None:
+    rows = [(p, torch.zeros_like(p)) for p in parameters(shapes=ROWS)]
+    assert rows_to_trace(rows) == TWO_EACH
+    for in_vain in (torch.Tensor.float, torch.Tensor.to_sparse, lambda x: x.to("meta")):
+        assert rows_to_trace([tuple(map(in_vain, row)) for row in rows]) is None
 
 
 def test_what_follows_a_step_sees_all_rows_stepped() -> None:
