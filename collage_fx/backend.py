@@ -12,13 +12,14 @@ from torch.fx import GraphModule
 from torch.optim import Optimizer
 
 from collage_fx import eager, scalars
+from collage_fx.admission import forget_new_state
 from collage_fx.capture import Capture, CaptureOfFamilies
 from collage_fx.compilations import GraphReport
 from collage_fx.dumps import is_dumping
 from collage_fx.errors import (
     InvalidOptionError,
 )
-from collage_fx.families import Families, families_of
+from collage_fx.families import Families, families_of, rows_to_trace
 from collage_fx.lowering import JOINT_GRAPH_SETTINGS, lower, lower_repeatedly
 from collage_fx.metering import Meter
 from collage_fx.metrics import Metrics
@@ -32,10 +33,13 @@ from collage_fx.program import Arithmetic, StepProgram, Strategy
 from collage_fx.repetition import Repetition
 from collage_fx.report import CollageReport
 from collage_fx.torch_compat import (
+    TraceWhole,
     inductor_compile_inner,
     mode_options,
     needs_autograd,
     prepare_cpp_compiler,
+    thin_lists,
+    thinned_lists,
 )
 
 __all__ = ["CollageBackend", "backend_for", "collage", "collage_backend"]
@@ -160,23 +164,30 @@ class CollageBackend:
         needs_grad = needs_autograd(gm, example_inputs)
         if not needs_grad and (step := self._by_family(capture, patches)) is not None:
             return step
+        if thinned_lists():
+            capture.forget_newborn_state()
+            raise TraceWhole
         capture.refuse_overlaps()
         with torch.set_grad_enabled(needs_grad):
             return capture.run(patches)
 
     def _by_family(self, capture: Capture, patches: dict[str, Any]) -> Callable[..., Any] | None:
         """The step, compiled for one of each family of updates; None where it has to be compiled whole."""
-        options = self.options
-        is_usual = options.strategy != "none" and not options.metrics and options.passes == PIPELINE
-        if not is_usual or not self.by_family or is_dumping():
+        if not self.finds_families():
             return None
-        families = families_of(capture.dynamo_module, capture.arguments, capture.describe)
+        families = families_of(capture.dynamo_module, capture.arguments, capture.describe, thinned_lists())
         if families is None:
             return None
         of_families = CaptureOfFamilies(self, families, capture.mode)
         with torch.no_grad():
             of_families.run(patches)
         return of_families.step
+
+    def finds_families(self) -> bool:
+        """Whether of equal updates one is compiled for all."""
+        options = self.options
+        is_usual = options.strategy != "none" and not options.metrics and options.passes == PIPELINE
+        return is_usual and self.by_family and not is_dumping()
 
     def keep(self, report: GraphReport) -> None:
         """Put a compilation into the report."""
@@ -252,13 +263,25 @@ def backend_for(**options: Any) -> CollageBackend:
     return _by_options.setdefault(backend.options, backend)
 
 
-def _strictness(compiler: Any, keywords: dict[str, Any]) -> bool | None:
-    """Of what ``torch.compile`` was given; None unless it is a collage backend that compensates something."""
+def _compensating(compiler: Any, keywords: dict[str, Any]) -> CollageBackend | None:
+    """What ``torch.compile`` was given, if it is a collage backend that compensates something."""
     backend = backend_for(**(keywords.get("options") or {})) if compiler is collage else compiler
-    if not isinstance(backend, CollageBackend) or backend.options.strategy == "none":
-        return None
-    return backend.options.strict
+    compensates = isinstance(backend, CollageBackend) and backend.options.strategy != "none"
+    return backend if compensates else None
+
+
+def _strictness(compiler: Any, keywords: dict[str, Any]) -> bool | None:
+    backend = _compensating(compiler, keywords)
+    return None if backend is None else backend.options.strict
+
+
+def _rows_to_trace(
+    optimizer: Optimizer, compiler: Any, keywords: dict[str, Any], rows: Sequence[tuple[Any, ...]]
+) -> Sequence[int] | None:
+    backend = _compensating(compiler, keywords)
+    return rows_to_trace(rows) if backend is not None and backend.finds_families() else None
 
 
 scalars.install()
+thin_lists(_rows_to_trace, forget_new_state)
 eager.install(_strictness)

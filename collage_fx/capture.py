@@ -186,7 +186,7 @@ class Capture:
             self._refused(refusal)
             return self._lower_as_is(gm, example_inputs, inductor_options, refusal.met)
         except CollageError:
-            self._forget_new_state()
+            self.forget_newborn_state()
             raise
 
     def _record_factorizations(self, gm: GraphModule) -> None:
@@ -231,11 +231,12 @@ class Capture:
     def _refused(self, refusal: CollageError) -> None:
         """Raise a refusal, and leave no trace of the step, or warn of it."""
         if self.options.strict:
-            self._forget_new_state()
+            self.forget_newborn_state()
             raise refusal
         warn(refusal)
 
-    def _forget_new_state(self) -> None:
+    def forget_newborn_state(self) -> None:
+        """Undo what the trace has done to the optimizers' state: no step has been taken."""
         for optimizer in self.optimizers.values():
             forget_new_state(optimizer)
 
@@ -484,7 +485,7 @@ class CaptureOfFamilies(Capture):
         self._done(report, compensated=bool(program.compensated), started=started)
         copies = [repetition.copies[position] for position in updated]
         places = sorted(place for each in copies for place in each)
-        return WholeStep(step, families.inputs[: families.bound], places)
+        return WholeStep(step, families.inputs[: families.bound], places, families.gradients)
 
 
 def _never_called(*arguments: Any) -> Any:

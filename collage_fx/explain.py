@@ -69,7 +69,7 @@ class _CaptureOnly(CollageBackend):
 
     def lower_families(self, program: StepProgram, families: Families, repetition: Repetition) -> Any:
         """The step as it was captured: its results are looked at by nobody, but its state is born."""
-        return lambda values: families.whole(*values[families.bound :])
+        return lambda values: families.captured(*values[families.bound :])
 
 
 def _interpreted(gm: GraphModule, auxiliaries: Sequence[torch.fx.Node]) -> Callable[[list[Any]], Any]:

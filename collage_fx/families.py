@@ -18,13 +18,19 @@ the tensors of all (:mod:`collage_fx.repetition`).
   Only names differ.
 * No two inputs may share memory: components can then run in any order.
 
+Dynamo need not trace what will be cut away, either. It takes longer than all that follows. So of the lists of
+parameters, gradients and state that the steps of torch.optim loop over, it gets those rows alone that
+:func:`rows_to_trace` chooses: two of each layout. If they turn out to be members of the same families, in the
+same places, then the rows left out are members too. Otherwise, and wherever something here is not understood,
+the step is traced once more, whole.
+
 A refusal is not looked into: the graph is compiled whole and refused by the names of its tensors.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,11 +40,13 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
+from collage_fx.formats import is_low_precision
 from collage_fx.partition import Groups
 from collage_fx.program import InputInfo
 from collage_fx.repetition import Repetition
+from collage_fx.torch_compat import ThinnedLists
 
-__all__ = ["Families", "families_of"]
+__all__ = ["Families", "families_of", "rows_to_trace"]
 
 #: Nodes without operands that stand for no value but change how the following are captured.
 MODES = frozenset({torch._C._set_grad_enabled})
@@ -52,22 +60,24 @@ class Families:
     """One component of each family, as a module, and what it stands for.
 
     Attributes:
-        whole: what Dynamo captured.
+        captured: what Dynamo captured.
         module: the graph of the first of each family.
         arguments: its arguments.
         inputs: of the whole graph, in AOTAutograd's order: parameters and buffers, then arguments.
         bound: how many of them are attributes of the module, so the same tensors in every call.
+        gradients: the places of arguments that Dynamo does not pass, and of the parameters that have them.
         infos: what the inputs are to the user.
         origins: where the inputs of ``module`` come from, as :func:`~collage_fx.torch_compat.aot_input_of`
             tells it.
         repetition: how those inputs, in that order, and the results of ``module`` recur.
     """
 
-    whole: GraphModule
+    captured: GraphModule
     module: GraphModule
     arguments: tuple[Any, ...]
     inputs: tuple[Any, ...]
     bound: int
+    gradients: Mapping[int, int]
     infos: tuple[InputInfo, ...]
     origins: tuple[tuple[str, str | int], ...]
     repetition: Repetition
@@ -77,15 +87,42 @@ class Families:
 Describe = Callable[[Sequence[Any], Sequence[str], int], Sequence[tuple[InputInfo, Hashable]]]
 
 
-def families_of(gm: GraphModule, arguments: Sequence[Any], describe: Describe) -> Families | None:
-    """The families of a graph that Dynamo captured; None where there is nothing to gain, or to understand."""
-    found = _Search(gm, arguments)
+def rows_to_trace(rows: Sequence[tuple[Any, ...]]) -> list[int] | None:
+    """Two of the rows of each layout, of the lists that a step loops over.
+
+    None if that would be all of them, where nothing is compensated, where there are no families (on a GPU),
+    and where there is state that is still to be made, in the step, for each.
+    """
+    values = [value for row in rows for value in row]
+    if not all(isinstance(value, Tensor) and _is_plain(value) for value in values):
+        return None
+    if not any(is_low_precision(value.dtype) for value in values):
+        return None
+    alike: dict[Hashable, list[int]] = defaultdict(list)
+    for i, row in enumerate(rows):
+        alike[tuple(map(_layout, row))].append(i)
+    kept = sorted(i for same in alike.values() for i in same[:2])
+    return kept if len(kept) < len(rows) else None
+
+
+def families_of(
+    gm: GraphModule, arguments: Sequence[Any], describe: Describe, thinned: Sequence[ThinnedLists] = ()
+) -> Families | None:
+    """The families of a graph that Dynamo captured; None where there is nothing to gain, or to understand.
+
+    Args:
+        gm: the graph.
+        arguments: its arguments.
+        describe: tells what inputs are to the user.
+        thinned: the lists of which Dynamo has traced some rows; members are found for the others.
+    """
+    found = _Search(gm, arguments, _Rows(thinned))
     if not found.is_understood():
         return None
     described = describe(found.inputs, found.names, found.bound)
     found.meanings = [(info.symbol, info.role, kind) for info, kind in described]
     families = found.families()
-    if sum(map(len, families)) == len(families):
+    if sum(map(len, families)) == len(families) or not found.adds_rows_left_out(families):
         return None
     return found.result(families, tuple(info for info, _ in described))
 
@@ -105,22 +142,92 @@ class _Component:
     results: list[Node] = field(default_factory=list)
 
 
+#: Where a tensor is in the lists that a step loops over: which lists, which of them, which row.
+_Cell = tuple[int, int, int]
+
+
+class _Rows:
+    """The rows of lists, those that were traced and those that were left out."""
+
+    def __init__(self, thinned: Sequence[ThinnedLists]) -> None:
+        self.thinned = thinned
+        self.cells: dict[int, _Cell] = {
+            id(value): (t, c, r)
+            for t, lists in enumerate(thinned)
+            for r, row in enumerate(lists.rows)
+            for c, value in enumerate(row)
+        }
+        #: Rows that were traced -> those that they stand for.
+        self.stands_for: dict[tuple[int, int], list[int]] = {}
+        #: The first row of each layout -> the second.
+        self.second: dict[tuple[int, int], int] = {}
+        for t, lists in enumerate(thinned):
+            first: dict[Hashable, int] = {}
+            for r, row in enumerate(lists.rows):
+                of = first.setdefault(tuple(map(_layout, row)), r)
+                if r not in lists.kept:
+                    self.stands_for.setdefault((t, of), []).append(r)
+                elif of != r:
+                    self.second[t, of] = r
+
+    def are_understood(self) -> bool:
+        """Whether no tensor is in two places."""
+        return len(self.cells) == sum(len(lists.rows) * len(lists.rows[0]) for lists in self.thinned)
+
+    def value(self, cell: _Cell) -> Any:
+        t, c, r = cell
+        return self.thinned[t].rows[r][c]
+
+    def is_left_out(self, value: Any) -> bool:
+        t, _, r = self.cells.get(id(value), (0, 0, -1))
+        return r >= 0 and r not in self.thinned[t].kept
+
+    def with_those_left_out(self, inputs: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
+        """Inputs, by name, and where they would come in the whole graph those of rows left out."""
+        columns: dict[tuple[int, int], list[int]] = defaultdict(list)
+        last: dict[tuple[int, int], int] = {}
+        for i, (_, value) in enumerate(inputs):
+            if (cell := self.cells.get(id(value))) is not None:
+                t, c, r = cell
+                columns[t, r].append(c)
+                last[t, r] = i
+        behind: dict[int, list[tuple[str, Any]]] = defaultdict(list)
+        left_out = [(t, row, first) for (t, first), rows in self.stands_for.items() for row in rows]
+        for t, row, first in sorted(each for each in left_out if each[::2] in columns):
+            before = max(r for u, r in columns if u == t and r < row)
+            behind[last[t, before]] += [self._named((t, c, row)) for c in columns[t, first]]
+        return [each for i, given in enumerate(inputs) for each in (given, *behind[i])]
+
+    def _named(self, cell: _Cell) -> tuple[str, Any]:
+        return "list_{}_{}_row_{}".format(*cell), self.value(cell)
+
+
 class _Search:
     """Takes a captured graph apart."""
 
-    def __init__(self, gm: GraphModule, arguments: Sequence[Any]) -> None:
+    def __init__(self, gm: GraphModule, arguments: Sequence[Any], rows: _Rows) -> None:
         self.gm = gm
-        bound = dict([*gm.named_parameters(), *gm.named_buffers()])
+        self.rows = rows
         placeholders = list(gm.graph.find_nodes(op="placeholder"))
-        self.inputs = (*bound.values(), *arguments)
-        self.names = (*bound, *(node.name for node in placeholders))
+        passed = list(zip((node.name for node in placeholders), arguments, strict=False))
+        self.are_arguments_understood = len(placeholders) == len(arguments)
+        bound = dict(
+            [
+                *rows.with_those_left_out(list(gm.named_parameters())),
+                *rows.with_those_left_out(list(gm.named_buffers())),
+            ]
+        )
+        given = dict(rows.with_those_left_out(passed))
+        self.inputs = (*bound.values(), *given.values())
+        self.names = (*bound, *given)
         self.bound = len(bound)
-        attribute_places = {name: place for place, name in enumerate(bound)}
+        place_of = {name: place for place, name in enumerate(bound)}
         #: The input that a node is: None for an attribute that is no parameter or buffer.
         self.place: dict[Node, int | None] = {
-            node: attribute_places.get(str(node.target)) for node in gm.graph.find_nodes(op="get_attr")
+            node: place_of.get(str(node.target)) for node in gm.graph.find_nodes(op="get_attr")
         }
-        self.place.update({node: self.bound + i for i, node in enumerate(placeholders)})
+        argument_places = {name: self.bound + i for i, name in enumerate(given)}
+        self.place.update({node: argument_places.get(node.name) for node in placeholders})
         #: Numbers: computed from inputs and other numbers alone.
         self.numbers: set[Node] = set()
         self._computed: dict[Node, int] = {}
@@ -129,11 +236,13 @@ class _Search:
 
     def is_understood(self) -> bool:
         tensors = [value for value in self.inputs if isinstance(value, Tensor)]
+        traced = {id(self.inputs[place]) for place in self.place.values() if place is not None}
         return (
-            len(self.place.keys() & set(self.gm.graph.find_nodes(op="placeholder"))) + self.bound
-            == len(self.inputs)
+            self.are_arguments_understood
+            and self.rows.are_understood()
             and None not in self.place.values()
-            and len(set(self.place.values())) == len(self.inputs)
+            and all(self.rows.is_left_out(value) for value in self.inputs if id(value) not in traced)
+            and not (self.rows.thinned and self._returned())
             and all(map(_is_plain, tensors))
             and len({value.untyped_storage()._cdata for value in tensors}) == len(tensors)
             and all(isinstance(value, (Tensor, torch.SymInt, torch.SymFloat)) for value in self.inputs)
@@ -167,6 +276,45 @@ class _Search:
             component.inputs = [place for place in component.inputs if place not in self.common]
             families.setdefault(self._key(component), []).append(component)
         return list(families.values())
+
+    def adds_rows_left_out(self, families: list[list[_Component]]) -> bool:
+        """Make members of them; False if the rows that were traced don't show that they would be.
+
+        They do if of each layout both rows have their components in the same families, and nothing else.
+        """
+        if not self.rows.thinned:
+            return True
+        place = {id(value): i for i, value in enumerate(self.inputs)}
+        members: dict[tuple[int, int], list[tuple[int, tuple[int, ...]]]] = defaultdict(list)
+        rows: dict[int, tuple[int, int]] = {}
+        for f, family in enumerate(families):
+            for component in family:
+                cells = [
+                    self.rows.cells.get(id(self.inputs[place]), (-1, -1, -1)) for place in component.inputs
+                ]
+                if len({(t, r) for t, _, r in cells}) != 1:
+                    return False
+                t, _, r = cells[0]
+                members[t, r].append((f, tuple(c for _, c, _ in cells)))
+                rows[id(component)] = t, r
+        for (t, r), left_out in self.rows.stands_for.items():
+            if members[t, r] != members[t, self.rows.second[t, r]]:
+                return False
+            for row in left_out:
+                for f, columns in members[t, r]:
+                    own = [place[id(self.rows.value((t, c, row)))] for c in columns]
+                    first = families[f][0].inputs
+                    if [self._input(i) for i in own] != [self._input(i) for i in first]:
+                        return False
+                    families[f].append(_Component(inputs=own))
+                    self.order.append(families[f][-1])
+                    rows[id(families[f][-1])] = t, row
+        self.order.sort(key=lambda component: rows[id(component)])
+        return True
+
+    def _input(self, place: int) -> Hashable:
+        """What components have to agree in."""
+        return (*_layout(self.inputs[place]), self.meanings[place])
 
     def _components(self) -> list[_Component]:
         groups: Groups = Groups()
@@ -232,7 +380,7 @@ class _Search:
             (node.target, _described(node.args, named), _described(node.kwargs, named))
             for node in component.nodes
         )
-        layouts = tuple((*_layout(self.inputs[place]), self.meanings[place]) for place in component.inputs)
+        layouts = tuple(map(self._input, component.inputs))
         return operations, layouts, tuple(local[node] for node in component.results)
 
     def _number(self, node: Node) -> Hashable:
@@ -256,6 +404,9 @@ class _Search:
                 copies[position[place]] = tuple(component.inputs[i] for component in family)
                 owners[position[place]] = f
         if {place for each in copies for place in each} != set(range(len(self.inputs))):
+            return None
+        gradients = self._gradients()
+        if -1 in gradients.values():
             return None
         results = [node for component in first for node in component.results]
         index = {node: i for i, node in enumerate(results)}
@@ -283,8 +434,25 @@ class _Search:
         origins += [("argument", i) for i in range(len(own_arguments))]
         arguments = tuple(self.inputs[place] for place in own_arguments)
         return Families(
-            self.gm, module, arguments, self.inputs, self.bound, infos, tuple(origins), repetition
+            self.gm,
+            module,
+            arguments,
+            self.inputs,
+            self.bound,
+            gradients,
+            infos,
+            tuple(origins),
+            repetition,
         )
+
+    def _gradients(self) -> dict[int, int]:
+        """Of the rows that were left out."""
+        of = {id(value.grad): place for place, value in enumerate(self.inputs[: self.bound])}
+        return {
+            place: of.get(id(value), -1)
+            for place, value in enumerate(self.inputs)
+            if place >= self.bound and self.rows.is_left_out(value)
+        }
 
     def _module(self, places: set[int], kept: set[Node], results: list[Node]) -> GraphModule:
         """The graph of some of the operations."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -175,19 +175,28 @@ class WholeStep:
 
     Args:
         step: takes the inputs of the whole graph as one list.
-        bound: the first of them, which Dynamo's module has as attributes.
+        bound: the first of them, which are the same in every call.
         updated: places of those whose version counters have to say so.
+        gradients: places of those that Dynamo does not pass, in their order, and of the parameters that have
+            them.
     """
 
     def __init__(
-        self, step: Callable[[list[Any]], Any], bound: Sequence[Tensor], updated: Sequence[int]
+        self,
+        step: Callable[[list[Any]], Any],
+        bound: Sequence[Tensor],
+        updated: Sequence[int],
+        gradients: Mapping[int, int],
     ) -> None:
         self.step = step
         self.bound = bound
         self.updated = updated
+        self.gradients = gradients
 
     def __call__(self, *arguments: Any) -> Any:
         values = [*self.bound, *arguments]
+        for place, parameter in self.gradients.items():
+            values.insert(place, self.bound[parameter].grad)
         torch.autograd.graph.increment_version([values[place] for place in self.updated])
         with torch.no_grad():
             return self.step(values)

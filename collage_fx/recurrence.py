@@ -67,6 +67,10 @@ IDENTITIES = frozenset(
     }
 )  # fmt: skip
 
+#: Operations from which on an expression for people is cut off. An iterated matrix polynomial reads each
+#: value several times: written out, five iterations of Muon's have a hundred thousand operations.
+LONGEST_EXPRESSION = 400
+
 #: Tensors filled with one number, and which argument that is.
 FACTORIES = {aten.full: 1, aten.full_like: 1, aten.scalar_tensor: 0}
 
@@ -136,6 +140,8 @@ class _Reader:
         self.peers = peers
         self._depends: dict[Node, bool] = {}
         self._expressions: dict[Node, sympy.Expr] = {}
+        self._lengths: dict[Node, int] = {}
+        self._cuts: list[str] = []
         self._slopes: dict[Node, Slopes] = {}
 
     def path(self) -> tuple[Node, ...]:
@@ -168,8 +174,19 @@ class _Reader:
         if not isinstance(value, Node):
             return _number(value)
         if value not in self._expressions:
-            self._expressions[value] = self._expression(value)
+            operands = (arg for arg in value.args if isinstance(arg, Node))
+            expression, length = self._expression(value), 1 + sum(self._lengths.get(n, 1) for n in operands)
+            if length > LONGEST_EXPRESSION:
+                expression, length = self._cut_off(value), 1
+            self._expressions[value], self._lengths[value] = expression, length
         return self._expressions[value]
+
+    def _cut_off(self, node: Node) -> sympy.Expr:
+        """A symbol for a value: its last operation, numbered where there are several."""
+        operation = getattr(getattr(node.target, "overloadpacket", node.target), "__name__", str(node.target))
+        self._cuts.append(operation)
+        times = self._cuts.count(operation)
+        return sympy.Symbol(f"{operation}(…)" + (f"#{times}" if times > 1 else ""))
 
     def _expression(self, node: Node) -> sympy.Expr:
         if node in self.peers:

@@ -36,6 +36,8 @@ __all__ = [
     "RunAsItIs",
     "ShortenTraceback",
     "SymbolicScope",
+    "ThinnedLists",
+    "TraceWhole",
     "another_fake",
     "aot_input_of",
     "assert_size_stride",
@@ -78,6 +80,8 @@ __all__ = [
     "rounded_in_cpp",
     "run_compiled_functions_as_they_are_if",
     "symbol_source",
+    "thin_lists",
+    "thinned_lists",
     "trace_instead",
     "traced_frame_name",
     "traced_frame_variables",
@@ -111,6 +115,7 @@ try:
     from torch._dynamo.decorators import substitute_in_graph
     from torch._dynamo.eval_frame import always_optimize_code_objects
     from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis, Unsupported
+    from torch._dynamo.output_graph import OutputGraph
     from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
     from torch._dynamo.source import ConstantSource
     from torch._dynamo.symbolic_convert import (
@@ -120,6 +125,7 @@ try:
     )
     from torch._dynamo.trace_rules import get_torch_obj_rule_map, torch_name_rule_map
     from torch._dynamo.types import ConvertFrameReturn
+    from torch._dynamo.variables.lists import ListVariable
     from torch._dynamo.variables.optimizer import OptimizerVariable
     from torch._functorch import config as functorch_config
     from torch._functorch._aot_autograd import graph_compile
@@ -155,6 +161,7 @@ try:
     from torch.utils._mode_utils import no_dispatch
     from torch.utils._python_dispatch import _disable_current_modes
     from torch.utils._sympy.functions import FloorDiv, ModularIndexing
+    from torch.utils.weak import WeakIdKeyDictionary
 except ImportError as error:
     raise ImportError(
         f"collage_fx does not know torch {torch.__version__}: {error}. "
@@ -455,8 +462,16 @@ def watch_conversions(
                 except Exception as error:
                     failed(*compiler, code, variables, error)
                     raise
+                finally:
+                    _thinned.clear()
             except RunAsItIs:
                 return ConvertFrameReturn(apply_to_code=False)
+            except TraceWhole:
+                token = _tracing_whole.set(True)
+                try:
+                    return watched(self, frame, *args, **kwargs)
+                finally:
+                    _tracing_whole.reset(token)
             except ConvertAgain:
                 return watched(self, frame, *args, **kwargs)
             if converted is not None and converted.guarded_code is not None:
@@ -522,6 +537,106 @@ class ConvertAgain(ShortenTraceback):
 
     def __init__(self) -> None:
         super().__init__(first_useful_frame=None)
+
+
+class TraceWhole(ConvertAgain):
+    """Raised within a conversion to have it begin anew without :func:`thin_lists`."""
+
+
+_tracing_whole: ContextVar[bool] = ContextVar("_tracing_whole", default=False)
+
+
+@dataclass(frozen=True)
+class ThinnedLists:
+    """What ``_init_group`` has filled lists with, and what of it is traced.
+
+    Attributes:
+        optimizer: whose step loops over them.
+        rows: for each parameter its entries in the lists that are not empty: itself, its gradient, its state.
+        kept: which rows are traced.
+    """
+
+    optimizer: torch.optim.Optimizer
+    rows: tuple[tuple[Any, ...], ...]
+    kept: tuple[int, ...]
+
+
+#: Row by row what a step will loop over -> the rows that are enough to trace, None for all.
+Thin = Callable[[torch.optim.Optimizer, Any, dict[str, Any], Sequence[tuple[Any, ...]]], Sequence[int] | None]
+
+
+def thin_lists(choose: Thin, abandon: Callable[[torch.optim.Optimizer], None]) -> None:
+    """Have Dynamo trace the steps of torch.optim's own classes for some of their parameters.
+
+    ``choose(optimizer, backend, keywords, rows)`` is asked each time that ``_init_group`` has filled the
+    lists that a step loops over. Guards are made for all rows. What is left out is the backend's to make good
+    (:func:`thinned_lists`), or it raises :class:`TraceWhole`. A graph break has the step traced whole, too,
+    after a call of ``abandon``: behind it Python would go on with what is left of the lists.
+
+    Only where the step is all that is compiled: nothing else in the graph reads what it updates. A second
+    call replaces the first.
+    """
+
+    def updating(original: Callable[..., None]) -> Callable[..., None]:
+        def update_list_args(
+            self: Any, tx: Any, args: Any, kwargs: Any, py_args: Any, py_kwargs: Any
+        ) -> None:
+            original(self, tx, args, kwargs, py_args, py_kwargs)
+            if _tracing_whole.get() or not _is_traced_alone(self.value, tx.output.root_tx):
+                return
+            lists = [arg for arg in args if isinstance(arg, ListVariable) and arg.items]
+            columns = [
+                py for arg, py in zip(args, py_args, strict=True) if any(arg is each for each in lists)
+            ]
+            if not lists or any(len(column) != len(columns[0]) for column in columns):
+                return
+            rows = tuple(zip(*columns, strict=True))
+            kept = choose(self.value, *_innermost(tx.output.compiler_fn), rows)
+            if kept is not None:
+                for each in lists:
+                    for i in set(range(len(rows))).difference(kept):
+                        each.items[i].realize()  # makes its guards
+                    each.items[:] = [each.items[i] for i in kept]
+                _thinned.setdefault(tx.output, []).append(ThinnedLists(self.value, rows, tuple(kept)))
+
+        return update_list_args
+
+    def breaking(original: Callable[..., Any]) -> Callable[..., Any]:
+        def compile_subgraph(self: Any, tx: Any, reason: Any, *args: Any, **kwargs: Any) -> Any:
+            if reason.graph_break and self in _thinned:
+                for lists in _thinned[self]:
+                    abandon(lists.optimizer)
+                raise TraceWhole
+            return original(self, tx, reason, *args, **kwargs)
+
+        return compile_subgraph
+
+    wrap_method(OptimizerVariable, "update_list_args", updating)
+    wrap_method(OutputGraph, "compile_subgraph", breaking)
+
+
+#: By trace.
+_thinned = WeakIdKeyDictionary()
+
+
+def _is_traced_alone(optimizer: torch.optim.Optimizer, root: Any) -> bool:
+    """Whether the frame that is converted is that of a step that torch.optim has written, without closure."""
+    step = inspect.unwrap(type(optimizer).step)
+    return (
+        optimizer in _traced_for_us
+        and type(optimizer).__module__.startswith("torch.optim.")
+        and step.__module__.startswith("torch.optim.")
+        and root.f_code is step.__code__
+        and root.f_locals.get("closure") is None
+    )
+
+
+def thinned_lists() -> list[ThinnedLists]:
+    """What of the lists of the step that is being compiled is traced; empty where all of it is."""
+    try:
+        return list(_thinned.get(InstructionTranslator.current_tx().output, ()))
+    except AttributeError:
+        return []
 
 
 def dynamo_recompile_limit() -> int:

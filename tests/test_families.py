@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -12,9 +13,18 @@ from torch.optim import Optimizer
 
 from collage_fx import CollageBackend, error_terms, explain, reset_error_terms
 from collage_fx.errors import AliasedStateError
+from collage_fx.families import families_of, rows_to_trace
 from collage_fx.pipeline import run_pipeline
 from collage_fx.program import StepProgram
-from tests.support.training import Descent, LateMomentum, differences, everything, parameters, run_steps
+from tests.support.training import (
+    Descent,
+    LateMomentum,
+    differences,
+    everything,
+    parameters,
+    run_steps,
+    set_gradients,
+)
 
 #: Two families of several members in each group, and a shape of its own.
 SHAPES = [(4, 6), (5,), (4, 6), (5,), (3, 2), (4, 6), (5,)]
@@ -208,3 +218,144 @@ def test_error_terms_that_have_been_dropped_are_made_again() -> None:
     run_steps(step, params, [2])
     assert error_terms(params[1])[0] is not dropped
     assert all(error_terms(p)[0].any() for p in params)
+
+
+# -- rows of torch.optim's lists that Dynamo is not given to trace
+
+#: Of the first layout two rows more than are traced, of the second one.
+ROWS = [(4, 6), (5,), (4, 6), (4, 6), (5,), (4, 6), (5,)]
+TWO_EACH = [0, 1, 2, 4]
+
+
+@pytest.fixture
+def traced() -> Iterator[list[list[int]]]:
+    """For each compilation, the rows that were traced where some were left out."""
+    found: list[list[int]] = []
+
+    def spy(gm: Any, arguments: Any, describe: Any, thinned: Any = ()) -> Any:
+        found.append([row for lists in thinned for row in lists.kept])
+        return families_of(gm, arguments, describe, thinned)
+
+    with mock.patch("collage_fx.backend.families_of", spy):
+        yield found
+
+
+#: What has happened to parameters since the last step.
+Event = Callable[[Optimizer, Parameters], Any]
+
+
+def nothing(optimizer: Optimizer, params: Parameters) -> None:
+    pass
+
+
+def without_gradient(optimizer: Optimizer, params: Parameters) -> None:
+    params[5].grad = None
+
+
+def state_replaced(optimizer: Optimizer, params: Parameters) -> None:
+    state = optimizer.state[params[5]]
+    state["exp_avg"] = state["exp_avg"].clone()
+
+
+def own_rate(optimizer: Optimizer, params: Parameters) -> None:
+    params.append(parameters(shapes=[(4, 6)], seed=1)[0])
+    optimizer.add_param_group({"params": params[-1:], "lr": 0.5})
+    set_gradients(params[-1:])
+
+
+def run_rows(backend: CollageBackend, make: Callable[[Parameters], Optimizer], event: Event) -> Optimizer:
+    torch._dynamo.reset()
+    params = parameters(shapes=ROWS)
+    optimizer = make(params)
+    step = torch.compile(optimizer.step, backend=backend)
+    for i in range(4):
+        optimizer.zero_grad()
+        set_gradients(params, i)
+        if i == 2:
+            event(optimizer, params)
+        step()
+    return optimizer
+
+
+def momentum(params: Parameters) -> Optimizer:
+    """State that the first step makes is made for each."""
+    return torch.optim.SGD(params, momentum=0.9)
+
+
+def foreach(params: Parameters) -> Optimizer:
+    """Operations on lists are none on one row each: traced once more."""
+    return torch.optim.Adam(params, foreach=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "event", "compilations"),
+    [
+        (torch.optim.AdamW, nothing, [TWO_EACH]),
+        (torch.optim.RMSprop, nothing, [TWO_EACH]),
+        (torch.optim.Adam, without_gradient, [TWO_EACH, TWO_EACH]),
+        (torch.optim.Adam, state_replaced, [TWO_EACH, TWO_EACH]),
+        (torch.optim.Adam, own_rate, [TWO_EACH, TWO_EACH]),
+        (momentum, nothing, [[], TWO_EACH]),
+        (foreach, nothing, [TWO_EACH, []]),
+    ],
+)
+def test_rows_left_out_are_stepped(
+    make: Any, event: Event, compilations: list[list[int]], traced: list[list[int]]
+) -> None:
+    backends = (Counted(), Whole())
+    optimizers = [run_rows(backend, make, event) for backend in backends]
+    assert traced == compilations
+    assert differences(*map(everything, optimizers)) == []
+    assert [p._version for p in _parameters(optimizers[0])] == [
+        p._version for p in _parameters(optimizers[1])
+    ]
+    reports = [backend.report() for backend in backends]
+    for one, other in zip(*(report.graphs for report in reports), strict=True):
+        assert one.tensors == other.tensors
+        for graphs in ((one.before, other.before), (one.after, other.after)):
+            assert len({tuple(_operations(gm)) for gm in graphs}) == 1
+
+
+def test_where_nothing_is_compensated_all_rows_are_traced() -> None:
+    rows = [(p, torch.zeros_like(p)) for p in parameters(shapes=ROWS)]
+    assert rows_to_trace(rows) == TWO_EACH
+    for in_vain in (torch.Tensor.float, torch.Tensor.to_sparse, lambda x: x.to("meta")):
+        assert rows_to_trace([tuple(map(in_vain, row)) for row in rows]) is None
+
+
+def test_what_follows_a_step_sees_all_rows_stepped() -> None:
+    def train(optimizer: Optimizer, last: torch.Tensor) -> torch.Tensor:
+        optimizer.step()
+        return last * 2
+
+    found = []
+    for backend in (CollageBackend(), Whole()):
+        torch._dynamo.reset()
+        params = parameters(shapes=ROWS)
+        set_gradients(params)
+        found.append(torch.compile(train, backend=backend)(torch.optim.Adam(params), params[-1]).detach())
+    assert torch.equal(*found)
+
+
+def test_memory_that_a_row_left_out_shares_is_refused_by_name() -> None:
+    params = parameters(shapes=ROWS)
+    params[5].data = params[3].data
+    optimizer = torch.optim.Adam(params)
+    set_gradients(params)
+    with pytest.raises(AliasedStateError, match=r"params\[3\] and param_groups\[0\]\.params\[5\]"):
+        torch.compile(optimizer.step, backend=CollageBackend())()
+    assert not optimizer.state
+
+
+def test_behind_a_graph_break_all_rows_are_stepped() -> None:
+    def breaking(step: Any) -> Any:
+        torch._dynamo.graph_break()
+        return step
+
+    params = parameters(shapes=ROWS)
+    before = [p.detach().clone() for p in params]
+    set_gradients(params)
+    with mock.patch("torch.optim.adam._get_value", breaking), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the break
+        torch.compile(torch.optim.Adam(params, lr=1.0).step, backend=CollageBackend(strict=False))()
+    assert not any(torch.equal(p, old) for p, old in zip(params, before, strict=True))

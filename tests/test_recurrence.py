@@ -3,10 +3,20 @@
 from fractions import Fraction
 
 import pytest
+import sympy
 import torch
+from torch import Tensor
 
 from collage_fx.formats import BFLOAT16, FLOAT16, FloatFormat
-from collage_fx.recurrence import TOLERATED_STALL, representation_error, stall_band
+from collage_fx.program import Kind
+from collage_fx.recurrence import (
+    LONGEST_EXPRESSION,
+    TOLERATED_STALL,
+    read_recurrence,
+    representation_error,
+    stall_band,
+)
+from collage_fx.torch_compat import make_fx
 
 
 @pytest.mark.parametrize(
@@ -40,3 +50,21 @@ def test_a_moving_average_stalls_within_its_band(fmt: FloatFormat, decay: float)
 def test_where_the_line_falls() -> None:
     assert stall_band(Fraction(9, 10), BFLOAT16) < TOLERATED_STALL < stall_band(Fraction(95, 100), BFLOAT16)
     assert stall_band(Fraction(99, 100), FLOAT16) < TOLERATED_STALL < stall_band(Fraction(995, 1000), FLOAT16)
+
+
+def iterated(x: Tensor, g: Tensor) -> Tensor:
+    """A matrix polynomial of itself, thirty times: 3**30 operations, were it written out."""
+    update = g
+    for _ in range(30):
+        update = update @ update + update
+    return x - 0.5 * update - update
+
+
+def test_an_expression_has_an_end() -> None:
+    graph = make_fx(iterated)(torch.zeros(2, 2), torch.zeros(2, 2)).graph
+    x, g = graph.find_nodes(op="placeholder")
+    (result,) = graph.output_node().all_input_nodes
+    found = read_recurrence(x, result, {x: "x", g: "g"}, {}, is_parameter=True)
+    assert found.kind is Kind.ACCUMULATION
+    assert sympy.count_ops(found.expression, visual=False) < LONGEST_EXPRESSION
+    assert "(…)" in str(found.expression)

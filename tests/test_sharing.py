@@ -67,6 +67,16 @@ def test_many_tensors_one_kernel(make: Any) -> None:
     assert_same(*(trajectory(rig, start, grads, engine=engine) for engine in BOTH))
 
 
+def test_matrix_products_of_one_shape_are_compiled_once() -> None:
+    params = parameters(shapes=((4, 3), (3, 4), (4, 3), (3, 4)))
+    backend = CollageBackend()
+    with counted() as graphs:
+        optimizer = torch.optim.Muon(params, ns_steps=1)
+        run_steps(torch.compile(optimizer.step, backend=backend), params, range(2))
+    assert len(backend.report().graphs) == 1
+    assert len(graphs) == 2
+
+
 def odd_parameters() -> list[Tensor]:
     """Every shape and layout that could trip a kernel that thinks in lengths."""
     generator = torch.Generator().manual_seed(0)
