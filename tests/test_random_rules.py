@@ -23,7 +23,8 @@ from torch import Tensor
 
 from collage_fx import CollageBackend, error_terms, full_value
 from collage_fx.errors import AliasedStateError
-from tests.support.bounded import Bounded
+from tests.support.bounded import SMALLEST, Bounded
+from tests.support.float_bits import unit_roundoff
 from tests.support.rules import STEPS, DrawnOptimizer, Rule, rules
 
 #: Optimizers of one compiled function; the first is what a counter-example shrinks to.
@@ -226,8 +227,6 @@ FOUND = {
     ),
     # Traced with a sample of two elements, whose shape was then every tensor's.
     "foreach copy": _rule("torch._foreach_copy_([p], [p - 1e-4 * g])"),
-    # Hand-written compensation: with float32 arithmetic in between, s1 has nothing left to hold.
-    "Kahan": _rule("s1.add_(g, alpha=-1e-4)\nold = p.clone()\np.add_(s1)\ns1.add_(old.sub_(p))", "s1"),
 }
 
 
@@ -266,6 +265,39 @@ def test_moved(name: str) -> None:
     p.grad = torch.ones(4, dtype=torch.bfloat16)
     torch.compile(optimizer.step, backend=CollageBackend("light"), fullgraph=True)()
     assert torch.equal(full_value(p), torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64) - 2.0**-10)
+
+
+KAHAN = "s1.add_(g, alpha=-1e-4)\nold = p.clone()\np.add_(s1)\ns1.add_(old.sub_(p))"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("arithmetic", "strategy"), [("wide", "plus"), ("wide", "light"), ("native", "plus")]
+)
+def test_kahan(dtype: torch.dtype, arithmetic: Any, strategy: Any) -> None:
+    """Compensation by hand: p is off by one rounding to a pair, and s1 holds what that has left.
+
+    s1 is off by a few roundings of ``1e-4 g``, which native arithmetic has in a single number, and of itself.
+    """
+    rule = Rule(KAHAN, (("s1", "zeros"),), dtype, "matrix", seed=1)
+    optimizer, exact = DrawnOptimizer(rule), DrawnOptimizer(rule, float64=True)
+    p = optimizer.parameter
+    backend = CollageBackend(strategy, arithmetic=arithmetic)
+    step = torch.compile(optimizer.step, backend=backend, fullgraph=True)
+    u, quantum = unit_roundoff(dtype), 2.0 ** SMALLEST[dtype]
+    rounding = {"wide": 4 * u**2, "native": 4 * u}[arithmetic]
+    one_of_p = float(u**2 * full_value(p).abs().max()) + quantum / 2
+    allowed = 0.0
+    for gradient in rule.gradients():
+        p.grad, exact.parameter.grad = gradient.clone(), gradient.double()
+        step()
+        exact.step()
+        own_term = full_value(optimizer.state[p]["s1"])
+        allowed += rounding * 1e-4 * float(gradient.double().abs().max())
+        allowed += 4 * u * float(own_term.abs().max()) + quantum
+        off = full_value(p) - exact.parameter.detach()
+        assert float((off + own_term).abs().max()) <= allowed
+        assert float(off.abs().max()) <= one_of_p + allowed
 
 
 def test_data_that_is_another_tensors_is_refused() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tests.support.float_bits import SIGNIFICAND_BITS, unit_roundoff
 
-__all__ = ["BOUNDED_TORCH", "Bounded"]
+__all__ = ["BOUNDED_TORCH", "SMALLEST", "Bounded"]
 
 #: One operation of a rule is at most four roundings of float32: of its constants, of a product with one
 #: (``alpha``), of a reciprocal in a division's place, and its own.
