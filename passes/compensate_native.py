@@ -136,8 +136,10 @@ class _PathRewriter:
             return None
         if is_conversion(node):
             return self._converted(node, operands[0], value.dtype)
-        if value.dtype != self.dtype or not any(operand in self.words for operand in operands):
+        if not any(operand in self.words for operand in operands):
             return None
+        if value.dtype != self.dtype:
+            return self._on_whole_values(node) if is_pointwise(node) else None
         packet = getattr(node.target, "overloadpacket", None)
         if packet in RULES and (word := RULES[packet](self, *node.args)) is not None:
             return self._defined(word)
@@ -147,7 +149,7 @@ class _PathRewriter:
                 for pick in (lambda n: n, lambda n: self.words[n][1] if n in self.words else n)
             )
             return self._defined((hi, lo))
-        return self._through_float32(node) if is_pointwise(node) else None
+        return self._split(self._on_whole_values(node)) if is_pointwise(node) else None
 
     def _converted(self, node: Node, source: Node, dtype: torch.dtype) -> Node | None:
         """Casts in the step itself: up reads the whole value, down makes a double word of the result."""
@@ -161,7 +163,9 @@ class _PathRewriter:
             return self._split(source)
         return None
 
-    def _through_float32(self, node: Node) -> Node:
+    def _on_whole_values(self, node: Node) -> Node:
+        """The operation on float32 operands, as torch promotes those of several dtypes itself."""
+
         def widened(operand: Node) -> Node:
             if operand in self.words:
                 return self.editor.inline(arithmetic.join, *self.words[operand])[0]
@@ -173,7 +177,7 @@ class _PathRewriter:
             )
 
         args, kwargs = pytree.tree_map_only(Node, widened, (node.args, dict(node.kwargs)))
-        return self._split(self.editor.call(node.target, *args, **kwargs))
+        return self.editor.call(node.target, *args, **kwargs)
 
     def _split(self, wide: Node) -> Node:
         return self._defined(

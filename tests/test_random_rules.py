@@ -25,7 +25,7 @@ from collage_fx import CollageBackend, error_terms, full_value
 from collage_fx.errors import AliasedStateError
 from tests.support.bounded import SMALLEST, Bounded
 from tests.support.float_bits import unit_roundoff
-from tests.support.rules import STEPS, DrawnOptimizer, Rule, rules
+from tests.support.rules import STEPS, DrawnOptimizer, Rule, rounding_of, rules
 
 #: Optimizers of one compiled function; the first is what a counter-example shrinks to.
 SIZES = (1, 5, *[12] * 16)
@@ -34,12 +34,12 @@ RULES = int(ASKED or 300)
 
 
 @st.composite
-def bundles(draw: Any) -> tuple[str, str, list[Rule]]:
+def bundles(draw: Any, arithmetic: str) -> tuple[str, str, list[Rule]]:
     """A strategy, how steps are counted, and the rules."""
     strategy = draw(st.sampled_from(["plus", "light", "full"]))
     counter = draw(st.sampled_from(["tensor"] * 7 + ["python"]))
     size = draw(st.sampled_from(SIZES if counter == "tensor" else SIZES[:2]))  # which is compiled twice
-    return strategy, counter, draw(st.lists(rules(), min_size=size, max_size=size))
+    return strategy, counter, draw(st.lists(rules(arithmetic), min_size=size, max_size=size))
 
 
 def step_all(optimizers: Sequence[DrawnOptimizer]) -> None:
@@ -53,41 +53,49 @@ class Watched:
     Args:
         rule: what is drawn.
         counter: see :class:`DrawnOptimizer`.
+        arithmetic: what its roundings are.
     """
 
-    def __init__(self, rule: Rule, counter: str) -> None:
+    def __init__(self, rule: Rule, counter: str, arithmetic: str) -> None:
         self.rule = rule
+        self.rounding = rounding_of(rule, arithmetic)
         self.optimizer = DrawnOptimizer(rule, counter=counter)
         self.exact = DrawnOptimizer(rule, counter=counter, float64=True)
         self.gradients = rule.gradients()
         self.bounded = rule.bounded()
-        self.since_start = {
-            name: Bounded(full_value(tensor)) for name, tensor in _tensors(self.exact).items()
-        }
+        self.since_start = self._numbers(self.exact)
         self.told_apart = False
 
     def before(self, step: int) -> None:
         gradient = self.gradients[step]
         self.optimizer.parameter.grad, self.exact.parameter.grad = gradient.clone(), gradient.double()
-        met = _tensors(self.optimizer)
-        self.this_step = {name: Bounded(full_value(tensor)) for name, tensor in met.items()}
-        self.since_start["g"] = Bounded(gradient)
+        self.this_step = self._numbers(self.optimizer)
+        self.since_start["g"] = Bounded(gradient, rounding=self.rounding)
 
     @torch.no_grad()
     def after(self, step: int) -> None:
         self.exact.step()
         exact, met = _tensors(self.exact), _tensors(self.optimizer)
         for numbers, since in ((self.this_step, "this step"), (self.since_start, "the start")):
+            for name, tensor in met.items():
+                compensated = bool(error_terms(tensor))
+                numbers[name] = numbers[name].loaded(name, tensor.dtype, compensated=compensated)
             self._run(numbers, step + 1)
             if since == "the start":
                 # The two float64 runs, torch's and the bounded one, differ by less than float32 runs do.
                 for name in numbers:
                     self._compare(exact[name], numbers[name], f"float64 {name} after step {step + 1}")
             for name, tensor in met.items():
-                stored = numbers[name].stored(tensor.dtype, compensated=bool(error_terms(tensor)))
+                stored = numbers[name].stored(name, tensor.dtype, compensated=bool(error_terms(tensor)))
                 numbers[name] = stored
                 self._compare(full_value(tensor), stored, f"{name} after step {step + 1}, since {since}")
         self._tell_apart(met)
+
+    def _numbers(self, optimizer: DrawnOptimizer) -> dict[str, Bounded]:
+        return {
+            name: Bounded(full_value(tensor), rounding=self.rounding)
+            for name, tensor in _tensors(optimizer).items()
+        }
 
     def lacking(self, strategy: str) -> list[str]:
         """States that the strategy should have given error terms: what a small change of the old value says.
@@ -115,7 +123,10 @@ class Watched:
 
     def _run(self, numbers: dict[str, Bounded], step: int) -> None:
         self.bounded(
-            numbers["p"], numbers["g"], *(numbers[name] for name, _ in self.rule.states), Bounded(step)
+            numbers["p"],
+            numbers["g"],
+            *(numbers[name] for name, _ in self.rule.states),
+            Bounded(step, rounding=self.rounding),
         )
 
     def _compare(self, met: Tensor, wanted: Bounded, where: str) -> None:
@@ -146,13 +157,13 @@ def _tensors(optimizer: DrawnOptimizer) -> dict[str, Tensor]:
     return {"p": p, **({} if p.grad is None else {"g": p.grad}), **states}
 
 
-def check(strategy: str, counter: str, drawn_rules: Sequence[Rule]) -> None:
+def check(strategy: str, counter: str, drawn_rules: Sequence[Rule], *, arithmetic: str = "wide") -> None:
     """Compile, step and compare."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    watched = [Watched(rule, counter) for rule in drawn_rules]
+    watched = [Watched(rule, counter, arithmetic) for rule in drawn_rules]
     optimizers = [each.optimizer for each in watched]
-    backend = CollageBackend(strategy)  # type: ignore[arg-type]
+    backend = CollageBackend(strategy, arithmetic=arithmetic)  # type: ignore[arg-type]
     compiled = torch.compile(step_all, backend=backend, fullgraph=True)
     for step in range(STEPS):
         for each in watched:
@@ -166,7 +177,7 @@ def check(strategy: str, counter: str, drawn_rules: Sequence[Rule]) -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (1 if counter == "tensor" else 2)
 
 
-def draw_rules(examples: int, round_: int) -> int:
+def draw_rules(examples: int, round_: int, arithmetic: str) -> int:
     """Check so many bundles, the same in every run unless asked otherwise; how many rules they had."""
     drawn = 0
 
@@ -178,23 +189,36 @@ def draw_rules(examples: int, round_: int) -> int:
         suppress_health_check=list(HealthCheck),
         phases=(Phase.generate, Phase.shrink) if ASKED else (Phase.generate,),
     )
-    @given(bundles())
+    @given(bundles(arithmetic))
     def bundle_by_bundle(bundle: tuple[str, str, list[Rule]]) -> None:
         nonlocal drawn
-        check(*bundle)
+        check(*bundle, arithmetic=arithmetic)
         drawn += len(bundle[2])
 
     (bundle_by_bundle if ASKED else seed(round_)(bundle_by_bundle))()
     return drawn
 
 
+def draw_so_many(count: int, arithmetic: str) -> None:
+    drawn, round_ = 0, 0
+    while drawn < count:
+        drawn += draw_rules(-(-(count - drawn) // max(SIZES)), round_, arithmetic)
+        round_ += 1
+
+
 @pytest.mark.slow
 def test_random_rules() -> None:
     """300 drawn optimizers: some 3 minutes of one core, most of it Inductor's."""
-    drawn, round_ = 0, 0
-    while drawn < RULES:
-        drawn += draw_rules(-(-(RULES - drawn) // max(SIZES)), round_)
-        round_ += 1
+    draw_so_many(RULES, "wide")
+
+
+@pytest.mark.slow
+def test_random_rules_in_native_arithmetic() -> None:
+    """A few of them, whose graphs are ten times as large: a minute of one core.
+
+    The bounds are those of the storage format, and of double words.
+    """
+    draw_so_many(RULES // 15, "native")
 
 
 # What it found. ---------------------------------------------------------------------------------------------
@@ -234,6 +258,18 @@ FOUND = {
 @pytest.mark.parametrize("strategy", ["plus", "full"])
 def test_found(name: str, strategy: str) -> None:
     check(strategy, "tensor", [FOUND[name]])
+
+
+FOUND_IN_NATIVE_ARITHMETIC = {
+    # What torch promotes to float32 read hi, and the difference was taken for the whole new value.
+    "a float32 step": _rule("p.copy_(p - 1e-3 * g.sign().float())"),
+}
+
+
+@pytest.mark.parametrize("name", FOUND_IN_NATIVE_ARITHMETIC)
+@pytest.mark.parametrize("strategy", ["plus", "full"])
+def test_found_in_native_arithmetic(name: str, strategy: str) -> None:
+    check(strategy, "tensor", [FOUND_IN_NATIVE_ARITHMETIC[name]], arithmetic="native")
 
 
 #: ``p - step``, moved about and back by operators that used to round to the storage format.
