@@ -30,8 +30,8 @@ __all__ = ["BOUNDED_TORCH", "SMALLEST", "WIDE", "Bounded", "Rounding"]
 #: a reciprocal in a division's place, and its own.
 ROUNDINGS = 4
 
-#: Bounds of the algorithms for double words, in ``u**2``, with one more for a number's double word: those of a
-#: sum (3) and of a product (7). The roundings of one that may be to a subnormal number are no more.
+#: Bounds of the algorithms for double words, in ``u**2``, and one more for a number as such: those of a sum
+#: (3) and of a product (7). The roundings of one that may be to a subnormal number are no more.
 DOUBLE_SUM = 4
 DOUBLE_PRODUCT = 8
 
