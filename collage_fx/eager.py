@@ -32,6 +32,7 @@ business: see :func:`~collage_fx.reset_error_terms`.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from types import CodeType
@@ -178,21 +179,31 @@ def _at_failed_conversion(
     variables: Mapping[str, Any],
     error: Exception,
 ) -> None:
-    """Python may do what Dynamo fails at: symbolic numbers are where most such failures come from."""
+    """Python may do what Dynamo fails at: symbolic numbers are where most such failures come from.
+
+    But a recorded step is slower, and a failure can have another reason than the optimizer: hence a warning.
+    """
     optimizers = optimizers_among(variables).values()
     strict = bool(strictness(backend, keywords))
-    record_instead(optimizers, backend, keywords, f"{type(error).__name__}: {error}", strict=strict)
+    reason = f"Dynamo failed with {type(error).__name__}: {error}"
+    record_instead(optimizers, backend, keywords, reason, strict=strict, level=logging.WARNING)
 
 
 def record_instead(
-    optimizers: Iterable[Optimizer], backend: Any, keywords: dict[str, Any], reason: str, *, strict: bool
+    optimizers: Iterable[Optimizer],
+    backend: Any,
+    keywords: dict[str, Any],
+    reason: str,
+    *,
+    strict: bool,
+    level: int = logging.INFO,
 ) -> None:
     """While a function is compiled that steps ``optimizers``: record those that can be, and begin again."""
     recordable = [
         o for o in optimizers if is_recordable(o) and not is_recorded(o) and not is_being_stepped(o)
     ]
     for optimizer in recordable:
-        record(optimizer, backend, keywords, reason, strict=strict)
+        record(optimizer, backend, keywords, reason, strict=strict, level=level)
     if recordable:
         raise ConvertAgain
 

@@ -51,7 +51,13 @@ def is_recordable(optimizer: Optimizer) -> bool:
 
 
 def record(
-    optimizer: Optimizer, backend: Any, keywords: dict[str, Any], reason: str, *, strict: bool
+    optimizer: Optimizer,
+    backend: Any,
+    keywords: dict[str, Any],
+    reason: str,
+    *,
+    strict: bool,
+    level: int = logging.INFO,
 ) -> None:
     """Have each step of ``optimizer`` recorded from now on, also where it is called eagerly.
 
@@ -61,8 +67,9 @@ def record(
         keywords: and with it: ``mode`` or ``options``.
         reason: why its step isn't captured.
         strict: whether to refuse a step that cannot be compensated, rather than warn and take it.
+        level: of the message that says so.
     """
-    log.info("%s: its steps are run by Python and recorded: %s", type(optimizer).__name__, reason)
+    log.log(level, "%s: its steps are run by Python and recorded: %s", type(optimizer).__name__, reason)
     _reroute(type(optimizer))
     vars(optimizer)[RECORDING] = _Recording(optimizer, backend, keywords, strict=strict)
 

@@ -6,7 +6,7 @@ square root and pow are rounded as the instruction and the C library round them 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 from unittest import mock
@@ -142,14 +142,6 @@ def test_without_pinned_roundings_compiled_code_loses_the_error_terms(
 
 
 # ------------------------------------------------------------ long rows, threads
-
-
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.usefixtures("two_threads")

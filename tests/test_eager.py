@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import threading
 import warnings
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.convert_frame import CatchErrorsWrapper, convert_frame
+from torch._dynamo.guards import CheckFunctionManager
 from torch._dynamo.hooks import Hooks
 from torch.optim import Optimizer
 from torch.optim.optimizer import _use_grad_for_differentiable
@@ -111,7 +113,6 @@ def optimizer_of(kind: type[Optimizer], **options: Any) -> tuple[Tensor, Optimiz
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("kind", [BranchesInALoop, Prints, CallsAnOpaqueFunction, HasADisabledStep])
 def test_a_step_that_breaks_the_graph_is_recorded(kind: type[Unusual], strict: bool) -> None:
-    torch._dynamo.reset()
     p, optimizer = optimizer_of(kind)
     before = p.detach().clone()
     compiled(optimizer, strict=strict)()
@@ -130,7 +131,6 @@ class BreaksWhenItIsTooLate(Unusual):
 
 def test_a_graph_break_in_the_middle_of_a_step_is_refused() -> None:
     """This decorator breaks the graph itself, so that Python is in the middle of the step by then."""
-    torch._dynamo.reset()
     params = parameters(shapes=[(3,)])
     set_gradients(params)
     optimizer = BreaksWhenItIsTooLate(params)
@@ -151,7 +151,6 @@ def test_a_graph_break_in_the_middle_of_a_step_is_refused() -> None:
 @pytest.mark.parametrize("kind", [Branches, ReadsAValue, BranchesOnAValueItRead])
 def test_breaks_that_leave_the_update_whole_are_let_through(kind: type[Unusual]) -> None:
     """Also where the rest of the step, resumed, has no tensor among its variables for Dynamo to see."""
-    torch._dynamo.reset()
     p, optimizer = optimizer_of(kind)
     before = p.detach().clone()
     compiled(optimizer)()
@@ -215,7 +214,6 @@ class Remembers(Unusual):
 
 
 def test_what_a_step_assigns_to_the_optimizer_is_kept() -> None:
-    torch._dynamo.reset()
     p, optimizer = optimizer_of(Remembers)
     step = compiled(optimizer)
     for _ in range(4):
@@ -244,7 +242,6 @@ class FillsNamedLists(Descent):
 
 
 def test_lists_that_are_filled_by_name_are_seen_filled() -> None:
-    torch._dynamo.reset()
     p, optimizer = optimizer_of(FillsNamedLists, lr=TINY)
     compiled(optimizer)()
     assert bool(error_terms(p)[0].any())
@@ -266,7 +263,6 @@ class BornAsASum(Descent):
 
 
 def test_newborn_state_has_memory_of_its_own() -> None:
-    torch._dynamo.reset()
     p, optimizer = optimizer_of(BornAsASum)
     compiled(optimizer)()
     assert p.grad is not None
@@ -283,7 +279,6 @@ def test_newborn_state_has_memory_of_its_own() -> None:
     ids=lambda k: k.__name__,
 )
 def test_fused_implementations_are_refused_by_name(kind: type[Optimizer]) -> None:
-    torch._dynamo.reset()
     p, optimizer = optimizer_of(kind, lr=1e-3, fused=True)
     text = refused(optimizer, UnsupportedOptimizerError)
     assert "where: param_groups[0]['fused']" in text
@@ -294,7 +289,6 @@ def test_fused_implementations_are_refused_by_name(kind: type[Optimizer]) -> Non
 
 
 def test_fused_is_no_matter_of_ours_on_float32() -> None:
-    torch._dynamo.reset()
     params = parameters(torch.float32, shapes=[(3,)])
     set_gradients(params)
     before = params[0].detach().clone()
@@ -303,7 +297,6 @@ def test_fused_is_no_matter_of_ours_on_float32() -> None:
 
 
 def test_lbfgs_is_refused() -> None:
-    torch._dynamo.reset()
     p, optimizer = optimizer_of(torch.optim.LBFGS)
     step: Callable[..., Any] = torch.compile(optimizer.step, backend=CollageBackend())
     text = refused(optimizer, UnsupportedOptimizerError, lambda: step(lambda: (p**2).sum()))
@@ -315,7 +308,6 @@ def test_lbfgs_is_refused() -> None:
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, Descent])
 def test_an_eager_step_of_an_optimizer_with_error_terms_is_refused(kind: type[Optimizer]) -> None:
-    torch._dynamo.reset()
     p, optimizer = optimizer_of(kind)
     optimizer.step()  # before anything is compiled: as ever
     step = compiled(optimizer)
@@ -333,7 +325,6 @@ def test_an_eager_step_of_an_optimizer_with_error_terms_is_refused(kind: type[Op
 
 
 def test_without_strict_an_eager_step_is_reported_once() -> None:
-    torch._dynamo.reset()
     params = parameters(shapes=[(3,), (2,)])
     set_gradients(params)
     optimizer = Descent(params)
@@ -347,7 +338,6 @@ def test_without_strict_an_eager_step_is_reported_once() -> None:
 
 
 def test_optimizers_without_error_terms_are_stepped_eagerly_as_ever() -> None:
-    torch._dynamo.reset()
     _, optimizer = optimizer_of(Descent)
     compiled(optimizer, strategy="none")()
     optimizer.step()
@@ -372,7 +362,6 @@ class Counts(Descent):
 
 
 def test_a_step_that_is_compiled_again_and_again_is_recorded() -> None:
-    torch._dynamo.reset()
     params = parameters(shapes=[(3,)])
     optimizer, backend = Counts(params), CollageBackend()
     step: Callable[[], Any] = torch.compile(optimizer.step, backend=backend)
@@ -387,9 +376,28 @@ def test_a_step_that_is_compiled_again_and_again_is_recorded() -> None:
     assert len(optimizer.count) == 9
 
 
+def test_a_step_that_dynamo_fails_at_is_recorded_and_the_user_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A recorded step is slower: whoever has one for no reason of the optimizer's wants to know."""
+    make_guards = CheckFunctionManager.__init__
+
+    def fail_once(*args: Any, **kwargs: Any) -> None:
+        monkeypatch.setattr(CheckFunctionManager, "__init__", make_guards)
+        raise RuntimeError("no such guard")
+
+    monkeypatch.setattr(CheckFunctionManager, "__init__", fail_once)
+    params = parameters(shapes=[(3,)])
+    optimizer = Descent(params, TINY)
+    run_steps(compiled(optimizer), params, [0])
+    assert is_recorded(optimizer)
+    warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert any("Descent" in message and "no such guard" in message for message in warned)
+    assert bool(error_terms(params[0])[0].any())
+
+
 def test_a_function_that_is_compiled_again_and_again_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that does more than a step: what is recorded is the step alone."""
-    torch._dynamo.reset()
     monkeypatch.setattr(eager, "COMPILATIONS", 1)
     params = parameters(shapes=[(3,)])
     set_gradients(params)
@@ -409,7 +417,6 @@ def test_a_function_that_is_compiled_again_and_again_is_refused(monkeypatch: pyt
 
 def test_the_limit_is_each_optimizers_own() -> None:
     """Dynamo counts the compilations of a function, whichever optimizer they were for."""
-    torch._dynamo.reset()
     with torch._dynamo.config.patch(recompile_limit=2):
         for seed in range(2 * eager.COMPILATIONS + 1):
             params = parameters(shapes=[(3,)], seed=seed)
@@ -419,7 +426,6 @@ def test_the_limit_is_each_optimizers_own() -> None:
 
 def test_a_thread_waits_for_another_that_compiles() -> None:
     """Dynamo asks if a tensor mode is active, in whatever thread, and is told so while one compiles."""
-    torch._dynamo.reset()
     p, optimizer = optimizer_of(Descent, lr=TINY)
     compiling, stepped = threading.Event(), threading.Event()
 
@@ -443,7 +449,6 @@ def test_a_thread_waits_for_another_that_compiles() -> None:
 
 def test_what_dynamo_never_compiles_waits_for_no_compilation() -> None:
     """Python's import machinery is among it, and may hold the lock that the compiling thread needs next."""
-    torch._dynamo.reset()
     finished = threading.Event()
     frame: Any = SimpleNamespace(
         f_code=importlib.import_module.__code__, f_lasti=-1, f_globals={}, f_locals={}
@@ -463,7 +468,6 @@ def test_what_dynamo_never_compiles_waits_for_no_compilation() -> None:
 
 
 def test_other_backends_keep_dynamos_behaviour() -> None:
-    torch._dynamo.reset()
     (p,) = params = parameters(torch.float32, shapes=[(3,)])
     optimizer = torch.optim.SGD(params, lr=2.0**-4)
     step = torch.compile(optimizer.step, backend="eager")
@@ -528,7 +532,6 @@ class Trainer:
 
 @pytest.mark.parametrize("outer", [Around, AroundByAMethod, Trainer])
 def test_what_follows_a_step_of_torchs_is_compiled_too(outer: Callable[[Optimizer], Any]) -> None:
-    torch._dynamo.reset()
     p = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
     step = torch.compile(outer(torch.optim.SGD([p], lr=TINY)).step, backend=CollageBackend())
     for _ in range(2):

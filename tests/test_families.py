@@ -127,7 +127,7 @@ def sizes() -> Iterator[list[int]]:
         found.append(len(program.inputs))
         run_pipeline(program, *args, **kwargs)
 
-    with mock.patch("collage_fx.backend.run_pipeline", spy):
+    with mock.patch("collage_fx.capture.run_pipeline", spy):
         yield found
 
 

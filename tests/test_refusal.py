@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from collage_fx import CollageBackend
 from collage_fx.errors import UncompensatedParameterError
@@ -20,38 +21,32 @@ class Rotate(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for p in group["params"]:
-                p.copy_(p @ p.grad)
+                p.copy_(self.updated(p, p.grad))
+
+    def updated(self, p: Tensor, g: Tensor) -> Tensor:
+        return p @ g
 
 
 class RotateInFloat32(Rotate):
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.copy_((p.float() @ p.grad.float()).to(p.dtype))
+    def updated(self, p: Tensor, g: Tensor) -> Tensor:
+        return (p.float() @ g.float()).to(p.dtype)
 
 
 class RotateAndAdd(Rotate):
     """Here the last operation is an addition, but it only gets what the matrix product has rounded."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.copy_((p @ p.grad).add(p.grad, alpha=0.0))
+    def updated(self, p: Tensor, g: Tensor) -> Tensor:
+        return (p @ g).add(g, alpha=0.0)
 
 
 class ScaleAndRotateAndAdd(Rotate):
     """Here the product gets what has been computed in float32."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.copy_(((p * 0.5) @ p.grad).add(p.grad, alpha=0.0))
+    def updated(self, p: Tensor, g: Tensor) -> Tensor:
+        return ((p * 0.5) @ g).add(g, alpha=0.0)
 
 
-def _rotated(optimizer: type[Rotate] = Rotate, **options: Any) -> torch.Tensor:
+def _rotated(optimizer: type[Rotate] = Rotate, **options: Any) -> Tensor:
     p = torch.nn.Parameter(torch.eye(4, dtype=torch.bfloat16))
     p.grad = 2 * torch.eye(4, dtype=torch.bfloat16)
     step = torch.compile(optimizer([p]).step, backend=CollageBackend(**options))
@@ -100,11 +95,8 @@ def test_the_remedy_is_not_what_is_done_already(arithmetic: str) -> None:
 class Replace(Rotate):
     """What the parameter was plays no part in what it becomes."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.copy_(p.grad @ p.grad)
+    def updated(self, p: Tensor, g: Tensor) -> Tensor:
+        return g @ g
 
 
 @pytest.mark.parametrize("arithmetic", REASONS)

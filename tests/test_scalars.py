@@ -68,7 +68,6 @@ USES: dict[str, Callable[[Tensor, Tensor, float, int], Any]] = {
 @pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
 def test_a_number_in_an_operator(use: Callable[[Tensor, Tensor, float, int], Any]) -> None:
     """Steps at 2**-9 of 2**-8 relative to the parameters: float32's share of the error is 2**-24 a step."""
-    torch._dynamo.reset()
     (p,) = parameters(shapes=[(5,)])
     (q,) = (p.detach().double().clone().requires_grad_(),)
     backend = CollageBackend()
@@ -112,7 +111,6 @@ def test_a_number_in_an_operator(use: Callable[[Tensor, Tensor, float, int], Any
 def test_schedulers_on_a_float_learning_rate(
     make: Callable[[list[Tensor]], Optimizer], schedule: Callable[[Optimizer], LRScheduler]
 ) -> None:
-    torch._dynamo.reset()
     params = parameters(shapes=[(3, 4)])
     backend = CollageBackend()
     optimizer = make(list(params))
@@ -126,7 +124,6 @@ def test_schedulers_on_a_float_learning_rate(
 
 
 def test_a_learning_rate_in_a_tensor_may_change() -> None:
-    torch._dynamo.reset()
     params = parameters(shapes=[(3,)])
     optimizer = torch.optim.SGD(params, lr=torch.tensor(2.0**-4))
     backend = CollageBackend()

@@ -220,14 +220,6 @@ def test_numbers_are_computed_in_front_of_the_loop() -> None:
     assert sorted("#pragma omp for" in code for code in codes) == [False, True]
 
 
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
 def test_scheduled_numbers_are_inputs_of_the_kernels() -> None:
     params = parameters(shapes=[(5,), (6,), (2, 2)])
     optimizer = torch.optim.AdamW(params, lr=1e-3)

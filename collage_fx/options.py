@@ -1,0 +1,75 @@
+"""A backend's options, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+from collage_fx.error_formats import ERROR_FORMATS
+from collage_fx.errors import (
+    InvalidOptionError,
+)
+from collage_fx.pipeline import (
+    PIPELINE,
+    Pass,
+    refuse_incomplete,
+)
+from collage_fx.program import Arithmetic, Strategy
+
+__all__ = ["MODES", "Options", "refuse_unless"]
+
+MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What :class:`~collage_fx.CollageBackend` was given."""
+
+    strategy: Strategy
+    error_format: str
+    arithmetic: Arithmetic
+    metrics: bool
+    metrics_every: int
+    strict: bool
+    mode: str | None
+    passes: tuple[Pass, ...] = PIPELINE
+
+    def __post_init__(self) -> None:
+        refuse_unless("strategy", self.strategy, get_args(Strategy))
+        refuse_unless("error_format", self.error_format, tuple(ERROR_FORMATS))
+        refuse_unless("arithmetic", self.arithmetic, get_args(Arithmetic))
+        refuse_unless("metrics", self.metrics, (True, False))
+        if type(self.metrics_every) is not int or self.metrics_every < 1:
+            raise InvalidOptionError(
+                f"metrics_every={self.metrics_every!r} is not allowed",
+                where="metrics_every",
+                remedy="use a whole number: every how many steps the metrics are computed",
+            )
+        refuse_unless("strict", self.strict, (True, False))
+        refuse_unless("mode", self.mode, (None, *MODES))
+        if self.arithmetic == "native" and not ERROR_FORMATS[self.error_format].is_double_word:
+            formats = ", ".join(repr(name) for name, fmt in ERROR_FORMATS.items() if fmt.is_double_word)
+            raise InvalidOptionError(
+                "arithmetic='native' computes with double words of the storage format, which error_format="
+                f"{self.error_format!r} does not keep",
+                where="error_format",
+                remedy=f"use error_format={formats}, or arithmetic='wide'",
+            )
+        refuse_incomplete(self.passes)
+        if self.strategy == "none" and self.passes != PIPELINE:
+            raise InvalidOptionError(
+                "strategy='none' lowers the graph as captured: no pass of yours would rewrite it",
+                where="passes",
+                remedy="use another strategy",
+            )
+
+
+def refuse_unless(name: str, value: object, allowed: Sequence[object]) -> None:
+    """Refuse a value that is none of those allowed; truth values are not numbers here."""
+    if not any(value is choice or (isinstance(value, str) and value == choice) for choice in allowed):
+        raise InvalidOptionError(
+            f"{name}={value!r} is not allowed",
+            where=name,
+            remedy=f"use one of {', '.join(map(repr, allowed))}",
+        )
