@@ -19,14 +19,15 @@ in ``hi + lo + c`` to c's precision, and ``hi + lo`` is off by one rounding, not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from torch.fx import Node
 
 from collage_fx.graph import is_conversion, is_copy_to_input
 from collage_fx.program import StateTensor
+from collage_fx.retype import is_movement
 
-__all__ = ["fed_back", "new_value"]
+__all__ = ["copies_read_by", "fed_back", "new_value"]
 
 
 def new_value(state: StateTensor) -> Node:
@@ -53,6 +54,20 @@ def fed_back(state: StateTensor, others: Sequence[StateTensor]) -> set[Node]:
     for other in others:
         if other.placeholder in made_from and (last := new_value(other)) in made_of_it:
             found |= made_of_it & {last, *_reached(last, lambda node: node.all_input_nodes)}
+    return found
+
+
+def copies_read_by(readers: Collection[Node], placeholder: Node) -> set[Node]:
+    """What of an input has only been moved, as ``old = p.clone()`` is, and is read by ``readers``."""
+    found = set[Node]()
+    for reader in readers:
+        for operand in reader.all_input_nodes:
+            copies = []
+            while operand.op == "call_function" and is_movement(operand):
+                copies.append(operand)
+                operand = operand.all_input_nodes[0]
+            if operand is placeholder:
+                found.update(copies)
     return found
 
 

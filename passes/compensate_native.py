@@ -37,7 +37,7 @@ from torch.utils import _pytree as pytree
 
 from collage_fx import arithmetic
 from collage_fx.arithmetic import DoubleWord
-from collage_fx.feedback import fed_back
+from collage_fx.feedback import copies_read_by, fed_back
 from collage_fx.graph import GraphEditor, is_conversion, tensor_value
 from collage_fx.passes.base import Pass
 from collage_fx.program import StateTensor, StepProgram
@@ -75,7 +75,9 @@ def _shared_paths(program: StepProgram) -> list[tuple[list[StateTensor], set[Nod
     found: list[tuple[list[StateTensor], set[Node]]] = []
     for state in program.compensated:
         assert state.recurrence is not None
-        states, path = [state], fed_back(state, program.states).union(state.recurrence.path)
+        own_term = fed_back(state, program.states)
+        path = own_term.union(state.recurrence.path, copies_read_by(own_term, state.placeholder))
+        states = [state]
         apart = []
         for others, other_path in found:
             if path.isdisjoint(other_path) or others[0].value.dtype != state.value.dtype:
