@@ -26,6 +26,7 @@ far from 1, d is c, beside no x, and the bound is the same. Its conversion to fl
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -133,8 +134,13 @@ class _PathRewriter:
     def _rewritten(self, node: Node) -> Node | None:
         """What takes ``node``'s place, None to leave it (it then reads hi)."""
         value = tensor_value(node)
-        operands = [arg for arg in node.args if isinstance(arg, Node)]
+        operands = node.all_input_nodes
         if value is None:
+            if is_movement(node) and operands[0] in self.words:  # into several tensors
+                self.words[node] = node, self._moved(node, self._low_part)
+            return None
+        if node.target is operator.getitem and operands[0] in self.words:
+            self.words[node] = node, self._moved(node, self._low_part)
             return None
         if is_conversion(node):
             return self._converted(node, operands[0], value.dtype)
@@ -146,12 +152,21 @@ class _PathRewriter:
         if packet in RULES and (word := RULES[packet](self, *node.args)) is not None:
             return self._defined(word)
         if is_movement(node):
-            hi, lo = (
-                self.editor.call(node.target, *pytree.tree_map_only(Node, pick, node.args), **node.kwargs)
-                for pick in (lambda n: n, lambda n: self.words[n][1] if n in self.words else n)
-            )
-            return self._defined((hi, lo))
+            return self._defined((self._moved(node, lambda n: n), self._moved(node, self._low_part)))
         return self._split(self._on_whole_values(node)) if is_pointwise(node) else None
+
+    def _moved(self, node: Node, part: Callable[[Node], Node]) -> Node:
+        args, kwargs = pytree.tree_map_only(Node, part, (node.args, dict(node.kwargs)))
+        return self.editor.call(node.target, *args, **kwargs)
+
+    def _low_part(self, operand: Node) -> Node:
+        """What to move beside it: its lo; zeros beside a value that has none; an index as it is."""
+        if operand in self.words:
+            return self.words[operand][1]
+        value = tensor_value(operand)
+        if value is None or value.dtype != self.dtype:
+            return operand
+        return self.editor.inline(torch.zeros_like, operand)[0]
 
     def _converted(self, node: Node, source: Node, dtype: torch.dtype) -> Node | None:
         """Casts in the step itself: up reads the whole value, down makes a double word of the result."""

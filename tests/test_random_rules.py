@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from collage_fx import CollageBackend, error_terms, full_value
-from collage_fx.errors import AliasedStateError
+from collage_fx.errors import AliasedStateError, UncompensatedParameterError
 from tests.support.bounded import SMALLEST, Bounded
 from tests.support.float_bits import unit_roundoff
 from tests.support.rules import STEPS, DrawnOptimizer, Rule, rounding_of, rules
@@ -291,16 +291,46 @@ MOVED = {
 }
 
 
-@pytest.mark.parametrize("name", MOVED)
-def test_moved(name: str) -> None:
-    """Exact: p is a whole number up to 4 and the step 2**-10, so that a pair holds their difference."""
-    rule = Rule(f"step = g * 2.0**-10\n{MOVED[name]}", (), torch.bfloat16, "vector", seed=0)
+STEP = 2.0**-10
+START = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.bfloat16)
+
+
+def moved(body: str, arithmetic: Any) -> Tensor:
+    """Where p goes: whole numbers up to 4 and the step 2**-10, so that a pair holds their difference."""
+    rule = Rule(f"step = g * {STEP}\n{body}", (), torch.bfloat16, "vector", seed=0)
     optimizer = DrawnOptimizer(rule)
     p = optimizer.parameter
-    p.data = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.bfloat16)
+    p.data = START.clone()
     p.grad = torch.ones(4, dtype=torch.bfloat16)
-    torch.compile(optimizer.step, backend=CollageBackend("light"), fullgraph=True)()
-    assert torch.equal(full_value(p), torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64) - 2.0**-10)
+    backend = CollageBackend("light", arithmetic=arithmetic)
+    torch.compile(optimizer.step, backend=backend, fullgraph=True)()
+    return full_value(p).detach()
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_moved(name: str) -> None:
+    assert torch.equal(moved(MOVED[name], "wide"), START.double() - STEP)
+
+
+@pytest.mark.parametrize("name", ["roll", "diagonal", "unbind", "split"])
+def test_moved_in_native_arithmetic(name: str) -> None:
+    assert torch.equal(moved(MOVED[name], "native"), START.double() - STEP)
+
+
+@pytest.mark.parametrize("name", ["index_put", "scatter_add"])
+def test_what_native_arithmetic_cannot_move_is_refused(name: str) -> None:
+    with pytest.raises(UncompensatedParameterError, match="no double-word algorithm"):
+        moved(MOVED[name], "native")
+
+
+@pytest.mark.parametrize(
+    "body", ["p.sub_(step)\np[:2] = step[:2]", "p.copy_(torch.cat([step[:2], (p - step)[2:]]))"]
+)
+@pytest.mark.parametrize("arithmetic", ["wide", "native"])
+def test_overwritten_in_part(body: str, arithmetic: str) -> None:
+    wanted = START.double() - STEP
+    wanted[:2] = STEP
+    assert torch.equal(moved(body, arithmetic), wanted)
 
 
 KAHAN = "s1.add_(g, alpha=-1e-4)\nold = p.clone()\np.add_(s1)\ns1.add_(old.sub_(p))"
