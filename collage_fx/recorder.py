@@ -73,7 +73,9 @@ class Spec(NamedTuple):
 
     @staticmethod
     def of(tensor: Tensor) -> Spec:
-        return Spec(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device)
+        if type(tensor) is Deferred:
+            return tensor.spec
+        return Spec(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
 
     def empty(self) -> Tensor:
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
@@ -83,18 +85,21 @@ class Deferred(Tensor):
     """The result of an operation that has been recorded.
 
     Attributes:
+        spec: what is known of it.
         value: its number in the recorder's segment.
         executed: the tensor it stands for, once executed. It then becomes that tensor itself as soon as
             nothing in torch is holding on to it, as the operation is that asked for its value.
     """
 
     __torch_function__ = disabled_torch_function
+    spec: Spec
     value: int
     executed: Tensor | None = None
 
     @staticmethod
     def of(spec: Spec, value: int) -> Deferred:
         deferred = cast(Deferred, wrapper_subclass(Deferred, *spec))
+        deferred.spec = spec
         deferred.value = value
         return deferred
 
@@ -125,16 +130,48 @@ class _Call:
     """A recorded operation.
 
     Attributes:
-        operator, args, kwargs: with :class:`_Ref` for tensors and :class:`_Number` for numbers.
-        tensors: the values it reads or writes.
+        signature: of the operator.
+        args, kwargs: with :class:`_Ref` for tensors and :class:`_Number` for numbers.
+        tensors: the values it reads or writes, in the order of the arguments.
+        numbers: the numbers likewise.
+        form: the arguments without both.
         results: the values it makes, in the order of its results.
     """
 
-    operator: Any
+    signature: _Signature
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    tensors: list[int]
+    tensors: list[int] = field(default_factory=list)
+    numbers: list[float] = field(default_factory=list)
+    form: tuple[Any, ...] = ()
     results: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        form: list[Any] = []
+        self._take_apart(self.args, form)
+        for name, argument in self.kwargs.items():
+            form.append(name)
+            self._take_apart(argument, form)
+        self.form = tuple(form)
+
+    def _take_apart(self, argument: Any, form: list[Any]) -> None:
+        kind = type(argument)
+        if kind is _Ref:
+            self.tensors.append(argument)
+            form.append(_Ref)
+        elif kind is _Number or kind is _Int:
+            self.numbers.append(float(argument))
+            form.append(kind)
+        elif kind is tuple:
+            form.append(len(argument))
+            for element in argument:
+                self._take_apart(element, form)
+        else:
+            form += (kind, argument)
+
+    def with_integers(self) -> _Call:
+        """The same with its numbers as the step wrote them, which are part of what it is then."""
+        return _Call(self.signature, _with_integers(self.args), _with_integers(self.kwargs))
 
 
 @dataclass
@@ -155,7 +192,7 @@ class _Segment:
     """What has been recorded since the last flush.
 
     Attributes:
-        values, tensors: what is recorded of a tensor, and itself, by number.
+        values, tensors, specs: what is recorded of a tensor, itself and its specification, by number.
         calls: in order.
         inputs: tensors met, by the memory they are a view of.
         of_storage: storage -> the input it belongs to.
@@ -164,6 +201,7 @@ class _Segment:
 
     values: list[_Value] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
+    specs: list[Spec] = field(default_factory=list)
     calls: list[_Call] = field(default_factory=list)
     inputs: dict[Any, int] = field(default_factory=dict)
     of_storage: dict[int, int] = field(default_factory=dict)
@@ -173,6 +211,7 @@ class _Segment:
         number = len(self.values)
         self.values.append(_Value(number if base is None else base, made_by))
         self.tensors.append(tensor)
+        self.specs.append(Spec.of(tensor))
         return number
 
     def base(self, value: int) -> int:
@@ -199,7 +238,7 @@ class _Segment:
         if found.made_by is None or found.base == value:
             return _real(self.tensors[value])
         call, place = found.made_by
-        taken = call.operator(*self._with_real(call.args), **self._with_real(call.kwargs))
+        taken = call.signature.operator(*self._with_real(call.args), **self._with_real(call.kwargs))
         return cast(Tensor, taken[place] if isinstance(taken, (list, tuple)) else taken)
 
     def _with_real(self, argument: Any) -> Any:
@@ -310,13 +349,13 @@ class Recorder(TorchDispatchMode):
 
     def _has_its_values(self, signature: _Signature, tensors: Sequence[Tensor]) -> bool:
         """Whether there is nothing to wait for, and little to gain: factories, 0-d arithmetic."""
-        if any(type(tensor) is Deferred for tensor in tensors):
-            return False
-        return (
-            all(tensor.dim() == 0 for tensor in tensors)
-            or signature.reads_no_values
-            or any(tensor.layout is not torch.strided for tensor in tensors)
-        )
+        is_small, is_sparse = True, False
+        for tensor in tensors:
+            if type(tensor) is Deferred:
+                return False
+            is_small = is_small and tensor.dim() == 0
+            is_sparse = is_sparse or tensor.layout is not torch.strided
+        return is_small or is_sparse or signature.reads_no_values
 
     def _depends_on_what_is_recorded(self, signature: _Signature, tensors: Sequence[Tensor]) -> bool:
         if any(type(tensor) is Deferred for tensor in tensors):
@@ -343,14 +382,19 @@ class Recorder(TorchDispatchMode):
 
     def _record(self, signature: _Signature, args: Any, kwargs: dict[str, Any]) -> Any:
         segment = self._segment
-        call = _Call(signature.operator, (), {}, [])
-        numbers = dict(zip(signature.names, signature.are_numbers, strict=True))
-        call.args = tuple(map(self._written_down, args, signature.are_numbers, [call.tensors] * len(args)))
-        call.kwargs = {
-            name: self._written_down(value, numbers[name], call.tensors) for name, value in kwargs.items()
-        }
-        predicted = self._predict(signature, call, args, kwargs)
-        given = dict(zip(signature.names, args, strict=False)) | kwargs
+        call = _Call(
+            signature,
+            tuple(map(self._written_down, args, signature.are_numbers)),
+            {
+                name: self._written_down(value, signature.are_numbers[signature.names.index(name)])
+                for name, value in kwargs.items()
+            },
+        )
+        predicted = self._predict(call, args, kwargs)
+        if call.numbers and not all(spec.dtype.is_floating_point for spec in _flat(predicted)):
+            call = call.with_integers()
+        given = dict(zip(signature.names, args, strict=False))
+        given.update(kwargs)
         for name in signature.writes:
             segment.written.update(segment.base(self._value_of(t)) for t in _tensors_in([given[name]]))
         returned = []
@@ -369,42 +413,26 @@ class Recorder(TorchDispatchMode):
         call.results.append(self._segment.add(deferred, base, (call, len(call.results))))
         return deferred
 
-    def _written_down(self, argument: Any, is_number: bool, tensors: list[int]) -> Any:
+    def _written_down(self, argument: Any, is_number: bool) -> Any:
         if isinstance(argument, Tensor):
-            value = self._value_of(argument)
-            tensors.append(value)
-            return _Ref(value)
+            return _Ref(self._value_of(argument))
         if isinstance(argument, (list, tuple)):
-            return tuple(self._written_down(element, is_number, tensors) for element in argument)
+            return tuple(self._written_down(element, is_number) for element in argument)
         if is_number and type(argument) in (int, float):
             return _Int(argument) if type(argument) is int else _Number(argument)
         return argument
 
-    def _predict(
-        self, signature: _Signature, call: _Call, args: Any, kwargs: dict[str, Any]
-    ) -> tuple[Any, ...]:
-        """The specifications of an operation's results.
-
-        Integers in its arguments stay integers where the results are not floating-point.
-        """
-        segment = self._segment
-
-        def described(argument: Any) -> Any:
-            if isinstance(argument, _Ref):
-                return Spec.of(segment.tensors[argument])
-            if isinstance(argument, _Number):
-                return type(argument)
-            return _map(described, argument) if isinstance(argument, tuple) else (type(argument), argument)
-
-        key = (signature.operator, described(call.args), described(tuple(call.kwargs.items())))
-        if key not in self._predicted:
+    def _predict(self, call: _Call, args: Any, kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """The specifications of an operation's results."""
+        specs = self._segment.specs
+        key = (call.signature, call.form, *[specs[value] for value in call.tensors])
+        predicted = self._predicted.get(key)
+        if predicted is None:
+            signature = call.signature
             with compile_lock, self.paused(), FakeTensorMode():
                 results = signature.operator(*_without_values(args), **_without_values(kwargs))
             listed = results if len(signature.results) > 1 else [results] if signature.results else []
-            self._predicted[key] = tuple(_specs_of(each) for each in listed)
-        predicted = self._predicted[key]
-        if not all(spec.dtype.is_floating_point for spec in _flat(predicted)):
-            call.args, call.kwargs = _with_integers(call.args), _with_integers(call.kwargs)
+            predicted = self._predicted[key] = tuple(_specs_of(each) for each in listed)
         return predicted
 
     # -- tensors that the step has met
@@ -436,7 +464,7 @@ class Recorder(TorchDispatchMode):
 
     def _view(self, segment: _Segment, tensor: Tensor, value: int, func: Any, *args: Any) -> int:
         """A real tensor as a view of another value."""
-        call = _Call(func, (_Ref(value), *args), {}, [value])
+        call = _Call(_signature(func), (_Ref(value), *args), {})
         call.results.append(segment.add(tensor, segment.base(value), (call, 0)))
         segment.calls.append(call)
         return call.results[0]
@@ -540,28 +568,25 @@ class _Function:
         values = (*self.inputs, *component.kept)
         self.tensors = [_real(segment.tensors[value]) for value in values]
         kinds = tuple(
-            (Spec.of(tensor), type(tensor), kind_of(tensor, value in segment.written))
+            (segment.specs[value], type(tensor), kind_of(tensor, value in segment.written))
             for value, tensor in zip(values, self.tensors, strict=True)
         )
         self.key = (calls, kept, kinds)
 
     def _described(self, call: _Call) -> tuple[Any, ...]:
-        arguments = self._local(call.args), self._local(tuple(call.kwargs.items()))
+        """A call with its values numbered within the component, and without its numbers."""
+        self.numbers += call.numbers
+        read = [self._place(value) for value in call.tensors]
         for value in call.results:
             self._places[value] = len(self._places)
-        return call.operator, *arguments, len(call.results)
+        return call.signature, call.form, *read, len(call.results)
 
-    def _local(self, argument: Any) -> Any:
-        """An argument with values numbered within the component, and without its numbers."""
-        if isinstance(argument, _Ref):
-            if argument not in self._places:
-                self._places[argument] = len(self._places)
-                self.inputs.append(argument)
-            return _Ref(self._places[argument])
-        if isinstance(argument, _Number):
-            self.numbers.append(float(argument))
-            return _Number
-        return _map(self._local, argument) if isinstance(argument, tuple) else (type(argument), argument)
+    def _place(self, value: int) -> int:
+        place = self._places.get(value)
+        if place is None:
+            place = self._places[value] = len(self._places)
+            self.inputs.append(value)
+        return place
 
     def module(self) -> GraphModule:
         """The component as a graph."""
@@ -579,8 +604,8 @@ class _Function:
             return next(numbers) if isinstance(recorded, _Number) else _map(argument, recorded)
 
         for call in self.component.calls:
-            node = graph.call_function(call.operator, argument(call.args), argument(call.kwargs))
-            has_several = _signature(call.operator).has_several_results
+            node = graph.call_function(call.signature.operator, argument(call.args), argument(call.kwargs))
+            has_several = call.signature.has_several_results
             for i, value in enumerate(call.results):
                 nodes[value] = graph.call_function(operator.getitem, (node, i)) if has_several else node
         for target, value in zip(targets, self.component.kept, strict=True):
@@ -619,9 +644,9 @@ run_compiled_functions_as_they_are_if(lambda: _recording.now)
 # What is known of operators. --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Signature:
-    """What matters of an operator's schema.
+    """What matters of an operator's schema. There is one for each operator.
 
     Attributes:
         names: of its arguments.
@@ -653,9 +678,10 @@ _signatures: dict[Any, _Signature] = {}
 
 
 def _signature(func: Any) -> _Signature:
-    if func not in _signatures:
-        _signatures[func] = _read_schema(func)
-    return _signatures[func]
+    signature = _signatures.get(func)
+    if signature is None:
+        signature = _signatures[func] = _read_schema(func)
+    return signature
 
 
 #: Operators that draw random integers.

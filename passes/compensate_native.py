@@ -5,7 +5,8 @@ its load to its store. Sums, products with a number (itself a double word: [Yu24
 a tensor and negation have double-word algorithms; a decay such as 0.999 or 1 - lr*wd is a sum, too. Any
 other elementwise operation is computed on the joined float32 value and split again, so that no operation on
 the path drops the error term. Whatever leaves the path reads hi, which is the value rounded to nearest,
-since ``|lo| <= ulp(hi)/2``.
+since ``|lo| <= ulp(hi)/2``. Where an optimizer compensates by hand, what it computes from the new value is
+path too: Note [Kahan's own term] in ``feedback.py``.
 
 Note [Decay is an increment]
 ----------------------------
@@ -25,7 +26,8 @@ far from 1, d is c, beside no x, and the bound is the same. Its conversion to fl
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +38,7 @@ from torch.utils import _pytree as pytree
 
 from collage_fx import arithmetic
 from collage_fx.arithmetic import DoubleWord
+from collage_fx.feedback import copies_read_by, fed_back
 from collage_fx.graph import GraphEditor, is_conversion, tensor_value
 from collage_fx.passes.base import Pass
 from collage_fx.program import StateTensor, StepProgram
@@ -61,68 +64,109 @@ class CompensateNative(Pass):
 
     def run(self, program: StepProgram) -> str:
         editor = GraphEditor(program.gm, self.name)
-        for state in program.compensated:
-            _PathRewriter(editor, state).run()
+        order = {node: i for i, node in enumerate(editor.graph.nodes)}
+        for states, path in _shared_paths(program):
+            _PathRewriter(editor, states, sorted(path, key=order.__getitem__)).run()
         editor.finish()
         return program.compensation
 
 
-class _PathRewriter:
-    """Rewrites one state tensor's path; ``words`` maps the hi node of every double word on it to the pair.
+def _shared_paths(program: StepProgram) -> list[tuple[list[StateTensor], set[Node]]]:
+    """The states whose paths have nodes in common, as slow and fast weights of one average have."""
+    found: list[tuple[list[StateTensor], set[Node]]] = []
+    for state in program.compensated:
+        assert state.recurrence is not None
+        own_term = fed_back(state, program.states)
+        path = own_term.union(state.recurrence.path, copies_read_by(own_term, state.placeholder))
+        states = [state]
+        apart = []
+        for others, other_path in found:
+            if path.isdisjoint(other_path) or others[0].value.dtype != state.value.dtype:
+                apart.append((others, other_path))
+            else:
+                states, path = [*others, *states], path | other_path
+        found = [*apart, (states, path)]
+    return found
 
-    Decay: Note [Decay is an increment].
+
+class _PathRewriter:
+    """Rewrites the path of state tensors of one dtype.
+
+    ``words`` maps the hi node of every double word on it to the pair. Decay: Note [Decay is an increment].
     """
 
-    def __init__(self, editor: GraphEditor, state: StateTensor) -> None:
-        (lo,) = state.auxiliaries
+    def __init__(self, editor: GraphEditor, states: Sequence[StateTensor], path: Sequence[Node]) -> None:
         self.editor = editor
-        self.state = state
-        self.dtype = state.value.dtype
-        self.words: dict[Node, Word] = {state.placeholder: (state.placeholder, lo)}
+        self.states = states
+        self.path = path
+        self.reference = states[0].placeholder
+        self.dtype = states[0].value.dtype
+        self.words: dict[Node, Word] = {}
+        for state in states:
+            (lo,) = state.auxiliaries
+            self.words[state.placeholder] = state.placeholder, lo
         #: The hi node of ``c x``, where that is ``x + (c-1) x``, to the words of ``x`` and of ``(c-1) x``.
         self.increments: dict[Node, tuple[Word, Word]] = {}
 
     def run(self) -> None:
-        assert self.state.recurrence is not None
-        for node in self.state.recurrence.path:
+        for node in self.path:
             with self.editor.graph.inserting_before(node):
                 result = self._rewritten(node)
             if result is not None:
                 node.replace_all_uses_with(result)
-        stored = self.state.store.args[1]
+        for state in self.states:
+            with self.editor.graph.inserting_before(state.store):
+                self._store(state)
+
+    def _store(self, state: StateTensor) -> None:
+        stored = state.store.args[1]
         assert isinstance(stored, Node)
-        with self.editor.graph.inserting_before(self.state.store):
-            if stored in self.words:
-                (lo,) = self.editor.inline(arithmetic.finite_or_zero, self.words[stored][1], stored)
-            else:
-                if self.state.carries_its_old_value:
-                    self.state.refusal = (
-                        f"{stored.name} ({stored.target}) has no double-word algorithm; its error term stays "
-                        "zero"
-                    )
-                (lo,) = self.editor.inline(_no_error, stored)
-            self.editor.store(self.state.auxiliaries[0], lo)
+        if stored in self.words:
+            (lo,) = self.editor.inline(arithmetic.finite_or_zero, self.words[stored][1], stored)
+        else:
+            if state.carries_its_old_value:
+                state.refusal = (
+                    f"{stored.name} ({stored.target}) has no double-word algorithm; its error term stays zero"
+                )
+            (lo,) = self.editor.inline(_no_error, stored)
+        self.editor.store(state.auxiliaries[0], lo)
 
     def _rewritten(self, node: Node) -> Node | None:
         """What takes ``node``'s place, None to leave it (it then reads hi)."""
         value = tensor_value(node)
-        operands = [arg for arg in node.args if isinstance(arg, Node)]
+        operands = node.all_input_nodes
         if value is None:
+            if is_movement(node) and operands[0] in self.words:  # into several tensors
+                self.words[node] = node, self._moved(node, self._low_part)
+            return None
+        if node.target is operator.getitem and operands[0] in self.words:
+            self.words[node] = node, self._moved(node, self._low_part)
             return None
         if is_conversion(node):
             return self._converted(node, operands[0], value.dtype)
-        if value.dtype != self.dtype or not any(operand in self.words for operand in operands):
+        if not any(operand in self.words for operand in operands):
             return None
+        if value.dtype != self.dtype:
+            return self._on_whole_values(node) if is_pointwise(node) else None
         packet = getattr(node.target, "overloadpacket", None)
         if packet in RULES and (word := RULES[packet](self, *node.args)) is not None:
             return self._defined(word)
         if is_movement(node):
-            hi, lo = (
-                self.editor.call(node.target, *pytree.tree_map_only(Node, pick, node.args), **node.kwargs)
-                for pick in (lambda n: n, lambda n: self.words[n][1] if n in self.words else n)
-            )
-            return self._defined((hi, lo))
-        return self._through_float32(node) if is_pointwise(node) else None
+            return self._defined((self._moved(node, lambda n: n), self._moved(node, self._low_part)))
+        return self._split(self._on_whole_values(node)) if is_pointwise(node) else None
+
+    def _moved(self, node: Node, part: Callable[[Node], Node]) -> Node:
+        args, kwargs = pytree.tree_map_only(Node, part, (node.args, dict(node.kwargs)))
+        return self.editor.call(node.target, *args, **kwargs)
+
+    def _low_part(self, operand: Node) -> Node:
+        """What to move beside it: its lo; zeros beside a value that has none; an index as it is."""
+        if operand in self.words:
+            return self.words[operand][1]
+        value = tensor_value(operand)
+        if value is None or value.dtype != self.dtype:
+            return operand
+        return self.editor.inline(torch.zeros_like, operand)[0]
 
     def _converted(self, node: Node, source: Node, dtype: torch.dtype) -> Node | None:
         """Casts in the step itself: up reads the whole value, down makes a double word of the result."""
@@ -136,7 +180,9 @@ class _PathRewriter:
             return self._split(source)
         return None
 
-    def _through_float32(self, node: Node) -> Node:
+    def _on_whole_values(self, node: Node) -> Node:
+        """The operation on float32 operands, as torch promotes those of several dtypes itself."""
+
         def widened(operand: Node) -> Node:
             if operand in self.words:
                 return self.editor.inline(arithmetic.join, *self.words[operand])[0]
@@ -148,7 +194,7 @@ class _PathRewriter:
             )
 
         args, kwargs = pytree.tree_map_only(Node, widened, (node.args, dict(node.kwargs)))
-        return self._split(self.editor.call(node.target, *args, **kwargs))
+        return self.editor.call(node.target, *args, **kwargs)
 
     def _split(self, wide: Node) -> Node:
         return self._defined(
@@ -172,7 +218,7 @@ class _PathRewriter:
         """
         if not isinstance(value, Node):
             hi, lo = arithmetic.double_word_constant(float(value), self.dtype)
-            return self.inline(_constants_like, self.state.placeholder, hi, lo)
+            return self.inline(_constants_like, self.reference, hi, lo)
         if value in self.words:
             return self.words[value]
         tensor = tensor_value(value)

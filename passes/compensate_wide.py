@@ -3,16 +3,20 @@
 Theorem. Let x' be the float32 result of the step. ``hi' = RN(x')`` and ``lo' = RN(x' - hi')``; the difference
 is exact in float32 (Sterbenz-like: hi' is x' rounded), so ``|hi' + lo' - x'| <= u |lo'| <= u**2 |x'|``, and
 ``|lo'| <= ulp(hi')/2``.
+
+Whoever reads the new value reads x', except where an optimizer compensates by hand and has to see what has
+been rounded: Note [Kahan's own term] in ``feedback.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch.fx import Node
 
+from collage_fx.feedback import fed_back, new_value
 from collage_fx.graph import GraphEditor, is_conversion, is_copy_to_input, is_low_precision_tensor
 from collage_fx.passes.base import Pass
 from collage_fx.program import ReadExpansion, StateTensor, StepProgram
@@ -42,8 +46,9 @@ class CompensateWide(Pass):
             _refuse_lost_value(state, order)
         for expansion in program.expansions:
             _load_expansion(editor, program, expansion)
-        for state in program.compensated:
-            _store_expansion(editor, program, state)
+        terms = [fed_back(state, program.states) for state in program.compensated]
+        for state, own_term in zip(program.compensated, terms, strict=True):
+            _store_expansion(editor, program, state, own_term)
         editor.finish()
         return program.compensation
 
@@ -92,10 +97,7 @@ def _refuse_lost_value(state: StateTensor, order: Mapping[Node, int]) -> None:
             opaque = opaque or (node if node in path else None)
         elif not whole.isdisjoint(node.all_input_nodes):
             whole.add(node)
-    stored = state.store.args[1]
-    assert isinstance(stored, Node)
-    value = stored.args[0] if is_conversion(stored) else stored
-    if opaque is not None and value not in whole:
+    if opaque is not None and new_value(state) not in whole:
         state.refusal = (
             f"{opaque.name} ({opaque.target}) reads it in {state.format.name}, without its error term"
         )
@@ -111,13 +113,13 @@ def _computed_from(source: Node) -> set[Node]:
     return found
 
 
-def _store_expansion(editor: GraphEditor, program: StepProgram, state: StateTensor) -> None:
-    """The rounding cast in front of the store becomes the split."""
-    stored = state.store.args[1]
-    assert isinstance(stored, Node)
-    with editor.graph.inserting_before(state.store):
-        value = stored.args[0] if is_conversion(stored) else stored
-        assert isinstance(value, Node)
+def _store_expansion(
+    editor: GraphEditor, program: StepProgram, state: StateTensor, own_term: Collection[Node]
+) -> None:
+    """The rounding cast in front of the store becomes the split, of which ``own_term`` reads the result."""
+    value = new_value(state)
+    readers = [user for user in value.users if user in own_term]
+    with editor.graph.inserting_before(value.next if readers else state.store):
         opaque = _rounded_on_the_way(value)
         if opaque is not None and state.carries_its_old_value:
             state.refusal = (
@@ -125,6 +127,11 @@ def _store_expansion(editor: GraphEditor, program: StepProgram, state: StateTens
             )
         state.intended = editor.convert(value, torch.float32)
         hi, *auxiliaries = editor.inline(program.error_format.split, state.intended, state.value.dtype)
+        if readers:
+            (whole,) = editor.inline(program.error_format.join, hi, *auxiliaries)
+            for reader in readers:
+                reader.replace_input_with(value, whole)
+    with editor.graph.inserting_before(state.store):
         state.store.args = (state.placeholder, hi, *state.store.args[2:])
         for placeholder, auxiliary in zip(state.auxiliaries, auxiliaries, strict=True):
             editor.store(placeholder, auxiliary)

@@ -16,7 +16,7 @@ LAYERS = [
     {"arithmetic", "errors", "measures"},
     {"operators", "error_formats", "graph", "composites"},
     {"metrics", "retype", "program", "scalars", "partition", "pictures"},
-    {"recurrence", "verify", "kernels", "treatments", "dumps", "svg"},
+    {"feedback", "recurrence", "verify", "kernels", "treatments", "dumps", "svg"},
     {"passes"},
     {"pipeline"},
     {"error_terms", "names"},

@@ -22,9 +22,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from collage_fx import CollageBackend, error_terms, full_value
-from collage_fx.errors import AliasedStateError
-from tests.support.bounded import Bounded
-from tests.support.rules import STEPS, DrawnOptimizer, Rule, rules
+from collage_fx.errors import AliasedStateError, UncompensatedParameterError
+from tests.support.bounded import SMALLEST, Bounded
+from tests.support.float_bits import unit_roundoff
+from tests.support.rules import STEPS, DrawnOptimizer, Rule, rounding_of, rules
 
 #: Optimizers of one compiled function; the first is what a counter-example shrinks to.
 SIZES = (1, 5, *[12] * 16)
@@ -33,12 +34,12 @@ RULES = int(ASKED or 300)
 
 
 @st.composite
-def bundles(draw: Any) -> tuple[str, str, list[Rule]]:
+def bundles(draw: Any, arithmetic: str) -> tuple[str, str, list[Rule]]:
     """A strategy, how steps are counted, and the rules."""
     strategy = draw(st.sampled_from(["plus", "light", "full"]))
     counter = draw(st.sampled_from(["tensor"] * 7 + ["python"]))
     size = draw(st.sampled_from(SIZES if counter == "tensor" else SIZES[:2]))  # which is compiled twice
-    return strategy, counter, draw(st.lists(rules(), min_size=size, max_size=size))
+    return strategy, counter, draw(st.lists(rules(arithmetic), min_size=size, max_size=size))
 
 
 def step_all(optimizers: Sequence[DrawnOptimizer]) -> None:
@@ -52,41 +53,49 @@ class Watched:
     Args:
         rule: what is drawn.
         counter: see :class:`DrawnOptimizer`.
+        arithmetic: what its roundings are.
     """
 
-    def __init__(self, rule: Rule, counter: str) -> None:
+    def __init__(self, rule: Rule, counter: str, arithmetic: str) -> None:
         self.rule = rule
+        self.rounding = rounding_of(rule, arithmetic)
         self.optimizer = DrawnOptimizer(rule, counter=counter)
         self.exact = DrawnOptimizer(rule, counter=counter, float64=True)
         self.gradients = rule.gradients()
         self.bounded = rule.bounded()
-        self.since_start = {
-            name: Bounded(full_value(tensor)) for name, tensor in _tensors(self.exact).items()
-        }
+        self.since_start = self._numbers(self.exact)
         self.told_apart = False
 
     def before(self, step: int) -> None:
         gradient = self.gradients[step]
         self.optimizer.parameter.grad, self.exact.parameter.grad = gradient.clone(), gradient.double()
-        met = _tensors(self.optimizer)
-        self.this_step = {name: Bounded(full_value(tensor)) for name, tensor in met.items()}
-        self.since_start["g"] = Bounded(gradient)
+        self.this_step = self._numbers(self.optimizer)
+        self.since_start["g"] = Bounded(gradient, rounding=self.rounding)
 
     @torch.no_grad()
     def after(self, step: int) -> None:
         self.exact.step()
         exact, met = _tensors(self.exact), _tensors(self.optimizer)
         for numbers, since in ((self.this_step, "this step"), (self.since_start, "the start")):
+            for name, tensor in met.items():
+                compensated = bool(error_terms(tensor))
+                numbers[name] = numbers[name].loaded(name, tensor.dtype, compensated=compensated)
             self._run(numbers, step + 1)
             if since == "the start":
                 # The two float64 runs, torch's and the bounded one, differ by less than float32 runs do.
                 for name in numbers:
                     self._compare(exact[name], numbers[name], f"float64 {name} after step {step + 1}")
             for name, tensor in met.items():
-                stored = numbers[name].stored(tensor.dtype, compensated=bool(error_terms(tensor)))
+                stored = numbers[name].stored(name, tensor.dtype, compensated=bool(error_terms(tensor)))
                 numbers[name] = stored
                 self._compare(full_value(tensor), stored, f"{name} after step {step + 1}, since {since}")
         self._tell_apart(met)
+
+    def _numbers(self, optimizer: DrawnOptimizer) -> dict[str, Bounded]:
+        return {
+            name: Bounded(full_value(tensor), rounding=self.rounding)
+            for name, tensor in _tensors(optimizer).items()
+        }
 
     def lacking(self, strategy: str) -> list[str]:
         """States that the strategy should have given error terms: what a small change of the old value says.
@@ -114,7 +123,10 @@ class Watched:
 
     def _run(self, numbers: dict[str, Bounded], step: int) -> None:
         self.bounded(
-            numbers["p"], numbers["g"], *(numbers[name] for name, _ in self.rule.states), Bounded(step)
+            numbers["p"],
+            numbers["g"],
+            *(numbers[name] for name, _ in self.rule.states),
+            Bounded(step, rounding=self.rounding),
         )
 
     def _compare(self, met: Tensor, wanted: Bounded, where: str) -> None:
@@ -145,13 +157,13 @@ def _tensors(optimizer: DrawnOptimizer) -> dict[str, Tensor]:
     return {"p": p, **({} if p.grad is None else {"g": p.grad}), **states}
 
 
-def check(strategy: str, counter: str, drawn_rules: Sequence[Rule]) -> None:
+def check(strategy: str, counter: str, drawn_rules: Sequence[Rule], *, arithmetic: str = "wide") -> None:
     """Compile, step and compare."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    watched = [Watched(rule, counter) for rule in drawn_rules]
+    watched = [Watched(rule, counter, arithmetic) for rule in drawn_rules]
     optimizers = [each.optimizer for each in watched]
-    backend = CollageBackend(strategy)  # type: ignore[arg-type]
+    backend = CollageBackend(strategy, arithmetic=arithmetic)  # type: ignore[arg-type]
     compiled = torch.compile(step_all, backend=backend, fullgraph=True)
     for step in range(STEPS):
         for each in watched:
@@ -165,7 +177,7 @@ def check(strategy: str, counter: str, drawn_rules: Sequence[Rule]) -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (1 if counter == "tensor" else 2)
 
 
-def draw_rules(examples: int, round_: int) -> int:
+def draw_rules(examples: int, round_: int, arithmetic: str) -> int:
     """Check so many bundles, the same in every run unless asked otherwise; how many rules they had."""
     drawn = 0
 
@@ -177,23 +189,36 @@ def draw_rules(examples: int, round_: int) -> int:
         suppress_health_check=list(HealthCheck),
         phases=(Phase.generate, Phase.shrink) if ASKED else (Phase.generate,),
     )
-    @given(bundles())
+    @given(bundles(arithmetic))
     def bundle_by_bundle(bundle: tuple[str, str, list[Rule]]) -> None:
         nonlocal drawn
-        check(*bundle)
+        check(*bundle, arithmetic=arithmetic)
         drawn += len(bundle[2])
 
     (bundle_by_bundle if ASKED else seed(round_)(bundle_by_bundle))()
     return drawn
 
 
+def draw_so_many(count: int, arithmetic: str) -> None:
+    drawn, round_ = 0, 0
+    while drawn < count:
+        drawn += draw_rules(-(-(count - drawn) // max(SIZES)), round_, arithmetic)
+        round_ += 1
+
+
 @pytest.mark.slow
 def test_random_rules() -> None:
     """300 drawn optimizers: some 3 minutes of one core, most of it Inductor's."""
-    drawn, round_ = 0, 0
-    while drawn < RULES:
-        drawn += draw_rules(-(-(RULES - drawn) // max(SIZES)), round_)
-        round_ += 1
+    draw_so_many(RULES, "wide")
+
+
+@pytest.mark.slow
+def test_random_rules_in_native_arithmetic() -> None:
+    """A few of them, whose graphs are ten times as large: a minute of one core.
+
+    The bounds are those of the storage format, and of double words.
+    """
+    draw_so_many(RULES // 15, "native")
 
 
 # What it found. ---------------------------------------------------------------------------------------------
@@ -226,8 +251,6 @@ FOUND = {
     ),
     # Traced with a sample of two elements, whose shape was then every tensor's.
     "foreach copy": _rule("torch._foreach_copy_([p], [p - 1e-4 * g])"),
-    # Hand-written compensation: with float32 arithmetic in between, s1 has nothing left to hold.
-    "Kahan": _rule("s1.add_(g, alpha=-1e-4)\nold = p.clone()\np.add_(s1)\ns1.add_(old.sub_(p))", "s1"),
 }
 
 
@@ -235,6 +258,18 @@ FOUND = {
 @pytest.mark.parametrize("strategy", ["plus", "full"])
 def test_found(name: str, strategy: str) -> None:
     check(strategy, "tensor", [FOUND[name]])
+
+
+FOUND_IN_NATIVE_ARITHMETIC = {
+    # What torch promotes to float32 read hi, and the difference was taken for the whole new value.
+    "a float32 step": _rule("p.copy_(p - 1e-3 * g.sign().float())"),
+}
+
+
+@pytest.mark.parametrize("name", FOUND_IN_NATIVE_ARITHMETIC)
+@pytest.mark.parametrize("strategy", ["plus", "full"])
+def test_found_in_native_arithmetic(name: str, strategy: str) -> None:
+    check(strategy, "tensor", [FOUND_IN_NATIVE_ARITHMETIC[name]], arithmetic="native")
 
 
 #: ``p - step``, moved about and back by operators that used to round to the storage format.
@@ -256,16 +291,79 @@ MOVED = {
 }
 
 
-@pytest.mark.parametrize("name", MOVED)
-def test_moved(name: str) -> None:
-    """Exact: p is a whole number up to 4 and the step 2**-10, so that a pair holds their difference."""
-    rule = Rule(f"step = g * 2.0**-10\n{MOVED[name]}", (), torch.bfloat16, "vector", seed=0)
+STEP = 2.0**-10
+START = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.bfloat16)
+
+
+def moved(body: str, arithmetic: Any) -> Tensor:
+    """Where p goes: whole numbers up to 4 and the step 2**-10, so that a pair holds their difference."""
+    rule = Rule(f"step = g * {STEP}\n{body}", (), torch.bfloat16, "vector", seed=0)
     optimizer = DrawnOptimizer(rule)
     p = optimizer.parameter
-    p.data = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.bfloat16)
+    p.data = START.clone()
     p.grad = torch.ones(4, dtype=torch.bfloat16)
-    torch.compile(optimizer.step, backend=CollageBackend("light"), fullgraph=True)()
-    assert torch.equal(full_value(p), torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64) - 2.0**-10)
+    backend = CollageBackend("light", arithmetic=arithmetic)
+    torch.compile(optimizer.step, backend=backend, fullgraph=True)()
+    return full_value(p).detach()
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_moved(name: str) -> None:
+    assert torch.equal(moved(MOVED[name], "wide"), START.double() - STEP)
+
+
+@pytest.mark.parametrize("name", ["roll", "diagonal", "unbind", "split"])
+def test_moved_in_native_arithmetic(name: str) -> None:
+    assert torch.equal(moved(MOVED[name], "native"), START.double() - STEP)
+
+
+@pytest.mark.parametrize("name", ["index_put", "scatter_add"])
+def test_what_native_arithmetic_cannot_move_is_refused(name: str) -> None:
+    with pytest.raises(UncompensatedParameterError, match="no double-word algorithm"):
+        moved(MOVED[name], "native")
+
+
+@pytest.mark.parametrize(
+    "body", ["p.sub_(step)\np[:2] = step[:2]", "p.copy_(torch.cat([step[:2], (p - step)[2:]]))"]
+)
+@pytest.mark.parametrize("arithmetic", ["wide", "native"])
+def test_overwritten_in_part(body: str, arithmetic: str) -> None:
+    wanted = START.double() - STEP
+    wanted[:2] = STEP
+    assert torch.equal(moved(body, arithmetic), wanted)
+
+
+KAHAN = "s1.add_(g, alpha=-1e-4)\nold = p.clone()\np.add_(s1)\ns1.add_(old.sub_(p))"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("arithmetic", "strategy"), [("wide", "plus"), ("wide", "light"), ("native", "plus")]
+)
+def test_kahan(dtype: torch.dtype, arithmetic: Any, strategy: Any) -> None:
+    """Compensation by hand: p is off by one rounding to a pair, and s1 holds what that has left.
+
+    s1 is off by a few roundings of ``1e-4 g``, which native arithmetic has in a single number, and of itself.
+    """
+    rule = Rule(KAHAN, (("s1", "zeros"),), dtype, "matrix", seed=1)
+    optimizer, exact = DrawnOptimizer(rule), DrawnOptimizer(rule, float64=True)
+    p = optimizer.parameter
+    backend = CollageBackend(strategy, arithmetic=arithmetic)
+    step = torch.compile(optimizer.step, backend=backend, fullgraph=True)
+    u, quantum = unit_roundoff(dtype), 2.0 ** SMALLEST[dtype]
+    rounding = {"wide": 4 * u**2, "native": 4 * u}[arithmetic]
+    one_of_p = float(u**2 * full_value(p).abs().max()) + quantum / 2
+    allowed = 0.0
+    for gradient in rule.gradients():
+        p.grad, exact.parameter.grad = gradient.clone(), gradient.double()
+        step()
+        exact.step()
+        own_term = full_value(optimizer.state[p]["s1"])
+        allowed += rounding * 1e-4 * float(gradient.double().abs().max())
+        allowed += 4 * u * float(own_term.abs().max()) + quantum
+        off = full_value(p) - exact.parameter.detach()
+        assert float((off + own_term).abs().max()) <= allowed
+        assert float(off.abs().max()) <= one_of_p + allowed
 
 
 def test_data_that_is_another_tensors_is_refused() -> None:

@@ -34,14 +34,19 @@ def gradients() -> Iterator[Tensor]:
 
 
 def displacement(
-    name: str, dtype: torch.dtype, *, foreach: bool, compiled: bool = False, with_own_term: bool = False
+    name: str,
+    dtype: torch.dtype,
+    *,
+    foreach: bool,
+    backend: CollageBackend | None = None,
+    with_own_term: bool = False,
 ) -> Tensor:
     """How far the parameter goes, with or without what the optimizer itself keeps beside it."""
     torch._dynamo.reset()
     p = torch.nn.Parameter(START.to(dtype, copy=True))
     options = {"lr": RATES[name], "kahan_sum": True, "triton": False, "foreach": foreach}
     optimizer = getattr(optimi, name)([p], **options)
-    step: Any = torch.compile(optimizer.step, backend=CollageBackend()) if compiled else optimizer.step
+    step: Any = optimizer.step if backend is None else torch.compile(optimizer.step, backend=backend)
     for gradient in gradients():
         p.grad = gradient.to(dtype)
         step()
@@ -70,18 +75,36 @@ def rounding(exact: Tensor) -> float:
 
 @cases
 def test_compiled_is_what_its_rule_is_in_exact_arithmetic(name: str, foreach: bool) -> None:
-    """To within a rounding a step; no further from it than eagerly, to within a rounding in all."""
+    """To within one rounding in all, as what that leaves is in the optimizer's own term."""
     rule = in_float64(name, foreach=foreach)
-    compiled = error(displacement(name, torch.bfloat16, foreach=foreach, compiled=True), rule)
+    compiled = error(displacement(name, torch.bfloat16, foreach=foreach, backend=CollageBackend()), rule)
+    print(f"{name}, foreach={foreach}: {compiled:.4f}, where one rounding is {rounding(rule):.4f}")
+    assert compiled <= rounding(rule)
+
+
+@pytest.mark.parametrize(
+    ("name", "foreach", "arithmetic", "strategy"),
+    [
+        ("Lion", False, "wide", "plus"),
+        ("Lion", False, "wide", "light"),
+        ("Lion", False, "native", "light"),
+        ("Lion", False, "native", "plus"),
+        ("AdamW", False, "native", "plus"),
+        ("SGD", True, "native", "plus"),
+        ("Ranger", False, "native", "plus"),
+    ],
+)
+def test_compiled_is_no_worse_than_eagerly(name: str, foreach: bool, arithmetic: Any, strategy: Any) -> None:
+    """Nor than eagerly with the term that the optimizer itself keeps beside the parameter."""
+    rule = in_float64(name, foreach=foreach)
+    backend = CollageBackend(strategy, arithmetic=arithmetic)
+    compiled = error(displacement(name, torch.bfloat16, foreach=foreach, backend=backend), rule)
     eager, eager_pair = (
         error(displacement(name, torch.bfloat16, foreach=foreach, with_own_term=own), rule)
         for own in (False, True)
     )
-    print(
-        f"{name}, foreach={foreach}: {compiled:.4f}; eagerly {eager:.4f}, with its own term {eager_pair:.4f}"
-    )
-    assert compiled <= STEPS * rounding(rule)
-    assert compiled <= min(eager, eager_pair) + rounding(rule)
+    print(f"{name}: {compiled:.4f}; eagerly {eager:.4f}, with its own term {eager_pair:.4f}")
+    assert compiled <= min(eager, eager_pair)
 
 
 def test_ranger_has_another_rule_for_16_bits_without_foreach() -> None:
@@ -89,7 +112,7 @@ def test_ranger_has_another_rule_for_16_bits_without_foreach() -> None:
     exact = displacement("Ranger", torch.float64, foreach=False)
     one, other = (in_float64("Ranger", foreach=foreach) for foreach in (False, True))
     assert error(other, exact) < 1e-9
-    compiled = displacement("Ranger", torch.bfloat16, foreach=False, compiled=True)
+    compiled = displacement("Ranger", torch.bfloat16, foreach=False, backend=CollageBackend())
     print(f"from its own rule: {error(compiled, one):.4f}; from the other: {error(compiled, exact):.4f}")
     assert error(one, exact) > 0.2
     assert abs(error(compiled, exact) - error(one, exact)) <= STEPS * rounding(exact)

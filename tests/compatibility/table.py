@@ -196,6 +196,9 @@ def document(lines: Sequence[Line]) -> str:
         "they go in float64 from the same weights with the same gradients. Of several settings of `foreach`, "
         "the largest. *compiled* counts graphs in all steps, *state* the low-precision tensors that a step "
         "updates.",
+        "Optimizers with Kahan summation (`kahan_sum=True`, `kahan_comp`) are at least as accurate as they "
+        "are eagerly with their own term: what two numbers round off stays in it "
+        "(`tests/test_self_compensating.py`).",
         "## torch.optim",
         _summary(ours),
         _table(ours, notes),

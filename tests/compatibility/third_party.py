@@ -178,7 +178,9 @@ SUBJECTS: Sequence[Subject] = (
         always={"dim": 16, "n_heads": 4, "verbose": False},
     ),
     *_of("pytorch_optimizer", "pytorch_optimizer", PYTORCH_OPTIMIZER),
-    # SOAP's 11th, 21st, 31st step is another one than the rest; the other's, from the 25th on.
+    # SOAP turns its bases in the 11th, 21st, ... step. In the 11th it replaces exp_avg_sq, in the 21st what
+    # the 11th has left, with error terms; in the 31st the number of the step is seen to change. The other's
+    # step is another one from the 25th on.
     *_of("pytorch_optimizer", "pytorch_optimizer", {"SOAP": 1e-4, "ScalableShampoo": 1e-5}, steps=80),
     *_of("pytorch_optimizer", "pytorch_optimizer", {"AdaFactor": 1e-4}, always={"relative_step": False}),
     *_of("pytorch_optimizer", "pytorch_optimizer", {"DAdaptAdam": 1.0, "Prodigy": 1.0}, always=_SLOW),

@@ -1,14 +1,20 @@
-"""Numbers that carry a bound of what float32 may do to them: running error analysis.
+"""Numbers that carry a bound of what rounding may do to them: running error analysis.
 
 A rule written for tensors runs on :class:`Bounded` numbers as it is. Their values are those of a float64 run;
-beside each stands how far a float32 run of the same operations, in any of the forms a compiler may give them,
-can be away. Reference: Higham, *Accuracy and Stability of Numerical Algorithms*, 2nd edition, section 3.3.
+beside each stands how far a run of the same operations in low precision, in any of the forms a compiler may
+give them, can be away. Reference: Higham, *Accuracy and Stability of Numerical Algorithms*, 2nd edition,
+section 3.3.
+
+In wide arithmetic that is a run in float32. In native arithmetic it is one in the storage format, except for
+what is computed from a compensated tensor's old value on the way to its new one: those are double words. So a
+number has a bound for everybody, and another, smaller one for each compensated tensor it is computed from,
+which holds where it is used for that tensor's new value.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -18,14 +24,49 @@ from torch import Tensor
 
 from tests.support.float_bits import SIGNIFICAND_BITS, unit_roundoff
 
-__all__ = ["BOUNDED_TORCH", "Bounded"]
+__all__ = ["BOUNDED_TORCH", "SMALLEST", "WIDE", "Bounded", "Rounding"]
 
-#: One operation of a rule is at most four roundings of float32: of its constants, of a product with one
-#: (``alpha``), of a reciprocal in a division's place, and its own.
-ROUNDING = 4 * unit_roundoff(torch.float32)
+#: One operation of a rule is at most four roundings: of its constants, of a product with one (``alpha``), of
+#: a reciprocal in a division's place, and its own.
+ROUNDINGS = 4
+
+#: Bounds of the algorithms for double words, in ``u**2``, and one more for a number as such: those of a sum
+#: (3) and of a product (7). The roundings of one that may be to a subnormal number are no more.
+DOUBLE_SUM = 4
+DOUBLE_PRODUCT = 8
 
 #: Exponent of the smallest subnormal.
 SMALLEST = {torch.bfloat16: -133, torch.float16: -24, torch.float32: -149}
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """What an operation may be off by.
+
+    Attributes:
+        plain: for everybody, relative to the largest of its terms.
+        double: for a tensor itself: ``u**2``.
+        quantum: the smallest subnormal number.
+    """
+
+    plain: float
+    double: float = 0.0
+    quantum: float = 0.0
+
+    @staticmethod
+    def native(dtype: torch.dtype) -> Rounding:
+        u = unit_roundoff(dtype)
+        return Rounding(ROUNDINGS * u, u**2, 2.0 ** SMALLEST[dtype])
+
+    def of(self, magnitude: Tensor | float) -> Tensor | float:
+        return self.plain * magnitude + ROUNDINGS * self.quantum / 2
+
+    def of_own(self, magnitude: Tensor | float) -> Tensor | float:
+        """The magnitude is in units of ``u**2``."""
+        return self.double * magnitude + ROUNDINGS * DOUBLE_PRODUCT * self.quantum / 2
+
+
+WIDE = Rounding(ROUNDINGS * unit_roundoff(torch.float32))
 
 
 @dataclass(frozen=True)
@@ -37,33 +78,96 @@ class Decision:
 
 
 class Bounded:
-    """A tensor of float64 values and, elementwise, bounds of their error. Has the methods that rules use."""
+    """A tensor of float64 values and, elementwise, bounds of their error. Has the methods that rules use.
 
-    def __init__(self, value: Any, error: Any = 0.0) -> None:
+    Attributes:
+        value, error: see above.
+        own: the smaller bounds, by what the tensor is called.
+        rounding: of an operation on it.
+        name: of the tensor that it is the memory of, if any.
+    """
+
+    name: str = ""
+
+    def __init__(
+        self,
+        value: Any,
+        error: Any = 0.0,
+        own: Mapping[str, Tensor] | None = None,
+        rounding: Rounding = WIDE,
+    ) -> None:
         self.value = torch.as_tensor(value, dtype=torch.float64)
         self.error = torch.as_tensor(error, dtype=torch.float64).expand(self.value.shape)
+        self.own = dict(own or {})
+        self.rounding = rounding
+
+    def _made(
+        self,
+        value: Tensor,
+        magnitude: Tensor | float,
+        operands: Sequence[Bounded],
+        inherited: Callable[..., Tensor],
+        own_magnitude: Tensor | float | None = None,
+    ) -> Bounded:
+        """The result of an operation.
+
+        Args:
+            value: of the result.
+            magnitude: what its rounding is relative to.
+            operands: what it is computed from.
+            inherited: their errors -> what that does to the result.
+            own_magnitude: the same for double words, times the factor of their algorithm.
+        """
+        if own_magnitude is None:
+            own_magnitude = DOUBLE_PRODUCT * magnitude
+        owners = {name for operand in operands for name in operand.own}
+        own = {
+            name: inherited(*(operand.own.get(name, operand.error) for operand in operands))
+            + self.rounding.of_own(own_magnitude)
+            for name in owners
+        }
+        error = inherited(*(operand.error for operand in operands)) + self.rounding.of(magnitude)
+        return Bounded(value, error, own, self.rounding)
+
+    def _as_operand(self, other: Any) -> Bounded:
+        """A number, in native arithmetic, is rounded to the storage format, or to a double word."""
+        return other if isinstance(other, Bounded) else Bounded(other, rounding=self.rounding)
 
     # -- elementary operations
 
     def __add__(self, other: Any) -> Bounded:
-        other = _bounded(other)
-        made = ROUNDING * (self.value.abs() + other.value.abs())
-        return Bounded(self.value + other.value, self.error + other.error + made)
+        other = self._as_operand(other)
+        magnitude = self.value.abs() + other.value.abs()
+        return self._made(
+            self.value + other.value, magnitude, (self, other), lambda x, y: x + y, DOUBLE_SUM * magnitude
+        )
 
     def __mul__(self, other: Any) -> Bounded:
-        other = _bounded(other)
+        """Of a number near 1, native arithmetic makes a sum: Note [Decay is an increment]."""
+        is_decay = not isinstance(other, Bounded) and abs(other - 1) <= abs(other) / 2
+        other = self._as_operand(other)
         value = self.value * other.value
-        inherited = self.value.abs() * other.error + (other.value.abs() + other.error) * self.error
-        return Bounded(value, inherited + ROUNDING * value.abs())
+        own_magnitude = DOUBLE_PRODUCT * value.abs()
+        if is_decay:
+            increment = (other.value - 1) * self.value
+            own_magnitude = DOUBLE_SUM * value.abs() + DOUBLE_PRODUCT * increment.abs()
+
+        def inherited(x: Tensor, y: Tensor) -> Tensor:
+            return self.value.abs() * y + (other.value.abs() + y) * x
+
+        return self._made(value, value.abs(), (self, other), inherited, own_magnitude)
 
     def __truediv__(self, other: Any) -> Bounded:
-        other = _bounded(other)
+        other = self._as_operand(other)
         value = self.value / other.value
-        inherited = (self.error + value.abs() * other.error) / (other.value.abs() - other.error).clamp(min=0)
-        return Bounded(value, inherited + ROUNDING * value.abs())
+
+        def inherited(x: Tensor, y: Tensor) -> Tensor:
+            return (x + value.abs() * y) / (other.value.abs() - y).clamp(min=0)
+
+        return self._made(value, value.abs(), (self, other), inherited)
 
     def __neg__(self) -> Bounded:
-        return Bounded(-self.value, self.error)
+        return self._made(-self.value, 0.0, (self,), lambda x: x)
 
     def __pow__(self, exponent: float) -> Bounded:
         if exponent == 2:
@@ -72,52 +176,58 @@ class Bounded:
         return self.sqrt()
 
     def __rpow__(self, base: float) -> Bounded:
-        """``base ** t`` for an exact t: an error of the base is multiplied by t."""
+        """``base ** t`` for an exact t: an error of the base is multiplied by t.
+
+        Of numbers alone, which are computed in float32.
+        """
         value = base**self.value
-        return Bounded(value, ROUNDING * (1 + self.value.abs()) * value)
+        return Bounded(value, WIDE.plain * (1 + self.value.abs()) * value, rounding=self.rounding)
 
     def __gt__(self, other: Any) -> Decision:
-        other = _bounded(other)
+        other = self._as_operand(other)
         margin = self.error + other.error
         outcome, distance = self.value > other.value, (self.value - other.value).abs()
         return Decision(outcome, (distance > margin) | (margin == 0))
 
     def sqrt(self) -> Bounded:
         root = self.value.sqrt()
-        return Bounded(root, root - (self.value - self.error).clamp(min=0).sqrt() + ROUNDING * root)
+        return self._made(root, root, (self,), lambda x: root - (self.value - x).clamp(min=0).sqrt())
 
     def abs(self) -> Bounded:
-        return Bounded(self.value.abs(), self.error)
+        return self._made(self.value.abs(), 0.0, (self,), lambda x: x)
 
     def sign(self) -> Bounded:
-        unsure = (self.value.abs() <= self.error) & (self.error > 0)
-        return Bounded(self.value.sign(), 2.0 * unsure)
+        return self._made(
+            self.value.sign(), 0.0, (self,), lambda x: 2.0 * ((self.value.abs() <= x) & (x > 0))
+        )
 
     def norm(self) -> Bounded:
-        """2-norm; each of n squares and n - 1 additions rounds."""
+        """2-norm; each of n squares and n - 1 additions rounds. In native arithmetic it is one of hi."""
         value = self.value.norm()
-        return Bounded(value, self.error.norm() + ROUNDING * (self.value.numel() + 2) * value)
+        made = WIDE.plain * (self.value.numel() + 2) * value
+        return Bounded(value, self.error.norm() + made + self.rounding.of(value), rounding=self.rounding)
 
     def maximum(self, other: Any) -> Bounded:
-        other = _bounded(other)
-        return Bounded(torch.maximum(self.value, other.value), torch.maximum(self.error, other.error))
+        other = self._as_operand(other)
+        value = torch.maximum(self.value, other.value)
+        return self._made(value, 0.0, (self, other), torch.maximum)
 
     # -- what those give
 
     def __sub__(self, other: Any) -> Bounded:
-        return self + -_bounded(other)
+        return self + -self._as_operand(other)
 
     def __rsub__(self, other: Any) -> Bounded:
-        return _bounded(other) - self
+        return self._as_operand(other) - self
 
     def __rtruediv__(self, other: Any) -> Bounded:
-        return _bounded(other) / self
+        return self._as_operand(other) / self
 
     __radd__ = __add__
     __rmul__ = __mul__
 
     def minimum(self, other: Any) -> Bounded:
-        return -(-self).maximum(-_bounded(other))
+        return -(-self).maximum(-self._as_operand(other))
 
     def clamp(self, min: Any = None, max: Any = None) -> Bounded:
         raised = self if min is None else self.maximum(min)
@@ -133,10 +243,10 @@ class Bounded:
         return self.sqrt().reciprocal()
 
     def add(self, other: Any, alpha: float = 1.0) -> Bounded:
-        return self + alpha * _bounded(other)
+        return self + alpha * self._as_operand(other)
 
     def sub(self, other: Any, alpha: float = 1.0) -> Bounded:
-        return self - alpha * _bounded(other)
+        return self - alpha * self._as_operand(other)
 
     def mul(self, other: Any) -> Bounded:
         return self * other
@@ -148,14 +258,14 @@ class Bounded:
         return -self
 
     def addcmul(self, a: Any, b: Any, value: float = 1.0) -> Bounded:
-        return self + value * (_bounded(a) * b)
+        return self + value * (self._as_operand(a) * b)
 
     def addcdiv(self, a: Any, b: Any, value: float = 1.0) -> Bounded:
-        return self + value * (_bounded(a) / b)
+        return self + value * (self._as_operand(a) / b)
 
     def lerp(self, end: Any, weight: float) -> Bounded:
         """``x + w (end - x)``, or ``end - (1 - w)(end - x)``, whose terms are no larger."""
-        return self + weight * (_bounded(end) - self)
+        return self + weight * (self._as_operand(end) - self)
 
     # -- tensors' housekeeping: no arithmetic
 
@@ -178,35 +288,45 @@ class Bounded:
         return self.clone()
 
     def clone(self) -> Bounded:
-        return Bounded(self.value, self.error)
+        return Bounded(self.value, self.error, self.own, self.rounding)
 
     def copy_(self, source: Bounded) -> Bounded:
         self.value = source.value.expand(self.value.shape)
         self.error = source.error.expand(self.value.shape)
+        # Other tensors' paths end where this one's new value is made.
+        kept = (name for name in source.own if self.name in ("", name))
+        self.own = {name: source.own[name].expand(self.value.shape) for name in kept}
         return self
 
-    def stored(self, dtype: torch.dtype, *, compensated: bool) -> Bounded:
+    # -- memory
+
+    def loaded(self, name: str, dtype: torch.dtype, *, compensated: bool) -> Bounded:
+        """What a step computes with: hi + lo, in native arithmetic for the tensor itself alone."""
+        result = Bounded(self.value, self.error, rounding=self.rounding)
+        result.name = name
+        if compensated and self.rounding is not WIDE:
+            result.own = {name: self.error}
+            result.error = self.error + unit_roundoff(dtype) * (self.value.abs() + self.error)
+        return result
+
+    def stored(self, name: str, dtype: torch.dtype, *, compensated: bool) -> Bounded:
         """What memory keeps: a multiple of the format's precision, or of its square for a pair.
 
         A pair is off by ``max(u**2 |x|, q/2)``, a single number by ``max(u |x|, q/2)``, q the smallest
         subnormal.
         """
+        error = self.own.get(name, self.error) if compensated else self.error
         u = unit_roundoff(dtype) ** (2 if compensated else 1)
-        rounding = (u * (self.value.abs() + self.error)).clamp(min=2.0 ** (SMALLEST[dtype] - 1))
-        return Bounded(self.value, self.error + rounding)
+        rounding = (u * (self.value.abs() + error)).clamp(min=2.0 ** (SMALLEST[dtype] - 1))
+        return Bounded(self.value, error + rounding, rounding=self.rounding)
 
 
-def _bounded(value: Any) -> Bounded:
-    return value if isinstance(value, Bounded) else Bounded(value)
+def _where(condition: Decision, a: Bounded, b: Bounded) -> Bounded:
+    def inherited(x: Tensor, y: Tensor) -> Tensor:
+        either = torch.maximum(x, y) + (a.value - b.value).abs()
+        return torch.where(condition.sure, torch.where(condition.outcome, x, y), either)
 
-
-def _where(condition: Decision, a: Any, b: Any) -> Bounded:
-    a, b = _bounded(a), _bounded(b)
-    either = torch.maximum(a.error, b.error) + (a.value - b.value).abs()
-    chosen = torch.where(condition.outcome, a.error, b.error)
-    return Bounded(
-        torch.where(condition.outcome, a.value, b.value), torch.where(condition.sure, chosen, either)
-    )
+    return a._made(torch.where(condition.outcome, a.value, b.value), 0.0, (a, b), inherited)
 
 
 #: Methods that exist as ``torch.NAME`` and ``torch._foreach_NAME`` too.

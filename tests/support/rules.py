@@ -22,9 +22,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.support.bounded import BOUNDED_TORCH, Bounded
+from tests.support.bounded import BOUNDED_TORCH, WIDE, Bounded, Rounding
 
-__all__ = ["STEPS", "DrawnOptimizer", "Rule", "rules"]
+__all__ = ["STEPS", "DrawnOptimizer", "Rule", "rounding_of", "rules"]
 
 #: How often a drawn optimizer is stepped.
 STEPS = 4
@@ -471,26 +471,37 @@ def any_rules(draw: Draw) -> Rule:
     )
 
 
-def is_a_test(rule: Rule) -> bool:
+def rounding_of(rule: Rule, arithmetic: str) -> Rounding:
+    return WIDE if arithmetic == "wide" else Rounding.native(rule.dtype)
+
+
+def is_a_test(rule: Rule, arithmetic: str = "wide") -> bool:
     """Whether a rule moves its parameter so that the error term shows, in a middle range of numbers.
 
     Seen in float64: no tensor reaches 2**10, whose square float16 can not hold, and some element's step
     differs from what is stored without an error term by at least twice the step's error bound.
     """
+    rounding = rounding_of(rule, arithmetic)
     parameter, states = rule.start()
     tensors = {"p": parameter.double(), **{name: state.double() for name, state in states.items()}}
+    dtypes = {"p": rule.dtype, **{name: state.dtype for name, state in states.items()}}
     shows = False
     for step, gradient in enumerate(rule.gradients(), 1):
-        numbers = [Bounded(tensor) for tensor in tensors.values()]
-        rule.bounded()(numbers[0], Bounded(gradient), *numbers[1:], Bounded(step))
-        p = numbers[0].stored(rule.dtype, compensated=True)
-        shows |= bool(((p.value.to(rule.dtype).double() - p.value).abs() > 2 * p.error).any())
-        tensors = dict(zip(tensors, (number.value for number in numbers), strict=True))
+        p, *numbers = (
+            Bounded(tensor, rounding=rounding).loaded(name, dtypes[name], compensated=name == "p")
+            for name, tensor in tensors.items()
+        )
+        g = Bounded(gradient, rounding=rounding)
+        rule.bounded()(p, g, *numbers, Bounded(step, rounding=rounding))
+        stored = p.stored("p", rule.dtype, compensated=True)
+        lost = (stored.value.to(rule.dtype).double() - stored.value).abs()
+        shows |= bool((lost > 2 * stored.error).any())
+        tensors = dict(zip(tensors, (number.value for number in (p, *numbers)), strict=True))
         if not all(bool((tensor.abs() < 2**10).all()) for tensor in tensors.values()):
             return False
     return shows
 
 
-def rules() -> st.SearchStrategy[Rule]:
+def rules(arithmetic: str = "wide") -> st.SearchStrategy[Rule]:
     """Rules that test something."""
-    return any_rules().filter(is_a_test)
+    return any_rules().filter(lambda rule: is_a_test(rule, arithmetic))

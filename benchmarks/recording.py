@@ -1,0 +1,80 @@
+"""What recording a step costs beside capturing it: ``python -m benchmarks.recording``.
+
+The same AdamW, tensor by tensor (``foreach=False``), and on tensors so small that nearly all of it is
+Python's time: run eagerly, captured, and recorded, as steps are that cannot be captured. They take turns;
+the median of many steps is printed, whole and for each operation that is recorded. It is time on the core,
+whatever else the machine does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+
+from collage_fx import CollageBackend
+from collage_fx.recorder import Recorder
+from collage_fx.recording import record
+
+ELEMENTS = 16
+WARM_UP = 5
+
+
+def adamw(tensors: int) -> torch.optim.AdamW:
+    parameters = [torch.nn.Parameter(torch.randn(ELEMENTS).bfloat16()) for _ in range(tensors)]
+    for p in parameters:
+        p.grad = torch.randn(ELEMENTS).bfloat16()
+    return torch.optim.AdamW(parameters, lr=1e-4, foreach=False)
+
+
+def steps(tensors: int) -> dict[str, Callable[[], Any]]:
+    captured, recorded = adamw(tensors), adamw(tensors)
+    record(recorded, CollageBackend(), {}, "to be timed", strict=True)
+    return {
+        "eager": adamw(tensors).step,
+        "captured": torch.compile(captured.step, backend=CollageBackend()),
+        "recorded": recorded.step,
+    }
+
+
+def operations(step: Callable[[], Any]) -> int:
+    """How many operations one step records."""
+    with mock.patch.object(Recorder, "_record", autospec=True, side_effect=Recorder._record) as recording:
+        step()
+    return int(recording.call_count)
+
+
+def timed(step: Callable[[], Any]) -> float:
+    started = time.process_time()
+    step()
+    return time.process_time() - started
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.recording", description=__doc__)
+    parser.add_argument("--tensors", type=int, default=50)
+    parser.add_argument("--repeats", type=int, default=100)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    of = steps(options.tensors)
+    for step in of.values():
+        for _ in range(WARM_UP):
+            step()
+    count = operations(of["recorded"])
+    seconds: dict[str, list[float]] = {name: [] for name in of}
+    for _ in range(options.repeats):
+        for name, step in of.items():
+            seconds[name].append(timed(step))
+    print(f"AdamW, {options.tensors} tensors of {ELEMENTS} elements, {count} operations a step")
+    for name, measured in seconds.items():
+        median = statistics.median(measured)
+        print(f"{name:9} {median * 1e3:6.2f} ms, {median / count * 1e6:5.1f} µs an operation")
+
+
+if __name__ == "__main__":
+    main()
