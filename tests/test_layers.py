@@ -11,7 +11,7 @@ ROOT = Path(collage_fx.__file__).parent
 
 #: From the bottom up; a module imports only from lower rows. ``passes`` is imported by the pipeline alone.
 LAYERS = [
-    {"wrapping", "suggestions", "mathml"},
+    {"wrapping", "suggestions", "mathml", "sums_in_cpp"},
     {"formats", "averaging", "torch_compat"},
     {"arithmetic", "errors", "measures"},
     {"operators", "error_formats", "graph", "composites"},
