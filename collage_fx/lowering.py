@@ -15,9 +15,9 @@ from collage_fx.admission import refuse_layout
 from collage_fx.error_formats import ErrorFormat
 from collage_fx.error_terms import Expansion, allocate
 from collage_fx.errors import LostErrorTermsError
-from collage_fx.graph import placeholders
+from collage_fx.graph import copies_to_inputs, placeholders
 from collage_fx.operators import REVISION
-from collage_fx.program import Arithmetic, InputInfo, StepProgram
+from collage_fx.program import Arithmetic, InputInfo, Role, StepProgram
 from collage_fx.repetition import Repetition, repeated_step
 from collage_fx.sharing import lower_in_parts
 from collage_fx.torch_compat import COMBINED_LAUNCHES, inductor_compile_inner, inductor_config
@@ -73,7 +73,8 @@ def lower(
     with inductor_config.patch({**settings, **measuring}):
         compiled = lower_in_parts(program.gm) or _whole(program, example_inputs, inductor_options)
     bindings = [_bind(state.position, state.info, program.error_format) for state in program.expansions]
-    return CompensatedStep(compiled, bindings, _per_call(program.inputs), program.rows)
+    given = _per_call(program.inputs, frozenset(_stored_to(program)))
+    return CompensatedStep(compiled, bindings, given, program.rows)
 
 
 def lower_repeatedly(
@@ -99,11 +100,49 @@ def lower_repeatedly(
         return None
     places = sorted(place for state in program.expansions for place in repetition.copies[state.position])
     bindings = [_bind(place, inputs[place], program.error_format) for place in places]
-    return CompensatedStep(step, bindings, _per_call(inputs))
+    own = [i for i in _stored_to(program) if i < len(repetition.copies)]  # error terms come behind
+    stored_to = frozenset(place for i in own for place in repetition.copies[i])
+    return CompensatedStep(step, bindings, _per_call(inputs, stored_to))
 
 
-def _per_call(inputs: Sequence[InputInfo]) -> list[tuple[int, str]]:
-    return [(i, info.name) for i, info in enumerate(inputs) if info.tensor is not None and not info.bound]
+@dataclass(frozen=True)
+class _Given:
+    """A tensor that each call brings along, a gradient above all.
+
+    Dynamo's guards of an optimizer let a gradient pass that has become sparse since, or has other strides.
+
+    Attributes:
+        position: among the arguments.
+        name: as the user knows it.
+        stride: what the code was made for; None if another is not to be made good.
+    """
+
+    position: int
+    name: str
+    stride: tuple[int, ...] | None
+
+    def fit(self, arguments: list[Any]) -> None:
+        """Refuse a sparse tensor, lay one of other strides out anew."""
+        tensor = arguments[self.position]
+        refuse_layout(tensor, self.name)
+        if self.stride is not None and tensor.stride() != self.stride:
+            fitting = torch.empty_strided(tensor.shape, self.stride, dtype=tensor.dtype, device=tensor.device)
+            arguments[self.position] = fitting.copy_(tensor)
+
+
+def _per_call(inputs: Sequence[InputInfo], stored_to: frozenset[int]) -> list[_Given]:
+    given = []
+    for i, info in enumerate(inputs):
+        if info.tensor is not None and not info.bound:
+            is_read_only = info.role is Role.GRADIENT and i not in stored_to
+            given.append(_Given(i, info.name, info.tensor.stride() if is_read_only else None))
+    return given
+
+
+def _stored_to(program: StepProgram) -> list[int]:
+    """Positions of the inputs that the program's graph writes to."""
+    stores = copies_to_inputs(program.gm.graph)
+    return [i for i, node in enumerate(placeholders(program.gm.graph)) if node in stores]
 
 
 def inductor_settings(arithmetic: Arithmetic, *, on_gpu: bool = False) -> dict[str, Any]:
@@ -142,8 +181,7 @@ class CompensatedStep:
     Args:
         compiled: the graph, in AOTAutograd's calling convention.
         bindings: where to find the error terms.
-        per_call: ``(position, name)`` of the tensors that each call brings along, gradients above all.
-            Dynamo's guards of an optimizer let a gradient pass that has become sparse since.
+        per_call: the tensors that each call brings along.
         rows: further arguments behind these, the same in every call.
     """
 
@@ -153,7 +191,7 @@ class CompensatedStep:
         self,
         compiled: Any,
         bindings: Sequence[_Bound | _PerCall],
-        per_call: Sequence[tuple[int, str]] = (),
+        per_call: Sequence[_Given] = (),
         rows: Sequence[Tensor] = (),
     ) -> None:
         self.compiled = compiled
@@ -162,8 +200,8 @@ class CompensatedStep:
         self.rows = rows
 
     def __call__(self, arguments: list[Any]) -> Any:
-        for position, name in self.per_call:
-            refuse_layout(arguments[position], name)
+        for given in self.per_call:
+            given.fit(arguments)
         auxiliaries = [auxiliary for binding in self.bindings for auxiliary in binding.auxiliaries(arguments)]
         arguments.extend(auxiliaries)
         arguments.extend(self.rows)

@@ -48,6 +48,7 @@ __all__ = [
     "SAMPLE",
     "SIZES",
     "SUMS",
+    "TOGETHER",
     "WITHOUT_LO",
     "place_in_sizes",
     "sampled",
@@ -94,6 +95,9 @@ ROW = (*SUMS, *SIZES)
 
 #: The most elements of a sample.
 SAMPLE = 1024
+
+#: How many of them are neighbours.
+TOGETHER = 16
 
 #: Without error terms, those that are another one, or zero (None).
 WITHOUT_LO = {
@@ -147,18 +151,20 @@ def sums(old: Tensor, old_lo: Tensor | None, intended: Tensor, hi: Tensor, lo: T
 def sampled(i: Any, elements: Any, divided: Callable[[Any, Any], Any] = operator.floordiv) -> Any:
     """Position of the i-th sampled element; there is none if that is not below ``elements``.
 
-    All elements, if there are no more than :data:`SAMPLE`. Else one of each run of ``elements / SAMPLE``
-    (rounded up), evenly spread over the places in a run, so that a matrix is not sampled in a few columns:
-    the multiples of 633 go through all residues of 1024, in steps near the golden ratio.
+    All elements, if there are no more than :data:`SAMPLE`. Else groups of :data:`TOGETHER` neighbours, as far
+    memory comes in lines: one of each run of groups, evenly spread over the places in a run, so that a matrix
+    is not sampled in a few columns. The multiples of 633 go through all residues of 1024 (and of 64), in
+    steps near the golden ratio.
 
     Args:
         i: below SAMPLE. It and ``elements`` are numbers, tensors or Inductor's expressions.
         elements: of the tensor.
         divided: floor division of what they are.
     """
-    run = divided(elements + (SAMPLE - 1), SAMPLE)
-    spread = i * 633 - divided(i * 633, SAMPLE) * SAMPLE
-    return i * run + divided(spread * run, SAMPLE)
+    run = divided(elements + (SAMPLE - 1), SAMPLE)  # in groups
+    group = divided(i, TOGETHER)
+    spread = group * 633 - divided(group * 633, SAMPLE) * SAMPLE
+    return (group * run + divided(spread * run, SAMPLE) - group) * TOGETHER + i
 
 
 def place_in_sizes(old: Tensor, old_lo: Tensor, intended: Tensor, dtype: torch.dtype) -> Tensor:

@@ -10,9 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from collage_fx import error_terms
+from collage_fx import CollageBackend, error_terms
 from tests.support.race import Parameters, Race
-from tests.support.training import Descent, compiled, differences, everything, parameters, set_gradients
+from tests.support.training import (
+    Descent,
+    compiled,
+    differences,
+    everything,
+    parameters,
+    run_steps,
+    set_gradients,
+)
 
 Optimizer = torch.optim.Optimizer
 
@@ -123,6 +131,25 @@ def test_layouts(layout: str) -> None:
     assert error_terms(p)[0].stride() == p.stride()
     race.assert_compensated()
     assert race.compilations == 2
+
+
+@pytest.mark.parametrize("by_family", [True, False])
+def test_gradients_that_change_their_strides(by_family: bool) -> None:
+    """Dynamo does not look at the strides of an optimizer's gradients."""
+    results = []
+    for order in (lambda g: g, lambda g: g.t().contiguous().t()):
+        params = parameters(shapes=[(4, 6)] * 4)
+        backend = CollageBackend()
+        backend.by_family = by_family
+        optimizer = torch.optim.Adam(params)
+        step = torch.compile(optimizer.step, backend=backend)
+        run_steps(step, params, [0, 1])
+        for p in params[1:]:
+            assert p.grad is not None
+            p.grad = order(p.grad)
+        run_steps(step, params, [2])
+        results.append(everything(optimizer))
+    assert not differences(*results)
 
 
 def test_a_strided_view_leaves_its_neighbours_alone() -> None:
