@@ -33,6 +33,7 @@ from collage_fx.program import Arithmetic, StepProgram, Strategy
 from collage_fx.repetition import Repetition
 from collage_fx.report import CollageReport
 from collage_fx.torch_compat import (
+    ThinnedLists,
     TraceWhole,
     inductor_compile_inner,
     mode_options,
@@ -162,20 +163,23 @@ class CollageBackend:
             prepare_cpp_compiler()
         capture = Capture(self, gm, tuple(example_inputs), mode)
         needs_grad = needs_autograd(gm, example_inputs)
-        if not needs_grad and (step := self._by_family(capture, patches)) is not None:
+        thinned = thinned_lists()
+        if not needs_grad and (step := self._by_family(capture, patches, thinned)) is not None:
             return step
-        if thinned_lists():
+        if thinned:
             capture.forget_newborn_state()
             raise TraceWhole
         capture.refuse_overlaps()
         with torch.set_grad_enabled(needs_grad):
             return capture.run(patches)
 
-    def _by_family(self, capture: Capture, patches: dict[str, Any]) -> Callable[..., Any] | None:
+    def _by_family(
+        self, capture: Capture, patches: dict[str, Any], thinned: Sequence[ThinnedLists]
+    ) -> Callable[..., Any] | None:
         """The step, compiled for one of each family of updates; None where it has to be compiled whole."""
         if not self.finds_families():
             return None
-        families = families_of(capture.dynamo_module, capture.arguments, capture.describe, thinned_lists())
+        families = families_of(capture.dynamo_module, capture.arguments, capture.describe, thinned)
         if families is None:
             return None
         of_families = CaptureOfFamilies(self, families, capture.mode)

@@ -114,19 +114,22 @@ class _Given:
     Attributes:
         position: among the arguments.
         name: as the user knows it.
-        stride: what the code was made for; None if another is not to be made good.
+        layout: size and stride that the code was made for; None if another stride is not to be made good.
     """
 
     position: int
     name: str
-    stride: tuple[int, ...] | None
+    layout: tuple[torch.Size, tuple[int, ...]] | None
 
     def fit(self, arguments: list[Any]) -> None:
         """Refuse a sparse tensor, lay one of other strides out anew."""
         tensor = arguments[self.position]
         refuse_layout(tensor, self.name)
-        if self.stride is not None and tensor.stride() != self.stride:
-            fitting = torch.empty_strided(tensor.shape, self.stride, dtype=tensor.dtype, device=tensor.device)
+        if self.layout is None:
+            return
+        size, stride = self.layout
+        if tensor.stride() != stride and tensor.shape == size:
+            fitting = torch.empty_strided(size, stride, dtype=tensor.dtype, device=tensor.device)
             arguments[self.position] = fitting.copy_(tensor)
 
 
@@ -135,7 +138,8 @@ def _per_call(inputs: Sequence[InputInfo], stored_to: frozenset[int]) -> list[_G
     for i, info in enumerate(inputs):
         if info.tensor is not None and not info.bound:
             is_read_only = info.role is Role.GRADIENT and i not in stored_to
-            given.append(_Given(i, info.name, info.tensor.stride() if is_read_only else None))
+            layout = (info.tensor.shape, info.tensor.stride()) if is_read_only else None
+            given.append(_Given(i, info.name, layout))
     return given
 
 

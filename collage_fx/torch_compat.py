@@ -331,10 +331,10 @@ def traced_frame_variables() -> dict[str, Any]:
 
     Includes the globals that the frame's code names, so that a step inside a user's function is found too.
     """
-    try:
-        frame = InstructionTranslator.current_tx().output.root_tx
-    except AttributeError:  # torch's own signal for "no translation is running"
+    output = _output_being_traced()
+    if output is None:
         return {}
+    frame = output.root_tx
     global_names = {name: frame.f_globals[name] for name in frame.f_code.co_names if name in frame.f_globals}
     return {**global_names, **frame.f_locals}
 
@@ -356,10 +356,17 @@ def current_trace() -> object:
 
 def traced_frame_name() -> str:
     """The name of the function whose frame Dynamo is compiling right now; empty outside of Dynamo."""
+    output = _output_being_traced()
+    return "" if output is None else str(output.root_tx.f_code.co_name)
+
+
+def _output_being_traced() -> Any:
+    """What Dynamo is putting the graph together in right now; None outside of Dynamo."""
     try:
-        return str(InstructionTranslator.current_tx().output.root_tx.f_code.co_name)
-    except AttributeError:
-        return ""
+        translator = InstructionTranslator.current_tx()
+    except AttributeError:  # torch's own signal for "no translation is running"
+        return None
+    return translator.output
 
 
 def watch_traced_optimizers(watch: Callable[[torch.optim.Optimizer, Any, dict[str, Any]], bool]) -> None:
@@ -407,10 +414,8 @@ _traced_for_us: WeakSet[torch.optim.Optimizer] = WeakSet()
 
 
 def _backend_being_traced_for() -> tuple[Any, dict[str, Any]]:
-    try:
-        return _innermost(InstructionTranslator.current_tx().output.compiler_fn)
-    except AttributeError:
-        return None, {}
+    output = _output_being_traced()
+    return (None, {}) if output is None else _innermost(output.compiler_fn)
 
 
 def _innermost(compiler: Any) -> tuple[Any, dict[str, Any]]:
@@ -633,10 +638,8 @@ def _is_traced_alone(optimizer: torch.optim.Optimizer, root: Any) -> bool:
 
 def thinned_lists() -> list[ThinnedLists]:
     """What of the lists of the step that is being compiled is traced; empty where all of it is."""
-    try:
-        return list(_thinned.get(InstructionTranslator.current_tx().output, ()))
-    except AttributeError:
-        return []
+    output = _output_being_traced()
+    return [] if output is None else list(_thinned.get(output, ()))
 
 
 def dynamo_recompile_limit() -> int:
