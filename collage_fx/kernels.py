@@ -11,10 +11,13 @@ memory of each result depends on element *i* in memory of each operand, whatever
 rule leaves the shape out: it is compiled for vectors of a symbolic length *n* (2 at least), and its kernel is
 called with the tensors as they are. The code that Inductor's C++ backend generates takes addresses and *n*,
 so that no flat view has to be made. (Its own checks of sizes and strides are switched off for such kernels;
-:mod:`collage_fx.sharing` checks the arguments of a step against the layouts it was compiled for.) A flat rule
-is compiled twice, if both are needed: for few elements, on which threads would wait longer for each other
-than they work, and for many. A sum over all elements (``measure``, Note [Metrics]) leaves a rule flat: the
-order in which it is taken is of no account.
+:mod:`collage_fx.sharing` checks the arguments of a step against the layouts it was compiled for.) What one
+C++ function computes is not even called from Python (Note [One call for all tensors]).
+
+A sum over all elements (``measure``, Note [Metrics]) leaves a rule flat: the order in which it is taken is of
+no account. But such a rule can't be computed piece by piece. Like any other flat one whose code is not one
+C++ function, it is compiled twice, if both are needed: for few elements, on which threads would wait longer
+for each other than they work, and for many.
 
 Other rules (reductions, matrix products, views) name sizes and strides, and serve the tensors that agree in
 them.
@@ -35,13 +38,14 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
+from collage_fx.batches import CELL, MOST_ARGUMENTS
 from collage_fx.graph import is_dense, placeholders, tensor_value
 from collage_fx.operators import REVISION, measure, rest, update_sizes
 from collage_fx.partition import Part, is_number
 from collage_fx.retype import is_pointwise
-from collage_fx.torch_compat import SymbolicScope, inductor_config
+from collage_fx.torch_compat import CFunction, SymbolicScope, c_function, inductor_config
 
-__all__ = ["MANY", "Compiler", "Rule", "compile_rule", "rule_of"]
+__all__ = ["MANY", "Compiler", "Kernel", "Rule", "compile_rule", "rule_of"]
 
 aten = torch.ops.aten
 
@@ -66,6 +70,8 @@ SHAPED = {
     aten.ones.default: 0,
     aten.expand.default: 1,
 }
+#: Operators that raise an exception where they divide by an integer zero.
+DIVISIONS = frozenset({aten.div, aten.floor_divide, aten.fmod, aten.remainder})
 #: What else is elementwise without a tag that says so.
 ELEMENTWISE = frozenset(
     {
@@ -118,6 +124,8 @@ class Rule:
             memory as a further input.
         operands: of this part: what its inputs are, in their order.
         elements: of this part's tensors, if it is flat.
+        independent: whether a flat rule may be computed for any piece of the tensors by itself, or a rule of
+            numbers is of nothing else, and nothing but memory goes in.
     """
 
     key: Hashable
@@ -126,6 +134,7 @@ class Rule:
     stores: tuple[tuple[int | None, int], ...]
     operands: tuple[Node, ...]
     elements: int
+    independent: bool
 
 
 def rule_of(part: Part) -> Rule:
@@ -160,7 +169,8 @@ class _Writer:
         layouts = () if self.flat else tuple(self._layout(value) for value in self.part.results)
         key = (self.flat, tuple(map(repr, lines)), tuple(stores), layouts)
         operands = tuple(node for node in self.nodes if self._is_input(node))
-        return Rule(key, self.flat, lines, tuple(stores), operands, self.shape.numel() if self.flat else 0)
+        elements = self.shape.numel() if self.flat else 0
+        return Rule(key, self.flat, lines, tuple(stores), operands, elements, self._is_independent(operands))
 
     def _walk(self) -> list[Node]:
         """Every node that the stores and results are computed from, operands first."""
@@ -203,6 +213,14 @@ class _Writer:
             and all(self._is_input(node) or self._is_elementwise(node) for node in self.nodes)
         )
 
+    def _is_independent(self, inputs: Sequence[Node]) -> bool:
+        if any(tensor_value(node) is None for node in inputs) or any(map(_may_raise, self.nodes)):
+            return False
+        written = [*self.part.results, *(store.all_input_nodes[0] for store in self.part.stores)]
+        if self.flat:
+            return not self.rows and not any(map(is_number, written))
+        return all(map(is_number, self.nodes))
+
     def _is_elementwise(self, node: Node) -> bool:
         if is_number(node):  # made of numbers: a reduction has an operand that is none
             return all(map(is_number, node.all_input_nodes))
@@ -238,6 +256,12 @@ class _Writer:
         return value.dtype, value.device, tuple(value.shape), tuple(value.stride())
 
 
+def _may_raise(node: Node) -> bool:
+    value = tensor_value(node)
+    packet = getattr(node.target, "overloadpacket", None)
+    return packet in DIVISIONS and value is not None and not value.is_floating_point()
+
+
 def _order_in_memory(value: Tensor) -> tuple[tuple[int, int], ...]:
     """Strides, where they matter."""
     if value.numel() == 0:
@@ -253,7 +277,24 @@ def _order_in_memory(value: Tensor) -> tuple[tuple[int, int], ...]:
 Compiler = Callable[[GraphModule, Sequence[Any]], Callable[[list[Any]], Any]]
 
 
-def compile_rule(rule: Rule, compiler: Compiler, *, many: bool) -> Callable[[list[Any]], Any] | None:
+@dataclass(frozen=True)
+class Kernel:
+    """The compiled code of a rule.
+
+    Attributes:
+        call: takes, as one list, the length if the rule is flat, the inputs, and memory for the results.
+        function: the C++ function that this comes down to, where the rule is independent and that is so.
+        divisible: whether the function may be called for a piece of the tensors.
+        bytes_per_element: of each of the function's arguments, 0 if it is a number, -1 if it is the length.
+    """
+
+    call: Callable[[list[Any]], Any]
+    function: CFunction | None = None
+    divisible: bool = False
+    bytes_per_element: tuple[int, ...] = ()
+
+
+def compile_rule(rule: Rule, compiler: Compiler, *, many: bool) -> Kernel | None:
     """The kernel of a rule.
 
     Args:
@@ -262,16 +303,32 @@ def compile_rule(rule: Rule, compiler: Compiler, *, many: bool) -> Callable[[lis
         many: whether a flat rule is compiled for many elements.
 
     Returns:
-        a callable that takes, as one list, the length if the rule is flat, the inputs, and memory for the
-        results. None if the code would not hold for every length (or every value of a symbolic number).
+        None if the code would not hold for every length (or every value of a symbolic number).
     """
     scope = SymbolicScope()
     with scope:
         gm = _graph_of(rule, scope, MANY_HINT if many else FEW_HINT)
         inputs = [node.meta["val"] for node in placeholders(gm.graph)]
-        with inductor_config.patch(size_asserts=not rule.flat):
-            kernel = compiler(gm, inputs)
-    return None if scope.has_guards() else kernel
+        with inductor_config.patch(size_asserts=not (rule.flat or rule.independent)):
+            call = compiler(gm, inputs)
+    if scope.has_guards():
+        return None
+    function = None if many or not rule.independent else c_function(call, len(inputs))
+    if function is None or not _can_be_batched(rule, function):
+        return Kernel(call)
+    of_arguments = [0 if i < 0 else _bytes_per_element(inputs[i]) for i in function.arguments]
+    return Kernel(call, function, rule.flat, tuple(of_arguments))
+
+
+def _can_be_batched(rule: Rule, function: CFunction) -> bool:
+    scratch = 0 if rule.flat else CELL  # threads would share it
+    return len(function.arguments) <= MOST_ARGUMENTS and all(size <= scratch for size in function.scratch)
+
+
+def _bytes_per_element(value: Any) -> int:
+    if not isinstance(value, Tensor):
+        return -1
+    return value.dtype.itemsize if value.dim() > 0 else 0
 
 
 def _graph_of(rule: Rule, scope: SymbolicScope, hint: int) -> GraphModule:

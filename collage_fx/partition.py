@@ -13,9 +13,10 @@ stores and results together with everything they are computed from:
 * *Free* values are copied into each part that reads them instead of joining those that do: numbers computed
   from numbers that the step does not change (a scheduled ``lr`` and what follows from it), and tensors made
   of constants.
-* A number computed from numbers that the step changes (a step counter's bias correction) goes with the part
-  that reads it. Where several do, because parameters share a counter, it is a part of its own, whose results
-  the others are given.
+* Numbers computed from numbers that the step changes (a step counter's bias correction) are a part of their
+  own, whose results are given to what reads them. So are, together, numbers that are to be computed once
+  (``hoist-scalars``) from numbers that the step does not change. What is left is about elements alone, and
+  may be computed for a piece of the tensors at a time (Note [One call for all tensors]).
 
 Soundness. Parts read only inputs that no other part stores, values that they compute themselves, and results
 of parts that have run before; no other tensor is written but the parts' own stores. So any topological order
@@ -39,6 +40,7 @@ from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
 from collage_fx.graph import copies_to_inputs, is_copy_to_input, placeholders, tensor_value
+from collage_fx.operators import once
 
 __all__ = ["Groups", "Part", "is_number", "parts_of"]
 
@@ -132,11 +134,11 @@ class _Partition:
         self.free: set[Node] = set()
         self.scalar: set[Node] = set()
         self.cuts: list[tuple[Node, Node]] = []
+        self.kept: list[Node] = []
 
     def parts(self) -> list[Part] | None:
         for node in self.graph.nodes:
             self._visit(node)
-        self._join_single_readers()
         return self._in_order()
 
     def _visit(self, node: Node) -> None:
@@ -153,7 +155,12 @@ class _Partition:
         operands = node.all_input_nodes
         is_store = is_copy_to_input(node)
         if not is_store and self.free.issuperset(operands) and (is_number(node) or not operands):
-            self.free.add(node)
+            if node.target is once and operands:
+                self.scalar.add(node)
+                self.kept.append(node)
+                self.groups.join(node, self.kept[0])
+            else:
+                self.free.add(node)
             return
         if is_number(node) and all(operand in self.scalar or operand in self.free for operand in operands):
             self.scalar.add(node)
@@ -166,21 +173,6 @@ class _Partition:
             elif operand not in self.free:
                 self.groups.join(node, operand)
         self.groups.find(node)
-
-    def _join_single_readers(self) -> None:
-        """A group of numbers that one other group reads becomes part of it."""
-        find = self.groups.find
-        changed = True
-        while changed:
-            changed = False
-            readers: dict[Node, set[Node]] = defaultdict(set)
-            for number, reader in self.cuts:
-                readers[find(number)].add(find(reader))
-            for group, reading in readers.items():
-                others = {find(reader) for reader in reading} - {find(group)}
-                if len(others) == 1:
-                    self.groups.join(group, others.pop())
-                    changed = True
 
     def _in_order(self) -> list[Part] | None:
         stores: dict[Node, list[Node]] = defaultdict(list)

@@ -11,7 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from collage_fx.graph import is_copy_to_input, placeholders
-from collage_fx.sharing import Kernel, StepInParts
+from collage_fx.sharing import Call, StepInParts
 
 __all__ = ["Repetition", "input_name", "repeated_graph", "repeated_step"]
 
@@ -95,14 +95,15 @@ def repeated_step(step: StepInParts, repetition: Repetition) -> StepInParts | No
         return results.setdefault(key, repetition.inputs + len(step.constants) + len(results))
 
     planned = [
-        (kernel, tuple(place_of(place, member) for place in arguments))
+        replace(call, places=tuple(place_of(place, member) for place in call.places))
         for family, member in (ONCE, *repetition.turns)
-        for kernel, arguments in families[family]
+        for call in families[family]
     ]
     layouts = [
         (copy, size, stride) for place, size, stride in step.layouts for copy in repetition.copies[place]
     ]
     return StepInParts(
+        repetition.inputs,
         sorted(layouts),
         step.constants,
         [step.results[place - first_result] for place, _ in results],
@@ -114,22 +115,22 @@ def repeated_step(step: StepInParts, repetition: Repetition) -> StepInParts | No
 
 def _calls_by_family(
     step: StepInParts, repetition: Repetition, first_result: int
-) -> tuple[dict[int | None, list[tuple[Kernel, tuple[int, ...]]]], dict[int, int | None]] | None:
+) -> tuple[dict[int | None, list[Call]], dict[int, int | None]] | None:
     """The calls of each family, in order, and the family of each result; None if a call is of several.
 
     A result is made by the first call that names it.
     """
-    calls: dict[int | None, list[tuple[Kernel, tuple[int, ...]]]] = defaultdict(list)
+    calls: dict[int | None, list[Call]] = defaultdict(list)
     results: dict[int, int | None] = {}
-    for kernel, arguments in step.calls:
-        owners = {repetition.owners[place] for place in arguments if place < len(repetition.owners)}
-        owners |= {results[place] for place in arguments if place in results}
+    for call in step.calls:
+        owners = {repetition.owners[place] for place in call.places if place < len(repetition.owners)}
+        owners |= {results[place] for place in call.places if place in results}
         owners.discard(None)
         if len(owners) > 1:
             return None
         family = next(iter(owners), None)
-        calls[family].append((kernel, arguments))
-        for place in arguments:
+        calls[family].append(call)
+        for place in call.places:
             if place >= first_result:
                 results.setdefault(place, family)
     return calls, results

@@ -5,13 +5,15 @@ Note [Parts of a step] (``partition.py``); when two of them are one kernel in No
 parts] (``kernels.py``). Reports show the whole graph. It is no pass: its result is
 no graph but a plan of calls.
 
-A step's host time is that of a loop over the plan: a check of each argument's layout and a call of Inductor's
-generated code for each part, about 5 microseconds a tensor for AdamW.
+A step's host time is that of a loop over the plan: a check of each argument's layout, its address, and a call
+for each rule that is one C++ function. What is not costs a call of Inductor's generated code for each part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from array import array
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +22,9 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
+from collage_fx.batches import CELL, Batch
 from collage_fx.graph import is_copy_to_input, placeholders
-from collage_fx.kernels import MANY, Rule, compile_rule, rule_of
+from collage_fx.kernels import MANY, Kernel, Rule, compile_rule, rule_of
 from collage_fx.partition import Part, parts_of
 from collage_fx.torch_compat import (
     assert_size_stride,
@@ -30,19 +33,24 @@ from collage_fx.torch_compat import (
     prepare_cpp_compiler,
 )
 
-__all__ = ["Kernel", "StepInParts", "lower_in_parts"]
-
-#: A compiled function of one list of arguments.
-Kernel = Callable[[list[Any]], Any]
+__all__ = ["Call", "StepInParts", "lower_in_parts"]
 
 
 @dataclass(frozen=True)
-class _Call:
-    """A part of the step, its rule and the rule's kernel."""
+class Call:
+    """A call of a kernel in a step.
 
-    part: Part
-    rule: Rule
+    Attributes:
+        kernel: what is called.
+        places: of its arguments, among the values of the step.
+        wave: calls of one wave need no results of each other, only of earlier ones.
+        elements: of its tensors, if the kernel's rule is flat.
+    """
+
     kernel: Kernel
+    places: tuple[int, ...]
+    wave: int
+    elements: int
 
 
 def lower_in_parts(gm: GraphModule, *, always: bool = False) -> StepInParts | None:
@@ -64,18 +72,33 @@ def lower_in_parts(gm: GraphModule, *, always: bool = False) -> StepInParts | No
     rules = [rule_of(part) for part in parts]
     if not (always or any(rule.flat for rule in rules) or len({rule.key for rule in rules}) < len(rules)):
         return None
-    kernels: dict[Hashable, Kernel] = {}
-    calls: list[_Call] = []
+    kernels: dict[Hashable, Kernel | None] = {}
+    planned: list[_Planned] = []
+    waves: dict[Node, int] = {}
     for part, rule in zip(parts, rules, strict=True):
-        many = rule.elements >= MANY and torch.get_num_threads() > 1
+        kernel = _kernel(rule, kernels)
+        if kernel is None:
+            return None
+        wave = max((waves[given] + 1 for given in part.given), default=0)
+        waves |= dict.fromkeys(part.results, wave)
+        planned.append(_Planned(part, rule, kernel, wave))
+    return _Planner(gm, planned).step()
+
+
+def _kernel(rule: Rule, compiled: dict[Hashable, Kernel | None]) -> Kernel | None:
+    """The kernel for a rule's part, compiled unless it is known."""
+
+    def kernel(*, many: bool) -> Kernel | None:
         key = (rule.key, many)
-        if key not in kernels:
-            kernel = compile_rule(rule, _compile, many=many)
-            if kernel is None:
-                return None
-            kernels[key] = kernel
-        calls.append(_Call(part, rule, kernels[key]))
-    return _Planner(gm, calls).step()
+        if key not in compiled:
+            compiled[key] = compile_rule(rule, _compile, many=many)
+        return compiled[key]
+
+    if rule.elements < MANY or torch.get_num_threads() == 1:
+        return kernel(many=False)
+    if rule.independent and ((few := kernel(many=False)) is None or few.function is not None):
+        return few
+    return kernel(many=True)
 
 
 def _is_plain(value: Tensor) -> bool:
@@ -85,7 +108,7 @@ def _is_plain(value: Tensor) -> bool:
     )
 
 
-def _compile(gm: GraphModule, inputs: Sequence[Any]) -> Kernel:
+def _compile(gm: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
     prepare_cpp_compiler().result()
     return innermost_callable(inductor_compile_inner(gm, inputs, is_inference=True))
 
@@ -97,11 +120,12 @@ class StepInParts:
     that are computed in Python. All else names places in that list.
 
     Args:
+        arguments: how many there are.
         layouts: ``(place, size, stride)`` of the tensors among the arguments.
         constants: lengths, and tensors that are attributes of the graph.
         results: size, stride, dtype and device of tensors to be allocated.
         numbers: functions and their operands: ``_Place`` or constant.
-        calls: kernels, and the places of their arguments.
+        calls: what is called, in an order in which it can be.
         outputs: places of what is returned, None for None.
     """
 
@@ -109,11 +133,12 @@ class StepInParts:
 
     def __init__(
         self,
+        arguments: int,
         layouts: Sequence[tuple[int, tuple[int, ...], tuple[int, ...]]],
         constants: Sequence[Any],
         results: Sequence[tuple[Any, ...]],
         numbers: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]],
-        calls: Sequence[tuple[Kernel, tuple[int, ...]]],
+        calls: Sequence[Call],
         outputs: Sequence[int | None],
     ) -> None:
         self.layouts = layouts
@@ -122,19 +147,93 @@ class StepInParts:
         self.numbers = numbers
         self.calls = calls
         self.outputs = outputs
+        first_result = arguments + len(constants)
+        in_python = {place for place in outputs if place is not None}
+        in_python.update(place for call in calls if call.kernel.function is None for place in call.places)
+        places = range(first_result, first_result + len(results))
+        self._allocated = [each for each in zip(places, results, strict=True) if each[0] in in_python]
+        self._table = _Table(place for place in places if place not in in_python)
+        self._stages = [self._table.batch(group) or group for group in _grouped(calls)]
 
     def __call__(self, arguments: list[Any]) -> Any:
         for place, size, stride in self.layouts:
             assert_size_stride(arguments[place], size, stride)
-        values = [*arguments, *self.constants]
+        values = [*arguments, *self.constants, *[None] * len(self.results)]
         arguments.clear()
-        for size, stride, dtype, device in self.results:
-            values.append(torch.empty_strided(size, stride, dtype=dtype, device=device))
+        for place, (size, stride, dtype, device) in self._allocated:
+            values[place] = torch.empty_strided(size, stride, dtype=dtype, device=device)
         for function, operands in self.numbers:
             values.append(function(*(values[o.index] if isinstance(o, _Place) else o for o in operands)))
-        for kernel, places in self.calls:
-            kernel([values[place] for place in places])
+        addresses, scratch = self._table.of(values)
+        for stage in self._stages:
+            if isinstance(stage, Batch):
+                stage(addresses, scratch)
+            else:
+                for call in stage:
+                    call.kernel.call([values[place] for place in call.places])
         return tuple(None if place is None else values[place] for place in self.outputs)
+
+
+def _grouped(calls: Sequence[Call]) -> list[list[Call]]:
+    """Those of one wave and one kernel together, in an order in which the groups can run."""
+    groups: dict[tuple[int, int], list[Call]] = defaultdict(list)
+    for call in calls:
+        groups[call.wave, id(call.kernel)].append(call)
+    return [groups[key] for key in sorted(groups, key=lambda key: key[0])]
+
+
+class _Table:
+    """Which values of a step's list batches need the address of, and which cells of scratch memory they use.
+
+    Args:
+        results: places of the values that are numbers for batches alone: cells of scratch memory.
+    """
+
+    def __init__(self, results: Iterable[int]) -> None:
+        self._cells = {place: ~cell for cell, place in enumerate(results)}
+        self._scratch = len(self._cells)
+        self._numbers: dict[int, int] = {}
+
+    def batch(self, calls: Sequence[Call]) -> Batch | None:
+        """Calls of one kernel, if it is a function."""
+        kernel = calls[0].kernel
+        if kernel.function is None:
+            return None
+        cells = [~(self._scratch + i) for i in range(len(kernel.function.scratch))]
+        self._scratch += len(cells)
+
+        def entry(call: Call, argument: int, of_element: int) -> int:
+            if of_element < 0:
+                return 0  # a length, which is not in the table
+            return self._of_place(call.places[argument]) if argument >= 0 else cells[~argument]
+
+        arguments = list(zip(kernel.function.arguments, kernel.bytes_per_element, strict=True))
+        return Batch(
+            kernel.function,
+            [[entry(call, *argument) for argument in arguments] for call in calls],
+            [call.elements for call in calls] if kernel.divisible else None,
+            kernel.bytes_per_element,
+        )
+
+    def _of_place(self, place: int) -> int:
+        if place in self._cells:
+            return self._cells[place]
+        return self._numbers.setdefault(place, len(self._numbers))
+
+    def of(self, values: Sequence[Any]) -> tuple[array[int], Tensor]:
+        """The table of a step, and its scratch memory."""
+        addresses = array("q", [values[place].data_ptr() for place in self._numbers])
+        return addresses, torch.empty(self._scratch * CELL, dtype=torch.uint8)
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A part of the step, its rule, the rule's kernel and the wave in which it is called."""
+
+    part: Part
+    rule: Rule
+    kernel: Kernel
+    wave: int
 
 
 @dataclass(frozen=True)
@@ -147,7 +246,7 @@ class _Place:
 class _Planner:
     """Gives the values of a step their places."""
 
-    def __init__(self, gm: GraphModule, calls: Sequence[_Call]) -> None:
+    def __init__(self, gm: GraphModule, calls: Sequence[_Planned]) -> None:
         self.gm = gm
         self.calls = calls
         self.arguments = placeholders(gm.graph)
@@ -166,11 +265,12 @@ class _Planner:
         attributes = [getattr(self.gm, str(node.target)) for node in self._attributes()]
         results = [node.meta["val"] for node in self._results()]
         return StepInParts(
+            len(self.arguments),
             layouts,
             [*self._lengths(), *attributes],
             [(tuple(v.shape), tuple(v.stride()), v.dtype, v.device) for v in results],
             [(node.target, tuple(map(self._operand, node.args))) for node in self._numbers()],  # type: ignore[misc]
-            [(call.kernel, self._places_of(call)) for call in self.calls],
+            [self._call(planned) for planned in self.calls],
             [self._output(value) for value in _outputs(self.gm.graph)],
         )
 
@@ -194,10 +294,11 @@ class _Planner:
     def _operand(self, argument: Any) -> Any:
         return _Place(self.places[argument]) if isinstance(argument, Node) else argument
 
-    def _places_of(self, call: _Call) -> tuple[int, ...]:
-        length = [self.places[call.rule.elements]] if call.rule.flat else []
-        inputs = [self.places[node] for node in (*call.rule.operands, *call.part.results)]
-        return (*length, *inputs)
+    def _call(self, planned: _Planned) -> Call:
+        rule = planned.rule
+        length = [self.places[rule.elements]] if rule.flat else []
+        inputs = [self.places[node] for node in (*rule.operands, *planned.part.results)]
+        return Call(planned.kernel, (*length, *inputs), planned.wave, rule.elements)
 
     def _output(self, value: Any) -> int | None:
         if value is None:

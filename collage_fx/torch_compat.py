@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import ctypes
 import functools
 import gc
 import inspect
@@ -30,6 +31,7 @@ from collage_fx.wrapping import wrap_method
 
 __all__ = [
     "COMBINED_LAUNCHES",
+    "CFunction",
     "ConvertAgain",
     "FakeTensorMode",
     "GraphBreak",
@@ -42,6 +44,7 @@ __all__ = [
     "aot_input_of",
     "assert_size_stride",
     "bfloat16_by_instruction",
+    "c_function",
     "compile_lock",
     "compile_with_inductor",
     "cpp_compilers",
@@ -64,6 +67,7 @@ __all__ = [
     "is_being_stepped",
     "is_step_wrapper",
     "keep_numbers_symbolic",
+    "load_cpp_library",
     "make_fx",
     "mode_options",
     "needs_autograd",
@@ -141,7 +145,7 @@ try:
     from torch._inductor import compile_fx as compile_fx_module
     from torch._inductor import config as inductor_config
     from torch._inductor import ir, list_mode_options
-    from torch._inductor.codecache import CppPythonBindingsCodeCache, torch_key
+    from torch._inductor.codecache import CppCodeCache, CppPythonBindingsCodeCache, torch_key
     from torch._inductor.codegen import cpp as cpp_module
     from torch._inductor.codegen.cpp import CppKernel, CppOverrides, CppVecKernel, CppVecOverrides
     from torch._inductor.codegen.cpp_utils import DTYPE_TO_CPP, cexpr_index
@@ -1356,6 +1360,76 @@ assert_size_stride: Callable[[torch.Tensor, tuple[int, ...], tuple[int, ...]], N
 def innermost_callable(compiled: Any) -> Callable[[list[Any]], Any]:
     """The generated code of what Inductor has compiled for the CPU, without profiling around it."""
     return cast("Callable[[list[Any]], Any]", getattr(compiled, "current_callable", None) or compiled)
+
+
+@dataclass(frozen=True)
+class CFunction:
+    """A compiled function of C++ and what to call it with.
+
+    Attributes:
+        address: of the function.
+        arguments: for each of its arguments, which argument of the Python code around it is passed, as an
+            address if it is a tensor; or, negative, which scratch memory: -1 for the first.
+        scratch: bytes of each piece of scratch memory, for a length of two.
+        library: what has to stay loaded.
+    """
+
+    address: int
+    arguments: tuple[int, ...]
+    scratch: tuple[int, ...]
+    library: Any
+
+
+class _StandIn(int):
+    """Stands for an argument, tensor or length, of generated code, known again by its identity."""
+
+
+def c_function(code: Callable[[list[Any]], Any], arguments: int) -> CFunction | None:
+    """The function that Inductor's Python code for the CPU does nothing but call once, if that is so.
+
+    Args:
+        code: takes one list.
+        arguments: its length.
+
+    The code is run with objects that stand for its arguments, and a function that notes which of them it is
+    called with instead of the generated one. This is safe where all names that the code uses are known.
+    """
+    function = getattr(code, "__func__", code)
+    if not isinstance(function, FunctionType) or function.__closure__:
+        return None
+    names = set(function.__code__.co_names)
+    kernels = {name for name in names if name.startswith("cpp_fused")}
+    known = {"clear", "torch", "empty_strided_cpu"}
+    if len(kernels) != 1 or any(
+        name not in known and not isinstance(getattr(torch, name, None), torch.dtype)
+        for name in names - kernels
+    ):
+        return None
+    scratch: list[torch.Tensor] = []
+    calls: list[tuple[Any, ...]] = []
+
+    def allocate(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        scratch.append(torch.empty_strided(size, stride, dtype=dtype, device="meta"))
+        return scratch[-1]
+
+    (kernel,) = kernels
+    stand_ins = {kernel: lambda *given: calls.append(given), "empty_strided_cpu": allocate}
+    noting = FunctionType(function.__code__, {**function.__globals__, **stand_ins})
+    given = [_StandIn(2) for _ in range(arguments)]
+    noting(*([None] if code is not function else []), list(given))
+    places = {id(each): i for i, each in enumerate(given)} | {id(each): ~i for i, each in enumerate(scratch)}
+    if len(calls) != 1 or not all(id(argument) in places for argument in calls[0]):
+        return None
+    library = ctypes.CDLL(function.__globals__[kernel].__self__.__file__)
+    address = ctypes.cast(library.kernel, ctypes.c_void_p).value
+    assert address is not None
+    passed = tuple(places[id(argument)] for argument in calls[0])
+    return CFunction(address, passed, tuple(memory.nbytes for memory in scratch), library)
+
+
+def load_cpp_library(source: str) -> ctypes.CDLL:
+    """A library of ``extern "C"`` functions, compiled as Inductor's kernels are, or found in its cache."""
+    return cast("ctypes.CDLL", CppCodeCache.load(source))
 
 
 class SymbolicScope:

@@ -162,7 +162,7 @@ def test_parameters_may_move() -> None:
 
 
 def test_an_argument_of_another_layout_is_refused() -> None:
-    step = StepInParts([(0, (2, 3), (3, 1))], [], [], [], [], [])
+    step = StepInParts(1, [(0, (2, 3), (3, 1))], [], [], [], [], [])
     step([torch.ones(2, 3)])
     with pytest.raises(AssertionError, match="stride"):
         step([torch.ones(3, 2).t()])

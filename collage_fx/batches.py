@@ -1,0 +1,198 @@
+"""The C++ functions of a step's kernels, called for all their tensors at once.
+
+Note [One call for all tensors]
+-------------------------------
+Called from Python, a kernel costs some 5 microseconds for each tensor, much of it to read code and objects
+that the step before has driven out of the caches, and threads that begin and end with each tensor. So the
+kernels of flat rules, and those of numbers, are not called from Python: a table says which address each
+argument of each call is, and one C++ function, :func:`_library`'s ``run``, makes all the calls.
+
+A rule that is elementwise may be called for a piece of a tensor as well, with addresses that are further on.
+Its calls are cut into jobs of about equal size, of one piece of a large tensor or of several small tensors,
+which threads take as they become free: none waits for another before the end. So there is one kernel for many
+elements and for few, without threads of its own; that its loop knows nothing of threads makes the compiler's
+code for it better, too.
+
+``run`` calls a function through a type that says that all its arguments are 64 bit integers, where its own
+says that some are pointers. On 64 bit processors these are passed alike; functions with other arguments are
+not called in this way.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
+
+import torch
+from torch import Tensor
+
+from collage_fx.torch_compat import CFunction, load_cpp_library
+
+__all__ = ["CELL", "MOST_ARGUMENTS", "Batch", "load_library"]
+
+#: Elements of a job: enough for a processor to fetch ahead, few enough for all threads to end together.
+LARGEST_JOB = 1 << 17
+#: Below, a job is not worth waking a thread for: some 10 microseconds.
+SMALLEST_JOB = 1 << 13
+#: Jobs for each thread, where there are elements enough.
+JOBS_PER_THREAD = 8
+#: Pieces begin at multiples of it: a whole number of cache lines and of vectors.
+CLUMP = 1 << 10
+
+#: Bytes of a cell of scratch memory: a number of any dtype.
+CELL = 16
+#: Arguments that ``run`` can pass.
+MOST_ARGUMENTS = 96
+
+_SOURCE = f"""
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+
+namespace {{
+
+using Word = int64_t;
+using Caller = void (*)(void*, const Word*);
+
+template <size_t>
+using WordAt = Word;
+
+template <size_t... I>
+void call(void* function, const Word* a, std::index_sequence<I...>) {{
+  reinterpret_cast<void (*)(WordAt<I>...)>(function)(a[I]...);
+}}
+
+template <size_t N>
+void call_with(void* function, const Word* a) {{
+  call(function, a, std::make_index_sequence<N>());
+}}
+
+template <size_t... N>
+Caller caller(size_t arguments, std::index_sequence<N...>) {{
+  static const Caller callers[] = {{call_with<N>...}};
+  return callers[arguments];
+}}
+
+constexpr size_t most = {MOST_ARGUMENTS};
+
+}}  // namespace
+
+// Where bytes[j] is negative, argument j is the length of the piece. Otherwise it is an address, and bytes[j]
+// for each element before the piece. which[i * arguments + j] says which address that is for call i: a number
+// in the table, or, negative, ~ the number of a cell of scratch memory.
+extern "C" void run(
+    void* function, Word arguments, const Word* bytes, const Word* which, Word jobs, const Word* first_piece,
+    const Word* calls, const Word* offsets, const Word* lengths, const Word* addresses, Word scratch,
+    Word threads) {{
+  const Caller invoke = caller(arguments, std::make_index_sequence<most + 1>());
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
+  for (Word job = 0; job < jobs; ++job) {{
+    for (Word piece = first_piece[job]; piece < first_piece[job + 1]; ++piece) {{
+      Word a[most + 1];
+      const Word* of_call = which + calls[piece] * arguments;
+      for (Word j = 0; j < arguments; ++j) {{
+        if (bytes[j] < 0) {{
+          a[j] = lengths[piece];
+        }} else {{
+          const Word start = of_call[j] < 0 ? scratch + {CELL} * ~of_call[j] : addresses[of_call[j]];
+          a[j] = start + bytes[j] * offsets[piece];
+        }}
+      }}
+      invoke(function, a);
+    }}
+  }}
+}}
+"""
+
+
+@functools.cache
+def load_library() -> ctypes.CDLL:
+    """The library with ``run``, compiled if Inductor's cache has none."""
+    library = load_cpp_library(_SOURCE)
+    pointer, word = ctypes.c_void_p, ctypes.c_int64
+    library.run.argtypes = [pointer, word, pointer, pointer, word, *[pointer] * 5, word, word]
+    library.run.restype = None
+    return library
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements of a call's tensors that one call of the function takes."""
+
+    call: int
+    offset: int
+    length: int
+
+
+class Batch:
+    """Calls of one function.
+
+    Args:
+        function: what is called.
+        calls: for each call, where the address of each argument is: a number in the table of addresses, or,
+            negative, a cell of scratch memory: -1 for the first.
+        lengths: elements of each call's tensors; None if the function is called once for each call.
+        bytes_per_element: of each argument's tensor, 0 if it is a number, -1 if the argument is the length.
+    """
+
+    def __init__(
+        self,
+        function: CFunction,
+        calls: Sequence[Sequence[int]],
+        lengths: Sequence[int] | None,
+        bytes_per_element: Sequence[int],
+    ) -> None:
+        self._function = function  # stays loaded
+        if lengths is None:
+            jobs = [[Piece(call, 0, 0) for call in range(len(calls))]]
+        else:
+            jobs = pieces_of(lengths, job_size(sum(lengths), torch.get_num_threads()))
+        self._jobs = len(jobs)
+        pieces = list(chain.from_iterable(jobs))
+        self._tables = [
+            array("q", numbers)
+            for numbers in (
+                bytes_per_element,
+                chain.from_iterable(calls),
+                accumulate(map(len, jobs), initial=0),
+                (piece.call for piece in pieces),
+                (piece.offset for piece in pieces),
+                (piece.length for piece in pieces),
+            )
+        ]
+        bytes_, which, *cuts = (table.buffer_info()[0] for table in self._tables)
+        head = function.address, len(bytes_per_element), bytes_, which, self._jobs, *cuts
+        self._run = functools.partial(load_library().run, *head)
+
+    def __call__(self, addresses: array[int], scratch: Tensor) -> None:
+        """Make the calls, with as many threads as PyTorch uses."""
+        threads = min(self._jobs, torch.get_num_threads())
+        self._run(addresses.buffer_info()[0], scratch.data_ptr(), threads)
+
+
+def pieces_of(lengths: Sequence[int], job: int) -> list[list[Piece]]:
+    """Calls of these lengths cut into jobs of about ``job`` elements each."""
+    jobs: list[list[Piece]] = []
+    size = 0
+    for call, length in enumerate(lengths):
+        offset = 0
+        while offset < length:
+            # The last piece is no remainder of few elements: they go to the one before.
+            take = length - offset if length - offset < job + CLUMP else job
+            if not jobs or size + take > job:
+                jobs.append([])
+                size = 0
+            jobs[-1].append(Piece(call, offset, take))
+            size += take
+            offset += take
+    return jobs
+
+
+def job_size(elements: int, threads: int) -> int:
+    """Elements of a job, of so many in all."""
+    wanted = elements // (threads * JOBS_PER_THREAD)
+    return max(SMALLEST_JOB, min(LARGEST_JOB, wanted // CLUMP * CLUMP))
