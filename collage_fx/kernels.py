@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from collage_fx.batches import CELL, MOST_ARGUMENTS
+from collage_fx.batches import MOST_ARGUMENTS
 from collage_fx.graph import is_dense, placeholders, tensor_value
 from collage_fx.operators import REVISION, measure, rest, update_sizes
 from collage_fx.partition import Part, is_number
@@ -314,15 +314,9 @@ def compile_rule(rule: Rule, compiler: Compiler, *, many: bool) -> Kernel | None
     if scope.has_guards():
         return None
     function = None if many or not rule.independent else c_function(call, len(inputs))
-    if function is None or not _can_be_batched(rule, function):
+    if function is None or len(function.arguments) > MOST_ARGUMENTS:
         return Kernel(call)
-    of_arguments = [0 if i < 0 else _bytes_per_element(inputs[i]) for i in function.arguments]
-    return Kernel(call, function, rule.flat, tuple(of_arguments))
-
-
-def _can_be_batched(rule: Rule, function: CFunction) -> bool:
-    scratch = 0 if rule.flat else CELL  # threads would share it
-    return len(function.arguments) <= MOST_ARGUMENTS and all(size <= scratch for size in function.scratch)
+    return Kernel(call, function, rule.flat, tuple(_bytes_per_element(inputs[i]) for i in function.arguments))
 
 
 def _bytes_per_element(value: Any) -> int:

@@ -153,7 +153,7 @@ class StepInParts:
         places = range(first_result, first_result + len(results))
         self._allocated = [each for each in zip(places, results, strict=True) if each[0] in in_python]
         self._table = _Table(place for place in places if place not in in_python)
-        self._stages = [self._table.batch(group) or group for group in _grouped(calls)]
+        self.stages = [self._table.batch(group) or group for group in _grouped(calls)]
 
     def __call__(self, arguments: list[Any]) -> Any:
         for place, size, stride in self.layouts:
@@ -165,7 +165,7 @@ class StepInParts:
         for function, operands in self.numbers:
             values.append(function(*(values[o.index] if isinstance(o, _Place) else o for o in operands)))
         addresses, scratch = self._table.of(values)
-        for stage in self._stages:
+        for stage in self.stages:
             if isinstance(stage, Batch):
                 stage(addresses, scratch)
             else:
@@ -191,7 +191,6 @@ class _Table:
 
     def __init__(self, results: Iterable[int]) -> None:
         self._cells = {place: ~cell for cell, place in enumerate(results)}
-        self._scratch = len(self._cells)
         self._numbers: dict[int, int] = {}
 
     def batch(self, calls: Sequence[Call]) -> Batch | None:
@@ -199,13 +198,10 @@ class _Table:
         kernel = calls[0].kernel
         if kernel.function is None:
             return None
-        cells = [~(self._scratch + i) for i in range(len(kernel.function.scratch))]
-        self._scratch += len(cells)
 
         def entry(call: Call, argument: int, of_element: int) -> int:
-            if of_element < 0:
-                return 0  # a length, which is not in the table
-            return self._of_place(call.places[argument]) if argument >= 0 else cells[~argument]
+            # A length is not in the table.
+            return 0 if of_element < 0 else self._of_place(call.places[argument])
 
         arguments = list(zip(kernel.function.arguments, kernel.bytes_per_element, strict=True))
         return Batch(
@@ -223,7 +219,7 @@ class _Table:
     def of(self, values: Sequence[Any]) -> tuple[array[int], Tensor]:
         """The table of a step, and its scratch memory."""
         addresses = array("q", [values[place].data_ptr() for place in self._numbers])
-        return addresses, torch.empty(self._scratch * CELL, dtype=torch.uint8)
+        return addresses, torch.empty(len(self._cells) * CELL, dtype=torch.uint8)
 
 
 @dataclass(frozen=True)

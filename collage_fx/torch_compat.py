@@ -1369,15 +1369,13 @@ class CFunction:
     Attributes:
         address: of the function.
         arguments: for each of its arguments, which argument of the Python code around it is passed, as an
-            address if it is a tensor; or, negative, which scratch memory: -1 for the first.
-        scratch: bytes of each piece of scratch memory, for a length of two.
+            address if it is a tensor.
         library: what has to stay loaded.
     """
 
     address: int
     arguments: tuple[int, ...]
-    scratch: tuple[int, ...]
-    library: Any
+    library: ctypes.CDLL
 
 
 class _StandIn(int):
@@ -1392,39 +1390,27 @@ def c_function(code: Callable[[list[Any]], Any], arguments: int) -> CFunction | 
         arguments: its length.
 
     The code is run with objects that stand for its arguments, and a function that notes which of them it is
-    called with instead of the generated one. This is safe where all names that the code uses are known.
+    called with instead of the generated one. This is safe because nothing else has a name in that code.
     """
     function = getattr(code, "__func__", code)
     if not isinstance(function, FunctionType) or function.__closure__:
         return None
-    names = set(function.__code__.co_names)
-    kernels = {name for name in names if name.startswith("cpp_fused")}
-    known = {"clear", "torch", "empty_strided_cpu"}
-    if len(kernels) != 1 or any(
-        name not in known and not isinstance(getattr(torch, name, None), torch.dtype)
-        for name in names - kernels
-    ):
+    names = set(function.__code__.co_names) - {"clear"}
+    if len(names) != 1 or not (kernel := names.pop()).startswith("cpp_fused"):
         return None
-    scratch: list[torch.Tensor] = []
     calls: list[tuple[Any, ...]] = []
-
-    def allocate(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        scratch.append(torch.empty_strided(size, stride, dtype=dtype, device="meta"))
-        return scratch[-1]
-
-    (kernel,) = kernels
-    stand_ins = {kernel: lambda *given: calls.append(given), "empty_strided_cpu": allocate}
-    noting = FunctionType(function.__code__, {**function.__globals__, **stand_ins})
+    noting = FunctionType(
+        function.__code__, {**function.__globals__, kernel: lambda *passed: calls.append(passed)}
+    )
     given = [_StandIn(2) for _ in range(arguments)]
     noting(*([None] if code is not function else []), list(given))
-    places = {id(each): i for i, each in enumerate(given)} | {id(each): ~i for i, each in enumerate(scratch)}
+    places = {id(each): i for i, each in enumerate(given)}
     if len(calls) != 1 or not all(id(argument) in places for argument in calls[0]):
         return None
     library = ctypes.CDLL(function.__globals__[kernel].__self__.__file__)
     address = ctypes.cast(library.kernel, ctypes.c_void_p).value
     assert address is not None
-    passed = tuple(places[id(argument)] for argument in calls[0])
-    return CFunction(address, passed, tuple(memory.nbytes for memory in scratch), library)
+    return CFunction(address, tuple(places[id(argument)] for argument in calls[0]), library)
 
 
 def load_cpp_library(source: str) -> ctypes.CDLL:

@@ -101,15 +101,19 @@ def test_a_tensor_that_is_only_read_joins_nothing() -> None:
     assert [stored(part) for part in parts(step, *vectors(3, 3, 3))] == [{0}, {1}]
 
 
-def test_a_counter_goes_with_its_only_reader() -> None:
+def test_what_is_made_of_a_counter_is_apart_from_the_elements() -> None:
     def step(p: Tensor, q: Tensor, s: Tensor, t: Tensor) -> None:
         for x, n in ((p, s), (q, t)):
             n.add_(1)
             x.div_(1 - 0.5**n)
 
-    first, second = parts(step, *vectors(3, 5), torch.ones(()), torch.ones(()))
-    assert (stored(first), stored(second)) == ({0, 2}, {1, 3})
-    assert rule_of(first).key == rule_of(second).key
+    found = parts(step, *vectors(3, 5), torch.ones(()), torch.ones(()))
+    assert [stored(part) for part in found] == [{2}, {3}, {0}, {1}]
+    counters, elements = found[:2], found[2:]
+    assert [part.given for part in elements] == [set(part.results) for part in counters]
+    for same in (counters, elements):
+        assert len({rule_of(part).key for part in same}) == 1
+        assert all(rule_of(part).independent for part in same)
 
 
 def test_a_counter_of_several_is_a_part_of_its_own_and_runs_first() -> None:
