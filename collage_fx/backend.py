@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from collage_fx import eager, scalars
 from collage_fx.admission import forget_new_state
+from collage_fx.batches import prepare_compiler
 from collage_fx.capture import Capture, CaptureOfFamilies
 from collage_fx.compilations import GraphReport
 from collage_fx.dumps import is_dumping
@@ -38,7 +39,6 @@ from collage_fx.torch_compat import (
     inductor_compile_inner,
     mode_options,
     needs_autograd,
-    prepare_cpp_compiler,
     thin_lists,
     thinned_lists,
 )
@@ -160,7 +160,7 @@ class CollageBackend:
         if self.options.strategy != "none":
             patches.update(JOINT_GRAPH_SETTINGS)
         if any(tensor.device.type == "cpu" for tensor in (*gm.parameters(), *gm.buffers())):
-            prepare_cpp_compiler()
+            prepare_compiler()
         capture = Capture(self, gm, tuple(example_inputs), mode)
         needs_grad = needs_autograd(gm, example_inputs)
         thinned = thinned_lists()

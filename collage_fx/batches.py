@@ -30,9 +30,9 @@ from itertools import accumulate, chain
 import torch
 from torch import Tensor
 
-from collage_fx.torch_compat import CFunction, load_cpp_library
+from collage_fx.torch_compat import CFunction, load_cpp_library, prepare_cpp_compiler
 
-__all__ = ["CELL", "MOST_ARGUMENTS", "Batch", "load_library"]
+__all__ = ["CELL", "MOST_ARGUMENTS", "Batch", "prepare_compiler"]
 
 #: Elements of a job: enough for a processor to fetch ahead, few enough for all threads to end together.
 LARGEST_JOB = 1 << 17
@@ -117,6 +117,15 @@ def load_library() -> ctypes.CDLL:
     library.run.argtypes = [pointer, word, pointer, pointer, word, *[pointer] * 5, word, word]
     library.run.restype = None
     return library
+
+
+@functools.cache
+def prepare_compiler() -> None:
+    """Have all that a first step compiles beside its own kernels compiled on another core, once a process.
+
+    A fault of the compiler is raised where the library or a kernel is needed.
+    """
+    prepare_cpp_compiler().add_done_callback(lambda _: load_library())
 
 
 @dataclass(frozen=True)

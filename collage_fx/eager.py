@@ -45,6 +45,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from collage_fx.admission import forget_new_state, refuse_optimizer, remember_state
+from collage_fx.batches import prepare_compiler
 from collage_fx.error_terms import expansion_of
 from collage_fx.errors import (
     CollageError,
@@ -64,7 +65,6 @@ from collage_fx.torch_compat import (
     dynamo_recompile_limit,
     is_being_stepped,
     is_step_wrapper,
-    prepare_cpp_compiler,
     watch_conversions,
     watch_graph_breaks,
     watch_traced_optimizers,
@@ -130,7 +130,7 @@ def _at_trace(strictness: Strictness, optimizer: Optimizer, backend: Any, keywor
     except CollageError as refusal:
         raise_or_warn(optimizer, refusal, strict=strict)
     if any(p.device.type == "cpu" and is_low_precision(p.dtype) for _, p in parameter_names(optimizer)):
-        prepare_cpp_compiler()  # while Dynamo traces
+        prepare_compiler()  # while Dynamo traces
     return True
 
 
