@@ -55,15 +55,15 @@ def inline_asm_elementwise(*inputs: Any, asm: str, **options: Any) -> Any:
 
 
 def _as_wide_as_stores(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``select_tiling`` that gives a loop with sums as many elements at a time as it would have without.
+    """``select_tiling`` that gives a loop with code of ours a vector's worth of what it stores at a time.
 
-    That is a vector's worth of what it stores. Inductor itself counts by float32 as soon as one node of the
-    loop, as those of the sums, has nothing else.
+    Inductor itself counts by float32 as soon as one node of the loop has nothing else: as those of sums, and
+    the rounding of a value where Inductor keeps both apart, as torch 2.15 does.
     """
 
     def select_tiling(self: Any, functions: Any, *args: Any) -> Any:
         bodies = cpp_module._get_loop_body(functions)
-        if not any(map(_has_summands, bodies)):
+        if not any(map(_has_our_code, bodies)):
             return original(self, functions, *args)
         found = {cpp_module.get_loop_body_lowp_fp(body)[0] for body in bodies} - {None}
         if len(found) != 1:
@@ -75,9 +75,8 @@ def _as_wide_as_stores(original: Callable[..., Any]) -> Callable[..., Any]:
     return select_tiling
 
 
-def _has_summands(body: Any) -> bool:
-    nodes = body.root_block.graph.find_nodes(op="call_method", target="inline_asm_elementwise")
-    return any(node.kwargs["asm"].startswith(SUM) for node in nodes)
+def _has_our_code(body: Any) -> bool:
+    return bool(body.root_block.graph.find_nodes(op="call_method", target="inline_asm_elementwise"))
 
 
 for _overrides in (CppOverrides, CppVecOverrides):
