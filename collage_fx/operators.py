@@ -32,7 +32,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -228,9 +229,13 @@ register_sampling_lowering(
     update_sizes, _place, measures.sampled, sample=measures.SAMPLE, places=len(measures.SIZES)
 )
 
+
+def _sources() -> Iterator[str]:
+    """Of what decides what an operator is compiled to: the definitions above and the lowering."""
+    yield from (inspect.getsource(each) for each in (arithmetic, measures, sums_in_cpp, _interpret))
+    for path in sorted(Path(torch_compat.__file__).parent.glob("*.py")):
+        yield path.read_text(encoding="utf-8")
+
+
 #: Identifies the definitions above and the lowering; part of the compile cache's key.
-REVISION = hashlib.sha256(
-    "".join(
-        inspect.getsource(each) for each in (arithmetic, measures, sums_in_cpp, torch_compat, _interpret)
-    ).encode()
-).hexdigest()
+REVISION = hashlib.sha256("".join(_sources()).encode()).hexdigest()

@@ -13,7 +13,7 @@ ROOT = Path(collage_fx.__file__).parent
 LAYERS = [
     {"wrapping", "suggestions", "mathml", "sums_in_cpp"},
     {"formats", "averaging", "torch_compat"},
-    {"arithmetic", "errors", "measures"},
+    {"arithmetic", "batches", "errors", "measures"},
     {"operators", "error_formats", "graph", "composites"},
     {"metrics", "retype", "program", "scalars", "partition", "pictures"},
     {"feedback", "recurrence", "verify", "kernels", "treatments", "dumps", "svg"},
@@ -35,12 +35,34 @@ LAYERS = [
 RANK = {module: rank for rank, layer in enumerate(LAYERS) for module in layer}
 
 
-def _imports(path: Path) -> set[str]:
+COMPAT = ROOT / "torch_compat"
+
+#: Likewise within torch_compat.
+COMPAT_LAYERS = [
+    {
+        "version",
+        "tensors",
+        "fake_tensors",
+        "optim_frames",
+        "dynamo_trace",
+        "aot_autograd",
+        "inductor_libraries",
+    },
+    {"dynamo_optimizers", "dynamo_graph_breaks", "dynamo_numbers", "inductor_cpp_conversions"},
+    {"dynamo_conversions", "inductor", "inductor_cpp_sums"},
+    {"inductor_cpp", "inductor_lowerings"},
+    {"__init__"},
+]
+COMPAT_RANK = {module: rank for rank, layer in enumerate(COMPAT_LAYERS) for module in layer}
+
+
+def _imports(path: Path, package: str = "collage_fx") -> set[str]:
+    """The package's modules that a file imports from."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("collage_fx"):
-            head = node.module.split(".")[1:2]
-            names |= set(head) if head else {alias.name for alias in node.names}
+        if isinstance(node, ast.ImportFrom) and node.module and f"{node.module}.".startswith(f"{package}."):
+            inner = node.module.removeprefix(package).split(".")[1:2]
+            names |= set(inner) if inner else {alias.name for alias in node.names}
     return names
 
 
@@ -48,6 +70,17 @@ def _imports(path: Path) -> set[str]:
 def test_a_module_imports_only_from_lower_layers(path: Path) -> None:
     assert path.stem in RANK, f"say which layer {path.stem} belongs to"
     higher = {name for name in _imports(path) if name in RANK and RANK[name] >= RANK[path.stem]}
+    assert not higher, f"{path.stem} imports {higher} from its own layer or above"
+
+
+@pytest.mark.parametrize("path", sorted(COMPAT.glob("*.py")), ids=lambda path: path.stem)
+def test_a_module_of_torch_compat_imports_only_from_lower_layers(path: Path) -> None:
+    names = _imports(path)
+    higher = {name for name in names - {"torch_compat"} if RANK[name] >= RANK["torch_compat"]}
+    assert not higher, f"{path.stem} imports {higher} from torch_compat's own layer or above"
+    assert path.stem in COMPAT_RANK, f"say which layer of torch_compat {path.stem} belongs to"
+    within = _imports(path, "collage_fx.torch_compat")
+    higher = {name for name in within if COMPAT_RANK[name] >= COMPAT_RANK[path.stem]}
     assert not higher, f"{path.stem} imports {higher} from its own layer or above"
 
 

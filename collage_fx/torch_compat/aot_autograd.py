@@ -1,0 +1,74 @@
+"""What AOTAutograd says of a graph and does around it: rests on ``torch._functorch._aot_autograd``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch._functorch._aot_autograd.descriptors import (
+    BufferAOTInput,
+    ParamAOTInput,
+    PlainAOTInput,
+    SyntheticBaseAOTInput,
+    ViewBaseAOTInput,
+)
+from torch._functorch._aot_autograd.schemas import OutputType
+from torch._guards import TracingContext
+
+__all__ = ["aot_input_of", "needs_autograd", "versions_to_increment"]
+
+
+def needs_autograd(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
+    """Whether a Dynamo graph computes something that is to be differentiated.
+
+    AOTAutograd's own answer is yes for every in-place update through ``.data`` of a parameter that requires
+    gradients, while gradients are enabled: the style of most optimizers that lack a ``torch.no_grad``.
+    """
+    results = [n for n in gm.graph.output_node().all_input_nodes if n.op not in ("placeholder", "get_attr")]
+    inputs = [
+        value
+        for value in (*gm.parameters(), *gm.buffers(), *example_inputs)
+        if isinstance(value, torch.Tensor)
+    ]
+    return torch.is_grad_enabled() and (
+        any(getattr(node.meta.get("example_value"), "requires_grad", False) for node in results)
+        or any(value.requires_grad and not value.is_leaf for value in inputs)
+    )
+
+
+def aot_input_of(
+    placeholder: torch.fx.Node,
+) -> tuple[Literal["attribute", "argument", "alias"], str | int] | None:
+    """Where an input of an AOTAutograd graph comes from.
+
+    Returns:
+        ``("attribute", name)`` for a parameter or buffer of the Dynamo module, ``("argument", position)`` for
+        one of its inputs, ``("alias", description)`` for the common memory of several aliasing inputs, None
+        for anything else (pieces of tensor subclasses, tokens).
+    """
+    descriptor = placeholder.meta.get("desc")
+    if isinstance(descriptor, (ParamAOTInput, BufferAOTInput)):
+        return "attribute", descriptor.target
+    if isinstance(descriptor, PlainAOTInput):
+        return "argument", descriptor.idx
+    if isinstance(descriptor, (SyntheticBaseAOTInput, ViewBaseAOTInput)):
+        return "alias", descriptor.expr()
+    return None
+
+
+def versions_to_increment() -> list[int] | None:
+    """What AOTAutograd's wrapper still has to do for the inference graph that it is compiling.
+
+    Returns:
+        the inputs whose version counters it will count up, where that is all: what the graph returns is new,
+        and what it does to its inputs is done in it, to their elements alone. None otherwise.
+    """
+    context = TracingContext.try_get()
+    found = None if context is None else context.fw_metadata
+    if found is None or found.num_intermediate_bases or found.num_mutated_inp_runtime_indices:
+        return None
+    changed = (info.mutates_metadata or info.mutation_inductor_storage_resize for info in found.input_info)
+    if any(changed) or any(info.output_type is not OutputType.non_alias for info in found.output_info):
+        return None
+    return list(found.mutated_graph_handled_indices_seen_by_autograd)

@@ -1,0 +1,98 @@
+"""Where Dynamo breaks a graph, and in whose step: rests on its translator's ``log_graph_break``."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+import torch
+from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+
+from collage_fx.torch_compat.dynamo_trace import backend_within
+from collage_fx.torch_compat.optim_frames import (
+    functions_passed,
+    is_in_torchs_optimizer,
+    optimizer_of_method,
+    possible_steps_on_the_stack,
+)
+from collage_fx.wrapping import wrap_method
+
+__all__ = ["GraphBreak", "watch_graph_breaks"]
+
+
+@dataclass(frozen=True)
+class GraphBreak:
+    """A place where Dynamo cannot go on tracing.
+
+    Attributes:
+        optimizer: whose step is being traced there; None where it is none's.
+        is_in_closure: whether it is in a function that the step was given to call.
+        is_around_a_step: whether it is torch.optim's own, around the step of an optimizer within.
+        reason: Dynamo's, in a sentence or two.
+        where: file, line and function.
+    """
+
+    optimizer: torch.optim.Optimizer | None
+    is_in_closure: bool
+    is_around_a_step: bool
+    reason: str
+    where: str
+
+
+def watch_graph_breaks(watch: Callable[[Any, dict[str, Any], CodeType, GraphBreak], None]) -> None:
+    """Have ``watch(backend, keywords, code, graph_break)`` called when Dynamo decides to break a graph.
+
+    ``code`` is the function's that is being converted; it may have called the one that breaks.
+
+    Or to skip a frame. An exception of a :class:`ShortenTraceback` class reaches the user, as in
+    :func:`watch_traced_optimizers`.
+    """
+
+    def watching(original: Callable[..., None]) -> Callable[..., None]:
+        def watched(self: Any, code_options: Any, reason: str, exc: Any) -> None:
+            if not _is_torchs_own(self.f_code, exc):
+                watch(*backend_within(self.output.compiler_fn), self.f_code, _describe_graph_break(self, exc))
+            original(self, code_options, reason, exc)
+
+        return watched
+
+    wrap_method(InstructionTranslatorBase, "log_graph_break", watching)
+
+
+def _is_torchs_own(code: CodeType, cause: Any) -> bool:
+    """Whether it is the break that torch.optim's wrapper around ``step`` has written into it."""
+    return _is_call_for_a_break(cause) and is_in_torchs_optimizer(code)
+
+
+def _is_call_for_a_break(cause: Any) -> bool:
+    return getattr(cause, "gb_type", None) == "Call to `torch._dynamo.graph_break()`"
+
+
+def _describe_graph_break(translator: Any, cause: Any) -> GraphBreak:
+    stack = list(getattr(cause, "real_stack", None) or ())
+    lines = [line.strip() for line in str(getattr(cause, "msg", cause)).splitlines() if line.strip()]
+    explained = [line.removeprefix("Explanation: ") for line in lines[:2]]
+    where = (
+        f"{stack[-1].filename}:{stack[-1].lineno} in {stack[-1].name}" if stack else translator.f_code.co_name
+    )
+    in_optimizer = bool(stack) and stack[-1].filename == inspect.getfile(torch.optim.Optimizer)
+    around_a_step = in_optimizer and _is_call_for_a_break(cause)
+    stepped_by = _optimizer_stepped_by(translator, stack)
+    return GraphBreak(*stepped_by, around_a_step, ". ".join(explained), where)
+
+
+def _optimizer_stepped_by(translator: Any, stack: Sequence[Any]) -> tuple[torch.optim.Optimizer | None, bool]:
+    """The optimizer in one of whose methods a translation is, and whether in a closure that it calls.
+
+    Looked for among the function that is being traced and the Python frames that called it.
+    """
+    below = {(entry.filename, entry.name) for entry in stack}
+    for code, variables in [(translator.f_code, translator.f_locals), *possible_steps_on_the_stack()]:
+        optimizer = optimizer_of_method(code, variables)
+        if optimizer is not None:
+            return optimizer, bool(below & functions_passed(code, variables))
+        below.add((code.co_filename, code.co_name))
+    return None, False

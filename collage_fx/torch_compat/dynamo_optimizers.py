@@ -1,0 +1,183 @@
+"""How Dynamo traces an optimizer: rests on its ``OptimizerVariable`` and ``OutputGraph``."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch._dynamo.output_graph import OutputGraph
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.variables.lists import ListVariable
+from torch._dynamo.variables.optimizer import OptimizerVariable
+from torch.utils.weak import WeakIdKeyDictionary
+
+from collage_fx.torch_compat.dynamo_trace import TraceWhole, backend_within, output_being_traced
+from collage_fx.wrapping import wrap_method
+
+__all__ = [
+    "Thin",
+    "ThinnedLists",
+    "forget_static_addresses",
+    "thin_lists",
+    "thinned",
+    "thinned_lists",
+    "tracing_whole",
+    "watch_traced_optimizers",
+]
+
+
+def watch_traced_optimizers(watch: Callable[[torch.optim.Optimizer, Any, dict[str, Any]], bool]) -> None:
+    """Have ``watch(optimizer, backend, keywords)`` called when Dynamo begins to trace through an optimizer.
+
+    ``backend`` is what ``torch.compile`` was given (a name already looked up) and ``keywords`` the ``mode``
+    and ``options`` that go with it. An exception of a :class:`ShortenTraceback` class ends the trace and
+    reaches the user as it is, before anything has run: that is how an input can be refused for which Dynamo
+    would fall back to eager execution without asking any backend. Costs nothing where nothing is traced. One
+    watch at a time; a second replaces the first.
+
+    Where ``watch`` returns True, two silent faults of Dynamo are made good. It forgets what a step assigns to
+    attributes of the optimizer (``self.steps += 1``), because it doesn't register optimizers for side
+    effects. And of the lists that ``_init_group`` fills, it sees those that are positional arguments filled
+    and those that are keyword arguments empty, so that nothing is updated.
+    """
+
+    def watching(original: Callable[..., None]) -> Callable[..., None]:
+        def watched(self: Any, value: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+            is_ours = watch(value, *_backend_being_traced_for())
+            original(self, value, *args, **kwargs)
+            if is_ours:
+                side_effects = InstructionTranslator.current_tx().output.side_effects
+                if value not in side_effects:
+                    side_effects.track_object_existing(value, self)
+                _traced_for_us.add(value)
+
+        return watched
+
+    wrap_method(OptimizerVariable, "__init__", watching)
+    wrap_method(OptimizerVariable, "call_method", _with_positional_lists)
+
+
+def _with_positional_lists(call_method: Callable[..., Any]) -> Callable[..., Any]:
+    def called(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if name == "_init_group" and kwargs and self.value in _traced_for_us:
+            bound = inspect.signature(self.value._init_group).bind(*args, **kwargs)
+            args, kwargs = list(bound.args), bound.kwargs
+        return call_method(self, tx, name, args, kwargs)
+
+    return called
+
+
+_traced_for_us: WeakSet[torch.optim.Optimizer] = WeakSet()
+
+
+def _backend_being_traced_for() -> tuple[Any, dict[str, Any]]:
+    output = output_being_traced()
+    return (None, {}) if output is None else backend_within(output.compiler_fn)
+
+
+@dataclass(frozen=True)
+class ThinnedLists:
+    """What ``_init_group`` has filled lists with, and what of it is traced.
+
+    Attributes:
+        optimizer: whose step loops over them.
+        rows: for each parameter its entries in the lists that are not empty: itself, its gradient, its state.
+        kept: which rows are traced.
+    """
+
+    optimizer: torch.optim.Optimizer
+    rows: tuple[tuple[Any, ...], ...]
+    kept: tuple[int, ...]
+
+
+#: Row by row what a step will loop over -> the rows that are enough to trace, None for all.
+Thin = Callable[[torch.optim.Optimizer, Any, dict[str, Any], Sequence[tuple[Any, ...]]], Sequence[int] | None]
+
+
+def thin_lists(choose: Thin, abandon: Callable[[torch.optim.Optimizer], None]) -> None:
+    """Have Dynamo trace the steps of torch.optim's own classes for some of their parameters.
+
+    ``choose(optimizer, backend, keywords, rows)`` is asked each time that ``_init_group`` has filled the
+    lists that a step loops over. Guards are made for all rows. What is left out is the backend's to make good
+    (:func:`thinned_lists`), or it raises :class:`TraceWhole`. A graph break has the step traced whole, too,
+    after a call of ``abandon``: behind it Python would go on with what is left of the lists.
+
+    Only where the step is all that is compiled: nothing else in the graph reads what it updates. A second
+    call replaces the first.
+    """
+
+    def updating(original: Callable[..., None]) -> Callable[..., None]:
+        def update_list_args(
+            self: Any, tx: Any, args: Any, kwargs: Any, py_args: Any, py_kwargs: Any
+        ) -> None:
+            original(self, tx, args, kwargs, py_args, py_kwargs)
+            if tracing_whole.get() or not _is_traced_alone(self.value, tx.output.root_tx):
+                return
+            lists = [arg for arg in args if isinstance(arg, ListVariable) and arg.items]
+            columns = [
+                py for arg, py in zip(args, py_args, strict=True) if any(arg is each for each in lists)
+            ]
+            if not lists or any(len(column) != len(columns[0]) for column in columns):
+                return
+            rows = tuple(zip(*columns, strict=True))
+            kept = choose(self.value, *backend_within(tx.output.compiler_fn), rows)
+            if kept is not None:
+                for each in lists:
+                    for i in set(range(len(rows))).difference(kept):
+                        each.items[i].realize()  # makes its guards
+                    each.items[:] = [each.items[i] for i in kept]
+                thinned.setdefault(tx.output, []).append(ThinnedLists(self.value, rows, tuple(kept)))
+
+        return update_list_args
+
+    def breaking(original: Callable[..., Any]) -> Callable[..., Any]:
+        def compile_subgraph(self: Any, tx: Any, reason: Any, *args: Any, **kwargs: Any) -> Any:
+            if reason.graph_break and self in thinned:
+                for lists in thinned[self]:
+                    abandon(lists.optimizer)
+                raise TraceWhole
+            return original(self, tx, reason, *args, **kwargs)
+
+        return compile_subgraph
+
+    wrap_method(OptimizerVariable, "update_list_args", updating)
+    wrap_method(OutputGraph, "compile_subgraph", breaking)
+
+
+tracing_whole: ContextVar[bool] = ContextVar("tracing_whole", default=False)
+
+#: By trace.
+thinned = WeakIdKeyDictionary()
+
+
+def _is_traced_alone(optimizer: torch.optim.Optimizer, root: Any) -> bool:
+    """Whether the frame that is converted is that of a step that torch.optim has written, without closure."""
+    step = inspect.unwrap(type(optimizer).step)
+    return (
+        optimizer in _traced_for_us
+        and type(optimizer).__module__.startswith("torch.optim.")
+        and step.__module__.startswith("torch.optim.")
+        and root.f_code is step.__code__
+        and root.f_locals.get("closure") is None
+    )
+
+
+def thinned_lists() -> list[ThinnedLists]:
+    """What of the lists of the step that is being compiled is traced; empty where all of it is."""
+    output = output_being_traced()
+    return [] if output is None else list(thinned.get(output, ()))
+
+
+def forget_static_addresses(tensors: Iterable[torch.Tensor]) -> None:
+    """Have Dynamo treat tensors as it does others that a function is called with.
+
+    Those of an optimizer that it has begun to trace it guards on one by one, so that the next parameter would
+    not get the code of the last.
+    """
+    for tensor in tensors:
+        vars(tensor).pop("_dynamo_static_input_type", None)

@@ -1,0 +1,87 @@
+"""What Dynamo is compiling right now, for which backend, and how to send it another way.
+
+Rests on Dynamo's translator (``torch._dynamo.symbolic_convert``) and on its wrappers around a backend.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch._dynamo.exc import ShortenTraceback
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._guards import CompileContext
+
+__all__ = [
+    "ConvertAgain",
+    "RunAsItIs",
+    "ShortenTraceback",
+    "TraceWhole",
+    "backend_within",
+    "current_trace",
+    "output_being_traced",
+    "traced_frame_name",
+    "traced_frame_variables",
+]
+
+
+def traced_frame_variables() -> dict[str, Any]:
+    """The Python variables of the frame that Dynamo is compiling, real objects; empty outside of Dynamo.
+
+    Includes the globals that the frame's code names, so that a step inside a user's function is found too.
+    """
+    output = output_being_traced()
+    if output is None:
+        return {}
+    frame = output.root_tx
+    global_names = {name: frame.f_globals[name] for name in frame.f_code.co_names if name in frame.f_globals}
+    return {**global_names, **frame.f_locals}
+
+
+def traced_frame_name() -> str:
+    """The name of the function whose frame Dynamo is compiling right now; empty outside of Dynamo."""
+    output = output_being_traced()
+    return "" if output is None else str(output.root_tx.f_code.co_name)
+
+
+def current_trace() -> object:
+    """A value that identifies the compilation that Dynamo is at, None outside of Dynamo."""
+    return CompileContext.current_compile_id()
+
+
+def output_being_traced() -> Any:
+    """What Dynamo is putting the graph together in right now; None outside of Dynamo."""
+    try:
+        translator = InstructionTranslator.current_tx()
+    except AttributeError:  # torch's own signal for "no translation is running"
+        return None
+    return translator.output
+
+
+def backend_within(compiler: Any) -> tuple[Any, dict[str, Any]]:
+    """The backend as the user gave it, and the keywords ``torch.compile`` adds to its call."""
+    keywords: dict[str, Any] = {}
+    while True:  # torch.compile, Dynamo and its debugging tools each put a wrapper of their own around it
+        attributes = getattr(compiler, "__dict__", {})
+        keywords = {**keywords, **attributes.get("kwargs", {})}
+        inner = attributes.get("compiler_fn") or attributes.get("_torchdynamo_orig_backend")
+        if inner is None:
+            return compiler, keywords
+        compiler = inner
+
+
+class RunAsItIs(ShortenTraceback):
+    """Raised by a watch to have Python run the frame that is being converted."""
+
+    def __init__(self) -> None:
+        super().__init__(first_useful_frame=None)
+
+
+class ConvertAgain(ShortenTraceback):
+    """Raised within a conversion when something has changed that makes Dynamo trace another way."""
+
+    def __init__(self) -> None:
+        super().__init__(first_useful_frame=None)
+
+
+class TraceWhole(ConvertAgain):
+    """Raised within a conversion to have it begin anew without thinned lists."""

@@ -1,0 +1,102 @@
+"""Tensors without elements, numbers without values: rests on fake tensors and symbolic shapes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._dynamo.source import ConstantSource
+from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.utils._mode_utils import no_dispatch
+
+__all__ = [
+    "FakeTensorMode",
+    "SymbolicScope",
+    "another_fake",
+    "detect_fake_mode",
+    "make_fx",
+    "real_tensors",
+    "symbol_source",
+]
+
+
+@contextlib.contextmanager
+def real_tensors() -> Iterator[None]:
+    """Allocate real tensors although a fake tensor mode is active (as it is while a backend runs)."""
+    with unset_fake_temporarily():
+        yield
+
+
+def another_fake(value: torch.Tensor) -> torch.Tensor:
+    """A new fake tensor like ``value``, a fake tensor: faster than running an operation that makes one."""
+    assert isinstance(value, FakeTensor)
+    with no_dispatch():
+        meta = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    return FakeTensor(value.fake_mode, meta, value.device)
+
+
+def symbol_source(value: torch.SymInt | torch.SymFloat) -> str:
+    """The expression a symbolic number was read from, as ``self.param_groups[0]['lr']``, else its symbol."""
+    expression = value.node.expr
+    sources = value.node.shape_env.var_to_sources.get(expression, ())
+    return str(sources[0].name) if sources and isinstance(sources[0].name, str) else str(expression)
+
+
+class SymbolicScope:
+    """Fake tensors and symbolic numbers that belong to no capture, for a graph that is made from scratch.
+
+    A context manager: within it, graphs of its values can be made and compiled, whatever is being compiled
+    around it.
+    """
+
+    def __init__(self) -> None:
+        self.shape_env = ShapeEnv()
+        self.fake_mode = FakeTensorMode(shape_env=self.shape_env)
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        self._stack.enter_context(unset_fake_temporarily())
+        self._stack.enter_context(tracing(TracingContext(self.fake_mode)))
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def length(self, name: str, hint: int) -> Any:
+        """A symbolic integer that is 2 at least."""
+        source = ConstantSource(name)
+        symbol = self.shape_env.create_symbol(hint, source, DimDynamic.DYNAMIC)
+        return self.shape_env.create_symintnode(symbol, hint=hint, source=source)
+
+    def number(self, name: str, kind: type) -> Any:
+        """A symbolic number of any value: ``kind`` is ``torch.SymInt`` or ``torch.SymFloat``."""
+        source = ConstantSource(name)
+        hint: Any = 3 if kind is torch.SymInt else 0.3
+        symbol = self.shape_env.create_unspecified_symbol(hint, source, DimDynamic.DYNAMIC)
+        create = (
+            self.shape_env.create_symintnode if kind is torch.SymInt else self.shape_env.create_symfloatnode
+        )
+        return create(symbol, hint=hint, source=source)
+
+    def tensor(
+        self, size: Sequence[Any], stride: Sequence[Any], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """A fake tensor."""
+        with self.fake_mode:
+            return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+    def run(self, node: torch.fx.Node) -> Any:
+        """The value of an operation, from the values of its operands."""
+        args, kwargs = torch.utils._pytree.tree_map_only(
+            torch.fx.Node, lambda n: n.meta["val"], (node.args, node.kwargs)
+        )
+        with self.fake_mode:
+            return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    def has_guards(self) -> bool:
+        """Whether something was decided by the value that a symbol stands for."""
+        return bool(self.shape_env.guards)

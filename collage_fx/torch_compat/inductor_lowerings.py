@@ -1,0 +1,298 @@
+"""Lowerings of our operators: rests on Inductor's intermediate representation (``torch._inductor.ir``)."""
+
+from __future__ import annotations
+
+import contextlib
+import unittest.mock
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._inductor import ir
+from torch._inductor.lowering import lowerings, pointwise_cat, register_lowering, to_dtype
+from torch._inductor.utils import sympy_product
+from torch._inductor.virtualized import OpsWrapper, V, ops
+from torch.utils._sympy.functions import FloorDiv, ModularIndexing
+
+from collage_fx.sums_in_cpp import Sums
+from collage_fx.torch_compat.inductor import generates_cpp
+from collage_fx.torch_compat.inductor_cpp_sums import part_of_sum
+
+__all__ = [
+    "pointwise_of",
+    "register_pointwise_lowering",
+    "register_realizing_lowering",
+    "register_sampling_lowering",
+    "register_summing_lowering",
+]
+
+
+def register_pointwise_lowering(
+    operator: Any, element_function: Callable[..., Callable[[Sequence[Any]], Any]], *, dtype: torch.dtype
+) -> None:
+    """Lower ``operator(*tensors, *constants)`` to an elementwise computation in the kernel that reads it.
+
+    Args:
+        operator: an overload of tensors of one shape and constants.
+        element_function: ``(device, *constants) -> function of [values of the tensors]`` giving the value of
+            the result, for one element.
+        dtype: of the result.
+    """
+
+    def lowering(*arguments: Any) -> Any:
+        tensors = [argument for argument in arguments if isinstance(argument, ir.TensorBox)]
+        loads = [tensor.make_loader() for tensor in tensors]
+        compute = element_function(tensors[0].get_device(), *arguments[len(tensors) :])
+        return ir.Pointwise.create(
+            device=tensors[0].get_device(),
+            dtype=dtype,
+            inner_fn=lambda index: compute([load(index) for load in loads]),
+            ranges=list(tensors[0].get_size()),
+        )
+
+    register_lowering(operator, type_promotion_kind=None)(lowering)
+
+
+#: ATen operators whose name in Inductor's elementwise language differs.
+_ELEMENT_NAMES = {"__rshift__": "bitwise_right_shift", "__lshift__": "bitwise_left_shift"}
+
+
+def pointwise_of(node: torch.fx.Node, values: Mapping[torch.fx.Node, Any]) -> Any:
+    """One node of a traced elementwise function in Inductor's language, its operands from ``values``."""
+    name = node.target.overloadpacket.__name__  # type: ignore[union-attr]
+    args: tuple[Any, ...] = node.args
+    tensors = [arg for arg in args if isinstance(arg, torch.fx.Node)]
+    dtype = (tensors[0] if tensors else node).meta["val"].dtype
+    if name == "alias":
+        return values[tensors[0]]
+    if name in ("full", "scalar_tensor"):
+        return ops.constant(args[-1], node.meta["val"].dtype)
+    if name == "convert_element_type":
+        return ops.to_dtype(values[tensors[0]], args[1], src_dtype=dtype)
+    if node.target is torch.ops.aten.view.dtype:
+        return ops.to_dtype_bitcast(values[tensors[0]], args[1], dtype)
+    operands = [values[arg] if isinstance(arg, torch.fx.Node) else ops.constant(arg, dtype) for arg in args]
+    return getattr(ops, _ELEMENT_NAMES.get(name, name))(*operands)
+
+
+def register_realizing_lowering(operator: Any) -> None:
+    """Lower ``operator(x)`` to ``x`` in memory: what reads it loads it instead of computing it anew."""
+
+    def lowering(x: Any) -> Any:
+        x.realize()
+        return x
+
+    register_lowering(operator, type_promotion_kind=None)(lowering)
+
+
+def register_summing_lowering(
+    operator: Any,
+    terms: Callable[[Sequence[Any]], Sequence[Any]],
+    sums_of: Callable[[int], Sums],
+    *,
+    names: Sequence[str],
+    otherwise: Mapping[str, str | None],
+) -> None:
+    """Lower ``operator(*tensors, more)`` to sums over all elements, in the loop that computes the tensors.
+
+    Args:
+        operator: an overload of float32 tensors of one shape, or None, and of a float64 vector; it returns a
+            float64 vector, of which the other is the end.
+        terms: from the values of one element of each tensor, without the Nones, to what it adds to each sum:
+            float64 numbers, then truth values.
+        sums_of: what those sums are, given how many tensors there are.
+        names: of the sums that the operator returns.
+        otherwise: for one that isn't among those sums, the one that it is the same as, or None for zero.
+    """
+
+    def lowering(*operands: Any) -> Any:
+        *tensors, more = operands
+        given = [tensor for tensor in tensors if tensor is not None]
+        for tensor in given:
+            tensor.realize()  # else each sum would be traced from the inputs of the step
+        size, device = given[0].get_size(), given[0].get_device()
+        loaders = [tensor.make_loader() for tensor in given]
+        shared = _load_in_common(given[0])
+        sums, elements = sums_of(len(given)), sympy_product(size)
+        hint = V.graph.sizevars.optimization_hint(elements, fallback=0)
+        counter = torch.int64 if hint >= 1 << 31 else torch.int32
+        is_one = V.graph.sizevars.statically_known_equals(elements, 1)  # Inductor makes no sum of it
+        in_cpp = generates_cpp(device) and not is_one
+
+        def term(number: int, dtype: torch.dtype) -> Callable[[Any, Any], Any]:
+            def inner(index: Any, reduced: Any) -> Any:
+                shared(reduced)
+                loaded = [load(reduced) for load in loaders]
+                if in_cpp:
+                    return part_of_sum(sums, number, loaded)
+                value = terms(loaded)[number]
+                return value if dtype is torch.float64 else ops.to_dtype(value, dtype, src_dtype=torch.bool)
+
+            return inner
+
+        def sum_of(name: str) -> Any:
+            dtype = torch.float64 if in_cpp or name in sums.products else counter
+            total = ir.Reduction.create(
+                device=device,
+                dst_dtype=dtype,
+                src_dtype=dtype,
+                inner_fn=term(sums.number(name), dtype),
+                ranges=[],
+                reduction_ranges=list(size),
+                reduction_type="sum",
+            )
+            total.realize()
+            return to_dtype(total, torch.float64).make_loader()
+
+        loads = {name: sum_of(name) for name in (*sums.products, *sums.counts)}
+        which = [name if name in loads else otherwise[name] for name in names]
+
+        def result(index: Any) -> Any:
+            position = ops.index_expr(index[0], torch.int32)
+            value = ops.constant(0.0, torch.float64)
+            for number, name in enumerate(which):
+                if name is not None:
+                    is_here = ops.eq(position, ops.constant(number, torch.int32))
+                    value = ops.where(is_here, loads[name]([]), value)
+            return value
+
+        own = ir.Pointwise.create(device=device, dtype=torch.float64, inner_fn=result, ranges=[len(which)])
+        return pointwise_cat([own, more], 0)
+
+    register_lowering(operator, type_promotion_kind=None)(lowering)
+
+
+#: Of each graph that is being lowered: what all sums over as many elements read.
+_in_common: weakref.WeakKeyDictionary[Any, dict[Any, Callable[[Any], Any]]] = weakref.WeakKeyDictionary()
+
+
+def _load_in_common(tensor: Any) -> Callable[[Any], Any]:
+    """A load whose result nobody needs, which costs nothing: of the tensor that was the first of its size.
+
+    For C++, Inductor makes one loop of sums only if they read something in common, and makes none of sums and
+    what they are computed from if there are other sums in it already.
+    """
+    if not generates_cpp(tensor.get_device()):
+        return lambda index: None
+    known = _in_common.setdefault(V.graph, {})
+    return known.setdefault(tuple(tensor.get_size()), tensor.make_loader())
+
+
+def register_sampling_lowering(
+    operator: Any,
+    place: Callable[..., Any],
+    sampled: Callable[[Any, Any, Callable[[Any, Any], Any]], Any],
+    *,
+    sample: int,
+    places: int,
+) -> None:
+    """Lower ``operator(*tensors, *constants)`` to counts over a few elements, without the tensors in memory.
+
+    Args:
+        operator: an overload of float32 tensors of one shape, or None for zeros, and constants, that returns
+            a float64 vector.
+        place: ``(values of one element, *constants)`` -> which number of the vector counts it, int32.
+        sampled: ``(i, elements, floor division)`` -> position of the i-th of the few; there is none if it is
+            not below ``elements``.
+        sample: how many there are at most.
+        places: length of the vector.
+    """
+
+    def lowering(*operands: Any) -> Any:
+        tensors = [operand for operand in operands if operand is None or isinstance(operand, ir.TensorBox)]
+        constants, first = operands[len(tensors) :], operands[0]
+        size, device, elements = first.get_size(), first.get_device(), sympy_product(first.get_size())
+        if V.graph.sizevars.statically_known_equals(elements, 0):
+            return lowerings[torch.ops.aten.full.default]([places], 0.0, dtype=torch.float64, device=device)
+        loaders = [None if tensor is None else tensor.make_loader() for tensor in tensors]
+
+        def of_each(dtype: torch.dtype, function: Callable[[Any], Any]) -> Any:
+            """Loads what has been computed for each of the few, and kept."""
+            box = ir.Pointwise.create(device=device, dtype=dtype, inner_fn=function, ranges=[sample])
+            box.realize()
+            with ir.ComputedBuffer.force_realize():  # else positions would be computed anew in each load
+                return box.make_loader()
+
+        load_position = of_each(
+            torch.int64, lambda index: ops.index_expr(sampled(index[0], elements, FloorDiv), torch.int64)
+        )
+
+        def placed(index: Any) -> Any:
+            position, last = load_position(index), ops.index_expr(elements - 1, torch.int64)
+            within = ops.minimum(position, last)
+            where = _indices(ops.indirect_indexing(within, elements, check=False, wrap_neg=False), size)
+            zero = ops.constant(0.0, torch.float32)
+            with _computing_anew():
+                values = [zero if load is None else load(where) for load in loaders]
+            return ops.where(ops.le(position, last), place(values, *constants), ops.constant(-1, torch.int32))
+
+        load_place = of_each(torch.int32, placed)
+
+        def counted(index: Any, reduced: Any) -> Any:
+            is_here = ops.eq(load_place(reduced), ops.index_expr(index[0], torch.int32))
+            return ops.to_dtype(is_here, torch.int32, src_dtype=torch.bool)
+
+        counts = ir.Reduction.create(
+            device=device,
+            dst_dtype=torch.int32,
+            src_dtype=torch.int32,
+            inner_fn=counted,
+            ranges=[places],
+            reduction_ranges=[sample],
+            reduction_type="sum",
+        )
+        counts.realize()
+        return to_dtype(counts, torch.float64)
+
+    register_lowering(operator, type_promotion_kind=None)(lowering)
+
+
+def _indices(position: Any, size: Sequence[Any]) -> list[Any]:
+    """Of an element, from its place among all of them."""
+    inner = [sympy_product(size[i + 1 :]) for i in range(len(size))]
+    outermost = [FloorDiv(position, each) for each in inner[:1]]
+    return outermost + [ModularIndexing(position, inner[i], size[i]) for i in range(1, len(size))]
+
+
+@dataclass(frozen=True)
+class _Element:
+    """An element of a value that Inductor has decided to keep in memory."""
+
+    buffer: Any
+    index: Any
+
+
+@contextlib.contextmanager
+def _computing_anew() -> Iterator[None]:
+    """Within, elementwise values that Inductor keeps in memory are computed from what they are made of.
+
+    For a reader of a few elements: if it loaded them, whole tensors would have to be written for it. Loaded
+    are numbers, results of anything but elementwise operations, and what is read under a mask (a padded
+    tensor), where no value from elsewhere can be used, so that each reader's would be computed for itself.
+    """
+    make_indexer, operation = ir.ComputedBuffer.make_indexer, OpsWrapper._default
+    block = V.get_ops_handler()
+    computed: dict[Any, Any] = {}
+
+    def indexer(buffer: Any) -> Any:
+        is_number = all(length == 1 for length in buffer.get_size())
+        if is_number or not isinstance(buffer.data, ir.Pointwise) or V.get_ops_handler() is not block:
+            return make_indexer(buffer)
+        return lambda index: _Element(buffer, index)
+
+    def computing(wrapper: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if name != "load" or not isinstance(args[1], _Element):
+            return operation(wrapper, name, args, kwargs)
+        element = args[1]
+        key = element.buffer.get_name(), tuple(element.index)
+        if key not in computed:
+            computed[key] = element.buffer.data.make_loader()(element.index)
+        return computed[key]
+
+    with (
+        unittest.mock.patch.object(ir.ComputedBuffer, "make_indexer", indexer),
+        unittest.mock.patch.object(OpsWrapper, "_default", computing),
+    ):
+        yield

@@ -1,0 +1,100 @@
+"""Tensors, operators and modes themselves: rests on ``torch._C`` and a few private names around it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.overrides import _pop_mode_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
+
+__all__ = [
+    "assert_size_stride",
+    "depends_on_values",
+    "disabled_torch_function",
+    "factorizes",
+    "graph_module",
+    "has_internal_overlap",
+    "has_storage",
+    "prims_fma",
+    "without_modes",
+    "wrapper_subclass",
+]
+
+#: ``a * b + c``, an operator that Inductor registers and that AOTAutograd puts into graphs.
+prims_fma: Any = torch.ops.prims.fma
+
+
+def has_internal_overlap(tensor: torch.Tensor) -> bool:
+    """Whether elements of a strided tensor are known to share memory, as those of ``x.expand(n)`` do."""
+    return bool(torch._debug_has_internal_overlap(tensor) == 1)
+
+
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has memory of its own, as sparse tensors and some wrapper subclasses have not."""
+    return torch._C._has_storage(tensor)
+
+
+#: Raises AssertionError for a tensor of other sizes or strides: ``(tensor, size, stride)``.
+assert_size_stride: Callable[[torch.Tensor, tuple[int, ...], tuple[int, ...]], None] = (
+    torch._C._dynamo.guards.assert_size_stride
+)
+
+#: ``__torch_function__`` of a tensor subclass that has nothing to say there.
+disabled_torch_function: Any = torch._C._disabled_torch_function_impl
+
+_DEPENDS_ON_VALUES = {
+    torch.Tag.data_dependent_output,
+    torch.Tag.dynamic_output_shape,
+    torch.Tag.nondeterministic_seeded,
+    torch.Tag.inplace_view,
+}
+
+
+def depends_on_values(operator: Any) -> bool:
+    """Whether more than the elements of an operator's result depends on its arguments' elements.
+
+    Its shape, a Python number it returns, or whether it fails, as factorizations of matrices may. Also
+    operators that draw random numbers, or change what a tensor is.
+    """
+    return bool(_DEPENDS_ON_VALUES.intersection(operator.tags)) or factorizes(operator)
+
+
+def factorizes(operator: Any) -> bool:
+    """Whether an operator factorizes matrices, or reads factors, which may fail.
+
+    None of them is there for 16-bit formats on the CPU.
+    """
+    name = operator._schema.name.partition("::")[2].lstrip("_")
+    factorizing = ("linalg_", "cholesky", "geqrf", "svd")
+    others = ("linalg_vector_norm", "linalg__powsum", "linalg_cross", "linalg_matrix_exp")
+    return name.startswith(factorizing) and name not in others
+
+
+def wrapper_subclass(
+    cls: type[torch.Tensor],
+    size: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """A tensor of class ``cls`` that has no memory."""
+    return torch.Tensor._make_wrapper_subclass(cls, size, strides=stride, dtype=dtype, device=device)
+
+
+@contextlib.contextmanager
+def without_modes() -> Iterator[None]:
+    """Run tensor operations as if no mode were active, whether of dispatch or of functions."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_disable_current_modes())
+        if torch._C._is_torch_function_mode_enabled():
+            stack.enter_context(_pop_mode_temporarily())
+        yield
+
+
+def graph_module(root: Any, graph: torch.fx.Graph) -> torch.fx.GraphModule:
+    """A GraphModule that writes its Python code when somebody calls it or asks for the code."""
+    return _LazyGraphModule(root, graph)

@@ -1,0 +1,34 @@
+"""Which versions of torch are known: rests on nothing private, so that it can say what is wrong."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["check_version", "unknown_version", "version"]
+
+OLDEST_TORCH = (2, 11)
+TESTED_TORCH = ("2.11", "2.13", "2.15")
+
+
+def version() -> tuple[int, int]:
+    """Of torch, its major and minor number."""
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+def check_version() -> None:
+    """Raises ImportError for a version that is too old."""
+    if version() < OLDEST_TORCH:
+        raise ImportError(
+            f"collage_fx needs torch >= {'.'.join(map(str, OLDEST_TORCH))}, found {torch.__version__}: "
+            "AOTAutograd's input descriptors and the Inductor entry points it is built on are missing there"
+        )
+
+
+def unknown_version(error: ImportError) -> ImportError:
+    """What to raise where a version doesn't have a private name."""
+    return ImportError(
+        f"collage_fx does not know torch {torch.__version__}: {error}. "
+        f"It is tested with torch {', '.join(TESTED_TORCH)}; please install one of those or a newer "
+        "collage_fx"
+    )

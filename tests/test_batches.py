@@ -1,0 +1,121 @@
+"""Calls of one C++ function: every element once, whatever the sizes, by any number of threads."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from collage_fx import CollageBackend
+from collage_fx.batches import CELL, CLUMP, MOST_ARGUMENTS, Batch, job_size, pieces_of
+from collage_fx.sharing import StepInParts
+from collage_fx.torch_compat import CFunction, load_cpp_library
+from tests.support.training import parameters, run_steps
+
+FUNCTIONS = (
+    """
+#include <cstdint>
+extern "C" void add(int32_t* x, const int16_t* y, const double* factor, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) x[i] += *factor * y[i];
+}
+extern "C" void twice(const double* x, double* result) { *result = 2 * *x; }
+extern "C" void last("""
+    + "".join(f"int64_t* x{i}, " for i in range(MOST_ARGUMENTS - 1))
+    + """int64_t* x) { *x = *x0; }
+"""
+)
+
+
+def function(name: str, arguments: int) -> CFunction:
+    library = load_cpp_library(FUNCTIONS)
+    address = ctypes.cast(getattr(library, name), ctypes.c_void_p).value
+    assert address is not None
+    return CFunction(address, tuple(range(arguments)), library)
+
+
+@given(st.lists(st.integers(1, 9 * CLUMP), max_size=20), st.integers(1, 6).map(lambda n: n * CLUMP))
+def test_pieces_cover_each_call_once(lengths: list[int], job: int) -> None:
+    jobs = pieces_of(lengths, job)
+    for call, length in enumerate(lengths):
+        pieces = [piece for each in jobs for piece in each if piece.call == call]
+        ends = [piece.offset + piece.length for piece in pieces]
+        assert [piece.offset for piece in pieces] == [0, *ends[:-1]]
+        assert ends[-1] == length
+        assert all(piece.offset % CLUMP == 0 for piece in pieces)
+        assert all(piece.length >= min(length, CLUMP) for piece in pieces)
+    sizes = [sum(piece.length for piece in each) for each in jobs]
+    assert all(0 < size < job + CLUMP for size in sizes)
+    # No two neighbours would have been one.
+    assert all(a + b > job for a, b in zip(sizes, sizes[1:], strict=False))
+
+
+@given(st.integers(1, 1 << 40), st.integers(1, 256))
+def test_a_job_is_worth_a_thread_and_begins_at_a_whole_clump(elements: int, threads: int) -> None:
+    assert job_size(elements, threads) % CLUMP == 0
+    assert job_size(elements, threads) >= 8 * CLUMP
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("lengths", [[1], [5, 1, 3], [100_003, 1, 8191, 70_000], [300_000] * 3])
+def test_calls_in_pieces_are_whole_calls(lengths: list[int]) -> None:
+    factors = torch.arange(1, len(lengths) + 1, dtype=torch.float64)
+    outputs = [torch.arange(n, dtype=torch.int32) for n in lengths]
+    inputs = [torch.arange(n).to(torch.int16) for n in lengths]
+    wanted = [x + i * y for i, (x, y) in enumerate(zip(outputs, inputs, strict=True), 1)]
+    table = array("q", [t.data_ptr() for pair in zip(outputs, inputs, strict=True) for t in pair])
+    # The factors are in scratch memory.
+    scratch = torch.zeros(len(lengths), CELL // 8, dtype=torch.float64)
+    scratch[:, 0] = factors
+    calls = [[2 * i, 2 * i + 1, ~i, 0] for i in range(len(lengths))]
+    Batch(function("add", 4), calls, lengths, [4, 2, 0, -1])(table, scratch)
+    assert all(torch.equal(x, y) for x, y in zip(outputs, wanted, strict=True))
+
+
+def test_a_function_of_numbers_is_called_once_for_each_call() -> None:
+    numbers = torch.tensor([1.5, 2.5], dtype=torch.float64)
+    scratch = torch.zeros(2, CELL // 8, dtype=torch.float64)
+    table = array("q", [numbers[0].data_ptr(), numbers[1].data_ptr()])
+    Batch(function("twice", 2), [[0, ~0], [1, ~1]], None, [0, 0])(table, scratch)
+    assert scratch[:, 0].tolist() == [3.0, 5.0]
+
+
+def test_as_many_arguments_as_are_promised() -> None:
+    numbers = torch.arange(1, MOST_ARGUMENTS + 1)
+    table = array("q", [number.data_ptr() for number in numbers])
+    calls = [list(range(MOST_ARGUMENTS))]
+    Batch(function("last", MOST_ARGUMENTS), calls, None, [0] * MOST_ARGUMENTS)(table, numbers)
+    assert numbers.tolist() == [*range(1, MOST_ARGUMENTS), 1]
+
+
+ELEMENTWISE = [
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+]
+
+
+@pytest.mark.parametrize("arithmetic", ["wide", "native"])
+@pytest.mark.parametrize("optimizer", ELEMENTWISE)
+def test_elementwise_optimizers_are_batches(optimizer: type[torch.optim.Optimizer], arithmetic: Any) -> None:
+    """No kernel of theirs is called from Python: generated code is understood by this torch."""
+    params = parameters(shapes=[(8, 6), (9,)])
+    backend = CollageBackend(strategy="plus", arithmetic=arithmetic)
+    with mock.patch.object(
+        StepInParts, "__call__", autospec=True, side_effect=StepInParts.__call__
+    ) as called:
+        run_steps(torch.compile(optimizer(params).step, backend=backend), params, [0, 1])
+    steps = [call.args[0] for call in called.call_args_list]
+    assert len(steps) == 2
+    assert all(isinstance(stage, Batch) for step in steps for stage in step.stages)

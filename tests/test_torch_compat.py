@@ -1,0 +1,66 @@
+"""The one package that knows torch's internals, and what it says of a torch that it does not know."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+from collage_fx import CollageBackend, operators, torch_compat
+from collage_fx.program import Arithmetic, Strategy
+from tests.support.training import parameters, run_steps
+
+COMPAT = Path(torch_compat.__file__).parent
+
+#: Before collage_fx is imported -> what the import is to say.
+STRANGE = {
+    "import torch; torch.__version__ = '2.10.1'": ["needs torch >= 2.11, found 2.10.1"],
+    "import torch._inductor.codegen.cpp as cpp; del cpp.CppVecKernel": [
+        "does not know torch",
+        "cannot import name 'CppVecKernel'",
+        "tested with torch 2.11, 2.13, 2.15",
+    ],
+}
+
+
+@pytest.mark.parametrize("before", STRANGE)
+@pytest.mark.parametrize("imported", ["collage_fx", "collage_fx.torch_compat.inductor_cpp_sums"])
+def test_a_torch_that_is_not_known_is_refused_by_name_at_import(before: str, imported: str) -> None:
+    code = f"{before}; import {imported}"
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=COMPAT.parent.parent, capture_output=True, text=True
+    )
+    last = run.stderr.splitlines()[-1]
+    assert last.startswith("ImportError: collage_fx "), run.stderr
+    assert all(said in last for said in STRANGE[before])
+
+
+def test_code_compiled_by_another_torch_compat_is_not_found_in_a_cache() -> None:
+    sources = list(operators._sources())
+    assert all(path.read_text(encoding="utf-8") in sources for path in COMPAT.glob("*.py"))
+
+
+@pytest.mark.skipif(not pick_vec_isa(), reason="Inductor knows no vector instructions of this processor")
+@pytest.mark.parametrize(
+    ("strategy", "arithmetic", "dtype"),
+    [
+        ("light", "wide", torch.bfloat16),
+        ("plus", "wide", torch.float16),
+        ("full", "native", torch.bfloat16),
+    ],
+)
+def test_a_loop_is_as_wide_as_a_vector_of_what_it_stores(
+    strategy: Strategy, arithmetic: Arithmetic, dtype: torch.dtype
+) -> None:
+    """In torch 2.15 a rounding is a node of its own, of float32 alone, by which Inductor would count."""
+    params = parameters(dtype, shapes=[(64, 64)])
+    backend = CollageBackend(strategy=strategy, arithmetic=arithmetic)
+    run_steps(torch.compile(torch.optim.AdamW(params).step, backend=backend), params, range(1))
+    (graph,) = backend.report().graphs
+    (code,) = graph.code
+    element = {torch.bfloat16: "at::BFloat16", torch.float16: "at::Half"}[dtype]
+    loads = re.findall(rf"Vectorized<{element}>::loadu\([^,]*, static_cast<int64_t>\((\d+)\)\)", code)
+    assert set(map(int, loads)) == {pick_vec_isa().nelements(dtype)}
