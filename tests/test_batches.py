@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from array import array
 from typing import Any
 from unittest import mock
@@ -18,18 +19,15 @@ from collage_fx.sharing import StepInParts
 from collage_fx.torch_compat import CFunction, load_cpp_library
 from tests.support.training import parameters, run_steps
 
-FUNCTIONS = (
-    """
+FUNCTIONS = """
 #include <cstdint>
 extern "C" void add(int32_t* x, const int16_t* y, const double* factor, int64_t n) {
   for (int64_t i = 0; i < n; ++i) x[i] += *factor * y[i];
 }
 extern "C" void twice(const double* x, double* result) { *result = 2 * *x; }
-extern "C" void last("""
-    + "".join(f"int64_t* x{i}, " for i in range(MOST_ARGUMENTS - 1))
-    + """int64_t* x) { *x = *x0; }
 """
-)
+MANY_ARGUMENTS = ", ".join(f"int64_t* x{i}" for i in range(MOST_ARGUMENTS))
+FUNCTIONS += f'extern "C" void last({MANY_ARGUMENTS}) {{ *x{MOST_ARGUMENTS - 1} = *x0; }}'
 
 
 def function(name: str, arguments: int) -> CFunction:
@@ -52,7 +50,7 @@ def test_pieces_cover_each_call_once(lengths: list[int], job: int) -> None:
     sizes = [sum(piece.length for piece in each) for each in jobs]
     assert all(0 < size < job + CLUMP for size in sizes)
     # No two neighbours would have been one.
-    assert all(a + b > job for a, b in zip(sizes, sizes[1:], strict=False))
+    assert all(a + b > job for a, b in itertools.pairwise(sizes))
 
 
 @given(st.integers(1, 1 << 40), st.integers(1, 256))
@@ -67,7 +65,7 @@ def test_calls_in_pieces_are_whole_calls(lengths: list[int]) -> None:
     factors = torch.arange(1, len(lengths) + 1, dtype=torch.float64)
     outputs = [torch.arange(n, dtype=torch.int32) for n in lengths]
     inputs = [torch.arange(n).to(torch.int16) for n in lengths]
-    wanted = [x + i * y for i, (x, y) in enumerate(zip(outputs, inputs, strict=True), 1)]
+    wanted = [x + i * y.to(torch.int32) for i, (x, y) in enumerate(zip(outputs, inputs, strict=True), 1)]
     table = array("q", [t.data_ptr() for pair in zip(outputs, inputs, strict=True) for t in pair])
     # The factors are in scratch memory.
     scratch = torch.zeros(len(lengths), CELL // 8, dtype=torch.float64)
@@ -93,7 +91,7 @@ def test_as_many_arguments_as_are_promised() -> None:
     assert numbers.tolist() == [*range(1, MOST_ARGUMENTS), 1]
 
 
-ELEMENTWISE = [
+ELEMENTWISE: list[Any] = [
     torch.optim.AdamW,
     torch.optim.NAdam,
     torch.optim.RAdam,
@@ -106,16 +104,16 @@ ELEMENTWISE = [
 ]
 
 
-@pytest.mark.parametrize("arithmetic", ["wide", "native"])
-@pytest.mark.parametrize("optimizer", ELEMENTWISE)
-def test_elementwise_optimizers_are_batches(optimizer: type[torch.optim.Optimizer], arithmetic: Any) -> None:
-    """No kernel of theirs is called from Python: generated code is understood by this torch."""
+@pytest.mark.parametrize(
+    ("optimizer", "arithmetic"), [*((each, "wide") for each in ELEMENTWISE), (torch.optim.AdamW, "native")]
+)
+def test_elementwise_optimizers_are_batches(optimizer: Any, arithmetic: Any) -> None:
+    """No kernel of theirs is called from Python: the code that this torch generates is understood."""
     params = parameters(shapes=[(8, 6), (9,)])
-    backend = CollageBackend(strategy="plus", arithmetic=arithmetic)
-    with mock.patch.object(
-        StepInParts, "__call__", autospec=True, side_effect=StepInParts.__call__
-    ) as called:
-        run_steps(torch.compile(optimizer(params).step, backend=backend), params, [0, 1])
+    step = torch.compile(optimizer(params).step, backend=CollageBackend(arithmetic=arithmetic))
+    call = StepInParts.__call__
+    with mock.patch.object(StepInParts, "__call__", autospec=True, side_effect=call) as called:
+        run_steps(step, params, [0, 1])
     steps = [call.args[0] for call in called.call_args_list]
     assert len(steps) == 2
     assert all(isinstance(stage, Batch) for step in steps for stage in step.stages)

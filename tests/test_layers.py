@@ -49,7 +49,7 @@ COMPAT_LAYERS = [
         "inductor_libraries",
     },
     {"dynamo_optimizers", "dynamo_graph_breaks", "dynamo_numbers", "inductor_cpp_conversions"},
-    {"dynamo_conversions", "inductor", "inductor_cpp_sums"},
+    {"dynamo_conversions", "inductor", "inductor_cpp_sums", "inductor_libraries"},
     {"inductor_cpp", "inductor_lowerings"},
     {"__init__"},
 ]
