@@ -37,7 +37,7 @@ __all__ = ["CELL", "MOST_ARGUMENTS", "Batch", "prepare_compiler"]
 #: Elements of a job: enough for a processor to fetch ahead, few enough for all threads to end together.
 LARGEST_JOB = 1 << 17
 #: Below, a job is not worth waking a thread for: some 10 microseconds.
-SMALLEST_JOB = 1 << 13
+SMALLEST_JOB = 1 << 15
 #: Jobs for each thread, where there are elements enough.
 JOBS_PER_THREAD = 8
 #: Pieces begin at multiples of it: a whole number of cache lines and of vectors.
