@@ -23,16 +23,17 @@ from __future__ import annotations
 import ctypes
 import functools
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from collage_fx.torch_compat import CFunction, load_cpp_library, prepare_cpp_compiler
+from collage_fx.torch_compat import ADDRESS_OF_TENSOR, CFunction, load_cpp_library, prepare_cpp_compiler
 
-__all__ = ["CELL", "MOST_ARGUMENTS", "Batch", "prepare_compiler"]
+__all__ = ["CELL", "MOST_ARGUMENTS", "Batch", "Gather", "prepare_compiler"]
 
 #: Elements of a job: enough for a processor to fetch ahead, few enough for all threads to end together.
 LARGEST_JOB = 1 << 17
@@ -49,6 +50,8 @@ CELL = 16
 MOST_ARGUMENTS = 96
 
 _SOURCE = f"""
+#include <Python.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <utility>
@@ -81,6 +84,12 @@ constexpr size_t most = {MOST_ARGUMENTS};
 
 }}  // namespace
 
+// The addresses of the tensors at these places of a list.
+extern "C" void gather(
+    PyObject* values, Word count, const Word* places, void* (*address_of)(PyObject*), void** addresses) {{
+  for (Word i = 0; i < count; ++i) addresses[i] = address_of(PyList_GET_ITEM(values, places[i]));
+}}
+
 // Where bytes[j] is negative, argument j is the length of the piece. Otherwise it is an address, and bytes[j]
 // for each element before the piece. which[i * arguments + j] says which address that is for call i: a number
 // in the table, or, negative, ~ the number of a cell of scratch memory.
@@ -110,13 +119,15 @@ extern "C" void run(
 
 
 @functools.cache
-def load_library() -> ctypes.CDLL:
-    """The library with ``run``, compiled if Inductor's cache has none."""
+def load_library() -> tuple[Callable[..., None], Callable[..., None]]:
+    """``run``, beside which other Python threads go on, and ``gather``; compiled unless Inductor has them."""
     library = load_cpp_library(_SOURCE)
     pointer, word = ctypes.c_void_p, ctypes.c_int64
-    library.run.argtypes = [pointer, word, pointer, pointer, word, *[pointer] * 5, word, word]
-    library.run.restype = None
-    return library
+    run, gather = library.run, ctypes.PyDLL(library._name).gather
+    run.argtypes = [pointer, word, pointer, pointer, word, *[pointer] * 5, word, word]
+    gather.argtypes = [ctypes.py_object, word, pointer, pointer, pointer]
+    run.restype = gather.restype = None
+    return run, gather
 
 
 @functools.cache
@@ -135,6 +146,24 @@ class Piece:
     call: int
     offset: int
     length: int
+
+
+class Gather:
+    """The addresses of some of the tensors in a list.
+
+    Args:
+        places: of these in any list.
+    """
+
+    def __init__(self, places: Sequence[int]) -> None:
+        self._places = array("q", places)
+        self._gather = load_library()[1]
+
+    def __call__(self, values: list[Any]) -> array[int]:
+        """A table of addresses for batches, of a list whose values at the places are tensors."""
+        addresses, place = array("q", self._places), self._places.buffer_info()
+        self._gather(values, place[1], place[0], ADDRESS_OF_TENSOR, addresses.buffer_info()[0])
+        return addresses
 
 
 class Batch:
@@ -175,7 +204,7 @@ class Batch:
         ]
         bytes_, which, *cuts = (table.buffer_info()[0] for table in self._tables)
         head = function.address, len(bytes_per_element), bytes_, which, self._jobs, *cuts
-        self._run = functools.partial(load_library().run, *head)
+        self._run = functools.partial(load_library()[0], *head)
 
     def __call__(self, addresses: array[int], scratch: Tensor) -> None:
         """Make the calls, with as many threads as PyTorch uses."""

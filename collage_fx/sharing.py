@@ -11,6 +11,7 @@ for each rule that is one C++ function. What is not costs a call of Inductor's g
 
 from __future__ import annotations
 
+import functools
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -22,7 +23,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from collage_fx.batches import CELL, Batch
+from collage_fx.batches import CELL, Batch, Gather
 from collage_fx.graph import is_copy_to_input, placeholders
 from collage_fx.kernels import MANY, Kernel, Rule, compile_rule, rule_of
 from collage_fx.partition import Part, parts_of
@@ -216,10 +217,13 @@ class _Table:
             return self._cells[place]
         return self._numbers.setdefault(place, len(self._numbers))
 
-    def of(self, values: Sequence[Any]) -> tuple[array[int], Tensor]:
+    def of(self, values: list[Any]) -> tuple[array[int], Tensor]:
         """The table of a step, and its scratch memory."""
-        addresses = array("q", [values[place].data_ptr() for place in self._numbers])
-        return addresses, torch.empty(len(self._cells) * CELL, dtype=torch.uint8)
+        return self._gather(values), torch.empty(len(self._cells) * CELL, dtype=torch.uint8)
+
+    @functools.cached_property
+    def _gather(self) -> Gather:
+        return Gather([*self._numbers])
 
 
 @dataclass(frozen=True)

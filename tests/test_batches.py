@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collage_fx import CollageBackend
-from collage_fx.batches import CELL, CLUMP, MOST_ARGUMENTS, Batch, job_size, pieces_of
+from collage_fx.batches import CELL, CLUMP, MOST_ARGUMENTS, Batch, Gather, job_size, pieces_of
 from collage_fx.sharing import StepInParts
 from collage_fx.torch_compat import CFunction, load_cpp_library
 from tests.support.training import parameters, run_steps
@@ -89,6 +89,13 @@ def test_as_many_arguments_as_are_promised() -> None:
     calls = [list(range(MOST_ARGUMENTS))]
     Batch(function("last", MOST_ARGUMENTS), calls, None, [0] * MOST_ARGUMENTS)(table, numbers)
     assert numbers.tolist() == [*range(1, MOST_ARGUMENTS), 1]
+
+
+def test_addresses_are_those_of_first_elements() -> None:
+    tensors = [torch.ones(3), torch.nn.Parameter(torch.ones(2, 3)), torch.ones(4, 4).t()[1:], torch.ones(0)]
+    values = [None, *tensors, 7]
+    assert list(Gather([4, 1, 3, 2])(values)) == [values[i].data_ptr() for i in (4, 1, 3, 2)]  # type: ignore[union-attr]
+    assert not Gather([])(values)
 
 
 ELEMENTWISE: list[Any] = [

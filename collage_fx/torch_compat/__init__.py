@@ -22,6 +22,7 @@ from __future__ import annotations
 from collage_fx.torch_compat.version import check_version, unknown_version
 
 __all__ = [
+    "ADDRESS_OF_TENSOR",
     "COMBINED_LAUNCHES",
     "CFunction",
     "ConvertAgain",
@@ -141,7 +142,12 @@ try:
     )
     from collage_fx.torch_compat.inductor_cpp import rest_in_cpp, rounded_in_cpp
     from collage_fx.torch_compat.inductor_cpp_conversions import bfloat16_by_instruction
-    from collage_fx.torch_compat.inductor_libraries import CFunction, c_function, load_cpp_library
+    from collage_fx.torch_compat.inductor_libraries import (
+        ADDRESS_OF_TENSOR,
+        CFunction,
+        c_function,
+        load_cpp_library,
+    )
     from collage_fx.torch_compat.inductor_lowerings import (
         pointwise_of,
         register_pointwise_lowering,

@@ -8,9 +8,13 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, cast
 
+from torch._C._dynamo.guards import _torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
 from torch._inductor.codecache import CppCodeCache
 
-__all__ = ["CFunction", "c_function", "load_cpp_library"]
+__all__ = ["ADDRESS_OF_TENSOR", "CFunction", "c_function", "load_cpp_library"]
+
+#: Address of the C function with which generated code gets at the memory of a Python tensor.
+ADDRESS_OF_TENSOR: int = _torchinductor_pyobject_tensor_data_ptr
 
 
 @dataclass(frozen=True)
