@@ -189,7 +189,7 @@ class Batch:
             jobs = [[Piece(call, 0, 0) for call in range(len(calls))]]
         else:
             jobs = pieces_of(lengths, job_size(sum(lengths), torch.get_num_threads()))
-        self._jobs = len(jobs)
+        self.jobs = len(jobs)
         pieces = list(chain.from_iterable(jobs))
         self._tables = [
             array("q", numbers)
@@ -203,12 +203,12 @@ class Batch:
             )
         ]
         bytes_, which, *cuts = (table.buffer_info()[0] for table in self._tables)
-        head = function.address, len(bytes_per_element), bytes_, which, self._jobs, *cuts
+        head = function.address, len(bytes_per_element), bytes_, which, self.jobs, *cuts
         self._run = functools.partial(load_library()[0], *head)
 
     def __call__(self, addresses: array[int], scratch: Tensor) -> None:
         """Make the calls, with as many threads as PyTorch uses."""
-        threads = min(self._jobs, torch.get_num_threads())
+        threads = min(self.jobs, torch.get_num_threads())
         self._run(addresses.buffer_info()[0], scratch.data_ptr(), threads)
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch._inductor.utils import fresh_cache, run_and_get_code
 
+from collage_fx.batches import Batch
 from collage_fx.program import Arithmetic, Strategy
 from collage_fx.torch_compat import inductor_compile_inner
 from tests.support.agreement import assert_half_ulp, assert_same, differences, trajectory
@@ -150,11 +151,23 @@ def test_without_pinned_roundings_compiled_code_loses_the_error_terms(
     [Case("plus", "wide", "mcf", torch.bfloat16), Case("light", "native", "mcf", torch.float16)],
     ids=str,
 )
-def test_threads_and_long_rows(case: Case) -> None:
-    """Enough elements for Inductor to split the loop between threads, and no multiple of anything."""
-    shapes = ((97, 211), (10_007,))
+def test_jobs_that_threads_share(case: Case) -> None:
+    """More elements than a job has, and no multiple of anything."""
+    shapes = ((97, 211), (200_003,))
+    rig, start = first_step(case, shapes, TwinBackend(**case.options()))
+    grads = list(gradients(shapes, 5))
+    with mock.patch("collage_fx.batches.Batch.__call__", autospec=True, side_effect=Batch.__call__) as called:
+        assert_same(*(trajectory(rig, start, grads, engine=engine) for engine in BOTH))
+    assert max(call.args[0].jobs for call in called.call_args_list) > 2
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_loops_that_threads_share() -> None:
+    """Code that is not one C++ function divides its loops itself."""
+    case = Case("plus", "wide", "mcf", torch.bfloat16)
+    shapes = ((97, 211), (20_007,))
     backend = TwinBackend(**case.options())
-    with fresh_cache():  # whether there are threads is written into the code
+    with fresh_cache(), mock.patch("collage_fx.kernels.c_function", return_value=None):
         (rig, start), codes = run_and_get_code(first_step, case, shapes, backend)
     assert any("#pragma omp for" in code for code in codes)
     grads = list(gradients(shapes, 5))
