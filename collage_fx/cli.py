@@ -7,6 +7,7 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import os
 import pkgutil
 import re
 import subprocess
@@ -228,7 +229,9 @@ def _demo(options: argparse.Namespace, rest: list[str]) -> int:
         raise UsageError(f"the demo needs {' and '.join(missing)}: pip install 'collage-fx[demo]'")
     package = Path(__file__).parent
     folder = next(each for each in (package / "examples", package.parent / "examples") if each.is_dir())
-    return subprocess.run([sys.executable, str(folder / "train_gpt.py"), *rest], check=False).returncode
+    command = [sys.executable, str(folder / "train_gpt.py"), *rest]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}  # a checkout may not be installed
+    return subprocess.run(command, env=environment, check=False).returncode
 
 
 def _no_options(parser: argparse.ArgumentParser) -> None:

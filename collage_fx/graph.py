@@ -16,7 +16,13 @@ from torch.fx.node import Target, map_arg
 from torch.utils import _pytree as pytree
 
 from collage_fx.formats import is_low_precision
-from collage_fx.torch_compat import another_fake, detect_fake_mode, functional_decompositions, make_fx
+from collage_fx.torch_compat import (
+    DATA_ASSIGNMENTS,
+    another_fake,
+    detect_fake_mode,
+    functional_decompositions,
+    make_fx,
+)
 
 __all__ = [
     "PASS_MARK",
@@ -99,8 +105,9 @@ def mark_new_nodes(graph: Graph, earlier: Collection[Node], *, made_by: str) -> 
 
 
 def assignments(graph: Graph) -> list[Node]:
-    """``p.data = value``, captured as ``set_(p, value)``."""
-    return list(graph.find_nodes(op="call_function", target=aten.set_.source_Tensor))
+    """``p.data = value``, captured as an operation on both."""
+    find = graph.find_nodes
+    return [node for target in DATA_ASSIGNMENTS for node in find(op="call_function", target=target)]
 
 
 def assignments_to_stores(gm: GraphModule) -> None:

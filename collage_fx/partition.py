@@ -46,8 +46,8 @@ __all__ = ["Groups", "Part", "is_number", "parts_of"]
 
 aten = torch.ops.aten
 
-#: Operators that Inductor's passes may take away.
-COPIES = frozenset({aten.alias.default, aten.clone.default, aten.detach.default})
+#: Operators that Inductor's passes may take away, and which operand is there instead.
+COPIES = {aten.alias.default: 0, aten.clone.default: 0, aten.detach.default: 0, aten.copy.default: 1}
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ def _place_of_store(store: Node, fingerprints: Mapping[Node, int]) -> int:
     """
     value = store.args[1]
     while isinstance(value, Node) and value.target in COPIES:
-        value = value.args[0]
+        value = value.args[COPIES[value.target]]
     return -1 if isinstance(value, Node) and value.op != "call_function" else fingerprints[store]
 
 

@@ -1,6 +1,7 @@
 """Layers point one way: formats < arithmetic < graph tools < passes < pipeline < backend."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -91,3 +92,11 @@ def test_only_the_pipeline_imports_passes() -> None:
 @pytest.mark.parametrize("path", sorted((ROOT / "passes").glob("*.py")), ids=lambda path: path.stem)
 def test_passes_do_not_know_the_backend(path: Path) -> None:
     assert all(RANK[name] <= RANK["passes"] for name in _imports(path))
+
+
+def test_every_package_is_packed() -> None:
+    """The list in pyproject.toml; an editable install would find one that is missing there."""
+    listed = re.search(r"^packages = (\[.*\])$", (ROOT.parent / "pyproject.toml").read_text(), re.MULTILINE)
+    assert listed
+    found = {f"collage_fx.{path.parent.name}" for path in ROOT.glob("*/__init__.py")}
+    assert set(ast.literal_eval(listed[1])) == {"collage_fx", "collage_fx.examples", *found}

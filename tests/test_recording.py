@@ -280,6 +280,22 @@ FACTORS: dict[str, Factor] = {
 }
 
 
+def is_refused_while_traced(factor: Factor) -> bool:
+    """Whether Dynamo goes on where eager torch does, as it does behind an inverse since torch 2.15."""
+
+    def attempt(matrix: Tensor) -> Tensor:
+        try:
+            return factor(matrix)
+        except Exception:
+            return matrix
+
+    try:
+        torch.compile(attempt, backend="eager", fullgraph=True)(torch.eye(3, dtype=torch.bfloat16))
+    except RuntimeError:  # of Dynamo, or of the operator when the graph is run
+        return False
+    return True
+
+
 @pytest.mark.parametrize("factor", FACTORS.values(), ids=FACTORS)
 @pytest.mark.parametrize("whose_step", ["its own", "a user's"])
 def test_a_factorization_that_eager_torch_refuses_is_refused(factor: Factor, whose_step: str) -> None:
@@ -303,7 +319,7 @@ def test_a_factorization_that_eager_torch_refuses_is_refused(factor: Factor, who
         give_gradients(low, high, seed)
         step()
         high.step()
-    assert is_recorded(low)
+    assert is_recorded(low) != is_refused_while_traced(factor)
     assert largest_error(low, high, start) < 4 * 2.0**-8
     assert all(bool(term.any()) for p in params_of(low) for term in error_terms(p))
 

@@ -24,6 +24,7 @@ from collage_fx.torch_compat.version import check_version, unknown_version
 __all__ = [
     "ADDRESS_OF_TENSOR",
     "COMBINED_LAUNCHES",
+    "DATA_ASSIGNMENTS",
     "CFunction",
     "ConvertAgain",
     "FakeTensorMode",
@@ -93,7 +94,12 @@ __all__ = [
 check_version()
 
 try:
-    from collage_fx.torch_compat.aot_autograd import aot_input_of, needs_autograd, versions_to_increment
+    from collage_fx.torch_compat.aot_autograd import (
+        DATA_ASSIGNMENTS,
+        aot_input_of,
+        needs_autograd,
+        versions_to_increment,
+    )
     from collage_fx.torch_compat.dynamo_conversions import (
         compile_lock,
         dynamo_recompile_limit,

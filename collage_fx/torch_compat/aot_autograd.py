@@ -16,7 +16,12 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch._guards import TracingContext
 
-__all__ = ["aot_input_of", "needs_autograd", "versions_to_increment"]
+__all__ = ["DATA_ASSIGNMENTS", "aot_input_of", "needs_autograd", "versions_to_increment"]
+
+#: What ``p.data = value`` is in a graph: operators of both. Since torch 2.15 there is one of its own for it.
+DATA_ASSIGNMENTS: list[Any] = [torch.ops.aten.set_.source_Tensor]
+if hasattr(torch.ops.aten, "shallow_copy_data_"):
+    DATA_ASSIGNMENTS.append(torch.ops.aten.shallow_copy_data_.default)
 
 
 def needs_autograd(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
