@@ -99,11 +99,7 @@ def repeated_step(step: StepInParts, repetition: Repetition) -> StepInParts | No
         for family, member in (ONCE, *repetition.turns)
         for kernel, arguments in families[family]
     ]
-    layouts = [
-        (copy, size, stride) for place, size, stride in step.layouts for copy in repetition.copies[place]
-    ]
     return StepInParts(
-        sorted(layouts),
         step.constants,
         [step.results[place - first_result] for place, _ in results],
         [],

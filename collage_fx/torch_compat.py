@@ -64,6 +64,7 @@ __all__ = [
     "is_being_stepped",
     "is_step_wrapper",
     "keep_numbers_symbolic",
+    "laid_out_like",
     "make_fx",
     "mode_options",
     "needs_autograd",
@@ -1351,6 +1352,19 @@ def _computing_anew() -> Iterator[None]:
 assert_size_stride: Callable[[torch.Tensor, tuple[int, ...], tuple[int, ...]], None] = (
     torch._C._dynamo.guards.assert_size_stride
 )
+
+
+def laid_out_like(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """A function of as many tensors: whether each of them is to compiled code like the one in its place.
+
+    Class, dtype, device, size, stride, dispatch keys (sparse, negated, ...), and whether it requires a
+    gradient. One call into C++. It may say no to tensors that are: if the thread's modes are others, or if
+    there is one twice. The tensors are not kept alive.
+    """
+    guards = torch._C._dynamo.guards.TensorGuards(
+        *tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None
+    )
+    return cast("Callable[..., bool]", guards.check)
 
 
 def innermost_callable(compiled: Any) -> Callable[[list[Any]], Any]:
