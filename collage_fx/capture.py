@@ -485,7 +485,9 @@ class CaptureOfFamilies(Capture):
         self._done(report, compensated=bool(program.compensated), started=started)
         copies = [repetition.copies[position] for position in updated]
         places = sorted(place for each in copies for place in each)
-        return WholeStep(step, families.inputs[: families.bound], places, families.gradients)
+        bound, gradients = families.inputs[: families.bound], families.gradients
+        passed = len(families.inputs) - len(bound) - len(gradients)
+        return WholeStep(step, bound, passed, places, gradients)
 
 
 def _never_called(*arguments: Any) -> Any:

@@ -76,12 +76,13 @@ __all__ = ["install", "note_compiled_step", "record_instead"]
 #: is refused.
 COMPILATIONS = 4
 
-#: How Dynamo traces for this backend: its own limits are out of reach, and numbers read from tensors become
-#: part of the graph.
+#: How Dynamo traces for this backend: its own limits are out of reach, numbers read from tensors become part
+#: of the graph, and a step doesn't call two functions more that would mark its beginning for a profiler.
 SETTINGS = {
     "recompile_limit": 1 << 30,
     "accumulated_recompile_limit": 1 << 30,
     "capture_scalar_outputs": True,
+    "record_runtime_overhead": False,
 }
 
 #: ``(backend, keywords)`` -> whether it is strict; None for backends that compensate nothing.

@@ -41,7 +41,26 @@ __all__ = [
     "full_value",
     "require_format",
     "reset_error_terms",
+    "state_of_records",
 ]
+
+
+class _Records:
+    """All records.
+
+    Attributes:
+        state: another object since a record was dropped or given other buffers.
+    """
+
+    state = object()
+
+
+_RECORDS = _Records()
+
+
+def state_of_records() -> object:
+    """The same object as before if the records of then are still there, and have the same buffers."""
+    return _RECORDS.state
 
 
 @dataclass(eq=False)
@@ -57,6 +76,9 @@ class Expansion:
     format: ErrorFormat
     auxiliaries: tuple[Tensor, ...]
     owner: TensorWeakRef
+
+    def __del__(self, records: _Records = _RECORDS) -> None:
+        records.state = object()
 
     def replace_contents(self, auxiliaries: Sequence[Tensor]) -> None:
         """Overwrite the buffers in place, so that compiled steps (and CUDA graphs) see the new contents."""
@@ -191,6 +213,7 @@ def _follow(expansion: Expansion, tensor: Tensor) -> None:
         for new, old in zip(moved, expansion.auxiliaries, strict=True):
             new.copy_(old)
     expansion.auxiliaries = tuple(moved)
+    _RECORDS.state = object()
 
 
 def error_terms(tensor: Tensor) -> tuple[Tensor, ...]:

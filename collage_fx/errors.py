@@ -18,6 +18,7 @@ from collage_fx.torch_compat import ShortenTraceback
 
 __all__ = [
     "AliasedStateError",
+    "ChangedTensorError",
     "CheckpointMismatchError",
     "CollageError",
     "ConflictingErrorFormatError",
@@ -77,6 +78,13 @@ class ConflictingErrorFormatError(CollageError):
 
 class CheckpointMismatchError(CollageError):
     """A checkpoint's error terms do not fit the tensors they belong to. Raised before anything is loaded."""
+
+
+class ChangedTensorError(CollageError):
+    """A tensor of a compiled step no longer has the layout, dtype or device that the step was compiled for.
+
+    Raised in the middle of a run, but before that step.
+    """
 
 
 class LostErrorTermsError(CollageError):

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Graph
 from torch.utils.weak import TensorWeakRef
 
 from collage_fx.admission import refuse_layout
 from collage_fx.error_formats import ErrorFormat
-from collage_fx.error_terms import Expansion, allocate
+from collage_fx.error_terms import Expansion, allocate, state_of_records
 from collage_fx.errors import LostErrorTermsError
 from collage_fx.graph import copies_to_inputs, placeholders
+from collage_fx.layouts import Expected, Layouts, picking
 from collage_fx.operators import REVISION
 from collage_fx.program import Arithmetic, InputInfo, Role, StepProgram
 from collage_fx.repetition import Repetition, repeated_step
-from collage_fx.sharing import lower_in_parts
+from collage_fx.sharing import StepInParts, lower_in_parts
 from collage_fx.torch_compat import COMBINED_LAUNCHES, inductor_compile_inner, inductor_config
 
 __all__ = [
@@ -55,6 +57,10 @@ NATIVE_SETTINGS: dict[str, Any] = {**IEEE_SETTINGS, **DENSE_REUSE, "eager_numeri
 MEASURING_SETTINGS: dict[str, Any] = {"cpp.max_horizontal_fusion_size": 128}
 
 
+#: What an argument is that a step adds to those that it is called with.
+ERROR_TERM = InputInfo("an error term", "lo", Role.OTHER)
+
+
 def lower(
     program: StepProgram, example_inputs: Sequence[Any], inductor_options: dict[str, Any]
 ) -> CompensatedStep:
@@ -66,15 +72,17 @@ def lower(
         inductor_options: what ``compile_fx`` passed for its own inner compiler (static inputs, CUDA graphs,
             ...).
     """
-    inputs = (node.meta["val"] for node in placeholders(program.gm.graph))
-    on_gpu = any(isinstance(value, Tensor) and value.device.type != "cpu" for value in inputs)
+    values, stored_to = _inputs_of(program.gm.graph)
+    on_gpu = any(isinstance(value, Tensor) and value.device.type != "cpu" for value in values)
     settings = inductor_settings(program.arithmetic, on_gpu=on_gpu) if program.strategy != "none" else {}
     measuring = MEASURING_SETTINGS if program.rows else {}
     with inductor_config.patch({**settings, **measuring}):
         compiled = lower_in_parts(program.gm) or _whole(program, example_inputs, inductor_options)
     bindings = [_bind(state.position, state.info, program.error_format) for state in program.expansions]
-    given = _per_call(program.inputs, frozenset(_stored_to(program)))
-    return CompensatedStep(compiled, bindings, given, program.rows)
+    all_layouts = isinstance(compiled, StepInParts)
+    looked_at = dict(enumerate(values[: len(values) - len(program.rows)]))
+    expected = _expected(looked_at, program.inputs, stored_to, all_layouts=all_layouts)
+    return CompensatedStep(compiled, bindings, expected, program.rows)
 
 
 def lower_repeatedly(
@@ -90,63 +98,52 @@ def lower_repeatedly(
     Returns:
         a callable of the whole graph's inputs; None where the graph can't be lowered in parts.
     """
+    values, stored_to = _inputs_of(program.gm.graph)
     with inductor_config.patch(inductor_settings(program.arithmetic)):
         small = lower_in_parts(program.gm, always=True)
-    if small is None:
-        return None
     owned_by = [state.position for state in program.expansions for _ in state.auxiliaries]
-    step = repeated_step(small, repetition.extended(owned_by))
+    extended = repetition.extended(owned_by)
+    step = None if small is None else repeated_step(small, extended)
     if step is None:
         return None
     places = sorted(place for state in program.expansions for place in repetition.copies[state.position])
     bindings = [_bind(place, inputs[place], program.error_format) for place in places]
-    own = [i for i in _stored_to(program) if i < len(repetition.copies)]  # error terms come behind
-    stored_to = frozenset(place for i in own for place in repetition.copies[i])
-    return CompensatedStep(step, bindings, _per_call(inputs, stored_to))
+    copies = dict(enumerate(extended.copies))
+    all_values = {place: values[i] for i in copies for place in copies[i]}
+    all_stored_to = {place for i in stored_to for place in copies[i]}
+    return CompensatedStep(step, bindings, _expected(all_values, inputs, all_stored_to, all_layouts=True))
 
 
-@dataclass(frozen=True)
-class _Given:
-    """A tensor that each call brings along, a gradient above all.
+def _expected(
+    values: Mapping[int, Any], inputs: Sequence[InputInfo], stored_to: Collection[int], *, all_layouts: bool
+) -> tuple[list[Expected], list[Expected]]:
+    """What the tensors have to be that a step is called with, and those that it adds to them.
 
-    Dynamo's guards of an optimizer let a gradient pass that has become sparse since, or has other strides.
-
-    Attributes:
-        position: among the arguments.
-        name: as the user knows it.
-        layout: size and stride that the code was made for; None if another stride is not to be made good.
+    Args:
+        values: what stands for them in the graph, by place.
+        inputs: what the former are to the user.
+        stored_to: places of those that the step writes to.
+        all_layouts: whether nothing else looks at sizes and strides, which are numbers then.
     """
-
-    position: int
-    name: str
-    layout: tuple[torch.Size, tuple[int, ...]] | None
-
-    def fit(self, arguments: list[Any]) -> None:
-        """Refuse a sparse tensor, lay one of other strides out anew."""
-        tensor = arguments[self.position]
-        refuse_layout(tensor, self.name)
-        if self.layout is None:
-            return
-        size, stride = self.layout
-        if tensor.stride() != stride and tensor.shape == size:
-            fitting = torch.empty_strided(size, stride, dtype=tensor.dtype, device=tensor.device)
-            arguments[self.position] = fitting.copy_(tensor)
+    given: list[Expected] = []
+    added: list[Expected] = []
+    for place, value in sorted(values.items()):
+        info = inputs[place] if place < len(inputs) else ERROR_TERM
+        like = value if all_layouts else info.tensor
+        if isinstance(value, Tensor) and like is not None:
+            layout = tuple(like.shape), like.stride()
+            is_only_read = info.role is Role.GRADIENT and not info.bound and place not in stored_to
+            (given if place < len(inputs) else added).append(
+                Expected(place, info.name, value.dtype, value.device, *layout, not all_layouts, is_only_read)
+            )
+    return given, added
 
 
-def _per_call(inputs: Sequence[InputInfo], stored_to: frozenset[int]) -> list[_Given]:
-    given = []
-    for i, info in enumerate(inputs):
-        if info.tensor is not None and not info.bound:
-            is_read_only = info.role is Role.GRADIENT and i not in stored_to
-            layout = (info.tensor.shape, info.tensor.stride()) if is_read_only else None
-            given.append(_Given(i, info.name, layout))
-    return given
-
-
-def _stored_to(program: StepProgram) -> list[int]:
-    """Positions of the inputs that the program's graph writes to."""
-    stores = copies_to_inputs(program.gm.graph)
-    return [i for i, node in enumerate(placeholders(program.gm.graph)) if node in stores]
+def _inputs_of(graph: Graph) -> tuple[list[Any], frozenset[int]]:
+    """What stands for the inputs of a graph, and the places of those that it writes to."""
+    nodes, stores = placeholders(graph), copies_to_inputs(graph)
+    written = frozenset(i for i, node in enumerate(nodes) if node in stores)
+    return [node.meta["val"] for node in nodes], written
 
 
 def inductor_settings(arithmetic: Arithmetic, *, on_gpu: bool = False) -> dict[str, Any]:
@@ -182,10 +179,14 @@ def _whole(
 class CompensatedStep:
     """Calls the compiled graph with the error terms, and the rows of sums, behind its arguments.
 
+    Note [Error terms of the last call]: looking up the record of each tensor takes a microsecond where its
+    objects have been evicted from the processor's caches. So the buffers are remembered as long as no record
+    has changed; weakly, because they are to go with the tensor.
+
     Args:
         compiled: the graph, in AOTAutograd's calling convention.
         bindings: where to find the error terms.
-        per_call: the tensors that each call brings along.
+        expected: what its arguments have to be, and those behind them.
         rows: further arguments behind these, the same in every call.
     """
 
@@ -195,21 +196,36 @@ class CompensatedStep:
         self,
         compiled: Any,
         bindings: Sequence[_Bound | _PerCall],
-        per_call: Sequence[_Given] = (),
+        expected: tuple[Sequence[Expected], Sequence[Expected]] = ((), ()),
         rows: Sequence[Tensor] = (),
     ) -> None:
         self.compiled = compiled
         self.bindings = bindings
-        self.per_call = per_call
+        self.given, self.added = map(Layouts, expected)
         self.rows = rows
+        self._buffers: Sequence[weakref.ref[Tensor]] = ()
+        self._state: object = None
 
     def __call__(self, arguments: list[Any]) -> Any:
-        for given in self.per_call:
-            given.fit(arguments)
-        auxiliaries = [auxiliary for binding in self.bindings for auxiliary in binding.auxiliaries(arguments)]
-        arguments.extend(auxiliaries)
-        arguments.extend(self.rows)
+        self.given.fit(arguments)
+        state = state_of_records()
+        if state is self._state:
+            arguments += [buffer() for buffer in self._buffers]
+        else:
+            self._add_error_terms(arguments, state)
+        arguments += self.rows
         return self.compiled(arguments)
+
+    def _add_error_terms(self, arguments: list[Any], state: object) -> None:
+        found = [
+            auxiliary
+            for binding in self.bindings
+            for auxiliary in (binding.expansion() or binding.found(arguments)).auxiliaries
+        ]
+        arguments += found
+        self.added.fit(arguments)
+        if all(isinstance(binding, _Bound) for binding in self.bindings):
+            self._buffers, self._state = [weakref.ref(auxiliary) for auxiliary in found], state
 
 
 class WholeStep:
@@ -218,28 +234,32 @@ class WholeStep:
     Args:
         step: takes the inputs of the whole graph as one list.
         bound: the first of them, which are the same in every call.
+        passed: how many of them Dynamo passes.
         updated: places of those whose version counters have to say so.
-        gradients: places of those that Dynamo does not pass, in their order, and of the parameters that have
-            them.
+        gradients: places of those that it does not pass, and of the parameters that have them.
     """
 
     def __init__(
         self,
         step: Callable[[list[Any]], Any],
         bound: Sequence[Tensor],
+        passed: int,
         updated: Sequence[int],
         gradients: Mapping[int, int],
     ) -> None:
         self.step = step
         self.bound = bound
-        self.updated = updated
-        self.gradients = gradients
+        self.owners = [bound[parameter] for parameter in gradients.values()]
+        behind = range(len(bound), len(bound) + passed + len(gradients))
+        known = [*(place for place in behind if place not in gradients), *gradients]
+        index = {place: i for i, place in enumerate(known)}
+        self.in_order = picking([index[place] for place in behind])
+        self.updated = picking(updated)
 
     def __call__(self, *arguments: Any) -> Any:
-        values = [*self.bound, *arguments]
-        for place, parameter in self.gradients.items():
-            values.insert(place, self.bound[parameter].grad)
-        torch.autograd.graph.increment_version([values[place] for place in self.updated])
+        gradients = [parameter.grad for parameter in self.owners]
+        values = [*self.bound, *self.in_order([*arguments, *gradients])]
+        torch.autograd.graph.increment_version(self.updated(values))
         with torch.no_grad():
             return self.step(values)
 
@@ -265,13 +285,7 @@ class _Bound:
     error_format: ErrorFormat
     name: str
 
-    def auxiliaries(self, arguments: Sequence[Any]) -> tuple[Tensor, ...]:
-        expansion = self.expansion()
-        if expansion is None:
-            expansion = self._replacement()
-        return expansion.auxiliaries
-
-    def _replacement(self) -> Expansion:
+    def found(self, arguments: Sequence[Any]) -> Expansion:
         tensor = self.tensor()
         if tensor is None:
             raise LostErrorTermsError(
@@ -295,5 +309,10 @@ class _PerCall:
     error_format: ErrorFormat
     name: str
 
-    def auxiliaries(self, arguments: Sequence[Any]) -> tuple[Tensor, ...]:
-        return allocate(arguments[self.position], self.error_format, name=self.name).auxiliaries
+    def expansion(self) -> None:
+        """Not known before the call."""
+
+    def found(self, arguments: Sequence[Any]) -> Expansion:
+        tensor = arguments[self.position]
+        refuse_layout(tensor, self.name)
+        return allocate(tensor, self.error_format, name=self.name)

@@ -99,12 +99,8 @@ def repeated_step(step: StepInParts, repetition: Repetition) -> StepInParts | No
         for family, member in (ONCE, *repetition.turns)
         for call in families[family]
     ]
-    layouts = [
-        (copy, size, stride) for place, size, stride in step.layouts for copy in repetition.copies[place]
-    ]
     return StepInParts(
         repetition.inputs,
-        sorted(layouts),
         step.constants,
         [step.results[place - first_result] for place, _ in results],
         [],

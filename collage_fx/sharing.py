@@ -5,8 +5,9 @@ Note [Parts of a step] (``partition.py``); when two of them are one kernel in No
 parts] (``kernels.py``). Reports show the whole graph. It is no pass: its result is
 no graph but a plan of calls.
 
-A step's host time is that of a loop over the plan: a check of each argument's layout, its address, and a call
-for each rule that is one C++ function. What is not costs a call of Inductor's generated code for each part.
+A step's host time is that of a loop over the plan: the address of each argument, and a call for each rule
+that is one C++ function. What is not costs a call of Inductor's generated code for each part. That the
+arguments are laid out as the code expects is looked at before: ``layouts.py``.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from collage_fx.graph import is_copy_to_input, placeholders
 from collage_fx.kernels import MANY, Kernel, Rule, compile_rule, rule_of
 from collage_fx.partition import Part, parts_of
 from collage_fx.torch_compat import (
-    assert_size_stride,
     inductor_compile_inner,
     innermost_callable,
     prepare_cpp_compiler,
@@ -117,12 +117,13 @@ def _compile(gm: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], An
 class StepInParts:
     """Calls the kernels of a step's parts, in AOTAutograd's calling convention.
 
+    That the arguments have the layouts that the kernels were made for is the caller's to see to.
+
     A step works on a list of values: its arguments, then constants, then memory for results, then numbers
     that are computed in Python. All else names places in that list.
 
     Args:
         arguments: how many there are.
-        layouts: ``(place, size, stride)`` of the tensors among the arguments.
         constants: lengths, and tensors that are attributes of the graph.
         results: size, stride, dtype and device of tensors to be allocated.
         numbers: functions and their operands: ``_Place`` or constant.
@@ -135,14 +136,12 @@ class StepInParts:
     def __init__(
         self,
         arguments: int,
-        layouts: Sequence[tuple[int, tuple[int, ...], tuple[int, ...]]],
         constants: Sequence[Any],
         results: Sequence[tuple[Any, ...]],
         numbers: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]],
         calls: Sequence[Call],
         outputs: Sequence[int | None],
     ) -> None:
-        self.layouts = layouts
         self.constants = constants
         self.results = results
         self.numbers = numbers
@@ -157,8 +156,6 @@ class StepInParts:
         self.stages = [self._table.batch(group) or group for group in _grouped(calls)]
 
     def __call__(self, arguments: list[Any]) -> Any:
-        for place, size, stride in self.layouts:
-            assert_size_stride(arguments[place], size, stride)
         values = [*arguments, *self.constants, *[None] * len(self.results)]
         arguments.clear()
         for place, (size, stride, dtype, device) in self._allocated:
@@ -257,16 +254,10 @@ class _Planner:
             self.places.setdefault(key, len(self.places))
 
     def step(self) -> StepInParts:
-        layouts = [
-            (place, tuple(value.shape), tuple(value.stride()))
-            for place, value in enumerate(node.meta["val"] for node in self.arguments)
-            if isinstance(value, Tensor)
-        ]
         attributes = [getattr(self.gm, str(node.target)) for node in self._attributes()]
         results = [node.meta["val"] for node in self._results()]
         return StepInParts(
             len(self.arguments),
-            layouts,
             [*self._lengths(), *attributes],
             [(tuple(v.shape), tuple(v.stride()), v.dtype, v.device) for v in results],
             [(node.target, tuple(map(self._operand, node.args))) for node in self._numbers()],  # type: ignore[misc]

@@ -23,7 +23,7 @@ LAYERS = [
     {"error_terms", "names"},
     {"admission", "checkpoint", "sharing", "compilations", "plots", "tables"},
     {"metering", "page", "repetition"},
-    {"report", "families"},
+    {"report", "families", "layouts"},
     {"lowering", "recorder", "options"},
     {"recording"},
     {"eager"},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx._lazy_graph_module import _LazyGraphModule
@@ -19,6 +19,7 @@ __all__ = [
     "graph_module",
     "has_internal_overlap",
     "has_storage",
+    "laid_out_like",
     "prims_fma",
     "without_modes",
     "wrapper_subclass",
@@ -42,6 +43,21 @@ def has_storage(tensor: torch.Tensor) -> bool:
 assert_size_stride: Callable[[torch.Tensor, tuple[int, ...], tuple[int, ...]], None] = (
     torch._C._dynamo.guards.assert_size_stride
 )
+
+
+def laid_out_like(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """A function of as many tensors: whether each of them is to compiled code like the one in its place.
+
+    Class, dtype, device, size, stride, dispatch keys (sparse, negated, ...), and whether it requires a
+    gradient. One call into C++. It may say no to tensors that are: if the thread's modes are others, or if
+    there is one twice. The tensors are not kept alive.
+    """
+    # The two are not optional: left out, the constructor crashes.
+    guards = torch._C._dynamo.guards.TensorGuards(
+        *tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None
+    )
+    return cast("Callable[..., bool]", guards.check)
+
 
 #: ``__torch_function__`` of a tensor subclass that has nothing to say there.
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl
