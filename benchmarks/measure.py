@@ -28,7 +28,7 @@ from torch import Tensor
 from benchmarks.compiling import compiled_step, make_optimizer
 from benchmarks.peers import PEERS, Peer, Step, make_gradients, make_parameters
 from benchmarks.sizes import SIZES, Shapes, elements
-from benchmarks.timing import Clock, Copies, launches, peak_extra_memory, ratio, rounds
+from benchmarks.timing import Clock, Traffic, launches, peak_extra_memory, ratio, rounds
 from collage_fx import explain
 
 __all__ = ["Failure", "Measurements", "Process"]
@@ -37,6 +37,8 @@ __all__ = ["Failure", "Measurements", "Process"]
 STEPS_TO_SETTLE = 4
 #: Beside which every other peer is measured.
 OURS = ("light", "plus")
+#: What only reads and writes.
+FLOORS = ("copy", "rewriting")
 
 
 class Failure(Exception):
@@ -144,7 +146,7 @@ class Measurements:
     shapes: Shapes = ()
     gradients: dict[torch.dtype, list[Tensor]] = field(default_factory=dict)
     rigs: dict[str, Rig] = field(default_factory=dict)
-    copies: Copies | None = None
+    traffic: Traffic | None = None
     clock: Clock | None = None
 
     def open(self, size: str, device: str) -> None:
@@ -211,22 +213,28 @@ class Measurements:
             torch.cuda.empty_cache()
 
     def measure(self, name: str, at_most: int, at_least: int, seconds: float) -> dict[str, Any]:
-        """Time a peer, in turn with ours and with copies of the same bytes."""
+        """Time a peer, in turn with ours, and with what only reads and writes as many bytes."""
         rig = self.rigs[name]
         steps = {ours: self.rigs[ours].step for ours in OURS if ours in self.rigs}
         steps[name] = rig.step
         self.clock = self.clock or Clock(self.device)
-        self.copies = self.copies or Copies(self.shapes, max(p.bytes for p in PEERS.values()), self.device)
-        steps["copy"] = self.copies.of(rig.peer.bytes)
+        most = max(peer.bytes for peer in PEERS.values())
+        self.traffic = self.traffic or Traffic(self.shapes, most, self.device)
+        steps["copy"] = self.traffic.copy(rig.peer.bytes)
+        steps["rewriting"] = self.traffic.rewriting(rig.peer.bytes)
         times = rounds(self.clock, steps, at_most=at_most, at_least=at_least, seconds=seconds)
         device = {key: [sample[0] for sample in samples] for key, samples in times.items()}
         number = elements(self.shapes)
         return {
-            **{f"{key}_ms": 1e3 * median(device[key]) for key in ("copy", *OURS) if key in steps},
+            **{f"{key}_ms": 1e3 * median(device[key]) for key in (*FLOORS, *OURS) if key in steps},
             "ms": 1e3 * median(device[name]),
             "host_ms": 1e3 * median(sample[1] for sample in times[name]),
             "rounds": len(device[name]),
-            **_ratio("over_copy", device[name], device["copy"]),
+            **{
+                key: value
+                for floor in FLOORS
+                for key, value in _ratio(f"over_{floor}", device[name], device[floor]).items()
+            },
             **{
                 key: value
                 for ours in OURS

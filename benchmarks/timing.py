@@ -1,4 +1,4 @@
-"""Clocks, the copy that everything is compared with, memory and counts."""
+"""Clocks, the memory traffic that everything is compared with, memory and counts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.profiler import DeviceType, ProfilerActivity, profile
 
 from benchmarks.sizes import Shapes, elements
 
-__all__ = ["Clock", "Copies", "launches", "peak_extra_memory", "ratio", "rounds"]
+__all__ = ["Clock", "Traffic", "launches", "peak_extra_memory", "ratio", "rounds"]
 
 Step = Callable[[], Any]
 
@@ -95,11 +95,11 @@ def ratio(over: Sequence[float], under: Sequence[float]) -> tuple[float, float]:
     return middle, (high - low) / 2
 
 
-class Copies:
-    """Copies that read and write as many bytes together as a step must.
+class Traffic:
+    """Nothing but reading and writing, as many bytes together as a step must.
 
     On a CPU tensor by tensor, each with all threads. On a GPU all at once: that a model has many tensors
-    costs launches, which are the step's to avoid. All copies share their memory.
+    costs launches, which are the step's to avoid. All share their memory.
     """
 
     def __init__(self, shapes: Shapes, most_bytes_per_parameter: float, device: str) -> None:
@@ -108,18 +108,35 @@ class Copies:
         self.sources = [torch.randint(0, 100, (n,), dtype=torch.int8, device=device) for n in halves]
         self.targets: list[Tensor] = [torch.empty_like(source) for source in self.sources]
 
-    def of(self, bytes_per_parameter: float) -> Step:
-        halves = [ceil(n * bytes_per_parameter / 2) for n in self.lengths]
-        pairs = [
-            (target[:n], source[:n])
-            for target, source, n in zip(self.targets, self.sources, halves, strict=True)
-        ]
+    def copy(self, bytes_per_parameter: float) -> Step:
+        """Half of the bytes are read, and written elsewhere."""
+        pairs = list(
+            zip(
+                self._halves(self.targets, bytes_per_parameter),
+                self._halves(self.sources, bytes_per_parameter),
+                strict=True,
+            )
+        )
 
         def step() -> None:
             for target, source in pairs:
                 target.copy_(source)
 
         return step
+
+    def rewriting(self, bytes_per_parameter: float) -> Step:
+        """Half of the bytes are read, and written where they were."""
+        tensors = self._halves(self.targets, bytes_per_parameter)
+
+        def step() -> None:
+            for tensor in tensors:
+                tensor.bitwise_not_()
+
+        return step
+
+    def _halves(self, tensors: Sequence[Tensor], bytes_per_parameter: float) -> list[Tensor]:
+        lengths = (ceil(n * bytes_per_parameter / 2) for n in self.lengths)
+        return [tensor[:n] for tensor, n in zip(tensors, lengths, strict=True)]
 
 
 def peak_extra_memory(step: Step, device: str) -> int:

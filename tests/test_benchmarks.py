@@ -20,7 +20,7 @@ from benchmarks.measure import Failure, Process
 from benchmarks.peers import OPTIONS, PEERS, Step, make_gradients, make_parameters
 from benchmarks.sizes import LLAMA_LAYER, SIZES, elements
 from benchmarks.table import BEGIN, END, MEASURED, compile_table
-from benchmarks.timing import Clock, Copies, launches, peak_extra_memory, ratio, rounds
+from benchmarks.timing import Clock, Traffic, launches, peak_extra_memory, ratio, rounds
 from collage_fx.arithmetic import join
 
 #: Nothing of other packages, and what compiles in seconds.
@@ -49,7 +49,7 @@ def test_every_row_is_there_with_numbers_or_a_reason(run: tuple[Path, str]) -> N
     assert rows.pop("flashoptim 24 bit")["status"] == "needs cuda"
     for row in rows.values():
         assert row["status"] == MEASURED
-        numbers = ["ms", "host_ms", "copy_ms", "over_copy", "light_over", "first_step_s"]
+        numbers = ["ms", "host_ms", "copy_ms", "over_copy", "over_rewriting", "light_over", "first_step_s"]
         numbers += ["cold_s", "warm_s"] if row["peer"] == "light" else []
         for name in numbers:
             assert math.isfinite(row[name])
@@ -172,16 +172,21 @@ def test_optimizers_written_for_comparison_are_right(name: str) -> None:
     assert ((square / (1 - beta2**steps) - g**2).abs() <= (2 * steps + 2) * u * g**2).all()
 
 
-def test_copies_move_the_bytes_and_allocate_nothing() -> None:
-    copies = Copies([(100,), (3, 5)], 28, "cpu")
-    copies.of(18)()
-    for source, target in zip(copies.sources, copies.targets, strict=True):
-        half = 9 * (source.numel() // 14)
-        assert torch.equal(source[:half], target[:half])
-    step = copies.of(14)
-    step()
-    assert peak_extra_memory(step, "cpu") == 0
-    assert launches(step, "cpu") == 2
+def test_traffic_moves_the_bytes_and_allocates_nothing() -> None:
+    traffic = Traffic([(100,), (3, 5)], 28, "cpu")
+    for target in traffic.targets:
+        target.zero_()
+    traffic.copy(18)()
+    traffic.rewriting(4)()
+    for source, target in zip(traffic.sources, traffic.targets, strict=True):
+        n = source.numel() // 14
+        assert torch.equal(
+            target, torch.cat([~source[: 2 * n], source[2 * n : 9 * n], torch.zeros_like(source[9 * n :])])
+        )
+    for step in (traffic.copy(14), traffic.rewriting(14)):
+        step()
+        assert peak_extra_memory(step, "cpu") == 0
+        assert launches(step, "cpu") == 2
 
 
 def test_memory_and_operators_are_counted() -> None:
