@@ -5,7 +5,7 @@ Note [One call for all tensors]
 Called from Python, a kernel costs some 5 microseconds for each tensor, much of it to read code and objects
 that the step before has driven out of the caches, and threads that begin and end with each tensor. So the
 kernels of flat rules, and those of numbers, are not called from Python: a table says which address each
-argument of each call is, and one C++ function, :func:`_library`'s ``run``, makes all the calls.
+argument of each call is, and one C++ function, ``run``, makes all the calls.
 
 A rule that is elementwise may be called for a piece of a tensor as well, with addresses that are further on.
 Its calls are cut into jobs of about equal size, of one piece of a large tensor or of several small tensors,

@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from torch.fx import Node
 
-from collage_fx.graph import is_conversion, is_copy_to_input
+from collage_fx.graph import is_copy_to_input, unconverted
 from collage_fx.program import StateTensor
 from collage_fx.retype import is_movement
 
@@ -34,9 +34,7 @@ def new_value(state: StateTensor) -> Node:
     """What is stored, before it is rounded to the storage format if that is a step of its own."""
     stored = state.store.args[1]
     assert isinstance(stored, Node)
-    value = stored.args[0] if is_conversion(stored) else stored
-    assert isinstance(value, Node)
-    return value
+    return unconverted(stored)
 
 
 def fed_back(state: StateTensor, others: Sequence[StateTensor]) -> set[Node]:

@@ -38,6 +38,7 @@ __all__ = [
     "mark_new_nodes",
     "placeholders",
     "tensor_value",
+    "unconverted",
 ]
 
 aten = torch.ops.aten
@@ -90,6 +91,15 @@ def is_copy_to_input(node: Node) -> bool:
 def is_conversion(node: Node) -> bool:
     """Whether ``node`` is a cast, ``convert_element_type(x, dtype)``."""
     return node.op == "call_function" and node.target is prims.convert_element_type.default
+
+
+def unconverted(node: Node) -> Node:
+    """What a cast converts; any other node itself."""
+    if not is_conversion(node):
+        return node
+    source = node.args[0]
+    assert isinstance(source, Node)
+    return source
 
 
 def copies_to_inputs(graph: Graph) -> dict[Node, Node]:

@@ -39,7 +39,7 @@ from torch.utils import _pytree as pytree
 from collage_fx import arithmetic
 from collage_fx.arithmetic import DoubleWord
 from collage_fx.feedback import copies_read_by, fed_back
-from collage_fx.graph import GraphEditor, is_conversion, tensor_value
+from collage_fx.graph import GraphEditor, is_conversion, tensor_value, unconverted
 from collage_fx.passes.base import Pass
 from collage_fx.program import StateTensor, StepProgram
 from collage_fx.retype import is_movement, is_pointwise
@@ -285,8 +285,8 @@ class _PathRewriter:
         value = tensor_value(factor)
         if value is None or value.dtype == self.dtype:
             return None
-        source = factor.args[0] if is_conversion(factor) else factor  # as the number came, in float64
-        kept, *scaled = self.editor.inline(_decay, source, self.dtype)
+        # As the number came, in float64.
+        kept, *scaled = self.editor.inline(_decay, unconverted(factor), self.dtype)
         base = self.inline(_both_times, *word, kept)
         return base, self.inline(arithmetic.multiply_double_words, *word, *scaled)
 

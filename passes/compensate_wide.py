@@ -17,7 +17,13 @@ import torch
 from torch.fx import Node
 
 from collage_fx.feedback import fed_back, new_value
-from collage_fx.graph import GraphEditor, is_conversion, is_copy_to_input, is_low_precision_tensor
+from collage_fx.graph import (
+    GraphEditor,
+    is_conversion,
+    is_copy_to_input,
+    is_low_precision_tensor,
+    unconverted,
+)
 from collage_fx.passes.base import Pass
 from collage_fx.program import ReadExpansion, StateTensor, StepProgram
 
@@ -139,6 +145,5 @@ def _store_expansion(
 
 def _rounded_on_the_way(value: Node) -> Node | None:
     """The operator that made ``value`` in the storage dtype, if one did: its rounding cannot be undone."""
-    source = value.args[0] if is_conversion(value) else value
-    assert isinstance(source, Node)
+    source = unconverted(value)
     return source if source.op == "call_function" and is_low_precision_tensor(source) else None

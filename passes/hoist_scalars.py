@@ -3,8 +3,9 @@
 Inductor computes an elementwise value where it is read, and a 0-d tensor is an elementwise value of one
 element: Adam's bias corrections, two powers and a root, become part of the inner loop of every parameter's
 kernel. Here each number that elements read is marked as one to be kept in memory
-(:data:`collage_fx.operators.once`). It is computed in front of the loop, on the device on which it was, so
-that nothing waits for a device; a number on the host is a value to a kernel on a device, as before.
+(:data:`collage_fx.operators.once`). It is computed before the elements are, on the CPU by a kernel of its own
+(Note [Parts of a step]), on the device on which it was, so that nothing waits for a device; a number on the
+host is a value to a kernel on a device, as before.
 """
 
 from __future__ import annotations

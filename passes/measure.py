@@ -22,6 +22,7 @@ from collage_fx.graph import (
     is_conversion,
     is_copy_to_input,
     placeholders,
+    unconverted,
 )
 from collage_fx.measures import ROW
 from collage_fx.operators import measure, round_to_storage, update_sizes
@@ -124,6 +125,4 @@ def _intend(editor: GraphEditor, program: StepProgram, states: list[StateTensor]
         for state in states:
             value = stored[placeholders(graph)[state.position]]
             assert isinstance(value, Node)
-            wide = value.args[0] if is_conversion(value) else value
-            assert isinstance(wide, Node)
-            state.intended = editor.convert(copied[wide], torch.float32)
+            state.intended = editor.convert(copied[unconverted(value)], torch.float32)
