@@ -13,7 +13,7 @@ A module for each part of torch, all of whose names are imported from here:
 - ``aot_autograd``: what the inputs of a graph are, what remains to be done around it;
 - ``inductor``: calling it, its settings and its caches;
 - ``inductor_lowerings``: what our operators are lowered to;
-- ``inductor_cpp*``: our code in its C++ kernels, that of conversions and that of sums;
+- ``inductor_cpp*``: our code in its C++ kernels, that of conversions, of loads and of sums;
 - ``inductor_libraries``: the functions of its C++ kernels, to be called from C++.
 """
 

@@ -22,6 +22,7 @@ from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime.triton_compat import triton_key
 
 from collage_fx.torch_compat.inductor_cpp_conversions import bfloat16_by_instruction
+from collage_fx.torch_compat.inductor_cpp_loads import fetching_ahead
 
 __all__ = [
     "COMBINED_LAUNCHES",
@@ -41,9 +42,9 @@ __all__ = [
 def inductor_compile_inner(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
     """Compile one functional ATen graph with Inductor: a callable that takes a list.
 
-    The code is Inductor's but for :func:`bfloat16_by_instruction`.
+    The code is Inductor's but for :func:`bfloat16_by_instruction` and :func:`fetching_ahead`.
     """
-    with bfloat16_by_instruction():
+    with bfloat16_by_instruction(), fetching_ahead():
         return compile_fx_inner(gm, example_inputs, **kwargs)
 
 
