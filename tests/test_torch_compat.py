@@ -64,3 +64,14 @@ def test_a_loop_is_as_wide_as_a_vector_of_what_it_stores(
     element = {torch.bfloat16: "at::BFloat16", torch.float16: "at::Half"}[dtype]
     loads = re.findall(rf"Vectorized<{element}>::loadu\([^,]*, static_cast<int64_t>\((\d+)\)\)", code)
     assert set(map(int, loads)) == {pick_vec_isa().nelements(dtype)}
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="its compiler has no __builtin_prefetch")
+def test_loops_fetch_ahead_and_remainders_do_not() -> None:
+    params = parameters(shapes=[(64, 64)])
+    backend = CollageBackend(strategy="light")
+    run_steps(torch.compile(torch.optim.AdamW(params).step, backend=backend), params, [0])
+    (graph,) = backend.report().graphs
+    loop, remainder = graph.code[-1].split("C10_UNLIKELY", 1)
+    assert loop.count("__builtin_prefetch") == loop.count("::loadu(") == 5
+    assert remainder.count("__builtin_prefetch") == 0
