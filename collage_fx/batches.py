@@ -11,7 +11,8 @@ A rule that is elementwise may be called for a piece of a tensor as well, with a
 Its calls are cut into jobs of about equal size, of one piece of a large tensor or of several small tensors,
 which threads take as they become free: none waits for another before the end. So there is one kernel for many
 elements and for few, without threads of its own; that its loop knows nothing of threads makes the compiler's
-code for it better, too.
+code for it better, too. Sums over all elements of a tensor are first those of its pieces, and are added up
+when all is done, in the order of the pieces, so that they don't depend on which thread did which.
 
 ``run`` calls a function through a type that says that all its arguments are 64 bit integers, where its own
 says that some are pointers. On 64 bit processors these are passed alike; functions with other arguments are
@@ -31,9 +32,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from collage_fx.measures import SUMS
 from collage_fx.torch_compat import ADDRESS_OF_TENSOR, CFunction, load_cpp_library, prepare_cpp_compiler
 
-__all__ = ["CELL", "MOST_ARGUMENTS", "Batch", "Gather", "prepare_compiler"]
+__all__ = [
+    "CELL",
+    "LENGTH",
+    "MOST_ARGUMENTS",
+    "MOST_BUFFERS",
+    "SUMS_OF_PIECE",
+    "Batch",
+    "Gather",
+    "buffer_at",
+    "prepare_compiler",
+]
 
 #: Elements of a job: enough for a processor to fetch ahead, few enough for all threads to end together.
 LARGEST_JOB = 1 << 17
@@ -44,17 +56,34 @@ JOBS_PER_THREAD = 8
 #: Pieces begin at multiples of it: a whole number of cache lines and of vectors.
 CLUMP = 1 << 10
 
+#: Calls of a job of whole calls, which take some microseconds each.
+WHOLE_CALLS = 4
+
 #: Bytes of a cell of scratch memory: a number of any dtype.
 CELL = 16
 #: Arguments that ``run`` can pass.
 MOST_ARGUMENTS = 96
+#: Bytes for the buffers of a function that is running: on a thread's stack.
+MOST_BUFFERS = 1 << 15
+
+#: What an argument is, if it is no address: the length of the piece; the sums over its elements, of as many
+#: numbers as there are in ``SUMS``; or the first buffer.
+LENGTH, SUMS_OF_PIECE, BUFFER = -1, -2, -3
+
+
+def buffer_at(offset: int) -> int:
+    """What an argument is that is memory for the function alone, so many bytes behind the first buffer."""
+    return BUFFER - offset
+
 
 _SOURCE = f"""
 #include <Python.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <utility>
+#include <vector>
 
 namespace {{
 
@@ -82,6 +111,11 @@ Caller caller(size_t arguments, std::index_sequence<N...>) {{
 
 constexpr size_t most = {MOST_ARGUMENTS};
 
+// Of a piece: no two threads write to neighbouring ones.
+struct alignas(128) Sums {{
+  double each[{len(SUMS)}];
+}};
+
 }}  // namespace
 
 // The addresses of the tensors at these places of a list.
@@ -90,28 +124,45 @@ extern "C" void gather(
   for (Word i = 0; i < count; ++i) addresses[i] = address_of(PyList_GET_ITEM(values, places[i]));
 }}
 
-// Where bytes[j] is negative, argument j is the length of the piece. Otherwise it is an address, and bytes[j]
-// for each element before the piece. which[i * arguments + j] says which address that is for call i: a number
-// in the table, or, negative, ~ the number of a cell of scratch memory.
+// Where kinds[j] is not negative, argument j is an address, and so many bytes for each element before the
+// piece. which[i * arguments + j] says which address that is for call i: a number in the table, or, negative,
+// ~ the number of a cell of scratch memory.
 extern "C" void run(
-    void* function, Word arguments, const Word* bytes, const Word* which, Word jobs, const Word* first_piece,
+    void* function, Word arguments, const Word* kinds, const Word* which, Word jobs, const Word* first_piece,
     const Word* calls, const Word* offsets, const Word* lengths, const Word* addresses, Word scratch,
     Word threads) {{
   const Caller invoke = caller(arguments, std::make_index_sequence<most + 1>());
+  const size_t vectors = std::count(kinds, kinds + arguments, {SUMS_OF_PIECE});
+  std::vector<Sums> sums(vectors * first_piece[jobs]);
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
   for (Word job = 0; job < jobs; ++job) {{
     for (Word piece = first_piece[job]; piece < first_piece[job + 1]; ++piece) {{
       Word a[most + 1];
+      alignas(64) char buffers[{MOST_BUFFERS}];
+      Sums* sums_of_piece = sums.data() + vectors * piece;
       const Word* of_call = which + calls[piece] * arguments;
       for (Word j = 0; j < arguments; ++j) {{
-        if (bytes[j] < 0) {{
+        if (kinds[j] == {LENGTH}) {{
           a[j] = lengths[piece];
+        }} else if (kinds[j] == {SUMS_OF_PIECE}) {{
+          a[j] = reinterpret_cast<Word>((sums_of_piece++)->each);
+        }} else if (kinds[j] < 0) {{
+          a[j] = reinterpret_cast<Word>(buffers + ({BUFFER} - kinds[j]));
         }} else {{
           const Word start = of_call[j] < 0 ? scratch + {CELL} * ~of_call[j] : addresses[of_call[j]];
-          a[j] = start + bytes[j] * offsets[piece];
+          a[j] = start + kinds[j] * offsets[piece];
         }}
       }}
       invoke(function, a);
+    }}
+  }}
+  const Sums* next = sums.data();
+  for (Word piece = 0; vectors && piece < first_piece[jobs]; ++piece) {{
+    for (Word j = 0; j < arguments; ++j) {{
+      if (kinds[j] != {SUMS_OF_PIECE}) continue;
+      double* total = reinterpret_cast<double*>(addresses[which[calls[piece] * arguments + j]]);
+      for (size_t k = 0; k < {len(SUMS)}; ++k) total[k] = (offsets[piece] ? total[k] : 0) + next->each[k];
+      ++next;
     }}
   }}
 }}
@@ -173,28 +224,34 @@ class Batch:
         function: what is called.
         calls: for each call, where the address of each argument is: a number in the table of addresses, or,
             negative, a cell of scratch memory: -1 for the first.
-        lengths: elements of each call's tensors; None if the function is called once for each call.
-        bytes_per_element: of each argument's tensor, 0 if it is a number, -1 if the argument is the length.
+        lengths: elements of each call's tensors, if their number is an argument.
+        kinds: of each argument: bytes of an element of its tensor, 0 if it is a number, or one of the above.
+        divisible: whether the function may be called for a piece of the tensors.
+
+    Attributes:
+        jobs: how many there are.
     """
 
     def __init__(
         self,
         function: CFunction,
         calls: Sequence[Sequence[int]],
-        lengths: Sequence[int] | None,
-        bytes_per_element: Sequence[int],
+        lengths: Sequence[int],
+        kinds: Sequence[int],
+        *,
+        divisible: bool,
     ) -> None:
         self._function = function  # stays loaded
-        if lengths is None:
-            jobs = [[Piece(call, 0, 0) for call in range(len(calls))]]
-        else:
+        if divisible:
             jobs = pieces_of(lengths, job_size(sum(lengths), torch.get_num_threads()))
+        else:
+            jobs = whole_calls(lengths)
         self.jobs = len(jobs)
         pieces = list(chain.from_iterable(jobs))
         self._tables = [
             array("q", numbers)
             for numbers in (
-                bytes_per_element,
+                kinds,
                 chain.from_iterable(calls),
                 accumulate(map(len, jobs), initial=0),
                 (piece.call for piece in pieces),
@@ -202,14 +259,21 @@ class Batch:
                 (piece.length for piece in pieces),
             )
         ]
-        bytes_, which, *cuts = (table.buffer_info()[0] for table in self._tables)
-        head = function.address, len(bytes_per_element), bytes_, which, self.jobs, *cuts
+        kinds_, which, *cuts = (table.buffer_info()[0] for table in self._tables)
+        head = function.address, len(kinds), kinds_, which, self.jobs, *cuts
         self._run = functools.partial(load_library()[0], *head)
 
     def __call__(self, addresses: array[int], scratch: Tensor) -> None:
         """Make the calls, with as many threads as PyTorch uses."""
         threads = min(self.jobs, torch.get_num_threads())
         self._run(addresses.buffer_info()[0], scratch.data_ptr(), threads)
+
+
+def whole_calls(lengths: Sequence[int]) -> list[list[Piece]]:
+    """Jobs of calls that take about as long, whatever their lengths; of numbers, no time to speak of."""
+    pieces = [Piece(call, 0, length) for call, length in enumerate(lengths)]
+    size = WHOLE_CALLS if any(lengths) else len(pieces)
+    return [pieces[i : i + size] for i in range(0, len(pieces), size)]
 
 
 def pieces_of(lengths: Sequence[int], job: int) -> list[list[Piece]]:

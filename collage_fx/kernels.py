@@ -14,10 +14,12 @@ so that no flat view has to be made. (Its own checks of sizes and strides are sw
 :mod:`collage_fx.sharing` checks the arguments of a step against the layouts it was compiled for.) What one
 C++ function computes is not even called from Python (Note [One call for all tensors]).
 
-A sum over all elements (``measure``, Note [Metrics]) leaves a rule flat: the order in which it is taken is of
-no account. But such a rule can't be computed piece by piece. Like any other flat one whose code is not one
-C++ function, it is compiled twice, if both are needed: for few elements, on which threads would wait longer
-for each other than they work, and for many.
+Sums over all elements (``update_sums``, Note [Metrics]) leave a rule flat: the order in which they are taken
+is of no account. So do counts over a sample (``update_sizes``), but only of a tensor as a whole: so they become
+a part of their own, before the one that overwrites what they are made of.
+
+A flat rule whose code is not one C++ function is compiled twice, if both are needed: for few elements, on
+which threads would wait longer for each other than they work, and for many.
 
 Other rules (reductions, matrix products, views) name sizes and strides, and serve the tensors that agree in
 them.
@@ -30,7 +32,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,14 +40,14 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from collage_fx.batches import MOST_ARGUMENTS
+from collage_fx.batches import LENGTH, MOST_ARGUMENTS, MOST_BUFFERS, SUMS_OF_PIECE, buffer_at
 from collage_fx.graph import is_dense, placeholders, tensor_value
-from collage_fx.operators import REVISION, measure, rest, update_sizes
+from collage_fx.operators import REVISION, rest, update_sizes, update_sums
 from collage_fx.partition import Part, is_number
 from collage_fx.retype import is_pointwise
 from collage_fx.torch_compat import CFunction, SymbolicScope, c_function, inductor_config
 
-__all__ = ["MANY", "Compiler", "Kernel", "Rule", "compile_rule", "rule_of"]
+__all__ = ["MANY", "Compiler", "Kernel", "Rule", "compile_rule", "rule_of", "samples_first"]
 
 aten = torch.ops.aten
 
@@ -124,8 +126,8 @@ class Rule:
             memory as a further input.
         operands: of this part: what its inputs are, in their order.
         elements: of this part's tensors, if it is flat.
-        independent: whether a flat rule may be computed for any piece of the tensors by itself, or a rule of
-            numbers is of nothing else, and nothing but memory goes in.
+        independent: whether a flat rule stores into no numbers, or a rule of numbers is of nothing else, and
+            nothing but memory goes in.
     """
 
     key: Hashable
@@ -136,6 +138,19 @@ class Rule:
     elements: int
     independent: bool
 
+    @property
+    def divisible(self) -> bool:
+        """Whether it may be computed for pieces of the tensors; its sums are then the sums of theirs."""
+        return self.flat and self.independent and not any(line.target is update_sizes for line in self.lines)
+
+    @property
+    def sums(self) -> set[int]:
+        """The input lines that sums over all elements are stored into."""
+        return {into for into, value in self.stores if into is not None and self._is_sum(value)}
+
+    def _is_sum(self, line: int) -> bool:
+        return self.lines[line].target is update_sums
+
 
 def rule_of(part: Part) -> Rule:
     """The rule of a part of a graph."""
@@ -145,15 +160,18 @@ def rule_of(part: Part) -> Rule:
 class _Writer:
     """Walks a part from its stores back to its inputs.
 
-    ``rows`` are the sums over all elements, or some, and the inputs that they are stored into.
+    ``rows`` are the sums over all elements, or counts over some, and the inputs that they are stored into.
     """
 
     def __init__(self, part: Part) -> None:
         self.part = part
         self.nodes = self._walk()
-        sums = {node for node in self.nodes if node.target is measure}
-        self.rows = {node for store in part.stores if store.args[1] in sums for node in store.all_input_nodes}
-        self.rows |= {node for node in self.nodes if node.target is update_sizes}
+        self.rows = {
+            node
+            for store in part.stores
+            if _target_of_value(store) in (update_sums, update_sizes)
+            for node in store.all_input_nodes
+        }
         self.shape = next((v.shape for v in self._elements()), torch.Size())
         self.flat = self._is_flat()
 
@@ -218,7 +236,7 @@ class _Writer:
             return False
         written = [*self.part.results, *(store.all_input_nodes[0] for store in self.part.stores)]
         if self.flat:
-            return not self.rows and not any(map(is_number, written))
+            return not any(map(is_number, written))
         return all(map(is_number, self.nodes))
 
     def _is_elementwise(self, node: Node) -> bool:
@@ -256,6 +274,20 @@ class _Writer:
         return value.dtype, value.device, tuple(value.shape), tuple(value.stride())
 
 
+def samples_first(part: Part) -> list[Part]:
+    """A flat part whose samples are apart from the rest, which runs after them; any other as it is."""
+    samples = tuple(store for store in part.stores if _target_of_value(store) is update_sizes)
+    rest_of_part = replace(part, stores=tuple(store for store in part.stores if store not in samples))
+    if not samples or not (rest_of_part.stores or part.results) or not rule_of(part).flat:
+        return [part]
+    return [replace(part, stores=samples, results=()), rest_of_part]
+
+
+def _target_of_value(store: Node) -> Any:
+    value = store.args[1]
+    return value.target if isinstance(value, Node) else None
+
+
 def _may_raise(node: Node) -> bool:
     value = tensor_value(node)
     packet = getattr(node.target, "overloadpacket", None)
@@ -284,14 +316,14 @@ class Kernel:
     Attributes:
         call: takes, as one list, the length if the rule is flat, the inputs, and memory for the results.
         function: the C++ function that this comes down to, where the rule is independent and that is so.
+        kinds: of the function's arguments, as in :class:`~collage_fx.batches.Batch`.
         divisible: whether the function may be called for a piece of the tensors.
-        bytes_per_element: of each of the function's arguments, 0 if it is a number, -1 if it is the length.
     """
 
     call: Callable[[list[Any]], Any]
     function: CFunction | None = None
+    kinds: tuple[int, ...] = ()
     divisible: bool = False
-    bytes_per_element: tuple[int, ...] = ()
 
 
 def compile_rule(rule: Rule, compiler: Compiler, *, many: bool) -> Kernel | None:
@@ -309,20 +341,30 @@ def compile_rule(rule: Rule, compiler: Compiler, *, many: bool) -> Kernel | None
     with scope:
         gm = _graph_of(rule, scope, MANY_HINT if many else FEW_HINT)
         inputs = [node.meta["val"] for node in placeholders(gm.graph)]
-        with inductor_config.patch(size_asserts=not (rule.flat or rule.independent)):
+        settings: dict[str, Any] = {"size_asserts": not (rule.flat or rule.independent)}
+        if rule.flat and not many:
+            settings["cpp.threads"] = 1
+        with inductor_config.patch(settings):
             call = compiler(gm, inputs)
     if scope.has_guards():
         return None
     function = None if many or not rule.independent else c_function(call, len(inputs))
-    if function is None or len(function.arguments) > MOST_ARGUMENTS:
+    if function is None or len(function.arguments) > MOST_ARGUMENTS or function.buffers > MOST_BUFFERS:
         return Kernel(call)
-    return Kernel(call, function, rule.flat, tuple(_bytes_per_element(inputs[i]) for i in function.arguments))
+    lines = [i for i, line in enumerate(rule.lines) if line.target is None]
+    sums = {place for place, line in enumerate(lines, start=int(rule.flat)) if line in rule.sums}
 
+    def kind(argument: int) -> int:
+        if argument < 0:
+            return buffer_at(~argument)
+        if argument in sums:
+            return SUMS_OF_PIECE
+        value = inputs[argument]
+        if not isinstance(value, Tensor):
+            return LENGTH
+        return value.dtype.itemsize if value.dim() > 0 else 0
 
-def _bytes_per_element(value: Any) -> int:
-    if not isinstance(value, Tensor):
-        return -1
-    return value.dtype.itemsize if value.dim() > 0 else 0
+    return Kernel(call, function, tuple(map(kind, function.arguments)), rule.divisible)
 
 
 def _graph_of(rule: Rule, scope: SymbolicScope, hint: int) -> GraphModule:

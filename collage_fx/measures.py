@@ -6,15 +6,15 @@ A measured step computes, beside each tensor's update and in the same loop, the 
 in :mod:`collage_fx.metrics` follows. What flows where:
 
 * :func:`terms` is the definition: what each element adds to each sum. ``operators.py`` makes one operator of
-  it, ``measure``, whose eager implementation sums the terms and whose lowering sums them in the loop of the
-  update, so that nothing is read from memory a second time: by Inductor's reductions, and on CPUs as Note
+  it, ``update_sums``, whose eager implementation sums the terms and whose lowering sums them in the loop of
+  the update, so that nothing is read from memory a second time: by Inductor's reductions, and on CPUs as Note
   [Sums in blocks] in ``sums_in_cpp.py`` says.
 * :func:`sizes` counts updates by their size against half an ulp of the weight, over a *sample*: to look at
   every element for it would cost more than the step. Its operator, ``update_sizes``, computes the updates of
-  the sampled elements anew from what the step reads. Its counts stand behind the sums in the same row.
-* The pass ``measure`` (``passes/measure.py``) puts one such node into the graph per tensor, behind the
-  compensation, and stores its result into a *row*, a further input of the graph. It adds readers to values
-  that are there already and changes none. Without ``metrics=True`` the pass does not run.
+  the sampled elements anew from what the step reads. (On CPUs before the update: a *part* of its own.)
+* The pass ``measure`` (``passes/measure.py``) puts both into the graph for each tensor, behind the
+  compensation, and stores their results into further inputs of the graph, together a *row*. It adds readers
+  to values that are there already and changes none. Without ``metrics=True`` the pass does not run.
 * ``metering.py`` owns the rows' memory, counts steps, picks the measured or the plain variant of a step
   (``metrics_every``), and keeps a copy of the rows of each measured step, on the tensor's device.
 * ``metrics.py`` reads the copies when it is asked, and derives norms, EDQ and shares.

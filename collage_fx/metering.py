@@ -17,17 +17,18 @@ from torch.fx import GraphModule
 from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
-from collage_fx.measures import ROW, SUMS
+from collage_fx.measures import SIZES, SUMS
 from collage_fx.metrics import MeasuredTensor, Metrics, UpdateQuality
 from collage_fx.names import parameter_names, state_tensors
-from collage_fx.operators import measure
+from collage_fx.operators import update_sizes, update_sums
 from collage_fx.program import InputInfo, Role, StepProgram
 from collage_fx.torch_compat import graph_module, real_tensors
 
 __all__ = ["Meter", "MeteredStep", "Rows", "without_sums"]
 
-#: Numbers of a row in memory: each begins at a multiple of 128 bytes, as GPU kernels may take for granted.
-WIDTH = 48
+#: Numbers of a row in memory, and where its sizes begin: each part begins at a multiple of 128 bytes, as GPU
+#: kernels may take for granted.
+WIDTH, SIZES_AT = 64, 16
 
 #: A compiled step, called with the list of its arguments.
 Step = Callable[[list[Any]], Any]
@@ -133,7 +134,7 @@ class Meter:
 
 def _quality(elements: int, row: Sequence[float]) -> UpdateQuality:
     """What a row says, its sample taken for all elements."""
-    sample = row[len(SUMS) : len(ROW)]
+    sample = row[SIZES_AT:][: len(SIZES)]
     each = elements / sum(sample) if elements else 0
     sizes = tuple(count * each for count in sample)
     return UpdateQuality(elements, **dict(zip(SUMS, row, strict=False)), sizes=sizes)
@@ -162,15 +163,16 @@ class Rows:
                 device: torch.zeros(len(self.states), WIDTH, dtype=torch.float64, device=device)
                 for device in {state.value.device for state in self.states}
             }
+            self._rows = [self._buffers[state.value.device][i] for i, state in enumerate(self.states)]
             self.inputs = [
-                self._buffers[state.value.device][i, : len(ROW)] for i, state in enumerate(self.states)
+                part for row in self._rows for part in (row[: len(SUMS)], row[SIZES_AT:][: len(SIZES)])
             ]
 
     def copy(self) -> Tensor:
         """What they hold, one row per tensor, on its device if there is but one."""
         if len(self._buffers) == 1:
             return next(iter(self._buffers.values())).clone()
-        return torch.stack([row.cpu() for row in self.inputs])
+        return torch.stack([row.cpu() for row in self._rows])
 
 
 class MeteredStep:
@@ -222,11 +224,11 @@ class MeteredStep:
 def without_sums(gm: GraphModule) -> GraphModule:
     """A copy of a measured graph that measures nothing."""
     gm = graph_module(gm, copy.deepcopy(gm.graph))
-    for node in list(gm.graph.find_nodes(op="call_function", target=measure)):
-        (store,) = node.users
-        row = store.args[0]
-        for each in (store, node, row):
-            gm.graph.erase_node(each)
+    for operator in (update_sums, update_sizes):
+        for node in list(gm.graph.find_nodes(op="call_function", target=operator)):
+            (store,) = node.users
+            for each in (store, node, store.args[0]):
+                gm.graph.erase_node(each)
     gm.graph.eliminate_dead_code()
     gm.recompile()
     return gm

@@ -57,7 +57,7 @@ from collage_fx.torch_compat import (
     rounded_in_cpp,
 )
 
-__all__ = ["REVISION", "measure", "once", "rest", "round_to_storage", "update_sizes"]
+__all__ = ["REVISION", "once", "rest", "round_to_storage", "update_sizes", "update_sums"]
 
 aten = torch.ops.aten
 
@@ -121,29 +121,17 @@ def _(old: Tensor, old_lo: Tensor | None, intended: Tensor, dtype: torch.dtype) 
     return old.new_empty((len(measures.SIZES),), dtype=torch.float64)
 
 
-LIBRARY.define(
-    "measure(Tensor old, Tensor? old_lo, Tensor intended, Tensor hi, Tensor? lo, Tensor sizes) -> Tensor"
-)
+LIBRARY.define("update_sums(Tensor old, Tensor? old_lo, Tensor intended, Tensor hi, Tensor? lo) -> Tensor")
+LIBRARY.impl("update_sums", measures.sums, "CompositeExplicitAutograd")
+
+#: ``update_sums(old, old_lo, intended, hi, lo)``: :func:`collage_fx.measures.sums` as one operator; without
+#: error terms they are None. See Note [Metrics].
+update_sums = torch.ops.collage_fx.update_sums.default
 
 
-def _measure(
-    old: Tensor, old_lo: Tensor | None, intended: Tensor, hi: Tensor, lo: Tensor | None, sizes: Tensor
-) -> Tensor:
-    return torch.cat([measures.sums(old, old_lo, intended, hi, lo), sizes])
-
-
-LIBRARY.impl("measure", _measure, "CompositeExplicitAutograd")
-
-#: ``measure(old, old_lo, intended, hi, lo, sizes)``: :func:`collage_fx.measures.sums` as one operator, and
-#: behind them what ``update_sizes`` has counted; without error terms they are None. See Note [Metrics].
-measure = torch.ops.collage_fx.measure.default
-
-
-@torch.library.register_fake("collage_fx::measure", lib=LIBRARY)
-def _(
-    old: Tensor, old_lo: Tensor | None, intended: Tensor, hi: Tensor, lo: Tensor | None, sizes: Tensor
-) -> Tensor:
-    return old.new_empty((len(measures.ROW),), dtype=torch.float64)
+@torch.library.register_fake("collage_fx::update_sums", lib=LIBRARY)
+def _(old: Tensor, old_lo: Tensor | None, intended: Tensor, hi: Tensor, lo: Tensor | None) -> Tensor:
+    return old.new_empty((len(measures.SUMS),), dtype=torch.float64)
 
 
 @functools.cache
@@ -177,7 +165,7 @@ def _rest(device: torch.device) -> Callable[[Sequence[Any]], Any]:
 
 
 def _operands(tensors: Sequence[Any]) -> Sequence[Any]:
-    """Those of ``measure`` but for the last, of which the error terms may be missing."""
+    """Those of ``update_sums``, of which the error terms may be missing."""
     if len(tensors) == 5:
         return tensors
     old, intended, hi = tensors
@@ -194,7 +182,7 @@ def _terms(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 @functools.cache
 def _sums(tensors: int) -> Sums:
-    """What ``measure`` sums of so many tensors."""
+    """What ``update_sums`` sums of so many tensors."""
     trace = _trace(_values, tensors)
     inputs = trace.graph.find_nodes(op="placeholder")
     text = {node: f"x{i}" for i, node in enumerate(inputs)}
@@ -219,7 +207,7 @@ def _place(inputs: Sequence[Any], dtype: torch.dtype) -> Any:
 register_pointwise_lowering(round_to_storage, _round, dtype=torch.float32)
 register_pointwise_lowering(rest, _rest, dtype=torch.float32)
 register_summing_lowering(
-    measure,
+    update_sums,
     lambda inputs: _interpret(_trace(_terms, len(inputs)), inputs),
     _sums,
     names=measures.SUMS,

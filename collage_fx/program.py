@@ -118,7 +118,7 @@ class StateTensor:
         refusal: set by the compensating pass where it could not keep the error term, and why.
         auxiliaries: set by ``allocate``: placeholders of its error format's auxiliary tensors.
         intended: set by ``compensate-wide``: the float32 new value that is split and stored.
-        row: set by ``measure``: the placeholder that its sums are stored into.
+        row: set by ``measure``: the placeholders that its sums and sizes are stored into.
     """
 
     placeholder: Node
@@ -132,7 +132,7 @@ class StateTensor:
     refusal: str = ""
     auxiliaries: tuple[Node, ...] = ()
     intended: Node | None = None
-    row: Node | None = None
+    row: tuple[Node, ...] = ()
 
     @property
     def carries_its_old_value(self) -> bool:
@@ -206,7 +206,7 @@ class StepProgram:
     @property
     def measured(self) -> list[StateTensor]:
         """Those that have a row, in the order of the rows."""
-        return [state for state in self.states if state.row is not None]
+        return [state for state in self.states if state.row]
 
     @property
     def compensation(self) -> str:

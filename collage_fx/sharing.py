@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from collage_fx.batches import CELL, Batch, Gather
+from collage_fx.batches import CELL, SUMS_OF_PIECE, Batch, Gather
 from collage_fx.graph import is_copy_to_input, placeholders
-from collage_fx.kernels import MANY, Kernel, Rule, compile_rule, rule_of
+from collage_fx.kernels import MANY, Kernel, Rule, compile_rule, rule_of, samples_first
 from collage_fx.partition import Part, parts_of
 from collage_fx.torch_compat import (
     inductor_compile_inner,
@@ -44,7 +44,8 @@ class Call:
     Attributes:
         kernel: what is called.
         places: of its arguments, among the values of the step.
-        wave: calls of one wave need no results of each other, only of earlier ones.
+        wave: calls of one wave need no results of each other, only of earlier ones, and write to nothing that
+            another one reads.
         elements: of its tensors, if the kernel's rule is flat.
     """
 
@@ -70,18 +71,23 @@ def lower_in_parts(gm: GraphModule, *, always: bool = False) -> StepInParts | No
     parts = parts_of(gm.graph)
     if parts is None:
         return None
+    parts = [each for part in parts for each in samples_first(part)]
     rules = [rule_of(part) for part in parts]
     if not (always or any(rule.flat for rule in rules) or len({rule.key for rule in rules}) < len(rules)):
         return None
     kernels: dict[Hashable, Kernel | None] = {}
     planned: list[_Planned] = []
-    waves: dict[Node, int] = {}
+    made: dict[Node, int] = {}
+    last_read: dict[Node, int] = {}
     for part, rule in zip(parts, rules, strict=True):
         kernel = _kernel(rule, kernels)
         if kernel is None:
             return None
-        wave = max((waves[given] + 1 for given in part.given), default=0)
-        waves |= dict.fromkeys(part.results, wave)
+        earlier = [made[result] for result in part.given]
+        earlier += [last_read.get(store.all_input_nodes[0], -1) for store in part.stores]
+        wave = 1 + max(earlier, default=-1)
+        made |= dict.fromkeys(part.results, wave)
+        last_read |= dict.fromkeys(rule.operands, wave)
         planned.append(_Planned(part, rule, kernel, wave))
     return _Planner(gm, planned).step()
 
@@ -197,16 +203,18 @@ class _Table:
         if kernel.function is None:
             return None
 
-        def entry(call: Call, argument: int, of_element: int) -> int:
-            # A length is not in the table.
-            return 0 if of_element < 0 else self._of_place(call.places[argument])
+        def entry(call: Call, argument: int, kind: int) -> int:
+            # Neither a length nor a buffer is in the table.
+            is_address = kind >= 0 or kind == SUMS_OF_PIECE
+            return self._of_place(call.places[argument]) if is_address else 0
 
-        arguments = list(zip(kernel.function.arguments, kernel.bytes_per_element, strict=True))
+        arguments = list(zip(kernel.function.arguments, kernel.kinds, strict=True))
         return Batch(
             kernel.function,
             [[entry(call, *argument) for argument in arguments] for call in calls],
-            [call.elements for call in calls] if kernel.divisible else None,
-            kernel.bytes_per_element,
+            [call.elements for call in calls],
+            kernel.kinds,
+            divisible=kernel.divisible,
         )
 
     def _of_place(self, place: int) -> int:

@@ -24,8 +24,8 @@ from collage_fx.graph import (
     placeholders,
     unconverted,
 )
-from collage_fx.measures import ROW
-from collage_fx.operators import measure, round_to_storage, update_sizes
+from collage_fx.measures import SIZES, SUMS
+from collage_fx.operators import round_to_storage, update_sizes, update_sums
 from collage_fx.passes.base import Pass
 from collage_fx.passes.normalize import Normalize
 from collage_fx.passes.widen import Widen
@@ -51,12 +51,15 @@ class Measure(Pass):
             _intend(editor, program, states)
         last = placeholders(editor.graph)[-1]
         for state in states:
-            with editor.graph.inserting_after(last):
-                last = editor.graph.placeholder(f"{state.placeholder.name}_sums")
-            with editor.fake_mode:
-                last.meta["val"] = torch.empty(len(ROW), dtype=torch.float64, device=state.value.device)
-            last.meta[PASS_MARK] = self.name
-            state.row = last
+            for what, columns in (("sums", SUMS), ("sizes", SIZES)):
+                with editor.graph.inserting_after(last):
+                    last = editor.graph.placeholder(f"{state.placeholder.name}_{what}")
+                with editor.fake_mode:
+                    last.meta["val"] = torch.empty(
+                        len(columns), dtype=torch.float64, device=state.value.device
+                    )
+                last.meta[PASS_MARK] = self.name
+                state.row += (last,)
         stores = copies_to_inputs(editor.graph)
         for store in stores.values():  # the sums read what was there before
             editor.graph.output_node().prepend(store)
@@ -75,7 +78,6 @@ def _sum(
     *,
     will_be_pinned: bool,
 ) -> None:
-    assert state.row is not None
 
     def stored(store: Node) -> Node:
         """The float32 value of what a store leaves in memory."""
@@ -92,10 +94,11 @@ def _sum(
         old_lo = None if lo is None else editor.convert(lo, torch.float32)
         new_lo = None if lo is None else stored(stores[lo])
         new = stored(stores[state.placeholder])
+        sums = editor.call(update_sums, old, old_lo, state.intended, new, new_lo)
         sizes = editor.call(update_sizes, old, old_lo, state.intended, state.value.dtype)
-        row = editor.call(measure, old, old_lo, state.intended, new, new_lo, sizes)
     with editor.graph.inserting_before(editor.graph.output_node()):
-        editor.store(state.row, row)
+        for into, values in zip(state.row, (sums, sizes), strict=True):
+            editor.store(into, values)
 
 
 def _intend(editor: GraphEditor, program: StepProgram, states: list[StateTensor]) -> None:

@@ -14,7 +14,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collage_fx import CollageBackend
-from collage_fx.batches import CELL, CLUMP, MOST_ARGUMENTS, Batch, Gather, job_size, pieces_of
+from collage_fx.batches import (
+    CELL,
+    CLUMP,
+    LENGTH,
+    MOST_ARGUMENTS,
+    SUMS_OF_PIECE,
+    WHOLE_CALLS,
+    Batch,
+    Gather,
+    buffer_at,
+    job_size,
+    pieces_of,
+    whole_calls,
+)
+from collage_fx.measures import SUMS
 from collage_fx.sharing import StepInParts
 from collage_fx.torch_compat import CFunction, load_cpp_library
 from tests.support.training import parameters, run_steps
@@ -25,7 +39,12 @@ extern "C" void add(int32_t* x, const int16_t* y, const double* factor, int64_t 
   for (int64_t i = 0; i < n; ++i) x[i] += *factor * y[i];
 }
 extern "C" void twice(const double* x, double* result) { *result = 2 * *x; }
-"""
+extern "C" void sums(const int32_t* x, double* sums, int64_t* rest, double* first, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) rest[i % 8] = first[0] = x[i];
+  for (int k = 0; k < SUMS; ++k) sums[k] = k;
+  for (int64_t i = 0; i < n; ++i) sums[i % SUMS] += x[i];
+}
+""".replace("SUMS", str(len(SUMS)))
 MANY_ARGUMENTS = ", ".join(f"int64_t* x{i}" for i in range(MOST_ARGUMENTS))
 FUNCTIONS += f'extern "C" void last({MANY_ARGUMENTS}) {{ *x{MOST_ARGUMENTS - 1} = *x0; }}'
 
@@ -71,7 +90,7 @@ def test_calls_in_pieces_are_whole_calls(lengths: list[int]) -> None:
     scratch = torch.zeros(len(lengths), CELL // 8, dtype=torch.float64)
     scratch[:, 0] = factors
     calls = [[2 * i, 2 * i + 1, ~i, 0] for i in range(len(lengths))]
-    Batch(function("add", 4), calls, lengths, [4, 2, 0, -1])(table, scratch)
+    Batch(function("add", 4), calls, lengths, [4, 2, 0, LENGTH], divisible=True)(table, scratch)
     assert all(torch.equal(x, y) for x, y in zip(outputs, wanted, strict=True))
 
 
@@ -79,15 +98,51 @@ def test_a_function_of_numbers_is_called_once_for_each_call() -> None:
     numbers = torch.tensor([1.5, 2.5], dtype=torch.float64)
     scratch = torch.zeros(2, CELL // 8, dtype=torch.float64)
     table = array("q", [numbers[0].data_ptr(), numbers[1].data_ptr()])
-    Batch(function("twice", 2), [[0, ~0], [1, ~1]], None, [0, 0])(table, scratch)
+    Batch(function("twice", 2), [[0, ~0], [1, ~1]], [0, 0], [0, 0], divisible=False)(table, scratch)
     assert scratch[:, 0].tolist() == [3.0, 5.0]
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("divisible", [True, False])
+def test_sums_are_those_of_the_pieces(divisible: bool) -> None:
+    """And each running function has buffers of its own."""
+    lengths = [300_000, 3, 70_000, *[5] * WHOLE_CALLS]
+    inputs = [torch.arange(n, dtype=torch.int32) for n in lengths]
+    totals = torch.full((len(lengths), 16), torch.nan, dtype=torch.float64)
+    table = array("q", [t.data_ptr() for pair in zip(inputs, totals, strict=True) for t in pair])
+    kinds = [4, SUMS_OF_PIECE, buffer_at(0), buffer_at(64), LENGTH]
+    calls = [[2 * i, 2 * i + 1, 0, 0, 0] for i in range(len(lengths))]
+    batch = Batch(function("sums", 5), calls, lengths, kinds, divisible=divisible)
+    assert batch.jobs > 1
+    for _ in range(2):  # the second step's sums are not added to the first's
+        batch(table, torch.empty(0))
+    jobs = pieces_of(lengths, job_size(sum(lengths), 2)) if divisible else whole_calls(lengths)
+    for call, (x, total) in enumerate(zip(inputs, totals, strict=True)):
+        wanted = torch.zeros(len(SUMS), dtype=torch.float64)
+        for piece in (piece for job in jobs for piece in job if piece.call == call):
+            values = x[piece.offset :][: piece.length].double()
+            padded = torch.nn.functional.pad(values, (0, -len(values) % len(SUMS)))
+            wanted += padded.view(-1, len(SUMS)).sum(0) + torch.arange(len(SUMS))
+        assert torch.equal(total[: len(SUMS)], wanted)
+        assert total[len(SUMS) :].isnan().all()
+
+
+@pytest.mark.parametrize("count", [1, WHOLE_CALLS, 3 * WHOLE_CALLS + 1])
+def test_whole_calls(count: int) -> None:
+    jobs = whole_calls(range(1, count + 1))
+    assert [(piece.call, piece.offset, piece.length) for job in jobs for piece in job] == [
+        (i, 0, i + 1) for i in range(count)
+    ]
+    assert max(map(len, jobs)) <= WHOLE_CALLS
+    assert len(whole_calls([0] * count)) == 1, "of numbers"
 
 
 def test_as_many_arguments_as_are_promised() -> None:
     numbers = torch.arange(1, MOST_ARGUMENTS + 1)
     table = array("q", [number.data_ptr() for number in numbers])
     calls = [list(range(MOST_ARGUMENTS))]
-    Batch(function("last", MOST_ARGUMENTS), calls, None, [0] * MOST_ARGUMENTS)(table, numbers)
+    kinds = [0] * MOST_ARGUMENTS
+    Batch(function("last", MOST_ARGUMENTS), calls, [0], kinds, divisible=False)(table, numbers)
     assert numbers.tolist() == [*range(1, MOST_ARGUMENTS), 1]
 
 

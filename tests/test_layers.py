@@ -14,8 +14,8 @@ ROOT = Path(collage_fx.__file__).parent
 LAYERS = [
     {"wrapping", "suggestions", "mathml", "sums_in_cpp"},
     {"formats", "averaging", "torch_compat"},
-    {"arithmetic", "batches", "errors", "measures"},
-    {"operators", "error_formats", "graph", "composites"},
+    {"arithmetic", "errors", "measures"},
+    {"batches", "operators", "error_formats", "graph", "composites"},
     {"metrics", "retype", "program", "scalars", "partition", "pictures"},
     {"feedback", "recurrence", "verify", "kernels", "treatments", "dumps", "svg"},
     {"passes"},
@@ -56,7 +56,7 @@ COMPAT_LAYERS = [
         "inductor_cpp_conversions",
         "inductor_cpp_loads",
     },
-    {"dynamo_conversions", "inductor", "inductor_cpp_sums", "inductor_libraries"},
+    {"dynamo_conversions", "inductor", "inductor_cpp_sums"},
     {"inductor_cpp", "inductor_lowerings"},
     {"__init__"},
 ]

@@ -24,7 +24,6 @@ from collage_fx.graph import PASS_MARK, placeholders
 from collage_fx.measures import (
     COUNTS,
     OCTAVES,
-    ROW,
     SAMPLE,
     SIZES,
     SUMS,
@@ -35,7 +34,7 @@ from collage_fx.measures import (
     sums,
 )
 from collage_fx.metrics import MeasuredTensor, Metrics, UpdateQuality
-from collage_fx.operators import measure, update_sizes
+from collage_fx.operators import update_sizes, update_sums
 from collage_fx.plots import plot
 from collage_fx.sums_in_cpp import BLOCK
 from collage_fx.torch_compat import inductor_config
@@ -322,10 +321,9 @@ def test_no_tensor_is_kept_in_memory_to_be_measured(
     backend = CollageBackend(metrics=True, **options)
     run_steps(torch.compile(kind(params).step, backend=backend), params, range(1))
     (graph,) = backend.report().graphs
-    code = graph.code[-1]  # that of the elements
-    allocated = re.findall(r"empty_strided_cpu\(\((.*?)\), .*torch.(\w+)\)", code)
+    allocated = re.findall(r"empty_strided_cpu\(\((.*?)\), .*torch.(\w+)\)", "".join(graph.code))
     assert ("1024, ", "int32") in allocated, "the sample's"
-    assert {size for size, _ in allocated} <= {"", "1024, ", f"{len(SIZES)}, ", f"{len(SIZES) + len(SUMS)}, "}
+    assert {size for size, _ in allocated} <= {"", "1024, ", f"{len(SIZES)}, ", f"{len(SUMS)}, "}
 
 
 @pytest.mark.parametrize("elements", [1, 7, 1023, 1024, 1025, 2048, 5000, 1 << 20, (1 << 31) - 1])
@@ -376,20 +374,22 @@ def test_compiled_sizes_are_those_of_the_definition(shape: tuple[int, ...]) -> N
 def test_a_row_in_triton() -> None:
     """The operators as Triton code, interpreted: sums of few bits are exact in any order."""
 
-    def row(hi: Tensor, lo: Tensor, update: Tensor, into: Tensor) -> None:
+    def row(hi: Tensor, lo: Tensor, update: Tensor, totals: Tensor, counts: Tensor) -> None:
         old, old_lo = hi.float(), lo.float()
         intended = old + old_lo + update
-        counts = update_sizes(old, old_lo, intended, torch.bfloat16)
-        into.copy_(measure(old, old_lo, intended, old + update, old_lo, counts))
+        totals.copy_(update_sums(old, old_lo, intended, old + update, old_lo))
+        counts.copy_(update_sizes(old, old_lo, intended, torch.bfloat16))
 
     shape, generator = (40, 70), torch.Generator().manual_seed(0)
     hi, lo, update = (torch.randint(-99, 100, shape, generator=generator).float() for _ in range(3))
-    inputs = [hi.bfloat16(), (lo * 2.0**-8).bfloat16(), update * 2.0**-12, torch.zeros(len(ROW)).double()]
+    inputs = [hi.bfloat16(), (lo * 2.0**-8).bfloat16(), update * 2.0**-12]
+    inputs += [torch.zeros(len(columns)).double() for columns in (SUMS, SIZES)]
     source = offline.triton_source(offline.to_cuda(offline.functional_graph(row, *inputs)))
     wanted, found = ([each.clone() for each in inputs] for _ in range(2))
     row(*wanted)
     offline.run_in_interpreter(source, found)
     assert torch.equal(found[3], wanted[3])
+    assert torch.equal(found[4], wanted[4])
     assert offline.compile_to_ptx(source)
 
 
@@ -446,9 +446,9 @@ def test_off_leaves_no_trace() -> None:
         graphs.append(report.after.graph)
         inputs.append(len(placeholders(report.after.graph)))
         assert ("measure" in [name for name, _ in report.passes]) == metrics
-    assert inputs == [3 * len(params), 4 * len(params)]  # parameter, error term, gradient; and row
+    assert inputs == [3 * len(params), 5 * len(params)]  # parameter, error term, gradient; sums, sizes
     assert not [node for node in graphs[0].nodes if node.meta.get(PASS_MARK) == "measure"]
-    for operator in (measure, update_sizes):
+    for operator in (update_sums, update_sizes):
         assert not graphs[0].find_nodes(op="call_function", target=operator)
         assert len(graphs[1].find_nodes(op="call_function", target=operator)) == len(params)
     assert not CollageBackend(metrics=False).metrics()
@@ -458,12 +458,10 @@ def test_the_operator_is_its_definition() -> None:
     tensors = [torch.randn(100, generator=torch.Generator().manual_seed(i)) for i in range(5)]
     tensors[2][::3] = tensors[0][::3] + tensors[1][::3]
     tensors[3][::2] = tensors[0][::2]
-    counts = torch.arange(float(len(SIZES)), dtype=torch.float64)
-    assert torch.equal(measure(*tensors, counts), torch.cat([sums(*tensors), counts]))
+    assert torch.equal(update_sums(*tensors), sums(*tensors))
     old, _, new, hi, _ = tensors
     zeros = torch.zeros(100)
-    wanted = torch.cat([sums(old, zeros, new, hi, zeros), counts])
-    assert torch.equal(measure(old, None, new, hi, None, counts), wanted)
+    assert torch.equal(update_sums(old, None, new, hi, None), sums(old, zeros, new, hi, zeros))
 
 
 @pytest.fixture(scope="module")

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, cast
 
+import torch
 from torch._C._dynamo.guards import _torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
 from torch._inductor.codecache import CppCodeCache
 
 __all__ = ["ADDRESS_OF_TENSOR", "CFunction", "c_function", "load_cpp_library"]
+
+#: Of buffers: a cache line, or a vector.
+ALIGNMENT = 64
 
 #: Address of the C function with which generated code gets at the memory of a Python tensor.
 ADDRESS_OF_TENSOR: int = _torchinductor_pyobject_tensor_data_ptr
@@ -24,48 +29,83 @@ class CFunction:
     Attributes:
         address: of the function.
         arguments: for each of its arguments, which argument of the Python code around it is passed, as an
-            address if it is a tensor.
+            address if it is a tensor; or, negative, ~ the offset of a buffer in memory that is its own while
+            it runs.
         library: what has to stay loaded.
+        buffers: bytes of that memory.
     """
 
     address: int
     arguments: tuple[int, ...]
     library: ctypes.CDLL
+    buffers: int = 0
 
 
 class _StandIn(int):
     """Stands for an argument, tensor or length, of generated code, known again by its identity."""
 
 
+@dataclass(eq=False)
+class _Buffer:
+    """Stands for memory that generated code allocates: where it begins among all of that."""
+
+    start: int
+
+
 def c_function(code: Callable[[list[Any]], Any], arguments: int) -> CFunction | None:
     """The function that Inductor's Python code for the CPU does nothing but call once, if that is so.
 
     Args:
-        code: takes one list.
+        code: takes one list. It may allocate buffers whose sizes are constant.
         arguments: its length.
-
-    The code is run with objects that stand for its arguments, and a function that notes which of them it is
-    called with instead of the generated one. This is safe because nothing else has a name in that code.
     """
     function = getattr(code, "__func__", code)
     if not isinstance(function, FunctionType) or function.__closure__:
         return None
-    names = set(function.__code__.co_names) - {"clear"}
+    names = {name for name in function.__code__.co_names if not _is_of_allocations(name)} - {"clear"}
     if len(names) != 1 or not (kernel := names.pop()).startswith("cpp_fused"):
         return None
-    calls: list[tuple[Any, ...]] = []
-    noting = FunctionType(
-        function.__code__, {**function.__globals__, kernel: lambda *passed: calls.append(passed)}
-    )
-    given = [_StandIn(2) for _ in range(arguments)]
-    noting(*([None] if code is not function else []), list(given))
-    places = {id(each): i for i, each in enumerate(given)}
-    if len(calls) != 1 or not all(id(argument) in places for argument in calls[0]):
+    is_method = code is not function
+    # A size that goes by an argument is another one where the arguments are.
+    noted, again = (_noted_call(function, kernel, [number] * arguments, is_method) for number in (2, 3))
+    if noted is None or noted != again:
         return None
     library = ctypes.CDLL(function.__globals__[kernel].__self__.__file__)
     address = ctypes.cast(library.kernel, ctypes.c_void_p).value
     assert address is not None
-    return CFunction(address, tuple(places[id(argument)] for argument in calls[0]), library)
+    return CFunction(address, noted[0], library, noted[1])
+
+
+def _is_of_allocations(name: str) -> bool:
+    return name in ("empty_strided_cpu", "torch") or isinstance(getattr(torch, name, None), torch.dtype)
+
+
+def _noted_call(
+    function: FunctionType, kernel: str, numbers: Sequence[int], is_method: bool
+) -> tuple[tuple[int, ...], int] | None:
+    """Arguments, and bytes of buffers, of the one call that generated code makes, as in :class:`CFunction`.
+
+    The code is run with objects that stand for its arguments and buffers, and a function that notes which of
+    them it is called with instead of the generated one. This is safe because nothing else has a name in it.
+    """
+    calls: list[tuple[Any, ...]] = []
+    ends = [0]
+
+    def allocate(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> _Buffer:
+        start, last = ends[-1], sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        ends.append(start + math.ceil((last + 1) * dtype.itemsize / ALIGNMENT) * ALIGNMENT)
+        return _Buffer(start)
+
+    noting = {kernel: lambda *passed: calls.append(passed), "empty_strided_cpu": allocate}
+    given = [_StandIn(number) for number in numbers]
+    FunctionType(function.__code__, {**function.__globals__, **noting})(*[None] * is_method, list(given))
+    if len(calls) != 1:
+        return None
+    places = {id(each): i for i, each in enumerate(given)}
+    if not all(isinstance(argument, _Buffer) or id(argument) in places for argument in calls[0]):
+        return None
+    passed = (~each.start if isinstance(each, _Buffer) else places[id(each)] for each in calls[0])
+    return tuple(passed), ends[-1]
 
 
 def load_cpp_library(source: str) -> ctypes.CDLL:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch._inductor import ir
-from torch._inductor.lowering import lowerings, pointwise_cat, register_lowering, to_dtype
+from torch._inductor.lowering import lowerings, register_lowering, to_dtype
 from torch._inductor.utils import sympy_product
 from torch._inductor.virtualized import OpsWrapper, V, ops
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
@@ -95,11 +95,10 @@ def register_summing_lowering(
     names: Sequence[str],
     otherwise: Mapping[str, str | None],
 ) -> None:
-    """Lower ``operator(*tensors, more)`` to sums over all elements, in the loop that computes the tensors.
+    """Lower ``operator(*tensors)`` to sums over all elements, in the loop that computes the tensors.
 
     Args:
-        operator: an overload of float32 tensors of one shape, or None, and of a float64 vector; it returns a
-            float64 vector, of which the other is the end.
+        operator: an overload of float32 tensors of one shape, or None, that returns a float64 vector.
         terms: from the values of one element of each tensor, without the Nones, to what it adds to each sum:
             float64 numbers, then truth values.
         sums_of: what those sums are, given how many tensors there are.
@@ -107,8 +106,7 @@ def register_summing_lowering(
         otherwise: for one that isn't among those sums, the one that it is the same as, or None for zero.
     """
 
-    def lowering(*operands: Any) -> Any:
-        *tensors, more = operands
+    def lowering(*tensors: Any) -> Any:
         given = [tensor for tensor in tensors if tensor is not None]
         for tensor in given:
             tensor.realize()  # else each sum would be traced from the inputs of the step
@@ -158,8 +156,7 @@ def register_summing_lowering(
                     value = ops.where(is_here, loads[name]([]), value)
             return value
 
-        own = ir.Pointwise.create(device=device, dtype=torch.float64, inner_fn=result, ranges=[len(which)])
-        return pointwise_cat([own, more], 0)
+        return ir.Pointwise.create(device=device, dtype=torch.float64, inner_fn=result, ranges=[len(which)])
 
     register_lowering(operator, type_promotion_kind=None)(lowering)
 
