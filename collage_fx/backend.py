@@ -190,7 +190,7 @@ class CollageBackend:
     def finds_families(self) -> bool:
         """Whether of equal updates one is compiled for all."""
         options = self.options
-        is_usual = options.strategy != "none" and not options.metrics and options.passes == PIPELINE
+        is_usual = options.strategy != "none" and options.passes == PIPELINE
         return is_usual and self.by_family and not is_dumping()
 
     def keep(self, report: GraphReport) -> None:

@@ -44,7 +44,7 @@ from collage_fx.graph import (
     tensor_value,
 )
 from collage_fx.lowering import WholeStep
-from collage_fx.metering import Meter, MeteredStep, Rows, without_sums
+from collage_fx.metering import MeasuredInput, Meter, MeteredStep, Rows, without_sums
 from collage_fx.names import KnownTensor, describe_input, describe_inputs, known_tensors, optimizers_among
 from collage_fx.options import Options
 from collage_fx.pipeline import (
@@ -268,10 +268,15 @@ class Capture:
         after = _copy_of(program.gm)
         is_rewritten = bool(program.expansions or program.measured) or passes not in (PIPELINE, ANALYSIS)
         with generated_code() as code:
+
+            def lower(graph: StepProgram | GraphModule) -> Any:
+                return self.backend.lower(graph, example_inputs, inductor_options)
+
             if program.measured:
-                step = self._lower_measured(program, gm, example_inputs, inductor_options)
+                measured = [MeasuredInput.of(each, each.position, each.info) for each in program.measured]
+                step = self._metered(program, measured, lower, gm if program.strategy == "none" else None)
             else:
-                step = self.backend.lower(program if is_rewritten else gm, example_inputs, inductor_options)
+                step = lower(program if is_rewritten else gm)
         rewritten = (after if is_rewritten else before), tuple(stages.passes)
         report = GraphReport(
             capture=lambda: before,
@@ -298,25 +303,32 @@ class Capture:
             row = group.example
             log.debug("%s: %s: %s; %s", self.subject, group.what, row.recurrence, row.why)
 
-    def _lower_measured(
+    def _metered(
         self,
         program: StepProgram,
-        captured: GraphModule,
-        example_inputs: Sequence[Any],
-        inductor_options: dict[str, Any],
-    ) -> MeteredStep:
-        """The step with the sums, and without if not every step is measured."""
-        meter, lower = self.backend.meter, self.backend.lower
+        inputs: Sequence[MeasuredInput],
+        lower: Callable[[Any], Any],
+        unmeasured: GraphModule | None = None,
+    ) -> MeteredStep | None:
+        """The step with the sums, and without if not every step is measured; None if lowering gives none.
+
+        Args:
+            program: with the sums.
+            inputs: what is measured, in the order of the rows.
+            lower: takes a program, or a graph, to a step.
+            unmeasured: the graph of the step without, where it is not what the program is without the sums.
+        """
+        meter = self.backend.meter
         meter.learn(self.optimizers)
-        rows = Rows(program)
+        rows = Rows(inputs)
         plain = None
         if meter.every > 1:
-            unmeasured = replace(program, gm=without_sums(program.gm))
-            graph = captured if program.strategy == "none" else unmeasured
-            plain = lower(graph, example_inputs, dict(inductor_options))
+            plain = lower(unmeasured or replace(program, gm=without_sums(program.gm)))
         program.rows = rows.inputs
-        measured = lower(program, example_inputs, inductor_options)
-        return MeteredStep(meter, self.subject, rows, measured, plain)
+        measured = lower(program)
+        if measured is None:
+            return None
+        return MeteredStep(meter, self.subject, inputs, rows, measured, plain)
 
     def _refuse_uncompensated(self, program: StepProgram) -> None:
         for state in program.compensated:
@@ -468,7 +480,7 @@ class CaptureOfFamilies(Capture):
         if not program.expansions or any(state.refusal for state in program.compensated):
             return None
         with generated_code() as code:
-            step = self.backend.lower_families(program, families, repetition)
+            step = self._lower(program, repetition)
         if step is None:
             return None
         graphs = _RepeatedGraphs(_copy_of(gm), repetition, self._program_of(gm, families.infos, existing))
@@ -488,6 +500,22 @@ class CaptureOfFamilies(Capture):
         bound, gradients = families.inputs[: families.bound], families.gradients
         passed = len(families.inputs) - len(bound) - len(gradients)
         return WholeStep(step, bound, passed, places, gradients)
+
+    def _lower(self, program: StepProgram, repetition: Repetition) -> Any:
+        """The whole step, a function of a list; None if it can't be lowered in this way."""
+        families = self.families
+
+        def lower(each: StepProgram) -> Any:
+            return self.backend.lower_families(each, families, repetition)
+
+        if not program.measured:
+            return lower(program)
+        inputs = [
+            MeasuredInput.of(state, place, families.infos[place])
+            for state in program.measured
+            for place in repetition.copies[state.position]
+        ]
+        return self._metered(program, sorted(inputs, key=lambda each: each.position), lower)
 
 
 def _never_called(*arguments: Any) -> Any:

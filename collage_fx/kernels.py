@@ -15,7 +15,7 @@ so that no flat view has to be made. (Its own checks of sizes and strides are sw
 C++ function computes is not even called from Python (Note [One call for all tensors]).
 
 Sums over all elements (``update_sums``, Note [Metrics]) leave a rule flat: the order in which they are taken
-is of no account. So do counts over a sample (``update_sizes``), but only of a tensor as a whole: so they become
+is of no account. So do counts over a sample (``update_sizes``), but only of a tensor as a whole: they become
 a part of their own, before the one that overwrites what they are made of.
 
 A flat rule whose code is not one C++ function is compiled twice, if both are needed: for few elements, on

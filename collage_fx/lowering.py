@@ -93,25 +93,29 @@ def lower_repeatedly(
     Args:
         program: after the pipeline.
         inputs: those of the whole graph.
-        repetition: how those of the program recur in it.
+        repetition: how those of the program recur in it. Rows of sums, if there are some, come in the order
+            of the inputs that they measure.
 
     Returns:
         a callable of the whole graph's inputs; None where the graph can't be lowered in parts.
     """
     values, stored_to = _inputs_of(program.gm.graph)
-    with inductor_config.patch(inductor_settings(program.arithmetic)):
+    measuring = MEASURING_SETTINGS if program.rows else {}
+    with inductor_config.patch({**inductor_settings(program.arithmetic), **measuring}):
         small = lower_in_parts(program.gm, always=True)
     owned_by = [state.position for state in program.expansions for _ in state.auxiliaries]
     extended = repetition.extended(owned_by)
-    step = None if small is None else repeated_step(small, extended)
+    measured = [state.position for state in program.measured for _ in state.row] if program.rows else []
+    step = None if small is None else repeated_step(small, extended.extended(measured))
     if step is None:
         return None
     places = sorted(place for state in program.expansions for place in repetition.copies[state.position])
     bindings = [_bind(place, inputs[place], program.error_format) for place in places]
     copies = dict(enumerate(extended.copies))
     all_values = {place: values[i] for i in copies for place in copies[i]}
-    all_stored_to = {place for i in stored_to for place in copies[i]}
-    return CompensatedStep(step, bindings, _expected(all_values, inputs, all_stored_to, all_layouts=True))
+    all_stored_to = {place for i in stored_to if i in copies for place in copies[i]}
+    expected = _expected(all_values, inputs, all_stored_to, all_layouts=True)
+    return CompensatedStep(step, bindings, expected, program.rows)
 
 
 def _expected(

@@ -21,10 +21,10 @@ from collage_fx.measures import SIZES, SUMS
 from collage_fx.metrics import MeasuredTensor, Metrics, UpdateQuality
 from collage_fx.names import parameter_names, state_tensors
 from collage_fx.operators import update_sizes, update_sums
-from collage_fx.program import InputInfo, Role, StepProgram
+from collage_fx.program import InputInfo, Role, StateTensor
 from collage_fx.torch_compat import graph_module, real_tensors
 
-__all__ = ["Meter", "MeteredStep", "Rows", "without_sums"]
+__all__ = ["MeasuredInput", "Meter", "MeteredStep", "Rows", "without_sums"]
 
 #: Numbers of a row in memory, and where its sizes begin: each part begins at a multiple of 128 bytes, as GPU
 #: kernels may take for granted.
@@ -83,6 +83,7 @@ class Meter:
         self._clocks: dict[str, _Clock] = {}
         self._snapshots: list[_Snapshot] = []
         self._identities = WeakTensorKeyDictionary()
+        self._ranks: dict[str, int] = {}
 
     def learn(self, optimizers: Mapping[str, Optimizer]) -> None:
         """Note the names and groups of what the optimizers hold."""
@@ -91,9 +92,12 @@ class Meter:
             groups = [i for i, group in enumerate(optimizer.param_groups) for _ in group["params"]]
             for group, (name, parameter) in zip(groups, parameter_names(optimizer), strict=True):
                 owner, where = TensorWeakRef(parameter), prefix + name
-                self._identities[parameter] = _Identity(where, "parameter", group, owner, where)
+                found = [(parameter, _Identity(where, "parameter", group, owner, where))]
                 for slot, tensor in state_tensors(optimizer.state.get(parameter, {})):
-                    self._identities[tensor] = _Identity(f"{where}.{slot}", slot, group, owner, where)
+                    found.append((tensor, _Identity(f"{where}.{slot}", slot, group, owner, where)))
+                for tensor, identity in found:
+                    self._identities[tensor] = identity
+                    self._ranks.setdefault(identity.name, len(self._ranks))
 
     def identity(self, tensor: Tensor, info: InputInfo) -> _Identity:
         """Of a tensor, by what it is to an optimizer, or else by the graph input that it is."""
@@ -124,12 +128,17 @@ class Meter:
         for snapshot in self._snapshots:
             snapshot.rows = snapshot.rows.cpu()  # once; the next time it is there
             measured = steps.setdefault(snapshot.step, {})
-            for (identity, elements), row in zip(snapshot.tensors, snapshot.rows.tolist(), strict=True):
+            rows = zip(snapshot.tensors, snapshot.rows.tolist(), strict=True)
+            for (identity, elements), row in sorted(rows, key=lambda each: self._order(each[0][0])):
                 tensor = _named(identity, own, snapshot.subject)
                 name = f"{snapshot.subject}: {tensor.name}" if several else tensor.name
                 tensors[name] = tensor
                 measured[name] = _quality(elements, row)
         return Metrics(dict(sorted(steps.items())), tensors)
+
+    def _order(self, identity: _Identity) -> tuple[bool, int]:
+        """Parameters first, and all as the optimizers have them."""
+        return identity.kind != "parameter", self._ranks.get(identity.name, len(self._ranks))
 
 
 def _quality(elements: int, row: Sequence[float]) -> UpdateQuality:
@@ -149,21 +158,38 @@ def _named(identity: _Identity, own: Mapping[int, str], subject: str) -> Measure
     return MeasuredTensor(full, identity.kind, module, identity.group, subject)
 
 
-class Rows:
-    """Memory for the sums of one compiled step, at the same place in every call.
+@dataclass(frozen=True)
+class MeasuredInput:
+    """An input of a step that is measured.
 
-    Args:
-        program: after the pipeline.
+    Attributes:
+        position: its place among the step's arguments.
+        info: what it is to the user.
+        elements: how many it has.
+        device: where it is.
     """
 
-    def __init__(self, program: StepProgram) -> None:
-        self.states = program.measured
+    position: int
+    info: InputInfo
+    elements: int
+    device: torch.device
+
+    @classmethod
+    def of(cls, state: StateTensor, position: int, info: InputInfo) -> MeasuredInput:
+        """An input that the tensor of a program stands for."""
+        return cls(position, info, int(state.value.numel()), state.value.device)
+
+
+class Rows:
+    """Memory for the sums of one compiled step, at the same place in every call."""
+
+    def __init__(self, measured: Sequence[MeasuredInput]) -> None:
         with real_tensors():
             self._buffers = {
-                device: torch.zeros(len(self.states), WIDTH, dtype=torch.float64, device=device)
-                for device in {state.value.device for state in self.states}
+                device: torch.zeros(len(measured), WIDTH, dtype=torch.float64, device=device)
+                for device in {each.device for each in measured}
             }
-            self._rows = [self._buffers[state.value.device][i] for i, state in enumerate(self.states)]
+            self._rows = [self._buffers[each.device][i] for i, each in enumerate(measured)]
             self.inputs = [
                 part for row in self._rows for part in (row[: len(SUMS)], row[SIZES_AT:][: len(SIZES)])
             ]
@@ -181,31 +207,40 @@ class MeteredStep:
     Args:
         meter: keeps what is measured.
         subject: whose step it is.
-        rows: what the measured step fills.
+        inputs: what is measured.
+        rows: what the measured step fills, in the order of these.
         measured: the step with the sums.
         plain: the same step without; None if it is never called.
     """
 
     _boxed_call = True
 
-    def __init__(self, meter: Meter, subject: str, rows: Rows, measured: Step, plain: Step | None) -> None:
+    def __init__(
+        self,
+        meter: Meter,
+        subject: str,
+        inputs: Sequence[MeasuredInput],
+        rows: Rows,
+        measured: Step,
+        plain: Step | None,
+    ) -> None:
         self.meter = meter
         self.subject = subject
         self.clock = meter.clock(subject)
         self.measured = measured
         self.plain = plain
         self.rows = rows
-        self.inputs = [(state.position, state.info, int(state.value.numel())) for state in rows.states]
-        bound = [info.tensor for _, info, _ in self.inputs if info.bound and info.tensor is not None]
+        self.inputs = inputs
+        bound = [each.info.tensor for each in inputs if each.info.bound and each.info.tensor is not None]
         self.keys = tuple(map(id, bound))
-        self.identities = self._identities(bound) if len(bound) == len(self.inputs) else None
+        self.identities = self._identities(bound) if len(bound) == len(inputs) else None
         # The records above keep tensors alive no longer than the step needs them.
-        self.inputs = [(position, replace(info, tensor=None), n) for position, info, n in self.inputs]
+        self.inputs = [replace(each, info=replace(each.info, tensor=None)) for each in inputs]
 
     def __call__(self, arguments: list[Any]) -> Any:
         keys, identities = self.keys, self.identities
         if identities is None:
-            tensors = [arguments[position] for position, _, _ in self.inputs]
+            tensors = [arguments[each.position] for each in self.inputs]
             keys, identities = tuple(map(id, tensors)), self._identities(tensors)
         step = self.clock.tick(keys)
         if self.plain is not None and step % self.meter.every:
@@ -216,8 +251,8 @@ class MeteredStep:
 
     def _identities(self, tensors: Sequence[Tensor]) -> list[tuple[_Identity, int]]:
         return [
-            (self.meter.identity(tensor, info), elements)
-            for tensor, (_, info, elements) in zip(tensors, self.inputs, strict=True)
+            (self.meter.identity(tensor, each.info), each.elements)
+            for tensor, each in zip(tensors, self.inputs, strict=True)
         ]
 
 

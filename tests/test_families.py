@@ -117,6 +117,24 @@ def test_as_if_each_were_compiled_for_itself(make: Any) -> None:
             assert len({tuple(_operations(gm)) for gm in graphs}) == 1
 
 
+@pytest.mark.parametrize(
+    "options", [{"strategy": "light"}, {"strategy": "plus", "metrics_every": 2}], ids=str
+)
+@pytest.mark.parametrize("make", [adamw, adafactor])
+def test_measured_as_if_each_were_compiled_for_itself(make: Any, options: dict[str, Any]) -> None:
+    backends = (Counted(metrics=True, **options), Whole(metrics=True, **options))
+    optimizers = [run(make, backend) for backend in backends]
+    assert differences(*map(everything, optimizers)) == []
+    graphs = [backend.report().graphs for backend in backends]
+    assert backends[0].lowered == len(graphs[0]) * (2 if "metrics_every" in options else 1)
+    assert [one.passes for one in graphs[0]] == [one.passes for one in graphs[1]]
+    found, wanted = (backend.metrics() for backend in backends)
+    assert list(wanted) == ([2, 4] if "metrics_every" in options else [1, 2, 3, 4])
+    assert [(step, list(found[step].items())) for step in found] == [
+        (step, list(wanted[step].items())) for step in wanted
+    ]
+
+
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
