@@ -267,11 +267,11 @@ class Capture:
         self._refuse_uncompensated(program)
         after = _copy_of(program.gm)
         is_rewritten = bool(program.expansions or program.measured) or passes not in (PIPELINE, ANALYSIS)
+
+        def lower(graph: StepProgram | GraphModule) -> Any:
+            return self.backend.lower(graph, example_inputs, inductor_options)
+
         with generated_code() as code:
-
-            def lower(graph: StepProgram | GraphModule) -> Any:
-                return self.backend.lower(graph, example_inputs, inductor_options)
-
             if program.measured:
                 measured = [MeasuredInput.of(each, each.position, each.info) for each in program.measured]
                 step = self._metered(program, measured, lower, gm if program.strategy == "none" else None)
@@ -324,11 +324,11 @@ class Capture:
         plain = None
         if meter.every > 1:
             plain = lower(unmeasured or replace(program, gm=without_sums(program.gm)))
+            if plain is None:
+                return None
         program.rows = rows.inputs
         measured = lower(program)
-        if measured is None:
-            return None
-        return MeteredStep(meter, self.subject, inputs, rows, measured, plain)
+        return None if measured is None else MeteredStep(meter, self.subject, inputs, rows, measured, plain)
 
     def _refuse_uncompensated(self, program: StepProgram) -> None:
         for state in program.compensated:

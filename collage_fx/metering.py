@@ -230,12 +230,11 @@ class MeteredStep:
         self.measured = measured
         self.plain = plain
         self.rows = rows
-        self.inputs = inputs
+        # The records are not to keep tensors alive longer than the step needs them.
+        self.inputs = [replace(each, info=replace(each.info, tensor=None)) for each in inputs]
         bound = [each.info.tensor for each in inputs if each.info.bound and each.info.tensor is not None]
         self.keys = tuple(map(id, bound))
         self.identities = self._identities(bound) if len(bound) == len(inputs) else None
-        # The records above keep tensors alive no longer than the step needs them.
-        self.inputs = [replace(each, info=replace(each.info, tensor=None)) for each in inputs]
 
     def __call__(self, arguments: list[Any]) -> Any:
         keys, identities = self.keys, self.identities
