@@ -1,5 +1,6 @@
 """The one package that knows torch's internals, and what it says of a torch that it does not know."""
 
+import os
 import re
 import subprocess
 import sys
@@ -75,3 +76,24 @@ def test_loops_fetch_ahead_and_remainders_do_not() -> None:
     loop, remainder = graph.code[-1].split("C10_UNLIKELY", 1)
     assert loop.count("__builtin_prefetch") == loop.count("::loadu(") == 5
     assert remainder.count("__builtin_prefetch") == 0
+
+
+#: A process that forks as soon as the threads have begun that prepare the compiler.
+FORKING = """
+import os
+from collage_fx.torch_compat import prepare_cpp_compiler
+prepare_cpp_compiler()
+child = os.fork()
+if child == 0:
+    os._exit(0 if prepare_cpp_compiler().done() else 3)
+os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_forked_process_waits_for_no_thread_that_it_does_not_have() -> None:
+    """As a step does that it compiles, if the step of its parent was refused, or explained, before."""
+    run = subprocess.run(
+        [sys.executable, "-c", FORKING], cwd=COMPAT.parent.parent, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr

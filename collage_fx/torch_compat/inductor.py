@@ -5,6 +5,9 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import functools
+import os
+import sys
+import threading
 import unittest.mock
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
@@ -152,6 +155,9 @@ for _name, _value in (("combo_kernel_peak_memory_pct_threshold", None), ("combo_
         COMBINED_LAUNCHES[_name] = _value
 
 
+_PREPARING = "collage_fx: prepare the compiler"
+
+
 @functools.cache
 def prepare_cpp_compiler() -> concurrent.futures.Future[Any]:
     """Have what Inductor's C++ kernels need prepared on another core, once a process.
@@ -160,12 +166,20 @@ def prepare_cpp_compiler() -> concurrent.futures.Future[Any]:
     header takes longer than a kernel. On any machine, Inductor's cache wants the hashes of two packages,
     hundreds of megabytes, before it can be asked. A fault of the compiler is raised by the future.
     """
-    executor = concurrent.futures.ThreadPoolExecutor(max_workers=2)
+    executor = concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix=_PREPARING)
     prefix = "#include <torch/csrc/inductor/cpp_prefix.h>\n"
     future = executor.submit(CppPythonBindingsCodeCache.load_async, prefix, device_type="cpu")
     executor.submit(lambda: (triton_key(), torch_key()))
     executor.shutdown(wait=False)
+    if sys.platform != "win32":
+        os.register_at_fork(before=functools.partial(_finish, executor))
     return future
+
+
+def _finish(executor: concurrent.futures.Executor) -> None:
+    """Before a fork: the new process has none of the threads, but waits for them, and for locks they hold."""
+    if not threading.current_thread().name.startswith(_PREPARING):
+        executor.shutdown()
 
 
 def innermost_callable(compiled: Any) -> Callable[[list[Any]], Any]:
