@@ -19,6 +19,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
 from torch._inductor.codecache import CppPythonBindingsCodeCache, torch_key
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes import joint_graph
 from torch._inductor.graph import GraphLowering
@@ -46,7 +47,14 @@ def inductor_compile_inner(gm: torch.fx.GraphModule, example_inputs: Sequence[An
     """Compile one functional ATen graph with Inductor: a callable that takes a list.
 
     The code is Inductor's but for :func:`bfloat16_by_instruction` and :func:`fetching_ahead`.
+
+    Its cache of graphs does not ask for whose vectors code was written, and runs that of an AVX-512 machine
+    on one with AVX2, where it computes something else. So what the processor has becomes an attribute of the
+    graph's module, which is part of the cache's key.
     """
+    if any(isinstance(each, torch.Tensor) and generates_cpp(each.device) for each in example_inputs):
+        isa = pick_vec_isa()
+        gm.collage_fx_vectors = (str(isa), isa.bit_width())  # type: ignore[assignment]
     with bfloat16_by_instruction(), fetching_ahead():
         return compile_fx_inner(gm, example_inputs, **kwargs)
 
