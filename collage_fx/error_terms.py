@@ -15,7 +15,8 @@ Note [One tensor under several objects]
 detached aliases makes new ones at every call (``AveragedModel.update_parameters`` does), and what Dynamo
 sees behind a graph break is the alias. So a record is found by the object it was made for, which takes it
 along when ``p.data`` is moved or replaced, and by the memory: same storage, offset, sizes, strides and dtype.
-The latter lives as long as the storage. A view of other sizes or strides is another tensor.
+The latter lives as long as the storage, which somebody may keep (``model.state_dict()``) when ``p.data`` has
+been replaced; what lies there then is another tensor. So is a view of other sizes or strides.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary, WeakTensorKeyDictionary
+from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary, WeakIdRef, WeakTensorKeyDictionary
 
 from collage_fx.error_formats import ErrorFormat
 from collage_fx.errors import ConflictingErrorFormatError
@@ -71,11 +72,13 @@ class Expansion:
         format: how hi and the auxiliaries encode the value.
         auxiliaries: the buffers, in the order of the format's specifications.
         owner: the object it was made for.
+        memory: the storages and the places in them by which it can be found.
     """
 
     format: ErrorFormat
     auxiliaries: tuple[Tensor, ...]
     owner: TensorWeakRef
+    memory: list[tuple[WeakIdRef, Hashable]] = field(default_factory=list)
 
     def __del__(self, records: _Records = _RECORDS) -> None:
         records.state = object()
@@ -112,7 +115,17 @@ def _in_memory_of(tensor: Tensor) -> Expansion | None:
     if not has_storage(tensor):
         return None
     places: dict[Hashable, Expansion] = _BY_STORAGE.get(tensor.untyped_storage(), {})
-    return places.get(_place(tensor))
+    found = places.get(_place(tensor))
+    owner = None if found is None else found.owner()
+    return found if owner is None or _is_same_memory(owner, tensor) else None
+
+
+def _is_same_memory(one: Tensor, other: Tensor) -> bool:
+    return (
+        has_storage(one)
+        and one.untyped_storage()._cdata == other.untyped_storage()._cdata
+        and _place(one) == _place(other)
+    )
 
 
 def _place(tensor: Tensor) -> Hashable:
@@ -121,13 +134,20 @@ def _place(tensor: Tensor) -> Hashable:
 
 def _record_memory(tensor: Tensor, expansion: Expansion) -> None:
     if has_storage(tensor):
-        _BY_STORAGE.setdefault(tensor.untyped_storage(), {})[_place(tensor)] = expansion
+        storage, place = tensor.untyped_storage(), _place(tensor)
+        places = _BY_STORAGE.setdefault(storage, {})
+        if places.get(place) is not expansion:
+            places[place] = expansion
+            there_still = [each for each in expansion.memory if each[0]() is not None]
+            expansion.memory = [*there_still, (WeakIdRef(storage), place)]
 
 
-def _forget(tensor: Tensor) -> None:
-    _BY_OBJECT.pop(tensor, None)
-    if has_storage(tensor):
-        _BY_STORAGE.get(tensor.untyped_storage(), {}).pop(_place(tensor), None)
+def _forget_memory(expansion: Expansion) -> None:
+    for reference, place in expansion.memory:
+        storage = reference()
+        places = {} if storage is None else _BY_STORAGE.get(storage, {})
+        if places.get(place) is expansion:
+            del places[place]
 
 
 def allocate(tensor: Tensor, error_format: ErrorFormat, *, name: str) -> Expansion:
@@ -257,7 +277,8 @@ def reset_error_terms(tensor: Tensor) -> None:
     """
     with _LOCK:
         expansion = expansion_of(tensor)
-        owner = None if expansion is None else expansion.owner()
-        for each in (tensor, owner):
-            if each is not None:
-                _forget(each)
+        _BY_OBJECT.pop(tensor, None)
+        if expansion is not None:
+            if (owner := expansion.owner()) is not None:
+                _BY_OBJECT.pop(owner, None)
+            _forget_memory(expansion)

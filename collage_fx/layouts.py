@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from collage_fx.admission import refuse_layout
-from collage_fx.errors import ChangedTensorError
+from collage_fx.errors import ChangedTensorError, UnsupportedTensorError
 from collage_fx.torch_compat import assert_size_stride, laid_out_like
 
 __all__ = ["Expected", "Layouts", "picking"]
@@ -65,6 +65,13 @@ class Expected:
             fitting = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
             arguments[self.place] = fitting.copy_(tensor)
             return True
+        if tensor.is_neg():
+            raise UnsupportedTensorError(
+                "a tensor whose memory holds its negative (is_neg()), which a compiled update would take for "
+                "the tensor",
+                where=self.name,
+                remedy="give it memory of its own: p.data = p.data.resolve_neg()",
+            )
         if not self.is_checked:
             try:
                 assert_size_stride(tensor, self.size, self.stride)

@@ -224,7 +224,7 @@ class _Table:
 
     def of(self, values: list[Any]) -> tuple[array[int], Tensor]:
         """The table of a step, and its scratch memory."""
-        return self._gather(values), torch.empty(len(self._cells) * CELL, dtype=torch.uint8)
+        return self._gather(values), torch.empty(len(self._cells) * CELL, dtype=torch.uint8, device="cpu")
 
     @functools.cached_property
     def _gather(self) -> Gather:

@@ -88,6 +88,40 @@ def test_aliases_follow_a_tensor_to_other_memory() -> None:
     assert allocate(parameter.detach(), MCF, name="alias") is record
 
 
+def test_memory_that_a_tensor_has_left_is_another_tensors() -> None:
+    """Though somebody keeps it, as ``model.state_dict()`` does."""
+    parameter = torch.nn.Parameter(torch.ones(3).bfloat16())
+    record = allocate(parameter, MCF, name="p")
+    old = parameter.data
+    parameter.data = old.clone()
+    assert error_terms(old) == error_terms(torch.nn.Parameter(old)) == ()
+    assert allocate(old, MCF, name="old") is not record
+    assert expansion_of(parameter) is record
+
+
+def test_a_reset_reaches_memory_that_a_tensor_has_left() -> None:
+    parameter = torch.nn.Parameter(torch.ones(3).bfloat16())
+    record = weakref.ref(allocate(parameter, MCF, name="p"))
+    old = []
+    for _ in range(2):
+        old.append(parameter.data)
+        parameter.data = parameter.data.clone()
+        allocate(parameter, MCF, name="p")
+    parameter.data = parameter.data.clone()
+    reset_error_terms(parameter)
+    assert error_terms(parameter) == ()
+    assert record() is None  # so that compiled steps notice
+
+
+def test_memory_that_is_gone_is_not_remembered() -> None:
+    parameter = torch.nn.Parameter(torch.ones(3).bfloat16())
+    for _ in range(3):
+        parameter.data = parameter.data.clone()
+        record = allocate(parameter, MCF, name="p")
+        gc.collect()
+    assert len(record.memory) <= 2  # the one before, as long as it is not known to be gone
+
+
 def test_a_tensor_without_memory_of_its_own() -> None:
     sparse = torch.eye(2).bfloat16().to_sparse()
     assert error_terms(sparse) == ()

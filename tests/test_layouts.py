@@ -16,7 +16,7 @@ from torch import Tensor
 from collage_fx import CollageBackend, error_terms, full_value
 from collage_fx.error_formats import ERROR_FORMATS
 from collage_fx.error_terms import allocate
-from collage_fx.errors import ChangedTensorError
+from collage_fx.errors import ChangedTensorError, UnsupportedTensorError
 from collage_fx.layouts import Expected, Layouts
 from collage_fx.sharing import StepInParts
 from tests.support.training import differences, everything, parameters, run_steps, set_gradients
@@ -98,6 +98,22 @@ def test_a_tensor_that_compiled_code_would_misread_is_refused(
         with pytest.raises(ChangedTensorError, match=named):
             run.step()
     assert not differences(before, everything(run.optimizer))
+
+
+@pytest.mark.parametrize("by_family", [True, False])
+def test_memory_to_be_read_with_the_other_sign_is_refused(by_family: bool) -> None:
+    """Also by a step compiled for it, which Inductor itself gets wrong."""
+    run = Run(by_family=by_family)
+    p = run.params[2]
+    p.data = torch._neg_view(p.data)
+    before = everything(run.optimizer)
+    for _ in range(2):
+        with pytest.raises(UnsupportedTensorError, match=r"its negative[\s\S]*params\[2\]"):
+            run.step()
+        torch._dynamo.reset()
+    assert not differences(before, everything(run.optimizer))
+    p.data = p.data.resolve_neg()
+    run.step()
 
 
 def test_compiled_anew_the_step_goes_on() -> None:

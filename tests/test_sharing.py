@@ -18,11 +18,20 @@ from torch import Tensor
 from torch._inductor.utils import fresh_cache, run_and_get_code
 
 from collage_fx import CollageBackend, full_value
+from collage_fx.batches import Batch
 from collage_fx.kernels import MANY
 from collage_fx.torch_compat import inductor_compile_inner
 from tests.support.agreement import assert_same, trajectory
 from tests.support.optimizers import CompiledOptimizer
-from tests.support.training import Descent, LateMomentum, parameters, run_steps
+from tests.support.training import (
+    Descent,
+    LateMomentum,
+    differences,
+    everything,
+    parameters,
+    run_steps,
+    set_gradients,
+)
 from tests.support.twin import TwinBackend
 
 BOTH: Sequence[Any] = ("compiled", "eager")
@@ -158,6 +167,24 @@ def test_parameters_may_move() -> None:
     run_steps(step, params, [1])
     assert all(not torch.equal(full_value(p), value) for p, value in zip(params, before, strict=True))
     assert all(torch.equal(p, value) for p, value in zip(old, left, strict=True))
+
+
+def test_a_step_may_run_while_new_tensors_go_to_another_device() -> None:
+    def on_cpu(batch: Batch, addresses: Any, scratch: Tensor) -> None:
+        assert scratch.device.type == "cpu"  # or the kernels write to address 0
+        call(batch, addresses, scratch)
+
+    found, call = [], Batch.__call__
+    for device in ("cpu", "meta"):
+        params = parameters()
+        optimizer = adamw(params)
+        step = torch.compile(optimizer.step, backend=CollageBackend())
+        run_steps(step, params, [0])
+        set_gradients(params, 1)
+        with torch.device(device), mock.patch.object(Batch, "__call__", on_cpu):
+            step()
+        found.append(everything(optimizer))
+    assert not differences(*found)
 
 
 def test_state_that_is_born_in_the_step_has_its_own_memory_and_layout() -> None:

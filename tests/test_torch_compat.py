@@ -1,17 +1,21 @@
 """The one package that knows torch's internals, and what it says of a torch that it does not know."""
 
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
-from torch._inductor.cpu_vec_isa import pick_vec_isa
+from torch._dynamo.utils import counters
+from torch._inductor.cpu_vec_isa import VecAVX2, VecAVX512, pick_vec_isa
+from torch._inductor.utils import fresh_cache
 
 from collage_fx import CollageBackend, operators, torch_compat
 from collage_fx.program import Arithmetic, Strategy
-from tests.support.training import parameters, run_steps
+from tests.support.training import Descent, parameters, run_steps
 
 COMPAT = Path(torch_compat.__file__).parent
 
@@ -75,3 +79,38 @@ def test_loops_fetch_ahead_and_remainders_do_not() -> None:
     loop, remainder = graph.code[-1].split("C10_UNLIKELY", 1)
     assert loop.count("__builtin_prefetch") == loop.count("::loadu(") == 5
     assert remainder.count("__builtin_prefetch") == 0
+
+
+#: A process that forks as soon as the threads have begun that prepare the compiler.
+FORKING = """
+import os
+from collage_fx.torch_compat import prepare_cpp_compiler
+prepare_cpp_compiler()
+child = os.fork()
+if child == 0:
+    os._exit(0 if prepare_cpp_compiler().done() else 3)
+os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_forked_process_waits_for_no_thread_that_it_does_not_have() -> None:
+    """As a step does that it compiles, if the step of its parent was refused, or explained, before."""
+    run = subprocess.run(
+        [sys.executable, "-c", FORKING], cwd=COMPAT.parent.parent, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+
+
+def test_code_for_another_machines_vectors_is_not_found_in_a_cache() -> None:
+    """Which Inductor takes for its own: AVX-512 code that is compiled for AVX2 computes something else."""
+    hits = []
+    with fresh_cache():
+        for isa in (VecAVX512(), VecAVX512(), VecAVX2()):
+            torch._dynamo.reset()
+            counters.clear()
+            params = parameters(shapes=[(3,)])
+            with mock.patch("collage_fx.torch_compat.inductor.pick_vec_isa", return_value=isa):
+                run_steps(torch.compile(Descent(params).step, backend=CollageBackend()), params, [0])
+            hits.append(counters["inductor"]["fxgraph_cache_hit"])
+    assert [bool(count) for count in hits] == [False, True, False]

@@ -5,6 +5,9 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import functools
+import os
+import sys
+import threading
 import unittest.mock
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
@@ -16,6 +19,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
 from torch._inductor.codecache import CppPythonBindingsCodeCache, torch_key
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes import joint_graph
 from torch._inductor.graph import GraphLowering
@@ -43,7 +47,14 @@ def inductor_compile_inner(gm: torch.fx.GraphModule, example_inputs: Sequence[An
     """Compile one functional ATen graph with Inductor: a callable that takes a list.
 
     The code is Inductor's but for :func:`bfloat16_by_instruction` and :func:`fetching_ahead`.
+
+    Its cache of graphs does not ask for whose vectors code was written, and runs that of an AVX-512 machine
+    on one with AVX2, where it computes something else. So what the processor has becomes an attribute of the
+    graph's module, which is part of the cache's key.
     """
+    if any(isinstance(each, torch.Tensor) and generates_cpp(each.device) for each in example_inputs):
+        isa = pick_vec_isa()
+        gm.collage_fx_vectors = (str(isa), isa.bit_width())  # type: ignore[assignment]
     with bfloat16_by_instruction(), fetching_ahead():
         return compile_fx_inner(gm, example_inputs, **kwargs)
 
@@ -152,6 +163,9 @@ for _name, _value in (("combo_kernel_peak_memory_pct_threshold", None), ("combo_
         COMBINED_LAUNCHES[_name] = _value
 
 
+_PREPARING = "collage_fx: prepare the compiler"
+
+
 @functools.cache
 def prepare_cpp_compiler() -> concurrent.futures.Future[Any]:
     """Have what Inductor's C++ kernels need prepared on another core, once a process.
@@ -160,12 +174,20 @@ def prepare_cpp_compiler() -> concurrent.futures.Future[Any]:
     header takes longer than a kernel. On any machine, Inductor's cache wants the hashes of two packages,
     hundreds of megabytes, before it can be asked. A fault of the compiler is raised by the future.
     """
-    executor = concurrent.futures.ThreadPoolExecutor(max_workers=2)
+    executor = concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix=_PREPARING)
     prefix = "#include <torch/csrc/inductor/cpp_prefix.h>\n"
     future = executor.submit(CppPythonBindingsCodeCache.load_async, prefix, device_type="cpu")
     executor.submit(lambda: (triton_key(), torch_key()))
     executor.shutdown(wait=False)
+    if sys.platform != "win32":
+        os.register_at_fork(before=functools.partial(_finish, executor))
     return future
+
+
+def _finish(executor: concurrent.futures.Executor) -> None:
+    """Before a fork: the new process has none of the threads, but waits for them, and for locks they hold."""
+    if not threading.current_thread().name.startswith(_PREPARING):
+        executor.shutdown()
 
 
 def innermost_callable(compiled: Any) -> Callable[[list[Any]], Any]:
