@@ -60,6 +60,7 @@ class Normalize(Pass):
         opened = sum(_open_composite(editor, node) for node in list(editor.graph.nodes))
         opened += sum(_open_matrix_sum(editor, node) for node in list(editor.graph.nodes))
         for node in list(editor.graph.nodes):
+            _read_constant(editor, node)
             _compute_constant(editor, node)
         for node in list(editor.graph.nodes):
             _choose_constant_branch(editor, node)
@@ -109,6 +110,22 @@ def _open_matrix_sum(editor: GraphEditor, node: Node) -> bool:
     return True
 
 
+def _read_constant(editor: GraphEditor, node: Node) -> None:
+    """``torch.tensor(0.1)`` of a step, a tensor that the graph holds -> a 0-d ``full``: a number to read.
+
+    torch 2.15 decomposes ``_foreach_lerp`` of a number into one of them for each tensor.
+    """
+    value = tensor_value(node)
+    if node.target is not aten.lift_fresh_copy.default or value is None or value.shape or value.is_complex():
+        return
+    (attribute,) = node.all_input_nodes
+    if attribute.op != "get_attr":
+        return
+    with real_tensors():
+        number = getattr(editor.gm, str(attribute.target)).item()
+    _put_number(editor, node, number)
+
+
 def _compute_constant(editor: GraphEditor, node: Node) -> None:
     """An elementwise operation on numbers, each a 0-d ``full`` -> another such number.
 
@@ -122,9 +139,15 @@ def _compute_constant(editor: GraphEditor, node: Node) -> None:
     with real_tensors():
         args, kwargs = map_arg((node.args, node.kwargs), _number)
         result = node.target(*args, **kwargs).item()
+    _put_number(editor, node, result)
+
+
+def _put_number(editor: GraphEditor, node: Node, number: float) -> None:
+    """In the node's place, in its dtype and on its device."""
+    value = node.meta["val"]
     with editor.graph.inserting_before(node):
         options = {"dtype": value.dtype, "device": value.device}
-        node.replace_all_uses_with(editor.call(aten.full.default, [], result, **options))
+        node.replace_all_uses_with(editor.call(aten.full.default, [], number, **options))
     editor.graph.erase_node(node)
 
 

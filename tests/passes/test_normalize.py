@@ -10,12 +10,14 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.torch_version import TorchVersion
 
+from collage_fx import error_terms
 from collage_fx.composites import COMPOSITES
 from collage_fx.error_formats import ERROR_FORMATS
 from collage_fx.graph import graph_text
 from collage_fx.passes.normalize import Normalize
 from collage_fx.program import Arithmetic, InputInfo, Role, StepProgram
 from tests.support.programs import after, captured, captured_of, only
+from tests.support.training import compiled, parameters, run_steps
 
 
 def _operations(step: Callable[..., Any], symbols: str) -> str:
@@ -114,6 +116,36 @@ add: float32[4] = add(m_1, mul)
 copy_: float32[4] = copy_(m_1, add)
 return None""",
     )
+
+
+def test_a_tensor_of_one_number_is_that_number() -> None:
+    """As torch 2.15 decomposes ``_foreach_lerp``."""
+
+    def step(m: Tensor, g: Tensor) -> None:
+        m.copy_(m + torch.tensor(0.25) * (g - m))
+
+    program = _program(step, torch.ones(4), torch.ones(4))
+    assert_expected_inline(
+        graph_text(program.gm.graph),
+        """\
+m_1: float32[4] = input()
+g_1: float32[4] = input()
+full: float32[] = full([], 0.25, dtype=float32, device=cpu)  # normalize
+sub: float32[4] = sub(g_1, m_1)
+mul: float32[4] = mul(full, sub)
+add: float32[4] = add(m_1, mul)
+copy_: float32[4] = copy_(m_1, add)
+return None""",
+    )
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_the_decay_of_a_moving_average_is_read_however_it_is_written(foreach: bool) -> None:
+    """At 0.9 it is not slow: ``plus`` needs no error terms for it."""
+    (p,) = params = parameters(shapes=[(3,)])
+    optimizer = torch.optim.Adam(params, foreach=foreach)
+    run_steps(compiled(optimizer), params, range(1))
+    assert [name for name, state in optimizer.state[p].items() if error_terms(state)] == ["exp_avg_sq"]
 
 
 def test_a_layout_is_no_part_of_an_update() -> None:
