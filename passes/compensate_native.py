@@ -22,6 +22,9 @@ increment, and their sum is what is rounded. c - 1 is exact in the arithmetic th
 Near 1 means ``|c - 1| <= |c|/2``, that is 2/3 <= c <= 2: where the latter is at most the 7 |c x| of the
 product itself. A number that the graph is given (a learning rate that changes) is compared when it is known:
 far from 1, d is c, beside no x, and the bound is the same. Its conversion to float32 adds 2**-24 |d x|.
+
+Read in float32, as by an ``addcdiv`` that torch 2.11 has decomposed, ``c x`` is the float32 sum of x
+and (c-1) x, not the pair: off by 2**-24 |c x| instead of 3 u**2 |c x|.
 """
 
 from __future__ import annotations
@@ -171,10 +174,7 @@ class _PathRewriter:
     def _converted(self, node: Node, source: Node, dtype: torch.dtype) -> Node | None:
         """Casts in the step itself: up reads the whole value, down makes a double word of the result."""
         if source in self.words:
-            if dtype == self.dtype:
-                return source
-            (joined,) = self.editor.inline(arithmetic.join, *self.words[source])
-            return self.editor.convert(joined, dtype)
+            return source if dtype == self.dtype else self.editor.convert(self._whole(source), dtype)
         wide = tensor_value(source)
         if dtype == self.dtype and wide is not None and wide.dtype.is_floating_point:
             return self._split(source)
@@ -185,7 +185,7 @@ class _PathRewriter:
 
         def widened(operand: Node) -> Node:
             if operand in self.words:
-                return self.editor.inline(arithmetic.join, *self.words[operand])[0]
+                return self._whole(operand)
             value = tensor_value(operand)
             return (
                 self.editor.convert(operand, torch.float32)
@@ -195,6 +195,13 @@ class _PathRewriter:
 
         args, kwargs = pytree.tree_map_only(Node, widened, (node.args, dict(node.kwargs)))
         return self.editor.call(node.target, *args, **kwargs)
+
+    def _whole(self, node: Node) -> Node:
+        """The float32 value of a double word."""
+        if node not in self.increments:
+            return self.editor.inline(arithmetic.join, *self.words[node])[0]
+        base, increment = self.increments[node]
+        return self.editor.inline(_sum_of_joined, *base, *increment)[0]
 
     def _split(self, wide: Node) -> Node:
         return self._defined(
@@ -306,6 +313,10 @@ RULES: dict[Any, Callable[..., Word | None]] = {
 
 def _no_error(hi: Tensor) -> Tensor:
     return arithmetic.finite_or_zero(hi - hi, hi)
+
+
+def _sum_of_joined(hi: Tensor, lo: Tensor, other_hi: Tensor, other_lo: Tensor) -> Tensor:
+    return arithmetic.join(hi, lo) + arithmetic.join(other_hi, other_lo)
 
 
 def _decay(factor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

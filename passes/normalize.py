@@ -34,6 +34,9 @@ __all__ = ["Normalize"]
 aten = torch.ops.aten
 prims = torch.ops.prims
 
+#: What brings a tensor to another device.
+MOVES = (prims.device_put.default, aten._to_copy.default)
+
 
 @dataclass(frozen=True)
 class _Call:
@@ -61,6 +64,7 @@ class Normalize(Pass):
         opened += sum(_open_matrix_sum(editor, node) for node in list(editor.graph.nodes))
         for node in list(editor.graph.nodes):
             _read_constant(editor, node)
+            _move_constant(editor, node)
             _compute_constant(editor, node)
         for node in list(editor.graph.nodes):
             _choose_constant_branch(editor, node)
@@ -124,6 +128,14 @@ def _read_constant(editor: GraphEditor, node: Node) -> None:
     with real_tensors():
         number = getattr(editor.gm, str(attribute.target)).item()
     _put_number(editor, node, number)
+
+
+def _move_constant(editor: GraphEditor, node: Node) -> None:
+    """A 0-d ``full``, made on the CPU and brought to a GPU -> one that is made there."""
+    if node.target in MOVES and _is_number(node.all_input_nodes[0]):
+        with real_tensors():
+            number = _number(node.all_input_nodes[0]).to(node.meta["val"].dtype).item()
+        _put_number(editor, node, number)
 
 
 def _compute_constant(editor: GraphEditor, node: Node) -> None:

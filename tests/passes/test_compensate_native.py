@@ -91,8 +91,16 @@ def test_error_of_what_is_scaled_by_a_number(
             assert abs(met - (c * x + y)) <= u**2 * (1 + 16 * u) * bound + underflow
 
 
+def scaled_and_added_in_float32(v: Tensor, g: Tensor, lr: Tensor) -> None:
+    """As torch 2.11 decomposes ``addcdiv``."""
+    v.copy_((v * lr).float() + g.float())
+
+
+@pytest.mark.parametrize("scaled_and_added", [scaled_and_added, scaled_and_added_in_float32])
 @pytest.mark.parametrize("given", [False, True], ids=["in the graph", "given to it"])
-def test_decay_below_the_last_bit_arrives_on_average(given: bool) -> None:
+def test_decay_below_the_last_bit_arrives_on_average(
+    given: bool, scaled_and_added: Callable[..., Any]
+) -> None:
     """A sum is rounded to its last bit, up or down alike: what is below it arrives on average.
 
     The last bit is at most u ulp(hi)/2 <= 4 u**2 for a value below 8, so that the mean over n elements is off
