@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import itertools
 from array import array
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -30,7 +31,7 @@ from collage_fx.batches import (
 )
 from collage_fx.measures import SUMS
 from collage_fx.sharing import StepInParts
-from collage_fx.torch_compat import CFunction, load_cpp_library
+from collage_fx.torch_compat import CFunction, c_function, load_cpp_library
 from tests.support.training import parameters, run_steps
 
 FUNCTIONS = """
@@ -144,6 +145,39 @@ def test_as_many_arguments_as_are_promised() -> None:
     kinds = [0] * MOST_ARGUMENTS
     Batch(function("last", MOST_ARGUMENTS), calls, [0], kinds, divisible=False)(table, numbers)
     assert numbers.tolist() == [*range(1, MOST_ARGUMENTS), 1]
+
+
+class Generated:
+    """A module of Inductor's with one function, and code around it that allocates a buffer."""
+
+    __file__ = load_cpp_library('extern "C" void kernel(const float* x, float* buffer) { *buffer = *x; }')._name
+
+    def cpp_fused_add(self, *arguments: Any) -> None:
+        raise AssertionError("called only to see with what")
+
+    def code(self, size: str, dtype: str) -> Callable[[list[Any]], Any]:
+        text = f"""
+def call(args):
+    n, x = args
+    args.clear()
+    buffer = empty_strided_cpu(({size}, ), (1, ), torch.{dtype})
+    cpp_fused_add(x, buffer)
+"""
+        names = {"cpp_fused_add": self.cpp_fused_add, "torch": torch}
+        exec(text, names)
+        return cast("Callable[[list[Any]], Any]", names["call"])
+
+
+@pytest.mark.parametrize("size", ["n", "2*n", "n // 64", "1 + n // 4096", "min(n, 8)", "n % 2"])
+def test_a_buffer_whose_size_is_not_constant_is_seen(size: str) -> None:
+    """Also where a few elements more or less make no difference: memory is had in cache lines."""
+    assert c_function(Generated().code(size, "uint8"), 2) is None
+
+
+def test_buffers_are_a_function_s_own() -> None:
+    function = c_function(Generated().code("17", "float32"), 2)
+    assert function is not None
+    assert (function.arguments, function.buffers) == ((1, ~0), 128)
 
 
 def test_addresses_are_those_of_first_elements() -> None:

@@ -6,6 +6,7 @@ import ctypes
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from types import FunctionType
 from typing import Any, cast
 
@@ -45,11 +46,11 @@ class _StandIn(int):
     """Stands for an argument, tensor or length, of generated code, known again by its identity."""
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True)
 class _Buffer:
-    """Stands for memory that generated code allocates: where it begins among all of that."""
+    """Stands for memory that generated code allocates, known by how many it has allocated before."""
 
-    start: int
+    number: int
 
 
 def c_function(code: Callable[[list[Any]], Any], arguments: int) -> CFunction | None:
@@ -66,14 +67,18 @@ def c_function(code: Callable[[list[Any]], Any], arguments: int) -> CFunction | 
     if len(names) != 1 or not (kernel := names.pop()).startswith("cpp_fused"):
         return None
     is_method = code is not function
-    # A size that goes by an argument is another one where the arguments are.
-    noted, again = (_noted_call(function, kernel, [number] * arguments, is_method) for number in (2, 3))
+    # A size that goes by an argument is another one where the arguments are: far larger, and odd.
+    numbers = (2, (1 << 40) + 1)
+    noted, again = (_noted_call(function, kernel, [number] * arguments, is_method) for number in numbers)
     if noted is None or noted != again:
         return None
+    passed, sizes = noted
+    starts = list(accumulate((math.ceil(size / ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
     library = ctypes.CDLL(function.__globals__[kernel].__self__.__file__)
     address = ctypes.cast(library.kernel, ctypes.c_void_p).value
     assert address is not None
-    return CFunction(address, noted[0], library, noted[1])
+    arguments_of_c = tuple(~starts[each.number] if isinstance(each, _Buffer) else each for each in passed)
+    return CFunction(address, arguments_of_c, library, starts[-1])
 
 
 def _is_of_allocations(name: str) -> bool:
@@ -82,19 +87,19 @@ def _is_of_allocations(name: str) -> bool:
 
 def _noted_call(
     function: FunctionType, kernel: str, numbers: Sequence[int], is_method: bool
-) -> tuple[tuple[int, ...], int] | None:
-    """Arguments, and bytes of buffers, of the one call that generated code makes, as in :class:`CFunction`.
+) -> tuple[list[int | _Buffer], list[int]] | None:
+    """What generated code passes in the one call that it makes, arguments by number, and the buffers' bytes.
 
     The code is run with objects that stand for its arguments and buffers, and a function that notes which of
     them it is called with instead of the generated one. This is safe because nothing else has a name in it.
     """
     calls: list[tuple[Any, ...]] = []
-    ends = [0]
+    sizes: list[int] = []
 
     def allocate(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> _Buffer:
-        start, last = ends[-1], sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-        ends.append(start + math.ceil((last + 1) * dtype.itemsize / ALIGNMENT) * ALIGNMENT)
-        return _Buffer(start)
+        last = sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        sizes.append((last + 1) * dtype.itemsize)
+        return _Buffer(len(sizes) - 1)
 
     noting = {kernel: lambda *passed: calls.append(passed), "empty_strided_cpu": allocate}
     given = [_StandIn(number) for number in numbers]
@@ -104,8 +109,7 @@ def _noted_call(
     places = {id(each): i for i, each in enumerate(given)}
     if not all(isinstance(argument, _Buffer) or id(argument) in places for argument in calls[0]):
         return None
-    passed = (~each.start if isinstance(each, _Buffer) else places[id(each)] for each in calls[0])
-    return tuple(passed), ends[-1]
+    return [each if isinstance(each, _Buffer) else places[id(each)] for each in calls[0]], sizes
 
 
 def load_cpp_library(source: str) -> ctypes.CDLL:
