@@ -150,7 +150,9 @@ def test_as_many_arguments_as_are_promised() -> None:
 class Generated:
     """A module of Inductor's with one function, and code around it that allocates a buffer."""
 
-    __file__ = load_cpp_library('extern "C" void kernel(const float* x, float* buffer) { *buffer = *x; }')._name
+    __file__ = load_cpp_library(
+        'extern "C" void kernel(const float* x, float* buffer) { *buffer = *x; }'
+    )._name
 
     def cpp_fused_add(self, *arguments: Any) -> None:
         raise AssertionError("called only to see with what")

@@ -48,6 +48,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"strategy": "plus"},
     {"strategy": "full"},
     {"strategy": "full", "arithmetic": "native"},
+    {"strategy": "full", "error_format": "fp32"},
 )
 
 

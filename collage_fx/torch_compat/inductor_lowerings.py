@@ -107,9 +107,7 @@ def register_summing_lowering(
     """
 
     def lowering(*tensors: Any) -> Any:
-        given = [tensor for tensor in tensors if tensor is not None]
-        for tensor in given:
-            tensor.realize()  # else each sum would be traced from the inputs of the step
+        given = [_as_value_of_loop(tensor) for tensor in tensors if tensor is not None]
         size, device = given[0].get_size(), given[0].get_device()
         loaders = [tensor.make_loader() for tensor in given]
         shared = _load_in_common(given[0])
@@ -159,6 +157,18 @@ def register_summing_lowering(
         return ir.Pointwise.create(device=device, dtype=torch.float64, inner_fn=result, ranges=[len(which)])
 
     register_lowering(operator, type_promotion_kind=None)(lowering)
+
+
+def _as_value_of_loop(tensor: Any) -> Any:
+    """The tensor realized, else each sum would be traced from the inputs of the step.
+
+    One of those is copied. In the code this is a variable; but where sums read the input itself, Inductor
+    stores into that after them, in another loop, and keeps what is stored in memory until then.
+    """
+    if isinstance(tensor.data, ir.StorageBox) and tensor.data.is_input_buffer():
+        tensor = lowerings[torch.ops.aten.clone.default](tensor)
+    tensor.realize()
+    return tensor
 
 
 #: Of each graph that is being lowered: what all sums over as many elements read.
