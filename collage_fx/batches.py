@@ -27,7 +27,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -169,16 +169,23 @@ extern "C" void run(
 """
 
 
+class Library(NamedTuple):
+    """The functions above, to be called with numbers; beside ``run``, other Python threads go on."""
+
+    run: Callable[..., None]
+    gather: Callable[..., None]
+
+
 @functools.cache
-def load_library() -> tuple[Callable[..., None], Callable[..., None]]:
-    """``run``, beside which other Python threads go on, and ``gather``; compiled unless Inductor has them."""
+def load_library() -> Library:
+    """Compiled, unless Inductor has it in its cache."""
     library = load_cpp_library(_SOURCE)
     pointer, word = ctypes.c_void_p, ctypes.c_int64
     run, gather = library.run, ctypes.PyDLL(library._name).gather
     run.argtypes = [pointer, word, pointer, pointer, word, *[pointer] * 5, word, word]
     gather.argtypes = [ctypes.py_object, word, pointer, pointer, pointer]
     run.restype = gather.restype = None
-    return run, gather
+    return Library(run, gather)
 
 
 @functools.cache
@@ -208,7 +215,7 @@ class Gather:
 
     def __init__(self, places: Sequence[int]) -> None:
         self._places = array("q", places)
-        self._gather = load_library()[1]
+        self._gather = load_library().gather
 
     def __call__(self, values: list[Any]) -> array[int]:
         """A table of addresses for batches, of a list whose values at the places are tensors."""
@@ -261,7 +268,7 @@ class Batch:
         ]
         kinds_, which, *cuts = (table.buffer_info()[0] for table in self._tables)
         head = function.address, len(kinds), kinds_, which, self.jobs, *cuts
-        self._run = functools.partial(load_library()[0], *head)
+        self._run = functools.partial(load_library().run, *head)
 
     def __call__(self, addresses: array[int], scratch: Tensor) -> None:
         """Make the calls, with as many threads as PyTorch uses."""

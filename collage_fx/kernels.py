@@ -45,7 +45,7 @@ from collage_fx.graph import is_dense, placeholders, tensor_value
 from collage_fx.operators import REVISION, rest, update_sizes, update_sums
 from collage_fx.partition import Part, is_number
 from collage_fx.retype import is_pointwise
-from collage_fx.torch_compat import CFunction, SymbolicScope, c_function, inductor_config
+from collage_fx.torch_compat import CFunction, SymbolicScope, add_to_cache_key, c_function, inductor_config
 
 __all__ = ["MANY", "Compiler", "Kernel", "Rule", "compile_rule", "rule_of", "samples_first"]
 
@@ -394,8 +394,7 @@ def _graph_of(rule: Rule, scope: SymbolicScope, hint: int) -> GraphModule:
     graph.output(())
     _use_rest(graph)
     gm = GraphModule({}, graph)
-    # An attribute is part of the compile cache's key, of which the hint is not.
-    gm.collage_fx_revision = (REVISION, hint)  # type: ignore[assignment]
+    add_to_cache_key(gm, revision=REVISION, hint=hint)
     return gm
 
 

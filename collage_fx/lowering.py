@@ -22,7 +22,12 @@ from collage_fx.operators import REVISION
 from collage_fx.program import Arithmetic, InputInfo, Role, StepProgram
 from collage_fx.repetition import Repetition, repeated_step
 from collage_fx.sharing import StepInParts, lower_in_parts
-from collage_fx.torch_compat import COMBINED_LAUNCHES, inductor_compile_inner, inductor_config
+from collage_fx.torch_compat import (
+    COMBINED_LAUNCHES,
+    add_to_cache_key,
+    inductor_compile_inner,
+    inductor_config,
+)
 
 __all__ = [
     "JOINT_GRAPH_SETTINGS",
@@ -172,7 +177,7 @@ def _whole(
     first_row = len(example_inputs) + len(auxiliaries)
     static += range(first_row, first_row + len(program.rows))
     added = placeholders(program.gm.graph)[len(example_inputs) :]
-    program.gm.collage_fx_revision = REVISION  # type: ignore[assignment]  # an attribute is part of the compile cache's key
+    add_to_cache_key(program.gm, revision=REVISION)
     return inductor_compile_inner(
         program.gm,
         [*example_inputs, *(node.meta["val"] for node in added)],

@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import Node
@@ -63,9 +63,7 @@ class Normalize(Pass):
         opened = sum(_open_composite(editor, node) for node in list(editor.graph.nodes))
         opened += sum(_open_matrix_sum(editor, node) for node in list(editor.graph.nodes))
         for node in list(editor.graph.nodes):
-            _read_constant(editor, node)
-            _move_constant(editor, node)
-            _compute_constant(editor, node)
+            _know_number(editor, node)
         for node in list(editor.graph.nodes):
             _choose_constant_branch(editor, node)
             _forward_copy(editor, node)
@@ -114,53 +112,39 @@ def _open_matrix_sum(editor: GraphEditor, node: Node) -> bool:
     return True
 
 
-def _read_constant(editor: GraphEditor, node: Node) -> None:
-    """``torch.tensor(0.1)`` of a step, a tensor that the graph holds -> a 0-d ``full``: a number to read.
-
-    torch 2.15 decomposes ``_foreach_lerp`` of a number into one of them for each tensor.
-    """
+def _know_number(editor: GraphEditor, node: Node) -> None:
+    """What is known to be a number -> a 0-d ``full``, in its dtype and on its device."""
     value = tensor_value(node)
-    if node.target is not aten.lift_fresh_copy.default or value is None or value.shape or value.is_complex():
-        return
-    (attribute,) = node.all_input_nodes
-    if attribute.op != "get_attr":
+    if value is None or value.shape or value.is_complex():
         return
     with real_tensors():
-        number = getattr(editor.gm, str(attribute.target)).item()
-    _put_number(editor, node, number)
+        number = _computed(editor, node)
+    if number is not None:
+        with editor.graph.inserting_before(node):
+            options = {"dtype": value.dtype, "device": value.device}
+            node.replace_all_uses_with(
+                editor.call(aten.full.default, [], number.to(value.dtype).item(), **options)
+            )
+        editor.graph.erase_node(node)
 
 
-def _move_constant(editor: GraphEditor, node: Node) -> None:
-    """A 0-d ``full``, made on the CPU and brought to a GPU -> one that is made there."""
-    if node.target in MOVES and _is_number(node.all_input_nodes[0]):
-        with real_tensors():
-            number = _number(node.all_input_nodes[0]).to(node.meta["val"].dtype).item()
-        _put_number(editor, node, number)
+def _computed(editor: GraphEditor, node: Node) -> torch.Tensor | None:
+    """The value of a 0-d node, up to its dtype: of a tensor that the graph holds, or from other numbers.
 
-
-def _compute_constant(editor: GraphEditor, node: Node) -> None:
-    """An elementwise operation on numbers, each a 0-d ``full`` -> another such number.
-
-    torch 2.11 decomposes ``lerp`` by itself, into branches on a condition that is computed from the weight.
+    torch 2.15 decomposes ``_foreach_lerp`` of a number into one ``torch.tensor(0.1)`` for each tensor, on a
+    GPU behind a copy; torch 2.11 ``lerp`` into branches on a condition that is computed from the weight.
     """
+    operands = node.all_input_nodes
+    if node.target is aten.lift_fresh_copy.default and operands[0].op == "get_attr":
+        return cast("torch.Tensor", getattr(editor.gm, str(operands[0].target)))
+    if not operands or not all(map(_is_number, operands)):
+        return None
+    if node.target in MOVES:
+        return _number(operands[0])
     if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.pointwise not in node.target.tags:
-        return
-    value, operands = tensor_value(node), node.all_input_nodes
-    if value is None or not operands or not all(map(_is_number, operands)):
-        return
-    with real_tensors():
-        args, kwargs = map_arg((node.args, node.kwargs), _number)
-        result = node.target(*args, **kwargs).item()
-    _put_number(editor, node, result)
-
-
-def _put_number(editor: GraphEditor, node: Node, number: float) -> None:
-    """In the node's place, in its dtype and on its device."""
-    value = node.meta["val"]
-    with editor.graph.inserting_before(node):
-        options = {"dtype": value.dtype, "device": value.device}
-        node.replace_all_uses_with(editor.call(aten.full.default, [], number, **options))
-    editor.graph.erase_node(node)
+        return None
+    args, kwargs = map_arg((node.args, node.kwargs), _number)
+    return cast("torch.Tensor", node.target(*args, **kwargs))
 
 
 def _is_number(node: Node) -> bool:

@@ -34,6 +34,7 @@ __all__ = [
     "SymbolicScope",
     "ThinnedLists",
     "TraceWhole",
+    "add_to_cache_key",
     "another_fake",
     "aot_input_of",
     "assert_size_stride",
@@ -136,6 +137,7 @@ try:
     )
     from collage_fx.torch_compat.inductor import (
         COMBINED_LAUNCHES,
+        add_to_cache_key,
         compile_with_inductor,
         cpp_compilers,
         functional_decompositions,

@@ -30,6 +30,7 @@ from collage_fx.torch_compat.inductor_cpp_loads import fetching_ahead
 
 __all__ = [
     "COMBINED_LAUNCHES",
+    "add_to_cache_key",
     "compile_with_inductor",
     "cpp_compilers",
     "functional_decompositions",
@@ -43,18 +44,26 @@ __all__ = [
 ]
 
 
+def add_to_cache_key(gm: torch.fx.GraphModule, **facts: object) -> None:
+    """Let Inductor's cache of graphs tell a graph from an equal one of which these facts differ.
+
+    It looks at the attributes of the module.
+    """
+    for name, fact in facts.items():
+        setattr(gm, f"collage_fx_{name}", fact)
+
+
 def inductor_compile_inner(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
     """Compile one functional ATen graph with Inductor: a callable that takes a list.
 
     The code is Inductor's but for :func:`bfloat16_by_instruction` and :func:`fetching_ahead`.
 
     Its cache of graphs does not ask for whose vectors code was written, and runs that of an AVX-512 machine
-    on one with AVX2, where it computes something else. So what the processor has becomes an attribute of the
-    graph's module, which is part of the cache's key.
+    on one with AVX2, where it computes something else. So what the processor has becomes part of its key.
     """
     if any(isinstance(each, torch.Tensor) and generates_cpp(each.device) for each in example_inputs):
         isa = pick_vec_isa()
-        gm.collage_fx_vectors = (str(isa), isa.bit_width())  # type: ignore[assignment]
+        add_to_cache_key(gm, vectors=(str(isa), isa.bit_width()))
     with bfloat16_by_instruction(), fetching_ahead():
         return compile_fx_inner(gm, example_inputs, **kwargs)
 
