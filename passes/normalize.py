@@ -118,13 +118,12 @@ def _know_number(editor: GraphEditor, node: Node) -> None:
     if value is None or value.shape or value.is_complex():
         return
     with real_tensors():
-        number = _computed(editor, node)
+        computed = _computed(editor, node)
+        number = None if computed is None else computed.to(value.dtype).item()
     if number is not None:
         with editor.graph.inserting_before(node):
             options = {"dtype": value.dtype, "device": value.device}
-            node.replace_all_uses_with(
-                editor.call(aten.full.default, [], number.to(value.dtype).item(), **options)
-            )
+            node.replace_all_uses_with(editor.call(aten.full.default, [], number, **options))
         editor.graph.erase_node(node)
 
 
