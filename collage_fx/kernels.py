@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,7 +46,14 @@ from collage_fx.graph import is_dense, placeholders, tensor_value
 from collage_fx.operators import REVISION, rest, update_sizes, update_sums
 from collage_fx.partition import Part, is_number
 from collage_fx.retype import is_pointwise
-from collage_fx.torch_compat import CFunction, SymbolicScope, add_to_cache_key, c_function, inductor_config
+from collage_fx.torch_compat import (
+    CFunction,
+    SymbolicScope,
+    add_to_cache_key,
+    c_function,
+    fusing_distant_nodes,
+    inductor_config,
+)
 
 __all__ = ["MANY", "Compiler", "Kernel", "Rule", "compile_rule", "rule_of", "samples_first"]
 
@@ -344,7 +352,7 @@ def compile_rule(rule: Rule, compiler: Compiler, *, many: bool) -> Kernel | None
         settings: dict[str, Any] = {"size_asserts": not (rule.flat or rule.independent)}
         if rule.flat and not many:
             settings["cpp.threads"] = 1
-        with inductor_config.patch(settings):
+        with inductor_config.patch(settings), fusing_distant_nodes() if rule.flat else nullcontext():
             call = compiler(gm, inputs)
     if scope.has_guards():
         return None

@@ -59,7 +59,7 @@ NATIVE_SETTINGS: dict[str, Any] = {**IEEE_SETTINGS, **DENSE_REUSE, "eager_numeri
 
 
 #: The sums of several tensors that one loop updates are to be in that loop: eleven nodes for each.
-MEASURING_SETTINGS: dict[str, Any] = {"cpp.max_horizontal_fusion_size": 128}
+MEASURING_SETTINGS: dict[str, Any] = {"cpp.max_horizontal_fusion_size": 128, "max_fusion_size": 1024}
 
 
 #: What an argument is that a step adds to those that it is called with.

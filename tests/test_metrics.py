@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import json
 import math
 import re
@@ -312,8 +313,22 @@ def test_updates_of_many_steps_are_sampled() -> None:
     )
 
 
-@pytest.mark.parametrize("kind", [Descent, torch.optim.AdamW])
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options.values()))
+LARGE_RULES: list[Callable[[Any], Optimizer]] = [
+    functools.partial(torch.optim.AdamW, amsgrad=True),
+    functools.partial(torch.optim.RMSprop, centered=True, momentum=0.9),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(kind, options) for kind in (Descent, torch.optim.AdamW) for options in OPTIONS]
+    + [
+        (kind, {"strategy": "full", "arithmetic": each})
+        for kind in LARGE_RULES
+        for each in ("wide", "native")
+    ],
+    ids=str,
+)
 def test_no_tensor_is_kept_in_memory_to_be_measured(
     options: dict[str, Any], kind: Callable[[Any], Optimizer]
 ) -> None:

@@ -24,6 +24,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes import joint_graph
 from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime.triton_compat import triton_key
+from torch._inductor.scheduler import Scheduler
 
 from collage_fx.torch_compat.inductor_cpp_conversions import bfloat16_by_instruction
 from collage_fx.torch_compat.inductor_cpp_loads import fetching_ahead
@@ -34,6 +35,7 @@ __all__ = [
     "compile_with_inductor",
     "cpp_compilers",
     "functional_decompositions",
+    "fusing_distant_nodes",
     "generated_code",
     "generates_cpp",
     "inductor_compile_inner",
@@ -66,6 +68,17 @@ def inductor_compile_inner(gm: torch.fx.GraphModule, example_inputs: Sequence[An
         add_to_cache_key(gm, vectors=(str(isa), isa.bit_width()))
     with bfloat16_by_instruction(), fetching_ahead():
         return compile_fx_inner(gm, example_inputs, **kwargs)
+
+
+@contextlib.contextmanager
+def fusing_distant_nodes() -> Iterator[None]:
+    """Inductor fuses nodes however many others are between them.
+
+    Beyond 64 it does not, lest what they read is kept in memory for longer. Where all are computed from the
+    same element of some tensors, it is the other way round: what is not fused is kept in memory.
+    """
+    with unittest.mock.patch.object(Scheduler, "are_long_distant_nodes", return_value=False):
+        yield
 
 
 def compile_with_inductor(
