@@ -322,11 +322,7 @@ LARGE_RULES: list[Callable[[Any], Optimizer]] = [
 @pytest.mark.parametrize(
     ("kind", "options"),
     [(kind, options) for kind in (Descent, torch.optim.AdamW) for options in OPTIONS]
-    + [
-        (kind, {"strategy": "full", "arithmetic": each})
-        for kind in LARGE_RULES
-        for each in ("wide", "native")
-    ],
+    + [(kind, {"strategy": "full"}) for kind in LARGE_RULES],
     ids=str,
 )
 def test_no_tensor_is_kept_in_memory_to_be_measured(
