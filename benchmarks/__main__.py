@@ -138,9 +138,14 @@ def opened(path: Path, options: argparse.Namespace) -> Results:
     else:
         again = {(size, name) for size in sizes_of(options) for name in names}
         known["rows"] = [row for row in known["rows"] if (row["size"], row["peer"]) not in again]
-        counted = {name: count for name, count in known["instructions"].items() if name not in names}
+        again_counted = names if is_counting(options) else ()
+        counted = {name: n for name, n in known["instructions"].items() if name not in again_counted}
     known["instructions"] = counted
     return known
+
+
+def is_counting(options: argparse.Namespace) -> bool:
+    return options.device == "cpu" and (options.count or (options.count is None and not options.quick))
 
 
 def sizes_of(options: argparse.Namespace) -> list[str]:
@@ -324,7 +329,7 @@ def measure(options: argparse.Namespace, effort: Effort, results: Results, path:
         Run(size, options.device, effort, results, path).all(peers)
         if size in results["parameters"]:
             say(f"\n{heading(results, size)}\n{table(results, size)}\n")
-    if options.device == "cpu" and (options.count or (options.count is None and not options.quick)):
+    if is_counting(options):
         count(results, peers, limit=900)
         save(path, results)
     for size in sizes:

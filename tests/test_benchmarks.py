@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
-from benchmarks.__main__ import main
+from benchmarks.__main__ import main, opened, parse_arguments
 from benchmarks.by_hand import BETAS, EPS, LR, WEIGHT_DECAY, EagerCollage, KahanAdamW
 from benchmarks.compiling import OPTIMIZERS
 from benchmarks.measure import Failure, Process
@@ -73,6 +73,18 @@ def test_a_run_goes_on_where_it_was_broken_off(run: tuple[Path, str]) -> None:
     arguments = ["--device", "cpu", "--sizes", "toy", "--no-count", "--results", str(run[0]), "--resume"]
     assert main([*arguments, "--peers", *NAMES]) == 0
     assert json.loads(path.read_text())["rows"] == before
+
+
+@pytest.mark.parametrize(
+    ("asked", "kept"), [("--no-count", {"light": 10.5}), ("--quick", {"light": 10.5}), ("--count", {})]
+)
+def test_only_a_run_that_counts_forgets_instructions(
+    asked: str, kept: dict[str, float], tmp_path: Path
+) -> None:
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps({"rows": [], "instructions": {"light": 10.5}}))
+    options = parse_arguments(["--device", "cpu", asked, "--results", str(tmp_path)])
+    assert opened(path, options)["instructions"] == kept
 
 
 def test_compile_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
