@@ -38,12 +38,15 @@ __all__ = [
     "lower_repeatedly",
 ]
 
+#: Nodes of a kernel, of which Inductor takes 64.
+MOST_NODES = 1024
+
 #: Note [Double-word graphs reuse every value]
 #: Inductor inlines a value into each of its readers until it holds 30 operations. In a TwoSum every value has
 #: two or three readers, so that a chain of them is traced exponentially often (minutes for one tensor). With
 #: values kept as nodes of their own from the eighth operation on, and kernels allowed to fuse that many
 #: nodes, the code is one kernel again.
-DENSE_REUSE = {"realize_opcount_threshold": 8, "max_fusion_size": 1024}
+DENSE_REUSE = {"realize_opcount_threshold": 8, "max_fusion_size": MOST_NODES}
 
 #: Error-free transformations are made of what ``(a + b) - a`` is, which a compiler that is allowed to
 #: simplifies to ``b``.
@@ -58,8 +61,9 @@ JOINT_GRAPH_SETTINGS: dict[str, Any] = {"joint_graph_constant_folding": False}
 NATIVE_SETTINGS: dict[str, Any] = {**IEEE_SETTINGS, **DENSE_REUSE, "eager_numerics.division_rounding": True}
 
 
-#: The sums of several tensors that one loop updates are to be in that loop: eleven nodes for each.
-MEASURING_SETTINGS: dict[str, Any] = {"cpp.max_horizontal_fusion_size": 128, "max_fusion_size": 1024}
+#: The sums of several tensors that one loop updates are to be in that loop: eleven nodes for each, beside
+#: those of the update.
+MEASURING_SETTINGS: dict[str, Any] = {"cpp.max_horizontal_fusion_size": 128, "max_fusion_size": MOST_NODES}
 
 
 #: What an argument is that a step adds to those that it is called with.

@@ -39,6 +39,7 @@ FUNCTIONS = """
 extern "C" void add(int32_t* x, const int16_t* y, const double* factor, int64_t n) {
   for (int64_t i = 0; i < n; ++i) x[i] += *factor * y[i];
 }
+extern "C" void kernel(const float* x, float* buffer) { *buffer = *x; }
 extern "C" void twice(const double* x, double* result) { *result = 2 * *x; }
 extern "C" void sums(const int32_t* x, double* sums, int64_t* rest, double* first, int64_t n) {
   for (int64_t i = 0; i < n; ++i) rest[i % 8] = first[0] = x[i];
@@ -150,9 +151,8 @@ def test_as_many_arguments_as_are_promised() -> None:
 class Generated:
     """A module of Inductor's with one function, and code around it that allocates a buffer."""
 
-    __file__ = load_cpp_library(
-        'extern "C" void kernel(const float* x, float* buffer) { *buffer = *x; }'
-    )._name
+    def __init__(self) -> None:
+        self.__file__ = load_cpp_library(FUNCTIONS)._name
 
     def cpp_fused_add(self, *arguments: Any) -> None:
         raise AssertionError("called only to see with what")
