@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from collage_fx.arithmetic import double_word_constant, grow, multiply_double_words
+from collage_fx.numerics.arithmetic import double_word_constant, grow, multiply_double_words
 
 __all__ = ["BETAS", "EPS", "LR", "WEIGHT_DECAY", "EagerCollage", "KahanAdamW"]
 

@@ -24,7 +24,6 @@ from collage_fx.admission import (
 from collage_fx.checkpoint import note_compiled
 from collage_fx.compilations import GraphReport, Rewritten
 from collage_fx.dumps import open_dump
-from collage_fx.error_formats import ERROR_FORMATS
 from collage_fx.error_terms import Expansion, expansion_of, require_format
 from collage_fx.errors import (
     AliasedStateError,
@@ -35,7 +34,6 @@ from collage_fx.errors import (
     warn,
 )
 from collage_fx.families import Families
-from collage_fx.formats import short_name
 from collage_fx.graph import (
     assignments_to_stores,
     copies_to_inputs,
@@ -46,6 +44,8 @@ from collage_fx.graph import (
 from collage_fx.lowering import WholeStep
 from collage_fx.metering import MeasuredInput, Meter, MeteredStep, Rows, without_sums
 from collage_fx.names import KnownTensor, describe_input, describe_inputs, known_tensors, optimizers_among
+from collage_fx.numerics.error_formats import ERROR_FORMATS
+from collage_fx.numerics.formats import short_name
 from collage_fx.options import Options
 from collage_fx.pipeline import (
     ANALYSIS,

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch.fx import Graph, GraphModule
 
-from collage_fx.error_formats import ERROR_FORMATS
 from collage_fx.errors import InvalidOptionError
+from collage_fx.numerics.error_formats import ERROR_FORMATS
 from collage_fx.pictures import Picture, dot, picture, render
 from collage_fx.pipeline import ANALYSIS, Pass, Stage, run_pipeline
 from collage_fx.program import Role, StepProgram, Strategy

@@ -54,8 +54,8 @@ from collage_fx.errors import (
     RecompileLimitError,
     raise_or_warn,
 )
-from collage_fx.formats import is_low_precision
 from collage_fx.names import optimizers_among, parameter_names
+from collage_fx.numerics.formats import is_low_precision
 from collage_fx.recording import branches_on_values, is_recordable, is_recorded, record
 from collage_fx.torch_compat import (
     ConvertAgain,

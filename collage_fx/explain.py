@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from collage_fx.backend import CollageBackend
 from collage_fx.families import Families
-from collage_fx.formats import is_low_precision
 from collage_fx.names import known_tensors
+from collage_fx.numerics.formats import is_low_precision
 from collage_fx.program import Role, StepProgram
 from collage_fx.repetition import Repetition
 from collage_fx.report import CollageReport

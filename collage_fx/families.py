@@ -40,7 +40,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from collage_fx.formats import is_low_precision
+from collage_fx.numerics.formats import is_low_precision
 from collage_fx.partition import Groups
 from collage_fx.program import InputInfo
 from collage_fx.repetition import Repetition

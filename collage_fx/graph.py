@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import Target, map_arg
 from torch.utils import _pytree as pytree
 
-from collage_fx.formats import is_low_precision
+from collage_fx.numerics.formats import is_low_precision
 from collage_fx.torch_compat import (
     DATA_ASSIGNMENTS,
     another_fake,

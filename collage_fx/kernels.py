@@ -407,7 +407,7 @@ def _graph_of(rule: Rule, scope: SymbolicScope, hint: int) -> GraphModule:
 
 
 def _use_rest(graph: Graph) -> None:
-    """What :func:`collage_fx.arithmetic.rest` was traced to becomes the operator: its code is shorter."""
+    """Make what ``arithmetic.rest`` was traced to the operator ``rest``, whose code is shorter."""
     for node in graph.find_nodes(op="call_function", target=aten.where.self):
         operands = _operands_of_rest(*node.args)
         if operands is not None:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import ClassVar, TypeVar
 
 from collage_fx.errors import InvalidOptionError
-from collage_fx.measures import OCTAVES, ROW, SIZES
+from collage_fx.numerics.update_sums import OCTAVES, ROW, SIZES
 
 __all__ = ["MeasuredTensor", "Metrics", "UpdateQuality"]
 

@@ -42,7 +42,9 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from collage_fx import arithmetic, measures, sums_in_cpp, torch_compat
+from collage_fx import sums_in_cpp, torch_compat
+from collage_fx.numerics import arithmetic
+from collage_fx.numerics import update_sums as measures
 from collage_fx.sums_in_cpp import Sums
 from collage_fx.torch_compat import (
     functional_decompositions,
@@ -65,7 +67,7 @@ LIBRARY = torch.library.Library("collage_fx", "DEF")
 LIBRARY.define("round_to_storage(Tensor x, ScalarType dtype) -> Tensor", tags=(torch.Tag.pointwise,))
 LIBRARY.impl("round_to_storage", arithmetic.round_to_storage, "CompositeExplicitAutograd")
 
-#: ``round_to_storage(x, dtype)``: :func:`collage_fx.arithmetic.round_to_storage` as one operator.
+#: ``round_to_storage(x, dtype)``: :func:`collage_fx.numerics.arithmetic.round_to_storage` as one operator.
 round_to_storage = torch.ops.collage_fx.round_to_storage.default
 
 
@@ -77,7 +79,7 @@ def _(x: Tensor, dtype: torch.dtype) -> Tensor:
 LIBRARY.define("rest(Tensor x, Tensor hi) -> Tensor", tags=(torch.Tag.pointwise,))
 LIBRARY.impl("rest", arithmetic.rest, "CompositeExplicitAutograd")
 
-#: ``rest(x, hi)``: :func:`collage_fx.arithmetic.rest` as one operator.
+#: ``rest(x, hi)``: :func:`collage_fx.numerics.arithmetic.rest` as one operator.
 rest = torch.ops.collage_fx.rest.default
 
 
@@ -110,8 +112,8 @@ def _update_sizes(old: Tensor, old_lo: Tensor | None, intended: Tensor, dtype: t
 
 LIBRARY.impl("update_sizes", _update_sizes, "CompositeExplicitAutograd")
 
-#: ``update_sizes(old, old_lo, intended, dtype)``: :func:`collage_fx.measures.sizes` as one operator; without
-#: an error term it is None. Which elements are in the sample goes by their place in memory where all tensors
+#: ``update_sizes(old, old_lo, intended, dtype)``: ``update_sums.sizes`` as one operator; without an
+#: error term it is None. Which elements are in the sample goes by their place in memory where all tensors
 #: of an elementwise step have one layout, and by their indices elsewhere.
 update_sizes = torch.ops.collage_fx.update_sizes.default
 
@@ -124,7 +126,7 @@ def _(old: Tensor, old_lo: Tensor | None, intended: Tensor, dtype: torch.dtype) 
 LIBRARY.define("update_sums(Tensor old, Tensor? old_lo, Tensor intended, Tensor hi, Tensor? lo) -> Tensor")
 LIBRARY.impl("update_sums", measures.sums, "CompositeExplicitAutograd")
 
-#: ``update_sums(old, old_lo, intended, hi, lo)``: :func:`collage_fx.measures.sums` as one operator; without
+#: ``update_sums(old, old_lo, intended, hi, lo)``: ``update_sums.sums`` as one operator; without
 #: error terms they are None. See Note [Metrics].
 update_sums = torch.ops.collage_fx.update_sums.default
 

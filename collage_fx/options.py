@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from collage_fx.error_formats import ERROR_FORMATS
 from collage_fx.errors import (
     InvalidOptionError,
 )
+from collage_fx.numerics.error_formats import ERROR_FORMATS
 from collage_fx.pipeline import (
     PIPELINE,
     Pass,

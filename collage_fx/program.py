@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch.fx import GraphModule, Node
 
-from collage_fx.error_formats import ErrorFormat
-from collage_fx.formats import FloatFormat, storage_format
 from collage_fx.graph import copies_to_inputs, placeholders, tensor_value
+from collage_fx.numerics.error_formats import ErrorFormat
+from collage_fx.numerics.formats import FloatFormat, storage_format
 
 if TYPE_CHECKING:
     import sympy

@@ -19,8 +19,8 @@ import sympy
 import torch
 from torch.fx import Node
 
-from collage_fx.formats import FloatFormat
 from collage_fx.graph import tensor_value
+from collage_fx.numerics.formats import FloatFormat
 from collage_fx.program import Kind, Recurrence, Verdict
 
 __all__ = [

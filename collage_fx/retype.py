@@ -17,8 +17,8 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from collage_fx.formats import is_low_precision, storage_format
 from collage_fx.graph import GraphEditor, is_copy_to_input, is_low_precision_tensor, tensor_value
+from collage_fx.numerics.formats import is_low_precision, storage_format
 from collage_fx.operators import round_to_storage
 
 __all__ = ["Retyper", "is_movement", "is_pointwise", "is_transparent"]

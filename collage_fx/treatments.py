@@ -10,7 +10,7 @@ from typing import Any
 import sympy
 import torch
 
-from collage_fx.formats import short_name
+from collage_fx.numerics.formats import short_name
 from collage_fx.program import Kind, Role, StateTensor, StepProgram
 
 __all__ = ["TensorReport", "Treatment", "bytes_per_parameter", "tensor_report", "treatments"]

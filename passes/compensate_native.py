@@ -39,10 +39,10 @@ from torch import Tensor
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from collage_fx import arithmetic
-from collage_fx.arithmetic import DoubleWord
 from collage_fx.feedback import copies_read_by, fed_back
 from collage_fx.graph import GraphEditor, is_conversion, tensor_value, unconverted
+from collage_fx.numerics import arithmetic
+from collage_fx.numerics.arithmetic import DoubleWord
 from collage_fx.passes.base import Pass
 from collage_fx.program import StateTensor, StepProgram
 from collage_fx.retype import is_movement, is_pointwise

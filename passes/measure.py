@@ -24,7 +24,7 @@ from collage_fx.graph import (
     placeholders,
     unconverted,
 )
-from collage_fx.measures import SIZES, SUMS
+from collage_fx.numerics.update_sums import SIZES, SUMS
 from collage_fx.operators import round_to_storage, update_sizes, update_sums
 from collage_fx.passes.base import Pass
 from collage_fx.passes.normalize import Normalize

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from collage_fx.arithmetic import (
+from collage_fx.numerics.arithmetic import (
     add_double_words,
     double_word_constant,
     finite_or_zero,

@@ -29,7 +29,7 @@ from collage_fx.batches import (
     pieces_of,
     whole_calls,
 )
-from collage_fx.measures import SUMS
+from collage_fx.numerics.update_sums import SUMS
 from collage_fx.sharing import StepInParts
 from collage_fx.torch_compat import CFunction, c_function, load_cpp_library
 from tests.support.training import parameters, run_steps

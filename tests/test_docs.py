@@ -12,8 +12,8 @@ import torch
 
 from collage_fx import explain
 from collage_fx.cli import main
-from collage_fx.formats import BFLOAT16, FLOAT16, FloatFormat
 from collage_fx.graph import graph_text
+from collage_fx.numerics.formats import BFLOAT16, FLOAT16, FloatFormat
 from collage_fx.recurrence import TOLERATED_STALL, representation_error, stall_band
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from collage_fx.error_formats import ERROR_FORMATS, ErrorFormat
+from collage_fx.numerics.error_formats import ERROR_FORMATS, ErrorFormat
 from tests.support.bit_patterns import examples, near_storage_numbers, sample, word_and_number
 from tests.support.exact import ENCODINGS, fractions, patterns, tensor
 from tests.support.float_bits import same_bits

@@ -10,7 +10,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from collage_fx.formats import STORAGE_FORMATS, FloatFormat, is_low_precision, storage_format
+from collage_fx.numerics.formats import STORAGE_FORMATS, FloatFormat, is_low_precision, storage_format
 from tests.support.bit_patterns import finite, sample
 from tests.support.exact import ENCODINGS
 

@@ -20,9 +20,10 @@ from torch.optim import Optimizer
 
 from collage_fx import CollageBackend, full_value
 from collage_fx.errors import InvalidOptionError
-from collage_fx.formats import storage_format
 from collage_fx.graph import PASS_MARK, placeholders
-from collage_fx.measures import (
+from collage_fx.metrics import MeasuredTensor, Metrics, UpdateQuality
+from collage_fx.numerics.formats import storage_format
+from collage_fx.numerics.update_sums import (
     COUNTS,
     OCTAVES,
     SAMPLE,
@@ -34,7 +35,6 @@ from collage_fx.measures import (
     sizes,
     sums,
 )
-from collage_fx.metrics import MeasuredTensor, Metrics, UpdateQuality
 from collage_fx.operators import update_sizes, update_sums
 from collage_fx.plots import plot
 from collage_fx.sums_in_cpp import BLOCK

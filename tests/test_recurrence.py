@@ -7,7 +7,7 @@ import sympy
 import torch
 from torch import Tensor
 
-from collage_fx.formats import BFLOAT16, FLOAT16, FloatFormat
+from collage_fx.numerics.formats import BFLOAT16, FLOAT16, FloatFormat
 from collage_fx.program import Kind
 from collage_fx.recurrence import (
     LONGEST_EXPRESSION,

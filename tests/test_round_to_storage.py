@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from collage_fx.arithmetic import round_to_storage
+from collage_fx.numerics.arithmetic import round_to_storage
 from tests.support import triton_offline as offline
 from tests.support.bit_patterns import examples, finite, near_storage_numbers, sample
 from tests.support.exact import ENCODINGS, patterns, tensor

@@ -8,8 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from collage_fx.arithmetic import add_double_words, double_word_constant, grow, multiply_double_words, split
-from collage_fx.formats import storage_format
+from collage_fx.numerics.arithmetic import (
+    add_double_words,
+    double_word_constant,
+    grow,
+    multiply_double_words,
+    split,
+)
+from collage_fx.numerics.formats import storage_format
 from tests.support.exact import ENCODINGS, fractions
 from tests.support.programs import after, captured, sgd
 

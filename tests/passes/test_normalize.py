@@ -12,8 +12,8 @@ from torch.torch_version import TorchVersion
 
 from collage_fx import error_terms
 from collage_fx.composites import COMPOSITES
-from collage_fx.error_formats import ERROR_FORMATS
 from collage_fx.graph import graph_text
+from collage_fx.numerics.error_formats import ERROR_FORMATS
 from collage_fx.passes.normalize import Normalize
 from collage_fx.program import Arithmetic, InputInfo, Role, StepProgram
 from tests.support.programs import after, captured, captured_of, only

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collage_fx.error_formats import ERROR_FORMATS
+from collage_fx.numerics.error_formats import ERROR_FORMATS
 from collage_fx.passes.base import Pass
 from collage_fx.pipeline import PIPELINE, run_pipeline
 from collage_fx.program import Arithmetic, InputInfo, Role, StepProgram, Strategy

@@ -36,7 +36,7 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from collage_fx.formats import BFLOAT16, FLOAT16, storage_format
+from collage_fx.numerics.formats import BFLOAT16, FLOAT16, storage_format
 
 __all__ = [
     "add_double_words",

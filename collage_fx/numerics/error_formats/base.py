@@ -1,9 +1,4 @@
-"""Error formats: how a value is split between what the user sees (hi) and what is kept beside it.
-
-A format is the only place that knows what its auxiliary tensors are. The passes ask it for their
-specifications, for the function that joins hi and auxiliaries into one float32 value and for its inverse, and
-trace both into the graph. A format may own any number of auxiliary tensors, of any dtype and shape.
-"""
+"""What an error format is. Each format has a file of its own beside this one."""
 
 from __future__ import annotations
 
@@ -15,9 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from collage_fx import arithmetic
-
-__all__ = ["ERROR_FORMATS", "AuxiliarySpec", "ErrorFormat", "Fp32", "Mcf"]
+__all__ = ["AuxiliarySpec", "ErrorFormat"]
 
 
 @dataclass(frozen=True)
@@ -71,53 +64,3 @@ class ErrorFormat(ABC):
     def bytes_per_element(self, dtype: torch.dtype) -> float:
         """Extra bytes per element of hi, for auxiliaries of hi's shape."""
         return sum(spec.dtype.itemsize for spec in self.auxiliaries(dtype) if spec.shape is None)
-
-
-class Mcf(ErrorFormat):
-    """Multi-component float [Yu24]: one error term of hi's own dtype.
-
-    Relative precision u**2: 2**-16 for bfloat16, 2**-22 for float16. float16's error terms underflow below
-    2**-24, so the value's precision is never better than 2**-25 absolute there.
-    """
-
-    name = "mcf"
-    is_double_word = True
-
-    def auxiliaries(self, dtype: torch.dtype) -> Sequence[AuxiliarySpec]:
-        return (AuxiliarySpec("lo", dtype),)
-
-    def join(self, hi: Tensor, *auxiliaries: Tensor) -> Tensor:
-        return arithmetic.join(hi, *auxiliaries)
-
-    def split(self, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        return arithmetic.split(value, dtype, dtype)
-
-    def error_terms(self, *auxiliaries: Tensor) -> tuple[Tensor, ...]:
-        return auxiliaries
-
-
-class Fp32(ErrorFormat):
-    """fp32 master copy, the paper's baseline D, for comparison and debugging.
-
-    The float32 auxiliary holds ``master - hi``, which is exact: hi + lo *is* the float32 master copy, bit for
-    bit, at the same four bytes. Kept this way round, zeros mean "no error", and a user who overwrites hi (by
-    loading a model's weights, say) isn't overruled by a stale master at the next step.
-    """
-
-    name = "fp32"
-
-    def auxiliaries(self, dtype: torch.dtype) -> Sequence[AuxiliarySpec]:
-        return (AuxiliarySpec("lo", torch.float32),)
-
-    def join(self, hi: Tensor, *auxiliaries: Tensor) -> Tensor:
-        return arithmetic.join(hi, *auxiliaries)
-
-    def split(self, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        return arithmetic.split(value, dtype, torch.float32)
-
-    def error_terms(self, *auxiliaries: Tensor) -> tuple[Tensor, ...]:
-        return auxiliaries
-
-
-#: The registered formats by name.
-ERROR_FORMATS: dict[str, ErrorFormat] = {fmt.name: fmt for fmt in (Mcf(), Fp32())}

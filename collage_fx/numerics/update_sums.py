@@ -38,7 +38,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collage_fx.formats import storage_format
+from collage_fx.numerics.formats import storage_format
 
 __all__ = [
     "COUNTS",

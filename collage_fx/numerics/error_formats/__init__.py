@@ -1,0 +1,18 @@
+"""Error formats: how a value is split between what the user sees (hi) and what is kept beside it.
+
+A format is the only place that knows what its auxiliary tensors are. The passes ask it for their
+specifications, for the function that joins hi and auxiliaries into one float32 value and for its inverse, and
+trace both into the graph. A format may own any number of auxiliary tensors, of any dtype and shape.
+"""
+
+from __future__ import annotations
+
+from collage_fx.numerics.error_formats.base import AuxiliarySpec, ErrorFormat
+from collage_fx.numerics.error_formats.fp32 import Fp32
+from collage_fx.numerics.error_formats.mcf import Mcf
+
+__all__ = ["ERROR_FORMATS", "AuxiliarySpec", "ErrorFormat", "Fp32", "Mcf"]
+
+
+#: The registered formats by name.
+ERROR_FORMATS: dict[str, ErrorFormat] = {fmt.name: fmt for fmt in (Mcf(), Fp32())}
