@@ -23,10 +23,10 @@ from torch.fx import GraphModule
 from torch.optim import Optimizer
 
 from collage_fx.errors import AliasedStateError, UnsupportedOptimizerError, UnsupportedTensorError
-from collage_fx.graph import assignments, copies_to_inputs, is_dense, placeholders
+from collage_fx.graph.nodes import assignments, copies_to_inputs, is_dense, placeholders
+from collage_fx.graph.program import InputInfo, Role
 from collage_fx.names import KnownTensor, parameter_names
 from collage_fx.numerics.formats import is_low_precision
-from collage_fx.program import InputInfo, Role
 from collage_fx.torch_compat import aot_input_of, has_internal_overlap
 
 __all__ = [

@@ -21,6 +21,8 @@ from collage_fx.errors import (
     InvalidOptionError,
 )
 from collage_fx.families import Families, families_of, rows_to_trace
+from collage_fx.graph.families import Repetition
+from collage_fx.graph.program import Arithmetic, StepProgram, Strategy
 from collage_fx.lowering import JOINT_GRAPH_SETTINGS, lower, lower_repeatedly
 from collage_fx.metering import Meter
 from collage_fx.metrics import Metrics
@@ -30,8 +32,6 @@ from collage_fx.pipeline import (
     Pass,
 )
 from collage_fx.plots import plot
-from collage_fx.program import Arithmetic, StepProgram, Strategy
-from collage_fx.repetition import Repetition
 from collage_fx.report import CollageReport
 from collage_fx.torch_compat import (
     ThinnedLists,

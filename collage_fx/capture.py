@@ -34,13 +34,15 @@ from collage_fx.errors import (
     warn,
 )
 from collage_fx.families import Families
-from collage_fx.graph import (
+from collage_fx.graph.families import Repetition, input_name, repeated_graph
+from collage_fx.graph.nodes import (
     assignments_to_stores,
     copies_to_inputs,
     is_low_precision_tensor,
     placeholders,
     tensor_value,
 )
+from collage_fx.graph.program import InputInfo, Role, StepProgram
 from collage_fx.lowering import WholeStep
 from collage_fx.metering import MeasuredInput, Meter, MeteredStep, Rows, without_sums
 from collage_fx.names import KnownTensor, describe_input, describe_inputs, known_tensors, optimizers_among
@@ -54,9 +56,7 @@ from collage_fx.pipeline import (
     Stage,
     run_pipeline,
 )
-from collage_fx.program import InputInfo, Role, StepProgram
 from collage_fx.recording import is_recorded
-from collage_fx.repetition import Repetition, input_name, repeated_graph
 from collage_fx.torch_compat import (
     aot_input_of,
     compile_with_inductor,

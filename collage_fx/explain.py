@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 
 from collage_fx.backend import CollageBackend
 from collage_fx.families import Families
+from collage_fx.graph.families import Repetition
+from collage_fx.graph.program import Role, StepProgram
 from collage_fx.names import known_tensors
 from collage_fx.numerics.formats import is_low_precision
-from collage_fx.program import Role, StepProgram
-from collage_fx.repetition import Repetition
 from collage_fx.report import CollageReport
 
 __all__ = ["explain"]

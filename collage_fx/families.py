@@ -6,7 +6,7 @@ The step of 148 parameters is one update, written 148 times. Tracing it (AOTAuto
 and rewriting it takes as long for each of them, and finds the same. So the captured graph is cut into
 components that have no value in common, components that do the same to tensors of the same layout and
 meaning are a *family*, and what is compiled is a graph of one of each family. Its parts are then called for
-the tensors of all (:mod:`collage_fx.repetition`).
+the tensors of all (:mod:`collage_fx.graph.families`).
 
 * A component is what is connected by operations and by the tensors that these read. Numbers connect nothing,
   nor does a 0-d tensor that several components read: that is *common* to the step. Nothing of it may be
@@ -40,10 +40,10 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
+from collage_fx.graph.families import Repetition
+from collage_fx.graph.program import InputInfo
 from collage_fx.numerics.formats import is_low_precision
 from collage_fx.partition import Groups
-from collage_fx.program import InputInfo
-from collage_fx.repetition import Repetition
 from collage_fx.torch_compat import ThinnedLists
 
 __all__ = ["Families", "families_of", "rows_to_trace"]

@@ -42,10 +42,10 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from collage_fx.batches import LENGTH, MOST_ARGUMENTS, MOST_BUFFERS, SUMS_OF_PIECE, buffer_at
-from collage_fx.graph import is_dense, placeholders, tensor_value
-from collage_fx.operators import REVISION, rest, update_sizes, update_sums
+from collage_fx.graph.nodes import is_dense, placeholders, tensor_value
+from collage_fx.graph.operators import REVISION, rest, update_sizes, update_sums
+from collage_fx.graph.retype import is_pointwise
 from collage_fx.partition import Part, is_number
-from collage_fx.retype import is_pointwise
 from collage_fx.torch_compat import (
     CFunction,
     SymbolicScope,

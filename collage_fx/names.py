@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from collage_fx.program import InputInfo, Role
+from collage_fx.graph.program import InputInfo, Role
 from collage_fx.torch_compat import aot_input_of, symbol_source
 
 __all__ = [
@@ -41,7 +41,7 @@ class KnownTensor:
     """A tensor that an optimizer holds, and what the user calls it.
 
     Attributes:
-        name, symbol, role: as in :class:`~collage_fx.program.InputInfo`.
+        name, symbol, role: as in :class:`~collage_fx.graph.program.InputInfo`.
         tensor: itself.
     """
 
@@ -106,7 +106,7 @@ def describe_inputs(
     arguments: Sequence[Any],
     known: Mapping[int, KnownTensor],
 ) -> list[InputInfo]:
-    """One :class:`~collage_fx.program.InputInfo` per input of an AOTAutograd graph.
+    """One :class:`~collage_fx.graph.program.InputInfo` per input of an AOTAutograd graph.
 
     Args:
         inputs: its placeholders.

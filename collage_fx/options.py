@@ -9,13 +9,13 @@ from typing import get_args
 from collage_fx.errors import (
     InvalidOptionError,
 )
+from collage_fx.graph.program import Arithmetic, Strategy
 from collage_fx.numerics.error_formats import ERROR_FORMATS
 from collage_fx.pipeline import (
     PIPELINE,
     Pass,
     refuse_incomplete,
 )
-from collage_fx.program import Arithmetic, Strategy
 
 __all__ = ["MODES", "Options", "refuse_unless"]
 

@@ -40,8 +40,8 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
-from collage_fx.graph import copies_to_inputs, is_copy_to_input, placeholders, tensor_value
-from collage_fx.operators import once
+from collage_fx.graph.nodes import copies_to_inputs, is_copy_to_input, placeholders, tensor_value
+from collage_fx.graph.operators import once
 
 __all__ = ["Groups", "Part", "is_number", "parts_of"]
 

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from torch.fx import Graph
 
 from collage_fx.errors import InvalidOptionError
-from collage_fx.graph import mark_new_nodes
+from collage_fx.graph.nodes import mark_new_nodes
+from collage_fx.graph.program import StepProgram
+from collage_fx.graph.verify import verify
 from collage_fx.passes.allocate import Allocate
 from collage_fx.passes.analyze import Analyze
 from collage_fx.passes.base import Pass
@@ -24,9 +26,7 @@ from collage_fx.passes.normalize import Normalize
 from collage_fx.passes.pin_roundings import PinRoundings
 from collage_fx.passes.undo_stochastic_rounding import UndoStochasticRounding
 from collage_fx.passes.widen import Widen
-from collage_fx.program import StepProgram
 from collage_fx.suggestions import did_you_mean
-from collage_fx.verify import verify
 
 __all__ = [
     "ANALYSIS",

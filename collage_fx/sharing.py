@@ -16,7 +16,7 @@ import functools
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,8 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from collage_fx.batches import CELL, SUMS_OF_PIECE, Batch, Gather
-from collage_fx.graph import is_copy_to_input, placeholders
+from collage_fx.graph.families import ONCE, Repetition
+from collage_fx.graph.nodes import is_copy_to_input, placeholders
 from collage_fx.kernels import MANY, Kernel, Rule, compile_rule, rule_of, samples_first
 from collage_fx.partition import Part, parts_of
 from collage_fx.torch_compat import (
@@ -34,7 +35,7 @@ from collage_fx.torch_compat import (
     prepare_cpp_compiler,
 )
 
-__all__ = ["Call", "StepInParts", "lower_in_parts"]
+__all__ = ["Call", "StepInParts", "lower_in_parts", "repeated_step"]
 
 
 @dataclass(frozen=True)
@@ -315,3 +316,60 @@ def _is_computed_in_python(value: Any) -> bool:
         and value.op == "call_function"
         and isinstance(value.meta["val"], (torch.SymInt, torch.SymFloat))
     )
+
+
+def repeated_step(step: StepInParts, repetition: Repetition) -> StepInParts | None:
+    """The calls of a step for every member of each family; None if it returns more than new tensors."""
+    first_constant = len(repetition.copies)
+    first_result = first_constant + len(step.constants)
+    calls = _calls_by_family(step, repetition, first_result)
+    outputs = [place for place in step.outputs if place is not None and place >= first_result]
+    if calls is None or step.numbers or len(outputs) < len(step.outputs):
+        return None
+    families, owners = calls
+    results: dict[tuple[int, int], int] = {}
+
+    def place_of(place: int, member: int) -> int:
+        if place < first_constant:
+            return repetition.place(place, member)
+        if place < first_result:
+            return repetition.inputs + place - first_constant
+        key = (place, 0 if owners[place] is None else member)
+        return results.setdefault(key, repetition.inputs + len(step.constants) + len(results))
+
+    planned = [
+        replace(call, places=tuple(place_of(place, member) for place in call.places))
+        for family, member in (ONCE, *repetition.turns)
+        for call in families[family]
+    ]
+    return StepInParts(
+        repetition.inputs,
+        step.constants,
+        [step.results[place - first_result] for place, _ in results],
+        [],
+        planned,
+        [place_of(outputs[k], member) for k, member in repetition.outputs],
+    )
+
+
+def _calls_by_family(
+    step: StepInParts, repetition: Repetition, first_result: int
+) -> tuple[dict[int | None, list[Call]], dict[int, int | None]] | None:
+    """The calls of each family, in order, and the family of each result; None if a call is of several.
+
+    A result is made by the first call that names it.
+    """
+    calls: dict[int | None, list[Call]] = defaultdict(list)
+    results: dict[int, int | None] = {}
+    for call in step.calls:
+        owners = {repetition.owners[place] for place in call.places if place < len(repetition.owners)}
+        owners |= {results[place] for place in call.places if place in results}
+        owners.discard(None)
+        if len(owners) > 1:
+            return None
+        family = next(iter(owners), None)
+        calls[family].append(call)
+        for place in call.places:
+            if place >= first_result:
+                results.setdefault(place, family)
+    return calls, results

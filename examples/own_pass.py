@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from collage_fx import CollageBackend
-from collage_fx.graph import GraphEditor, placeholders
+from collage_fx.graph.editor import GraphEditor
+from collage_fx.graph.nodes import placeholders
+from collage_fx.graph.program import Role, StepProgram
 from collage_fx.pipeline import Pass, inserted
-from collage_fx.program import Role, StepProgram
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
-from collage_fx.graph import PASS_MARK, GraphEditor, is_low_precision_tensor, placeholders, tensor_value
+from collage_fx.graph.editor import GraphEditor
+from collage_fx.graph.nodes import PASS_MARK, is_low_precision_tensor, placeholders, tensor_value
+from collage_fx.graph.program import ReadExpansion, StepProgram
 from collage_fx.passes.base import Pass
-from collage_fx.program import ReadExpansion, StepProgram
 
 __all__ = ["Allocate"]
 

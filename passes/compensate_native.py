@@ -39,13 +39,14 @@ from torch import Tensor
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from collage_fx.feedback import copies_read_by, fed_back
-from collage_fx.graph import GraphEditor, is_conversion, tensor_value, unconverted
+from collage_fx.graph.editor import GraphEditor
+from collage_fx.graph.feedback import copies_read_by, fed_back
+from collage_fx.graph.nodes import is_conversion, tensor_value, unconverted
+from collage_fx.graph.program import StateTensor, StepProgram
+from collage_fx.graph.retype import is_movement, is_pointwise
 from collage_fx.numerics import arithmetic
 from collage_fx.numerics.arithmetic import DoubleWord
 from collage_fx.passes.base import Pass
-from collage_fx.program import StateTensor, StepProgram
-from collage_fx.retype import is_movement, is_pointwise
 
 __all__ = ["CompensateNative"]
 

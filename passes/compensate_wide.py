@@ -16,16 +16,11 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from collage_fx.feedback import fed_back, new_value
-from collage_fx.graph import (
-    GraphEditor,
-    is_conversion,
-    is_copy_to_input,
-    is_low_precision_tensor,
-    unconverted,
-)
+from collage_fx.graph.editor import GraphEditor
+from collage_fx.graph.feedback import fed_back, new_value
+from collage_fx.graph.nodes import is_conversion, is_copy_to_input, is_low_precision_tensor, unconverted
+from collage_fx.graph.program import ReadExpansion, StateTensor, StepProgram
 from collage_fx.passes.base import Pass
-from collage_fx.program import ReadExpansion, StateTensor, StepProgram
 
 __all__ = ["CompensateWide"]
 

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from collage_fx.graph import GraphEditor, is_copy_to_input, placeholders
+from collage_fx.graph.editor import GraphEditor
+from collage_fx.graph.nodes import is_copy_to_input, placeholders
+from collage_fx.graph.program import Kind, Role, StateTensor, StepProgram
 from collage_fx.passes.base import Pass
-from collage_fx.program import Kind, Role, StateTensor, StepProgram
 
 __all__ = ["DropStale"]
 

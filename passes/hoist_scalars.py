@@ -3,9 +3,9 @@
 Inductor computes an elementwise value where it is read, and a 0-d tensor is an elementwise value of one
 element: Adam's bias corrections, two powers and a root, become part of the inner loop of every parameter's
 kernel. Here each number that elements read is marked as one to be kept in memory
-(:data:`collage_fx.operators.once`). It is computed before the elements are, on the CPU by a kernel of its own
-(Note [Parts of a step]), on the device on which it was, so that nothing waits for a device; a number on the
-host is a value to a kernel on a device, as before.
+(:data:`~collage_fx.graph.operators.once`). It is computed before the elements are, on the CPU by a kernel of
+its own (Note [Parts of a step]), on the device on which it was, so that nothing waits for a device; a number
+on the host is a value to a kernel on a device, as before.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from collage_fx.graph import GraphEditor, is_copy_to_input, tensor_value
-from collage_fx.operators import once
+from collage_fx.graph.editor import GraphEditor
+from collage_fx.graph.nodes import is_copy_to_input, tensor_value
+from collage_fx.graph.operators import once
+from collage_fx.graph.program import StepProgram
 from collage_fx.passes.base import Pass
-from collage_fx.program import StepProgram
 
 __all__ = ["HoistScalars"]
 

@@ -15,21 +15,21 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from collage_fx.graph import (
+from collage_fx.graph.editor import GraphEditor
+from collage_fx.graph.nodes import (
     PASS_MARK,
-    GraphEditor,
     copies_to_inputs,
     is_conversion,
     is_copy_to_input,
     placeholders,
     unconverted,
 )
+from collage_fx.graph.operators import round_to_storage, update_sizes, update_sums
+from collage_fx.graph.program import StateTensor, StepProgram
 from collage_fx.numerics.update_sums import SIZES, SUMS
-from collage_fx.operators import round_to_storage, update_sizes, update_sums
 from collage_fx.passes.base import Pass
 from collage_fx.passes.normalize import Normalize
 from collage_fx.passes.widen import Widen
-from collage_fx.program import StateTensor, StepProgram
 
 __all__ = ["Measure"]
 

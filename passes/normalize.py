@@ -16,7 +16,7 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from collage_fx.composites import (
+from collage_fx.graph.composites import (
     COMPOSITES,
     FOREACH_OPERATORS,
     foreach_calls,
@@ -24,9 +24,10 @@ from collage_fx.composites import (
     foreach_rule,
     weighted_sum,
 )
-from collage_fx.graph import GraphEditor, copies_to_inputs, is_low_precision_tensor, tensor_value
+from collage_fx.graph.editor import GraphEditor
+from collage_fx.graph.nodes import copies_to_inputs, is_low_precision_tensor, tensor_value
+from collage_fx.graph.program import StepProgram
 from collage_fx.passes.base import Pass
-from collage_fx.program import StepProgram
 from collage_fx.torch_compat import real_tensors
 
 __all__ = ["Normalize"]

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from collage_fx.graph import GraphEditor
+from collage_fx.graph.editor import GraphEditor
+from collage_fx.graph.program import StepProgram
+from collage_fx.graph.retype import Retyper
 from collage_fx.passes.base import Pass
-from collage_fx.program import StepProgram
-from collage_fx.retype import Retyper
 
 __all__ = ["Widen"]
 

@@ -12,8 +12,8 @@ import pytest
 
 from collage_fx import doctor
 from collage_fx.cli import main
+from collage_fx.graph.program import StepProgram
 from collage_fx.passes.pin_roundings import PinRoundings
-from collage_fx.program import StepProgram
 
 ROOT = Path(__file__).resolve().parents[1]
 

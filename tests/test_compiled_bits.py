@@ -16,7 +16,7 @@ import torch
 from torch._inductor.utils import fresh_cache, run_and_get_code
 
 from collage_fx.batches import Batch
-from collage_fx.program import Arithmetic, Strategy
+from collage_fx.graph.program import Arithmetic, Strategy
 from collage_fx.torch_compat import inductor_compile_inner
 from tests.support.agreement import assert_half_ulp, assert_same, differences, trajectory
 from tests.support.float_bits import same_bits

@@ -12,9 +12,9 @@ import torch
 
 from collage_fx import explain
 from collage_fx.cli import main
-from collage_fx.graph import graph_text
+from collage_fx.graph.recurrence import TOLERATED_STALL, representation_error, stall_band
+from collage_fx.graph.text import graph_text
 from collage_fx.numerics.formats import BFLOAT16, FLOAT16, FloatFormat
-from collage_fx.recurrence import TOLERATED_STALL, representation_error, stall_band
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"

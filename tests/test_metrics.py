@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 
 from collage_fx import CollageBackend, full_value
 from collage_fx.errors import InvalidOptionError
-from collage_fx.graph import PASS_MARK, placeholders
+from collage_fx.graph.nodes import PASS_MARK, placeholders
+from collage_fx.graph.operators import update_sizes, update_sums
 from collage_fx.metrics import MeasuredTensor, Metrics, UpdateQuality
 from collage_fx.numerics.formats import storage_format
 from collage_fx.numerics.update_sums import (
@@ -35,7 +36,6 @@ from collage_fx.numerics.update_sums import (
     sizes,
     sums,
 )
-from collage_fx.operators import update_sizes, update_sums
 from collage_fx.plots import plot
 from collage_fx.sums_in_cpp import BLOCK
 from collage_fx.torch_compat import inductor_config

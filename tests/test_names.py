@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
+from collage_fx.graph.program import Role
 from collage_fx.names import known_tensors, optimizers_among, parameter_names, shared_tensors, state_tensors
-from collage_fx.program import Role
 from tests.support.training import Descent, parameters, set_gradients
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
 
+from collage_fx.graph.operators import rest, round_to_storage
 from collage_fx.numerics import arithmetic
-from collage_fx.operators import rest, round_to_storage
 from collage_fx.torch_compat import bfloat16_by_instruction
 
 DTYPES = [torch.bfloat16, torch.float16]

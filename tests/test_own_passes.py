@@ -11,9 +11,9 @@ from torch import Tensor
 
 from collage_fx import CollageBackend, backend_for
 from collage_fx.errors import InvalidOptionError
-from collage_fx.graph import PASS_MARK, copies_to_inputs
+from collage_fx.graph.nodes import PASS_MARK, copies_to_inputs
+from collage_fx.graph.program import StepProgram
 from collage_fx.pipeline import PIPELINE, Pass, inserted, run_pipeline
-from collage_fx.program import StepProgram
 from tests.support.programs import captured, moving_average
 from tests.support.training import Descent, parameters, run_steps
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from collage_fx.graph import placeholders
+from collage_fx.graph.nodes import placeholders
 from collage_fx.kernels import Rule, rule_of
 from collage_fx.partition import Part, parts_of
 from tests.support.triton_offline import functional_graph

@@ -7,15 +7,15 @@ import sympy
 import torch
 from torch import Tensor
 
-from collage_fx.numerics.formats import BFLOAT16, FLOAT16, FloatFormat
-from collage_fx.program import Kind
-from collage_fx.recurrence import (
+from collage_fx.graph.program import Kind
+from collage_fx.graph.recurrence import (
     LONGEST_EXPRESSION,
     TOLERATED_STALL,
     read_recurrence,
     representation_error,
     stall_band,
 )
+from collage_fx.numerics.formats import BFLOAT16, FLOAT16, FloatFormat
 from collage_fx.torch_compat import make_fx
 
 

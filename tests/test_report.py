@@ -8,7 +8,7 @@ import torch
 from torch.fx import GraphModule
 
 from collage_fx import CollageBackend, CollageReport, explain
-from collage_fx.program import Kind, Role, Strategy
+from collage_fx.graph.program import Kind, Role, Strategy
 from collage_fx.report import TensorReport
 from collage_fx.tables import TEXT_WIDTH, text_section
 from collage_fx.treatments import treatments

@@ -13,8 +13,9 @@ from torch._dynamo.utils import counters
 from torch._inductor.cpu_vec_isa import VecAVX2, VecAVX512, pick_vec_isa
 from torch._inductor.utils import fresh_cache
 
-from collage_fx import CollageBackend, operators, torch_compat
-from collage_fx.program import Arithmetic, Strategy
+from collage_fx import CollageBackend, torch_compat
+from collage_fx.graph import operators
+from collage_fx.graph.program import Arithmetic, Strategy
 from tests.support.training import Descent, parameters, run_steps
 
 COMPAT = Path(torch_compat.__file__).parent

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from collage_fx.graph import placeholders
+from collage_fx.graph.nodes import placeholders
 from tests.support.programs import after, captured, sgd
 
 

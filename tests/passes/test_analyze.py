@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from collage_fx.program import Kind, StateTensor, Strategy
+from collage_fx.graph.program import Kind, StateTensor, Strategy
 from tests.support.programs import after, captured
 
 

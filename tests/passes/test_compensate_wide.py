@@ -4,7 +4,8 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from collage_fx.graph import graph_text, placeholders
+from collage_fx.graph.nodes import placeholders
+from collage_fx.graph.text import graph_text
 from tests.support.programs import after, captured, sgd
 
 

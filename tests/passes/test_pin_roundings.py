@@ -2,7 +2,7 @@
 
 import torch
 
-from collage_fx.operators import round_to_storage
+from collage_fx.graph.operators import round_to_storage
 from tests.support.programs import after, captured, moving_average, sgd
 
 

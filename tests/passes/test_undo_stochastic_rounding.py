@@ -10,7 +10,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor
 
-from collage_fx.graph import graph_text
+from collage_fx.graph.text import graph_text
 from collage_fx.passes.normalize import Normalize
 from collage_fx.passes.undo_stochastic_rounding import UndoStochasticRounding
 from tests.support.programs import after, captured, only

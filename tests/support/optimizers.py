@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from collage_fx import CollageBackend, error_terms
-from collage_fx.program import Arithmetic, Strategy
+from collage_fx.graph.program import Arithmetic, Strategy
 
 __all__ = ["Case", "CompiledOptimizer", "Tensors", "gradients"]
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from collage_fx.graph.program import Arithmetic, InputInfo, Role, StepProgram, Strategy
 from collage_fx.numerics.error_formats import ERROR_FORMATS
 from collage_fx.passes.base import Pass
 from collage_fx.pipeline import PIPELINE, run_pipeline
-from collage_fx.program import Arithmetic, InputInfo, Role, StepProgram, Strategy
 from tests.support.triton_offline import functional_graph
 
 ROLES = {"p": Role.PARAMETER, "g": Role.GRADIENT}

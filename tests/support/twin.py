@@ -12,9 +12,9 @@ import torch
 from torch.fx import GraphModule, Interpreter
 
 from collage_fx import CollageBackend
+from collage_fx.graph.program import StepProgram
 from collage_fx.lowering import CompensatedStep
 from collage_fx.pipeline import Pass, run_pipeline
-from collage_fx.program import StepProgram
 from tests.support.triton_offline import copy_graph
 
 __all__ = ["Engine", "ExactInterpreter", "TwinBackend", "without_pinning"]

@@ -1,4 +1,4 @@
-"""What was compiled for one of each family, done for all: Note [One of each family] in ``families.py``."""
+"""How the graph of one of each family of equal updates recurs in the whole step: Note [One of each family]."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from dataclasses import dataclass, replace
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from collage_fx.graph import is_copy_to_input, placeholders
-from collage_fx.sharing import Call, StepInParts
+from collage_fx.graph.nodes import is_copy_to_input, placeholders
 
-__all__ = ["Repetition", "input_name", "repeated_graph", "repeated_step"]
+__all__ = ["Repetition", "input_name", "repeated_graph"]
 
 #: A family, and a member of it; None and 0 for what is done once for all families.
 Turn = tuple[int | None, int]
@@ -73,63 +72,6 @@ class Repetition:
             copies=(*self.copies, *copies),
             owners=(*self.owners, *(self.owners[position] for position in owned_by)),
         )
-
-
-def repeated_step(step: StepInParts, repetition: Repetition) -> StepInParts | None:
-    """The calls of a step for every member of each family; None if it returns more than new tensors."""
-    first_constant = len(repetition.copies)
-    first_result = first_constant + len(step.constants)
-    calls = _calls_by_family(step, repetition, first_result)
-    outputs = [place for place in step.outputs if place is not None and place >= first_result]
-    if calls is None or step.numbers or len(outputs) < len(step.outputs):
-        return None
-    families, owners = calls
-    results: dict[tuple[int, int], int] = {}
-
-    def place_of(place: int, member: int) -> int:
-        if place < first_constant:
-            return repetition.place(place, member)
-        if place < first_result:
-            return repetition.inputs + place - first_constant
-        key = (place, 0 if owners[place] is None else member)
-        return results.setdefault(key, repetition.inputs + len(step.constants) + len(results))
-
-    planned = [
-        replace(call, places=tuple(place_of(place, member) for place in call.places))
-        for family, member in (ONCE, *repetition.turns)
-        for call in families[family]
-    ]
-    return StepInParts(
-        repetition.inputs,
-        step.constants,
-        [step.results[place - first_result] for place, _ in results],
-        [],
-        planned,
-        [place_of(outputs[k], member) for k, member in repetition.outputs],
-    )
-
-
-def _calls_by_family(
-    step: StepInParts, repetition: Repetition, first_result: int
-) -> tuple[dict[int | None, list[Call]], dict[int, int | None]] | None:
-    """The calls of each family, in order, and the family of each result; None if a call is of several.
-
-    A result is made by the first call that names it.
-    """
-    calls: dict[int | None, list[Call]] = defaultdict(list)
-    results: dict[int, int | None] = {}
-    for call in step.calls:
-        owners = {repetition.owners[place] for place in call.places if place < len(repetition.owners)}
-        owners |= {results[place] for place in call.places if place in results}
-        owners.discard(None)
-        if len(owners) > 1:
-            return None
-        family = next(iter(owners), None)
-        calls[family].append(call)
-        for place in call.places:
-            if place >= first_result:
-                results.setdefault(place, family)
-    return calls, results
 
 
 def input_name(place: int) -> str:

@@ -6,8 +6,8 @@ import torch
 from torch.fx import Node
 
 from collage_fx.errors import GraphInvariantError
-from collage_fx.graph import is_copy_to_input, placeholders
-from collage_fx.program import ReadExpansion, StateTensor, StepProgram
+from collage_fx.graph.nodes import is_copy_to_input, placeholders
+from collage_fx.graph.program import ReadExpansion, StateTensor, StepProgram
 
 __all__ = ["verify"]
 

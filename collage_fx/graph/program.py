@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch.fx import GraphModule, Node
 
-from collage_fx.graph import copies_to_inputs, placeholders, tensor_value
+from collage_fx.graph.nodes import copies_to_inputs, placeholders, tensor_value
 from collage_fx.numerics.error_formats import ErrorFormat
 from collage_fx.numerics.formats import FloatFormat, storage_format
 

@@ -23,9 +23,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from torch.fx import Node
 
-from collage_fx.graph import is_copy_to_input, unconverted
-from collage_fx.program import StateTensor
-from collage_fx.retype import is_movement
+from collage_fx.graph.nodes import is_copy_to_input, unconverted
+from collage_fx.graph.program import StateTensor
+from collage_fx.graph.retype import is_movement
 
 __all__ = ["copies_read_by", "fed_back", "new_value"]
 

@@ -19,9 +19,9 @@ import sympy
 import torch
 from torch.fx import Node
 
-from collage_fx.graph import tensor_value
+from collage_fx.graph.nodes import tensor_value
+from collage_fx.graph.program import Kind, Recurrence, Verdict
 from collage_fx.numerics.formats import FloatFormat
-from collage_fx.program import Kind, Recurrence, Verdict
 
 __all__ = [
     "IDENTITIES",

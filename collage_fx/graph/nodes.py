@@ -1,0 +1,131 @@
+"""Questions about the nodes of a functional ATen graph.
+
+The graphs are AOTAutograd's inference graphs: functional, every ``meta["val"]`` a FakeTensor (or a symbolic
+number), and mutation only in the epilogue, ``copy_(placeholder, new_value)``, one per mutated input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from collage_fx.numerics.formats import is_low_precision
+from collage_fx.torch_compat import (
+    DATA_ASSIGNMENTS,
+)
+
+__all__ = [
+    "PASS_MARK",
+    "assignments",
+    "assignments_to_stores",
+    "copies_to_inputs",
+    "is_conversion",
+    "is_copy_to_input",
+    "is_dense",
+    "is_low_precision_tensor",
+    "mark_new_nodes",
+    "placeholders",
+    "tensor_value",
+    "unconverted",
+]
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+#: Key in ``node.meta``: the name of the pass that made the node.
+PASS_MARK = "collage_fx.pass"
+
+
+def placeholders(graph: Graph) -> list[Node]:
+    """The graph's inputs, in order."""
+    return list(graph.find_nodes(op="placeholder"))
+
+
+def tensor_value(node: Any) -> torch.Tensor | None:
+    """The FakeTensor a node stands for, or None if it is not a node or not a tensor."""
+    value = node.meta.get("val") if isinstance(node, Node) else None
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def is_low_precision_tensor(node: Any) -> bool:
+    """Whether ``node`` is a tensor of bfloat16 or float16."""
+    value = tensor_value(node)
+    return value is not None and is_low_precision(value.dtype)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements of a tensor fill a region of memory, in any order, each of them once."""
+    if tensor.layout is not torch.strided:
+        return False
+    expected = 1
+    dimensions = zip(tensor.stride(), tensor.shape, strict=True)
+    for stride, size in sorted((stride, size) for stride, size in dimensions if size > 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def is_copy_to_input(node: Node) -> bool:
+    """Whether ``node`` is one of the epilogue's ``copy_(placeholder, value)``."""
+    return (
+        node.op == "call_function"
+        and node.target is aten.copy_.default
+        and isinstance(node.args[0], Node)
+        and node.args[0].op == "placeholder"
+    )
+
+
+def is_conversion(node: Node) -> bool:
+    """Whether ``node`` is a cast, ``convert_element_type(x, dtype)``."""
+    return node.op == "call_function" and node.target is prims.convert_element_type.default
+
+
+def unconverted(node: Node) -> Node:
+    """What a cast converts; any other node itself."""
+    if not is_conversion(node):
+        return node
+    source = node.args[0]
+    assert isinstance(source, Node)
+    return source
+
+
+def copies_to_inputs(graph: Graph) -> dict[Node, Node]:
+    """The epilogue: mutated placeholder -> its ``copy_`` node."""
+    return {node.args[0]: node for node in graph.nodes if is_copy_to_input(node)}
+
+
+def mark_new_nodes(graph: Graph, earlier: Collection[Node], *, made_by: str) -> None:
+    """Mark the nodes that were not there earlier and that no :class:`GraphEditor` has marked."""
+    for node in graph.nodes:
+        if node not in earlier and node.op != "output":
+            node.meta.setdefault(PASS_MARK, made_by)
+
+
+def assignments(graph: Graph) -> list[Node]:
+    """``p.data = value``, captured as an operation on both."""
+    find = graph.find_nodes
+    return [node for target in DATA_ASSIGNMENTS for node in find(op="call_function", target=target)]
+
+
+def assignments_to_stores(gm: GraphModule) -> None:
+    """``p.data = value`` becomes ``copy_(p, value)``: the tensor keeps its memory, with the value in it.
+
+    Left alone where that would be another thing: an input that is assigned as it is shares its memory from
+    then on, and a value of another dtype or shape does not fit.
+    """
+    for node in assignments(gm.graph):
+        destination, source = node.args
+        to, value = tensor_value(destination), tensor_value(source)
+        assert to is not None
+        assert value is not None
+        assert isinstance(source, Node)
+        if source is destination:
+            gm.graph.erase_node(node)
+        elif source.op != "placeholder" and to.dtype == value.dtype and to.shape == value.shape:
+            node.target = aten.copy_.default
+            node.meta["val"] = to
+    gm.recompile()

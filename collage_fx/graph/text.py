@@ -1,0 +1,35 @@
+"""A graph as text, a line for each node, as tests and documentation show it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.fx import Graph, Node
+from torch.utils import _pytree as pytree
+
+from collage_fx.graph.nodes import PASS_MARK, tensor_value
+
+__all__ = ["graph_text"]
+
+
+def graph_text(graph: Graph) -> str:
+    """A graph for people: one line a node, new nodes marked with the pass that made them."""
+    return "\n".join(_node_text(node) for node in graph.nodes)
+
+
+def _node_text(node: Node) -> str:
+    value = tensor_value(node)
+    kind = "" if value is None else f": {str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    mark = f"  # {node.meta[PASS_MARK]}" if PASS_MARK in node.meta else ""
+    if node.op == "placeholder":
+        return f"{node.name}{kind} = input(){mark}"
+    if node.op == "output":
+        return f"return {', '.join(str(leaf) for leaf in pytree.tree_leaves(node.args))}".rstrip()
+    operands = [_operand_text(arg) for arg in node.args]
+    operands += [f"{name}={_operand_text(arg)}" for name, arg in node.kwargs.items()]
+    operator_name = getattr(getattr(node.target, "overloadpacket", node.target), "__name__", str(node.target))
+    return f"{node.name}{kind} = {operator_name}({', '.join(operands)}){mark}"
+
+
+def _operand_text(arg: Any) -> str:
+    return str(arg).removeprefix("torch.")
