@@ -46,7 +46,7 @@ from collage_fx.graph.program import Role
 from collage_fx.names import known_tensors, parameter_names, shared_tensors, state_tensors
 from collage_fx.numerics.error_formats import ERROR_FORMATS, ErrorFormat
 from collage_fx.numerics.formats import is_low_precision
-from collage_fx.wrapping import wrap_method
+from collage_fx.torch_compat.patching import wrap_method
 
 __all__ = ["Carried", "install", "note_compiled"]
 

@@ -19,7 +19,7 @@ from collage_fx.errors import CollageError, RecompileLimitError, raise_or_warn
 from collage_fx.names import carried, known_tensors, parameter_names
 from collage_fx.recorder import Recorder, Spec
 from collage_fx.torch_compat import forget_static_addresses, is_step_wrapper
-from collage_fx.wrapping import MARK
+from collage_fx.torch_compat.patching import MARK
 
 __all__ = ["branches_on_values", "is_recordable", "is_recorded", "record"]
 

@@ -461,7 +461,7 @@ def test_installing_the_hooks_again_leaves_one_layer() -> None:
     optimizer = Descent(parameters())
     for _ in range(3):
         collage_fx.checkpoint.install()
-        collage_fx.averaging.install()
+        collage_fx.torch_compat.patch_averages.install()
         eager.install(backend_module._strictness)
     names = ("state_dict", "load_state_dict", "__getstate__", "__setstate__")
     methods = [getattr(torch.optim.Optimizer, name) for name in names]

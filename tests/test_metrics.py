@@ -37,8 +37,8 @@ from collage_fx.numerics.update_sums import (
     sums,
 )
 from collage_fx.plots import plot
-from collage_fx.sums_in_cpp import BLOCK
 from collage_fx.torch_compat import inductor_config
+from collage_fx.torch_compat.cpp_sums import BLOCK
 from tests.support import triton_offline as offline
 from tests.support.training import Descent, compiled, differences, everything, parameters, run_steps
 

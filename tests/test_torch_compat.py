@@ -32,7 +32,7 @@ STRANGE = {
 
 
 @pytest.mark.parametrize("before", STRANGE)
-@pytest.mark.parametrize("imported", ["collage_fx", "collage_fx.torch_compat.inductor_cpp_sums"])
+@pytest.mark.parametrize("imported", ["collage_fx", "collage_fx.torch_compat.patch_cpp_sums"])
 def test_a_torch_that_is_not_known_is_refused_by_name_at_import(before: str, imported: str) -> None:
     code = f"{before}; import {imported}"
     run = subprocess.run(

@@ -1,4 +1,4 @@
-"""How the graph of one of each family of equal updates recurs in the whole step: Note [One of each family]."""
+"""How the graph of one of each family of equal updates recurs in the step: Note [One of each family]."""
 
 from __future__ import annotations
 

@@ -42,10 +42,9 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from collage_fx import sums_in_cpp, torch_compat
+from collage_fx import torch_compat
 from collage_fx.numerics import arithmetic
 from collage_fx.numerics import update_sums as measures
-from collage_fx.sums_in_cpp import Sums
 from collage_fx.torch_compat import (
     functional_decompositions,
     generates_cpp,
@@ -58,6 +57,7 @@ from collage_fx.torch_compat import (
     rest_in_cpp,
     rounded_in_cpp,
 )
+from collage_fx.torch_compat.cpp_sums import Sums
 
 __all__ = ["REVISION", "once", "rest", "round_to_storage", "update_sizes", "update_sums"]
 
@@ -222,7 +222,7 @@ register_sampling_lowering(
 
 def _sources() -> Iterator[str]:
     """Of what decides what an operator is compiled to: the definitions above and the lowering."""
-    yield from (inspect.getsource(each) for each in (arithmetic, measures, sums_in_cpp, _interpret))
+    yield from (inspect.getsource(each) for each in (arithmetic, measures, _interpret))
     for path in sorted(Path(torch_compat.__file__).parent.glob("*.py")):
         yield path.read_text(encoding="utf-8")
 

@@ -9,12 +9,16 @@ A module for each part of torch, all of whose names are imported from here:
 - ``tensors``: tensors and operators themselves;
 - ``fake_tensors``: tensors without elements, numbers without values;
 - ``optim_frames``: torch.optim's wrapper around ``step``, in the frames that Python is running;
-- ``dynamo_*``: what is being traced, optimizers, conversions of frames, graph breaks, Python's numbers;
+- ``dynamo_trace``: what is being traced;
 - ``aot_autograd``: what the inputs of a graph are, what remains to be done around it;
 - ``inductor``: calling it, its settings and its caches;
 - ``inductor_lowerings``: what our operators are lowered to;
-- ``inductor_cpp*``: our code in its C++ kernels, that of conversions, of loads and of sums;
-- ``inductor_libraries``: the functions of its C++ kernels, to be called from C++.
+- ``inductor_libraries``: the functions of its C++ kernels, to be called from C++;
+- ``cpp_sums``: the C++ text of the sums of measured steps;
+- ``patching``: how something of torch's is replaced;
+- ``patch_*``: what is replaced, in Dynamo (``conversions``, ``graph_breaks``, ``optimizers``, ``numbers``),
+  in averaged models (``averages``) and in Inductor's C++ (``cpp_roundings``, ``cpp_conversions``,
+  ``cpp_loads``, ``cpp_sums``).
 """
 
 from __future__ import annotations
@@ -103,21 +107,6 @@ try:
         needs_autograd,
         versions_to_increment,
     )
-    from collage_fx.torch_compat.dynamo_conversions import (
-        compile_lock,
-        dynamo_recompile_limit,
-        run_compiled_functions_as_they_are_if,
-        watch_conversions,
-    )
-    from collage_fx.torch_compat.dynamo_graph_breaks import GraphBreak, watch_graph_breaks
-    from collage_fx.torch_compat.dynamo_numbers import keep_numbers_symbolic, trace_instead
-    from collage_fx.torch_compat.dynamo_optimizers import (
-        ThinnedLists,
-        forget_static_addresses,
-        thin_lists,
-        thinned_lists,
-        watch_traced_optimizers,
-    )
     from collage_fx.torch_compat.dynamo_trace import (
         ConvertAgain,
         RunAsItIs,
@@ -151,8 +140,6 @@ try:
         mode_options,
         prepare_cpp_compiler,
     )
-    from collage_fx.torch_compat.inductor_cpp import rest_in_cpp, rounded_in_cpp
-    from collage_fx.torch_compat.inductor_cpp_conversions import bfloat16_by_instruction
     from collage_fx.torch_compat.inductor_libraries import (
         ADDRESS_OF_TENSOR,
         CFunction,
@@ -170,6 +157,23 @@ try:
         is_being_stepped,
         is_step_wrapper,
         optimizer_being_stepped,
+    )
+    from collage_fx.torch_compat.patch_conversions import (
+        compile_lock,
+        dynamo_recompile_limit,
+        run_compiled_functions_as_they_are_if,
+        watch_conversions,
+    )
+    from collage_fx.torch_compat.patch_cpp_conversions import bfloat16_by_instruction
+    from collage_fx.torch_compat.patch_cpp_roundings import rest_in_cpp, rounded_in_cpp
+    from collage_fx.torch_compat.patch_graph_breaks import GraphBreak, watch_graph_breaks
+    from collage_fx.torch_compat.patch_numbers import keep_numbers_symbolic, trace_instead
+    from collage_fx.torch_compat.patch_optimizers import (
+        ThinnedLists,
+        forget_static_addresses,
+        thin_lists,
+        thinned_lists,
+        watch_traced_optimizers,
     )
     from collage_fx.torch_compat.tensors import (
         assert_size_stride,

@@ -26,8 +26,8 @@ from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime.triton_compat import triton_key
 from torch._inductor.scheduler import Scheduler
 
-from collage_fx.torch_compat.inductor_cpp_conversions import bfloat16_by_instruction
-from collage_fx.torch_compat.inductor_cpp_loads import fetching_ahead
+from collage_fx.torch_compat.patch_cpp_conversions import bfloat16_by_instruction
+from collage_fx.torch_compat.patch_cpp_loads import fetching_ahead
 
 __all__ = [
     "COMBINED_LAUNCHES",

@@ -16,9 +16,9 @@ from torch._inductor.utils import sympy_product
 from torch._inductor.virtualized import OpsWrapper, V, ops
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
-from collage_fx.sums_in_cpp import Sums
+from collage_fx.torch_compat.cpp_sums import Sums
 from collage_fx.torch_compat.inductor import generates_cpp
-from collage_fx.torch_compat.inductor_cpp_sums import part_of_sum
+from collage_fx.torch_compat.patch_cpp_sums import part_of_sum
 
 __all__ = [
     "pointwise_of",

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_swa_avg_fn
 
-from collage_fx.wrapping import wrap_method
+from collage_fx.torch_compat.patching import wrap_method
 
 __all__ = ["install"]
 

@@ -18,7 +18,7 @@ from collage_fx.torch_compat.optim_frames import (
     optimizer_of_method,
     possible_steps_on_the_stack,
 )
-from collage_fx.wrapping import wrap_method
+from collage_fx.torch_compat.patching import wrap_method
 
 __all__ = ["GraphBreak", "watch_graph_breaks"]
 

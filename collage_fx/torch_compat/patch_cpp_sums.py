@@ -11,8 +11,8 @@ from torch._inductor.codegen.cpp import CppKernel, CppVecKernel
 from torch._inductor.codegen.cpp_utils import DTYPE_TO_CPP, cexpr_index
 from torch._inductor.virtualized import V, ops
 
-from collage_fx.sums_in_cpp import Sums, Vectors
-from collage_fx.torch_compat.inductor_cpp_conversions import conversion_text
+from collage_fx.torch_compat.cpp_sums import Sums, Vectors
+from collage_fx.torch_compat.patch_cpp_conversions import conversion_text
 
 __all__ = ["SUM", "part_of_sum", "summand"]
 

@@ -14,8 +14,8 @@ from torch._inductor.codegen import cpp as cpp_module
 from torch._inductor.codegen.cpp import CppOverrides, CppVecOverrides
 from torch._inductor.virtualized import ops
 
-from collage_fx.torch_compat.inductor_cpp_conversions import rest, rounded
-from collage_fx.torch_compat.inductor_cpp_sums import SUM, summand
+from collage_fx.torch_compat.patch_cpp_conversions import rest, rounded
+from collage_fx.torch_compat.patch_cpp_sums import SUM, summand
 
 __all__ = ["inline_asm_elementwise", "rest_in_cpp", "rounded_in_cpp"]
 

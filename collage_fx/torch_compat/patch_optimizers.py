@@ -17,7 +17,7 @@ from torch._dynamo.variables.optimizer import OptimizerVariable
 from torch.utils.weak import WeakIdKeyDictionary
 
 from collage_fx.torch_compat.dynamo_trace import TraceWhole, backend_within, output_being_traced
-from collage_fx.wrapping import wrap_method
+from collage_fx.torch_compat.patching import wrap_method
 
 __all__ = [
     "Thin",

@@ -13,8 +13,8 @@ from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.trace_rules import get_torch_obj_rule_map, torch_name_rule_map
 from torch._functorch._aot_autograd import graph_compile
 
+from collage_fx.torch_compat.patching import wrap_method
 from collage_fx.torch_compat.version import version
-from collage_fx.wrapping import wrap_method
 
 __all__ = ["keep_numbers_symbolic", "trace_instead"]
 

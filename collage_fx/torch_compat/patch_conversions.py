@@ -16,10 +16,10 @@ from torch._dynamo.exc import ShortenTraceback, Unsupported
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.types import ConvertFrameReturn
 
-from collage_fx.torch_compat.dynamo_optimizers import thinned, tracing_whole
 from collage_fx.torch_compat.dynamo_trace import ConvertAgain, RunAsItIs, TraceWhole, backend_within
 from collage_fx.torch_compat.optim_frames import optimizer_of_method
-from collage_fx.wrapping import wrap_method
+from collage_fx.torch_compat.patch_optimizers import thinned, tracing_whole
+from collage_fx.torch_compat.patching import wrap_method
 
 __all__ = [
     "compile_lock",
