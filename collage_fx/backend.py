@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from collage_fx import eager, scalars
 from collage_fx.admission import forget_new_state
 from collage_fx.batches import prepare_compiler
-from collage_fx.capture import Capture, CaptureOfFamilies
+from collage_fx.compilation import Capture, CaptureOfFamilies
 from collage_fx.compilations import GraphReport
 from collage_fx.dumps import is_dumping
 from collage_fx.errors import (

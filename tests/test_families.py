@@ -155,7 +155,7 @@ def sizes() -> Iterator[list[int]]:
         found.append(len(program.inputs))
         run_pipeline(program, *args, **kwargs)
 
-    with mock.patch("collage_fx.capture.run_pipeline", spy):
+    with mock.patch("collage_fx.compilation.run_pipeline", spy):
         yield found
 
 

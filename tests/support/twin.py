@@ -132,5 +132,5 @@ def without_pinning() -> Iterator[None]:
         assert len(others) == len(passes) - 1
         run_pipeline(program, others, **options)
 
-    with mock.patch("collage_fx.capture.run_pipeline", run_others):
+    with mock.patch("collage_fx.compilation.run_pipeline", run_others):
         yield
