@@ -25,14 +25,14 @@ from torch.optim import Optimizer
 from collage_fx.errors import AliasedStateError, UnsupportedOptimizerError, UnsupportedTensorError
 from collage_fx.graph.nodes import assignments, copies_to_inputs, is_dense, placeholders
 from collage_fx.graph.program import InputInfo, Role
-from collage_fx.names import KnownTensor, parameter_names
 from collage_fx.numerics.formats import is_low_precision
+from collage_fx.runtime.layouts import refuse_layout
+from collage_fx.runtime.optimizers import KnownTensor, parameter_names
 from collage_fx.torch_compat import aot_input_of, has_internal_overlap
 
 __all__ = [
     "forget_new_state",
     "refuse_aliases",
-    "refuse_layout",
     "refuse_optimizer",
     "refuse_overlaps",
     "refuse_unsupported",
@@ -152,18 +152,6 @@ def refuse_unsupported(gm: GraphModule, inputs: Sequence[InputInfo]) -> None:
             _refuse_dtype(value, info.name)
         if is_low_precision(value.dtype):
             _refuse_device(value, info.name)
-
-
-def refuse_layout(tensor: Tensor, name: str) -> None:
-    """Raise :class:`~collage_fx.errors.UnsupportedTensorError` for a sparse tensor."""
-    if tensor.layout is not torch.strided:
-        raise UnsupportedTensorError(
-            f"a tensor of layout {tensor.layout} takes part in the step; compensated updates are defined for "
-            "dense tensors",
-            where=name,
-            remedy="make the gradient dense (nn.Embedding(sparse=False), grad.to_dense()), or step that "
-            "parameter with an optimizer of its own that is not compiled with this backend",
-        )
 
 
 def _refuse_dtype(parameter: Tensor, name: str) -> None:

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from collage_fx import eager, scalars
 from collage_fx.admission import forget_new_state
-from collage_fx.batches import prepare_compiler
 from collage_fx.compilation import Capture, CaptureOfFamilies
 from collage_fx.compilations import GraphReport
 from collage_fx.dumps import is_dumping
@@ -24,8 +23,6 @@ from collage_fx.families import Families, families_of, rows_to_trace
 from collage_fx.graph.families import Repetition
 from collage_fx.graph.program import Arithmetic, StepProgram, Strategy
 from collage_fx.lowering import JOINT_GRAPH_SETTINGS, lower, lower_repeatedly
-from collage_fx.metering import Meter
-from collage_fx.metrics import Metrics
 from collage_fx.options import MODES, Options, refuse_unless
 from collage_fx.pipeline import (
     PIPELINE,
@@ -33,6 +30,9 @@ from collage_fx.pipeline import (
 )
 from collage_fx.plots import plot
 from collage_fx.report import CollageReport
+from collage_fx.runtime.batches import prepare_compiler
+from collage_fx.runtime.meter import Meter
+from collage_fx.runtime.metrics import Metrics
 from collage_fx.torch_compat import (
     ThinnedLists,
     TraceWhole,

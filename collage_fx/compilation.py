@@ -21,10 +21,9 @@ from collage_fx.admission import (
     refuse_overlaps,
     refuse_unsupported,
 )
-from collage_fx.checkpoint import note_compiled
+from collage_fx.capture.inputs import describe_input, describe_inputs
 from collage_fx.compilations import GraphReport, Rewritten
 from collage_fx.dumps import open_dump
-from collage_fx.error_terms import Expansion, expansion_of, require_format
 from collage_fx.errors import (
     AliasedStateError,
     CollageError,
@@ -44,8 +43,6 @@ from collage_fx.graph.nodes import (
 )
 from collage_fx.graph.program import InputInfo, Role, StepProgram
 from collage_fx.lowering import WholeStep
-from collage_fx.metering import MeasuredInput, Meter, MeteredStep, Rows, without_sums
-from collage_fx.names import KnownTensor, describe_input, describe_inputs, known_tensors, optimizers_among
 from collage_fx.numerics.error_formats import ERROR_FORMATS
 from collage_fx.numerics.formats import short_name
 from collage_fx.options import Options
@@ -57,6 +54,10 @@ from collage_fx.pipeline import (
     run_pipeline,
 )
 from collage_fx.recording import is_recorded
+from collage_fx.runtime.checkpoint import note_compiled
+from collage_fx.runtime.error_terms import Expansion, expansion_of, require_format
+from collage_fx.runtime.meter import MeasuredInput, Meter, MeteredStep, Rows, without_sums
+from collage_fx.runtime.optimizers import KnownTensor, known_tensors, optimizers_among
 from collage_fx.torch_compat import (
     aot_input_of,
     compile_with_inductor,

@@ -20,7 +20,7 @@ from tabulate import tabulate
 from torch import Tensor
 
 from collage_fx.backend import CollageBackend
-from collage_fx.error_terms import error_terms
+from collage_fx.runtime.error_terms import error_terms
 from collage_fx.torch_compat import cpp_compilers
 
 __all__ = ["Finding", "devices", "examine", "roundings_survive", "versions"]

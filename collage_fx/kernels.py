@@ -41,11 +41,11 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from collage_fx.batches import LENGTH, MOST_ARGUMENTS, MOST_BUFFERS, SUMS_OF_PIECE, buffer_at
 from collage_fx.graph.nodes import is_dense, placeholders, tensor_value
 from collage_fx.graph.operators import REVISION, rest, update_sizes, update_sums
 from collage_fx.graph.retype import is_pointwise
 from collage_fx.partition import Part, is_number
+from collage_fx.runtime.batches import LENGTH, MOST_ARGUMENTS, MOST_BUFFERS, SUMS_OF_PIECE, buffer_at
 from collage_fx.torch_compat import (
     CFunction,
     SymbolicScope,
@@ -324,7 +324,7 @@ class Kernel:
     Attributes:
         call: takes, as one list, the length if the rule is flat, the inputs, and memory for the results.
         function: the C++ function that this comes down to, where the rule is independent and that is so.
-        kinds: of the function's arguments, as in :class:`~collage_fx.batches.Batch`.
+        kinds: of the function's arguments, as in :class:`~collage_fx.runtime.batches.Batch`.
         divisible: whether the function may be called for a piece of the tensors.
     """
 

@@ -12,15 +12,14 @@ from torch import Tensor
 from torch.fx import Graph
 from torch.utils.weak import TensorWeakRef
 
-from collage_fx.admission import refuse_layout
-from collage_fx.error_terms import Expansion, allocate, state_of_records
 from collage_fx.errors import LostErrorTermsError
 from collage_fx.graph.families import Repetition
 from collage_fx.graph.nodes import copies_to_inputs, placeholders
 from collage_fx.graph.operators import REVISION
 from collage_fx.graph.program import Arithmetic, InputInfo, Role, StepProgram
-from collage_fx.layouts import Expected, Layouts, picking
 from collage_fx.numerics.error_formats import ErrorFormat
+from collage_fx.runtime.error_terms import Expansion, allocate, state_of_records
+from collage_fx.runtime.layouts import Expected, Layouts, picking, refuse_layout
 from collage_fx.sharing import StepInParts, lower_in_parts, repeated_step
 from collage_fx.torch_compat import (
     COMBINED_LAUNCHES,

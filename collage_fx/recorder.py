@@ -40,9 +40,9 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from collage_fx.capture.inputs import carried
 from collage_fx.errors import EagerStepError
 from collage_fx.graph.composites import FOREACH_OPERATORS, foreach_calls, foreach_name, foreach_rule
-from collage_fx.names import carried
 from collage_fx.numerics.formats import is_low_precision
 from collage_fx.torch_compat import (
     FakeTensorMode,

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from collage_fx.compilations import GraphReport
-from collage_fx.metrics import Metrics
 from collage_fx.page import html_page
+from collage_fx.runtime.metrics import Metrics
 from collage_fx.tables import markdown_section, text_section
 from collage_fx.treatments import TensorReport, bytes_per_parameter
 

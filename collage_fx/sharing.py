@@ -24,11 +24,11 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from collage_fx.batches import CELL, SUMS_OF_PIECE, Batch, Gather
 from collage_fx.graph.families import ONCE, Repetition
 from collage_fx.graph.nodes import is_copy_to_input, placeholders
 from collage_fx.kernels import MANY, Kernel, Rule, compile_rule, rule_of, samples_first
 from collage_fx.partition import Part, parts_of
+from collage_fx.runtime.batches import CELL, SUMS_OF_PIECE, Batch, Gather
 from collage_fx.torch_compat import (
     inductor_compile_inner,
     innermost_callable,

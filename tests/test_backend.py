@@ -12,16 +12,9 @@ import torch
 from torch._dynamo.utils import counters
 
 import collage_fx
-from collage_fx import (
-    CollageBackend,
-    CollageError,
-    backend_for,
-    collage_backend,
-    eager,
-    error_terms,
-    full_value,
-)
+from collage_fx import CollageBackend, CollageError, backend_for, collage_backend, eager, full_value
 from collage_fx import backend as backend_module
+from collage_fx.runtime import error_terms
 from tests.support.training import (
     Descent,
     compiled,
@@ -460,7 +453,7 @@ def test_importing_the_package_compiles_nothing_and_loads_little() -> None:
 def test_installing_the_hooks_again_leaves_one_layer() -> None:
     optimizer = Descent(parameters())
     for _ in range(3):
-        collage_fx.checkpoint.install()
+        collage_fx.runtime.checkpoint.install()
         collage_fx.torch_compat.patch_averages.install()
         eager.install(backend_module._strictness)
     names = ("state_dict", "load_state_dict", "__getstate__", "__setstate__")

@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collage_fx import CollageBackend
-from collage_fx.batches import (
+from collage_fx.numerics.update_sums import SUMS
+from collage_fx.runtime.batches import (
     CELL,
     CLUMP,
     LENGTH,
@@ -29,7 +30,6 @@ from collage_fx.batches import (
     pieces_of,
     whole_calls,
 )
-from collage_fx.numerics.update_sums import SUMS
 from collage_fx.sharing import StepInParts
 from collage_fx.torch_compat import CFunction, c_function, load_cpp_library
 from tests.support.training import parameters, run_steps

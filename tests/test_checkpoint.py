@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from collage_fx import CollageBackend, error_terms, full_value
+from collage_fx import CollageBackend, full_value
 from collage_fx.errors import CheckpointMismatchError, ConflictingErrorFormatError
+from collage_fx.runtime import error_terms
 from tests.support import resume
 from tests.support.training import (
     Descent,

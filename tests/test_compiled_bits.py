@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch._inductor.utils import fresh_cache, run_and_get_code
 
-from collage_fx.batches import Batch
 from collage_fx.graph.program import Arithmetic, Strategy
+from collage_fx.runtime.batches import Batch
 from collage_fx.torch_compat import inductor_compile_inner
 from tests.support.agreement import assert_half_ulp, assert_same, differences, trajectory
 from tests.support.float_bits import same_bits
@@ -156,7 +156,9 @@ def test_jobs_that_threads_share(case: Case) -> None:
     shapes = ((97, 211), (200_003,))
     rig, start = first_step(case, shapes, TwinBackend(**case.options()))
     grads = list(gradients(shapes, 5))
-    with mock.patch("collage_fx.batches.Batch.__call__", autospec=True, side_effect=Batch.__call__) as called:
+    with mock.patch(
+        "collage_fx.runtime.batches.Batch.__call__", autospec=True, side_effect=Batch.__call__
+    ) as called:
         assert_same(*(trajectory(rig, start, grads, engine=engine) for engine in BOTH))
     assert max(call.args[0].jobs for call in called.call_args_list) > 2
 

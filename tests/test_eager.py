@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _use_grad_for_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from collage_fx import CollageBackend, eager, error_terms, full_value, reset_error_terms
+from collage_fx import CollageBackend, eager, full_value, reset_error_terms
 from collage_fx.errors import (
     CollageError,
     EagerStepError,
@@ -29,6 +29,7 @@ from collage_fx.errors import (
     UnsupportedOptimizerError,
 )
 from collage_fx.recording import is_recorded
+from collage_fx.runtime import error_terms
 from tests.support.refusals import refused
 from tests.support.training import Descent, compiled, parameters, run_steps, set_gradients
 

@@ -15,7 +15,7 @@ import torch
 for module in ("matplotlib", "tqdm"):
     pytest.importorskip(module)
 
-from collage_fx.metrics import MeasuredTensor  # noqa: E402
+from collage_fx.runtime.metrics import MeasuredTensor
 from examples import train_gpt  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]

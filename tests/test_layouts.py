@@ -13,11 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from collage_fx import CollageBackend, error_terms, full_value
-from collage_fx.error_terms import allocate
+from collage_fx import CollageBackend, full_value
 from collage_fx.errors import ChangedTensorError, UnsupportedTensorError
-from collage_fx.layouts import Expected, Layouts
 from collage_fx.numerics.error_formats import ERROR_FORMATS
+from collage_fx.runtime import error_terms
+from collage_fx.runtime.error_terms import allocate
+from collage_fx.runtime.layouts import Expected, Layouts
 from collage_fx.sharing import StepInParts
 from tests.support.training import differences, everything, parameters, run_steps, set_gradients
 

@@ -22,7 +22,6 @@ from collage_fx import CollageBackend, full_value
 from collage_fx.errors import InvalidOptionError
 from collage_fx.graph.nodes import PASS_MARK, placeholders
 from collage_fx.graph.operators import update_sizes, update_sums
-from collage_fx.metrics import MeasuredTensor, Metrics, UpdateQuality
 from collage_fx.numerics.formats import storage_format
 from collage_fx.numerics.update_sums import (
     COUNTS,
@@ -37,6 +36,7 @@ from collage_fx.numerics.update_sums import (
     sums,
 )
 from collage_fx.plots import plot
+from collage_fx.runtime.metrics import MeasuredTensor, Metrics, UpdateQuality
 from collage_fx.torch_compat import inductor_config
 from collage_fx.torch_compat.cpp_sums import BLOCK
 from tests.support import triton_offline as offline

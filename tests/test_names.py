@@ -5,7 +5,13 @@ from typing import Any
 import torch
 
 from collage_fx.graph.program import Role
-from collage_fx.names import known_tensors, optimizers_among, parameter_names, shared_tensors, state_tensors
+from collage_fx.runtime.optimizers import (
+    known_tensors,
+    optimizers_among,
+    parameter_names,
+    shared_tensors,
+    state_tensors,
+)
 from tests.support.training import Descent, parameters, set_gradients
 
 

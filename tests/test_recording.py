@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from collage_fx import CollageBackend, error_terms, full_value
+from collage_fx import CollageBackend, full_value
 from collage_fx.errors import RecompileLimitError, UncompensatedParameterError, UnsupportedTensorError
 from collage_fx.recording import is_recorded
+from collage_fx.runtime import error_terms
 from collage_fx.torch_compat import factorizes
 from tests.support.training import Descent, compiled, parameters, run_steps, set_gradients
 

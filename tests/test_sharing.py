@@ -18,8 +18,8 @@ from torch import Tensor
 from torch._inductor.utils import fresh_cache, run_and_get_code
 
 from collage_fx import CollageBackend, full_value
-from collage_fx.batches import Batch
 from collage_fx.kernels import MANY
+from collage_fx.runtime.batches import Batch
 from collage_fx.torch_compat import inductor_compile_inner
 from tests.support.agreement import assert_same, trajectory
 from tests.support.optimizers import CompiledOptimizer

@@ -84,7 +84,10 @@ def everything(optimizer: Optimizer) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for i, group in enumerate(optimizer.param_groups):
         for j, p in enumerate(group["params"]):
-            tensors = {"parameter": p, **dict(collage_fx.names.state_tensors(optimizer.state.get(p, {})))}
+            tensors = {
+                "parameter": p,
+                **dict(collage_fx.runtime.optimizers.state_tensors(optimizer.state.get(p, {}))),
+            }
             for slot, tensor in tensors.items():
                 found[f"{i}.{j}.{slot}"] = tensor.detach().clone()
                 for k, term in enumerate(collage_fx.error_terms(tensor)):

@@ -19,9 +19,9 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from collage_fx.graph.operators import update_sizes, update_sums
 from collage_fx.graph.program import InputInfo, Role, StateTensor
-from collage_fx.metrics import MeasuredTensor, Metrics, UpdateQuality
-from collage_fx.names import parameter_names, state_tensors
 from collage_fx.numerics.update_sums import SIZES, SUMS
+from collage_fx.runtime.metrics import MeasuredTensor, Metrics, UpdateQuality
+from collage_fx.runtime.optimizers import parameter_names, state_tensors
 from collage_fx.torch_compat import graph_module, real_tensors
 
 __all__ = ["MeasuredInput", "Meter", "MeteredStep", "Rows", "without_sums"]

@@ -26,11 +26,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collage_fx.admission import refuse_layout
-from collage_fx.errors import ChangedTensorError, UnsupportedTensorError
+from collage_fx.errors import (
+    ChangedTensorError,
+    UnsupportedTensorError,
+)
 from collage_fx.torch_compat import assert_size_stride, laid_out_like
 
-__all__ = ["Expected", "Layouts", "picking"]
+__all__ = ["Expected", "Layouts", "picking", "refuse_layout"]
 
 
 @dataclass(frozen=True)
@@ -130,3 +132,15 @@ def picking(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]
     if len(places) > 1:
         return itemgetter(*places)
     return lambda values: tuple(values[place] for place in places)
+
+
+def refuse_layout(tensor: Tensor, name: str) -> None:
+    """Raise :class:`~collage_fx.errors.UnsupportedTensorError` for a sparse tensor."""
+    if tensor.layout is not torch.strided:
+        raise UnsupportedTensorError(
+            f"a tensor of layout {tensor.layout} takes part in the step; compensated updates are defined for "
+            "dense tensors",
+            where=name,
+            remedy="make the gradient dense (nn.Embedding(sparse=False), grad.to_dense()), or step that "
+            "parameter with an optimizer of its own that is not compiled with this backend",
+        )

@@ -1,0 +1,1 @@
+"""From a call of ``step`` to an accepted graph whose inputs have names, in families of equal updates."""

@@ -1,0 +1,96 @@
+"""What the inputs of a captured step are to the user: names, symbols for recurrences, roles, real tensors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from collage_fx.graph.program import InputInfo, Role
+from collage_fx.runtime.optimizers import KnownTensor
+from collage_fx.torch_compat import aot_input_of, symbol_source
+
+__all__ = ["carried", "describe_input", "describe_inputs"]
+
+
+#: The tensors that recorded steps hand from one compiled graph to the next.
+carried = WeakTensorKeyDictionary()
+
+
+def describe_inputs(
+    inputs: Sequence[Node],
+    dynamo_module: GraphModule,
+    arguments: Sequence[Any],
+    known: Mapping[int, KnownTensor],
+) -> list[InputInfo]:
+    """One :class:`~collage_fx.graph.program.InputInfo` per input of an AOTAutograd graph.
+
+    Args:
+        inputs: its placeholders.
+        dynamo_module: the module Dynamo captured: its attributes are the tensors bound to the graph.
+        arguments: what Dynamo passed to the backend for the module's own inputs.
+        known: see :func:`known_tensors`.
+    """
+    argument_names = [node.name for node in dynamo_module.graph.find_nodes(op="placeholder")]
+    described = []
+    for node in inputs:
+        value = node.meta.get("val")
+        origin = aot_input_of(node)
+        if not isinstance(value, Tensor):
+            described.append(_describe_number(node.name, value))
+        elif origin is None or origin[0] == "alias":
+            described.append(InputInfo(str(origin[1]) if origin else node.name, node.name, Role.OTHER))
+        else:
+            kind, where = origin
+            if kind == "attribute":
+                tensor, fallback = _attribute(dynamo_module, str(where)), str(where)
+            else:
+                tensor, fallback = arguments[int(where)], argument_names[int(where)]
+            described.append(_describe_tensor(tensor, fallback, known, bound=kind == "attribute"))
+    return described
+
+
+def describe_input(value: Any, fallback: str, known: Mapping[int, KnownTensor], *, bound: bool) -> InputInfo:
+    """What an input of a Dynamo graph is.
+
+    Args:
+        value: a real tensor, or a number.
+        fallback: its name in the graph.
+        known: see :func:`known_tensors`.
+        bound: whether it is an attribute of the graph's module.
+    """
+    if isinstance(value, Tensor):
+        return _describe_tensor(value, fallback, known, bound=bound)
+    return _describe_number(fallback, value)
+
+
+def _describe_tensor(
+    tensor: Tensor, fallback: str, known: Mapping[int, KnownTensor], *, bound: bool
+) -> InputInfo:
+    if id(tensor) in known:
+        entry = known[id(tensor)]
+        return InputInfo(entry.name, entry.symbol, entry.role, tensor, bound)
+    name = re.sub(r"^L_+|_+$", "", fallback, flags=re.IGNORECASE)
+    if isinstance(tensor, torch.nn.Parameter):
+        role = Role.PARAMETER
+    else:
+        role = Role.CARRIED if tensor in carried else Role.STATE
+    return InputInfo(name, name.rpartition("___")[2] or name, role, tensor, bound)
+
+
+def _describe_number(fallback: str, value: Any) -> InputInfo:
+    source = symbol_source(value) if isinstance(value, (torch.SymInt, torch.SymFloat)) else fallback
+    words = re.findall(r"\w+", source)
+    return InputInfo(source, words[-1] if words else fallback, Role.OTHER)
+
+
+def _attribute(module: GraphModule, target: str) -> Tensor:
+    owner, _, name = target.rpartition(".")
+    tensor = getattr(module.get_submodule(owner), name)
+    assert isinstance(tensor, Tensor)
+    return tensor

@@ -1,0 +1,1 @@
+"""What outlives a compilation: all that runs at every step, or between steps."""
