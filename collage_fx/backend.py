@@ -14,8 +14,6 @@ from torch.optim import Optimizer
 from collage_fx import eager, scalars
 from collage_fx.admission import forget_new_state
 from collage_fx.compilation import Capture, CaptureOfFamilies
-from collage_fx.compilations import GraphReport
-from collage_fx.dumps import is_dumping
 from collage_fx.errors import (
     InvalidOptionError,
 )
@@ -28,8 +26,10 @@ from collage_fx.pipeline import (
     PIPELINE,
     Pass,
 )
-from collage_fx.plots import plot
-from collage_fx.report import CollageReport
+from collage_fx.report.dumps import is_dumping
+from collage_fx.report.graphs import GraphReport
+from collage_fx.report.plots import plot
+from collage_fx.report.report import CollageReport
 from collage_fx.runtime.batches import prepare_compiler
 from collage_fx.runtime.meter import Meter
 from collage_fx.runtime.metrics import Metrics
@@ -128,7 +128,7 @@ class CollageBackend:
     def plot(
         self, path: str | Path, model: torch.nn.Module | None = None, *, depth: int | None = None
     ) -> Path:
-        """EDQ ratio, lost updates and sizes of updates as a picture: see :func:`collage_fx.plots.plot`."""
+        """EDQ ratio, lost updates and sizes of updates as a picture: see ``report/plots.py``."""
         return plot(self.metrics(model), path, depth=depth)
 
     def forget_metrics(self) -> None:

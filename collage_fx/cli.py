@@ -27,9 +27,9 @@ from collage_fx.errors import CollageError
 from collage_fx.explain import explain
 from collage_fx.graph.program import Arithmetic, Strategy
 from collage_fx.numerics.error_formats import ERROR_FORMATS
-from collage_fx.report import CollageReport
+from collage_fx.report.report import CollageReport
+from collage_fx.report.tensors import treatments
 from collage_fx.suggestions import did_you_mean
-from collage_fx.treatments import treatments
 
 __all__ = ["main"]
 

@@ -22,8 +22,6 @@ from collage_fx.admission import (
     refuse_unsupported,
 )
 from collage_fx.capture.inputs import describe_input, describe_inputs
-from collage_fx.compilations import GraphReport, Rewritten
-from collage_fx.dumps import open_dump
 from collage_fx.errors import (
     AliasedStateError,
     CollageError,
@@ -54,6 +52,9 @@ from collage_fx.pipeline import (
     run_pipeline,
 )
 from collage_fx.recording import is_recorded
+from collage_fx.report.dumps import open_dump
+from collage_fx.report.graphs import GraphReport, Rewritten
+from collage_fx.report.tensors import TensorReport, tensor_report, treatments
 from collage_fx.runtime.checkpoint import note_compiled
 from collage_fx.runtime.error_terms import Expansion, expansion_of, require_format
 from collage_fx.runtime.meter import MeasuredInput, Meter, MeteredStep, Rows, without_sums
@@ -69,7 +70,6 @@ from collage_fx.torch_compat import (
     traced_frame_variables,
     versions_to_increment,
 )
-from collage_fx.treatments import TensorReport, tensor_report, treatments
 
 __all__ = ["Capture", "CaptureOfFamilies"]
 

@@ -18,7 +18,7 @@ from collage_fx.families import Families
 from collage_fx.graph.families import Repetition
 from collage_fx.graph.program import Role, StepProgram
 from collage_fx.numerics.formats import is_low_precision
-from collage_fx.report import CollageReport
+from collage_fx.report.report import CollageReport
 from collage_fx.runtime.optimizers import known_tensors
 
 __all__ = ["explain"]

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from collage_fx import CollageBackend, explain
-from collage_fx.dumps import Dump
 from collage_fx.graph.program import StepProgram
 from collage_fx.graph.text import graph_text
 from collage_fx.passes.compensate_wide import CompensateWide
 from collage_fx.pipeline import run_pipeline
+from collage_fx.report.dumps import Dump
 from tests.support.programs import captured, sgd
 from tests.support.training import Descent, parameters, run_steps
 

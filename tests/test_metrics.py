@@ -35,7 +35,7 @@ from collage_fx.numerics.update_sums import (
     sizes,
     sums,
 )
-from collage_fx.plots import plot
+from collage_fx.report.plots import plot
 from collage_fx.runtime.metrics import MeasuredTensor, Metrics, UpdateQuality
 from collage_fx.torch_compat import inductor_config
 from collage_fx.torch_compat.cpp_sums import BLOCK

@@ -12,7 +12,7 @@ import torch
 
 from collage_fx import CollageReport, explain
 from collage_fx.errors import InvalidOptionError
-from collage_fx.svg import LONGEST_TEXT
+from collage_fx.report.svg import LONGEST_TEXT
 from tests.support.training import parameters
 
 captures_alpha = pytest.mark.skipif(

@@ -2,7 +2,7 @@
 
 Sugiyama's method in its simplest form: layers by longest path, an order in each layer by the mean position of
 neighbours, long arrows routed through the layers that they cross. It needs no software, so that a report can
-be made, and read, anywhere; Graphviz (:func:`collage_fx.pictures.dot`) lays out larger graphs better.
+be made, and read, anywhere; Graphviz (:func:`collage_fx.report.pictures.dot`) lays out larger graphs better.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from html import escape
 from statistics import fmean
 
-from collage_fx.pictures import Box, Picture, pass_color
+from collage_fx.report.pictures import Box, Picture, pass_color
 
 __all__ = ["side_by_side", "svg"]
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from tabulate import tabulate
 
-from collage_fx.treatments import TensorReport, Treatment, bytes_per_parameter, treatments
+from collage_fx.report.tensors import TensorReport, Treatment, bytes_per_parameter, treatments
 
 __all__ = ["TEXT_WIDTH", "markdown_section", "summary_line", "text_section"]
 

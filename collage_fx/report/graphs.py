@@ -14,11 +14,11 @@ from torch.fx import Graph, GraphModule
 from collage_fx.errors import InvalidOptionError
 from collage_fx.graph.program import Role, StepProgram, Strategy
 from collage_fx.numerics.error_formats import ERROR_FORMATS
-from collage_fx.pictures import Picture, dot, picture, render
 from collage_fx.pipeline import ANALYSIS, Pass, Stage, run_pipeline
+from collage_fx.report.pictures import Picture, dot, picture, render
+from collage_fx.report.svg import side_by_side
+from collage_fx.report.tensors import TensorReport, Treatment, bytes_per_parameter, tensor_report
 from collage_fx.suggestions import did_you_mean
-from collage_fx.svg import side_by_side
-from collage_fx.treatments import TensorReport, Treatment, bytes_per_parameter, tensor_report
 
 __all__ = ["GraphReport", "Rewritten"]
 

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from collage_fx.compilations import GraphReport
-from collage_fx.page import html_page
+from collage_fx.report.graphs import GraphReport
+from collage_fx.report.page import html_page
+from collage_fx.report.tables import markdown_section, text_section
+from collage_fx.report.tensors import TensorReport, bytes_per_parameter
 from collage_fx.runtime.metrics import Metrics
-from collage_fx.tables import markdown_section, text_section
-from collage_fx.treatments import TensorReport, bytes_per_parameter
 
 __all__ = ["CollageReport", "GraphReport", "TensorReport"]
 

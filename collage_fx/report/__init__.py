@@ -1,0 +1,1 @@
+"""What a person is shown of a compilation: tables, pages, pictures, files. Decides nothing."""
