@@ -20,7 +20,7 @@ from collage_fx.errors import (
 from collage_fx.families import Families, families_of, rows_to_trace
 from collage_fx.graph.families import Repetition
 from collage_fx.graph.program import Arithmetic, StepProgram, Strategy
-from collage_fx.lowering import JOINT_GRAPH_SETTINGS, lower, lower_repeatedly
+from collage_fx.lowering.lower import JOINT_GRAPH_SETTINGS, lower, lower_repeatedly
 from collage_fx.options import MODES, Options, refuse_unless
 from collage_fx.pipeline import (
     PIPELINE,

@@ -40,7 +40,7 @@ from collage_fx.graph.nodes import (
     tensor_value,
 )
 from collage_fx.graph.program import InputInfo, Role, StepProgram
-from collage_fx.lowering import WholeStep
+from collage_fx.lowering.lower import without_sums
 from collage_fx.numerics.error_formats import ERROR_FORMATS
 from collage_fx.numerics.formats import short_name
 from collage_fx.options import Options
@@ -57,8 +57,9 @@ from collage_fx.report.graphs import GraphReport, Rewritten
 from collage_fx.report.tensors import TensorReport, tensor_report, treatments
 from collage_fx.runtime.checkpoint import note_compiled
 from collage_fx.runtime.error_terms import Expansion, expansion_of, require_format
-from collage_fx.runtime.meter import MeasuredInput, Meter, MeteredStep, Rows, without_sums
+from collage_fx.runtime.meter import MeasuredInput, Meter, MeteredStep, Rows
 from collage_fx.runtime.optimizers import KnownTensor, known_tensors, optimizers_among
+from collage_fx.runtime.step import WholeStep
 from collage_fx.torch_compat import (
     aot_input_of,
     compile_with_inductor,

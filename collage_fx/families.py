@@ -41,9 +41,9 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from collage_fx.graph.families import Repetition
+from collage_fx.graph.nodes import Groups
 from collage_fx.graph.program import InputInfo
 from collage_fx.numerics.formats import is_low_precision
-from collage_fx.partition import Groups
 from collage_fx.torch_compat import ThinnedLists
 
 __all__ = ["Families", "families_of", "rows_to_trace"]

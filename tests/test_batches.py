@@ -30,7 +30,7 @@ from collage_fx.runtime.batches import (
     pieces_of,
     whole_calls,
 )
-from collage_fx.sharing import StepInParts
+from collage_fx.runtime.calls import StepInParts
 from collage_fx.torch_compat import CFunction, c_function, load_cpp_library
 from tests.support.training import parameters, run_steps
 

@@ -17,7 +17,7 @@ from torch.optim.swa_utils import (
 )
 
 from collage_fx import CollageBackend, full_value
-from collage_fx.lowering import inductor_settings
+from collage_fx.lowering.lower import inductor_settings
 from collage_fx.runtime import error_terms
 from tests.support import triton_offline as offline
 from tests.support.float_bits import same_bits

@@ -169,7 +169,7 @@ def test_loops_that_threads_share() -> None:
     case = Case("plus", "wide", "mcf", torch.bfloat16)
     shapes = ((97, 211), (20_007,))
     backend = TwinBackend(**case.options())
-    with fresh_cache(), mock.patch("collage_fx.kernels.c_function", return_value=None):
+    with fresh_cache(), mock.patch("collage_fx.lowering.kernels.c_function", return_value=None):
         (rig, start), codes = run_and_get_code(first_step, case, shapes, backend)
     assert any("#pragma omp for" in code for code in codes)
     grads = list(gradients(shapes, 5))
@@ -221,8 +221,8 @@ def test_everything_a_step_mutates_is_static() -> None:
         return compiled
 
     with (
-        mock.patch("collage_fx.lowering.inductor_compile_inner", spy),
-        mock.patch("collage_fx.lowering.lower_in_parts", return_value=None),  # as on a GPU
+        mock.patch("collage_fx.lowering.lower.inductor_compile_inner", spy),
+        mock.patch("collage_fx.lowering.lower.lower_in_parts", return_value=None),  # as on a GPU
     ):
         first_step(Case("plus", "wide", "mcf", torch.bfloat16))
     ((mutated, static),) = lowered

@@ -327,7 +327,7 @@ def test_error_terms_of_replaced_state_live_as_long_as_that_state() -> None:
 
 
 def test_a_step_whose_tensors_are_gone_says_so_before_it_runs() -> None:
-    from collage_fx.lowering import CompensatedStep, _Bound
+    from collage_fx.runtime.step import CompensatedStep, _Bound
 
     hi = torch.ones(3).bfloat16()
     record = allocate(hi, MCF, name="p")

@@ -17,9 +17,9 @@ from collage_fx import CollageBackend, full_value
 from collage_fx.errors import ChangedTensorError, UnsupportedTensorError
 from collage_fx.numerics.error_formats import ERROR_FORMATS
 from collage_fx.runtime import error_terms
+from collage_fx.runtime.calls import StepInParts
 from collage_fx.runtime.error_terms import allocate
 from collage_fx.runtime.layouts import Expected, Layouts
-from collage_fx.sharing import StepInParts
 from tests.support.training import differences, everything, parameters, run_steps, set_gradients
 
 SHAPES = [(4, 6)] * 4

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._inductor.utils import fresh_cache, run_and_get_code
 
 from collage_fx import CollageBackend, full_value
-from collage_fx.kernels import MANY
+from collage_fx.lowering.kernels import MANY
 from collage_fx.runtime.batches import Batch
 from collage_fx.torch_compat import inductor_compile_inner
 from tests.support.agreement import assert_same, trajectory
@@ -46,7 +46,7 @@ def counted() -> Iterator[list[Any]]:
         graphs.append(gm)
         return inductor_compile_inner(gm, inputs, **options)
 
-    with mock.patch("collage_fx.sharing.inductor_compile_inner", spy):
+    with mock.patch("collage_fx.lowering.plan.inductor_compile_inner", spy):
         yield graphs
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from collage_fx.lowering import inductor_settings
+from collage_fx.lowering.lower import inductor_settings
 from tests.support import triton_offline as offline
 from tests.support.agreement import assert_half_ulp, assert_same, trajectory
 from tests.support.optimizers import Case, CompiledOptimizer, Tensors, gradients

@@ -7,6 +7,7 @@ number), and mutation only in the epilogue, ``copy_(placeholder, new_value)``, o
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from collage_fx.torch_compat import (
 
 __all__ = [
     "PASS_MARK",
+    "Groups",
     "assignments",
     "assignments_to_stores",
     "copies_to_inputs",
@@ -26,6 +28,7 @@ __all__ = [
     "is_copy_to_input",
     "is_dense",
     "is_low_precision_tensor",
+    "is_number",
     "mark_new_nodes",
     "placeholders",
     "tensor_value",
@@ -129,3 +132,29 @@ def assignments_to_stores(gm: GraphModule) -> None:
             node.target = aten.copy_.default
             node.meta["val"] = to
     gm.recompile()
+
+
+def is_number(node: Node) -> bool:
+    """Whether a node stands for one number: a 0-d tensor or a symbolic int or float."""
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return value.dim() == 0
+    return isinstance(value, (torch.SymInt, torch.SymFloat))
+
+
+@dataclass
+class Groups:
+    """Disjoint sets of nodes."""
+
+    parent: dict[Node, Node] = field(default_factory=dict)
+
+    def find(self, node: Node) -> Node:
+        root = node
+        while (up := self.parent.setdefault(root, root)) is not root:
+            root = up
+        while node is not root:
+            self.parent[node], node = root, self.parent[node]
+        return root
+
+    def join(self, a: Node, b: Node) -> None:
+        self.parent[self.find(a)] = self.find(b)

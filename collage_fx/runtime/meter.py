@@ -6,25 +6,22 @@ is updated that has been updated since the last one began.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
 from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
-from collage_fx.graph.operators import update_sizes, update_sums
 from collage_fx.graph.program import InputInfo, Role, StateTensor
 from collage_fx.numerics.update_sums import SIZES, SUMS
 from collage_fx.runtime.metrics import MeasuredTensor, Metrics, UpdateQuality
 from collage_fx.runtime.optimizers import parameter_names, state_tensors
-from collage_fx.torch_compat import graph_module, real_tensors
+from collage_fx.torch_compat import real_tensors
 
-__all__ = ["MeasuredInput", "Meter", "MeteredStep", "Rows", "without_sums"]
+__all__ = ["MeasuredInput", "Meter", "MeteredStep", "Rows"]
 
 #: Numbers of a row in memory, and where its sizes begin: each part begins at a multiple of 128 bytes, as GPU
 #: kernels may take for granted.
@@ -253,16 +250,3 @@ class MeteredStep:
             (self.meter.identity(tensor, each.info), each.elements)
             for tensor, each in zip(tensors, self.inputs, strict=True)
         ]
-
-
-def without_sums(gm: GraphModule) -> GraphModule:
-    """A copy of a measured graph that measures nothing."""
-    gm = graph_module(gm, copy.deepcopy(gm.graph))
-    for operator in (update_sums, update_sizes):
-        for node in list(gm.graph.find_nodes(op="call_function", target=operator)):
-            (store,) = node.users
-            for each in (store, node, store.args[0]):
-                gm.graph.erase_node(each)
-    gm.graph.eliminate_dead_code()
-    gm.recompile()
-    return gm

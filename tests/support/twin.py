@@ -13,8 +13,8 @@ from torch.fx import GraphModule, Interpreter
 
 from collage_fx import CollageBackend
 from collage_fx.graph.program import StepProgram
-from collage_fx.lowering import CompensatedStep
 from collage_fx.pipeline import Pass, run_pipeline
+from collage_fx.runtime.step import CompensatedStep
 from tests.support.triton_offline import copy_graph
 
 __all__ = ["Engine", "ExactInterpreter", "TwinBackend", "without_pinning"]
@@ -110,8 +110,8 @@ class TwinBackend(CollageBackend):
 def _nothing_compiled() -> Iterator[None]:
     """Have lowering find no Inductor."""
     with (
-        mock.patch("collage_fx.lowering.inductor_compile_inner", _not_compiled),
-        mock.patch("collage_fx.sharing.inductor_compile_inner", _not_compiled),
+        mock.patch("collage_fx.lowering.lower.inductor_compile_inner", _not_compiled),
+        mock.patch("collage_fx.lowering.plan.inductor_compile_inner", _not_compiled),
     ):
         yield
 

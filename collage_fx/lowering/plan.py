@@ -1,21 +1,15 @@
 """A step lowered part by part, equal parts by one kernel: ``share-kernels``.
 
 The phase between the passes and Inductor. What a part is, and why parts may run one after another, is in
-Note [Parts of a step] (``partition.py``); when two of them are one kernel in Note [One kernel for equal
-parts] (``kernels.py``). Reports show the whole graph. It is no pass: its result is
-no graph but a plan of calls.
-
-A step's host time is that of a loop over the plan: the address of each argument, and a call for each rule
-that is one C++ function. What is not costs a call of Inductor's generated code for each part. That the
-arguments are laid out as the code expects is looked at before: ``layouts.py``.
+Note [Parts of a step] (``parts.py``); when two of them are one kernel in Note [One kernel for equal
+parts] (``kernels.py``). Reports show the whole graph. It is no pass: its result is no graph but a plan of
+calls (``runtime/calls.py``).
 """
 
 from __future__ import annotations
 
-import functools
-from array import array
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,34 +20,16 @@ from torch.utils import _pytree as pytree
 
 from collage_fx.graph.families import ONCE, Repetition
 from collage_fx.graph.nodes import is_copy_to_input, placeholders
-from collage_fx.kernels import MANY, Kernel, Rule, compile_rule, rule_of, samples_first
-from collage_fx.partition import Part, parts_of
-from collage_fx.runtime.batches import CELL, SUMS_OF_PIECE, Batch, Gather
+from collage_fx.lowering.kernels import MANY, Kernel, Rule, compile_rule, rule_of, samples_first
+from collage_fx.lowering.parts import Part, parts_of
+from collage_fx.runtime.calls import Call, StepInParts, ValueIndex
 from collage_fx.torch_compat import (
     inductor_compile_inner,
     innermost_callable,
     prepare_cpp_compiler,
 )
 
-__all__ = ["Call", "StepInParts", "lower_in_parts", "repeated_step"]
-
-
-@dataclass(frozen=True)
-class Call:
-    """A call of a kernel in a step.
-
-    Attributes:
-        kernel: what is called.
-        places: of its arguments, among the values of the step.
-        wave: calls of one wave need no results of each other, only of earlier ones, and write to nothing that
-            another one reads.
-        elements: of its tensors, if the kernel's rule is flat.
-    """
-
-    kernel: Kernel
-    places: tuple[int, ...]
-    wave: int
-    elements: int
+__all__ = ["lower_in_parts", "repeated_step"]
 
 
 def lower_in_parts(gm: GraphModule, *, always: bool = False) -> StepInParts | None:
@@ -121,117 +97,6 @@ def _compile(gm: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], An
     return innermost_callable(inductor_compile_inner(gm, inputs, is_inference=True))
 
 
-class StepInParts:
-    """Calls the kernels of a step's parts, in AOTAutograd's calling convention.
-
-    That the arguments have the layouts that the kernels were made for is the caller's to see to.
-
-    A step works on a list of values: its arguments, then constants, then memory for results, then numbers
-    that are computed in Python. All else names places in that list.
-
-    Args:
-        arguments: how many there are.
-        constants: lengths, and tensors that are attributes of the graph.
-        results: size, stride, dtype and device of tensors to be allocated.
-        numbers: functions and their operands: ``_Place`` or constant.
-        calls: what is called, in an order in which it can be.
-        outputs: places of what is returned, None for None.
-    """
-
-    _boxed_call = True
-
-    def __init__(
-        self,
-        arguments: int,
-        constants: Sequence[Any],
-        results: Sequence[tuple[Any, ...]],
-        numbers: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]],
-        calls: Sequence[Call],
-        outputs: Sequence[int | None],
-    ) -> None:
-        self.constants = constants
-        self.results = results
-        self.numbers = numbers
-        self.calls = calls
-        self.outputs = outputs
-        first_result = arguments + len(constants)
-        in_python = {place for place in outputs if place is not None}
-        in_python.update(place for call in calls if call.kernel.function is None for place in call.places)
-        places = range(first_result, first_result + len(results))
-        self._allocated = [each for each in zip(places, results, strict=True) if each[0] in in_python]
-        self._table = _Table(place for place in places if place not in in_python)
-        self.stages = [self._table.batch(group) or group for group in _grouped(calls)]
-
-    def __call__(self, arguments: list[Any]) -> Any:
-        values = [*arguments, *self.constants, *[None] * len(self.results)]
-        arguments.clear()
-        for place, (size, stride, dtype, device) in self._allocated:
-            values[place] = torch.empty_strided(size, stride, dtype=dtype, device=device)
-        for function, operands in self.numbers:
-            values.append(function(*(values[o.index] if isinstance(o, _Place) else o for o in operands)))
-        addresses, scratch = self._table.of(values)
-        for stage in self.stages:
-            if isinstance(stage, Batch):
-                stage(addresses, scratch)
-            else:
-                for call in stage:
-                    call.kernel.call([values[place] for place in call.places])
-        return tuple(None if place is None else values[place] for place in self.outputs)
-
-
-def _grouped(calls: Sequence[Call]) -> list[list[Call]]:
-    """Those of one wave and one kernel together, in an order in which the groups can run."""
-    groups: dict[tuple[int, int], list[Call]] = defaultdict(list)
-    for call in calls:
-        groups[call.wave, id(call.kernel)].append(call)
-    return [groups[key] for key in sorted(groups, key=lambda key: key[0])]
-
-
-class _Table:
-    """Which values of a step's list batches need the address of, and which cells of scratch memory they use.
-
-    Args:
-        results: places of the values that are numbers for batches alone: cells of scratch memory.
-    """
-
-    def __init__(self, results: Iterable[int]) -> None:
-        self._cells = {place: ~cell for cell, place in enumerate(results)}
-        self._numbers: dict[int, int] = {}
-
-    def batch(self, calls: Sequence[Call]) -> Batch | None:
-        """Calls of one kernel, if it is a function."""
-        kernel = calls[0].kernel
-        if kernel.function is None:
-            return None
-
-        def entry(call: Call, argument: int, kind: int) -> int:
-            # Neither a length nor a buffer is in the table.
-            is_address = kind >= 0 or kind == SUMS_OF_PIECE
-            return self._of_place(call.places[argument]) if is_address else 0
-
-        arguments = list(zip(kernel.function.arguments, kernel.kinds, strict=True))
-        return Batch(
-            kernel.function,
-            [[entry(call, *argument) for argument in arguments] for call in calls],
-            [call.elements for call in calls],
-            kernel.kinds,
-            divisible=kernel.divisible,
-        )
-
-    def _of_place(self, place: int) -> int:
-        if place in self._cells:
-            return self._cells[place]
-        return self._numbers.setdefault(place, len(self._numbers))
-
-    def of(self, values: list[Any]) -> tuple[array[int], Tensor]:
-        """The table of a step, and its scratch memory."""
-        return self._gather(values), torch.empty(len(self._cells) * CELL, dtype=torch.uint8, device="cpu")
-
-    @functools.cached_property
-    def _gather(self) -> Gather:
-        return Gather([*self._numbers])
-
-
 @dataclass(frozen=True)
 class _Planned:
     """A part of the step, its rule, the rule's kernel and the wave in which it is called."""
@@ -240,13 +105,6 @@ class _Planned:
     rule: Rule
     kernel: Kernel
     wave: int
-
-
-@dataclass(frozen=True)
-class _Place:
-    """A place in the list of a step's values, where a constant could stand."""
-
-    index: int
 
 
 class _Planner:
@@ -292,7 +150,7 @@ class _Planner:
         return [node for node in self.gm.graph.nodes if node in wanted]
 
     def _operand(self, argument: Any) -> Any:
-        return _Place(self.places[argument]) if isinstance(argument, Node) else argument
+        return ValueIndex(self.places[argument]) if isinstance(argument, Node) else argument
 
     def _call(self, planned: _Planned) -> Call:
         rule = planned.rule

@@ -34,16 +34,24 @@ import operator
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
-from collage_fx.graph.nodes import copies_to_inputs, is_copy_to_input, placeholders, tensor_value
+from collage_fx.graph.nodes import (
+    Groups,
+    copies_to_inputs,
+    is_copy_to_input,
+    is_number,
+    placeholders,
+    tensor_value,
+)
 from collage_fx.graph.operators import once
 
-__all__ = ["Groups", "Part", "is_number", "parts_of"]
+__all__ = ["Part", "parts_of"]
+
 
 aten = torch.ops.aten
 
@@ -64,14 +72,6 @@ class Part:
     stores: tuple[Node, ...]
     results: tuple[Node, ...]
     given: frozenset[Node]
-
-
-def is_number(node: Node) -> bool:
-    """Whether a node stands for one number: a 0-d tensor or a symbolic int or float."""
-    value = node.meta.get("val")
-    if isinstance(value, torch.Tensor):
-        return value.dim() == 0
-    return isinstance(value, (torch.SymInt, torch.SymFloat))
 
 
 def parts_of(graph: Graph) -> list[Part] | None:
@@ -105,24 +105,6 @@ def _returns_shared_memory(graph: Graph) -> bool:
 def _memory(node: Node) -> int | None:
     value = tensor_value(node)
     return None if value is None else int(value.untyped_storage()._cdata)
-
-
-@dataclass
-class Groups:
-    """Disjoint sets of nodes."""
-
-    parent: dict[Node, Node] = field(default_factory=dict)
-
-    def find(self, node: Node) -> Node:
-        root = node
-        while (up := self.parent.setdefault(root, root)) is not root:
-            root = up
-        while node is not root:
-            self.parent[node], node = root, self.parent[node]
-        return root
-
-    def join(self, a: Node, b: Node) -> None:
-        self.parent[self.find(a)] = self.find(b)
 
 
 class _Partition:

@@ -11,8 +11,8 @@ memory of each result depends on element *i* in memory of each operand, whatever
 rule leaves the shape out: it is compiled for vectors of a symbolic length *n* (2 at least), and its kernel is
 called with the tensors as they are. The code that Inductor's C++ backend generates takes addresses and *n*,
 so that no flat view has to be made. (Its own checks of sizes and strides are switched off for such kernels;
-:mod:`collage_fx.sharing` checks the arguments of a step against the layouts it was compiled for.) What one
-C++ function computes is not even called from Python (Note [One call for all tensors]).
+:mod:`collage_fx.runtime.layouts` checks the arguments of a step against the layouts it was compiled for.)
+What one C++ function computes is not even called from Python (Note [One call for all tensors]).
 
 Sums over all elements (``update_sums``, Note [Metrics]) leave a rule flat: the order in which they are taken
 is of no account. So do counts over a sample (``update_sizes``), but only of a tensor as a whole: they become
@@ -41,13 +41,13 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from collage_fx.graph.nodes import is_dense, placeholders, tensor_value
+from collage_fx.graph.nodes import is_dense, is_number, placeholders, tensor_value
 from collage_fx.graph.operators import REVISION, rest, update_sizes, update_sums
 from collage_fx.graph.retype import is_pointwise
-from collage_fx.partition import Part, is_number
+from collage_fx.lowering.parts import Part
 from collage_fx.runtime.batches import LENGTH, MOST_ARGUMENTS, MOST_BUFFERS, SUMS_OF_PIECE, buffer_at
+from collage_fx.runtime.calls import Kernel
 from collage_fx.torch_compat import (
-    CFunction,
     SymbolicScope,
     add_to_cache_key,
     c_function,
@@ -55,7 +55,7 @@ from collage_fx.torch_compat import (
     inductor_config,
 )
 
-__all__ = ["MANY", "Compiler", "Kernel", "Rule", "compile_rule", "rule_of", "samples_first"]
+__all__ = ["MANY", "Compiler", "Rule", "compile_rule", "rule_of", "samples_first"]
 
 aten = torch.ops.aten
 
@@ -315,23 +315,6 @@ def _order_in_memory(value: Tensor) -> tuple[tuple[int, int], ...]:
 
 #: Compiles a graph whose example inputs are given.
 Compiler = Callable[[GraphModule, Sequence[Any]], Callable[[list[Any]], Any]]
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """The compiled code of a rule.
-
-    Attributes:
-        call: takes, as one list, the length if the rule is flat, the inputs, and memory for the results.
-        function: the C++ function that this comes down to, where the rule is independent and that is so.
-        kinds: of the function's arguments, as in :class:`~collage_fx.runtime.batches.Batch`.
-        divisible: whether the function may be called for a piece of the tensors.
-    """
-
-    call: Callable[[list[Any]], Any]
-    function: CFunction | None = None
-    kinds: tuple[int, ...] = ()
-    divisible: bool = False
 
 
 def compile_rule(rule: Rule, compiler: Compiler, *, many: bool) -> Kernel | None:

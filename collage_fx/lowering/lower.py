@@ -2,40 +2,31 @@
 
 from __future__ import annotations
 
-import weakref
+import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.fx import Graph
-from torch.utils.weak import TensorWeakRef
+from torch.fx import Graph, GraphModule
 
-from collage_fx.errors import LostErrorTermsError
 from collage_fx.graph.families import Repetition
 from collage_fx.graph.nodes import copies_to_inputs, placeholders
-from collage_fx.graph.operators import REVISION
+from collage_fx.graph.operators import REVISION, update_sizes, update_sums
 from collage_fx.graph.program import Arithmetic, InputInfo, Role, StepProgram
-from collage_fx.numerics.error_formats import ErrorFormat
-from collage_fx.runtime.error_terms import Expansion, allocate, state_of_records
-from collage_fx.runtime.layouts import Expected, Layouts, picking, refuse_layout
-from collage_fx.sharing import StepInParts, lower_in_parts, repeated_step
+from collage_fx.lowering.plan import lower_in_parts, repeated_step
+from collage_fx.runtime.calls import StepInParts
+from collage_fx.runtime.layouts import Expected
+from collage_fx.runtime.step import CompensatedStep, bind
 from collage_fx.torch_compat import (
     COMBINED_LAUNCHES,
     add_to_cache_key,
+    graph_module,
     inductor_compile_inner,
     inductor_config,
 )
 
-__all__ = [
-    "JOINT_GRAPH_SETTINGS",
-    "CompensatedStep",
-    "WholeStep",
-    "inductor_settings",
-    "lower",
-    "lower_repeatedly",
-]
+__all__ = ["JOINT_GRAPH_SETTINGS", "inductor_settings", "lower", "lower_repeatedly", "without_sums"]
+
 
 #: Nodes of a kernel, of which Inductor takes 64.
 MOST_NODES = 1024
@@ -59,11 +50,9 @@ JOINT_GRAPH_SETTINGS: dict[str, Any] = {"joint_graph_constant_folding": False}
 #: not.
 NATIVE_SETTINGS: dict[str, Any] = {**IEEE_SETTINGS, **DENSE_REUSE, "eager_numerics.division_rounding": True}
 
-
 #: The sums of several tensors that one loop updates are to be in that loop: eleven nodes for each, beside
 #: those of the update.
 MEASURING_SETTINGS: dict[str, Any] = {"cpp.max_horizontal_fusion_size": 128, "max_fusion_size": MOST_NODES}
-
 
 #: What an argument is that a step adds to those that it is called with.
 ERROR_TERM = InputInfo("an error term", "lo", Role.OTHER)
@@ -86,7 +75,7 @@ def lower(
     measuring = MEASURING_SETTINGS if program.rows else {}
     with inductor_config.patch({**settings, **measuring}):
         compiled = lower_in_parts(program.gm) or _whole(program, example_inputs, inductor_options)
-    bindings = [_bind(state.position, state.info, program.error_format) for state in program.expansions]
+    bindings = [bind(state.position, state.info, program.error_format) for state in program.expansions]
     all_layouts = isinstance(compiled, StepInParts)
     looked_at = dict(enumerate(values[: len(values) - len(program.rows)]))
     expected = _expected(looked_at, program.inputs, stored_to, all_layouts=all_layouts)
@@ -118,7 +107,7 @@ def lower_repeatedly(
     if step is None:
         return None
     places = sorted(place for state in program.expansions for place in repetition.copies[state.position])
-    bindings = [_bind(place, inputs[place], program.error_format) for place in places]
+    bindings = [bind(place, inputs[place], program.error_format) for place in places]
     copies = dict(enumerate(extended.copies))
     all_values = {place: values[i] for i in copies for place in copies[i]}
     all_stored_to = {place for i in stored_to if i in copies for place in copies[i]}
@@ -188,143 +177,14 @@ def _whole(
     )
 
 
-class CompensatedStep:
-    """Calls the compiled graph with the error terms, and the rows of sums, behind its arguments.
-
-    Note [Error terms of the last call]: looking up the record of each tensor takes a microsecond where its
-    objects have been evicted from the processor's caches. So the buffers are remembered as long as no record
-    has changed; weakly, because they are to go with the tensor.
-
-    Args:
-        compiled: the graph, in AOTAutograd's calling convention.
-        bindings: where to find the error terms.
-        expected: what its arguments have to be, and those behind them.
-        rows: further arguments behind these, the same in every call.
-    """
-
-    _boxed_call = True  # AOTAutograd's calling convention: one list, which the callee may empty
-
-    def __init__(
-        self,
-        compiled: Any,
-        bindings: Sequence[_Bound | _PerCall],
-        expected: tuple[Sequence[Expected], Sequence[Expected]] = ((), ()),
-        rows: Sequence[Tensor] = (),
-    ) -> None:
-        self.compiled = compiled
-        self.bindings = bindings
-        self.given, self.added = map(Layouts, expected)
-        self.rows = rows
-        self._buffers: Sequence[weakref.ref[Tensor]] = ()
-        self._state: object = None
-
-    def __call__(self, arguments: list[Any]) -> Any:
-        self.given.fit(arguments)
-        state = state_of_records()
-        if state is self._state:
-            arguments += [buffer() for buffer in self._buffers]
-        else:
-            self._add_error_terms(arguments, state)
-        arguments += self.rows
-        return self.compiled(arguments)
-
-    def _add_error_terms(self, arguments: list[Any], state: object) -> None:
-        found = [
-            auxiliary
-            for binding in self.bindings
-            for auxiliary in (binding.expansion() or binding.found(arguments)).auxiliaries
-        ]
-        arguments += found
-        self.added.fit(arguments)
-        if all(isinstance(binding, _Bound) for binding in self.bindings):
-            self._buffers, self._state = [weakref.ref(auxiliary) for auxiliary in found], state
-
-
-class WholeStep:
-    """Calls a step as Dynamo calls what a backend returns: what AOTAutograd's wrapper would do for it.
-
-    Args:
-        step: takes the inputs of the whole graph as one list.
-        bound: the first of them, which are the same in every call.
-        passed: how many of them Dynamo passes.
-        updated: places of those whose version counters have to say so.
-        gradients: places of those that it does not pass, and of the parameters that have them.
-    """
-
-    def __init__(
-        self,
-        step: Callable[[list[Any]], Any],
-        bound: Sequence[Tensor],
-        passed: int,
-        updated: Sequence[int],
-        gradients: Mapping[int, int],
-    ) -> None:
-        self.step = step
-        self.bound = bound
-        self.owners = [bound[parameter] for parameter in gradients.values()]
-        behind = range(len(bound), len(bound) + passed + len(gradients))
-        known = [*(place for place in behind if place not in gradients), *gradients]
-        index = {place: i for i, place in enumerate(known)}
-        self.in_order = picking([index[place] for place in behind])
-        self.updated = picking(updated)
-
-    def __call__(self, *arguments: Any) -> Any:
-        gradients = [parameter.grad for parameter in self.owners]
-        values = [*self.bound, *self.in_order([*arguments, *gradients])]
-        torch.autograd.graph.increment_version(self.updated(values))
-        with torch.no_grad():
-            return self.step(values)
-
-
-def _bind(position: int, info: InputInfo, error_format: ErrorFormat) -> _Bound | _PerCall:
-    if not info.bound or info.tensor is None:
-        return _PerCall(position, error_format, info.name)
-    expansion = allocate(info.tensor, error_format, name=info.name)
-    return _Bound(TensorWeakRef(info.tensor), weakref.ref(expansion), error_format, info.name)
-
-
-@dataclass
-class _Bound:
-    """Error terms of a tensor that is an attribute of the captured module: the same one in every call.
-
-    Neither the tensor nor its error terms are kept alive. The record is remembered, so that a step costs no
-    lookup; where it has been dropped (``reset_error_terms``) while the tensor lives, the tensor gets a new
-    one.
-    """
-
-    tensor: TensorWeakRef
-    expansion: weakref.ref[Expansion]
-    error_format: ErrorFormat
-    name: str
-
-    def found(self, arguments: Sequence[Any]) -> Expansion:
-        tensor = self.tensor()
-        if tensor is None:
-            raise LostErrorTermsError(
-                "the tensor that this compiled step updates is gone, and its error terms with it",
-                where=self.name,
-                remedy="compile the step of the optimizer in use: torch.compile(opt.step, backend=...)",
-            )
-        expansion = allocate(tensor, self.error_format, name=self.name)
-        self.expansion = weakref.ref(expansion)
-        return expansion
-
-
-@dataclass
-class _PerCall:
-    """Error terms of a tensor that is an argument of each call.
-
-    Looked up by identity, made at its first step.
-    """
-
-    position: int
-    error_format: ErrorFormat
-    name: str
-
-    def expansion(self) -> None:
-        """Not known before the call."""
-
-    def found(self, arguments: Sequence[Any]) -> Expansion:
-        tensor = arguments[self.position]
-        refuse_layout(tensor, self.name)
-        return allocate(tensor, self.error_format, name=self.name)
+def without_sums(gm: GraphModule) -> GraphModule:
+    """A copy of a measured graph that measures nothing."""
+    gm = graph_module(gm, copy.deepcopy(gm.graph))
+    for operator in (update_sums, update_sizes):
+        for node in list(gm.graph.find_nodes(op="call_function", target=operator)):
+            (store,) = node.users
+            for each in (store, node, store.args[0]):
+                gm.graph.erase_node(each)
+    gm.graph.eliminate_dead_code()
+    gm.recompile()
+    return gm
