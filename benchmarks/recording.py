@@ -18,8 +18,8 @@ from unittest import mock
 import torch
 
 from collage_fx import CollageBackend
-from collage_fx.recorder import Recorder
-from collage_fx.recording import record
+from collage_fx.capture.recorder import Recorder
+from collage_fx.capture.recording import record
 
 ELEMENTS = 16
 WARM_UP = 5

@@ -11,13 +11,14 @@ import torch
 from torch.fx import GraphModule
 from torch.optim import Optimizer
 
-from collage_fx import eager, scalars
-from collage_fx.admission import forget_new_state
+from collage_fx.capture import numbers, watch
+from collage_fx.capture.families import Families, families_of
+from collage_fx.capture.new_state import forget_new_state
+from collage_fx.capture.thinning import rows_to_trace
 from collage_fx.compilation import Capture, CaptureOfFamilies
 from collage_fx.errors import (
     InvalidOptionError,
 )
-from collage_fx.families import Families, families_of, rows_to_trace
 from collage_fx.graph.families import Repetition
 from collage_fx.graph.program import Arithmetic, StepProgram, Strategy
 from collage_fx.lowering.lower import JOINT_GRAPH_SETTINGS, lower, lower_repeatedly
@@ -286,6 +287,6 @@ def _rows_to_trace(
     return rows_to_trace(rows) if backend is not None and backend.finds_families() else None
 
 
-scalars.install()
+numbers.install()
 thin_lists(_rows_to_trace, forget_new_state)
-eager.install(_strictness)
+watch.install(_strictness)

@@ -14,14 +14,12 @@ import torch
 from torch.fx import Graph, GraphModule
 from torch.optim import Optimizer
 
-from collage_fx import eager, scalars
-from collage_fx.admission import (
-    forget_new_state,
-    refuse_aliases,
-    refuse_overlaps,
-    refuse_unsupported,
-)
+from collage_fx.capture import numbers, watch
+from collage_fx.capture.families import Families
 from collage_fx.capture.inputs import describe_input, describe_inputs
+from collage_fx.capture.new_state import forget_new_state
+from collage_fx.capture.recording import is_recorded
+from collage_fx.capture.refusals import refuse_aliases, refuse_overlaps, refuse_unsupported
 from collage_fx.errors import (
     AliasedStateError,
     CollageError,
@@ -30,7 +28,6 @@ from collage_fx.errors import (
     UnsupportedTensorError,
     warn,
 )
-from collage_fx.families import Families
 from collage_fx.graph.families import Repetition, input_name, repeated_graph
 from collage_fx.graph.nodes import (
     assignments_to_stores,
@@ -51,7 +48,6 @@ from collage_fx.pipeline import (
     Stage,
     run_pipeline,
 )
-from collage_fx.recording import is_recorded
 from collage_fx.report.dumps import open_dump
 from collage_fx.report.graphs import GraphReport, Rewritten
 from collage_fx.report.tensors import TensorReport, tensor_report, treatments
@@ -147,7 +143,7 @@ class Capture:
             self.dynamo_module,
             self.arguments,
             inner_compile=self.compile,
-            decompositions=scalars.decompositions(),
+            decompositions=numbers.decompositions(),
             config_patches=patches,
         )
 
@@ -202,7 +198,7 @@ class Capture:
                 if low is not None:
                     dtype = short_name(low.meta["val"].dtype)
                     reason = f"{node.target} is not implemented for {dtype}"
-                    eager.record_instead(
+                    watch.record_instead(
                         self.optimizers.values(),
                         self.backend,
                         {"mode": self.mode},
@@ -298,7 +294,7 @@ class Capture:
         if compensated:
             for optimizer in self.optimizers.values():
                 note_compiled(optimizer)
-                eager.note_compiled_step(optimizer, strict=self.options.strict)
+                watch.note_compiled_step(optimizer, strict=self.options.strict)
         self.backend.keep(report)
         log.info("%s, %s in %.1f s", report.headline, self.backend.verb, time.perf_counter() - started)
         for group in treatments(report.tensors):

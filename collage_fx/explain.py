@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from torch.optim import Optimizer
 
 from collage_fx.backend import CollageBackend
-from collage_fx.families import Families
+from collage_fx.capture.families import Families
 from collage_fx.graph.families import Repetition
 from collage_fx.graph.program import Role, StepProgram
 from collage_fx.numerics.formats import is_low_precision

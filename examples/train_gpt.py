@@ -57,8 +57,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 
-from collage_fx import CollageBackend, full_value
-from collage_fx.runtime import error_terms
+from collage_fx import CollageBackend, error_terms, full_value
 from collage_fx.runtime.metrics import MeasuredTensor, Metrics
 
 VOCABULARY = 256  # bytes

@@ -12,9 +12,9 @@ import torch
 from torch._dynamo.utils import counters
 
 import collage_fx
-from collage_fx import CollageBackend, CollageError, backend_for, collage_backend, eager, full_value
+from collage_fx import CollageBackend, CollageError, backend_for, collage_backend, error_terms, full_value
 from collage_fx import backend as backend_module
-from collage_fx.runtime import error_terms
+from collage_fx.capture import watch
 from tests.support.training import (
     Descent,
     compiled,
@@ -455,7 +455,7 @@ def test_installing_the_hooks_again_leaves_one_layer() -> None:
     for _ in range(3):
         collage_fx.runtime.checkpoint.install()
         collage_fx.torch_compat.patch_averages.install()
-        eager.install(backend_module._strictness)
+        watch.install(backend_module._strictness)
     names = ("state_dict", "load_state_dict", "__getstate__", "__setstate__")
     methods = [getattr(torch.optim.Optimizer, name) for name in names]
     methods.append(torch.optim.swa_utils.AveragedModel.update_parameters)

@@ -16,9 +16,8 @@ from torch.optim.swa_utils import (
     get_swa_multi_avg_fn,
 )
 
-from collage_fx import CollageBackend, full_value
+from collage_fx import CollageBackend, error_terms, full_value
 from collage_fx.lowering.lower import inductor_settings
-from collage_fx.runtime import error_terms
 from tests.support import triton_offline as offline
 from tests.support.float_bits import same_bits
 from tests.support.race import Race, relative_error

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from collage_fx import CollageBackend, explain
+from collage_fx import CollageBackend, error_terms, explain
 from collage_fx.errors import UnsupportedTensorError
-from collage_fx.runtime import error_terms
 from tests.support.training import (
     Descent,
     LateMomentum,

@@ -19,9 +19,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from collage_fx import CollageBackend, full_value
+from collage_fx import CollageBackend, error_terms, full_value
 from collage_fx.errors import CheckpointMismatchError
-from collage_fx.runtime import error_terms
 from tests.support import resume
 from tests.support.race import Race
 from tests.support.training import (

@@ -21,9 +21,8 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from collage_fx import CollageBackend, full_value
+from collage_fx import CollageBackend, error_terms, full_value
 from collage_fx.errors import AliasedStateError, UncompensatedParameterError
-from collage_fx.runtime import error_terms
 from tests.support.bounded import SMALLEST, Bounded
 from tests.support.float_bits import unit_roundoff
 from tests.support.rules import STEPS, DrawnOptimizer, Rule, rounding_of, rules

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from collage_fx import CollageBackend
-from collage_fx.runtime import error_terms
+from collage_fx import CollageBackend, error_terms
 from tests.support.race import Parameters, Race
 from tests.support.training import (
     Descent,

@@ -27,7 +27,6 @@ from collage_fx.torch_compat import (
 
 __all__ = ["JOINT_GRAPH_SETTINGS", "inductor_settings", "lower", "lower_repeatedly", "without_sums"]
 
-
 #: Nodes of a kernel, of which Inductor takes 64.
 MOST_NODES = 1024
 

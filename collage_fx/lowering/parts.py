@@ -52,7 +52,6 @@ from collage_fx.graph.operators import once
 
 __all__ = ["Part", "parts_of"]
 
-
 aten = torch.ops.aten
 
 #: Operators that Inductor's passes may take away, and which operand is there instead.

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from torch._dynamo import utils as dynamo_utils
 
-from collage_fx import CollageBackend, CollageError, full_value
-from collage_fx.runtime import error_terms
+from collage_fx import CollageBackend, CollageError, error_terms, full_value
 from tests.compatibility.catalog import DTYPES, STEPS, Parameters, Variant
 
 __all__ = [

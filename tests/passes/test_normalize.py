@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.torch_version import TorchVersion
 
+from collage_fx import error_terms
 from collage_fx.graph.composites import COMPOSITES
 from collage_fx.graph.program import Arithmetic, InputInfo, Role, StepProgram
 from collage_fx.graph.text import graph_text
 from collage_fx.numerics.error_formats import ERROR_FORMATS
 from collage_fx.passes.normalize import Normalize
-from collage_fx.runtime import error_terms
 from tests.support.programs import after, captured, captured_of, only
 from tests.support.training import compiled, parameters, run_steps
 

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collage_fx import CollageBackend
+from collage_fx import CollageBackend, error_terms
 from collage_fx.graph.program import Arithmetic, Strategy
-from collage_fx.runtime import error_terms
 
 __all__ = ["Case", "CompiledOptimizer", "Tensors", "gradients"]
 

@@ -13,6 +13,5 @@ from collage_fx.numerics.error_formats.mcf import Mcf
 
 __all__ = ["ERROR_FORMATS", "AuxiliarySpec", "ErrorFormat", "Fp32", "Mcf"]
 
-
 #: The registered formats by name.
 ERROR_FORMATS: dict[str, ErrorFormat] = {fmt.name: fmt for fmt in (Mcf(), Fp32())}

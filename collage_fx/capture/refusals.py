@@ -13,9 +13,7 @@ leave ``optimizer.state`` as it was.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
-from weakref import WeakKeyDictionary
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -30,14 +28,7 @@ from collage_fx.runtime.layouts import refuse_layout
 from collage_fx.runtime.optimizers import KnownTensor, parameter_names
 from collage_fx.torch_compat import aot_input_of, has_internal_overlap
 
-__all__ = [
-    "forget_new_state",
-    "refuse_aliases",
-    "refuse_optimizer",
-    "refuse_overlaps",
-    "refuse_unsupported",
-    "remember_state",
-]
+__all__ = ["refuse_aliases", "refuse_optimizer", "refuse_overlaps", "refuse_unsupported"]
 
 #: Devices whose generated code's roundings are tested.
 DEVICES = ("cpu", "cuda")
@@ -191,32 +182,3 @@ def _sharing_memory(known: Iterable[KnownTensor]) -> list[str]:
         if entry.tensor.layout is torch.strided and is_low_precision(entry.tensor.dtype):
             groups.setdefault(entry.tensor.untyped_storage()._cdata, []).append(entry.name)
     return next((names for names in groups.values() if len(names) > 1), [])
-
-
-# What a refused step has already initialised. ---------------------------------------------------------------
-
-_with_state: WeakKeyDictionary[Optimizer, tuple[Any, frozenset[int]]] = WeakKeyDictionary()
-
-
-def remember_state(optimizer: Optimizer, trace: Any) -> None:
-    """Note which parameters have state as a trace begins; later calls of the same trace change nothing.
-
-    Dynamo lets the optimizers of torch.optim initialise their state (zeros) while it traces them.
-    """
-    if optimizer not in _with_state or _with_state[optimizer][0] != trace:
-        _with_state[optimizer] = trace, frozenset(map(id, _keys_with_state(optimizer)))
-
-
-def forget_new_state(optimizer: Optimizer) -> None:
-    """Take away the state that has been initialised since :func:`remember_state`.
-
-    The step has been refused.
-    """
-    if optimizer in _with_state:
-        _, known = _with_state[optimizer]
-        for key in [key for key in _keys_with_state(optimizer) if id(key) not in known]:
-            del optimizer.state[key]
-
-
-def _keys_with_state(optimizer: Optimizer) -> Iterator[Any]:
-    return (key for key, state in optimizer.state.items() if state)

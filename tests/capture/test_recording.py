@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from collage_fx import CollageBackend, full_value
+from collage_fx import CollageBackend, error_terms, full_value
+from collage_fx.capture.recording import is_recorded
 from collage_fx.errors import RecompileLimitError, UncompensatedParameterError, UnsupportedTensorError
-from collage_fx.recording import is_recorded
-from collage_fx.runtime import error_terms
 from collage_fx.torch_compat import factorizes
 from tests.support.training import Descent, compiled, parameters, run_steps, set_gradients
 
@@ -556,7 +555,7 @@ def test_what_is_recorded_while_a_thread_compiles_is_compiled() -> None:
 
 def test_a_step_that_always_needs_something_new_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
-    monkeypatch.setattr("collage_fx.recording.COMPILING_STEPS", 3)
+    monkeypatch.setattr("collage_fx.capture.recording.COMPILING_STEPS", 3)
     params = parameters(shapes=[(3,)])
     step = compiled(GrowsEachStep(params))
     with pytest.raises(RecompileLimitError, match="each of the last 3 steps of GrowsEachStep"):

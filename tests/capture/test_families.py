@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch.optim import Optimizer
 
-from collage_fx import CollageBackend, explain, reset_error_terms
+from collage_fx import CollageBackend, error_terms, explain, reset_error_terms
+from collage_fx.capture.families import families_of
+from collage_fx.capture.thinning import rows_to_trace
 from collage_fx.errors import AliasedStateError
-from collage_fx.families import families_of, rows_to_trace
 from collage_fx.graph.program import StepProgram
 from collage_fx.pipeline import run_pipeline
-from collage_fx.runtime import error_terms
 from tests.support.training import (
     Descent,
     LateMomentum,

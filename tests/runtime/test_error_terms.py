@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 import collage_fx
-from collage_fx import CollageBackend, CollageError, full_value, reset_error_terms
+from collage_fx import CollageBackend, CollageError, error_terms, full_value, reset_error_terms
 from collage_fx.errors import ConflictingErrorFormatError, LostErrorTermsError
 from collage_fx.numerics.error_formats import ERROR_FORMATS
-from collage_fx.runtime import error_terms
 from collage_fx.runtime.error_terms import allocate, expansion_of
 from tests.support.training import Descent, compiled, parameters, run_steps, set_gradients
 

@@ -21,7 +21,7 @@ from collage_fx.report.dumps import Dump
 from tests.support.programs import captured, sgd
 from tests.support.training import Descent, parameters, run_steps
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def names(folder: Path) -> list[str]:

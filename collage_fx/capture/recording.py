@@ -13,10 +13,11 @@ from torch.fx import GraphModule
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from collage_fx.admission import forget_new_state, refuse_optimizer, remember_state
 from collage_fx.capture.inputs import carried
+from collage_fx.capture.new_state import forget_new_state, remember_state
+from collage_fx.capture.recorder import Recorder, Spec
+from collage_fx.capture.refusals import refuse_optimizer
 from collage_fx.errors import CollageError, RecompileLimitError, raise_or_warn
-from collage_fx.recorder import Recorder, Spec
 from collage_fx.runtime.error_terms import expansion_of
 from collage_fx.runtime.optimizers import known_tensors, parameter_names
 from collage_fx.torch_compat import forget_static_addresses, is_step_wrapper

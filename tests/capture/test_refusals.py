@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from collage_fx import CollageBackend, full_value
+from collage_fx import CollageBackend, error_terms, full_value
 from collage_fx.errors import AliasedStateError, UnsupportedTensorError
-from collage_fx.runtime import error_terms
 from tests.support.refusals import refused
 from tests.support.training import (
     Descent,

@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from collage_fx import CollageBackend, full_value
+from collage_fx import CollageBackend, error_terms, full_value
 from collage_fx.errors import CheckpointMismatchError, ConflictingErrorFormatError
-from collage_fx.runtime import error_terms
 from tests.support import resume
 from tests.support.training import (
     Descent,
@@ -26,7 +25,7 @@ from tests.support.training import (
     set_gradients,
 )
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def ours(state_dict: dict[str, Any]) -> dict[Any, list[str]]:

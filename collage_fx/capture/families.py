@@ -40,13 +40,13 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
+from collage_fx.capture.thinning import ListRows, is_plain, layout_of
 from collage_fx.graph.families import Repetition
 from collage_fx.graph.nodes import Groups
 from collage_fx.graph.program import InputInfo
-from collage_fx.numerics.formats import is_low_precision
 from collage_fx.torch_compat import ThinnedLists
 
-__all__ = ["Families", "families_of", "rows_to_trace"]
+__all__ = ["Families", "families_of"]
 
 #: Nodes without operands that stand for no value but change how the following are captured.
 MODES = frozenset({torch._C._set_grad_enabled})
@@ -87,24 +87,6 @@ class Families:
 Describe = Callable[[Sequence[Any], Sequence[str], int], Sequence[tuple[InputInfo, Hashable]]]
 
 
-def rows_to_trace(rows: Sequence[tuple[Any, ...]]) -> list[int] | None:
-    """Two of the rows of each layout, of the lists that a step loops over.
-
-    None if that would be all of them, where nothing is compensated, where there are no families (on a GPU),
-    and where there is state that is still to be made, in the step, for each.
-    """
-    values = [value for row in rows for value in row]
-    if not all(isinstance(value, Tensor) and _is_plain(value) for value in values):
-        return None
-    if not any(is_low_precision(value.dtype) for value in values):
-        return None
-    alike: dict[Hashable, list[int]] = defaultdict(list)
-    for i, row in enumerate(rows):
-        alike[tuple(map(_layout, row))].append(i)
-    kept = sorted(i for same in alike.values() for i in same[:2])
-    return kept if len(kept) < len(rows) else None
-
-
 def families_of(
     gm: GraphModule, arguments: Sequence[Any], describe: Describe, thinned: Sequence[ThinnedLists] = ()
 ) -> Families | None:
@@ -116,7 +98,7 @@ def families_of(
         describe: tells what inputs are to the user.
         thinned: the lists of which Dynamo has traced some rows; members are found for the others.
     """
-    found = _Search(gm, arguments, _Rows(thinned))
+    found = _Search(gm, arguments, ListRows(thinned))
     if not found.is_understood():
         return None
     described = describe(found.inputs, found.names, found.bound)
@@ -142,70 +124,10 @@ class _Component:
     results: list[Node] = field(default_factory=list)
 
 
-#: Where a tensor is in the lists that a step loops over: which lists, which of them, which row.
-_Cell = tuple[int, int, int]
-
-
-class _Rows:
-    """The rows of lists, those that were traced and those that were left out."""
-
-    def __init__(self, thinned: Sequence[ThinnedLists]) -> None:
-        self.thinned = thinned
-        self.cells: dict[int, _Cell] = {
-            id(value): (t, c, r)
-            for t, lists in enumerate(thinned)
-            for r, row in enumerate(lists.rows)
-            for c, value in enumerate(row)
-        }
-        #: Rows that were traced -> those that they stand for.
-        self.stands_for: dict[tuple[int, int], list[int]] = {}
-        #: The first row of each layout -> the second.
-        self.second: dict[tuple[int, int], int] = {}
-        for t, lists in enumerate(thinned):
-            first: dict[Hashable, int] = {}
-            for r, row in enumerate(lists.rows):
-                of = first.setdefault(tuple(map(_layout, row)), r)
-                if r not in lists.kept:
-                    self.stands_for.setdefault((t, of), []).append(r)
-                elif of != r:
-                    self.second[t, of] = r
-
-    def are_understood(self) -> bool:
-        """Whether no tensor is in two places."""
-        return len(self.cells) == sum(len(lists.rows) * len(lists.rows[0]) for lists in self.thinned)
-
-    def value(self, cell: _Cell) -> Any:
-        t, c, r = cell
-        return self.thinned[t].rows[r][c]
-
-    def is_left_out(self, value: Any) -> bool:
-        t, _, r = self.cells.get(id(value), (0, 0, -1))
-        return r >= 0 and r not in self.thinned[t].kept
-
-    def with_those_left_out(self, inputs: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
-        """Inputs, by name, and where they would come in the whole graph those of rows left out."""
-        columns: dict[tuple[int, int], list[int]] = defaultdict(list)
-        last: dict[tuple[int, int], int] = {}
-        for i, (_, value) in enumerate(inputs):
-            if (cell := self.cells.get(id(value))) is not None:
-                t, c, r = cell
-                columns[t, r].append(c)
-                last[t, r] = i
-        behind: dict[int, list[tuple[str, Any]]] = defaultdict(list)
-        left_out = [(t, row, first) for (t, first), rows in self.stands_for.items() for row in rows]
-        for t, row, first in sorted(each for each in left_out if each[::2] in columns):
-            before = max(r for u, r in columns if u == t and r < row)
-            behind[last[t, before]] += [self._named((t, c, row)) for c in columns[t, first]]
-        return [each for i, given in enumerate(inputs) for each in (given, *behind[i])]
-
-    def _named(self, cell: _Cell) -> tuple[str, Any]:
-        return "list_{}_{}_row_{}".format(*cell), self.value(cell)
-
-
 class _Search:
     """Takes a captured graph apart."""
 
-    def __init__(self, gm: GraphModule, arguments: Sequence[Any], rows: _Rows) -> None:
+    def __init__(self, gm: GraphModule, arguments: Sequence[Any], rows: ListRows) -> None:
         self.gm = gm
         self.rows = rows
         placeholders = list(gm.graph.find_nodes(op="placeholder"))
@@ -243,7 +165,7 @@ class _Search:
             and None not in self.place.values()
             and all(self.rows.is_left_out(value) for value in self.inputs if id(value) not in traced)
             and not (self.rows.thinned and self._returned())
-            and all(map(_is_plain, tensors))
+            and all(map(is_plain, tensors))
             and len({value.untyped_storage()._cdata for value in tensors}) == len(tensors)
             and all(isinstance(value, (Tensor, torch.SymInt, torch.SymFloat)) for value in self.inputs)
             and all(map(self._is_understood, self.gm.graph.nodes))
@@ -314,7 +236,7 @@ class _Search:
 
     def _input(self, place: int) -> Hashable:
         """What components have to agree in."""
-        return (*_layout(self.inputs[place]), self.meanings[place])
+        return (*layout_of(self.inputs[place]), self.meanings[place])
 
     def _components(self) -> list[_Component]:
         groups: Groups = Groups()
@@ -466,16 +388,6 @@ class _Search:
         return GraphModule(self.gm, graph)
 
 
-def _is_plain(value: Tensor) -> bool:
-    """Whether a tensor is an ordinary one on the CPU, with known numbers as sizes and strides."""
-    return (
-        type(value) in (Tensor, torch.nn.Parameter)
-        and value.layout is torch.strided
-        and value.device.type == "cpu"
-        and all(isinstance(number, int) for number in (*value.shape, *value.stride()))
-    )
-
-
 def _is_tensor(node: Node) -> bool:
     return isinstance(node.meta.get("example_value"), Tensor)
 
@@ -488,14 +400,6 @@ def _seems_to_change(node: Node) -> bool:
     """Whether an operation's name is that of one in place."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     return name.endswith("_") or name in IN_PLACE
-
-
-def _layout(value: Tensor) -> tuple[Any, ...]:
-    """All that tracing may ask of a tensor."""
-    return (
-        *(type(value), value.dtype, tuple(value.shape), value.stride(), value.storage_offset()),
-        *(value.requires_grad, value.is_leaf, value.is_inference(), value.is_conj(), value.is_neg()),
-    )
 
 
 def _described(value: Any, named: Callable[[Node], Hashable]) -> Hashable:

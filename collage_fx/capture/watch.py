@@ -44,7 +44,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from collage_fx.admission import forget_new_state, refuse_optimizer, remember_state
+from collage_fx.capture.new_state import forget_new_state, remember_state
+from collage_fx.capture.recording import branches_on_values, is_recordable, is_recorded, record
+from collage_fx.capture.refusals import refuse_optimizer
 from collage_fx.errors import (
     CollageError,
     EagerStepError,
@@ -53,7 +55,6 @@ from collage_fx.errors import (
     raise_or_warn,
 )
 from collage_fx.numerics.formats import is_low_precision
-from collage_fx.recording import branches_on_values, is_recordable, is_recorded, record
 from collage_fx.runtime.batches import prepare_compiler
 from collage_fx.runtime.error_terms import expansion_of
 from collage_fx.runtime.optimizers import optimizers_among, parameter_names

@@ -301,7 +301,7 @@ def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
         **os.environ,
         "CXX": str(compiler),
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
-        "PYTHONPATH": str(Path(__file__).parent.parent),
+        "PYTHONPATH": str(Path(__file__).parents[2]),
     }
     compilations = []
     for _ in range(2):

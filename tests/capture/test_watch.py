@@ -20,7 +20,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _use_grad_for_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from collage_fx import CollageBackend, eager, full_value, reset_error_terms
+from collage_fx import CollageBackend, error_terms, full_value, reset_error_terms
+from collage_fx.capture import watch
+from collage_fx.capture.recording import is_recorded
 from collage_fx.errors import (
     CollageError,
     EagerStepError,
@@ -28,8 +30,6 @@ from collage_fx.errors import (
     RecompileLimitError,
     UnsupportedOptimizerError,
 )
-from collage_fx.recording import is_recorded
-from collage_fx.runtime import error_terms
 from tests.support.refusals import refused
 from tests.support.training import Descent, compiled, parameters, run_steps, set_gradients
 
@@ -399,7 +399,7 @@ def test_a_step_that_dynamo_fails_at_is_recorded_and_the_user_told(
 
 def test_a_function_that_is_compiled_again_and_again_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that does more than a step: what is recorded is the step alone."""
-    monkeypatch.setattr(eager, "COMPILATIONS", 1)
+    monkeypatch.setattr(watch, "COMPILATIONS", 1)
     params = parameters(shapes=[(3,)])
     set_gradients(params)
     optimizer = Counts(params)
@@ -419,7 +419,7 @@ def test_a_function_that_is_compiled_again_and_again_is_refused(monkeypatch: pyt
 def test_the_limit_is_each_optimizers_own() -> None:
     """Dynamo counts the compilations of a function, whichever optimizer they were for."""
     with torch._dynamo.config.patch(recompile_limit=2):
-        for seed in range(2 * eager.COMPILATIONS + 1):
+        for seed in range(2 * watch.COMPILATIONS + 1):
             params = parameters(shapes=[(3,)], seed=seed)
             run_steps(compiled(Descent(params, lr=TINY)), params, [seed])
             assert bool(error_terms(params[0])[0].any())

@@ -13,10 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from collage_fx import CollageBackend, full_value
+from collage_fx import CollageBackend, error_terms, full_value
 from collage_fx.errors import ChangedTensorError, UnsupportedTensorError
 from collage_fx.numerics.error_formats import ERROR_FORMATS
-from collage_fx.runtime import error_terms
 from collage_fx.runtime.calls import StepInParts
 from collage_fx.runtime.error_terms import allocate
 from collage_fx.runtime.layouts import Expected, Layouts
