@@ -1,4 +1,4 @@
-"""The ``torch.compile`` backend. What happens in one compilation is in ``capture.py``."""
+"""The ``torch.compile`` backend. What happens in one compilation is in ``compilation.py``."""
 
 from __future__ import annotations
 
@@ -11,29 +11,20 @@ import torch
 from torch.fx import GraphModule
 from torch.optim import Optimizer
 
-from collage_fx.capture import numbers, watch
-from collage_fx.capture.families import Families, families_of
-from collage_fx.capture.new_state import forget_new_state
-from collage_fx.capture.thinning import rows_to_trace
+from collage_fx.capture import Families, families_of, forget_new_state, numbers, rows_to_trace, watch
 from collage_fx.compilation import Capture, CaptureOfFamilies
 from collage_fx.errors import (
     InvalidOptionError,
 )
-from collage_fx.graph.families import Repetition
-from collage_fx.graph.program import Arithmetic, StepProgram, Strategy
-from collage_fx.lowering.lower import JOINT_GRAPH_SETTINGS, lower, lower_repeatedly
+from collage_fx.graph import Arithmetic, Repetition, StepProgram, Strategy
+from collage_fx.lowering import JOINT_GRAPH_SETTINGS, lower, lower_repeatedly
 from collage_fx.options import MODES, Options, refuse_unless
 from collage_fx.pipeline import (
     PIPELINE,
     Pass,
 )
-from collage_fx.report.dumps import is_dumping
-from collage_fx.report.graphs import GraphReport
-from collage_fx.report.plots import plot
-from collage_fx.report.report import CollageReport
-from collage_fx.runtime.batches import prepare_compiler
-from collage_fx.runtime.meter import Meter
-from collage_fx.runtime.metrics import Metrics
+from collage_fx.report import CollageReport, GraphReport, is_dumping, plot
+from collage_fx.runtime import Meter, Metrics, prepare_compiler
 from collage_fx.torch_compat import (
     ThinnedLists,
     TraceWhole,

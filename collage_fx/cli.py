@@ -23,13 +23,11 @@ from torch.optim import Optimizer
 
 from collage_fx.backend import CollageBackend
 from collage_fx.doctor import examine
-from collage_fx.errors import CollageError
+from collage_fx.errors import CollageError, did_you_mean
 from collage_fx.explain import explain
-from collage_fx.graph.program import Arithmetic, Strategy
-from collage_fx.numerics.error_formats import ERROR_FORMATS
-from collage_fx.report.report import CollageReport
-from collage_fx.report.tensors import treatments
-from collage_fx.suggestions import did_you_mean
+from collage_fx.graph import Arithmetic, Strategy
+from collage_fx.numerics import ERROR_FORMATS
+from collage_fx.report import CollageReport, treatments
 
 __all__ = ["main"]
 

@@ -14,12 +14,18 @@ import torch
 from torch.fx import Graph, GraphModule
 from torch.optim import Optimizer
 
-from collage_fx.capture import numbers, watch
-from collage_fx.capture.families import Families
-from collage_fx.capture.inputs import describe_input, describe_inputs
-from collage_fx.capture.new_state import forget_new_state
-from collage_fx.capture.recording import is_recorded
-from collage_fx.capture.refusals import refuse_aliases, refuse_overlaps, refuse_unsupported
+from collage_fx.capture import (
+    Families,
+    describe_input,
+    describe_inputs,
+    forget_new_state,
+    is_recorded,
+    numbers,
+    refuse_aliases,
+    refuse_overlaps,
+    refuse_unsupported,
+    watch,
+)
 from collage_fx.errors import (
     AliasedStateError,
     CollageError,
@@ -28,18 +34,21 @@ from collage_fx.errors import (
     UnsupportedTensorError,
     warn,
 )
-from collage_fx.graph.families import Repetition, input_name, repeated_graph
-from collage_fx.graph.nodes import (
+from collage_fx.graph import (
+    InputInfo,
+    Repetition,
+    Role,
+    StepProgram,
     assignments_to_stores,
     copies_to_inputs,
+    input_name,
     is_low_precision_tensor,
     placeholders,
+    repeated_graph,
     tensor_value,
 )
-from collage_fx.graph.program import InputInfo, Role, StepProgram
-from collage_fx.lowering.lower import without_sums
-from collage_fx.numerics.error_formats import ERROR_FORMATS
-from collage_fx.numerics.formats import short_name
+from collage_fx.lowering import without_sums
+from collage_fx.numerics import ERROR_FORMATS, short_name
 from collage_fx.options import Options
 from collage_fx.pipeline import (
     ANALYSIS,
@@ -48,14 +57,21 @@ from collage_fx.pipeline import (
     Stage,
     run_pipeline,
 )
-from collage_fx.report.dumps import open_dump
-from collage_fx.report.graphs import GraphReport, Rewritten
-from collage_fx.report.tensors import TensorReport, tensor_report, treatments
-from collage_fx.runtime.checkpoint import note_compiled
-from collage_fx.runtime.error_terms import Expansion, expansion_of, require_format
-from collage_fx.runtime.meter import MeasuredInput, Meter, MeteredStep, Rows
-from collage_fx.runtime.optimizers import KnownTensor, known_tensors, optimizers_among
-from collage_fx.runtime.step import WholeStep
+from collage_fx.report import GraphReport, Rewritten, TensorReport, open_dump, tensor_report, treatments
+from collage_fx.runtime import (
+    Expansion,
+    KnownTensor,
+    MeasuredInput,
+    Meter,
+    MeteredStep,
+    Rows,
+    WholeStep,
+    expansion_of,
+    known_tensors,
+    note_compiled,
+    optimizers_among,
+    require_format,
+)
 from collage_fx.torch_compat import (
     aot_input_of,
     compile_with_inductor,
@@ -425,7 +441,7 @@ class Capture:
 
 
 class CaptureOfFamilies(Capture):
-    """The compilation of one of each family: Note [One of each family] in ``families.py``.
+    """The compilation of one of each family: Note [One of each family] in ``capture/families.py``.
 
     Attributes:
         step: the whole step, once the small graph has been compiled; None where it has to be compiled whole.

@@ -1,7 +1,7 @@
 """Whether this installation keeps what it promises: ``collage-fx doctor``.
 
 The promise rests on the compiler: a rounding that it drops makes every error term zero, silently (see
-Note [Rounding must survive lowering] in ``collage_fx/arithmetic.py``). So a step is compiled on every device
+Note [Rounding must survive lowering] in ``numerics/arithmetic.py``). So a step is compiled on every device
 and held, bit for bit, to the same step computed by torch's own eager operations on the CPU.
 """
 

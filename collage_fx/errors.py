@@ -10,7 +10,9 @@ Dynamo hands from a backend to the user as it is; any other would arrive wrapped
 
 from __future__ import annotations
 
+import difflib
 import warnings
+from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -31,6 +33,7 @@ __all__ = [
     "UncompensatedParameterError",
     "UnsupportedOptimizerError",
     "UnsupportedTensorError",
+    "did_you_mean",
     "raise_or_warn",
     "warn",
 ]
@@ -144,3 +147,17 @@ def raise_or_warn(about: Any, refusal: CollageError, *, strict: bool) -> None:
 
 
 _said: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The known names that look like ``name``; all of them where none does and they are few."""
+    known = list(known)
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
+    lower = {each.lower(): each for each in known}
+    if not near and name.lower() in lower:
+        near = [lower[name.lower()]]
+    if near:
+        return f"did you mean {' or '.join(near)}?"
+    if not known:
+        return "there are none"
+    return f"known are {', '.join(known[:20])}{', …' if len(known) > 20 else ''}"

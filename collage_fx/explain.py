@@ -14,12 +14,11 @@ from torch.fx import GraphModule
 from torch.optim import Optimizer
 
 from collage_fx.backend import CollageBackend
-from collage_fx.capture.families import Families
-from collage_fx.graph.families import Repetition
-from collage_fx.graph.program import Role, StepProgram
-from collage_fx.numerics.formats import is_low_precision
-from collage_fx.report.report import CollageReport
-from collage_fx.runtime.optimizers import known_tensors
+from collage_fx.capture import Families
+from collage_fx.graph import Repetition, Role, StepProgram
+from collage_fx.numerics import is_low_precision
+from collage_fx.report import CollageReport
+from collage_fx.runtime import known_tensors
 
 __all__ = ["explain"]
 

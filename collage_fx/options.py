@@ -9,8 +9,8 @@ from typing import get_args
 from collage_fx.errors import (
     InvalidOptionError,
 )
-from collage_fx.graph.program import Arithmetic, Strategy
-from collage_fx.numerics.error_formats import ERROR_FORMATS
+from collage_fx.graph import Arithmetic, Strategy
+from collage_fx.numerics import ERROR_FORMATS
 from collage_fx.pipeline import (
     PIPELINE,
     Pass,

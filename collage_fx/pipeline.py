@@ -1,6 +1,6 @@
 """The whole compiler, in order.
 
-What comes out is lowered by ``lowering.py``; equal updates then share kernels (``sharing.py``).
+What comes out is lowered by ``lowering/lower.py``; equal updates then share kernels (``lowering/plan.py``).
 """
 
 from __future__ import annotations
@@ -10,10 +10,8 @@ from dataclasses import dataclass
 
 from torch.fx import Graph
 
-from collage_fx.errors import InvalidOptionError
-from collage_fx.graph.nodes import mark_new_nodes
-from collage_fx.graph.program import StepProgram
-from collage_fx.graph.verify import verify
+from collage_fx.errors import InvalidOptionError, did_you_mean
+from collage_fx.graph import StepProgram, mark_new_nodes, verify
 from collage_fx.passes.allocate import Allocate
 from collage_fx.passes.analyze import Analyze
 from collage_fx.passes.base import Pass
@@ -26,7 +24,6 @@ from collage_fx.passes.normalize import Normalize
 from collage_fx.passes.pin_roundings import PinRoundings
 from collage_fx.passes.undo_stochastic_rounding import UndoStochasticRounding
 from collage_fx.passes.widen import Widen
-from collage_fx.suggestions import did_you_mean
 
 __all__ = [
     "ANALYSIS",

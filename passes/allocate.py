@@ -1,7 +1,7 @@
 """Error terms become graph inputs.
 
 Only the graph's side of the allocation is done here: placeholders behind the existing ones, so that no
-position that AOTAutograd and Dynamo know of moves. The real buffers belong to ``collage_fx/error_terms.py``,
+position that AOTAutograd and Dynamo know of moves. The real buffers belong to ``runtime/error_terms.py``,
 which knows how long they live.
 """
 
@@ -12,9 +12,15 @@ from dataclasses import dataclass
 
 import torch
 
-from collage_fx.graph.editor import GraphEditor
-from collage_fx.graph.nodes import PASS_MARK, is_low_precision_tensor, placeholders, tensor_value
-from collage_fx.graph.program import ReadExpansion, StepProgram
+from collage_fx.graph import (
+    PASS_MARK,
+    GraphEditor,
+    ReadExpansion,
+    StepProgram,
+    is_low_precision_tensor,
+    placeholders,
+    tensor_value,
+)
 from collage_fx.passes.base import Pass
 
 __all__ = ["Allocate"]

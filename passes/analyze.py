@@ -14,9 +14,20 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from collage_fx.graph.nodes import copies_to_inputs, is_low_precision_tensor, placeholders, tensor_value
-from collage_fx.graph.program import Kind, Role, StateTensor, StepProgram
-from collage_fx.graph.recurrence import IDENTITIES, is_factory, judge, read_recurrence
+from collage_fx.graph import (
+    IDENTITIES,
+    Kind,
+    Role,
+    StateTensor,
+    StepProgram,
+    copies_to_inputs,
+    is_factory,
+    is_low_precision_tensor,
+    judge,
+    placeholders,
+    read_recurrence,
+    tensor_value,
+)
 from collage_fx.passes.base import Pass
 
 __all__ = ["Analyze"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
-from collage_fx.graph.program import StepProgram
+from collage_fx.graph import StepProgram
 
 __all__ = ["Pass"]
 

@@ -6,7 +6,7 @@ a tensor and negation have double-word algorithms; a decay such as 0.999 or 1 - 
 other elementwise operation is computed on the joined float32 value and split again, so that no operation on
 the path drops the error term. Whatever leaves the path reads hi, which is the value rounded to nearest,
 since ``|lo| <= ulp(hi)/2``. Where an optimizer compensates by hand, what it computes from the new value is
-path too: Note [Kahan's own term] in ``feedback.py``.
+path too: Note [Kahan's own term] in ``graph/feedback.py``.
 
 Note [Decay is an increment]
 ----------------------------
@@ -39,13 +39,19 @@ from torch import Tensor
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from collage_fx.graph.editor import GraphEditor
-from collage_fx.graph.feedback import copies_read_by, fed_back
-from collage_fx.graph.nodes import is_conversion, tensor_value, unconverted
-from collage_fx.graph.program import StateTensor, StepProgram
-from collage_fx.graph.retype import is_movement, is_pointwise
-from collage_fx.numerics import arithmetic
-from collage_fx.numerics.arithmetic import DoubleWord
+from collage_fx.graph import (
+    GraphEditor,
+    StateTensor,
+    StepProgram,
+    copies_read_by,
+    fed_back,
+    is_conversion,
+    is_movement,
+    is_pointwise,
+    tensor_value,
+    unconverted,
+)
+from collage_fx.numerics import DoubleWord, arithmetic
 from collage_fx.passes.base import Pass
 
 __all__ = ["CompensateNative"]

@@ -5,7 +5,7 @@ is exact in float32 (Sterbenz-like: hi' is x' rounded), so ``|hi' + lo' - x'| <=
 ``|lo'| <= ulp(hi')/2``.
 
 Whoever reads the new value reads x', except where an optimizer compensates by hand and has to see what has
-been rounded: Note [Kahan's own term] in ``feedback.py``.
+been rounded: Note [Kahan's own term] in ``graph/feedback.py``.
 """
 
 from __future__ import annotations
@@ -16,10 +16,18 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from collage_fx.graph.editor import GraphEditor
-from collage_fx.graph.feedback import fed_back, new_value
-from collage_fx.graph.nodes import is_conversion, is_copy_to_input, is_low_precision_tensor, unconverted
-from collage_fx.graph.program import ReadExpansion, StateTensor, StepProgram
+from collage_fx.graph import (
+    GraphEditor,
+    ReadExpansion,
+    StateTensor,
+    StepProgram,
+    fed_back,
+    is_conversion,
+    is_copy_to_input,
+    is_low_precision_tensor,
+    new_value,
+    unconverted,
+)
 from collage_fx.passes.base import Pass
 
 __all__ = ["CompensateWide"]

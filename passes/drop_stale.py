@@ -16,9 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from collage_fx.graph.editor import GraphEditor
-from collage_fx.graph.nodes import is_copy_to_input, placeholders
-from collage_fx.graph.program import Kind, Role, StateTensor, StepProgram
+from collage_fx.graph import GraphEditor, Kind, Role, StateTensor, StepProgram, is_copy_to_input, placeholders
 from collage_fx.passes.base import Pass
 
 __all__ = ["DropStale"]

@@ -14,10 +14,7 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from collage_fx.graph.editor import GraphEditor
-from collage_fx.graph.nodes import is_copy_to_input, tensor_value
-from collage_fx.graph.operators import once
-from collage_fx.graph.program import StepProgram
+from collage_fx.graph import GraphEditor, StepProgram, is_copy_to_input, once, tensor_value
 from collage_fx.passes.base import Pass
 
 __all__ = ["HoistScalars"]

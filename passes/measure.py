@@ -1,4 +1,4 @@
-"""Sums of what each update was to do and what it did: Note [Metrics] in ``collage_fx/measures.py``.
+"""Sums of what each update was to do and what it did: Note [Metrics] in ``numerics/update_sums.py``.
 
 The intended update is that of the step computed in float32 from the whole old values. ``wide`` arithmetic
 computes just that. ``native`` arithmetic rounds on the way, and a step without compensation computes in the
@@ -15,18 +15,21 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from collage_fx.graph.editor import GraphEditor
-from collage_fx.graph.nodes import (
+from collage_fx.graph import (
     PASS_MARK,
+    GraphEditor,
+    StateTensor,
+    StepProgram,
     copies_to_inputs,
     is_conversion,
     is_copy_to_input,
     placeholders,
+    round_to_storage,
     unconverted,
+    update_sizes,
+    update_sums,
 )
-from collage_fx.graph.operators import round_to_storage, update_sizes, update_sums
-from collage_fx.graph.program import StateTensor, StepProgram
-from collage_fx.numerics.update_sums import SIZES, SUMS
+from collage_fx.numerics import SIZES, SUMS
 from collage_fx.passes.base import Pass
 from collage_fx.passes.normalize import Normalize
 from collage_fx.passes.widen import Widen

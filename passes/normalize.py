@@ -2,7 +2,7 @@
 
 Optimizers write an update in many ways: ``torch._foreach_addcdiv_`` over lists, ``addcmul``, ``lerp``,
 ``add(alpha=...)``, and AOTAutograd adds ``prims.fma``. The later passes read recurrences and place roundings,
-for which an update has to be made of elementary operations: those of ``collage_fx/composites.py``.
+for which an update has to be made of elementary operations: those of ``graph/composites.py``.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from collage_fx.graph.composites import (
+from collage_fx.graph import (
     COMPOSITES,
     FOREACH_OPERATORS,
+    GraphEditor,
+    StepProgram,
+    copies_to_inputs,
     foreach_calls,
     foreach_name,
     foreach_rule,
+    is_low_precision_tensor,
+    tensor_value,
     weighted_sum,
 )
-from collage_fx.graph.editor import GraphEditor
-from collage_fx.graph.nodes import copies_to_inputs, is_low_precision_tensor, tensor_value
-from collage_fx.graph.program import StepProgram
 from collage_fx.passes.base import Pass
-from collage_fx.torch_compat import real_tensors
 
 __all__ = ["Normalize"]
 
@@ -118,7 +119,7 @@ def _know_number(editor: GraphEditor, node: Node) -> None:
     value = tensor_value(node)
     if value is None or value.shape or value.is_complex():
         return
-    with real_tensors():
+    with editor.real_tensors():
         computed = _computed(editor, node)
         number = None if computed is None else computed.to(value.dtype).item()
     if number is not None:

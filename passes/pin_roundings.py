@@ -1,6 +1,6 @@
 """Roundings that the arithmetic relies on are made of operations that lowering cannot drop.
 
-See Note [Rounding must survive lowering] in ``collage_fx/arithmetic.py``. The graph arrives in its readable
+See Note [Rounding must survive lowering] in ``numerics/arithmetic.py``. The graph arrives in its readable
 form, in which a low-precision node means "rounded" and a cast there and back is a rounding; it leaves in its
 compilable form, in which values are float32 numbers on the storage format's grid and every remaining cast is
 either exact or a store.
@@ -13,9 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from collage_fx.graph.editor import GraphEditor
-from collage_fx.graph.program import StepProgram
-from collage_fx.graph.retype import Retyper
+from collage_fx.graph import GraphEditor, Retyper, StepProgram
 from collage_fx.passes.base import Pass
 
 __all__ = ["PinRoundings"]

@@ -24,10 +24,15 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from collage_fx.graph.editor import GraphEditor
-from collage_fx.graph.nodes import copies_to_inputs, placeholders, tensor_value
-from collage_fx.graph.program import Role, StepProgram
-from collage_fx.graph.recurrence import IDENTITIES
+from collage_fx.graph import (
+    IDENTITIES,
+    GraphEditor,
+    Role,
+    StepProgram,
+    copies_to_inputs,
+    placeholders,
+    tensor_value,
+)
 from collage_fx.passes.base import Pass
 
 __all__ = ["UndoStochasticRounding"]

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from collage_fx.graph.editor import GraphEditor
-from collage_fx.graph.program import StepProgram
-from collage_fx.graph.retype import Retyper
+from collage_fx.graph import GraphEditor, Retyper, StepProgram
 from collage_fx.passes.base import Pass
 
 __all__ = ["Widen"]

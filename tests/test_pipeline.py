@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from collage_fx.errors import GraphInvariantError
+from collage_fx.graph.invariants import verify
 from collage_fx.graph.program import StepProgram
-from collage_fx.graph.verify import verify
 from collage_fx.passes.base import Pass
 from collage_fx.pipeline import ANALYSIS, PIPELINE, Stage, run_pipeline
 from tests.support.programs import after, captured, sgd

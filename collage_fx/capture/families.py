@@ -41,9 +41,7 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from collage_fx.capture.thinning import ListRows, is_plain, layout_of
-from collage_fx.graph.families import Repetition
-from collage_fx.graph.nodes import Groups
-from collage_fx.graph.program import InputInfo
+from collage_fx.graph import Groups, InputInfo, Repetition
 from collage_fx.torch_compat import ThinnedLists
 
 __all__ = ["Families", "families_of"]

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from collage_fx.graph.program import InputInfo, Role
-from collage_fx.runtime.optimizers import KnownTensor
+from collage_fx.graph import InputInfo, Role
+from collage_fx.runtime import KnownTensor
 from collage_fx.torch_compat import aot_input_of, symbol_source
 
 __all__ = ["carried", "describe_input", "describe_inputs"]

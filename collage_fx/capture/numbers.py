@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from collage_fx.graph.composites import COMPOSITES, foreach_calls, foreach_name, foreach_rule, is_one
+from collage_fx.graph import COMPOSITES, foreach_calls, foreach_name, foreach_rule, is_one
 from collage_fx.torch_compat import functional_decompositions, keep_numbers_symbolic, trace_instead
 
 __all__ = ["decompositions", "install"]

@@ -42,8 +42,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from collage_fx.capture.inputs import carried
 from collage_fx.errors import EagerStepError
-from collage_fx.graph.composites import FOREACH_OPERATORS, foreach_calls, foreach_name, foreach_rule
-from collage_fx.numerics.formats import is_low_precision
+from collage_fx.graph import FOREACH_OPERATORS, foreach_calls, foreach_name, foreach_rule
+from collage_fx.numerics import is_low_precision
 from collage_fx.torch_compat import (
     FakeTensorMode,
     compile_lock,

@@ -18,10 +18,8 @@ from collage_fx.capture.new_state import forget_new_state, remember_state
 from collage_fx.capture.recorder import Recorder, Spec
 from collage_fx.capture.refusals import refuse_optimizer
 from collage_fx.errors import CollageError, RecompileLimitError, raise_or_warn
-from collage_fx.runtime.error_terms import expansion_of
-from collage_fx.runtime.optimizers import known_tensors, parameter_names
-from collage_fx.torch_compat import forget_static_addresses, is_step_wrapper
-from collage_fx.torch_compat.patching import MARK
+from collage_fx.runtime import expansion_of, known_tensors, parameter_names
+from collage_fx.torch_compat import MARK, forget_static_addresses, is_step_wrapper
 
 __all__ = ["branches_on_values", "is_recordable", "is_recorded", "record"]
 

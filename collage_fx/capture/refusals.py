@@ -21,11 +21,9 @@ from torch.fx import GraphModule
 from torch.optim import Optimizer
 
 from collage_fx.errors import AliasedStateError, UnsupportedOptimizerError, UnsupportedTensorError
-from collage_fx.graph.nodes import assignments, copies_to_inputs, is_dense, placeholders
-from collage_fx.graph.program import InputInfo, Role
-from collage_fx.numerics.formats import is_low_precision
-from collage_fx.runtime.layouts import refuse_layout
-from collage_fx.runtime.optimizers import KnownTensor, parameter_names
+from collage_fx.graph import InputInfo, Role, assignments, copies_to_inputs, is_dense, placeholders
+from collage_fx.numerics import is_low_precision
+from collage_fx.runtime import KnownTensor, parameter_names, refuse_layout
 from collage_fx.torch_compat import aot_input_of, has_internal_overlap
 
 __all__ = ["refuse_aliases", "refuse_optimizer", "refuse_overlaps", "refuse_unsupported"]

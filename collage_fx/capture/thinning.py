@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collage_fx.numerics.formats import is_low_precision
+from collage_fx.numerics import is_low_precision
 from collage_fx.torch_compat import ThinnedLists
 
 __all__ = ["ListRows", "is_plain", "layout_of", "rows_to_trace"]

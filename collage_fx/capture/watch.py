@@ -20,7 +20,7 @@ which costs nothing in a step that is compiled already:
 * *Reading a tensor's value* (``norm.item()``) would break the graph too; it is captured instead, unless the
   step goes on to branch on it.
 * *Something that Dynamo doesn't trace*: sparse gradients, optimizers whose step is disabled for Dynamo,
-  ``fused=True``, which is one opaque operator. See Note [Two doors] in ``admission.py``.
+  ``fused=True``, which is one opaque operator. See Note [Two doors] in ``refusals.py``.
 * *Calling ``optimizer.step()`` itself* instead of the compiled callable. Every optimizer runs the global step
   hooks when it is stepped eagerly; ours looks whether the optimizer's parameters have error terms
   (:func:`_before_eager_step`).
@@ -54,10 +54,8 @@ from collage_fx.errors import (
     RecompileLimitError,
     raise_or_warn,
 )
-from collage_fx.numerics.formats import is_low_precision
-from collage_fx.runtime.batches import prepare_compiler
-from collage_fx.runtime.error_terms import expansion_of
-from collage_fx.runtime.optimizers import optimizers_among, parameter_names
+from collage_fx.numerics import is_low_precision
+from collage_fx.runtime import expansion_of, optimizers_among, parameter_names, prepare_compiler
 from collage_fx.torch_compat import (
     ConvertAgain,
     GraphBreak,

@@ -1,1 +1,100 @@
 """A captured step as data, and the hands that edit it: what the author of a pass may import."""
+
+from collage_fx.graph.composites import (
+    COMPOSITES,
+    FOREACH_OPERATORS,
+    foreach_calls,
+    foreach_name,
+    foreach_rule,
+    is_one,
+    weighted_sum,
+)
+from collage_fx.graph.editor import GraphEditor
+from collage_fx.graph.families import ONCE, Repetition, input_name, repeated_graph
+from collage_fx.graph.feedback import copies_read_by, fed_back, new_value
+from collage_fx.graph.invariants import verify
+from collage_fx.graph.nodes import (
+    PASS_MARK,
+    Groups,
+    assignments,
+    assignments_to_stores,
+    copies_to_inputs,
+    is_conversion,
+    is_copy_to_input,
+    is_dense,
+    is_low_precision_tensor,
+    is_number,
+    mark_new_nodes,
+    placeholders,
+    tensor_value,
+    unconverted,
+)
+from collage_fx.graph.operators import REVISION, once, rest, round_to_storage, update_sizes, update_sums
+from collage_fx.graph.program import (
+    Arithmetic,
+    InputInfo,
+    Kind,
+    ReadExpansion,
+    Role,
+    StateTensor,
+    StepProgram,
+    Strategy,
+)
+from collage_fx.graph.recurrence import IDENTITIES, is_factory, judge, read_recurrence
+from collage_fx.graph.retype import Retyper, is_movement, is_pointwise
+from collage_fx.graph.text import graph_text
+
+__all__ = [
+    "COMPOSITES",
+    "FOREACH_OPERATORS",
+    "IDENTITIES",
+    "ONCE",
+    "PASS_MARK",
+    "REVISION",
+    "Arithmetic",
+    "GraphEditor",
+    "Groups",
+    "InputInfo",
+    "Kind",
+    "ReadExpansion",
+    "Repetition",
+    "Retyper",
+    "Role",
+    "StateTensor",
+    "StepProgram",
+    "Strategy",
+    "assignments",
+    "assignments_to_stores",
+    "copies_read_by",
+    "copies_to_inputs",
+    "fed_back",
+    "foreach_calls",
+    "foreach_name",
+    "foreach_rule",
+    "graph_text",
+    "input_name",
+    "is_conversion",
+    "is_copy_to_input",
+    "is_dense",
+    "is_factory",
+    "is_low_precision_tensor",
+    "is_movement",
+    "is_number",
+    "is_one",
+    "is_pointwise",
+    "judge",
+    "mark_new_nodes",
+    "new_value",
+    "once",
+    "placeholders",
+    "read_recurrence",
+    "repeated_graph",
+    "rest",
+    "round_to_storage",
+    "tensor_value",
+    "unconverted",
+    "update_sizes",
+    "update_sums",
+    "verify",
+    "weighted_sum",
+]

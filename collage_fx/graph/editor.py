@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ from collage_fx.torch_compat import (
     detect_fake_mode,
     functional_decompositions,
     make_fx,
+    real_tensors,
 )
 
 __all__ = ["GraphEditor"]
@@ -136,6 +138,11 @@ class GraphEditor:
                 samples = [_sample(arg) for arg in args if isinstance(arg, Node)]
                 self._traces[key] = tracer(*samples)
         return self._traces[key]
+
+    @staticmethod
+    def real_tensors() -> AbstractContextManager[None]:
+        """Within it, operations are carried out on real tensors, for a number that is known while compiling."""
+        return real_tensors()
 
     def propagate_from(self, changed: Node) -> None:
         """Recompute the values of everything computed from ``changed``, whose strides have changed."""

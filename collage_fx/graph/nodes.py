@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from collage_fx.numerics.formats import is_low_precision
+from collage_fx.numerics import is_low_precision
 from collage_fx.torch_compat import (
     DATA_ASSIGNMENTS,
 )

@@ -5,8 +5,8 @@ Note [One node, one definition]
 A pinned rounding is a dozen elementary operations. Put into the graph one by one they would bury the step
 that a person wants to read, and Inductor, which inlines a value into each of its readers, would trace them
 again and again. So each is an operator of its own, whose eager implementation is the function in
-``arithmetic.py`` and whose lowering *interprets a
-trace of that same function*, element by element, in the kernel that reads it: the arithmetic is written once.
+``numerics/arithmetic.py`` and whose lowering *interprets a trace of that same function*, element by element,
+in the kernel that reads it: the arithmetic is written once.
 
 Note [A rounding in C++ is a conversion]
 ----------------------------------------
@@ -46,6 +46,7 @@ from collage_fx import torch_compat
 from collage_fx.numerics import arithmetic
 from collage_fx.numerics import update_sums as measures
 from collage_fx.torch_compat import (
+    Sums,
     functional_decompositions,
     generates_cpp,
     make_fx,
@@ -57,7 +58,6 @@ from collage_fx.torch_compat import (
     rest_in_cpp,
     rounded_in_cpp,
 )
-from collage_fx.torch_compat.cpp_sums import Sums
 
 __all__ = ["REVISION", "once", "rest", "round_to_storage", "update_sizes", "update_sums"]
 

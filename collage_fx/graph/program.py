@@ -12,8 +12,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from collage_fx.graph.nodes import copies_to_inputs, placeholders, tensor_value
-from collage_fx.numerics.error_formats import ErrorFormat
-from collage_fx.numerics.formats import FloatFormat, storage_format
+from collage_fx.numerics import ErrorFormat, FloatFormat, storage_format
 
 if TYPE_CHECKING:
     import sympy

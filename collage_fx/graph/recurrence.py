@@ -21,7 +21,7 @@ from torch.fx import Node
 
 from collage_fx.graph.nodes import tensor_value
 from collage_fx.graph.program import Kind, Recurrence, Verdict
-from collage_fx.numerics.formats import FloatFormat
+from collage_fx.numerics import FloatFormat
 
 __all__ = [
     "IDENTITIES",

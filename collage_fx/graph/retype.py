@@ -20,7 +20,7 @@ from torch.fx.node import map_arg
 from collage_fx.graph.editor import GraphEditor
 from collage_fx.graph.nodes import is_copy_to_input, is_low_precision_tensor, tensor_value
 from collage_fx.graph.operators import round_to_storage
-from collage_fx.numerics.formats import is_low_precision, storage_format
+from collage_fx.numerics import is_low_precision, storage_format
 
 __all__ = ["Retyper", "is_movement", "is_pointwise", "is_transparent"]
 

@@ -41,12 +41,19 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from collage_fx.graph.nodes import is_dense, is_number, placeholders, tensor_value
-from collage_fx.graph.operators import REVISION, rest, update_sizes, update_sums
-from collage_fx.graph.retype import is_pointwise
+from collage_fx.graph import (
+    REVISION,
+    is_dense,
+    is_number,
+    is_pointwise,
+    placeholders,
+    rest,
+    tensor_value,
+    update_sizes,
+    update_sums,
+)
 from collage_fx.lowering.parts import Part
-from collage_fx.runtime.batches import LENGTH, MOST_ARGUMENTS, MOST_BUFFERS, SUMS_OF_PIECE, buffer_at
-from collage_fx.runtime.calls import Kernel
+from collage_fx.runtime import LENGTH, MOST_ARGUMENTS, MOST_BUFFERS, SUMS_OF_PIECE, Kernel, buffer_at
 from collage_fx.torch_compat import (
     SymbolicScope,
     add_to_cache_key,

@@ -9,14 +9,20 @@ from typing import Any
 from torch import Tensor
 from torch.fx import Graph, GraphModule
 
-from collage_fx.graph.families import Repetition
-from collage_fx.graph.nodes import copies_to_inputs, placeholders
-from collage_fx.graph.operators import REVISION, update_sizes, update_sums
-from collage_fx.graph.program import Arithmetic, InputInfo, Role, StepProgram
+from collage_fx.graph import (
+    REVISION,
+    Arithmetic,
+    InputInfo,
+    Repetition,
+    Role,
+    StepProgram,
+    copies_to_inputs,
+    placeholders,
+    update_sizes,
+    update_sums,
+)
 from collage_fx.lowering.plan import lower_in_parts, repeated_step
-from collage_fx.runtime.calls import StepInParts
-from collage_fx.runtime.layouts import Expected
-from collage_fx.runtime.step import CompensatedStep, bind
+from collage_fx.runtime import CompensatedStep, Expected, StepInParts, bind
 from collage_fx.torch_compat import (
     COMBINED_LAUNCHES,
     add_to_cache_key,

@@ -40,15 +40,15 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
-from collage_fx.graph.nodes import (
+from collage_fx.graph import (
     Groups,
     copies_to_inputs,
     is_copy_to_input,
     is_number,
+    once,
     placeholders,
     tensor_value,
 )
-from collage_fx.graph.operators import once
 
 __all__ = ["Part", "parts_of"]
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from torch.fx import Graph
 
-from collage_fx.graph.text import graph_text
+from collage_fx.graph import graph_text
 from collage_fx.report.pictures import dot, whole_graph
 
 __all__ = ["VARIABLE", "Dump", "is_dumping", "open_dump"]

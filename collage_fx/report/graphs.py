@@ -11,14 +11,13 @@ from pathlib import Path
 import torch
 from torch.fx import Graph, GraphModule
 
-from collage_fx.errors import InvalidOptionError
-from collage_fx.graph.program import Role, StepProgram, Strategy
-from collage_fx.numerics.error_formats import ERROR_FORMATS
+from collage_fx.errors import InvalidOptionError, did_you_mean
+from collage_fx.graph import Role, StepProgram, Strategy
+from collage_fx.numerics import ERROR_FORMATS
 from collage_fx.pipeline import ANALYSIS, Pass, Stage, run_pipeline
 from collage_fx.report.pictures import Picture, dot, picture, render
 from collage_fx.report.svg import side_by_side
 from collage_fx.report.tensors import TensorReport, Treatment, bytes_per_parameter, tensor_report
-from collage_fx.suggestions import did_you_mean
 
 __all__ = ["GraphReport", "Rewritten"]
 

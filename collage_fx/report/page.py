@@ -12,7 +12,7 @@ from html import escape
 
 import torch
 
-from collage_fx.graph.program import Strategy
+from collage_fx.graph import Strategy
 from collage_fx.pipeline import Stage
 from collage_fx.report.graphs import GraphReport
 from collage_fx.report.mathml import recurrence_mathml
@@ -20,7 +20,7 @@ from collage_fx.report.pictures import Picture, pass_color
 from collage_fx.report.svg import svg
 from collage_fx.report.tables import summary_line
 from collage_fx.report.tensors import TensorReport, Treatment, bytes_per_parameter, treatments
-from collage_fx.runtime.metrics import Metrics, UpdateQuality
+from collage_fx.runtime import Metrics, UpdateQuality
 
 __all__ = ["html_page"]
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
-from collage_fx.graph.nodes import PASS_MARK, copies_to_inputs, is_conversion, is_copy_to_input, tensor_value
-from collage_fx.numerics.formats import short_name
+from collage_fx.graph import PASS_MARK, copies_to_inputs, is_conversion, is_copy_to_input, tensor_value
+from collage_fx.numerics import short_name
 
 __all__ = ["PASS_COLORS", "Box", "Picture", "dot", "pass_color", "picture", "render", "whole_graph"]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from collage_fx.errors import InvalidOptionError
-from collage_fx.runtime.metrics import Metrics, UpdateQuality
+from collage_fx.runtime import Metrics, UpdateQuality
 
 __all__ = ["COLOURS", "LINES", "plot"]
 

@@ -13,7 +13,7 @@ from collage_fx.report.graphs import GraphReport
 from collage_fx.report.page import html_page
 from collage_fx.report.tables import markdown_section, text_section
 from collage_fx.report.tensors import TensorReport, bytes_per_parameter
-from collage_fx.runtime.metrics import Metrics
+from collage_fx.runtime import Metrics
 
 __all__ = ["CollageReport", "GraphReport", "TensorReport"]
 

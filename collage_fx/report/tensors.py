@@ -10,8 +10,8 @@ from typing import Any
 import sympy
 import torch
 
-from collage_fx.graph.program import Kind, Role, StateTensor, StepProgram
-from collage_fx.numerics.formats import short_name
+from collage_fx.graph import Kind, Role, StateTensor, StepProgram
+from collage_fx.numerics import short_name
 
 __all__ = ["TensorReport", "Treatment", "bytes_per_parameter", "tensor_report", "treatments"]
 

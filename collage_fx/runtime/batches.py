@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from collage_fx.numerics.update_sums import SUMS
+from collage_fx.numerics import SUMS
 from collage_fx.torch_compat import ADDRESS_OF_TENSOR, CFunction, load_cpp_library, prepare_cpp_compiler
 
 __all__ = [

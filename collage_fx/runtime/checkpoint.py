@@ -41,12 +41,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from collage_fx.errors import CheckpointMismatchError, ConflictingErrorFormatError
-from collage_fx.graph.program import Role
-from collage_fx.numerics.error_formats import ERROR_FORMATS, ErrorFormat
-from collage_fx.numerics.formats import is_low_precision
+from collage_fx.graph import Role
+from collage_fx.numerics import ERROR_FORMATS, ErrorFormat, is_low_precision
 from collage_fx.runtime.error_terms import allocate, expansion_of
 from collage_fx.runtime.optimizers import known_tensors, parameter_names, shared_tensors, state_tensors
-from collage_fx.torch_compat.patching import wrap_method
+from collage_fx.torch_compat import wrap_method
 
 __all__ = ["Carried", "install", "note_compiled"]
 

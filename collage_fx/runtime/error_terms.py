@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary, WeakIdRef, WeakTensorKeyDictionary
 
 from collage_fx.errors import ConflictingErrorFormatError
-from collage_fx.numerics.error_formats import ErrorFormat
+from collage_fx.numerics import ErrorFormat
 from collage_fx.torch_compat import has_storage, real_tensors
 
 __all__ = [

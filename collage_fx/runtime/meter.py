@@ -1,4 +1,4 @@
-"""The rows that measured steps fill, and what is kept of them: Note [Metrics] in ``measures.py``.
+"""The rows that measured steps fill, and what is kept of them: Note [Metrics] in ``numerics/update_sums.py``.
 
 A step is what an optimizer's ``step`` does once, in however many compiled graphs: a step begins when a tensor
 is updated that has been updated since the last one began.
@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
-from collage_fx.graph.program import InputInfo, Role, StateTensor
-from collage_fx.numerics.update_sums import SIZES, SUMS
+from collage_fx.graph import InputInfo, Role, StateTensor
+from collage_fx.numerics import SIZES, SUMS
 from collage_fx.runtime.metrics import MeasuredTensor, Metrics, UpdateQuality
 from collage_fx.runtime.optimizers import parameter_names, state_tensors
 from collage_fx.torch_compat import real_tensors

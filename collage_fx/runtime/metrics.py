@@ -10,7 +10,7 @@ Collage, ICML 2024 (arXiv:2405.03637), section 4::
 
 The ratio is 1 where every update arrives and 0 where none does. Of a single low-precision tensor it may be
 more: updates that are rounded up count for more than they are. Several tensors count as one, laid end to end.
-See Note [Metrics] in ``collage_fx/measures.py`` for how the sums are computed, and how precisely.
+See Note [Metrics] in ``numerics/update_sums.py`` for how the sums are computed, and how precisely.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import ClassVar, TypeVar
 
 from collage_fx.errors import InvalidOptionError
-from collage_fx.numerics.update_sums import OCTAVES, ROW, SIZES
+from collage_fx.numerics import OCTAVES, ROW, SIZES
 
 __all__ = ["MeasuredTensor", "Metrics", "UpdateQuality"]
 

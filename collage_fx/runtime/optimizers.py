@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from collage_fx.graph.program import Role
+from collage_fx.graph import Role
 
 __all__ = [
     "KnownTensor",

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from collage_fx.errors import LostErrorTermsError
-from collage_fx.graph.program import InputInfo
-from collage_fx.numerics.error_formats import ErrorFormat
+from collage_fx.graph import InputInfo
+from collage_fx.numerics import ErrorFormat
 from collage_fx.runtime.error_terms import Expansion, allocate, state_of_records
 from collage_fx.runtime.layouts import Expected, Layouts, picking, refuse_layout
 

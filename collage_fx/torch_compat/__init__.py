@@ -29,12 +29,14 @@ __all__ = [
     "ADDRESS_OF_TENSOR",
     "COMBINED_LAUNCHES",
     "DATA_ASSIGNMENTS",
+    "MARK",
     "CFunction",
     "ConvertAgain",
     "FakeTensorMode",
     "GraphBreak",
     "RunAsItIs",
     "ShortenTraceback",
+    "Sums",
     "SymbolicScope",
     "ThinnedLists",
     "TraceWhole",
@@ -95,6 +97,7 @@ __all__ = [
     "watch_graph_breaks",
     "watch_traced_optimizers",
     "without_modes",
+    "wrap_method",
     "wrapper_subclass",
 ]
 
@@ -107,6 +110,7 @@ try:
         needs_autograd,
         versions_to_increment,
     )
+    from collage_fx.torch_compat.cpp_sums import Sums
     from collage_fx.torch_compat.dynamo_trace import (
         ConvertAgain,
         RunAsItIs,
@@ -175,6 +179,7 @@ try:
         thinned_lists,
         watch_traced_optimizers,
     )
+    from collage_fx.torch_compat.patching import MARK, wrap_method
     from collage_fx.torch_compat.tensors import (
         assert_size_stride,
         depends_on_values,

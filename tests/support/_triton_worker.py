@@ -25,7 +25,8 @@ Measured on Triton 3.6.0, 3.7.1 and 3.9.0 (those of torch 2.11, 2.13 and 2.15), 
 
 fp32 to fp16 and back are right (NumPy's). Hardware rounds to nearest even (``cvt.rn.bf16.f32``; Triton's PTX
 says so), so this module replaces the casts by correct ones and refuses bf16 arithmetic (Inductor emits none:
-it computes in fp32 registers). ``tests/lowering/test_triton_offline.py`` holds all of it to torch's conversions.
+it computes in fp32 registers). All of it is held to torch's conversions by
+``tests/lowering/test_triton_offline.py``.
 
 Note [What the interpreter cannot say about the card]
 
