@@ -15,7 +15,7 @@ import torch
 for module in ("matplotlib", "tqdm"):
     pytest.importorskip(module)
 
-from collage_fx.runtime.metrics import MeasuredTensor
+from collage_fx.runtime.metrics import MeasuredTensor  # noqa: E402
 from examples import train_gpt  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -141,7 +141,7 @@ class GraphEditor:
 
     @staticmethod
     def real_tensors() -> AbstractContextManager[None]:
-        """Within it, operations are carried out on real tensors, for a number that is known while compiling."""
+        """Within it, operations run on real tensors: for numbers that are known while compiling."""
         return real_tensors()
 
     def propagate_from(self, changed: Node) -> None:

@@ -19,9 +19,9 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from collage_fx.graph import ONCE, Repetition, is_copy_to_input, placeholders
-from collage_fx.lowering.kernels import MANY, Kernel, Rule, compile_rule, rule_of, samples_first
+from collage_fx.lowering.kernels import MANY, Rule, compile_rule, rule_of, samples_first
 from collage_fx.lowering.parts import Part, parts_of
-from collage_fx.runtime import Call, StepInParts, ValueIndex
+from collage_fx.runtime import Call, Kernel, StepInParts, ValueIndex
 from collage_fx.torch_compat import (
     inductor_compile_inner,
     innermost_callable,

@@ -5,7 +5,7 @@ Note [Metrics]
 A measured step computes, beside each tensor's update and in the same loop, the few sums from which everything
 in :mod:`collage_fx.runtime.metrics` follows. What flows where:
 
-* :func:`terms` is the definition: what each element adds to each sum. ``graph/operators.py`` makes one operator of
+* :func:`terms` is the definition: what each element adds to each sum. ``operators.py`` makes one operator of
   it, ``update_sums``, whose eager implementation sums the terms and whose lowering sums them in the loop of
   the update, so that nothing is read from memory a second time: by Inductor's reductions, and on CPUs as Note
   [Sums in blocks] in ``torch_compat/cpp_sums.py`` says.
