@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import pickle
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -23,6 +27,8 @@ from tests.support.float_bits import same_bits
 from tests.support.race import Race, relative_error
 from tests.support.training import Descent, parameters
 from tests.support.twin import Engine, TwinBackend
+
+ROOT = Path(__file__).parents[1]
 
 # Averaged models. -----------------------------------------------------------------------------------------
 
@@ -237,6 +243,39 @@ def test_clipping_a_step_and_an_average_in_one_compiled_function() -> None:
         kept = relative_error(full_value(ours) - begun, exact - begun)
         assert lost >= 0.2
         assert kept <= lost / 10
+
+
+CLIP_AND_STEP = """
+import torch
+from torch._dynamo.utils import counters
+import collage_fx
+p = torch.nn.Parameter(torch.full((4,), 256.0, dtype=torch.bfloat16))
+p.grad = torch.full_like(p, 8.0)
+optimizer = torch.optim.SGD([p], lr=0.5)
+
+def train():
+    torch.nn.utils.clip_grad_norm_([p], 2.0)
+    optimizer.step()
+
+torch.compile(train, backend="collage")()
+print(collage_fx.full_value(p).tolist())
+print(counters["inductor"]["fxgraph_cache_bypass"])
+"""
+
+
+def test_clipping_compiles_in_a_process_that_has_compiled_nothing_else() -> None:
+    """Inductor calls torch for the norms of a list: it must not take that for a case of ours to decompose.
+
+    A gradient of norm 16 becomes one of 1 in each element, up to the roundings to bfloat16 of the norm, of
+    the factor and of their product; that of the pair is one of 2**-16 of its value.
+    """
+    command = [sys.executable, "-c", CLIP_AND_STEP]
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    values, bypassed = done.stdout.splitlines()
+    assert ast.literal_eval(values) == pytest.approx(
+        [255.5] * 4, rel=0, abs=0.5 * 3 * 2.0**-8 + 256 * 2.0**-16
+    )
+    assert bypassed == "0", "what our table holds is no reason for Inductor not to use its cache of graphs"
 
 
 def test_a_float32_average_reads_the_whole_parameter() -> None:

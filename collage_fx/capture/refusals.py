@@ -24,7 +24,7 @@ from collage_fx.errors import AliasedStateError, UnsupportedOptimizerError, Unsu
 from collage_fx.graph import InputInfo, Role, assignments, copies_to_inputs, is_dense, placeholders
 from collage_fx.numerics import is_low_precision
 from collage_fx.runtime import KnownTensor, parameter_names, refuse_layout
-from collage_fx.torch_compat import aot_input_of, has_internal_overlap
+from collage_fx.torch_compat import aot_input_of, has_internal_overlap, is_made_of_tensors
 
 __all__ = ["refuse_aliases", "refuse_optimizer", "refuse_overlaps", "refuse_unsupported"]
 
@@ -38,7 +38,8 @@ def refuse_optimizer(optimizer: Optimizer) -> None:
     Raises:
         AliasedStateError: the same tensor is a parameter twice, or elements of one share memory.
         UnsupportedOptimizerError: its step is opaque or its control flow depends on values.
-        UnsupportedTensorError: sparse, complex or integer, or on an untested device.
+        UnsupportedTensorError: sparse, complex or integer, of a class of its own such as DTensor, or on an
+            untested device.
     """
     _refuse_class(optimizer)
     seen: dict[int, str] = {}
@@ -49,6 +50,7 @@ def refuse_optimizer(optimizer: Optimizer) -> None:
         refuse_layout(parameter, name)
         _refuse_dtype(parameter, name)
         if is_low_precision(parameter.dtype):
+            _refuse_subclass(parameter, name)
             _refuse_device(parameter, name)
             if id(parameter) in seen:
                 raise _aliased(f"{seen[id(parameter)]} and {name} (the same tensor)")
@@ -151,6 +153,17 @@ def _refuse_dtype(parameter: Tensor, name: str) -> None:
             where=name,
             remedy="keep it out of the compiled optimizer (a complex parameter can be one of its real parts: "
             "torch.view_as_real)",
+        )
+
+
+def _refuse_subclass(parameter: Tensor, name: str) -> None:
+    if is_made_of_tensors(parameter):
+        raise UnsupportedTensorError(
+            f"a low-precision parameter of class {type(parameter).__name__}: the step updates the tensors "
+            "that it is made of, whose error terms would be found under no name and saved in no checkpoint",
+            where=name,
+            remedy="train with ordinary tensors, as with DistributedDataParallel, or compile this step with "
+            "backend='inductor'",
         )
 
 

@@ -33,6 +33,10 @@ def is_one(number: Any) -> bool:
     return isinstance(number, (int, float)) and number == 1
 
 
+def _is_zero(number: Any) -> bool:
+    return isinstance(number, (int, float)) and number == 0
+
+
 def _scaled(x: Any, factor: Any) -> Any:
     return x if is_one(factor) else x * factor
 
@@ -66,8 +70,8 @@ def _fma(a: Any, b: Any, c: Any) -> Any:
 
 
 def weighted_sum(x: Any, y: Any, beta: Any, alpha: Any) -> Any:
-    """``beta x + alpha y``."""
-    return _scaled(x, beta) + _scaled(y, alpha)
+    """``beta x + alpha y``; a ``beta`` of 0 ignores x, as in torch: NaN and infinities in it are not read."""
+    return _scaled(y, alpha) if _is_zero(beta) else _scaled(x, beta) + _scaled(y, alpha)
 
 
 #: Operator -> the elementary operations it stands for.

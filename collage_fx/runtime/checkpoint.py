@@ -105,7 +105,7 @@ def _saving(state_dict: Callable[..., StateDict]) -> Callable[..., StateDict]:
         for key, _, parameter in _keyed_parameters(self, saved):
             if entries := _entries(self, parameter):
                 # A new dictionary: the one in ``saved`` is the optimizer's own.
-                state[key] = {**state.get(key, {}), **entries}
+                state[key] = {**(state.get(key) or {}), **entries}
         shared = dict(_keyed_auxiliaries(_shared(self)))
         _warn_unsaved(self)
         return {**saved, "state": state, **({SHARED: shared} if shared else {})}

@@ -60,9 +60,12 @@ def parameter_names(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
             yield (names[j] if j < len(names) else f"param_groups[{i}].params[{j}]"), parameter
 
 
-def state_tensors(state: Mapping[Any, Any]) -> Iterator[tuple[str, Tensor]]:
-    """``(slot, tensor)`` of one parameter's optimizer state, containers within it included."""
-    for path, leaf in pytree.tree_flatten_with_path(dict(state))[0]:
+def state_tensors(state: Mapping[Any, Any] | None) -> Iterator[tuple[str, Tensor]]:
+    """``(slot, tensor)`` of one parameter's optimizer state, containers within it included.
+
+    None is the state of a parameter that another process steps (``ZeroRedundancyOptimizer``).
+    """
+    for path, leaf in pytree.tree_flatten_with_path(dict(state or {}))[0]:
         if isinstance(leaf, Tensor):
             yield ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path), leaf
 

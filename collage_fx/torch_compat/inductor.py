@@ -66,6 +66,9 @@ def inductor_compile_inner(gm: torch.fx.GraphModule, example_inputs: Sequence[An
     if any(isinstance(each, torch.Tensor) and generates_cpp(each.device) for each in example_inputs):
         isa = pick_vec_isa()
         add_to_cache_key(gm, vectors=(str(isa), isa.bit_width()))
+    # What AOTAutograd decomposes by: newer Inductors refuse to call an operator in it that they write no
+    # kernel for, and cache no graph. In ours are operators of which some calls are decomposed.
+    kwargs.pop("get_decomp_fn", None)
     with bfloat16_by_instruction(), fetching_ahead():
         return compile_fx_inner(gm, example_inputs, **kwargs)
 

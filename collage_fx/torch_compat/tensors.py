@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.overrides import _pop_mode_temporarily
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 __all__ = [
     "assert_size_stride",
@@ -19,6 +19,7 @@ __all__ = [
     "graph_module",
     "has_internal_overlap",
     "has_storage",
+    "is_made_of_tensors",
     "laid_out_like",
     "prims_fma",
     "without_modes",
@@ -37,6 +38,11 @@ def has_internal_overlap(tensor: torch.Tensor) -> bool:
 def has_storage(tensor: torch.Tensor) -> bool:
     """Whether a tensor has memory of its own, as sparse tensors and some wrapper subclasses have not."""
     return torch._C._has_storage(tensor)
+
+
+def is_made_of_tensors(tensor: torch.Tensor) -> bool:
+    """Whether a tensor stands for others that compiled code gets in its place, as a DTensor does."""
+    return is_traceable_wrapper_subclass(tensor)
 
 
 #: Raises AssertionError for a tensor of other sizes or strides: ``(tensor, size, stride)``.

@@ -1,15 +1,19 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import Parameter
 
 from collage_fx import CollageBackend, error_terms, full_value
 from collage_fx.errors import AliasedStateError, UnsupportedTensorError
+from collage_fx.program import Strategy
 from tests.support.refusals import refused
 from tests.support.training import (
     Descent,
@@ -92,6 +96,54 @@ def test_an_unsupported_device() -> None:
     ):
         compiled(optimizer)()
     assert not optimizer.state
+
+
+@pytest.fixture
+def mesh(tmp_path: Path) -> Iterator[DeviceMesh]:
+    """One process, as a mesh of one device."""
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+def sharded(mesh: DeviceMesh, dtype: torch.dtype = BF16) -> Parameter:
+    (p,) = parameters(dtype, shapes=[(4, 2)])
+    set_gradients([p])
+    assert p.grad is not None
+    distributed = Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)]))
+    distributed.grad = distribute_tensor(p.grad, mesh, [Shard(0)])
+    return distributed
+
+
+def local(tensor: Tensor | None) -> Tensor:
+    """A copy of the part that is here."""
+    assert isinstance(tensor, DTensor)
+    return tensor.to_local().detach().clone()
+
+
+@pytest.mark.parametrize("strategy", ["light", "plus", "full"])
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
+def test_distributed_tensors(
+    make: Callable[..., torch.optim.Optimizer], strategy: Strategy, mesh: DeviceMesh
+) -> None:
+    p = sharded(mesh)
+    optimizer = make([("weight", p)], lr=0.1)
+    before = local(p)
+    with pytest.raises(UnsupportedTensorError, match=r"class DTensor[\s\S]*where: weight"):
+        compiled(optimizer, strategy=strategy)()
+    assert torch.equal(local(p), before)
+    assert not optimizer.state
+
+
+def test_distributed_tensors_without_strict_and_plain(mesh: DeviceMesh) -> None:
+    p = sharded(mesh)
+    before = local(p)
+    with pytest.warns(UserWarning, match=r"class DTensor[\s\S]*param_groups\[0\].params\[0\]"):
+        compiled(Descent([p], lr=1.0), strict=False, strategy="light")()
+    assert torch.equal(local(p), before - local(p.grad))
+    compiled(Descent([sharded(mesh)]), strategy="none")()
+    compiled(Descent([sharded(mesh, torch.float32)]))()
 
 
 def shared(kind: str) -> list[Parameter]:

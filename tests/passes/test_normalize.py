@@ -1,5 +1,6 @@
 """Composite updates become elementary operations, with the same value in exact arithmetic."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -77,6 +78,35 @@ def test_a_bias_stays_in_the_operator_of_its_product() -> None:
     bias, g = torch.zeros(3).bfloat16(), torch.zeros(3, 3).bfloat16()
     program = captured_of(lambda bias, g: g.copy_(torch.addmm(bias, g, g)), bias, g)
     assert "addmm" in graph_text(only(program, Normalize()).gm.graph)
+
+
+#: Sums with a matrix product: the shapes of the sum and of the product's operands.
+MATRIX_SUMS = {
+    "addmm": ((3, 3), (3, 3), (3, 3)),
+    "addmv": ((3,), (3, 3), (3,)),
+    "addr": ((3, 3), (3,), (3,)),
+    "addbmm": ((3, 3), (2, 3, 3), (2, 3, 3)),
+    "baddbmm": ((2, 3, 3), (2, 3, 3), (2, 3, 3)),
+}
+
+
+@pytest.mark.parametrize("alpha", [1, 0.5])
+@pytest.mark.parametrize("name", MATRIX_SUMS)
+def test_a_beta_of_0_ignores_what_it_multiplies(name: str, alpha: float) -> None:
+    """Work buffers come uninitialised. Products of small integers are exact in bfloat16."""
+    shape, *operands = MATRIX_SUMS[name]
+    a, b = (torch.arange(math.prod(size)).reshape(size).remainder(5).bfloat16() for size in operands)
+    add_to = getattr(torch.Tensor, f"{name}_")
+
+    def step(m: Tensor, a: Tensor, b: Tensor) -> None:
+        add_to(m, a, b, beta=0, alpha=alpha)
+
+    program = after(captured_of(step, torch.zeros(shape).bfloat16(), a, b, strategy="light"), "hoist-scalars")
+    for content in (1.0, math.nan, math.inf):
+        m, wanted = (torch.full(shape, content).bfloat16() for _ in range(2))
+        program.gm(m, a, b)
+        step(wanted, a, b)
+        assert torch.equal(m, wanted)
 
 
 @pytest.mark.parametrize("arithmetic", ["wide", "native"])

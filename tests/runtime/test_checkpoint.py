@@ -4,15 +4,19 @@ import copy
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from collage_fx import CollageBackend, error_terms, full_value
 from collage_fx.errors import CheckpointMismatchError, ConflictingErrorFormatError
+from collage_fx.names import known_tensors
 from tests.support import resume
 from tests.support.training import (
     Descent,
@@ -310,6 +314,29 @@ def test_torchs_own_refusals_come_through(run: Any) -> None:
     *_, saved = run
     with pytest.raises(ValueError, match="doesn't match the size"):
         Descent(parameters(shapes=[(4, 6)])).load_state_dict(saved)
+
+
+@pytest.fixture
+def first_of_two_processes() -> Iterator[None]:
+    """This process in a group with one that is not there."""
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("first_of_two_processes")
+def test_a_parameter_that_another_process_steps_has_no_state() -> None:
+    """To ``ZeroRedundancyOptimizer`` its state is None: it passes that to torch, and keeps it."""
+    params = parameters(torch.float32, shapes=[(4,), (4,)])
+    set_gradients(params)
+    whole = torch.optim.Adam(params)
+    whole.step()
+    part = ZeroRedundancyOptimizer(params, torch.optim.Adam)
+    part.load_state_dict(whole.state_dict())
+    states = [part.state[p] for p in params]
+    assert None in states
+    assert all(state is None or state.keys() == whole.state[params[0]].keys() for state in states)
+    assert known_tensors({"self": part}).keys() >= {id(p) for p in params}
 
 
 # Processes without collage_fx. ----------------------------------------------------------------------------
