@@ -4,36 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch.fx import GraphModule
 from torch.optim import Optimizer
 
-from collage_fx.capture import Families, families_of, forget_new_state, numbers, rows_to_trace, watch
-from collage_fx.compilation import Capture, CaptureOfFamilies
-from collage_fx.errors import (
-    InvalidOptionError,
-)
-from collage_fx.graph import Arithmetic, Repetition, StepProgram, Strategy
-from collage_fx.lowering import JOINT_GRAPH_SETTINGS, lower, lower_repeatedly
+from collage_fx.capture import forget_new_state, numbers, rows_to_trace, watch
+from collage_fx.compilation import Compilation
+from collage_fx.errors import InvalidOptionError
+from collage_fx.graph import Arithmetic, InputInfo, Reason, Repetition, StepProgram, Strategy
+from collage_fx.lowering import JOINT_GRAPH_SETTINGS, Lowered, lower
 from collage_fx.options import MODES, Options, refuse_unless
-from collage_fx.pipeline import (
-    PIPELINE,
-    Pass,
-)
-from collage_fx.report import CollageReport, GraphReport, is_dumping, plot
+from collage_fx.pipeline import PIPELINE, Pass
+from collage_fx.report import CollageReport, GraphReport, plot
 from collage_fx.runtime import Meter, Metrics, prepare_compiler
-from collage_fx.torch_compat import (
-    ThinnedLists,
-    TraceWhole,
-    inductor_compile_inner,
-    mode_options,
-    needs_autograd,
-    thin_lists,
-    thinned_lists,
-)
+from collage_fx.torch_compat import inductor_compile_inner, mode_options, thin_lists
 
 __all__ = ["CollageBackend", "backend_for", "collage", "collage_backend"]
 
@@ -69,9 +56,6 @@ class CollageBackend:
 
     #: What it does, in the log.
     verb = "compiled"
-
-    #: Whether equal updates are traced and rewritten once.
-    by_family = True
 
     def __init__(
         self,
@@ -153,37 +137,7 @@ class CollageBackend:
             patches.update(JOINT_GRAPH_SETTINGS)
         if any(tensor.device.type == "cpu" for tensor in (*gm.parameters(), *gm.buffers())):
             prepare_compiler()
-        capture = Capture(self, gm, tuple(example_inputs), mode)
-        needs_grad = needs_autograd(gm, example_inputs)
-        thinned = thinned_lists()
-        if not needs_grad and (step := self._by_family(capture, patches, thinned)) is not None:
-            return step
-        if thinned:
-            capture.forget_newborn_state()
-            raise TraceWhole
-        capture.refuse_overlaps()
-        with torch.set_grad_enabled(needs_grad):
-            return capture.run(patches)
-
-    def _by_family(
-        self, capture: Capture, patches: dict[str, Any], thinned: Sequence[ThinnedLists]
-    ) -> Callable[..., Any] | None:
-        """The step, compiled for one of each family of updates; None where it has to be compiled whole."""
-        if not self.finds_families():
-            return None
-        families = families_of(capture.dynamo_module, capture.arguments, capture.describe, thinned)
-        if families is None:
-            return None
-        of_families = CaptureOfFamilies(self, families, capture.mode)
-        with torch.no_grad():
-            of_families.run(patches)
-        return of_families.step
-
-    def finds_families(self) -> bool:
-        """Whether of equal updates one is compiled for all."""
-        options = self.options
-        is_usual = options.strategy != "none" and options.passes == PIPELINE
-        return is_usual and self.by_family and not is_dumping()
+        return Compilation(self, gm, tuple(example_inputs), mode, patches).run()
 
     def keep(self, report: GraphReport) -> None:
         """Put a compilation into the report."""
@@ -204,21 +158,22 @@ class CollageBackend:
 
     def lower(
         self,
-        graph: StepProgram | GraphModule,
+        program: StepProgram,
+        inputs: Sequence[InputInfo],
+        repetition: Repetition,
         example_inputs: Sequence[Any],
         inductor_options: dict[str, Any],
-    ) -> Any:
-        """A rewritten step, or a graph that is left as it is, to a callable in AOTAutograd's convention."""
-        if isinstance(graph, StepProgram):
-            return lower(graph, example_inputs, inductor_options)
-        return inductor_compile_inner(graph, example_inputs, **inductor_options)
+    ) -> Lowered | Reason:
+        """A rewritten step of one of each family to a callable of the inputs of all."""
+        return lower(program, inputs, repetition, example_inputs, inductor_options)
 
-    def lower_families(self, program: StepProgram, families: Families, repetition: Repetition) -> Any:
-        """The whole step, a function of a list, from the rewritten step of one of each family.
-
-        None where that can't be done.
-        """
-        return lower_repeatedly(program, families.infos, repetition)
+    def lower_as_captured(
+        self, gm: GraphModule, example_inputs: Sequence[Any], inductor_options: dict[str, Any]
+    ) -> Callable[[list[Any]], Any]:
+        """A graph that is left alone to a callable in AOTAutograd's convention."""
+        return cast(
+            "Callable[[list[Any]], Any]", inductor_compile_inner(gm, example_inputs, **inductor_options)
+        )
 
 
 #: The backend with default options.
@@ -275,7 +230,8 @@ def _rows_to_trace(
     optimizer: Optimizer, compiler: Any, keywords: dict[str, Any], rows: Sequence[tuple[Any, ...]]
 ) -> Sequence[int] | None:
     backend = _compensating(compiler, keywords)
-    return rows_to_trace(rows) if backend is not None and backend.finds_families() else None
+    by_family = backend is not None and backend.options.not_by_family() is None
+    return rows_to_trace(rows) if by_family else None
 
 
 numbers.install()

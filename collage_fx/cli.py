@@ -112,6 +112,7 @@ def _add_explain_options(parser: argparse.ArgumentParser) -> None:
     add("--error-format", type=_one_of(ERROR_FORMATS), default="mcf", help="mcf or fp32")
     add("--arithmetic", type=_one_of(get_args(Arithmetic)), default="wide", help="wide or native")
     add("--full", action="store_true", help="one row per tensor, nothing cut")
+    add("--why", action="store_true", help="say which way each graph took, and why not a faster one")
     add("--graphs", action="store_true", help="print one tensor's update before and after")
     add("--markdown", action="store_true", help="print Markdown")
     add("--html", type=Path, metavar="FILE", help="write a page with graphs before and after too")
@@ -123,6 +124,8 @@ def _explain(options: argparse.Namespace, _: list[str]) -> int:
     choices = {name: getattr(options, name) for name in ("strategy", "error_format", "arithmetic")}
     report = _compiled(optimizer, choices) if options.kernels else explain(optimizer, **choices)
     print(report.to_markdown(full=options.full) if options.markdown else report.to_text(full=options.full))
+    if options.why:
+        print(f"\n{report.why()}")
     if options.graphs:
         for group in treatments(report.tensors):
             found = next(each for each in reversed(report.graphs) if group.example in each.tensors)

@@ -1,12 +1,16 @@
-"""One compilation: from what Dynamo captured to what AOTAutograd calls, and the report of it."""
+"""One compilation, read from top to bottom: capture, pipeline, lowering, report.
+
+Dynamo hands over a graph. :meth:`Compilation.run` cuts it into families of equal updates or, where it has
+none, takes it as a family of one. AOTAutograd makes a functional graph of one member of each. That is
+rewritten and lowered for all members, and a report is kept. A graph that is none of our business is lowered
+as it is. What goes a slower way says why: :class:`~collage_fx.graph.Route`.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import logging
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -16,15 +20,17 @@ from torch.optim import Optimizer
 
 from collage_fx.capture import (
     Families,
+    decompositions,
     describe_input,
     describe_inputs,
+    families_of,
     forget_new_state,
-    is_recorded,
-    numbers,
+    note_compiled_step,
+    record_instead,
     refuse_aliases,
     refuse_overlaps,
     refuse_unsupported,
-    watch,
+    why_recorded,
 )
 from collage_fx.errors import (
     AliasedStateError,
@@ -36,31 +42,25 @@ from collage_fx.errors import (
 )
 from collage_fx.graph import (
     InputInfo,
+    Reason,
     Repetition,
     Role,
+    Route,
     StepProgram,
     assignments_to_stores,
     copies_to_inputs,
+    copy_of,
     input_name,
     is_low_precision_tensor,
     placeholders,
-    repeated_graph,
     tensor_value,
 )
-from collage_fx.lowering import without_sums
+from collage_fx.lowering import Lowered, without_sums
 from collage_fx.numerics import ERROR_FORMATS, short_name
 from collage_fx.options import Options
-from collage_fx.pipeline import (
-    ANALYSIS,
-    MEASUREMENT,
-    PIPELINE,
-    Stage,
-    run_pipeline,
-)
-from collage_fx.report import GraphReport, Rewritten, TensorReport, open_dump, tensor_report, treatments
+from collage_fx.pipeline import ANALYSIS, MEASUREMENT, Pass, Stage, run_pipeline
+from collage_fx.report import GraphReport, TensorReport, open_dump, tensor_report, treatments
 from collage_fx.runtime import (
-    Expansion,
-    KnownTensor,
     MeasuredInput,
     Meter,
     MeteredStep,
@@ -73,22 +73,24 @@ from collage_fx.runtime import (
     require_format,
 )
 from collage_fx.torch_compat import (
+    TraceWhole,
     aot_input_of,
     compile_with_inductor,
     factorizes,
     generated_code,
-    graph_module,
+    needs_autograd,
     optimizer_being_stepped,
+    thinned_lists,
     traced_frame_name,
     traced_frame_variables,
     versions_to_increment,
 )
 
-__all__ = ["Capture", "CaptureOfFamilies"]
+__all__ = ["Compilation"]
 
 log = logging.getLogger("collage_fx")
 
-#: Of an update that an operation makes in the storage format, by the arithmetic in use.
+#: What a user can do about an update that an operation makes in the storage format, by the arithmetic in use.
 REMEDIES = {
     "native": "use arithmetic='wide', which computes elementwise operations in float32",
     "wide": "give that operation float32 tensors, x.float(), in the optimizer",
@@ -116,302 +118,301 @@ class Backend(Protocol):
 
     def lower(
         self,
-        graph: StepProgram | GraphModule,
+        program: StepProgram,
+        inputs: Sequence[InputInfo],
+        repetition: Repetition,
         example_inputs: Sequence[Any],
         inductor_options: dict[str, Any],
-    ) -> Any:
-        """A rewritten step, or a graph that is left as it is, to a callable in AOTAutograd's convention."""
+    ) -> Lowered | Reason:
+        """A rewritten step of one of each family to a callable of the inputs of all."""
 
-    def lower_families(self, program: StepProgram, families: Families, repetition: Repetition) -> Any:
-        """The whole step, a function of a list, from the rewritten step of one of each family, or None."""
+    def lower_as_captured(
+        self, gm: GraphModule, example_inputs: Sequence[Any], inductor_options: dict[str, Any]
+    ) -> Callable[[list[Any]], Any]:
+        """A graph that is left alone to a callable in AOTAutograd's convention."""
 
     def keep(self, report: GraphReport) -> None:
         """Put a compilation into the backend's report."""
 
 
-class Capture:
-    """One compilation.
+class Compilation:
+    """One compilation: what Dynamo captured, on its way to what Dynamo calls.
 
-    What Dynamo captured, and the inner compiler that AOTAutograd calls with the functional graph.
+    Args:
+        backend: whose options hold.
+        module: the captured graph; parameters and state are its attributes.
+        arguments: what it is called with, real tensors and symbolic numbers.
+        mode: as in ``torch.compile``.
+        settings: changes to Inductor's configuration while it compiles.
     """
 
     def __init__(
         self,
         backend: Backend,
-        dynamo_module: GraphModule,
+        module: GraphModule,
         arguments: tuple[Any, ...],
         mode: str | None,
+        settings: dict[str, Any],
     ) -> None:
         self.backend = backend
-        self.mode = mode
         self.options = backend.options
-        self.dynamo_module = dynamo_module
+        self.module = module
         self.arguments = arguments
+        self.mode = mode
+        self.settings = settings
         # A helper that a step calls, or what is left of it after a graph break, need not have the optimizer.
         variables = {**traced_frame_variables(), "stepped": optimizer_being_stepped()}
         self.optimizers = optimizers_among(variables)
+        self.known = known_tensors(self.optimizers)
         self.subject = backend.label(list(self.optimizers.values())) or traced_frame_name() or "step"
+        self.recorded = next(filter(None, map(why_recorded, self.optimizers.values())), "")
         self.left_alone = False
 
-    def run(self, patches: dict[str, Any]) -> Callable[..., Any]:
-        """Compile the graph with these changes to Inductor's configuration."""
-        return compile_with_inductor(
-            self.dynamo_module,
-            self.arguments,
-            inner_compile=self.compile,
-            decompositions=numbers.decompositions(),
-            config_patches=patches,
-        )
+    # -- From what Dynamo captured to what it calls
 
-    def describe(
-        self, inputs: Sequence[Any], names: Sequence[str], bound: int
-    ) -> list[tuple[InputInfo, Hashable]]:
-        """What inputs of the graph are to the user, and whether they have error terms already."""
-        known = known_tensors(self.optimizers)
-        infos = (
-            describe_input(value, name, known, bound=i < bound)
-            for i, (value, name) in enumerate(zip(inputs, names, strict=True))
-        )
-        return [(info, info.tensor is not None and expansion_of(info.tensor) is not None) for info in infos]
-
-    def compile(self, gm: GraphModule, example_inputs: Sequence[Any], **inductor_options: Any) -> Any:
-        """Rewrite and lower the functional graph.
-
-        A graph that is none of our business is lowered as it is.
-        """
-        try:
-            return self._compile(gm, example_inputs, inductor_options)
-        finally:
-            self._let_go()
-
-    def _compile(
-        self, gm: GraphModule, example_inputs: Sequence[Any], inductor_options: dict[str, Any]
-    ) -> Any:
+    def run(self) -> Callable[..., Any]:
+        """Compile one of each family of equal updates, or the whole graph where it has none."""
+        needs_grad = needs_autograd(self.module, self.arguments)
+        step = self._by_family(needs_grad=needs_grad)
+        if not isinstance(step, Reason):
+            return step
+        if thinned_lists():
+            self._forget_newborn_state()
+            raise TraceWhole
         if self.options.strategy != "none":
-            assignments_to_stores(gm)
-            self._record_factorizations(gm)
-        reason = self._reason_to_leave_alone(gm, inductor_options)
-        if reason is not None:
-            return self._lower_as_is(gm, example_inputs, inductor_options, reason)
+            try:
+                refuse_overlaps(self.known.values())  # before AOTAutograd does it in its own words
+            except AliasedStateError as refusal:
+                self._refused(refusal)
+        with torch.set_grad_enabled(needs_grad):
+            return self._whole(step)
+
+    def _by_family(self, *, needs_grad: bool) -> WholeStep | Reason:
+        """The whole step, from a graph of one of each family."""
+        if needs_grad:
+            return Reason("it computes something that is to be differentiated")
+        if (reason := self.options.not_by_family()) is not None:
+            return reason
+        families = families_of(self.module, self.arguments, self._describe, thinned_lists())
+        if isinstance(families, Reason):
+            return families
+        made: WholeStep | Reason = Reason("AOTAutograd made no graph of it")
+
+        def inner_compile(gm: GraphModule, example_inputs: Sequence[Any], **inductor_options: Any) -> Any:
+            nonlocal made
+            made = self._members(families, gm, example_inputs, inductor_options)
+            return _never_called
+
+        with torch.no_grad():
+            self._trace(families.module, families.arguments, inner_compile)
+        return made
+
+    def _whole(self, not_by_family: Reason) -> Callable[..., Any]:
+        """The graph as a family of one, called by what AOTAutograd puts around it."""
+
+        def inner_compile(gm: GraphModule, example_inputs: Sequence[Any], **inductor_options: Any) -> Any:
+            try:
+                return self._one(gm, example_inputs, inductor_options, not_by_family)
+            finally:
+                self._let_go()
+
+        return self._trace(self.module, self.arguments, inner_compile)
+
+    def _trace(
+        self, module: GraphModule, arguments: tuple[Any, ...], inner_compile: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        """Have AOTAutograd make the graph functional, and ``inner_compile`` go on with it."""
+        return compile_with_inductor(
+            module,
+            arguments,
+            inner_compile=inner_compile,
+            decompositions=decompositions(),
+            config_patches=self.settings,
+        )
+
+    def _let_go(self) -> None:
+        """Forget the real tensors: AOTAutograd keeps ``inner_compile`` as long as the compiled code lives."""
+        self.module = GraphModule({}, Graph())
+        self.arguments = ()
+        self.optimizers = {}
+        self.known = {}
+
+    # -- The functional graph, and what its inputs are to the user
+
+    def _members(
+        self,
+        families: Families,
+        gm: GraphModule,
+        example_inputs: Sequence[Any],
+        inductor_options: dict[str, Any],
+    ) -> WholeStep | Reason:
+        """The step of all members, from the functional graph of the first of each family."""
+        self._prepare(gm)
+        updated = versions_to_increment()
+        if updated is None:
+            return Reason("AOTAutograd has more to do around the graph than to count versions")
+        inputs = placeholders(gm.graph)
+        known: dict[Any, int] = {origin: i for i, origin in enumerate(families.origins)}
+        order = [known.get(aot_input_of(node), -1) for node in inputs]
+        if sorted(order) != list(range(len(known))):
+            return Reason("AOTAutograd has other inputs than Dynamo")
+        repetition = families.repetition.reordered(order)
+        stores = copies_to_inputs(gm.graph)
+        for node, owner in zip(inputs, repetition.owners, strict=True):
+            if owner is None and node in stores:
+                return Reason.at(stores[node], "it writes to what several updates have in common")
+        if (note := _reason_to_leave_alone(gm, families.infos, inductor_options)) is not None:
+            return Reason(note)
         try:
-            program = self._program(gm)
-            return self._lower_compensated(gm, program, example_inputs, inductor_options)
+            step = self._compensated(gm, families.infos, repetition, example_inputs, inductor_options)
+        except AliasedStateError as refusal:
+            return Reason(refusal.met)  # which is met again in the whole graph, by its names
+        if isinstance(step, Reason):
+            return step
+        places = sorted(place for position in updated for place in repetition.copies[position])
+        bound, gradients = families.inputs[: families.bound], families.gradients
+        passed = len(families.inputs) - len(bound) - len(gradients)
+        return WholeStep(step, bound, passed, places, gradients)
+
+    def _one(
+        self,
+        gm: GraphModule,
+        example_inputs: Sequence[Any],
+        inductor_options: dict[str, Any],
+        not_by_family: Reason,
+    ) -> Callable[[list[Any]], Any]:
+        """The step of the whole functional graph, compensated or as it is."""
+        self._prepare(gm)
+        infos = describe_inputs(placeholders(gm.graph), self.module, self.arguments, self.known)
+        if (note := _reason_to_leave_alone(gm, infos, inductor_options)) is not None:
+            return self._as_captured(gm, example_inputs, inductor_options, note)
+        one = Repetition.of_one(len(infos))
+        try:
+            step = self._compensated(gm, infos, one, example_inputs, inductor_options, not_by_family)
         except AliasedStateError as refusal:
             self._refused(refusal)
-            return self._lower_as_is(gm, example_inputs, inductor_options, refusal.met)
-        except CollageError:
-            self.forget_newborn_state()
-            raise
+            return self._as_captured(gm, example_inputs, inductor_options, refusal.met)
+        assert not isinstance(step, Reason), "a graph of one is compiled as one, if need be"
+        return step
 
-    def _record_factorizations(self, gm: GraphModule) -> None:
-        """Begin again, recording, where eager torch would raise what the step may catch.
+    def _prepare(self, gm: GraphModule) -> None:
+        """Make the graph one of ours; begin again, recording, where eager torch may raise and Dynamo not.
 
-        Dynamo traces past it: a tensor without values has a factorization in every format.
+        Dynamo traces past what raises for a dtype and the step catches: a tensor without values has a
+        factorization in every format.
         """
+        if self.options.strategy == "none":
+            return
+        assignments_to_stores(gm)
         for node in gm.graph.nodes:
             if isinstance(node.target, torch._ops.OpOverload) and factorizes(node.target):
                 low = next(filter(is_low_precision_tensor, node.all_input_nodes), None)
                 if low is not None:
-                    dtype = short_name(low.meta["val"].dtype)
-                    reason = f"{node.target} is not implemented for {dtype}"
-                    watch.record_instead(
-                        self.optimizers.values(),
-                        self.backend,
-                        {"mode": self.mode},
-                        reason,
-                        strict=self.options.strict,
-                    )
+                    reason = f"{node.target} is not implemented for {short_name(low.meta['val'].dtype)}"
+                    optimizers, keywords = self.optimizers.values(), {"mode": self.mode}
+                    record_instead(optimizers, self.backend, keywords, reason, strict=self.options.strict)
 
-    def _reason_to_leave_alone(self, gm: GraphModule, inductor_options: dict[str, Any]) -> str | None:
-        if not inductor_options.get("is_inference", False):
-            return "the graph needs autograd, so it is no optimizer step"
-        updated = copies_to_inputs(gm.graph)
-        if any(is_low_precision_tensor(node) for node in updated):
-            return None
-        if updated and any(
-            info.tensor is not None and expansion_of(info.tensor) for info in self._inputs(gm)
-        ):
-            return None  # a float32 average of compensated parameters, say
-        return "the graph updates no bfloat16 or float16 tensor"
+    def _describe(
+        self, values: Sequence[Any], names: Sequence[str], bound: int
+    ) -> list[tuple[InputInfo, Hashable]]:
+        """What inputs are to the user, and whether they have error terms already."""
+        infos = [
+            describe_input(value, name, self.known, bound=i < bound)
+            for i, (value, name) in enumerate(zip(values, names, strict=True))
+        ]
+        return [(info, _has_error_terms(info)) for info in infos]
 
-    def refuse_overlaps(self) -> None:
-        """Refuse, before AOTAutograd does it in its own words, parameters and state that share memory."""
-        if self.options.strategy != "none":
-            try:
-                refuse_overlaps(known_tensors(self.optimizers).values())
-            except AliasedStateError as refusal:
-                self._refused(refusal)
+    # -- Refused, rewritten, lowered, reported
 
-    def _refused(self, refusal: CollageError) -> None:
-        """Raise a refusal, and leave no trace of the step, or warn of it."""
-        if self.options.strict:
-            self.forget_newborn_state()
-            raise refusal
-        warn(refusal)
-
-    def forget_newborn_state(self) -> None:
-        """Undo what the trace has done to the optimizers' state: no step has been taken."""
-        for optimizer in self.optimizers.values():
-            forget_new_state(optimizer)
-
-    def _let_go(self) -> None:
-        """Forget the real tensors.
-
-        AOTAutograd keeps ``compile`` for a backward graph, as long as the compiled code lives.
-        """
-        self.dynamo_module = GraphModule({}, Graph())
-        self.arguments = ()
-        self.optimizers = {}
-
-    def _lower_compensated(
+    def _compensated(
         self,
         gm: GraphModule,
-        program: StepProgram,
+        infos: Sequence[InputInfo],
+        repetition: Repetition,
         example_inputs: Sequence[Any],
         inductor_options: dict[str, Any],
-    ) -> Any:
-        started = time.perf_counter()
-        before = _copy_of(gm)
-        passes = self.options.passes if self.options.strategy != "none" else ANALYSIS
-        stages = _Stages(self.subject, before)
-        run_pipeline(program, passes, observe=stages)
-        if self.options.strategy == "none" and program.captured is not None:
-            program.move_to(_copy_of(gm))
-            run_pipeline(program, MEASUREMENT, observe=stages)
-        self._refuse_uncompensated(program)
-        after = _copy_of(program.gm)
-        is_rewritten = bool(program.expansions or program.measured) or passes not in (PIPELINE, ANALYSIS)
-
-        def lower(graph: StepProgram | GraphModule) -> Any:
-            return self.backend.lower(graph, example_inputs, inductor_options)
-
-        with generated_code() as code:
-            if program.measured:
-                measured = [MeasuredInput.of(each, each.position, each.info) for each in program.measured]
-                step = self._metered(program, measured, lower, gm if program.strategy == "none" else None)
-            else:
-                step = lower(program if is_rewritten else gm)
-        rewritten = (after if is_rewritten else before), tuple(stages.passes)
-        report = GraphReport(
-            capture=lambda: before,
-            rewrite=lambda: rewritten,
-            subject=self.subject,
-            tensors=self._in_order(tensor_report(program, state) for state in program.states),
-            wider_bytes=_wider_bytes(before),
-            code=tuple(code),
-            program=program.unrun(before),
-            pipeline=passes,
-        )
-        stages.lowered(report.code)
-        self._done(report, compensated=bool(program.compensated), started=started)
-        return step
-
-    def _done(self, report: GraphReport, *, compensated: bool, started: float) -> None:
-        if compensated:
-            for optimizer in self.optimizers.values():
-                note_compiled(optimizer)
-                watch.note_compiled_step(optimizer, strict=self.options.strict)
-        self.backend.keep(report)
-        log.info("%s, %s in %.1f s", report.headline, self.backend.verb, time.perf_counter() - started)
-        for group in treatments(report.tensors):
-            row = group.example
-            log.debug("%s: %s: %s; %s", self.subject, group.what, row.recurrence, row.why)
-
-    def _metered(
-        self,
-        program: StepProgram,
-        inputs: Sequence[MeasuredInput],
-        lower: Callable[[Any], Any],
-        unmeasured: GraphModule | None = None,
-    ) -> MeteredStep | None:
-        """The step with the sums, and without if not every step is measured; None if lowering gives none.
+        not_by_family: Reason | None = None,
+    ) -> Callable[[list[Any]], Any] | Reason:
+        """The step of all members, from the functional graph of one of each family.
 
         Args:
-            program: with the sums.
-            inputs: what is measured, in the order of the rows.
-            lower: takes a program, or a graph, to a step.
-            unmeasured: the graph of the step without, where it is not what the program is without the sums.
+            gm: the graph.
+            infos: what the inputs of the whole graph are to the user.
+            repetition: how the graph's own inputs recur among those.
+            example_inputs: what ``compile_fx`` has for its inner compiler.
+            inductor_options: likewise.
+            not_by_family: why the graph is whole, if it is.
+
+        Returns:
+            a reason where it can't be made of the members' graph. A family of one always has a step.
         """
-        meter = self.backend.meter
-        meter.learn(self.optimizers)
-        rows = Rows(inputs)
-        plain = None
-        if meter.every > 1:
-            plain = lower(unmeasured or replace(program, gm=without_sums(program.gm)))
-            if plain is None:
-                return None
-        program.rows = rows.inputs
-        measured = lower(program)
-        return None if measured is None else MeteredStep(meter, self.subject, inputs, rows, measured, plain)
-
-    def _refuse_uncompensated(self, program: StepProgram) -> None:
-        for state in program.compensated:
-            if not state.refusal:
-                continue
-            refusal = UncompensatedParameterError(
-                f"{state.refusal} ({state.info.role.value} of dtype {state.format.name})",
-                where=state.info.name,
-                remedy=f"{REMEDIES[program.arithmetic]}, or leave it to plain low precision with "
-                "strict=False",
-            )
-            if self.options.strict and state.info.role is Role.PARAMETER:
-                raise refusal
-            warn(refusal)
-
-    def _lower_as_is(
-        self, gm: GraphModule, example_inputs: Sequence[Any], inductor_options: dict[str, Any], reason: str
-    ) -> Any:
-        if self.left_alone:  # forward and backward of one capture come here one after the other
-            return self.backend.lower(gm, example_inputs, inductor_options)
-        self.left_alone = True
-        note = f"{self.subject}: {reason}; lowered by Inductor as it is"
-        log.info(note)
-        graph = _copy_of(gm)
-        stages = _Stages(self.subject, graph)
-        with generated_code() as code:
-            step = self.backend.lower(gm, example_inputs, inductor_options)
-        stages.lowered(tuple(code))
-        self.backend.keep(
-            GraphReport(
-                lambda: graph,
-                lambda: (graph, ()),
-                subject=self.subject,
-                tensors=(),
-                code=tuple(code),
-                note=note,
-            )
+        started = time.perf_counter()
+        try:
+            program = self._accepted(gm, infos, repetition)
+            before = copy_of(gm)
+            stages = _Stages(self.subject, before)
+            self._rewrite(program, before, stages)
+            self._refuse_uncompensated(program, infos, repetition)
+            is_rewritten = bool(program.expansions or program.measured) or bool(self.options.own_passes)
+            if not (is_rewritten or repetition.is_of_one):
+                return Reason("no tensor of it needs an error term")
+            after = copy_of(program.gm) if is_rewritten else before  # Inductor edits the one it is given
+            with generated_code() as code:
+                if is_rewritten:
+                    made = self._lower(program, infos, repetition, example_inputs, inductor_options, gm)
+                else:
+                    step = self.backend.lower_as_captured(gm, example_inputs, inductor_options)
+                    made = Lowered(step, "as captured", ())
+        except AliasedStateError:
+            raise
+        except CollageError:
+            self._forget_newborn_state()
+            raise
+        if isinstance(made, Reason):
+            return made
+        by_family = [("by family", not_by_family)] if not_by_family is not None else []
+        report = GraphReport(
+            captured=before,
+            repetition=repetition,
+            rewritten=(after, tuple(stages.passes)) if repetition.is_of_one else None,
+            subject=self.subject,
+            tensors=self._rows(program, infos, repetition),
+            wider_bytes=_wider_bytes(before, repetition),
+            code=tuple(code),
+            program=replace(program, inputs=infos, already_compensated=_with_error_terms(infos)).unrun(
+                before
+            ),
+            pipeline=self._pipeline,
+            route=Route(made.unit, self.recorded, bool(program.measured), (*by_family, *made.reasons)),
         )
-        return step
+        stages.lowered(report.code)
+        self._keep(report, compensated=bool(program.compensated), started=started)
+        return made.step
 
-    def _inputs(self, gm: GraphModule) -> list[InputInfo]:
-        return describe_inputs(
-            placeholders(gm.graph), self.dynamo_module, self.arguments, known_tensors(self.optimizers)
-        )
-
-    def _program(self, gm: GraphModule) -> StepProgram:
-        inputs = self._inputs(gm)
+    def _accepted(self, gm: GraphModule, infos: Sequence[InputInfo], repetition: Repetition) -> StepProgram:
+        """The step as it enters the pipeline; refused where it can't be compensated."""
+        inputs = [infos[copies[0]] for copies in repetition.copies]
         if self.options.strategy != "none":
-            self._refuse(gm, inputs, known_tensors(self.optimizers))
-        return self._program_of(_copy_of(gm), inputs, frozenset(self._existing_expansions(inputs)))
-
-    def _program_of(
-        self, gm: GraphModule, inputs: Sequence[InputInfo], already_compensated: frozenset[int]
-    ) -> StepProgram:
+            refuse_aliases(gm, inputs, self.known.values())
+            try:
+                refuse_unsupported(gm, inputs)
+            except UnsupportedTensorError as refusal:
+                self._refused(refusal)
+        self._refuse_other_error_terms(infos)
         return StepProgram(
-            gm,
+            copy_of(gm),
             inputs,
             self.options.strategy,
             self.options.arithmetic,
             ERROR_FORMATS[self.options.error_format],
-            already_compensated=already_compensated,
-            is_recorded=any(map(is_recorded, self.optimizers.values())),
-            captured=_copy_of(gm) if self.options.metrics else None,
+            already_compensated=_with_error_terms(inputs),
+            is_recorded=bool(self.recorded),
+            captured=copy_of(gm) if self.options.metrics else None,
         )
 
-    def _existing_expansions(self, inputs: Sequence[InputInfo]) -> dict[int, Expansion]:
-        """By position; refused where this backend could not keep them up."""
-        existing: dict[int, Expansion] = {}
-        for i, info in enumerate(inputs):
+    def _refuse_other_error_terms(self, infos: Sequence[InputInfo]) -> None:
+        """Raise for error terms that this backend could not keep up."""
+        for info in infos:
             expansion = None if info.tensor is None else expansion_of(info.tensor)
             if expansion is None:
                 continue
@@ -424,153 +425,165 @@ class Capture:
                     "with collage_fx.reset_error_terms(tensor)",
                 )
             require_format(expansion, ERROR_FORMATS[self.options.error_format], name=info.name)
-            existing[i] = expansion
-        return existing
 
-    def _refuse(self, gm: GraphModule, inputs: Sequence[InputInfo], known: Mapping[int, KnownTensor]) -> None:
-        refuse_aliases(gm, inputs, known.values())
-        try:
-            refuse_unsupported(gm, inputs)
-        except UnsupportedTensorError as refusal:
-            self._refused(refusal)
+    @property
+    def _pipeline(self) -> tuple[Pass, ...]:
+        return self.options.passes if self.options.strategy != "none" else ANALYSIS
 
-    def _in_order(self, rows: Iterable[TensorReport]) -> tuple[TensorReport, ...]:
-        """In the optimizers' order, each parameter before its state; what they don't hold comes last."""
-        rank = {entry.name: i for i, entry in enumerate(known_tensors(self.optimizers).values())}
-        return tuple(sorted(rows, key=lambda row: rank.get(row.name, len(rank))))
+    def _rewrite(self, program: StepProgram, captured: GraphModule, observe: Callable[[Stage], None]) -> None:
+        run_pipeline(program, self._pipeline, observe=observe)
+        if self.options.strategy == "none" and program.captured is not None:
+            program.move_to(copy_of(captured))
+            run_pipeline(program, MEASUREMENT, observe=observe)
 
+    def _refuse_uncompensated(
+        self, program: StepProgram, infos: Sequence[InputInfo], repetition: Repetition
+    ) -> None:
+        for state in program.compensated:
+            if not state.refusal:
+                continue
+            for place in repetition.copies[state.position]:
+                refusal = UncompensatedParameterError(
+                    f"{state.refusal} ({state.info.role.value} of dtype {state.format.name})",
+                    where=infos[place].name,
+                    remedy=f"{REMEDIES[program.arithmetic]}, or leave it to plain low precision with "
+                    "strict=False",
+                )
+                if self.options.strict and state.info.role is Role.PARAMETER:
+                    raise refusal
+                warn(refusal)
 
-class CaptureOfFamilies(Capture):
-    """The compilation of one of each family: Note [One of each family] in ``capture/families.py``.
+    def _lower(
+        self,
+        program: StepProgram,
+        infos: Sequence[InputInfo],
+        repetition: Repetition,
+        example_inputs: Sequence[Any],
+        inductor_options: dict[str, Any],
+        captured: GraphModule,
+    ) -> Lowered | Reason:
+        """The rewritten step; a measured one with the sums, and without if not every step is measured."""
 
-    Attributes:
-        step: the whole step, once the small graph has been compiled; None where it has to be compiled whole.
-    """
-
-    def __init__(self, backend: Backend, families: Families, mode: str | None) -> None:
-        super().__init__(backend, families.module, families.arguments, mode)
-        self.families = families
-        self.step: WholeStep | None = None
-
-    def _compile(
-        self, gm: GraphModule, example_inputs: Sequence[Any], inductor_options: dict[str, Any]
-    ) -> Any:
-        """Set ``step``. What AOTAutograd makes of the small graph is not called."""
-        assignments_to_stores(gm)
-        self._record_factorizations(gm)
-        updated = versions_to_increment()
-        repetition = self._repetition(gm)
-        reason = self._reason_to_leave_alone(gm, inductor_options)
-        if updated is not None and repetition is not None and reason is None:
-            # A refusal is met again when the graph is compiled whole, and raised there by its names.
-            with contextlib.suppress(CollageError):
-                self.step = self._step(gm, repetition, updated)
-        return _never_called
-
-    def _refused(self, refusal: CollageError) -> None:
-        raise refusal
-
-    def _repetition(self, gm: GraphModule) -> Repetition | None:
-        """For the inputs as AOTAutograd has them; None if one is not known, or shared and written to."""
-        inputs = placeholders(gm.graph)
-        known: dict[Any, int] = {origin: i for i, origin in enumerate(self.families.origins)}
-        order = [known.get(aot_input_of(node), -1) for node in inputs]
-        if sorted(order) != list(range(len(known))):
-            return None
-        repetition = self.families.repetition.reordered(order)
-        stores = copies_to_inputs(gm.graph)
-        common = (node for node, owner in zip(inputs, repetition.owners, strict=True) if owner is None)
-        return None if any(node in stores for node in common) else repetition
-
-    def _step(self, gm: GraphModule, repetition: Repetition, updated: Sequence[int]) -> WholeStep | None:
-        started = time.perf_counter()
-        families = self.families
-        inputs = [families.infos[copies[0]] for copies in repetition.copies]
-        self._refuse(gm, inputs, known_tensors(self.optimizers))
-        existing = frozenset(self._existing_expansions(families.infos))
-        small = frozenset(i for i, copies in enumerate(repetition.copies) if copies[0] in existing)
-        program = self._program_of(_copy_of(gm), inputs, small)
-        run_pipeline(program)
-        if not program.expansions or any(state.refusal for state in program.compensated):
-            return None
-        with generated_code() as code:
-            step = self._lower(program, repetition)
-        if step is None:
-            return None
-        graphs = _RepeatedGraphs(_copy_of(gm), repetition, self._program_of(gm, families.infos, existing))
-        report = GraphReport(
-            capture=graphs.before,
-            rewrite=graphs.rewritten,
-            subject=self.subject,
-            tensors=self._in_order(_rows(program, families.infos, repetition)),
-            wider_bytes=_wider_bytes(gm, repetition),
-            code=tuple(code),
-            program=graphs.program,
-            pipeline=PIPELINE,
-        )
-        self._done(report, compensated=bool(program.compensated), started=started)
-        copies = [repetition.copies[position] for position in updated]
-        places = sorted(place for each in copies for place in each)
-        bound, gradients = families.inputs[: families.bound], families.gradients
-        passed = len(families.inputs) - len(bound) - len(gradients)
-        return WholeStep(step, bound, passed, places, gradients)
-
-    def _lower(self, program: StepProgram, repetition: Repetition) -> Any:
-        """The whole step, a function of a list; None if it can't be lowered in this way."""
-        families = self.families
-
-        def lower(each: StepProgram) -> Any:
-            return self.backend.lower_families(each, families, repetition)
+        def lower(each: StepProgram) -> Lowered | Reason:
+            return self.backend.lower(each, infos, repetition, example_inputs, inductor_options)
 
         if not program.measured:
             return lower(program)
-        inputs = [
-            MeasuredInput.of(state, place, families.infos[place])
+        measured = [
+            MeasuredInput.of(state, place, infos[place])
             for state in program.measured
             for place in repetition.copies[state.position]
         ]
-        return self._metered(program, sorted(inputs, key=lambda each: each.position), lower)
+        meter = self.backend.meter
+        meter.learn(self.optimizers)
+        rows = Rows(measured)
+        plain: Any = None
+        if meter.every > 1 and self.options.strategy == "none":
+            plain = self.backend.lower_as_captured(captured, example_inputs, inductor_options)
+        elif meter.every > 1:
+            without = lower(replace(program, gm=without_sums(program.gm)))
+            if isinstance(without, Reason):
+                return without
+            plain = without.step
+        program.rows = rows.inputs
+        made = lower(program)
+        if isinstance(made, Reason):
+            return made
+        return made._replace(step=MeteredStep(meter, self.subject, measured, rows, made.step, plain))
+
+    def _rows(
+        self, program: StepProgram, infos: Sequence[InputInfo], repetition: Repetition
+    ) -> tuple[TensorReport, ...]:
+        """Of the tensors of all members, in the optimizers' order; what they don't hold comes last."""
+        rows: list[TensorReport] = []
+        for state in program.states:
+            row = tensor_report(program, state)
+            suffixes = [name.removeprefix(state.placeholder.name) for name in row.inputs]
+            for place in repetition.copies[state.position]:
+                hi = state.placeholder.name if repetition.is_of_one else input_name(place)
+                rows.append(
+                    replace(row, name=infos[place].name, inputs=tuple(hi + each for each in suffixes))
+                )
+        rank = {entry.name: i for i, entry in enumerate(self.known.values())}
+        return tuple(sorted(rows, key=lambda row: rank.get(row.name, len(rank))))
+
+    def _as_captured(
+        self, gm: GraphModule, example_inputs: Sequence[Any], inductor_options: dict[str, Any], why: str
+    ) -> Callable[[list[Any]], Any]:
+        if self.left_alone:  # forward and backward of one capture come here one after the other
+            return self.backend.lower_as_captured(gm, example_inputs, inductor_options)
+        self.left_alone = True
+        note = f"{self.subject}: {why}; lowered by Inductor as it is"
+        log.info(note)
+        graph = copy_of(gm)
+        stages = _Stages(self.subject, graph)
+        with generated_code() as code:
+            step = self.backend.lower_as_captured(gm, example_inputs, inductor_options)
+        stages.lowered(tuple(code))
+        report = GraphReport(
+            captured=graph,
+            repetition=Repetition.of_one(len(placeholders(graph.graph))),
+            rewritten=(graph, ()),
+            subject=self.subject,
+            tensors=(),
+            code=tuple(code),
+            note=note,
+            route=Route("as captured", self.recorded),
+        )
+        self.backend.keep(report)
+        return step
+
+    def _keep(self, report: GraphReport, *, compensated: bool, started: float) -> None:
+        if compensated:
+            for optimizer in self.optimizers.values():
+                note_compiled(optimizer)
+                note_compiled_step(optimizer, strict=self.options.strict)
+        self.backend.keep(report)
+        log.info("%s, %s in %.1f s", report.headline, self.backend.verb, time.perf_counter() - started)
+        for line in (str(report.route), *report.route.explained()):
+            log.debug("%s: %s", self.subject, line)
+        for group in treatments(report.tensors):
+            row = group.example
+            log.debug("%s: %s: %s; %s", self.subject, group.what, row.recurrence, row.why)
+
+    def _refused(self, refusal: CollageError) -> None:
+        """Raise a refusal, and leave no trace of the step, or warn of it."""
+        if self.options.strict:
+            self._forget_newborn_state()
+            raise refusal
+        warn(refusal)
+
+    def _forget_newborn_state(self) -> None:
+        """Undo what the trace has done to the optimizers' state: no step has been taken."""
+        for optimizer in self.optimizers.values():
+            forget_new_state(optimizer)
+
+
+def _reason_to_leave_alone(
+    gm: GraphModule, infos: Sequence[InputInfo], inductor_options: dict[str, Any]
+) -> str | None:
+    """Why a graph is none of our business, if it is none."""
+    if not inductor_options.get("is_inference", False):
+        return "the graph needs autograd, so it is no optimizer step"
+    updated = copies_to_inputs(gm.graph)
+    if any(is_low_precision_tensor(node) for node in updated):
+        return None
+    if updated and any(map(_has_error_terms, infos)):
+        return None  # a float32 average of compensated parameters, say
+    return "the graph updates no bfloat16 or float16 tensor"
+
+
+def _has_error_terms(info: InputInfo) -> bool:
+    return info.tensor is not None and expansion_of(info.tensor) is not None
+
+
+def _with_error_terms(infos: Sequence[InputInfo]) -> frozenset[int]:
+    """The positions of inputs that have error terms already."""
+    return frozenset(i for i, info in enumerate(infos) if _has_error_terms(info))
 
 
 def _never_called(*arguments: Any) -> Any:
     raise AssertionError("the graph of one of each family is compiled, never run")
-
-
-def _rows(program: StepProgram, infos: Sequence[InputInfo], repetition: Repetition) -> list[TensorReport]:
-    """Of the tensors of all members, in the order of the whole graph's inputs."""
-    rows: dict[int, TensorReport] = {}
-    for state in program.states:
-        row = tensor_report(program, state)
-        suffixes = [name.removeprefix(state.placeholder.name) for name in row.inputs]
-        for place in repetition.copies[state.position]:
-            inputs = tuple(input_name(place) + suffix for suffix in suffixes)
-            rows[place] = replace(row, name=infos[place].name, inputs=inputs)
-    return [rows[place] for place in sorted(rows)]
-
-
-class _RepeatedGraphs:
-    """Makes the whole graph, and the rewritten one, when they are asked for.
-
-    Args:
-        small: the functional graph of one of each family.
-        repetition: how it recurs.
-        program: the whole step.
-    """
-
-    def __init__(self, small: GraphModule, repetition: Repetition, program: StepProgram) -> None:
-        self.small = small
-        self.repetition = repetition
-        self.program = program.unrun(GraphModule({}, Graph()))
-
-    def before(self) -> GraphModule:
-        return repeated_graph(self.small, self.repetition)
-
-    def rewritten(self) -> Rewritten:
-        program = self.program.unrun(self.before())
-        passes: list[tuple[str, str]] = []
-        with torch.no_grad():
-            run_pipeline(program, observe=lambda stage: passes.append((stage.name, stage.summary)))
-        return program.gm, tuple(passes)
 
 
 class _Stages:
@@ -592,23 +605,12 @@ class _Stages:
             self._dump.code(code)
 
 
-def _copy_of(gm: GraphModule) -> GraphModule:
-    """A module with a graph of its own over the same constants.
-
-    ``copy.deepcopy`` would copy the constants too, which newer versions refuse in a fake tensor mode.
-    """
-    copied = graph_module(gm, copy.deepcopy(gm.graph))
-    copied.meta.update(gm.meta)
-    return copied
-
-
-def _wider_bytes(gm: GraphModule, repetition: Repetition | None = None) -> int:
+def _wider_bytes(gm: GraphModule, repetition: Repetition) -> int:
     """Bytes of the mutated floating-point inputs that are wider than the formats compensated here."""
     stores, total = copies_to_inputs(gm.graph), 0
     for position, node in enumerate(placeholders(gm.graph)):
         value = tensor_value(node)
         wider = value is not None and value.dtype.is_floating_point and not is_low_precision_tensor(node)
         if value is not None and wider and node in stores:
-            times = 1 if repetition is None else len(repetition.copies[position])
-            total += times * int(value.numel()) * value.dtype.itemsize
+            total += len(repetition.copies[position]) * int(value.numel()) * value.dtype.itemsize
     return total

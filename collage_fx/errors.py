@@ -25,6 +25,7 @@ __all__ = [
     "CollageError",
     "ConflictingErrorFormatError",
     "EagerStepError",
+    "FailedLoweringError",
     "GraphBreakError",
     "GraphInvariantError",
     "InvalidOptionError",
@@ -111,6 +112,10 @@ class EagerStepError(CollageError):
 
 class UncompensatedParameterError(CollageError):
     """A parameter's update ends in an operation through which the arithmetic can't carry an error term."""
+
+
+class FailedLoweringError(CollageError):
+    """Inductor, or its compiler, failed at a rewritten step. A warning: the step is taken in a slower way."""
 
 
 class GraphInvariantError(CollageError):

@@ -10,12 +10,23 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.optim import Optimizer
 
 from collage_fx.backend import CollageBackend
-from collage_fx.capture import Families
-from collage_fx.graph import Repetition, Role, StepProgram
+from collage_fx.graph import (
+    InputInfo,
+    Reason,
+    Repetition,
+    Role,
+    StepProgram,
+    Unit,
+    copies_to_inputs,
+    copy_of,
+    placeholders,
+    repeated_graph,
+)
+from collage_fx.lowering import Lowered, interpreted, rules_of
 from collage_fx.numerics import is_low_precision
 from collage_fx.report import CollageReport
 from collage_fx.runtime import known_tensors
@@ -58,32 +69,53 @@ class _CaptureOnly(CollageBackend):
 
     def lower(
         self,
-        graph: StepProgram | GraphModule,
+        program: StepProgram,
+        inputs: Sequence[InputInfo],
+        repetition: Repetition,
         example_inputs: Sequence[Any],
         inductor_options: dict[str, Any],
-    ) -> Any:
-        if isinstance(graph, StepProgram):
-            return _interpreted(graph.gm, [node for state in graph.compensated for node in state.auxiliaries])
-        return _interpreted(graph, [])
+    ) -> Lowered | Reason:
+        auxiliaries = [node for state in program.expansions for node in state.auxiliaries]
+        small = _results_alone(
+            program.gm, [*auxiliaries, *(node for s in program.measured for node in s.row)]
+        )
+        rules = rules_of(program.gm, always=not repetition.is_of_one)
+        if isinstance(rules, Reason) and not repetition.is_of_one:
+            return rules
+        reasons = (("in parts", rules),) if isinstance(rules, Reason) else ()
+        unit: Unit = "whole" if reasons else "in parts" if repetition.is_of_one else "by family"
+        return Lowered(interpreted(repeated_graph(small, repetition)), unit, reasons)
 
-    def lower_families(self, program: StepProgram, families: Families, repetition: Repetition) -> Any:
-        """The step as it was captured: its results are looked at by nobody, but its state is born."""
-        return lambda values: families.captured(*values[families.bound :])
-
-
-def _interpreted(gm: GraphModule, auxiliaries: Sequence[torch.fx.Node]) -> Callable[[list[Any]], Any]:
-    """A graph as a callable in AOTAutograd's convention, interpreted, with error terms of zero."""
-    layouts = [_layout(node.meta["val"]) for node in auxiliaries]
-
-    def run(arguments: list[Any]) -> Any:
-        return gm(*arguments, *(torch.empty_strided(*layout[:2], **layout[2]).zero_() for layout in layouts))
-
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
+    def lower_as_captured(
+        self, gm: GraphModule, example_inputs: Sequence[Any], inductor_options: dict[str, Any]
+    ) -> Callable[[list[Any]], Any]:
+        return interpreted(_results_alone(gm, []))
 
 
-def _layout(value: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]:
-    return tuple(value.size()), value.stride(), {"dtype": value.dtype, "device": value.device}
+def _results_alone(gm: GraphModule, added: Sequence[Node]) -> GraphModule:
+    """A copy of a graph that stores nothing, as state that is born in a step is among what it returns.
+
+    Args:
+        gm: the graph.
+        added: those of its inputs that it has from the passes; they become zeros.
+    """
+    gm = copy_of(gm)
+    for store in copies_to_inputs(gm.graph).values():
+        gm.graph.erase_node(store)
+    gm.graph.eliminate_dead_code()
+    names = {node.name for node in added}
+    for node in placeholders(gm.graph):
+        if node.name in names:
+            with gm.graph.inserting_before(next(n for n in gm.graph.nodes if n.op != "placeholder")):
+                value = node.meta["val"]
+                zeros = gm.graph.call_function(
+                    torch.zeros, (tuple(value.shape),), {"dtype": value.dtype, "device": value.device}
+                )
+                zeros.meta["val"] = value
+            node.replace_all_uses_with(zeros)
+            gm.graph.erase_node(node)
+    gm.recompile()
+    return gm
 
 
 def _copy_of(optimizer: Optimizer) -> Optimizer:

@@ -9,7 +9,7 @@ from typing import get_args
 from collage_fx.errors import (
     InvalidOptionError,
 )
-from collage_fx.graph import Arithmetic, Strategy
+from collage_fx.graph import Arithmetic, Reason, Strategy
 from collage_fx.numerics import ERROR_FORMATS
 from collage_fx.pipeline import (
     PIPELINE,
@@ -34,6 +34,20 @@ class Options:
     strict: bool
     mode: str | None
     passes: tuple[Pass, ...] = PIPELINE
+
+    @property
+    def own_passes(self) -> tuple[Pass, ...]:
+        """Those of the passes that are the user's."""
+        return tuple(each for each in self.passes if each not in PIPELINE)
+
+    def not_by_family(self) -> Reason | None:
+        """Why of equal updates not one is compiled for all, if that is a matter of these options."""
+        if self.strategy == "none":
+            return Reason("strategy 'none' leaves the graph to Inductor")
+        for each in self.own_passes:
+            if not each.by_family:
+                return Reason(f"the pass {each.name} is to see every tensor (its by_family is False)")
+        return None
 
     def __post_init__(self) -> None:
         refuse_unless("strategy", self.strategy, get_args(Strategy))

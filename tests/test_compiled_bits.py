@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch._inductor.utils import fresh_cache, run_and_get_code
 
-from collage_fx.graph.program import Arithmetic, Strategy
+from collage_fx.graph import Arithmetic, Reason, Strategy
 from collage_fx.runtime.batches import Batch
 from collage_fx.torch_compat import inductor_compile_inner
 from tests.support.agreement import assert_half_ulp, assert_same, differences, trajectory
@@ -222,7 +222,9 @@ def test_everything_a_step_mutates_is_static() -> None:
 
     with (
         mock.patch("collage_fx.lowering.lower.inductor_compile_inner", spy),
-        mock.patch("collage_fx.lowering.lower.lower_in_parts", return_value=None),  # as on a GPU
+        mock.patch(
+            "collage_fx.lowering.lower.lower_in_parts", return_value=Reason("of the test")
+        ),  # as on a GPU
     ):
         first_step(Case("plus", "wide", "mcf", torch.bfloat16))
     ((mutated, static),) = lowered

@@ -21,6 +21,7 @@ from tests.support.training import (
     run_steps,
     set_gradients,
 )
+from tests.support.whole import pipeline
 
 Optimizer = torch.optim.Optimizer
 
@@ -139,8 +140,7 @@ def test_gradients_that_change_their_strides(by_family: bool) -> None:
     results = []
     for order in (lambda g: g, lambda g: g.t().contiguous().t()):
         params = parameters(shapes=[(4, 6)] * 4)
-        backend = CollageBackend()
-        backend.by_family = by_family
+        backend = CollageBackend(passes=pipeline(by_family=by_family))
         optimizer = torch.optim.Adam(params)
         step = torch.compile(optimizer.step, backend=backend)
         run_steps(step, params, [0, 1])

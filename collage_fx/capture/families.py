@@ -24,7 +24,8 @@ parameters, gradients and state that the steps of torch.optim loop over, it gets
 same places, then the rows left out are members too. Otherwise, and wherever something here is not understood,
 the step is traced once more, whole.
 
-A refusal is not looked into: the graph is compiled whole and refused by the names of its tensors.
+What is not understood is a :class:`~collage_fx.graph.Reason`: the graph is then compiled whole, as a family
+of one, and the reason is in the report.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from collage_fx.capture.thinning import ListRows, is_plain, layout_of
-from collage_fx.graph import Groups, InputInfo, Repetition
+from collage_fx.graph import Groups, InputInfo, Reason, Repetition
 from collage_fx.torch_compat import ThinnedLists
 
 __all__ = ["Families", "families_of"]
@@ -87,8 +88,8 @@ Describe = Callable[[Sequence[Any], Sequence[str], int], Sequence[tuple[InputInf
 
 def families_of(
     gm: GraphModule, arguments: Sequence[Any], describe: Describe, thinned: Sequence[ThinnedLists] = ()
-) -> Families | None:
-    """The families of a graph that Dynamo captured; None where there is nothing to gain, or to understand.
+) -> Families | Reason:
+    """The families of a graph that Dynamo captured, or why it has none.
 
     Args:
         gm: the graph.
@@ -97,13 +98,15 @@ def families_of(
         thinned: the lists of which Dynamo has traced some rows; members are found for the others.
     """
     found = _Search(gm, arguments, ListRows(thinned))
-    if not found.is_understood():
-        return None
+    if (reason := found.not_understood()) is not None:
+        return reason
     described = describe(found.inputs, found.names, found.bound)
     found.meanings = [(info.symbol, info.role, kind) for info, kind in described]
     families = found.families()
-    if sum(map(len, families)) == len(families) or not found.adds_rows_left_out(families):
-        return None
+    if sum(map(len, families)) == len(families):
+        return Reason("no two tensors are updated alike")
+    if not found.adds_rows_left_out(families):
+        return Reason("the rows that were traced do not show how the others are updated")
     return found.result(families, tuple(info for info, _ in described))
 
 
@@ -154,28 +157,45 @@ class _Search:
         self._known: dict[Hashable, int] = {}
         self.meanings: Sequence[Hashable] = ()
 
-    def is_understood(self) -> bool:
-        tensors = [value for value in self.inputs if isinstance(value, Tensor)]
-        traced = {id(self.inputs[place]) for place in self.place.values() if place is not None}
-        return (
-            self.are_arguments_understood
-            and self.rows.are_understood()
-            and None not in self.place.values()
-            and all(self.rows.is_left_out(value) for value in self.inputs if id(value) not in traced)
-            and not (self.rows.thinned and self._returned())
-            and all(map(is_plain, tensors))
-            and len({value.untyped_storage()._cdata for value in tensors}) == len(tensors)
-            and all(isinstance(value, (Tensor, torch.SymInt, torch.SymFloat)) for value in self.inputs)
-            and all(map(self._is_understood, self.gm.graph.nodes))
-            and all(isinstance(result, Node) and _is_tensor(result) for result in self._returned())
-        )
+    def not_understood(self) -> Reason | None:
+        """The first thing in the graph that may keep its components from being independent."""
+        if not self.are_arguments_understood or not self.rows.are_understood():
+            return Reason("Dynamo passes other arguments than the graph takes, or a tensor twice")
+        for node, place in self.place.items():
+            if place is None:
+                return Reason.at(node, "it is neither a parameter nor a buffer nor an argument")
+        return self._input_not_understood() or self._operation_not_understood()
 
-    def _is_understood(self, node: Node) -> bool:
-        if node.op in ("placeholder", "get_attr", "output"):
-            return True
-        if node.op not in ("call_function", "call_method"):
-            return False
-        return bool(node.all_input_nodes) or node.target in MODES or _is_tensor(node)
+    def _input_not_understood(self) -> Reason | None:
+        traced = {id(self.inputs[place]) for place in self.place.values() if place is not None}
+        memory: dict[int, str] = {}
+        for name, value in zip(self.names, self.inputs, strict=True):
+            if id(value) not in traced and not self.rows.is_left_out(value):
+                return Reason("the graph does not read this input", name)
+            if isinstance(value, Tensor):
+                if not is_plain(value):
+                    return Reason("this input is no ordinary dense tensor of known sizes on the CPU", name)
+                first = memory.setdefault(value.untyped_storage()._cdata, name)
+                if first != name:
+                    return Reason(f"this input shares memory with {first}", name)
+            elif not isinstance(value, (torch.SymInt, torch.SymFloat)):
+                return Reason("this input is neither a tensor nor a number", name)
+        return None
+
+    def _operation_not_understood(self) -> Reason | None:
+        if self.rows.thinned and self._returned():
+            return Reason("the step returns something, of which Dynamo has traced only a part")
+        for node in self.gm.graph.nodes:
+            if node.op in ("placeholder", "get_attr", "output"):
+                continue
+            if node.op not in ("call_function", "call_method"):
+                return Reason.at(node, "it is no call of a function")
+            if not (node.all_input_nodes or node.target in MODES or _is_tensor(node)):
+                return Reason.at(node, "it has no operands and makes no tensor")
+        for result in self._returned():
+            if not (isinstance(result, Node) and _is_tensor(result)):
+                return Reason("the step returns something else than tensors", str(result))
+        return None
 
     def _returned(self) -> list[Any]:
         return list(pytree.tree_leaves(self.gm.graph.output_node().args))
@@ -312,7 +332,7 @@ class _Search:
             self._computed[node] = self._known.setdefault((node.target, *described), len(self._known))
         return "number", self._computed[node]
 
-    def result(self, families: list[list[_Component]], infos: tuple[InputInfo, ...]) -> Families | None:
+    def result(self, families: list[list[_Component]], infos: tuple[InputInfo, ...]) -> Families | Reason:
         family_of = {id(c): (f, m) for f, family in enumerate(families) for m, c in enumerate(family)}
         first = [family[0] for family in families]
         places = sorted({place for component in first for place in component.inputs} | self.common)
@@ -323,11 +343,16 @@ class _Search:
             for i, place in enumerate(family[0].inputs):
                 copies[position[place]] = tuple(component.inputs[i] for component in family)
                 owners[position[place]] = f
-        if {place for each in copies for place in each} != set(range(len(self.inputs))):
-            return None
+        unread = set(range(len(self.inputs))) - {place for each in copies for place in each}
+        if unread:
+            return Reason("no update reads this input", self.names[min(unread)])
         gradients = self._gradients()
-        if -1 in gradients.values():
-            return None
+        for place, parameter in gradients.items():
+            if parameter == -1:
+                return Reason(
+                    "it belongs to a row that was not traced and is no parameter's gradient",
+                    self.names[place],
+                )
         results = [node for component in first for node in component.results]
         index = {node: i for i, node in enumerate(results)}
         outputs: dict[Node, tuple[int, int]] = {}

@@ -21,7 +21,7 @@ from collage_fx.errors import CollageError, RecompileLimitError, raise_or_warn
 from collage_fx.runtime import expansion_of, known_tensors, parameter_names
 from collage_fx.torch_compat import MARK, forget_static_addresses, is_step_wrapper
 
-__all__ = ["branches_on_values", "is_recordable", "is_recorded", "record"]
+__all__ = ["branches_on_values", "is_recordable", "is_recorded", "record", "why_recorded"]
 
 log = logging.getLogger("collage_fx")
 
@@ -35,6 +35,12 @@ RECORDING = "__collage_fx_recording__"
 def is_recorded(optimizer: Optimizer) -> bool:
     """Whether the steps of an optimizer are recorded, whoever calls them."""
     return RECORDING in vars(optimizer)
+
+
+def why_recorded(optimizer: Optimizer) -> str:
+    """Why the optimizer's steps are recorded; empty where they are not."""
+    recording = getattr(optimizer, RECORDING, None)
+    return "" if recording is None else recording.reason
 
 
 def branches_on_values(optimizer: Optimizer) -> bool:
@@ -71,7 +77,7 @@ def record(
     """
     log.log(level, "%s: its steps are run by Python and recorded: %s", type(optimizer).__name__, reason)
     _reroute(type(optimizer))
-    vars(optimizer)[RECORDING] = _Recording(optimizer, backend, keywords, strict=strict)
+    vars(optimizer)[RECORDING] = _Recording(optimizer, backend, keywords, reason, strict=strict)
 
 
 def _reroute(cls: type[Optimizer]) -> None:
@@ -110,7 +116,10 @@ _active = _Active()
 class _Recording:
     """The recorder of one optimizer's steps, and what it has to know of the optimizer."""
 
-    def __init__(self, optimizer: Optimizer, backend: Any, keywords: dict[str, Any], *, strict: bool) -> None:
+    def __init__(
+        self, optimizer: Optimizer, backend: Any, keywords: dict[str, Any], reason: str, *, strict: bool
+    ) -> None:
+        self.reason = reason
         self._strict = strict
         self._label = type(optimizer).__name__
         self._compile = lambda module: torch.compile(module, backend=backend, **keywords)

@@ -19,6 +19,7 @@ from collage_fx.graph.nodes import (
     assignments,
     assignments_to_stores,
     copies_to_inputs,
+    copy_of,
     is_conversion,
     is_copy_to_input,
     is_dense,
@@ -42,6 +43,7 @@ from collage_fx.graph.program import (
 )
 from collage_fx.graph.recurrence import IDENTITIES, is_factory, judge, read_recurrence
 from collage_fx.graph.retype import Retyper, is_movement, is_pointwise
+from collage_fx.graph.routes import Reason, Route, Unit
 from collage_fx.graph.text import graph_text
 
 __all__ = [
@@ -57,16 +59,20 @@ __all__ = [
     "InputInfo",
     "Kind",
     "ReadExpansion",
+    "Reason",
     "Repetition",
     "Retyper",
     "Role",
+    "Route",
     "StateTensor",
     "StepProgram",
     "Strategy",
+    "Unit",
     "assignments",
     "assignments_to_stores",
     "copies_read_by",
     "copies_to_inputs",
+    "copy_of",
     "fed_back",
     "foreach_calls",
     "foreach_name",

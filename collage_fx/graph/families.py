@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Sequence
@@ -39,6 +40,17 @@ class Repetition:
     turns: tuple[tuple[int, int], ...]
     outputs: tuple[tuple[int, int], ...]
 
+    @classmethod
+    def of_one(cls, inputs: int) -> Repetition:
+        """A graph that is whole: one family with one member, of so many inputs."""
+        places = range(inputs)
+        return cls(inputs, tuple((place,) for place in places), (0,) * inputs, ((0, 0),), ())
+
+    @property
+    def is_of_one(self) -> bool:
+        """Whether the small graph is the whole one."""
+        return len(self.turns) == 1
+
     def place(self, position: int, member: int) -> int:
         """What stands for an input of the small graph when it is a member's turn."""
         return self.copies[position][0 if self.owners[position] is None else member]
@@ -53,15 +65,17 @@ class Repetition:
         """With further inputs, behind the others in both graphs.
 
         Args:
-            owned_by: for each of them the earlier input that it belongs to. In the whole graph, too, they
-                come in the order of these.
+            owned_by: for each of them the earlier input that it belongs to. Those of one input come one after
+                the other; so they do, in the whole graph, for each of its copies.
         """
-        order = sorted(
-            (place, i, member)
-            for i, position in enumerate(owned_by)
-            for member, place in enumerate(self.copies[position])
-        )
-        places = {(i, member): self.inputs + n for n, (_, i, member) in enumerate(order)}
+        order = [
+            (i, member)
+            for position, of_one in itertools.groupby(range(len(owned_by)), owned_by.__getitem__)
+            for numbers in [list(of_one)]
+            for member in range(len(self.copies[position]))
+            for i in numbers
+        ]
+        places = {each: place for place, each in enumerate(order, self.inputs)}
         copies = [
             tuple(places[i, member] for member in range(len(self.copies[position])))
             for i, position in enumerate(owned_by)
@@ -82,8 +96,11 @@ def input_name(place: int) -> str:
 def repeated_graph(gm: GraphModule, repetition: Repetition) -> GraphModule:
     """The whole functional graph.
 
-    Values are those of the small graph: within a family, layouts and dtypes are the same.
+    Values are those of the small graph: within a family, layouts and dtypes are the same. A graph of one is
+    returned as it is.
     """
+    if repetition.is_of_one:
+        return gm
     small = placeholders(gm.graph)
     graph = Graph()
     whole: dict[tuple[Node, int], Node] = {}

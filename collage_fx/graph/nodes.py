@@ -6,6 +6,7 @@ number), and mutation only in the epilogue, ``copy_(placeholder, new_value)``, o
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,9 +15,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from collage_fx.numerics import is_low_precision
-from collage_fx.torch_compat import (
-    DATA_ASSIGNMENTS,
-)
+from collage_fx.torch_compat import DATA_ASSIGNMENTS, copy_cache_facts, graph_module
 
 __all__ = [
     "PASS_MARK",
@@ -24,6 +23,7 @@ __all__ = [
     "assignments",
     "assignments_to_stores",
     "copies_to_inputs",
+    "copy_of",
     "is_conversion",
     "is_copy_to_input",
     "is_dense",
@@ -158,3 +158,14 @@ class Groups:
 
     def join(self, a: Node, b: Node) -> None:
         self.parent[self.find(a)] = self.find(b)
+
+
+def copy_of(gm: GraphModule) -> GraphModule:
+    """A module with a graph of its own over the same constants, and what else the module is known by.
+
+    ``copy.deepcopy`` would copy the constants too, which newer versions refuse in a fake tensor mode.
+    """
+    copied = graph_module(gm, copy.deepcopy(gm.graph))
+    copied.meta.update(gm.meta)
+    copy_cache_facts(gm, copied)
+    return copied

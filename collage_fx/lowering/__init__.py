@@ -1,5 +1,7 @@
 """From one rewritten program to kernels and a plan of calls. Works at compile time only."""
 
-from collage_fx.lowering.lower import JOINT_GRAPH_SETTINGS, lower, lower_repeatedly, without_sums
+from collage_fx.lowering.attempts import interpreted
+from collage_fx.lowering.lower import JOINT_GRAPH_SETTINGS, Lowered, lower, without_sums
+from collage_fx.lowering.plan import rules_of
 
-__all__ = ["JOINT_GRAPH_SETTINGS", "lower", "lower_repeatedly", "without_sums"]
+__all__ = ["JOINT_GRAPH_SETTINGS", "Lowered", "interpreted", "lower", "rules_of", "without_sums"]

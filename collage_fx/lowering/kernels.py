@@ -43,6 +43,7 @@ from torch.utils import _pytree as pytree
 
 from collage_fx.graph import (
     REVISION,
+    Reason,
     is_dense,
     is_number,
     is_pointwise,
@@ -52,17 +53,20 @@ from collage_fx.graph import (
     update_sizes,
     update_sums,
 )
+from collage_fx.lowering.attempts import compile_somehow
 from collage_fx.lowering.parts import Part
 from collage_fx.runtime import LENGTH, MOST_ARGUMENTS, MOST_BUFFERS, SUMS_OF_PIECE, Kernel, buffer_at
 from collage_fx.torch_compat import (
+    CFunction,
     SymbolicScope,
     add_to_cache_key,
     c_function,
     fusing_distant_nodes,
     inductor_config,
+    innermost_callable,
 )
 
-__all__ = ["MANY", "Compiler", "Rule", "compile_rule", "rule_of", "samples_first"]
+__all__ = ["MANY", "Rule", "compile_rule", "rule_of", "samples_first"]
 
 aten = torch.ops.aten
 
@@ -157,6 +161,11 @@ class Rule:
     def divisible(self) -> bool:
         """Whether it may be computed for pieces of the tensors; its sums are then the sums of theirs."""
         return self.flat and self.independent and not any(line.target is update_sizes for line in self.lines)
+
+    @property
+    def operations(self) -> set[str]:
+        """The names of its operators."""
+        return {str(line.target) for line in self.lines if line.target is not None}
 
     @property
     def sums(self) -> set[int]:
@@ -320,20 +329,16 @@ def _order_in_memory(value: Tensor) -> tuple[tuple[int, int], ...]:
     )
 
 
-#: Compiles a graph whose example inputs are given.
-Compiler = Callable[[GraphModule, Sequence[Any]], Callable[[list[Any]], Any]]
-
-
-def compile_rule(rule: Rule, compiler: Compiler, *, many: bool) -> Kernel | None:
+def compile_rule(rule: Rule, *, many: bool) -> Kernel | Reason:
     """The kernel of a rule.
 
     Args:
         rule: of any of the parts that it will serve.
-        compiler: Inductor, configured for the step.
         many: whether a flat rule is compiled for many elements.
 
     Returns:
-        None if the code would not hold for every length (or every value of a symbolic number).
+        the kernel, or a reason where the code would not hold for every length (or every value of a symbolic
+        number).
     """
     scope = SymbolicScope()
     with scope:
@@ -343,12 +348,18 @@ def compile_rule(rule: Rule, compiler: Compiler, *, many: bool) -> Kernel | None
         if rule.flat and not many:
             settings["cpp.threads"] = 1
         with inductor_config.patch(settings), fusing_distant_nodes() if rule.flat else nullcontext():
-            call = compiler(gm, inputs)
+            compiled, fault = compile_somehow(gm, inputs, is_inference=True)
+    if compiled is None:
+        assert fault is not None
+        return fault
     if scope.has_guards():
-        return None
-    function = None if many or not rule.independent else c_function(call, len(inputs))
-    if function is None or len(function.arguments) > MOST_ARGUMENTS or function.buffers > MOST_BUFFERS:
-        return Kernel(call)
+        return Reason(
+            "a kernel would not hold for every length or number", ", ".join(sorted(rule.operations))
+        )
+    call = innermost_callable(compiled)
+    function = _batched_function(rule, call, len(inputs), many=many)
+    if isinstance(function, Reason):
+        return Kernel(call, in_python=function, simplified=fault)
     lines = [i for i, line in enumerate(rule.lines) if line.target is None]
     sums = {place for place, line in enumerate(lines, start=int(rule.flat)) if line in rule.sums}
 
@@ -362,7 +373,24 @@ def compile_rule(rule: Rule, compiler: Compiler, *, many: bool) -> Kernel | None
             return LENGTH
         return value.dtype.itemsize if value.dim() > 0 else 0
 
-    return Kernel(call, function, tuple(map(kind, function.arguments)), rule.divisible)
+    return Kernel(call, function, tuple(map(kind, function.arguments)), rule.divisible, simplified=fault)
+
+
+def _batched_function(
+    rule: Rule, call: Callable[[list[Any]], Any], inputs: int, *, many: bool
+) -> CFunction | Reason:
+    """The C++ function of a kernel that is called for many tensors at once, or why Python has to call it."""
+    what = ", ".join(sorted(rule.operations))
+    if not rule.independent:
+        return Reason(
+            "a kernel is neither elementwise in one layout nor of numbers alone, or may raise", what
+        )
+    function = None if many else c_function(call, inputs)
+    if function is None:
+        return Reason("a kernel's code is more than one C++ function", what)
+    if len(function.arguments) > MOST_ARGUMENTS or function.buffers > MOST_BUFFERS:
+        return Reason("a kernel has too many arguments or buffers", what)
+    return function
 
 
 def _graph_of(rule: Rule, scope: SymbolicScope, hint: int) -> GraphModule:

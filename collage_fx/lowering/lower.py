@@ -2,36 +2,38 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.fx import Graph, GraphModule
 
+from collage_fx.errors import FailedLoweringError, warn
 from collage_fx.graph import (
     REVISION,
     Arithmetic,
     InputInfo,
+    Reason,
     Repetition,
     Role,
     StepProgram,
+    Unit,
     copies_to_inputs,
+    copy_of,
     placeholders,
     update_sizes,
     update_sums,
 )
+from collage_fx.lowering.attempts import Attempt, compile_somehow, interpreted
 from collage_fx.lowering.plan import lower_in_parts, repeated_step
 from collage_fx.runtime import CompensatedStep, Expected, StepInParts, bind
 from collage_fx.torch_compat import (
     COMBINED_LAUNCHES,
     add_to_cache_key,
-    graph_module,
-    inductor_compile_inner,
     inductor_config,
 )
 
-__all__ = ["JOINT_GRAPH_SETTINGS", "inductor_settings", "lower", "lower_repeatedly", "without_sums"]
+__all__ = ["JOINT_GRAPH_SETTINGS", "Lowered", "inductor_settings", "lower", "without_sums"]
 
 #: Nodes of a kernel, of which Inductor takes 64.
 MOST_NODES = 1024
@@ -63,61 +65,87 @@ MEASURING_SETTINGS: dict[str, Any] = {"cpp.max_horizontal_fusion_size": 128, "ma
 ERROR_TERM = InputInfo("an error term", "lo", Role.OTHER)
 
 
+class Lowered(NamedTuple):
+    """A compiled step, and why it was not compiled in a faster way.
+
+    Attributes:
+        step: takes the inputs of the whole graph as one list.
+        unit: what was compiled at once.
+        reasons: the faster ways that were not taken, by name, and why.
+    """
+
+    step: Callable[[list[Any]], Any]
+    unit: Unit
+    reasons: tuple[tuple[str, Reason], ...]
+
+
 def lower(
-    program: StepProgram, example_inputs: Sequence[Any], inductor_options: dict[str, Any]
-) -> CompensatedStep:
-    """Compile the program's graph with Inductor and bind its error terms.
+    program: StepProgram,
+    inputs: Sequence[InputInfo],
+    repetition: Repetition,
+    example_inputs: Sequence[Any],
+    inductor_options: dict[str, Any],
+) -> Lowered | Reason:
+    """Compile the program's graph with Inductor, for all members of its families, and bind the error terms.
 
     Args:
         program: after the pipeline. With strategy "none" Inductor's settings are left as they are.
+        inputs: those of the whole graph.
+        repetition: how those of the program recur in it. Rows of sums, if there are some, come in the order
+            of the inputs that they measure.
         example_inputs: fake inputs for the graph as captured; those of the error terms are appended here.
         inductor_options: what ``compile_fx`` passed for its own inner compiler (static inputs, CUDA graphs,
             ...).
+
+    Returns:
+        a reason where the graph of one of each family can't be repeated. A graph of one is always compiled.
     """
     values, stored_to = _inputs_of(program.gm.graph)
     on_gpu = any(isinstance(value, Tensor) and value.device.type != "cpu" for value in values)
     settings = inductor_settings(program.arithmetic, on_gpu=on_gpu) if program.strategy != "none" else {}
     measuring = MEASURING_SETTINGS if program.rows else {}
+    extended = repetition.extended(
+        [state.position for state in program.expansions for _ in state.auxiliaries]
+    )
+    rows = [state.position for state in program.measured for _ in state.row] if program.rows else []
+    compiled: Any
     with inductor_config.patch({**settings, **measuring}):
-        compiled = lower_in_parts(program.gm) or _whole(program, example_inputs, inductor_options)
-    bindings = [bind(state.position, state.info, program.error_format) for state in program.expansions]
-    all_layouts = isinstance(compiled, StepInParts)
-    looked_at = dict(enumerate(values[: len(values) - len(program.rows)]))
-    expected = _expected(looked_at, program.inputs, stored_to, all_layouts=all_layouts)
-    return CompensatedStep(compiled, bindings, expected, program.rows)
+        compiled = lower_in_parts(program.gm, always=not repetition.is_of_one)
+        if isinstance(compiled, StepInParts):
+            compiled = repeated_step(compiled, extended.extended(rows))
+        if isinstance(compiled, Reason) and not repetition.is_of_one:
+            return compiled
+        reasons: list[tuple[str, Reason | None]] = []
+        if is_in_parts := isinstance(compiled, StepInParts):
+            reasons += [("in one call for all tensors", kernel.in_python) for kernel in compiled.kernels]
+            faults = [kernel.simplified for kernel in compiled.kernels]
+        else:
+            reasons.append(("in parts", compiled))
+            compiled, fault = _whole(program, example_inputs, inductor_options)
+            faults = [fault]
+    if compiled is None:
+        compiled = interpreted(program.gm)
+    for fault in filter(None, faults):
+        warn(_failed(fault, inputs))
+        break
+    reasons += [("by the usual code", fault) for fault in faults]
+    owners = [place for state in program.expansions for place in repetition.copies[state.position]]
+    bindings = [bind(place, inputs[place], program.error_format) for place in owners]
+    looked_at = {place: values[i] for i, copies in enumerate(extended.copies) for place in copies}
+    all_stored_to = {place for i, copies in enumerate(extended.copies) if i in stored_to for place in copies}
+    expected = _expected(looked_at, inputs, all_stored_to, all_layouts=is_in_parts)
+    unit: Unit = "whole" if not is_in_parts else "in parts" if repetition.is_of_one else "by family"
+    given = tuple(dict.fromkeys((way, reason) for way, reason in reasons if reason is not None))
+    return Lowered(CompensatedStep(compiled, bindings, expected, program.rows), unit, given)
 
 
-def lower_repeatedly(
-    program: StepProgram, inputs: Sequence[InputInfo], repetition: Repetition
-) -> CompensatedStep | None:
-    """The step of all members of the families of which the program's graph has one each.
-
-    Args:
-        program: after the pipeline.
-        inputs: those of the whole graph.
-        repetition: how those of the program recur in it. Rows of sums, if there are some, come in the order
-            of the inputs that they measure.
-
-    Returns:
-        a callable of the whole graph's inputs; None where the graph can't be lowered in parts.
-    """
-    values, stored_to = _inputs_of(program.gm.graph)
-    measuring = MEASURING_SETTINGS if program.rows else {}
-    with inductor_config.patch({**inductor_settings(program.arithmetic), **measuring}):
-        small = lower_in_parts(program.gm, always=True)
-    owned_by = [state.position for state in program.expansions for _ in state.auxiliaries]
-    extended = repetition.extended(owned_by)
-    measured = [state.position for state in program.measured for _ in state.row] if program.rows else []
-    step = None if small is None else repeated_step(small, extended.extended(measured))
-    if step is None:
-        return None
-    places = sorted(place for state in program.expansions for place in repetition.copies[state.position])
-    bindings = [bind(place, inputs[place], program.error_format) for place in places]
-    copies = dict(enumerate(extended.copies))
-    all_values = {place: values[i] for i in copies for place in copies[i]}
-    all_stored_to = {place for i in stored_to if i in copies for place in copies[i]}
-    expected = _expected(all_values, inputs, all_stored_to, all_layouts=True)
-    return CompensatedStep(step, bindings, expected, program.rows)
+def _failed(fault: Reason, inputs: Sequence[InputInfo]) -> FailedLoweringError:
+    return FailedLoweringError(
+        f"{fault.what}. The step does the same, and takes longer",
+        where=next((info.name for info in inputs if info.role is Role.PARAMETER), "step"),
+        remedy="collage-fx doctor says whether there is a compiler that works; if there is, the fault is "
+        "Inductor's, and may be mended in another version of torch",
+    )
 
 
 def _expected(
@@ -158,9 +186,7 @@ def inductor_settings(arithmetic: Arithmetic, *, on_gpu: bool = False) -> dict[s
     return {**settings, **COMBINED_LAUNCHES} if on_gpu else settings
 
 
-def _whole(
-    program: StepProgram, example_inputs: Sequence[Any], inductor_options: dict[str, Any]
-) -> Callable[[list[Any]], Any]:
+def _whole(program: StepProgram, example_inputs: Sequence[Any], inductor_options: dict[str, Any]) -> Attempt:
     """The graph compiled as one."""
     auxiliaries = [node for state in program.expansions for node in state.auxiliaries]
     static = list(inductor_options.get("static_input_idxs", ()))
@@ -175,16 +201,13 @@ def _whole(
     static += range(first_row, first_row + len(program.rows))
     added = placeholders(program.gm.graph)[len(example_inputs) :]
     add_to_cache_key(program.gm, revision=REVISION)
-    return inductor_compile_inner(
-        program.gm,
-        [*example_inputs, *(node.meta["val"] for node in added)],
-        **{**inductor_options, "static_input_idxs": static},
-    )
+    inputs = [*example_inputs, *(node.meta["val"] for node in added)]
+    return compile_somehow(program.gm, inputs, **{**inductor_options, "static_input_idxs": static})
 
 
 def without_sums(gm: GraphModule) -> GraphModule:
     """A copy of a measured graph that measures nothing."""
-    gm = graph_module(gm, copy.deepcopy(gm.graph))
+    gm = copy_of(gm)
     for operator in (update_sums, update_sizes):
         for node in list(gm.graph.find_nodes(op="call_function", target=operator)):
             (store,) = node.users

@@ -42,6 +42,7 @@ from torch.utils import _pytree as pytree
 
 from collage_fx.graph import (
     Groups,
+    Reason,
     copies_to_inputs,
     is_copy_to_input,
     is_number,
@@ -73,10 +74,13 @@ class Part:
     given: frozenset[Node]
 
 
-def parts_of(graph: Graph) -> list[Part] | None:
+def parts_of(graph: Graph) -> list[Part] | Reason:
     """The parts of a functional graph with ``copy_`` epilogue, in an order in which they can run."""
-    if not all(_is_a_function(node) for node in graph.nodes) or _returns_shared_memory(graph):
-        return None
+    for node in graph.nodes:
+        if not _is_a_function(node):
+            return Reason.at(node, "it is not a function of its operands")
+    if _returns_shared_memory(graph):
+        return Reason("it returns a view of an input, or two of one memory")
     return _Partition(graph).parts()
 
 
@@ -118,7 +122,7 @@ class _Partition:
         self.cuts: list[tuple[Node, Node]] = []
         self.kept: list[Node] = []
 
-    def parts(self) -> list[Part] | None:
+    def parts(self) -> list[Part] | Reason:
         for node in self.graph.nodes:
             self._visit(node)
         return self._in_order()
@@ -156,7 +160,7 @@ class _Partition:
                 self.groups.join(node, operand)
         self.groups.find(node)
 
-    def _in_order(self) -> list[Part] | None:
+    def _in_order(self) -> list[Part] | Reason:
         stores: dict[Node, list[Node]] = defaultdict(list)
         for store in self.stored.values():
             stores[self.groups.find(store)].append(store)
@@ -176,7 +180,8 @@ class _Partition:
         while waiting:
             ready = [group for group in waiting if given[group] <= made]
             if not ready:
-                return None
+                number = next(number for group in waiting for number in given[group] - made)
+                return Reason.at(number, "parts of the graph need each other's numbers")
             for group in ready:
                 ordered = sorted(stores[group], key=lambda store: _place_of_store(store, fingerprints))
                 named = sorted(results[group], key=fingerprints.__getitem__)

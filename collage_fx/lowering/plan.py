@@ -9,7 +9,7 @@ calls (``runtime/calls.py``).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,47 +18,32 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from collage_fx.graph import ONCE, Repetition, is_copy_to_input, placeholders
+from collage_fx.graph import ONCE, Reason, Repetition, is_copy_to_input, placeholders
 from collage_fx.lowering.kernels import MANY, Rule, compile_rule, rule_of, samples_first
 from collage_fx.lowering.parts import Part, parts_of
 from collage_fx.runtime import Call, Kernel, StepInParts, ValueIndex
-from collage_fx.torch_compat import (
-    inductor_compile_inner,
-    innermost_callable,
-    prepare_cpp_compiler,
-)
 
-__all__ = ["lower_in_parts", "repeated_step"]
+__all__ = ["lower_in_parts", "repeated_step", "rules_of"]
 
 
-def lower_in_parts(gm: GraphModule, *, always: bool = False) -> StepInParts | None:
-    """Compile a graph a part at a time, equal parts once; None where that can't be done or saves nothing.
-
-    On the CPU. On a GPU each part would be a launch of its own: there the graph is compiled as one, in which
-    Inductor can combine them, and CUDA graphs (``mode="reduce-overhead"``) record it as one.
+def lower_in_parts(gm: GraphModule, *, always: bool = False) -> StepInParts | Reason:
+    """Compile a graph a part at a time, equal parts once, or say why that can't be done or saves nothing.
 
     Args:
         gm: the rewritten graph.
         always: also where no two parts of the graph are equal.
     """
-    values = [node.meta["val"] for node in placeholders(gm.graph)]
-    if any(isinstance(value, Tensor) and not _is_plain(value) for value in values):
-        return None
-    parts = parts_of(gm.graph)
-    if parts is None:
-        return None
-    parts = [each for part in parts for each in samples_first(part)]
-    rules = [rule_of(part) for part in parts]
-    if not (always or any(rule.flat for rule in rules) or len({rule.key for rule in rules}) < len(rules)):
-        return None
-    kernels: dict[Hashable, Kernel | None] = {}
+    rules = rules_of(gm, always=always)
+    if isinstance(rules, Reason):
+        return rules
+    kernels: dict[Hashable, Kernel | Reason] = {}
     planned: list[_Planned] = []
     made: dict[Node, int] = {}
     last_read: dict[Node, int] = {}
-    for part, rule in zip(parts, rules, strict=True):
+    for part, rule in rules:
         kernel = _kernel(rule, kernels)
-        if kernel is None:
-            return None
+        if isinstance(kernel, Reason):
+            return kernel
         earlier = [made[result] for result in part.given]
         earlier += [last_read.get(store.all_input_nodes[0], -1) for store in part.stores]
         wave = 1 + max(earlier, default=-1)
@@ -68,32 +53,50 @@ def lower_in_parts(gm: GraphModule, *, always: bool = False) -> StepInParts | No
     return _Planner(gm, planned).step()
 
 
-def _kernel(rule: Rule, compiled: dict[Hashable, Kernel | None]) -> Kernel | None:
+def rules_of(gm: GraphModule, *, always: bool = False) -> list[tuple[Part, Rule]] | Reason:
+    """The parts of a graph, in an order in which they can run, and the rule of each.
+
+    On the CPU. On a GPU each part would be a launch of its own: there the graph is compiled as one, in which
+    Inductor can combine them, and CUDA graphs (``mode="reduce-overhead"``) record it as one.
+    """
+    for node in placeholders(gm.graph):
+        if (reason := _not_plain(node.meta["val"])) is not None:
+            return Reason.at(node, reason)
+    parts = parts_of(gm.graph)
+    if isinstance(parts, Reason):
+        return parts
+    rules = [(part, rule_of(part)) for each in parts for part in samples_first(each)]
+    is_worth_it = any(rule.flat for _, rule in rules) or len({rule.key for _, rule in rules}) < len(rules)
+    if not (always or is_worth_it):
+        return Reason("no two of its parts are equal, and none serves every length")
+    return rules
+
+
+def _kernel(rule: Rule, compiled: dict[Hashable, Kernel | Reason]) -> Kernel | Reason:
     """The kernel for a rule's part, compiled unless it is known."""
 
-    def kernel(*, many: bool) -> Kernel | None:
+    def kernel(*, many: bool) -> Kernel | Reason:
         key = (rule.key, many)
         if key not in compiled:
-            compiled[key] = compile_rule(rule, _compile, many=many)
+            compiled[key] = compile_rule(rule, many=many)
         return compiled[key]
 
     if rule.elements < MANY or torch.get_num_threads() == 1:
         return kernel(many=False)
-    if rule.independent and ((few := kernel(many=False)) is None or few.function is not None):
+    if rule.independent and (isinstance(few := kernel(many=False), Reason) or few.function is not None):
         return few
     return kernel(many=True)
 
 
-def _is_plain(value: Tensor) -> bool:
-    """Whether a tensor is on the CPU and its sizes and strides are known numbers."""
-    return value.device.type == "cpu" and all(
-        isinstance(number, int) for number in (*value.shape, *value.stride())
-    )
-
-
-def _compile(gm: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
-    prepare_cpp_compiler().result()
-    return innermost_callable(inductor_compile_inner(gm, inputs, is_inference=True))
+def _not_plain(value: Any) -> str | None:
+    """What is in the way of parts, where an input is a tensor on another device or of sizes not known."""
+    if not isinstance(value, Tensor):
+        return None
+    if value.device.type != "cpu":
+        return f"on {value.device.type}, every part would be a launch of its own"
+    if not all(isinstance(number, int) for number in (*value.shape, *value.stride())):
+        return "its sizes or strides are not known when it is compiled"
+    return None
 
 
 @dataclass(frozen=True)
@@ -175,14 +178,18 @@ def _is_computed_in_python(value: Any) -> bool:
     )
 
 
-def repeated_step(step: StepInParts, repetition: Repetition) -> StepInParts | None:
-    """The calls of a step for every member of each family; None if it returns more than new tensors."""
+def repeated_step(step: StepInParts, repetition: Repetition) -> StepInParts | Reason:
+    """The calls of a step for every member of each family, or why they cannot be repeated."""
+    if repetition.is_of_one:
+        return step
     first_constant = len(repetition.copies)
     first_result = first_constant + len(step.constants)
     calls = _calls_by_family(step, repetition, first_result)
     outputs = [place for place in step.outputs if place is not None and place >= first_result]
-    if calls is None or step.numbers or len(outputs) < len(step.outputs):
-        return None
+    if calls is None:
+        return Reason("one kernel computes something of several families")
+    if step.numbers or len(outputs) < len(step.outputs):
+        return Reason("it returns something else than new tensors")
     families, owners = calls
     results: dict[tuple[int, int], int] = {}
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from torch.fx import Graph, GraphModule
 
 from collage_fx.errors import InvalidOptionError, did_you_mean
-from collage_fx.graph import Role, StepProgram, Strategy
+from collage_fx.graph import Repetition, Role, Route, StepProgram, Strategy, copy_of, repeated_graph
 from collage_fx.numerics import ERROR_FORMATS
 from collage_fx.pipeline import ANALYSIS, Pass, Stage, run_pipeline
 from collage_fx.report.pictures import Picture, dot, picture, render
@@ -30,21 +30,25 @@ class GraphReport:
     """One compilation.
 
     Attributes:
-        capture: makes :attr:`before`.
-        rewrite: makes :attr:`after` and :attr:`passes`.
+        captured: the functional graph of one of each family of equal updates, before any pass.
+        repetition: how it recurs in the whole graph.
+        rewritten: :attr:`after` and :attr:`passes`; None where they are made again when they are asked for.
         subject: whose step it is: the optimizer's class, numbered where a backend serves several, or the
             function's name.
+        route: which way it took through the compiler, and why not a faster one.
         tensors: its low-precision state tensors.
         wider_bytes: bytes of its float32 and float64 state, which is left alone.
         note: why the graph was lowered as it was, where nothing was rewritten.
         code: what Inductor generated: Python with C++ or Triton kernels in it. Empty after ``explain``.
-        program: the step before any pass; None where nothing was rewritten.
+        program: the whole step before any pass, on another graph; None where nothing was rewritten.
         pipeline: the passes it went through.
     """
 
-    capture: Callable[[], GraphModule] = field(repr=False)
-    rewrite: Callable[[], Rewritten] = field(repr=False)
+    captured: GraphModule = field(repr=False)
+    repetition: Repetition = field(repr=False)
+    rewritten: Rewritten | None = field(repr=False)
     subject: str
+    route: Route
     tensors: tuple[TensorReport, ...]
     wider_bytes: int = 0
     note: str = ""
@@ -54,12 +58,12 @@ class GraphReport:
 
     @functools.cached_property
     def before(self) -> GraphModule:
-        """The graph as captured."""
-        return self.capture()
+        """The whole graph as captured."""
+        return repeated_graph(self.captured, self.repetition)
 
     @property
     def after(self) -> GraphModule:
-        """The graph that was lowered."""
+        """The whole graph after the passes."""
         return self._rewritten[0]
 
     @property
@@ -69,7 +73,19 @@ class GraphReport:
 
     @functools.cached_property
     def _rewritten(self) -> Rewritten:
-        return self.rewrite()
+        if self.rewritten is not None:
+            return self.rewritten
+        passes: list[tuple[str, str]] = []
+        program = self._run(lambda stage: passes.append((stage.name, stage.summary)))
+        return program.gm, tuple(passes)
+
+    def _run(self, observe: Callable[[Stage], None]) -> StepProgram:
+        """Send the whole graph through the passes once more."""
+        assert self.program is not None
+        program = self.program.unrun(copy_of(self.before))
+        with torch.no_grad():
+            run_pipeline(program, self.pipeline, observe=observe)
+        return program
 
     @property
     def headline(self) -> str:
@@ -88,19 +104,13 @@ class GraphReport:
         """The graph after each pass, made again from :attr:`before`; compiling keeps none of them."""
         stages: list[Stage] = []
         if self.program is not None:
-            program = self.program.unrun(_copy_of(self.before))
-
-            def keep(stage: Stage) -> None:
-                stages.append(Stage(stage.name, stage.summary, copy.deepcopy(stage.graph)))
-
-            with torch.no_grad():
-                run_pipeline(program, self.pipeline, observe=keep)
+            self._run(lambda stage: stages.append(replace(stage, graph=copy.deepcopy(stage.graph))))
         return stages
 
     def rows_under(self, choices: Sequence[tuple[Strategy, str]]) -> list[list[TensorReport]]:
         """What :attr:`tensors` would be under other strategies and error formats, one list for each."""
         assert self.program is not None
-        program = self.program.unrun(_copy_of(self.before))
+        program = self.program.unrun(copy_of(self.before))
         names = [each.name for each in self.pipeline]
         *preparation, analysis = self.pipeline[: names.index(ANALYSIS[-1].name) + 1]
         rows = []
@@ -191,7 +201,3 @@ class GraphReport:
             hi, *errors = row.inputs
             names.update({error: f"{names[hi]}{error.removeprefix(hi)}" for error in errors})
         return names
-
-
-def _copy_of(gm: GraphModule) -> GraphModule:
-    return GraphModule(gm, copy.deepcopy(gm.graph))

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from collage_fx.graph import Route
 from collage_fx.report.graphs import GraphReport
 from collage_fx.report.page import html_page
 from collage_fx.report.tables import markdown_section, text_section
@@ -42,6 +43,18 @@ class CollageReport:
             for row in graph.tensors:
                 newest[graph.subject].setdefault(row.name, row)
         return {subject: list(rows.values()) for subject, rows in newest.items() if rows}
+
+    def routes(self) -> dict[str, Route]:
+        """The way that the newest compilation of each subject took through the compiler."""
+        return {graph.subject: graph.route for graph in self.graphs}
+
+    def why(self) -> str:
+        """Every compilation's way through the compiler, and why it did not take each faster one."""
+        ways = [
+            "\n".join([f"{graph.subject}: {graph.route}", *(f"  {line}" for line in graph.route.explained())])
+            for graph in self.graphs
+        ]
+        return "\n".join(ways)
 
     def bytes_per_parameter(self) -> dict[str, float]:
         """Bytes per element of the low-precision parameters, by what they are for, and in ``total``.
@@ -87,6 +100,10 @@ class CollageReport:
         return list(dict.fromkeys(graph.note for graph in self.graphs if graph.note))
 
     def _in_sections(self, section: Callable[..., str], *, full: bool) -> str:
-        sections = [section(subject, rows, full=full) for subject, rows in self.by_subject().items()]
+        routes = self.routes()
+        sections = [
+            f"{section(subject, rows, full=full)}\n\n{routes[subject].sentence()}"
+            for subject, rows in self.by_subject().items()
+        ]
         nothing = "nothing has been compiled yet: the report fills at the first call of the step"
         return "\n\n".join([*sections, *self._notes()]) or nothing

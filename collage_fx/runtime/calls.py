@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from collage_fx.graph import Reason
 from collage_fx.runtime.batches import (
     CELL,
     SUMS_OF_PIECE,
@@ -39,12 +40,16 @@ class Kernel:
         function: the C++ function that this comes down to, where the rule is independent and that is so.
         kinds: of the function's arguments, as in :class:`~collage_fx.runtime.batches.Batch`.
         divisible: whether the function may be called for a piece of the tensors.
+        in_python: why Python has to call it, once for each part, where there is no such function.
+        simplified: why it is not the code that Inductor usually writes, where it is not.
     """
 
     call: Callable[[list[Any]], Any]
     function: CFunction | None = None
     kinds: tuple[int, ...] = ()
     divisible: bool = False
+    in_python: Reason | None = None
+    simplified: Reason | None = None
 
 
 @dataclass(frozen=True)
@@ -105,6 +110,11 @@ class StepInParts:
         self._allocated = [each for each in zip(places, results, strict=True) if each[0] in in_python]
         self._table = _Table(place for place in places if place not in in_python)
         self.stages = [self._table.batch(group) or group for group in _grouped(calls)]
+
+    @property
+    def kernels(self) -> list[Kernel]:
+        """What it calls, each once."""
+        return list({id(call.kernel): call.kernel for call in self.calls}.values())
 
     def __call__(self, arguments: list[Any]) -> Any:
         values = [*arguments, *self.constants, *[None] * len(self.results)]

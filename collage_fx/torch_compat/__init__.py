@@ -34,6 +34,7 @@ __all__ = [
     "ConvertAgain",
     "FakeTensorMode",
     "GraphBreak",
+    "InductorFault",
     "RunAsItIs",
     "ShortenTraceback",
     "Sums",
@@ -48,6 +49,7 @@ __all__ = [
     "c_function",
     "compile_lock",
     "compile_with_inductor",
+    "copy_cache_facts",
     "cpp_compilers",
     "current_trace",
     "depends_on_values",
@@ -65,6 +67,7 @@ __all__ = [
     "has_storage",
     "inductor_compile_inner",
     "inductor_config",
+    "inductor_faults",
     "innermost_callable",
     "is_being_stepped",
     "is_made_of_tensors",
@@ -98,6 +101,7 @@ __all__ = [
     "watch_graph_breaks",
     "watch_traced_optimizers",
     "without_modes",
+    "without_outer_loop_fusion",
     "wrap_method",
     "wrapper_subclass",
 ]
@@ -132,8 +136,10 @@ try:
     )
     from collage_fx.torch_compat.inductor import (
         COMBINED_LAUNCHES,
+        InductorFault,
         add_to_cache_key,
         compile_with_inductor,
+        copy_cache_facts,
         cpp_compilers,
         functional_decompositions,
         fusing_distant_nodes,
@@ -141,9 +147,11 @@ try:
         generates_cpp,
         inductor_compile_inner,
         inductor_config,
+        inductor_faults,
         innermost_callable,
         mode_options,
         prepare_cpp_compiler,
+        without_outer_loop_fusion,
     )
     from collage_fx.torch_compat.inductor_libraries import (
         ADDRESS_OF_TENSOR,

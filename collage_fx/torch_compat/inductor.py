@@ -18,6 +18,7 @@ from torch._inductor import compile_fx as compile_fx_module
 from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
 from torch._inductor.codecache import CppPythonBindingsCodeCache, torch_key
+from torch._inductor.codegen.cpp import CppScheduling
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.decomposition import select_decomp_table
@@ -31,8 +32,10 @@ from collage_fx.torch_compat.patch_cpp_loads import fetching_ahead
 
 __all__ = [
     "COMBINED_LAUNCHES",
+    "InductorFault",
     "add_to_cache_key",
     "compile_with_inductor",
+    "copy_cache_facts",
     "cpp_compilers",
     "functional_decompositions",
     "fusing_distant_nodes",
@@ -40,10 +43,16 @@ __all__ = [
     "generates_cpp",
     "inductor_compile_inner",
     "inductor_config",
+    "inductor_faults",
     "innermost_callable",
     "mode_options",
     "prepare_cpp_compiler",
+    "without_outer_loop_fusion",
 ]
+
+
+#: What the names of attributes begin with that are there for the cache's key.
+FACT = "collage_fx_"
 
 
 def add_to_cache_key(gm: torch.fx.GraphModule, **facts: object) -> None:
@@ -52,7 +61,14 @@ def add_to_cache_key(gm: torch.fx.GraphModule, **facts: object) -> None:
     It looks at the attributes of the module.
     """
     for name, fact in facts.items():
-        setattr(gm, f"collage_fx_{name}", fact)
+        setattr(gm, FACT + name, fact)
+
+
+def copy_cache_facts(source: torch.fx.GraphModule, to: torch.fx.GraphModule) -> None:
+    """Give a copy of a graph what :func:`add_to_cache_key` has given the graph."""
+    for name, fact in vars(source).items():
+        if name.startswith(FACT):
+            setattr(to, name, fact)
 
 
 def inductor_compile_inner(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -71,6 +87,25 @@ def inductor_compile_inner(gm: torch.fx.GraphModule, example_inputs: Sequence[An
     kwargs.pop("get_decomp_fn", None)
     with bfloat16_by_instruction(), fetching_ahead():
         return compile_fx_inner(gm, example_inputs, **kwargs)
+
+
+class InductorFault(Exception):
+    """Inductor, or the compiler that it calls, failed at a graph; the message is the first line of theirs."""
+
+
+@contextlib.contextmanager
+def inductor_faults() -> Iterator[None]:
+    """Within, whatever Inductor raises is an :class:`InductorFault`, with its cause."""
+    try:
+        yield
+    except Exception as error:
+        said = str(error).strip().splitlines() or [""]
+        raise InductorFault(f"{type(error).__name__}: {said[0]}") from error
+
+
+def without_outer_loop_fusion() -> contextlib.AbstractContextManager[Any]:
+    """Within, loops of C++ kernels that agree in the outer dimensions alone stay apart."""
+    return unittest.mock.patch.object(CppScheduling, "can_fuse_vertical_outer_loop", return_value=False)
 
 
 @contextlib.contextmanager

@@ -26,6 +26,7 @@ from tests.support.training import (
     run_steps,
     set_gradients,
 )
+from tests.support.whole import WHOLE
 
 #: Two families of several members in each group, and a shape of its own.
 SHAPES = [(4, 6), (5,), (4, 6), (5,), (3, 2), (4, 6), (5,)]
@@ -33,22 +34,9 @@ SHAPES = [(4, 6), (5,), (4, 6), (5,), (3, 2), (4, 6), (5,)]
 Parameters = list[torch.nn.Parameter]
 
 
-class Whole(CollageBackend):
-    """Compiles each update for itself."""
-
-    by_family = False
-
-
-class Counted(CollageBackend):
-    """Counts the steps that are made of families."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.lowered = 0
-
-    def lower_families(self, *args: Any) -> Any:
-        self.lowered += 1
-        return super().lower_families(*args)
+def units(backend: CollageBackend) -> list[str]:
+    """What was compiled at once in each of its compilations."""
+    return [graph.route.unit for graph in backend.report().graphs]
 
 
 class Counting(Optimizer):
@@ -101,11 +89,11 @@ def run(make: Callable[[Parameters], Optimizer], backend: CollageBackend) -> Opt
 
 @pytest.mark.parametrize("make", [adamw, adam_tensor_lr, sgd, adafactor, Descent, LateMomentum])
 def test_as_if_each_were_compiled_for_itself(make: Any) -> None:
-    backends: tuple[CollageBackend, ...] = (Counted(), Whole())
+    backends = (CollageBackend(), CollageBackend(passes=WHOLE))
     optimizers = [run(make, backend) for backend in backends]
-    assert isinstance(backends[0], Counted)
     reports = [backend.report() for backend in backends]
-    assert backends[0].lowered == len(reports[0].graphs) == len(reports[1].graphs)
+    assert units(backends[0]) == ["by family"] * len(reports[1].graphs)
+    assert "by family" not in units(backends[1])
     assert differences(*map(everything, optimizers)) == []
     assert [p._version for p in _parameters(optimizers[0])] == [
         p._version for p in _parameters(optimizers[1])
@@ -113,7 +101,7 @@ def test_as_if_each_were_compiled_for_itself(make: Any) -> None:
     for one, other in zip(*(report.graphs for report in reports), strict=True):
         assert one.tensors == other.tensors
         assert one.wider_bytes == other.wider_bytes
-        assert one.passes == other.passes
+        assert one.passes == other.passes[:-1]
         for graphs in ((one.before, other.before), (one.after, other.after)):
             assert len({tuple(_operations(gm)) for gm in graphs}) == 1
 
@@ -123,12 +111,15 @@ def test_as_if_each_were_compiled_for_itself(make: Any) -> None:
 )
 @pytest.mark.parametrize("make", [adamw, adafactor])
 def test_measured_as_if_each_were_compiled_for_itself(make: Any, options: dict[str, Any]) -> None:
-    backends = (Counted(metrics=True, **options), Whole(metrics=True, **options))
+    backends = (
+        CollageBackend(metrics=True, **options),
+        CollageBackend(metrics=True, passes=WHOLE, **options),
+    )
     optimizers = [run(make, backend) for backend in backends]
     assert differences(*map(everything, optimizers)) == []
     graphs = [backend.report().graphs for backend in backends]
-    assert backends[0].lowered == len(graphs[0]) * (2 if "metrics_every" in options else 1)
-    assert [one.passes for one in graphs[0]] == [one.passes for one in graphs[1]]
+    assert {(graph.route.unit, graph.route.is_measured) for graph in graphs[0]} == {("by family", True)}
+    assert [one.passes for one in graphs[0]] == [one.passes[:-1] for one in graphs[1]]
     found, wanted = (backend.metrics() for backend in backends)
     assert list(wanted) == ([2, 4] if "metrics_every" in options else [1, 2, 3, 4])
     assert [(step, list(found[step].items())) for step in found] == [
@@ -204,9 +195,9 @@ def test_one_that_has_error_terms_already_is_no_member(sizes: list[int]) -> None
 
 
 def test_a_common_tensor_that_changes_is_no_common_one() -> None:
-    backends = (Counted(), Whole())
+    backends = (CollageBackend(), CollageBackend(passes=WHOLE))
     optimizers = [run(Counting, backend) for backend in backends]
-    assert backends[0].lowered == 0
+    assert "by family" not in units(backends[0])
     assert differences(*map(everything, optimizers)) == []
 
 
@@ -255,7 +246,7 @@ def traced() -> Iterator[list[list[int]]]:
         found.append([row for lists in thinned for row in lists.kept])
         return families_of(gm, arguments, describe, thinned)
 
-    with mock.patch("collage_fx.backend.families_of", spy):
+    with mock.patch("collage_fx.compilation.families_of", spy):
         yield found
 
 
@@ -321,7 +312,7 @@ def foreach(params: Parameters) -> Optimizer:
 def test_rows_left_out_are_stepped(
     make: Any, event: Event, compilations: list[list[int]], traced: list[list[int]]
 ) -> None:
-    backends = (Counted(), Whole())
+    backends = (CollageBackend(), CollageBackend(passes=WHOLE))
     optimizers = [run_rows(backend, make, event) for backend in backends]
     assert traced == compilations
     assert differences(*map(everything, optimizers)) == []
@@ -348,7 +339,7 @@ def test_what_follows_a_step_sees_all_rows_stepped() -> None:
         return last * 2
 
     found = []
-    for backend in (CollageBackend(), Whole()):
+    for backend in (CollageBackend(), CollageBackend(passes=WHOLE)):
         torch._dynamo.reset()
         params = parameters(shapes=ROWS)
         set_gradients(params)

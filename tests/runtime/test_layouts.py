@@ -20,6 +20,7 @@ from collage_fx.runtime.calls import StepInParts
 from collage_fx.runtime.error_terms import allocate
 from collage_fx.runtime.layouts import Expected, Layouts
 from tests.support.training import differences, everything, parameters, run_steps, set_gradients
+from tests.support.whole import pipeline
 
 SHAPES = [(4, 6)] * 4
 
@@ -31,8 +32,7 @@ class Run:
         torch._dynamo.reset()
         self.params = parameters(shapes=shapes)
         self.optimizer = torch.optim.AdamW(self.params, lr=1e-2)
-        self.backend = CollageBackend()
-        self.backend.by_family = by_family
+        self.backend = CollageBackend(passes=pipeline(by_family=by_family))
         self.step = torch.compile(self.optimizer.step, backend=self.backend)
         run_steps(self.step, self.params, [0, 1])
 

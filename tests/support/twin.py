@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 from unittest import mock
 
 import torch
 from torch.fx import GraphModule, Interpreter
 
 from collage_fx import CollageBackend
-from collage_fx.graph.program import StepProgram
+from collage_fx.graph import InputInfo, Reason, Repetition, StepProgram, repeated_graph
+from collage_fx.lowering import Lowered
 from collage_fx.pipeline import Pass, run_pipeline
 from collage_fx.runtime.step import CompensatedStep
 from tests.support.triton_offline import copy_graph
@@ -75,8 +76,6 @@ class TwinBackend(CollageBackend):
         graphs: the rewritten graphs, one per compilation.
     """
 
-    by_family = False  # the whole graph, to be run
-
     def __init__(self, *, compiles: bool = True, **options: Any) -> None:
         super().__init__(**options)
         self.compiles = compiles
@@ -85,16 +84,21 @@ class TwinBackend(CollageBackend):
 
     def lower(
         self,
-        graph: StepProgram | GraphModule,
+        program: StepProgram,
+        inputs: Sequence[InputInfo],
+        repetition: Repetition,
         example_inputs: Sequence[Any],
         inductor_options: dict[str, Any],
-    ) -> Any:
-        if not isinstance(graph, StepProgram):
-            return super().lower(graph, example_inputs, inductor_options)
-        rewritten = copy_graph(graph.gm)  # Inductor edits the one it is given
-        self.graphs.append(rewritten)
+    ) -> Lowered | Reason:
+        owners = [state.position for state in program.expansions for _ in state.auxiliaries]
+        # Inductor edits the graph that it is given.
+        rewritten = repeated_graph(copy_graph(program.gm), repetition.extended(owners))
         with contextlib.nullcontext() if self.compiles else _nothing_compiled():
-            step: CompensatedStep = super().lower(graph, example_inputs, inductor_options)
+            lowered = super().lower(program, inputs, repetition, example_inputs, inductor_options)
+        if isinstance(lowered, Reason):
+            return lowered
+        self.graphs.append(rewritten)
+        step = cast(CompensatedStep, lowered.step)
         compiled, interpreter = step.compiled, ExactInterpreter(rewritten)
 
         def run(arguments: list[Any]) -> Any:
@@ -103,7 +107,7 @@ class TwinBackend(CollageBackend):
             return compiled(arguments) if self.engine == "compiled" else self.engine(arguments)
 
         step.compiled = run
-        return step
+        return lowered
 
 
 @contextlib.contextmanager

@@ -1,0 +1,84 @@
+"""One graph compiled by Inductor, in a simpler way where it fails.
+
+Note [There is always a way]
+----------------------------
+Inductor fails now and then, at plain steps as at rewritten ones, and a machine may have no C++ compiler. That
+is no reason for a step that can be compensated to end in somebody else's traceback: what failed is tried
+again in ways that leave more and more of Inductor out. If all fail, the rewritten graph itself is run,
+operation by operation. Its roundings are operators, so the bits are right in each of these ways; they differ
+in time. The user gets one warning that names the fault and the price. Faults of our own are raised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+from torch.fx import GraphModule
+
+from collage_fx.graph import Reason, copy_of
+from collage_fx.torch_compat import (
+    InductorFault,
+    inductor_compile_inner,
+    inductor_config,
+    inductor_faults,
+    without_outer_loop_fusion,
+)
+
+__all__ = ["Attempt", "compile_somehow", "interpreted"]
+
+
+def _one_operation_a_loop() -> AbstractContextManager[Any]:
+    return inductor_config.patch({"max_fusion_size": 1, "cpp.simdlen": 1})
+
+
+#: Ways to compile a graph, the fastest code first, by what they leave out.
+WAYS: tuple[tuple[str, Callable[[], AbstractContextManager[Any]]], ...] = (
+    ("as usual", nullcontext),
+    ("without loops in common for what differs in inner loops", without_outer_loop_fusion),
+    ("with a loop for each operation, and no vectors", _one_operation_a_loop),
+)
+
+
+class Attempt(NamedTuple):
+    """What became of a graph.
+
+    Attributes:
+        call: the compiled graph; None if Inductor failed in every way.
+        fault: why it was not compiled as usual, and how it was instead; None if it was.
+    """
+
+    call: Callable[[list[Any]], Any] | None
+    fault: Reason | None
+
+
+def compile_somehow(gm: GraphModule, inputs: Sequence[Any], **options: Any) -> Attempt:
+    """Compile a graph in the first way that works.
+
+    Args:
+        gm: a functional graph with ``copy_`` epilogue; it is left as it is.
+        inputs: fake ones.
+        options: for ``inductor_compile_inner``.
+    """
+    faults: list[str] = []
+    for way, simplified in WAYS:
+        try:
+            with simplified(), inductor_faults():
+                compiled = inductor_compile_inner(copy_of(gm), inputs, **options)
+            return Attempt(
+                compiled, Reason(f"Inductor failed: {faults[0]}; compiled {way}") if faults else None
+            )
+        except InductorFault as fault:
+            faults.append(str(fault))
+    return Attempt(None, Reason(f"Inductor failed: {faults[0]}; simplified, too: {faults[-1]}"))
+
+
+def interpreted(gm: GraphModule) -> Callable[[list[Any]], Any]:
+    """A graph as a callable in AOTAutograd's convention that runs one operation after the other."""
+
+    def run(arguments: list[Any]) -> Any:
+        return gm(*arguments)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
