@@ -221,7 +221,7 @@ def test_everything_a_step_mutates_is_static() -> None:
         return compiled
 
     with (
-        mock.patch("collage_fx.lowering.lower.inductor_compile_inner", spy),
+        mock.patch("collage_fx.lowering.attempts.inductor_compile_inner", spy),
         mock.patch(
             "collage_fx.lowering.lower.lower_in_parts", return_value=Reason("of the test")
         ),  # as on a GPU

@@ -208,6 +208,12 @@ class StepProgram:
         return [state for state in self.states if state.row]
 
     @property
+    def owners_of_added(self) -> list[int]:
+        """For each input that the passes have added (error terms, rows), the position of its owner."""
+        added = [state.position for state in self.expansions for _ in state.auxiliaries]
+        return added + ([state.position for state in self.measured for _ in state.row] if self.rows else [])
+
+    @property
     def compensation(self) -> str:
         """What a compensating pass says it did: ``148 tensors``, ``148 tensors, 12 refused``."""
         refused = sum(bool(state.refusal) for state in self.compensated)

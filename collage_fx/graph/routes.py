@@ -57,7 +57,7 @@ class Route:
         return ", ".join([*words, *(["measured"] if self.is_measured else [])])
 
     def sentence(self) -> str:
-        """The same for the end of a report, with the first reason."""
+        """The same for the end of a report, with the reason against the fastest way."""
         first = next(iter(self.explained()), "")
         return f"Compiled {self.unit}" + (f" ({first})." if first else ".")
 

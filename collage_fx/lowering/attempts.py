@@ -45,33 +45,36 @@ class Attempt(NamedTuple):
     """What became of a graph.
 
     Attributes:
-        call: the compiled graph; None if Inductor failed in every way.
-        fault: why it was not compiled as usual, and how it was instead; None if it was.
+        call: takes the inputs as one list.
+        fault: why it is not the code that Inductor usually writes, and what it is instead; None if it is.
+        is_compiled: whether Inductor compiled it in any way.
     """
 
-    call: Callable[[list[Any]], Any] | None
+    call: Callable[[list[Any]], Any]
     fault: Reason | None
+    is_compiled: bool = True
 
 
 def compile_somehow(gm: GraphModule, inputs: Sequence[Any], **options: Any) -> Attempt:
-    """Compile a graph in the first way that works.
+    """Compile a graph in the first way that works, or else run it.
 
     Args:
-        gm: a functional graph with ``copy_`` epilogue; it is left as it is.
+        gm: a functional graph with ``copy_`` epilogue, which Inductor edits.
         inputs: fake ones.
         options: for ``inductor_compile_inner``.
     """
-    faults: list[str] = []
+    spare, faults = copy_of(gm), list[str]()
     for way, simplified in WAYS:
         try:
             with simplified(), inductor_faults():
-                compiled = inductor_compile_inner(copy_of(gm), inputs, **options)
+                compiled = inductor_compile_inner(copy_of(spare) if faults else gm, inputs, **options)
             return Attempt(
                 compiled, Reason(f"Inductor failed: {faults[0]}; compiled {way}") if faults else None
             )
         except InductorFault as fault:
             faults.append(str(fault))
-    return Attempt(None, Reason(f"Inductor failed: {faults[0]}; simplified, too: {faults[-1]}"))
+    why = Reason(f"Inductor failed: {faults[0]}; what is simplified fails, too: {faults[-1]}")
+    return Attempt(interpreted(spare), why, is_compiled=False)
 
 
 def interpreted(gm: GraphModule) -> Callable[[list[Any]], Any]:

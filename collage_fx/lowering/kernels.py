@@ -348,9 +348,8 @@ def compile_rule(rule: Rule, *, many: bool) -> Kernel | Reason:
         if rule.flat and not many:
             settings["cpp.threads"] = 1
         with inductor_config.patch(settings), fusing_distant_nodes() if rule.flat else nullcontext():
-            compiled, fault = compile_somehow(gm, inputs, is_inference=True)
-    if compiled is None:
-        assert fault is not None
+            compiled, fault, is_compiled = compile_somehow(gm, inputs, is_inference=True)
+    if fault is not None and not is_compiled:
         return fault
     if scope.has_guards():
         return Reason(

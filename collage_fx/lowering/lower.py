@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.fx import Graph, GraphModule
+from torch.fx import GraphModule
 
 from collage_fx.errors import FailedLoweringError, warn
 from collage_fx.graph import (
@@ -24,7 +24,7 @@ from collage_fx.graph import (
     update_sizes,
     update_sums,
 )
-from collage_fx.lowering.attempts import Attempt, compile_somehow, interpreted
+from collage_fx.lowering.attempts import Attempt, compile_somehow
 from collage_fx.lowering.plan import lower_in_parts, repeated_step
 from collage_fx.runtime import CompensatedStep, Expected, StepInParts, bind
 from collage_fx.torch_compat import (
@@ -100,40 +100,28 @@ def lower(
     Returns:
         a reason where the graph of one of each family can't be repeated. A graph of one is always compiled.
     """
-    values, stored_to = _inputs_of(program.gm.graph)
-    on_gpu = any(isinstance(value, Tensor) and value.device.type != "cpu" for value in values)
-    settings = inductor_settings(program.arithmetic, on_gpu=on_gpu) if program.strategy != "none" else {}
-    measuring = MEASURING_SETTINGS if program.rows else {}
-    extended = repetition.extended(
-        [state.position for state in program.expansions for _ in state.auxiliaries]
-    )
-    rows = [state.position for state in program.measured for _ in state.row] if program.rows else []
+    extended = repetition.extended(program.owners_of_added)
+    reasons: list[tuple[str, Reason | None]] = []
     compiled: Any
-    with inductor_config.patch({**settings, **measuring}):
+    with inductor_config.patch(_settings(program)):
         compiled = lower_in_parts(program.gm, always=not repetition.is_of_one)
         if isinstance(compiled, StepInParts):
-            compiled = repeated_step(compiled, extended.extended(rows))
+            compiled = repeated_step(compiled, extended)
         if isinstance(compiled, Reason) and not repetition.is_of_one:
             return compiled
-        reasons: list[tuple[str, Reason | None]] = []
         if is_in_parts := isinstance(compiled, StepInParts):
             reasons += [("in one call for all tensors", kernel.in_python) for kernel in compiled.kernels]
             faults = [kernel.simplified for kernel in compiled.kernels]
         else:
             reasons.append(("in parts", compiled))
-            compiled, fault = _whole(program, example_inputs, inductor_options)
+            compiled, fault, _ = _whole(program, example_inputs, inductor_options)
             faults = [fault]
-    if compiled is None:
-        compiled = interpreted(program.gm)
-    for fault in filter(None, faults):
-        warn(_failed(fault, inputs))
-        break
+    if (first := next(filter(None, faults), None)) is not None:
+        warn(_failed(first, inputs))
     reasons += [("by the usual code", fault) for fault in faults]
     owners = [place for state in program.expansions for place in repetition.copies[state.position]]
     bindings = [bind(place, inputs[place], program.error_format) for place in owners]
-    looked_at = {place: values[i] for i, copies in enumerate(extended.copies) for place in copies}
-    all_stored_to = {place for i, copies in enumerate(extended.copies) if i in stored_to for place in copies}
-    expected = _expected(looked_at, inputs, all_stored_to, all_layouts=is_in_parts)
+    expected = _expected(program, inputs, extended, all_layouts=is_in_parts)
     unit: Unit = "whole" if not is_in_parts else "in parts" if repetition.is_of_one else "by family"
     given = tuple(dict.fromkeys((way, reason) for way, reason in reasons if reason is not None))
     return Lowered(CompensatedStep(compiled, bindings, expected, program.rows), unit, given)
@@ -149,35 +137,40 @@ def _failed(fault: Reason, inputs: Sequence[InputInfo]) -> FailedLoweringError:
 
 
 def _expected(
-    values: Mapping[int, Any], inputs: Sequence[InputInfo], stored_to: Collection[int], *, all_layouts: bool
+    program: StepProgram, inputs: Sequence[InputInfo], extended: Repetition, *, all_layouts: bool
 ) -> tuple[list[Expected], list[Expected]]:
-    """What the tensors have to be that a step is called with, and those that it adds to them.
+    """What the tensors have to be that a step is called with, and the error terms that it adds to them.
 
     Args:
-        values: what stands for them in the graph, by place.
-        inputs: what the former are to the user.
-        stored_to: places of those that the step writes to.
+        program: after the pipeline.
+        inputs: those of the whole graph.
+        extended: how the inputs of the program's graph recur in it, with those that the passes have added.
         all_layouts: whether nothing else looks at sizes and strides, which are numbers then.
     """
+    nodes, stores = placeholders(program.gm.graph), copies_to_inputs(program.gm.graph)
+    looked_at = nodes[: len(nodes) - len(program.rows)]
+    places = sorted((place, i) for i, _ in enumerate(looked_at) for place in extended.copies[i])
     given: list[Expected] = []
     added: list[Expected] = []
-    for place, value in sorted(values.items()):
+    for place, i in places:
+        value = nodes[i].meta["val"]
         info = inputs[place] if place < len(inputs) else ERROR_TERM
         like = value if all_layouts else info.tensor
         if isinstance(value, Tensor) and like is not None:
             layout = tuple(like.shape), like.stride()
-            is_only_read = info.role is Role.GRADIENT and not info.bound and place not in stored_to
+            is_only_read = info.role is Role.GRADIENT and not info.bound and nodes[i] not in stores
             (given if place < len(inputs) else added).append(
                 Expected(place, info.name, value.dtype, value.device, *layout, not all_layouts, is_only_read)
             )
     return given, added
 
 
-def _inputs_of(graph: Graph) -> tuple[list[Any], frozenset[int]]:
-    """What stands for the inputs of a graph, and the places of those that it writes to."""
-    nodes, stores = placeholders(graph), copies_to_inputs(graph)
-    written = frozenset(i for i, node in enumerate(nodes) if node in stores)
-    return [node.meta["val"] for node in nodes], written
+def _settings(program: StepProgram) -> dict[str, Any]:
+    """What Inductor's configuration has to be while the program's graph is lowered."""
+    values = [node.meta["val"] for node in placeholders(program.gm.graph)]
+    on_gpu = any(isinstance(value, Tensor) and value.device.type != "cpu" for value in values)
+    settings = inductor_settings(program.arithmetic, on_gpu=on_gpu) if program.strategy != "none" else {}
+    return {**settings, **MEASURING_SETTINGS} if program.rows else settings
 
 
 def inductor_settings(arithmetic: Arithmetic, *, on_gpu: bool = False) -> dict[str, Any]:

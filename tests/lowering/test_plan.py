@@ -46,7 +46,7 @@ def counted() -> Iterator[list[Any]]:
         graphs.append(gm)
         return inductor_compile_inner(gm, inputs, **options)
 
-    with mock.patch("collage_fx.lowering.plan.inductor_compile_inner", spy):
+    with mock.patch("collage_fx.lowering.attempts.inductor_compile_inner", spy):
         yield graphs
 
 

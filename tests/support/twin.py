@@ -90,9 +90,8 @@ class TwinBackend(CollageBackend):
         example_inputs: Sequence[Any],
         inductor_options: dict[str, Any],
     ) -> Lowered | Reason:
-        owners = [state.position for state in program.expansions for _ in state.auxiliaries]
         # Inductor edits the graph that it is given.
-        rewritten = repeated_graph(copy_graph(program.gm), repetition.extended(owners))
+        rewritten = repeated_graph(copy_graph(program.gm), repetition.extended(program.owners_of_added))
         with contextlib.nullcontext() if self.compiles else _nothing_compiled():
             lowered = super().lower(program, inputs, repetition, example_inputs, inductor_options)
         if isinstance(lowered, Reason):
@@ -113,10 +112,7 @@ class TwinBackend(CollageBackend):
 @contextlib.contextmanager
 def _nothing_compiled() -> Iterator[None]:
     """Have lowering find no Inductor."""
-    with (
-        mock.patch("collage_fx.lowering.lower.inductor_compile_inner", _not_compiled),
-        mock.patch("collage_fx.lowering.plan.inductor_compile_inner", _not_compiled),
-    ):
+    with mock.patch("collage_fx.lowering.attempts.inductor_compile_inner", _not_compiled):
         yield
 
 

@@ -1,0 +1,99 @@
+"""There is always a way: what Inductor fails at is compiled in a simpler one, or run, with the same bits."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.optim import Optimizer
+
+from collage_fx import CollageBackend
+from tests.support.training import Descent, differences, everything, parameters, run_steps
+
+INNER = "collage_fx.lowering.attempts.inductor_compile_inner"
+
+
+class Centralized(Optimizer):
+    """Adam of gradients without their mean, and weights that follow the slow ones.
+
+    Inductor's C++ backend ends in a KeyError at it: loops over rows and over elements of rows become one nest
+    that reads a buffer which has been taken away.
+    """
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if not state:
+                state.update(m=torch.zeros_like(p), v=torch.zeros_like(p), slow=p.clone())
+            g = p.grad
+            if g.dim() > 1:
+                g = g - g.mean(dim=tuple(range(1, g.dim())), keepdim=True)
+            state["m"].mul_(0.9).add_(g, alpha=0.1)
+            state["v"].mul_(0.999).addcmul_(g, g, value=0.001)
+            p.addcdiv_(state["m"], state["v"].sqrt().add_(1e-8), value=-(2.0**-10))
+            state["slow"].lerp_(p, 0.5)
+            p.copy_(state["slow"])
+
+
+def run(make: Any, backend: CollageBackend, shapes: list[tuple[int, ...]]) -> Optimizer:
+    torch._dynamo.reset()
+    params = parameters(shapes=shapes)
+    optimizer: Optimizer = make(params)
+    run_steps(torch.compile(optimizer.step, backend=backend), params, range(4))
+    return optimizer
+
+
+def test_a_fault_of_inductors_leaves_the_step_compiled_by_family() -> None:
+    backend = CollageBackend()
+    shapes: list[tuple[int, ...]] = [(4, 6), (4, 6), (5,), (3, 2, 2, 2)]
+    with pytest.warns(UserWarning, match=r"Inductor failed: .*KeyError.*takes longer"):
+        compiled = run(Centralized, backend, shapes)
+    for graph in backend.report().graphs:
+        assert graph.route.unit == "by family"
+        assert any("KeyError" in reason.what for _, reason in graph.route.reasons)
+    with pytest.warns(UserWarning, match="Inductor failed"), mock.patch(INNER, side_effect=OSError("none")):
+        interpreted = run(Centralized, CollageBackend(), shapes)
+    assert differences(everything(compiled), everything(interpreted)) == []
+
+
+@pytest.mark.parametrize("arithmetic", ["wide", "native"])
+@pytest.mark.parametrize("make", [Descent, torch.optim.RMSprop])
+def test_without_a_compiler_the_rewritten_graph_is_run(make: Any, arithmetic: Any) -> None:
+    backend, shapes = CollageBackend(arithmetic=arithmetic), [(4, 6), (4, 6), (5,)]
+    with (
+        pytest.warns(UserWarning, match=r"OSError: no compiler here.*\n.*where: param_groups.*\n.*doctor"),
+        mock.patch(INNER, side_effect=OSError("no compiler here")),
+    ):
+        run_without = run(make, backend, shapes)
+    assert {graph.route.unit for graph in backend.report().graphs} == {"whole"}
+    assert (
+        differences(
+            everything(run_without), everything(run(make, CollageBackend(arithmetic=arithmetic), shapes))
+        )
+        == []
+    )
+
+
+def test_a_fault_in_one_way_is_made_good_by_the_next() -> None:
+    """The second attempt gets the graph as it was, and nothing but the first fails."""
+    from collage_fx.lowering import attempts
+
+    original, calls = attempts.inductor_compile_inner, []
+
+    def failing_first(gm: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(str(gm.graph))
+        if len(calls) == 1:
+            gm.graph.erase_node(gm.graph.output_node())
+            raise RuntimeError("in the middle")
+        return original(gm, *args, **kwargs)
+
+    with mock.patch(INNER, failing_first), pytest.warns(UserWarning, match="in the middle"):
+        optimizer = run(Descent, CollageBackend(), [(4, 6)])
+    assert calls[0] == calls[1]
+    assert differences(everything(optimizer), everything(run(Descent, CollageBackend(), [(4, 6)]))) == []

@@ -1,0 +1,127 @@
+"""Which way a step takes through the compiler, and the reason for each faster way that it does not take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from collage_fx import CollageBackend, explain
+from collage_fx.graph import Reason, Route
+from tests.support.training import Descent, parameters, run_steps, set_gradients
+from tests.support.whole import WHOLE
+
+ALIKE = [(4, 6), (4, 6), (5,)]
+
+
+class Branching(Descent):
+    """Looks at each gradient before it goes down it."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            if p.grad.norm() > 0:
+                p.add_(p.grad, alpha=-(2.0**-12))
+
+
+class Returning(Descent):
+    """Returns something that is no tensor of its own."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        super().step()
+        return self.param_groups[0]["params"][0].grad[1:]
+
+
+def route(make: Callable[[Any], Optimizer], shapes: Any = ALIKE, **options: Any) -> Route:
+    torch._dynamo.reset()
+    params, backend = parameters(shapes=shapes), CollageBackend(**options)
+    run_steps(torch.compile(make(params).step, backend=backend), params, [0])
+    return backend.report().graphs[0].route
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "words", "reasons"),
+    [
+        (torch.optim.AdamW, {}, "captured, compiled by family", []),
+        (torch.optim.AdamW, {"metrics": True}, "captured, compiled by family, measured", []),
+        (
+            torch.optim.AdamW,
+            {"passes": WHOLE},
+            "captured, compiled in parts",
+            ["not by family: the pass onlooker is to see every tensor (its by_family is False)"],
+        ),
+        (
+            torch.optim.SGD,
+            {"strategy": "none"},
+            "captured, compiled as captured",
+            ["not by family: strategy 'none' leaves the graph to Inductor"],
+        ),
+        (
+            Branching,
+            {},
+            "recorded, compiled in parts",
+            ["not captured: ", "not by family: no two tensors are updated alike"],
+        ),
+    ],
+)
+def test_the_way_and_its_reasons(make: Any, options: Any, words: str, reasons: list[str]) -> None:
+    found = route(make, **options)
+    assert str(found) == words
+    explained = found.explained()
+    assert len(explained) == len(reasons)
+    assert all(line.startswith(reason) for line, reason in zip(explained, reasons, strict=True))
+
+
+def test_a_reason_names_the_node() -> None:
+    found = route(Returning)
+    (way, reason), *_ = found.reasons
+    assert way == "by family"
+    assert "AOTAutograd" in reason.what or reason.node
+
+
+def test_a_matrix_rule_says_why_it_is_called_from_python() -> None:
+    reasons = dict(route(torch.optim.Muon, shapes=[(4, 6), (4, 6)]).reasons)
+    assert "neither elementwise" in reasons["in one call for all tensors"].what
+
+
+def test_looking_changes_nothing_that_is_looked_at(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = route(torch.optim.AdamW)
+    monkeypatch.setenv("COLLAGE_FX_DUMP", str(tmp_path))
+    assert route(torch.optim.AdamW) == plain
+    assert list(tmp_path.iterdir())
+
+
+def test_a_graph_that_is_differentiated_is_no_step() -> None:
+    backend = CollageBackend()
+    p = torch.ones(3, requires_grad=True)
+    torch.compile(lambda x: x * 2, backend=backend)(p).sum().backward()
+    (graph,) = backend.report().graphs
+    assert graph.route.unit == "as captured"
+    assert "autograd" in graph.note
+
+
+def test_explain_tells_the_way_that_a_compilation_takes() -> None:
+    for make in (torch.optim.AdamW, torch.optim.Adafactor):
+        params = parameters(shapes=ALIKE)
+        set_gradients(params)
+        explained = explain(make(params)).graphs[-1].route
+        assert explained.unit == route(make).unit
+    report = explain(torch.optim.AdamW(parameters(shapes=[(4, 6)])))
+    assert report.why() == (
+        "AdamW: captured, compiled in parts\n  not by family: no two tensors are updated alike"
+    )
+    assert str(report).endswith("\n\nCompiled in parts (not by family: no two tensors are updated alike).")
+
+
+def test_a_reason_at_a_node() -> None:
+    def f(x: Tensor) -> Tensor:
+        return x + 1
+
+    node = next(n for n in torch.fx.symbolic_trace(f).graph.nodes if n.op == "call_function")
+    assert str(Reason.at(node, "it adds")) == f"it adds ({node.format_node()})"
+    assert str(Reason("it adds")) == "it adds"
