@@ -41,6 +41,7 @@ from collage_fx.graph import (
     StepProgram,
     assignments_to_stores,
     copies_to_inputs,
+    factorizes,
     input_name,
     is_low_precision_tensor,
     placeholders,
@@ -75,7 +76,6 @@ from collage_fx.runtime import (
 from collage_fx.torch_compat import (
     aot_input_of,
     compile_with_inductor,
-    factorizes,
     generated_code,
     graph_module,
     optimizer_being_stepped,
