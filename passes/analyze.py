@@ -15,17 +15,19 @@ import torch
 from torch.fx import Graph, Node
 
 from collage_fx.graph import (
-    IDENTITIES,
     Kind,
     Role,
     StateTensor,
     StepProgram,
     copies_to_inputs,
-    is_factory,
+    facts_of,
+    ignores_values,
     is_low_precision_tensor,
     judge,
+    passed_operand,
     placeholders,
     read_recurrence,
+    source_of,
     tensor_value,
 )
 from collage_fx.passes.base import Pass
@@ -33,10 +35,6 @@ from collage_fx.passes.base import Pass
 __all__ = ["Analyze"]
 
 aten = torch.ops.aten
-
-SUMS = frozenset({aten.add, aten.sub})
-#: Operators that cut off bits.
-CUTS = frozenset({aten.bitwise_and, aten.__and__, aten.bitwise_right_shift, aten.__rshift__})
 
 ROUNDED_BITS = "its new value has been rounded by operations on its bits"
 
@@ -110,7 +108,7 @@ class _Flow:
         self.bit = {placeholder: 1 << i for i, placeholder in enumerate(self.inputs)}
         self.reads: dict[Node, int] = {}
         for node in graph.nodes:
-            operands = () if is_factory(node) else node.all_input_nodes
+            operands = () if ignores_values(node.target) else node.all_input_nodes
             read = self.bit.get(node, 0)
             for operand in operands:
                 read |= self.reads[operand]
@@ -179,13 +177,10 @@ def _is_made_of_bits(state: StateTensor) -> bool:
 
 def _is_rounded_in_bits(state: StateTensor) -> bool:
     """Whether the new value is a number of which bits have been cut off, as stochastic rounding does."""
-    node = state.store.args[1]
-    while isinstance(node, Node) and getattr(node.target, "overloadpacket", None) in IDENTITIES:
-        if node.target is aten.view.dtype:
-            cuts = _computed_by(node.args[0], _gives_integers)
-            return any(getattr(cut.target, "overloadpacket", None) in CUTS for cut in cuts)
-        node = node.args[0]
-    return False
+    node = _stored(state)
+    if node.target is not aten.view.dtype:
+        return False
+    return any(facts_of(each.target).cuts_bits for each in _computed_by(node.args[0], _gives_integers))
 
 
 def _computed_by(last: Any, among: Callable[[Node], bool]) -> set[Node]:
@@ -224,9 +219,7 @@ def _is_copied_into(parameter: StateTensor, state: StateTensor) -> bool:
 
 def _stored(state: StateTensor) -> Node:
     """The node that computes the new value, behind casts and copies."""
-    node = state.store.args[1]
-    while isinstance(node, Node) and getattr(node.target, "overloadpacket", None) in IDENTITIES:
-        node = node.args[0]
+    node = source_of(state.store.args[1])
     assert isinstance(node, Node)
     return node
 
@@ -234,9 +227,12 @@ def _stored(state: StateTensor) -> Node:
 def _select_gradient(program: StepProgram, state: StateTensor, flow: _Flow) -> tuple[bool, str]:
     """A gradient is state only where it accumulates; clipped, scaled or decayed it is used up by the step."""
     assert state.recurrence is not None
-    packets = {getattr(node.target, "overloadpacket", None) for node in state.recurrence.path}
-    accumulates = state.recurrence.slopes == (1,) and packets <= SUMS | IDENTITIES
+    accumulates = state.recurrence.slopes == (1,) and all(map(_adds_or_passes, state.recurrence.path))
     parameters = [s.placeholder for s in program.states if s.info.role is Role.PARAMETER]
     if accumulates and not any(flow.is_read(p, state.placeholder) for p in parameters):
         return True, "gradients accumulate in it"
     return False, "a gradient, made anew for every step"
+
+
+def _adds_or_passes(node: Node) -> bool:
+    return facts_of(node.target).sign in ("+", "-") or passed_operand(node) is not None

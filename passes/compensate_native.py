@@ -157,13 +157,13 @@ class _PathRewriter:
         if not any(operand in self.words for operand in operands):
             return None
         if value.dtype != self.dtype:
-            return self._on_whole_values(node) if is_pointwise(node) else None
+            return self._on_whole_values(node) if is_pointwise(node.target) else None
         packet = getattr(node.target, "overloadpacket", None)
         if packet in RULES and (word := RULES[packet](self, *node.args)) is not None:
             return self._defined(word)
         if is_movement(node):
             return self._defined((self._moved(node, lambda n: n), self._moved(node, self._low_part)))
-        return self._split(self._on_whole_values(node)) if is_pointwise(node) else None
+        return self._split(self._on_whole_values(node)) if is_pointwise(node.target) else None
 
     def _moved(self, node: Node, part: Callable[[Node], Node]) -> Node:
         args, kwargs = pytree.tree_map_only(Node, part, (node.args, dict(node.kwargs)))

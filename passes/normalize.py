@@ -2,11 +2,12 @@
 
 Optimizers write an update in many ways: ``torch._foreach_addcdiv_`` over lists, ``addcmul``, ``lerp``,
 ``add(alpha=...)``, and AOTAutograd adds ``prims.fma``. The later passes read recurrences and place roundings,
-for which an update has to be made of elementary operations: those of ``graph/composites.py``.
+for which an update has to be made of elementary operations: those that ``graph/operator_facts.py`` says.
 """
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,15 +18,17 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from collage_fx.graph import (
-    COMPOSITES,
-    FOREACH_OPERATORS,
     GraphEditor,
     StepProgram,
+    composite_of,
     copies_to_inputs,
+    facts_of,
     foreach_calls,
     foreach_name,
     foreach_rule,
     is_low_precision_tensor,
+    is_pointwise,
+    passed_operand,
     tensor_value,
     weighted_sum,
 )
@@ -35,9 +38,6 @@ __all__ = ["Normalize"]
 
 aten = torch.ops.aten
 prims = torch.ops.prims
-
-#: What brings a tensor to another device.
-MOVES = (prims.device_put.default, aten._to_copy.default)
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,8 @@ class Normalize(Pass):
 
 
 def _open_composite(editor: GraphEditor, node: Node) -> bool:
-    packet = getattr(node.target, "overloadpacket", None)
-    rule = COMPOSITES.get(packet)
-    if rule is None or (packet in (aten.add, aten.sub) and node.kwargs.get("alpha", 1) == 1):
+    rule = composite_of(node.target, node.kwargs)
+    if rule is None:
         return False
     with editor.graph.inserting_before(node):
         (result,) = _opened(editor, rule, node.args, node.kwargs)
@@ -85,20 +84,13 @@ def _open_composite(editor: GraphEditor, node: Node) -> bool:
     return True
 
 
-#: ``beta * x + alpha * (a @ b)`` -> the product in it.
-MATRIX_SUMS = {
-    aten.addmm.default: aten.mm.default,
-    aten.addmv.default: aten.mv.default,
-    aten.baddbmm.default: aten.bmm.default,
-}
-
-
 def _open_matrix_sum(editor: GraphEditor, node: Node) -> bool:
     """``x.addmm_(a, b)`` -> ``x + mm(a, b)``: a product is rounded to its storage format, x need not be.
 
     A bias, of fewer dimensions than the result, is no value that a step adds to.
     """
-    if node.target not in MATRIX_SUMS or not is_low_precision_tensor(node):
+    operator_of_product = facts_of(node.target).product
+    if operator_of_product is None or not is_low_precision_tensor(node):
         return False
     x, a, b = node.args
     value, old = tensor_value(node), tensor_value(x)
@@ -107,7 +99,7 @@ def _open_matrix_sum(editor: GraphEditor, node: Node) -> bool:
     if old.shape != value.shape:
         return False
     with editor.graph.inserting_before(node):
-        product = editor.call(MATRIX_SUMS[node.target], a, b)
+        product = editor.call(operator_of_product, a, b)
         numbers = node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
         (result,) = _opened(editor, weighted_sum, (x, product, *numbers), {})
     _replace(editor, node, result)
@@ -140,12 +132,12 @@ def _computed(editor: GraphEditor, node: Node) -> torch.Tensor | None:
         return cast("torch.Tensor", getattr(editor.gm, str(operands[0].target)))
     if not operands or not all(map(_is_number, operands)):
         return None
-    if node.target in MOVES:
+    if passed_operand(node) is operands[0]:
         return _number(operands[0])
-    if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.pointwise not in node.target.tags:
+    if not is_pointwise(node.target):
         return None
     args, kwargs = map_arg((node.args, node.kwargs), _number)
-    return cast("torch.Tensor", node.target(*args, **kwargs))
+    return cast("torch.Tensor", node.target(*args, **kwargs))  # type: ignore[operator]
 
 
 def _is_number(node: Node) -> bool:
@@ -184,7 +176,7 @@ def _forward_copy(editor: GraphEditor, node: Node) -> None:
     """
     if node.target not in (aten.copy.default, prims.copy_strided.default):
         return
-    source, value = node.args[1 if node.target is aten.copy.default else 0], tensor_value(node)
+    source, value = node.args[facts_of(node.target).passes or 0], tensor_value(node)
     assert isinstance(source, Node)
     assert value is not None
     with editor.graph.inserting_before(node):
@@ -217,15 +209,14 @@ def _unpack_foreach(editor: GraphEditor, node: Node) -> bool:
     """``_foreach_op(xs, ys, scalar)`` -> ``op(x, y, scalar)`` for each; read through ``getitem`` nodes."""
     name = foreach_name(node.target)
     rule = foreach_rule(name)
-    if not name or (rule is None and name not in FOREACH_OPERATORS):
+    if not name or rule is None:
         return False
     results: list[Node] = []
     with editor.graph.inserting_before(node):
         for args, kwargs in foreach_calls(node.args, node.kwargs):
-            if name in FOREACH_OPERATORS:
-                target, last = FOREACH_OPERATORS[name]
-                results.append(editor.call(target, *args, *last))
-            elif rule is not None:
+            if isinstance(rule, functools.partial):
+                results.append(editor.call(rule.func, *args, **rule.keywords))
+            else:
                 results.extend(_opened(editor, rule, args, kwargs))
     for user in list(node.users):
         if user.target is operator.getitem:

@@ -25,12 +25,15 @@ import torch
 from torch.fx import Node
 
 from collage_fx.graph import (
-    IDENTITIES,
     GraphEditor,
     Role,
     StepProgram,
     copies_to_inputs,
+    drawn_range,
+    draws,
+    passed_operand,
     placeholders,
+    source_of,
     tensor_value,
 )
 from collage_fx.passes.base import Pass
@@ -38,22 +41,12 @@ from collage_fx.passes.base import Pass
 __all__ = ["UndoStochasticRounding"]
 
 aten = torch.ops.aten
-prims = torch.ops.prims
 
 HALF, LOWER, UPPER = 1 << 15, (1 << 16) - 1, (-1 << 16, 0xFFFF0000)
 
-ANDS = (aten.bitwise_and.Scalar, aten.__and__.Scalar)
-RIGHT_SHIFTS = (aten.bitwise_right_shift.Tensor_Scalar, aten.__rshift__.Scalar)
-LEFT_SHIFTS = (aten.bitwise_left_shift.Tensor_Scalar, aten.__lshift__.Scalar)
+AND = aten.bitwise_and.Scalar
+LEFT_SHIFT, RIGHT_SHIFT = aten.bitwise_left_shift.Tensor_Scalar, aten.bitwise_right_shift.Tensor_Scalar
 COMPARISONS = {aten.lt.Tensor: (0, 1), aten.gt.Tensor: (1, 0)}
-#: Operators that draw integers, and where among their arguments the bounds are.
-DRAWS = {
-    prims.inductor_randint.default: (0, 1),
-    aten.randint.low: (0, 1),
-    aten.randint.default: (None, 0),
-    aten.randint_like.low_dtype: (1, 2),
-    aten.randint_like.default: (None, 1),
-}
 
 
 @dataclass(frozen=True)
@@ -89,12 +82,9 @@ class UndoStochasticRounding(Pass):
 
 def _stored(store: Node) -> Node | None:
     """The float32 node that is stored, behind casts and views, if it is a reinterpretation of integers."""
-    node = store.args[1]
-    while isinstance(node, Node) and getattr(node.target, "overloadpacket", None) in IDENTITIES:
-        if node.target is aten.view.dtype:
-            return node if node.args[1] is torch.float32 else None
-        node = node.args[0]
-    return None
+    node = source_of(store.args[1])
+    is_it = isinstance(node, Node) and node.target is aten.view.dtype and node.args[1] is torch.float32
+    return node if is_it else None
 
 
 def _what_was_rounded(rounded: Node) -> Node | None:
@@ -118,11 +108,11 @@ def _serves_alone(rounded: Node, bits: Node) -> bool:
 def _of_masked_sum(bits: Node) -> Node | None:
     """``x`` of ``(bits(x) + r) & 0xFFFF0000``, also spelt ``(bits(x) + r) >> 16 << 16``."""
     total = None
-    if bits.target in ANDS and bits.args[1] in UPPER:
+    if bits.target is AND and bits.args[1] in UPPER:
         total = bits.args[0]
-    elif bits.target in LEFT_SHIFTS and bits.args[1] == 16:
+    elif bits.target is LEFT_SHIFT and bits.args[1] == 16:
         shifted = _integers(bits.args[0])
-        if shifted is not None and shifted.target in RIGHT_SHIFTS and shifted.args[1] == 16:
+        if shifted is not None and shifted.target is RIGHT_SHIFT and shifted.args[1] == 16:
             total = shifted.args[0]
     terms, constant = _sum(total)
     exact = [source for source in map(_source, terms) if source is not None]
@@ -138,25 +128,27 @@ def _of_choice(bits: Node) -> Node | None:
     condition, up, down = bits.args
     assert isinstance(condition, Node)
     assert isinstance(down, Node)
-    if condition.target not in COMPARISONS or down.target not in ANDS or down.args[1] not in UPPER:
+    if condition.target not in COMPARISONS or down.target is not AND or down.args[1] not in UPPER:
         return None
     draw, fraction = (_integers(condition.args[place]) for place in COMPARISONS[condition.target])
     exact = _source(down.args[0])
     if draw is None or fraction is None or not _is_draw(draw) or _sum(up) != ([down], LOWER + 1):
         return None
-    is_fraction = fraction.target in ANDS and fraction.args[1] == LOWER and fraction.args[0] is down.args[0]
+    is_fraction = fraction.target is AND and fraction.args[1] == LOWER and fraction.args[0] is down.args[0]
     return exact if is_fraction else None
 
 
 def _integers(node: object) -> Node | None:
     """An integer node behind conversions among integers that all of these numbers fit into."""
-    while (
-        isinstance(node, Node)
-        and node.target in (prims.convert_element_type.default, aten.clone.default, aten.alias.default)
-        and all(n.meta["val"].dtype in (torch.int32, torch.int64) for n in (node, *node.all_input_nodes))
-    ):
-        node = node.args[0]
+    while (operand := passed_operand(node)) is not None and _keeps_integers(operand, node):
+        node = operand
     return node if isinstance(node, Node) else None
+
+
+def _keeps_integers(*nodes: object) -> bool:
+    values = [node.meta["val"] for node in nodes if isinstance(node, Node)]
+    dtypes, shapes = {value.dtype for value in values}, {value.shape for value in values}
+    return dtypes <= {torch.int32, torch.int64} and len(shapes) == 1
 
 
 def _sum(node: object) -> tuple[list[Node], int]:
@@ -188,17 +180,12 @@ def _source(node: object) -> Node | None:
 
 def _is_draw(node: Node) -> bool:
     """Whether these are random numbers, each of [0, 0xFFFF] as likely, one for each element."""
-    if node.target not in DRAWS:
-        return False
-    low, high = DRAWS[node.target]
-    bounds = 0 if low is None else node.args[low], node.args[high]
-    return bounds == (0, LOWER + 1)
+    return drawn_range(node.target, node.args, node.kwargs) == (0, LOWER + 1)
 
 
 def _erase_unused_draws(editor: GraphEditor) -> None:
     """Random numbers count as a side effect, which dead code elimination keeps."""
     editor.graph.eliminate_dead_code()
     for node in reversed(list(editor.graph.nodes)):
-        drawn = node.target in (*DRAWS, prims.inductor_seeds.default, prims.inductor_lookup_seed.default)
-        if drawn and not node.users:
+        if draws(node.target) and not node.users:
             editor.graph.erase_node(node)

@@ -50,9 +50,6 @@ __all__ = ["Families", "families_of"]
 #: Nodes without operands that stand for no value but change how the following are captured.
 MODES = frozenset({torch._C._set_grad_enabled})
 
-#: Python's operators that change their first operand: ``step += 1``.
-IN_PLACE = frozenset({"iadd", "isub", "imul", "itruediv", "ipow"})
-
 
 @dataclass(frozen=True)
 class Families:
@@ -420,9 +417,9 @@ def _is_number(node: Node) -> bool:
 
 
 def _seems_to_change(node: Node) -> bool:
-    """Whether an operation's name is that of one in place."""
+    """Whether an operation's name is that of one in place: ``add_``, or Python's ``iadd``."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return name.endswith("_") or name in IN_PLACE
+    return name.endswith("_") or (name.startswith("i") and hasattr(Tensor, f"__{name[1:]}__"))
 
 
 def _described(value: Any, named: Callable[[Node], Hashable]) -> Hashable:

@@ -42,12 +42,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from collage_fx.capture.inputs import carried
 from collage_fx.errors import EagerStepError
-from collage_fx.graph import FOREACH_OPERATORS, foreach_calls, foreach_name, foreach_rule
+from collage_fx.graph import (
+    depends_on_values,
+    drawn_range,
+    facts_of,
+    foreach_calls,
+    foreach_name,
+    foreach_rule,
+    ignores_values,
+)
 from collage_fx.numerics import is_low_precision
 from collage_fx.torch_compat import (
     FakeTensorMode,
     compile_lock,
-    depends_on_values,
     disabled_torch_function,
     run_compiled_functions_as_they_are_if,
     trace_instead,
@@ -337,7 +344,7 @@ class Recorder(TorchDispatchMode):
         if self._executed:
             args, kwargs = _with_real(args), _with_real(kwargs)
         tensors = list(_tensors_in([*args, *kwargs.values()]))
-        if func in DRAWS and _draws_16_bits(signature, args, kwargs):
+        if signature.is_immediate and _draws_16_bits(func, args, kwargs):
             return self._record(signature, args, kwargs)
         if signature.is_immediate or self._has_its_values(signature, tensors):
             if self._depends_on_what_is_recorded(signature, tensors):
@@ -655,7 +662,7 @@ class _Signature:
         results: per result, ``("new", "")``, ``("same", argument)`` or ``("view", argument)``.
         reads_no_values: its result does not depend on the elements of its arguments.
         is_immediate: it is executed rather than recorded: see
-            :func:`~collage_fx.torch_compat.depends_on_values`.
+            :func:`~collage_fx.graph.depends_on_values`.
         element_rule: of a ``_foreach_`` operator.
     """
 
@@ -684,24 +691,9 @@ def _signature(func: Any) -> _Signature:
     return signature
 
 
-#: Operators that draw random integers.
-DRAWS = (
-    aten.randint.default,
-    aten.randint.low,
-    aten.randint_like.default,
-    aten.randint_like.low_dtype,
-)
-
-
-def _draws_16_bits(signature: _Signature, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether they are those that rounding float32 to bfloat16 at random takes."""
-    given = dict(zip(signature.names, args, strict=False)) | kwargs
-    return (given.get("low", 0), given["high"]) == (0, 1 << 16) and given.get("generator") is None
-
-
-#: Operators that make views, but are executed where their argument is real: most steps call them at every
-#: access of ``.data``.
-_OF_SHAPES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
+def _draws_16_bits(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether it draws the random numbers that rounding float32 to bfloat16 at random takes."""
+    return drawn_range(func, args, kwargs) == (0, 1 << 16) and kwargs.get("generator") is None
 
 
 def _read_schema(func: Any) -> _Signature:
@@ -712,6 +704,8 @@ def _read_schema(func: Any) -> _Signature:
         if argument.alias_info is not None
     }
     first = schema.arguments[0].name if schema.arguments else ""
+    # A view of all of it is executed where it is real: most steps make one at every access of ``.data``.
+    is_another_name = func.is_view and facts_of(func).passes == 0 and len(schema.arguments) == 1
     results = []
     for result in schema.returns:
         if result.alias_info is not None and result.alias_info.is_write:
@@ -726,18 +720,10 @@ def _read_schema(func: Any) -> _Signature:
         ),
         writes=tuple(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write),
         results=tuple(results),
-        reads_no_values=func in _OF_SHAPES or func._schema.name.endswith("_like"),
+        reads_no_values=is_another_name or ignores_values(func),
         is_immediate=depends_on_values(func),
-        element_rule=_element_rule(foreach_name(func).removesuffix("_")),
+        element_rule=foreach_rule(foreach_name(func).removesuffix("_")),
     )
-
-
-def _element_rule(name: str) -> Callable[..., Any] | None:
-    """What ``_foreach_NAME`` does to each element of its lists."""
-    if name in FOREACH_OPERATORS:
-        of_element, last = FOREACH_OPERATORS[name]
-        return lambda *element: of_element(*element, *last)
-    return foreach_rule(name) if name else None
 
 
 def _map(function: Callable[[Any], Any], argument: Any) -> Any:

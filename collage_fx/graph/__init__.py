@@ -1,14 +1,5 @@
 """A captured step as data, and the hands that edit it: what the author of a pass may import."""
 
-from collage_fx.graph.composites import (
-    COMPOSITES,
-    FOREACH_OPERATORS,
-    foreach_calls,
-    foreach_name,
-    foreach_rule,
-    is_one,
-    weighted_sum,
-)
 from collage_fx.graph.editor import GraphEditor
 from collage_fx.graph.families import ONCE, Repetition, input_name, repeated_graph
 from collage_fx.graph.feedback import copies_read_by, fed_back, new_value
@@ -30,6 +21,27 @@ from collage_fx.graph.nodes import (
     tensor_value,
     unconverted,
 )
+from collage_fx.graph.operator_facts import (
+    OPERATORS,
+    Facts,
+    composite_of,
+    depends_on_values,
+    drawn_range,
+    draws,
+    factorizes,
+    facts_of,
+    foreach_calls,
+    foreach_name,
+    foreach_rule,
+    ignores_values,
+    is_movement,
+    is_pointwise,
+    may_raise,
+    passed_operand,
+    size_argument,
+    source_of,
+    weighted_sum,
+)
 from collage_fx.graph.operators import REVISION, once, rest, round_to_storage, update_sizes, update_sums
 from collage_fx.graph.program import (
     Arithmetic,
@@ -41,19 +53,18 @@ from collage_fx.graph.program import (
     StepProgram,
     Strategy,
 )
-from collage_fx.graph.recurrence import IDENTITIES, is_factory, judge, read_recurrence
-from collage_fx.graph.retype import Retyper, is_movement, is_pointwise
+from collage_fx.graph.recurrence import judge, read_recurrence
+from collage_fx.graph.retype import Retyper
 from collage_fx.graph.routes import Reason, Route, Unit
 from collage_fx.graph.text import graph_text
 
 __all__ = [
-    "COMPOSITES",
-    "FOREACH_OPERATORS",
-    "IDENTITIES",
     "ONCE",
+    "OPERATORS",
     "PASS_MARK",
     "REVISION",
     "Arithmetic",
+    "Facts",
     "GraphEditor",
     "Groups",
     "InputInfo",
@@ -70,33 +81,42 @@ __all__ = [
     "Unit",
     "assignments",
     "assignments_to_stores",
+    "composite_of",
     "copies_read_by",
     "copies_to_inputs",
     "copy_of",
+    "depends_on_values",
+    "drawn_range",
+    "draws",
+    "factorizes",
+    "facts_of",
     "fed_back",
     "foreach_calls",
     "foreach_name",
     "foreach_rule",
     "graph_text",
+    "ignores_values",
     "input_name",
     "is_conversion",
     "is_copy_to_input",
     "is_dense",
-    "is_factory",
     "is_low_precision_tensor",
     "is_movement",
     "is_number",
-    "is_one",
     "is_pointwise",
     "judge",
     "mark_new_nodes",
+    "may_raise",
     "new_value",
     "once",
+    "passed_operand",
     "placeholders",
     "read_recurrence",
     "repeated_graph",
     "rest",
     "round_to_storage",
+    "size_argument",
+    "source_of",
     "tensor_value",
     "unconverted",
     "update_sizes",

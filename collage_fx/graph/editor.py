@@ -13,6 +13,7 @@ from torch.fx.node import Target, map_arg
 from torch.utils import _pytree as pytree
 
 from collage_fx.graph.nodes import PASS_MARK, aten, is_copy_to_input, placeholders, prims, tensor_value
+from collage_fx.graph.operator_facts import is_pointwise
 from collage_fx.torch_compat import (
     another_fake,
     detect_fake_mode,
@@ -166,9 +167,7 @@ class GraphEditor:
 
 def _kind_of_call(target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What the shape, strides and dtype of an elementwise result depend on; None if that is not known."""
-    if kwargs or not isinstance(target, torch._ops.OpOverload):
-        return None
-    if torch.Tag.pointwise not in target.tags and target is not prims.convert_element_type.default:
+    if kwargs or not is_pointwise(target):
         return None
     kind: list[Any] = [target]
     for arg in args:

@@ -24,8 +24,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from torch.fx import Node
 
 from collage_fx.graph.nodes import is_copy_to_input, unconverted
+from collage_fx.graph.operator_facts import is_movement
 from collage_fx.graph.program import StateTensor
-from collage_fx.graph.retype import is_movement
 
 __all__ = ["copies_read_by", "fed_back", "new_value"]
 

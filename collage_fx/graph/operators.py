@@ -43,6 +43,7 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from collage_fx import torch_compat
+from collage_fx.graph.operator_facts import facts_of
 from collage_fx.numerics import arithmetic
 from collage_fx.numerics import update_sums as measures
 from collage_fx.torch_compat import (
@@ -60,8 +61,6 @@ from collage_fx.torch_compat import (
 )
 
 __all__ = ["REVISION", "once", "rest", "round_to_storage", "update_sizes", "update_sums"]
-
-aten = torch.ops.aten
 
 LIBRARY = torch.library.Library("collage_fx", "DEF")
 LIBRARY.define("round_to_storage(Tensor x, ScalarType dtype) -> Tensor", tags=(torch.Tag.pointwise,))
@@ -191,15 +190,11 @@ def _sums(tensors: int) -> Sums:
     for node in trace.graph.nodes:
         if node.op == "call_function":
             first, second = node.args
-            text[node] = f"({text[first]} {_SIGNS[node.target]} {text[second]})"
+            text[node] = f"({text[first]} {facts_of(node.target).sign} {text[second]})"
     values = tuple(text[node] for node in pytree.tree_leaves(trace.graph.output_node().args))
     products = {name: pair for name, pair in measures.PRODUCTS.items() if max(pair) < len(values)}
     counts = {name: which for name, which in measures.COUNTS.items() if max(which) < len(values)}
     return Sums(tensors, values, products, counts)
-
-
-#: In C++, what values are computed by.
-_SIGNS = {aten.add.Tensor: "+", aten.sub.Tensor: "-"}
 
 
 def _place(inputs: Sequence[Any], dtype: torch.dtype) -> Any:

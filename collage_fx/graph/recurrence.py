@@ -20,13 +20,12 @@ import torch
 from torch.fx import Node
 
 from collage_fx.graph.nodes import tensor_value
+from collage_fx.graph.operator_facts import facts_of, ignores_values, number_filling, passed_operand
 from collage_fx.graph.program import Kind, Recurrence, Verdict
 from collage_fx.numerics import FloatFormat
 
 __all__ = [
-    "IDENTITIES",
     "TOLERATED_STALL",
-    "is_factory",
     "judge",
     "read_recurrence",
     "representation_error",
@@ -34,50 +33,14 @@ __all__ = [
 ]
 
 aten = torch.ops.aten
-prims = torch.ops.prims
 
 #: A moving average may stall within this relative distance of its target before it counts as lossy: see
 #: :func:`judge`.
 TOLERATED_STALL = Fraction(1, 16)
 
-#: Elementwise operators with a SymPy meaning, by overload packet.
-FUNCTIONS: dict[Any, Callable[..., sympy.Expr]] = {
-    aten.add: operator.add,
-    aten.sub: operator.sub,
-    aten.mul: operator.mul,
-    aten.div: operator.truediv,
-    aten.neg: operator.neg,
-    aten.pow: operator.pow,
-    aten.sqrt: sympy.sqrt,
-    aten.rsqrt: lambda x: 1 / sympy.sqrt(x),
-    aten.reciprocal: lambda x: 1 / x,
-    aten.abs: sympy.Abs,
-    aten.sign: sympy.sign,
-    aten.exp: sympy.exp,
-    aten.log: sympy.log,
-    aten.maximum: sympy.Max,
-    aten.minimum: sympy.Min,
-}
-
-#: Operators that pass their first operand through unchanged, as far as a recurrence is concerned.
-IDENTITIES = frozenset(
-    {
-        aten.alias, aten.clone, aten.detach, aten.expand, aten.lift_fresh_copy, aten.view,
-        aten.reshape, aten._unsafe_view, prims.convert_element_type, aten._to_copy,
-    }
-)  # fmt: skip
-
 #: Operations from which on an expression for people is cut off. An iterated matrix polynomial reads each
 #: value several times: written out, five iterations of Muon's have a hundred thousand operations.
 LONGEST_EXPRESSION = 400
-
-#: Tensors filled with one number, and which argument that is.
-FACTORIES = {aten.full: 1, aten.full_like: 1, aten.scalar_tensor: 0}
-
-
-def is_factory(node: Node) -> bool:
-    """Whether a tensor is filled with one number: of what ``full_like`` is given only the shape matters."""
-    return getattr(node.target, "overloadpacket", None) in FACTORIES
 
 
 class _Nonlinear:
@@ -160,7 +123,7 @@ class _Reader:
         if node not in self._depends:
             if node is self.placeholder:
                 self._depends[node] = True
-            elif node in self.peers or is_factory(node):
+            elif node in self.peers or ignores_values(node.target):
                 self._depends[node] = False
             else:
                 # A list: every operand is visited, not only up to the first that depends.
@@ -193,13 +156,13 @@ class _Reader:
             return sympy.Symbol(self.peers[node])
         if node.op != "call_function":
             return sympy.Symbol(self.symbols.get(node, node.name))
+        if (operand := passed_operand(node)) is not None:
+            return self.expression(operand)
+        if (number := number_filling(node)) is not None:
+            return self.expression(number)
+        if (function := facts_of(node.target).function) is not None:
+            return function(*(self.expression(arg) for arg in node.args))
         packet = getattr(node.target, "overloadpacket", node.target)
-        if packet in IDENTITIES:
-            return self.expression(node.args[0])
-        if packet in FACTORIES:
-            return self.expression(node.args[FACTORIES[packet]])
-        if packet in FUNCTIONS:
-            return FUNCTIONS[packet](*(self.expression(arg) for arg in node.args))
         operands = [self.expression(arg) for arg in node.args if isinstance(arg, (Node, int, float))]
         return sympy.Function(getattr(packet, "__name__", str(packet)))(*operands)
 
@@ -215,29 +178,31 @@ class _Reader:
     def _slopes_of(self, node: Node) -> Slopes:
         if node is self.placeholder:
             return frozenset({sympy.Integer(1)})
+        function = facts_of(node.target).function
         packet = getattr(node.target, "overloadpacket", node.target)
         args = node.args
-        if packet in IDENTITIES and node.target is not aten.view.dtype:
-            return self.slopes(args[0])
-        if packet is aten.neg:
+        if (operand := passed_operand(node)) is not None:
+            return self.slopes(operand)
+        if function is operator.neg:
             return _map(self.slopes(args[0]), operator.neg)
-        if packet in (aten.add, aten.sub):
-            second = self.slopes(args[1])
-            return _sum(self.slopes(args[0]), _map(second, operator.neg) if packet is aten.sub else second)
-        if packet is aten.mul:
+        if function is operator.add:
+            return _sum(self.slopes(args[0]), self.slopes(args[1]))
+        if function is operator.sub:
+            return _sum(self.slopes(args[0]), _map(self.slopes(args[1]), operator.neg))
+        if function is operator.mul:
             return (
                 self._scaled(args[0], args[1]) if self.depends_on(args[0]) else self._scaled(args[1], args[0])
             )
-        if packet is aten.div and not self.depends_on(args[1]):
+        if function is operator.truediv and not self.depends_on(args[1]):
             return self._scaled(args[0], args[1], inverse=True)
-        if packet in (aten.maximum, aten.minimum):
+        if function in (sympy.Max, sympy.Min):
             return _branches(self.slopes(args[0]), self.slopes(args[1]))
         if packet is aten.where and not self.depends_on(args[0]):
             return _branches(self.slopes(args[1]), self.slopes(args[2]))
         if packet in (aten.clamp, aten.clamp_min, aten.clamp_max):
             slopes: Slopes = frozenset()
-            for operand in (*args, *node.kwargs.values()):
-                slopes = _branches(slopes, self.slopes(operand))
+            for value in (*args, *node.kwargs.values()):
+                slopes = _branches(slopes, self.slopes(value))
             return slopes
         return _NONLINEAR
 
@@ -253,9 +218,7 @@ class _Reader:
 
     def _coefficient(self, factor: Node) -> sympy.Expr:
         """A factor that is a graph value: its expression if it is one number, else an unknown."""
-        packet = getattr(factor.target, "overloadpacket", None)
-        if packet in FACTORIES:
-            constant = factor.args[FACTORIES[packet]]
+        if (constant := number_filling(factor)) is not None:
             return self._coefficient(constant) if isinstance(constant, Node) else _exact(constant)
         value = tensor_value(factor)
         if value is None or value.dim() == 0:

@@ -18,81 +18,12 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from collage_fx.graph.editor import GraphEditor
-from collage_fx.graph.nodes import is_copy_to_input, is_low_precision_tensor, tensor_value
+from collage_fx.graph.nodes import is_conversion, is_copy_to_input, is_low_precision_tensor, tensor_value
+from collage_fx.graph.operator_facts import is_transparent, keeps_grid
 from collage_fx.graph.operators import round_to_storage
 from collage_fx.numerics import is_low_precision, storage_format
 
-__all__ = ["Retyper", "is_movement", "is_pointwise", "is_transparent"]
-
-aten = torch.ops.aten
-prims = torch.ops.prims
-
-#: Operations that only move values (or their signs), so that operands on the storage grid give results on the
-#: grid.
-MOVEMENT = frozenset(
-    {
-        aten.abs, aten.neg, aten.alias, aten.as_strided, aten.as_strided_scatter, aten.cat, aten.clone,
-        aten.constant_pad_nd, aten.detach, aten.diagonal, aten.diagonal_scatter, aten.expand, aten.flip,
-        aten.gather, aten.index, aten.index_select, aten.permute, aten.repeat,
-        aten.reshape, aten.roll, aten.select, aten.select_scatter, aten.slice, aten.slice_scatter,
-        aten.split, aten.split_with_sizes, aten.squeeze, aten.stack, aten.t, aten.transpose, aten.unbind,
-        aten.unfold, aten.unsqueeze, aten.view, aten._unsafe_view, prims.rev,
-    }
-)  # fmt: skip
-
-#: Reductions: Inductor accumulates them in float32 whatever the operand's dtype.
-REDUCTIONS = frozenset(
-    {
-        aten.amax, aten.amin, aten.any, aten.all, aten.cumsum, aten.linalg_vector_norm, aten.max,
-        aten.mean, aten.min, aten.norm, aten.prod, aten.std, aten.sum, aten.var, aten.var_mean,
-    }
-)  # fmt: skip
-
-#: Operations that move values into others, or add them there.
-SCATTERS = frozenset(
-    {aten.index_add, aten.index_copy, aten.index_put, aten._unsafe_index_put, aten.scatter, aten.scatter_add}
-)
-
-#: Decompositions of matrices, which low-precision tensors don't have: eagerly they raise.
-FACTORIZATIONS = frozenset(
-    {
-        aten._linalg_eigh, aten._linalg_svd, aten.cholesky_inverse, aten.linalg_cholesky_ex,
-        aten.linalg_inv_ex, aten.linalg_qr, aten.linalg_solve_triangular, aten._linalg_solve_ex,
-    }
-)  # fmt: skip
-
-#: Tensors made from numbers.
-FACTORIES = frozenset(
-    {
-        aten.arange, aten.empty, aten.empty_like, aten.full, aten.full_like, aten.ones,
-        aten.ones_like, aten.scalar_tensor, aten.zeros, aten.zeros_like,
-    }
-)  # fmt: skip
-
-
-TRANSPARENT = REDUCTIONS | SCATTERS | FACTORIZATIONS | FACTORIES
-
-
-def _packet(target: Any) -> Any:
-    return getattr(target, "overloadpacket", target)
-
-
-def is_pointwise(node: Node) -> bool:
-    """Whether each element of the result depends on the same element of the operands alone."""
-    return isinstance(node.target, torch._ops.OpOverload) and (
-        torch.Tag.pointwise in node.target.tags or _packet(node.target) is prims.convert_element_type
-    )
-
-
-def is_movement(node: Node) -> bool:
-    """Whether the operation only moves values. ``view.dtype`` reinterprets them, so it does not."""
-    return _packet(node.target) in MOVEMENT and node.target is not aten.view.dtype
-
-
-def is_transparent(node: Node) -> bool:
-    """Whether the operation means the same on float32 operands as on low-precision ones, roundings apart."""
-    packet = _packet(node.target)
-    return is_pointwise(node) or is_movement(node) or packet in TRANSPARENT
+__all__ = ["Retyper"]
 
 
 class Retyper:
@@ -131,11 +62,11 @@ class Retyper:
             node.args = (destination, self.editor.convert(stored, value.dtype), *node.args[2:])
         elif not any(is_low_precision_tensor(n) for n in (node, *node.all_input_nodes)):
             return
-        elif _packet(node.target) is prims.convert_element_type:
+        elif is_conversion(node):
             self._visit_conversion(node)
         elif node.target is operator.getitem:
             self._visit_element(node)
-        elif is_transparent(node):
+        elif is_transparent(node.target):
             self._visit_transparent(node)
         else:
             # Matrix products, library calls, custom operators: they get and give the storage dtype, as
@@ -161,12 +92,13 @@ class Retyper:
         low = value is not None and is_low_precision(value.dtype)
         if low and isinstance(kwargs.get("dtype"), torch.dtype):
             kwargs["dtype"] = torch.float32
-        if self.rounding and low and _packet(node.target) in (aten.full, aten.full_like, aten.scalar_tensor):
+        is_on_grid = keeps_grid(node)
+        if self.rounding and low and is_on_grid:
             assert value is not None
             args = tuple(_on_grid(arg, value.dtype) for arg in args)
         result = self.editor.call(node.target, *args, **kwargs)
         if low:
-            self._define(node, result, rounds=not is_movement(node) and _packet(node.target) not in FACTORIES)
+            self._define(node, result, rounds=not is_on_grid)
         else:
             if value is not None and result.meta["val"].dtype != value.dtype:
                 result = self.editor.convert(result, value.dtype)

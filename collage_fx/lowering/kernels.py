@@ -44,11 +44,14 @@ from torch.utils import _pytree as pytree
 from collage_fx.graph import (
     REVISION,
     Reason,
+    facts_of,
     is_dense,
     is_number,
     is_pointwise,
+    may_raise,
     placeholders,
     rest,
+    size_argument,
     tensor_value,
     update_sizes,
     update_sums,
@@ -83,28 +86,6 @@ LONGEST = 1 << 31
 
 #: Lengths that stand for few and many elements when Inductor decides about threads.
 FEW_HINT, MANY_HINT = 1 << 8, 1 << 24
-
-#: Operators that are given the shape of their result -> which argument it is.
-SHAPED = {
-    aten.full.default: 0,
-    aten.zeros.default: 0,
-    aten.ones.default: 0,
-    aten.expand.default: 1,
-}
-#: Operators that raise an exception where they divide by an integer zero.
-DIVISIONS = frozenset({aten.div, aten.floor_divide, aten.fmod, aten.remainder})
-#: What else is elementwise without a tag that says so.
-ELEMENTWISE = frozenset(
-    {
-        aten.clone,
-        aten.detach,
-        aten.full_like,
-        aten.lift_fresh_copy,
-        aten.ones_like,
-        aten.zeros_like,
-        aten.alias,
-    }
-)
 
 
 class _Length:
@@ -256,7 +237,7 @@ class _Writer:
         )
 
     def _is_independent(self, inputs: Sequence[Node]) -> bool:
-        if any(tensor_value(node) is None for node in inputs) or any(map(_may_raise, self.nodes)):
+        if any(tensor_value(node) is None for node in inputs) or any(map(may_raise, self.nodes)):
             return False
         written = [*self.part.results, *(store.all_input_nodes[0] for store in self.part.stores)]
         if self.flat:
@@ -270,10 +251,9 @@ class _Writer:
             return False
         if node in self.rows:
             return True
-        if node.target is aten.expand.default:
-            return is_number(node.all_input_nodes[0])
-        packet = node.target.overloadpacket
-        return node.target in SHAPED or packet in ELEMENTWISE or is_pointwise(node)
+        facts = facts_of(node.target)
+        is_same = facts.moves and facts.passes is not None  # of one shape with the others, or a number's
+        return is_same or facts.fills is not None or is_pointwise(node.target)
 
     def _line(self, node: Node, numbers: dict[Node, int]) -> _Line:
         if self._is_input(node):
@@ -282,8 +262,7 @@ class _Writer:
         kwargs = dict(node.kwargs)
         if self.flat and not is_number(node):
             kwargs.pop("memory_format", None)
-            if node.target in SHAPED:
-                at = SHAPED[node.target]
+            if (at := size_argument(node.target)) is not None:
                 args = (*args[:at], (_LENGTH,), *args[at + 1 :])
         args, kwargs = pytree.tree_map_only(Node, lambda n: _Reference(numbers[n]), (args, kwargs))
         return _Line(node.target, args, tuple(sorted(kwargs.items())))
@@ -310,12 +289,6 @@ def samples_first(part: Part) -> list[Part]:
 def _target_of_value(store: Node) -> Any:
     value = store.args[1]
     return value.target if isinstance(value, Node) else None
-
-
-def _may_raise(node: Node) -> bool:
-    value = tensor_value(node)
-    packet = getattr(node.target, "overloadpacket", None)
-    return packet in DIVISIONS and value is not None and not value.is_floating_point()
 
 
 def _order_in_memory(value: Tensor) -> tuple[tuple[int, int], ...]:

@@ -44,19 +44,18 @@ from collage_fx.graph import (
     Groups,
     Reason,
     copies_to_inputs,
+    draws,
     is_copy_to_input,
     is_number,
     once,
     placeholders,
+    source_of,
     tensor_value,
 )
 
 __all__ = ["Part", "parts_of"]
 
 aten = torch.ops.aten
-
-#: Operators that Inductor's passes may take away, and which operand is there instead.
-COPIES = {aten.alias.default: 0, aten.clone.default: 0, aten.detach.default: 0, aten.copy.default: 1}
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ def _is_a_function(node: Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload):
         # Indexing of several results, and Python arithmetic on symbolic numbers.
         return node.target is operator.getitem or is_number(node)
-    return not node.target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in node.target.tags
+    return not node.target._schema.is_mutable and not draws(node.target)
 
 
 def _returns_shared_memory(graph: Graph) -> bool:
@@ -194,11 +193,9 @@ class _Partition:
 def _place_of_store(store: Node, fingerprints: Mapping[Node, int]) -> int:
     """Stores of inputs as they are come first, in the order of the epilogue.
 
-    After a store into that input they would read its new value.
+    After a store into that input they would read its new value: Inductor's passes take copies away.
     """
-    value = store.args[1]
-    while isinstance(value, Node) and value.target in COPIES:
-        value = value.args[COPIES[value.target]]
+    value = source_of(store.args[1])
     return -1 if isinstance(value, Node) and value.op != "call_function" else fingerprints[store]
 
 

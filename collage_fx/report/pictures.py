@@ -13,7 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
-from collage_fx.graph import PASS_MARK, copies_to_inputs, is_conversion, is_copy_to_input, tensor_value
+from collage_fx.graph import (
+    PASS_MARK,
+    copies_to_inputs,
+    facts_of,
+    is_conversion,
+    is_copy_to_input,
+    tensor_value,
+)
 from collage_fx.numerics import short_name
 
 __all__ = ["PASS_COLORS", "Box", "Picture", "dot", "pass_color", "picture", "render", "whole_graph"]
@@ -21,7 +28,7 @@ __all__ = ["PASS_COLORS", "Box", "Picture", "dot", "pass_color", "picture", "ren
 #: Light tints of Okabe and Ito's palette, told apart with any colour vision; black text is legible on each.
 PASS_COLORS = ("#cfe8f7", "#ffe3b0", "#bfe8d8", "#f6d3e6", "#fbf6b4", "#f8cdb5", "#d5d9f5", "#e2e2e2")
 
-INFIX = {"add": "+", "sub": "−", "mul": "×", "div": "/"}
+TYPESET = str.maketrans("-*", "−×")
 ROUNDING = "round_to_storage"
 
 
@@ -169,19 +176,19 @@ def _equation(node: Node, labels: Mapping[Node, str], hidden: Collection[Node]) 
 
 
 def _expression(node: Node, labels: Mapping[Node, str], hidden: Collection[Node]) -> str:
-    operator = _operator(node)
+    operator, facts = _operator(node), facts_of(node.target)
     operands = [_operand(arg, labels, hidden) for arg in node.args]
     if is_conversion(node):
         return f"{operands[1]}({operands[0]})"
-    if not node.all_input_nodes and operator in ("full", "scalar_tensor"):
+    if not node.all_input_nodes and facts.fills is not None:
         return operands[-1]
     if operator == ROUNDING:
         return f"round({', '.join(operands)})"
-    if operator in INFIX and len(operands) == 2:
+    if facts.sign and len(operands) == 2:
         first, second = operands
         alpha = node.kwargs.get("alpha", 1)
         factor = "" if alpha == 1 else f"{_operand(alpha, labels, hidden)} × "
-        return f"{first} {INFIX[operator]} {factor}{second}"
+        return f"{first} {facts.sign.translate(TYPESET)} {factor}{second}"
     operands += [
         f"{name}={_operand(arg, labels, hidden)}"
         for name, arg in node.kwargs.items()

@@ -13,21 +13,15 @@ from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wr
 
 __all__ = [
     "assert_size_stride",
-    "depends_on_values",
     "disabled_torch_function",
-    "factorizes",
     "graph_module",
     "has_internal_overlap",
     "has_storage",
     "is_made_of_tensors",
     "laid_out_like",
-    "prims_fma",
     "without_modes",
     "wrapper_subclass",
 ]
-
-#: ``a * b + c``, an operator that Inductor registers and that AOTAutograd puts into graphs.
-prims_fma: Any = torch.ops.prims.fma
 
 
 def has_internal_overlap(tensor: torch.Tensor) -> bool:
@@ -67,33 +61,6 @@ def laid_out_like(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
 
 #: ``__torch_function__`` of a tensor subclass that has nothing to say there.
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl
-
-_DEPENDS_ON_VALUES = {
-    torch.Tag.data_dependent_output,
-    torch.Tag.dynamic_output_shape,
-    torch.Tag.nondeterministic_seeded,
-    torch.Tag.inplace_view,
-}
-
-
-def depends_on_values(operator: Any) -> bool:
-    """Whether more than the elements of an operator's result depends on its arguments' elements.
-
-    Its shape, a Python number it returns, or whether it fails, as factorizations of matrices may. Also
-    operators that draw random numbers, or change what a tensor is.
-    """
-    return bool(_DEPENDS_ON_VALUES.intersection(operator.tags)) or factorizes(operator)
-
-
-def factorizes(operator: Any) -> bool:
-    """Whether an operator factorizes matrices, or reads factors, which may fail.
-
-    None of them is there for 16-bit formats on the CPU.
-    """
-    name = operator._schema.name.partition("::")[2].lstrip("_")
-    factorizing = ("linalg_", "cholesky", "geqrf", "svd")
-    others = ("linalg_vector_norm", "linalg__powsum", "linalg_cross", "linalg_matrix_exp")
-    return name.startswith(factorizing) and name not in others
 
 
 def wrapper_subclass(

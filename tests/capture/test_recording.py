@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from collage_fx import CollageBackend, error_terms, full_value
 from collage_fx.capture.recording import is_recorded
 from collage_fx.errors import RecompileLimitError, UncompensatedParameterError, UnsupportedTensorError
-from collage_fx.torch_compat import factorizes
+from collage_fx.graph import factorizes
 from tests.support.training import Descent, compiled, parameters, run_steps, set_gradients
 
 LR = 1e-4

@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.torch_version import TorchVersion
 
 from collage_fx import error_terms
-from collage_fx.graph.composites import COMPOSITES
+from collage_fx.graph import OPERATORS
 from collage_fx.graph.program import Arithmetic, InputInfo, Role, StepProgram
 from collage_fx.graph.text import graph_text
 from collage_fx.numerics.error_formats import ERROR_FORMATS
@@ -324,4 +324,4 @@ def _operands(operator: Any, xs: Sequence[Tensor], ys: Sequence[Tensor], number:
 
 def test_what_is_elementary_already_is_left_alone() -> None:
     assert _operations(lambda p, g: p.mul_(0.5).add_(g), "p g") == ""
-    assert torch.ops.aten.add in COMPOSITES
+    assert OPERATORS["aten.add"].composite

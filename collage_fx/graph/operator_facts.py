@@ -1,0 +1,393 @@
+"""What is known of operators beyond torch's own metadata: a row each, asked by passes and by capture.
+
+Of an overload torch itself says whether it is elementwise, a reduction or a view, draws random numbers or
+writes to its arguments (``torch.Tag``, its schema). The functions below ask that first; :data:`OPERATORS`
+holds what torch does not say. Another operator is another line there.
+
+An operator without a row, of which torch says nothing either, is *opaque*: it is given, and gives, tensors of
+the dtypes that it was captured with, and no error term passes it. ``tests/graph/test_operator_facts.py`` runs
+each row on the samples of torch's own tests, and names the opaque operators that a step may have in it.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from collage_fx.graph.nodes import tensor_value
+
+__all__ = [
+    "OPERATORS",
+    "Facts",
+    "composite_of",
+    "depends_on_values",
+    "drawn_range",
+    "draws",
+    "factorizes",
+    "facts_of",
+    "foreach_calls",
+    "foreach_name",
+    "foreach_rule",
+    "ignores_values",
+    "is_movement",
+    "is_pointwise",
+    "is_transparent",
+    "keeps_grid",
+    "may_raise",
+    "number_filling",
+    "passed_operand",
+    "size_argument",
+    "source_of",
+    "weighted_sum",
+]
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A row of the table.
+
+    Attributes:
+        moves: Each element of the result is one of an operand, its negative, or zero; which one, no element
+            decides. True of views without saying so.
+        passes: The argument whose elements the result has, in another shape, dtype or memory.
+        exact: Its results are on the storage grid that its operands are on, though it computes something.
+        transparent: It means the same on float32 operands as on low-precision ones, roundings apart. True
+            without saying so of what is elementwise, moves elements, reduces or factorizes.
+        fills: The argument that is each element of the result.
+        composite: Eager function of elementary operations that equals it in exact arithmetic.
+        with_number: Likewise, for a call with a symbolic number, which torch would burn in.
+        each: What ``_foreach_NAME`` does to an element of its lists, where that is neither the composite of
+            ``aten.NAME`` nor ``torch.NAME``. A ``partial`` of an operator is called as it is: what it does
+            depends on the element's shape, so that it can't be traced once for all.
+        product: The operator that makes the product in a sum ``beta x + alpha product(a, b)``.
+        function: The elementwise function, of SymPy's expressions.
+        sign: What Python and C++ write for it, between two operands.
+        divides: It raises an exception where an integer divisor is zero.
+        cuts_bits: Bits of an integer may be missing from its result.
+    """
+
+    moves: bool = False
+    passes: int | None = None
+    exact: bool = False
+    transparent: bool = False
+    fills: str | None = None
+    composite: Callable[..., Any] | None = None
+    with_number: Callable[..., Any] | None = None
+    each: Callable[..., Any] | None = None
+    product: torch._ops.OpOverload | None = None
+    function: Callable[..., sympy.Expr] | None = None
+    sign: str = ""
+    divides: bool = False
+    cuts_bits: bool = False
+
+
+OPAQUE, MOVES, TRANSPARENT = Facts(), Facts(moves=True), Facts(transparent=True)
+#: The operand itself, in another shape or in memory of its own.
+SAME = Facts(moves=True, passes=0)
+
+
+def _scaled(x: Any, factor: Any) -> Any:
+    return x if _is_one(factor) else x * factor
+
+
+def _is_one(number: Any) -> bool:
+    """Whether it is the number 1, and no symbol that happens to be 1."""
+    return isinstance(number, (int, float)) and number == 1
+
+
+def _as_tensor(number: Any, like: Tensor) -> Tensor:
+    """A number as a 0-d tensor, made by an operation that a symbolic float survives."""
+    return torch.zeros((), dtype=torch.float64, device=like.device) + number
+
+
+def _clamp(x: Tensor, min: Any = None, max: Any = None) -> Tensor:
+    if min is not None:
+        x = torch.maximum(x, _as_tensor(min, x).to(x.dtype))
+    return x if max is None else torch.minimum(x, _as_tensor(max, x).to(x.dtype))
+
+
+def _pow(base: Any, exponent: Any) -> Tensor:
+    if isinstance(base, Tensor):
+        return torch.pow(base, _as_tensor(exponent, base))
+    return torch.pow(_as_tensor(base, exponent), exponent)
+
+
+def _maximum(x: Tensor, y: Any) -> Tensor:
+    return torch.maximum(x, y) if isinstance(y, Tensor) else torch.clamp(x, min=y)
+
+
+def _minimum(x: Tensor, y: Any) -> Tensor:
+    return torch.minimum(x, y) if isinstance(y, Tensor) else torch.clamp(x, max=y)
+
+
+def _rows(facts: Facts, names: str) -> dict[str, Facts]:
+    return dict.fromkeys(names.split(), facts)
+
+
+#: By the name of an operator, or of one overload where that differs from the others.
+OPERATORS: dict[str, Facts] = {
+    # arithmetic
+    "aten.add": Facts(composite=lambda x, y, alpha=1: x + _scaled(y, alpha), function=operator.add, sign="+"),
+    "aten.sub": Facts(composite=lambda x, y, alpha=1: x - _scaled(y, alpha), function=operator.sub, sign="-"),
+    "aten.mul": Facts(function=operator.mul, sign="*"),
+    "aten.div": Facts(function=operator.truediv, sign="/", divides=True),
+    **_rows(Facts(divides=True), "aten.div.Scalar_mode aten.div.Tensor_mode aten.floor_divide prims.div"),
+    **_rows(Facts(divides=True), "aten.fmod aten.remainder"),
+    "aten.neg": Facts(moves=True, function=operator.neg),
+    "aten.abs": Facts(exact=True, function=sympy.Abs),
+    "aten.sign": Facts(function=sympy.sign),
+    "aten.reciprocal": Facts(function=lambda x: 1 / x),
+    "aten.sqrt": Facts(function=sympy.sqrt),
+    "aten.rsqrt": Facts(function=lambda x: 1 / sympy.sqrt(x)),
+    "aten.exp": Facts(function=sympy.exp),
+    "aten.log": Facts(function=sympy.log),
+    "aten.pow": Facts(function=operator.pow, with_number=_pow),
+    "aten.maximum": Facts(function=sympy.Max),
+    "aten.minimum": Facts(function=sympy.Min),
+    "aten.clamp": Facts(with_number=_clamp),
+    "aten.clamp_min": Facts(with_number=lambda x, bound: _clamp(x, min=bound)),
+    "aten.clamp_max": Facts(with_number=lambda x, bound: _clamp(x, max=bound)),
+    # composites (y - x in rsub would be rsub again, of a number y)
+    "aten.rsub": Facts(composite=lambda x, y, alpha=1: -_scaled(x, alpha) + y),
+    "aten.addcmul": Facts(composite=lambda x, a, b, value=1: x + _scaled(a * b, value)),
+    "aten.addcdiv": Facts(composite=lambda x, a, b, value=1: x + _scaled(a / b, value)),
+    "aten.lerp": Facts(composite=lambda x, end, weight: x + _scaled(end - x, weight)),
+    "prims.fma": Facts(composite=lambda a, b, c: a * b + c),
+    "aten.addmm.default": Facts(product=aten.mm.default),
+    "aten.addmv.default": Facts(product=aten.mv.default),
+    "aten.baddbmm.default": Facts(product=aten.bmm.default),
+    # bits
+    **_rows(Facts(cuts_bits=True), "aten.bitwise_and aten.bitwise_right_shift"),
+    "aten.__lshift__": Facts(composite=torch.bitwise_left_shift),
+    "aten.__rshift__": Facts(composite=torch.bitwise_right_shift),
+    "aten.view.dtype": OPAQUE,
+    # elements in other places
+    **_rows(SAME, "aten.alias aten.clone aten.detach aten.lift_fresh aten.lift_fresh_copy"),
+    **_rows(SAME, "aten.expand aten.reshape aten.view aten._unsafe_view"),
+    **_rows(Facts(passes=0), "aten._to_copy prims.convert_element_type prims.copy_strided prims.device_put"),
+    "aten.copy": Facts(passes=1),
+    **_rows(MOVES, "aten.cat aten.constant_pad_nd aten.flip aten.gather aten.index aten.index_select"),
+    **_rows(MOVES, "aten.repeat aten.roll aten.stack prims.rev"),
+    **_rows(MOVES, "aten.as_strided_scatter aten.diagonal_scatter aten.select_scatter"),
+    **_rows(TRANSPARENT, "aten.index_add aten.index_copy aten.index_put aten._unsafe_index_put"),
+    **_rows(TRANSPARENT, "aten.scatter aten.scatter_add aten.cumsum"),
+    # tensors made from numbers
+    "aten.full": Facts(fills="fill_value", with_number=lambda size, x, **k: torch.zeros(size, **k) + x),
+    "aten.full_like": Facts(fills="fill_value", with_number=lambda y, x, **k: torch.zeros_like(y, **k) + x),
+    "aten.scalar_tensor": Facts(fills="s", with_number=lambda x, **k: torch.zeros((), **k) + x),
+    "aten.fill": Facts(with_number=lambda y, x: torch.zeros_like(y) + x),
+    "aten.masked_fill": Facts(with_number=lambda y, m, x: torch.where(m, _as_tensor(x, y).to(y.dtype), y)),
+    # lists
+    "aten._foreach_copy": Facts(each=partial(aten.copy.default)),
+    "aten._foreach_max": Facts(each=torch.amax),
+    "aten._foreach_maximum": Facts(each=_maximum),
+    "aten._foreach_minimum": Facts(each=_minimum),
+    "aten._foreach_mm": Facts(each=partial(aten.mm.default)),
+    "aten._foreach_norm": Facts(
+        each=lambda x, ord=2, dtype=None: torch.linalg.vector_norm(x, ord, dtype=dtype)
+    ),
+    "aten._foreach_powsum": Facts(each=lambda x, ord=2, dtype=None: (x.abs() ** ord).sum(dtype=dtype)),
+    "aten._foreach_zero": Facts(each=partial(aten.full_like.default, fill_value=0)),
+}
+
+
+@functools.cache
+def facts_of(target: Any) -> Facts:
+    """What is known of an operator, or of anything else that a node may call."""
+    row = OPERATORS.get(str(target)) or OPERATORS.get(str(getattr(target, "overloadpacket", target)))
+    if row is not None or not isinstance(target, torch._ops.OpOverload):
+        return row or OPAQUE
+    return MOVES if target.is_view or torch.Tag.view_copy in target.tags else OPAQUE
+
+
+def named_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that an overload is given, by name."""
+    names = (argument.name for argument in target._schema.arguments)
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+# What becomes of elements. ----------------------------------------------------------------------------------
+
+
+@functools.cache
+def is_pointwise(target: Any) -> bool:
+    """Whether each element of the result depends on the same element of the operands alone.
+
+    Torch doesn't say so of ``prims``, but of the operators of ATen that have their names.
+    """
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    namespace, name = target._schema.name.split("::")
+    of_aten = getattr(aten, name, None) if namespace == "prims" else None
+    same = [] if of_aten is None else [getattr(of_aten, overload) for overload in of_aten.overloads()]
+    return any(torch.Tag.pointwise in overload.tags for overload in (target, *same))
+
+
+def is_movement(node: Node) -> bool:
+    """Whether the operation only moves elements, or their negatives. Padding with a number does more."""
+    return facts_of(node.target).moves and not any(
+        named_arguments(node.target, node.args, node.kwargs).get(name) for name in _scalars(node.target)
+    )
+
+
+@functools.cache
+def _scalars(target: Any) -> tuple[str, ...]:
+    """The arguments of an overload that are numbers to calculate with, and no dimensions."""
+    return tuple(each.name for each in target._schema.arguments if "number" in str(each.type))
+
+
+def keeps_grid(node: Node) -> bool:
+    """Whether results are on the storage grid if the operands are, so that there is nothing to round."""
+    facts = facts_of(node.target)
+    return facts.exact or facts.fills is not None or is_movement(node)
+
+
+def is_transparent(target: Any) -> bool:
+    """Whether the operation means the same on float32 operands as on low-precision ones, roundings apart."""
+    facts = facts_of(target)
+    if facts.moves or facts.transparent or facts.fills is not None or is_pointwise(target):
+        return True
+    is_operator = isinstance(target, torch._ops.OpOverload)
+    return is_operator and (torch.Tag.reduction in target.tags or factorizes(target))
+
+
+def passed_operand(node: Any) -> Node | None:
+    """The operand whose elements a node has, in another shape, dtype or memory; None if there is none.
+
+    Not of a conversion of fractions to integers, which cuts them off.
+    """
+    position = facts_of(node.target).passes if isinstance(node, Node) else None
+    operand = None if position is None else node.args[position]
+    value, source = tensor_value(node), tensor_value(operand)
+    if value is None or source is None or (source.is_floating_point() and not value.is_floating_point()):
+        return None
+    return operand
+
+
+def source_of(node: Any) -> Any:
+    """The node that a node has its elements from, behind casts, copies and views."""
+    while (operand := passed_operand(node)) is not None:
+        node = operand
+    return node
+
+
+def number_filling(node: Node) -> Any:
+    """What each element of a node is; None where nothing is known to be."""
+    name = facts_of(node.target).fills
+    return None if name is None else named_arguments(node.target, node.args, node.kwargs)[name]
+
+
+@functools.cache
+def ignores_values(target: Any) -> bool:
+    """Whether the result of an operator doesn't depend on the elements of any tensor."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    takes_tensors = any("Tensor" in str(argument.type) for argument in target._schema.arguments)
+    return not takes_tensors or target._schema.name.endswith("_like")
+
+
+@functools.cache
+def size_argument(target: Any) -> int | None:
+    """Which argument of an operator is the shape of its result."""
+    names = [argument.name for argument in target._schema.arguments]
+    return names.index("size") if "size" in names else None
+
+
+# What else an operator does. --------------------------------------------------------------------------------
+
+
+def may_raise(node: Node) -> bool:
+    """Whether an operation of elements raises an exception for some of them."""
+    value = tensor_value(node)
+    return facts_of(node.target).divides and value is not None and not value.is_floating_point()
+
+
+def draws(target: Any) -> bool:
+    """Whether an operator draws random numbers from a generator."""
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+
+
+def drawn_range(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any] | None:
+    """``(low, high)`` of a call for random integers, each from low up to high as likely, else None."""
+    if not isinstance(target, torch._ops.OpOverload) or "randint" not in target._schema.name:
+        return None
+    given = named_arguments(target, args, kwargs)
+    return given.get("low", 0), given["high"]
+
+
+def factorizes(target: torch._ops.OpOverload) -> bool:
+    """Whether an operator factorizes matrices, or reads factors, which may fail.
+
+    None of them is there for 16-bit formats on the CPU.
+    """
+    name = target._schema.name.partition("::")[2].lstrip("_")
+    is_sum = torch.Tag.reduction in target.tags or name in ("linalg_cross", "linalg_matrix_exp")
+    return name.startswith(("linalg_", "cholesky", "geqrf", "svd")) and not is_sum
+
+
+#: Tags of operators that :func:`depends_on_values` says yes to.
+_OF_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
+
+
+def depends_on_values(target: torch._ops.OpOverload) -> bool:
+    """Whether more than the elements of an operator's result depends on its arguments' elements.
+
+    Its shape, a Python number it returns, or whether it fails, as factorizations of matrices may. Also
+    operators that draw random numbers, or change what a tensor is.
+    """
+    return not _OF_VALUES.isdisjoint(target.tags) or draws(target) or factorizes(target)
+
+
+# What an operator is made of. -------------------------------------------------------------------------------
+
+
+def composite_of(target: Any, kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
+    """The elementary operations that a call stands for; None where it is one itself, as a plain sum is."""
+    facts = facts_of(target)
+    return None if facts.sign and _is_one(kwargs.get("alpha", 1)) else facts.composite
+
+
+def weighted_sum(x: Any, y: Any, beta: Any, alpha: Any) -> Any:
+    """``beta x + alpha y``; a ``beta`` of 0 ignores x, as in torch: NaN and infinities in it are not read."""
+    ignores_x = isinstance(beta, (int, float)) and beta == 0
+    return _scaled(y, alpha) if ignores_x else _scaled(x, beta) + _scaled(y, alpha)
+
+
+def foreach_name(target: Any) -> str:
+    """NAME of an operator ``aten::_foreach_NAME``; empty for others."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return ""
+    namespace, _, name = target._schema.name.partition("::_foreach_")
+    return name if namespace == "aten" else ""
+
+
+def foreach_rule(name: str) -> Callable[..., Any] | None:
+    """What ``_foreach_NAME`` does to each element of its lists. See ``Facts.each``."""
+    of_lists, of_element = (OPERATORS.get(f"aten.{prefix}{name}", OPAQUE) for prefix in ("_foreach_", ""))
+    return of_lists.each or of_element.composite or getattr(torch, name, None)
+
+
+def foreach_calls(
+    args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """The arguments of a ``_foreach_`` operator, element by element, as its rule takes them."""
+    arguments = [*args, *kwargs.values()]
+    length = next(len(argument) for argument in arguments if isinstance(argument, (list, tuple)))
+    for i in range(length):
+        positional, keyword = (
+            [argument[i] if isinstance(argument, (list, tuple)) else argument for argument in group]
+            for group in (args, kwargs.values())
+        )
+        names = ("value" if name == "scalars" else name for name in kwargs)
+        yield tuple(positional), dict(zip(names, keyword, strict=True))
