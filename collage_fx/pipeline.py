@@ -15,6 +15,7 @@ from collage_fx.graph import StepProgram, mark_new_nodes, verify
 from collage_fx.passes.allocate import Allocate
 from collage_fx.passes.analyze import Analyze
 from collage_fx.passes.base import Pass
+from collage_fx.passes.clear_denominators import ClearDenominators
 from collage_fx.passes.compensate_native import CompensateNative
 from collage_fx.passes.compensate_wide import CompensateWide
 from collage_fx.passes.drop_stale import DropStale
@@ -38,6 +39,7 @@ __all__ = [
 
 PIPELINE: tuple[Pass, ...] = (
     Normalize(),  # first: everything below reads elementary operations
+    ClearDenominators(),  # before the recurrences are read, to be in them
     UndoStochasticRounding(),  # before the recurrences are read, which end at operations on bits
     Analyze(),  # on the graph as captured, in whose dtypes the question "is this lossy?" makes sense
     Allocate(),  # before any rewrite, so that rewrites find their inputs in place
@@ -52,7 +54,7 @@ PIPELINE: tuple[Pass, ...] = (
 
 #: The part that only looks: what strategy "none" runs for its report, before plain Inductor gets the graph as
 #: captured.
-ANALYSIS: tuple[Pass, ...] = PIPELINE[:3]
+ANALYSIS: tuple[Pass, ...] = PIPELINE[:4]
 
 #: What strategy "none" runs besides, on that graph, to measure it.
 MEASUREMENT: tuple[Pass, ...] = (Measure(),)

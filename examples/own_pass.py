@@ -72,7 +72,7 @@ def main() -> None:
     by_hand = train(CollageBackend(), device, clip_before=True)
     unclipped = train(CollageBackend(), device, clip_before=False)
     for name, summary in own.report().graphs[-1].passes:
-        print(f"{name:16} {summary}")
+        print(f"{name:18} {summary}")
     print(f"\nWeights that differ from those clipped by hand: {int((by_pass != by_hand).sum())} of 1000")
     print(f"Weights that differ from those not clipped: {int((by_pass != unclipped).sum())} of 1000")
 

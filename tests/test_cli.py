@@ -26,7 +26,7 @@ def test_explain_any_optimizer(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert printed.startswith("AdamW\n")
     assert "exp_avg_sq' = 0.95*exp_avg_sq + 0.05*g**2" in printed
     assert "light: every parameter" in printed
-    assert "3333.33*sqrt(exp_avg_sq')" in printed  # 1/lr, in as many digits as a person reads
+    assert "p' = -0.0003*exp_avg'*sqrt(" in printed  # in as many digits as a person reads
     assert f"Written: {page}" in printed
     assert "<math" in page.read_text()
 
