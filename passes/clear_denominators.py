@@ -26,10 +26,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from collage_fx.formats import is_low_precision
-from collage_fx.graph import GraphEditor, is_conversion, tensor_value
+from collage_fx.graph import GraphEditor, StepProgram, is_conversion, tensor_value
+from collage_fx.numerics import is_low_precision
 from collage_fx.passes.base import Pass
-from collage_fx.program import StepProgram
 
 __all__ = ["ClearDenominators"]
 

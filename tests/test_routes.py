@@ -32,7 +32,7 @@ class Returning(Descent):
     """Returns something that is no tensor of its own."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         super().step()
         return self.param_groups[0]["params"][0].grad[1:]
 

@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_fx import CollageBackend
+from collage_fx.torch_compat import inductor_compile_inner
 from tests.support.training import Descent, differences, everything, parameters, run_steps
 
 INNER = "collage_fx.lowering.attempts.inductor_compile_inner"
@@ -82,16 +83,14 @@ def test_without_a_compiler_the_rewritten_graph_is_run(make: Any, arithmetic: An
 
 def test_a_fault_in_one_way_is_made_good_by_the_next() -> None:
     """The second attempt gets the graph as it was, and nothing but the first fails."""
-    from collage_fx.lowering import attempts
-
-    original, calls = attempts.inductor_compile_inner, []
+    calls: list[str] = []
 
     def failing_first(gm: Any, *args: Any, **kwargs: Any) -> Any:
         calls.append(str(gm.graph))
         if len(calls) == 1:
             gm.graph.erase_node(gm.graph.output_node())
             raise RuntimeError("in the middle")
-        return original(gm, *args, **kwargs)
+        return inductor_compile_inner(gm, *args, **kwargs)
 
     with mock.patch(INNER, failing_first), pytest.warns(UserWarning, match="in the middle"):
         optimizer = run(Descent, CollageBackend(), [(4, 6)])

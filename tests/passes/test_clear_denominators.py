@@ -13,9 +13,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from collage_fx import full_value
 from collage_fx.graph import graph_text
+from collage_fx.graph.program import Arithmetic, StepProgram
 from collage_fx.passes.clear_denominators import ClearDenominators
 from collage_fx.passes.normalize import Normalize
-from collage_fx.program import Arithmetic, StepProgram
 from tests.support.programs import after, captured, only
 from tests.support.race import Race
 from tests.support.training import parameters
