@@ -383,14 +383,16 @@ class Capture:
     def _program_of(
         self, gm: GraphModule, inputs: Sequence[InputInfo], already_compensated: frozenset[int]
     ) -> StepProgram:
+        recorded = any(map(is_recorded, self.optimizers.values()))
         return StepProgram(
             gm,
             inputs,
             self.options.strategy,
-            self.options.arithmetic,
+            # What one graph of a recorded step hands to the next is on no path from a state to itself.
+            "wide" if recorded else self.options.arithmetic,
             ERROR_FORMATS[self.options.error_format],
             already_compensated=already_compensated,
-            is_recorded=any(map(is_recorded, self.optimizers.values())),
+            is_recorded=recorded,
             captured=_copy_of(gm) if self.options.metrics else None,
         )
 

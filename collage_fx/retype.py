@@ -47,10 +47,16 @@ REDUCTIONS = frozenset(
     }
 )  # fmt: skip
 
+#: Operations that find elements by their order.
+SELECTIONS = frozenset({aten.kthvalue, aten.median, aten.mode, aten.nanmedian, aten.sort, aten.topk})
+
 #: Operations that move values into others, or add them there.
 SCATTERS = frozenset(
-    {aten.index_add, aten.index_copy, aten.index_put, aten._unsafe_index_put, aten.scatter, aten.scatter_add}
-)
+    {
+        aten.index_add, aten.index_copy, aten.index_put, aten._unsafe_index_put, aten.masked_scatter,
+        aten.scatter, aten.scatter_add, aten.scatter_reduce,
+    }
+)  # fmt: skip
 
 #: Decompositions of matrices, which low-precision tensors don't have: eagerly they raise.
 FACTORIZATIONS = frozenset(
@@ -69,7 +75,7 @@ FACTORIES = frozenset(
 )  # fmt: skip
 
 
-TRANSPARENT = REDUCTIONS | SCATTERS | FACTORIZATIONS | FACTORIES
+TRANSPARENT = REDUCTIONS | SELECTIONS | SCATTERS | FACTORIZATIONS | FACTORIES
 
 
 def _packet(target: Any) -> Any:
