@@ -403,7 +403,8 @@ class Compilation:
             copy_of(gm),
             inputs,
             self.options.strategy,
-            self.options.arithmetic,
+            # What one graph of a recorded step hands to the next is on no path from a state to itself.
+            "wide" if self.recorded else self.options.arithmetic,
             ERROR_FORMATS[self.options.error_format],
             already_compensated=_with_error_terms(inputs),
             is_recorded=bool(self.recorded),

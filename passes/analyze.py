@@ -147,7 +147,7 @@ def _select(program: StepProgram, state: StateTensor, flow: _Flow) -> tuple[bool
     if state.position in program.already_compensated:
         return True, "it has error terms from another compiled step, which have to be kept up"
     if state.info.role is Role.CARRIED:
-        return program.arithmetic == "wide", "a value between two graphs of a recorded step"
+        return True, "a value between two graphs of a recorded step"
     if state.recurrence.kind is Kind.OVERWRITE:
         return False, "overwritten: there is nothing to carry from step to step"
     if state.info.role is Role.GRADIENT:

@@ -64,9 +64,7 @@ class UndoStochasticRounding(Pass):
         stores = copies_to_inputs(editor.graph)
         program.dithered = set()
         for node, info in zip(placeholders(editor.graph), program.inputs, strict=True):
-            keeps = info.role in (Role.PARAMETER, Role.STATE) or (
-                info.role is Role.CARRIED and program.arithmetic == "wide"
-            )
+            keeps = info.role in (Role.PARAMETER, Role.STATE, Role.CARRIED)
             if node in stores and keeps and node.meta["val"].dtype == torch.bfloat16:
                 rounded = _stored(stores[node])
                 exact = None if rounded is None else _what_was_rounded(rounded)

@@ -16,8 +16,9 @@ ones, in place (``torch.utils.swap_tensors``).
   an error term like a parameter (``Role.CARRIED``), so that an update that is computed in one graph and
   applied in another loses nothing.
 * Operations on 0-d tensors that have values (step counters) are executed at once, as are random numbers,
-  factories, factorizations of matrices, and operations whose result's shape depends on values. Random numbers
-  of 16 bits are recorded: they serve stochastic rounding, which error terms make unnecessary.
+  factories, factorizations of matrices, and operations whose result's shape depends on values: with the error
+  terms of what they read (:meth:`Recorder._execute_now`). Random numbers of 16 bits are recorded: they serve
+  stochastic rounding, which error terms make unnecessary.
 * Numbers (Python's floats) are arguments of the compiled graphs, which Dynamo burns in until it sees them
   change.
 
@@ -45,6 +46,7 @@ from collage_fx.errors import EagerStepError
 from collage_fx.graph import (
     depends_on_values,
     drawn_range,
+    factorizes,
     facts_of,
     foreach_calls,
     foreach_name,
@@ -52,6 +54,7 @@ from collage_fx.graph import (
     ignores_values,
 )
 from collage_fx.numerics import is_low_precision
+from collage_fx.runtime import change_layout, expansion_of
 from collage_fx.torch_compat import (
     FakeTensorMode,
     compile_lock,
@@ -343,26 +346,74 @@ class Recorder(TorchDispatchMode):
         signature = _signature(func)
         if self._executed:
             args, kwargs = _with_real(args), _with_real(kwargs)
-        tensors = list(_tensors_in([*args, *kwargs.values()]))
         if signature.is_immediate and _draws_16_bits(func, args, kwargs):
             return self._record(signature, args, kwargs)
-        if signature.is_immediate or self._has_its_values(signature, tensors):
-            if self._depends_on_what_is_recorded(signature, tensors):
-                self.flush()
-            return func(*_with_real(args), **_with_real(kwargs))
+        if signature.is_immediate and not _is_index_of_integers(func, args):
+            return self._execute_now(signature, args, kwargs)
+        if self._has_its_values(signature, args, kwargs):
+            return self._call(signature, args, kwargs)
         if signature.element_rule is not None:
             return self._record_each(signature, args, kwargs)
         return self._record(signature, args, kwargs)
 
-    def _has_its_values(self, signature: _Signature, tensors: Sequence[Tensor]) -> bool:
-        """Whether there is nothing to wait for, and little to gain: factories, 0-d arithmetic."""
+    def _has_its_values(self, signature: _Signature, args: Any, kwargs: dict[str, Any]) -> bool:
+        """Whether there is nothing to wait for, and little to gain: factories, arithmetic of 0-d counters."""
         is_small, is_sparse = True, False
-        for tensor in tensors:
+        for tensor in _tensors_in([*args, *kwargs.values()]):
             if type(tensor) is Deferred:
                 return False
-            is_small = is_small and tensor.dim() == 0
+            is_small = is_small and tensor.dim() == 0 and not is_low_precision(tensor.dtype)
             is_sparse = is_sparse or tensor.layout is not torch.strided
         return is_small or is_sparse or signature.reads_no_values
+
+    def _call(self, signature: _Signature, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Execute an operation on the tensors as they are, after what it depends on."""
+        if self._depends_on_what_is_recorded(signature, list(_tensors_in([*args, *kwargs.values()]))):
+            self.flush()
+        return signature.operator(*_with_real(args), **_with_real(kwargs))
+
+    def _execute_now(self, signature: _Signature, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Execute an operation that cannot be recorded, such that no error term is left behind.
+
+        It reads tensors that may have some in float32, and what it makes of them is rounded by an operation
+        that is recorded. Where it only moves elements to other places, the error terms follow. Not so numbers
+        that are read, and factorizations, which 16-bit tensors don't have.
+        """
+        func = signature.operator
+        if torch.Tag.inplace_view in func.tags:
+            self.flush()
+            tensor, *others = _with_real(args)
+            if self._owner(tensor) is not tensor:  # its error terms are found as the owner's
+                return func(tensor, *others, **kwargs)
+            return change_layout(tensor, lambda each: func(each, *others, **kwargs))
+        if factorizes(func) or func is aten._local_scalar_dense.default:
+            return self._call(signature, args, kwargs)
+        wide: dict[int, tuple[Tensor, Tensor]] = {}
+
+        def widened(tensor: Tensor) -> Tensor:
+            if id(tensor) not in wide and self._may_have_error_terms(tensor):
+                wide[id(tensor)] = tensor, self._converted(tensor, torch.float32)
+            return wide[id(tensor)][1] if id(tensor) in wide else tensor
+
+        def rounded(made: Tensor) -> Tensor:
+            for tensor, value in wide.values():
+                if made is _real(value):
+                    return cast(Tensor, self._record(_signature(aten.copy_.default), (tensor, made), {}))
+            read = next((tensor for tensor, _ in wide.values()), made)
+            return self._converted(made, read.dtype) if made.dtype == torch.float32 else made
+
+        args = [_for_each_tensor(widened, argument) for argument in args]
+        kwargs = {name: _for_each_tensor(widened, argument) for name, argument in kwargs.items()}
+        return _for_each_tensor(rounded, self._call(signature, args, kwargs))
+
+    def _converted(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        return cast(Tensor, self._record(_signature(aten._to_copy.default), (tensor,), {"dtype": dtype}))
+
+    def _may_have_error_terms(self, tensor: Tensor) -> bool:
+        if type(tensor) is Deferred or not is_low_precision(tensor.dtype):
+            return is_low_precision(tensor.dtype)
+        is_written = self._segment.of_storage.get(_storage_of(tensor)) in self._segment.written
+        return is_written or expansion_of(self._owner(tensor)) is not None
 
     def _depends_on_what_is_recorded(self, signature: _Signature, tensors: Sequence[Tensor]) -> bool:
         if any(type(tensor) is Deferred for tensor in tensors):
@@ -458,8 +509,7 @@ class Recorder(TorchDispatchMode):
         segment = self._segment
         storage = _storage_of(tensor)
         if storage not in segment.of_storage:
-            original = self._viewed.get(storage, self._original_of(storage))
-            segment.of_storage[storage] = segment.add(_whole(tensor) if original is None else original)
+            segment.of_storage[storage] = segment.add(self._owner(tensor))
         base = value = segment.of_storage[storage]
         owner = segment.tensors[base]
         if tensor.dtype != owner.dtype:
@@ -468,6 +518,12 @@ class Recorder(TorchDispatchMode):
         if place == (tuple(owner.shape), tuple(owner.stride()), int(owner.storage_offset())):
             return value
         return self._view(segment, tensor, value, aten.as_strided.default, *place)
+
+    def _owner(self, tensor: Tensor) -> Tensor:
+        """The tensor that has the memory of a real one, perhaps a view, to itself."""
+        storage = _storage_of(tensor)
+        original = self._viewed.get(storage, self._original_of(storage))
+        return _whole(tensor) if original is None else original
 
     def _view(self, segment: _Segment, tensor: Tensor, value: int, func: Any, *args: Any) -> int:
         """A real tensor as a view of another value."""
@@ -517,7 +573,7 @@ class Recorder(TorchDispatchMode):
         for value in component.kept:
             result = segment.tensors[value]
             self._become(result, Spec.of(result).empty())
-            if is_low_precision(result.dtype) and result.dim() > 0:
+            if is_low_precision(result.dtype):
                 carried[_real(result)] = None
         function = _Function(segment, component, self._kind_of)
         if function.key not in self._compiled:
@@ -742,11 +798,16 @@ def _real(tensor: Tensor) -> Tensor:
 
 def _with_real(argument: Any) -> Any:
     """Arguments with real tensors in place of those deferred that stand for one."""
+    return _for_each_tensor(_real, argument)
+
+
+def _for_each_tensor(function: Callable[[Tensor], Tensor], argument: Any) -> Any:
+    """Arguments, or results, with ``function`` of each tensor in its place."""
     if isinstance(argument, Tensor):
-        return _real(argument)
+        return function(argument)
     if isinstance(argument, list):
-        return [_with_real(element) for element in argument]
-    return _map(_with_real, argument)
+        return [_for_each_tensor(function, element) for element in argument]
+    return _map(lambda element: _for_each_tensor(function, element), argument)
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -766,6 +827,13 @@ def _with_integers(argument: Any) -> Any:
 def _flat(specs: Any) -> Iterator[Spec]:
     for spec in specs:
         yield from [spec] if isinstance(spec, Spec) else spec
+
+
+def _is_index_of_integers(func: Any, args: Any) -> bool:
+    """Whether an operator whose result's shape may depend on values has none that it does depend on."""
+    return func is aten.index.Tensor and not any(
+        index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+    )
 
 
 def _specs_of(result: Any) -> Any:

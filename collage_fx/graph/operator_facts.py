@@ -181,7 +181,8 @@ OPERATORS: dict[str, Facts] = {
     **_rows(MOVES, "aten.repeat aten.roll aten.stack prims.rev"),
     **_rows(MOVES, "aten.as_strided_scatter aten.diagonal_scatter aten.select_scatter"),
     **_rows(TRANSPARENT, "aten.index_add aten.index_copy aten.index_put aten._unsafe_index_put"),
-    **_rows(TRANSPARENT, "aten.scatter aten.scatter_add aten.cumsum"),
+    **_rows(TRANSPARENT, "aten.scatter aten.scatter_add aten.scatter_reduce aten.masked_scatter aten.cumsum"),
+    **_rows(TRANSPARENT, "aten.kthvalue aten.median aten.mode aten.nanmedian aten.sort aten.topk"),
     # tensors made from numbers
     "aten.full": Facts(fills="fill_value", with_number=lambda size, x, **k: torch.zeros(size, **k) + x),
     "aten.full_like": Facts(fills="fill_value", with_number=lambda y, x, **k: torch.zeros_like(y, **k) + x),

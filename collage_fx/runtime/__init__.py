@@ -12,6 +12,7 @@ from collage_fx.runtime.calls import Call, Kernel, StepInParts, ValueIndex
 from collage_fx.runtime.checkpoint import note_compiled
 from collage_fx.runtime.error_terms import (
     Expansion,
+    change_layout,
     expansion_of,
     full_value,
     require_format,
@@ -45,6 +46,7 @@ __all__ = [
     "WholeStep",
     "bind",
     "buffer_at",
+    "change_layout",
     "expansion_of",
     "full_value",
     "known_tensors",

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -37,6 +37,7 @@ from collage_fx.torch_compat import has_storage, real_tensors
 __all__ = [
     "Expansion",
     "allocate",
+    "change_layout",
     "error_terms",
     "expansion_of",
     "full_value",
@@ -180,6 +181,19 @@ def allocate(tensor: Tensor, error_format: ErrorFormat, *, name: str) -> Expansi
         _BY_OBJECT[tensor] = made
         _record_memory(tensor, made)
         return made
+
+
+def change_layout(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """Let ``change`` give a tensor other sizes and strides in place, as ``t_`` does, and its error terms."""
+    expansion = expansion_of(tensor)
+    change(tensor)
+    if expansion is not None:
+        specs = expansion.format.auxiliaries(tensor.dtype)
+        for auxiliary, spec in zip(expansion.auxiliaries, specs, strict=True):
+            if spec.shape is None:
+                change(auxiliary)
+        _record_memory(tensor, expansion)
+    return tensor
 
 
 def require_format(expansion: Expansion, error_format: ErrorFormat, *, name: str) -> None:

@@ -64,24 +64,29 @@ def watch_graph_breaks(watch: Callable[[Any, dict[str, Any], CodeType, GraphBrea
 
 def _is_torchs_own(code: CodeType, cause: Any) -> bool:
     """Whether it is the break that torch.optim's wrapper around ``step`` has written into it."""
-    return _is_call_for_a_break(cause) and is_in_torchs_optimizer(code)
+    return is_in_torchs_optimizer(code) and _is_called_by_torchs_optimizer(cause)
 
 
-def _is_call_for_a_break(cause: Any) -> bool:
-    return getattr(cause, "gb_type", None) == "Call to `torch._dynamo.graph_break()`"
+def _is_called_by_torchs_optimizer(cause: Any) -> bool:
+    """Whether a break is a call for one, in the base class of optimizers."""
+    is_call = getattr(cause, "gb_type", None) == "Call to `torch._dynamo.graph_break()`"
+    stack = _stack_of(cause)
+    return is_call and bool(stack) and stack[-1].filename == inspect.getfile(torch.optim.Optimizer)
+
+
+def _stack_of(cause: Any) -> list[Any]:
+    return list(getattr(cause, "real_stack", None) or ())
 
 
 def _describe_graph_break(translator: Any, cause: Any) -> GraphBreak:
-    stack = list(getattr(cause, "real_stack", None) or ())
+    stack = _stack_of(cause)
     lines = [line.strip() for line in str(getattr(cause, "msg", cause)).splitlines() if line.strip()]
     explained = [line.removeprefix("Explanation: ") for line in lines[:2]]
     where = (
         f"{stack[-1].filename}:{stack[-1].lineno} in {stack[-1].name}" if stack else translator.f_code.co_name
     )
-    in_optimizer = bool(stack) and stack[-1].filename == inspect.getfile(torch.optim.Optimizer)
-    around_a_step = in_optimizer and _is_call_for_a_break(cause)
     stepped_by = _optimizer_stepped_by(translator, stack)
-    return GraphBreak(*stepped_by, around_a_step, ". ".join(explained), where)
+    return GraphBreak(*stepped_by, _is_called_by_torchs_optimizer(cause), ". ".join(explained), where)
 
 
 def _optimizer_stepped_by(translator: Any, stack: Sequence[Any]) -> tuple[torch.optim.Optimizer | None, bool]:

@@ -188,10 +188,12 @@ RULES = [
 
 
 def twins(
-    kind: Callable[[list[torch.nn.Parameter]], Optimizer], shapes: Sequence[Sequence[int]] = SHAPES
+    kind: Callable[[list[torch.nn.Parameter]], Optimizer],
+    shapes: Sequence[Sequence[int]] = SHAPES,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[Optimizer, Optimizer]:
-    """The optimizer on bfloat16 parameters, and on the same in float64."""
-    low = parameters(shapes=shapes)
+    """The optimizer on low-precision parameters, and on the same in float64."""
+    low = parameters(dtype, shapes)
     high = [torch.nn.Parameter(p.detach().double()) for p in low]
     return kind(low), kind(high)
 
@@ -233,6 +235,169 @@ def test_every_parameter_goes_where_it_goes_in_float64(kind: type[Recorded]) -> 
     for p, q in zip(params_of(low), params_of(high), strict=True):
         assert all(bool(term.any()) for term in error_terms(p))
         assert low.state[p].get("step") == high.state[q].get("step")
+
+
+# Operations that are executed at once. ----------------------------------------------------------------------
+
+
+class DecaysUnderAMask(Recorded):
+    """Cautious weight decay, as several optimizers write it."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
+        p.add_(g, alpha=-lr)
+        mask = g * p > 0
+        decayed = p[mask]
+        decayed = decayed - decayed * lr
+        p[mask] = decayed
+
+
+class SelectsByItsValues(Recorded):
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
+        large = p.abs() > 0.5
+        p[large] -= lr * g[large]
+
+
+class SelectsAndScattersByMasks(Recorded):
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
+        mask = g > 0
+        moved = torch.masked_select(p, mask) - lr * torch.masked_select(g, mask)
+        p.masked_scatter_(mask, moved)
+
+
+class CopiesToPlacesOfNonzeros(Recorded):
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
+        places = torch.nonzero(g.view(-1) > 0).view(-1)
+        moved = p.view(-1).index_select(0, places) - lr * g.view(-1).index_select(0, places)
+        p.view(-1).index_copy_(0, places, moved)
+
+
+class PutsAtNonzeros(Recorded):
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
+        places = torch.nonzero(g > 0, as_tuple=True)
+        p.index_put_(places, p[places] - lr * g[places])
+
+
+class IndexesByIntegers(Recorded):
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
+        backwards = torch.arange(p.numel()).flip(0)
+        if g.norm() > 0:
+            p.view(-1)[backwards] = p.view(-1)[backwards] - lr * g.view(-1)[backwards]
+
+
+class FindsItsDistinctValues(Recorded):
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
+        values, places = torch.unique(p - lr * g, return_inverse=True)
+        p.copy_(values[places])
+
+
+class DrawsAroundItself(Recorded):
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
+        if g.norm() > 0:
+            p.copy_(torch.normal(p - lr * g, 0.0))
+
+
+class TransposesWhatItComputed(Recorded):
+    """In place: one tensor that has memory of its own, and one that is a view of what crosses the branch."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
+        view = (p - lr * g).view(-1, p.shape[-1])
+        turned = view.clone()
+        if turned.norm() > 0:
+            turned.t_()
+            view.t_()
+        if turned.norm() > 0:
+            p.copy_(((turned + view) / 2).t().reshape(p.shape))
+
+
+class SortsWhatItComputed(Recorded):
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
+        moved = (p - lr * g).view(-1)
+        if moved.norm() > 0:
+            values, places = moved.topk(moved.numel())
+            p.view(-1)[places] = values
+
+
+AT_ONCE = [
+    DecaysUnderAMask,
+    SelectsByItsValues,
+    SelectsAndScattersByMasks,
+    CopiesToPlacesOfNonzeros,
+    PutsAtNonzeros,
+    IndexesByIntegers,
+    FindsItsDistinctValues,
+    DrawsAroundItself,
+    TransposesWhatItComputed,
+    SortsWhatItComputed,
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", AT_ONCE, ids=lambda kind: kind.__name__)
+def test_what_depends_on_values_reads_and_gives_error_terms(kind: type[Recorded], dtype: torch.dtype) -> None:
+    """Error terms are all that moves here, as above: an operation that reads hi alone loses everything.
+
+    The gradients' moments of float16 are four times as precise.
+    """
+    torch._dynamo.reset()
+    low, high = twins(kind, [(4, 3), (7,)], dtype)
+    start = [q.detach().clone() for q in params_of(high)]
+    step = compiled(low)
+    for seed in range(3):
+        give_gradients(low, high, seed)
+        step()
+        high.step()
+    assert is_recorded(low)
+    assert largest_error(low, high, start) < 0.02
+
+
+@pytest.mark.parametrize("kind", [BranchesAfterItsState, AppliesWhatItComputedBefore, UpdatesInFloat32])
+def test_parameters_of_one_number_are_compensated(kind: type[Recorded]) -> None:
+    """Step counters are 0-d tensors as well, and are calculated with at once."""
+    torch._dynamo.reset()
+    low, high = twins(kind, [(), ()])
+    start = [q.detach().clone() for q in params_of(high)]
+    step = compiled(low)
+    for seed in range(4):
+        give_gradients(low, high, seed)
+        step()
+        high.step()
+    assert is_recorded(low)
+    assert largest_error(low, high, start) < 0.02
+
+
+@pytest.mark.parametrize("kind", [AppliesWhatItComputedBefore, UpdatesInFloat32, DecaysUnderAMask])
+def test_recorded_steps_are_computed_in_wide_arithmetic(kind: type[Recorded]) -> None:
+    """The paper's algorithms know a tensor's path to itself, but none from one graph to the next."""
+    torch._dynamo.reset()
+    low, high = twins(kind, [(4, 3)])
+    start = [q.detach().clone() for q in params_of(high)]
+    step = compiled(low, arithmetic="native")
+    for seed in range(4):
+        give_gradients(low, high, seed)
+        step()
+        high.step()
+    assert is_recorded(low)
+    assert largest_error(low, high, start) < 0.02
+
+
+class StartsAgain(Recorded):
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
+        state["step"] = state.get("step", 0) + 1
+        if p.norm() > 0:
+            p.add_(g, alpha=-lr)
+        if state["step"] == 3:
+            p.uniform_(0, 2.0**-20)
+
+
+def test_random_numbers_replace_error_terms_too() -> None:
+    torch._dynamo.reset()
+    (p,) = params = parameters(shapes=[(4, 3)])
+    step = compiled(StartsAgain(params))
+    run_steps(step, params, range(2))
+    assert float(error_terms(p)[0].abs().max()) > 2.0**-20
+    run_steps(step, params, [2])
+    assert float(full_value(p).min()) >= 0
+    assert float(full_value(p).max()) <= 2.0**-20
 
 
 # What else a step's Python may do. --------------------------------------------------------------------------

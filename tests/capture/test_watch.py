@@ -78,6 +78,12 @@ def _opaque(p: Tensor) -> None:
     p.data.mul_(1.0)
 
 
+class CallsForAGraphBreak(Unusual):
+    def before(self, p: Tensor) -> Any:
+        torch._dynamo.graph_break()
+        return True
+
+
 class HasADisabledStep(Unusual):
     @torch.compiler.disable
     @torch.no_grad()
@@ -112,14 +118,28 @@ def optimizer_of(kind: type[Optimizer], **options: Any) -> tuple[Tensor, Optimiz
 
 
 @pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize("kind", [BranchesInALoop, Prints, CallsAnOpaqueFunction, HasADisabledStep])
-def test_a_step_that_breaks_the_graph_is_recorded(kind: type[Unusual], strict: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (BranchesInALoop, "branching"),
+        (Prints, "print"),
+        (CallsAnOpaqueFunction, "_opaque"),
+        (CallsForAGraphBreak, "graph_break()"),
+        (HasADisabledStep, "step"),
+    ],
+)
+def test_a_step_that_breaks_the_graph_is_recorded(
+    kind: type[Unusual], reason: str, strict: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "collage_fx")
     p, optimizer = optimizer_of(kind)
     before = p.detach().clone()
     compiled(optimizer, strict=strict)()
     assert is_recorded(optimizer)
     assert torch.equal(p, before)
     assert bool(error_terms(p)[0].any())
+    told = [record.getMessage() for record in caplog.records if record.name == "collage_fx"]
+    assert sum(kind.__name__ in message and reason in message for message in told) == 1
 
 
 class BreaksWhenItIsTooLate(Unusual):

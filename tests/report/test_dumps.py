@@ -64,19 +64,19 @@ def test_a_folder_per_compilation_and_two_files_a_stage(
 
 
 def test_refusals_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sorted tensor's error term is lost."""
+    """A matrix product of 16 bits has lost the error terms of its operands."""
 
-    class Sorting(Descent):
+    class Rotating(Descent):
         @torch.no_grad()
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
             for p in self.param_groups[0]["params"]:
-                p.copy_(torch.sort(p.add(p.grad, alpha=-1e-3), dim=0).values)
+                p.copy_(p.add(p.grad, alpha=-1e-3) @ torch.eye(p.shape[-1], dtype=p.dtype))
 
     monkeypatch.setenv("COLLAGE_FX_DUMP", str(tmp_path))
     with pytest.warns(UserWarning, match="already rounded"):
-        explain(Sorting(parameters()), strict=False)
+        explain(Rotating(parameters()), strict=False)
     assert (
-        (tmp_path / "Sorting-1" / "05-compensate-wide.txt")
+        (tmp_path / "Rotating-1" / "05-compensate-wide.txt")
         .read_text()
         .startswith("compensate-wide: 2 tensors, 2 refused\n")
     )
