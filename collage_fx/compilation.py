@@ -261,7 +261,7 @@ class Compilation:
         for node, owner in zip(inputs, repetition.owners, strict=True):
             if owner is None and node in stores:
                 return Reason.at(stores[node], "it writes to what several updates have in common")
-        if (note := _reason_to_leave_alone(gm, families.infos, inductor_options)) is not None:
+        if (note := _reason_to_leave_alone(gm, families.infos)) is not None:
             return Reason(note)
         try:
             step = self._compensated(gm, families.infos, repetition, example_inputs, inductor_options)
@@ -283,8 +283,11 @@ class Compilation:
     ) -> Callable[[list[Any]], Any]:
         """The step of the whole functional graph, compensated or as it is."""
         self._prepare(gm)
+        if not inductor_options.get("is_inference", False):  # and its backward, when all else is forgotten
+            note = "the graph needs autograd, so it is no optimizer step"
+            return self._as_captured(gm, example_inputs, inductor_options, note)
         infos = describe_inputs(placeholders(gm.graph), self.module, self.arguments, self.known)
-        if (note := _reason_to_leave_alone(gm, infos, inductor_options)) is not None:
+        if (note := _reason_to_leave_alone(gm, infos)) is not None:
             return self._as_captured(gm, example_inputs, inductor_options, note)
         one = Repetition.of_one(len(infos))
         try:
@@ -560,12 +563,8 @@ class Compilation:
             forget_new_state(optimizer)
 
 
-def _reason_to_leave_alone(
-    gm: GraphModule, infos: Sequence[InputInfo], inductor_options: dict[str, Any]
-) -> str | None:
+def _reason_to_leave_alone(gm: GraphModule, infos: Sequence[InputInfo]) -> str | None:
     """Why a graph is none of our business, if it is none."""
-    if not inductor_options.get("is_inference", False):
-        return "the graph needs autograd, so it is no optimizer step"
     updated = copies_to_inputs(gm.graph)
     if any(is_low_precision_tensor(node) for node in updated):
         return None

@@ -15,14 +15,17 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
+from torch import Tensor
 from torch.fx import GraphModule
 
 from collage_fx.graph import Reason, copy_of
 from collage_fx.torch_compat import (
     InductorFault,
+    generates_cpp,
     inductor_compile_inner,
     inductor_config,
     inductor_faults,
+    prepare_cpp_compiler,
     without_outer_loop_fusion,
 )
 
@@ -67,6 +70,8 @@ def compile_somehow(gm: GraphModule, inputs: Sequence[Any], **options: Any) -> A
     for way, simplified in WAYS:
         try:
             with simplified(), inductor_faults():
+                if any(isinstance(each, Tensor) and generates_cpp(each.device) for each in inputs):
+                    prepare_cpp_compiler().result()
                 compiled = inductor_compile_inner(copy_of(spare) if faults else gm, inputs, **options)
             return Attempt(
                 compiled, Reason(f"Inductor failed: {faults[0]}; compiled {way}") if faults else None
