@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from collage_fx.capture import forget_new_state, numbers, rows_to_trace, watch
 from collage_fx.compilation import Compilation
 from collage_fx.errors import InvalidOptionError
-from collage_fx.graph import Arithmetic, InputInfo, Reason, Repetition, StepProgram, Strategy
+from collage_fx.graph import Arithmetic, Reason, StepProgram, Strategy
 from collage_fx.lowering import JOINT_GRAPH_SETTINGS, Lowered, lower
 from collage_fx.options import MODES, Options, refuse_unless
 from collage_fx.pipeline import PIPELINE, Pass
@@ -159,13 +159,11 @@ class CollageBackend:
     def lower(
         self,
         program: StepProgram,
-        inputs: Sequence[InputInfo],
-        repetition: Repetition,
         example_inputs: Sequence[Any],
         inductor_options: dict[str, Any],
     ) -> Lowered | Reason:
         """A rewritten step of one of each family to a callable of the inputs of all."""
-        return lower(program, inputs, repetition, example_inputs, inductor_options)
+        return lower(program, example_inputs, inductor_options)
 
     def lower_as_captured(
         self, gm: GraphModule, example_inputs: Sequence[Any], inductor_options: dict[str, Any]

@@ -119,8 +119,6 @@ class Backend(Protocol):
     def lower(
         self,
         program: StepProgram,
-        inputs: Sequence[InputInfo],
-        repetition: Repetition,
         example_inputs: Sequence[Any],
         inductor_options: dict[str, Any],
     ) -> Lowered | Reason:
@@ -284,8 +282,8 @@ class Compilation:
         """The step of the whole functional graph, compensated or as it is."""
         self._prepare(gm)
         if not inductor_options.get("is_inference", False):  # and its backward, when all else is forgotten
-            note = "the graph needs autograd, so it is no optimizer step"
-            return self._as_captured(gm, example_inputs, inductor_options, note)
+            why = "the graph needs autograd, so it is no optimizer step"
+            return self._as_captured(gm, example_inputs, inductor_options, why)
         infos = describe_inputs(placeholders(gm.graph), self.module, self.arguments, self.known)
         if (note := _reason_to_leave_alone(gm, infos)) is not None:
             return self._as_captured(gm, example_inputs, inductor_options, note)
@@ -355,14 +353,14 @@ class Compilation:
             before = copy_of(gm)
             stages = _Stages(self.subject, before)
             self._rewrite(program, before, stages)
-            self._refuse_uncompensated(program, infos, repetition)
+            self._refuse_uncompensated(program)
             is_rewritten = bool(program.expansions or program.measured) or bool(self.options.own_passes)
             if not (is_rewritten or repetition.is_of_one):
                 return Reason("no tensor of it needs an error term")
             after = copy_of(program.gm) if is_rewritten else before  # Inductor edits the one it is given
             with generated_code() as code:
                 if is_rewritten:
-                    made = self._lower(program, infos, repetition, example_inputs, inductor_options, gm)
+                    made = self._lower(program, example_inputs, inductor_options, gm)
                 else:
                     step = self.backend.lower_as_captured(gm, example_inputs, inductor_options)
                     made = Lowered(step, "as captured", ())
@@ -379,12 +377,10 @@ class Compilation:
             repetition=repetition,
             rewritten=(after, tuple(stages.passes)) if repetition.is_of_one else None,
             subject=self.subject,
-            tensors=self._rows(program, infos, repetition),
+            tensors=self._rows(program),
             wider_bytes=_wider_bytes(before, repetition),
             code=tuple(code),
-            program=replace(program, inputs=infos, already_compensated=_with_error_terms(infos)).unrun(
-                before
-            ),
+            program=program.unrun(before),
             pipeline=self._pipeline,
             route=Route(made.unit, self.recorded, bool(program.measured), (*by_family, *made.reasons)),
         )
@@ -394,25 +390,28 @@ class Compilation:
 
     def _accepted(self, gm: GraphModule, infos: Sequence[InputInfo], repetition: Repetition) -> StepProgram:
         """The step as it enters the pipeline; refused where it can't be compensated."""
-        inputs = [infos[copies[0]] for copies in repetition.copies]
-        if self.options.strategy != "none":
-            refuse_aliases(gm, inputs, self.known.values())
-            try:
-                refuse_unsupported(gm, inputs)
-            except UnsupportedTensorError as refusal:
-                self._refused(refusal)
-        self._refuse_other_error_terms(infos)
-        return StepProgram(
+        program = StepProgram(
             copy_of(gm),
-            inputs,
+            infos,
             self.options.strategy,
             # What one graph of a recorded step hands to the next is on no path from a state to itself.
             "wide" if self.recorded else self.options.arithmetic,
             ERROR_FORMATS[self.options.error_format],
-            already_compensated=_with_error_terms(inputs),
+            repetition,
             is_recorded=bool(self.recorded),
             captured=copy_of(gm) if self.options.metrics else None,
         )
+        program.already_compensated = frozenset(
+            i for i, info in enumerate(program.inputs) if _has_error_terms(info)
+        )
+        if self.options.strategy != "none":
+            refuse_aliases(gm, program.inputs, self.known.values())
+            try:
+                refuse_unsupported(gm, program.inputs)
+            except UnsupportedTensorError as refusal:
+                self._refused(refusal)
+        self._refuse_other_error_terms(infos)
+        return program
 
     def _refuse_other_error_terms(self, infos: Sequence[InputInfo]) -> None:
         """Raise for error terms that this backend could not keep up."""
@@ -440,16 +439,14 @@ class Compilation:
             program.move_to(copy_of(captured))
             run_pipeline(program, MEASUREMENT, observe=observe)
 
-    def _refuse_uncompensated(
-        self, program: StepProgram, infos: Sequence[InputInfo], repetition: Repetition
-    ) -> None:
+    def _refuse_uncompensated(self, program: StepProgram) -> None:
         for state in program.compensated:
             if not state.refusal:
                 continue
-            for place in repetition.copies[state.position]:
+            for place in program.repetition.copies[state.position]:
                 refusal = UncompensatedParameterError(
                     f"{state.refusal} ({state.info.role.value} of dtype {state.format.name})",
-                    where=infos[place].name,
+                    where=program.infos[place].name,
                     remedy=f"{REMEDIES[program.arithmetic]}, or leave it to plain low precision with "
                     "strict=False",
                 )
@@ -460,8 +457,6 @@ class Compilation:
     def _lower(
         self,
         program: StepProgram,
-        infos: Sequence[InputInfo],
-        repetition: Repetition,
         example_inputs: Sequence[Any],
         inductor_options: dict[str, Any],
         captured: GraphModule,
@@ -469,14 +464,14 @@ class Compilation:
         """The rewritten step; a measured one with the sums, and without if not every step is measured."""
 
         def lower(each: StepProgram) -> Lowered | Reason:
-            return self.backend.lower(each, infos, repetition, example_inputs, inductor_options)
+            return self.backend.lower(each, example_inputs, inductor_options)
 
         if not program.measured:
             return lower(program)
         measured = [
-            MeasuredInput.of(state, place, infos[place])
+            MeasuredInput.of(state, place, program.infos[place])
             for state in program.measured
-            for place in repetition.copies[state.position]
+            for place in program.repetition.copies[state.position]
         ]
         meter = self.backend.meter
         meter.learn(self.optimizers)
@@ -495,18 +490,17 @@ class Compilation:
             return made
         return made._replace(step=MeteredStep(meter, self.subject, measured, rows, made.step, plain))
 
-    def _rows(
-        self, program: StepProgram, infos: Sequence[InputInfo], repetition: Repetition
-    ) -> tuple[TensorReport, ...]:
+    def _rows(self, program: StepProgram) -> tuple[TensorReport, ...]:
         """Of the tensors of all members, in the optimizers' order; what they don't hold comes last."""
         rows: list[TensorReport] = []
+        repetition = program.repetition
         for state in program.states:
             row = tensor_report(program, state)
             suffixes = [name.removeprefix(state.placeholder.name) for name in row.inputs]
             for place in repetition.copies[state.position]:
                 hi = state.placeholder.name if repetition.is_of_one else input_name(place)
                 rows.append(
-                    replace(row, name=infos[place].name, inputs=tuple(hi + each for each in suffixes))
+                    replace(row, name=program.infos[place].name, inputs=tuple(hi + each for each in suffixes))
                 )
         rank = {entry.name: i for i, entry in enumerate(self.known.values())}
         return tuple(sorted(rows, key=lambda row: rank.get(row.name, len(rank))))
@@ -575,11 +569,6 @@ def _reason_to_leave_alone(gm: GraphModule, infos: Sequence[InputInfo]) -> str |
 
 def _has_error_terms(info: InputInfo) -> bool:
     return info.tensor is not None and expansion_of(info.tensor) is not None
-
-
-def _with_error_terms(infos: Sequence[InputInfo]) -> frozenset[int]:
-    """The positions of inputs that have error terms already."""
-    return frozenset(i for i, info in enumerate(infos) if _has_error_terms(info))
 
 
 def _never_called(*arguments: Any) -> Any:

@@ -15,9 +15,7 @@ from torch.optim import Optimizer
 
 from collage_fx.backend import CollageBackend
 from collage_fx.graph import (
-    InputInfo,
     Reason,
-    Repetition,
     Role,
     StepProgram,
     Unit,
@@ -70,8 +68,6 @@ class _CaptureOnly(CollageBackend):
     def lower(
         self,
         program: StepProgram,
-        inputs: Sequence[InputInfo],
-        repetition: Repetition,
         example_inputs: Sequence[Any],
         inductor_options: dict[str, Any],
     ) -> Lowered | Reason:
@@ -79,12 +75,12 @@ class _CaptureOnly(CollageBackend):
         small = _results_alone(
             program.gm, [*auxiliaries, *(node for s in program.measured for node in s.row)]
         )
-        rules = rules_of(program.gm, always=not repetition.is_of_one)
-        if isinstance(rules, Reason) and not repetition.is_of_one:
+        rules = rules_of(program.gm, always=not program.repetition.is_of_one)
+        if isinstance(rules, Reason) and not program.repetition.is_of_one:
             return rules
         reasons = (("in parts", rules),) if isinstance(rules, Reason) else ()
-        unit: Unit = "whole" if reasons else "in parts" if repetition.is_of_one else "by family"
-        return Lowered(interpreted(repeated_graph(small, repetition)), unit, reasons)
+        unit: Unit = "whole" if reasons else "in parts" if program.repetition.is_of_one else "by family"
+        return Lowered(interpreted(repeated_graph(small, program.repetition)), unit, reasons)
 
     def lower_as_captured(
         self, gm: GraphModule, example_inputs: Sequence[Any], inductor_options: dict[str, Any]

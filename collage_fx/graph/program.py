@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -11,7 +10,8 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch.fx import GraphModule, Node
 
-from collage_fx.graph.nodes import copies_to_inputs, placeholders, tensor_value
+from collage_fx.graph.families import Repetition
+from collage_fx.graph.nodes import copies_to_inputs, copy_of, placeholders, tensor_value
 from collage_fx.numerics import ErrorFormat, FloatFormat, storage_format
 
 if TYPE_CHECKING:
@@ -169,11 +169,12 @@ class ReadExpansion:
 
 @dataclass
 class StepProgram:
-    """One captured step on its way through the pipeline.
+    """One captured step on its way through the pipeline: the graph of one of each family of equal updates.
 
     Attributes:
         gm: the graph, edited in place by the passes.
-        inputs: one :class:`InputInfo` per graph input.
+        infos: one :class:`InputInfo` per input of the whole graph.
+        repetition: how the inputs of ``gm`` recur among those; it is a family of one if this is left out.
         already_compensated: positions of inputs that have error terms already (from another compiled
             callable, an earlier compilation or a checkpoint).
         is_recorded: whether it is a part of a recorded step: what it stores may have been computed, by
@@ -186,10 +187,11 @@ class StepProgram:
     """
 
     gm: GraphModule
-    inputs: Sequence[InputInfo]
+    infos: Sequence[InputInfo]
     strategy: Strategy
     arithmetic: Arithmetic
     error_format: ErrorFormat
+    repetition: Repetition = None  # type: ignore[assignment]  # made of the infos
     already_compensated: frozenset[int] = frozenset()
     is_recorded: bool = False
     dithered: set[Node] = field(default_factory=set)
@@ -197,6 +199,14 @@ class StepProgram:
     states: list[StateTensor] = field(default_factory=list)
     reads: list[ReadExpansion] = field(default_factory=list)
     rows: Sequence[torch.Tensor] = ()
+
+    def __post_init__(self) -> None:
+        self.repetition = self.repetition or Repetition.of_one(len(self.infos))
+
+    @property
+    def inputs(self) -> list[InputInfo]:
+        """One :class:`InputInfo` per input of ``gm``: that of the first in its family."""
+        return [self.infos[copies[0]] for copies in self.repetition.copies]
 
     @property
     def compensated(self) -> list[StateTensor]:
@@ -220,11 +230,17 @@ class StepProgram:
         return f"{len(self.compensated)} tensors" + (f", {refused} refused" if refused else "")
 
     def unrun(self, gm: GraphModule) -> StepProgram:
-        """The same step before any pass, on ``gm`` and without the real tensors."""
-        inputs = [replace(info, tensor=None) for info in self.inputs]
-        captured = None if self.captured is None else GraphModule(gm, copy.deepcopy(gm.graph))
-        return replace(
-            self, gm=gm, inputs=inputs, captured=captured, dithered=set(), states=[], reads=[], rows=()
+        """The whole step before any pass, on ``gm`` and without the real tensors."""
+        copies = self.repetition.copies
+        return StepProgram(
+            gm,
+            [replace(info, tensor=None) for info in self.infos],
+            self.strategy,
+            self.arithmetic,
+            self.error_format,
+            already_compensated=frozenset(place for i in self.already_compensated for place in copies[i]),
+            is_recorded=self.is_recorded,
+            captured=None if self.captured is None else copy_of(gm),
         )
 
     def move_to(self, gm: GraphModule) -> None:

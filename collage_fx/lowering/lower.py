@@ -80,19 +80,12 @@ class Lowered(NamedTuple):
 
 
 def lower(
-    program: StepProgram,
-    inputs: Sequence[InputInfo],
-    repetition: Repetition,
-    example_inputs: Sequence[Any],
-    inductor_options: dict[str, Any],
+    program: StepProgram, example_inputs: Sequence[Any], inductor_options: dict[str, Any]
 ) -> Lowered | Reason:
     """Compile the program's graph with Inductor, for all members of its families, and bind the error terms.
 
     Args:
         program: after the pipeline. With strategy "none" Inductor's settings are left as they are.
-        inputs: those of the whole graph.
-        repetition: how those of the program recur in it. Rows of sums, if there are some, come in the order
-            of the inputs that they measure.
         example_inputs: fake inputs for the graph as captured; those of the error terms are appended here.
         inductor_options: what ``compile_fx`` passed for its own inner compiler (static inputs, CUDA graphs,
             ...).
@@ -100,6 +93,7 @@ def lower(
     Returns:
         a reason where the graph of one of each family can't be repeated. A graph of one is always compiled.
     """
+    repetition = program.repetition
     extended = repetition.extended(program.owners_of_added)
     reasons: list[tuple[str, Reason | None]] = []
     compiled: Any
@@ -117,33 +111,32 @@ def lower(
             compiled, fault, _ = _whole(program, example_inputs, inductor_options)
             faults = [fault]
     if (first := next(filter(None, faults), None)) is not None:
-        warn(_failed(first, inputs))
+        warn(_failed(first, program.infos))
     reasons += [("by the usual code", fault) for fault in faults]
     owners = [place for state in program.expansions for place in repetition.copies[state.position]]
-    bindings = [bind(place, inputs[place], program.error_format) for place in owners]
-    expected = _expected(program, inputs, extended, all_layouts=is_in_parts)
+    bindings = [bind(place, program.infos[place], program.error_format) for place in owners]
+    expected = _expected(program, extended, all_layouts=is_in_parts)
     unit: Unit = "whole" if not is_in_parts else "in parts" if repetition.is_of_one else "by family"
     given = tuple(dict.fromkeys((way, reason) for way, reason in reasons if reason is not None))
     return Lowered(CompensatedStep(compiled, bindings, expected, program.rows), unit, given)
 
 
-def _failed(fault: Reason, inputs: Sequence[InputInfo]) -> FailedLoweringError:
+def _failed(fault: Reason, infos: Sequence[InputInfo]) -> FailedLoweringError:
     return FailedLoweringError(
         f"{fault.what}. The step does the same, and takes longer",
-        where=next((info.name for info in inputs if info.role is Role.PARAMETER), "step"),
+        where=next((info.name for info in infos if info.role is Role.PARAMETER), "step"),
         remedy="collage-fx doctor says whether there is a compiler that works; if there is, the fault is "
         "Inductor's, and may be mended in another version of torch",
     )
 
 
 def _expected(
-    program: StepProgram, inputs: Sequence[InputInfo], extended: Repetition, *, all_layouts: bool
+    program: StepProgram, extended: Repetition, *, all_layouts: bool
 ) -> tuple[list[Expected], list[Expected]]:
     """What the tensors have to be that a step is called with, and the error terms that it adds to them.
 
     Args:
         program: after the pipeline.
-        inputs: those of the whole graph.
         extended: how the inputs of the program's graph recur in it, with those that the passes have added.
         all_layouts: whether nothing else looks at sizes and strides, which are numbers then.
     """
@@ -154,12 +147,12 @@ def _expected(
     added: list[Expected] = []
     for place, i in places:
         value = nodes[i].meta["val"]
-        info = inputs[place] if place < len(inputs) else ERROR_TERM
+        info = program.infos[place] if place < len(program.infos) else ERROR_TERM
         like = value if all_layouts else info.tensor
         if isinstance(value, Tensor) and like is not None:
             layout = tuple(like.shape), like.stride()
             is_only_read = info.role is Role.GRADIENT and not info.bound and nodes[i] not in stores
-            (given if place < len(inputs) else added).append(
+            (given if place < len(program.infos) else added).append(
                 Expected(place, info.name, value.dtype, value.device, *layout, not all_layouts, is_only_read)
             )
     return given, added

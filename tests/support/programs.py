@@ -48,7 +48,7 @@ def captured(
     for node, name in zip(program.gm.graph.find_nodes(op="placeholder"), names, strict=True):
         node._rename(name)
     program.gm.recompile()
-    program.inputs = [InputInfo(name, name, ROLES.get(name, Role.STATE)) for name in names]
+    program.infos = [InputInfo(name, name, ROLES.get(name, Role.STATE)) for name in names]
     return program
 
 

@@ -12,7 +12,7 @@ import torch
 from torch.fx import GraphModule, Interpreter
 
 from collage_fx import CollageBackend
-from collage_fx.graph import InputInfo, Reason, Repetition, StepProgram, repeated_graph
+from collage_fx.graph import Reason, StepProgram, repeated_graph
 from collage_fx.lowering import Lowered
 from collage_fx.pipeline import Pass, run_pipeline
 from collage_fx.runtime.step import CompensatedStep
@@ -85,15 +85,15 @@ class TwinBackend(CollageBackend):
     def lower(
         self,
         program: StepProgram,
-        inputs: Sequence[InputInfo],
-        repetition: Repetition,
         example_inputs: Sequence[Any],
         inductor_options: dict[str, Any],
     ) -> Lowered | Reason:
         # Inductor edits the graph that it is given.
-        rewritten = repeated_graph(copy_graph(program.gm), repetition.extended(program.owners_of_added))
+        rewritten = repeated_graph(
+            copy_graph(program.gm), program.repetition.extended(program.owners_of_added)
+        )
         with contextlib.nullcontext() if self.compiles else _nothing_compiled():
-            lowered = super().lower(program, inputs, repetition, example_inputs, inductor_options)
+            lowered = super().lower(program, example_inputs, inductor_options)
         if isinstance(lowered, Reason):
             return lowered
         self.graphs.append(rewritten)
