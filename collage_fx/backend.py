@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from collage_fx.capture import forget_new_state, numbers, rows_to_trace, watch
 from collage_fx.compilation import Compilation
 from collage_fx.errors import InvalidOptionError
-from collage_fx.graph import Arithmetic, Reason, StepProgram, Strategy
+from collage_fx.graph import Arithmetic, Reason, StepProgram, Strategy, device_facts
 from collage_fx.lowering import JOINT_GRAPH_SETTINGS, Lowered, lower
 from collage_fx.options import MODES, Options, refuse_unless
 from collage_fx.pipeline import PIPELINE, Pass
@@ -135,7 +135,7 @@ class CollageBackend:
         patches = mode_options(mode) if mode is not None and mode != "default" else {}
         if self.options.strategy != "none":
             patches.update(JOINT_GRAPH_SETTINGS)
-        if any(tensor.device.type == "cpu" for tensor in (*gm.parameters(), *gm.buffers())):
+        if any(device_facts(tensor.device).compiles_cpp for tensor in (*gm.parameters(), *gm.buffers())):
             prepare_compiler()
         return Compilation(self, gm, tuple(example_inputs), mode, patches).run()
 

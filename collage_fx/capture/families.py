@@ -42,7 +42,7 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from collage_fx.capture.thinning import ListRows, is_plain, layout_of
-from collage_fx.graph import Groups, InputInfo, Reason, Repetition
+from collage_fx.graph import Groups, InputInfo, Reason, Repetition, device_facts
 from collage_fx.torch_compat import ThinnedLists
 
 __all__ = ["Families", "families_of"]
@@ -170,8 +170,10 @@ class _Search:
             if id(value) not in traced and not self.rows.is_left_out(value):
                 return Reason("the graph does not read this input", name)
             if isinstance(value, Tensor):
+                if not device_facts(value.device).in_parts:
+                    return Reason(f"on {value.device.type} a step is compiled as one", name)
                 if not is_plain(value):
-                    return Reason("this input is no ordinary dense tensor of known sizes on the CPU", name)
+                    return Reason("this input is no ordinary dense tensor of known sizes", name)
                 first = memory.setdefault(value.untyped_storage()._cdata, name)
                 if first != name:
                     return Reason(f"this input shares memory with {first}", name)

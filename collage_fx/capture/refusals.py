@@ -21,15 +21,12 @@ from torch.fx import GraphModule
 from torch.optim import Optimizer
 
 from collage_fx.errors import AliasedStateError, UnsupportedOptimizerError, UnsupportedTensorError
-from collage_fx.graph import InputInfo, Role, assignments, copies_to_inputs, is_dense, placeholders
+from collage_fx.graph import DEVICES, InputInfo, Role, assignments, copies_to_inputs, is_dense, placeholders
 from collage_fx.numerics import is_low_precision
 from collage_fx.runtime import KnownTensor, parameter_names, refuse_layout
 from collage_fx.torch_compat import aot_input_of, has_internal_overlap, is_made_of_tensors
 
 __all__ = ["refuse_aliases", "refuse_optimizer", "refuse_overlaps", "refuse_unsupported"]
-
-#: Devices whose generated code's roundings are tested.
-DEVICES = ("cpu", "cuda")
 
 
 def refuse_optimizer(optimizer: Optimizer) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from collage_fx.graph import device_facts
 from collage_fx.numerics import is_low_precision
 from collage_fx.torch_compat import ThinnedLists
 
@@ -98,11 +99,11 @@ class ListRows:
 
 
 def is_plain(value: Tensor) -> bool:
-    """Whether a tensor is an ordinary one on the CPU, with known numbers as sizes and strides."""
+    """Whether a tensor is an ordinary one, of known sizes and strides, where steps are compiled in parts."""
     return (
         type(value) in (Tensor, torch.nn.Parameter)
         and value.layout is torch.strided
-        and value.device.type == "cpu"
+        and device_facts(value.device).in_parts
         and all(isinstance(number, int) for number in (*value.shape, *value.stride()))
     )
 

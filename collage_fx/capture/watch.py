@@ -54,6 +54,7 @@ from collage_fx.errors import (
     RecompileLimitError,
     raise_or_warn,
 )
+from collage_fx.graph import device_facts
 from collage_fx.numerics import is_low_precision
 from collage_fx.runtime import expansion_of, optimizers_among, parameter_names, prepare_compiler
 from collage_fx.torch_compat import (
@@ -129,7 +130,8 @@ def _at_trace(strictness: Strictness, optimizer: Optimizer, backend: Any, keywor
         refuse_optimizer(optimizer)
     except CollageError as refusal:
         raise_or_warn(optimizer, refusal, strict=strict)
-    if any(p.device.type == "cpu" and is_low_precision(p.dtype) for _, p in parameter_names(optimizer)):
+    low = (p for _, p in parameter_names(optimizer) if is_low_precision(p.dtype))
+    if any(device_facts(p.device).compiles_cpp for p in low):
         prepare_compiler()  # while Dynamo traces
     return True
 

@@ -1,5 +1,6 @@
 """A captured step as data, and the hands that edit it: what the author of a pass may import."""
 
+from collage_fx.graph.devices import DEVICES, device_facts
 from collage_fx.graph.editor import GraphEditor
 from collage_fx.graph.families import ONCE, Repetition, input_name, repeated_graph
 from collage_fx.graph.feedback import copies_read_by, fed_back, new_value
@@ -59,6 +60,7 @@ from collage_fx.graph.routes import Reason, Route, Unit
 from collage_fx.graph.text import graph_text
 
 __all__ = [
+    "DEVICES",
     "ONCE",
     "OPERATORS",
     "PASS_MARK",
@@ -86,6 +88,7 @@ __all__ = [
     "copies_to_inputs",
     "copy_of",
     "depends_on_values",
+    "device_facts",
     "drawn_range",
     "draws",
     "factorizes",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
@@ -20,7 +21,9 @@ from collage_fx.graph import (
     Unit,
     copies_to_inputs,
     copy_of,
+    device_facts,
     placeholders,
+    tensor_value,
     update_sizes,
     update_sums,
 )
@@ -28,7 +31,6 @@ from collage_fx.lowering.attempts import Attempt, compile_somehow
 from collage_fx.lowering.plan import lower_in_parts, repeated_step
 from collage_fx.runtime import CompensatedStep, Expected, StepInParts, bind
 from collage_fx.torch_compat import (
-    COMBINED_LAUNCHES,
     add_to_cache_key,
     inductor_config,
 )
@@ -160,16 +162,17 @@ def _expected(
 
 def _settings(program: StepProgram) -> dict[str, Any]:
     """What Inductor's configuration has to be while the program's graph is lowered."""
-    values = [node.meta["val"] for node in placeholders(program.gm.graph)]
-    on_gpu = any(isinstance(value, Tensor) and value.device.type != "cpu" for value in values)
-    settings = inductor_settings(program.arithmetic, on_gpu=on_gpu) if program.strategy != "none" else {}
+    values = map(tensor_value, placeholders(program.gm.graph))
+    devices = {value.device for value in values if value is not None}
+    settings = inductor_settings(program.arithmetic, devices) if program.strategy != "none" else {}
     return {**settings, **MEASURING_SETTINGS} if program.rows else settings
 
 
-def inductor_settings(arithmetic: Arithmetic, *, on_gpu: bool = False) -> dict[str, Any]:
+def inductor_settings(arithmetic: Arithmetic, devices: Iterable[torch.device] = ()) -> dict[str, Any]:
     """What Inductor's configuration has to be while a graph of this arithmetic is lowered."""
     settings = NATIVE_SETTINGS if arithmetic == "native" else IEEE_SETTINGS
-    return {**settings, **COMBINED_LAUNCHES} if on_gpu else settings
+    of_devices = {name: value for each in devices for name, value in device_facts(each).settings.items()}
+    return {**settings, **of_devices}
 
 
 def _whole(program: StepProgram, example_inputs: Sequence[Any], inductor_options: dict[str, Any]) -> Attempt:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from collage_fx.graph import ONCE, Reason, Repetition, is_copy_to_input, placeholders
+from collage_fx.graph import ONCE, Reason, Repetition, device_facts, is_copy_to_input, placeholders
 from collage_fx.lowering.kernels import MANY, Rule, compile_rule, rule_of, samples_first
 from collage_fx.lowering.parts import Part, parts_of
 from collage_fx.runtime import Call, Kernel, StepInParts, ValueIndex
@@ -92,7 +92,7 @@ def _not_plain(value: Any) -> str | None:
     """What is in the way of parts, where an input is a tensor on another device or of sizes not known."""
     if not isinstance(value, Tensor):
         return None
-    if value.device.type != "cpu":
+    if not device_facts(value.device).in_parts:
         return f"on {value.device.type}, every part would be a launch of its own"
     if not all(isinstance(number, int) for number in (*value.shape, *value.stride())):
         return "its sizes or strides are not known when it is compiled"

@@ -74,7 +74,7 @@ def step_of(case: Case, capturable: bool = True, shapes: Sequence[tuple[int, ...
     counters = [node.name for node in inputs if node.meta["val"].dim() == 0]
     assert len(counters) == len(shapes)
     on_cuda = offline.to_cuda(graph, keep_on_cpu=() if capturable else counters)
-    with torch._inductor.config.patch(inductor_settings(case.arithmetic, on_gpu=True)):
+    with torch._inductor.config.patch(inductor_settings(case.arithmetic, [torch.device("cuda")])):
         source = offline.triton_source(on_cuda)
     roundings = sum("round_to_storage" in str(node.target) for node in graph.graph.nodes)
     return Step(rig, start, source, roundings)

@@ -1,0 +1,43 @@
+"""What differs between the kinds of devices that steps are compiled for: a row each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from collage_fx.torch_compat import COMBINED_LAUNCHES
+
+__all__ = ["DEVICES", "Device", "device_facts"]
+
+
+@dataclass(frozen=True)
+class Device:
+    """A kind of device.
+
+    Attributes:
+        in_parts: Whether each part of a step is a call of its own, so that equal ones share a kernel. Where a
+            call is a launch, a step is compiled as one, of which Inductor makes few launches.
+        compiles_cpp: Whether Inductor calls a C++ compiler for it.
+        settings: Inductor's, while a step is lowered that has tensors there.
+    """
+
+    in_parts: bool = False
+    compiles_cpp: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+#: By ``torch.device.type``: those whose generated code's roundings are tested. Steps on others are refused.
+DEVICES: Mapping[str, Device] = {
+    "cpu": Device(in_parts=True, compiles_cpp=True),
+    "cuda": Device(settings=COMBINED_LAUNCHES),
+}
+
+UNTESTED = Device()
+
+
+def device_facts(device: torch.device) -> Device:
+    """The row of a device's kind."""
+    return DEVICES.get(device.type, UNTESTED)
