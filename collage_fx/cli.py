@@ -80,7 +80,7 @@ def _run(arguments: list[str]) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """One whose errors are :class:`UsageError`, like all others."""
+    """A parser of the command line that raises :class:`UsageError` instead of ending the process."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}\n{self.format_usage().rstrip()}")

@@ -491,7 +491,7 @@ class Compilation:
         return made._replace(step=MeteredStep(meter, self.subject, measured, rows, made.step, plain))
 
     def _rows(self, program: StepProgram) -> tuple[TensorReport, ...]:
-        """Of the tensors of all members, in the optimizers' order; what they don't hold comes last."""
+        """The report's rows, in the order of the optimizers' tensors, and then of all others."""
         rows: list[TensorReport] = []
         repetition = program.repetition
         for state in program.states:

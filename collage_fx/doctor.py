@@ -129,7 +129,7 @@ def _compiled_steps(weights: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _eager_steps(weights: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
-    """The same in torch's own casts and float32 arithmetic, each operation rounded to nearest."""
+    """The steps of :func:`_compiled_steps` in torch's own casts and float32 arithmetic, run eagerly."""
     hi, lo = weights, torch.zeros_like(weights)
     for _ in range(STEPS):
         value = (hi.float() + lo.float()) - gradients.float() * LEARNING_RATE

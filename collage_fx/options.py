@@ -37,7 +37,7 @@ class Options:
 
     @property
     def own_passes(self) -> tuple[Pass, ...]:
-        """Those of the passes that are the user's."""
+        """The passes that the user has put into the pipeline."""
         return tuple(each for each in self.passes if each not in PIPELINE)
 
     def not_by_family(self) -> Reason | None:

@@ -135,7 +135,7 @@ class _Reader:
         return _Scaled(core=node) if _is_of_elements(node) else _Scaled(numerators=Counter([node]))
 
     def _operation(self, node: Node) -> _Scaled | None:
-        """None for what is no operation with a number."""
+        """The core and the factors of an operation with a number; None for any other operation."""
         operands = node.args
         if node.target is aten.neg.default:
             return -self.read(operands[0])

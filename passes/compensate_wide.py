@@ -63,7 +63,7 @@ class CompensateWide(Pass):
 
 
 def _load_moved_expansion(editor: GraphEditor, state: StateTensor) -> None:
-    """Where the new value is another tensor's old one as it is, that is a load too: of the whole value."""
+    """Read another tensor's whole value where its old one is stored as it is."""
     source = state.store.args[1]
     assert isinstance(source, Node)
     if source.op == "placeholder":

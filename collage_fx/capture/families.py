@@ -252,7 +252,7 @@ class _Search:
         return True
 
     def _input(self, place: int) -> Hashable:
-        """What components have to agree in."""
+        """What an input has to have in common with that of another component: layout, role and symbol."""
         return (*layout_of(self.inputs[place]), self.meanings[place])
 
     def _components(self) -> list[_Component]:
@@ -390,7 +390,7 @@ class _Search:
         )
 
     def _gradients(self) -> dict[int, int]:
-        """Of the rows that were left out."""
+        """The gradients of rows that were not traced, each with the place of its parameter."""
         of = {id(value.grad): place for place, value in enumerate(self.inputs[: self.bound])}
         return {
             place: of.get(id(value), -1)

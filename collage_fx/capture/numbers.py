@@ -49,7 +49,7 @@ def decompositions() -> dict[Any, Decomposition]:
 
 
 def _functional_overloads() -> Iterator[Any]:
-    """Those on tensors of the operators that there are rules for."""
+    """The overloads for tensors of each operator that has a rule for symbolic numbers."""
     lists = (f"aten.{name}" for name in dir(torch.ops.aten) if name.startswith("_foreach_"))
     for name in (*OPERATORS, *lists):
         namespace, operator, *_ = name.split(".")

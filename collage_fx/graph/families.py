@@ -56,13 +56,13 @@ class Repetition:
         return self.copies[position][0 if self.owners[position] is None else member]
 
     def reordered(self, order: Sequence[int]) -> Repetition:
-        """With the inputs of the small graph in another order."""
+        """The repetition whose small graph has its inputs in another order."""
         return replace(
             self, copies=tuple(self.copies[i] for i in order), owners=tuple(self.owners[i] for i in order)
         )
 
     def extended(self, owned_by: Sequence[int]) -> Repetition:
-        """With further inputs, behind the others in both graphs.
+        """The repetition with further inputs behind the others, in both graphs.
 
         Args:
             owned_by: for each of them the earlier input that it belongs to. Those of one input come one after

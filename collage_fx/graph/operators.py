@@ -166,7 +166,7 @@ def _rest(device: torch.device) -> Callable[[Sequence[Any]], Any]:
 
 
 def _operands(tensors: Sequence[Any]) -> Sequence[Any]:
-    """Those of ``update_sums``, of which the error terms may be missing."""
+    """The five operands of ``update_sums``, None in the place of error terms that there are not."""
     if len(tensors) == 5:
         return tensors
     old, intended, hi = tensors
@@ -216,7 +216,7 @@ register_sampling_lowering(
 
 
 def _sources() -> Iterator[str]:
-    """Of what decides what an operator is compiled to: the definitions above and the lowering."""
+    """The source text of all that decides what an operator is compiled to."""
     yield from (inspect.getsource(each) for each in (arithmetic, measures, _interpret))
     for path in sorted(Path(torch_compat.__file__).parent.glob("*.py")):
         yield path.read_text(encoding="utf-8")

@@ -214,7 +214,7 @@ class StepProgram:
 
     @property
     def measured(self) -> list[StateTensor]:
-        """Those that have a row, in the order of the rows."""
+        """The state tensors that have a row of sums, in the order of the rows."""
         return [state for state in self.states if state.row]
 
     @property

@@ -52,12 +52,12 @@ class Route:
     reasons: tuple[tuple[str, Reason], ...] = ()
 
     def __str__(self) -> str:
-        """One line: the way, without its reasons."""
+        """The way in one line, without the reasons."""
         words = ["recorded" if self.recorded else "captured", f"compiled {self.unit}"]
         return ", ".join([*words, *(["measured"] if self.is_measured else [])])
 
     def sentence(self) -> str:
-        """The same for the end of a report, with the reason against the fastest way."""
+        """The way as a sentence for the end of a report, with the reason against the fastest one."""
         first = next(iter(self.explained()), "")
         return f"Compiled {self.unit}" + (f" ({first})." if first else ".")
 

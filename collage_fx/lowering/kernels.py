@@ -409,7 +409,7 @@ def _use_rest(graph: Graph) -> None:
 
 
 def _operands_of_rest(finite: Any, difference: Any, zero: Any) -> tuple[Node, Node] | None:
-    """Of ``where(abs(hi) < inf, value - hi, 0)``: value and hi."""
+    """``value`` and ``hi`` of ``where(abs(hi) < inf, value - hi, 0)``; None for any other ``where``."""
     if not all(isinstance(node, Node) for node in (finite, difference, zero)):
         return None
     if difference.target is not aten.sub.Tensor or difference.kwargs:

@@ -186,7 +186,7 @@ def place_in_sizes(old: Tensor, old_lo: Tensor, intended: Tensor, dtype: torch.d
 
 
 def _exponent(x: Tensor) -> Tensor:
-    """Of a normal float32; -127 for zero and subnormals."""
+    """The exponent of a normal float32; -127 for zero and subnormals."""
     return ((x.view(torch.int32) >> 23) & 255) - 127
 
 

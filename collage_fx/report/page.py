@@ -109,7 +109,7 @@ def _section(
     kernels: bool,
     metrics: Metrics,
 ) -> Iterator[str]:
-    """One subject: table, memory, metrics, passes, then each treatment, then the code."""
+    """The page's section of one subject: table, memory, metrics, passes, each treatment, the code."""
     own = [graph for graph in graphs if graph.subject == subject and graph.tensors]
     groups = treatments(rows)
     newest = own[-1]

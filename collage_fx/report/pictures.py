@@ -34,7 +34,7 @@ ROUNDING = "round_to_storage"
 
 @dataclass(frozen=True)
 class Box:
-    """One node.
+    """One node of a graph as a box.
 
     Attributes:
         name: of the graph node.
@@ -161,7 +161,7 @@ def _read(node: Node) -> list[Node]:
 
 
 def _shown_operands(node: Node, hidden: Collection[Node]) -> list[Node]:
-    """Those whose boxes arrows come from."""
+    """The operands of a node that have boxes of their own, from which arrows come."""
     return [
         shown
         for operand in _read(node)

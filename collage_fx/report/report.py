@@ -77,7 +77,7 @@ class CollageReport:
         return self._in_sections(text_section, full=full)
 
     def to_markdown(self, *, full: bool = False) -> str:
-        """The same as Markdown, for an issue or a pull request."""
+        """The table as Markdown, for an issue or a pull request."""
         return self._in_sections(markdown_section, full=full)
 
     def to_html(self, *, kernels: bool = False) -> str:

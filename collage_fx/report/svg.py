@@ -120,7 +120,7 @@ def _layers(drawn: Picture) -> list[list[_Place]]:
 
 
 def _depths(drawn: Picture) -> dict[str, int]:
-    """By longest path to a box that nobody reads: every box stands right above its first reader."""
+    """The layer of each box: its longest path to one that nobody reads, so right above its first reader."""
     height: dict[str, int] = {}
     readers: dict[str, list[str]] = {}
     for start, end in drawn.arrows:

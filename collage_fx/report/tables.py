@@ -42,7 +42,7 @@ def text_section(subject: str, rows: Sequence[TensorReport], *, full: bool) -> s
 
 
 def markdown_section(subject: str, rows: Sequence[TensorReport], *, full: bool) -> str:
-    """The same for GitHub's Markdown."""
+    """One subject's heading, table, explanations and totals in GitHub's Markdown."""
     groups = treatments(rows)
     table = tabulate(
         _cells(rows, groups, full=full),

@@ -98,7 +98,7 @@ def tensor_report(program: StepProgram, state: StateTensor) -> TensorReport:
 
 
 def _readable(expression: sympy.Expr) -> sympy.Expr:
-    """With numbers that SymPy has computed shortened like those of the graph: 1/3e-4 is 3333.33."""
+    """An expression whose computed numbers are shortened like those of the graph: 1/3e-4 is 3333.33."""
     numbers = expression.atoms(sympy.Float)
     return expression.xreplace({number: sympy.Float(f"{float(number):.6g}") for number in numbers})
 
@@ -136,7 +136,7 @@ class Treatment:
 
     @property
     def bytes(self) -> int:
-        """Of the tensors and their error terms."""
+        """The bytes of the tensors and of their error terms."""
         return sum(row.bytes + row.error_bytes for row in self.rows)
 
     @property

@@ -134,7 +134,7 @@ class StepInParts:
 
 
 def _grouped(calls: Sequence[Call]) -> list[list[Call]]:
-    """Those of one wave and one kernel together, in an order in which the groups can run."""
+    """The calls of one wave and one kernel together, in an order in which the groups can run."""
     groups: dict[tuple[int, int], list[Call]] = defaultdict(list)
     for call in calls:
         groups[call.wave, id(call.kernel)].append(call)

@@ -353,6 +353,6 @@ def _shared(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
 
 
 def _shared_in(state_dict: StateDict) -> Iterator[tuple[str, Tensor]]:
-    """The same of its state dict."""
+    """``(name, tensor)`` of what belongs to no single parameter in a state dict."""
     keys = (key for group in state_dict["param_groups"] for key in group["params"])
     return shared_tensors(state_dict["param_groups"], state_dict["state"], keys)

@@ -48,7 +48,7 @@ __all__ = [
 
 
 class _Records:
-    """All records.
+    """The records of all error terms.
 
     Attributes:
         state: another object since a record was dropped or given other buffers.
@@ -61,7 +61,7 @@ _RECORDS = _Records()
 
 
 def state_of_records() -> object:
-    """The same object as before if the records of then are still there, and have the same buffers."""
+    """An object that stays the same as long as all records are there, with the same buffers."""
     return _RECORDS.state
 
 

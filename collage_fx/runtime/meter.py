@@ -97,7 +97,7 @@ class Meter:
                     self._ranks.setdefault(identity.name, len(self._ranks))
 
     def identity(self, tensor: Tensor, info: InputInfo) -> _Identity:
-        """Of a tensor, by what it is to an optimizer, or else by the graph input that it is."""
+        """What is known of a measured tensor: what it is to an optimizer, or else as a graph's input."""
         kind = "parameter" if info.role is Role.PARAMETER else info.symbol
         known = self._identities.get(tensor)
         return known if known is not None else _Identity(info.name, kind, None, None, info.name)

@@ -89,7 +89,7 @@ class UpdateQuality:
     sizes: tuple[float, ...]
 
     def __add__(self, other: UpdateQuality) -> UpdateQuality:
-        """Of the tensors of both."""
+        """The update of the tensors of both, laid end to end."""
         numbers = [each.name for each in fields(self) if each.name != "sizes"]
         sizes = tuple(map(operator.add, self.sizes, other.sizes))
         return UpdateQuality(
@@ -133,12 +133,12 @@ class UpdateQuality:
 
     @property
     def lost_share(self) -> float:
-        """Of the elements with an intended update, the share whose hi + lo did not change: what is lost."""
+        """The share of the elements with an intended update whose hi + lo did not change: what is lost."""
         return _ratio(self.lost, self.asked)
 
     @property
     def lost_share_hi(self) -> float:
-        """Of the elements with an intended update, the share whose hi did not change.
+        """The share of the elements with an intended update whose hi did not change.
 
         Where there are error terms, these hold most of them.
         """
@@ -154,7 +154,7 @@ class UpdateQuality:
 
     @property
     def small_share(self) -> float:
-        """Of the elements with an intended update, the share in which it is less than half an ulp of hi.
+        """The share of the elements with an intended update whose update is less than half an ulp of hi.
 
         These are what rounding to nearest takes away from a plain low-precision tensor (save that an element
         at a power of two moves towards zero by half as much). From a sample, as :attr:`sizes` is.
@@ -221,7 +221,7 @@ class Metrics(Mapping[int, Mapping[str, UpdateQuality]]):
     def by(
         self, key: Callable[[MeasuredTensor], Key], kind: str | None = "parameter"
     ) -> dict[int, dict[Key, UpdateQuality]]:
-        """By step and whatever tells tensors apart.
+        """The measurements by step and by whatever tells tensors apart.
 
         Args:
             key: of a tensor.
@@ -245,7 +245,7 @@ class Metrics(Mapping[int, Mapping[str, UpdateQuality]]):
         return result
 
     def overall(self, kind: str = "parameter") -> dict[int, UpdateQuality]:
-        """By step, over all tensors of a kind.
+        """The measurements by step, over all tensors of a kind.
 
         Args:
             kind: ``parameter``, or the name of a state: :attr:`MeasuredTensor.kind`. Updates of different
@@ -255,13 +255,13 @@ class Metrics(Mapping[int, Mapping[str, UpdateQuality]]):
         return {step: values[""] for step, values in by_step.items()}
 
     def by_group(self, kind: str = "parameter") -> dict[int, dict[int | None, UpdateQuality]]:
-        """By step and number of the parameter group; of several optimizers, those of the same number."""
+        """The measurements by step and number of the parameter group, over all optimizers."""
         return self.by(lambda tensor: tensor.group, kind)
 
     def by_module(
         self, depth: int | None = None, kind: str = "parameter"
     ) -> dict[int, dict[str, UpdateQuality]]:
-        """By step and module prefix.
+        """The measurements by step and module prefix.
 
         Args:
             depth: how many parts of the module's name count: of ``blocks.0.mlp``, 1 leaves ``blocks``; all of
@@ -271,7 +271,7 @@ class Metrics(Mapping[int, Mapping[str, UpdateQuality]]):
         return self.by(lambda tensor: ".".join(tensor.module.split(".")[:depth]), kind)
 
     def by_kind(self) -> dict[int, dict[str, UpdateQuality]]:
-        """By step and kind: ``parameter``, ``exp_avg_sq``, ..."""
+        """The measurements by step and kind: ``parameter``, ``exp_avg_sq``, ..."""
         return self.by(lambda tensor: tensor.kind, None)
 
     def scalars(self, prefix: str = "collage/") -> dict[str, float]:
@@ -326,5 +326,5 @@ def _plain(value: object) -> object:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-#: Of a CSV file.
+#: The columns of :meth:`Metrics.to_csv`.
 COLUMNS = ("step", "tensor", "kind", "module", "group", "step_of", *DERIVED, "elements", *ROW)
