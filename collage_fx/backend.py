@@ -11,7 +11,7 @@ import torch
 from torch.fx import GraphModule
 from torch.optim import Optimizer
 
-from collage_fx.capture import Families, families_of, forget_new_state, numbers, rows_to_trace, watch
+from collage_fx.capture import Families, families_of, rows_to_trace, watch
 from collage_fx.compilation import Capture, CaptureOfFamilies
 from collage_fx.errors import (
     InvalidOptionError,
@@ -28,10 +28,9 @@ from collage_fx.runtime import Meter, Metrics, prepare_compiler
 from collage_fx.torch_compat import (
     ThinnedLists,
     TraceWhole,
-    inductor_compile_inner,
+    inductor_compile_as_it_is,
     mode_options,
     needs_autograd,
-    thin_lists,
     thinned_lists,
 )
 
@@ -211,7 +210,7 @@ class CollageBackend:
         """A rewritten step, or a graph that is left as it is, to a callable in AOTAutograd's convention."""
         if isinstance(graph, StepProgram):
             return lower(graph, example_inputs, inductor_options)
-        return inductor_compile_inner(graph, example_inputs, **inductor_options)
+        return inductor_compile_as_it_is(graph, example_inputs, **inductor_options)
 
     def lower_families(self, program: StepProgram, families: Families, repetition: Repetition) -> Any:
         """The whole step, a function of a list, from the rewritten step of one of each family.
@@ -259,6 +258,10 @@ def backend_for(**options: Any) -> CollageBackend:
     return _by_options.setdefault(backend.options, backend)
 
 
+def _is_ours(compiler: Any) -> bool:
+    return compiler is collage or isinstance(compiler, CollageBackend)
+
+
 def _compensating(compiler: Any, keywords: dict[str, Any]) -> CollageBackend | None:
     """What ``torch.compile`` was given, if it is a collage backend that compensates something."""
     backend = backend_for(**(keywords.get("options") or {})) if compiler is collage else compiler
@@ -278,6 +281,4 @@ def _rows_to_trace(
     return rows_to_trace(rows) if backend is not None and backend.finds_families() else None
 
 
-numbers.install()
-thin_lists(_rows_to_trace, forget_new_state)
-watch.install(_strictness)
+watch.install(_is_ours, _strictness, _rows_to_trace)

@@ -73,6 +73,7 @@ from collage_fx.runtime import (
     require_format,
 )
 from collage_fx.torch_compat import (
+    OpOverload,
     aot_input_of,
     compile_with_inductor,
     factorizes,
@@ -159,7 +160,7 @@ class Capture:
             self.dynamo_module,
             self.arguments,
             inner_compile=self.compile,
-            decompositions=numbers.decompositions(),
+            decompositions=numbers.decompositions() if self.options.strategy != "none" else None,
             config_patches=patches,
         )
 
@@ -209,7 +210,7 @@ class Capture:
         Dynamo traces past it: a tensor without values has a factorization in every format.
         """
         for node in gm.graph.nodes:
-            if isinstance(node.target, torch._ops.OpOverload) and factorizes(node.target):
+            if isinstance(node.target, OpOverload) and factorizes(node.target):
                 low = next(filter(is_low_precision_tensor, node.all_input_nodes), None)
                 if low is not None:
                     dtype = short_name(low.meta["val"].dtype)

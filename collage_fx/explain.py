@@ -19,6 +19,7 @@ from collage_fx.graph import Repetition, Role, StepProgram
 from collage_fx.numerics import is_low_precision
 from collage_fx.report import CollageReport
 from collage_fx.runtime import known_tensors
+from collage_fx.torch_compat import is_dynamos, takes_a_list
 
 __all__ = ["explain"]
 
@@ -78,8 +79,7 @@ def _interpreted(gm: GraphModule, auxiliaries: Sequence[torch.fx.Node]) -> Calla
     def run(arguments: list[Any]) -> Any:
         return gm(*arguments, *(torch.empty_strided(*layout[:2], **layout[2]).zero_() for layout in layouts))
 
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
+    return takes_a_list(run)
 
 
 def _layout(value: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]:
@@ -136,7 +136,7 @@ def _with_code_of_its_own(
     few: explaining must not use up what the real step may need.
     """
     copies = {} if copies is None else copies
-    if not isinstance(function, types.FunctionType) or function.__module__.startswith("torch._dynamo"):
+    if not isinstance(function, types.FunctionType) or is_dynamos(function):
         return function
     if id(function) not in copies:
         cells = tuple(types.CellType() for _ in function.__closure__ or ())

@@ -142,10 +142,11 @@ def _computed(editor: GraphEditor, node: Node) -> torch.Tensor | None:
         return None
     if node.target in MOVES:
         return _number(operands[0])
-    if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.pointwise not in node.target.tags:
+    operator: Any = node.target
+    if torch.Tag.pointwise not in getattr(operator, "tags", ()):
         return None
     args, kwargs = map_arg((node.args, node.kwargs), _number)
-    return cast("torch.Tensor", node.target(*args, **kwargs))
+    return cast("torch.Tensor", operator(*args, **kwargs))
 
 
 def _is_number(node: Node) -> bool:

@@ -38,16 +38,20 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
-from torch.utils import _pytree as pytree
 
 from collage_fx.capture.thinning import ListRows, is_plain, layout_of
 from collage_fx.graph import Groups, InputInfo, Repetition
-from collage_fx.torch_compat import ThinnedLists
+from collage_fx.torch_compat import (
+    SET_GRAD_ENABLED,
+    ThinnedLists,
+    pytree,
+    storage_of,
+)
 
 __all__ = ["Families", "families_of"]
 
 #: Nodes without operands that stand for no value but change how the following are captured.
-MODES = frozenset({torch._C._set_grad_enabled})
+MODES = frozenset({SET_GRAD_ENABLED})
 
 #: Python's operators that change their first operand: ``step += 1``.
 IN_PLACE = frozenset({"iadd", "isub", "imul", "itruediv", "ipow"})
@@ -164,7 +168,7 @@ class _Search:
             and all(self.rows.is_left_out(value) for value in self.inputs if id(value) not in traced)
             and not (self.rows.thinned and self._returned())
             and all(map(is_plain, tensors))
-            and len({value.untyped_storage()._cdata for value in tensors}) == len(tensors)
+            and len({storage_of(value) for value in tensors}) == len(tensors)
             and all(isinstance(value, (Tensor, torch.SymInt, torch.SymFloat)) for value in self.inputs)
             and all(map(self._is_understood, self.gm.graph.nodes))
             and all(isinstance(result, Node) and _is_tensor(result) for result in self._returned())

@@ -17,23 +17,25 @@ not touched.
 
 ``math.pow(beta, step)``, the usual bias correction, is one step earlier: Dynamo itself burns the arguments of
 ``math`` functions in. It has a Python spelling that Dynamo traces, ``float(beta) ** float(step)``, and is
-told to trace that (:func:`collage_fx.torch_compat.trace_instead`).
+told to trace that (``torch_compat/patch_numbers.py``).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from collage_fx.graph import COMPOSITES, foreach_calls, foreach_name, foreach_rule, is_one
-from collage_fx.torch_compat import functional_decompositions, keep_numbers_symbolic, trace_instead
+from collage_fx.torch_compat import (
+    functional_decompositions,
+    pytree,
+    schema_of,
+)
 
-__all__ = ["decompositions", "install"]
+__all__ = ["decompositions"]
 
 aten = torch.ops.aten
 
@@ -121,7 +123,7 @@ def decompositions() -> dict[Any, Decomposition]:
 def _overloads(packet: Any) -> list[Any]:
     """The functional overloads on tensors of an operator."""
     overloads = [getattr(packet, name) for name in packet.overloads()]
-    return [each for each in overloads if "Tensor" in str(each._schema) and not each._schema.is_mutable]
+    return [each for each in overloads if "Tensor" in str(schema_of(each)) and not schema_of(each).is_mutable]
 
 
 def _each(rule: Decomposition) -> Decomposition:
@@ -143,13 +145,3 @@ def _where_symbolic(rule: Decomposition, otherwise: Decomposition | None) -> Dec
         return result
 
     return decomposition
-
-
-def _python_pow(x: float, y: float, /) -> float:
-    return float(x) ** float(y)
-
-
-def install() -> None:
-    """Have Dynamo trace the scalar functions that it would burn in, and AOTAutograd keep symbols symbolic."""
-    keep_numbers_symbolic()
-    trace_instead(math.pow, _python_pow)

@@ -38,7 +38,6 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from collage_fx.capture.inputs import carried
 from collage_fx.errors import EagerStepError
@@ -46,16 +45,19 @@ from collage_fx.graph import FOREACH_OPERATORS, foreach_calls, foreach_name, for
 from collage_fx.numerics import is_low_precision
 from collage_fx.torch_compat import (
     FakeTensorMode,
+    TorchDispatchMode,
+    base_of,
     compile_lock,
     depends_on_values,
     disabled_torch_function,
-    run_compiled_functions_as_they_are_if,
-    trace_instead,
+    is_held_by_torch,
+    schema_of,
+    storage_of,
     without_modes,
     wrapper_subclass,
 )
 
-__all__ = ["Deferred", "Recorder", "Spec"]
+__all__ = ["Deferred", "Recorder", "Spec", "is_recording"]
 
 aten = torch.ops.aten
 
@@ -488,7 +490,7 @@ class Recorder(TorchDispatchMode):
                     self._become(segment.tensors[value], segment.real(value))
 
     def _become(self, deferred: Tensor, real: Tensor) -> None:
-        if deferred._use_count() == 1:  # type: ignore[attr-defined]
+        if not is_held_by_torch(deferred):
             torch.utils.swap_tensors(deferred, real)
         else:
             assert isinstance(deferred, Deferred)
@@ -615,30 +617,26 @@ class _Function:
 
 
 def _refuse_to_be_run() -> None:
-    """In a graph that is to be compiled: Dynamo traces :func:`_nothing` instead."""
-    raise EagerStepError(
-        "a part of a recorded step would run eagerly, that is without error terms",
-        where="a graph that torch.compile was given",
-        remedy="switch torch.compile on again (TORCHDYNAMO_DISABLE, torch.compiler.set_stance, a "
-        "TorchDispatchMode around the step), or step the optimizer without this backend",
-    )
-
-
-def _nothing() -> None:
-    pass
-
-
-trace_instead(_refuse_to_be_run, _nothing)
+    """In a graph that is to be compiled: there is nothing of it in what Dynamo traces."""
+    if not torch.compiler.is_dynamo_compiling():
+        raise EagerStepError(
+            "a part of a recorded step would run eagerly, that is without error terms",
+            where="a graph that torch.compile was given",
+            remedy="switch torch.compile on again (TORCHDYNAMO_DISABLE, torch.compiler.set_stance, a "
+            "TorchDispatchMode around the step), or step the optimizer without this backend",
+        )
 
 
 class _Recording(threading.local):
-    """Whether operations that this thread calls are being recorded."""
-
     now = False
 
 
 _recording = _Recording()
-run_compiled_functions_as_they_are_if(lambda: _recording.now)
+
+
+def is_recording() -> bool:
+    """Whether operations that this thread calls are being recorded."""
+    return _recording.now
 
 
 # What is known of operators. --------------------------------------------------------------------------------
@@ -670,7 +668,7 @@ class _Signature:
 
     @property
     def has_several_results(self) -> bool:
-        returns = self.operator._schema.returns
+        returns = schema_of(self.operator).returns
         return len(returns) > 1 or any("List" in str(result.type) for result in returns)
 
 
@@ -705,7 +703,7 @@ _OF_SHAPES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 
 
 def _read_schema(func: Any) -> _Signature:
-    schema = func._schema
+    schema = schema_of(func)
     aliased = {
         frozenset(argument.alias_info.before_set): argument.name
         for argument in schema.arguments
@@ -726,7 +724,7 @@ def _read_schema(func: Any) -> _Signature:
         ),
         writes=tuple(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write),
         results=tuple(results),
-        reads_no_values=func in _OF_SHAPES or func._schema.name.endswith("_like"),
+        reads_no_values=func in _OF_SHAPES or schema.name.endswith("_like"),
         is_immediate=depends_on_values(func),
         element_rule=_element_rule(foreach_name(func).removesuffix("_")),
     )
@@ -765,8 +763,9 @@ def _with_real(argument: Any) -> Any:
 
 def _whole(tensor: Tensor) -> Tensor:
     """A tensor that contains what the given one, perhaps a view, shares its memory with."""
-    if tensor._base is not None and tensor._base.dtype == tensor.dtype:
-        return tensor._base
+    base = base_of(tensor)
+    if base is not None and base.dtype == tensor.dtype:
+        return base
     storage = tensor.untyped_storage()
     if tensor.numel() * tensor.itemsize == storage.nbytes():
         return tensor
@@ -805,4 +804,4 @@ def _without_values(argument: Any) -> Any:
 
 
 def _storage_of(tensor: Tensor) -> int:
-    return -1 if type(tensor) is Deferred else int(tensor.untyped_storage()._cdata)
+    return -1 if type(tensor) is Deferred else storage_of(tensor)

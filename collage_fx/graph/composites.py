@@ -13,7 +13,11 @@ from typing import Any
 
 import torch
 
-from collage_fx.torch_compat import prims_fma
+from collage_fx.torch_compat import (
+    OpOverload,
+    prims_fma,
+    schema_of,
+)
 
 __all__ = [
     "COMPOSITES",
@@ -112,7 +116,7 @@ FOREACH: dict[str, Callable[..., Any]] = {
 
 #: ``_foreach_NAME`` -> the operator that does it to each element, and its last arguments, where that depends
 #: on the element's shape, so that it can't be traced once for all.
-FOREACH_OPERATORS: dict[str, tuple[torch._ops.OpOverload, tuple[Any, ...]]] = {
+FOREACH_OPERATORS: dict[str, tuple[OpOverload, tuple[Any, ...]]] = {
     "copy": (aten.copy.default, ()),
     "mm": (aten.mm.default, ()),
     "zero": (aten.full_like.default, (0,)),
@@ -121,9 +125,9 @@ FOREACH_OPERATORS: dict[str, tuple[torch._ops.OpOverload, tuple[Any, ...]]] = {
 
 def foreach_name(target: Any) -> str:
     """NAME of an operator ``aten::_foreach_NAME``; empty for others."""
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return ""
-    namespace, _, name = target._schema.name.partition("::_foreach_")
+    namespace, _, name = schema_of(target).name.partition("::_foreach_")
     return name if namespace == "aten" else ""
 
 

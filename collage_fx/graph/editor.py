@@ -10,15 +10,17 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import Target, map_arg
-from torch.utils import _pytree as pytree
 
 from collage_fx.graph.nodes import PASS_MARK, aten, is_copy_to_input, placeholders, prims, tensor_value
 from collage_fx.torch_compat import (
+    OpOverload,
     another_fake,
     detect_fake_mode,
     functional_decompositions,
     make_fx,
+    pytree,
     real_tensors,
+    storage_of,
 )
 
 __all__ = ["GraphEditor"]
@@ -166,7 +168,7 @@ class GraphEditor:
 
 def _kind_of_call(target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What the shape, strides and dtype of an elementwise result depend on; None if that is not known."""
-    if kwargs or not isinstance(target, torch._ops.OpOverload):
+    if kwargs or not isinstance(target, OpOverload):
         return None
     if torch.Tag.pointwise not in target.tags and target is not prims.convert_element_type.default:
         return None
@@ -187,8 +189,8 @@ def _kind_of_call(target: Target, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 def _is_view(value: Any, args: tuple[Any, ...]) -> bool:
     operands = [tensor_value(arg) for arg in args]
-    storages = [operand.untyped_storage()._cdata for operand in operands if operand is not None]
-    return not isinstance(value, torch.Tensor) or value.untyped_storage()._cdata in storages
+    storages = [storage_of(operand) for operand in operands if operand is not None]
+    return not isinstance(value, torch.Tensor) or storage_of(value) in storages
 
 
 def _callable(target: Target) -> Callable[..., Any]:

@@ -21,6 +21,7 @@ from collage_fx.graph.editor import GraphEditor
 from collage_fx.graph.nodes import is_copy_to_input, is_low_precision_tensor, tensor_value
 from collage_fx.graph.operators import round_to_storage
 from collage_fx.numerics import is_low_precision, storage_format
+from collage_fx.torch_compat import OpOverload
 
 __all__ = ["Retyper", "is_movement", "is_pointwise", "is_transparent"]
 
@@ -79,7 +80,7 @@ def _packet(target: Any) -> Any:
 
 def is_pointwise(node: Node) -> bool:
     """Whether each element of the result depends on the same element of the operands alone."""
-    return isinstance(node.target, torch._ops.OpOverload) and (
+    return isinstance(node.target, OpOverload) and (
         torch.Tag.pointwise in node.target.tags or _packet(node.target) is prims.convert_element_type
     )
 

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
-from torch.utils import _pytree as pytree
 
 from collage_fx.graph import ONCE, Repetition, is_copy_to_input, placeholders
 from collage_fx.lowering.kernels import MANY, Rule, compile_rule, rule_of, samples_first
@@ -26,6 +25,7 @@ from collage_fx.torch_compat import (
     inductor_compile_inner,
     innermost_callable,
     prepare_cpp_compiler,
+    pytree,
 )
 
 __all__ = ["lower_in_parts", "repeated_step"]

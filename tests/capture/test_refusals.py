@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from collage_fx import CollageBackend, error_terms, full_value
 from collage_fx.errors import AliasedStateError, UnsupportedTensorError
-from collage_fx.program import Strategy
+from collage_fx.graph.program import Strategy
 from tests.support.refusals import refused
 from tests.support.training import (
     Descent,

@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from collage_fx import CollageBackend, error_terms, full_value
 from collage_fx.errors import CheckpointMismatchError, ConflictingErrorFormatError
-from collage_fx.names import known_tensors
+from collage_fx.runtime.optimizers import known_tensors
 from tests.support import resume
 from tests.support.training import (
     Descent,
