@@ -11,7 +11,7 @@ import torch
 from torch.fx import GraphModule
 from torch.optim import Optimizer
 
-from collage_fx.capture import forget_new_state, numbers, rows_to_trace, watch
+from collage_fx.capture import rows_to_trace, watch
 from collage_fx.compilation import Compilation
 from collage_fx.errors import InvalidOptionError
 from collage_fx.graph import Arithmetic, Reason, StepProgram, Strategy, device_facts
@@ -20,7 +20,7 @@ from collage_fx.options import MODES, Options, refuse_unless
 from collage_fx.pipeline import PIPELINE, Pass
 from collage_fx.report import CollageReport, GraphReport, plot
 from collage_fx.runtime import Meter, Metrics, prepare_compiler
-from collage_fx.torch_compat import inductor_compile_inner, mode_options, thin_lists
+from collage_fx.torch_compat import inductor_compile_as_it_is, mode_options
 
 __all__ = ["CollageBackend", "backend_for", "collage", "collage_backend"]
 
@@ -170,7 +170,7 @@ class CollageBackend:
     ) -> Callable[[list[Any]], Any]:
         """A graph that is left alone to a callable in AOTAutograd's convention."""
         return cast(
-            "Callable[[list[Any]], Any]", inductor_compile_inner(gm, example_inputs, **inductor_options)
+            "Callable[[list[Any]], Any]", inductor_compile_as_it_is(gm, example_inputs, **inductor_options)
         )
 
 
@@ -219,6 +219,10 @@ def _compensating(compiler: Any, keywords: dict[str, Any]) -> CollageBackend | N
     return backend if compensates else None
 
 
+def _is_ours(compiler: Any) -> bool:
+    return compiler is collage or isinstance(compiler, CollageBackend)
+
+
 def _strictness(compiler: Any, keywords: dict[str, Any]) -> bool | None:
     backend = _compensating(compiler, keywords)
     return None if backend is None else backend.options.strict
@@ -232,6 +236,4 @@ def _rows_to_trace(
     return rows_to_trace(rows) if by_family else None
 
 
-numbers.install()
-thin_lists(_rows_to_trace, forget_new_state)
-watch.install(_strictness)
+watch.install(_is_ours, _strictness, _rows_to_trace)

@@ -74,6 +74,7 @@ from collage_fx.runtime import (
     require_format,
 )
 from collage_fx.torch_compat import (
+    OpOverload,
     TraceWhole,
     aot_input_of,
     compile_with_inductor,
@@ -224,7 +225,7 @@ class Compilation:
             module,
             arguments,
             inner_compile=inner_compile,
-            decompositions=decompositions(),
+            decompositions=decompositions() if self.options.strategy != "none" else None,
             config_patches=self.settings,
         )
 
@@ -306,7 +307,7 @@ class Compilation:
             return
         assignments_to_stores(gm)
         for node in gm.graph.nodes:
-            if isinstance(node.target, torch._ops.OpOverload) and factorizes(node.target):
+            if isinstance(node.target, OpOverload) and factorizes(node.target):
                 low = next(filter(is_low_precision_tensor, node.all_input_nodes), None)
                 if low is not None:
                     reason = f"{node.target} is not implemented for {short_name(low.meta['val'].dtype)}"

@@ -28,6 +28,7 @@ from collage_fx.lowering import Lowered, interpreted, rules_of
 from collage_fx.numerics import is_low_precision
 from collage_fx.report import CollageReport
 from collage_fx.runtime import known_tensors
+from collage_fx.torch_compat import is_dynamos
 
 __all__ = ["explain"]
 
@@ -164,7 +165,7 @@ def _with_code_of_its_own(
     few: explaining must not use up what the real step may need.
     """
     copies = {} if copies is None else copies
-    if not isinstance(function, types.FunctionType) or function.__module__.startswith("torch._dynamo"):
+    if not isinstance(function, types.FunctionType) or is_dynamos(function):
         return function
     if id(function) not in copies:
         cells = tuple(types.CellType() for _ in function.__closure__ or ())

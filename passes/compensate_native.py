@@ -37,7 +37,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Node
-from torch.utils import _pytree as pytree
+from torch.fx.node import map_arg
 
 from collage_fx.graph import (
     GraphEditor,
@@ -166,7 +166,7 @@ class _PathRewriter:
         return self._split(self._on_whole_values(node)) if is_pointwise(node.target) else None
 
     def _moved(self, node: Node, part: Callable[[Node], Node]) -> Node:
-        args, kwargs = pytree.tree_map_only(Node, part, (node.args, dict(node.kwargs)))
+        args, kwargs = map_arg((node.args, dict(node.kwargs)), part)
         return self.editor.call(node.target, *args, **kwargs)
 
     def _low_part(self, operand: Node) -> Node:
@@ -200,7 +200,7 @@ class _PathRewriter:
                 else operand
             )
 
-        args, kwargs = pytree.tree_map_only(Node, widened, (node.args, dict(node.kwargs)))
+        args, kwargs = map_arg((node.args, dict(node.kwargs)), widened)
         return self.editor.call(node.target, *args, **kwargs)
 
     def _whole(self, node: Node) -> Node:

@@ -39,16 +39,15 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
-from torch.utils import _pytree as pytree
 
 from collage_fx.capture.thinning import ListRows, is_plain, layout_of
 from collage_fx.graph import Groups, InputInfo, Reason, Repetition, device_facts
-from collage_fx.torch_compat import ThinnedLists
+from collage_fx.torch_compat import SET_GRAD_ENABLED, ThinnedLists, pytree, storage_of
 
 __all__ = ["Families", "families_of"]
 
 #: Nodes without operands that stand for no value but change how the following are captured.
-MODES = frozenset({torch._C._set_grad_enabled})
+MODES = frozenset({SET_GRAD_ENABLED})
 
 
 @dataclass(frozen=True)
@@ -174,7 +173,7 @@ class _Search:
                     return Reason(f"on {value.device.type} a step is compiled as one", name)
                 if not is_plain(value):
                     return Reason("this input is no ordinary dense tensor of known sizes", name)
-                first = memory.setdefault(value.untyped_storage()._cdata, name)
+                first = memory.setdefault(storage_of(value), name)
                 if first != name:
                     return Reason(f"this input shares memory with {first}", name)
             elif not isinstance(value, (torch.SymInt, torch.SymFloat)):

@@ -16,23 +16,21 @@ not touched.
 
 ``math.pow(beta, step)``, the usual bias correction, is one step earlier: Dynamo itself burns the arguments of
 ``math`` functions in. It has a Python spelling that Dynamo traces, ``float(beta) ** float(step)``, and is
-told to trace that (:func:`collage_fx.torch_compat.trace_instead`).
+told to trace that (``torch_compat/patch_numbers.py``).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from collage_fx.graph import OPERATORS, composite_of, facts_of, foreach_calls, foreach_name, foreach_rule
-from collage_fx.torch_compat import functional_decompositions, keep_numbers_symbolic, trace_instead
+from collage_fx.torch_compat import functional_decompositions, pytree, schema_of
 
-__all__ = ["decompositions", "install"]
+__all__ = ["decompositions"]
 
 Decomposition = Callable[..., Any]
 
@@ -55,7 +53,7 @@ def _functional_overloads() -> Iterator[Any]:
         namespace, operator, *_ = name.split(".")
         packet = getattr(getattr(torch.ops, namespace), operator, None)
         for overload in () if packet is None else map(partial(getattr, packet), packet.overloads()):
-            if "Tensor" in str(overload._schema) and not overload._schema.is_mutable:
+            if "Tensor" in str(schema_of(overload)) and not schema_of(overload).is_mutable:
                 yield overload
 
 
@@ -76,13 +74,3 @@ def _where_symbolic(
         return NotImplemented if chosen is None else chosen(*args, **kwargs)
 
     return decomposition
-
-
-def _python_pow(x: float, y: float, /) -> float:
-    return float(x) ** float(y)
-
-
-def install() -> None:
-    """Have Dynamo trace the scalar functions that it would burn in, and AOTAutograd keep symbols symbolic."""
-    keep_numbers_symbolic()
-    trace_instead(math.pow, _python_pow)

@@ -39,7 +39,6 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from collage_fx.capture.inputs import carried
 from collage_fx.errors import EagerStepError
@@ -57,15 +56,18 @@ from collage_fx.numerics import is_low_precision
 from collage_fx.runtime import change_layout, expansion_of
 from collage_fx.torch_compat import (
     FakeTensorMode,
+    TorchDispatchMode,
+    base_of,
     compile_lock,
     disabled_torch_function,
-    run_compiled_functions_as_they_are_if,
-    trace_instead,
+    is_held_by_torch,
+    schema_of,
+    storage_of,
     without_modes,
     wrapper_subclass,
 )
 
-__all__ = ["Deferred", "Recorder", "Spec"]
+__all__ = ["Deferred", "Recorder", "Spec", "is_recording"]
 
 aten = torch.ops.aten
 
@@ -551,7 +553,7 @@ class Recorder(TorchDispatchMode):
                     self._become(segment.tensors[value], segment.real(value))
 
     def _become(self, deferred: Tensor, real: Tensor) -> None:
-        if deferred._use_count() == 1:  # type: ignore[attr-defined]
+        if not is_held_by_torch(deferred):
             torch.utils.swap_tensors(deferred, real)
         else:
             assert isinstance(deferred, Deferred)
@@ -678,20 +680,14 @@ class _Function:
 
 
 def _refuse_to_be_run() -> None:
-    """In a graph that is to be compiled: Dynamo traces :func:`_nothing` instead."""
-    raise EagerStepError(
-        "a part of a recorded step would run eagerly, that is without error terms",
-        where="a graph that torch.compile was given",
-        remedy="switch torch.compile on again (TORCHDYNAMO_DISABLE, torch.compiler.set_stance, a "
-        "TorchDispatchMode around the step), or step the optimizer without this backend",
-    )
-
-
-def _nothing() -> None:
-    pass
-
-
-trace_instead(_refuse_to_be_run, _nothing)
+    """In a graph that is to be compiled: there is nothing of it in what Dynamo traces."""
+    if not torch.compiler.is_dynamo_compiling():
+        raise EagerStepError(
+            "a part of a recorded step would run eagerly, that is without error terms",
+            where="a graph that torch.compile was given",
+            remedy="switch torch.compile on again (TORCHDYNAMO_DISABLE, torch.compiler.set_stance, a "
+            "TorchDispatchMode around the step), or step the optimizer without this backend",
+        )
 
 
 class _Recording(threading.local):
@@ -701,7 +697,11 @@ class _Recording(threading.local):
 
 
 _recording = _Recording()
-run_compiled_functions_as_they_are_if(lambda: _recording.now)
+
+
+def is_recording() -> bool:
+    """Whether operations that this thread calls are being recorded."""
+    return _recording.now
 
 
 # What is known of operators. --------------------------------------------------------------------------------
@@ -733,7 +733,7 @@ class _Signature:
 
     @property
     def has_several_results(self) -> bool:
-        returns = self.operator._schema.returns
+        returns = schema_of(self.operator).returns
         return len(returns) > 1 or any("List" in str(result.type) for result in returns)
 
 
@@ -753,7 +753,7 @@ def _draws_16_bits(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _read_schema(func: Any) -> _Signature:
-    schema = func._schema
+    schema = schema_of(func)
     aliased = {
         frozenset(argument.alias_info.before_set): argument.name
         for argument in schema.arguments
@@ -812,8 +812,9 @@ def _for_each_tensor(function: Callable[[Tensor], Tensor], argument: Any) -> Any
 
 def _whole(tensor: Tensor) -> Tensor:
     """A tensor that contains what the given one, perhaps a view, shares its memory with."""
-    if tensor._base is not None and tensor._base.dtype == tensor.dtype:
-        return tensor._base
+    base = base_of(tensor)
+    if base is not None and base.dtype == tensor.dtype:
+        return base
     storage = tensor.untyped_storage()
     if tensor.numel() * tensor.itemsize == storage.nbytes():
         return tensor
@@ -859,4 +860,4 @@ def _without_values(argument: Any) -> Any:
 
 
 def _storage_of(tensor: Tensor) -> int:
-    return -1 if type(tensor) is Deferred else int(tensor.untyped_storage()._cdata)
+    return -1 if type(tensor) is Deferred else storage_of(tensor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,11 +15,17 @@ from torch.overrides import TorchFunctionMode
 
 from collage_fx.capture.inputs import carried
 from collage_fx.capture.new_state import forget_new_state, remember_state
-from collage_fx.capture.recorder import Recorder, Spec
+from collage_fx.capture.recorder import Recorder, Spec, is_recording
 from collage_fx.capture.refusals import refuse_optimizer
 from collage_fx.errors import CollageError, RecompileLimitError, raise_or_warn
 from collage_fx.runtime import expansion_of, known_tensors, parameter_names
-from collage_fx.torch_compat import MARK, forget_static_addresses, is_step_wrapper
+from collage_fx.torch_compat import (
+    forget_static_addresses,
+    is_step_wrapper,
+    reroute_steps,
+    running_compiled_functions_as_they_are_if,
+    storage_of,
+)
 
 __all__ = ["branches_on_values", "is_recordable", "is_recorded", "record", "why_recorded"]
 
@@ -76,21 +82,8 @@ def record(
         level: of the message that says so.
     """
     log.log(level, "%s: its steps are run by Python and recorded: %s", type(optimizer).__name__, reason)
-    _reroute(type(optimizer))
+    reroute_steps(type(optimizer), _switched)
     vars(optimizer)[RECORDING] = _Recording(optimizer, backend, keywords, reason, strict=strict)
-
-
-def _reroute(cls: type[Optimizer]) -> None:
-    """Put a switch in front of a class's own ``step``, behind the wrapper that torch has put around it.
-
-    There it is met by every call: of the bound method that ``torch.compile`` was given, and of a scheduler's
-    or a trainer's wrapper.
-    """
-    wrapper = cast(Any, cls.step)
-    cell = wrapper.__closure__[wrapper.__code__.co_freevars.index("func")]
-    step = cell.cell_contents
-    if not hasattr(step, MARK):
-        cell.cell_contents = _switched(step)
 
 
 def _switched(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -100,7 +93,6 @@ def _switched(step: Callable[..., Any]) -> Callable[..., Any]:
             return step(self, *args, **kwargs)
         return recording.run(step, self, args, kwargs)
 
-    setattr(switched, MARK, step)
     return switched
 
 
@@ -147,7 +139,12 @@ class _Recording:
         kwargs = {name: closures(value) for name, value in kwargs.items()}
         _active.now = True
         try:
-            with torch.no_grad(), self._recorder, _ReadsOfMemory(self._recorder):
+            with (
+                running_compiled_functions_as_they_are_if(is_recording),
+                torch.no_grad(),
+                self._recorder,
+                _ReadsOfMemory(self._recorder),
+            ):
                 result = step(optimizer, *args, **kwargs)
                 self._recorder.finish(successfully=True)
         except BaseException:
@@ -163,7 +160,7 @@ class _Recording:
         self._parameters.clear()
         self._roles.clear()
         for _, parameter in parameter_names(optimizer):
-            self._parameters[parameter.untyped_storage()._cdata] = parameter
+            self._parameters[storage_of(parameter)] = parameter
             self._roles[id(parameter)] = "parameter"
             if parameter.grad is not None:
                 self._roles[id(parameter.grad)] = "gradient"

@@ -24,7 +24,12 @@ from collage_fx.errors import AliasedStateError, UnsupportedOptimizerError, Unsu
 from collage_fx.graph import DEVICES, InputInfo, Role, assignments, copies_to_inputs, is_dense, placeholders
 from collage_fx.numerics import is_low_precision
 from collage_fx.runtime import KnownTensor, parameter_names, refuse_layout
-from collage_fx.torch_compat import aot_input_of, has_internal_overlap, is_made_of_tensors
+from collage_fx.torch_compat import (
+    aot_input_of,
+    has_internal_overlap,
+    is_made_of_tensors,
+    storage_of,
+)
 
 __all__ = ["refuse_aliases", "refuse_optimizer", "refuse_overlaps", "refuse_unsupported"]
 
@@ -90,7 +95,7 @@ def refuse_overlaps(known: Iterable[KnownTensor]) -> None:
         if entry.role in (Role.PARAMETER, Role.STATE) and is_low_precision(tensor.dtype) and is_dense(tensor):
             start = int(tensor.storage_offset())
             region = (start, start + tensor.numel(), entry.name)
-            regions.setdefault(tensor.untyped_storage()._cdata, []).append(region)
+            regions.setdefault(storage_of(tensor), []).append(region)
     for in_one_storage in regions.values():
         in_one_storage.sort()
         for (_, end, name), (start, _, other) in itertools.pairwise(in_one_storage):
@@ -188,5 +193,5 @@ def _sharing_memory(known: Iterable[KnownTensor]) -> list[str]:
     groups: dict[int, list[str]] = {}
     for entry in known:
         if entry.tensor.layout is torch.strided and is_low_precision(entry.tensor.dtype):
-            groups.setdefault(entry.tensor.untyped_storage()._cdata, []).append(entry.name)
+            groups.setdefault(storage_of(entry.tensor), []).append(entry.name)
     return next((names for names in groups.values() if len(names) > 1), [])

@@ -41,7 +41,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from collage_fx.capture.new_state import forget_new_state, remember_state
@@ -61,13 +60,14 @@ from collage_fx.torch_compat import (
     ConvertAgain,
     GraphBreak,
     RunAsItIs,
+    Thin,
+    Watch,
+    before_eager_steps,
     current_trace,
     dynamo_recompile_limit,
     is_being_stepped,
     is_step_wrapper,
     watch_conversions,
-    watch_graph_breaks,
-    watch_traced_optimizers,
 )
 
 __all__ = ["install", "note_compiled_step", "record_instead"]
@@ -93,23 +93,28 @@ _conversions = WeakIdKeyDictionary()
 _compiled: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
 
 
-def install(strictness: Strictness) -> None:
-    """Start watching Dynamo and eager steps. A second call replaces the first."""
-    watch_traced_optimizers(lambda *traced: _at_trace(strictness, *traced))
+def install(is_ours: Callable[[Any], bool], strictness: Strictness, rows_to_trace: Thin) -> None:
+    """Start watching Dynamo and eager steps. A second call replaces the first.
+
+    Args:
+        is_ours: whether what ``torch.compile`` was given is a backend of ours.
+        strictness: how it is to be treated, at each conversion of a function.
+        rows_to_trace: see :class:`~collage_fx.torch_compat.Watch`.
+    """
     watch_conversions(
-        lambda *conversion: _before_conversion(strictness, *conversion),
-        _after_conversion,
-        lambda *conversion: _at_failed_conversion(strictness, *conversion),
-        SETTINGS,
+        Watch(
+            is_ours,
+            lambda *conversion: _before_conversion(strictness, *conversion),
+            _after_conversion,
+            lambda *conversion: _at_failed_conversion(strictness, *conversion),
+            lambda *traced: _at_trace(strictness, *traced),
+            lambda *graph_break: _at_graph_break(strictness, *graph_break),
+            rows_to_trace,
+            forget_new_state,
+            SETTINGS,
+        )
     )
-    watch_graph_breaks(lambda *graph_break: _at_graph_break(strictness, *graph_break))
-    global _hook
-    if _hook is not None:
-        _hook.remove()
-    _hook = register_optimizer_step_pre_hook(_before_eager_step)
-
-
-_hook: Any = None
+    before_eager_steps(_before_eager_step)
 
 
 def note_compiled_step(optimizer: Optimizer, *, strict: bool) -> None:

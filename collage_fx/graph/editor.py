@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import Target, map_arg
-from torch.utils import _pytree as pytree
 
 from collage_fx.graph.nodes import PASS_MARK, aten, is_copy_to_input, placeholders, prims, tensor_value
 from collage_fx.graph.operator_facts import is_pointwise
@@ -19,7 +18,9 @@ from collage_fx.torch_compat import (
     detect_fake_mode,
     functional_decompositions,
     make_fx,
+    pytree,
     real_tensors,
+    storage_of,
 )
 
 __all__ = ["GraphEditor"]
@@ -186,8 +187,8 @@ def _kind_of_call(target: Target, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 def _is_view(value: Any, args: tuple[Any, ...]) -> bool:
     operands = [tensor_value(arg) for arg in args]
-    storages = [operand.untyped_storage()._cdata for operand in operands if operand is not None]
-    return not isinstance(value, torch.Tensor) or value.untyped_storage()._cdata in storages
+    storages = [storage_of(operand) for operand in operands if operand is not None]
+    return not isinstance(value, torch.Tensor) or storage_of(value) in storages
 
 
 def _callable(target: Target) -> Callable[..., Any]:

@@ -9,9 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch.fx import Graph, GraphModule, Node
-from torch.utils import _pytree as pytree
 
 from collage_fx.graph.nodes import is_copy_to_input, placeholders
+from collage_fx.torch_compat import (
+    pytree,
+    rename,
+)
 
 __all__ = ["Repetition", "input_name", "repeated_graph"]
 
@@ -119,7 +122,7 @@ def repeated_graph(gm: GraphModule, repetition: Repetition) -> GraphModule:
 
     def copy(node: Node, member: int) -> None:
         copied = graph.node_copy(node, lambda operand: of(operand, member))
-        copied._rename(re.sub(r"_\d+$", "", node.name))
+        rename(copied, re.sub(r"_\d+$", "", node.name))
         whole[node, member] = copied
 
     operations: dict[int | None, list[Node]] = defaultdict(list)

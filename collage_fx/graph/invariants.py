@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import torch
 from torch.fx import Node
 
 from collage_fx.errors import GraphInvariantError
 from collage_fx.graph.nodes import is_copy_to_input, placeholders
 from collage_fx.graph.program import ReadExpansion, StateTensor, StepProgram
+from collage_fx.torch_compat import (
+    OpOverload,
+    schema_of,
+)
 
 __all__ = ["verify"]
 
@@ -41,7 +44,7 @@ def verify(program: StepProgram, *, after: str, compensated: bool = False) -> No
 
 
 def _returns_nothing(node: Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.returns
+    return isinstance(node.target, OpOverload) and not schema_of(node.target).returns
 
 
 def _check_inputs(program: StepProgram, after: str) -> None:
@@ -74,4 +77,4 @@ def _check_store(node: Node, stored: set[Node], after: str) -> None:
 
 
 def _mutates(node: Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    return isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable

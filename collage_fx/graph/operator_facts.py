@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from collage_fx.graph.nodes import tensor_value
+from collage_fx.torch_compat import OpOverload, schema_of
 
 __all__ = [
     "OPERATORS",
@@ -85,7 +86,7 @@ class Facts:
     composite: Callable[..., Any] | None = None
     with_number: Callable[..., Any] | None = None
     each: Callable[..., Any] | None = None
-    product: torch._ops.OpOverload | None = None
+    product: OpOverload | None = None
     function: Callable[..., sympy.Expr] | None = None
     sign: str = ""
     divides: bool = False
@@ -207,14 +208,14 @@ OPERATORS: dict[str, Facts] = {
 def facts_of(target: Any) -> Facts:
     """What is known of an operator, or of anything else that a node may call."""
     row = OPERATORS.get(str(target)) or OPERATORS.get(str(getattr(target, "overloadpacket", target)))
-    if row is not None or not isinstance(target, torch._ops.OpOverload):
+    if row is not None or not isinstance(target, OpOverload):
         return row or OPAQUE
     return MOVES if target.is_view or torch.Tag.view_copy in target.tags else OPAQUE
 
 
 def named_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments that an overload is given, by name."""
-    names = (argument.name for argument in target._schema.arguments)
+    names = (argument.name for argument in schema_of(target).arguments)
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
@@ -227,9 +228,9 @@ def is_pointwise(target: Any) -> bool:
 
     Torch doesn't say so of ``prims``, but of the operators of ATen that have their names.
     """
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return False
-    namespace, name = target._schema.name.split("::")
+    namespace, name = schema_of(target).name.split("::")
     of_aten = getattr(aten, name, None) if namespace == "prims" else None
     same = [] if of_aten is None else [getattr(of_aten, overload) for overload in of_aten.overloads()]
     return any(torch.Tag.pointwise in overload.tags for overload in (target, *same))
@@ -245,7 +246,7 @@ def is_movement(node: Node) -> bool:
 @functools.cache
 def _scalars(target: Any) -> tuple[str, ...]:
     """The arguments of an overload that are numbers to calculate with, and no dimensions."""
-    return tuple(each.name for each in target._schema.arguments if "number" in str(each.type))
+    return tuple(each.name for each in schema_of(target).arguments if "number" in str(each.type))
 
 
 def keeps_grid(node: Node) -> bool:
@@ -259,7 +260,7 @@ def is_transparent(target: Any) -> bool:
     facts = facts_of(target)
     if facts.moves or facts.transparent or facts.fills is not None or is_pointwise(target):
         return True
-    is_operator = isinstance(target, torch._ops.OpOverload)
+    is_operator = isinstance(target, OpOverload)
     return is_operator and (torch.Tag.reduction in target.tags or factorizes(target))
 
 
@@ -292,16 +293,16 @@ def number_filling(node: Node) -> Any:
 @functools.cache
 def ignores_values(target: Any) -> bool:
     """Whether the result of an operator doesn't depend on the elements of any tensor."""
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return False
-    takes_tensors = any("Tensor" in str(argument.type) for argument in target._schema.arguments)
-    return not takes_tensors or target._schema.name.endswith("_like")
+    takes_tensors = any("Tensor" in str(argument.type) for argument in schema_of(target).arguments)
+    return not takes_tensors or schema_of(target).name.endswith("_like")
 
 
 @functools.cache
 def size_argument(target: Any) -> int | None:
     """Which argument of an operator is the shape of its result."""
-    names = [argument.name for argument in target._schema.arguments]
+    names = [argument.name for argument in schema_of(target).arguments]
     return names.index("size") if "size" in names else None
 
 
@@ -316,23 +317,23 @@ def may_raise(node: Node) -> bool:
 
 def draws(target: Any) -> bool:
     """Whether an operator draws random numbers from a generator."""
-    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+    return isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
 
 
 def drawn_range(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any] | None:
     """``(low, high)`` of a call for random integers, each from low up to high as likely, else None."""
-    if not isinstance(target, torch._ops.OpOverload) or "randint" not in target._schema.name:
+    if not isinstance(target, OpOverload) or "randint" not in schema_of(target).name:
         return None
     given = named_arguments(target, args, kwargs)
     return given.get("low", 0), given["high"]
 
 
-def factorizes(target: torch._ops.OpOverload) -> bool:
+def factorizes(target: OpOverload) -> bool:
     """Whether an operator factorizes matrices, or reads factors, which may fail.
 
     None of them is there for 16-bit formats on the CPU.
     """
-    name = target._schema.name.partition("::")[2].lstrip("_")
+    name = schema_of(target).name.partition("::")[2].lstrip("_")
     is_sum = torch.Tag.reduction in target.tags or name in ("linalg_cross", "linalg_matrix_exp")
     return name.startswith(("linalg_", "cholesky", "geqrf", "svd")) and not is_sum
 
@@ -341,7 +342,7 @@ def factorizes(target: torch._ops.OpOverload) -> bool:
 _OF_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 
 
-def depends_on_values(target: torch._ops.OpOverload) -> bool:
+def depends_on_values(target: OpOverload) -> bool:
     """Whether more than the elements of an operator's result depends on its arguments' elements.
 
     Its shape, a Python number it returns, or whether it fails, as factorizations of matrices may. Also
@@ -367,9 +368,9 @@ def weighted_sum(x: Any, y: Any, beta: Any, alpha: Any) -> Any:
 
 def foreach_name(target: Any) -> str:
     """NAME of an operator ``aten::_foreach_NAME``; empty for others."""
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return ""
-    namespace, _, name = target._schema.name.partition("::_foreach_")
+    namespace, _, name = schema_of(target).name.partition("::_foreach_")
     return name if namespace == "aten" else ""
 
 

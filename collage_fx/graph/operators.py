@@ -16,8 +16,8 @@ the rest of a step. There, and only there, the operator is the C++ conversion to
 under a name that no simplification of Inductor's knows (:func:`torch_compat.rounded_in_cpp`). The conversion
 rounds to nearest even, as the eager one does, in vectors and in single numbers, and what a kernel stores of
 the result is what was converted, so that hi as stored and hi as subtracted from the value can't differ. Where
-the processor has an instruction for two vectors' worth of it, that is used, in stores as well
-(:func:`torch_compat.bfloat16_by_instruction`).
+the processor has an instruction for two vectors' worth of it, that is used, in stores as well. (Compiled by
+another backend, which writes no code of ours, the operators are integer operations there, too.)
 
 The rest that a rounding leaves, zero where what was stored is infinite, is an operator in kernels too: a C++
 kernel asks once for each vector whether a number in it needs another way than the instruction, be it for its
@@ -31,33 +31,32 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule, Node
-from torch.utils import _pytree as pytree
 
-from collage_fx import torch_compat
+from collage_fx import numerics, torch_compat
 from collage_fx.graph.operator_facts import facts_of
 from collage_fx.numerics import arithmetic
 from collage_fx.numerics import update_sums as measures
 from collage_fx.torch_compat import (
+    FakeTensorMode,
     Sums,
     functional_decompositions,
-    generates_cpp,
     make_fx,
     pointwise_of,
+    pytree,
     register_pointwise_lowering,
     register_realizing_lowering,
     register_sampling_lowering,
     register_summing_lowering,
     rest_in_cpp,
     rounded_in_cpp,
+    takes_our_cpp,
 )
 
 __all__ = ["REVISION", "once", "rest", "round_to_storage", "update_sizes", "update_sums"]
@@ -154,13 +153,13 @@ def _interpret(trace: GraphModule, inputs: Sequence[Any]) -> list[Any]:
 
 def _round(device: torch.device, dtype: torch.dtype) -> Callable[[Sequence[Any]], Any]:
     """See Note [A rounding in C++ is a conversion]."""
-    if generates_cpp(device):
+    if takes_our_cpp(device):
         return lambda inputs: rounded_in_cpp(inputs[0], dtype)
     return lambda inputs: _interpret(_trace(arithmetic.round_to_storage, 1, (dtype,)), inputs)[0]
 
 
 def _rest(device: torch.device) -> Callable[[Sequence[Any]], Any]:
-    if generates_cpp(device):
+    if takes_our_cpp(device):
         return lambda inputs: rest_in_cpp(*inputs)
     return lambda inputs: _interpret(_trace(arithmetic.rest, 2), inputs)[0]
 
@@ -217,9 +216,10 @@ register_sampling_lowering(
 
 def _sources() -> Iterator[str]:
     """The source text of all that decides what an operator is compiled to."""
-    yield from (inspect.getsource(each) for each in (arithmetic, measures, _interpret))
-    for path in sorted(Path(torch_compat.__file__).parent.glob("*.py")):
-        yield path.read_text(encoding="utf-8")
+    yield Path(__file__).read_text(encoding="utf-8")
+    for room in (numerics, torch_compat):
+        for path in sorted(Path(str(room.__file__)).parent.rglob("*.py")):
+            yield path.read_text(encoding="utf-8")
 
 
 #: Identifies the definitions above and the lowering; part of the compile cache's key.

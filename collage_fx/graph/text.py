@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from torch.fx import Graph, Node
-from torch.utils import _pytree as pytree
 
 from collage_fx.graph.nodes import PASS_MARK, tensor_value
+from collage_fx.torch_compat import pytree
 
 __all__ = ["graph_text"]
 

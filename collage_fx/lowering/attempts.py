@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.fx import GraphModule
 
-from collage_fx.graph import Reason, copy_of
+from collage_fx.graph import Reason, copy_of, device_facts
 from collage_fx.torch_compat import (
     InductorFault,
-    generates_cpp,
     inductor_compile_inner,
     inductor_config,
     inductor_faults,
     prepare_cpp_compiler,
+    takes_a_list,
     without_outer_loop_fusion,
 )
 
@@ -70,7 +70,9 @@ def compile_somehow(gm: GraphModule, inputs: Sequence[Any], **options: Any) -> A
     for way, simplified in WAYS:
         try:
             with simplified(), inductor_faults():
-                if any(isinstance(each, Tensor) and generates_cpp(each.device) for each in inputs):
+                if any(
+                    isinstance(each, Tensor) and device_facts(each.device).compiles_cpp for each in inputs
+                ):
                     prepare_cpp_compiler().result()
                 compiled = inductor_compile_inner(copy_of(spare) if faults else gm, inputs, **options)
             return Attempt(
@@ -88,5 +90,4 @@ def interpreted(gm: GraphModule) -> Callable[[list[Any]], Any]:
     def run(arguments: list[Any]) -> Any:
         return gm(*arguments)
 
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
+    return takes_a_list(run)

@@ -39,7 +39,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
-from torch.utils import _pytree as pytree
 
 from collage_fx.graph import (
     REVISION,
@@ -61,12 +60,14 @@ from collage_fx.lowering.parts import Part
 from collage_fx.runtime import LENGTH, MOST_ARGUMENTS, MOST_BUFFERS, SUMS_OF_PIECE, Kernel, buffer_at
 from collage_fx.torch_compat import (
     CFunction,
+    OpOverload,
     SymbolicScope,
     add_to_cache_key,
     c_function,
     fusing_distant_nodes,
     inductor_config,
     innermost_callable,
+    pytree,
 )
 
 __all__ = ["MANY", "Rule", "compile_rule", "rule_of", "samples_first"]
@@ -247,7 +248,7 @@ class _Writer:
     def _is_elementwise(self, node: Node) -> bool:
         if is_number(node):  # made of numbers: a reduction has an operand that is none
             return all(map(is_number, node.all_input_nodes))
-        if not isinstance(node.target, torch._ops.OpOverload):
+        if not isinstance(node.target, OpOverload):
             return False
         if node in self.rows:
             return True

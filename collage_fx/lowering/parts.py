@@ -38,7 +38,6 @@ from dataclasses import dataclass
 
 import torch
 from torch.fx import Graph, Node
-from torch.utils import _pytree as pytree
 
 from collage_fx.graph import (
     Groups,
@@ -52,6 +51,7 @@ from collage_fx.graph import (
     source_of,
     tensor_value,
 )
+from collage_fx.torch_compat import OpOverload, pytree, schema_of, storage_of
 
 __all__ = ["Part", "parts_of"]
 
@@ -91,10 +91,10 @@ def _is_a_function(node: Node) -> bool:
         return True
     if node.op != "call_function":
         return False
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         # Indexing of several results, and Python arithmetic on symbolic numbers.
         return node.target is operator.getitem or is_number(node)
-    return not node.target._schema.is_mutable and not draws(node.target)
+    return not schema_of(node.target).is_mutable and not draws(node.target)
 
 
 def _returns_shared_memory(graph: Graph) -> bool:
@@ -106,7 +106,7 @@ def _returns_shared_memory(graph: Graph) -> bool:
 
 def _memory(node: Node) -> int | None:
     value = tensor_value(node)
-    return None if value is None else int(value.untyped_storage()._cdata)
+    return None if value is None else storage_of(value)
 
 
 class _Partition:

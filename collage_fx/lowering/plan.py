@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
-from torch.utils import _pytree as pytree
 
 from collage_fx.graph import ONCE, Reason, Repetition, device_facts, is_copy_to_input, placeholders
 from collage_fx.lowering.kernels import MANY, Rule, compile_rule, rule_of, samples_first
 from collage_fx.lowering.parts import Part, parts_of
 from collage_fx.runtime import Call, Kernel, StepInParts, ValueIndex
+from collage_fx.torch_compat import pytree
 
 __all__ = ["lower_in_parts", "repeated_step", "rules_of"]
 

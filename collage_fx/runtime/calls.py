@@ -26,6 +26,7 @@ from collage_fx.runtime.batches import (
 )
 from collage_fx.torch_compat import (
     CFunction,
+    takes_a_list,
 )
 
 __all__ = ["Call", "Kernel", "StepInParts", "ValueIndex"]
@@ -70,6 +71,7 @@ class Call:
     elements: int
 
 
+@takes_a_list
 class StepInParts:
     """Calls the kernels of a step's parts, in AOTAutograd's calling convention.
 
@@ -86,8 +88,6 @@ class StepInParts:
         calls: what is called, in an order in which it can be.
         outputs: places of what is returned, None for None.
     """
-
-    _boxed_call = True
 
     def __init__(
         self,

@@ -45,7 +45,7 @@ from collage_fx.graph import Role
 from collage_fx.numerics import ERROR_FORMATS, ErrorFormat, is_low_precision
 from collage_fx.runtime.error_terms import allocate, expansion_of
 from collage_fx.runtime.optimizers import known_tensors, parameter_names, shared_tensors, state_tensors
-from collage_fx.torch_compat import wrap_method
+from collage_fx.torch_compat import wrap_states
 
 __all__ = ["Carried", "install", "note_compiled"]
 
@@ -73,18 +73,15 @@ class Carried:
 
 
 def install() -> None:
-    """Wrap the methods of ``Optimizer`` that save, load, copy and pickle it.
-
-    A second call leaves one layer, not two.
-    """
-    wrappers: dict[str, Callable[..., Any]] = {
-        "state_dict": _saving,
-        "load_state_dict": _loading,
-        "__getstate__": _packing,
-        "__setstate__": _unpacking,
-    }
-    for name, wrapper in wrappers.items():
-        wrap_method(Optimizer, name, wrapper)
+    """Wrap the methods of ``Optimizer`` that save, load, copy and pickle it."""
+    wrap_states(
+        {
+            "state_dict": _saving,
+            "load_state_dict": _loading,
+            "__getstate__": _packing,
+            "__setstate__": _unpacking,
+        }
+    )
 
 
 def note_compiled(optimizer: Optimizer) -> None:

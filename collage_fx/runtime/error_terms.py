@@ -32,7 +32,11 @@ from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary, WeakIdRef, Weak
 
 from collage_fx.errors import ConflictingErrorFormatError
 from collage_fx.numerics import ErrorFormat
-from collage_fx.torch_compat import has_storage, real_tensors
+from collage_fx.torch_compat import (
+    has_storage,
+    real_tensors,
+    storage_of,
+)
 
 __all__ = [
     "Expansion",
@@ -122,11 +126,7 @@ def _in_memory_of(tensor: Tensor) -> Expansion | None:
 
 
 def _is_same_memory(one: Tensor, other: Tensor) -> bool:
-    return (
-        has_storage(one)
-        and one.untyped_storage()._cdata == other.untyped_storage()._cdata
-        and _place(one) == _place(other)
-    )
+    return has_storage(one) and storage_of(one) == storage_of(other) and _place(one) == _place(other)
 
 
 def _place(tensor: Tensor) -> Hashable:

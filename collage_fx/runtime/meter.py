@@ -19,7 +19,10 @@ from collage_fx.graph import InputInfo, Role, StateTensor
 from collage_fx.numerics import SIZES, SUMS
 from collage_fx.runtime.metrics import MeasuredTensor, Metrics, UpdateQuality
 from collage_fx.runtime.optimizers import parameter_names, state_tensors
-from collage_fx.torch_compat import real_tensors
+from collage_fx.torch_compat import (
+    real_tensors,
+    takes_a_list,
+)
 
 __all__ = ["MeasuredInput", "Meter", "MeteredStep", "Rows"]
 
@@ -198,6 +201,7 @@ class Rows:
         return torch.stack([row.cpu() for row in self._rows])
 
 
+@takes_a_list
 class MeteredStep:
     """A step that is measured every so often, in AOTAutograd's calling convention.
 
@@ -209,8 +213,6 @@ class MeteredStep:
         measured: the step with the sums.
         plain: the same step without; None if it is never called.
     """
-
-    _boxed_call = True
 
     def __init__(
         self,

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from collage_fx.graph import Role
+from collage_fx.torch_compat import pytree
 
 __all__ = [
     "KnownTensor",

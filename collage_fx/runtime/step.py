@@ -16,10 +16,12 @@ from collage_fx.graph import InputInfo
 from collage_fx.numerics import ErrorFormat
 from collage_fx.runtime.error_terms import Expansion, allocate, state_of_records
 from collage_fx.runtime.layouts import Expected, Layouts, picking, refuse_layout
+from collage_fx.torch_compat import takes_a_list
 
 __all__ = ["CompensatedStep", "WholeStep", "bind"]
 
 
+@takes_a_list
 class CompensatedStep:
     """Calls the compiled graph with the error terms, and the rows of sums, behind its arguments.
 
@@ -33,8 +35,6 @@ class CompensatedStep:
         expected: what its arguments have to be, and those behind them.
         rows: further arguments behind these, the same in every call.
     """
-
-    _boxed_call = True  # AOTAutograd's calling convention: one list, which the callee may empty
 
     def __init__(
         self,

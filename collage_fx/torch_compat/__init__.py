@@ -1,8 +1,8 @@
 """Everything that rests on torch's private interfaces, and so may differ from version to version.
 
-Supported: torch 2.11 and newer (tested on 2.11, 2.13 and 2.15). A private name that has moved is reported by
-name at import, with the versions that are known to work, rather than by an AttributeError in the middle of a
-training run.
+Supported: torch 2.11 and newer (tested on 2.11, 2.13 and 2.15). A private name that has moved, or means
+something else, is reported by name at import, with the versions that are known to work, rather than by an
+AttributeError in the middle of a training run.
 
 A module for each part of torch, all of whose names are imported from here:
 
@@ -15,10 +15,10 @@ A module for each part of torch, all of whose names are imported from here:
 - ``inductor_lowerings``: what our operators are lowered to;
 - ``inductor_libraries``: the functions of its C++ kernels, to be called from C++;
 - ``cpp_sums``: the C++ text of the sums of measured steps;
-- ``patching``: how something of torch's is replaced;
+- ``patching``: how something of torch's is replaced, and ``patches``: all that is;
 - ``patch_*``: what is replaced, in Dynamo (``conversions``, ``graph_breaks``, ``optimizers``, ``numbers``),
-  in averaged models (``averages``) and in Inductor's C++ (``cpp_roundings``, ``cpp_conversions``,
-  ``cpp_loads``, ``cpp_sums``).
+  outside of compilations (``steps``, ``averages``), in Inductor (``inductor``) and in its C++
+  (``cpp_roundings``, ``cpp_conversions``, ``cpp_loads``, ``cpp_sums``).
 """
 
 from __future__ import annotations
@@ -29,23 +29,29 @@ __all__ = [
     "ADDRESS_OF_TENSOR",
     "COMBINED_LAUNCHES",
     "DATA_ASSIGNMENTS",
-    "MARK",
+    "PATCHES",
+    "SET_GRAD_ENABLED",
     "CFunction",
     "ConvertAgain",
     "FakeTensorMode",
     "GraphBreak",
     "InductorFault",
+    "OpOverload",
     "RunAsItIs",
     "ShortenTraceback",
     "Sums",
     "SymbolicScope",
+    "Thin",
     "ThinnedLists",
+    "TorchDispatchMode",
     "TraceWhole",
+    "Watch",
     "add_to_cache_key",
     "another_fake",
     "aot_input_of",
     "assert_size_stride",
-    "bfloat16_by_instruction",
+    "base_of",
+    "before_eager_steps",
     "c_function",
     "compile_lock",
     "compile_with_inductor",
@@ -59,18 +65,19 @@ __all__ = [
     "functional_decompositions",
     "fusing_distant_nodes",
     "generated_code",
-    "generates_cpp",
     "graph_module",
     "has_internal_overlap",
     "has_storage",
+    "inductor_compile_as_it_is",
     "inductor_compile_inner",
     "inductor_config",
     "inductor_faults",
     "innermost_callable",
     "is_being_stepped",
+    "is_dynamos",
+    "is_held_by_torch",
     "is_made_of_tensors",
     "is_step_wrapper",
-    "keep_numbers_symbolic",
     "laid_out_like",
     "load_cpp_library",
     "make_fx",
@@ -79,28 +86,32 @@ __all__ = [
     "optimizer_being_stepped",
     "pointwise_of",
     "prepare_cpp_compiler",
+    "pytree",
     "real_tensors",
     "register_pointwise_lowering",
     "register_realizing_lowering",
     "register_sampling_lowering",
     "register_summing_lowering",
+    "rename",
+    "reroute_steps",
     "rest_in_cpp",
     "rounded_in_cpp",
-    "run_compiled_functions_as_they_are_if",
+    "running_compiled_functions_as_they_are_if",
+    "schema_of",
+    "storage_of",
     "symbol_source",
-    "thin_lists",
+    "takes_a_list",
+    "takes_our_cpp",
     "thinned_lists",
-    "trace_instead",
     "traced_frame_name",
     "traced_frame_variables",
     "versions_to_increment",
     "watch_conversions",
-    "watch_graph_breaks",
-    "watch_traced_optimizers",
     "without_modes",
     "without_outer_loop_fusion",
-    "wrap_method",
+    "wrap_states",
     "wrapper_subclass",
+    "writing_our_cpp",
 ]
 
 check_version()
@@ -110,6 +121,7 @@ try:
         DATA_ASSIGNMENTS,
         aot_input_of,
         needs_autograd,
+        takes_a_list,
         versions_to_increment,
     )
     from collage_fx.torch_compat.cpp_sums import Sums
@@ -119,6 +131,7 @@ try:
         ShortenTraceback,
         TraceWhole,
         current_trace,
+        is_dynamos,
         traced_frame_name,
         traced_frame_variables,
     )
@@ -139,16 +152,13 @@ try:
         copy_cache_facts,
         cpp_compilers,
         functional_decompositions,
-        fusing_distant_nodes,
-        generated_code,
-        generates_cpp,
+        inductor_compile_as_it_is,
         inductor_compile_inner,
         inductor_config,
         inductor_faults,
         innermost_callable,
         mode_options,
         prepare_cpp_compiler,
-        without_outer_loop_fusion,
     )
     from collage_fx.torch_compat.inductor_libraries import (
         ADDRESS_OF_TENSOR,
@@ -169,33 +179,54 @@ try:
         optimizer_being_stepped,
     )
     from collage_fx.torch_compat.patch_conversions import (
+        Watch,
         compile_lock,
         dynamo_recompile_limit,
-        run_compiled_functions_as_they_are_if,
+        running_compiled_functions_as_they_are_if,
         watch_conversions,
     )
-    from collage_fx.torch_compat.patch_cpp_conversions import bfloat16_by_instruction
-    from collage_fx.torch_compat.patch_cpp_roundings import rest_in_cpp, rounded_in_cpp
-    from collage_fx.torch_compat.patch_graph_breaks import GraphBreak, watch_graph_breaks
-    from collage_fx.torch_compat.patch_numbers import keep_numbers_symbolic, trace_instead
+    from collage_fx.torch_compat.patch_cpp_roundings import (
+        rest_in_cpp,
+        rounded_in_cpp,
+        takes_our_cpp,
+        writing_our_cpp,
+    )
+    from collage_fx.torch_compat.patch_graph_breaks import GraphBreak
+    from collage_fx.torch_compat.patch_inductor import (
+        fusing_distant_nodes,
+        generated_code,
+        without_outer_loop_fusion,
+    )
     from collage_fx.torch_compat.patch_optimizers import (
+        Thin,
         ThinnedLists,
         forget_static_addresses,
-        thin_lists,
         thinned_lists,
-        watch_traced_optimizers,
     )
-    from collage_fx.torch_compat.patching import MARK, wrap_method
+    from collage_fx.torch_compat.patch_steps import before_eager_steps, reroute_steps, wrap_states
+    from collage_fx.torch_compat.patches import PATCHES, misfits
     from collage_fx.torch_compat.tensors import (
+        SET_GRAD_ENABLED,
+        OpOverload,
+        TorchDispatchMode,
         assert_size_stride,
+        base_of,
         disabled_torch_function,
         graph_module,
         has_internal_overlap,
         has_storage,
+        is_held_by_torch,
         is_made_of_tensors,
         laid_out_like,
+        pytree,
+        rename,
+        schema_of,
+        storage_of,
         without_modes,
         wrapper_subclass,
     )
-except ImportError as error:
+except (ImportError, AttributeError) as error:
     raise unknown_version(error) from error
+
+if told := misfits():
+    raise unknown_version(told[0])

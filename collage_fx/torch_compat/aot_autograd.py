@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch._functorch._aot_autograd.descriptors import (
@@ -16,12 +16,53 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch._guards import TracingContext
 
-__all__ = ["DATA_ASSIGNMENTS", "aot_input_of", "needs_autograd", "versions_to_increment"]
+from collage_fx.torch_compat.patching import Shape
+
+__all__ = [
+    "DATA_ASSIGNMENTS",
+    "RELIED_ON",
+    "aot_input_of",
+    "needs_autograd",
+    "takes_a_list",
+    "versions_to_increment",
+]
+
+_SCHEMAS = "torch._functorch._aot_autograd.schemas"
+
+RELIED_ON = (
+    Shape(target="torch._guards:TracingContext", mentions=("fw_metadata", "try_get")),
+    Shape(
+        target=f"{_SCHEMAS}:ViewAndMutationMeta",
+        mentions=(
+            "input_info",
+            "mutated_graph_handled_indices_seen_by_autograd",
+            "num_intermediate_bases",
+            "num_mutated_inp_runtime_indices",
+            "output_info",
+        ),
+    ),
+    Shape(
+        target=f"{_SCHEMAS}:InputAliasInfo", mentions=("mutates_metadata", "mutation_inductor_storage_resize")
+    ),
+    Shape(target=f"{_SCHEMAS}:OutputAliasInfo", mentions=("output_type",)),
+)
 
 #: What ``p.data = value`` is in a graph: operators of both. Since torch 2.15 there is one of its own for it.
 DATA_ASSIGNMENTS: list[Any] = [torch.ops.aten.set_.source_Tensor]
 if hasattr(torch.ops.aten, "shallow_copy_data_"):
     DATA_ASSIGNMENTS.append(torch.ops.aten.shallow_copy_data_.default)
+
+
+Called = TypeVar("Called", bound=Callable[..., Any])
+
+
+def takes_a_list(called: Called) -> Called:
+    """Mark a function, or a class of callables, as one of AOTAutograd's convention.
+
+    It is called with one list, which it may empty.
+    """
+    called._boxed_call = True  # type: ignore[attr-defined]
+    return called
 
 
 def needs_autograd(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> bool:

@@ -5,23 +5,39 @@ Rests on Dynamo's translator (``torch._dynamo.symbolic_convert``) and on its wra
 
 from __future__ import annotations
 
+from types import FunctionType
 from typing import Any
 
 from torch._dynamo.exc import ShortenTraceback
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._guards import CompileContext
 
+from collage_fx.torch_compat.patching import Shape
+
 __all__ = [
+    "RELIED_ON",
     "ConvertAgain",
     "RunAsItIs",
     "ShortenTraceback",
     "TraceWhole",
     "backend_within",
     "current_trace",
+    "is_dynamos",
     "output_being_traced",
     "traced_frame_name",
     "traced_frame_variables",
 ]
+
+RELIED_ON = (
+    Shape(target="torch._guards:CompileContext", mentions=("current_compile_id",)),
+    Shape(target="torch._dynamo.symbolic_convert:InstructionTranslator", mentions=("current_tx",)),
+    Shape(
+        target="torch._dynamo.symbolic_convert:InstructionTranslatorBase",
+        mentions=("f_code", "f_globals", "f_locals", "output"),
+    ),
+    Shape(target="torch._dynamo.output_graph:OutputGraph", mentions=("compiler_fn", "root_tx")),
+    Shape(target="torch:_TorchCompileWrapper", mentions=("compiler_fn", "kwargs")),
+)
 
 
 def traced_frame_variables() -> dict[str, Any]:
@@ -67,6 +83,11 @@ def backend_within(compiler: Any) -> tuple[Any, dict[str, Any]]:
         if inner is None:
             return compiler, keywords
         compiler = inner
+
+
+def is_dynamos(function: FunctionType) -> bool:
+    """Whether it is part of Dynamo."""
+    return function.__module__.startswith("torch._dynamo")
 
 
 class RunAsItIs(ShortenTraceback):

@@ -7,14 +7,17 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from functorch import make_fx
 from torch._dynamo.source import ConstantSource
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._mode_utils import no_dispatch
 
+from collage_fx.torch_compat.patching import Shape
+
 __all__ = [
+    "RELIED_ON",
     "FakeTensorMode",
     "SymbolicScope",
     "another_fake",
@@ -23,6 +26,15 @@ __all__ = [
     "real_tensors",
     "symbol_source",
 ]
+
+_SHAPES = "torch.fx.experimental.symbolic_shapes:ShapeEnv"
+
+RELIED_ON = (
+    Shape(target=_SHAPES, mentions=("create_symfloatnode", "create_symintnode", "create_unspecified_symbol")),
+    Shape(target=f"{_SHAPES}.create_symbol", mentions=("var_to_sources",)),
+    Shape(target=f"{_SHAPES}.produce_guards_verbose", mentions=("guards",)),
+    Shape(target="torch.fx.experimental.sym_node:SymNode", mentions=("expr", "shape_env")),
+)
 
 
 @contextlib.contextmanager

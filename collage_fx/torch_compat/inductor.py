@@ -8,47 +8,66 @@ import functools
 import os
 import sys
 import threading
-import unittest.mock
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
-from torch._functorch import config as functorch_config
-from torch._inductor import compile_fx as compile_fx_module
+from functorch.compile import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
 from torch._inductor.codecache import CppPythonBindingsCodeCache, torch_key
-from torch._inductor.codegen.cpp import CppScheduling
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.fx_passes import joint_graph
-from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime.triton_compat import triton_key
-from torch._inductor.scheduler import Scheduler
 
-from collage_fx.torch_compat.patch_cpp_conversions import bfloat16_by_instruction
-from collage_fx.torch_compat.patch_cpp_loads import fetching_ahead
+from collage_fx.torch_compat.patch_cpp_roundings import writes_cpp, writing_our_cpp
+from collage_fx.torch_compat.patch_inductor import without_needless_patterns
+from collage_fx.torch_compat.patch_numbers import keeping_numbers_symbolic
+from collage_fx.torch_compat.patching import Shape
 
 __all__ = [
     "COMBINED_LAUNCHES",
+    "RELIED_ON",
     "InductorFault",
     "add_to_cache_key",
     "compile_with_inductor",
     "copy_cache_facts",
     "cpp_compilers",
     "functional_decompositions",
-    "fusing_distant_nodes",
-    "generated_code",
-    "generates_cpp",
+    "inductor_compile_as_it_is",
     "inductor_compile_inner",
     "inductor_config",
     "inductor_faults",
     "innermost_callable",
     "mode_options",
     "prepare_cpp_compiler",
-    "without_outer_loop_fusion",
 ]
+
+RELIED_ON = (
+    Shape(
+        target="torch._inductor.compile_fx:compile_fx",
+        parameters=("model_", "example_inputs_", "inner_compile", "config_patches", "decompositions"),
+    ),
+    Shape(
+        target="torch._inductor:config",
+        mentions=(
+            "combo_kernels",
+            "combo_kernels_pointwise_only",
+            "cpu_backend",
+            "joint_graph_constant_folding",
+            "max_fusion_size",
+            "realize_opcount_threshold",
+            "size_asserts",
+        ),
+    ),
+    Shape(
+        target="torch._inductor.config:cpp",
+        mentions=("cxx", "enable_unsafe_math_opt_flag", "max_horizontal_fusion_size", "threads"),
+    ),
+    Shape(target="torch._inductor.config:eager_numerics", mentions=("division_rounding",)),
+    Shape(target="functorch.compile:config", mentions=("enable_autograd_cache",)),
+)
 
 
 #: What the names of attributes begin with that are there for the cache's key.
@@ -72,21 +91,24 @@ def copy_cache_facts(source: torch.fx.GraphModule, to: torch.fx.GraphModule) -> 
 
 
 def inductor_compile_inner(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
-    """Compile one functional ATen graph with Inductor: a callable that takes a list.
+    """Compile a rewritten graph with Inductor, whose C++ may contain code of ours: a callable of one list."""
+    with writing_our_cpp():
+        return inductor_compile_as_it_is(gm, example_inputs, **kwargs)
 
-    The code is Inductor's but for :func:`bfloat16_by_instruction` and :func:`fetching_ahead`.
+
+def inductor_compile_as_it_is(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+    """Compile a functional ATen graph to the code that plain Inductor writes: a callable of one list.
 
     Its cache of graphs does not ask for whose vectors code was written, and runs that of an AVX-512 machine
     on one with AVX2, where it computes something else. So what the processor has becomes part of its key.
     """
-    if any(isinstance(each, torch.Tensor) and generates_cpp(each.device) for each in example_inputs):
+    if any(isinstance(each, torch.Tensor) and writes_cpp(each.device) for each in example_inputs):
         isa = pick_vec_isa()
         add_to_cache_key(gm, vectors=(str(isa), isa.bit_width()))
     # What AOTAutograd decomposes by: newer Inductors refuse to call an operator in it that they write no
     # kernel for, and cache no graph. In ours are operators of which some calls are decomposed.
     kwargs.pop("get_decomp_fn", None)
-    with bfloat16_by_instruction(), fetching_ahead():
-        return compile_fx_inner(gm, example_inputs, **kwargs)
+    return compile_fx_inner(gm, example_inputs, **kwargs)
 
 
 class InductorFault(Exception):
@@ -103,38 +125,27 @@ def inductor_faults() -> Iterator[None]:
         raise InductorFault(f"{type(error).__name__}: {said[0]}") from error
 
 
-def without_outer_loop_fusion() -> contextlib.AbstractContextManager[Any]:
-    """Within, loops of C++ kernels that agree in the outer dimensions alone stay apart."""
-    return unittest.mock.patch.object(CppScheduling, "can_fuse_vertical_outer_loop", return_value=False)
-
-
-@contextlib.contextmanager
-def fusing_distant_nodes() -> Iterator[None]:
-    """Inductor fuses nodes however many others are between them.
-
-    Beyond 64 it does not, lest what they read is kept in memory for longer. Where all are computed from the
-    same element of some tensors, it is the other way round: what is not fused is kept in memory.
-    """
-    with unittest.mock.patch.object(Scheduler, "are_long_distant_nodes", return_value=False):
-        yield
-
-
 def compile_with_inductor(
     gm: torch.fx.GraphModule,
     example_inputs: Sequence[Any],
     *,
     inner_compile: Callable[..., Any],
-    decompositions: dict[Any, Callable[..., Any]],
+    decompositions: dict[Any, Callable[..., Any]] | None,
     config_patches: dict[str, Any] | None,
 ) -> Callable[..., Any]:
     """Run a Dynamo graph through AOTAutograd and Inductor with ``inner_compile`` in place of Inductor's own.
 
-    ``decompositions`` are applied by AOTAutograd; :func:`functional_decompositions` are Inductor's own.
+    ``decompositions`` are applied by AOTAutograd; without them, Inductor's own are
+    (:func:`functional_decompositions`), and ``inner_compile`` is all that is not as in plain Inductor.
     AOTAutograd's cache is switched off: on a hit it would return the code of an earlier compilation without
     calling ``inner_compile``, that is without the error terms. Inductor's own cache, keyed by the graph it is
     given (the rewritten one), stays on, so that a second process still starts warm.
     """
-    with functorch_config.patch(enable_autograd_cache=False), _without_needless_patterns():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(functorch_config.patch(enable_autograd_cache=False))
+        if decompositions is not None:
+            stack.enter_context(without_needless_patterns())
+            stack.enter_context(keeping_numbers_symbolic())
         compiled = compile_fx(
             gm,
             list(example_inputs),
@@ -143,50 +154,6 @@ def compile_with_inductor(
             config_patches=config_patches,
         )
     return cast(Callable[..., Any], compiled)
-
-
-#: What Inductor's patterns for attention, for padding and for shuffled rows have in them, one of these each.
-_IN_PATTERNS = frozenset({"mm", "bmm", "addmm", "baddbmm", "randperm"})
-
-
-@contextlib.contextmanager
-def _without_needless_patterns() -> Iterator[None]:
-    """Within, graphs in which there can be no such pattern don't have them made: a second, once a process.
-
-    The first graph that may contain one has them made as ever. (On a GPU there are further patterns.)
-    """
-    with_patterns = compile_fx_module.joint_graph_passes
-
-    def passes(graph: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-        nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
-        names = {getattr(getattr(n.target, "overloadpacket", n.target), "__name__", "") for n in nodes}
-        values = [node.meta.get("val") for node in graph.graph.nodes]
-        on_cpu = all(v.device.type == "cpu" for v in values if isinstance(v, torch.Tensor))
-        if not on_cpu or _IN_PATTERNS.intersection(names):
-            return with_patterns(graph, *args, **kwargs)
-        with unittest.mock.patch.object(joint_graph, "lazy_init", return_value=None):
-            return with_patterns(graph, *args, **kwargs)
-
-    with unittest.mock.patch.object(compile_fx_module, "joint_graph_passes", passes):
-        yield
-
-
-@contextlib.contextmanager
-def generated_code() -> Iterator[list[str]]:
-    """The list that Inductor's code of every graph compiled meanwhile goes into: Python with its kernels.
-
-    Also of graphs that it finds in its cache.
-    """
-    sources: list[str] = []
-    watching = GraphLowering.save_output_code
-
-    def save(source: str) -> None:
-        sources.append(source)
-        if watching is not None:
-            watching(source)
-
-    with unittest.mock.patch.object(GraphLowering, "save_output_code", save):
-        yield sources
 
 
 def mode_options(mode: str) -> dict[str, Any]:
@@ -206,11 +173,6 @@ def cpp_compilers() -> list[str]:
 def functional_decompositions() -> dict[Any, Callable[..., Any]]:
     """The decompositions Inductor expects to have been applied to the graphs it is given."""
     return dict(select_decomp_table())
-
-
-def generates_cpp(device: torch.device) -> bool:
-    """Whether Inductor writes C++ for the device."""
-    return device.type == "cpu" and inductor_config.cpu_backend == "cpp"
 
 
 #: Inductor's settings for few launches: one costs as much time as moving megabytes, and a model has a hundred

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import unittest.mock
+import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch._inductor import ir
 from torch._inductor.lowering import lowerings, register_lowering, to_dtype
-from torch._inductor.utils import sympy_product
-from torch._inductor.virtualized import OpsWrapper, V, ops
+from torch._inductor.virtualized import V, ops
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
 from collage_fx.torch_compat.cpp_sums import Sums
-from collage_fx.torch_compat.inductor import generates_cpp
+from collage_fx.torch_compat.patch_cpp_roundings import takes_our_cpp
 from collage_fx.torch_compat.patch_cpp_sums import part_of_sum
+from collage_fx.torch_compat.patch_inductor import computing_anew
 
 __all__ = [
     "pointwise_of",
@@ -111,11 +110,11 @@ def register_summing_lowering(
         size, device = given[0].get_size(), given[0].get_device()
         loaders = [tensor.make_loader() for tensor in given]
         shared = _load_in_common(given[0])
-        sums, elements = sums_of(len(given)), sympy_product(size)
+        sums, elements = sums_of(len(given)), _product(size)
         hint = V.graph.sizevars.optimization_hint(elements, fallback=0)
         counter = torch.int64 if hint >= 1 << 31 else torch.int32
         is_one = V.graph.sizevars.statically_known_equals(elements, 1)  # Inductor makes no sum of it
-        in_cpp = generates_cpp(device) and not is_one
+        in_cpp = takes_our_cpp(device) and not is_one
 
         def term(number: int, dtype: torch.dtype) -> Callable[[Any, Any], Any]:
             def inner(index: Any, reduced: Any) -> Any:
@@ -181,7 +180,7 @@ def _load_in_common(tensor: Any) -> Callable[[Any], Any]:
     For C++, Inductor makes one loop of sums only if they read something in common, and makes none of sums and
     what they are computed from if there are other sums in it already.
     """
-    if not generates_cpp(tensor.get_device()):
+    if not takes_our_cpp(tensor.get_device()):
         return lambda index: None
     known = _in_common.setdefault(V.graph, {})
     return known.setdefault(tuple(tensor.get_size()), tensor.make_loader())
@@ -210,7 +209,7 @@ def register_sampling_lowering(
     def lowering(*operands: Any) -> Any:
         tensors = [operand for operand in operands if operand is None or isinstance(operand, ir.TensorBox)]
         constants, first = operands[len(tensors) :], operands[0]
-        size, device, elements = first.get_size(), first.get_device(), sympy_product(first.get_size())
+        size, device, elements = first.get_size(), first.get_device(), _product(first.get_size())
         if V.graph.sizevars.statically_known_equals(elements, 0):
             return lowerings[torch.ops.aten.full.default]([places], 0.0, dtype=torch.float64, device=device)
         loaders = [None if tensor is None else tensor.make_loader() for tensor in tensors]
@@ -231,7 +230,7 @@ def register_sampling_lowering(
             within = ops.minimum(position, last)
             where = _indices(ops.indirect_indexing(within, elements, check=False, wrap_neg=False), size)
             zero = ops.constant(0.0, torch.float32)
-            with _computing_anew():
+            with computing_anew():
                 values = [zero if load is None else load(where) for load in loaders]
             return ops.where(ops.le(position, last), place(values, *constants), ops.constant(-1, torch.int32))
 
@@ -256,50 +255,12 @@ def register_sampling_lowering(
     register_lowering(operator, type_promotion_kind=None)(lowering)
 
 
+def _product(size: Sequence[Any]) -> Any:
+    return math.prod(size, start=sympy.S.One)
+
+
 def _indices(position: Any, size: Sequence[Any]) -> list[Any]:
     """Of an element, from its place among all of them."""
-    inner = [sympy_product(size[i + 1 :]) for i in range(len(size))]
+    inner = [_product(size[i + 1 :]) for i in range(len(size))]
     outermost = [FloorDiv(position, each) for each in inner[:1]]
     return outermost + [ModularIndexing(position, inner[i], size[i]) for i in range(1, len(size))]
-
-
-@dataclass(frozen=True)
-class _Element:
-    """An element of a value that Inductor has decided to keep in memory."""
-
-    buffer: Any
-    index: Any
-
-
-@contextlib.contextmanager
-def _computing_anew() -> Iterator[None]:
-    """Within, elementwise values that Inductor keeps in memory are computed from what they are made of.
-
-    For a reader of a few elements: if it loaded them, whole tensors would have to be written for it. Loaded
-    are numbers, results of anything but elementwise operations, and what is read under a mask (a padded
-    tensor), where no value from elsewhere can be used, so that each reader's would be computed for itself.
-    """
-    make_indexer, operation = ir.ComputedBuffer.make_indexer, OpsWrapper._default
-    block = V.get_ops_handler()
-    computed: dict[Any, Any] = {}
-
-    def indexer(buffer: Any) -> Any:
-        is_number = all(length == 1 for length in buffer.get_size())
-        if is_number or not isinstance(buffer.data, ir.Pointwise) or V.get_ops_handler() is not block:
-            return make_indexer(buffer)
-        return lambda index: _Element(buffer, index)
-
-    def computing(wrapper: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if name != "load" or not isinstance(args[1], _Element):
-            return operation(wrapper, name, args, kwargs)
-        element = args[1]
-        key = element.buffer.get_name(), tuple(element.index)
-        if key not in computed:
-            computed[key] = element.buffer.data.make_loader()(element.index)
-        return computed[key]
-
-    with (
-        unittest.mock.patch.object(ir.ComputedBuffer, "make_indexer", indexer),
-        unittest.mock.patch.object(OpsWrapper, "_default", computing),
-    ):
-        yield

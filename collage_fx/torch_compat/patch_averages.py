@@ -19,9 +19,18 @@ import torch
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_swa_avg_fn
 
-from collage_fx.torch_compat.patching import wrap_method
+from collage_fx.torch_compat.patching import Patch, Shape
 
-__all__ = ["install"]
+__all__ = ["AVERAGES", "install"]
+
+AVERAGES = Patch(
+    name="averages",
+    target="torch.optim.swa_utils:AveragedModel.update_parameters",
+    parameters=("self", "model"),
+    why="averages are stored where a compiler sees it: Note [Averages are stored in a frame of their own]",
+    affects="everybody",
+    relies_on=(Shape(target="torch.optim.swa_utils:AveragedModel", mentions=("avg_fn", "multi_avg_fn")),),
+)
 
 #: Averaged value, current value, number of values averaged so far -> new average.
 Average = Callable[[Tensor, Tensor, Tensor | int], Tensor]
@@ -30,8 +39,8 @@ _equal_average: Average = get_swa_avg_fn()
 
 
 def install() -> None:
-    """Wrap ``AveragedModel.update_parameters``. A second call leaves one layer, not two."""
-    wrap_method(AveragedModel, "update_parameters", _updating)
+    """Wrap ``AveragedModel.update_parameters``."""
+    AVERAGES.install(_updating)
 
 
 def _updating(

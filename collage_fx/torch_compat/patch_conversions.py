@@ -1,91 +1,244 @@
-"""Around Dynamo's conversion of a frame: rests on its ``convert_frame`` and ``eval_frame``."""
+"""Around Dynamo's conversions of functions for this backend: rests on its ``convert_frame``."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
 from torch._dynamo import config as dynamo_config
-from torch._dynamo import eval_frame, trace_rules
-from torch._dynamo.convert_frame import CatchErrorsWrapper, ConvertFrameAssert, compile_lock
-from torch._dynamo.eval_frame import always_optimize_code_objects
+from torch._dynamo import convert_frame, decorators, eval_frame
+from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.exc import ShortenTraceback, Unsupported
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.types import ConvertFrameReturn
+from torch.optim import Optimizer
 
 from collage_fx.torch_compat.dynamo_trace import ConvertAgain, RunAsItIs, TraceWhole, backend_within
 from collage_fx.torch_compat.optim_frames import optimizer_of_method
-from collage_fx.torch_compat.patch_optimizers import thinned, tracing_whole
-from collage_fx.torch_compat.patching import wrap_method
+from collage_fx.torch_compat.patch_graph_breaks import GraphBreak, watching_graph_breaks
+from collage_fx.torch_compat.patch_numbers import tracing_powers
+from collage_fx.torch_compat.patch_optimizers import (
+    Thin,
+    thinned,
+    thinning_lists,
+    tracing_whole,
+    watching_optimizers,
+)
+from collage_fx.torch_compat.patching import Patch, Shape
 
 __all__ = [
+    "COMPILED_CALLS",
+    "CONVERSIONS",
+    "FRAMES",
+    "Watch",
     "compile_lock",
     "dynamo_recompile_limit",
-    "run_compiled_functions_as_they_are_if",
+    "running_compiled_functions_as_they_are_if",
     "watch_conversions",
 ]
 
+CONVERSIONS = Patch(
+    name="conversions",
+    target="torch._dynamo.convert_frame:convert_frame_assert",
+    parameters=("compiler_fn",),
+    why="what converts frames for this backend also watches the conversions",
+    relies_on=(
+        Shape(
+            target="torch._dynamo.convert_frame:ConvertFrameAssert.__call__",
+            parameters=("self", "frame"),
+            mentions=("_nonrecursive_disable_wrapper_code", "apply_to_code"),
+        ),
+        Shape(
+            target="torch._dynamo.convert_frame:ConvertFrameAssert",
+            mentions=("_torchdynamo_orig_backend",),
+        ),
+        Shape(
+            target="torch._dynamo.convert_frame:ConvertFrame",
+            mentions=("convert_frame_assert", "_torchdynamo_orig_backend"),
+        ),
+        Shape(target="torch._dynamo.eval_frame:_optimize_assert", mentions=("convert_frame_assert",)),
+        Shape(target="torch._dynamo.types:ConvertFrameReturn", mentions=("apply_to_code", "guarded_code")),
+        Shape(
+            target="torch._dynamo:config",
+            mentions=(
+                "accumulated_recompile_limit",
+                "capture_scalar_outputs",
+                "recompile_limit",
+                "record_runtime_overhead",
+            ),
+        ),
+    ),
+)
 
-def watch_conversions(
-    before: Callable[[Any, dict[str, Any], CodeType, Mapping[str, Any]], bool],
-    after: Callable[[CodeType, Mapping[str, Any]], None],
-    failed: Callable[[Any, dict[str, Any], CodeType, Mapping[str, Any], Exception], None],
-    settings: dict[str, Any],
-) -> None:
-    """Have functions called around each of Dynamo's conversions of a frame into a graph.
+FRAMES = Patch(
+    name="frames",
+    target="torch._dynamo.convert_frame:has_tensor_in_frame",
+    why="methods of optimizers are compiled also where Dynamo sees no tensor in them",
+    during="conversions",
+    relies_on=(
+        Shape(
+            target="torch._dynamo.convert_frame:ConvertFrameAssert.__call__",
+            mentions=("has_tensor_in_frame",),
+        ),
+    ),
+)
 
-    Args:
-        before: ``(backend, keywords, code, variables)`` (see :func:`watch_traced_optimizers`); an exception
-            of it ends the conversion and reaches the user, True applies the following.
+COMPILED_CALLS = Patch(
+    name="compiled-calls",
+    target="torch._dynamo.eval_frame:_callback_from_stance",
+    parameters=("callback",),
+    why="in a recorded step, functions that were compiled are run as they are",
+    during="recorded steps",
+)
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What is asked about Dynamo's conversions of frames into graphs.
+
+    ``backend`` is what ``torch.compile`` was given (a name already looked up) and ``keywords`` the ``mode``
+    and ``options`` that go with it.
+
+    Attributes:
+        is_watched: ``(backend)``: whether it may be one of ours; nothing is asked about others.
+        before: ``(backend, keywords, code, variables)``, at the beginning of a conversion; an exception of it
+            ends the conversion and reaches the user, True applies the following.
         after: ``(code, variables)``, once a graph has been compiled.
         failed: like ``before``, and the exception that the conversion ended with; it is raised again after.
-        settings: of Dynamo's configuration, for the conversion.
-
-    Where one of them, or another watch or the backend within the conversion, raises :class:`RunAsItIs`, the
-    frame is run by Python; where it raises :class:`ConvertAgain`, the conversion begins anew. Called once per
-    compilation of a frame; costs nothing where nothing is compiled.
+        at_optimizer: see :func:`watching_optimizers`.
+        at_graph_break: see :func:`watching_graph_breaks`.
+        rows_to_trace, abandon: see :func:`thinning_lists`.
+        settings: of Dynamo's configuration, for a conversion.
     """
 
-    def watching(original: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
-            code, variables = frame.f_code, frame.f_locals
-            compiler = backend_within(self._torchdynamo_orig_backend)
+    is_watched: Callable[[Any], bool]
+    before: Callable[[Any, dict[str, Any], CodeType, Mapping[str, Any]], bool]
+    after: Callable[[CodeType, Mapping[str, Any]], None]
+    failed: Callable[[Any, dict[str, Any], CodeType, Mapping[str, Any], Exception], None]
+    at_optimizer: Callable[[Optimizer, Any, dict[str, Any]], bool]
+    at_graph_break: Callable[[Any, dict[str, Any], CodeType, GraphBreak], None]
+    rows_to_trace: Thin
+    abandon: Callable[[Optimizer], None]
+    settings: dict[str, Any]
+
+
+def watch_conversions(watch: Watch) -> None:
+    """Have it asked about all that Dynamo does for what ``torch.compile`` is given from now on.
+
+    Where something that it asks, or the backend within a conversion, raises :class:`RunAsItIs`, the frame is
+    run by Python; where it raises :class:`ConvertAgain`, the conversion begins anew. Called once per
+    compilation of a frame; costs nothing where nothing is compiled. A second call replaces the first.
+    """
+
+    def watched(convert: Callable[..., Any], frame: Any, *args: Any, **kwargs: Any) -> Any:
+        if _is_not_to_be_converted():
+            return ConvertFrameReturn(apply_to_code=False)
+        code, variables = frame.f_code, frame.f_locals
+        compiler = backend_within(convert)
+        try:
+            if not watch.before(*compiler, code, variables):
+                return convert(frame, *args, **kwargs)
             try:
-                if not before(*compiler, code, variables):
-                    return original(self, frame, *args, **kwargs)
-                if _may_update(code, variables):
-                    always_optimize_code_objects[code] = True
-                try:
-                    with dynamo_config.patch(settings), _no_garbage_collection():
-                        converted = original(self, frame, *args, **kwargs)
-                except (ShortenTraceback, Unsupported):  # refusals, and what fullgraph=True asks for
-                    raise
-                except Exception as error:
-                    failed(*compiler, code, variables, error)
-                    raise
-                finally:
-                    thinned.clear()
-            except RunAsItIs:
-                return ConvertFrameReturn(apply_to_code=False)
-            except TraceWhole:
-                token = tracing_whole.set(True)
-                try:
-                    return watched(self, frame, *args, **kwargs)
-                finally:
-                    tracing_whole.reset(token)
-            except ConvertAgain:
-                return watched(self, frame, *args, **kwargs)
-            if converted is not None and converted.guarded_code is not None:
-                after(code, variables)
-            return converted
+                with dynamo_config.patch(watch.settings), _patched(watch, code, variables):
+                    converted = convert(frame, *args, **kwargs)
+            except (ShortenTraceback, Unsupported):  # refusals, and what fullgraph=True asks for
+                raise
+            except Exception as error:
+                watch.failed(*compiler, code, variables, error)
+                raise
+            finally:
+                thinned.clear()
+        except RunAsItIs:
+            return ConvertFrameReturn(apply_to_code=False)
+        except TraceWhole:
+            token = tracing_whole.set(True)
+            try:
+                return watched(convert, frame, *args, **kwargs)
+            finally:
+                tracing_whole.reset(token)
+        except ConvertAgain:
+            return watched(convert, frame, *args, **kwargs)
+        if converted is not None and converted.guarded_code is not None:
+            watch.after(code, variables)
+        return converted
 
-        return watched
+    def converting(original: Callable[..., Any]) -> Callable[..., Any]:
+        def convert_frame_assert(compiler_fn: Any, *args: Any, **kwargs: Any) -> Any:
+            convert = original(compiler_fn, *args, **kwargs)
+            backend, _ = backend_within(compiler_fn)
+            return _Watched(convert, watched) if watch.is_watched(backend) else convert
 
-    wrap_method(ConvertFrameAssert, "__call__", watching)
-    wrap_method(CatchErrorsWrapper, "__call__", _one_at_a_time)
+        return convert_frame_assert
+
+    CONVERSIONS.install(converting)
+
+
+class _Watched:
+    """What converts frames for one backend, to Dynamo that itself, with something around each conversion."""
+
+    def __init__(self, convert: Callable[..., Any], around: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, convert)
+        self._convert = convert
+        self._around = around
+
+    def __call__(self, frame: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._around(self._convert, frame, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._convert, name)
+
+
+def _is_not_to_be_converted() -> bool:
+    """Whether the function was disabled for Dynamo, but not those that it calls.
+
+    Dynamo goes by who calls the function whose conversion it is asked for, and looks past its own frames, but
+    not past ours.
+    """
+    caller: Any = sys._getframe()
+    while caller.f_code.co_filename in (__file__, convert_frame.__file__):
+        caller = caller.f_back
+    return caller.f_code is decorators._nonrecursive_disable_wrapper_code
+
+
+@contextlib.contextmanager
+def _patched(watch: Watch, code: CodeType, variables: Mapping[str, Any]) -> Iterator[None]:
+    """What a conversion for this backend needs."""
+
+    def has_tensor(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
+        return lambda frame: (frame.f_code is code and _may_update(code, variables)) or original(frame)
+
+    with (
+        _fewer_objects_to_look_at(),
+        FRAMES.entered(has_tensor),
+        watching_optimizers(watch.at_optimizer),
+        thinning_lists(watch.rows_to_trace, watch.abandon),
+        watching_graph_breaks(watch.at_graph_break),
+        tracing_powers(),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _fewer_objects_to_look_at() -> Iterator[None]:
+    """The garbage collector leaves alone what was there before.
+
+    Of a compilation's hundred thousands of objects most stay until its end, and again and again it would look
+    at a million others: an eighth of a compilation's time. What a program has frozen itself stays frozen.
+    """
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _may_update(code: CodeType, variables: Mapping[str, Any]) -> bool:
@@ -97,47 +250,16 @@ def _may_update(code: CodeType, variables: Mapping[str, Any]) -> bool:
     return is_method or code.co_name.startswith(TORCH_DYNAMO_RESUME_IN_PREFIX)
 
 
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Cycles are collected later: of a compilation's hundred thousands of objects most stay until its end.
-
-    An eighth of its time.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-def _one_at_a_time(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Have a thread wait for another's compilation before it looks whether to compile.
-
-    Dynamo looks first. Whether a tensor mode keeps it from compiling is one answer for all threads, and yes
-    while another thread compiles; it would then run the function eagerly, from then on. What Dynamo never
-    compiles must not wait: Python's import machinery is among it, and holds locks of its own.
-    """
-
-    def convert(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
-        if trace_rules.check(frame.f_code):
-            return original(self, frame, *args, **kwargs)
-        with compile_lock:
-            return original(self, frame, *args, **kwargs)
-
-    return convert
-
-
 def dynamo_recompile_limit() -> int:
     """How often Dynamo compiles a function at most, as the user has set it."""
     return int(dynamo_config.recompile_limit)
 
 
-def run_compiled_functions_as_they_are_if(condition: Callable[[], bool]) -> None:
-    """Have what ``torch.compile`` returned call the original function while ``condition()`` is true.
+@contextlib.contextmanager
+def running_compiled_functions_as_they_are_if(condition: Callable[[], bool]) -> Iterator[None]:
+    """Within, in this thread, what ``torch.compile`` returned calls the original function if ``condition()``.
 
-    As the stance ``"force_eager"`` does, which is one for all threads.
+    As the stance ``"force_eager"`` has it, which is one for all threads.
     """
     # fullgraph=True counts what has been compiled; less than zero is "do not count". Since torch 2.13.
     count_compiled = getattr(eval_frame, "set_fullgraph_compiled_frame_count", lambda count: None)
@@ -151,4 +273,5 @@ def run_compiled_functions_as_they_are_if(condition: Callable[[], bool]) -> None
 
         return callback_from_stance
 
-    wrap_method(eval_frame, "_callback_from_stance", conditional)
+    with COMPILED_CALLS.entered(conditional):
+        yield

@@ -3,15 +3,34 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._inductor.codegen.cpp import CppVecOverrides
 from torch._inductor.virtualized import V
 
-__all__ = ["bfloat16_by_instruction", "conversion_text", "rest", "rounded"]
+from collage_fx.torch_compat.patching import Patch, Shape
+
+__all__ = ["VECTOR_CONVERSIONS", "bfloat16_by_instruction", "conversion_text", "rest", "rounded"]
+
+VECTOR_CONVERSIONS = Patch(
+    name="vector-conversions",
+    target="torch._inductor.codegen.cpp:CppVecOverrides.to_dtype",
+    parameters=("x", "dtype"),
+    why="C++ kernels convert vectors to bfloat16 and back by the processor's instructions",
+    during="lowerings",
+    relies_on=(
+        Shape(
+            target="torch._inductor.codegen.cpp:CppVecKernel.get_to_dtype_expr",
+            parameters=("self", "src", "dtype", "src_dtype"),
+            text="at::vec::convert",
+        ),
+        Shape(
+            target="torch._inductor.codegen.common:CSE",
+            mentions=("contains", "generate", "put", "try_get"),
+        ),
+    ),
+)
 
 
 def rounded(value: Any, storage_dtype: torch.dtype) -> Any:
@@ -37,7 +56,7 @@ def rest(value: Any, hi: Any) -> Any:
     """
     text = (_REST_OF_VECTORS if value.is_vec else _REST_OF_SCALARS).format(x=value, hi=hi)
     rest = _variable(text, torch.float32, value, hi)
-    if _by_instruction.get() and _convert_text(rest, torch.bfloat16, torch.float32).startswith(_CONVERT):
+    if _convert_text(rest, torch.bfloat16, torch.float32).startswith(_CONVERT):
         text = _REST_BY_INSTRUCTION.format(x=value, hi=hi, rest=rest)
         _announce(rest, torch.bfloat16, _variable(text, torch.bfloat16, value, hi))
     return rest
@@ -55,7 +74,7 @@ def conversion_text(source: Any, dtype: torch.dtype, source_dtype: torch.dtype) 
     """The text of a conversion, by instruction if there is one."""
     text = _convert_text(source, dtype, source_dtype)
     for conversion, by_instruction in _BY_INSTRUCTION.items():
-        if _by_instruction.get() and text.startswith(conversion):
+        if text.startswith(conversion):
             return by_instruction.format(x=source)
     return text
 
@@ -137,34 +156,24 @@ at::vec::convert<float,2,at::BFloat16,1>({{x}})
 
 _BY_INSTRUCTION = {_CONVERT: _CONVERT_BY_INSTRUCTION, _CONVERT_BACK: _CONVERT_BACK_BY_INSTRUCTION}
 
-_by_instruction: ContextVar[bool] = ContextVar("_by_instruction", default=False)
 
-
-@contextlib.contextmanager
-def bfloat16_by_instruction() -> Iterator[None]:
+def bfloat16_by_instruction() -> contextlib.AbstractContextManager[None]:
     """Within, C++ code converts vectors to bfloat16 and back by the processor's instructions, if it has any.
 
     The bits are those of ATen's conversion, which takes sixteen instructions (and six back), NaN's payload
     aside. An AdamW step has a dozen such conversions and little else to do.
     """
-    token = _by_instruction.set(True)
-    try:
-        yield
-    finally:
-        _by_instruction.reset(token)
+    return VECTOR_CONVERSIONS.entered(_announcing)
 
 
 def _announcing(original: Callable[..., Any]) -> Callable[..., Any]:
     """``to_dtype`` of vector code that finds its conversion made."""
 
     def to_dtype(x: Any, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
-        if _by_instruction.get() and x.is_vec and {x.dtype, dtype} == {torch.float32, torch.bfloat16}:
+        if x.is_vec and {x.dtype, dtype} == {torch.float32, torch.bfloat16}:
             text, cse = _convert_text(x, dtype, x.dtype), V.kernel.cse
             if text.startswith(tuple(_BY_INSTRUCTION)) and not cse.contains(text):
                 cse.put(text, _converted(x, dtype, x.dtype))
         return original(x, dtype, *args, **kwargs)
 
     return to_dtype
-
-
-CppVecOverrides.to_dtype = staticmethod(_announcing(CppVecOverrides.to_dtype))  # type: ignore[method-assign]

@@ -13,30 +13,34 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._inductor.codegen.cpp import CppVecKernel
 from torch._inductor.codegen.cpp_utils import cexpr_index
 
-__all__ = ["fetching_ahead"]
+from collage_fx.torch_compat.patching import Patch, Shape
+
+__all__ = ["LOADS", "fetching_ahead"]
+
+LOADS = Patch(
+    name="loads",
+    target="torch._inductor.codegen.cpp:CppVecKernel._get_vec_load_line",
+    parameters=("self", "var", "index", "dtype", "load_mask"),
+    why="C++ kernels fetch ahead",
+    during="lowerings",
+    relies_on=(Shape(target="torch._inductor.codegen.cpp:CppVecKernel", mentions=("tail_size",)),),
+)
 
 #: Bytes.
 AHEAD = 512
 
-_fetching: ContextVar[bool] = ContextVar("_fetching", default=False)
 
-
-@contextlib.contextmanager
-def fetching_ahead() -> Iterator[None]:
+def fetching_ahead() -> contextlib.AbstractContextManager[None]:
     """Within, C++ code whose vectors come from memory one after another fetches ahead."""
-    token = _fetching.set(sys.platform != "win32")  # whose compiler has another name for it
-    try:
-        yield
-    finally:
-        _fetching.reset(token)
+    if sys.platform == "win32":  # whose compiler has another name for it
+        return contextlib.nullcontext()
+    return LOADS.entered(_with_prefetch)
 
 
 def _with_prefetch(original: Callable[..., str]) -> Callable[..., str]:
@@ -44,11 +48,8 @@ def _with_prefetch(original: Callable[..., str]) -> Callable[..., str]:
 
     def line(kernel: Any, var: Any, index: Any, dtype: torch.dtype, load_mask: Any = None) -> str:
         load = original(kernel, var, index, dtype, load_mask)
-        if not _fetching.get() or kernel.tail_size or index == 0:
+        if kernel.tail_size or index == 0:
             return load
         return f"(__builtin_prefetch((const char*)({var} + {cexpr_index(index)}) + {AHEAD}), {load})"
 
     return line
-
-
-CppVecKernel._get_vec_load_line = _with_prefetch(CppVecKernel._get_vec_load_line)  # type: ignore[method-assign]

@@ -5,19 +5,88 @@ In Inductor's language for one element it stands as inline assembly, which C++ k
 
 from __future__ import annotations
 
-import unittest.mock
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._inductor import config as inductor_config
 from torch._inductor.codegen import cpp as cpp_module
-from torch._inductor.codegen.cpp import CppOverrides, CppVecOverrides
-from torch._inductor.virtualized import ops
+from torch._inductor.virtualized import V, ops
 
-from collage_fx.torch_compat.patch_cpp_conversions import rest, rounded
-from collage_fx.torch_compat.patch_cpp_sums import SUM, summand
+from collage_fx.torch_compat.patch_cpp_conversions import bfloat16_by_instruction, rest, rounded
+from collage_fx.torch_compat.patch_cpp_loads import fetching_ahead
+from collage_fx.torch_compat.patch_cpp_sums import SUM, summand, summing
+from collage_fx.torch_compat.patching import Patch, Shape
 
-__all__ = ["inline_asm_elementwise", "rest_in_cpp", "rounded_in_cpp"]
+__all__ = [
+    "FORMATS_OF_LOOPS",
+    "INLINE_CODE",
+    "TILINGS",
+    "rest_in_cpp",
+    "rounded_in_cpp",
+    "takes_our_cpp",
+    "writes_cpp",
+    "writing_our_cpp",
+]
+
+INLINE_CODE = Patch(
+    name="inline-code",
+    target="torch._inductor.codegen.cpp:CppOverrides.inline_asm_elementwise",
+    why="C++ kernels round, and compute what a rounding leaves",
+    during="lowerings",
+    relies_on=(
+        Shape(target="torch._inductor.codegen.cpp:CppCSEVariable", mentions=("is_vec", "update_on_args")),
+        Shape(target="torch._inductor.codegen.cpp:CppVecKernel.broadcast"),
+    ),
+)
+
+TILINGS = Patch(
+    name="tilings",
+    target="torch._inductor.codegen.cpp:TilingSelect.select_tiling",
+    parameters=("self", "fn_list"),
+    why="loops with such code handle as many elements at a time as fit a vector of what they store",
+    during="lowerings",
+    relies_on=(Shape(target="torch._inductor.codegen.cpp:_get_loop_body", parameters=("fn_list",)),),
+)
+
+FORMATS_OF_LOOPS = Patch(
+    name="formats-of-loops",
+    target="torch._inductor.codegen.cpp:get_loop_body_lowp_fp",
+    parameters=("_body",),
+    why="the same: it is by this that Inductor counts",
+    during="lowerings",
+    relies_on=(
+        Shape(
+            target="torch._inductor.codegen.cpp:TilingSelect.select_tiling",
+            mentions=("_get_loop_body", "get_loop_body_lowp_fp"),
+        ),
+    ),
+)
+
+
+def writes_cpp(device: torch.device) -> bool:
+    """Whether Inductor writes C++ for the device."""
+    return device.type == "cpu" and inductor_config.cpu_backend == "cpp"
+
+
+def takes_our_cpp(device: torch.device) -> bool:
+    """Whether what is being compiled for the device is written in C++ that may contain code of ours."""
+    return INLINE_CODE.is_entered and writes_cpp(device)
+
+
+@contextlib.contextmanager
+def writing_our_cpp() -> Iterator[None]:
+    """Within, C++ kernels may contain code of ours."""
+    with (
+        INLINE_CODE.entered(_with_our_code),
+        TILINGS.entered(_as_wide_as_stores),
+        summing(),
+        bfloat16_by_instruction(),
+        fetching_ahead(),
+    ):
+        yield
+
 
 #: What stands for the rounding to a storage dtype where Inductor has only names of its own operators.
 _ROUNDINGS = {f"collage_fx: round to {dtype}": dtype for dtype in (torch.bfloat16, torch.float16)}
@@ -42,16 +111,27 @@ def rest_in_cpp(value: Any, hi: Any) -> Any:
     return ops.inline_asm_elementwise(value, hi, asm=_REST, dtype=torch.float32)
 
 
-def inline_asm_elementwise(*inputs: Any, asm: str, **options: Any) -> Any:
-    """The C++ for :func:`rounded_in_cpp`, :func:`rest_in_cpp` and sums, for scalars and for vectors."""
-    if asm == _REST:
-        return rest(*inputs)
-    if asm.startswith(SUM):
-        return summand(inputs, asm)
-    if asm not in _ROUNDINGS:
-        raise NotImplementedError(f"inline assembly in C++ kernels: {asm}")
-    (value,) = inputs
-    return rounded(value, _ROUNDINGS[asm])
+def _with_our_code(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``inline_asm_elementwise`` that knows :func:`rounded_in_cpp`, :func:`rest_in_cpp` and sums."""
+
+    def inline_asm_elementwise(self: Any, *inputs: Any, asm: str, **options: Any) -> Any:
+        if asm == _REST:
+            return rest(*_all_vectors_or_none(inputs))
+        if asm.startswith(SUM):
+            return summand(_all_vectors_or_none(inputs), asm)
+        if asm in _ROUNDINGS:
+            (value,) = inputs
+            return rounded(value, _ROUNDINGS[asm])
+        return original(self, *inputs, asm=asm, **options)
+
+    return inline_asm_elementwise
+
+
+def _all_vectors_or_none(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Numbers beside vectors as vectors."""
+    if not any(x.is_vec for x in inputs):
+        return inputs
+    return tuple(x if x.is_vec else V.kernel.broadcast(x) for x in inputs)
 
 
 def _as_wide_as_stores(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -69,7 +149,7 @@ def _as_wide_as_stores(original: Callable[..., Any]) -> Callable[..., Any]:
         if len(found) != 1:
             return original(self, functions, *args)
         answer = found.pop(), True
-        with unittest.mock.patch.object(cpp_module, "get_loop_body_lowp_fp", return_value=answer):
+        with FORMATS_OF_LOOPS.entered(lambda original: lambda body: answer):
             return original(self, functions, *args)
 
     return select_tiling
@@ -77,9 +157,3 @@ def _as_wide_as_stores(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _has_our_code(body: Any) -> bool:
     return bool(body.root_block.graph.find_nodes(op="call_method", target="inline_asm_elementwise"))
-
-
-for _overrides in (CppOverrides, CppVecOverrides):
-    _overrides.inline_asm_elementwise = staticmethod(inline_asm_elementwise)  # type: ignore[method-assign]
-
-cpp_module.TilingSelect.select_tiling = _as_wide_as_stores(cpp_module.TilingSelect.select_tiling)  # type: ignore[method-assign]

@@ -2,19 +2,64 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch._inductor.codegen.cpp import CppKernel, CppVecKernel
+from torch._inductor.codegen.cpp import CppVecKernel
 from torch._inductor.codegen.cpp_utils import DTYPE_TO_CPP, cexpr_index
 from torch._inductor.virtualized import V, ops
 
 from collage_fx.torch_compat.cpp_sums import Sums, Vectors
 from collage_fx.torch_compat.patch_cpp_conversions import conversion_text
+from collage_fx.torch_compat.patching import Patch, Shape
 
-__all__ = ["SUM", "part_of_sum", "summand"]
+__all__ = ["REDUCTIONS", "SUM", "VECTOR_REDUCTIONS", "part_of_sum", "summand", "summing"]
+
+_REDUCTION = ("self", "dtype", "src_dtype", "reduction_type", "value")
+
+REDUCTIONS = Patch(
+    name="reductions",
+    target="torch._inductor.codegen.cpp:CppKernel.reduction",
+    parameters=_REDUCTION,
+    why="C++ kernels add up what a step is measured by in blocks",
+    during="lowerings",
+    relies_on=(
+        Shape(
+            target="torch._inductor.codegen.cpp:CppKernel._gen_parallel_reduction_buffers",
+            parameters=("self", "acc", "acc_type", "reduction_type", "dtype", "reduction_combine_fn"),
+            mentions=("reduction_init_fn",),
+        ),
+        Shape(
+            target="torch._inductor.codegen.cpp:CppKernel",
+            mentions=(
+                "is_reduction",
+                "local_reduction_stores",
+                "non_parallel_reduction_suffix",
+                "reduction_cse",
+                "reduction_prefix_generators",
+                "reduction_var_names",
+            ),
+        ),
+        Shape(target="torch._inductor.codegen.common:CSE", mentions=("reduction_cache",)),
+    ),
+)
+
+VECTOR_REDUCTIONS = Patch(
+    name="vector-reductions",
+    target="torch._inductor.codegen.cpp:CppVecKernel.reduction",
+    parameters=_REDUCTION,
+    why="the same, in vectors",
+    during="lowerings",
+    relies_on=(
+        Shape(
+            target="torch._inductor.codegen.cpp:CppVecKernel",
+            mentions=("_get_num_vectors", "_get_vec_type", "broadcast", "tail_size", "tiling_factor"),
+        ),
+    ),
+)
 
 #: What stands for an element's part in a sum of a C++ kernel.
 SUM = "collage_fx: sum"
@@ -35,6 +80,13 @@ def summand(inputs: Sequence[Any], text: str) -> Any:
     variable.update_on_args("to_dtype", inputs, {})
     variable.collage_fx_summand = int(text.removeprefix(SUM)), inputs
     return variable
+
+
+@contextlib.contextmanager
+def summing() -> Iterator[None]:
+    """Within, C++ kernels know :func:`summand`."""
+    with REDUCTIONS.entered(_summing), VECTOR_REDUCTIONS.entered(_summing):
+        yield
 
 
 def _summing(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -106,7 +158,3 @@ def _vectors(kernel: Any, x: Any) -> Vectors:
     floats = str(x) if is_float else conversion_text(x, torch.float32, x.dtype)
     floats = re.sub(rf"\b{x}\b", "@", floats)
     return Vectors(kernel._get_vec_type(x.dtype), DTYPE_TO_CPP[x.dtype], str(kernel.tiling_factor), floats)
-
-
-for _kernel in (CppKernel, CppVecKernel):
-    _kernel.reduction = _summing(_kernel.reduction)  # type: ignore[method-assign]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,6 @@ from types import CodeType
 from typing import Any
 
 import torch
-from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 
 from collage_fx.torch_compat.dynamo_trace import backend_within
 from collage_fx.torch_compat.optim_frames import (
@@ -18,9 +18,26 @@ from collage_fx.torch_compat.optim_frames import (
     optimizer_of_method,
     possible_steps_on_the_stack,
 )
-from collage_fx.torch_compat.patching import wrap_method
+from collage_fx.torch_compat.patching import Patch, Shape
 
-__all__ = ["GraphBreak", "watch_graph_breaks"]
+__all__ = ["GRAPH_BREAKS", "GraphBreak", "watching_graph_breaks"]
+
+GRAPH_BREAKS = Patch(
+    name="graph-breaks",
+    target="torch._dynamo.symbolic_convert:InstructionTranslatorBase.log_graph_break",
+    parameters=("self", "code_options", "reason", "exc"),
+    why="a graph break in an optimizer's update is known before anything has run",
+    during="conversions",
+    relies_on=(
+        Shape(target="torch._dynamo.exc:Unsupported", mentions=("gb_type", "msg", "real_stack")),
+        Shape(
+            target="torch._dynamo.symbolic_convert:InstructionTranslatorBase",
+            mentions=("f_code", "f_locals", "output"),
+        ),
+        Shape(target="torch._dynamo.output_graph:OutputGraph", mentions=("compiler_fn", "root_tx")),
+        Shape(target="torch._dynamo:graph_break"),
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -42,13 +59,14 @@ class GraphBreak:
     where: str
 
 
-def watch_graph_breaks(watch: Callable[[Any, dict[str, Any], CodeType, GraphBreak], None]) -> None:
-    """Have ``watch(backend, keywords, code, graph_break)`` called when Dynamo decides to break a graph.
+def watching_graph_breaks(
+    watch: Callable[[Any, dict[str, Any], CodeType, GraphBreak], None],
+) -> contextlib.AbstractContextManager[None]:
+    """Within, ``watch(backend, keywords, code, graph_break)`` is called when Dynamo decides to break a graph.
 
-    ``code`` is the function's that is being converted; it may have called the one that breaks.
-
-    Or to skip a frame. An exception of a :class:`ShortenTraceback` class reaches the user, as in
-    :func:`watch_traced_optimizers`.
+    Or to skip a frame. ``code`` is the function's that is being converted; it may have called the one that
+    breaks. An exception of a :class:`ShortenTraceback` class reaches the user, as in
+    :func:`watching_optimizers`.
     """
 
     def watching(original: Callable[..., None]) -> Callable[..., None]:
@@ -59,7 +77,7 @@ def watch_graph_breaks(watch: Callable[[Any, dict[str, Any], CodeType, GraphBrea
 
         return watched
 
-    wrap_method(InstructionTranslatorBase, "log_graph_break", watching)
+    return GRAPH_BREAKS.entered(watching)
 
 
 def _is_torchs_own(code: CodeType, cause: Any) -> bool:

@@ -1,65 +1,95 @@
-"""Python's numbers as symbols: rests on Dynamo's rules for functions and on how floats become tensors."""
+"""Python's numbers as symbols: rests on Dynamo's calls and on how AOTAutograd turns floats into tensors."""
 
 from __future__ import annotations
 
-import unittest.mock
+import contextlib
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._dynamo.decorators import substitute_in_graph
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.symbolic_convert import TensorifyState
-from torch._dynamo.trace_rules import get_torch_obj_rule_map, torch_name_rule_map
-from torch._functorch._aot_autograd import graph_compile
+from torch._dynamo.variables.base import VariableTracker
 
-from collage_fx.torch_compat.patching import wrap_method
-from collage_fx.torch_compat.version import version
+from collage_fx.torch_compat.patching import Patch, Shape
 
-__all__ = ["keep_numbers_symbolic", "trace_instead"]
+__all__ = ["POWERS", "SYMBOLIC_FLOATS", "keeping_numbers_symbolic", "tracing_powers"]
+
+POWERS = Patch(
+    name="powers",
+    target="torch._dynamo.variables.torch:TorchInGraphFunctionVariable.call_function",
+    parameters=("self", "tx", "args", "kwargs"),
+    why="math.pow of a number that changes is traced, where Dynamo burns the number in",
+    during="conversions",
+    relies_on=(
+        Shape(
+            target="torch._dynamo.symbolic_convert:InstructionTranslatorBase.inline_user_function_return",
+            parameters=("self", "fn", "args", "kwargs"),
+        ),
+        Shape(target="torch._dynamo.variables.base:VariableTracker.build", parameters=("tx", "value")),
+        Shape(target="torch._dynamo.variables.base:VariableTracker.is_python_constant"),
+    ),
+)
+
+SYMBOLIC_FLOATS = Patch(
+    name="symbolic-floats",
+    target="torch._functorch._aot_autograd.graph_compile:tensorify_python_scalars",
+    parameters=("gm", "shape_env", "fake_mode"),
+    why="a float that tensor operations have replaced everywhere is not burned in",
+    until=(2, 13),
+    during="lowerings",
+    relies_on=(
+        Shape(
+            target="torch._dynamo.symbolic_convert:TensorifyState",
+            mentions=("force_specializations", "specialize"),
+        ),
+    ),
+)
 
 
-def keep_numbers_symbolic() -> None:
-    """Before torch 2.13: have AOTAutograd keep a symbolic float that it has replaced by a tensor everywhere.
+def tracing_powers() -> contextlib.AbstractContextManager[None]:
+    """Within, Dynamo traces ``math.pow`` of symbolic numbers."""
+    return POWERS.entered(_inlining)
 
-    It does replace ``-lr`` or ``1 - lr`` by tensor operations there, but then looks only for ``lr`` itself
-    among what it has replaced, doesn't find it, and starts over with the number burned in.
+
+def _inlining(original: Callable[..., Any]) -> Callable[..., Any]:
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if self.value is not math.pow or all(arg.is_python_constant() for arg in args):
+            return original(self, tx, args, kwargs)
+        return tx.inline_user_function_return(VariableTracker.build(tx, _power), list(args), kwargs)
+
+    return call_function
+
+
+def _power(x: float, y: float, /) -> float:
+    """``math.pow``, spelled in operations that Dynamo traces; it fails where that does."""
+    x, y = float(x), float(y)
+    is_complex = x < 0 and x - x == 0 and y - y == 0 and y % 1 != 0
+    if is_complex or (x == 0 and y < 0):
+        raise ValueError("math domain error")
+    return float(x**y)
+
+
+def keeping_numbers_symbolic() -> contextlib.AbstractContextManager[None]:
+    """Within, AOTAutograd keeps a symbolic float that it has replaced by a tensor everywhere.
+
+    Before torch 2.13 it does replace ``-lr`` or ``1 - lr`` by tensor operations, but then looks only for
+    ``lr`` itself among what it has replaced, doesn't find it, and starts over with the number burned in.
     """
-    if version() < (2, 13):
-        wrap_method(graph_compile, "tensorify_python_scalars", _restarting_only_if_burned_in)
+    return SYMBOLIC_FLOATS.entered(_restarting_only_if_burned_in)
 
 
 def _restarting_only_if_burned_in(original: Callable[..., None]) -> Callable[..., None]:
     def tensorify(gm: torch.fx.GraphModule, shape_env: Any, fake_mode: Any) -> None:
-        asked: list[str] = []
-        burned_in: set[str] = set()
-        with unittest.mock.patch.object(TensorifyState, "specialize", asked.append):
-            try:
-                original(gm, shape_env, fake_mode)
-            except TensorifyScalarRestartAnalysis:
-                burned_in = {str(symbol) for symbol in shape_env.replacements}.intersection(asked)
-        for name in burned_in:
-            TensorifyState.specialize(name)
-        if burned_in:
-            raise TensorifyScalarRestartAnalysis
+        burned_in_before = set(TensorifyState.force_specializations)
+        try:
+            original(gm, shape_env, fake_mode)
+        except TensorifyScalarRestartAnalysis:
+            asked = TensorifyState.force_specializations - burned_in_before
+            burned_in = {str(symbol) for symbol in shape_env.replacements} & asked
+            TensorifyState.force_specializations.difference_update(asked - burned_in)
+            if burned_in:
+                raise
 
     return tensorify
-
-
-def trace_instead(function: Callable[..., Any], traceable: Callable[..., Any]) -> None:
-    """Have Dynamo inline ``traceable`` where a traced program calls ``function``, which may be a builtin.
-
-    For every backend: Dynamo has one table of rules. A second call for the same function changes nothing.
-    """
-    name = f"{function.__module__}.{function.__name__}"
-    if name in _traced_otherwise:
-        return
-    _traced_otherwise.add(name)
-    maps: list[dict[str, Any]] = list(torch_name_rule_map)  # type: ignore[arg-type]
-    for rules in maps:
-        rules.pop(name, None)
-    get_torch_obj_rule_map.cache_clear()
-    substitute_in_graph(function)(traceable)
-
-
-_traced_otherwise: set[str] = set()

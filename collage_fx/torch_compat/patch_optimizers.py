@@ -2,43 +2,93 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables.lists import ListVariable
-from torch._dynamo.variables.optimizer import OptimizerVariable
 from torch.utils.weak import WeakIdKeyDictionary
 
 from collage_fx.torch_compat.dynamo_trace import TraceWhole, backend_within, output_being_traced
-from collage_fx.torch_compat.patching import wrap_method
+from collage_fx.torch_compat.patching import Patch, Shape
 
 __all__ = [
+    "LISTS",
+    "OPTIMIZERS",
+    "STATE_LISTS",
+    "UNFINISHED_STEPS",
     "Thin",
     "ThinnedLists",
     "forget_static_addresses",
-    "thin_lists",
     "thinned",
     "thinned_lists",
+    "thinning_lists",
     "tracing_whole",
-    "watch_traced_optimizers",
+    "watching_optimizers",
 ]
 
+_VARIABLE = "torch._dynamo.variables.optimizer:OptimizerVariable"
 
-def watch_traced_optimizers(watch: Callable[[torch.optim.Optimizer, Any, dict[str, Any]], bool]) -> None:
-    """Have ``watch(optimizer, backend, keywords)`` called when Dynamo begins to trace through an optimizer.
+OPTIMIZERS = Patch(
+    name="optimizers",
+    target=f"{_VARIABLE}.__init__",
+    parameters=("self", "value"),
+    why="what cannot be compensated is refused before anything has run; a step's counters are kept",
+    during="conversions",
+    relies_on=(
+        Shape(
+            target="torch._dynamo.side_effects:SideEffects",
+            mentions=("__contains__", "track_object_existing"),
+        ),
+    ),
+)
+
+STATE_LISTS = Patch(
+    name="state-lists",
+    target=f"{_VARIABLE}.call_method",
+    parameters=("self", "tx", "name", "args", "kwargs"),
+    why="lists that an optimizer fills by keyword arguments are not taken to be empty",
+    during="conversions",
+)
+
+LISTS = Patch(
+    name="lists",
+    target=f"{_VARIABLE}.update_list_args",
+    parameters=("self", "tx", "args", "kwargs", "py_args", "py_kwargs"),
+    why="the steps of torch.optim are traced for two parameters of each layout",
+    during="conversions",
+    relies_on=(
+        Shape(target="torch._dynamo.variables.lists:ListVariable", mentions=("items",)),
+        Shape(target="torch.optim:AdamW._init_group"),
+    ),
+)
+
+UNFINISHED_STEPS = Patch(
+    name="unfinished-steps",
+    target="torch._dynamo.output_graph:OutputGraph.compile_subgraph",
+    parameters=("self", "tx", "reason"),
+    why="a step that Dynamo breaks is traced for all parameters",
+    during="conversions",
+    relies_on=(Shape(target="torch._dynamo.output_graph:GraphCompileReason", mentions=("graph_break",)),),
+)
+
+
+@contextlib.contextmanager
+def watching_optimizers(
+    watch: Callable[[torch.optim.Optimizer, Any, dict[str, Any]], bool],
+) -> Iterator[None]:
+    """Within, ``watch(optimizer, backend, keywords)`` is called when Dynamo begins to trace an optimizer.
 
     ``backend`` is what ``torch.compile`` was given (a name already looked up) and ``keywords`` the ``mode``
     and ``options`` that go with it. An exception of a :class:`ShortenTraceback` class ends the trace and
     reaches the user as it is, before anything has run: that is how an input can be refused for which Dynamo
-    would fall back to eager execution without asking any backend. Costs nothing where nothing is traced. One
-    watch at a time; a second replaces the first.
+    would fall back to eager execution without asking any backend.
 
     Where ``watch`` returns True, two silent faults of Dynamo are made good. It forgets what a step assigns to
     attributes of the optimizer (``self.steps += 1``), because it doesn't register optimizers for side
@@ -58,8 +108,8 @@ def watch_traced_optimizers(watch: Callable[[torch.optim.Optimizer, Any, dict[st
 
         return watched
 
-    wrap_method(OptimizerVariable, "__init__", watching)
-    wrap_method(OptimizerVariable, "call_method", _with_positional_lists)
+    with OPTIMIZERS.entered(watching), STATE_LISTS.entered(_with_positional_lists):
+        yield
 
 
 def _with_positional_lists(call_method: Callable[..., Any]) -> Callable[..., Any]:
@@ -99,16 +149,16 @@ class ThinnedLists:
 Thin = Callable[[torch.optim.Optimizer, Any, dict[str, Any], Sequence[tuple[Any, ...]]], Sequence[int] | None]
 
 
-def thin_lists(choose: Thin, abandon: Callable[[torch.optim.Optimizer], None]) -> None:
-    """Have Dynamo trace the steps of torch.optim's own classes for some of their parameters.
+@contextlib.contextmanager
+def thinning_lists(choose: Thin, abandon: Callable[[torch.optim.Optimizer], None]) -> Iterator[None]:
+    """Within, Dynamo traces the steps of torch.optim's own classes for some of their parameters.
 
     ``choose(optimizer, backend, keywords, rows)`` is asked each time that ``_init_group`` has filled the
     lists that a step loops over. Guards are made for all rows. What is left out is the backend's to make good
     (:func:`thinned_lists`), or it raises :class:`TraceWhole`. A graph break has the step traced whole, too,
     after a call of ``abandon``: behind it Python would go on with what is left of the lists.
 
-    Only where the step is all that is compiled: nothing else in the graph reads what it updates. A second
-    call replaces the first.
+    Only where the step is all that is compiled: nothing else in the graph reads what it updates.
     """
 
     def updating(original: Callable[..., None]) -> Callable[..., None]:
@@ -145,8 +195,8 @@ def thin_lists(choose: Thin, abandon: Callable[[torch.optim.Optimizer], None]) -
 
         return compile_subgraph
 
-    wrap_method(OptimizerVariable, "update_list_args", updating)
-    wrap_method(OutputGraph, "compile_subgraph", breaking)
+    with LISTS.entered(updating), UNFINISHED_STEPS.entered(breaking):
+        yield
 
 
 tracing_whole: ContextVar[bool] = ContextVar("tracing_whole", default=False)

@@ -7,26 +7,71 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
+from torch._ops import OpOverload
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.overrides import _pop_mode_temporarily
-from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    is_traceable_wrapper_subclass,
+)
 
 __all__ = [
+    "SET_GRAD_ENABLED",
+    "OpOverload",
+    "TorchDispatchMode",
     "assert_size_stride",
+    "base_of",
     "disabled_torch_function",
     "graph_module",
     "has_internal_overlap",
     "has_storage",
+    "is_held_by_torch",
     "is_made_of_tensors",
     "laid_out_like",
+    "pytree",
+    "rename",
+    "schema_of",
+    "storage_of",
     "without_modes",
     "wrapper_subclass",
 ]
 
 
+#: What ``torch.set_grad_enabled`` is in a graph.
+SET_GRAD_ENABLED: Any = torch._C._set_grad_enabled
+
+
+def schema_of(operator: OpOverload) -> Any:
+    """The names and types of an operator's arguments and results, and what it does to them."""
+    return operator._schema
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Which memory a tensor lies in: a number that no other memory has as long as this one lives."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor that another was made from as a view; None where it is none."""
+    return tensor._base
+
+
+def is_held_by_torch(tensor: torch.Tensor) -> bool:
+    """Whether something in torch, besides its Python object, refers to a tensor."""
+    return tensor._use_count() > 1  # type: ignore[attr-defined]
+
+
+def rename(node: torch.fx.Node, name: str) -> None:
+    """Give a node of a graph that name, or one that begins with it if there is one of that name."""
+    node._rename(name)
+
+
 def has_internal_overlap(tensor: torch.Tensor) -> bool:
     """Whether elements of a strided tensor are known to share memory, as those of ``x.expand(n)`` do."""
-    return bool(torch._debug_has_internal_overlap(tensor) == 1)
+    repeated = (size > 1 and not step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.numel() > 0 and any(repeated)
 
 
 def has_storage(tensor: torch.Tensor) -> bool:

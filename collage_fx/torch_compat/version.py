@@ -25,10 +25,10 @@ def check_version() -> None:
         )
 
 
-def unknown_version(error: ImportError) -> ImportError:
-    """What to raise where a version doesn't have a private name."""
+def unknown_version(told: object) -> ImportError:
+    """What to raise where a version doesn't have a private name, or has it in another shape."""
     return ImportError(
-        f"collage_fx does not know torch {torch.__version__}: {error}. "
+        f"collage_fx does not know torch {torch.__version__}: {told}. "
         f"It is tested with torch {', '.join(TESTED_TORCH)}; please install one of those or a newer "
         "collage_fx"
     )

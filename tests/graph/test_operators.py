@@ -12,20 +12,20 @@ from torch._inductor.utils import run_and_get_code
 
 from collage_fx.graph.operators import rest, round_to_storage
 from collage_fx.numerics import arithmetic
-from collage_fx.torch_compat import bfloat16_by_instruction
+from collage_fx.torch_compat import writing_our_cpp
 
 DTYPES = [torch.bfloat16, torch.float16]
 
 
-@pytest.fixture(autouse=True, params=["conversion", "instruction"])
-def by_instruction(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Vectors are converted by ATen's function, or as in this library's own steps."""
+@pytest.fixture(autouse=True, params=["elsewhere", "our code"])
+def code(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The operators are compiled by plain Inductor, or as in this library's own steps."""
     with contextlib.ExitStack() as stack:
-        if request.param == "instruction":
-            stack.enter_context(bfloat16_by_instruction())
+        if request.param == "our code":
+            stack.enter_context(writing_our_cpp())
             stack.enter_context(config.patch("force_disable_caches", True))  # which know nothing of it
         torch._dynamo.reset()
-        yield
+        yield request.param
 
 
 def _patterns() -> Tensor:
@@ -119,25 +119,26 @@ def test_a_number_stored_and_rounded_keeps_the_two_apart(dtype: torch.dtype, pla
     assert torch.equal(_bits(lo), _bits(expected[2]))
 
 
-def test_cpp_converts_once_for_a_rounding_and_its_store() -> None:
+@pytest.mark.parametrize("code", ["our code"], indirect=True)
+def test_cpp_converts_once_for_a_rounding_and_its_store(code: str) -> None:
     def step(x: Tensor, hi: Tensor, lo: Tensor) -> None:
         rounded = round_to_storage(x * 1.5, torch.bfloat16)
         hi.copy_(rounded)
         lo.copy_(x * 1.5 - rounded)
 
     outputs = [torch.zeros(4096, dtype=torch.bfloat16) for _ in range(2)]
-    _, (code,) = run_and_get_code(torch.compile(step), torch.randn(4096), *outputs)
+    _, (text,) = run_and_get_code(torch.compile(step), torch.randn(4096), *outputs)
     assert (
         len(
             re.findall(
                 r"auto tmp\d+ = \(?\s*(?:#if .*\s*\[&\]\(\) -> decltype\()?at::vec::convert<at::BFloat16\b",
-                code,
+                text,
             )
         )
         == 2
     )
-    assert len(re.findall(r"\.store\(", code)) == 2
-    assert "bit_cast" not in code
+    assert len(re.findall(r"\.store\(", text)) == 2
+    assert "bit_cast" not in text
 
 
 @pytest.mark.parametrize("where", [0, 15, 16, 31])

@@ -1,0 +1,235 @@
+"""What importing collage_fx, and compiling with it, changes for others: nothing."""
+
+import gc
+import json
+import math
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import collage_fx
+from collage_fx import CollageBackend
+from collage_fx.torch_compat import PATCHES
+from tests.support.training import Descent, parameters, run_steps
+
+ROOT = Path(collage_fx.__file__).parents[1]
+
+#: A process that compiles a training step of a model, and those of optimizers, and tells the code and the bits.
+PLAIN = """
+import hashlib, json, math, sys
+from unittest import mock
+import torch
+from torch import nn
+from torch._inductor.graph import GraphLowering
+from torch._inductor.utils import fresh_cache
+
+if sys.argv[1] == "imported":
+    import collage_fx
+
+codes = []
+torch.manual_seed(0)
+
+
+class Corrected(torch.optim.Optimizer):
+    \"\"\"A bias correction by ``math.pow``, a count in an attribute, and ``.data`` without ``no_grad``.\"\"\"
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 1e-2})
+        self.steps = 0
+
+    def step(self):
+        self.steps += 1
+        for p in self.param_groups[0]["params"]:
+            m = self.state[p].setdefault("m", torch.zeros_like(p))
+            m.data.lerp_(p.grad, 0.1)
+            p.data.add_(m.data, alpha=-self.param_groups[0]["lr"] / (1 - math.pow(0.9, self.steps)))
+
+
+def bits(tensors):
+    return [hashlib.sha256(t.detach().float().numpy().tobytes()).hexdigest() for t in tensors]
+
+
+def model_and_batch():
+    model = nn.Sequential(nn.Linear(24, 40), nn.LayerNorm(40), nn.GELU(), nn.Linear(40, 8), nn.Softmax(-1))
+    return model.to(torch.bfloat16), torch.randn(16, 24, dtype=torch.bfloat16)
+
+
+def trained(make, **options):
+    model, batch = model_and_batch()
+    optimizer = make(model.parameters())
+    forward = torch.compile(model, **options)
+    step = torch.compile(optimizer.step, **options)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (forward(batch).float() ** 2).sum().backward()
+        step()
+    state = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
+    return bits([*model.parameters(), *state])
+
+
+makes = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2),
+    "SGD": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9, weight_decay=0.1),
+    "Corrected": Corrected,
+}
+found = {}
+options = eval(sys.argv[2])
+for name, make in makes.items():
+    torch._dynamo.reset()
+    with fresh_cache(), mock.patch.object(GraphLowering, "save_output_code", codes.append):
+        found[name] = trained(make, **options)
+print(json.dumps([codes, found]))
+"""
+
+
+def _plain(imported: str, options: str) -> list[Any]:
+    run = subprocess.run(
+        [sys.executable, "-c", PLAIN, imported, options],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    codes, bits = json.loads(run.stdout.splitlines()[-1])
+    return [[_without_paths(code) for code in codes], bits]
+
+
+def _without_paths(code: str) -> str:
+    """Without the comment that names a process's own folder."""
+    return "\n".join(line for line in code.splitlines() if "/tmp" not in line)
+
+
+@pytest.fixture(scope="module")
+def inductors() -> list[Any]:
+    return _plain("not imported", "{'backend': 'inductor'}")
+
+
+@pytest.mark.slow
+def test_plain_inductor_has_the_same_code_and_bits_once_collage_fx_is_imported(inductors: list[Any]) -> None:
+    assert len(inductors[0]) >= 6
+    assert _plain("imported", "{'backend': 'inductor'}") == inductors
+
+
+@pytest.mark.slow
+def test_strategy_none_has_the_code_and_bits_of_plain_inductor(inductors: list[Any]) -> None:
+    options = "{'backend': collage_fx.CollageBackend(strategy='none')}"
+    assert _plain("imported", options) == inductors
+
+
+class Looking(CollageBackend):
+    """Calls a function while it compiles."""
+
+    def __init__(self, look: Callable[[], object]) -> None:
+        super().__init__()
+        self.look = look
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        self.look()
+        return super().__call__(*args, **kwargs)
+
+
+def _compiled_while(look: Callable[[], object]) -> None:
+    params = parameters(shapes=[(3,)])
+    run_steps(torch.compile(Descent(params).step, backend=Looking(look)), params, [0])
+
+
+BACKENDS: dict[str, Any] = {"eager": "eager", "collage": CollageBackend()}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("base", "exponent"), [(-8.0, 1 / 3), (0.0, -1.0), (2.0, 0.5), (-2.0, 3.0), (0.0, 2.0)]
+)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_math_pow_means_what_it_means(base: float, exponent: float, backend: str, dynamic: bool) -> None:
+    def power(x: Tensor, base: float, exponent: float) -> Tensor:
+        return x * math.pow(base, exponent)
+
+    traced = torch.compile(power, backend=BACKENDS[backend], dynamic=dynamic)
+    x = torch.ones(2, dtype=torch.float64)
+    try:
+        expected = power(x, base, exponent)
+    except ValueError:
+        with pytest.raises(ValueError, match="math domain error"):
+            traced(x, base, exponent)
+    else:
+        assert torch.equal(traced(x, base, exponent), expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_function_that_is_disabled_for_dynamo_alone_is_not_compiled(backend: str) -> None:
+    """Dynamo knows it by its caller, and goes by Python's frames between the two."""
+    compiling = []
+
+    @torch.compiler.disable(recursive=False)
+    def disabled(x: Tensor) -> Tensor:
+        compiling.append(torch.compiler.is_compiling())
+        return x + 1
+
+    x = torch.zeros(3)
+    torch.compile(lambda x: disabled(x) * 2, backend=BACKENDS[backend])(x)
+    assert compiling == [False]
+
+
+def test_who_would_not_wait_for_dynamo_does_not_wait_for_us() -> None:
+    """What runs under a dispatch mode is not compiled, so that it needs none of Dynamo's locks."""
+    done = threading.Event()
+
+    def run_under_a_mode() -> None:
+        with TorchDispatchMode():
+            torch.compile(lambda x: x + 1, backend="eager")(torch.zeros(2))
+        done.set()
+
+    def look() -> None:
+        thread = threading.Thread(target=run_under_a_mode)
+        thread.start()
+        waited.append(not done.wait(20))
+
+    waited: list[bool] = []
+    _compiled_while(look)
+    assert waited == [False]
+
+
+def test_the_collector_stays_on_while_a_step_is_compiled() -> None:
+    seen: list[bool] = []
+    _compiled_while(lambda: seen.append(gc.isenabled()))
+    assert seen == [True]
+    assert gc.get_freeze_count() == 0
+
+
+def test_what_a_program_has_frozen_stays_frozen() -> None:
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        _compiled_while(lambda: None)
+        assert gc.get_freeze_count() == frozen
+    finally:
+        gc.unfreeze()
+
+
+def test_a_patch_is_there_for_the_process_or_while_a_step_is_compiled() -> None:
+    seen: list[set[str]] = []
+    in_another_thread: list[bool] = []
+
+    def look() -> None:
+        seen.append({patch.name for patch in PATCHES if patch.is_entered})
+        thread = threading.Thread(
+            target=lambda: in_another_thread.append(any(patch.is_entered for patch in PATCHES))
+        )
+        thread.start()
+        thread.join()
+
+    _compiled_while(look)
+    assert seen == [{patch.name for patch in PATCHES if patch.during == "conversions"}]
+    assert in_another_thread == [False]
+    in_place = {patch.name for patch in PATCHES if patch.is_in_place}
+    assert in_place <= {patch.name for patch in PATCHES if patch.during == "the process"}
