@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import math
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -60,6 +61,7 @@ from collage_fx.repetition import Repetition, input_name, repeated_graph
 from collage_fx.torch_compat import (
     aot_input_of,
     compile_with_inductor,
+    current_size,
     factorizes,
     generated_code,
     graph_module,
@@ -598,5 +600,5 @@ def _wider_bytes(gm: GraphModule, repetition: Repetition | None = None) -> int:
         wider = value is not None and value.dtype.is_floating_point and not is_low_precision_tensor(node)
         if value is not None and wider and node in stores:
             times = 1 if repetition is None else len(repetition.copies[position])
-            total += times * int(value.numel()) * value.dtype.itemsize
+            total += times * math.prod(map(current_size, value.shape)) * value.dtype.itemsize
     return total

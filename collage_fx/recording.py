@@ -113,7 +113,9 @@ class _Recording:
     def __init__(self, optimizer: Optimizer, backend: Any, keywords: dict[str, Any], *, strict: bool) -> None:
         self._strict = strict
         self._label = type(optimizer).__name__
-        self._compile = lambda module: torch.compile(module, backend=backend, **keywords)
+        self._compile = lambda module, dynamic: torch.compile(
+            module, backend=backend, dynamic=dynamic, **keywords
+        )
         self._recorder = Recorder(self._compiled, self._kind_of, self._original_of)
         self._parameters: dict[int, Tensor] = {}
         self._roles: dict[int, str] = {}
@@ -191,7 +193,7 @@ class _Recording:
         has_error_terms = expansion_of(tensor) is not None or (role == "parameter" and is_written)
         return role, tensor in carried, has_error_terms
 
-    def _compiled(self, module: GraphModule) -> Callable[..., Any]:
+    def _compiled(self, module: GraphModule, changes_shapes: bool) -> Callable[..., Any]:
         if self._steps_that_compiled >= COMPILING_STEPS:
             raise RecompileLimitError(
                 f"each of the last {COMPILING_STEPS} steps of {self._label}, which are recorded, has brought "
@@ -201,7 +203,7 @@ class _Recording:
                 "operations",
             )
         self._has_compiled = True
-        return self._compile(module)
+        return self._compile(module, True if changes_shapes else None)
 
 
 class _ReadsOfMemory(TorchFunctionMode):

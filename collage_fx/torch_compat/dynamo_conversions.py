@@ -12,7 +12,7 @@ from torch._dynamo import config as dynamo_config
 from torch._dynamo import eval_frame, trace_rules
 from torch._dynamo.convert_frame import CatchErrorsWrapper, ConvertFrameAssert, compile_lock
 from torch._dynamo.eval_frame import always_optimize_code_objects
-from torch._dynamo.exc import ShortenTraceback, Unsupported
+from torch._dynamo.exc import BackendCompilerFailed, ShortenTraceback, Unsupported
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.types import ConvertFrameReturn
 
@@ -41,7 +41,8 @@ def watch_conversions(
         before: ``(backend, keywords, code, variables)`` (see :func:`watch_traced_optimizers`); an exception
             of it ends the conversion and reaches the user, True applies the following.
         after: ``(code, variables)``, once a graph has been compiled.
-        failed: like ``before``, and the exception that the conversion ended with; it is raised again after.
+        failed: like ``before``, and the exception that the conversion ended with, or the backend in it, other
+            than a refusal; it is raised again after.
         settings: of Dynamo's configuration, for the conversion.
 
     Where one of them, or another watch or the backend within the conversion, raises :class:`RunAsItIs`, the
@@ -61,6 +62,9 @@ def watch_conversions(
                 try:
                     with dynamo_config.patch(settings), _no_garbage_collection():
                         converted = original(self, frame, *args, **kwargs)
+                except BackendCompilerFailed as error:
+                    failed(*compiler, code, variables, error.inner_exception)
+                    raise
                 except (ShortenTraceback, Unsupported):  # refusals, and what fullgraph=True asks for
                     raise
                 except Exception as error:
