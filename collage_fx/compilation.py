@@ -9,6 +9,7 @@ as it is. What goes a slower way says why: :class:`~collage_fx.graph.Route`.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
@@ -78,6 +79,7 @@ from collage_fx.torch_compat import (
     TraceWhole,
     aot_input_of,
     compile_with_inductor,
+    current_size,
     generated_code,
     needs_autograd,
     optimizer_being_stepped,
@@ -602,5 +604,6 @@ def _wider_bytes(gm: GraphModule, repetition: Repetition) -> int:
         value = tensor_value(node)
         wider = value is not None and value.dtype.is_floating_point and not is_low_precision_tensor(node)
         if value is not None and wider and node in stores:
-            total += len(repetition.copies[position]) * int(value.numel()) * value.dtype.itemsize
+            times = len(repetition.copies[position])
+            total += times * math.prod(map(current_size, value.shape)) * value.dtype.itemsize
     return total

@@ -20,7 +20,7 @@ ones, in place (``torch.utils.swap_tensors``).
   terms of what they read (:meth:`Recorder._execute_now`). Random numbers of 16 bits are recorded: they serve
   stochastic rounding, which error terms make unnecessary.
 * Numbers (Python's floats) are arguments of the compiled graphs, which Dynamo burns in until it sees them
-  change.
+  change. So are shapes, once a step brings others than the steps before it.
 
 A graph that Dynamo would run eagerly rather than compile raises (:func:`_refuse_to_be_run`). Recording costs
 Python time for each operation, on every step; captured steps cost none.
@@ -71,8 +71,11 @@ __all__ = ["Deferred", "Recorder", "Spec", "is_recording"]
 
 aten = torch.ops.aten
 
-#: A compiled component: called with its tensors and then its numbers.
+#: A compiled component: called with its tensors, then its numbers, and then its sizes.
 Compiled = Callable[..., Any]
+
+#: Sizes that may be symbols in a graph. Of 0, 1, negative places and the end of a slice PyTorch has ideas.
+SIZES = range(2, 1 << 62)
 
 
 class Spec(NamedTuple):
@@ -137,16 +140,20 @@ class _Int(_Number):
     """A number that the step wrote as an integer."""
 
 
+class _Size(int):
+    """A number of elements, or a place among them, among the arguments of a recorded call."""
+
+
 @dataclass
 class _Call:
     """A recorded operation.
 
     Attributes:
         signature: of the operator.
-        args, kwargs: with :class:`_Ref` for tensors and :class:`_Number` for numbers.
+        args, kwargs: with :class:`_Ref` for tensors, :class:`_Number` for numbers, :class:`_Size` for sizes.
         tensors: the values it reads or writes, in the order of the arguments.
-        numbers: the numbers likewise.
-        form: the arguments without both.
+        numbers, sizes: the numbers and the sizes likewise.
+        form: the arguments without all three.
         results: the values it makes, in the order of its results.
     """
 
@@ -155,6 +162,7 @@ class _Call:
     kwargs: dict[str, Any]
     tensors: list[int] = field(default_factory=list)
     numbers: list[float] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
     form: tuple[Any, ...] = ()
     results: list[int] = field(default_factory=list)
 
@@ -173,6 +181,9 @@ class _Call:
             form.append(_Ref)
         elif kind is _Number or kind is _Int:
             self.numbers.append(float(argument))
+            form.append(kind)
+        elif kind is _Size:
+            self.sizes.append(int(argument))
             form.append(kind)
         elif kind is tuple:
             form.append(len(argument))
@@ -279,7 +290,8 @@ class Recorder(TorchDispatchMode):
     """Records operations on tensors, and executes them compiled when a value is asked for.
 
     Args:
-        compile_graph: from a graph module of tensors and floats to a callable.
+        compile_graph: from a graph module of tensors, floats and sizes to a callable. Also told whether
+            shapes and sizes change from call to call.
         kind_of: what of a real tensor, beyond shape, dtype and device, a compiled graph depends on. Also told
             whether the graph overwrites it.
         original_of: a storage -> the tensor that the optimizer knows it by, if any: what ``p.data`` is a view
@@ -288,7 +300,7 @@ class Recorder(TorchDispatchMode):
 
     def __init__(
         self,
-        compile_graph: Callable[[GraphModule], Compiled],
+        compile_graph: Callable[[GraphModule, bool], Compiled],
         kind_of: Callable[[Tensor, bool], Any],
         original_of: Callable[[int], Tensor | None],
     ) -> None:
@@ -299,6 +311,8 @@ class Recorder(TorchDispatchMode):
         self._segment = _Segment()
         self._executed: list[Deferred] = []
         self._viewed: dict[int, Tensor] = {}
+        self._steps = 0
+        self._first_met: dict[Any, int] = {}
         self._compiled: dict[Any, Compiled] = {}
         self._predicted: dict[Any, tuple[Any, ...]] = {}
         self._outer: list[bool] = []
@@ -309,6 +323,7 @@ class Recorder(TorchDispatchMode):
             if successfully:
                 self.flush()
         finally:
+            self._steps += 1
             self._segment = _Segment()
             self._executed.clear()
             self._viewed.clear()
@@ -444,9 +459,9 @@ class Recorder(TorchDispatchMode):
         segment = self._segment
         call = _Call(
             signature,
-            tuple(map(self._written_down, args, signature.are_numbers)),
+            tuple(map(self._written_down, args, signature.quantities)),
             {
-                name: self._written_down(value, signature.are_numbers[signature.names.index(name)])
+                name: self._written_down(value, signature.quantities[signature.names.index(name)])
                 for name, value in kwargs.items()
             },
         )
@@ -473,19 +488,19 @@ class Recorder(TorchDispatchMode):
         call.results.append(self._segment.add(deferred, base, (call, len(call.results))))
         return deferred
 
-    def _written_down(self, argument: Any, is_number: bool) -> Any:
+    def _written_down(self, argument: Any, quantity: str) -> Any:
         if isinstance(argument, Tensor):
             return _Ref(self._value_of(argument))
         if isinstance(argument, (list, tuple)):
-            return tuple(self._written_down(element, is_number) for element in argument)
-        if is_number and type(argument) in (int, float):
+            return tuple(self._written_down(element, quantity) for element in argument)
+        if quantity == "number" and type(argument) in (int, float):
             return _Int(argument) if type(argument) is int else _Number(argument)
-        return argument
+        return _Size(argument) if quantity == "size" and argument in SIZES else argument
 
     def _predict(self, call: _Call, args: Any, kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """The specifications of an operation's results."""
         specs = self._segment.specs
-        key = (call.signature, call.form, *[specs[value] for value in call.tensors])
+        key = (call.signature, call.form, *call.sizes, *[specs[value] for value in call.tensors])
         predicted = self._predicted.get(key)
         if predicted is None:
             signature = call.signature
@@ -578,12 +593,17 @@ class Recorder(TorchDispatchMode):
             if is_low_precision(result.dtype):
                 carried[_real(result)] = None
         function = _Function(segment, component, self._kind_of)
-        if function.key not in self._compiled:
+        key = (function.form, function.shapes, *function.sizes)
+        sizes: Sequence[int] = ()
+        if key not in self._compiled and self._first_met.setdefault(function.form, self._steps) < self._steps:
+            key, sizes = function.form, function.sizes
+        compiled = self._compiled.get(key)
+        if compiled is None:
             # Dynamo marks what FX generates while any thread compiles as not to be compiled.
             with compile_lock:
-                module = function.module()
-            self._compiled[function.key] = self._compile_graph(module)
-        self._compiled[function.key](*function.tensors, *function.numbers)
+                module = function.module(takes_sizes=bool(sizes))
+            compiled = self._compiled[key] = self._compile_graph(module, key is function.form)
+        compiled(*function.tensors, *function.numbers, *sizes)
 
 
 def _components(segment: _Segment, kept: Sequence[int]) -> list[_Component]:
@@ -617,8 +637,9 @@ class _Function:
 
     Attributes:
         tensors: the inputs, then the tensors that its results are to be written to.
-        numbers: in the order of the calls.
-        key: equal for components that one compiled graph serves.
+        numbers, sizes: in the order of the calls.
+        shapes: sizes and strides of the tensors.
+        form: equal for components that are one function of tensors, numbers and sizes.
     """
 
     def __init__(
@@ -627,20 +648,24 @@ class _Function:
         self.component = component
         self.inputs: list[int] = []
         self.numbers: list[float] = []
+        self.sizes: list[int] = []
         self._places: dict[int, int] = {}
         calls = tuple(map(self._described, component.calls))
         kept = tuple(self._places[value] for value in component.kept)
         values = (*self.inputs, *component.kept)
         self.tensors = [_real(segment.tensors[value]) for value in values]
+        specs = [segment.specs[value] for value in values]
         kinds = tuple(
-            (segment.specs[value], type(tensor), kind_of(tensor, value in segment.written))
-            for value, tensor in zip(values, self.tensors, strict=True)
+            (len(spec.size), spec.dtype, spec.device, type(tensor), kind_of(tensor, value in segment.written))
+            for value, spec, tensor in zip(values, specs, self.tensors, strict=True)
         )
-        self.key = (calls, kept, kinds)
+        self.form = (calls, kept, kinds)
+        self.shapes = tuple((spec.size, spec.stride) for spec in specs)
 
     def _described(self, call: _Call) -> tuple[Any, ...]:
-        """A call with its values numbered within the component, and without its numbers."""
+        """A call with its values numbered within the component, and without its numbers and sizes."""
         self.numbers += call.numbers
+        self.sizes += call.sizes
         read = [self._place(value) for value in call.tensors]
         for value in call.results:
             self._places[value] = len(self._places)
@@ -653,7 +678,7 @@ class _Function:
             self.inputs.append(value)
         return place
 
-    def module(self) -> GraphModule:
+    def module(self, *, takes_sizes: bool) -> GraphModule:
         """The component as a graph."""
         graph = Graph()
         nodes: dict[int, Node] = {
@@ -661,11 +686,14 @@ class _Function:
         }
         targets = [graph.placeholder(f"result{i}") for i in range(len(self.component.kept))]
         numbers = iter([graph.placeholder(f"number{i}") for i in range(len(self.numbers))])
+        sizes = iter([graph.placeholder(f"size{i}") for i in range(len(self.sizes) if takes_sizes else 0)])
         graph.call_function(_refuse_to_be_run)
 
         def argument(recorded: Any) -> Any:
             if isinstance(recorded, _Ref):
                 return nodes[recorded]
+            if isinstance(recorded, _Size):
+                return next(sizes, int(recorded))
             return next(numbers) if isinstance(recorded, _Number) else _map(argument, recorded)
 
         for call in self.component.calls:
@@ -713,7 +741,8 @@ class _Signature:
 
     Attributes:
         names: of its arguments.
-        are_numbers: for each, whether a number there is one to calculate with (and no dimension, say).
+        quantities: for each, whether a number there is one to calculate with, ``"number"``, a ``"size"``, or
+            ``""``, neither (a dimension, say).
         writes: the arguments it overwrites.
         results: per result, ``("new", "")``, ``("same", argument)`` or ``("view", argument)``.
         reads_no_values: its result does not depend on the elements of its arguments.
@@ -724,7 +753,7 @@ class _Signature:
 
     operator: Any
     names: tuple[str, ...]
-    are_numbers: tuple[bool, ...]
+    quantities: tuple[str, ...]
     writes: tuple[str, ...]
     results: tuple[tuple[str, str], ...]
     reads_no_values: bool
@@ -771,15 +800,20 @@ def _read_schema(func: Any) -> _Signature:
     return _Signature(
         func,
         names=tuple(argument.name for argument in schema.arguments),
-        are_numbers=tuple(
-            any(kind in str(argument.type) for kind in ("number", "Tensor")) for argument in schema.arguments
-        ),
+        quantities=tuple(_quantity(argument.real_type) for argument in schema.arguments),
         writes=tuple(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write),
         results=tuple(results),
         reads_no_values=is_another_name or ignores_values(func),
         is_immediate=depends_on_values(func),
         element_rule=foreach_rule(foreach_name(func).removesuffix("_")),
     )
+
+
+def _quantity(argument: Any) -> str:
+    """Of an argument's type: see :class:`_Signature`."""
+    if argument.kind() in ("ListType", "OptionalType"):
+        return _quantity(argument.getElementType())
+    return {"NumberType": "number", "TensorType": "number", "SymIntType": "size"}.get(argument.kind(), "")
 
 
 def _map(function: Callable[[Any], Any], argument: Any) -> Any:

@@ -114,7 +114,9 @@ class _Recording:
         self.reason = reason
         self._strict = strict
         self._label = type(optimizer).__name__
-        self._compile = lambda module: torch.compile(module, backend=backend, **keywords)
+        self._compile = lambda module, dynamic: torch.compile(
+            module, backend=backend, dynamic=dynamic, **keywords
+        )
         self._recorder = Recorder(self._compiled, self._kind_of, self._original_of)
         self._parameters: dict[int, Tensor] = {}
         self._roles: dict[int, str] = {}
@@ -197,7 +199,7 @@ class _Recording:
         has_error_terms = expansion_of(tensor) is not None or (role == "parameter" and is_written)
         return role, tensor in carried, has_error_terms
 
-    def _compiled(self, module: GraphModule) -> Callable[..., Any]:
+    def _compiled(self, module: GraphModule, changes_shapes: bool) -> Callable[..., Any]:
         if self._steps_that_compiled >= COMPILING_STEPS:
             raise RecompileLimitError(
                 f"each of the last {COMPILING_STEPS} steps of {self._label}, which are recorded, has brought "
@@ -207,7 +209,7 @@ class _Recording:
                 "operations",
             )
         self._has_compiled = True
-        return self._compile(module)
+        return self._compile(module, True if changes_shapes else None)
 
 
 class _ReadsOfMemory(TorchFunctionMode):

@@ -11,12 +11,13 @@ which costs nothing in a step that is compiled already:
   :data:`COMPILATIONS` times the limit (:func:`_before_conversion`).
 * *A graph break inside an update* hands the operation it happened at, and in a loop the whole function, to
   eager execution. When Dynamo reports one, before anything has run, the optimizer is recorded from then on:
-  Note [Recorded steps] in ``recorder.py`` (:func:`_at_graph_break`). So it is where Dynamo fails altogether
-  (:func:`_at_failed_conversion`), and where a captured graph would fail that a step catches when eager torch
-  does (:func:`record_instead`). If Python is in the middle of that very step, it is too late to record it,
-  and the break is refused. One in the closure of a step of torch.optim, or anywhere outside of the methods of
-  an optimizer, leaves the update whole. (Dynamo can be made to resume loops after a break. It then reads the
-  parameters of later iterations at the wrong place of an iterator: steps came out wrong without an error.)
+  Note [Recorded steps] in ``recorder.py`` (:func:`_at_graph_break`). So it is where Dynamo or AOTAutograd
+  fails (:func:`_at_failed_conversion`), and where a captured graph would fail that a step catches when eager
+  torch does (:func:`record_instead`). If Python is in the middle of that very step, it is too late to record
+  it, and the break is refused. One in the closure of a step of torch.optim, or anywhere outside of the
+  methods of an optimizer, leaves the update whole. (Dynamo can be made to resume loops after a break. It then
+  reads the parameters of later iterations at the wrong place of an iterator: steps came out wrong without an
+  error.)
 * *Reading a tensor's value* (``norm.item()``) would break the graph too; it is captured instead, unless the
   step goes on to branch on it.
 * *Something that Dynamo doesn't trace*: sparse gradients, optimizers whose step is disabled for Dynamo,
@@ -186,13 +187,14 @@ def _at_failed_conversion(
     variables: Mapping[str, Any],
     error: Exception,
 ) -> None:
-    """Python may do what Dynamo fails at: symbolic numbers are where most such failures come from.
+    """Python may do what Dynamo fails at, or what it hands the graph to.
 
-    But a recorded step is slower, and a failure can have another reason than the optimizer: hence a warning.
+    Symbolic numbers and shapes are where most such failures come from, and a recorded step has fewer. But it
+    is slower, and a failure can have another reason than the optimizer: hence a warning.
     """
     optimizers = optimizers_among(variables).values()
     strict = bool(strictness(backend, keywords))
-    reason = f"Dynamo failed with {type(error).__name__}: {error}"
+    reason = f"capturing them failed with {type(error).__name__}: {error}"
     record_instead(optimizers, backend, keywords, reason, strict=strict, level=logging.WARNING)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import torch
 
 from collage_fx.graph import Kind, Role, StateTensor, StepProgram
 from collage_fx.numerics import short_name
+from collage_fx.torch_compat import current_size
 
 __all__ = ["TensorReport", "Treatment", "bytes_per_parameter", "tensor_report", "treatments"]
 
@@ -23,7 +25,7 @@ class TensorReport:
     Attributes:
         name: as the user knows it.
         symbol: what it is in recurrences: ``p`` for a parameter, else such as ``exp_avg``.
-        shape, dtype, role: of the tensor.
+        shape, dtype, role: of the tensor; of sizes that change, those that it was compiled for.
         kind: ``accumulation``, ``moving average``, ``overwrite`` or ``other``.
         expression: the new value; other state tensors' new values appear as primed symbols.
         lossy: whether its storage format loses the update.
@@ -73,7 +75,8 @@ def tensor_report(program: StepProgram, state: StateTensor) -> TensorReport:
     assert state.verdict is not None
     value = state.value
     specs = program.error_format.auxiliaries(value.dtype) if state.compensated else ()
-    numel = int(value.numel())
+    shape = tuple(map(current_size, value.shape))
+    numel = math.prod(shape)
     error_bytes = sum(
         spec.dtype.itemsize * (numel if spec.shape is None else int(torch.Size(spec.shape).numel()))
         for spec in specs
@@ -81,7 +84,7 @@ def tensor_report(program: StepProgram, state: StateTensor) -> TensorReport:
     return TensorReport(
         name=state.info.name,
         symbol=state.info.symbol,
-        shape=tuple(int(size) for size in value.shape),
+        shape=shape,
         dtype=value.dtype,
         role=state.info.role,
         kind=state.recurrence.kind,

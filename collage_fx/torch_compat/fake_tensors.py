@@ -21,6 +21,7 @@ __all__ = [
     "FakeTensorMode",
     "SymbolicScope",
     "another_fake",
+    "current_size",
     "detect_fake_mode",
     "make_fx",
     "real_tensors",
@@ -50,6 +51,11 @@ def another_fake(value: torch.Tensor) -> torch.Tensor:
     with no_dispatch():
         meta = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
     return FakeTensor(value.fake_mode, meta, value.device)
+
+
+def current_size(size: int | torch.SymInt) -> int:
+    """A size, perhaps a symbol, as it is in the call that is compiled; without code that is for it alone."""
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else size
 
 
 def symbol_source(value: torch.SymInt | torch.SymFloat) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import convert_frame, decorators, eval_frame
 from torch._dynamo.convert_frame import compile_lock
-from torch._dynamo.exc import ShortenTraceback, Unsupported
+from torch._dynamo.exc import BackendCompilerFailed, ShortenTraceback, Unsupported
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.types import ConvertFrameReturn
 from torch.optim import Optimizer
@@ -110,7 +110,8 @@ class Watch:
         before: ``(backend, keywords, code, variables)``, at the beginning of a conversion; an exception of it
             ends the conversion and reaches the user, True applies the following.
         after: ``(code, variables)``, once a graph has been compiled.
-        failed: like ``before``, and the exception that the conversion ended with; it is raised again after.
+        failed: like ``before``, and the exception that the conversion ended with, or the backend in it, other
+            than a refusal; it is raised again after.
         at_optimizer: see :func:`watching_optimizers`.
         at_graph_break: see :func:`watching_graph_breaks`.
         rows_to_trace, abandon: see :func:`thinning_lists`.
@@ -147,6 +148,9 @@ def watch_conversions(watch: Watch) -> None:
             try:
                 with dynamo_config.patch(watch.settings), _patched(watch, code, variables):
                     converted = convert(frame, *args, **kwargs)
+            except BackendCompilerFailed as error:
+                watch.failed(*compiler, code, variables, error.inner_exception)
+                raise
             except (ShortenTraceback, Unsupported):  # refusals, and what fullgraph=True asks for
                 raise
             except Exception as error:

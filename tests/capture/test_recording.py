@@ -680,6 +680,47 @@ def test_steps_that_differ_in_numbers_are_compiled_a_few_times() -> None:
         assert compilations[-1] <= 8
 
 
+class MaskOfAnotherCount(Recorded):
+    """The gradient decides how many elements it moves."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
+        mask = g > 0
+        moved = p[mask]
+        p[mask] = moved - lr * g[mask]
+
+
+class RemembersAllGradients(Recorded):
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
+        state["seen"] = torch.cat([state["seen"], g[None]]) if state else g[None].clone()
+        if g.norm() > 0:
+            p.add_(state["seen"].mean(0), alpha=-lr)
+
+
+class ResizesItsState(Recorded):
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
+        sizes = state.setdefault("sizes", torch.zeros(1, dtype=p.dtype))
+        sizes.resize_(len(sizes) + 1).fill_(1)
+        p.add_(g * sizes.mean(), alpha=-lr)
+
+
+@pytest.mark.parametrize("kind", [MaskOfAnotherCount, RemembersAllGradients, ResizesItsState])
+def test_shapes_that_change_from_step_to_step_are_compiled_a_few_times(kind: type[Recorded]) -> None:
+    torch._dynamo.reset()
+    low, high = twins(kind, [(33, 5)])
+    start = [q.detach().clone() for q in params_of(high)]
+    backend = CollageBackend()
+    step: Callable[[], Any] = torch.compile(low.step, backend=backend)
+    compilations = []
+    for seed in range(10):
+        give_gradients(low, high, seed)
+        step()
+        high.step()
+        compilations.append(len(backend.report().graphs))
+    assert is_recorded(low)
+    assert compilations[4] == compilations[-1]
+    assert largest_error(low, high, start) < 0.02
+
+
 class GrowsEachStep(Recorded):
     def update(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
         state["n"] = state.get("n", 0) + 1
