@@ -1,6 +1,7 @@
 """Whether this installation keeps what it promises: ``collage-fx doctor``.
 
-The promise rests on the compiler: a rounding that it drops makes every error term zero, silently (see
+It lists what of torch is replaced, and whether each of that still has the shape that the replacement relies
+on. The promise rests on the compiler: a rounding that it drops makes every error term zero, silently (see
 Note [Rounding must survive lowering] in ``numerics/arithmetic.py``). So a step is compiled on every device
 and held, bit for bit, to the same step computed by torch's own eager operations on the CPU.
 """
@@ -21,9 +22,9 @@ from torch import Tensor
 
 from collage_fx.backend import CollageBackend
 from collage_fx.runtime.error_terms import error_terms
-from collage_fx.torch_compat import cpp_compilers
+from collage_fx.torch_compat import PATCHES, cpp_compilers
 
-__all__ = ["Finding", "devices", "examine", "roundings_survive", "versions"]
+__all__ = ["Finding", "devices", "examine", "patches", "roundings_survive", "versions"]
 
 ELEMENTS = 1000
 STEPS = 3
@@ -46,11 +47,22 @@ def examine() -> tuple[str, bool]:
     findings = [roundings_survive(d, dtype) for d in devices() for dtype in (torch.bfloat16, torch.float16)]
     rows = [[f.device, f.dtype, "ok" if f.ok else "FAILED", f.told] for f in findings]
     table = tabulate(rows, headers=["device", "dtype", "self-test", ""], maxcolwidths=[16, 10, 10, 60])
-    ok = all(finding.ok for finding in findings)
-    verdict = (
-        "All is well." if ok else "Error terms are not to be relied on here: see the self-test that failed."
-    )
-    return "\n".join([tabulate(list(versions()), tablefmt="plain"), "", table, "", verdict]), ok
+    replaced, fits = patches()
+    ok = fits and all(finding.ok for finding in findings)
+    verdict = "All is well." if ok else "Error terms are not to be relied on here: see what has failed."
+    return "\n\n".join([tabulate(list(versions()), tablefmt="plain"), replaced, table, verdict]), ok
+
+
+def patches() -> tuple[str, bool]:
+    """What of torch is replaced, when, and why, as a table; and whether all of it fits this version."""
+    needed = [patch for patch in PATCHES if patch.is_needed]
+    told = [patch.check() for patch in needed]
+    rows = [
+        [patch.name, patch.during, patch.affects, "ok" if misfit is None else "FAILED", misfit or patch.why]
+        for patch, misfit in zip(needed, told, strict=True)
+    ]
+    headers = ["replaced in torch", "during", "affects", "fits", ""]
+    return tabulate(rows, headers=headers, maxcolwidths=[18, 14, 11, 6, 42]), told == [None] * len(needed)
 
 
 def versions() -> Iterator[tuple[str, str]]:

@@ -14,6 +14,8 @@ from collage_fx import doctor
 from collage_fx.cli import main
 from collage_fx.graph.program import StepProgram
 from collage_fx.passes.pin_roundings import PinRoundings
+from collage_fx.torch_compat import PATCHES
+from collage_fx.torch_compat.patching import Patch
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -91,6 +93,22 @@ def test_doctor_is_content_here(capsys: pytest.CaptureFixture[str]) -> None:
         ["cpu", "float16", "ok"],
     ]
     assert lines[-1] == "All is well."
+
+
+def test_doctor_lists_what_is_replaced_in_torch_and_what_no_longer_fits(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = Patch(name="lost", target="torch.optim:Optimizer.lost", why="a test")
+    monkeypatch.setattr(doctor, "PATCHES", (*PATCHES, lost))
+    monkeypatch.setattr(doctor, "devices", lambda: [])
+    assert main(["doctor"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    listed = [line.split()[0] for line in lines if " everybody " in line or " nobody else " in line]
+    assert listed == [*(patch.name for patch in PATCHES if patch.is_needed), "lost"]
+    (line,) = (line for line in lines if line.startswith("lost"))
+    assert "FAILED" in line
+    assert "torch.optim:Optimizer.lost" in line
+    assert max(map(len, lines)) <= 100
 
 
 def test_doctor_finds_a_compiler_that_drops_roundings(

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import collage_fx
+from collage_fx.torch_compat import PATCHES
 
 ROOT = Path(collage_fx.__file__).parent
 
@@ -103,3 +104,148 @@ def test_every_package_is_packed() -> None:
     found = {".".join(path.parent.relative_to(ROOT.parent).parts) for path in ROOT.rglob("__init__.py")}
     found |= {"collage_fx.passes", "collage_fx.examples"}  # which stand at the top of the repository
     assert set(ast.literal_eval(listed[1])) == found
+
+
+# What is torch's, and private. ------------------------------------------------------------------------------
+
+#: How many private names of torch's the library may use. What has a public door comes through that.
+MOST_PRIVATE_NAMES = 96
+
+#: Names with a leading underscore that are not torch's.
+NOT_TORCHS = {
+    ("runtime/batches.py", "._name"): "the file of a ctypes library",
+    ("torch_compat/optim_frames.py", "._getframe"): "of sys",
+    ("torch_compat/patch_conversions.py", "._getframe"): "of sys",
+}
+
+#: Operators are named in graphs as they are, some with a leading underscore.
+OPERATORS = ("aten", "prims")
+
+
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def _is_private(name: str) -> bool:
+    return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+
+
+def _our_names() -> set[str]:
+    """Those that the library gives to functions, classes, variables and attributes of its own."""
+    found = set()
+    for node in (node for path in _files() for node in ast.walk(_tree(path))):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found |= {node.attr} if ast.unparse(node.value) == "self" else set()
+    return found
+
+
+def _private_names(path: Path, ours: set[str]) -> set[str]:
+    """Torch's private names that a file imports, reaches from ``torch``, or names as what a patch replaces.
+
+    And, with a dot in front, attributes of anything that have a leading underscore and are not ours.
+    """
+    found: set[str] = set()
+    nodes = list(ast.walk(_tree(path)))
+    inner = {node.value for node in nodes if isinstance(node, ast.Attribute)}
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Attribute):
+            whole = ast.unparse(node)
+            if re.fullmatch(r"torch(\.\w+)+", whole):
+                found |= {whole} if node not in inner else set()
+            elif node.attr not in ours and ast.unparse(node.value) not in OPERATORS:
+                found.add(f".{node.attr}")
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "Patch":
+            targets = (each.value for each in node.keywords if each.arg == "target")
+            for module, _, name in (ast.literal_eval(each).partition(":") for each in targets):
+                found.add(f"{module}.{name.split('.')[0]}")
+    inside = str(path.relative_to(ROOT))
+    torchs = {name for name in found if name.startswith((".", "torch.")) and (inside, name) not in NOT_TORCHS}
+    return {name for name in torchs if _is_private(name)}
+
+
+def test_private_names_of_torch_are_in_torch_compat_alone() -> None:
+    ours = _our_names()
+    for path in _files():
+        if _room(path) != "torch_compat":
+            found = _private_names(path, ours)
+            assert not found, f"{path.relative_to(ROOT)}: {sorted(found)}; torch_compat is the place"
+
+
+def test_private_names_of_torch_become_fewer() -> None:
+    ours = _our_names()
+    found = set().union(*(_private_names(path, ours) for path in _files() if _room(path) == "torch_compat"))
+    assert len(found) <= MOST_PRIVATE_NAMES, sorted(found)
+
+
+# What is not ours is changed in one way, by what is listed. -------------------------------------------------
+
+#: The file that does change what isn't ours.
+PATCHING = "torch_compat/patching.py"
+
+#: Assignments to attributes of what may not be ours, and ``setattr``, elsewhere.
+ASSIGNED = {
+    ("torch_compat/aot_autograd.py", "called._boxed_call"): "a mark on a function, or class, of ours",
+    ("torch_compat/inductor.py", "setattr"): "marks of ours, on a graph that is ours to edit",
+    ("torch_compat/patch_cpp_conversions.py", "variable.collage_fx_stored"): "a mark on a variable of ours",
+    ("torch_compat/patch_cpp_sums.py", "kernel.is_reduction"): "of the kernel that a sum of ours is put into",
+    ("torch_compat/patch_cpp_sums.py", "variable.collage_fx_summand"): "a mark on a variable of ours",
+    ("torch_compat/patch_steps.py", "cell.cell_contents"): "OWN_STEPS",
+    ("torch_compat/patch_steps.py", "setattr"): "a mark on the switch of OWN_STEPS",
+    ("cli.py", "p.grad"): "of parameters that the command has made",
+    ("doctor.py", "p.grad"): "of a parameter that the self-test has made",
+    ("explain.py", "parameter.grad"): "of a copy of the optimizer",
+    ("explain.py", "copied.__kwdefaults__"): "of a copy of a function",
+    ("explain.py", "cell.cell_contents"): "of a copy of a function",
+    ("runtime/batches.py", "run.argtypes"): "of functions that ctypes has made for us",
+    ("runtime/batches.py", "run.restype"): "of functions that ctypes has made for us",
+    ("runtime/batches.py", "gather.argtypes"): "of functions that ctypes has made for us",
+    ("runtime/batches.py", "gather.restype"): "of functions that ctypes has made for us",
+}
+
+#: Objects of classes of ours, and nodes of the graphs that passes are given to edit: anybody may change them.
+OURS = {
+    "component", "deferred", "expansion", "found", "node", "other", "place", "program", "records", "snapshot",
+    "state", "state.store", "store", "_RECORDS", "_active", "_recording",
+}  # fmt: skip
+
+
+def _assigned(path: Path) -> Iterator[str]:
+    """Attributes of something else than ``self`` that a file assigns to or deletes, and its ``setattr``."""
+    for node in ast.walk(_tree(path)):
+        if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
+            if ast.unparse(node.value) not in {"self", *OURS}:
+                yield ast.unparse(node)
+        elif isinstance(node, ast.Name) and node.id in ("setattr", "delattr"):
+            yield "setattr"
+
+
+@pytest.mark.parametrize("path", _files(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_what_is_not_ours_is_changed_by_patches_alone(path: Path) -> None:
+    inside = str(path.relative_to(ROOT))
+    modules = {module for module, _ in _imported(_tree(path))}
+    assert not modules & {"mock", "unittest", "unittest.mock"}, f"{inside} replaces something in passing"
+    if inside != PATCHING:
+        found = {name for name in _assigned(path) if (inside, name) not in ASSIGNED}
+        assert not found, f"{inside} assigns to {sorted(found)}; a Patch, or a reason in ASSIGNED"
+
+
+def test_every_patch_is_listed() -> None:
+    for path in _files():
+        made = [node for node in ast.walk(_tree(path)) if isinstance(node, ast.Call)]
+        names = [
+            ast.literal_eval(each.value)
+            for node in made
+            if ast.unparse(node.func) == "Patch"
+            for each in node.keywords
+            if each.arg == "name"
+        ]
+        assert not names or path.name.startswith("patch_"), f"{path} is no file for patches"
+        assert set(names) <= {patch.name for patch in PATCHES}, path

@@ -74,14 +74,7 @@ class Carried:
 
 def install() -> None:
     """Wrap the methods of ``Optimizer`` that save, load, copy and pickle it."""
-    wrap_states(
-        {
-            "state_dict": _saving,
-            "load_state_dict": _loading,
-            "__getstate__": _packing,
-            "__setstate__": _unpacking,
-        }
-    )
+    wrap_states(_saving, _loading, _packing, _unpacking)
 
 
 def note_compiled(optimizer: Optimizer) -> None:

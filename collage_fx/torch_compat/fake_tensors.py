@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from functorch import make_fx
 from torch._dynamo.source import ConstantSource
-from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._mode_utils import no_dispatch
@@ -63,6 +63,11 @@ def symbol_source(value: torch.SymInt | torch.SymFloat) -> str:
     expression = value.node.expr
     sources = value.node.shape_env.var_to_sources.get(expression, ())
     return str(sources[0].name) if sources and isinstance(sources[0].name, str) else str(expression)
+
+
+def detect_fake_mode(tensors: Iterable[torch.Tensor]) -> FakeTensorMode | None:
+    """The mode that fake tensors belong to, None if there is none among these."""
+    return next((tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)), None)
 
 
 class SymbolicScope:

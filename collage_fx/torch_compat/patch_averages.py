@@ -27,7 +27,7 @@ AVERAGES = Patch(
     name="averages",
     target="torch.optim.swa_utils:AveragedModel.update_parameters",
     parameters=("self", "model"),
-    why="averages are stored where a compiler sees it: Note [Averages are stored in a frame of their own]",
+    why="averages are stored in a frame of their own, which a compiler sees",
     affects="everybody",
     relies_on=(Shape(target="torch.optim.swa_utils:AveragedModel", mentions=("avg_fn", "multi_avg_fn")),),
 )

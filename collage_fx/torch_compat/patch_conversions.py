@@ -47,7 +47,7 @@ CONVERSIONS = Patch(
     name="conversions",
     target="torch._dynamo.convert_frame:convert_frame_assert",
     parameters=("compiler_fn",),
-    why="what converts frames for this backend also watches the conversions",
+    why="what converts functions for this backend also asks it before and after",
     relies_on=(
         Shape(
             target="torch._dynamo.convert_frame:ConvertFrameAssert.__call__",

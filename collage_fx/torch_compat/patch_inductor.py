@@ -61,7 +61,7 @@ PATTERN_PASSES = Patch(
 PATTERNS = Patch(
     name="patterns",
     target="torch._inductor.fx_passes.joint_graph:lazy_init",
-    why="the same: this makes them",
+    why="the same: this function makes them",
     during="lowerings",
     relies_on=(
         Shape(target="torch._inductor.fx_passes.joint_graph:joint_graph_passes", mentions=("lazy_init",)),

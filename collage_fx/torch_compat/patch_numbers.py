@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -55,20 +56,25 @@ def tracing_powers() -> contextlib.AbstractContextManager[None]:
 
 def _inlining(original: Callable[..., Any]) -> Callable[..., Any]:
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        if self.value is not math.pow or all(arg.is_python_constant() for arg in args):
+        is_symbolic = self.value is math.pow and not all(arg.is_python_constant() for arg in args)
+        if not is_symbolic or _within_power.get():
             return original(self, tx, args, kwargs)
-        return tx.inline_user_function_return(VariableTracker.build(tx, _power), list(args), kwargs)
+        token = _within_power.set(True)
+        try:
+            return tx.inline_user_function_return(VariableTracker.build(tx, _power), list(args), kwargs)
+        finally:
+            _within_power.reset(token)
 
     return call_function
 
 
+#: Whether Dynamo is tracing :func:`_power`, in which ``math.pow`` is the original.
+_within_power: ContextVar[bool] = ContextVar("_within_power", default=False)
+
+
 def _power(x: float, y: float, /) -> float:
-    """``math.pow``, spelled in operations that Dynamo traces; it fails where that does."""
-    x, y = float(x), float(y)
-    is_complex = x < 0 and x - x == 0 and y - y == 0 and y % 1 != 0
-    if is_complex or (x == 0 and y < 0):
-        raise ValueError("math domain error")
-    return float(x**y)
+    """``math.pow``; where the two are sure to agree, in Python's spelling, which Dynamo traces."""
+    return float(x) ** float(y) if x > 0 else math.pow(x, y)
 
 
 def keeping_numbers_symbolic() -> contextlib.AbstractContextManager[None]:

@@ -33,11 +33,9 @@ __all__ = [
     "watching_optimizers",
 ]
 
-_VARIABLE = "torch._dynamo.variables.optimizer:OptimizerVariable"
-
 OPTIMIZERS = Patch(
     name="optimizers",
-    target=f"{_VARIABLE}.__init__",
+    target="torch._dynamo.variables.optimizer:OptimizerVariable.__init__",
     parameters=("self", "value"),
     why="what cannot be compensated is refused before anything has run; a step's counters are kept",
     during="conversions",
@@ -51,7 +49,7 @@ OPTIMIZERS = Patch(
 
 STATE_LISTS = Patch(
     name="state-lists",
-    target=f"{_VARIABLE}.call_method",
+    target="torch._dynamo.variables.optimizer:OptimizerVariable.call_method",
     parameters=("self", "tx", "name", "args", "kwargs"),
     why="lists that an optimizer fills by keyword arguments are not taken to be empty",
     during="conversions",
@@ -59,7 +57,7 @@ STATE_LISTS = Patch(
 
 LISTS = Patch(
     name="lists",
-    target=f"{_VARIABLE}.update_list_args",
+    target="torch._dynamo.variables.optimizer:OptimizerVariable.update_list_args",
     parameters=("self", "tx", "args", "kwargs", "py_args", "py_kwargs"),
     why="the steps of torch.optim are traced for two parameters of each layout",
     during="conversions",

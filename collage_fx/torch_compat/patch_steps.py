@@ -10,34 +10,57 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from collage_fx.torch_compat.patching import Patch, Shape
+from collage_fx.torch_compat.patching import Patch, Shape, Wrapper
 
-__all__ = ["EAGER_STEPS", "OWN_STEPS", "STATES", "before_eager_steps", "reroute_steps", "wrap_states"]
+__all__ = [
+    "EAGER_STEPS",
+    "LOADING",
+    "OWN_STEPS",
+    "PACKING",
+    "SAVING",
+    "UNPACKING",
+    "before_eager_steps",
+    "reroute_steps",
+    "wrap_states",
+]
 
-_STATE = "error terms are saved, loaded, copied and pickled with what they belong to"
+SAVING = Patch(
+    name="saving",
+    target="torch.optim:Optimizer.state_dict",
+    parameters=("self",),
+    why="error terms are saved with what they belong to",
+    affects="everybody",
+)
 
-#: By the method of ``Optimizer`` that is replaced: Note [Owning the round trip] in ``runtime/checkpoint.py``.
-STATES = {
-    name: Patch(
-        name=name.strip("_"),
-        target=f"torch.optim:Optimizer.{name}",
-        parameters=parameters,
-        why=_STATE,
-        affects="everybody",
-    )
-    for name, parameters in {
-        "state_dict": ("self",),
-        "load_state_dict": ("self", "state_dict"),
-        "__getstate__": ("self",),
-        "__setstate__": ("self", "state"),
-    }.items()
-}
+LOADING = Patch(
+    name="loading",
+    target="torch.optim:Optimizer.load_state_dict",
+    parameters=("self", "state_dict"),
+    why="error terms are loaded as they were saved",
+    affects="everybody",
+)
+
+PACKING = Patch(
+    name="packing",
+    target="torch.optim:Optimizer.__getstate__",
+    parameters=("self",),
+    why="copies and pickles of an optimizer take error terms along",
+    affects="everybody",
+)
+
+UNPACKING = Patch(
+    name="unpacking",
+    target="torch.optim:Optimizer.__setstate__",
+    parameters=("self", "state"),
+    why="the same, where they are made",
+    affects="everybody",
+)
 
 EAGER_STEPS = Patch(
     name="eager-steps",
     target="torch.optim.optimizer:register_optimizer_step_pre_hook",
     parameters=("hook",),
-    why="a step past the compiled one is noticed (torch's own hook, for all optimizers)",
+    why="a step past the compiled one is noticed (by torch's own hook)",
     affects="everybody",
 )
 
@@ -46,7 +69,7 @@ OWN_STEPS = Patch(
     target="torch.optim:Optimizer.profile_hook_step",
     parameters=("func",),
     mentions=("wrapper",),
-    why="a class one of whose optimizers is recorded asks before each step whether it is to be",
+    why="a class of which an optimizer is recorded asks, at each step, for whom",
     during="recorded steps",
     affects="everybody",
     relies_on=(Shape(target="torch.optim:Optimizer.__init__", mentions=("_patch_step_function",)),),
@@ -56,10 +79,15 @@ OWN_STEPS = Patch(
 _MARK = "__collage_fx__"
 
 
-def wrap_states(wrappers: dict[str, Callable[[Any], Callable[..., Any]]]) -> None:
-    """Have ``wrapper(original)`` called in the place of methods of ``Optimizer``, those of :data:`STATES`."""
-    for name, wrapper in wrappers.items():
-        STATES[name].install(wrapper)
+def wrap_states(saving: Wrapper, loading: Wrapper, packing: Wrapper, unpacking: Wrapper) -> None:
+    """Have ``wrapper(original)`` called in the place of ``Optimizer``'s methods.
+
+    ``state_dict``, ``load_state_dict``, ``__getstate__`` and ``__setstate__``, in this order.
+    """
+    SAVING.install(saving)
+    LOADING.install(loading)
+    PACKING.install(packing)
+    UNPACKING.install(unpacking)
 
 
 def before_eager_steps(hook: Callable[[Optimizer, Any, Any], None]) -> None:
@@ -76,7 +104,7 @@ def before_eager_steps(hook: Callable[[Optimizer, Any, Any], None]) -> None:
 _hook: RemovableHandle | None = None
 
 
-def reroute_steps(cls: type[Optimizer], switch: Callable[[Any], Callable[..., Any]]) -> None:
+def reroute_steps(cls: type[Optimizer], switch: Wrapper) -> None:
     """Put ``switch(step)`` in the place of a class's own ``step``, behind torch's wrapper around that.
 
     There it is met by every call: of the bound method that ``torch.compile`` was given, and of a scheduler's

@@ -21,14 +21,17 @@ from collage_fx.torch_compat.patch_inductor import (
 )
 from collage_fx.torch_compat.patch_numbers import POWERS, SYMBOLIC_FLOATS
 from collage_fx.torch_compat.patch_optimizers import LISTS, OPTIMIZERS, STATE_LISTS, UNFINISHED_STEPS
-from collage_fx.torch_compat.patch_steps import EAGER_STEPS, OWN_STEPS, STATES
+from collage_fx.torch_compat.patch_steps import EAGER_STEPS, LOADING, OWN_STEPS, PACKING, SAVING, UNPACKING
 from collage_fx.torch_compat.patching import Patch, Shape
 
 __all__ = ["PATCHES", "RELIED_ON", "misfits"]
 
 #: In the order in which a step meets them.
 PATCHES: tuple[Patch, ...] = (
-    *STATES.values(),
+    SAVING,
+    LOADING,
+    PACKING,
+    UNPACKING,
     AVERAGES,
     EAGER_STEPS,
     OWN_STEPS,

@@ -32,7 +32,7 @@ from typing import Any, Literal
 
 from collage_fx.torch_compat.version import version
 
-__all__ = ["Patch", "Shape"]
+__all__ = ["Patch", "Shape", "Wrapper"]
 
 #: From what stands in a place of torch's to what is to be called instead.
 Wrapper = Callable[[Any], Callable[..., Any]]

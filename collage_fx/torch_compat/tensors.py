@@ -104,8 +104,8 @@ def laid_out_like(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     return cast("Callable[..., bool]", guards.check)
 
 
-#: ``__torch_function__`` of a tensor subclass that has nothing to say there.
-disabled_torch_function: Any = torch._C._disabled_torch_function_impl
+#: ``__torch_function__`` of a tensor subclass that has nothing to say there, as a parameter has not.
+disabled_torch_function: Any = torch.nn.Parameter.__torch_function__
 
 
 def wrapper_subclass(

@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.cpu_vec_isa import VecAVX2, VecAVX512, pick_vec_isa
 from torch._inductor.utils import fresh_cache
 
-from collage_fx import CollageBackend, torch_compat
+from collage_fx import CollageBackend, numerics, torch_compat
 from collage_fx.graph import operators
 from collage_fx.graph.program import Arithmetic, Strategy
 from tests.support.training import Descent, parameters, run_steps
@@ -27,6 +27,14 @@ STRANGE = {
         "does not know torch",
         "cannot import name 'CppVecKernel'",
         "tested with torch 2.11, 2.13, 2.15",
+    ],
+    "import torch._dynamo.eval_frame as e; del e._callback_from_stance": [
+        "does not know torch",
+        "torch._dynamo.eval_frame:_callback_from_stance",
+    ],
+    "import torch; torch._C._dynamo.guards = object()": ["does not know torch", "TensorGuards"],
+    "from torch._inductor.scheduler import Scheduler as S; S.are_long_distant_nodes = lambda self: False": [
+        "are_long_distant_nodes takes self, not self, node1, node2"
     ],
 }
 
@@ -44,8 +52,10 @@ def test_a_torch_that_is_not_known_is_refused_by_name_at_import(before: str, imp
 
 
 def test_code_compiled_by_another_torch_compat_is_not_found_in_a_cache() -> None:
+    """Nor by other lowerings, or from other arithmetic."""
     sources = list(operators._sources())
-    assert all(path.read_text(encoding="utf-8") in sources for path in COMPAT.glob("*.py"))
+    files = [*COMPAT.rglob("*.py"), *Path(numerics.__file__).parent.rglob("*.py"), Path(operators.__file__)]
+    assert all(path.read_text(encoding="utf-8") in sources for path in files)
 
 
 @pytest.mark.skipif(not pick_vec_isa(), reason="Inductor knows no vector instructions of this processor")
