@@ -205,9 +205,9 @@ def _is_not_to_be_converted() -> bool:
     not past ours.
     """
     caller: Any = sys._getframe()
-    while caller.f_code.co_filename in (__file__, convert_frame.__file__):
+    while caller is not None and caller.f_code.co_filename in (__file__, convert_frame.__file__):
         caller = caller.f_back
-    return caller.f_code is decorators._nonrecursive_disable_wrapper_code
+    return caller is not None and caller.f_code is decorators._nonrecursive_disable_wrapper_code
 
 
 @contextlib.contextmanager
