@@ -173,14 +173,16 @@ class Compilation:
 
     def run(self) -> Callable[..., Any]:
         """Compile one of each family of equal updates, or the whole graph where it has none."""
-        needs_grad = needs_autograd(self.module, self.arguments)
+        # Plain Inductor takes an update of what requires gradients for something to be differentiated.
+        is_plain = self.options.strategy == "none" and not self.options.metrics
+        needs_grad = torch.is_grad_enabled() if is_plain else needs_autograd(self.module, self.arguments)
         step = self._by_family(needs_grad=needs_grad)
         if not isinstance(step, Reason):
             return step
         if thinned_lists():
             self._forget_newborn_state()
             raise TraceWhole
-        if self.options.strategy != "none":
+        if not is_plain:
             try:
                 refuse_overlaps(self.known.values())  # before AOTAutograd does it in its own words
             except AliasedStateError as refusal:
