@@ -32,7 +32,10 @@ STRANGE = {
         "does not know torch",
         "torch._dynamo.eval_frame:_callback_from_stance",
     ],
-    "import torch._dynamo; torch._C._dynamo.guards = object()": ["does not know torch", "TensorGuards"],
+    "import torch, torch._dynamo.guards; del torch._C._dynamo.guards.TensorGuards": [
+        "does not know torch",
+        "TensorGuards",
+    ],
     "from torch._inductor.scheduler import Scheduler as S; S.are_long_distant_nodes = lambda self: False": [
         "are_long_distant_nodes takes self, not self, node1, node2"
     ],
