@@ -72,12 +72,6 @@ def tensor_report(program: StepProgram, state: StateTensor) -> TensorReport:
     assert state.recurrence is not None
     assert state.verdict is not None
     value = state.value
-    specs = program.error_format.auxiliaries(value.dtype) if state.compensated else ()
-    numel = int(value.numel())
-    error_bytes = sum(
-        spec.dtype.itemsize * (numel if spec.shape is None else int(torch.Size(spec.shape).numel()))
-        for spec in specs
-    )
     return TensorReport(
         name=state.info.name,
         symbol=state.info.symbol,
@@ -91,8 +85,8 @@ def tensor_report(program: StepProgram, state: StateTensor) -> TensorReport:
         compensated=state.compensated,
         selection=state.selection,
         error_format=program.error_format.name if state.compensated else "",
-        bytes=numel * value.dtype.itemsize,
-        error_bytes=error_bytes,
+        bytes=int(value.numel()) * value.dtype.itemsize,
+        error_bytes=int(program.error_format.nbytes(value)) if state.compensated else 0,
         inputs=(state.placeholder.name, *(node.name for node in state.auxiliaries)),
     )
 

@@ -122,7 +122,7 @@ def _keyed_auxiliaries(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[
     """``(name.format.auxiliary, buffer)`` of those that have error terms."""
     for name, tensor in tensors:
         if (expansion := expansion_of(tensor)) is not None:
-            specs = expansion.format.auxiliaries(tensor.dtype)
+            specs = expansion.format.auxiliaries(tensor)
             for spec, auxiliary in zip(specs, expansion.auxiliaries, strict=True):
                 yield f"{name}.{expansion.format.name}.{spec.name}", auxiliary
 
@@ -231,16 +231,18 @@ def _refuse_shared_mismatches(plain: StateDict, shared: dict[str, Saved]) -> Non
 def _refuse_mismatch(saved: Saved, owner: Tensor, dtype: torch.dtype, where: str) -> None:
     """Raise unless ``saved`` is what one format keeps for a tensor of ``owner``'s shape and of ``dtype``."""
     name = next(format_name for format_name, _ in saved)
-    specs = _known_format(name, where).auxiliaries(dtype)
+    hi = torch.empty_strided(owner.size(), owner.stride(), dtype=dtype, device="meta")
+    specs = _known_format(name, where).auxiliaries(hi)
     expected = {(name, spec.name) for spec in specs}
     if set(saved) != expected:
         raise _mismatch(f"error terms {sorted(saved)} where {sorted(expected)} belong together", where)
     for spec in specs:
         tensor = saved[name, spec.name]
-        shape = tuple(owner.shape) if spec.shape is None else spec.shape
-        if tuple(tensor.shape) != shape:
+        if tensor.shape != spec.shape:
             raise _mismatch(
-                f"an error term of shape {tuple(tensor.shape)} for a tensor of shape {shape}", where
+                f"an error term of shape {tuple(tensor.shape)} where a tensor of shape {tuple(owner.shape)} "
+                f"has one of {tuple(spec.shape)}",
+                where,
             )
         if tensor.dtype != spec.dtype:
             raise _mismatch(
@@ -309,7 +311,7 @@ def _put(tensor: Tensor, saved: Saved, name: str) -> None:
     error_format = ERROR_FORMATS[next(format_name for format_name, _ in saved)]
     expansion = allocate(tensor, error_format, name=name)
     expansion.replace_contents(
-        [saved[error_format.name, spec.name] for spec in error_format.auxiliaries(tensor.dtype)]
+        [saved[error_format.name, spec.name] for spec in error_format.auxiliaries(tensor)]
     )
 
 

@@ -257,7 +257,7 @@ LO = "collage_fx.parameter.mcf.lo"
 @pytest.mark.parametrize(
     ("changes", "met"),
     [
-        ({LO: torch.zeros(3).bfloat16()}, r"shape \(3,\) for a tensor of shape \(4, 6\)"),
+        ({LO: torch.zeros(3).bfloat16()}, r"shape \(3,\) where a tensor of shape \(4, 6\)"),
         ({LO: torch.zeros(4, 6)}, r"torch.float32 where a torch.bfloat16 tensor has one of torch.bfloat16"),
         (
             {LO: None, "collage_fx.parameter.tripled.lo": torch.zeros(4, 6).bfloat16()},
