@@ -102,6 +102,7 @@ def _one_of(known: Iterable[str]) -> Callable[[str], str]:
 
 
 def _add_explain_options(parser: argparse.ArgumentParser) -> None:
+    formats = "; ".join(f"{fmt.name}: {fmt.precision}" for fmt in ERROR_FORMATS.values())
     add = parser.add_argument
     add("--optimizer", required=True, help="its class, such as torch.optim.AdamW or package.module.Class")
     add("--lr", type=float, help="the class's own if left out")
@@ -109,7 +110,7 @@ def _add_explain_options(parser: argparse.ArgumentParser) -> None:
     add("--dtype", type=_one_of(DTYPES), default="bfloat16", help="of the parameters (bfloat16)")
     add("--shape", action="append", metavar="M,N", help="of a parameter; may be repeated (64,64 and 64)")
     add("--strategy", type=_one_of(get_args(Strategy)), default="plus", help="none, light, plus or full")
-    add("--error-format", type=_one_of(ERROR_FORMATS), default="mcf", help="mcf or fp32")
+    add("--error-format", type=_one_of(ERROR_FORMATS), default="mcf", help=formats)
     add("--arithmetic", type=_one_of(get_args(Arithmetic)), default="wide", help="wide or native")
     add("--full", action="store_true", help="one row per tensor, nothing cut")
     add("--why", action="store_true", help="say which way each graph took, and why not a faster one")

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
-
 from collage_fx.graph import (
     PASS_MARK,
     GraphEditor,
@@ -44,11 +42,11 @@ class Allocate(Pass):
             hi = tensor_value(state.placeholder)
             assert hi is not None
             auxiliaries = []
-            for spec in program.error_format.auxiliaries(hi.dtype):
+            for spec in program.error_format.auxiliaries(hi):
                 with editor.graph.inserting_after(last):
                     last = editor.graph.placeholder(f"{state.placeholder.name}_{spec.name}")
                 with editor.fake_mode:
-                    last.meta["val"] = _like(hi, spec.shape, spec.dtype)
+                    last.meta["val"] = spec.zeros(hi.device)
                 last.meta[PASS_MARK] = self.name
                 auxiliaries.append(last)
             state.auxiliaries = tuple(auxiliaries)
@@ -61,9 +59,3 @@ def _reads(program: StepProgram) -> Iterator[ReadExpansion]:
     for position, node in enumerate(placeholders(program.gm.graph)):
         if position in program.already_compensated - mutated and is_low_precision_tensor(node):
             yield ReadExpansion(node, position, program.inputs[position])
-
-
-def _like(hi: torch.Tensor, shape: tuple[int, ...] | None, dtype: torch.dtype) -> torch.Tensor:
-    if shape is not None:
-        return torch.empty(shape, dtype=dtype, device=hi.device)
-    return torch.empty_strided(hi.size(), hi.stride(), dtype=dtype, device=hi.device)

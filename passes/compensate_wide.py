@@ -80,8 +80,11 @@ def _load_expansion(editor: GraphEditor, program: StepProgram, state: StateTenso
     loads = [user for user in state.placeholder.users if is_conversion(user)]
     if not loads:
         return
+    fmt = program.error_format
     with editor.graph.inserting_before(loads[0]):
-        (value,) = editor.inline(program.error_format.join, state.placeholder, *state.auxiliaries)
+        (value,) = editor.inline(
+            fmt.join, state.placeholder, *state.auxiliaries, elementwise=fmt.is_elementwise
+        )
     for load in loads:
         load.replace_all_uses_with(value)
 
@@ -126,7 +129,7 @@ def _store_expansion(
     editor: GraphEditor, program: StepProgram, state: StateTensor, own_term: Collection[Node]
 ) -> None:
     """The rounding cast in front of the store becomes the split, of which ``own_term`` reads the result."""
-    value = new_value(state)
+    fmt, value = program.error_format, new_value(state)
     readers = [user for user in value.users if user in own_term]
     with editor.graph.inserting_before(value.next if readers else state.store):
         opaque = _rounded_on_the_way(value)
@@ -135,9 +138,11 @@ def _store_expansion(
                 f"{opaque.name} ({opaque.target}) gives its result in {state.format.name}, already rounded"
             )
         state.intended = editor.convert(value, torch.float32)
-        hi, *auxiliaries = editor.inline(program.error_format.split, state.intended, state.value.dtype)
+        hi, *auxiliaries = editor.inline(
+            fmt.split, state.intended, state.value.dtype, elementwise=fmt.is_elementwise
+        )
         if readers:
-            (whole,) = editor.inline(program.error_format.join, hi, *auxiliaries)
+            (whole,) = editor.inline(fmt.join, hi, *auxiliaries, elementwise=fmt.is_elementwise)
             for reader in readers:
                 reader.replace_input_with(value, whole)
     with editor.graph.inserting_before(state.store):

@@ -11,12 +11,15 @@ zero: ``p.grad.copy_(g)`` begins with the last sum's error term, at most half an
 
 from __future__ import annotations
 
+import functools
+import operator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from collage_fx.graph import GraphEditor, Kind, Role, StateTensor, StepProgram, is_copy_to_input, placeholders
+from collage_fx.numerics import ErrorFormat
 from collage_fx.passes.base import Pass
 
 __all__ = ["DropStale"]
@@ -33,17 +36,23 @@ class DropStale(Pass):
         return any(_is_sum(state) for state in program.compensated)
 
     def run(self, program: StepProgram) -> str:
-        editor = GraphEditor(program.gm, self.name)
+        editor, fmt = GraphEditor(program.gm, self.name), program.error_format
         sums = [state for state in program.compensated if _is_sum(state)]
         first_operation = placeholders(editor.graph)[-1].next
         for state in sums:
             half_quantum = float(state.format.quantum / 2)
-            for auxiliary in state.auxiliaries:
-                readers = [user for user in auxiliary.users if not is_copy_to_input(user)]
-                with editor.graph.inserting_before(first_operation):
-                    (current,) = editor.inline(_current, state.placeholder, auxiliary, half_quantum)
-                for reader in readers:
-                    reader.replace_input_with(auxiliary, current)
+            readers = [
+                (user, auxiliary)
+                for auxiliary in state.auxiliaries
+                for user in auxiliary.users
+                if not is_copy_to_input(user)
+            ]
+            with editor.graph.inserting_before(first_operation):
+                operands = (fmt, half_quantum, state.placeholder, *state.auxiliaries)
+                current = editor.inline(_current, *operands, elementwise=fmt.is_elementwise)
+            replacements = dict(zip(state.auxiliaries, current, strict=True))
+            for reader, auxiliary in readers:
+                reader.replace_input_with(auxiliary, replacements[auxiliary])
         editor.finish()
         return f"{len(sums)} tensors"
 
@@ -53,6 +62,15 @@ def _is_sum(state: StateTensor) -> bool:
     return state.recurrence.kind is Kind.ACCUMULATION and state.info.role is not Role.PARAMETER
 
 
-def _current(hi: Tensor, lo: Tensor, half_quantum: float) -> Tensor:
-    stale = (hi == 0) & (lo.abs() > half_quantum)
-    return torch.where(stale, torch.zeros((), dtype=lo.dtype, device=lo.device), lo)
+def _current(fmt: ErrorFormat, half_quantum: float, hi: Tensor, *auxiliaries: Tensor) -> tuple[Tensor, ...]:
+    """The auxiliaries as they are to be read: those of stale elements say that the value is hi."""
+    error = functools.reduce(operator.add, fmt.error_terms(hi, *auxiliaries))
+    stale = (hi == 0) & (error.abs() > half_quantum)
+    if fmt.is_elementwise:
+        return tuple(torch.where(stale, _zero(auxiliary), auxiliary) for auxiliary in auxiliaries)
+    value = fmt.join(hi, *auxiliaries)
+    return fmt.split(torch.where(stale, _zero(value), value), hi.dtype)[1:]
+
+
+def _zero(like: Tensor) -> Tensor:
+    return torch.zeros((), dtype=like.dtype, device=like.device)

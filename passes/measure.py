@@ -8,7 +8,8 @@ becomes of the tensors is read off the stores, which stay as they are, as do all
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,12 +30,14 @@ from collage_fx.graph import (
     update_sizes,
     update_sums,
 )
-from collage_fx.numerics import SIZES, SUMS
+from collage_fx.numerics import SIZES, SUMS, ErrorFormat
 from collage_fx.passes.base import Pass
 from collage_fx.passes.normalize import Normalize
 from collage_fx.passes.widen import Widen
 
 __all__ = ["Measure"]
+
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -68,40 +71,41 @@ class Measure(Pass):
             editor.graph.output_node().prepend(store)
         first_store = next(iter(stores.values()))
         for state in states:
-            _sum(editor, state, stores, first_store, will_be_pinned=program.strategy != "none")
+            _sum(editor, program, state, stores, first_store)
         editor.finish()
         return f"{len(states)} tensors"
 
 
 def _sum(
     editor: GraphEditor,
+    program: StepProgram,
     state: StateTensor,
     stores: Mapping[Node, Node],
     first_store: Node,
-    *,
-    will_be_pinned: bool,
 ) -> None:
-
-    def stored(store: Node) -> Node:
-        """The float32 value of what a store leaves in memory."""
-        value = store.args[1]
-        assert isinstance(value, Node)
-        wide = editor.convert(value, torch.float32)
-        dtype = value.meta["val"].dtype
-        # Compiled code may hold the value as it was before: Note [Rounding must survive lowering].
-        return wide if will_be_pinned or wide is value else editor.call(round_to_storage, wide, dtype)
-
-    lo = state.auxiliaries[0] if state.auxiliaries else None
+    before = (state.placeholder, *state.auxiliaries)
+    after = [into_memory for into in before if isinstance(into_memory := stores[into].args[1], Node)]
     with editor.graph.inserting_before(first_store):
         old = editor.convert(state.placeholder, torch.float32)
-        old_lo = None if lo is None else editor.convert(lo, torch.float32)
-        new_lo = None if lo is None else stored(stores[lo])
-        new = stored(stores[state.placeholder])
+        old_lo, new_lo = (_error(editor, program.error_format, each) for each in (before, after))
+        new = editor.convert(after[0], torch.float32)
+        if program.strategy == "none" and new is not after[0]:
+            # Compiled code may hold the value as it was before: Note [Rounding must survive lowering].
+            new = editor.call(round_to_storage, new, state.value.dtype)
         sums = editor.call(update_sums, old, old_lo, state.intended, new, new_lo)
         sizes = editor.call(update_sizes, old, old_lo, state.intended, state.value.dtype)
     with editor.graph.inserting_before(editor.graph.output_node()):
         for into, values in zip(state.row, (sums, sizes), strict=True):
             editor.store(into, values)
+
+
+def _error(editor: GraphEditor, fmt: ErrorFormat, expansion: Sequence[Node]) -> Node | None:
+    """The float32 sum of an expansion's error terms; None where there is hi alone."""
+    if len(expansion) == 1:
+        return None
+    terms = editor.inline(fmt.error_terms, *expansion, elementwise=fmt.is_elementwise)
+    wide = (editor.convert(term, torch.float32) for term in terms)
+    return functools.reduce(lambda one, other: editor.call(aten.add.Tensor, one, other), wide)
 
 
 def _intend(editor: GraphEditor, program: StepProgram, states: list[StateTensor]) -> None:
@@ -111,6 +115,7 @@ def _intend(editor: GraphEditor, program: StepProgram, states: list[StateTensor]
     Normalize().run(reference)
     Widen().run(reference)
     joined = {state.position: state for state in program.expansions if state.auxiliaries}
+    fmt = program.error_format
     graph = reference.gm.graph
     stored = {into: store.args[1] for into, store in copies_to_inputs(graph).items()}
     position_of = {node: i for i, node in enumerate(placeholders(graph))}
@@ -122,9 +127,8 @@ def _intend(editor: GraphEditor, program: StepProgram, states: list[StateTensor]
                 source = node.args[0] if is_conversion(node) else None
                 if source in position_of and position_of[source] in joined:
                     owner = joined[position_of[source]]
-                    (copied[node],) = editor.inline(
-                        program.error_format.join, owner.placeholder, *owner.auxiliaries
-                    )
+                    expansion = (owner.placeholder, *owner.auxiliaries)
+                    (copied[node],) = editor.inline(fmt.join, *expansion, elementwise=fmt.is_elementwise)
                 else:
                     args, kwargs = map_arg((node.args, node.kwargs), copied.__getitem__)
                     copied[node] = editor.call(node.target, *args, **kwargs)

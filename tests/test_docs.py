@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from collage_fx import explain
+from collage_fx import CollageBackend, explain
 from collage_fx.cli import main
 from collage_fx.graph.recurrence import TOLERATED_STALL, representation_error, stall_band
 from collage_fx.graph.text import graph_text
 from collage_fx.numerics.formats import BFLOAT16, FLOAT16, FloatFormat
+from collage_fx.runtime.meter import WIDTH
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -115,3 +116,9 @@ def test_links_lead_somewhere(page: Path) -> None:
     targets = [target.partition("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text())]
     missing = [each for each in targets if "://" not in each and each and not (page.parent / each).exists()]
     assert missing == []
+
+
+def test_the_bytes_kept_of_a_measured_tensor() -> None:
+    kept = f"{WIDTH * torch.float64.itemsize} bytes a tensor and"
+    assert kept in (DOCS / "metrics.md").read_text()
+    assert kept in str(CollageBackend.metrics.__doc__)

@@ -18,7 +18,7 @@ from collage_fx.capture.new_state import forget_new_state, remember_state
 from collage_fx.capture.recorder import Recorder, Spec, is_recording
 from collage_fx.capture.refusals import refuse_optimizer
 from collage_fx.errors import CollageError, RecompileLimitError, raise_or_warn
-from collage_fx.runtime import expansion_of, known_tensors, parameter_names
+from collage_fx.runtime import adopt, expansion_of, known_tensors, parameter_names
 from collage_fx.torch_compat import (
     forget_static_addresses,
     is_step_wrapper,
@@ -81,6 +81,7 @@ def record(
         strict: whether to refuse a step that cannot be compensated, rather than warn and take it.
         level: of the message that says so.
     """
+    adopt(optimizer)
     log.log(level, "%s: its steps are run by Python and recorded: %s", type(optimizer).__name__, reason)
     reroute_steps(type(optimizer), _switched)
     vars(optimizer)[RECORDING] = _Recording(optimizer, backend, keywords, reason, strict=strict)

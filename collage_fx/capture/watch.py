@@ -56,7 +56,7 @@ from collage_fx.errors import (
 )
 from collage_fx.graph import device_facts
 from collage_fx.numerics import is_low_precision
-from collage_fx.runtime import expansion_of, optimizers_among, parameter_names, prepare_compiler
+from collage_fx.runtime import adopt, expansion_of, optimizers_among, parameter_names, prepare_compiler
 from collage_fx.torch_compat import (
     ConvertAgain,
     GraphBreak,
@@ -133,6 +133,7 @@ def _at_trace(strictness: Strictness, optimizer: Optimizer, backend: Any, keywor
         return False
     remember_state(optimizer, current_trace())
     try:
+        adopt(optimizer)
         refuse_optimizer(optimizer)
     except CollageError as refusal:
         raise_or_warn(optimizer, refusal, strict=strict)

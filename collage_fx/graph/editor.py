@@ -88,21 +88,22 @@ class GraphEditor:
         node.meta[PASS_MARK] = self.made_by
         return node
 
-    def inline(self, function: Callable[..., Any], *args: Any) -> tuple[Node, ...]:
+    def inline(self, function: Callable[..., Any], *args: Any, elementwise: bool = True) -> tuple[Node, ...]:
         """Trace an eager function of tensors and put its operations at the insertion point.
 
         Args:
             function: takes the tensors that ``args`` stand for and returns a tensor or a flat tuple of
-                tensors. It must not look at shapes: it is traced once per kind of argument (dtype, device)
-                and replayed for every tensor.
+                tensors.
             args: nodes and Python constants. A symbolic number (a ``lr`` that a scheduler changes) becomes a
                 0-d tensor.
+            elementwise: whether it looks at no shapes: it is traced once per kind of argument (dtype, device)
+                then, and replayed for every tensor; else once per layout.
 
         Returns:
             one node per tensor returned.
         """
         args = tuple(self._as_tensor(arg) for arg in args)
-        traced = self._trace(function, args)
+        traced = self._trace(function, args, elementwise=elementwise)
         tensors = iter(arg for arg in args if isinstance(arg, Node))
         replayed: dict[Node, Node] = {}
         for node in traced.graph.nodes:
@@ -126,8 +127,8 @@ class GraphEditor:
         dtype = torch.float64 if isinstance(value, (float, torch.SymFloat)) else torch.int64
         return self.call(aten.scalar_tensor.default, arg, dtype=dtype)
 
-    def _trace(self, function: Callable[..., Any], args: Sequence[Any]) -> GraphModule:
-        key = (function, *(_signature(arg) for arg in args))
+    def _trace(self, function: Callable[..., Any], args: Sequence[Any], *, elementwise: bool) -> GraphModule:
+        key = (function, *(_signature(arg, elementwise=elementwise) for arg in args))
         if key not in self._traces:
 
             def of_tensors(*tensors: torch.Tensor) -> Any:
@@ -137,7 +138,11 @@ class GraphEditor:
             tracer = make_fx(of_tensors, decomposition_table=functional_decompositions())
             with self.fake_mode, torch.no_grad():
                 # Fresh tensors: make_fx merges the placeholders of one tensor that is passed twice.
-                samples = [_sample(arg) for arg in args if isinstance(arg, Node)]
+                kinds = [kind for arg, kind in zip(args, key[1:], strict=True) if isinstance(arg, Node)]
+                samples = [
+                    torch.empty_strided(size, stride, dtype=dtype, device=device)
+                    for dtype, device, size, stride in kinds
+                ]
                 self._traces[key] = tracer(*samples)
         return self._traces[key]
 
@@ -204,13 +209,11 @@ def _readable_name(target: Any, args: tuple[Any, ...]) -> str:
     return str(packet.__name__).strip("_")
 
 
-def _signature(arg: Any) -> Any:
+def _signature(arg: Any, *, elementwise: bool) -> Any:
+    """``(dtype, device, sizes, strides)`` of the tensor that a function is traced with; a constant itself."""
     value = tensor_value(arg)
-    return arg if value is None else (value.dtype, value.device, value.dim() == 0)
-
-
-def _sample(arg: Node) -> torch.Tensor:
-    value = tensor_value(arg)
-    assert value is not None, f"not a tensor: {arg}"
-    shape = () if value.dim() == 0 else (2,)
-    return torch.empty(shape, dtype=value.dtype, device=value.device)
+    if value is None:
+        return arg
+    if elementwise:
+        return value.dtype, value.device, (2,) * (value.dim() > 0), (1,) * (value.dim() > 0)
+    return value.dtype, value.device, tuple(map(int, value.shape)), tuple(map(int, value.stride()))

@@ -9,10 +9,12 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
+from typing import get_args
 
 import torch
 
 from collage_fx.graph import Strategy
+from collage_fx.numerics import ERROR_FORMATS
 from collage_fx.pipeline import Stage
 from collage_fx.report.graphs import GraphReport
 from collage_fx.report.mathml import recurrence_mathml
@@ -56,15 +58,6 @@ summary { cursor: pointer; padding: .2rem 0; }
 
 #: Nothing may be fetched, and nothing may run.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-
-#: What the bar chart compares: strategy and error format.
-CHOICES: dict[str, tuple[Strategy, str]] = {
-    "none": ("none", "mcf"),
-    "light": ("light", "mcf"),
-    "plus": ("plus", "mcf"),
-    "full": ("full", "mcf"),
-    "full, fp32 master copies": ("full", "fp32"),
-}
 
 
 def html_page(
@@ -150,10 +143,16 @@ def _verdict(group: Treatment) -> str:
 def _memory(graphs: Sequence[GraphReport], rows: Sequence[TensorReport]) -> str:
     """Bars: the report's own, beside every strategy."""
     bars = [("as compiled", bytes_per_parameter(rows)["total"], True)]
-    of_graphs = [graph.rows_under(list(CHOICES.values())) for graph in graphs]
-    for label, *of_choice in zip(CHOICES, *of_graphs, strict=True):
+    default, *others = ERROR_FORMATS
+    choices: dict[str, tuple[Strategy, str]] = {
+        strategy: (strategy, default) for strategy in get_args(Strategy)
+    }
+    choices |= {f"full, in {name}": ("full", name) for name in others}
+    of_graphs = [graph.rows_under(list(choices.values())) for graph in graphs]
+    for label, *of_choice in zip(choices, *of_graphs, strict=True):
         newest = {row.name: row for of_graph in of_choice for row in of_graph}
         bars.append((label, bytes_per_parameter(list(newest.values()))["total"], False))
+    formats = "; ".join(f"{name}: {fmt.precision}" for name, fmt in ERROR_FORMATS.items())
     longest = max(value for _, value, _ in bars) or 1.0
     lines = "".join(
         f"<text x='190' y='{i * 24 + 15}' text-anchor='end'>{escape(label)}</text>"
@@ -164,6 +163,7 @@ def _memory(graphs: Sequence[GraphReport], rows: Sequence[TensorReport]) -> str:
     return (
         f"<svg xmlns='http://www.w3.org/2000/svg' width='700' height='{len(bars) * 24}' font-size='13' "
         f"role='img' aria-label='bytes per parameter'>{lines}</svg>"
+        f"<p class='names'>{escape(formats)}</p>"
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -74,13 +73,8 @@ def tensor_report(program: StepProgram, state: StateTensor) -> TensorReport:
     assert state.recurrence is not None
     assert state.verdict is not None
     value = state.value
-    specs = program.error_format.auxiliaries(value.dtype) if state.compensated else ()
     shape = tuple(map(current_size, value.shape))
-    numel = math.prod(shape)
-    error_bytes = sum(
-        spec.dtype.itemsize * (numel if spec.shape is None else int(torch.Size(spec.shape).numel()))
-        for spec in specs
-    )
+    like = torch.empty(shape, dtype=value.dtype, device="meta")  # of numbers where those of value are symbols
     return TensorReport(
         name=state.info.name,
         symbol=state.info.symbol,
@@ -94,8 +88,8 @@ def tensor_report(program: StepProgram, state: StateTensor) -> TensorReport:
         compensated=state.compensated,
         selection=state.selection,
         error_format=program.error_format.name if state.compensated else "",
-        bytes=numel * value.dtype.itemsize,
-        error_bytes=error_bytes,
+        bytes=like.nbytes,
+        error_bytes=program.error_format.nbytes(like) if state.compensated else 0,
         inputs=(state.placeholder.name, *(node.name for node in state.auxiliaries)),
     )
 

@@ -9,7 +9,7 @@ from collage_fx.runtime.batches import (
     prepare_compiler,
 )
 from collage_fx.runtime.calls import Call, Kernel, StepInParts, ValueIndex
-from collage_fx.runtime.checkpoint import note_compiled
+from collage_fx.runtime.checkpoint import adopt, note_compiled
 from collage_fx.runtime.error_terms import (
     Expansion,
     change_layout,
@@ -44,6 +44,7 @@ __all__ = [
     "UpdateQuality",
     "ValueIndex",
     "WholeStep",
+    "adopt",
     "bind",
     "buffer_at",
     "change_layout",

@@ -17,6 +17,15 @@ or in ``state`` under a key of the optimizer's own) have theirs in one more entr
 ``"collage_fx"``. What torch's state dict doesn't hold, an attribute of the optimizer, has none in it either:
 ``state_dict`` warns.
 
+Note [Loaded by plain torch]
+----------------------------
+With ``backend="collage"`` found by its entry point, this package is imported by the line that says
+``torch.compile``. A checkpoint loaded above it has gone through torch's own ``load_state_dict``: keys of ours
+stand in ``optimizer.state``, cast to the parameter's dtype, and the entry of what belongs to no single
+parameter is gone. So when a step is first to be compiled or recorded, :func:`adopt` makes error terms of
+what it finds there, as if it had been loaded now. What a cast has cut bits from starts from zero; this and
+what may be gone is warned about by name.
+
 Note [Copies and pickles]
 -------------------------
 ``copy.deepcopy(opt)`` and ``pickle`` go through ``__getstate__`` and ``__setstate__``, which are wrapped in
@@ -47,7 +56,7 @@ from collage_fx.runtime.error_terms import allocate, expansion_of
 from collage_fx.runtime.optimizers import known_tensors, parameter_names, shared_tensors, state_tensors
 from collage_fx.torch_compat import wrap_states
 
-__all__ = ["Carried", "install", "note_compiled"]
+__all__ = ["Carried", "adopt", "install", "note_compiled"]
 
 PREFIX = "collage_fx."
 #: Entry of a state dict for tensors that belong to no single parameter, and of what a pickle carries.
@@ -112,7 +121,7 @@ def _keyed_auxiliaries(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[
     """``(name.format.auxiliary, buffer)`` of those that have error terms."""
     for name, tensor in tensors:
         if (expansion := expansion_of(tensor)) is not None:
-            specs = expansion.format.auxiliaries(tensor.dtype)
+            specs = expansion.format.auxiliaries(tensor)
             for spec, auxiliary in zip(specs, expansion.auxiliaries, strict=True):
                 yield f"{name}.{expansion.format.name}.{spec.name}", auxiliary
 
@@ -163,6 +172,53 @@ def _loading(load_state_dict: Callable[..., None]) -> Callable[..., None]:
         _restore(self, plain, saved, shared)
 
     return with_error_terms
+
+
+def adopt(optimizer: Optimizer) -> None:
+    """Make error terms of what plain torch has loaded into ``state``: Note [Loaded by plain torch].
+
+    Raises:
+        CheckpointMismatchError: they do not fit; nothing has been changed then.
+        ConflictingErrorFormatError: likewise.
+    """
+    held = {"state": optimizer.state, "param_groups": optimizer.param_groups}
+    plain, saved, _ = _separated(held)
+    if not saved:
+        return
+    lost = []
+    for _, name, parameter in _keyed_parameters(optimizer, plain):
+        for slot, tensor in _slots(optimizer, parameter):
+            if is_low_precision(tensor.dtype) and (cast := saved.get(parameter, {}).get(slot)):
+                if (auxiliaries := _as_before_the_cast(cast, tensor)) is None:
+                    lost.append(f"{name}.{slot}")
+                    del saved[parameter][slot]
+                else:
+                    saved[parameter][slot] = auxiliaries
+    lost += [
+        f"{name} (if there were any)" for name, each in _shared(optimizer) if is_low_precision(each.dtype)
+    ]
+    _refuse_mismatches(optimizer, plain, saved)
+    for parameter in saved:
+        for key in [key for key in optimizer.state[parameter] if str(key).startswith(PREFIX)]:
+            del optimizer.state[parameter][key]
+        if not optimizer.state[parameter]:
+            del optimizer.state[parameter]
+    _restore(optimizer, plain, saved, {})
+    if lost:
+        _warn_lost(optimizer, lost)
+
+
+def _as_before_the_cast(auxiliaries: Saved, hi: Tensor) -> Saved | None:
+    """What torch has cast to hi's dtype, in its own again; None where the cast has cut bits off."""
+    found = dict(auxiliaries)
+    for format_name in {format_name for format_name, _ in auxiliaries} & ERROR_FORMATS.keys():
+        for spec in ERROR_FORMATS[format_name].auxiliaries(hi):
+            key = format_name, spec.name
+            if key in found and found[key].dtype != spec.dtype:
+                if spec.dtype not in (torch.int8, torch.uint8):  # whose values hi's format holds
+                    return None
+                found[key] = found[key].to(spec.dtype)
+    return found
 
 
 def _separated(state_dict: StateDict) -> tuple[StateDict, dict[Any, dict[str, Saved]], dict[str, Saved]]:
@@ -221,16 +277,18 @@ def _refuse_shared_mismatches(plain: StateDict, shared: dict[str, Saved]) -> Non
 def _refuse_mismatch(saved: Saved, owner: Tensor, dtype: torch.dtype, where: str) -> None:
     """Raise unless ``saved`` is what one format keeps for a tensor of ``owner``'s shape and of ``dtype``."""
     name = next(format_name for format_name, _ in saved)
-    specs = _known_format(name, where).auxiliaries(dtype)
+    hi = torch.empty_strided(owner.size(), owner.stride(), dtype=dtype, device="meta")
+    specs = _known_format(name, where).auxiliaries(hi)
     expected = {(name, spec.name) for spec in specs}
     if set(saved) != expected:
         raise _mismatch(f"error terms {sorted(saved)} where {sorted(expected)} belong together", where)
     for spec in specs:
         tensor = saved[name, spec.name]
-        shape = tuple(owner.shape) if spec.shape is None else spec.shape
-        if tuple(tensor.shape) != shape:
+        if tensor.shape != spec.shape:
             raise _mismatch(
-                f"an error term of shape {tuple(tensor.shape)} for a tensor of shape {shape}", where
+                f"an error term of shape {tuple(tensor.shape)} where a tensor of shape {tuple(owner.shape)} "
+                f"has one of {tuple(spec.shape)}",
+                where,
             )
         if tensor.dtype != spec.dtype:
             raise _mismatch(
@@ -299,7 +357,7 @@ def _put(tensor: Tensor, saved: Saved, name: str) -> None:
     error_format = ERROR_FORMATS[next(format_name for format_name, _ in saved)]
     expansion = allocate(tensor, error_format, name=name)
     expansion.replace_contents(
-        [saved[error_format.name, spec.name] for spec in error_format.auxiliaries(tensor.dtype)]
+        [saved[error_format.name, spec.name] for spec in error_format.auxiliaries(tensor)]
     )
 
 
@@ -309,6 +367,15 @@ def _warn_unused(optimizer: Optimizer, names: list[str]) -> None:
         f"collage_fx: the checkpoint loaded into {type(optimizer).__name__} holds error terms for "
         f"{names[0]}{others}, which "
         "needs none; they are left out",
+        stacklevel=2,
+    )
+
+
+def _warn_lost(optimizer: Optimizer, names: list[str]) -> None:
+    warnings.warn(
+        f"collage_fx: torch loaded a checkpoint into {type(optimizer).__name__} before collage_fx was "
+        f"imported, which has cost error terms: those of {', '.join(names)} start from zero. To keep them, "
+        "import collage_fx above load_state_dict",
         stacklevel=2,
     )
 

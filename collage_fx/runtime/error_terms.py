@@ -94,6 +94,11 @@ class Expansion:
             for mine, new in zip(self.auxiliaries, auxiliaries, strict=True):
                 mine.copy_(new)
 
+    def replace_buffers(self, auxiliaries: Sequence[Tensor]) -> None:
+        """Take other buffers, which compiled steps will find."""
+        self.auxiliaries = tuple(auxiliaries)
+        _RECORDS.state = object()
+
     def clear(self) -> None:
         """Zero the buffers in place: the value becomes hi."""
         with torch.no_grad():
@@ -177,7 +182,8 @@ def allocate(tensor: Tensor, error_format: ErrorFormat, *, name: str) -> Expansi
                 stacklevel=2,
             )
         with real_tensors(), torch.no_grad():
-            made = Expansion(error_format, tuple(_zeros(tensor, error_format)), TensorWeakRef(tensor))
+            zeros = tuple(spec.zeros(tensor.device) for spec in error_format.auxiliaries(tensor))
+        made = Expansion(error_format, zeros, TensorWeakRef(tensor))
         _BY_OBJECT[tensor] = made
         _record_memory(tensor, made)
         return made
@@ -186,13 +192,17 @@ def allocate(tensor: Tensor, error_format: ErrorFormat, *, name: str) -> Expansi
 def change_layout(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
     """Let ``change`` give a tensor other sizes and strides in place, as ``t_`` does, and its error terms."""
     expansion = expansion_of(tensor)
-    change(tensor)
-    if expansion is not None:
-        specs = expansion.format.auxiliaries(tensor.dtype)
-        for auxiliary, spec in zip(expansion.auxiliaries, specs, strict=True):
-            if spec.shape is None:
-                change(auxiliary)
-        _record_memory(tensor, expansion)
+    if expansion is None:
+        return change(tensor)
+    if expansion.format.is_elementwise:
+        for each in (tensor, *expansion.auxiliaries):
+            change(each)
+    else:  # what belongs to several elements, such as a scale, is that of others then
+        value = expansion.format.join(tensor.detach(), *expansion.auxiliaries)
+        change(tensor)
+        _, *auxiliaries = expansion.format.split(change(value), tensor.dtype)
+        expansion.replace_buffers(auxiliaries)
+    _record_memory(tensor, expansion)
     return tensor
 
 
@@ -208,46 +218,28 @@ def require_format(expansion: Expansion, error_format: ErrorFormat, *, name: str
         )
 
 
-def _zeros(tensor: Tensor, error_format: ErrorFormat) -> list[Tensor]:
-    """Zero-initialised auxiliaries with the tensor's strides, dense or not, and device."""
-    zeros = []
-    for spec in error_format.auxiliaries(tensor.dtype):
-        if spec.shape is None:
-            buffer = torch.empty_strided(
-                tensor.size(), tensor.stride(), dtype=spec.dtype, device=tensor.device
-            ).zero_()
-        else:
-            buffer = torch.zeros(spec.shape, dtype=spec.dtype, device=tensor.device)
-        zeros.append(buffer)
-    return zeros
-
-
 def _fits(expansion: Expansion, tensor: Tensor) -> bool:
     """Whether the buffers have the dtypes and shapes that go with the tensor as it is now."""
-    return all(
-        auxiliary.dtype == spec.dtype
-        and auxiliary.shape == (tensor.shape if spec.shape is None else spec.shape)
-        for auxiliary, spec in zip(
-            expansion.auxiliaries, expansion.format.auxiliaries(tensor.dtype), strict=True
-        )
+    specs = expansion.format.auxiliaries(tensor)
+    return len(specs) == len(expansion.auxiliaries) and all(
+        auxiliary.dtype == spec.dtype and auxiliary.shape == spec.shape
+        for auxiliary, spec in zip(expansion.auxiliaries, specs, strict=True)
     )
 
 
 def _follow(expansion: Expansion, tensor: Tensor) -> None:
     """Take the error terms along to the device and the strides that the tensor has been moved to."""
-    specs = expansion.format.auxiliaries(tensor.dtype)
+    specs = expansion.format.auxiliaries(tensor)
     if all(
-        auxiliary.device == tensor.device
-        and (spec.shape is not None or auxiliary.stride() == tensor.stride())
+        auxiliary.device == tensor.device and spec.stride in (None, auxiliary.stride())
         for auxiliary, spec in zip(expansion.auxiliaries, specs, strict=True)
     ):
         return
     with real_tensors(), torch.no_grad():
-        moved = _zeros(tensor, expansion.format)
+        moved = [spec.zeros(tensor.device) for spec in specs]
         for new, old in zip(moved, expansion.auxiliaries, strict=True):
             new.copy_(old)
-    expansion.auxiliaries = tuple(moved)
-    _RECORDS.state = object()
+    expansion.replace_buffers(moved)
 
 
 def error_terms(tensor: Tensor) -> tuple[Tensor, ...]:
@@ -257,17 +249,18 @@ def error_terms(tensor: Tensor) -> tuple[Tensor, ...]:
         tensor: a parameter or an optimizer state, such as ``opt.state[p]["exp_avg_sq"]``.
 
     Returns:
-        tensors of its shape on its device, the live buffers themselves; ``()`` where the tensor has none.
+        tensors of its shape on its device; ``()`` where the tensor has none. In the formats "mcf" and "fp32"
+        they are the live buffers themselves.
     """
     expansion = expansion_of(tensor)
-    return () if expansion is None else expansion.format.error_terms(*expansion.auxiliaries)
+    return () if expansion is None else expansion.format.error_terms(tensor.detach(), *expansion.auxiliaries)
 
 
 def full_value(tensor: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     """``hi + error terms`` in ``dtype``, a new tensor of the same shape.
 
-    Exact in float64 for every format here (a bfloat16 pair spans at most 53 bits wherever lo is within 2**-44
-    of hi).
+    Exact in float64 for every registered format (a bfloat16 pair spans at most 53 bits wherever lo is within
+    2**-44 of hi).
     """
     value = tensor.detach().to(dtype, copy=True)
     for term in error_terms(tensor):

@@ -55,7 +55,7 @@ def test_it_is_well_formed_and_has_all_parts(report: CollageReport) -> None:
     own = f"{report.bytes_per_parameter()['total']:.4g}"
     assert bars == [
         *("as compiled", own, "none", "6", "light", "8", "plus", own, "full", "12"),
-        *("full, fp32 master copies", "18"),
+        *("full, in fp32", "18"),
     ]
     added = {element.text[2:].strip() for element in root.iter(f"{HTML}ins") if element.text}
     assert any("p_lo ← " in line for line in added)

@@ -15,7 +15,9 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from collage_fx import CollageBackend, error_terms, full_value
+from collage_fx.capture.recording import record
 from collage_fx.errors import CheckpointMismatchError, ConflictingErrorFormatError
+from collage_fx.runtime.checkpoint import adopt
 from collage_fx.runtime.optimizers import known_tensors
 from tests.support import resume
 from tests.support.training import (
@@ -257,7 +259,7 @@ LO = "collage_fx.parameter.mcf.lo"
 @pytest.mark.parametrize(
     ("changes", "met"),
     [
-        ({LO: torch.zeros(3).bfloat16()}, r"shape \(3,\) for a tensor of shape \(4, 6\)"),
+        ({LO: torch.zeros(3).bfloat16()}, r"shape \(3,\) where a tensor of shape \(4, 6\)"),
         ({LO: torch.zeros(4, 6)}, r"torch.float32 where a torch.bfloat16 tensor has one of torch.bfloat16"),
         (
             {LO: None, "collage_fx.parameter.tripled.lo": torch.zeros(4, 6).bfloat16()},
@@ -383,3 +385,83 @@ def test_the_report_of_a_loaded_optimizer_says_why_its_state_is_compensated() ->
     backend = CollageBackend(strategy="light")
     run_steps(torch.compile(again.step, backend=backend), other, [1])
     assert all(row.compensated for row in backend.report().tensors)
+
+
+# Loaded before collage_fx was imported. ---------------------------------------------------------------------
+
+RESUMED_BY_PLAIN_TORCH = """
+import sys
+from pathlib import Path
+
+import torch
+
+directory = Path(sys.argv[1])
+checkpoint = torch.load(directory / "checkpoint", weights_only=True)
+params = [torch.nn.Parameter(p) for p in checkpoint["parameters"]]
+optimizer = torch.optim.AdamW(params, lr=1e-3, weight_decay=0.1)
+optimizer.load_state_dict(checkpoint["optimizer"])
+assert "collage_fx" not in sys.modules
+step = torch.compile(optimizer.step, backend="collage")
+
+from tests.support.resume import REST
+from tests.support.training import everything, run_steps
+
+run_steps(step, params, REST)
+torch.save(everything(optimizer), directory / "result")
+"""
+
+
+def test_a_run_whose_checkpoint_plain_torch_has_loaded_is_the_uninterrupted_run(tmp_path: Path) -> None:
+    optimizer, step = resume.start(torch.bfloat16, "mcf")
+    params = optimizer.param_groups[0]["params"]
+    run_steps(step, params, resume.FIRST)
+    resume.save(optimizer, tmp_path / "checkpoint")
+    run_steps(step, params, resume.REST)
+    command = [sys.executable, "-W", "error::UserWarning:collage_fx", "-c", RESUMED_BY_PLAIN_TORCH]
+    subprocess.run([*command, str(tmp_path)], check=True, cwd=ROOT)
+    assert differences(everything(optimizer), torch.load(tmp_path / "result")) == []
+
+
+def loaded_by_plain_torch(optimizer: torch.optim.Optimizer, checkpoint: dict[str, Any]) -> None:
+    """As ``load_state_dict`` does where nothing has wrapped it."""
+    torch.optim.Optimizer.load_state_dict.__collage_fx__(optimizer, checkpoint)  # type: ignore[attr-defined]
+
+
+def checkpoint_of_two_steps(optimizer: torch.optim.Optimizer, **options: Any) -> dict[str, Any]:
+    params = optimizer.param_groups[0]["params"]
+    run_steps(compiled(optimizer, **options), params, range(2))
+    return copy.deepcopy(optimizer.state_dict())
+
+
+def test_what_plain_torch_has_cast_is_named() -> None:
+    checkpoint = checkpoint_of_two_steps(torch.optim.RMSprop(parameters(), alpha=0.999), error_format="fp32")
+    optimizer = torch.optim.RMSprop(parameters(), alpha=0.999, lr=torch.tensor(0.01).bfloat16())
+    loaded_by_plain_torch(optimizer, checkpoint)
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.01).bfloat16()
+    lost = [f"param_groups[0].params[{i}].{slot}" for i in range(2) for slot in ("parameter", "square_avg")]
+    lost.append("param_groups[0].lr (if there were any)")
+    (told,) = warned(lambda: adopt(optimizer))
+    assert f"cost the error terms of {', '.join(lost)}; they start from zero" in told
+    assert "import collage_fx above load_state_dict" in told
+    assert ours({"state": optimizer.state}).popitem()[1] == []
+
+
+def test_what_does_not_fit_is_refused_and_left_where_it_was() -> None:
+    optimizer = torch.optim.RMSprop(parameters(), alpha=0.999)
+    loaded_by_plain_torch(optimizer, checkpoint_of_two_steps(torch.optim.RMSprop(parameters(), alpha=0.999)))
+    state = optimizer.state[optimizer.param_groups[0]["params"][0]]
+    state[LO] = state[LO][:1]
+    before = {key: dict(entries) for key, entries in optimizer.state.items()}
+    with pytest.raises(CheckpointMismatchError, match=r"of shape \(1, 6\) where .*\(4, 6\)"):
+        run_steps(compiled(optimizer), optimizer.param_groups[0]["params"], [0])
+    assert {key: dict(entries) for key, entries in optimizer.state.items()} == before
+
+
+def test_a_recorded_step_takes_up_what_plain_torch_has_loaded() -> None:
+    checkpoint = checkpoint_of_two_steps(Descent(parameters()))
+    optimizer = Descent(parameters())
+    loaded_by_plain_torch(optimizer, checkpoint)
+    record(optimizer, CollageBackend(), {}, "the test asks for it", strict=True)
+    for i, p in enumerate(optimizer.param_groups[0]["params"]):
+        assert torch.equal(error_terms(p)[0], checkpoint["state"][i][LO])
+    assert not optimizer.state

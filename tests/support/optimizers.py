@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collage_fx import CollageBackend, error_terms
+from collage_fx import CollageBackend
 from collage_fx.graph.program import Arithmetic, Strategy
+from collage_fx.runtime.error_terms import expansion_of
 
 __all__ = ["Case", "CompiledOptimizer", "Tensors", "gradients"]
 
@@ -71,13 +72,15 @@ class CompiledOptimizer:
         self.compiled()
 
     def live(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameters, states and error terms themselves."""
+        """Parameters, states and auxiliaries themselves."""
         for i, parameter in enumerate(self.parameters):
             for name, tensor in {"p": parameter, **self.optimizer.state[parameter]}.items():
                 if isinstance(tensor, Tensor):
                     yield f"{i}.{name}", tensor.detach()
-                    for term in error_terms(tensor):
-                        yield f"{i}.{name}.lo", term
+                    if (expansion := expansion_of(tensor)) is not None:
+                        specs = expansion.format.auxiliaries(tensor)
+                        for spec, auxiliary in zip(specs, expansion.auxiliaries, strict=True):
+                            yield f"{i}.{name}.{spec.name}", auxiliary
 
     def tensors(self) -> Tensors:
         """Copies of them."""

@@ -2,7 +2,7 @@
 
 A format is the only place that knows what its auxiliary tensors are. The passes ask it for their
 specifications, for the function that joins hi and auxiliaries into one float32 value and for its inverse, and
-trace both into the graph. A format may own any number of auxiliary tensors, of any dtype and shape.
+trace both into the graph. Another format is another file here, and a place in the registry below.
 """
 
 from __future__ import annotations
@@ -13,5 +13,5 @@ from collage_fx.numerics.error_formats.mcf import Mcf
 
 __all__ = ["ERROR_FORMATS", "AuxiliarySpec", "ErrorFormat", "Fp32", "Mcf"]
 
-#: The registered formats by name.
+#: The registered formats by name; the first is the default.
 ERROR_FORMATS: dict[str, ErrorFormat] = {fmt.name: fmt for fmt in (Mcf(), Fp32())}

@@ -2,65 +2,103 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from collage_fx.numerics import arithmetic
+
 __all__ = ["AuxiliarySpec", "ErrorFormat"]
 
 
-@dataclass(frozen=True)
-class AuxiliarySpec:
+class AuxiliarySpec(NamedTuple):
     """One auxiliary tensor of an expansion.
 
     Attributes:
-        name: unique within the format; part of the name in checkpoints.
+        name: unique within the format; part of the name in checkpoints, so without a dot.
         dtype: its dtype.
-        shape: its sizes; None for those of hi, laid out with hi's strides.
+        shape: its sizes.
+        stride: its strides; None if it is contiguous.
     """
 
     name: str
     dtype: torch.dtype
-    shape: tuple[int, ...] | None = None
+    shape: tuple[int, ...]
+    stride: tuple[int, ...] | None = None
+
+    @classmethod
+    def like(cls, hi: Tensor, name: str, dtype: torch.dtype) -> AuxiliarySpec:
+        """Of an auxiliary with the sizes and strides of hi."""
+        return cls(name, dtype, hi.shape, hi.stride())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def zeros(self, device: torch.device) -> Tensor:
+        """A new tensor of this kind, filled with zeros."""
+        if self.stride is None:
+            return torch.zeros(self.shape, dtype=self.dtype, device=device)
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device).zero_()
 
 
 class ErrorFormat(ABC):
     """How hi and auxiliary tensors encode one value.
 
-    The contract, which the tests check for every registered format, the sign of zeros aside:
+    A format may own any number of auxiliary tensors, of any dtype and shape. The contract, which the tests
+    check for every registered format, the sign of zeros aside:
 
     * auxiliaries of zeros mean that the value is hi;
-    * hi of a split is the value rounded to nearest even; where it is not finite, all auxiliaries are zero;
+    * hi of a split is the value rounded to nearest (which neighbour of a tie is the format's choice); where
+      it is not finite, the value is hi;
     * ``split(join(hi, *aux))`` gives hi and aux back bit for bit if the expansion is normalised: float32
       holds its value, which rounds to hi. A split gives such expansions but for a tie (see
       :func:`arithmetic.split`), of which only the value comes back, not hi.
+
+    ``join``, ``split`` and ``error_terms`` are called on real tensors, and traced into graphs: they are made
+    of functional operations, and views change no dtype of a 16-bit tensor.
     """
 
-    #: As in ``CollageBackend(error_format=...)`` and in checkpoints.
+    #: As in ``CollageBackend(error_format=...)`` and in checkpoints; without a dot.
     name: ClassVar[str]
+    #: What it keeps and how precise the value is, as ``collage-fx explain --help`` and pages say it.
+    precision: ClassVar[str]
     #: Whether the expansion is a double word of the storage format, as ``arithmetic="native"`` needs it.
     is_double_word: ClassVar[bool] = False
+    #: Whether all auxiliaries have hi's sizes and strides, and each element of a result depends on the same
+    #: element of the operands alone. What holds for one shape then holds for all: functions are traced once.
+    is_elementwise: ClassVar[bool] = False
 
     @abstractmethod
-    def auxiliaries(self, dtype: torch.dtype) -> Sequence[AuxiliarySpec]:
-        """Specifications of the auxiliary tensors that go with a hi of ``dtype``."""
+    def auxiliaries(self, hi: Tensor) -> Sequence[AuxiliarySpec]:
+        """Specifications of the auxiliary tensors that go with ``hi``.
+
+        Args:
+            hi: a bfloat16 or float16 tensor, maybe a fake one or one on the meta device: only its dtype,
+                sizes and strides count.
+        """
 
     @abstractmethod
     def join(self, hi: Tensor, *auxiliaries: Tensor) -> Tensor:
-        """The float32 value. Traced into the graph."""
+        """The float32 value, of hi's shape."""
 
     @abstractmethod
     def split(self, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Float32 value -> (hi in ``dtype``, *auxiliaries), :meth:`join`'s inverse. Traced into the graph."""
+        """Float32 value -> (hi in ``dtype``, *auxiliaries), :meth:`join`'s inverse."""
 
-    @abstractmethod
-    def error_terms(self, *auxiliaries: Tensor) -> tuple[Tensor, ...]:
-        """Tensors of hi's shape with ``value = hi + sum(error terms)``: the live buffers if they are that."""
+    def error_terms(self, hi: Tensor, *auxiliaries: Tensor) -> tuple[Tensor, ...]:
+        """Tensors of hi's shape with ``value = hi + sum(error terms)``: the live buffers if they are that.
 
-    def bytes_per_element(self, dtype: torch.dtype) -> float:
-        """Extra bytes per element of hi, for auxiliaries of hi's shape."""
-        return sum(spec.dtype.itemsize for spec in self.auxiliaries(dtype) if spec.shape is None)
+        Here: one float32 tensor, the value less hi, zero where hi is not finite. (The difference of a
+        normalised expansion is exact.)
+        """
+        return (arithmetic.rest(self.join(hi, *auxiliaries), hi.to(torch.float32)),)
+
+    def nbytes(self, hi: Tensor) -> int:
+        """Bytes of the auxiliary tensors that go with ``hi``."""
+        return sum(spec.nbytes for spec in self.auxiliaries(hi))

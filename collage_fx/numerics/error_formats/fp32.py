@@ -22,9 +22,11 @@ class Fp32(ErrorFormat):
     """
 
     name = "fp32"
+    precision = "a float32 master copy, 24 bits: for comparison"
+    is_elementwise = True
 
-    def auxiliaries(self, dtype: torch.dtype) -> Sequence[AuxiliarySpec]:
-        return (AuxiliarySpec("lo", torch.float32),)
+    def auxiliaries(self, hi: Tensor) -> Sequence[AuxiliarySpec]:
+        return (AuxiliarySpec.like(hi, "lo", torch.float32),)
 
     def join(self, hi: Tensor, *auxiliaries: Tensor) -> Tensor:
         return arithmetic.join(hi, *auxiliaries)
@@ -32,5 +34,5 @@ class Fp32(ErrorFormat):
     def split(self, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
         return arithmetic.split(value, dtype, torch.float32)
 
-    def error_terms(self, *auxiliaries: Tensor) -> tuple[Tensor, ...]:
+    def error_terms(self, hi: Tensor, *auxiliaries: Tensor) -> tuple[Tensor, ...]:
         return auxiliaries

@@ -21,10 +21,12 @@ class Mcf(ErrorFormat):
     """
 
     name = "mcf"
+    precision = "one error term of the tensor's dtype: about 16 bits in bfloat16, 22 in float16"
     is_double_word = True
+    is_elementwise = True
 
-    def auxiliaries(self, dtype: torch.dtype) -> Sequence[AuxiliarySpec]:
-        return (AuxiliarySpec("lo", dtype),)
+    def auxiliaries(self, hi: Tensor) -> Sequence[AuxiliarySpec]:
+        return (AuxiliarySpec.like(hi, "lo", hi.dtype),)
 
     def join(self, hi: Tensor, *auxiliaries: Tensor) -> Tensor:
         return arithmetic.join(hi, *auxiliaries)
@@ -32,5 +34,5 @@ class Mcf(ErrorFormat):
     def split(self, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
         return arithmetic.split(value, dtype, dtype)
 
-    def error_terms(self, *auxiliaries: Tensor) -> tuple[Tensor, ...]:
+    def error_terms(self, hi: Tensor, *auxiliaries: Tensor) -> tuple[Tensor, ...]:
         return auxiliaries
