@@ -6,6 +6,7 @@ number), and mutation only in the epilogue, ``copy_(placeholder, new_value)``, o
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,7 @@ from collage_fx.torch_compat import (
 )
 
 __all__ = [
+    "IDENTITIES",
     "PASS_MARK",
     "GraphEditor",
     "assignments",
@@ -34,8 +36,10 @@ __all__ = [
     "is_conversion",
     "is_copy_to_input",
     "is_dense",
+    "is_identity",
     "is_low_precision_tensor",
     "mark_new_nodes",
+    "operator_of",
     "placeholders",
     "tensor_value",
     "unconverted",
@@ -43,6 +47,14 @@ __all__ = [
 
 aten = torch.ops.aten
 prims = torch.ops.prims
+
+#: Operators that pass their first operand through unchanged, but for its dtype and shape.
+IDENTITIES = frozenset(
+    {
+        aten.alias, aten.clone, aten.detach, aten.expand, aten.lift_fresh_copy, aten.view,
+        aten.reshape, aten._unsafe_view, prims.convert_element_type, aten._to_copy,
+    }
+)  # fmt: skip
 
 #: Key in ``node.meta``: the name of the pass that made the node.
 PASS_MARK = "collage_fx.pass"
@@ -100,6 +112,19 @@ def unconverted(node: Node) -> Node:
     source = node.args[0]
     assert isinstance(source, Node)
     return source
+
+
+def is_identity(node: Node) -> bool:
+    """Whether ``node`` has the values of its first operand. ``view.dtype`` reinterprets them."""
+    packet = getattr(node.target, "overloadpacket", None)
+    return packet in IDENTITIES and node.target is not aten.view.dtype
+
+
+def operator_of(node: Node) -> Any:
+    """The operator that computes ``node``, where that is one of its results, or is wrapped for writing."""
+    if node.target is operator.getitem:
+        return operator_of(node.all_input_nodes[0])
+    return node.args[0] if isinstance(node.target, torch._ops.HigherOrderOperator) else node.target
 
 
 def copies_to_inputs(graph: Graph) -> dict[Node, Node]:

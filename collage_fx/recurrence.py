@@ -20,11 +20,11 @@ import torch
 from torch.fx import Node
 
 from collage_fx.formats import FloatFormat
-from collage_fx.graph import tensor_value
+from collage_fx.graph import IDENTITIES, is_identity, tensor_value
 from collage_fx.program import Kind, Recurrence, Verdict
+from collage_fx.skipping import unless_skipped
 
 __all__ = [
-    "IDENTITIES",
     "TOLERATED_STALL",
     "is_factory",
     "judge",
@@ -58,14 +58,6 @@ FUNCTIONS: dict[Any, Callable[..., sympy.Expr]] = {
     aten.maximum: sympy.Max,
     aten.minimum: sympy.Min,
 }
-
-#: Operators that pass their first operand through unchanged, as far as a recurrence is concerned.
-IDENTITIES = frozenset(
-    {
-        aten.alias, aten.clone, aten.detach, aten.expand, aten.lift_fresh_copy, aten.view,
-        aten.reshape, aten._unsafe_view, prims.convert_element_type, aten._to_copy,
-    }
-)  # fmt: skip
 
 #: Operations from which on an expression for people is cut off. An iterated matrix polynomial reads each
 #: value several times: written out, five iterations of Muon's have a hundred thousand operations.
@@ -102,19 +94,22 @@ def read_recurrence(
 
     Args:
         placeholder: its input node.
-        new_value: what the epilogue stores into it.
+        new_value: what the epilogue stores into it. Where a condition may skip the step, the recurrence is
+            that of a step that is taken: a value that stays as it is loses nothing.
         symbols: names of the graph's inputs.
         peers: new values of *other* state tensors and their primed names; they are leaves.
         is_parameter: a parameter that decays a little each step (weight decay) is still an accumulation of
             updates.
     """
-    reader = _Reader(placeholder, new_value, symbols, {n: s for n, s in peers.items() if n is not new_value})
-    slopes = reader.slopes(new_value)
+    taken = unless_skipped(placeholder, new_value)
+    others = {node: symbol for node, symbol in peers.items() if node not in (new_value, taken)}
+    reader = _Reader(placeholder, taken, symbols, others)
+    slopes = reader.slopes(taken)
     numbers = () if isinstance(slopes, _Nonlinear) else tuple(sorted(slopes, key=sympy.default_sort_key))
-    kind = Kind.OTHER if reader.depends(new_value) and not numbers else _kind(slopes)
+    kind = Kind.OTHER if reader.depends(taken) and not numbers else _kind(slopes)
     if is_parameter and kind is Kind.MOVING_AVERAGE:
         kind = Kind.ACCUMULATION
-    return Recurrence(reader.expression(new_value), kind, numbers, reader.path())
+    return Recurrence(reader.expression(taken), kind, numbers, reader.path())
 
 
 def _kind(slopes: Slopes) -> Kind:
@@ -217,7 +212,7 @@ class _Reader:
             return frozenset({sympy.Integer(1)})
         packet = getattr(node.target, "overloadpacket", node.target)
         args = node.args
-        if packet in IDENTITIES and node.target is not aten.view.dtype:
+        if is_identity(node):
             return self.slopes(args[0])
         if packet is aten.neg:
             return _map(self.slopes(args[0]), operator.neg)

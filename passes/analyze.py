@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from collage_fx.graph import copies_to_inputs, is_low_precision_tensor, placeholders, tensor_value
+from collage_fx.graph import IDENTITIES, copies_to_inputs, is_low_precision_tensor, placeholders, tensor_value
 from collage_fx.passes.base import Pass
 from collage_fx.program import Kind, Role, StateTensor, StepProgram
-from collage_fx.recurrence import IDENTITIES, is_factory, judge, read_recurrence
+from collage_fx.recurrence import is_factory, judge, read_recurrence
+from collage_fx.skipping import unless_skipped
 
 __all__ = ["Analyze"]
 
@@ -46,7 +47,8 @@ class Analyze(Pass):
         for placeholder, store in stores.items():
             new_value = store.args[1]
             assert isinstance(new_value, Node)
-            new_values.setdefault(new_value, f"{symbols[placeholder]}'")
+            for value in (new_value, unless_skipped(placeholder, new_value)):
+                new_values.setdefault(value, f"{symbols[placeholder]}'")
         kept_up = [node for i, node in enumerate(inputs) if i in program.already_compensated]
         flow = _Flow(graph, stores, [node for node in kept_up if node not in stores])
         program.states = []

@@ -46,6 +46,7 @@ from collage_fx.graph import GraphEditor, is_conversion, tensor_value, unconvert
 from collage_fx.passes.base import Pass
 from collage_fx.program import StateTensor, StepProgram
 from collage_fx.retype import is_movement, is_pointwise
+from collage_fx.skipping import restore, set_aside
 
 __all__ = ["CompensateNative"]
 
@@ -68,8 +69,11 @@ class CompensateNative(Pass):
     def run(self, program: StepProgram) -> str:
         editor = GraphEditor(program.gm, self.name)
         order = {node: i for i, node in enumerate(editor.graph.nodes)}
+        skips = [set_aside(state) for state in program.compensated]
         for states, path in _shared_paths(program):
             _PathRewriter(editor, states, sorted(path, key=order.__getitem__)).run()
+        for state, skip in zip(program.compensated, skips, strict=True):
+            restore(editor, program.error_format, state, skip)
         editor.finish()
         return program.compensation
 

@@ -24,10 +24,9 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from collage_fx.graph import GraphEditor, copies_to_inputs, placeholders, tensor_value
+from collage_fx.graph import IDENTITIES, GraphEditor, copies_to_inputs, placeholders, tensor_value
 from collage_fx.passes.base import Pass
 from collage_fx.program import Role, StepProgram
-from collage_fx.recurrence import IDENTITIES
 
 __all__ = ["UndoStochasticRounding"]
 

@@ -13,10 +13,11 @@ ROOT = Path(collage_fx.__file__).parent
 #: From the bottom up; a module imports only from lower rows. ``passes`` is imported by the pipeline alone.
 LAYERS = [
     {"wrapping", "suggestions", "mathml", "sums_in_cpp"},
-    {"formats", "averaging", "torch_compat"},
+    {"formats", "averaging", "fused", "torch_compat"},
     {"arithmetic", "errors", "measures"},
     {"batches", "operators", "error_formats", "graph", "composites"},
     {"metrics", "retype", "program", "scalars", "partition", "pictures"},
+    {"skipping"},
     {"feedback", "recurrence", "verify", "kernels", "treatments", "dumps", "svg"},
     {"passes"},
     {"pipeline"},
