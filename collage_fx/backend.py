@@ -11,7 +11,7 @@ import torch
 from torch.fx import GraphModule
 from torch.optim import Optimizer
 
-from collage_fx import eager, scalars
+from collage_fx import eager, fused, scalars
 from collage_fx.admission import forget_new_state
 from collage_fx.batches import prepare_compiler
 from collage_fx.capture import Capture, CaptureOfFamilies
@@ -31,11 +31,13 @@ from collage_fx.pipeline import (
 )
 from collage_fx.plots import plot
 from collage_fx.program import Arithmetic, StepProgram, Strategy
+from collage_fx.recording import is_recording
 from collage_fx.repetition import Repetition
 from collage_fx.report import CollageReport
 from collage_fx.torch_compat import (
     ThinnedLists,
     TraceWhole,
+    backend_being_traced_for,
     inductor_compile_inner,
     mode_options,
     needs_autograd,
@@ -162,6 +164,7 @@ class CollageBackend:
         if any(tensor.device.type == "cpu" for tensor in (*gm.parameters(), *gm.buffers())):
             prepare_compiler()
         capture = Capture(self, gm, tuple(example_inputs), mode)
+        capture.refuse_fused_operators()
         needs_grad = needs_autograd(gm, example_inputs)
         thinned = thinned_lists()
         if not needs_grad and (step := self._by_family(capture, patches, thinned)) is not None:
@@ -286,6 +289,12 @@ def _rows_to_trace(
     return rows_to_trace(rows) if backend is not None and backend.finds_families() else None
 
 
+def _is_compensated_now() -> bool:
+    """Whether what is being traced, or run, is a step that is compensated."""
+    return is_recording() or _compensating(*backend_being_traced_for()) is not None
+
+
 scalars.install()
 thin_lists(_rows_to_trace, forget_new_state)
 eager.install(_strictness)
+fused.install(_is_compensated_now)

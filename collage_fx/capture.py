@@ -18,6 +18,7 @@ from collage_fx import eager, scalars
 from collage_fx.admission import (
     forget_new_state,
     refuse_aliases,
+    refuse_fused_operators,
     refuse_overlaps,
     refuse_unsupported,
 )
@@ -219,6 +220,15 @@ class Capture:
         ):
             return None  # a float32 average of compensated parameters, say
         return "the graph updates no bfloat16 or float16 tensor"
+
+    def refuse_fused_operators(self) -> None:
+        """Refuse, before AOTAutograd fails at it, an update that is one operator of torch's."""
+        if self.options.strategy != "none":
+            try:
+                refuse_fused_operators(self.dynamo_module)
+            except CollageError:
+                self.forget_newborn_state()
+                raise
 
     def refuse_overlaps(self) -> None:
         """Refuse, before AOTAutograd does it in its own words, parameters and state that share memory."""

@@ -19,8 +19,9 @@ which costs nothing in a step that is compiled already:
   parameters of later iterations at the wrong place of an iterator: steps came out wrong without an error.)
 * *Reading a tensor's value* (``norm.item()``) would break the graph too; it is captured instead, unless the
   step goes on to branch on it.
-* *Something that Dynamo doesn't trace*: sparse gradients, optimizers whose step is disabled for Dynamo,
-  ``fused=True``, which is one opaque operator. See Note [Two doors] in ``admission.py``.
+* *Something that Dynamo doesn't trace*: sparse gradients, optimizers whose step is disabled for Dynamo. See
+  Note [Two doors] in ``admission.py``. For ``fused=True`` it is given something else to trace: Note [A wish
+  for speed] in ``fused.py``.
 * *Calling ``optimizer.step()`` itself* instead of the compiled callable. Every optimizer runs the global step
   hooks when it is stepped eagerly; ours looks whether the optimizer's parameters have error terms
   (:func:`_before_eager_step`).

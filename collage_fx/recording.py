@@ -21,7 +21,7 @@ from collage_fx.recorder import Recorder, Spec
 from collage_fx.torch_compat import forget_static_addresses, is_step_wrapper
 from collage_fx.wrapping import MARK
 
-__all__ = ["branches_on_values", "is_recordable", "is_recorded", "record"]
+__all__ = ["branches_on_values", "is_recordable", "is_recorded", "is_recording", "record"]
 
 log = logging.getLogger("collage_fx")
 
@@ -105,6 +105,11 @@ class _Active(threading.local):
 
 
 _active = _Active()
+
+
+def is_recording() -> bool:
+    """Whether this thread is in the middle of a recorded step."""
+    return _active.now
 
 
 class _Recording:
