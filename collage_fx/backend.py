@@ -11,7 +11,7 @@ import torch
 from torch.fx import GraphModule
 from torch.optim import Optimizer
 
-from collage_fx.capture import rows_to_trace, watch
+from collage_fx.capture import is_recording, rows_to_trace, watch
 from collage_fx.compilation import Compilation
 from collage_fx.errors import InvalidOptionError
 from collage_fx.graph import Arithmetic, Reason, StepProgram, Strategy, device_facts
@@ -20,7 +20,12 @@ from collage_fx.options import MODES, Options, refuse_unless
 from collage_fx.pipeline import PIPELINE, Pass
 from collage_fx.report import CollageReport, GraphReport, plot
 from collage_fx.runtime import Meter, Metrics, prepare_compiler
-from collage_fx.torch_compat import inductor_compile_as_it_is, mode_options
+from collage_fx.torch_compat import (
+    backend_being_traced_for,
+    inductor_compile_as_it_is,
+    install_fused_updates,
+    mode_options,
+)
 
 __all__ = ["CollageBackend", "backend_for", "collage", "collage_backend"]
 
@@ -236,4 +241,10 @@ def _rows_to_trace(
     return rows_to_trace(rows) if by_family else None
 
 
+def _is_compensated_now() -> bool:
+    """Whether what is being traced, or run, is a step that is compensated."""
+    return is_recording() or _compensating(*backend_being_traced_for()) is not None
+
+
 watch.install(_is_ours, _strictness, _rows_to_trace)
+install_fused_updates(_is_compensated_now)

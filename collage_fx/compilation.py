@@ -29,6 +29,7 @@ from collage_fx.capture import (
     note_compiled_step,
     record_instead,
     refuse_aliases,
+    refuse_fused_operators,
     refuse_overlaps,
     refuse_unsupported,
     why_recorded,
@@ -176,6 +177,8 @@ class Compilation:
         # Plain Inductor takes an update of what requires gradients for something to be differentiated.
         is_plain = self.options.strategy == "none" and not self.options.metrics
         needs_grad = torch.is_grad_enabled() if is_plain else needs_autograd(self.module, self.arguments)
+        if not is_plain:
+            self._refuse_fused_operators()
         step = self._by_family(needs_grad=needs_grad)
         if not isinstance(step, Reason):
             return step
@@ -189,6 +192,14 @@ class Compilation:
                 self._refused(refusal)
         with torch.set_grad_enabled(needs_grad):
             return self._whole(step)
+
+    def _refuse_fused_operators(self) -> None:
+        """Refuse, before AOTAutograd fails at it, an update that is one operator of torch's."""
+        try:
+            refuse_fused_operators(self.module)
+        except CollageError:
+            self._forget_newborn_state()
+            raise
 
     def _by_family(self, *, needs_grad: bool) -> WholeStep | Reason:
         """The whole step, from a graph of one of each family."""

@@ -29,6 +29,7 @@ from collage_fx.graph import (
     read_recurrence,
     source_of,
     tensor_value,
+    unless_skipped,
 )
 from collage_fx.passes.base import Pass
 
@@ -55,7 +56,8 @@ class Analyze(Pass):
         for placeholder, store in stores.items():
             new_value = store.args[1]
             assert isinstance(new_value, Node)
-            new_values.setdefault(new_value, f"{symbols[placeholder]}'")
+            for value in (new_value, unless_skipped(placeholder, new_value)):
+                new_values.setdefault(value, f"{symbols[placeholder]}'")
         kept_up = [node for i, node in enumerate(inputs) if i in program.already_compensated]
         flow = _Flow(graph, stores, [node for node in kept_up if node not in stores])
         program.states = []

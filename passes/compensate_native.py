@@ -48,6 +48,8 @@ from collage_fx.graph import (
     is_conversion,
     is_movement,
     is_pointwise,
+    restore,
+    set_aside,
     tensor_value,
     unconverted,
 )
@@ -75,8 +77,11 @@ class CompensateNative(Pass):
     def run(self, program: StepProgram) -> str:
         editor = GraphEditor(program.gm, self.name)
         order = {node: i for i, node in enumerate(editor.graph.nodes)}
+        skips = [set_aside(state) for state in program.compensated]
         for states, path in _shared_paths(program):
             _PathRewriter(editor, states, sorted(path, key=order.__getitem__)).run()
+        for state, skip in zip(program.compensated, skips, strict=True):
+            restore(editor, program.error_format, state, skip)
         editor.finish()
         return program.compensation
 

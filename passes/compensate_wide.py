@@ -26,6 +26,9 @@ from collage_fx.graph import (
     is_copy_to_input,
     is_low_precision_tensor,
     new_value,
+    operator_of,
+    restore,
+    set_aside,
     unconverted,
 )
 from collage_fx.passes.base import Pass
@@ -51,6 +54,7 @@ class CompensateWide(Pass):
         for state in program.compensated:
             _load_moved_expansion(editor, state)
         order = {node: i for i, node in enumerate(editor.graph.nodes)}
+        skips = [set_aside(state) for state in program.compensated]
         for state in program.compensated:
             _refuse_lost_value(state, order)
         for expansion in program.expansions:
@@ -58,6 +62,8 @@ class CompensateWide(Pass):
         terms = [fed_back(state, program.states) for state in program.compensated]
         for state, own_term in zip(program.compensated, terms, strict=True):
             _store_expansion(editor, program, state, own_term)
+        for state, skip in zip(program.compensated, skips, strict=True):
+            restore(editor, program.error_format, state, skip)
         editor.finish()
         return program.compensation
 
@@ -111,7 +117,7 @@ def _refuse_lost_value(state: StateTensor, order: Mapping[Node, int]) -> None:
             whole.add(node)
     if opaque is not None and new_value(state) not in whole:
         state.refusal = (
-            f"{opaque.name} ({opaque.target}) reads it in {state.format.name}, without its error term"
+            f"{opaque.name} ({operator_of(opaque)}) reads it in {state.format.name}, without its error term"
         )
 
 
@@ -135,7 +141,8 @@ def _store_expansion(
         opaque = _rounded_on_the_way(value)
         if opaque is not None and state.carries_its_old_value:
             state.refusal = (
-                f"{opaque.name} ({opaque.target}) gives its result in {state.format.name}, already rounded"
+                f"{opaque.name} ({operator_of(opaque)}) gives its result in {state.format.name}, already "
+                "rounded"
             )
         state.intended = editor.convert(value, torch.float32)
         hi, *auxiliaries = editor.inline(

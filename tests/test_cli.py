@@ -72,7 +72,7 @@ def test_kernels_are_those_of_a_compiled_step(capsys: pytest.CaptureFixture[str]
         ("explain --optimizer Muon", 2, "--shape gives others"),
         ("explain", 2, "--optimizer"),
         ("", 2, "COMMAND"),
-        ("explain --optimizer AdamW --kw fused=True", 1, "what to do"),
+        ("explain --optimizer LBFGS", 1, "what to do"),
     ],
 )
 def test_what_is_wrong_is_said_with_a_way_out(

@@ -20,8 +20,9 @@ which costs nothing in a step that is compiled already:
   error.)
 * *Reading a tensor's value* (``norm.item()``) would break the graph too; it is captured instead, unless the
   step goes on to branch on it.
-* *Something that Dynamo doesn't trace*: sparse gradients, optimizers whose step is disabled for Dynamo,
-  ``fused=True``, which is one opaque operator. See Note [Two doors] in ``refusals.py``.
+* *Something that Dynamo doesn't trace*: sparse gradients, optimizers whose step is disabled for Dynamo. See
+  Note [Two doors] in ``refusals.py``. For ``fused=True`` it is given something else to trace: Note [A wish
+  for speed] in ``torch_compat/patch_fused_updates.py``.
 * *Calling ``optimizer.step()`` itself* instead of the compiled callable. Every optimizer runs the global step
   hooks when it is stepped eagerly; ours looks whether the optimizer's parameters have error terms
   (:func:`_before_eager_step`).

@@ -18,6 +18,7 @@ from collage_fx.graph.nodes import (
     is_low_precision_tensor,
     is_number,
     mark_new_nodes,
+    operator_of,
     placeholders,
     tensor_value,
     unconverted,
@@ -57,6 +58,7 @@ from collage_fx.graph.program import (
 from collage_fx.graph.recurrence import judge, read_recurrence
 from collage_fx.graph.retype import Retyper
 from collage_fx.graph.routes import Reason, Route, Unit
+from collage_fx.graph.skipping import restore, set_aside, unless_skipped
 from collage_fx.graph.text import graph_text
 
 __all__ = [
@@ -112,16 +114,20 @@ __all__ = [
     "may_raise",
     "new_value",
     "once",
+    "operator_of",
     "passed_operand",
     "placeholders",
     "read_recurrence",
     "repeated_graph",
     "rest",
+    "restore",
     "round_to_storage",
+    "set_aside",
     "size_argument",
     "source_of",
     "tensor_value",
     "unconverted",
+    "unless_skipped",
     "update_sizes",
     "update_sums",
     "verify",

@@ -7,6 +7,7 @@ number), and mutation only in the epilogue, ``copy_(placeholder, new_value)``, o
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from collage_fx.numerics import is_low_precision
-from collage_fx.torch_compat import DATA_ASSIGNMENTS, copy_cache_facts, graph_module
+from collage_fx.torch_compat import DATA_ASSIGNMENTS, HigherOrderOperator, copy_cache_facts, graph_module
 
 __all__ = [
     "PASS_MARK",
@@ -30,6 +31,7 @@ __all__ = [
     "is_low_precision_tensor",
     "is_number",
     "mark_new_nodes",
+    "operator_of",
     "placeholders",
     "tensor_value",
     "unconverted",
@@ -94,6 +96,13 @@ def unconverted(node: Node) -> Node:
     source = node.args[0]
     assert isinstance(source, Node)
     return source
+
+
+def operator_of(node: Node) -> Any:
+    """The operator that computes ``node``, where that is one of its results, or is wrapped for writing."""
+    if node.target is operator.getitem:
+        return operator_of(node.all_input_nodes[0])
+    return node.args[0] if isinstance(node.target, HigherOrderOperator) else node.target
 
 
 def copies_to_inputs(graph: Graph) -> dict[Node, Node]:

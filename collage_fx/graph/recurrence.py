@@ -22,6 +22,7 @@ from torch.fx import Node
 from collage_fx.graph.nodes import tensor_value
 from collage_fx.graph.operator_facts import facts_of, ignores_values, number_filling, passed_operand
 from collage_fx.graph.program import Kind, Recurrence, Verdict
+from collage_fx.graph.skipping import unless_skipped
 from collage_fx.numerics import FloatFormat
 
 __all__ = [
@@ -65,19 +66,22 @@ def read_recurrence(
 
     Args:
         placeholder: its input node.
-        new_value: what the epilogue stores into it.
+        new_value: what the epilogue stores into it. Where a condition may skip the step, the recurrence is
+            that of a step that is taken: a value that stays as it is loses nothing.
         symbols: names of the graph's inputs.
         peers: new values of *other* state tensors and their primed names; they are leaves.
         is_parameter: a parameter that decays a little each step (weight decay) is still an accumulation of
             updates.
     """
-    reader = _Reader(placeholder, new_value, symbols, {n: s for n, s in peers.items() if n is not new_value})
-    slopes = reader.slopes(new_value)
+    taken = unless_skipped(placeholder, new_value)
+    others = {node: symbol for node, symbol in peers.items() if node not in (new_value, taken)}
+    reader = _Reader(placeholder, taken, symbols, others)
+    slopes = reader.slopes(taken)
     numbers = () if isinstance(slopes, _Nonlinear) else tuple(sorted(slopes, key=sympy.default_sort_key))
-    kind = Kind.OTHER if reader.depends(new_value) and not numbers else _kind(slopes)
+    kind = Kind.OTHER if reader.depends(taken) and not numbers else _kind(slopes)
     if is_parameter and kind is Kind.MOVING_AVERAGE:
         kind = Kind.ACCUMULATION
-    return Recurrence(reader.expression(new_value), kind, numbers, reader.path())
+    return Recurrence(reader.expression(taken), kind, numbers, reader.path())
 
 
 def _kind(slopes: Slopes) -> Kind:

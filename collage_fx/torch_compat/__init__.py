@@ -35,6 +35,7 @@ __all__ = [
     "ConvertAgain",
     "FakeTensorMode",
     "GraphBreak",
+    "HigherOrderOperator",
     "InductorFault",
     "OpOverload",
     "RunAsItIs",
@@ -50,6 +51,7 @@ __all__ = [
     "another_fake",
     "aot_input_of",
     "assert_size_stride",
+    "backend_being_traced_for",
     "base_of",
     "before_eager_steps",
     "c_function",
@@ -74,6 +76,7 @@ __all__ = [
     "inductor_config",
     "inductor_faults",
     "innermost_callable",
+    "install_fused_updates",
     "is_being_stepped",
     "is_dynamos",
     "is_held_by_torch",
@@ -131,6 +134,7 @@ try:
         RunAsItIs,
         ShortenTraceback,
         TraceWhole,
+        backend_being_traced_for,
         current_trace,
         is_dynamos,
         traced_frame_name,
@@ -193,6 +197,7 @@ try:
         takes_our_cpp,
         writing_our_cpp,
     )
+    from collage_fx.torch_compat.patch_fused_updates import install_fused_updates
     from collage_fx.torch_compat.patch_graph_breaks import GraphBreak
     from collage_fx.torch_compat.patch_inductor import (
         fusing_distant_nodes,
@@ -209,6 +214,7 @@ try:
     from collage_fx.torch_compat.patches import PATCHES, misfits
     from collage_fx.torch_compat.tensors import (
         SET_GRAD_ENABLED,
+        HigherOrderOperator,
         OpOverload,
         TorchDispatchMode,
         assert_size_stride,

@@ -20,6 +20,7 @@ __all__ = [
     "RunAsItIs",
     "ShortenTraceback",
     "TraceWhole",
+    "backend_being_traced_for",
     "backend_within",
     "current_trace",
     "is_dynamos",
@@ -70,7 +71,13 @@ def output_being_traced() -> Any:
         translator = InstructionTranslator.current_tx()
     except AttributeError:  # torch's own signal for "no translation is running"
         return None
-    return translator.output
+    return None if translator is None else translator.output  # that of torch 2.11, behind a translation
+
+
+def backend_being_traced_for() -> tuple[Any, dict[str, Any]]:
+    """What Dynamo is tracing for, as :func:`backend_within` tells it; ``(None, {})`` outside of Dynamo."""
+    output = output_being_traced()
+    return (None, {}) if output is None else backend_within(output.compiler_fn)
 
 
 def backend_within(compiler: Any) -> tuple[Any, dict[str, Any]]:

@@ -15,7 +15,12 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables.lists import ListVariable
 from torch.utils.weak import WeakIdKeyDictionary
 
-from collage_fx.torch_compat.dynamo_trace import TraceWhole, backend_within, output_being_traced
+from collage_fx.torch_compat.dynamo_trace import (
+    TraceWhole,
+    backend_being_traced_for,
+    backend_within,
+    output_being_traced,
+)
 from collage_fx.torch_compat.patching import Patch, Shape
 
 __all__ = [
@@ -96,7 +101,7 @@ def watching_optimizers(
 
     def watching(original: Callable[..., None]) -> Callable[..., None]:
         def watched(self: Any, value: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
-            is_ours = watch(value, *_backend_being_traced_for())
+            is_ours = watch(value, *backend_being_traced_for())
             original(self, value, *args, **kwargs)
             if is_ours:
                 side_effects = InstructionTranslator.current_tx().output.side_effects
@@ -121,11 +126,6 @@ def _with_positional_lists(call_method: Callable[..., Any]) -> Callable[..., Any
 
 
 _traced_for_us: WeakSet[torch.optim.Optimizer] = WeakSet()
-
-
-def _backend_being_traced_for() -> tuple[Any, dict[str, Any]]:
-    output = output_being_traced()
-    return (None, {}) if output is None else backend_within(output.compiler_fn)
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,13 @@ def sgd(params: Parameters) -> Optimizer:
     return torch.optim.SGD(groups(params), momentum=0.9, lr=1e-3)
 
 
+def scaled_adamw(params: Parameters) -> Optimizer:
+    """Fused, and with what a loss scaler gives it."""
+    optimizer = torch.optim.AdamW(groups(params), fused=True)
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.tensor(0.0)  # type: ignore[attr-defined]
+    return optimizer
+
+
 def adafactor(params: Parameters) -> Optimizer:
     return torch.optim.Adafactor(groups(params))
 
@@ -87,7 +94,7 @@ def run(make: Callable[[Parameters], Optimizer], backend: CollageBackend) -> Opt
     return optimizer
 
 
-@pytest.mark.parametrize("make", [adamw, adam_tensor_lr, sgd, adafactor, Descent, LateMomentum])
+@pytest.mark.parametrize("make", [adamw, adam_tensor_lr, scaled_adamw, sgd, adafactor, Descent, LateMomentum])
 def test_as_if_each_were_compiled_for_itself(make: Any) -> None:
     backends = (CollageBackend(), CollageBackend(passes=WHOLE))
     optimizers = [run(make, backend) for backend in backends]

@@ -291,30 +291,7 @@ def test_newborn_state_has_memory_of_its_own() -> None:
     assert len({tensor.data_ptr() for tensor in tensors}) == 3
 
 
-# Steps that are one opaque operation. -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad],
-    ids=lambda k: k.__name__,
-)
-def test_fused_implementations_are_refused_by_name(kind: type[Optimizer]) -> None:
-    p, optimizer = optimizer_of(kind, lr=1e-3, fused=True)
-    text = refused(optimizer, UnsupportedOptimizerError)
-    assert "where: param_groups[0]['fused']" in text
-    assert "fused=False" in text
-    with pytest.warns(UserWarning, match="fused=True"):
-        compiled(optimizer, strict=False)()
-    assert error_terms(p) == ()
-
-
-def test_fused_is_no_matter_of_ours_on_float32() -> None:
-    params = parameters(torch.float32, shapes=[(3,)])
-    set_gradients(params)
-    before = params[0].detach().clone()
-    compiled(torch.optim.AdamW(params, lr=1e-3, fused=True))()
-    assert not torch.equal(params[0], before)
+# Steps that no graph can be made of. -----------------------------------------------------------------------
 
 
 def test_lbfgs_is_refused() -> None:

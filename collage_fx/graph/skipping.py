@@ -1,0 +1,114 @@
+"""Steps that a condition may skip: ``where(found_inf, old, new)`` in front of a store.
+
+Note [Skipped steps]
+--------------------
+A loss scaler has a step left out whose gradients have overflowed, and some optimizers do so themselves. The
+step is computed all the same, and every tensor gets either its old value or the new one. With an error term
+each of the two is ``hi + lo``. A tensor whose step is skipped keeps both parts, bit for bit: joined, chosen
+and split again, ``hi + lo`` could be another pair of the same value, where lo is half an ulp of an odd hi.
+
+So a compensating pass sets the choice aside (:func:`set_aside`), rewrites the step as if it were always
+taken, and puts the choice in front of the stores of all parts (:func:`restore`). What the step does to a
+tensor's precision is read off the new value as well (:func:`unless_skipped`): a value that is kept is not
+rounded, so that an average's roundoff is what it is in the steps that are taken.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from collage_fx.graph.editor import GraphEditor
+from collage_fx.graph.nodes import copies_to_inputs, unconverted
+from collage_fx.graph.operator_facts import passed_operand
+from collage_fx.graph.program import StateTensor
+from collage_fx.numerics import ErrorFormat
+
+__all__ = ["Skip", "restore", "set_aside", "unless_skipped"]
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Skip:
+    """A choice between a tensor's old value and a new one.
+
+    Attributes:
+        choice: the ``where``.
+        kept: which of its arguments is the old value, 1 or 2.
+    """
+
+    choice: Node
+    kept: int
+
+    @property
+    def changed(self) -> Node:
+        """The new value."""
+        changed = self.choice.args[3 - self.kept]
+        assert isinstance(changed, Node)
+        return changed
+
+    def between(self, editor: GraphEditor, old: Node, new: Node) -> Node:
+        """The same choice between two other values."""
+        first, second = (old, new) if self.kept == 1 else (new, old)
+        return editor.call(aten.where.self, self.choice.args[0], first, second)
+
+
+def unless_skipped(placeholder: Node, new_value: Node) -> Node:
+    """What ``placeholder`` is overwritten with in a step that is taken."""
+    skip = _skip(placeholder, new_value)
+    return new_value if skip is None else skip.changed
+
+
+def set_aside(state: StateTensor) -> Skip | None:
+    """Have a tensor's store take the new value, if it takes either that or the old one."""
+    stored = state.store.args[1]
+    assert isinstance(stored, Node)
+    skip = _skip(state.placeholder, unconverted(stored))
+    if skip is not None:
+        state.store.args = (state.placeholder, skip.changed, *state.store.args[2:])
+    return skip
+
+
+def restore(editor: GraphEditor, error_format: ErrorFormat, state: StateTensor, skip: Skip | None) -> None:
+    """Have the stores of all parts of a tensor take the new ones or the old ones again."""
+    if skip is None:
+        return
+    stores = copies_to_inputs(editor.graph)
+    with editor.graph.inserting_before(state.store):
+        if state.intended is not None:
+            (old,) = editor.inline(error_format.join, state.placeholder, *state.auxiliaries)
+            state.intended = skip.between(editor, old, state.intended)
+    for part in (state.placeholder, *state.auxiliaries):
+        new = stores[part].args[1]
+        assert isinstance(new, Node)
+        with editor.graph.inserting_before(stores[part]):
+            stores[part].args = (part, skip.between(editor, part, new), *stores[part].args[2:])
+
+
+def _skip(placeholder: Node, new_value: Node) -> Skip | None:
+    """The choice that a new value is. One that depends on the old value is an update like another."""
+    if new_value.target is not aten.where.self or _reads(new_value.args[0], placeholder):
+        return None
+    for place in (1, 2):
+        branch = new_value.args[place]
+        while isinstance(branch, Node) and (operand := passed_operand(branch)) is not None:
+            branch = operand
+        if branch is placeholder:
+            return Skip(new_value, place)
+    return None
+
+
+def _reads(value: object, placeholder: Node) -> bool:
+    """Whether a value is computed from an input."""
+    waiting, seen = [value], set[object]()
+    while waiting:
+        node = waiting.pop()
+        if node is placeholder:
+            return True
+        if isinstance(node, Node) and node not in seen:
+            seen.add(node)
+            waiting += node.all_input_nodes
+    return False

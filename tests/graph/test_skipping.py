@@ -1,0 +1,137 @@
+"""A step that a condition skips leaves every bit as it is, and is otherwise the step without condition."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from collage_fx.graph.program import Kind, StepProgram
+from tests.support.float_bits import same_bits, ulp
+from tests.support.programs import after, captured
+
+Step = Callable[..., None]
+
+
+def step(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> None:
+    """A parameter, a first moment that the storage format holds, a second one that it does not; a loop."""
+    g = g + 0.5 * p
+    m.lerp_(g, 0.1)
+    v.mul_(0.999).addcmul_(g, g, value=0.001)
+    p.mul_(1 - 2.0**-10).addcdiv_(m, v.sqrt() + 1e-8, value=-(2.0**-10))
+
+
+def skipped_if(t: Tensor, tensors: tuple[Tensor, ...], *, old_first: bool) -> None:
+    kept = [tensor.clone() for tensor in tensors]
+    p, m, v, g = tensors
+    step(p, g, m, v)
+    for tensor, old in zip((p, m, v), kept, strict=False):
+        if old_first:
+            tensor.copy_(torch.where(t != 0, old, tensor))
+        else:
+            tensor.copy_(torch.where(t == 0, tensor, old))
+
+
+def old_or_new(p: Tensor, m: Tensor, v: Tensor, g: Tensor, t: Tensor) -> None:
+    skipped_if(t, (p, m, v, g), old_first=True)
+
+
+def new_or_old(p: Tensor, m: Tensor, v: Tensor, g: Tensor, t: Tensor) -> None:
+    skipped_if(t, (p, m, v, g), old_first=False)
+
+
+def always(p: Tensor, m: Tensor, v: Tensor, g: Tensor, t: Tensor) -> None:
+    step(p, g, m, v)
+
+
+WAYS = [
+    (old_or_new, ("wide", "mcf")),
+    (old_or_new, ("wide", "fp32")),
+    (old_or_new, ("native", "mcf")),
+    (new_or_old, ("wide", "mcf")),
+]
+
+
+def rewritten(function: Step, arithmetic: tuple[Any, str], dtype: torch.dtype, **options: Any) -> StepProgram:
+    wide_or_native, error_format = arithmetic
+    program = captured(
+        function, "p m v g t", dtypes=dtype, arithmetic=wide_or_native, error_format=error_format, **options
+    )
+    return after(program, "hoist-scalars")
+
+
+def every_number(dtype: torch.dtype) -> Tensor:
+    return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+
+
+def halves_of_an_ulp(x: Tensor) -> Tensor:
+    """Beside an odd number they make ``hi + lo`` a tie, which would be rounded to its even neighbour."""
+    return torch.where(x.isfinite(), ulp(x) / 2, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("function", "arithmetic"), WAYS)
+def test_every_pair_is_kept_bit_for_bit(
+    function: Step, arithmetic: tuple[str, str], dtype: torch.dtype
+) -> None:
+    program = rewritten(function, arithmetic, dtype, shape=(2**16,))
+    hi = every_number(dtype)
+    lo = halves_of_an_ulp(hi)
+    lo[::3] *= -1
+    lo[1::3] *= 0.75
+    overflowing = torch.full_like(hi, float("inf"))
+    before = [hi, every_number(dtype).flip(0), hi, overflowing, torch.ones(())]
+    before += [lo.to(torch.float32 if arithmetic[1] == "fp32" else dtype) for _ in program.expansions]
+    tensors = [tensor.clone() for tensor in before]
+    program.gm(*tensors)
+    assert len(program.expansions) == 2  # p and v; m has no error term
+    assert all(same_bits(*pair).all() for pair in zip(before, tensors, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("function", "arithmetic"), WAYS)
+def test_a_step_that_is_taken_is_the_step_without_condition(
+    function: Step, arithmetic: tuple[str, str], dtype: torch.dtype
+) -> None:
+    programs = [rewritten(each, arithmetic, dtype, shape=(999,)) for each in (function, always)]
+    for one, other in zip(*(program.states for program in programs), strict=True):
+        assert one.recurrence is not None
+        assert other.recurrence is not None
+        assert str(one.recurrence.expression) == str(other.recurrence.expression)
+        assert (one.recurrence.kind, one.recurrence.slopes) == (
+            other.recurrence.kind,
+            other.recurrence.slopes,
+        )
+        assert (one.verdict, one.selection, one.refusal) == (other.verdict, other.selection, other.refusal)
+    generator = torch.Generator().manual_seed(0)
+    lows = [torch.float32 if arithmetic[1] == "fp32" else dtype for _ in programs[0].expansions]
+    results = []
+    start = [torch.randn(999, generator=generator).to(dtype).abs() for _ in range(4)]
+    for program in programs:
+        tensors = [tensor.clone() for tensor in start]
+        error_terms = [torch.zeros(999, dtype=low) for low in lows]
+        for _ in range(5):
+            program.gm(*tensors, torch.zeros(()), *error_terms)
+        results.append([*tensors, *error_terms])
+    assert any(term.count_nonzero() > 900 for term in results[0][4:])
+    assert all(map(torch.equal, *results))
+
+
+def own_condition(v: Tensor, g: Tensor) -> None:
+    v.copy_(torch.where(v > g, v, 0.9 * v + 0.1 * g))
+
+
+def other_condition(v: Tensor, g: Tensor) -> None:
+    v.copy_(torch.where(g > 0, v, 0.9 * v + 0.1 * g))
+
+
+def test_a_choice_that_depends_on_the_value_itself_is_an_update_like_another() -> None:
+    kinds = []
+    for function in (own_condition, other_condition):
+        (state,) = after(captured(function, "v g"), "analyze").states
+        assert state.recurrence is not None
+        kinds.append(state.recurrence.kind)
+    assert kinds == [Kind.OTHER, Kind.MOVING_AVERAGE]
