@@ -16,7 +16,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from collage_fx.numerics import is_low_precision
-from collage_fx.torch_compat import DATA_ASSIGNMENTS, HigherOrderOperator, copy_cache_facts, graph_module
+from collage_fx.torch_compat import DATA_ASSIGNMENTS, OpOverload, copy_cache_facts, graph_module
 
 __all__ = [
     "PASS_MARK",
@@ -102,7 +102,7 @@ def operator_of(node: Node) -> Any:
     """The operator that computes ``node``, where that is one of its results, or is wrapped for writing."""
     if node.target is operator.getitem:
         return operator_of(node.all_input_nodes[0])
-    return node.args[0] if isinstance(node.target, HigherOrderOperator) else node.target
+    return node.args[0] if node.args and isinstance(node.args[0], OpOverload) else node.target
 
 
 def copies_to_inputs(graph: Graph) -> dict[Node, Node]:

@@ -82,10 +82,11 @@ def restore(editor: GraphEditor, error_format: ErrorFormat, state: StateTensor, 
             (old,) = editor.inline(error_format.join, state.placeholder, *state.auxiliaries)
             state.intended = skip.between(editor, old, state.intended)
     for part in (state.placeholder, *state.auxiliaries):
-        new = stores[part].args[1]
+        store = stores[part]
+        new = store.args[1]
         assert isinstance(new, Node)
-        with editor.graph.inserting_before(stores[part]):
-            stores[part].args = (part, skip.between(editor, part, new), *stores[part].args[2:])
+        with editor.graph.inserting_before(store):
+            store.args = (part, skip.between(editor, part, new), *store.args[2:])
 
 
 def _skip(placeholder: Node, new_value: Node) -> Skip | None:

@@ -35,7 +35,6 @@ __all__ = [
     "ConvertAgain",
     "FakeTensorMode",
     "GraphBreak",
-    "HigherOrderOperator",
     "InductorFault",
     "OpOverload",
     "RunAsItIs",
@@ -214,7 +213,6 @@ try:
     from collage_fx.torch_compat.patches import PATCHES, misfits
     from collage_fx.torch_compat.tensors import (
         SET_GRAD_ENABLED,
-        HigherOrderOperator,
         OpOverload,
         TorchDispatchMode,
         assert_size_stride,

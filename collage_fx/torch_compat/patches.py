@@ -9,7 +9,7 @@ from collage_fx.torch_compat.patch_cpp_conversions import VECTOR_CONVERSIONS
 from collage_fx.torch_compat.patch_cpp_loads import LOADS
 from collage_fx.torch_compat.patch_cpp_roundings import FORMATS_OF_LOOPS, INLINE_CODE, TILINGS
 from collage_fx.torch_compat.patch_cpp_sums import REDUCTIONS, VECTOR_REDUCTIONS
-from collage_fx.torch_compat.patch_fused_updates import FUSED_UPDATES
+from collage_fx.torch_compat.patch_fused_updates import ADAGRAD, ADAM, ADAMW, SGD
 from collage_fx.torch_compat.patch_graph_breaks import GRAPH_BREAKS
 from collage_fx.torch_compat.patch_inductor import (
     DISTANT_NODES,
@@ -34,7 +34,10 @@ PATCHES: tuple[Patch, ...] = (
     PACKING,
     UNPACKING,
     AVERAGES,
-    *FUSED_UPDATES,
+    ADAM,
+    ADAMW,
+    SGD,
+    ADAGRAD,
     EAGER_STEPS,
     OWN_STEPS,
     COMPILED_CALLS,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
-from torch._ops import HigherOrderOperator, OpOverload
+from torch._ops import OpOverload
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.overrides import _pop_mode_temporarily
 from torch.utils import _pytree as pytree
@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import (
 
 __all__ = [
     "SET_GRAD_ENABLED",
-    "HigherOrderOperator",
     "OpOverload",
     "TorchDispatchMode",
     "assert_size_stride",

@@ -13,9 +13,9 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.overrides import TorchFunctionMode
 
 from collage_fx import CollageBackend, error_terms, full_value
+from collage_fx.capture.recording import is_recorded
 from collage_fx.errors import UncompensatedParameterError, UnsupportedOptimizerError
 from collage_fx.graph import graph_text
-from collage_fx.capture.recording import is_recorded
 from tests.support.race import Race
 from tests.support.refusals import refused
 from tests.support.training import Descent, compiled, differences, everything, parameters, set_gradients
