@@ -32,9 +32,9 @@ STRANGE = {
         "does not know torch",
         "torch._dynamo.eval_frame:_callback_from_stance",
     ],
-    "import torch, torch._dynamo.guards; del torch._C._dynamo.guards.TensorGuards": [
+    "import torch._dynamo; del torch._C._dynamo.guards.assert_size_stride": [
         "does not know torch",
-        "TensorGuards",
+        "'assert_size_stride'",
     ],
     "from torch._inductor.scheduler import Scheduler as S; S.are_long_distant_nodes = lambda self: False": [
         "are_long_distant_nodes takes self, not self, node1, node2"
