@@ -45,6 +45,7 @@ from collage_fx.graph import (
     StepProgram,
     copies_read_by,
     fed_back,
+    intend,
     is_conversion,
     is_movement,
     is_pointwise,
@@ -81,8 +82,10 @@ class CompensateNative(Pass):
         for states, path in _shared_paths(program):
             _PathRewriter(editor, states, sorted(path, key=order.__getitem__)).run()
         for state, skip in zip(program.compensated, skips, strict=True):
-            restore(editor, program.error_format, state, skip)
+            restore(editor, state, skip)
         editor.finish()
+        for state, skip in zip(program.compensated, skips, strict=True):
+            intend(editor, program.error_format, state, skip)
         return program.compensation
 
 

@@ -22,6 +22,7 @@ from collage_fx.graph import (
     StateTensor,
     StepProgram,
     fed_back,
+    intend,
     is_conversion,
     is_copy_to_input,
     is_low_precision_tensor,
@@ -63,8 +64,10 @@ class CompensateWide(Pass):
         for state, own_term in zip(program.compensated, terms, strict=True):
             _store_expansion(editor, program, state, own_term)
         for state, skip in zip(program.compensated, skips, strict=True):
-            restore(editor, program.error_format, state, skip)
+            restore(editor, state, skip)
         editor.finish()
+        for state, skip in zip(program.compensated, skips, strict=True):
+            intend(editor, program.error_format, state, skip)
         return program.compensation
 
 

@@ -58,7 +58,7 @@ from collage_fx.graph.program import (
 from collage_fx.graph.recurrence import judge, read_recurrence
 from collage_fx.graph.retype import Retyper
 from collage_fx.graph.routes import Reason, Route, Unit
-from collage_fx.graph.skipping import restore, set_aside, unless_skipped
+from collage_fx.graph.skipping import intend, restore, set_aside, unless_skipped
 from collage_fx.graph.text import graph_text
 
 __all__ = [
@@ -102,6 +102,7 @@ __all__ = [
     "graph_text",
     "ignores_values",
     "input_name",
+    "intend",
     "is_conversion",
     "is_copy_to_input",
     "is_dense",

@@ -26,7 +26,7 @@ from collage_fx.graph.operator_facts import passed_operand
 from collage_fx.graph.program import StateTensor
 from collage_fx.numerics import ErrorFormat
 
-__all__ = ["Skip", "restore", "set_aside", "unless_skipped"]
+__all__ = ["Skip", "intend", "restore", "set_aside", "unless_skipped"]
 
 aten = torch.ops.aten
 
@@ -36,24 +36,19 @@ class Skip:
     """A choice between a tensor's old value and a new one.
 
     Attributes:
-        choice: the ``where``.
-        kept: which of its arguments is the old value, 1 or 2.
+        condition: what is chosen by.
+        changed: the new value.
+        kept: which of the operands of ``where`` is the old value, 1 or 2.
     """
 
-    choice: Node
+    condition: Node
+    changed: Node
     kept: int
-
-    @property
-    def changed(self) -> Node:
-        """The new value."""
-        changed = self.choice.args[3 - self.kept]
-        assert isinstance(changed, Node)
-        return changed
 
     def between(self, editor: GraphEditor, old: Node, new: Node) -> Node:
         """The same choice between two other values."""
         first, second = (old, new) if self.kept == 1 else (new, old)
-        return editor.call(aten.where.self, self.choice.args[0], first, second)
+        return editor.call(aten.where.self, self.condition, first, second)
 
 
 def unless_skipped(placeholder: Node, new_value: Node) -> Node:
@@ -72,15 +67,22 @@ def set_aside(state: StateTensor) -> Skip | None:
     return skip
 
 
-def restore(editor: GraphEditor, error_format: ErrorFormat, state: StateTensor, skip: Skip | None) -> None:
+def intend(editor: GraphEditor, error_format: ErrorFormat, state: StateTensor, skip: Skip | None) -> None:
+    """Say that a step which is skipped was to leave the tensor's value as it is.
+
+    To be called when the graph is finished: nothing reads the intended value unless the step is measured.
+    """
+    if skip is not None and state.intended is not None:
+        with editor.graph.inserting_before(state.store):
+            (old,) = editor.inline(error_format.join, state.placeholder, *state.auxiliaries)
+            state.intended = skip.between(editor, old, state.intended)
+
+
+def restore(editor: GraphEditor, state: StateTensor, skip: Skip | None) -> None:
     """Have the stores of all parts of a tensor take the new ones or the old ones again."""
     if skip is None:
         return
     stores = copies_to_inputs(editor.graph)
-    with editor.graph.inserting_before(state.store):
-        if state.intended is not None:
-            (old,) = editor.inline(error_format.join, state.placeholder, *state.auxiliaries)
-            state.intended = skip.between(editor, old, state.intended)
     for part in (state.placeholder, *state.auxiliaries):
         store = stores[part]
         new = store.args[1]
@@ -98,7 +100,10 @@ def _skip(placeholder: Node, new_value: Node) -> Skip | None:
         while isinstance(branch, Node) and (operand := passed_operand(branch)) is not None:
             branch = operand
         if branch is placeholder:
-            return Skip(new_value, place)
+            condition, changed = new_value.args[0], new_value.args[3 - place]
+            assert isinstance(condition, Node)
+            assert isinstance(changed, Node)
+            return Skip(condition, changed, place)
     return None
 
 
