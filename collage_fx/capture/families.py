@@ -420,7 +420,9 @@ def _is_number(node: Node) -> bool:
 def _seems_to_change(node: Node) -> bool:
     """Whether an operation's name is that of one in place: ``add_``, or Python's ``iadd``."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return name.endswith("_") or (name.startswith("i") and hasattr(Tensor, f"__{name[1:]}__"))
+    if getattr(node.target, "__module__", "") != "_operator":
+        return name.endswith("_")
+    return name.startswith("i") and all(hasattr(Tensor, f"__{each}__") for each in (name, name[1:]))
 
 
 def _described(value: Any, named: Callable[[Node], Hashable]) -> Hashable:

@@ -63,8 +63,8 @@ class Facts:
             decides. True of views without saying so.
         passes: The argument whose elements the result has, in another shape, dtype or memory.
         exact: Its results are on the storage grid that its operands are on, though it computes something.
-        transparent: It means the same on float32 operands as on low-precision ones, roundings apart. True
-            without saying so of what is elementwise, moves elements, reduces or factorizes.
+        transparent: Whether it means the same on float32 operands as on low-precision ones, roundings apart.
+            It does without saying so if it is elementwise, moves elements, reduces or factorizes.
         fills: The argument that is each element of the result.
         composite: Eager function of elementary operations that equals it in exact arithmetic.
         with_number: Likewise, for a call with a symbolic number, which torch would burn in.
@@ -81,7 +81,7 @@ class Facts:
     moves: bool = False
     passes: int | None = None
     exact: bool = False
-    transparent: bool = False
+    transparent: bool | None = None
     fills: str | None = None
     composite: Callable[..., Any] | None = None
     with_number: Callable[..., Any] | None = None
@@ -142,9 +142,9 @@ OPERATORS: dict[str, Facts] = {
     "aten.add": Facts(composite=lambda x, y, alpha=1: x + _scaled(y, alpha), function=operator.add, sign="+"),
     "aten.sub": Facts(composite=lambda x, y, alpha=1: x - _scaled(y, alpha), function=operator.sub, sign="-"),
     "aten.mul": Facts(function=operator.mul, sign="*"),
-    "aten.div": Facts(function=operator.truediv, sign="/", divides=True),
-    **_rows(Facts(divides=True), "aten.div.Scalar_mode aten.div.Tensor_mode aten.floor_divide prims.div"),
-    **_rows(Facts(divides=True), "aten.fmod aten.remainder"),
+    "aten.div": Facts(function=operator.truediv, sign="/"),
+    **_rows(Facts(divides=True), "aten.div.Scalar_mode aten.div.Tensor_mode aten.floor_divide aten.fmod"),
+    **_rows(Facts(divides=True), "aten.remainder prims.div prims.fmod prims.remainder"),
     "aten.neg": Facts(moves=True, function=operator.neg),
     "aten.abs": Facts(exact=True, function=sympy.Abs),
     "aten.sign": Facts(function=sympy.sign),
@@ -156,6 +156,7 @@ OPERATORS: dict[str, Facts] = {
     "aten.pow": Facts(function=operator.pow, with_number=_pow),
     "aten.maximum": Facts(function=sympy.Max),
     "aten.minimum": Facts(function=sympy.Min),
+    "aten.nextafter": Facts(transparent=False),
     "aten.clamp": Facts(with_number=_clamp),
     "aten.clamp_min": Facts(with_number=lambda x, bound: _clamp(x, min=bound)),
     "aten.clamp_max": Facts(with_number=lambda x, bound: _clamp(x, max=bound)),
@@ -175,14 +176,17 @@ OPERATORS: dict[str, Facts] = {
     "aten.view.dtype": OPAQUE,
     # elements in other places
     **_rows(SAME, "aten.alias aten.clone aten.detach aten.lift_fresh aten.lift_fresh_copy"),
-    **_rows(SAME, "aten.expand aten.reshape aten.view aten._unsafe_view"),
+    **_rows(SAME, "aten.expand aten.squeeze aten.unsqueeze aten.view aten._unsafe_view"),
     **_rows(Facts(passes=0), "aten._to_copy prims.convert_element_type prims.copy_strided prims.device_put"),
     "aten.copy": Facts(passes=1),
     **_rows(MOVES, "aten.cat aten.constant_pad_nd aten.flip aten.gather aten.index aten.index_select"),
-    **_rows(MOVES, "aten.repeat aten.roll aten.stack prims.rev"),
+    **_rows(MOVES, "aten.repeat aten.roll aten.stack aten._unsafe_index prims.rev"),
     **_rows(MOVES, "aten.as_strided_scatter aten.diagonal_scatter aten.select_scatter"),
     **_rows(TRANSPARENT, "aten.index_add aten.index_copy aten.index_put aten._unsafe_index_put"),
-    **_rows(TRANSPARENT, "aten.scatter aten.scatter_add aten.scatter_reduce aten.masked_scatter aten.cumsum"),
+    **_rows(TRANSPARENT, "aten.index_reduce aten.masked_scatter"),
+    **_rows(TRANSPARENT, "aten.scatter aten.scatter_add aten.scatter_reduce"),
+    # running sums and the like, elements in order
+    **_rows(TRANSPARENT, "aten.cummax aten.cummin aten.cumprod aten.cumsum aten.logcumsumexp"),
     **_rows(TRANSPARENT, "aten.kthvalue aten.median aten.mode aten.nanmedian aten.sort aten.topk"),
     # tensors made from numbers
     "aten.full": Facts(fills="fill_value", with_number=lambda size, x, **k: torch.zeros(size, **k) + x),
@@ -258,10 +262,11 @@ def keeps_grid(node: Node) -> bool:
 def is_transparent(target: Any) -> bool:
     """Whether the operation means the same on float32 operands as on low-precision ones, roundings apart."""
     facts = facts_of(target)
-    if facts.moves or facts.transparent or facts.fills is not None or is_pointwise(target):
+    if facts.transparent is not None or not isinstance(target, OpOverload):
+        return bool(facts.transparent)
+    if facts.moves or facts.fills is not None or is_pointwise(target):
         return True
-    is_operator = isinstance(target, OpOverload)
-    return is_operator and (torch.Tag.reduction in target.tags or factorizes(target))
+    return torch.Tag.reduction in target.tags or factorizes(target)
 
 
 def passed_operand(node: Any) -> Node | None:
@@ -325,7 +330,7 @@ def drawn_range(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     if not isinstance(target, OpOverload) or "randint" not in schema_of(target).name:
         return None
     given = named_arguments(target, args, kwargs)
-    return given.get("low", 0), given["high"]
+    return given.get("low") or 0, given.get("high")
 
 
 def factorizes(target: OpOverload) -> bool:
@@ -335,7 +340,8 @@ def factorizes(target: OpOverload) -> bool:
     """
     name = schema_of(target).name.partition("::")[2].lstrip("_")
     is_sum = torch.Tag.reduction in target.tags or name in ("linalg_cross", "linalg_matrix_exp")
-    return name.startswith(("linalg_", "cholesky", "geqrf", "svd")) and not is_sum
+    factorizing = ("linalg_", "cholesky", "geqrf", "ormqr", "svd", "triangular_solve")
+    return name.startswith(factorizing) and not is_sum
 
 
 #: Tags of operators that :func:`depends_on_values` says yes to.

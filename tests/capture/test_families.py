@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import operator
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -9,10 +11,11 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.fx import Graph
 from torch.optim import Optimizer
 
 from collage_fx import CollageBackend, error_terms, explain, reset_error_terms
-from collage_fx.capture.families import families_of
+from collage_fx.capture.families import _seems_to_change, families_of
 from collage_fx.capture.thinning import rows_to_trace
 from collage_fx.errors import AliasedStateError
 from collage_fx.graph.program import StepProgram
@@ -376,3 +379,14 @@ def test_behind_a_graph_break_all_rows_are_stepped() -> None:
         warnings.simplefilter("ignore")  # of the break
         torch.compile(torch.optim.Adam(params, lr=1.0).step, backend=CollageBackend(strict=False))()
     assert not any(torch.equal(p, old) for p, old in zip(params, before, strict=True))
+
+
+@pytest.mark.parametrize("name", [name for name in dir(operator) if not name.startswith("_")])
+def test_what_changes_its_operand_is_known_by_its_name(name: str) -> None:
+    """Of Python's operators: ``step += 1`` changes a tensor that others may read."""
+    function = getattr(operator, name)
+    tensors = [torch.tensor([4]), torch.tensor([4.0])]
+    for x in tensors:
+        with contextlib.suppress(Exception):  # not a function of two tensors, or of such
+            function(x, torch.tensor([3], dtype=x.dtype))
+    assert _seems_to_change(Graph().call_function(function)) == any(x.item() != 4 for x in tensors)

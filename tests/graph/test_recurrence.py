@@ -1,5 +1,6 @@
 """The numbers behind a verdict."""
 
+from collections.abc import Callable
 from fractions import Fraction
 
 import pytest
@@ -17,6 +18,7 @@ from collage_fx.graph.recurrence import (
 )
 from collage_fx.numerics.formats import BFLOAT16, FLOAT16, FloatFormat
 from collage_fx.torch_compat import make_fx
+from tests.support.programs import after, captured
 
 
 @pytest.mark.parametrize(
@@ -68,3 +70,21 @@ def test_an_expression_has_an_end() -> None:
     assert found.kind is Kind.ACCUMULATION
     assert sympy.count_ops(found.expression, visual=False) < LONGEST_EXPRESSION
     assert "(…)" in str(found.expression)
+
+
+@pytest.mark.parametrize(
+    ("step", "kind"),
+    [
+        (lambda m, g: m.copy_((m.unsqueeze(0) * 0.5).squeeze(0) + g), Kind.MOVING_AVERAGE),
+        (lambda m, g: m.copy_(torch.div(m, 2, rounding_mode="floor") + g), Kind.OTHER),
+        (lambda m, g: m.copy_(m.int() + g), Kind.OTHER),
+        (lambda m, g: m.copy_(torch.zeros_like(m) + g), Kind.OVERWRITE),
+    ],
+    ids=["reshaped", "rounded division", "truncated", "of no value"],
+)
+def test_a_recurrence_is_read_through_what_keeps_the_value_alone(
+    step: Callable[..., object], kind: Kind
+) -> None:
+    (state,) = after(captured(step, "m g"), "analyze").states
+    assert state.recurrence is not None
+    assert state.recurrence.kind is kind

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from collage_fx.numerics.arithmetic import (
     add_double_words,
@@ -134,6 +135,7 @@ STEPS: dict[str, Callable[..., Any]] = {
     "reshaped on the way": lambda v, g: v.copy_((v.view(2, -1) * 0.999).view(-1) + g * 1e-3),
     "wide update": lambda v, g: v.add_(g.float().mul(1e-3).to(v.dtype)),
     "number added": lambda v, g: v.add_(1e-3),
+    "absolute value": lambda v, g: v.sub_(g, alpha=1e-3).abs_(),
 }
 
 
@@ -165,9 +167,16 @@ def test_no_operation_on_the_path_drops_the_error_term(name: str, dtype: torch.d
     assert (v.double() + lo.double() - exact).abs().max() <= bound
 
 
-def test_a_matrix_on_the_path_is_reported() -> None:
+@pytest.mark.parametrize(
+    "operation",
+    [lambda v, g: v @ g, lambda v, g: pad(v[1:], (0, 0, 1, 0), value=1.0) - g],
+    ids=["mm", "padded"],
+)
+def test_what_has_no_double_word_algorithm_is_reported(operation: Callable[..., Tensor]) -> None:
+    """Padding with a number is no movement: hi and lo, both padded with it, would have it twice."""
+
     def step(v: Tensor, g: Tensor) -> None:
-        v.copy_(v @ g)
+        v.copy_(operation(v, g))
 
     program = after(
         captured(step, "v g", arithmetic="native", shape=(4, 4), strategy="full"), "compensate-native"

@@ -59,3 +59,27 @@ def test_comparisons_and_wider_tensors() -> None:
     m, x = torch.tensor([1.0, 2, 3, 4], dtype=torch.bfloat16), torch.zeros(4)
     program.gm(m, x, torch.full((4,), 2.5, dtype=torch.bfloat16))
     assert m.tolist() == x.tolist() == [2.5, 2.5, 3, 4]
+
+
+def test_what_is_chosen_is_compared_with_unrounded_values() -> None:
+    """A threshold that were rounded, up in this case, would choose nothing of what it was found in."""
+
+    def step(m: Tensor, g: Tensor) -> None:
+        v = g * 0.3
+        m.copy_(torch.where(v >= v.topk(2).values.min(), 1.0, 0.0))
+
+    program = after(captured(step, "m g", strategy="light"), "widen")
+    m, g = torch.zeros(4, dtype=torch.bfloat16), torch.tensor([1, 2, 0.25, 0.5], dtype=torch.bfloat16)
+    assert (g * 0.3)[0].item() > 0.3
+    program.gm(m, g)
+    assert m.tolist() == [1, 1, 0, 0]
+
+
+def test_the_next_number_is_one_of_the_storage_format() -> None:
+    def step(m: Tensor, g: Tensor) -> None:
+        m.copy_(torch.nextafter(g, 2 * g) - g)
+
+    program = after(captured(step, "m g", strategy="light"), "widen")
+    m, g = torch.zeros(4, dtype=torch.bfloat16), torch.ones(4, dtype=torch.bfloat16)
+    program.gm(m, g)
+    assert m.tolist() == [torch.finfo(torch.bfloat16).eps] * 4
