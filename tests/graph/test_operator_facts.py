@@ -119,7 +119,7 @@ class _Watch(TorchDispatchMode):
         are_strided = all(each.layout is torch.strided for each in tensors)
         if not func._schema.is_mutable and are_strided and len(self.calls[func]) < 12:
             copied = pytree.tree_map_only(Tensor, torch.clone, (args, kwargs or {}))
-            self.calls[func].append(Call(func, *copied, self.name))
+            self.calls[func].append(Call(func, copied[0], copied[1], self.name))
         return func(*args, **(kwargs or {}))
 
 
