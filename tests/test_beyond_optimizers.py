@@ -92,7 +92,7 @@ def test_eager_averages_are_what_torch_computes(options: dict[str, Any]) -> None
         walk(source, generator)
         source(torch.randn(5, 4, generator=generator).bfloat16())  # its statistics change
         ours.update_parameters(source)
-        original.__collage_fx__(torchs, source)
+        original.__wrapped__(torchs, source)
     for name, tensor in torchs.state_dict().items():
         assert torch.equal(tensor, ours.state_dict()[name]), name
     assert ours.multi_avg_fn is None
