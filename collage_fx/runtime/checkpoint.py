@@ -374,8 +374,8 @@ def _warn_unused(optimizer: Optimizer, names: list[str]) -> None:
 def _warn_lost(optimizer: Optimizer, names: list[str]) -> None:
     warnings.warn(
         f"collage_fx: torch loaded a checkpoint into {type(optimizer).__name__} before collage_fx was "
-        f"imported, which has cost error terms: those of {', '.join(names)} start from zero. To keep them, "
-        "import collage_fx above load_state_dict",
+        f"imported, which has cost the error terms of {', '.join(names)}; they start from zero. To keep "
+        "them, import collage_fx above load_state_dict",
         stacklevel=2,
     )
 

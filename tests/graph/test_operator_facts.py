@@ -406,8 +406,8 @@ def test_what_cuts_bits_makes_the_same_of_two_integers(name: str) -> None:
 
 
 def test_what_gives_other_results_each_time_draws(calls: dict[Any, list[Call]]) -> None:
-    """But for memory that nobody has written to, as there is in a part of what ``_ctc_loss`` returns."""
-    unwritten = re.compile("empty|_ctc_loss")
+    """But for memory that nobody has written to, as there is in a part of what these two return."""
+    unwritten = re.compile("empty|_ctc_loss|linalg_lstsq")
     strided = (each for each in _all(calls) if all(made.layout is torch.strided for made in each()))
     varying = {each.operator for each in strided if not _agree(each(), each())}
     assert not [str(each) for each in varying if not draws(each) and not unwritten.search(str(each))]
