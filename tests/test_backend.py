@@ -167,8 +167,7 @@ def adamw_run(request: pytest.FixtureRequest) -> dict[str, Any]:
 def test_a_step_adds_no_graph_break_compiles_once_and_never_again(adamw_run: dict[str, Any]) -> None:
     ours, later = adamw_run["collage"]
     plain, _ = adamw_run["inductor"]
-    assert ours[:2] == plain[:2]  # torch.optim breaks the graph once itself, around the step
-    assert ours[2]["total"] == plain[2]["total"]
+    assert ours == plain  # torch.optim breaks the graph once itself, around the step
     assert ours[0]["unique_graphs"] == 1
     assert later == ours
 

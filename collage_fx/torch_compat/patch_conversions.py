@@ -20,7 +20,7 @@ from torch._dynamo.types import ConvertFrameReturn
 from torch.optim import Optimizer
 
 from collage_fx.torch_compat.dynamo_trace import ConvertAgain, RunAsItIs, TraceWhole, backend_within
-from collage_fx.torch_compat.optim_frames import optimizer_of_method
+from collage_fx.torch_compat.optim_frames import is_in_torchs_optimizer, optimizer_of_method
 from collage_fx.torch_compat.patch_graph_breaks import GraphBreak, watching_graph_breaks
 from collage_fx.torch_compat.patch_numbers import tracing_powers
 from collage_fx.torch_compat.patch_optimizers import (
@@ -248,9 +248,10 @@ def _fewer_objects_to_look_at() -> Iterator[None]:
 def _may_update(code: CodeType, variables: Mapping[str, Any]) -> bool:
     """Whether a function is an optimizer's method, or what follows a graph break.
 
-    Dynamo runs functions eagerly in which it sees no tensor, and it doesn't look into objects.
+    Dynamo runs functions eagerly in which it sees no tensor, and it doesn't look into objects. The wrapper of
+    torch's around ``step``, which does nothing to tensors, may run so.
     """
-    is_method = optimizer_of_method(code, variables) is not None
+    is_method = optimizer_of_method(code, variables) is not None and not is_in_torchs_optimizer(code)
     return is_method or code.co_name.startswith(TORCH_DYNAMO_RESUME_IN_PREFIX)
 
 
