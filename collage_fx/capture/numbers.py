@@ -49,7 +49,8 @@ def decompositions() -> dict[Any, Decomposition]:
 def _functional_overloads() -> Iterator[Any]:
     """The overloads for tensors of each operator that has a rule for symbolic numbers."""
     lists = (f"aten.{name}" for name in dir(torch.ops.aten) if name.startswith("_foreach_"))
-    for name in (*OPERATORS, *lists):
+    ruled = (name for name, row in OPERATORS.items() if row.composite or row.with_number or row.each)
+    for name in dict.fromkeys((*ruled, *lists)):
         namespace, operator, *_ = name.split(".")
         packet = getattr(getattr(torch.ops, namespace), operator, None)
         for overload in () if packet is None else map(partial(getattr, packet), packet.overloads()):

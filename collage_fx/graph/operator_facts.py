@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from collage_fx.graph.nodes import tensor_value
+from collage_fx.numerics import FloatFormat
 from collage_fx.torch_compat import OpOverload, schema_of
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "draws",
     "factorizes",
     "facts_of",
+    "filled_on_grid",
     "foreach_calls",
     "foreach_name",
     "foreach_rule",
@@ -254,9 +256,21 @@ def _scalars(target: Any) -> tuple[str, ...]:
 
 
 def keeps_grid(node: Node) -> bool:
-    """Whether results are on the storage grid if the operands are, so that there is nothing to round."""
-    facts = facts_of(node.target)
-    return facts.exact or facts.fills is not None or is_movement(node)
+    """Whether results are on the storage grid if operands and numbers are: there is nothing to round."""
+    is_filled = isinstance(number_filling(node), (int, float))
+    return is_filled or facts_of(node.target).exact or is_movement(node)
+
+
+def filled_on_grid(node: Node, fmt: FloatFormat) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of an operation, with the number that its result is filled with on a storage grid."""
+
+    def on_grid(name: str, value: Any) -> Any:
+        is_filling = name == facts_of(node.target).fills and isinstance(value, (int, float))
+        return fmt.round(value) if is_filling else value
+
+    names = (argument.name for argument in schema_of(node.target).arguments)
+    kwargs = {name: on_grid(name, value) for name, value in node.kwargs.items()}
+    return tuple(map(on_grid, names, node.args)), kwargs
 
 
 def is_transparent(target: Any) -> bool:

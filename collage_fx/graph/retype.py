@@ -2,16 +2,14 @@
 
 After it has run, every operation that used to be computed in bfloat16 or float16 works on float32 values;
 casts remain only where memory is read (inputs) and written (the ``copy_`` epilogue, outputs, operators that
-need the storage dtype).
-What differs is the meaning it keeps: with ``rounding=False`` the intermediate roundings are dropped, on
-purpose and visibly; with ``rounding=True`` every value is rounded to the storage format's grid where the
-original graph rounded it.
+need the storage dtype). What differs is the meaning it keeps: with ``rounding=False`` the intermediate
+roundings are dropped, on purpose and visibly; with ``rounding=True`` every value is rounded to the storage
+format's grid where the original graph rounded it.
 """
 
 from __future__ import annotations
 
 import operator
-from typing import Any
 
 import torch
 from torch.fx import Node
@@ -19,7 +17,7 @@ from torch.fx.node import map_arg
 
 from collage_fx.graph.editor import GraphEditor
 from collage_fx.graph.nodes import is_conversion, is_copy_to_input, is_low_precision_tensor, tensor_value
-from collage_fx.graph.operator_facts import is_transparent, keeps_grid
+from collage_fx.graph.operator_facts import filled_on_grid, is_transparent, keeps_grid
 from collage_fx.graph.operators import round_to_storage
 from collage_fx.numerics import is_low_precision, storage_format
 
@@ -86,19 +84,17 @@ class Retyper:
             self._replace(node, self.editor.convert(self._in_float32(source), dtype))
 
     def _visit_transparent(self, node: Node) -> None:
-        args, kwargs = map_arg((node.args, dict(node.kwargs)), self._in_float32)
-        kwargs = dict(kwargs)
         value = tensor_value(node)
         low = value is not None and is_low_precision(value.dtype)
+        args, kwargs = node.args, dict(node.kwargs)
+        if self.rounding and low and value is not None:
+            args, kwargs = filled_on_grid(node, storage_format(value.dtype))
+        args, kwargs = map_arg((args, kwargs), self._in_float32)
         if low and isinstance(kwargs.get("dtype"), torch.dtype):
-            kwargs["dtype"] = torch.float32
-        is_on_grid = keeps_grid(node)
-        if self.rounding and low and is_on_grid:
-            assert value is not None
-            args = tuple(_on_grid(arg, value.dtype) for arg in args)
+            kwargs = {**kwargs, "dtype": torch.float32}
         result = self.editor.call(node.target, *args, **kwargs)
         if low:
-            self._define(node, result, rounds=not is_on_grid)
+            self._define(node, result, rounds=not keeps_grid(node))
         else:
             if value is not None and result.meta["val"].dtype != value.dtype:
                 result = self.editor.convert(result, value.dtype)
@@ -147,7 +143,3 @@ class Retyper:
         if node not in self._stored:
             self._stored[node] = self.editor.convert(carrier, value.dtype)
         return self._stored[node]
-
-
-def _on_grid(argument: Any, dtype: torch.dtype) -> Any:
-    return storage_format(dtype).round(argument) if isinstance(argument, float) else argument
