@@ -283,10 +283,10 @@ class Compilation:
             return Reason(refusal.met)  # which is met again in the whole graph, by its names
         if isinstance(step, Reason):
             return step
-        places = sorted(place for position in updated for place in repetition.copies[position])
+        indices = sorted(index for position in updated for index in repetition.copies[position])
         bound, gradients = families.inputs[: families.bound], families.gradients
         passed = len(families.inputs) - len(bound) - len(gradients)
-        return WholeStep(step, bound, passed, places, gradients)
+        return WholeStep(step, bound, passed, indices, gradients)
 
     def _one(
         self,
@@ -367,8 +367,8 @@ class Compilation:
         try:
             program = self._accepted(gm, infos, repetition)
             before = copy_of(gm)
-            stages = _Stages(self.subject, before)
-            self._rewrite(program, before, stages)
+            pass_log = _PassLog(self.subject, before)
+            self._rewrite(program, before, pass_log)
             self._refuse_uncompensated(program)
             is_rewritten = bool(program.expansions or program.measured) or bool(self.options.own_passes)
             if not (is_rewritten or repetition.is_of_one):
@@ -391,7 +391,7 @@ class Compilation:
         report = GraphReport(
             captured=before,
             repetition=repetition,
-            rewritten=(after, tuple(stages.passes)) if repetition.is_of_one else None,
+            rewritten=(after, tuple(pass_log.passes)) if repetition.is_of_one else None,
             subject=self.subject,
             tensors=self._rows(program),
             wider_bytes=_wider_bytes(before, repetition),
@@ -400,7 +400,7 @@ class Compilation:
             pipeline=self._pipeline,
             route=Route(made.unit, self.recorded, bool(program.measured), (*by_family, *made.reasons)),
         )
-        stages.lowered(report.code)
+        pass_log.lowered(report.code)
         self._keep(report, compensated=bool(program.compensated), started=started)
         return made.step
 
@@ -459,10 +459,10 @@ class Compilation:
         for state in program.compensated:
             if not state.refusal:
                 continue
-            for place in program.repetition.copies[state.position]:
+            for index in program.repetition.copies[state.position]:
                 refusal = UncompensatedParameterError(
                     f"{state.refusal} ({state.info.role.value} of dtype {state.format.name})",
-                    where=program.infos[place].name,
+                    where=program.infos[index].name,
                     remedy=f"{REMEDIES[program.arithmetic]}, or leave it to plain low precision with "
                     "strict=False",
                 )
@@ -485,9 +485,9 @@ class Compilation:
         if not program.measured:
             return lower(program)
         measured = [
-            MeasuredInput.of(state, place, program.infos[place])
+            MeasuredInput.of(state, index, program.infos[index])
             for state in program.measured
-            for place in program.repetition.copies[state.position]
+            for index in program.repetition.copies[state.position]
         ]
         meter = self.backend.meter
         meter.learn(self.optimizers)
@@ -513,10 +513,10 @@ class Compilation:
         for state in program.states:
             row = tensor_report(program, state)
             suffixes = [name.removeprefix(state.placeholder.name) for name in row.inputs]
-            for place in repetition.copies[state.position]:
-                hi = state.placeholder.name if repetition.is_of_one else input_name(place)
+            for index in repetition.copies[state.position]:
+                hi = state.placeholder.name if repetition.is_of_one else input_name(index)
                 rows.append(
-                    replace(row, name=program.infos[place].name, inputs=tuple(hi + each for each in suffixes))
+                    replace(row, name=program.infos[index].name, inputs=tuple(hi + each for each in suffixes))
                 )
         rank = {entry.name: i for i, entry in enumerate(self.known.values())}
         return tuple(sorted(rows, key=lambda row: rank.get(row.name, len(rank))))
@@ -530,10 +530,10 @@ class Compilation:
         note = f"{self.subject}: {why}; lowered by Inductor as it is"
         log.info(note)
         graph = copy_of(gm)
-        stages = _Stages(self.subject, graph)
+        pass_log = _PassLog(self.subject, graph)
         with generated_code() as code:
             step = self.backend.lower_as_captured(gm, example_inputs, inductor_options)
-        stages.lowered(tuple(code))
+        pass_log.lowered(tuple(code))
         report = GraphReport(
             captured=graph,
             repetition=Repetition.of_one(len(placeholders(graph.graph))),
@@ -591,8 +591,8 @@ def _never_called(*arguments: Any) -> Any:
     raise AssertionError("the graph of one of each family is compiled, never run")
 
 
-class _Stages:
-    """Takes down what each pass says, and writes the stages where a dump is asked for."""
+class _PassLog:
+    """Takes down what each pass says, and writes the graph after each of them where a dump is asked for."""
 
     def __init__(self, subject: str, captured: GraphModule) -> None:
         self.passes: list[tuple[str, str]] = []

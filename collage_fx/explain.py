@@ -51,7 +51,7 @@ def explain(optimizer: Optimizer, **options: Any) -> CollageReport:
         CollageError: what compiling the step would raise.
     """
     backend = _CaptureOnly(**options)
-    clone = _copy_of(optimizer)
+    clone = _clone_of(optimizer)
     # The class's own step: an instance's may be wrapped by a scheduler and bound to the original.
     method = _with_code_of_its_own(type(clone).step)
     step = torch.compile(_with_code_of_its_own(_step), backend=backend)
@@ -115,7 +115,7 @@ def _results_alone(gm: GraphModule, added: Sequence[Node]) -> GraphModule:
     return gm
 
 
-def _copy_of(optimizer: Optimizer) -> Optimizer:
+def _clone_of(optimizer: Optimizer) -> Optimizer:
     """A deep copy with zero gradients and no hooks.
 
     Not ``copy.deepcopy(optimizer)``: what ``Optimizer`` pickles lacks the attributes that a subclass's step

@@ -73,8 +73,8 @@ def inserted(own: Pass, *, before: str, passes: Sequence[Pass] = PIPELINE) -> tu
         raise InvalidOptionError(
             f"no pass {before!r} in the pipeline", where="before", remedy=did_you_mean(before, names)
         )
-    place = names.index(before)
-    return (*passes[:place], own, *passes[place:])
+    index = names.index(before)
+    return (*passes[:index], own, *passes[index:])
 
 
 def refuse_incomplete(passes: Sequence[Pass]) -> None:
@@ -84,9 +84,9 @@ def refuse_incomplete(passes: Sequence[Pass]) -> None:
     double = [name for name in names if names.count(name) > 1]
     misplaced = [
         f"{each.name} before {relied_on}"
-        for place, each in enumerate(passes)
+        for index, each in enumerate(passes)
         for relied_on in each.after
-        if relied_on not in names[:place]
+        if relied_on not in names[:index]
     ]
     for what, which in (("missing", missing), ("double", double), ("misplaced", misplaced)):
         if which:

@@ -128,7 +128,7 @@ def _of_choice(bits: Node) -> Node | None:
     assert isinstance(down, Node)
     if condition.target not in COMPARISONS or down.target is not AND or down.args[1] not in UPPER:
         return None
-    draw, fraction = (_integers(condition.args[place]) for place in COMPARISONS[condition.target])
+    draw, fraction = (_integers(condition.args[i]) for i in COMPARISONS[condition.target])
     exact = _source(down.args[0])
     if draw is None or fraction is None or not _is_draw(draw) or _sum(up) != ([down], LOWER + 1):
         return None

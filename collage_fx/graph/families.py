@@ -30,7 +30,7 @@ class Repetition:
 
     Attributes:
         inputs: how many the whole graph has.
-        copies: for each input of the small graph, the places of what stands for it in the whole one: one for
+        copies: for each input of the small graph, the indices of what stands for it in the whole one: one for
             each member of its family, a single one if it is common to all families.
         owners: for each input of the small graph, its family; None if it is common.
         turns: ``(family, member)`` in the order of the whole graph.
@@ -46,15 +46,15 @@ class Repetition:
     @classmethod
     def of_one(cls, inputs: int) -> Repetition:
         """A graph that is whole: one family with one member, of so many inputs."""
-        places = range(inputs)
-        return cls(inputs, tuple((place,) for place in places), (0,) * inputs, ((0, 0),), ())
+        indices = range(inputs)
+        return cls(inputs, tuple((index,) for index in indices), (0,) * inputs, ((0, 0),), ())
 
     @property
     def is_of_one(self) -> bool:
         """Whether the small graph is the whole one."""
         return len(self.turns) == 1
 
-    def place(self, position: int, member: int) -> int:
+    def input_of(self, position: int, member: int) -> int:
         """What stands for an input of the small graph when it is a member's turn."""
         return self.copies[position][0 if self.owners[position] is None else member]
 
@@ -78,9 +78,9 @@ class Repetition:
             for member in range(len(self.copies[position]))
             for i in numbers
         ]
-        places = {each: place for place, each in enumerate(order, self.inputs)}
+        indices = {each: index for index, each in enumerate(order, self.inputs)}
         copies = [
-            tuple(places[i, member] for member in range(len(self.copies[position])))
+            tuple(indices[i, member] for member in range(len(self.copies[position])))
             for i, position in enumerate(owned_by)
         ]
         return replace(
@@ -91,9 +91,9 @@ class Repetition:
         )
 
 
-def input_name(place: int) -> str:
+def input_name(index: int) -> str:
     """What AOTAutograd calls an input."""
-    return f"arg{place}_1"
+    return f"arg{index}_1"
 
 
 def repeated_graph(gm: GraphModule, repetition: Repetition) -> GraphModule:
@@ -108,12 +108,12 @@ def repeated_graph(gm: GraphModule, repetition: Repetition) -> GraphModule:
     graph = Graph()
     whole: dict[tuple[Node, int], Node] = {}
     ordered = sorted(
-        (place, i, member)
+        (index, i, member)
         for i, copies in enumerate(repetition.copies)
-        for member, place in enumerate(copies)
+        for member, index in enumerate(copies)
     )
-    for place, i, member in ordered:
-        whole[small[i], member] = graph.placeholder(input_name(place))
+    for index, i, member in ordered:
+        whole[small[i], member] = graph.placeholder(input_name(index))
         whole[small[i], member].meta["val"] = small[i].meta["val"]
     families = _families_of_nodes(gm.graph, dict(zip(small, repetition.owners, strict=True)))
 

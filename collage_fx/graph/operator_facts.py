@@ -268,7 +268,8 @@ def filled_on_grid(node: Node, fmt: FloatFormat) -> tuple[tuple[Any, ...], dict[
         is_filling = name == facts_of(node.target).fills and isinstance(value, (int, float))
         return fmt.round(value) if is_filling else value
 
-    names = (argument.name for argument in schema_of(node.target).arguments)
+    target: Any = node.target
+    names = (argument.name for argument in schema_of(target).arguments)
     kwargs = {name: on_grid(name, value) for name, value in node.kwargs.items()}
     return tuple(map(on_grid, names, node.args)), kwargs
 

@@ -165,7 +165,7 @@ def _rest(device: torch.device) -> Callable[[Sequence[Any]], Any]:
 
 
 def _operands(tensors: Sequence[Any]) -> Sequence[Any]:
-    """The five operands of ``update_sums``, None in the place of error terms that there are not."""
+    """The five operands of ``update_sums``, None for error terms that there are not."""
     if len(tensors) == 5:
         return tensors
     old, intended, hi = tensors
@@ -196,8 +196,8 @@ def _sums(tensors: int) -> Sums:
     return Sums(tensors, values, products, counts)
 
 
-def _place(inputs: Sequence[Any], dtype: torch.dtype) -> Any:
-    return _interpret(_trace(measures.place_in_sizes, 3, (dtype,)), inputs)[0]
+def _size_bin(inputs: Sequence[Any], dtype: torch.dtype) -> Any:
+    return _interpret(_trace(measures.size_bin, 3, (dtype,)), inputs)[0]
 
 
 register_pointwise_lowering(round_to_storage, _round, dtype=torch.float32)
@@ -210,7 +210,7 @@ register_summing_lowering(
     otherwise=measures.WITHOUT_LO,
 )
 register_sampling_lowering(
-    update_sizes, _place, measures.sampled, sample=measures.SAMPLE, places=len(measures.SIZES)
+    update_sizes, _size_bin, measures.sampled, sample=measures.SAMPLE, places=len(measures.SIZES)
 )
 
 

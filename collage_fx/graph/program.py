@@ -108,7 +108,7 @@ class StateTensor:
 
     Attributes:
         placeholder: the graph input.
-        position: its place among the graph's inputs.
+        position: its index among the graph's inputs.
         info: name and role.
         store: its ``copy_`` in the epilogue.
         recurrence, verdict: set by ``analyze``.
@@ -238,7 +238,7 @@ class StepProgram:
             self.strategy,
             self.arithmetic,
             self.error_format,
-            already_compensated=frozenset(place for i in self.already_compensated for place in copies[i]),
+            already_compensated=frozenset(index for i in self.already_compensated for index in copies[i]),
             is_recorded=self.is_recorded,
             captured=None if self.captured is None else copy_of(gm),
         )

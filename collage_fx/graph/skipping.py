@@ -95,15 +95,15 @@ def _skip(placeholder: Node, new_value: Node) -> Skip | None:
     """The choice that a new value is. One that depends on the old value is an update like another."""
     if new_value.target is not aten.where.self or _reads(new_value.args[0], placeholder):
         return None
-    for place in (1, 2):
-        branch = new_value.args[place]
+    for kept in (1, 2):
+        branch = new_value.args[kept]
         while isinstance(branch, Node) and (operand := passed_operand(branch)) is not None:
             branch = operand
         if branch is placeholder:
-            condition, changed = new_value.args[0], new_value.args[3 - place]
+            condition, changed = new_value.args[0], new_value.args[3 - kept]
             assert isinstance(condition, Node)
             assert isinstance(changed, Node)
-            return Skip(condition, changed, place)
+            return Skip(condition, changed, kept)
     return None
 
 

@@ -334,7 +334,7 @@ def compile_rule(rule: Rule, *, many: bool) -> Kernel | Reason:
     if isinstance(function, Reason):
         return Kernel(call, in_python=function, simplified=fault)
     lines = [i for i, line in enumerate(rule.lines) if line.target is None]
-    sums = {place for place, line in enumerate(lines, start=int(rule.flat)) if line in rule.sums}
+    sums = {index for index, line in enumerate(lines, start=int(rule.flat)) if line in rule.sums}
 
     def kind(argument: int) -> int:
         if argument < 0:

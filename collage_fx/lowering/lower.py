@@ -115,8 +115,8 @@ def lower(
     if (first := next(filter(None, faults), None)) is not None:
         warn(_failed(first, program.infos))
     reasons += [("by the usual code", fault) for fault in faults]
-    owners = [place for state in program.expansions for place in repetition.copies[state.position]]
-    bindings = [bind(place, program.infos[place], program.error_format) for place in owners]
+    owners = [index for state in program.expansions for index in repetition.copies[state.position]]
+    bindings = [bind(index, program.infos[index], program.error_format) for index in owners]
     expected = _expected(program, extended, all_layouts=is_in_parts)
     unit: Unit = "whole" if not is_in_parts else "in parts" if repetition.is_of_one else "by family"
     given = tuple(dict.fromkeys((way, reason) for way, reason in reasons if reason is not None))
@@ -144,18 +144,18 @@ def _expected(
     """
     nodes, stores = placeholders(program.gm.graph), copies_to_inputs(program.gm.graph)
     looked_at = nodes[: len(nodes) - len(program.rows)]
-    places = sorted((place, i) for i, _ in enumerate(looked_at) for place in extended.copies[i])
+    indices = sorted((index, i) for i, _ in enumerate(looked_at) for index in extended.copies[i])
     given: list[Expected] = []
     added: list[Expected] = []
-    for place, i in places:
+    for index, i in indices:
         value = nodes[i].meta["val"]
-        info = program.infos[place] if place < len(program.infos) else ERROR_TERM
+        info = program.infos[index] if index < len(program.infos) else ERROR_TERM
         like = value if all_layouts else info.tensor
         if isinstance(value, Tensor) and like is not None:
             layout = tuple(like.shape), like.stride()
             is_only_read = info.role is Role.GRADIENT and not info.bound and nodes[i] not in stores
-            (given if place < len(program.infos) else added).append(
-                Expected(place, info.name, value.dtype, value.device, *layout, not all_layouts, is_only_read)
+            (given if index < len(program.infos) else added).append(
+                Expected(index, info.name, value.dtype, value.device, *layout, not all_layouts, is_only_read)
             )
     return given, added
 

@@ -182,7 +182,7 @@ class _Partition:
                 number = next(number for group in waiting for number in given[group] - made)
                 return Reason.at(number, "parts of the graph need each other's numbers")
             for group in ready:
-                ordered = sorted(stores[group], key=lambda store: _place_of_store(store, fingerprints))
+                ordered = sorted(stores[group], key=lambda store: _rank_of_store(store, fingerprints))
                 named = sorted(results[group], key=fingerprints.__getitem__)
                 parts.append(Part(tuple(ordered), tuple(named), frozenset(given[group])))
                 made.update(results[group])
@@ -190,7 +190,7 @@ class _Partition:
         return parts
 
 
-def _place_of_store(store: Node, fingerprints: Mapping[Node, int]) -> int:
+def _rank_of_store(store: Node, fingerprints: Mapping[Node, int]) -> int:
     """Stores of inputs as they are come first, in the order of the epilogue.
 
     After a store into that input they would read its new value: Inductor's passes take copies away.

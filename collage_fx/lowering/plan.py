@@ -110,17 +110,17 @@ class _Planned:
 
 
 class _Planner:
-    """Gives the values of a step their places."""
+    """Gives each value of a step an index in one list, and writes the calls in terms of these indices."""
 
     def __init__(self, gm: GraphModule, calls: Sequence[_Planned]) -> None:
         self.gm = gm
         self.calls = calls
         self.arguments = placeholders(gm.graph)
-        self.places: dict[Node | int, int] = {}
+        self.indices: dict[Node | int, int] = {}
         keys: list[Node | int] = [*self.arguments, *self._lengths(), *self._attributes()]
         keys += [*self._results(), *self._numbers()]
         for key in keys:
-            self.places.setdefault(key, len(self.places))
+            self.indices.setdefault(key, len(self.indices))
 
     def step(self) -> StepInParts:
         attributes = [getattr(self.gm, str(node.target)) for node in self._attributes()]
@@ -152,18 +152,18 @@ class _Planner:
         return [node for node in self.gm.graph.nodes if node in wanted]
 
     def _operand(self, argument: Any) -> Any:
-        return ValueIndex(self.places[argument]) if isinstance(argument, Node) else argument
+        return ValueIndex(self.indices[argument]) if isinstance(argument, Node) else argument
 
     def _call(self, planned: _Planned) -> Call:
         rule = planned.rule
-        length = [self.places[rule.elements]] if rule.flat else []
-        inputs = [self.places[node] for node in (*rule.operands, *planned.part.results)]
+        length = [self.indices[rule.elements]] if rule.flat else []
+        inputs = [self.indices[node] for node in (*rule.operands, *planned.part.results)]
         return Call(planned.kernel, (*length, *inputs), planned.wave, rule.elements)
 
     def _output(self, value: Any) -> int | None:
         if value is None:
             return None
-        return self.places[value.args[0] if is_copy_to_input(value) else value]
+        return self.indices[value.args[0] if is_copy_to_input(value) else value]
 
 
 def _outputs(graph: Graph) -> list[Any]:
@@ -185,7 +185,7 @@ def repeated_step(step: StepInParts, repetition: Repetition) -> StepInParts | Re
     first_constant = len(repetition.copies)
     first_result = first_constant + len(step.constants)
     calls = _calls_by_family(step, repetition, first_result)
-    outputs = [place for place in step.outputs if place is not None and place >= first_result]
+    outputs = [index for index in step.outputs if index is not None and index >= first_result]
     if calls is None:
         return Reason("one kernel computes something of several families")
     if step.numbers or len(outputs) < len(step.outputs):
@@ -193,26 +193,26 @@ def repeated_step(step: StepInParts, repetition: Repetition) -> StepInParts | Re
     families, owners = calls
     results: dict[tuple[int, int], int] = {}
 
-    def place_of(place: int, member: int) -> int:
-        if place < first_constant:
-            return repetition.place(place, member)
-        if place < first_result:
-            return repetition.inputs + place - first_constant
-        key = (place, 0 if owners[place] is None else member)
+    def index_of(index: int, member: int) -> int:
+        if index < first_constant:
+            return repetition.input_of(index, member)
+        if index < first_result:
+            return repetition.inputs + index - first_constant
+        key = (index, 0 if owners[index] is None else member)
         return results.setdefault(key, repetition.inputs + len(step.constants) + len(results))
 
     planned = [
-        replace(call, places=tuple(place_of(place, member) for place in call.places))
+        replace(call, values=tuple(index_of(index, member) for index in call.values))
         for family, member in (ONCE, *repetition.turns)
         for call in families[family]
     ]
     return StepInParts(
         repetition.inputs,
         step.constants,
-        [step.results[place - first_result] for place, _ in results],
+        [step.results[index - first_result] for index, _ in results],
         [],
         planned,
-        [place_of(outputs[k], member) for k, member in repetition.outputs],
+        [index_of(outputs[k], member) for k, member in repetition.outputs],
     )
 
 
@@ -226,14 +226,14 @@ def _calls_by_family(
     calls: dict[int | None, list[Call]] = defaultdict(list)
     results: dict[int, int | None] = {}
     for call in step.calls:
-        owners = {repetition.owners[place] for place in call.places if place < len(repetition.owners)}
-        owners |= {results[place] for place in call.places if place in results}
+        owners = {repetition.owners[index] for index in call.values if index < len(repetition.owners)}
+        owners |= {results[index] for index in call.values if index in results}
         owners.discard(None)
         if len(owners) > 1:
             return None
         family = next(iter(owners), None)
         calls[family].append(call)
-        for place in call.places:
-            if place >= first_result:
-                results.setdefault(place, family)
+        for index in call.values:
+            if index >= first_result:
+                results.setdefault(index, family)
     return calls, results

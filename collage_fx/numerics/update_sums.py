@@ -50,8 +50,8 @@ __all__ = [
     "SUMS",
     "TOGETHER",
     "WITHOUT_LO",
-    "place_in_sizes",
     "sampled",
+    "size_bin",
     "sizes",
     "sums",
     "terms",
@@ -59,7 +59,7 @@ __all__ = [
 ]
 
 #: The inner products, by name: of the intended update D with itself, of D with the effective update of hi
-#: alone, of that with itself, likewise for hi + lo, and of lo with itself. The numbers are places in what
+#: alone, of that with itself, likewise for hi + lo, and of lo with itself. The numbers are indices into what
 #: :func:`values` returns.
 PRODUCTS = {
     "intended": (0, 0),
@@ -71,7 +71,7 @@ PRODUCTS = {
 }
 
 #: The counts of elements: D is not zero; and hi stayed as it was; and hi + lo did; hi stayed as it was,
-#: whatever D; lo is not zero. By place, whether the value has to be zero.
+#: whatever D; lo is not zero. By index, whether the value has to be zero.
 COUNTS = {
     "asked": {0: False},
     "lost_hi": {0: False, 1: True},
@@ -167,7 +167,7 @@ def sampled(i: Any, elements: Any, divided: Callable[[Any, Any], Any] = operator
     return (group * run + divided(spread * run, SAMPLE) - group) * TOGETHER + i
 
 
-def place_in_sizes(old: Tensor, old_lo: Tensor, intended: Tensor, dtype: torch.dtype) -> Tensor:
+def size_bin(old: Tensor, old_lo: Tensor, intended: Tensor, dtype: torch.dtype) -> Tensor:
     """Which of :data:`SIZES` each element is counted in, int32; ``dtype`` is hi's.
 
     An ulp is that of hi's binade before the step, the least one for zero. An infinite or undefined D counts
@@ -179,10 +179,10 @@ def place_in_sizes(old: Tensor, old_lo: Tensor, intended: Tensor, dtype: torch.d
     exponent = torch.where(subnormal, _exponent(update * 2.0**24) - 24, _exponent(update))
     binade = _exponent(old)
     binade = torch.where(binade < storage.min_exponent, storage.min_exponent, binade)
-    place = exponent - (binade - storage.precision) - OCTAVES[0]
-    is_beyond = (place >= len(OCTAVES)) | (exponent > 127)
-    place = torch.where(place < 0, 0, torch.where(is_beyond, len(OCTAVES) - 1, place))
-    return torch.where(update == 0, 0, place + 1)
+    octave = exponent - (binade - storage.precision) - OCTAVES[0]
+    is_beyond = (octave >= len(OCTAVES)) | (exponent > 127)
+    octave = torch.where(octave < 0, 0, torch.where(is_beyond, len(OCTAVES) - 1, octave))
+    return torch.where(update == 0, 0, octave + 1)
 
 
 def _exponent(x: Tensor) -> Tensor:
@@ -195,5 +195,5 @@ def sizes(old: Tensor, old_lo: Tensor, intended: Tensor, dtype: torch.dtype) -> 
     at = sampled(torch.arange(SAMPLE, device=old.device), old.numel())
     at = at[at < old.numel()]
     old, old_lo, intended = (each.flatten()[at] for each in (old, old_lo, intended))
-    places = place_in_sizes(old, old_lo, intended, dtype)
-    return torch.bincount(places, minlength=len(SIZES)).to(torch.float64)
+    bins = size_bin(old, old_lo, intended, dtype)
+    return torch.bincount(bins, minlength=len(SIZES)).to(torch.float64)

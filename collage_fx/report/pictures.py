@@ -71,7 +71,7 @@ class Picture:
 
 
 def pass_color(name: str, passes: Sequence[str]) -> str:
-    """The colour of what a pass has made, by its place among ``passes``."""
+    """The colour of what a pass has made, by its position among ``passes``."""
     return PASS_COLORS[passes.index(name) % len(PASS_COLORS)]
 
 

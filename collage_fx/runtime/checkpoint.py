@@ -29,10 +29,10 @@ what may be gone is warned about by name.
 Note [Copies and pickles]
 -------------------------
 ``copy.deepcopy(opt)`` and ``pickle`` go through ``__getstate__`` and ``__setstate__``, which are wrapped in
-the same way: the state takes along a :class:`Carried` of each tensor that has error terms, and the memo of
-the copy or the pickle sees to it that these tensors are the copy's own parameters and states. A pickle
-thereby names a class of ours, so that unpickling it imports collage_fx, or fails where there is none. So
-``copy.deepcopy((model, opt))`` is a pair that trains on like the first. A model copied or saved *alone* is
+the same way: the state takes along a :class:`PickledExpansion` of each tensor that has error terms, and the
+memo of the copy or the pickle sees to it that these tensors are the copy's own parameters and states. A
+pickle thereby names a class of ours, so that unpickling it imports collage_fx, or fails where there is none.
+So ``copy.deepcopy((model, opt))`` is a pair that trains on like the first. A model copied or saved *alone* is
 made of the tensors that the user sees: its parameters have no error terms, the values are hi. Here too a
 class that overrides the methods is covered as far as it calls those of the base class.
 """
@@ -52,14 +52,14 @@ from torch.optim import Optimizer
 from collage_fx.errors import CheckpointMismatchError, ConflictingErrorFormatError
 from collage_fx.graph import Role
 from collage_fx.numerics import ERROR_FORMATS, ErrorFormat, is_low_precision
-from collage_fx.runtime.error_terms import allocate, expansion_of
+from collage_fx.runtime.error_terms import ensure_expansion, expansion_of
 from collage_fx.runtime.optimizers import known_tensors, parameter_names, shared_tensors, state_tensors
 from collage_fx.torch_compat import wrap_states
 
-__all__ = ["Carried", "adopt", "install", "note_compiled"]
+__all__ = ["Carried", "PickledExpansion", "adopt", "install", "note_compiled"]
 
 PREFIX = "collage_fx."
-#: Entry of a state dict for tensors that belong to no single parameter, and of what a pickle carries.
+#: Entry of a state dict for tensors that belong to no single parameter, and of what a pickle holds.
 SHARED = "collage_fx"
 PARAMETER_SLOT = "parameter"
 
@@ -73,12 +73,16 @@ Saved = dict[tuple[str, str], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class Carried:
-    """What a pickle of an optimizer holds for one tensor with error terms."""
+class PickledExpansion:
+    """One tensor with its auxiliaries, as the pickle of an optimizer holds them."""
 
     tensor: Tensor
     format_name: str
     auxiliaries: tuple[Tensor, ...]
+
+
+#: The class's name in pickles of earlier versions.
+Carried = PickledExpansion
 
 
 def install() -> None:
@@ -142,12 +146,12 @@ def _warn_unsaved(optimizer: Optimizer) -> None:
 
 def _packing(getstate: Callable[..., StateDict]) -> Callable[..., StateDict]:
     def with_error_terms(self: Optimizer) -> StateDict:
-        carried = [
-            Carried(entry.tensor, expansion.format.name, expansion.auxiliaries)
+        pickled = [
+            PickledExpansion(entry.tensor, expansion.format.name, expansion.auxiliaries)
             for entry in known_tensors({"self": self}).values()
             if entry.role is not Role.GRADIENT and (expansion := expansion_of(entry.tensor)) is not None
         ]
-        return {**getstate(self), **({SHARED: carried} if carried else {})}
+        return {**getstate(self), **({SHARED: pickled} if pickled else {})}
 
     return with_error_terms
 
@@ -157,7 +161,7 @@ def _unpacking(setstate: Callable[..., None]) -> Callable[..., None]:
         setstate(self, {key: value for key, value in state.items() if key != SHARED})
         for each in state.get(SHARED, ()):
             name = f"{type(self).__name__} in a pickle"
-            expansion = allocate(each.tensor, _known_format(each.format_name, name), name=name)
+            expansion = ensure_expansion(each.tensor, _known_format(each.format_name, name), name=name)
             expansion.replace_contents(each.auxiliaries)
 
     return with_error_terms
@@ -355,7 +359,7 @@ def _restore(
 
 def _put(tensor: Tensor, saved: Saved, name: str) -> None:
     error_format = ERROR_FORMATS[next(format_name for format_name, _ in saved)]
-    expansion = allocate(tensor, error_format, name=name)
+    expansion = ensure_expansion(tensor, error_format, name=name)
     expansion.replace_contents(
         [saved[error_format.name, spec.name] for spec in error_format.auxiliaries(tensor)]
     )

@@ -40,7 +40,7 @@ class Expected:
     """A tensor among a step's arguments, as its code was made for.
 
     Attributes:
-        place: among the arguments.
+        index: of it among the arguments.
         name: as the user knows it.
         dtype, device: its own.
         size, stride: at compile time.
@@ -48,7 +48,7 @@ class Expected:
         is_only_read: whether a copy of it would do.
     """
 
-    place: int
+    index: int
     name: str
     dtype: torch.dtype
     device: torch.device
@@ -59,13 +59,13 @@ class Expected:
 
     def fit(self, arguments: list[Any]) -> bool:
         """Whether the tensor has been replaced by a copy that fits; raise if it fits in no way."""
-        tensor = arguments[self.place]
+        tensor = arguments[self.index]
         refuse_layout(tensor, self.name)
         if tensor.dtype is not self.dtype or tensor.device != self.device:
             raise self._changed(f"{tensor.dtype} on {tensor.device}", f"{self.dtype} on {self.device}")
         if self.is_only_read and tensor.shape == self.size and self._is_laid_out_otherwise(tensor):
             fitting = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
-            arguments[self.place] = fitting.copy_(tensor)
+            arguments[self.index] = fitting.copy_(tensor)
             return True
         if tensor.is_neg():
             raise UnsupportedTensorError(
@@ -103,7 +103,7 @@ class Layouts:
 
     def __init__(self, expected: Sequence[Expected]) -> None:
         self.expected = expected
-        self._tensors = picking([each.place for each in expected])
+        self._tensors = picking([each.index for each in expected])
         # Whether tensors are like those of the last call, and what had to be copied in it.
         self._last: tuple[Callable[..., bool], Sequence[Expected]] = (_unknown, ())
 
@@ -127,11 +127,11 @@ def _unknown(*tensors: Tensor) -> bool:
     return False
 
 
-def picking(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """``itemgetter``, but a tuple also of one place, or of none."""
-    if len(places) > 1:
-        return itemgetter(*places)
-    return lambda values: tuple(values[place] for place in places)
+def picking(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """``itemgetter``, but a tuple also of one index, or of none."""
+    if len(indices) > 1:
+        return itemgetter(*indices)
+    return lambda values: tuple(values[index] for index in indices)
 
 
 def refuse_layout(tensor: Tensor, name: str) -> None:

@@ -163,25 +163,25 @@ class MeasuredInput:
     """An input of a step that is measured.
 
     Attributes:
-        position: its place among the step's arguments.
+        index: of it among the step's arguments.
         info: what it is to the user.
         elements: how many it has.
         device: where it is.
     """
 
-    position: int
+    index: int
     info: InputInfo
     elements: int
     device: torch.device
 
     @classmethod
-    def of(cls, state: StateTensor, position: int, info: InputInfo) -> MeasuredInput:
+    def of(cls, state: StateTensor, index: int, info: InputInfo) -> MeasuredInput:
         """An input that the tensor of a program stands for."""
-        return cls(position, info, int(state.value.numel()), state.value.device)
+        return cls(index, info, int(state.value.numel()), state.value.device)
 
 
 class Rows:
-    """Memory for the sums of one compiled step, at the same place in every call."""
+    """Memory for the sums of one compiled step, at the same addresses in every call."""
 
     def __init__(self, measured: Sequence[MeasuredInput]) -> None:
         with real_tensors():
@@ -238,7 +238,7 @@ class MeteredStep:
     def __call__(self, arguments: list[Any]) -> Any:
         keys, identities = self.keys, self.identities
         if identities is None:
-            tensors = [arguments[each.position] for each in self.inputs]
+            tensors = [arguments[each.index] for each in self.inputs]
             keys, identities = tuple(map(id, tensors)), self._identities(tensors)
         step = self.clock.tick(keys)
         if self.plain is not None and step % self.meter.every:

@@ -240,8 +240,8 @@ class Metrics(Mapping[int, Mapping[str, UpdateQuality]]):
                 tensor = self.tensors[name]
                 if kind in (None, tensor.kind):
                     found = result.setdefault(step, {})
-                    place = key(tensor)
-                    found[place] = found[place] + quality if place in found else quality
+                    group = key(tensor)
+                    found[group] = found[group] + quality if group in found else quality
         return result
 
     def overall(self, kind: str = "parameter") -> dict[int, UpdateQuality]:

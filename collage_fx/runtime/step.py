@@ -14,7 +14,7 @@ from torch.utils.weak import TensorWeakRef
 from collage_fx.errors import LostErrorTermsError
 from collage_fx.graph import InputInfo
 from collage_fx.numerics import ErrorFormat
-from collage_fx.runtime.error_terms import Expansion, allocate, state_of_records
+from collage_fx.runtime.error_terms import Expansion, ensure_expansion, state_of_records
 from collage_fx.runtime.layouts import Expected, Layouts, picking, refuse_layout
 from collage_fx.torch_compat import takes_a_list
 
@@ -79,8 +79,8 @@ class WholeStep:
         step: takes the inputs of the whole graph as one list.
         bound: the first of them, which are the same in every call.
         passed: how many of them Dynamo passes.
-        updated: places of those whose version counters have to say so.
-        gradients: places of those that it does not pass, and of the parameters that have them.
+        updated: indices of those whose version counters have to say so.
+        gradients: indices of those that it does not pass, and of the parameters that have them.
     """
 
     def __init__(
@@ -95,9 +95,9 @@ class WholeStep:
         self.bound = bound
         self.owners = [bound[parameter] for parameter in gradients.values()]
         behind = range(len(bound), len(bound) + passed + len(gradients))
-        known = [*(place for place in behind if place not in gradients), *gradients]
-        index = {place: i for i, place in enumerate(known)}
-        self.in_order = picking([index[place] for place in behind])
+        known = [*(index for index in behind if index not in gradients), *gradients]
+        order = {index: i for i, index in enumerate(known)}
+        self.in_order = picking([order[index] for index in behind])
         self.updated = picking(updated)
 
     def __call__(self, *arguments: Any) -> Any:
@@ -108,11 +108,11 @@ class WholeStep:
             return self.step(values)
 
 
-def bind(position: int, info: InputInfo, error_format: ErrorFormat) -> _Bound | _PerCall:
+def bind(index: int, info: InputInfo, error_format: ErrorFormat) -> _Bound | _PerCall:
     """Where a compiled step finds the error terms of an input; those of a bound one are made now."""
     if not info.bound or info.tensor is None:
-        return _PerCall(position, error_format, info.name)
-    expansion = allocate(info.tensor, error_format, name=info.name)
+        return _PerCall(index, error_format, info.name)
+    expansion = ensure_expansion(info.tensor, error_format, name=info.name)
     return _Bound(TensorWeakRef(info.tensor), weakref.ref(expansion), error_format, info.name)
 
 
@@ -138,7 +138,7 @@ class _Bound:
                 where=self.name,
                 remedy="compile the step of the optimizer in use: torch.compile(opt.step, backend=...)",
             )
-        expansion = allocate(tensor, self.error_format, name=self.name)
+        expansion = ensure_expansion(tensor, self.error_format, name=self.name)
         self.expansion = weakref.ref(expansion)
         return expansion
 
@@ -150,7 +150,7 @@ class _PerCall:
     Looked up by identity, made at its first step.
     """
 
-    position: int
+    index: int
     error_format: ErrorFormat
     name: str
 
@@ -158,6 +158,6 @@ class _PerCall:
         """Not known before the call."""
 
     def found(self, arguments: Sequence[Any]) -> Expansion:
-        tensor = arguments[self.position]
+        tensor = arguments[self.index]
         refuse_layout(tensor, self.name)
-        return allocate(tensor, self.error_format, name=self.name)
+        return ensure_expansion(tensor, self.error_format, name=self.name)
