@@ -87,14 +87,14 @@ class CollageBackend:
         return f"CollageBackend({options})"
 
     def report(self) -> CollageReport:
-        """What has been compiled so far: a table when printed, and the graphs before and after.
+        """The report of all compilations so far: a table when printed, and the graphs before and after.
 
         With what has been measured, for which it waits for the device.
         """
         return CollageReport(list(self._report.graphs), self.metrics())
 
     def metrics(self, model: torch.nn.Module | None = None) -> Metrics:
-        """What has been measured so far: step -> tensor -> values, and their aggregates.
+        """The measurements so far: step -> tensor -> values, and their aggregates.
 
         Steps are counted from 1, those of each optimizer by themselves. This waits for the device; nothing
         does until then. What has been measured is kept, 512 bytes a tensor and step, until
@@ -109,11 +109,11 @@ class CollageBackend:
     def plot(
         self, path: str | Path, model: torch.nn.Module | None = None, *, depth: int | None = None
     ) -> Path:
-        """EDQ ratio, lost updates and sizes of updates as a picture: see ``report/plots.py``."""
+        """Plot EDQ ratio, lost updates and sizes of updates into a file: see ``report/plots.py``."""
         return plot(self.metrics(model), path, depth=depth)
 
     def forget_metrics(self) -> None:
-        """Drop what has been measured. The count of steps goes on."""
+        """Drop all measurements. The count of steps goes on."""
         self.meter.forget()
 
     def __call__(
@@ -149,7 +149,7 @@ class CollageBackend:
         self._report.graphs.append(report)
 
     def label(self, optimizers: Sequence[Optimizer]) -> str:
-        """What a report calls the step of these optimizers.
+        """The name, in reports, of the step of these optimizers.
 
         Their classes, numbered from the second of a class on.
         """
@@ -167,13 +167,13 @@ class CollageBackend:
         example_inputs: Sequence[Any],
         inductor_options: dict[str, Any],
     ) -> Lowered | Reason:
-        """A rewritten step of one of each family to a callable of the inputs of all."""
+        """Lower a rewritten step of one member of each family to a callable of the inputs of all."""
         return lower(program, example_inputs, inductor_options)
 
     def lower_as_captured(
         self, gm: GraphModule, example_inputs: Sequence[Any], inductor_options: dict[str, Any]
     ) -> Callable[[list[Any]], Any]:
-        """A graph that is left alone to a callable in AOTAutograd's convention."""
+        """Lower a graph that is left alone to a callable in AOTAutograd's convention."""
         return cast(
             "Callable[[list[Any]], Any]", inductor_compile_as_it_is(gm, example_inputs, **inductor_options)
         )
@@ -192,7 +192,7 @@ def collage(
     mode: str | None = None,
     options: dict[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """``torch.compile(..., backend="collage", options={...})``.
+    """The function behind ``torch.compile(..., backend="collage", options={...})``.
 
     Options are those of :class:`CollageBackend`.
     """
@@ -218,7 +218,7 @@ def backend_for(**options: Any) -> CollageBackend:
 
 
 def _compensating(compiler: Any, keywords: dict[str, Any]) -> CollageBackend | None:
-    """What ``torch.compile`` was given, if it is a collage backend that compensates something."""
+    """The backend that ``torch.compile`` was given, if it is one of ours that compensates something."""
     backend = backend_for(**(keywords.get("options") or {})) if compiler is collage else compiler
     compensates = isinstance(backend, CollageBackend) and backend.options.strategy != "none"
     return backend if compensates else None
@@ -242,7 +242,7 @@ def _rows_to_trace(
 
 
 def _is_compensated_now() -> bool:
-    """Whether what is being traced, or run, is a step that is compensated."""
+    """Whether the step that is being traced, or run, is compensated."""
     return is_recording() or _compensating(*backend_being_traced_for()) is not None
 
 

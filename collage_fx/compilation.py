@@ -102,7 +102,7 @@ REMEDIES = {
 
 
 class Backend(Protocol):
-    """What a compilation wants of the backend that it is for.
+    """The interface of the backend that a compilation is for.
 
     Attributes:
         verb: what is done, in the log.
@@ -118,7 +118,7 @@ class Backend(Protocol):
     def meter(self) -> Meter: ...
 
     def label(self, optimizers: Sequence[Optimizer]) -> str:
-        """What a report calls the step of these optimizers."""
+        """The name, in reports, of the step of these optimizers."""
 
     def lower(
         self,
@@ -126,12 +126,12 @@ class Backend(Protocol):
         example_inputs: Sequence[Any],
         inductor_options: dict[str, Any],
     ) -> Lowered | Reason:
-        """A rewritten step of one of each family to a callable of the inputs of all."""
+        """Lower a rewritten step of one member of each family to a callable of the inputs of all."""
 
     def lower_as_captured(
         self, gm: GraphModule, example_inputs: Sequence[Any], inductor_options: dict[str, Any]
     ) -> Callable[[list[Any]], Any]:
-        """A graph that is left alone to a callable in AOTAutograd's convention."""
+        """Lower a graph that is left alone to a callable in AOTAutograd's convention."""
 
     def keep(self, report: GraphReport) -> None:
         """Put a compilation into the backend's report."""
@@ -202,7 +202,7 @@ class Compilation:
             raise
 
     def _by_family(self, *, needs_grad: bool) -> WholeStep | Reason:
-        """The whole step, from a graph of one of each family."""
+        """Compile the whole step from a graph of one of each family, or say why that cannot be done."""
         if needs_grad:
             return Reason("it computes something that is to be differentiated")
         if (reason := self.options.not_by_family()) is not None:
@@ -222,7 +222,7 @@ class Compilation:
         return made
 
     def _whole(self, not_by_family: Reason) -> Callable[..., Any]:
-        """The graph as a family of one, called by what AOTAutograd puts around it."""
+        """Compile the graph as a family of one, called by what AOTAutograd puts around it."""
 
         def inner_compile(gm: GraphModule, example_inputs: Sequence[Any], **inductor_options: Any) -> Any:
             try:
@@ -260,7 +260,7 @@ class Compilation:
         example_inputs: Sequence[Any],
         inductor_options: dict[str, Any],
     ) -> WholeStep | Reason:
-        """The step of all members, from the functional graph of the first of each family."""
+        """Make the step of all members from the functional graph of the first of each family."""
         self._prepare(gm)
         updated = versions_to_increment()
         if updated is None:
@@ -295,7 +295,7 @@ class Compilation:
         inductor_options: dict[str, Any],
         not_by_family: Reason,
     ) -> Callable[[list[Any]], Any]:
-        """The step of the whole functional graph, compensated or as it is."""
+        """Make the step of the whole functional graph, compensated or as it is."""
         self._prepare(gm)
         if not inductor_options.get("is_inference", False):  # and its backward, when all else is forgotten
             why = "the graph needs autograd, so it is no optimizer step"
@@ -313,7 +313,7 @@ class Compilation:
         return step
 
     def _prepare(self, gm: GraphModule) -> None:
-        """Make the graph one of ours; begin again, recording, where eager torch may raise and Dynamo not.
+        """Make assignments of data stores; begin again, recording, where eager torch raises and Dynamo not.
 
         Dynamo traces past what raises for a dtype and the step catches: a tensor without values has a
         factorization in every format.
@@ -332,7 +332,7 @@ class Compilation:
     def _describe(
         self, values: Sequence[Any], names: Sequence[str], bound: int
     ) -> list[tuple[InputInfo, Hashable]]:
-        """What inputs are to the user, and whether they have error terms already."""
+        """Describe inputs, and say whether they have error terms already."""
         infos = [
             describe_input(value, name, self.known, bound=i < bound)
             for i, (value, name) in enumerate(zip(values, names, strict=True))
@@ -350,7 +350,7 @@ class Compilation:
         inductor_options: dict[str, Any],
         not_by_family: Reason | None = None,
     ) -> Callable[[list[Any]], Any] | Reason:
-        """The step of all members, from the functional graph of one of each family.
+        """Rewrite, lower and report the functional graph of one of each family: the step of all members.
 
         Args:
             gm: the graph.
@@ -477,7 +477,7 @@ class Compilation:
         inductor_options: dict[str, Any],
         captured: GraphModule,
     ) -> Lowered | Reason:
-        """The rewritten step; a measured one with the sums, and without if not every step is measured."""
+        """Lower the rewritten step; a measured one also without the sums if not every step is measured."""
 
         def lower(each: StepProgram) -> Lowered | Reason:
             return self.backend.lower(each, example_inputs, inductor_options)
@@ -574,7 +574,7 @@ class Compilation:
 
 
 def _reason_to_leave_alone(gm: GraphModule, infos: Sequence[InputInfo]) -> str | None:
-    """Why a graph is none of our business, if it is none."""
+    """The reason to leave a graph to plain Inductor; None if it updates something to compensate."""
     updated = copies_to_inputs(gm.graph)
     if any(is_low_precision_tensor(node) for node in updated):
         return None
@@ -592,7 +592,7 @@ def _never_called(*arguments: Any) -> Any:
 
 
 class _PassLog:
-    """Takes down what each pass says, and writes the graph after each of them where a dump is asked for."""
+    """The summaries of a compilation's passes, and the files of their graphs if a dump is asked for."""
 
     def __init__(self, subject: str, captured: GraphModule) -> None:
         self.passes: list[tuple[str, str]] = []

@@ -1,4 +1,4 @@
-"""``explain``: the report of an optimizer's step, without stepping."""
+"""The function ``explain``: the report of an optimizer's step, without stepping."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = ["explain"]
 
 
 def explain(optimizer: Optimizer, **options: Any) -> CollageReport:
-    """What compiling ``optimizer.step`` would do: the report of ``backend.report()``, without taking a step.
+    """Report what compiling ``optimizer.step`` would do, as ``backend.report()`` does, without taking a step.
 
     The step is captured, and run operation by operation instead of compiled, on a deep copy of the optimizer
     (parameters included, so this takes their memory once more) with zero gradients. The optimizer itself
@@ -62,7 +62,7 @@ def explain(optimizer: Optimizer, **options: Any) -> CollageReport:
 
 
 class _CaptureOnly(CollageBackend):
-    """Everything but the kernels."""
+    """A backend that does everything but compile kernels: it runs the rewritten graph."""
 
     verb = "explained"
 

@@ -1,4 +1,4 @@
-"""The whole compiler, in order.
+"""The pipeline: all graph passes, in order.
 
 What comes out is lowered by ``lowering/lower.py``; equal updates then share kernels (``lowering/plan.py``).
 """
@@ -100,7 +100,7 @@ def refuse_incomplete(passes: Sequence[Pass]) -> None:
 
 @dataclass(frozen=True)
 class Stage:
-    """What one pass did.
+    """The outcome of one pass.
 
     Attributes:
         name: the pass.

@@ -1,4 +1,4 @@
-"""Find the state tensors, read their recurrences and decide which become expansions.
+"""The pass that finds the state tensors, reads their recurrences and decides which become expansions.
 
 The decision rests on the recurrence alone: nothing here knows a name such as ``exp_avg_sq``. ``plus`` takes
 Adam's second moment in at beta2 >= 0.95 and leaves the first out at beta1 = 0.9 because of what their decays
@@ -97,7 +97,7 @@ class Analyze(Pass):
 
 
 class _Flow:
-    """Which inputs each new value is computed from.
+    """A graph's data flow: which inputs each new value is computed from.
 
     Args:
         graph: a functional graph.
@@ -125,7 +125,7 @@ class _Flow:
         return bool(self.reads[new_value] & self.bit[placeholder])
 
     def returns_to(self, placeholder: Node) -> bool:
-        """Whether, after one step or several, its new value is computed from the old one."""
+        """Whether a tensor's new value is computed from its old one, after one step or several."""
         seen, waiting = 0, [placeholder]
         while waiting:
             new_value = self.new_values[waiting.pop()]
@@ -186,7 +186,7 @@ def _is_rounded_in_bits(state: StateTensor) -> bool:
 
 
 def _computed_by(last: Any, among: Callable[[Node], bool]) -> set[Node]:
-    """The operations, of those that ``among`` says yes to, that ``last`` is the result of."""
+    """The operations that ``last`` is the result of, as far as ``among`` accepts them on the way."""
     waiting, found = [last], set[Node]()
     while waiting:
         node = waiting.pop()
@@ -211,7 +211,7 @@ def _stands_for(state: StateTensor, other: StateTensor, flow: _Flow) -> bool:
 
 
 def _is_copied_into(parameter: StateTensor, state: StateTensor) -> bool:
-    """Whether the new value of ``state`` becomes a parameter's too, as Lookahead's slow weights do.
+    """Whether the new value of ``state`` is stored into a parameter too, as Lookahead's slow weights are.
 
     It is then a parameter itself, however fast it decays towards another: what a moving average may lose in
     relation to its own size is not what a parameter may lose of a step.
@@ -227,7 +227,7 @@ def _stored(state: StateTensor) -> Node:
 
 
 def _select_gradient(program: StepProgram, state: StateTensor, flow: _Flow) -> tuple[bool, str]:
-    """A gradient is state only where it accumulates; clipped, scaled or decayed it is used up by the step."""
+    """Whether a gradient is state, as where it accumulates; clipped, scaled or decayed it is used up."""
     assert state.recurrence is not None
     accumulates = state.recurrence.slopes == (1,) and all(map(_adds_or_passes, state.recurrence.path))
     parameters = [s.placeholder for s in program.states if s.info.role is Role.PARAMETER]

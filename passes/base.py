@@ -1,4 +1,4 @@
-"""What a pass is."""
+"""The base class of all graph passes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers that divide within a denominator multiply the quotient instead.
+"""The pass by which numbers that divide within a denominator multiply the quotient instead.
 
     x / (a/(c s) + e/s)   ->   x / (a + e c) * (c s)          x, a: tensors; c, e, s: numbers, 0-d
 
@@ -43,7 +43,7 @@ Factors = Counter[Any]
 
 @dataclass(frozen=True)
 class ClearDenominators(Pass):
-    """``x / (a/c + e)`` -> ``x / (a + e c) * c``, for numbers c that the graph computes."""
+    """Rewrites ``x / (a/c + e)`` as ``x / (a + e c) * c``, for numbers c that the graph computes."""
 
     name = "clear-denominators"
     after = ("normalize",)
@@ -93,7 +93,7 @@ def _clear(editor: GraphEditor, reader: _Reader, node: Node) -> bool:
 
 @dataclass(frozen=True)
 class _Scaled:
-    """``core * numerators / denominators``, or minus that; a number has no core."""
+    """A value as ``core * numerators / denominators``, or minus that; a number has no core."""
 
     core: Node | None = None
     numerators: Factors = field(default_factory=Counter)
@@ -152,7 +152,7 @@ class _Reader:
         return None
 
     def _sum(self, node: Node) -> _Scaled | None:
-        """``a/c + e`` is ``(a + e c) / c``; None for what is left as it is.
+        """The sum ``a/c + e`` as ``(a + e c) / c``; None for a sum that is left as it is.
 
         That is also a sum which is more than a denominator: there would be two of it to compute.
         """
@@ -184,7 +184,7 @@ class _Reader:
 
 
 def _product(editor: GraphEditor, factors: Factors) -> Any:
-    """A 0-d node, or a Python number where all factors are."""
+    """The product of factors: a 0-d node, or a Python number where all factors are Python numbers."""
     each = list(factors.elements())
     number = math.prod(factor for factor in each if not isinstance(factor, Node))
     nodes = [_in_float32(editor, factor) for factor in each if isinstance(factor, Node)]
@@ -197,14 +197,14 @@ def _product(editor: GraphEditor, factors: Factors) -> Any:
 
 
 def _in_float32(editor: GraphEditor, node: Any) -> Node:
-    """``node``, if it is in a 16-bit format; any other as it is."""
+    """A node of a 16-bit format converted to float32; any other node as it is."""
     value = tensor_value(node)
     assert value is not None
     return editor.convert(node, torch.float32 if is_low_precision(value.dtype) else value.dtype)
 
 
 def _are_computed(factors: Factors) -> bool:
-    """Whether there is one among them that is not known while compiling."""
+    """Whether one of the factors is a node, so that their product is not known while compiling."""
     return any(isinstance(factor, Node) for factor in factors)
 
 
@@ -214,7 +214,7 @@ def _is_of_elements(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is a Python number or a 0-d tensor of floating-point numbers."""
+    """Whether a value is a Python number or a 0-d tensor of floating-point numbers."""
     tensor = tensor_value(value)
     if tensor is None:
         return isinstance(value, (int, float))

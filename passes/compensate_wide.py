@@ -1,4 +1,4 @@
-"""``wide`` compensation: load ``hi + lo`` into float32, compute, split the result into hi and lo.
+"""The pass for ``wide`` compensation: load ``hi + lo`` into float32, compute, split the result again.
 
 Theorem. Let x' be the float32 result of the step. ``hi' = RN(x')`` and ``lo' = RN(x' - hi')``; the difference
 is exact in float32 (Sterbenz-like: hi' is x' rounded), so ``|hi' + lo' - x'| <= u |lo'| <= u**2 |x'|``, and
@@ -85,7 +85,7 @@ def _load_moved_expansion(editor: GraphEditor, state: StateTensor) -> None:
 
 
 def _load_expansion(editor: GraphEditor, program: StepProgram, state: StateTensor | ReadExpansion) -> None:
-    """Whoever read hi as float32 reads the whole value."""
+    """Have every reader of hi as float32 read the whole value, hi and its error terms joined."""
     loads = [user for user in state.placeholder.users if is_conversion(user)]
     if not loads:
         return
@@ -99,7 +99,7 @@ def _load_expansion(editor: GraphEditor, program: StepProgram, state: StateTenso
 
 
 def _refuse_lost_value(state: StateTensor, order: Mapping[Node, int]) -> None:
-    """Note where every way from the load to the store leads through an operator that reads hi alone.
+    """Set ``state.refusal`` if every way from load to store leads through an operator that reads hi alone.
 
     Such an operator takes the storage dtype, as written, of the tensor or of what was made of it in float32:
     the error term does not pass.
@@ -137,7 +137,7 @@ def _computed_from(source: Node) -> set[Node]:
 def _store_expansion(
     editor: GraphEditor, program: StepProgram, state: StateTensor, own_term: Collection[Node]
 ) -> None:
-    """The rounding cast in front of the store becomes the split, of which ``own_term`` reads the result."""
+    """Replace the rounding cast in front of the store by the split; nodes in ``own_term`` read its result."""
     fmt, value = program.error_format, new_value(state)
     readers = [user for user in value.users if user in own_term]
     with editor.graph.inserting_before(value.next if readers else state.store):

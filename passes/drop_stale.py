@@ -1,4 +1,4 @@
-"""A sum that has been zeroed since the last step is zero, whatever error term the last sum left.
+"""The pass that drops the error terms of sums that have been zeroed since the last step.
 
 Gradients that are accumulated in place (``p.grad += g``) are zeroed between two sums by ``zero_grad``,
 ``p.grad.zero_()`` or ``p.grad.data.zero_()``, of which nobody tells us and not all of which the tensor's
@@ -63,7 +63,7 @@ def _is_sum(state: StateTensor) -> bool:
 
 
 def _current(fmt: ErrorFormat, half_quantum: float, hi: Tensor, *auxiliaries: Tensor) -> tuple[Tensor, ...]:
-    """The auxiliaries as they are to be read: those of stale elements say that the value is hi."""
+    """The auxiliaries as they are to be read: where an element is stale, they say that its value is hi."""
     error = functools.reduce(operator.add, fmt.error_terms(hi, *auxiliaries))
     stale = (hi == 0) & (error.abs() > half_quantum)
     if fmt.is_elementwise:

@@ -1,4 +1,4 @@
-"""Numbers are computed once a step, not once an element.
+"""The pass that has numbers computed once a step, not once an element.
 
 Inductor computes an elementwise value where it is read, and a 0-d tensor is an elementwise value of one
 element: Adam's bias corrections, two powers and a root, become part of the inner loop of every parameter's
@@ -22,7 +22,7 @@ __all__ = ["HoistScalars"]
 
 @dataclass(frozen=True)
 class HoistScalars(Pass):
-    """0-d tensors made of 0-d tensors, where an element's computation reads them, are computed once."""
+    """Has 0-d tensors that are made of 0-d tensors, and read by computations of elements, computed once."""
 
     name = "hoist-scalars"
     after = ("pin-roundings",)

@@ -1,4 +1,4 @@
-"""Sums of what each update was to do and what it did: Note [Metrics] in ``numerics/update_sums.py``.
+"""The pass that sums what updates were to do and what they did: Note [Metrics], ``numerics/update_sums.py``.
 
 The intended update is that of the step computed in float32 from the whole old values. ``wide`` arithmetic
 computes just that. ``native`` arithmetic rounds on the way, and a step without compensation computes in the
@@ -42,7 +42,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Measure(Pass):
-    """One row of sums per compensated tensor; without compensation, per low-precision state tensor."""
+    """Adds a row of sums per compensated tensor, or, without compensation, per low-precision state tensor."""
 
     name = "measure"
     after = ("analyze", "compensate-wide", "compensate-native")

@@ -1,4 +1,4 @@
-"""Updates that are the same but for their tensors, found in what Dynamo captured.
+"""The search for families: updates in a captured graph that are the same but for their tensors.
 
 Note [One of each family]
 -------------------------
@@ -52,7 +52,7 @@ MODES = frozenset({SET_GRAD_ENABLED})
 
 @dataclass(frozen=True)
 class Families:
-    """One component of each family, as a module, and what it stands for.
+    """A module of one component of each family, and how the whole graph is made of those.
 
     Attributes:
         captured: what Dynamo captured.
@@ -108,7 +108,7 @@ def families_of(
 
 @dataclass
 class _Component:
-    """Operations that are connected.
+    """A connected component of the graph's operations.
 
     Attributes:
         nodes: in the order of the graph, without inputs.
@@ -122,7 +122,7 @@ class _Component:
 
 
 class _Search:
-    """Takes a captured graph apart."""
+    """The search for families in one captured graph."""
 
     def __init__(self, gm: GraphModule, arguments: Sequence[Any], rows: ListRows) -> None:
         self.gm = gm
@@ -216,7 +216,7 @@ class _Search:
         return list(families.values())
 
     def adds_rows_left_out(self, families: list[list[_Component]]) -> bool:
-        """Make members of them; False if the rows that were traced don't show that they would be.
+        """Make the rows left out members of families; False if the traced rows don't show that they would be.
 
         They do if of each layout both rows have their components in the same families, and nothing else.
         """
@@ -251,7 +251,7 @@ class _Search:
         return True
 
     def _input(self, index: int) -> Hashable:
-        """What an input has to have in common with that of another component: layout, role and symbol."""
+        """The layout, role and symbol of an input: equal for inputs that may correspond to each other."""
         return (*layout_of(self.inputs[index]), self.meanings[index])
 
     def _components(self) -> list[_Component]:
@@ -302,7 +302,7 @@ class _Search:
         return index
 
     def _key(self, component: _Component) -> Hashable:
-        """Equal for components that do the same to tensors of the same layout and meaning."""
+        """A key that is equal for components that do the same to tensors of the same layout and meaning."""
         own = {index: i for i, index in enumerate(component.inputs)}
         local = {node: i for i, node in enumerate(component.nodes)}
 
@@ -322,7 +322,7 @@ class _Search:
         return operations, layouts, tuple(local[node] for node in component.results)
 
     def _number(self, node: Node) -> Hashable:
-        """Equal for numbers that are computed alike from the same inputs."""
+        """A key that is equal for numbers that are computed alike from the same inputs."""
         if node not in self.numbers:
             return "common", self._index_of(node)
         if node not in self._computed:
@@ -398,7 +398,7 @@ class _Search:
         }
 
     def _module(self, indices: set[int], kept: set[Node], results: list[Node]) -> GraphModule:
-        """The graph of some of the operations."""
+        """The module of some of the operations."""
         graph = Graph()
         copied: dict[Node, Node] = {}
         for node in self.gm.graph.nodes:

@@ -1,4 +1,4 @@
-"""What the inputs of a captured step are to the user: names, symbols for recurrences, roles, real tensors."""
+"""The description of a captured step's inputs: names, symbols for recurrences, roles, real tensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def describe_inputs(
     arguments: Sequence[Any],
     known: Mapping[int, KnownTensor],
 ) -> list[InputInfo]:
-    """One :class:`~collage_fx.graph.program.InputInfo` per input of an AOTAutograd graph.
+    """Describe the inputs of an AOTAutograd graph: one :class:`~collage_fx.graph.program.InputInfo` each.
 
     Args:
         inputs: its placeholders.
@@ -55,7 +55,7 @@ def describe_inputs(
 
 
 def describe_input(value: Any, fallback: str, known: Mapping[int, KnownTensor], *, bound: bool) -> InputInfo:
-    """What an input of a Dynamo graph is.
+    """Describe an input of a Dynamo graph.
 
     Args:
         value: a real tensor, or a number.

@@ -1,4 +1,4 @@
-"""State that an optimizer has got while its step was traced, to be taken away where the step is refused."""
+"""The removal of state that an optimizer has got while its step was traced, where the step is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Python numbers that change from step to step, as inputs of the captured graph.
+"""Support for Python numbers that change from step to step: they become inputs of the captured graph.
 
 Note [Numbers that change]
 --------------------------
@@ -36,7 +36,7 @@ Decomposition = Callable[..., Any]
 
 
 def decompositions() -> dict[Any, Decomposition]:
-    """Inductor's decompositions, and ours of whatever a symbolic float is an argument of."""
+    """The table of Inductor's decompositions, with ours for operators that are given a symbolic float."""
     table = functional_decompositions()
     for overload in _functional_overloads():
         facts, of_element = facts_of(overload), foreach_rule(foreach_name(overload))
@@ -65,7 +65,7 @@ def _each(rule: Decomposition, *args: Any, **kwargs: Any) -> list[Any]:
 def _where_symbolic(
     overload: Any, rule: Decomposition | None, otherwise: Decomposition | None
 ) -> Decomposition:
-    """``rule``, or the composite, where a symbolic float is among the arguments; else ``otherwise``."""
+    """A decomposition: ``rule``, or the composite, if an argument is a symbolic float; else ``otherwise``."""
 
     def decomposition(*args: Any, **kwargs: Any) -> Any:
         chosen = None

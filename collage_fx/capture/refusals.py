@@ -1,4 +1,4 @@
-"""What is refused, before anything is rewritten or run.
+"""The checks that refuse a step before anything is rewritten or run.
 
 Note [Two doors]
 ----------------

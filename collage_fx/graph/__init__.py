@@ -1,4 +1,4 @@
-"""A captured step as data, and the hands that edit it: what the author of a pass may import."""
+"""A captured step as data, and the tools that edit it: all that the author of a pass needs to import."""
 
 from collage_fx.graph.devices import DEVICES, device_facts
 from collage_fx.graph.editor import GraphEditor

@@ -1,4 +1,4 @@
-"""What differs between the kinds of devices that steps are compiled for: a row each."""
+"""The table of device kinds that steps are compiled for: a row for each, with what differs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``GraphEditor``: adds nodes to a graph, by tracing ordinary functions of tensors into it."""
+"""The editor of graphs: adds nodes by tracing ordinary functions of tensors."""
 
 from __future__ import annotations
 
@@ -75,14 +75,14 @@ class GraphEditor:
             return _callable(target)(*fake_args, **fake_kwargs)
 
     def convert(self, node: Node, dtype: torch.dtype) -> Node:
-        """``node`` in ``dtype``: itself where it already is, a cast otherwise."""
+        """A node in ``dtype``: itself where it already is, a cast otherwise."""
         value = tensor_value(node)
         if value is None or value.dtype == dtype:
             return node
         return self.call(prims.convert_element_type.default, node, dtype)
 
     def store(self, placeholder: Node, value: Node) -> Node:
-        """``copy_(placeholder, value)``: a store of the epilogue."""
+        """Add a store to the epilogue: ``copy_(placeholder, value)``."""
         node = self.graph.create_node("call_function", aten.copy_.default, (placeholder, value), name="store")
         node.meta["val"] = placeholder.meta["val"]
         node.meta[PASS_MARK] = self.made_by
@@ -148,7 +148,7 @@ class GraphEditor:
 
     @staticmethod
     def real_tensors() -> AbstractContextManager[None]:
-        """Within it, operations run on real tensors: for numbers that are known while compiling."""
+        """A context in which operations run on real tensors: for numbers that are known while compiling."""
         return real_tensors()
 
     def propagate_from(self, changed: Node) -> None:
@@ -164,7 +164,7 @@ class GraphEditor:
                 stale.add(node)
 
     def finish(self) -> None:
-        """Drop what nobody reads any more.
+        """Erase the nodes that nobody reads any more.
 
         The pipeline checks the graph after each pass, and recompiles the module at its end.
         """
@@ -172,7 +172,7 @@ class GraphEditor:
 
 
 def _kind_of_call(target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What the shape, strides and dtype of an elementwise result depend on; None if that is not known."""
+    """A key for the shape, strides and dtype of an elementwise result; None where there is none."""
     if kwargs or not is_pointwise(target):
         return None
     kind: list[Any] = [target]
@@ -202,7 +202,7 @@ def _callable(target: Target) -> Callable[..., Any]:
 
 
 def _readable_name(target: Any, args: tuple[Any, ...]) -> str:
-    """``add`` rather than ``add_tensor``, ``to_float32`` rather than ``convert_element_type_default``."""
+    """A node's name: ``add``, not ``add_tensor``; ``to_float32``, not ``convert_element_type_default``."""
     if target is prims.convert_element_type.default:
         return f"to_{str(args[1]).removeprefix('torch.')}"
     packet = getattr(target, "overloadpacket", target)
@@ -210,7 +210,7 @@ def _readable_name(target: Any, args: tuple[Any, ...]) -> str:
 
 
 def _signature(arg: Any, *, elementwise: bool) -> Any:
-    """``(dtype, device, sizes, strides)`` of the tensor that a function is traced with; a constant itself."""
+    """The ``(dtype, device, sizes, strides)`` of a node's stand-in for a trace; a constant itself."""
     value = tensor_value(arg)
     if value is None:
         return arg

@@ -1,4 +1,4 @@
-"""How the graph of one of each family of equal updates recurs in the step: Note [One of each family]."""
+"""The relation of a whole step to the graph of one member of each family: Note [One of each family]."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ONCE: Turn = (None, 0)
 
 @dataclass(frozen=True)
 class Repetition:
-    """How the graph of one of each family, the *small* one, recurs in the whole graph.
+    """The way in which the *small* graph, of one member of each family, recurs in the whole graph.
 
     Attributes:
         inputs: how many the whole graph has.
@@ -45,7 +45,7 @@ class Repetition:
 
     @classmethod
     def of_one(cls, inputs: int) -> Repetition:
-        """A graph that is whole: one family with one member, of so many inputs."""
+        """The repetition of a graph that is whole: one family with one member, of so many inputs."""
         indices = range(inputs)
         return cls(inputs, tuple((index,) for index in indices), (0,) * inputs, ((0, 0),), ())
 
@@ -55,7 +55,7 @@ class Repetition:
         return len(self.turns) == 1
 
     def input_of(self, position: int, member: int) -> int:
-        """What stands for an input of the small graph when it is a member's turn."""
+        """The index, in the whole graph, of a member's copy of an input of the small graph."""
         return self.copies[position][0 if self.owners[position] is None else member]
 
     def reordered(self, order: Sequence[int]) -> Repetition:
@@ -92,12 +92,12 @@ class Repetition:
 
 
 def input_name(index: int) -> str:
-    """What AOTAutograd calls an input."""
+    """The name that AOTAutograd gives the input of an index."""
     return f"arg{index}_1"
 
 
 def repeated_graph(gm: GraphModule, repetition: Repetition) -> GraphModule:
-    """The whole functional graph.
+    """The whole functional graph, from the graph of one member of each family.
 
     Values are those of the small graph: within a family, layouts and dtypes are the same. A graph of one is
     returned as it is.

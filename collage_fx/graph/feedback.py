@@ -1,4 +1,4 @@
-"""Where an optimizer compensates by hand: what it stored goes into what it will add.
+"""Optimizers that compensate by hand: nodes by which a stored value goes into a later update.
 
 Note [Kahan's own term]
 -----------------------
@@ -31,14 +31,14 @@ __all__ = ["copies_read_by", "fed_back", "new_value"]
 
 
 def new_value(state: StateTensor) -> Node:
-    """What is stored, before it is rounded to the storage format if that is a step of its own."""
+    """The node of a tensor's new value, before the cast that rounds it to the storage format, if any."""
     stored = state.store.args[1]
     assert isinstance(stored, Node)
     return unconverted(stored)
 
 
 def fed_back(state: StateTensor, others: Sequence[StateTensor]) -> set[Node]:
-    """The nodes between a new value and those other new values of which the next one is made.
+    """The nodes between a state's new value and other new values of which its next one is made.
 
     Empty unless some other state reads this one's new value, which in turn reads that one's old value: Note
     [Kahan's own term].
@@ -56,7 +56,7 @@ def fed_back(state: StateTensor, others: Sequence[StateTensor]) -> set[Node]:
 
 
 def copies_read_by(readers: Collection[Node], placeholder: Node) -> set[Node]:
-    """What of an input has only been moved, as ``old = p.clone()`` is, and is read by ``readers``."""
+    """The nodes that only move an input, as ``old = p.clone()`` does, and are read by ``readers``."""
     found = set[Node]()
     for reader in readers:
         for operand in reader.all_input_nodes:

@@ -1,4 +1,4 @@
-"""Questions about the nodes of a functional ATen graph.
+"""Predicates of, and queries for, the nodes of a functional ATen graph.
 
 The graphs are AOTAutograd's inference graphs: functional, every ``meta["val"]`` a FakeTensor (or a symbolic
 number), and mutation only in the epilogue, ``copy_(placeholder, new_value)``, one per mutated input.
@@ -50,7 +50,7 @@ def placeholders(graph: Graph) -> list[Node]:
 
 
 def tensor_value(node: Any) -> torch.Tensor | None:
-    """The FakeTensor a node stands for, or None if it is not a node or not a tensor."""
+    """The FakeTensor that a node stands for; None for a value that is no node, or no tensor."""
     value = node.meta.get("val") if isinstance(node, Node) else None
     return value if isinstance(value, torch.Tensor) else None
 
@@ -90,7 +90,7 @@ def is_conversion(node: Node) -> bool:
 
 
 def unconverted(node: Node) -> Node:
-    """What a cast converts; any other node itself."""
+    """The operand of a cast; any other node itself."""
     if not is_conversion(node):
         return node
     source = node.args[0]
@@ -99,14 +99,14 @@ def unconverted(node: Node) -> Node:
 
 
 def operator_of(node: Node) -> Any:
-    """The operator that computes ``node``, where that is one of its results, or is wrapped for writing."""
+    """The operator that computes a node, also where the node is one of several results of it."""
     if node.target is operator.getitem:
         return operator_of(node.all_input_nodes[0])
     return node.args[0] if node.args and isinstance(node.args[0], OpOverload) else node.target
 
 
 def copies_to_inputs(graph: Graph) -> dict[Node, Node]:
-    """The epilogue: mutated placeholder -> its ``copy_`` node."""
+    """The epilogue as a mapping: mutated placeholder -> its ``copy_`` node."""
     return {node.args[0]: node for node in graph.nodes if is_copy_to_input(node)}
 
 
@@ -118,13 +118,13 @@ def mark_new_nodes(graph: Graph, earlier: Collection[Node], *, made_by: str) -> 
 
 
 def assignments(graph: Graph) -> list[Node]:
-    """``p.data = value``, captured as an operation on both."""
+    """The nodes that ``p.data = value`` has been captured as."""
     find = graph.find_nodes
     return [node for target in DATA_ASSIGNMENTS for node in find(op="call_function", target=target)]
 
 
 def assignments_to_stores(gm: GraphModule) -> None:
-    """``p.data = value`` becomes ``copy_(p, value)``: the tensor keeps its memory, with the value in it.
+    """Replace ``p.data = value`` by ``copy_(p, value)``: the tensor keeps its memory, with the value in it.
 
     Left alone where that would be another thing: an input that is assigned as it is shares its memory from
     then on, and a value of another dtype or shape does not fit.
@@ -170,7 +170,7 @@ class Groups:
 
 
 def copy_of(gm: GraphModule) -> GraphModule:
-    """A module with a graph of its own over the same constants, and what else the module is known by.
+    """A copy of a module: a graph of its own over the same constants, with the same metadata.
 
     ``copy.deepcopy`` would copy the constants too, which newer versions refuse in a fake tensor mode.
     """

@@ -1,4 +1,4 @@
-"""What is known of operators beyond torch's own metadata: a row each, asked by passes and by capture.
+"""The table of facts about operators that torch's own metadata lacks: a row each, for passes and capture.
 
 Of an overload torch itself says whether it is elementwise, a reduction or a view, draws random numbers or
 writes to its arguments (``torch.Tag``, its schema). The functions below ask that first; :data:`OPERATORS`
@@ -58,7 +58,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Facts:
-    """A row of the table.
+    """The facts about one operator: a row of :data:`OPERATORS`.
 
     Attributes:
         moves: Each element of the result is one of an operand, its negative, or zero; which one, no element
@@ -105,7 +105,7 @@ def _scaled(x: Any, factor: Any) -> Any:
 
 
 def _is_one(number: Any) -> bool:
-    """Whether it is the number 1, and no symbol that happens to be 1."""
+    """Whether a value is the number 1, and no symbol that happens to be 1."""
     return isinstance(number, (int, float)) and number == 1
 
 
@@ -212,7 +212,7 @@ OPERATORS: dict[str, Facts] = {
 
 @functools.cache
 def facts_of(target: Any) -> Facts:
-    """What is known of an operator, or of anything else that a node may call."""
+    """The row of an operator, or of anything else that a node may call."""
     row = OPERATORS.get(str(target)) or OPERATORS.get(str(getattr(target, "overloadpacket", target)))
     if row is not None or not isinstance(target, OpOverload):
         return row or OPAQUE
@@ -305,7 +305,7 @@ def source_of(node: Any) -> Any:
 
 
 def number_filling(node: Node) -> Any:
-    """What each element of a node is; None where nothing is known to be."""
+    """The number that each element of a node is; None where no such number is known."""
     name = facts_of(node.target).fills
     return None if name is None else named_arguments(node.target, node.args, node.kwargs)[name]
 
@@ -321,7 +321,7 @@ def ignores_values(target: Any) -> bool:
 
 @functools.cache
 def size_argument(target: Any) -> int | None:
-    """Which argument of an operator is the shape of its result."""
+    """The position of the argument that is the shape of an operator's result; None if there is none."""
     names = [argument.name for argument in schema_of(target).arguments]
     return names.index("size") if "size" in names else None
 
@@ -341,7 +341,7 @@ def draws(target: Any) -> bool:
 
 
 def drawn_range(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any] | None:
-    """``(low, high)`` of a call for random integers, each from low up to high as likely, else None."""
+    """The ``(low, high)`` of a draw of integers, each from low up to high as likely; None for other calls."""
     if not isinstance(target, OpOverload) or "randint" not in schema_of(target).name:
         return None
     given = named_arguments(target, args, kwargs)
@@ -376,19 +376,19 @@ def depends_on_values(target: OpOverload) -> bool:
 
 
 def composite_of(target: Any, kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
-    """The elementary operations that a call stands for; None where it is one itself, as a plain sum is."""
+    """The elementary operations that a call stands for; None for an elementary call, as of a plain sum."""
     facts = facts_of(target)
     return None if facts.sign and _is_one(kwargs.get("alpha", 1)) else facts.composite
 
 
 def weighted_sum(x: Any, y: Any, beta: Any, alpha: Any) -> Any:
-    """``beta x + alpha y``; a ``beta`` of 0 ignores x, as in torch: NaN and infinities in it are not read."""
+    """The sum ``beta x + alpha y``; a ``beta`` of 0 ignores x, as in torch, NaN and infinities included."""
     ignores_x = isinstance(beta, (int, float)) and beta == 0
     return _scaled(y, alpha) if ignores_x else _scaled(x, beta) + _scaled(y, alpha)
 
 
 def foreach_name(target: Any) -> str:
-    """NAME of an operator ``aten::_foreach_NAME``; empty for others."""
+    """The NAME of an operator ``aten::_foreach_NAME``; empty for other operators."""
     if not isinstance(target, OpOverload):
         return ""
     namespace, _, name = schema_of(target).name.partition("::_foreach_")
@@ -396,7 +396,7 @@ def foreach_name(target: Any) -> str:
 
 
 def foreach_rule(name: str) -> Callable[..., Any] | None:
-    """What ``_foreach_NAME`` does to each element of its lists. See ``Facts.each``."""
+    """The function that ``_foreach_NAME`` applies to each element of its lists. See ``Facts.each``."""
     of_lists, of_element = (OPERATORS.get(f"aten.{prefix}{name}", OPAQUE) for prefix in ("_foreach_", ""))
     return of_lists.each or of_element.composite or getattr(torch, name, None)
 

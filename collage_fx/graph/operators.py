@@ -1,4 +1,4 @@
-"""``collage_fx`` operators: elementwise arithmetic that is one node in a graph and integer code in a kernel.
+"""Operators of ours: elementwise arithmetic that is one node in a graph and integer code in a kernel.
 
 Note [One node, one definition]
 -------------------------------
@@ -136,7 +136,7 @@ def _(old: Tensor, old_lo: Tensor | None, intended: Tensor, hi: Tensor, lo: Tens
 
 @functools.cache
 def _trace(function: Callable[..., Any], tensors: int, constants: tuple[Any, ...] = ()) -> GraphModule:
-    """The elementary operations of a function of so many float32 tensors."""
+    """The trace of a function of so many float32 tensors into elementary operations."""
     tracer = make_fx(lambda *x: function(*x, *constants), decomposition_table=functional_decompositions())
     with FakeTensorMode(), torch.no_grad():
         return tracer(*(torch.empty(2) for _ in range(tensors)))
@@ -152,7 +152,7 @@ def _interpret(trace: GraphModule, inputs: Sequence[Any]) -> list[Any]:
 
 
 def _round(device: torch.device, dtype: torch.dtype) -> Callable[[Sequence[Any]], Any]:
-    """See Note [A rounding in C++ is a conversion]."""
+    """The code of ``round_to_storage`` for an element: see Note [A rounding in C++ is a conversion]."""
     if takes_our_cpp(device):
         return lambda inputs: rounded_in_cpp(inputs[0], dtype)
     return lambda inputs: _interpret(_trace(arithmetic.round_to_storage, 1, (dtype,)), inputs)[0]
@@ -182,7 +182,7 @@ def _terms(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 @functools.cache
 def _sums(tensors: int) -> Sums:
-    """What ``update_sums`` sums of so many tensors."""
+    """The description, for the C++ of a kernel, of what ``update_sums`` sums of so many tensors."""
     trace = _trace(_values, tensors)
     inputs = trace.graph.find_nodes(op="placeholder")
     text = {node: f"x{i}" for i, node in enumerate(inputs)}

@@ -1,4 +1,4 @@
-"""What travels through the pipeline: one captured step, its state tensors and what is decided about them."""
+"""The data that passes work on: one captured step, its state tensors and what is decided about them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Arithmetic = Literal["wide", "native"]
 
 
 class Role(enum.Enum):
-    """What an input of the step is to the user.
+    """The role that an input of the step has for the user.
 
     CARRIED is what a recorded step computes in one graph and uses in the next.
     """
@@ -49,7 +49,7 @@ class Role(enum.Enum):
 
 @dataclass(frozen=True)
 class InputInfo:
-    """What is known of one graph input beyond the graph.
+    """The facts about one graph input that the graph does not hold.
 
     Attributes:
         name: as the user knows it, such as ``param_groups[0].params[3].exp_avg``.
@@ -67,7 +67,7 @@ class InputInfo:
 
 
 class Kind(enum.Enum):
-    """How a state tensor's new value depends on its old one."""
+    """The ways in which a state tensor's new value may depend on its old one."""
 
     ACCUMULATION = "accumulation"
     MOVING_AVERAGE = "moving average"
@@ -77,7 +77,7 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True)
 class Recurrence:
-    """``symbol' = f(symbol, ...)`` and its shape.
+    """A state tensor's recurrence, ``symbol' = f(symbol, ...)``, and of which kind it is.
 
     Attributes:
         expression: the new value; other state tensors' new values appear as primed symbols.
@@ -96,7 +96,7 @@ class Recurrence:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether plain low precision loses the update, and the numbers that say so."""
+    """The verdict on a recurrence: whether plain low precision loses the update, and why."""
 
     lossy: bool
     reason: str
@@ -141,7 +141,7 @@ class StateTensor:
 
     @property
     def value(self) -> torch.Tensor:
-        """The FakeTensor: shape, strides, dtype, device."""
+        """The FakeTensor of the input: its shape, strides, dtype and device."""
         value = tensor_value(self.placeholder)
         assert value is not None
         return value
@@ -225,7 +225,7 @@ class StepProgram:
 
     @property
     def compensation(self) -> str:
-        """What a compensating pass says it did: ``148 tensors``, ``148 tensors, 12 refused``."""
+        """The summary of a compensating pass: ``148 tensors``, ``148 tensors, 12 refused``."""
         refused = sum(bool(state.refusal) for state in self.compensated)
         return f"{len(self.compensated)} tensors" + (f", {refused} refused" if refused else "")
 
@@ -244,7 +244,7 @@ class StepProgram:
         )
 
     def move_to(self, gm: GraphModule) -> None:
-        """Go on with another copy of the captured graph, and what is known of its inputs."""
+        """Take another copy of the captured graph, and find the state tensors' nodes in it."""
         self.gm = gm
         inputs, stores = placeholders(gm.graph), copies_to_inputs(gm.graph)
         for state in self.states:

@@ -1,4 +1,4 @@
-"""Reading recurrences out of a graph: how a state tensor's new value depends on its old one.
+"""Recurrences read out of a graph: how a state tensor's new value depends on its old one.
 
 Two readings of the same nodes. The *expression* is for people: SymPy, other state tensors' new values cut off
 as primed
@@ -45,7 +45,7 @@ LONGEST_EXPRESSION = 400
 
 
 class _Nonlinear:
-    """Marker: depends on the old value, but not piecewise linearly."""
+    """The class of a marker: a value depends on the old one, but not piecewise linearly."""
 
 
 _NONLINEAR = _Nonlinear()
@@ -112,7 +112,7 @@ class _Reader:
         self._slopes: dict[Node, Slopes] = {}
 
     def path(self) -> tuple[Node, ...]:
-        """Nodes between load and store, in graph order."""
+        """The nodes between the tensor's load and its store, in graph order."""
         self.depends(self.new_value)
         order = {node: i for i, node in enumerate(self.placeholder.graph.nodes)}
         return tuple(
@@ -243,14 +243,14 @@ def _sum(first: Slopes, second: Slopes) -> Slopes:
 
 
 def _branches(first: Slopes, second: Slopes) -> Slopes:
-    """Either of two values; one that does not depend on the old value at all contributes no slope."""
+    """The slopes of either of two values; one that does not depend on the old value contributes none."""
     if isinstance(first, _Nonlinear) or isinstance(second, _Nonlinear):
         return _NONLINEAR
     return first | second
 
 
 def _number(value: Any) -> sympy.Expr:
-    """A constant for display: the shortest decimal that reads well, whole numbers as integers."""
+    """A constant as an expression for display: six digits, whole numbers as integers."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return sympy.Symbol(str(value))
     if math.isfinite(value) and value == int(value):
@@ -259,7 +259,7 @@ def _number(value: Any) -> sympy.Expr:
 
 
 def _exact(value: Any) -> sympy.Expr:
-    """A constant for arithmetic: the double's exact value."""
+    """A constant as an expression for arithmetic: the exact value of the double."""
     if isinstance(value, (int, float)) and math.isfinite(value):
         fraction = Fraction(value)
         return sympy.Rational(fraction.numerator, fraction.denominator)

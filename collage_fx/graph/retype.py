@@ -1,4 +1,4 @@
-"""Carry a graph's low-precision values in float32: the mechanism that ``widen`` and ``pin-roundings`` share.
+"""A rewrite that carries low-precision values in float32, for the passes ``widen`` and ``pin-roundings``.
 
 After it has run, every operation that used to be computed in bfloat16 or float16 works on float32 values;
 casts remain only where memory is read (inputs) and written (the ``copy_`` epilogue, outputs, operators that
@@ -101,7 +101,7 @@ class Retyper:
             self._replace(node, result)
 
     def _visit_element(self, node: Node) -> None:
-        """One of several results: float32 by now if a transparent operator made it, else as it was."""
+        """Visit one of several results: float32 by now if a transparent operator made it, else as it was."""
         results, index = node.args
         value = tensor_value(node)
         assert isinstance(results, Node)
@@ -110,7 +110,7 @@ class Retyper:
             self._float32[node] = self.editor.call(operator.getitem, results, index)
 
     def _define(self, node: Node, result: Node, *, rounds: bool) -> None:
-        """``result`` (float32) now carries what the low-precision ``node`` stood for."""
+        """Have ``result`` (float32) carry what the low-precision ``node`` stood for."""
         value = tensor_value(node)
         assert value is not None
         if not (self.rounding and rounds):
@@ -122,7 +122,7 @@ class Retyper:
             self._float32[node] = self.editor.call(round_to_storage, result, value.dtype)
 
     def _replace(self, node: Node, result: Node) -> None:
-        """``result`` has the dtype ``node`` had: later nodes read it directly."""
+        """Have later nodes read ``result``, which has the dtype of ``node``."""
         node.replace_all_uses_with(result)
 
     def _in_float32(self, node: Node) -> Node:

@@ -1,4 +1,4 @@
-"""Which way a step took through the compiler, and why not a faster one."""
+"""The way that a step took through the compiler, and why not a faster one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Unit = Literal["by family", "in parts", "whole", "as captured"]
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a way was not taken: what a function returns that finds that it cannot do something.
+    """The reason why a way was not taken: returned by a function that finds that it cannot do something.
 
     Attributes:
         what: in words that go on from "not by family: ".
@@ -62,6 +62,6 @@ class Route:
         return f"Compiled {self.unit}" + (f" ({first})." if first else ".")
 
     def explained(self) -> list[str]:
-        """A line for each faster way: why it was not taken."""
+        """The reasons as text: a line for each faster way, why it was not taken."""
         lines = [f"not captured: {self.recorded}"] if self.recorded else []
         return lines + [f"not {way}: {reason}" for way, reason in self.reasons]

@@ -52,7 +52,7 @@ class Skip:
 
 
 def unless_skipped(placeholder: Node, new_value: Node) -> Node:
-    """What ``placeholder`` is overwritten with in a step that is taken."""
+    """The node that ``placeholder`` is overwritten with in a step that is taken."""
     skip = _skip(placeholder, new_value)
     return new_value if skip is None else skip.changed
 
@@ -68,7 +68,7 @@ def set_aside(state: StateTensor) -> Skip | None:
 
 
 def intend(editor: GraphEditor, error_format: ErrorFormat, state: StateTensor, skip: Skip | None) -> None:
-    """Say that a step which is skipped was to leave the tensor's value as it is.
+    """Set the intended value of a tensor: its old value in a step that is skipped.
 
     To be called when the graph is finished: nothing reads the intended value unless the step is measured.
     """
@@ -92,7 +92,7 @@ def restore(editor: GraphEditor, state: StateTensor, skip: Skip | None) -> None:
 
 
 def _skip(placeholder: Node, new_value: Node) -> Skip | None:
-    """The choice that a new value is. One that depends on the old value is an update like another."""
+    """The choice that a new value is; None if it is none, or if the condition depends on the old value."""
     if new_value.target is not aten.where.self or _reads(new_value.args[0], placeholder):
         return None
     for kept in (1, 2):

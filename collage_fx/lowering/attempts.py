@@ -1,4 +1,4 @@
-"""One graph compiled by Inductor, in a simpler way where it fails.
+"""The compilation of a graph by Inductor, in simpler ways where the usual one fails.
 
 Note [There is always a way]
 ----------------------------
@@ -45,7 +45,7 @@ WAYS: tuple[tuple[str, Callable[[], AbstractContextManager[Any]]], ...] = (
 
 
 class Attempt(NamedTuple):
-    """What became of a graph.
+    """The outcome of the attempts to compile a graph.
 
     Attributes:
         call: takes the inputs as one list.

@@ -1,4 +1,4 @@
-"""Parts of a step in a form that does not tell equal ones apart, and their compilation.
+"""Rules: parts of a step in a form that is the same for equal parts, and their compilation.
 
 Note [One kernel for equal parts]
 ---------------------------------
@@ -117,7 +117,7 @@ class _Line:
 
 @dataclass(frozen=True, eq=False)
 class Rule:
-    """What a part computes, without saying of which tensors.
+    """A part's computation, without saying of which tensors.
 
     Attributes:
         key: equal for equal rules.
@@ -141,12 +141,12 @@ class Rule:
 
     @property
     def divisible(self) -> bool:
-        """Whether it may be computed for pieces of the tensors; its sums are then the sums of theirs."""
+        """Whether a kernel may compute pieces of the tensors one by one; their sums add up to its sums."""
         return self.flat and self.independent and not any(line.target is update_sizes for line in self.lines)
 
     @property
     def operations(self) -> set[str]:
-        """The names of its operators."""
+        """The names of the rule's operators."""
         return {str(line.target) for line in self.lines if line.target is not None}
 
     @property
@@ -269,7 +269,7 @@ class _Writer:
         return _Line(node.target, args, tuple(sorted(kwargs.items())))
 
     def _layout(self, node: Node) -> tuple[Any, ...]:
-        """What a rule says of an input: all that a kernel's code may depend on."""
+        """The description of an input in a rule: all that a kernel's code may depend on."""
         value = tensor_value(node)
         if value is None:
             return (type(node.meta["val"]),)
@@ -279,7 +279,7 @@ class _Writer:
 
 
 def samples_first(part: Part) -> list[Part]:
-    """A flat part whose samples are apart from the rest, which runs after them; any other as it is."""
+    """A flat part cut into its samples and the rest, which runs after them; any other part as it is."""
     samples = tuple(store for store in part.stores if _target_of_value(store) is update_sizes)
     rest_of_part = replace(part, stores=tuple(store for store in part.stores if store not in samples))
     if not samples or not (rest_of_part.stores or part.results) or not rule_of(part).flat:
@@ -293,7 +293,7 @@ def _target_of_value(store: Node) -> Any:
 
 
 def _order_in_memory(value: Tensor) -> tuple[tuple[int, int], ...]:
-    """Strides, where they matter."""
+    """The dimensions of more than one element with their strides: equal for equal orders in memory."""
     if value.numel() == 0:
         return ()
     return tuple(
@@ -398,7 +398,7 @@ def _graph_of(rule: Rule, scope: SymbolicScope, hint: int) -> GraphModule:
 
 
 def _use_rest(graph: Graph) -> None:
-    """Make what ``arithmetic.rest`` was traced to the operator ``rest``, whose code is shorter."""
+    """Replace traces of ``arithmetic.rest`` by the operator ``rest``, whose code is shorter."""
     for node in graph.find_nodes(op="call_function", target=aten.where.self):
         operands = _operands_of_rest(*node.args)
         if operands is not None:

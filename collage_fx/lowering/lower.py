@@ -1,4 +1,4 @@
-"""From a rewritten graph to the callable that AOTAutograd runs."""
+"""The lowering of a rewritten graph to the callable that AOTAutograd runs."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _failed(fault: Reason, infos: Sequence[InputInfo]) -> FailedLoweringError:
 def _expected(
     program: StepProgram, extended: Repetition, *, all_layouts: bool
 ) -> tuple[list[Expected], list[Expected]]:
-    """What the tensors have to be that a step is called with, and the error terms that it adds to them.
+    """The expected tensors: those that a step is called with, and the error terms that it adds to them.
 
     Args:
         program: after the pipeline.
@@ -161,7 +161,7 @@ def _expected(
 
 
 def _settings(program: StepProgram) -> dict[str, Any]:
-    """What Inductor's configuration has to be while the program's graph is lowered."""
+    """The Inductor settings for lowering a program's graph."""
     values = map(tensor_value, placeholders(program.gm.graph))
     devices = {value.device for value in values if value is not None}
     settings = inductor_settings(program.arithmetic, devices) if program.strategy != "none" else {}
@@ -169,14 +169,14 @@ def _settings(program: StepProgram) -> dict[str, Any]:
 
 
 def inductor_settings(arithmetic: Arithmetic, devices: Iterable[torch.device] = ()) -> dict[str, Any]:
-    """What Inductor's configuration has to be while a graph of this arithmetic is lowered."""
+    """The Inductor settings for lowering a graph of this arithmetic on these devices."""
     settings = NATIVE_SETTINGS if arithmetic == "native" else IEEE_SETTINGS
     of_devices = {name: value for each in devices for name, value in device_facts(each).settings.items()}
     return {**settings, **of_devices}
 
 
 def _whole(program: StepProgram, example_inputs: Sequence[Any], inductor_options: dict[str, Any]) -> Attempt:
-    """The graph compiled as one."""
+    """Compile the program's graph as one."""
     auxiliaries = [node for state in program.expansions for node in state.auxiliaries]
     static = list(inductor_options.get("static_input_idxs", ()))
     owners = [state for state in program.expansions for _ in state.auxiliaries]

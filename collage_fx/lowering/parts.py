@@ -191,7 +191,7 @@ class _Partition:
 
 
 def _rank_of_store(store: Node, fingerprints: Mapping[Node, int]) -> int:
-    """Stores of inputs as they are come first, in the order of the epilogue.
+    """A key that sorts a part's stores: those that store an input as it is come first.
 
     After a store into that input they would read its new value: Inductor's passes take copies away.
     """

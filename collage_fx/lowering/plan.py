@@ -1,4 +1,4 @@
-"""A step lowered part by part, equal parts by one kernel: ``share-kernels``.
+"""The lowering of a step part by part, with one kernel for equal parts.
 
 The phase between the passes and Inductor. What a part is, and why parts may run one after another, is in
 Note [Parts of a step] (``parts.py``); when two of them are one kernel in Note [One kernel for equal
@@ -89,7 +89,7 @@ def _kernel(rule: Rule, compiled: dict[Hashable, Kernel | Reason]) -> Kernel | R
 
 
 def _not_plain(value: Any) -> str | None:
-    """What is in the way of parts, where an input is a tensor on another device or of sizes not known."""
+    """The reason why an input rules out parts: its device, or unknown sizes; None if it does not."""
     if not isinstance(value, Tensor):
         return None
     if not device_facts(value.device).in_parts:
@@ -144,7 +144,7 @@ class _Planner:
         return list(dict.fromkeys(value for call in self.calls for value in call.part.results))
 
     def _numbers(self) -> list[Node]:
-        """What is computed on the way to the symbolic numbers that are returned, operands first."""
+        """The nodes that compute the symbolic numbers that are returned, operands first."""
         wanted = {value for value in _outputs(self.gm.graph) if _is_computed_in_python(value)}
         for node in reversed(self.gm.graph.nodes):
             if node in wanted:
@@ -179,7 +179,7 @@ def _is_computed_in_python(value: Any) -> bool:
 
 
 def repeated_step(step: StepInParts, repetition: Repetition) -> StepInParts | Reason:
-    """The calls of a step for every member of each family, or why they cannot be repeated."""
+    """A step that makes the calls for every member of each family, or why they cannot be repeated."""
     if repetition.is_of_one:
         return step
     first_constant = len(repetition.copies)

@@ -126,7 +126,7 @@ def scale_double_word(xh: Tensor, xl: Tensor, y: Tensor) -> DoubleWord:
 
 
 def negate_double_word(xh: Tensor, xl: Tensor) -> DoubleWord:
-    """``-(xh + xl)``, exact."""
+    """The double word ``-(xh + xl)``, exact."""
     return -xh, -xl
 
 
@@ -160,7 +160,7 @@ def split(value: Tensor, dtype: torch.dtype, lo_dtype: torch.dtype) -> DoubleWor
 
 
 def rest(value: Tensor, hi: Tensor) -> Tensor:
-    """``value - hi`` where ``hi`` is finite, zero elsewhere; both float32."""
+    """The rest ``value - hi`` where ``hi`` is finite, zero elsewhere; all float32."""
     return finite_or_zero(value - hi, hi)
 
 

@@ -1,4 +1,4 @@
-"""What is summed over the elements of one tensor's update: the in-graph half of the metrics.
+"""The sums over the elements of one tensor's update that the metrics are derived from.
 
 Note [Metrics]
 --------------
@@ -112,7 +112,7 @@ WITHOUT_LO = {
 def values(
     old: Tensor, old_lo: Tensor | None, intended: Tensor, hi: Tensor, lo: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """What each element is measured by, float32: its intended update, what hi and hi + lo moved by, and lo.
+    """Float32 values that measure each element: its intended update, what hi and hi + lo moved by, and lo.
 
     All are float32: ``old`` and ``old_lo`` are hi and error term before the step, ``intended`` is the new
     value before it is stored, ``hi`` and ``lo`` are what is stored. Without error terms there are two.
@@ -126,7 +126,7 @@ def values(
 def terms(
     old: Tensor, old_lo: Tensor | None, intended: Tensor, hi: Tensor, lo: Tensor | None
 ) -> dict[str, Tensor]:
-    """What each element adds to :data:`SUMS`: float64 products of :func:`values`, and truth values.
+    """The terms that each element adds to :data:`SUMS`: float64 products of :func:`values`, and truth values.
 
     Without error terms, those of :data:`WITHOUT_LO` are missing.
     """

@@ -1,4 +1,4 @@
-"""What a person is shown of a compilation: tables, pages, pictures, files. Decides nothing."""
+"""Reports of compilations for people: tables, pages, pictures, files. Nothing here decides anything."""
 
 from collage_fx.report.dumps import is_dumping, open_dump
 from collage_fx.report.graphs import GraphReport, Rewritten

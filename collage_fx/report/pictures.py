@@ -59,7 +59,7 @@ class Picture:
     arrows: tuple[tuple[str, str], ...]
 
     def to_text(self) -> str:
-        """A line a box, with the pass that made it."""
+        """The boxes as text, a line each, with the pass that made each."""
         width = max((len(box.text) for box in self.boxes), default=0)
         lines = (f"    {box.layout:10}  {box.text:{width}}  {box.made_by}" for box in self.boxes)
         return "\n".join(line.rstrip() for line in lines)
@@ -76,7 +76,7 @@ def pass_color(name: str, passes: Sequence[str]) -> str:
 
 
 def whole_graph(graph: Graph) -> Picture:
-    """Every node but the output."""
+    """A picture of every node of a graph but the output."""
     nodes = [node for node in graph.nodes if node.op != "output"]
     return _picture(nodes, {}, {node: node.name for node in nodes}, frozenset())
 
@@ -116,7 +116,7 @@ def picture(graph: Graph, inputs: Collection[str], names: Mapping[str, str]) -> 
 
 
 def _rounded_versions(store: Node) -> Iterator[Node]:
-    """The value that a store stores, and what it was before it was rounded and cast."""
+    """The value that a store stores, and the nodes that it was before it was rounded and cast."""
     value = store.args[1]
     while isinstance(value, Node):
         yield value
@@ -125,7 +125,7 @@ def _rounded_versions(store: Node) -> Iterator[Node]:
 
 
 def _is_inlined(node: Node) -> bool:
-    """Casts, and constants such as ``full([], 0)``."""
+    """Whether a node is drawn as part of its readers: a cast, or a constant such as ``full([], 0)``."""
     return is_conversion(node) or (node.op == "call_function" and not node.all_input_nodes)
 
 
@@ -155,7 +155,7 @@ def _picture(
 
 
 def _read(node: Node) -> list[Node]:
-    """Whose values a node reads; a store's destination is not among them."""
+    """The nodes whose values a node reads; a store's destination is not among them."""
     operands = node.args[1:2] if is_copy_to_input(node) else node.all_input_nodes
     return [operand for operand in operands if isinstance(operand, Node)]
 

@@ -1,4 +1,4 @@
-"""What was done to each state tensor, and which tensors were treated alike."""
+"""The report's rows: what was done to each state tensor, and which tensors were treated alike."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["TensorReport", "Treatment", "bytes_per_parameter", "tensor_report", 
 
 @dataclass(frozen=True)
 class TensorReport:
-    """One state tensor of a step.
+    """A row of the report: one state tensor of a step.
 
     Attributes:
         name: as the user knows it.
@@ -59,12 +59,12 @@ class TensorReport:
 
     @property
     def recurrence(self) -> str:
-        """``symbol' = expression``."""
+        """The equation ``symbol' = expression`` as text."""
         return f"{self.symbol}' = {sympy.sstr(self.expression)}"
 
     @property
     def why(self) -> str:
-        """Reason and selection in one line."""
+        """The reasons for the verdict and for the selection, in one line."""
         return f"{self.reason}; {'' if self.compensated else 'no '}error terms ({self.selection})"
 
 
@@ -112,12 +112,12 @@ class Treatment:
 
     @property
     def what(self) -> str:
-        """The tensor's name, or what the several are: ``148 parameters``, ``148 × exp_avg``."""
+        """The tensor's name, or number and kind of several: ``148 parameters``, ``148 × exp_avg``."""
         return self.example.name if len(self.rows) == 1 else self.counted
 
     @property
     def counted(self) -> str:
-        """Without a name, as in ``1 parameter``."""
+        """The number and kind of the tensors, as in ``1 parameter``."""
         number = len(self.rows)
         if self.example.role is Role.PARAMETER:
             return f"{number} parameter{'s' * (number > 1)}"

@@ -1,4 +1,4 @@
-"""What outlives a compilation: all that runs at every step, or between steps."""
+"""The objects that outlive a compilation: all that runs at every step, or between steps."""
 
 from collage_fx.runtime.batches import (
     LENGTH,

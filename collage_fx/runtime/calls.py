@@ -113,7 +113,7 @@ class StepInParts:
 
     @property
     def kernels(self) -> list[Kernel]:
-        """What it calls, each once."""
+        """The kernels that the step calls, each once."""
         return list({id(call.kernel): call.kernel for call in self.calls}.values())
 
     def __call__(self, arguments: list[Any]) -> Any:
@@ -142,7 +142,7 @@ def _grouped(calls: Sequence[Call]) -> list[list[Call]]:
 
 
 class _Table:
-    """Which values of a step's list batches need the address of, and which cells of scratch memory they use.
+    """The numbering of what batches read: addresses of a step's values, and cells of scratch memory.
 
     Args:
         results: indices of the values that are numbers for batches alone: cells of scratch memory.
@@ -153,7 +153,7 @@ class _Table:
         self._numbers: dict[int, int] = {}
 
     def batch(self, calls: Sequence[Call]) -> Batch | None:
-        """Calls of one kernel, if it is a function."""
+        """Calls of one kernel as a batch, if the kernel is a C++ function."""
         kernel = calls[0].kernel
         if kernel.function is None:
             return None

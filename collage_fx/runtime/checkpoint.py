@@ -91,7 +91,7 @@ def install() -> None:
 
 
 def note_compiled(optimizer: Optimizer) -> None:
-    """The backend has compiled a step of ``optimizer``.
+    """Note that the backend has compiled a step of ``optimizer``.
 
     Warn if its checkpoint had no error terms to go on with.
     """
@@ -122,7 +122,7 @@ def _entries(optimizer: Optimizer, parameter: Tensor) -> StateDict:
 
 
 def _keyed_auxiliaries(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """``(name.format.auxiliary, buffer)`` of those that have error terms."""
+    """Pairs ``(name.format.auxiliary, buffer)`` of those tensors that have error terms."""
     for name, tensor in tensors:
         if (expansion := expansion_of(tensor)) is not None:
             specs = expansion.format.auxiliaries(tensor)
@@ -213,7 +213,7 @@ def adopt(optimizer: Optimizer) -> None:
 
 
 def _as_before_the_cast(auxiliaries: Saved, hi: Tensor) -> Saved | None:
-    """What torch has cast to hi's dtype, in its own again; None where the cast has cut bits off."""
+    """Auxiliaries that torch has cast to hi's dtype, cast back; None where the cast has cut bits off."""
     found = dict(auxiliaries)
     for format_name in {format_name for format_name, _ in auxiliaries} & ERROR_FORMATS.keys():
         for spec in ERROR_FORMATS[format_name].auxiliaries(hi):
@@ -394,7 +394,7 @@ def _warn_zeros(optimizer: Optimizer) -> None:
 
 
 def _keyed_parameters(optimizer: Optimizer, state_dict: StateDict) -> Iterator[tuple[Any, str, Tensor]]:
-    """``(key in the state dict, name, parameter)`` of every parameter that both sides have."""
+    """The ``(key in the state dict, name, parameter)`` of every parameter that both sides have."""
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]
     # Not strict: torch checks the lengths, in its own words.
     for key, (name, parameter) in zip(keys, parameter_names(optimizer), strict=False):
@@ -414,6 +414,6 @@ def _shared(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
 
 
 def _shared_in(state_dict: StateDict) -> Iterator[tuple[str, Tensor]]:
-    """``(name, tensor)`` of what belongs to no single parameter in a state dict."""
+    """The ``(name, tensor)`` of each tensor in a state dict that belongs to no single parameter."""
     keys = (key for group in state_dict["param_groups"] for key in group["params"])
     return shared_tensors(state_dict["param_groups"], state_dict["state"], keys)

@@ -1,4 +1,4 @@
-"""Where error terms live: a table keyed by tensor, and what a user may ask of it.
+"""The tables of all error terms, keyed by tensor, and the functions by which a user asks for them.
 
 Note [Lifetime of error terms]
 ------------------------------
@@ -71,7 +71,7 @@ def state_of_records() -> object:
 
 @dataclass(eq=False)
 class Expansion:
-    """What is kept beside one tensor.
+    """The record of one tensor's auxiliaries.
 
     Attributes:
         format: how hi and the auxiliaries encode the value.
@@ -257,7 +257,7 @@ def error_terms(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def full_value(tensor: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
-    """``hi + error terms`` in ``dtype``, a new tensor of the same shape.
+    """The value ``hi + error terms`` in ``dtype``, a new tensor of the same shape.
 
     Exact in float64 for every registered format (a bfloat16 pair spans at most 53 bits wherever lo is within
     2**-44 of hi).

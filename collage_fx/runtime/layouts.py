@@ -1,4 +1,4 @@
-"""Whether the tensors that a step is called with are what its code was made for.
+"""Checks that the tensors that a step is called with are what its code was made for.
 
 Note [What Dynamo does not look at]
 -----------------------------------
@@ -37,7 +37,7 @@ __all__ = ["Expected", "Layouts", "picking", "refuse_layout"]
 
 @dataclass(frozen=True)
 class Expected:
-    """A tensor among a step's arguments, as its code was made for.
+    """The description of the tensor that a step's code expects as one of its arguments.
 
     Attributes:
         index: of it among the arguments.
@@ -128,7 +128,7 @@ def _unknown(*tensors: Tensor) -> bool:
 
 
 def picking(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """``itemgetter``, but a tuple also of one index, or of none."""
+    """A function like ``itemgetter(*indices)`` that returns a tuple also for one index, or none."""
     if len(indices) > 1:
         return itemgetter(*indices)
     return lambda values: tuple(values[index] for index in indices)

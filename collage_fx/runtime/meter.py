@@ -1,4 +1,4 @@
-"""The rows that measured steps fill, and what is kept of them: Note [Metrics] in ``numerics/update_sums.py``.
+"""The rows that measured steps fill, and their copies: Note [Metrics] in ``numerics/update_sums.py``.
 
 A step is what an optimizer's ``step`` does once, in however many compiled graphs: a step begins when a tensor
 is updated that has been updated since the last one began.
@@ -36,7 +36,7 @@ Step = Callable[[list[Any]], Any]
 
 @dataclass(frozen=True)
 class _Identity:
-    """What is known of a measured tensor: :class:`MeasuredTensor` before the user's names are asked for."""
+    """The identity of a measured tensor: a :class:`MeasuredTensor` before the model's names are known."""
 
     name: str
     kind: str
@@ -63,7 +63,7 @@ class _Clock:
 
 @dataclass
 class _Snapshot:
-    """What one measured call left in its rows."""
+    """A copy of the rows that one measured call has filled."""
 
     subject: str
     step: int
@@ -100,7 +100,7 @@ class Meter:
                     self._ranks.setdefault(identity.name, len(self._ranks))
 
     def identity(self, tensor: Tensor, info: InputInfo) -> _Identity:
-        """What is known of a measured tensor: what it is to an optimizer, or else as a graph's input."""
+        """The identity of a measured tensor: as an optimizer knows it, or else as a graph's input."""
         kind = "parameter" if info.role is Role.PARAMETER else info.symbol
         known = self._identities.get(tensor)
         return known if known is not None else _Identity(info.name, kind, None, None, info.name)
@@ -112,11 +112,11 @@ class Meter:
         self._snapshots.append(snapshot)
 
     def forget(self) -> None:
-        """Drop what has been measured; the count of steps goes on."""
+        """Drop all measurements; the count of steps goes on."""
         self._snapshots.clear()
 
     def metrics(self, model: torch.nn.Module | None = None) -> Metrics:
-        """What has been measured; waits for the devices.
+        """All that has been measured; this waits for the devices.
 
         Args:
             model: whose names for parameters are used, rather than those that the optimizer knows.
@@ -137,12 +137,12 @@ class Meter:
         return Metrics(dict(sorted(steps.items())), tensors)
 
     def _order(self, identity: _Identity) -> tuple[bool, int]:
-        """Parameters first, and all as the optimizers have them."""
+        """A sort key: parameters first, and all in the order in which the optimizers have them."""
         return identity.kind != "parameter", self._ranks.get(identity.name, len(self._ranks))
 
 
 def _quality(elements: int, row: Sequence[float]) -> UpdateQuality:
-    """What a row says, its sample taken for all elements."""
+    """The quality of an update, from its row; what is counted in the sample is scaled to all elements."""
     sample = row[SIZES_AT:][: len(SIZES)]
     each = elements / sum(sample) if elements else 0
     sizes = tuple(count * each for count in sample)
@@ -176,7 +176,7 @@ class MeasuredInput:
 
     @classmethod
     def of(cls, state: StateTensor, index: int, info: InputInfo) -> MeasuredInput:
-        """An input that the tensor of a program stands for."""
+        """The description of the input of this index, for which a state tensor of a program stands."""
         return cls(index, info, int(state.value.numel()), state.value.device)
 
 
@@ -195,7 +195,7 @@ class Rows:
             ]
 
     def copy(self) -> Tensor:
-        """What they hold, one row per tensor, on its device if there is but one."""
+        """A copy of the sums, one row per tensor, on their device if there is but one."""
         if len(self._buffers) == 1:
             return next(iter(self._buffers.values())).clone()
         return torch.stack([row.cpu() for row in self._rows])

@@ -1,4 +1,4 @@
-"""A compiled step at run time: it finds the error terms, looks at the layouts, and calls the code."""
+"""The compiled step at run time: it finds the error terms, checks the layouts, and calls the code."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class CompensatedStep:
 
 
 class WholeStep:
-    """Calls a step as Dynamo calls what a backend returns: what AOTAutograd's wrapper would do for it.
+    """A step for Dynamo to call, in place of AOTAutograd's wrapper around the compiled graph.
 
     Args:
         step: takes the inputs of the whole graph as one list.
@@ -109,7 +109,7 @@ class WholeStep:
 
 
 def bind(index: int, info: InputInfo, error_format: ErrorFormat) -> _Bound | _PerCall:
-    """Where a compiled step finds the error terms of an input; those of a bound one are made now."""
+    """The way for a compiled step to find the error terms of an input; those of a bound one are made now."""
     if not info.bound or info.tensor is None:
         return _PerCall(index, error_format, info.name)
     expansion = ensure_expansion(info.tensor, error_format, name=info.name)
@@ -118,7 +118,7 @@ def bind(index: int, info: InputInfo, error_format: ErrorFormat) -> _Bound | _Pe
 
 @dataclass
 class _Bound:
-    """Error terms of a tensor that is an attribute of the captured module: the same one in every call.
+    """Finds the error terms of an attribute of the captured module: the same tensor in every call.
 
     Neither the tensor nor its error terms are kept alive. The record is remembered, so that a step costs no
     lookup; where it has been dropped (``reset_error_terms``) while the tensor lives, the tensor gets a new
@@ -145,7 +145,7 @@ class _Bound:
 
 @dataclass
 class _PerCall:
-    """Error terms of a tensor that is an argument of each call.
+    """Finds the error terms of a tensor that is an argument of each call.
 
     Looked up by identity, made at its first step.
     """
@@ -155,7 +155,7 @@ class _PerCall:
     name: str
 
     def expansion(self) -> None:
-        """Not known before the call."""
+        """None: the tensor is not known before the call."""
 
     def found(self, arguments: Sequence[Any]) -> Expansion:
         tensor = arguments[self.index]

@@ -1,4 +1,4 @@
-"""What an error format is. Each format has a file of its own beside this one."""
+"""The base class of error formats. Each format has a file of its own beside this one."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class AuxiliarySpec(NamedTuple):
 
     @classmethod
     def like(cls, hi: Tensor, name: str, dtype: torch.dtype) -> AuxiliarySpec:
-        """Of an auxiliary with the sizes and strides of hi."""
+        """The specification of an auxiliary with the sizes and strides of hi."""
         return cls(name, dtype, hi.shape, hi.stride())
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements."""
+        """The bytes of the tensor's elements."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def zeros(self, device: torch.device) -> Tensor:
@@ -48,7 +48,7 @@ class AuxiliarySpec(NamedTuple):
 
 
 class ErrorFormat(ABC):
-    """How hi and auxiliary tensors encode one value.
+    """A way for hi and auxiliary tensors to encode one value.
 
     A format may own any number of auxiliary tensors, of any dtype and shape. The contract, which the tests
     check for every registered format, the sign of zeros aside:
