@@ -42,7 +42,7 @@ prims = torch.ops.prims
 
 @dataclass(frozen=True)
 class _Call:
-    """A ``rule`` called with flat values, the last of them keyword arguments. Hashable, as a key of traces."""
+    """A ``rule`` called with flat values, the last of them keyword arguments. Hashable, as a trace's key."""
 
     rule: Callable[..., Any]
     names: tuple[str | None, ...]
