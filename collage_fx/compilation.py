@@ -55,6 +55,7 @@ from collage_fx.graph import (
     factorizes,
     input_name,
     is_low_precision_tensor,
+    not_taken,
     placeholders,
     tensor_value,
 )
@@ -379,7 +380,7 @@ class Compilation:
                     made = self._lower(program, example_inputs, inductor_options, gm)
                 else:
                     step = self.backend.lower_as_captured(gm, example_inputs, inductor_options)
-                    made = Lowered(step, "as captured", ())
+                    made = Lowered(step, "as captured")
         except AliasedStateError:
             raise
         except CollageError:
@@ -387,7 +388,7 @@ class Compilation:
             raise
         if isinstance(made, Reason):
             return made
-        by_family = [("by family", not_by_family)] if not_by_family is not None else []
+        why = (*not_taken(("by family", not_by_family)), *made.reasons)
         report = GraphReport(
             captured=before,
             repetition=repetition,
@@ -398,7 +399,7 @@ class Compilation:
             code=tuple(code),
             program=program.unrun(before),
             pipeline=self._pipeline,
-            route=Route(made.unit, self.recorded, bool(program.measured), (*by_family, *made.reasons)),
+            route=Route(made.unit, self.recorded, bool(program.measured), why, made.vectors),
         )
         pass_log.lowered(report.code)
         self._keep(report, compensated=bool(program.compensated), started=started)

@@ -21,6 +21,7 @@ from collage_fx.graph import (
     Unit,
     copies_to_inputs,
     copy_of,
+    not_taken,
     placeholders,
     repeated_graph,
 )
@@ -79,7 +80,7 @@ class _CaptureOnly(CollageBackend):
         rules = rules_of(program.gm, always=not program.repetition.is_of_one)
         if isinstance(rules, Reason) and not program.repetition.is_of_one:
             return rules
-        reasons = (("in parts", rules),) if isinstance(rules, Reason) else ()
+        reasons = not_taken(("in parts", rules if isinstance(rules, Reason) else None))
         unit: Unit = "whole" if reasons else "in parts" if program.repetition.is_of_one else "by family"
         return Lowered(interpreted(repeated_graph(small, program.repetition)), unit, reasons)
 

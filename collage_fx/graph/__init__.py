@@ -57,7 +57,7 @@ from collage_fx.graph.program import (
 )
 from collage_fx.graph.recurrence import judge, read_recurrence
 from collage_fx.graph.retype import Retyper
-from collage_fx.graph.routes import Reason, Route, Unit
+from collage_fx.graph.routes import WAYS, Reason, Reasons, Route, Unit, not_taken
 from collage_fx.graph.skipping import intend, restore, set_aside, unless_skipped
 from collage_fx.graph.text import graph_text
 
@@ -67,6 +67,7 @@ __all__ = [
     "OPERATORS",
     "PASS_MARK",
     "REVISION",
+    "WAYS",
     "Arithmetic",
     "Facts",
     "GraphEditor",
@@ -75,6 +76,7 @@ __all__ = [
     "Kind",
     "ReadExpansion",
     "Reason",
+    "Reasons",
     "Repetition",
     "Retyper",
     "Role",
@@ -114,6 +116,7 @@ __all__ = [
     "mark_new_nodes",
     "may_raise",
     "new_value",
+    "not_taken",
     "once",
     "operator_of",
     "passed_operand",

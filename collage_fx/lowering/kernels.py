@@ -43,6 +43,7 @@ from torch.fx import Graph, GraphModule, Node
 from collage_fx.graph import (
     REVISION,
     Reason,
+    Reasons,
     facts_of,
     is_dense,
     is_number,
@@ -322,17 +323,18 @@ def compile_rule(rule: Rule, *, many: bool) -> Kernel | Reason:
         if rule.flat and not many:
             settings["cpp.threads"] = 1
         with inductor_config.patch(settings), fusing_distant_nodes() if rule.flat else nullcontext():
-            compiled, fault, is_compiled = compile_somehow(gm, inputs, is_inference=True)
-    if fault is not None and not is_compiled:
-        return fault
+            attempt = compile_somehow(gm, inputs, is_inference=True)
+    if not attempt.is_compiled:
+        return attempt.reasons[0][1]
     if scope.has_guards():
         return Reason(
             "a kernel would not hold for every length or number", ", ".join(sorted(rule.operations))
         )
-    call = innermost_callable(compiled)
+    call = innermost_callable(attempt.call)
     function = _batched_function(rule, call, len(inputs), many=many)
     if isinstance(function, Reason):
-        return Kernel(call, in_python=function, simplified=fault)
+        reasons: Reasons = (("in one call for all tensors", function), *attempt.reasons)
+        return Kernel(call, reasons=reasons, vectors=attempt.vectors)
     lines = [i for i, line in enumerate(rule.lines) if line.target is None]
     sums = {index for index, line in enumerate(lines, start=int(rule.flat)) if line in rule.sums}
 
@@ -346,7 +348,8 @@ def compile_rule(rule: Rule, *, many: bool) -> Kernel | Reason:
             return LENGTH
         return value.dtype.itemsize if value.dim() > 0 else 0
 
-    return Kernel(call, function, tuple(map(kind, function.arguments)), rule.divisible, simplified=fault)
+    kinds = tuple(map(kind, function.arguments))
+    return Kernel(call, function, kinds, rule.divisible, attempt.reasons, attempt.vectors)
 
 
 def _batched_function(

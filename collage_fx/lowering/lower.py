@@ -12,9 +12,11 @@ from torch.fx import GraphModule
 from collage_fx.errors import FailedLoweringError, warn
 from collage_fx.graph import (
     REVISION,
+    WAYS,
     Arithmetic,
     InputInfo,
     Reason,
+    Reasons,
     Repetition,
     Role,
     StepProgram,
@@ -22,6 +24,7 @@ from collage_fx.graph import (
     copies_to_inputs,
     copy_of,
     device_facts,
+    not_taken,
     placeholders,
     tensor_value,
     update_sizes,
@@ -29,7 +32,7 @@ from collage_fx.graph import (
 )
 from collage_fx.lowering.attempts import Attempt, compile_somehow
 from collage_fx.lowering.plan import lower_in_parts, repeated_step
-from collage_fx.runtime import CompensatedStep, Expected, StepInParts, bind
+from collage_fx.runtime import CompensatedStep, Expected, Kernel, StepInParts, bind
 from collage_fx.torch_compat import (
     add_to_cache_key,
     inductor_config,
@@ -73,12 +76,14 @@ class Lowered(NamedTuple):
     Attributes:
         step: takes the inputs of the whole graph as one list.
         unit: what was compiled at once.
-        reasons: the faster ways that were not taken, by name, and why.
+        reasons: the faster ways that were not taken, and why.
+        vectors: as in :class:`~collage_fx.graph.Route`.
     """
 
     step: Callable[[list[Any]], Any]
     unit: Unit
-    reasons: tuple[tuple[str, Reason], ...]
+    reasons: Reasons = ()
+    vectors: tuple[int, int] = (0, 0)
 
 
 def lower(
@@ -97,30 +102,30 @@ def lower(
     """
     repetition = program.repetition
     extended = repetition.extended(program.owners_of_added)
-    reasons: list[tuple[str, Reason | None]] = []
     compiled: Any
+    made: Sequence[Kernel | Attempt]
     with inductor_config.patch(_settings(program)):
         compiled = lower_in_parts(program.gm, always=not repetition.is_of_one)
         if isinstance(compiled, StepInParts):
             compiled = repeated_step(compiled, extended)
         if isinstance(compiled, Reason) and not repetition.is_of_one:
             return compiled
-        if is_in_parts := isinstance(compiled, StepInParts):
-            reasons += [("in one call for all tensors", kernel.in_python) for kernel in compiled.kernels]
-            faults = [kernel.simplified for kernel in compiled.kernels]
+        if isinstance(compiled, StepInParts):
+            made, not_in_parts = compiled.kernels, None
         else:
-            reasons.append(("in parts", compiled))
-            compiled, fault, _ = _whole(program, example_inputs, inductor_options)
-            faults = [fault]
-    if (first := next(filter(None, faults), None)) is not None:
+            made, not_in_parts = [_whole(program, example_inputs, inductor_options)], compiled
+            compiled = made[0].call
+    why = [*not_taken(("in parts", not_in_parts)), *(reason for each in made for reason in each.reasons)]
+    why.sort(key=lambda reason: WAYS.index(reason[0]))
+    if (first := next((fault for way, fault in why if way == "by the usual code"), None)) is not None:
         warn(_failed(first, program.infos))
-    reasons += [("by the usual code", fault) for fault in faults]
     owners = [index for state in program.expansions for index in repetition.copies[state.position]]
     bindings = [bind(index, program.infos[index], program.error_format) for index in owners]
-    expected = _expected(program, extended, all_layouts=is_in_parts)
-    unit: Unit = "whole" if not is_in_parts else "in parts" if repetition.is_of_one else "by family"
-    given = tuple(dict.fromkeys((way, reason) for way, reason in reasons if reason is not None))
-    return Lowered(CompensatedStep(compiled, bindings, expected, program.rows), unit, given)
+    expected = _expected(program, extended, all_layouts=not_in_parts is None)
+    unit: Unit = "whole" if not_in_parts is not None else "in parts" if repetition.is_of_one else "by family"
+    vectors = sum(each.vectors[0] for each in made), sum(each.vectors[1] for each in made)
+    step = CompensatedStep(compiled, bindings, expected, program.rows)
+    return Lowered(step, unit, tuple(dict.fromkeys(why)), vectors)
 
 
 def _failed(fault: Reason, infos: Sequence[InputInfo]) -> FailedLoweringError:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collage_fx.graph import Reason
+from collage_fx.graph import Reasons
 from collage_fx.runtime.batches import (
     CELL,
     SUMS_OF_PIECE,
@@ -41,16 +41,16 @@ class Kernel:
         function: the C++ function that this comes down to, where the rule is independent and that is so.
         kinds: of the function's arguments, as in :class:`~collage_fx.runtime.batches.Batch`.
         divisible: whether the function may be called for a piece of the tensors.
-        in_python: why Python has to call it, once for each part, where there is no such function.
-        simplified: why it is not the code that Inductor usually writes, where it is not.
+        reasons: why it is not made, or not called, in a faster way.
+        vectors: as in :class:`~collage_fx.graph.Route`.
     """
 
     call: Callable[[list[Any]], Any]
     function: CFunction | None = None
     kinds: tuple[int, ...] = ()
     divisible: bool = False
-    in_python: Reason | None = None
-    simplified: Reason | None = None
+    reasons: Reasons = ()
+    vectors: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
