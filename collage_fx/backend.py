@@ -4,25 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
 from torch.fx import GraphModule
 from torch.optim import Optimizer
 
 from collage_fx.capture import is_recording, rows_to_trace, watch
-from collage_fx.compilation import Compilation
+from collage_fx.compilation import Backend, Compilation
 from collage_fx.errors import InvalidOptionError
-from collage_fx.graph import Arithmetic, Reason, StepProgram, Strategy, device_facts
-from collage_fx.lowering import JOINT_GRAPH_SETTINGS, Lowered, lower
+from collage_fx.graph import Arithmetic, Strategy, device_facts
+from collage_fx.lowering import JOINT_GRAPH_SETTINGS
 from collage_fx.options import MODES, Options, refuse_unless
 from collage_fx.pipeline import PIPELINE, Pass
-from collage_fx.report import CollageReport, GraphReport, plot
-from collage_fx.runtime import Meter, Metrics, prepare_compiler
+from collage_fx.report import CollageReport, plot
+from collage_fx.runtime import Metrics, prepare_compiler
 from collage_fx.torch_compat import (
     backend_being_traced_for,
-    inductor_compile_as_it_is,
     install_fused_updates,
     mode_options,
 )
@@ -30,7 +28,7 @@ from collage_fx.torch_compat import (
 __all__ = ["CollageBackend", "backend_for", "collage", "collage_backend"]
 
 
-class CollageBackend:
+class CollageBackend(Backend):
     """A ``torch.compile`` backend that makes low-precision optimizer steps precise.
 
     ``step = torch.compile(opt.step, backend=CollageBackend())``
@@ -59,9 +57,6 @@ class CollageBackend:
         ValueError: an option has a value that is not allowed; the message names those that are.
     """
 
-    #: What it does, in the log.
-    verb = "compiled"
-
     def __init__(
         self,
         strategy: Strategy = "plus",
@@ -73,13 +68,8 @@ class CollageBackend:
         mode: str | None = None,
         passes: Sequence[Pass] = PIPELINE,
     ) -> None:
-        self.options = Options(
-            strategy, error_format, arithmetic, metrics, metrics_every, strict, mode, tuple(passes)
-        )
-        self.meter = Meter(metrics_every)
-        self._report = CollageReport()
-        self._used_labels: list[str] = []
-        self._labels: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()
+        options = strategy, error_format, arithmetic, metrics, metrics_every, strict, mode, tuple(passes)
+        super().__init__(Options(*options))
 
     def __repr__(self) -> str:
         shown = {name: value for name, value in vars(self.options).items() if value is not PIPELINE}
@@ -91,7 +81,7 @@ class CollageBackend:
 
         With what has been measured, for which it waits for the device.
         """
-        return CollageReport(list(self._report.graphs), self.metrics())
+        return CollageReport(list(self.reports), self.metrics())
 
     def metrics(self, model: torch.nn.Module | None = None) -> Metrics:
         """The measurements so far: step -> tensor -> values, and their aggregates.
@@ -143,40 +133,6 @@ class CollageBackend:
         if any(device_facts(tensor.device).compiles_cpp for tensor in (*gm.parameters(), *gm.buffers())):
             prepare_compiler()
         return Compilation(self, gm, tuple(example_inputs), mode, patches).run()
-
-    def keep(self, report: GraphReport) -> None:
-        """Put a compilation into the report."""
-        self._report.graphs.append(report)
-
-    def label(self, optimizers: Sequence[Optimizer]) -> str:
-        """The name, in reports, of the step of these optimizers.
-
-        Their classes, numbered from the second of a class on.
-        """
-        for optimizer in optimizers:
-            if optimizer not in self._labels:
-                name = type(optimizer).__name__
-                same = sum(label.partition(" ")[0] == name for label in self._used_labels)
-                self._labels[optimizer] = f"{name} #{same + 1}" if same else name
-                self._used_labels.append(self._labels[optimizer])
-        return ", ".join(self._labels[optimizer] for optimizer in optimizers)
-
-    def lower(
-        self,
-        program: StepProgram,
-        example_inputs: Sequence[Any],
-        inductor_options: dict[str, Any],
-    ) -> Lowered | Reason:
-        """Lower a rewritten step of one member of each family to a callable of the inputs of all."""
-        return lower(program, example_inputs, inductor_options)
-
-    def lower_as_captured(
-        self, gm: GraphModule, example_inputs: Sequence[Any], inductor_options: dict[str, Any]
-    ) -> Callable[[list[Any]], Any]:
-        """Lower a graph that is left alone to a callable in AOTAutograd's convention."""
-        return cast(
-            "Callable[[list[Any]], Any]", inductor_compile_as_it_is(gm, example_inputs, **inductor_options)
-        )
 
 
 #: The backend with default options.

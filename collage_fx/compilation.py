@@ -13,7 +13,9 @@ import math
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.fx import Graph, GraphModule
@@ -59,7 +61,7 @@ from collage_fx.graph import (
     placeholders,
     tensor_value,
 )
-from collage_fx.lowering import Lowered, without_sums
+from collage_fx.lowering import Lowered, lower, without_sums
 from collage_fx.numerics import ERROR_FORMATS, short_name
 from collage_fx.options import Options
 from collage_fx.pipeline import ANALYSIS, MEASUREMENT, Pass, Stage, run_pipeline
@@ -83,6 +85,7 @@ from collage_fx.torch_compat import (
     compile_with_inductor,
     current_size,
     generated_code,
+    inductor_compile_as_it_is,
     needs_autograd,
     optimizer_being_stepped,
     thinned_lists,
@@ -91,7 +94,7 @@ from collage_fx.torch_compat import (
     versions_to_increment,
 )
 
-__all__ = ["Compilation"]
+__all__ = ["Backend", "Compilation"]
 
 log = logging.getLogger("collage_fx")
 
@@ -102,40 +105,50 @@ REMEDIES = {
 }
 
 
-class Backend(Protocol):
-    """The interface of the backend that a compilation is for.
+class Backend:
+    """The part of a backend that its compilations use: its options, its report, and how graphs are lowered.
 
     Attributes:
-        verb: what is done, in the log.
+        options: checked.
         meter: counts and measures the steps that are compiled with ``metrics``.
+        reports: one per compilation, oldest first.
     """
 
-    verb: str
+    #: What is done, in the log.
+    verb = "compiled"
 
-    @property
-    def options(self) -> Options: ...
-
-    @property
-    def meter(self) -> Meter: ...
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.meter = Meter(options.metrics_every)
+        self.reports: list[GraphReport] = []
+        self._labels: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()
+        self._used_labels: list[str] = []
 
     def label(self, optimizers: Sequence[Optimizer]) -> str:
-        """The name, in reports, of the step of these optimizers."""
+        """The name, in reports, of the step of these optimizers.
+
+        Their classes, numbered from the second of a class on.
+        """
+        for optimizer in optimizers:
+            if optimizer not in self._labels:
+                name = type(optimizer).__name__
+                same = sum(label.partition(" ")[0] == name for label in self._used_labels)
+                self._labels[optimizer] = f"{name} #{same + 1}" if same else name
+                self._used_labels.append(self._labels[optimizer])
+        return ", ".join(self._labels[optimizer] for optimizer in optimizers)
 
     def lower(
-        self,
-        program: StepProgram,
-        example_inputs: Sequence[Any],
-        inductor_options: dict[str, Any],
+        self, program: StepProgram, example_inputs: Sequence[Any], inductor_options: dict[str, Any]
     ) -> Lowered | Reason:
         """Lower a rewritten step of one member of each family to a callable of the inputs of all."""
+        return lower(program, example_inputs, inductor_options)
 
     def lower_as_captured(
         self, gm: GraphModule, example_inputs: Sequence[Any], inductor_options: dict[str, Any]
     ) -> Callable[[list[Any]], Any]:
         """Lower a graph that is left alone to a callable in AOTAutograd's convention."""
-
-    def keep(self, report: GraphReport) -> None:
-        """Put a compilation into the backend's report."""
+        step = inductor_compile_as_it_is(gm, example_inputs, **inductor_options)
+        return cast("Callable[[list[Any]], Any]", step)
 
 
 class Compilation:
@@ -178,28 +191,27 @@ class Compilation:
         # Plain Inductor takes an update of what requires gradients for something to be differentiated.
         is_plain = self.options.strategy == "none" and not self.options.metrics
         needs_grad = torch.is_grad_enabled() if is_plain else needs_autograd(self.module, self.arguments)
-        if not is_plain:
-            self._refuse_fused_operators()
-        step = self._by_family(needs_grad=needs_grad)
-        if not isinstance(step, Reason):
-            return step
-        if thinned_lists():
-            self._forget_newborn_state()
-            raise TraceWhole
-        if not is_plain:
-            try:
-                refuse_overlaps(self.known.values())  # before AOTAutograd does it in its own words
-            except AliasedStateError as refusal:
-                self._refused(refusal)
-        with torch.set_grad_enabled(needs_grad):
-            return self._whole(step)
-
-    def _refuse_fused_operators(self) -> None:
-        """Refuse, before AOTAutograd fails at it, an update that is one operator of torch's."""
+        optimizers = list(self.optimizers.values())
         try:
-            refuse_fused_operators(self.module)
-        except CollageError:
-            self._forget_newborn_state()
+            if not is_plain:
+                refuse_fused_operators(self.module)  # before AOTAutograd fails at them
+            step = self._by_family(needs_grad=needs_grad)
+            if not isinstance(step, Reason):
+                return step
+            if thinned_lists():
+                raise TraceWhole
+            if not is_plain:
+                try:
+                    refuse_overlaps(self.known.values())  # before AOTAutograd does it in its own words
+                except AliasedStateError as refusal:
+                    self._refused(refusal)
+            with torch.set_grad_enabled(needs_grad):
+                return self._whole(step)
+        except (CollageError, TraceWhole):
+            for (
+                optimizer
+            ) in optimizers:  # no step has been taken: undo what the trace has done to their state
+                forget_new_state(optimizer)
             raise
 
     def _by_family(self, *, needs_grad: bool) -> WholeStep | Reason:
@@ -365,27 +377,21 @@ class Compilation:
             a reason where it can't be made of the members' graph. A family of one always has a step.
         """
         started = time.perf_counter()
-        try:
-            program = self._accepted(gm, infos, repetition)
-            before = copy_of(gm)
-            pass_log = _PassLog(self.subject, before)
-            self._rewrite(program, before, pass_log)
-            self._refuse_uncompensated(program)
-            is_rewritten = bool(program.expansions or program.measured) or bool(self.options.own_passes)
-            if not (is_rewritten or repetition.is_of_one):
-                return Reason("no tensor of it needs an error term")
-            after = copy_of(program.gm) if is_rewritten else before  # Inductor edits the one it is given
-            with generated_code() as code:
-                if is_rewritten:
-                    made = self._lower(program, example_inputs, inductor_options, gm)
-                else:
-                    step = self.backend.lower_as_captured(gm, example_inputs, inductor_options)
-                    made = Lowered(step, "as captured")
-        except AliasedStateError:
-            raise
-        except CollageError:
-            self._forget_newborn_state()
-            raise
+        program = self._accepted(gm, infos, repetition)
+        before = copy_of(gm)
+        pass_log = _PassLog(self.subject, before)
+        self._rewrite(program, before, pass_log)
+        self._refuse_uncompensated(program)
+        is_rewritten = bool(program.expansions or program.measured) or bool(self.options.own_passes)
+        if not (is_rewritten or repetition.is_of_one):
+            return Reason("no tensor of it needs an error term")
+        after = copy_of(program.gm) if is_rewritten else before  # Inductor edits the one it is given
+        with generated_code() as code:
+            if is_rewritten:
+                made = self._lower(program, example_inputs, inductor_options, gm)
+            else:
+                step = self.backend.lower_as_captured(gm, example_inputs, inductor_options)
+                made = Lowered(step, "as captured")
         if isinstance(made, Reason):
             return made
         why = (*not_taken(("by family", not_by_family)), *made.reasons)
@@ -479,14 +485,13 @@ class Compilation:
         captured: GraphModule,
     ) -> Lowered | Reason:
         """Lower the rewritten step; a measured one also without the sums if not every step is measured."""
-
-        def lower(each: StepProgram) -> Lowered | Reason:
-            return self.backend.lower(each, example_inputs, inductor_options)
-
+        lowered = partial(
+            self.backend.lower, example_inputs=example_inputs, inductor_options=inductor_options
+        )
         if not program.measured:
-            return lower(program)
+            return lowered(program)
         measured = [
-            MeasuredInput.of(state, index, program.infos[index])
+            MeasuredInput(index, program.infos[index], state.value.numel(), state.value.device)
             for state in program.measured
             for index in program.repetition.copies[state.position]
         ]
@@ -497,12 +502,12 @@ class Compilation:
         if meter.every > 1 and self.options.strategy == "none":
             plain = self.backend.lower_as_captured(captured, example_inputs, inductor_options)
         elif meter.every > 1:
-            without = lower(replace(program, gm=without_sums(program.gm)))
+            without = lowered(replace(program, gm=without_sums(program.gm)))
             if isinstance(without, Reason):
                 return without
             plain = without.step
         program.rows = rows.inputs
-        made = lower(program)
+        made = lowered(program)
         if isinstance(made, Reason):
             return made
         return made._replace(step=MeteredStep(meter, self.subject, measured, rows, made.step, plain))
@@ -545,7 +550,7 @@ class Compilation:
             note=note,
             route=Route("as captured", self.recorded),
         )
-        self.backend.keep(report)
+        self.backend.reports.append(report)
         return step
 
     def _keep(self, report: GraphReport, *, compensated: bool, started: float) -> None:
@@ -553,7 +558,7 @@ class Compilation:
             for optimizer in self.optimizers.values():
                 note_compiled(optimizer)
                 note_compiled_step(optimizer, strict=self.options.strict)
-        self.backend.keep(report)
+        self.backend.reports.append(report)
         log.info("%s, %s in %.1f s", report.headline, self.backend.verb, time.perf_counter() - started)
         for line in (str(report.route), *report.route.explained()):
             log.debug("%s: %s", self.subject, line)
@@ -562,16 +567,10 @@ class Compilation:
             log.debug("%s: %s: %s; %s", self.subject, group.what, row.recurrence, row.why)
 
     def _refused(self, refusal: CollageError) -> None:
-        """Raise a refusal, and leave no trace of the step, or warn of it."""
+        """Raise a refusal, or warn of it."""
         if self.options.strict:
-            self._forget_newborn_state()
             raise refusal
         warn(refusal)
-
-    def _forget_newborn_state(self) -> None:
-        """Undo what the trace has done to the optimizers' state: no step has been taken."""
-        for optimizer in self.optimizers.values():
-            forget_new_state(optimizer)
 
 
 def _reason_to_leave_alone(gm: GraphModule, infos: Sequence[InputInfo]) -> str | None:

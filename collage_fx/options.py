@@ -6,16 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from collage_fx.errors import (
-    InvalidOptionError,
-)
+from collage_fx.errors import InvalidOptionError
 from collage_fx.graph import Arithmetic, Reason, Strategy
 from collage_fx.numerics import ERROR_FORMATS
-from collage_fx.pipeline import (
-    PIPELINE,
-    Pass,
-    refuse_incomplete,
-)
+from collage_fx.pipeline import PIPELINE, Pass, refuse_incomplete
 
 __all__ = ["MODES", "Options", "refuse_unless"]
 

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from collage_fx.graph import GraphEditor, StepProgram, is_conversion, tensor_value
+from collage_fx.graph import GraphEditor, StepProgram, has_elements, is_conversion, tensor_value
 from collage_fx.numerics import is_low_precision
 from collage_fx.passes.base import Pass
 
@@ -61,7 +61,7 @@ class ClearDenominators(Pass):
 
 def _divisor(node: Node) -> Node | None:
     """The tensor that a division divides by, if it is one and has elements."""
-    if node.target not in DIVISIONS or not _is_of_elements(node.args[-1]):
+    if node.target not in DIVISIONS or not has_elements(node.args[-1]):
         return None
     divisor = node.args[-1]
     assert isinstance(divisor, Node)
@@ -132,14 +132,14 @@ class _Reader:
         return self._read[value]
 
     def _whole(self, node: Node) -> _Scaled:
-        return _Scaled(core=node) if _is_of_elements(node) else _Scaled(numerators=Counter([node]))
+        return _Scaled(core=node) if has_elements(node) else _Scaled(numerators=Counter([node]))
 
     def _operation(self, node: Node) -> _Scaled | None:
         """The core and the factors of an operation with a number; None for any other operation."""
         operands = node.args
         if node.target is aten.neg.default:
             return -self.read(operands[0])
-        if _is_of_elements(node) and node.target in (aten.add.Tensor, aten.sub.Tensor):
+        if has_elements(node) and node.target in (aten.add.Tensor, aten.sub.Tensor):
             return None if node.kwargs else self._sum(node)
         if node.target is aten.mul.Tensor and any(map(_is_number, operands)):
             return self.read(operands[0]) * self.read(operands[1])
@@ -206,11 +206,6 @@ def _in_float32(editor: GraphEditor, node: Any) -> Node:
 def _are_computed(factors: Factors) -> bool:
     """Whether one of the factors is a node, so that their product is not known while compiling."""
     return any(isinstance(factor, Node) for factor in factors)
-
-
-def _is_of_elements(value: Any) -> bool:
-    tensor = tensor_value(value)
-    return tensor is not None and tensor.dim() > 0
 
 
 def _is_number(value: Any) -> bool:

@@ -93,7 +93,6 @@ def _shared_paths(program: StepProgram) -> list[tuple[list[StateTensor], set[Nod
     """The states whose paths have nodes in common, as slow and fast weights of one average have."""
     found: list[tuple[list[StateTensor], set[Node]]] = []
     for state in program.compensated:
-        assert state.recurrence is not None
         own_term = fed_back(state, program.states)
         path = own_term.union(state.recurrence.path, copies_read_by(own_term, state.placeholder))
         states = [state]
@@ -137,8 +136,7 @@ class _PathRewriter:
                 self._store(state)
 
     def _store(self, state: StateTensor) -> None:
-        stored = state.store.args[1]
-        assert isinstance(stored, Node)
+        stored = state.stored
         if stored in self.words:
             (lo,) = self.editor.inline(arithmetic.finite_or_zero, self.words[stored][1], stored)
         else:

@@ -28,6 +28,7 @@ from collage_fx.graph import (
     is_low_precision_tensor,
     new_value,
     operator_of,
+    reached,
     restore,
     set_aside,
     unconverted,
@@ -73,8 +74,7 @@ class CompensateWide(Pass):
 
 def _load_moved_expansion(editor: GraphEditor, state: StateTensor) -> None:
     """Read another tensor's whole value where its old one is stored as it is."""
-    source = state.store.args[1]
-    assert isinstance(source, Node)
+    source = state.stored
     if source.op == "placeholder":
         with editor.graph.inserting_before(state.store):
             state.store.args = (
@@ -104,10 +104,9 @@ def _refuse_lost_value(state: StateTensor, order: Mapping[Node, int]) -> None:
     Such an operator takes the storage dtype, as written, of the tensor or of what was made of it in float32:
     the error term does not pass.
     """
-    assert state.recurrence is not None
     path = set(state.recurrence.path)
     whole, rounded, opaque = set[Node](), {state.placeholder}, None
-    for node in sorted(_computed_from(state.placeholder), key=order.__getitem__):
+    for node in sorted(reached([state.placeholder], lambda node: node.users), key=order.__getitem__):
         if is_copy_to_input(node):
             continue
         if is_conversion(node):
@@ -122,16 +121,6 @@ def _refuse_lost_value(state: StateTensor, order: Mapping[Node, int]) -> None:
         state.refusal = (
             f"{opaque.name} ({operator_of(opaque)}) reads it in {state.format.name}, without its error term"
         )
-
-
-def _computed_from(source: Node) -> set[Node]:
-    found: set[Node] = set()
-    waiting = [source]
-    while waiting:
-        fresh = set(waiting.pop().users) - found
-        found |= fresh
-        waiting += fresh
-    return found
 
 
 def _store_expansion(

@@ -58,7 +58,6 @@ class DropStale(Pass):
 
 
 def _is_sum(state: StateTensor) -> bool:
-    assert state.recurrence is not None
     return state.recurrence.kind is Kind.ACCUMULATION and state.info.role is not Role.PARAMETER
 
 

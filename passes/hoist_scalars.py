@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from collage_fx.graph import GraphEditor, StepProgram, is_copy_to_input, once, tensor_value
+from collage_fx.graph import GraphEditor, StepProgram, has_elements, is_copy_to_input, once, tensor_value
 from collage_fx.passes.base import Pass
 
 __all__ = ["HoistScalars"]
@@ -31,7 +31,7 @@ class HoistScalars(Pass):
         editor = GraphEditor(program.gm, self.name)
         hoisted = 0
         for node in list(editor.graph.nodes):
-            readers = [user for user in node.users if _is_of_elements(user)]
+            readers = [user for user in node.users if has_elements(user) and not is_copy_to_input(user)]
             if _is_computed_number(node) and readers:
                 with editor.graph.inserting_after(node):
                     kept = editor.call(once, node)
@@ -53,8 +53,3 @@ def _is_computed_number(node: Node) -> bool:
         return False
     values = [tensor_value(operand) for operand in operands]
     return all(operand is None or operand.dim() == 0 for operand in values)
-
-
-def _is_of_elements(node: Node) -> bool:
-    value = tensor_value(node)
-    return value is not None and value.dim() > 0 and not is_copy_to_input(node)

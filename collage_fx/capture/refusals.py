@@ -24,12 +24,7 @@ from collage_fx.errors import AliasedStateError, UnsupportedOptimizerError, Unsu
 from collage_fx.graph import DEVICES, InputInfo, Role, assignments, copies_to_inputs, is_dense, placeholders
 from collage_fx.numerics import is_low_precision
 from collage_fx.runtime import KnownTensor, parameter_names, refuse_layout
-from collage_fx.torch_compat import (
-    aot_input_of,
-    has_internal_overlap,
-    is_made_of_tensors,
-    storage_of,
-)
+from collage_fx.torch_compat import aot_input_of, has_internal_overlap, is_made_of_tensors, storage_of
 
 __all__ = [
     "refuse_aliases",

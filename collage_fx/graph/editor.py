@@ -11,7 +11,15 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import Target, map_arg
 
-from collage_fx.graph.nodes import PASS_MARK, aten, is_copy_to_input, placeholders, prims, tensor_value
+from collage_fx.graph.nodes import (
+    PASS_MARK,
+    aten,
+    is_copy_to_input,
+    operator_name,
+    placeholders,
+    prims,
+    tensor_value,
+)
 from collage_fx.graph.operator_facts import is_pointwise
 from collage_fx.torch_compat import (
     another_fake,
@@ -112,13 +120,9 @@ class GraphEditor:
             elif node.op == "call_function":
                 new_args, new_kwargs = map_arg((node.args, node.kwargs), replayed.__getitem__)
                 replayed[node] = self.call(node.target, *new_args, **new_kwargs)
-            elif node.op == "output":
-                return tuple(replayed[result] for result in pytree.tree_leaves(node.args))
             else:
-                raise AssertionError(
-                    f"a traced function must be made of operations alone, found {node.format_node()}"
-                )
-        raise AssertionError("a graph without an output node")
+                assert node.op == "output", f"a traced function is operations alone, not {node.format_node()}"
+        return tuple(replayed[result] for result in pytree.tree_leaves(traced.graph.output_node().args))
 
     def _as_tensor(self, arg: Any) -> Any:
         if not isinstance(arg, Node) or tensor_value(arg) is not None:
@@ -205,8 +209,7 @@ def _readable_name(target: Any, args: tuple[Any, ...]) -> str:
     """A node's name: ``add``, not ``add_tensor``; ``to_float32``, not ``convert_element_type_default``."""
     if target is prims.convert_element_type.default:
         return f"to_{str(args[1]).removeprefix('torch.')}"
-    packet = getattr(target, "overloadpacket", target)
-    return str(packet.__name__).strip("_")
+    return operator_name(target).strip("_")
 
 
 def _signature(arg: Any, *, elementwise: bool) -> Any:

@@ -11,10 +11,7 @@ from dataclasses import dataclass, replace
 from torch.fx import Graph, GraphModule, Node
 
 from collage_fx.graph.nodes import is_copy_to_input, placeholders
-from collage_fx.torch_compat import (
-    pytree,
-    rename,
-)
+from collage_fx.torch_compat import pytree, rename
 
 __all__ = ["Repetition", "input_name", "repeated_graph"]
 

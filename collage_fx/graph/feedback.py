@@ -19,11 +19,11 @@ in ``hi + lo + c`` to c's precision, and ``hi + lo`` is off by one rounding, not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 from torch.fx import Node
 
-from collage_fx.graph.nodes import is_copy_to_input, unconverted
+from collage_fx.graph.nodes import is_copy_to_input, operands_of, reached, unconverted
 from collage_fx.graph.operator_facts import is_movement
 from collage_fx.graph.program import StateTensor
 
@@ -32,9 +32,7 @@ __all__ = ["copies_read_by", "fed_back", "new_value"]
 
 def new_value(state: StateTensor) -> Node:
     """The node of a tensor's new value, before the cast that rounds it to the storage format, if any."""
-    stored = state.store.args[1]
-    assert isinstance(stored, Node)
-    return unconverted(stored)
+    return unconverted(state.stored)
 
 
 def fed_back(state: StateTensor, others: Sequence[StateTensor]) -> set[Node]:
@@ -44,14 +42,14 @@ def fed_back(state: StateTensor, others: Sequence[StateTensor]) -> set[Node]:
     [Kahan's own term].
     """
     value = new_value(state)
-    made_of_it = _reached(value, lambda node: [user for user in node.users if not is_copy_to_input(user)])
+    made_of_it = reached([value], lambda node: [user for user in node.users if not is_copy_to_input(user)])
     if not made_of_it:
         return set()
-    made_from = _reached(value, lambda node: node.all_input_nodes)
+    made_from = reached([value], operands_of)
     found = set[Node]()
     for other in others:
         if other.placeholder in made_from and (last := new_value(other)) in made_of_it:
-            found |= made_of_it & {last, *_reached(last, lambda node: node.all_input_nodes)}
+            found |= made_of_it & {last, *reached([last], operands_of)}
     return found
 
 
@@ -66,13 +64,4 @@ def copies_read_by(readers: Collection[Node], placeholder: Node) -> set[Node]:
                 operand = operand.all_input_nodes[0]
             if operand is placeholder:
                 found.update(copies)
-    return found
-
-
-def _reached(start: Node, following: Callable[[Node], Iterable[Node]]) -> set[Node]:
-    found, waiting = set[Node](), [start]
-    while waiting:
-        fresh = set(following(waiting.pop())) - found
-        found |= fresh
-        waiting += fresh
     return found

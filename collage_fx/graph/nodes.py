@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,14 +25,19 @@ __all__ = [
     "assignments_to_stores",
     "copies_to_inputs",
     "copy_of",
+    "has_elements",
     "is_conversion",
     "is_copy_to_input",
     "is_dense",
     "is_low_precision_tensor",
     "is_number",
     "mark_new_nodes",
+    "operands_of",
+    "operator_name",
     "operator_of",
     "placeholders",
+    "reached",
+    "stored",
     "tensor_value",
     "unconverted",
 ]
@@ -108,6 +113,39 @@ def operator_of(node: Node) -> Any:
 def copies_to_inputs(graph: Graph) -> dict[Node, Node]:
     """The epilogue as a mapping: mutated placeholder -> its ``copy_`` node."""
     return {node.args[0]: node for node in graph.nodes if is_copy_to_input(node)}
+
+
+def stored(store: Node) -> Node:
+    """The node whose value a ``copy_`` of the epilogue stores."""
+    value = store.args[1]
+    assert isinstance(value, Node)
+    return value
+
+
+def reached(starts: Iterable[Node], following: Callable[[Node], Iterable[Node]]) -> set[Node]:
+    """The nodes that some nodes lead to in one step or more: by ``node.users``, or another relation."""
+    found, waiting = set[Node](), [*starts]
+    while waiting:
+        fresh = set(following(waiting.pop())) - found
+        found |= fresh
+        waiting += fresh
+    return found
+
+
+def operands_of(node: Node) -> list[Node]:
+    """The nodes that a node is computed from, as a relation for :func:`reached`."""
+    return node.all_input_nodes
+
+
+def operator_name(target: Any) -> str:
+    """The name of what a node calls, without the overload: ``add`` of ``aten.add.Tensor``."""
+    return str(getattr(getattr(target, "overloadpacket", target), "__name__", target))
+
+
+def has_elements(node: Any) -> bool:
+    """Whether a node is a tensor of one dimension or more, and so no number."""
+    value = tensor_value(node)
+    return value is not None and value.dim() > 0
 
 
 def mark_new_nodes(graph: Graph, earlier: Collection[Node], *, made_by: str) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from collage_fx.graph.families import Repetition
-from collage_fx.graph.nodes import copies_to_inputs, copy_of, placeholders, tensor_value
+from collage_fx.graph.nodes import copies_to_inputs, copy_of, placeholders, stored, tensor_value
 from collage_fx.numerics import ErrorFormat, FloatFormat, storage_format
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class StateTensor:
         position: its index among the graph's inputs.
         info: name and role.
         store: its ``copy_`` in the epilogue.
-        recurrence, verdict: set by ``analyze``.
+        recurrence, verdict: how its new value depends on its old one, and whether storing it loses bits.
         compensated: set by ``analyze``: whether it becomes an expansion, by ``selection``.
         selection: why it is, or is not, compensated under the chosen strategy.
         refusal: set by the compensating pass where it could not keep the error term, and why.
@@ -124,8 +124,8 @@ class StateTensor:
     position: int
     info: InputInfo
     store: Node
-    recurrence: Recurrence | None = None
-    verdict: Verdict | None = None
+    recurrence: Recurrence
+    verdict: Verdict
     compensated: bool = False
     selection: str = ""
     refusal: str = ""
@@ -136,8 +136,12 @@ class StateTensor:
     @property
     def carries_its_old_value(self) -> bool:
         """Whether the new value is computed from the old one, which may be lost on the way."""
-        assert self.recurrence is not None
         return bool(self.recurrence.path)
+
+    @property
+    def stored(self) -> Node:
+        """The node that is stored into the input."""
+        return stored(self.store)
 
     @property
     def value(self) -> torch.Tensor:

@@ -19,7 +19,7 @@ import sympy
 import torch
 from torch.fx import Node
 
-from collage_fx.graph.nodes import tensor_value
+from collage_fx.graph.nodes import operator_name, tensor_value
 from collage_fx.graph.operator_facts import facts_of, ignores_values, number_filling, passed_operand
 from collage_fx.graph.program import Kind, Recurrence, Verdict
 from collage_fx.graph.skipping import unless_skipped
@@ -122,8 +122,10 @@ class _Reader:
             )
         )
 
-    def depends(self, node: Node) -> bool:
+    def depends(self, node: Any) -> bool:
         """Whether ``node`` is computed from the old value (not through another state tensor's new value)."""
+        if not isinstance(node, Node):
+            return False
         if node not in self._depends:
             if node is self.placeholder:
                 self._depends[node] = True
@@ -150,7 +152,7 @@ class _Reader:
 
     def _cut_off(self, node: Node) -> sympy.Expr:
         """A symbol for a value: its last operation, numbered where there are several."""
-        operation = getattr(getattr(node.target, "overloadpacket", node.target), "__name__", str(node.target))
+        operation = operator_name(node.target)
         self._cuts.append(operation)
         times = self._cuts.count(operation)
         return sympy.Symbol(f"{operation}(…)" + (f"#{times}" if times > 1 else ""))
@@ -166,14 +168,13 @@ class _Reader:
             return self.expression(number)
         if (function := facts_of(node.target).function) is not None:
             return function(*(self.expression(arg) for arg in node.args))
-        packet = getattr(node.target, "overloadpacket", node.target)
         operands = [self.expression(arg) for arg in node.args if isinstance(arg, (Node, int, float))]
-        return sympy.Function(getattr(packet, "__name__", str(packet)))(*operands)
+        return sympy.Function(operator_name(node.target))(*operands)
 
     # -- the slopes, for decisions
 
     def slopes(self, value: Any) -> Slopes:
-        if not isinstance(value, Node) or not self.depends(value):
+        if not self.depends(value):
             return frozenset()
         if value not in self._slopes:
             self._slopes[value] = self._slopes_of(value)
@@ -194,14 +195,12 @@ class _Reader:
         if function is operator.sub:
             return _sum(self.slopes(args[0]), _map(self.slopes(args[1]), operator.neg))
         if function is operator.mul:
-            return (
-                self._scaled(args[0], args[1]) if self.depends_on(args[0]) else self._scaled(args[1], args[0])
-            )
-        if function is operator.truediv and not self.depends_on(args[1]):
+            return self._scaled(args[0], args[1]) if self.depends(args[0]) else self._scaled(args[1], args[0])
+        if function is operator.truediv and not self.depends(args[1]):
             return self._scaled(args[0], args[1], inverse=True)
         if function in (sympy.Max, sympy.Min):
             return _branches(self.slopes(args[0]), self.slopes(args[1]))
-        if packet is aten.where and not self.depends_on(args[0]):
+        if packet is aten.where and not self.depends(args[0]):
             return _branches(self.slopes(args[1]), self.slopes(args[2]))
         if packet in (aten.clamp, aten.clamp_min, aten.clamp_max):
             slopes: Slopes = frozenset()
@@ -210,12 +209,9 @@ class _Reader:
             return slopes
         return _NONLINEAR
 
-    def depends_on(self, value: Any) -> bool:
-        return isinstance(value, Node) and self.depends(value)
-
     def _scaled(self, value: Any, factor: Any, *, inverse: bool = False) -> Slopes:
         """``value * factor`` (or ``value / factor``), where ``value`` depends on the old value."""
-        if self.depends_on(factor):
+        if self.depends(factor):
             return _NONLINEAR
         coefficient = _exact(factor) if not isinstance(factor, Node) else self._coefficient(factor)
         return _map(self.slopes(value), lambda slope: slope / coefficient if inverse else slope * coefficient)

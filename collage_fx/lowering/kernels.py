@@ -52,6 +52,7 @@ from collage_fx.graph import (
     placeholders,
     rest,
     size_argument,
+    stored,
     tensor_value,
     update_sizes,
     update_sums,
@@ -176,7 +177,7 @@ class _Writer:
         self.rows = {
             node
             for store in part.stores
-            if _target_of_value(store) in (update_sums, update_sizes)
+            if stored(store).target in (update_sums, update_sizes)
             for node in store.all_input_nodes
         }
         self.shape = next((v.shape for v in self._elements()), torch.Size())
@@ -187,9 +188,7 @@ class _Writer:
         lines = tuple(self._line(node, numbers) for node in self.nodes)
         stores: list[tuple[int | None, int]] = []
         for store in self.part.stores:
-            destination, value = store.all_input_nodes[0], store.args[1]
-            assert isinstance(value, Node)
-            stores.append((numbers[destination], numbers[value]))
+            stores.append((numbers[store.all_input_nodes[0]], numbers[stored(store)]))
         stores += [(None, numbers[value]) for value in self.part.results]
         layouts = () if self.flat else tuple(self._layout(value) for value in self.part.results)
         key = (self.flat, tuple(map(repr, lines)), tuple(stores), layouts)
@@ -281,16 +280,11 @@ class _Writer:
 
 def samples_first(part: Part) -> list[Part]:
     """A flat part cut into its samples and the rest, which runs after them; any other part as it is."""
-    samples = tuple(store for store in part.stores if _target_of_value(store) is update_sizes)
+    samples = tuple(store for store in part.stores if stored(store).target is update_sizes)
     rest_of_part = replace(part, stores=tuple(store for store in part.stores if store not in samples))
     if not samples or not (rest_of_part.stores or part.results) or not rule_of(part).flat:
         return [part]
     return [replace(part, stores=samples, results=()), rest_of_part]
-
-
-def _target_of_value(store: Node) -> Any:
-    value = store.args[1]
-    return value.target if isinstance(value, Node) else None
 
 
 def _order_in_memory(value: Tensor) -> tuple[tuple[int, int], ...]:

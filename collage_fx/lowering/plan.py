@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from collage_fx.graph import ONCE, Reason, Repetition, device_facts, is_copy_to_input, placeholders
+from collage_fx.graph import ONCE, Reason, Repetition, device_facts, is_copy_to_input, placeholders, reached
 from collage_fx.lowering.kernels import MANY, Rule, compile_rule, rule_of, samples_first
 from collage_fx.lowering.parts import Part, parts_of
 from collage_fx.runtime import Call, Kernel, StepInParts, ValueIndex
@@ -50,7 +50,7 @@ def lower_in_parts(gm: GraphModule, *, always: bool = False) -> StepInParts | Re
         made |= dict.fromkeys(part.results, wave)
         last_read |= dict.fromkeys(rule.operands, wave)
         planned.append(_Planned(part, rule, kernel, wave))
-    return _Planner(gm, planned).step()
+    return _plan(gm, planned)
 
 
 def rules_of(gm: GraphModule, *, always: bool = False) -> list[tuple[Part, Rule]] | Reason:
@@ -109,65 +109,44 @@ class _Planned:
     wave: int
 
 
-class _Planner:
-    """Gives each value of a step an index in one list, and writes the calls in terms of these indices."""
+def _plan(gm: GraphModule, planned: Sequence[_Planned]) -> StepInParts:
+    """Give each value of a step an index in one list, and write the calls in terms of these indices."""
+    outputs = list(pytree.tree_leaves(gm.graph.output_node().args))
+    arguments = placeholders(gm.graph)
+    lengths = list(dict.fromkeys(each.rule.elements for each in planned if each.rule.flat))
+    attributes = list(gm.graph.find_nodes(op="get_attr"))
+    results = list(dict.fromkeys(value for each in planned for value in each.part.results))
+    numbers = _numbers(gm.graph, outputs)
+    values: list[Node | int] = [*arguments, *lengths, *attributes, *results, *numbers]
+    indices = {value: index for index, value in enumerate(values)}
 
-    def __init__(self, gm: GraphModule, calls: Sequence[_Planned]) -> None:
-        self.gm = gm
-        self.calls = calls
-        self.arguments = placeholders(gm.graph)
-        self.indices: dict[Node | int, int] = {}
-        keys: list[Node | int] = [*self.arguments, *self._lengths(), *self._attributes()]
-        keys += [*self._results(), *self._numbers()]
-        for key in keys:
-            self.indices.setdefault(key, len(self.indices))
+    def operand(argument: Any) -> Any:
+        return ValueIndex(indices[argument]) if isinstance(argument, Node) else argument
 
-    def step(self) -> StepInParts:
-        attributes = [getattr(self.gm, str(node.target)) for node in self._attributes()]
-        results = [node.meta["val"] for node in self._results()]
-        return StepInParts(
-            len(self.arguments),
-            [*self._lengths(), *attributes],
-            [(tuple(v.shape), tuple(v.stride()), v.dtype, v.device) for v in results],
-            [(node.target, tuple(map(self._operand, node.args))) for node in self._numbers()],  # type: ignore[misc]
-            [self._call(planned) for planned in self.calls],
-            [self._output(value) for value in _outputs(self.gm.graph)],
-        )
+    def call(each: _Planned) -> Call:
+        length = [indices[each.rule.elements]] if each.rule.flat else []
+        inputs = [indices[node] for node in (*each.rule.operands, *each.part.results)]
+        return Call(each.kernel, (*length, *inputs), each.wave, each.rule.elements)
 
-    def _lengths(self) -> list[int]:
-        return list(dict.fromkeys(call.rule.elements for call in self.calls if call.rule.flat))
-
-    def _attributes(self) -> list[Node]:
-        return list(self.gm.graph.find_nodes(op="get_attr"))
-
-    def _results(self) -> list[Node]:
-        return list(dict.fromkeys(value for call in self.calls for value in call.part.results))
-
-    def _numbers(self) -> list[Node]:
-        """The nodes that compute the symbolic numbers that are returned, operands first."""
-        wanted = {value for value in _outputs(self.gm.graph) if _is_computed_in_python(value)}
-        for node in reversed(self.gm.graph.nodes):
-            if node in wanted:
-                wanted.update(filter(_is_computed_in_python, node.all_input_nodes))
-        return [node for node in self.gm.graph.nodes if node in wanted]
-
-    def _operand(self, argument: Any) -> Any:
-        return ValueIndex(self.indices[argument]) if isinstance(argument, Node) else argument
-
-    def _call(self, planned: _Planned) -> Call:
-        rule = planned.rule
-        length = [self.indices[rule.elements]] if rule.flat else []
-        inputs = [self.indices[node] for node in (*rule.operands, *planned.part.results)]
-        return Call(planned.kernel, (*length, *inputs), planned.wave, rule.elements)
-
-    def _output(self, value: Any) -> int | None:
-        if value is None:
-            return None
-        return self.indices[value.args[0] if is_copy_to_input(value) else value]
+    returned = [
+        value.args[0] if value is not None and is_copy_to_input(value) else value for value in outputs
+    ]
+    memory = [result.meta["val"] for result in results]
+    return StepInParts(
+        len(arguments),
+        [*lengths, *(getattr(gm, str(node.target)) for node in attributes)],
+        [(tuple(v.shape), tuple(v.stride()), v.dtype, v.device) for v in memory],
+        [(node.target, tuple(map(operand, node.args))) for node in numbers],  # type: ignore[misc]
+        list(map(call, planned)),
+        [None if value is None else indices[value] for value in returned],
+    )
 
 
-def _outputs(graph: Graph) -> list[Any]:
-    return list(pytree.tree_leaves(graph.output_node().args))
+def _numbers(graph: Graph, outputs: Sequence[Any]) -> list[Node]:
+    """The nodes that compute the symbolic numbers among a graph's outputs, operands first."""
+    wanted = set(filter(_is_computed_in_python, outputs))
+    wanted |= reached(wanted, lambda node: filter(_is_computed_in_python, node.all_input_nodes))
+    return [node for node in graph.nodes if node in wanted]
 
 
 def _is_computed_in_python(value: Any) -> bool:

@@ -18,14 +18,9 @@ from torch.fx import Graph
 from collage_fx.graph import graph_text
 from collage_fx.report.pictures import dot, whole_graph
 
-__all__ = ["VARIABLE", "Dump", "is_dumping", "open_dump"]
+__all__ = ["VARIABLE", "Dump", "open_dump"]
 
 VARIABLE = "COLLAGE_FX_DUMP"
-
-
-def is_dumping() -> bool:
-    """Whether compilations are dumped."""
-    return bool(os.environ.get(VARIABLE))
 
 
 def open_dump(subject: str) -> Dump | None:

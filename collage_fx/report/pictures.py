@@ -19,6 +19,8 @@ from collage_fx.graph import (
     facts_of,
     is_conversion,
     is_copy_to_input,
+    operator_name,
+    reached,
     tensor_value,
 )
 from collage_fx.numerics import short_name
@@ -102,13 +104,7 @@ def picture(graph: Graph, inputs: Collection[str], names: Mapping[str, str]) -> 
         for node in _rounded_versions(store)
         if node not in own and node.op != "placeholder"
     }
-    wanted = set(roots)
-    waiting = list(roots)
-    while waiting:
-        node = waiting.pop()
-        fresh = [] if node in cuts else [n for n in _read(node) if n not in wanted]
-        wanted.update(fresh)
-        waiting += fresh
+    wanted = {*roots, *reached(roots, lambda node: [] if node in cuts else _read(node))}
     nodes = [node for node in graph.nodes if node in wanted]
     hidden = {n for n in nodes if _is_inlined(n) and n not in cuts}
     labels = {node: cuts.get(node) or names.get(node.name, node.name) for node in graph.nodes}
@@ -120,7 +116,7 @@ def _rounded_versions(store: Node) -> Iterator[Node]:
     value = store.args[1]
     while isinstance(value, Node):
         yield value
-        is_rounding = is_conversion(value) or _operator(value) == ROUNDING
+        is_rounding = is_conversion(value) or operator_name(value.target) == ROUNDING
         value = value.args[0] if is_rounding else None
 
 
@@ -176,7 +172,7 @@ def _equation(node: Node, labels: Mapping[Node, str], hidden: Collection[Node]) 
 
 
 def _expression(node: Node, labels: Mapping[Node, str], hidden: Collection[Node]) -> str:
-    operator, facts = _operator(node), facts_of(node.target)
+    operator, facts = operator_name(node.target), facts_of(node.target)
     operands = [_operand(arg, labels, hidden) for arg in node.args]
     if is_conversion(node):
         return f"{operands[1]}({operands[0]})"
@@ -195,10 +191,6 @@ def _expression(node: Node, labels: Mapping[Node, str], hidden: Collection[Node]
         if name not in ("layout", "device", "pin_memory")
     ]
     return f"{operator}({', '.join(operands)})"
-
-
-def _operator(node: Node) -> str:
-    return str(getattr(getattr(node.target, "overloadpacket", node.target), "__name__", node.target))
 
 
 def _operand(arg: object, labels: Mapping[Node, str], hidden: Collection[Node]) -> str:

@@ -70,8 +70,6 @@ class TensorReport:
 
 def tensor_report(program: StepProgram, state: StateTensor) -> TensorReport:
     """The row of one state tensor, free of references to graphs and tensors."""
-    assert state.recurrence is not None
-    assert state.verdict is not None
     value = state.value
     shape = tuple(map(current_size, value.shape))
     like = torch.empty(shape, dtype=value.dtype, device="meta")  # of numbers where those of value are symbols

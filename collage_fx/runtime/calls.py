@@ -18,16 +18,8 @@ import torch
 from torch import Tensor
 
 from collage_fx.graph import Reasons
-from collage_fx.runtime.batches import (
-    CELL,
-    SUMS_OF_PIECE,
-    Batch,
-    Gather,
-)
-from collage_fx.torch_compat import (
-    CFunction,
-    takes_a_list,
-)
+from collage_fx.runtime.batches import CELL, SUMS_OF_PIECE, Batch, Gather
+from collage_fx.torch_compat import CFunction, takes_a_list
 
 __all__ = ["Call", "Kernel", "StepInParts", "ValueIndex"]
 

@@ -32,11 +32,7 @@ from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary, WeakIdRef, Weak
 
 from collage_fx.errors import ConflictingErrorFormatError
 from collage_fx.numerics import ErrorFormat
-from collage_fx.torch_compat import (
-    has_storage,
-    real_tensors,
-    storage_of,
-)
+from collage_fx.torch_compat import has_storage, real_tensors, storage_of
 
 __all__ = [
     "Expansion",

@@ -26,10 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collage_fx.errors import (
-    ChangedTensorError,
-    UnsupportedTensorError,
-)
+from collage_fx.errors import ChangedTensorError, UnsupportedTensorError
 from collage_fx.torch_compat import assert_size_stride, laid_out_like
 
 __all__ = ["Expected", "Layouts", "picking", "refuse_layout"]

@@ -15,14 +15,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
-from collage_fx.graph import InputInfo, Role, StateTensor
+from collage_fx.graph import InputInfo, Role
 from collage_fx.numerics import SIZES, SUMS
 from collage_fx.runtime.metrics import MeasuredTensor, Metrics, UpdateQuality
 from collage_fx.runtime.optimizers import parameter_names, state_tensors
-from collage_fx.torch_compat import (
-    real_tensors,
-    takes_a_list,
-)
+from collage_fx.torch_compat import real_tensors, takes_a_list
 
 __all__ = ["MeasuredInput", "Meter", "MeteredStep", "Rows"]
 
@@ -173,11 +170,6 @@ class MeasuredInput:
     info: InputInfo
     elements: int
     device: torch.device
-
-    @classmethod
-    def of(cls, state: StateTensor, index: int, info: InputInfo) -> MeasuredInput:
-        """The description of the input of this index, for which a state tensor of a program stands."""
-        return cls(index, info, int(state.value.numel()), state.value.device)
 
 
 class Rows:

@@ -39,7 +39,7 @@ class CompensatedStep:
     def __init__(
         self,
         compiled: Any,
-        bindings: Sequence[_Bound | _PerCall],
+        bindings: Sequence[Binding],
         expected: tuple[Sequence[Expected], Sequence[Expected]] = ((), ()),
         rows: Sequence[Tensor] = (),
     ) -> None:
@@ -62,13 +62,11 @@ class CompensatedStep:
 
     def _add_error_terms(self, arguments: list[Any], state: object) -> None:
         found = [
-            auxiliary
-            for binding in self.bindings
-            for auxiliary in (binding.expansion() or binding.found(arguments)).auxiliaries
+            auxiliary for binding in self.bindings for auxiliary in binding.expansion(arguments).auxiliaries
         ]
         arguments += found
         self.added.fit(arguments)
-        if all(isinstance(binding, _Bound) for binding in self.bindings):
+        if all(binding.bound is not None for binding in self.bindings):
             self._buffers, self._state = [weakref.ref(auxiliary) for auxiliary in found], state
 
 
@@ -108,56 +106,50 @@ class WholeStep:
             return self.step(values)
 
 
-def bind(index: int, info: InputInfo, error_format: ErrorFormat) -> _Bound | _PerCall:
+def bind(index: int, info: InputInfo, error_format: ErrorFormat) -> Binding:
     """The way for a compiled step to find the error terms of an input; those of a bound one are made now."""
     if not info.bound or info.tensor is None:
-        return _PerCall(index, error_format, info.name)
+        return Binding(index, error_format, info.name)
     expansion = ensure_expansion(info.tensor, error_format, name=info.name)
-    return _Bound(TensorWeakRef(info.tensor), weakref.ref(expansion), error_format, info.name)
+    return Binding(index, error_format, info.name, TensorWeakRef(info.tensor), weakref.ref(expansion))
 
 
 @dataclass
-class _Bound:
-    """Finds the error terms of an attribute of the captured module: the same tensor in every call.
+class Binding:
+    """Finds the error terms of one of a step's inputs.
 
-    Neither the tensor nor its error terms are kept alive. The record is remembered, so that a step costs no
-    lookup; where it has been dropped (``reset_error_terms``) while the tensor lives, the tensor gets a new
-    one.
+    Those of an argument are looked up in each call by its identity, and made at its first step. An attribute
+    of the captured module is the same tensor in every call: its record is remembered, so that a step costs no
+    lookup; where that has been dropped (``reset_error_terms``) while the tensor lives, the tensor gets a new
+    one. Neither the tensor nor its error terms are kept alive.
+
+    Attributes:
+        index: the input's, among the arguments.
+        error_format: of its error terms.
+        name: as the user knows it.
+        bound: the tensor, if it is an attribute of the module.
+        record: and where its error terms were found last.
     """
 
-    tensor: TensorWeakRef
-    expansion: weakref.ref[Expansion]
+    index: int
     error_format: ErrorFormat
     name: str
+    bound: TensorWeakRef | None = None
+    record: Callable[[], Expansion | None] = lambda: None
 
-    def found(self, arguments: Sequence[Any]) -> Expansion:
-        tensor = self.tensor()
+    def expansion(self, arguments: Sequence[Any]) -> Expansion:
+        """The record of the input in a call."""
+        if (known := self.record()) is not None:
+            return known
+        tensor = arguments[self.index] if self.bound is None else self.bound()
         if tensor is None:
             raise LostErrorTermsError(
                 "the tensor that this compiled step updates is gone, and its error terms with it",
                 where=self.name,
                 remedy="compile the step of the optimizer in use: torch.compile(opt.step, backend=...)",
             )
-        expansion = ensure_expansion(tensor, self.error_format, name=self.name)
-        self.expansion = weakref.ref(expansion)
-        return expansion
-
-
-@dataclass
-class _PerCall:
-    """Finds the error terms of a tensor that is an argument of each call.
-
-    Looked up by identity, made at its first step.
-    """
-
-    index: int
-    error_format: ErrorFormat
-    name: str
-
-    def expansion(self) -> None:
-        """None: the tensor is not known before the call."""
-
-    def found(self, arguments: Sequence[Any]) -> Expansion:
-        tensor = arguments[self.index]
         refuse_layout(tensor, self.name)
-        return ensure_expansion(tensor, self.error_format, name=self.name)
+        expansion = ensure_expansion(tensor, self.error_format, name=self.name)
+        if self.bound is not None:
+            self.record = weakref.ref(expansion)
+        return expansion

@@ -326,12 +326,12 @@ def test_error_terms_of_replaced_state_live_as_long_as_that_state() -> None:
 
 
 def test_a_step_whose_tensors_are_gone_says_so_before_it_runs() -> None:
-    from collage_fx.runtime.step import CompensatedStep, _Bound
+    from collage_fx.runtime.step import Binding, CompensatedStep
 
     hi = torch.ones(3).bfloat16()
     record = ensure_expansion(hi, MCF, name="p")
     calls: list[Any] = []
-    bound = _Bound(torch.utils.weak.TensorWeakRef(hi), weakref.ref(record), MCF, "p")
+    bound = Binding(0, MCF, "p", torch.utils.weak.TensorWeakRef(hi), weakref.ref(record))
     step = CompensatedStep(calls.append, [bound])
     step([hi])
     assert calls[0][1] is error_terms(hi)[0]
