@@ -34,15 +34,14 @@ from collage_fx.torch_compat import (
 __all__ = ["Attempt", "compile_somehow", "interpreted"]
 
 
-def _one_operation_a_loop() -> AbstractContextManager[Any]:
-    return inductor_config.patch({"max_fusion_size": 1, "cpp.simdlen": 1})
-
-
 #: Ways to compile a graph, the fastest code first, by what they leave out.
 WAYS: tuple[tuple[str, Callable[[], AbstractContextManager[Any]]], ...] = (
     ("as usual", nullcontext),
     ("without loops in common for what differs in inner loops", without_outer_loop_fusion),
-    ("with a loop for each operation, and no vectors", _one_operation_a_loop),
+    (
+        "with a loop for each operation, and no vectors",
+        lambda: inductor_config.patch({"max_fusion_size": 1, "cpp.simdlen": 1}),
+    ),
 )
 
 

@@ -60,7 +60,8 @@ class Expected:
         refuse_layout(tensor, self.name)
         if tensor.dtype is not self.dtype or tensor.device != self.device:
             raise self._changed(f"{tensor.dtype} on {tensor.device}", f"{self.dtype} on {self.device}")
-        if self.is_only_read and tensor.shape == self.size and self._is_laid_out_otherwise(tensor):
+        is_laid_out_otherwise = tensor.stride() != self.stride or tensor.is_neg()
+        if self.is_only_read and tensor.shape == self.size and is_laid_out_otherwise:
             fitting = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
             arguments[self.index] = fitting.copy_(tensor)
             return True
@@ -78,9 +79,6 @@ class Expected:
                 found = f"size {tuple(tensor.shape)} and strides {tensor.stride()}"
                 raise self._changed(found, f"size {self.size} and strides {self.stride}") from None
         return False
-
-    def _is_laid_out_otherwise(self, tensor: Tensor) -> bool:
-        return tensor.stride() != self.stride or tensor.is_neg()
 
     def _changed(self, found: str, expected: str) -> ChangedTensorError:
         return ChangedTensorError(
