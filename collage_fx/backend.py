@@ -25,8 +25,6 @@ from collage_fx.torch_compat import (
     mode_options,
 )
 
-__all__ = ["CollageBackend", "backend_for", "collage", "collage_backend"]
-
 
 class CollageBackend(Backend):
     """A ``torch.compile`` backend that makes low-precision optimizer steps precise.

@@ -29,8 +29,6 @@ from collage_fx.graph import Arithmetic, Strategy
 from collage_fx.numerics import ERROR_FORMATS
 from collage_fx.report import CollageReport, treatments
 
-__all__ = ["main"]
-
 #: Exit statuses: what was asked for went wrong; it was asked for in the wrong way.
 FAILED, MISUSED = 1, 2
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

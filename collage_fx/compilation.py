@@ -94,8 +94,6 @@ from collage_fx.torch_compat import (
     versions_to_increment,
 )
 
-__all__ = ["Backend", "Compilation"]
-
 log = logging.getLogger("collage_fx")
 
 #: What a user can do about an update that an operation makes in the storage format, by the arithmetic in use.

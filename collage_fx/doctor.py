@@ -24,8 +24,6 @@ from collage_fx.backend import CollageBackend
 from collage_fx.runtime.error_terms import error_terms
 from collage_fx.torch_compat import PATCHES, cpp_compilers
 
-__all__ = ["Finding", "devices", "examine", "patches", "roundings_survive", "versions"]
-
 ELEMENTS = 1000
 STEPS = 3
 #: A power of two, so that the update is exact in float32 whether or not product and sum are contracted.

@@ -31,8 +31,6 @@ from collage_fx.report import CollageReport
 from collage_fx.runtime import known_tensors
 from collage_fx.torch_compat import is_dynamos
 
-__all__ = ["explain"]
-
 
 def explain(optimizer: Optimizer, **options: Any) -> CollageReport:
     """Report what compiling ``optimizer.step`` would do, as ``backend.report()`` does, without taking a step.

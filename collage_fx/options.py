@@ -11,8 +11,6 @@ from collage_fx.graph import Arithmetic, Reason, Strategy
 from collage_fx.numerics import ERROR_FORMATS
 from collage_fx.pipeline import PIPELINE, Pass, refuse_incomplete
 
-__all__ = ["MODES", "Options", "refuse_unless"]
-
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 

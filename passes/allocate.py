@@ -21,8 +21,6 @@ from collage_fx.graph import (
 )
 from collage_fx.passes.base import Pass
 
-__all__ = ["Allocate"]
-
 
 @dataclass(frozen=True)
 class Allocate(Pass):

@@ -37,8 +37,6 @@ from collage_fx.graph import (
 from collage_fx.numerics import storage_format
 from collage_fx.passes.base import Pass
 
-__all__ = ["Analyze"]
-
 aten = torch.ops.aten
 
 ROUNDED_BITS = "its new value has been rounded by operations on its bits"

@@ -7,8 +7,6 @@ from typing import ClassVar
 
 from collage_fx.graph import StepProgram
 
-__all__ = ["Pass"]
-
 
 class Pass(ABC):
     """One rewrite or analysis of a captured step: a frozen dataclass whose options are its fields.

@@ -30,8 +30,6 @@ from collage_fx.graph import GraphEditor, StepProgram, has_elements, is_conversi
 from collage_fx.numerics import is_low_precision
 from collage_fx.passes.base import Pass
 
-__all__ = ["ClearDenominators"]
-
 aten = torch.ops.aten
 
 #: Operators that divide, by their last argument.

@@ -57,8 +57,6 @@ from collage_fx.graph import (
 from collage_fx.numerics import DoubleWord, arithmetic
 from collage_fx.passes.base import Pass
 
-__all__ = ["CompensateNative"]
-
 aten = torch.ops.aten
 
 #: The nodes of hi and lo.

@@ -35,8 +35,6 @@ from collage_fx.graph import (
 )
 from collage_fx.passes.base import Pass
 
-__all__ = ["CompensateWide"]
-
 
 @dataclass(frozen=True)
 class CompensateWide(Pass):

@@ -22,8 +22,6 @@ from collage_fx.graph import GraphEditor, Kind, Role, StateTensor, StepProgram, 
 from collage_fx.numerics import ErrorFormat
 from collage_fx.passes.base import Pass
 
-__all__ = ["DropStale"]
-
 
 @dataclass(frozen=True)
 class DropStale(Pass):

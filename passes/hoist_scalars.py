@@ -17,8 +17,6 @@ from torch.fx import Node
 from collage_fx.graph import GraphEditor, StepProgram, has_elements, is_copy_to_input, once, tensor_value
 from collage_fx.passes.base import Pass
 
-__all__ = ["HoistScalars"]
-
 
 @dataclass(frozen=True)
 class HoistScalars(Pass):

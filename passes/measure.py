@@ -36,8 +36,6 @@ from collage_fx.passes.base import Pass
 from collage_fx.passes.normalize import Normalize
 from collage_fx.passes.widen import Widen
 
-__all__ = ["Measure"]
-
 aten = torch.ops.aten
 
 

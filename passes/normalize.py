@@ -34,8 +34,6 @@ from collage_fx.graph import (
 )
 from collage_fx.passes.base import Pass
 
-__all__ = ["Normalize"]
-
 aten = torch.ops.aten
 prims = torch.ops.prims
 

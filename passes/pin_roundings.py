@@ -16,8 +16,6 @@ from torch import Tensor
 from collage_fx.graph import GraphEditor, Retyper, StepProgram
 from collage_fx.passes.base import Pass
 
-__all__ = ["PinRoundings"]
-
 
 @dataclass(frozen=True)
 class PinRoundings(Pass):

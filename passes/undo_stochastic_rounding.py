@@ -38,8 +38,6 @@ from collage_fx.graph import (
 )
 from collage_fx.passes.base import Pass
 
-__all__ = ["UndoStochasticRounding"]
-
 aten = torch.ops.aten
 
 HALF, LOWER, UPPER = 1 << 15, (1 << 16) - 1, (-1 << 16, 0xFFFF0000)

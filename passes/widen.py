@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from collage_fx.graph import GraphEditor, Retyper, StepProgram
 from collage_fx.passes.base import Pass
 
-__all__ = ["Widen"]
-
 
 @dataclass(frozen=True)
 class Widen(Pass):

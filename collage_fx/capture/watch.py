@@ -72,8 +72,6 @@ from collage_fx.torch_compat import (
     watch_conversions,
 )
 
-__all__ = ["install", "note_compiled_step", "record_instead"]
-
 #: How many times Dynamo's ``recompile_limit`` (8) a function that isn't just a step may be compiled before it
 #: is refused.
 COMPILATIONS = 4

@@ -10,8 +10,6 @@ import torch
 
 from collage_fx.torch_compat import COMBINED_LAUNCHES
 
-__all__ = ["DEVICES", "Device", "device_facts"]
-
 
 @dataclass(frozen=True)
 class Device:

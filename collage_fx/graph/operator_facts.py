@@ -27,32 +27,6 @@ from collage_fx.graph.nodes import tensor_value
 from collage_fx.numerics import FloatFormat
 from collage_fx.torch_compat import OpOverload, schema_of
 
-__all__ = [
-    "OPERATORS",
-    "Facts",
-    "composite_of",
-    "depends_on_values",
-    "drawn_range",
-    "draws",
-    "factorizes",
-    "facts_of",
-    "filled_on_grid",
-    "foreach_calls",
-    "foreach_name",
-    "foreach_rule",
-    "ignores_values",
-    "is_movement",
-    "is_pointwise",
-    "is_transparent",
-    "keeps_grid",
-    "may_raise",
-    "number_filling",
-    "passed_operand",
-    "size_argument",
-    "source_of",
-    "weighted_sum",
-]
-
 aten = torch.ops.aten
 
 

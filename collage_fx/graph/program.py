@@ -17,19 +17,6 @@ from collage_fx.numerics import ErrorFormat, FloatFormat, storage_format
 if TYPE_CHECKING:
     import sympy
 
-__all__ = [
-    "Arithmetic",
-    "InputInfo",
-    "Kind",
-    "ReadExpansion",
-    "Recurrence",
-    "Role",
-    "StateTensor",
-    "StepProgram",
-    "Strategy",
-    "Verdict",
-]
-
 Strategy = Literal["none", "light", "plus", "full"]
 Arithmetic = Literal["wide", "native"]
 

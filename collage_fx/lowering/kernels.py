@@ -72,8 +72,6 @@ from collage_fx.torch_compat import (
     pytree,
 )
 
-__all__ = ["MANY", "Rule", "compile_rule", "rule_of", "samples_first"]
-
 aten = torch.ops.aten
 
 #: Elements from which on a kernel uses threads. An AdamW step takes about a nanosecond for each, threads that

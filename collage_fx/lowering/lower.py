@@ -35,8 +35,6 @@ from collage_fx.lowering.plan import lower_in_parts, repeated_step
 from collage_fx.runtime import CompensatedStep, Expected, Kernel, StepInParts, bind
 from collage_fx.torch_compat import add_to_cache_key, inductor_config
 
-__all__ = ["JOINT_GRAPH_SETTINGS", "Lowered", "inductor_settings", "lower", "without_sums"]
-
 #: Nodes of a kernel, of which Inductor takes 64.
 MOST_NODES = 1024
 

@@ -53,8 +53,6 @@ from collage_fx.graph import (
 )
 from collage_fx.torch_compat import OpOverload, pytree, schema_of, storage_of
 
-__all__ = ["Part", "parts_of"]
-
 aten = torch.ops.aten
 
 

@@ -38,20 +38,6 @@ from torch import Tensor
 
 from collage_fx.numerics.formats import BFLOAT16, FLOAT16, storage_format
 
-__all__ = [
-    "add_double_words",
-    "grow",
-    "join",
-    "multiply_double_words",
-    "negate_double_word",
-    "rest",
-    "round_to_storage",
-    "scale_double_word",
-    "split",
-    "two_prod",
-    "two_sum",
-]
-
 DoubleWord = tuple[Tensor, Tensor]
 
 

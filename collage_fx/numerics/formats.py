@@ -12,16 +12,6 @@ from math import copysign, inf, isfinite
 
 import torch
 
-__all__ = [
-    "BFLOAT16",
-    "FLOAT16",
-    "STORAGE_FORMATS",
-    "FloatFormat",
-    "is_low_precision",
-    "short_name",
-    "storage_format",
-]
-
 
 @dataclass(frozen=True)
 class FloatFormat:

@@ -40,24 +40,6 @@ from torch import Tensor
 
 from collage_fx.numerics.formats import storage_format
 
-__all__ = [
-    "COUNTS",
-    "OCTAVES",
-    "PRODUCTS",
-    "ROW",
-    "SAMPLE",
-    "SIZES",
-    "SUMS",
-    "TOGETHER",
-    "WITHOUT_LO",
-    "sampled",
-    "size_bin",
-    "sizes",
-    "sums",
-    "terms",
-    "values",
-]
-
 #: The inner products, by name: of the intended update D with itself, of D with the effective update of hi
 #: alone, of that with itself, likewise for hi + lo, and of lo with itself. The numbers are indices into what
 #: :func:`values` returns.

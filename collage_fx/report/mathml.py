@@ -7,8 +7,6 @@ from typing import Any
 import sympy
 from sympy.printing.mathml import MathMLPresentationPrinter
 
-__all__ = ["recurrence_mathml"]
-
 
 def recurrence_mathml(symbol: str, expression: sympy.Expr) -> str:
     """The equation ``symbol' = expression`` as one displayed formula."""

@@ -24,8 +24,6 @@ from collage_fx.report.tables import summary_line
 from collage_fx.report.tensors import TensorReport, Treatment, bytes_per_parameter, treatments
 from collage_fx.runtime import Metrics, UpdateQuality
 
-__all__ = ["html_page"]
-
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; color: #1a1a1a; margin: 1.5rem auto; max-width: 1500px;
        padding: 0 1rem; }

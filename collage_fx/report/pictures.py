@@ -25,8 +25,6 @@ from collage_fx.graph import (
 )
 from collage_fx.numerics import short_name
 
-__all__ = ["PASS_COLORS", "Box", "Picture", "dot", "pass_color", "picture", "render", "whole_graph"]
-
 #: Light tints of Okabe and Ito's palette, told apart with any colour vision; black text is legible on each.
 PASS_COLORS = ("#cfe8f7", "#ffe3b0", "#bfe8d8", "#f6d3e6", "#fbf6b4", "#f8cdb5", "#d5d9f5", "#e2e2e2")
 

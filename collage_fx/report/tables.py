@@ -13,8 +13,6 @@ from tabulate import tabulate
 
 from collage_fx.report.tensors import TensorReport, Treatment, bytes_per_parameter, treatments
 
-__all__ = ["TEXT_WIDTH", "markdown_section", "summary_line", "text_section"]
-
 #: Widest a printed line gets.
 TEXT_WIDTH = 100
 #: Narrowest the column of names gets, so that a name is broken into few lines.

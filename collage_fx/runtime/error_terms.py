@@ -34,18 +34,6 @@ from collage_fx.errors import ConflictingErrorFormatError
 from collage_fx.numerics import ErrorFormat
 from collage_fx.torch_compat import has_storage, real_tensors, storage_of
 
-__all__ = [
-    "Expansion",
-    "change_layout",
-    "ensure_expansion",
-    "error_terms",
-    "expansion_of",
-    "full_value",
-    "require_format",
-    "reset_error_terms",
-    "state_of_records",
-]
-
 
 class _Records:
     """The records of all error terms.

@@ -29,8 +29,6 @@ from torch import Tensor
 from collage_fx.errors import ChangedTensorError, UnsupportedTensorError
 from collage_fx.torch_compat import assert_size_stride, laid_out_like
 
-__all__ = ["Expected", "Layouts", "picking", "refuse_layout"]
-
 
 @dataclass(frozen=True)
 class Expected:

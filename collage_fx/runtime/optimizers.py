@@ -12,15 +12,6 @@ from torch.optim import Optimizer
 from collage_fx.graph import Role
 from collage_fx.torch_compat import pytree
 
-__all__ = [
-    "KnownTensor",
-    "known_tensors",
-    "optimizers_among",
-    "parameter_names",
-    "shared_tensors",
-    "state_tensors",
-]
-
 
 @dataclass(frozen=True)
 class KnownTensor:

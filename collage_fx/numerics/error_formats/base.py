@@ -12,8 +12,6 @@ from torch import Tensor
 
 from collage_fx.numerics import arithmetic
 
-__all__ = ["AuxiliarySpec", "ErrorFormat"]
-
 
 class AuxiliarySpec(NamedTuple):
     """One auxiliary tensor of an expansion.

@@ -10,8 +10,6 @@ from torch import Tensor
 from collage_fx.numerics import arithmetic
 from collage_fx.numerics.error_formats.base import AuxiliarySpec, ErrorFormat
 
-__all__ = ["Fp32"]
-
 
 class Fp32(ErrorFormat):
     """fp32 master copy, the paper's baseline D, for comparison and debugging.

@@ -10,8 +10,6 @@ from torch import Tensor
 from collage_fx.numerics import arithmetic
 from collage_fx.numerics.error_formats.base import AuxiliarySpec, ErrorFormat
 
-__all__ = ["Mcf"]
-
 
 class Mcf(ErrorFormat):
     """Multi-component float [Yu24]: one error term of hi's own dtype.
