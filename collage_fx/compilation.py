@@ -96,7 +96,7 @@ from collage_fx.torch_compat import (
 
 log = logging.getLogger("collage_fx")
 
-#: What a user can do about an update that an operation makes in the storage format, by the arithmetic in use.
+#: Advice about an update that an operation makes in the storage format, by the arithmetic in use.
 REMEDIES = {
     "native": "use arithmetic='wide', which computes elementwise operations in float32",
     "wide": "give that operation float32 tensors, x.float(), in the optimizer",
@@ -112,7 +112,7 @@ class Backend:
         reports: one per compilation, oldest first.
     """
 
-    #: What is done, in the log.
+    #: The word for what is done, in the log.
     verb = "compiled"
 
     def __init__(self, options: Options) -> None:
@@ -415,7 +415,7 @@ class Compilation:
             copy_of(gm),
             infos,
             self.options.strategy,
-            # What one graph of a recorded step hands to the next is on no path from a state to itself.
+            # Values that one graph of a recorded step hands to another are on no path from a state to it.
             "wide" if self.recorded else self.options.arithmetic,
             ERROR_FORMATS[self.options.error_format],
             repetition,

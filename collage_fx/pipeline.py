@@ -56,7 +56,7 @@ PIPELINE: tuple[Pass, ...] = (
 #: captured.
 ANALYSIS: tuple[Pass, ...] = PIPELINE[:4]
 
-#: What strategy "none" runs besides, on that graph, to measure it.
+#: The passes that strategy "none" runs besides, on that graph, to measure it.
 MEASUREMENT: tuple[Pass, ...] = (Measure(),)
 
 

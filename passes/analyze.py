@@ -68,7 +68,7 @@ class Analyze(Pass):
             read = partial(read_recurrence, placeholder, stored(store), symbols, is_parameter=is_parameter)
             recurrence = read(new_values)
             if recurrence.kind is Kind.OVERWRITE and flow.returns_to(placeholder):
-                # By way of other tensors' new values: read through them, and through the next step.
+                # By other tensors' new values: they are read through, and so is the next step.
                 recurrence = read({})
                 if recurrence.kind is Kind.OVERWRITE:
                     recurrence = replace(recurrence, kind=Kind.OTHER)

@@ -20,8 +20,8 @@ class Pass(ABC):
     name: ClassVar[str]
     #: Names of the passes this one relies on having run before it.
     after: ClassVar[tuple[str, ...]] = ()
-    #: Whether what a pass of your own does to a tensor goes by its role, its layout and its update, never by
-    #: its name. Of equal updates it is then shown one; what it does to that is done to all. If not, it gets
+    #: Whether a pass of your own treats a tensor by its role, its layout and its update alone, never by its
+    #: name. Of equal updates it is then shown one; what it does to that is done to all. If not, it gets
     #: the whole graph: that takes longer to compile, and the bits are the same.
     by_family: ClassVar[bool] = False
 

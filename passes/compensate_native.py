@@ -303,7 +303,7 @@ class _PathRewriter:
         value = tensor_value(factor)
         if value is None or value.dtype == self.dtype:
             return None
-        # As the number came, in float64.
+        # The number as it came, in float64.
         kept, *scaled = self.editor.inline(_decay, unconverted(factor), self.dtype)
         base = self.inline(_both_times, *word, kept)
         return base, self.inline(arithmetic.multiply_double_words, *word, *scaled)

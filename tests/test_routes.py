@@ -1,4 +1,4 @@
-"""Which way a step takes through the compiler, and the reason for each faster way that it does not take."""
+"""The way that a step takes through the compiler, with the reason for each faster one that it does not."""
 
 from __future__ import annotations
 

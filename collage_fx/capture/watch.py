@@ -72,12 +72,12 @@ from collage_fx.torch_compat import (
     watch_conversions,
 )
 
-#: How many times Dynamo's ``recompile_limit`` (8) a function that isn't just a step may be compiled before it
-#: is refused.
+#: The multiple of Dynamo's ``recompile_limit`` (8) at which a function that isn't just a step is refused.
 COMPILATIONS = 4
 
-#: How Dynamo traces for this backend: its own limits are out of reach, numbers read from tensors become part
-#: of the graph, and a step doesn't call two functions more that would mark its beginning for a profiler.
+#: Dynamo's settings while it traces for this backend: its own limits are out of reach, numbers read from
+#: tensors become part of the graph, and a step doesn't call two functions more that would mark its beginning
+#: for a profiler.
 SETTINGS = {
     "recompile_limit": 1 << 30,
     "accumulated_recompile_limit": 1 << 30,
@@ -88,7 +88,7 @@ SETTINGS = {
 #: ``(backend, keywords)`` -> whether it is strict; None for backends that compensate nothing.
 Strictness = Callable[[Any, dict[str, Any]], bool | None]
 
-#: By identity: functions that do the same are equal as code.
+#: Counts of compilations by identity: functions that do the same are equal as code.
 _conversions = WeakIdKeyDictionary()
 _compiled: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
 

@@ -27,7 +27,7 @@ class Device:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
-#: By ``torch.device.type``: those whose generated code's roundings are tested. Steps on others are refused.
+#: The rows by ``torch.device.type``: of devices on which roundings are tested. Steps on others are refused.
 DEVICES: Mapping[str, Device] = {
     "cpu": Device(in_parts=True, compiles_cpp=True),
     "cuda": Device(settings=COMBINED_LAUNCHES),

@@ -112,7 +112,7 @@ def _rows(facts: Facts, names: str) -> dict[str, Facts]:
     return dict.fromkeys(names.split(), facts)
 
 
-#: By the name of an operator, or of one overload where that differs from the others.
+#: The rows by the name of an operator, or of one overload where that differs from the others.
 OPERATORS: dict[str, Facts] = {
     # arithmetic
     "aten.add": Facts(composite=lambda x, y, alpha=1: x + _scaled(y, alpha), function=operator.add, sign="+"),

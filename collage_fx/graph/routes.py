@@ -7,11 +7,11 @@ from typing import Literal, get_args
 
 from torch.fx import Node
 
-#: What is compiled at once: one of each family of equal updates, or the whole graph; the latter part by part,
-#: as one, or as it was captured, because nothing in it is compensated.
+#: The graph that is compiled at once: of one of each family of equal updates, or the whole graph; the latter
+#: part by part, as one, or as it was captured, because nothing in it is compensated.
 Unit = Literal["by family", "in parts", "whole", "as captured"]
 
-#: What may not be done, the costliest to miss first.
+#: The faster ways that may not be taken, the costliest to miss first.
 Way = Literal["by family", "in parts", "in one call for all tensors", "by the usual code", "with vectors"]
 WAYS: tuple[Way, ...] = get_args(Way)
 

@@ -61,7 +61,7 @@ NATIVE_SETTINGS: dict[str, Any] = {**IEEE_SETTINGS, **DENSE_REUSE, "eager_numeri
 #: those of the update.
 MEASURING_SETTINGS: dict[str, Any] = {"cpp.max_horizontal_fusion_size": 128, "max_fusion_size": MOST_NODES}
 
-#: What an argument is that a step adds to those that it is called with.
+#: The description of an argument that a step adds to those that it is called with.
 ERROR_TERM = InputInfo("an error term", "lo", Role.OTHER)
 
 
@@ -180,7 +180,7 @@ def _whole(program: StepProgram, example_inputs: Sequence[Any], inductor_options
     auxiliaries = [node for state in program.expansions for node in state.auxiliaries]
     static = list(inductor_options.get("static_input_idxs", ()))
     owners = [state for state in program.expansions for _ in state.auxiliaries]
-    # As static as the tensor it corrects: CUDA graphs need not copy it.
+    # An auxiliary is as static as the tensor it corrects: CUDA graphs need not copy it.
     static += [
         i
         for i, state in enumerate(owners, len(example_inputs))

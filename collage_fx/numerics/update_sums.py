@@ -62,14 +62,14 @@ COUNTS = {
     "held": {3: False},
 }
 
-#: What is summed.
+#: The names of all sums, in the order of a row.
 SUMS = (*PRODUCTS, *COUNTS)
 
 #: Sizes of D are told apart by octaves: 2**k halves of an ulp of hi and more, less than 2**(k + 1). What is
 #: smaller or larger counts as the first or the last.
 OCTAVES = range(-16, 16)
 
-#: What is counted over the sample: elements whose D is zero, then by octave.
+#: The counts over the sample: elements whose D is zero, then by octave.
 SIZES = ("sizes_zero", *(f"sizes_2^{k}" for k in OCTAVES))
 
 #: The columns of a row.
@@ -78,10 +78,10 @@ ROW = (*SUMS, *SIZES)
 #: The most elements of a sample.
 SAMPLE = 1024
 
-#: How many of them are neighbours.
+#: Elements of a sample that are neighbours.
 TOGETHER = 16
 
-#: Without error terms, those that are another one, or zero (None).
+#: The sums that, without error terms, equal another one, or zero (None).
 WITHOUT_LO = {
     "along": "along_hi",
     "effective": "effective_hi",

@@ -165,7 +165,7 @@ def _memory(graphs: Sequence[GraphReport], rows: Sequence[TensorReport]) -> str:
     )
 
 
-#: What is shown of an update: heading -> attribute, as a share or a ratio.
+#: The columns of a table of updates: heading -> attribute, as a share or a ratio.
 MEASURED = {
     "EDQ ratio": "edq_ratio",
     "of hi alone": "edq_ratio_hi",

@@ -90,7 +90,7 @@ class Expansion:
                 auxiliary.zero_()
 
 
-#: See Note [One tensor under several objects]: by object, and by storage and region in it.
+#: The records by object, and by storage and region in it: Note [One tensor under several objects].
 _BY_OBJECT = WeakTensorKeyDictionary()
 _BY_STORAGE = WeakIdKeyDictionary()
 _LOCK = threading.Lock()

@@ -97,7 +97,7 @@ class Layouts:
     def __init__(self, expected: Sequence[Expected]) -> None:
         self.expected = expected
         self._tensors = picking([each.index for each in expected])
-        # Whether tensors are like those of the last call, and what had to be copied in it.
+        # A test that tensors are like those of the last call, and what had to be copied in it.
         self._last: tuple[Callable[..., bool], Sequence[Expected]] = (_unknown, ())
 
     def fit(self, arguments: list[Any]) -> None:

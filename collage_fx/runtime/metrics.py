@@ -175,7 +175,7 @@ class UpdateQuality:
         return {name: getattr(self, name) for name in DERIVED}
 
 
-#: What is written into files and given to loggers.
+#: The derived values that are written into files and given to loggers.
 DERIVED = tuple(name for name, value in vars(UpdateQuality).items() if isinstance(value, property))
 
 
@@ -183,7 +183,7 @@ def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else math.nan
 
 
-#: What tensors are put together by.
+#: The type of keys by which tensors are put into groups.
 Key = TypeVar("Key")
 
 

@@ -67,7 +67,7 @@ def change_size_of_gradient(run: Run) -> str:
 
 
 def change_strides_of_error_terms(run: Run) -> str:
-    """As another compiled step does, for which the parameter was laid out in another way."""
+    """Lay error terms out anew, as another compiled step does whose parameter had other strides."""
     p = run.params[0]
     data = p.data
     p.data = transposed(data)

@@ -58,7 +58,7 @@ LOSS = (BLOCK + 2) * 2.0**-24
 
 
 class Momentum(Optimizer):
-    """Of numbers with few bits, every result of its arithmetic is a float32 number."""
+    """Momentum of numbers with few bits: every result of its arithmetic is a float32 number."""
 
     decay, lr = 0.5, 2.0**-12
 
@@ -125,7 +125,7 @@ def expected(old: Tensor, old_full: Tensor, update: Tensor, tensor: Tensor) -> d
 
 
 def bin_of(update: float, hi: float, dtype: torch.dtype) -> int:
-    """Where in SIZES an update counts, in exact arithmetic."""
+    """The index in SIZES at which an update counts, in exact arithmetic."""
     if update == 0:
         return 0
     if not math.isfinite(update):
@@ -135,7 +135,7 @@ def bin_of(update: float, hi: float, dtype: torch.dtype) -> int:
 
 
 def expected_sizes(update: Tensor, hi: Tensor, dtype: torch.dtype) -> tuple[float, ...]:
-    """Of the elements of a sample, which is all of a small tensor; scaled to the number of elements."""
+    """The sizes of a sample's elements, which are all of a small tensor; scaled to the number of elements."""
     sample = [i for i in (sampled(i, hi.numel()) for i in range(SAMPLE)) if i < hi.numel()]
     counts = [0] * len(SIZES)
     for i in sample:

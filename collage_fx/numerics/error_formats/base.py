@@ -62,9 +62,9 @@ class ErrorFormat(ABC):
     of functional operations, and views change no dtype of a 16-bit tensor.
     """
 
-    #: As in ``CollageBackend(error_format=...)`` and in checkpoints; without a dot.
+    #: The name for ``CollageBackend(error_format=...)``, and in checkpoints; without a dot.
     name: ClassVar[str]
-    #: What it keeps and how precise the value is, as ``collage-fx explain --help`` and pages say it.
+    #: A phrase for ``collage-fx explain --help`` and pages: what it keeps, and how precise the value is.
     precision: ClassVar[str]
     #: Whether the expansion is a double word of the storage format, as ``arithmetic="native"`` needs it.
     is_double_word: ClassVar[bool] = False
