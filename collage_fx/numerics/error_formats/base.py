@@ -100,3 +100,25 @@ class ErrorFormat(ABC):
     def nbytes(self, hi: Tensor) -> int:
         """Bytes of the auxiliary tensors that go with ``hi``."""
         return sum(spec.nbytes for spec in self.auxiliaries(hi))
+
+
+class OneErrorTerm(ErrorFormat):
+    """A format whose value is ``hi + lo``: its one auxiliary tensor is the error term, laid out like hi."""
+
+    is_elementwise = True
+
+    @abstractmethod
+    def lo_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of lo beside a hi of ``dtype``."""
+
+    def auxiliaries(self, hi: Tensor) -> Sequence[AuxiliarySpec]:
+        return (AuxiliarySpec.like(hi, "lo", self.lo_dtype(hi.dtype)),)
+
+    def join(self, hi: Tensor, *auxiliaries: Tensor) -> Tensor:
+        return arithmetic.join(hi, *auxiliaries)
+
+    def split(self, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        return arithmetic.split(value, dtype, self.lo_dtype(dtype))
+
+    def error_terms(self, hi: Tensor, *auxiliaries: Tensor) -> tuple[Tensor, ...]:
+        return auxiliaries
