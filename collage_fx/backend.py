@@ -4,33 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
 from torch.fx import GraphModule
 from torch.optim import Optimizer
 
 from collage_fx.capture import is_recording, rows_to_trace, watch
-from collage_fx.compilation import Compilation
+from collage_fx.compilation import Backend, Compilation
 from collage_fx.errors import InvalidOptionError
-from collage_fx.graph import Arithmetic, Reason, StepProgram, Strategy, device_facts
-from collage_fx.lowering import JOINT_GRAPH_SETTINGS, Lowered, lower
+from collage_fx.graph import Arithmetic, Strategy, device_facts
+from collage_fx.lowering import JOINT_GRAPH_SETTINGS
 from collage_fx.options import MODES, Options, refuse_unless
 from collage_fx.pipeline import PIPELINE, Pass
-from collage_fx.report import CollageReport, GraphReport, plot
-from collage_fx.runtime import Meter, Metrics, prepare_compiler
+from collage_fx.report import CollageReport, plot
+from collage_fx.runtime import Metrics, prepare_compiler
 from collage_fx.torch_compat import (
     backend_being_traced_for,
-    inductor_compile_as_it_is,
     install_fused_updates,
     mode_options,
 )
 
-__all__ = ["CollageBackend", "backend_for", "collage", "collage_backend"]
 
-
-class CollageBackend:
+class CollageBackend(Backend):
     """A ``torch.compile`` backend that makes low-precision optimizer steps precise.
 
     ``step = torch.compile(opt.step, backend=CollageBackend())``
@@ -59,9 +55,6 @@ class CollageBackend:
         ValueError: an option has a value that is not allowed; the message names those that are.
     """
 
-    #: What it does, in the log.
-    verb = "compiled"
-
     def __init__(
         self,
         strategy: Strategy = "plus",
@@ -73,13 +66,8 @@ class CollageBackend:
         mode: str | None = None,
         passes: Sequence[Pass] = PIPELINE,
     ) -> None:
-        self.options = Options(
-            strategy, error_format, arithmetic, metrics, metrics_every, strict, mode, tuple(passes)
-        )
-        self.meter = Meter(metrics_every)
-        self._report = CollageReport()
-        self._used_labels: list[str] = []
-        self._labels: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()
+        options = strategy, error_format, arithmetic, metrics, metrics_every, strict, mode, tuple(passes)
+        super().__init__(Options(*options))
 
     def __repr__(self) -> str:
         shown = {name: value for name, value in vars(self.options).items() if value is not PIPELINE}
@@ -87,14 +75,14 @@ class CollageBackend:
         return f"CollageBackend({options})"
 
     def report(self) -> CollageReport:
-        """What has been compiled so far: a table when printed, and the graphs before and after.
+        """The report of all compilations so far: a table when printed, and the graphs before and after.
 
         With what has been measured, for which it waits for the device.
         """
-        return CollageReport(list(self._report.graphs), self.metrics())
+        return CollageReport(list(self.reports), self.metrics())
 
     def metrics(self, model: torch.nn.Module | None = None) -> Metrics:
-        """What has been measured so far: step -> tensor -> values, and their aggregates.
+        """The measurements so far: step -> tensor -> values, and their aggregates.
 
         Steps are counted from 1, those of each optimizer by themselves. This waits for the device; nothing
         does until then. What has been measured is kept, 512 bytes a tensor and step, until
@@ -109,11 +97,11 @@ class CollageBackend:
     def plot(
         self, path: str | Path, model: torch.nn.Module | None = None, *, depth: int | None = None
     ) -> Path:
-        """EDQ ratio, lost updates and sizes of updates as a picture: see ``report/plots.py``."""
+        """Plot EDQ ratio, lost updates and sizes of updates into a file: see ``report/plots.py``."""
         return plot(self.metrics(model), path, depth=depth)
 
     def forget_metrics(self) -> None:
-        """Drop what has been measured. The count of steps goes on."""
+        """Drop all measurements. The count of steps goes on."""
         self.meter.forget()
 
     def __call__(
@@ -144,40 +132,6 @@ class CollageBackend:
             prepare_compiler()
         return Compilation(self, gm, tuple(example_inputs), mode, patches).run()
 
-    def keep(self, report: GraphReport) -> None:
-        """Put a compilation into the report."""
-        self._report.graphs.append(report)
-
-    def label(self, optimizers: Sequence[Optimizer]) -> str:
-        """What a report calls the step of these optimizers.
-
-        Their classes, numbered from the second of a class on.
-        """
-        for optimizer in optimizers:
-            if optimizer not in self._labels:
-                name = type(optimizer).__name__
-                same = sum(label.partition(" ")[0] == name for label in self._used_labels)
-                self._labels[optimizer] = f"{name} #{same + 1}" if same else name
-                self._used_labels.append(self._labels[optimizer])
-        return ", ".join(self._labels[optimizer] for optimizer in optimizers)
-
-    def lower(
-        self,
-        program: StepProgram,
-        example_inputs: Sequence[Any],
-        inductor_options: dict[str, Any],
-    ) -> Lowered | Reason:
-        """A rewritten step of one of each family to a callable of the inputs of all."""
-        return lower(program, example_inputs, inductor_options)
-
-    def lower_as_captured(
-        self, gm: GraphModule, example_inputs: Sequence[Any], inductor_options: dict[str, Any]
-    ) -> Callable[[list[Any]], Any]:
-        """A graph that is left alone to a callable in AOTAutograd's convention."""
-        return cast(
-            "Callable[[list[Any]], Any]", inductor_compile_as_it_is(gm, example_inputs, **inductor_options)
-        )
-
 
 #: The backend with default options.
 collage_backend = CollageBackend()
@@ -192,7 +146,7 @@ def collage(
     mode: str | None = None,
     options: dict[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """``torch.compile(..., backend="collage", options={...})``.
+    """The function behind ``torch.compile(..., backend="collage", options={...})``.
 
     Options are those of :class:`CollageBackend`.
     """
@@ -218,7 +172,7 @@ def backend_for(**options: Any) -> CollageBackend:
 
 
 def _compensating(compiler: Any, keywords: dict[str, Any]) -> CollageBackend | None:
-    """What ``torch.compile`` was given, if it is a collage backend that compensates something."""
+    """The backend that ``torch.compile`` was given, if it is one of ours that compensates something."""
     backend = backend_for(**(keywords.get("options") or {})) if compiler is collage else compiler
     compensates = isinstance(backend, CollageBackend) and backend.options.strategy != "none"
     return backend if compensates else None
@@ -242,7 +196,7 @@ def _rows_to_trace(
 
 
 def _is_compensated_now() -> bool:
-    """Whether what is being traced, or run, is a step that is compensated."""
+    """Whether the step that is being traced, or run, is compensated."""
     return is_recording() or _compensating(*backend_being_traced_for()) is not None
 
 

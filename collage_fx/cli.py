@@ -29,19 +29,17 @@ from collage_fx.graph import Arithmetic, Strategy
 from collage_fx.numerics import ERROR_FORMATS
 from collage_fx.report import CollageReport, treatments
 
-__all__ = ["main"]
-
 #: Exit statuses: what was asked for went wrong; it was asked for in the wrong way.
 FAILED, MISUSED = 1, 2
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 class UsageError(Exception):
-    """Something on the command line that can't be; its text says what can."""
+    """A mistake on the command line; its text says what is allowed."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; its exit status."""
+    """Run one command; return its exit status."""
     try:
         return _run(list(sys.argv[1:] if arguments is None else arguments))
     except UsageError as error:
@@ -87,7 +85,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _one_of(known: Iterable[str]) -> Callable[[str], str]:
-    """An option's type: one of some names."""
+    """The type of an option that is one of some names, for argparse."""
     names = list(known)
 
     def check(value: str) -> str:
@@ -180,7 +178,7 @@ def _optimizer_class(name: str) -> Any:
 
 
 def _module(name: str) -> ModuleType:
-    """The module, or the complaint about the first part of its name that there isn't."""
+    """Import a module; raise for the first part of its name that does not exist."""
     found: ModuleType | None = None
     for part in name.split("."):
         whole = part if found is None else f"{found.__name__}.{part}"
@@ -242,7 +240,7 @@ def _no_options(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Command:
-    """One word after ``collage-fx``.
+    """A command: the first word after ``collage-fx``.
 
     Attributes:
         run: takes the options and, if ``passes_on``, what is none of them; returns the exit status.

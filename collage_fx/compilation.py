@@ -13,7 +13,9 @@ import math
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.fx import Graph, GraphModule
@@ -55,10 +57,11 @@ from collage_fx.graph import (
     factorizes,
     input_name,
     is_low_precision_tensor,
+    not_taken,
     placeholders,
     tensor_value,
 )
-from collage_fx.lowering import Lowered, without_sums
+from collage_fx.lowering import Lowered, lower, without_sums
 from collage_fx.numerics import ERROR_FORMATS, short_name
 from collage_fx.options import Options
 from collage_fx.pipeline import ANALYSIS, MEASUREMENT, Pass, Stage, run_pipeline
@@ -82,6 +85,7 @@ from collage_fx.torch_compat import (
     compile_with_inductor,
     current_size,
     generated_code,
+    inductor_compile_as_it_is,
     needs_autograd,
     optimizer_being_stepped,
     thinned_lists,
@@ -90,51 +94,59 @@ from collage_fx.torch_compat import (
     versions_to_increment,
 )
 
-__all__ = ["Compilation"]
-
 log = logging.getLogger("collage_fx")
 
-#: What a user can do about an update that an operation makes in the storage format, by the arithmetic in use.
+#: Advice about an update that an operation makes in the storage format, by the arithmetic in use.
 REMEDIES = {
     "native": "use arithmetic='wide', which computes elementwise operations in float32",
     "wide": "give that operation float32 tensors, x.float(), in the optimizer",
 }
 
 
-class Backend(Protocol):
-    """What a compilation wants of the backend that it is for.
+class Backend:
+    """The part of a backend that its compilations use: its options, its report, and how graphs are lowered.
 
     Attributes:
-        verb: what is done, in the log.
+        options: checked.
         meter: counts and measures the steps that are compiled with ``metrics``.
+        reports: one per compilation, oldest first.
     """
 
-    verb: str
+    #: The word for what is done, in the log.
+    verb = "compiled"
 
-    @property
-    def options(self) -> Options: ...
-
-    @property
-    def meter(self) -> Meter: ...
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.meter = Meter(options.metrics_every)
+        self.reports: list[GraphReport] = []
+        self._labels: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()
+        self._used_labels: list[str] = []
 
     def label(self, optimizers: Sequence[Optimizer]) -> str:
-        """What a report calls the step of these optimizers."""
+        """The name, in reports, of the step of these optimizers.
+
+        Their classes, numbered from the second of a class on.
+        """
+        for optimizer in optimizers:
+            if optimizer not in self._labels:
+                name = type(optimizer).__name__
+                same = sum(label.partition(" ")[0] == name for label in self._used_labels)
+                self._labels[optimizer] = f"{name} #{same + 1}" if same else name
+                self._used_labels.append(self._labels[optimizer])
+        return ", ".join(self._labels[optimizer] for optimizer in optimizers)
 
     def lower(
-        self,
-        program: StepProgram,
-        example_inputs: Sequence[Any],
-        inductor_options: dict[str, Any],
+        self, program: StepProgram, example_inputs: Sequence[Any], inductor_options: dict[str, Any]
     ) -> Lowered | Reason:
-        """A rewritten step of one of each family to a callable of the inputs of all."""
+        """Lower a rewritten step of one member of each family to a callable of the inputs of all."""
+        return lower(program, example_inputs, inductor_options)
 
     def lower_as_captured(
         self, gm: GraphModule, example_inputs: Sequence[Any], inductor_options: dict[str, Any]
     ) -> Callable[[list[Any]], Any]:
-        """A graph that is left alone to a callable in AOTAutograd's convention."""
-
-    def keep(self, report: GraphReport) -> None:
-        """Put a compilation into the backend's report."""
+        """Lower a graph that is left alone to a callable in AOTAutograd's convention."""
+        step = inductor_compile_as_it_is(gm, example_inputs, **inductor_options)
+        return cast("Callable[[list[Any]], Any]", step)
 
 
 class Compilation:
@@ -177,32 +189,31 @@ class Compilation:
         # Plain Inductor takes an update of what requires gradients for something to be differentiated.
         is_plain = self.options.strategy == "none" and not self.options.metrics
         needs_grad = torch.is_grad_enabled() if is_plain else needs_autograd(self.module, self.arguments)
-        if not is_plain:
-            self._refuse_fused_operators()
-        step = self._by_family(needs_grad=needs_grad)
-        if not isinstance(step, Reason):
-            return step
-        if thinned_lists():
-            self._forget_newborn_state()
-            raise TraceWhole
-        if not is_plain:
-            try:
-                refuse_overlaps(self.known.values())  # before AOTAutograd does it in its own words
-            except AliasedStateError as refusal:
-                self._refused(refusal)
-        with torch.set_grad_enabled(needs_grad):
-            return self._whole(step)
-
-    def _refuse_fused_operators(self) -> None:
-        """Refuse, before AOTAutograd fails at it, an update that is one operator of torch's."""
+        optimizers = list(self.optimizers.values())
         try:
-            refuse_fused_operators(self.module)
-        except CollageError:
-            self._forget_newborn_state()
+            if not is_plain:
+                refuse_fused_operators(self.module)  # before AOTAutograd fails at them
+            step = self._by_family(needs_grad=needs_grad)
+            if not isinstance(step, Reason):
+                return step
+            if thinned_lists():
+                raise TraceWhole
+            if not is_plain:
+                try:
+                    refuse_overlaps(self.known.values())  # before AOTAutograd does it in its own words
+                except AliasedStateError as refusal:
+                    self._refused(refusal)
+            with torch.set_grad_enabled(needs_grad):
+                return self._whole(step)
+        except (CollageError, TraceWhole):
+            for (
+                optimizer
+            ) in optimizers:  # no step has been taken: undo what the trace has done to their state
+                forget_new_state(optimizer)
             raise
 
     def _by_family(self, *, needs_grad: bool) -> WholeStep | Reason:
-        """The whole step, from a graph of one of each family."""
+        """Compile the whole step from a graph of one of each family, or say why that cannot be done."""
         if needs_grad:
             return Reason("it computes something that is to be differentiated")
         if (reason := self.options.not_by_family()) is not None:
@@ -222,7 +233,7 @@ class Compilation:
         return made
 
     def _whole(self, not_by_family: Reason) -> Callable[..., Any]:
-        """The graph as a family of one, called by what AOTAutograd puts around it."""
+        """Compile the graph as a family of one, called by what AOTAutograd puts around it."""
 
         def inner_compile(gm: GraphModule, example_inputs: Sequence[Any], **inductor_options: Any) -> Any:
             try:
@@ -260,7 +271,7 @@ class Compilation:
         example_inputs: Sequence[Any],
         inductor_options: dict[str, Any],
     ) -> WholeStep | Reason:
-        """The step of all members, from the functional graph of the first of each family."""
+        """Make the step of all members from the functional graph of the first of each family."""
         self._prepare(gm)
         updated = versions_to_increment()
         if updated is None:
@@ -283,10 +294,10 @@ class Compilation:
             return Reason(refusal.met)  # which is met again in the whole graph, by its names
         if isinstance(step, Reason):
             return step
-        places = sorted(place for position in updated for place in repetition.copies[position])
+        indices = sorted(index for position in updated for index in repetition.copies[position])
         bound, gradients = families.inputs[: families.bound], families.gradients
         passed = len(families.inputs) - len(bound) - len(gradients)
-        return WholeStep(step, bound, passed, places, gradients)
+        return WholeStep(step, bound, passed, indices, gradients)
 
     def _one(
         self,
@@ -295,7 +306,7 @@ class Compilation:
         inductor_options: dict[str, Any],
         not_by_family: Reason,
     ) -> Callable[[list[Any]], Any]:
-        """The step of the whole functional graph, compensated or as it is."""
+        """Make the step of the whole functional graph, compensated or as it is."""
         self._prepare(gm)
         if not inductor_options.get("is_inference", False):  # and its backward, when all else is forgotten
             why = "the graph needs autograd, so it is no optimizer step"
@@ -313,7 +324,7 @@ class Compilation:
         return step
 
     def _prepare(self, gm: GraphModule) -> None:
-        """Make the graph one of ours; begin again, recording, where eager torch may raise and Dynamo not.
+        """Make assignments of data stores; begin again, recording, where eager torch raises and Dynamo not.
 
         Dynamo traces past what raises for a dtype and the step catches: a tensor without values has a
         factorization in every format.
@@ -332,7 +343,7 @@ class Compilation:
     def _describe(
         self, values: Sequence[Any], names: Sequence[str], bound: int
     ) -> list[tuple[InputInfo, Hashable]]:
-        """What inputs are to the user, and whether they have error terms already."""
+        """Describe inputs, and say whether they have error terms already."""
         infos = [
             describe_input(value, name, self.known, bound=i < bound)
             for i, (value, name) in enumerate(zip(values, names, strict=True))
@@ -350,7 +361,7 @@ class Compilation:
         inductor_options: dict[str, Any],
         not_by_family: Reason | None = None,
     ) -> Callable[[list[Any]], Any] | Reason:
-        """The step of all members, from the functional graph of one of each family.
+        """Rewrite, lower and report the functional graph of one of each family: the step of all members.
 
         Args:
             gm: the graph.
@@ -364,43 +375,37 @@ class Compilation:
             a reason where it can't be made of the members' graph. A family of one always has a step.
         """
         started = time.perf_counter()
-        try:
-            program = self._accepted(gm, infos, repetition)
-            before = copy_of(gm)
-            stages = _Stages(self.subject, before)
-            self._rewrite(program, before, stages)
-            self._refuse_uncompensated(program)
-            is_rewritten = bool(program.expansions or program.measured) or bool(self.options.own_passes)
-            if not (is_rewritten or repetition.is_of_one):
-                return Reason("no tensor of it needs an error term")
-            after = copy_of(program.gm) if is_rewritten else before  # Inductor edits the one it is given
-            with generated_code() as code:
-                if is_rewritten:
-                    made = self._lower(program, example_inputs, inductor_options, gm)
-                else:
-                    step = self.backend.lower_as_captured(gm, example_inputs, inductor_options)
-                    made = Lowered(step, "as captured", ())
-        except AliasedStateError:
-            raise
-        except CollageError:
-            self._forget_newborn_state()
-            raise
+        program = self._accepted(gm, infos, repetition)
+        before = copy_of(gm)
+        pass_log = _PassLog(self.subject, before)
+        self._rewrite(program, before, pass_log)
+        self._refuse_uncompensated(program)
+        is_rewritten = bool(program.expansions or program.measured) or bool(self.options.own_passes)
+        if not (is_rewritten or repetition.is_of_one):
+            return Reason("no tensor of it needs an error term")
+        after = copy_of(program.gm) if is_rewritten else before  # Inductor edits the one it is given
+        with generated_code() as code:
+            if is_rewritten:
+                made = self._lower(program, example_inputs, inductor_options, gm)
+            else:
+                step = self.backend.lower_as_captured(gm, example_inputs, inductor_options)
+                made = Lowered(step, "as captured")
         if isinstance(made, Reason):
             return made
-        by_family = [("by family", not_by_family)] if not_by_family is not None else []
+        why = (*not_taken(("by family", not_by_family)), *made.reasons)
         report = GraphReport(
             captured=before,
             repetition=repetition,
-            rewritten=(after, tuple(stages.passes)) if repetition.is_of_one else None,
+            rewritten=(after, tuple(pass_log.passes)) if repetition.is_of_one else None,
             subject=self.subject,
             tensors=self._rows(program),
             wider_bytes=_wider_bytes(before, repetition),
             code=tuple(code),
             program=program.unrun(before),
             pipeline=self._pipeline,
-            route=Route(made.unit, self.recorded, bool(program.measured), (*by_family, *made.reasons)),
+            route=Route(made.unit, self.recorded, bool(program.measured), why, made.vectors),
         )
-        stages.lowered(report.code)
+        pass_log.lowered(report.code)
         self._keep(report, compensated=bool(program.compensated), started=started)
         return made.step
 
@@ -410,7 +415,7 @@ class Compilation:
             copy_of(gm),
             infos,
             self.options.strategy,
-            # What one graph of a recorded step hands to the next is on no path from a state to itself.
+            # Values that one graph of a recorded step hands to another are on no path from a state to it.
             "wide" if self.recorded else self.options.arithmetic,
             ERROR_FORMATS[self.options.error_format],
             repetition,
@@ -459,10 +464,10 @@ class Compilation:
         for state in program.compensated:
             if not state.refusal:
                 continue
-            for place in program.repetition.copies[state.position]:
+            for index in program.repetition.copies[state.position]:
                 refusal = UncompensatedParameterError(
                     f"{state.refusal} ({state.info.role.value} of dtype {state.format.name})",
-                    where=program.infos[place].name,
+                    where=program.infos[index].name,
                     remedy=f"{REMEDIES[program.arithmetic]}, or leave it to plain low precision with "
                     "strict=False",
                 )
@@ -477,17 +482,16 @@ class Compilation:
         inductor_options: dict[str, Any],
         captured: GraphModule,
     ) -> Lowered | Reason:
-        """The rewritten step; a measured one with the sums, and without if not every step is measured."""
-
-        def lower(each: StepProgram) -> Lowered | Reason:
-            return self.backend.lower(each, example_inputs, inductor_options)
-
+        """Lower the rewritten step; a measured one also without the sums if not every step is measured."""
+        lowered = partial(
+            self.backend.lower, example_inputs=example_inputs, inductor_options=inductor_options
+        )
         if not program.measured:
-            return lower(program)
+            return lowered(program)
         measured = [
-            MeasuredInput.of(state, place, program.infos[place])
+            MeasuredInput(index, program.infos[index], state.value.numel(), state.value.device)
             for state in program.measured
-            for place in program.repetition.copies[state.position]
+            for index in program.repetition.copies[state.position]
         ]
         meter = self.backend.meter
         meter.learn(self.optimizers)
@@ -496,12 +500,12 @@ class Compilation:
         if meter.every > 1 and self.options.strategy == "none":
             plain = self.backend.lower_as_captured(captured, example_inputs, inductor_options)
         elif meter.every > 1:
-            without = lower(replace(program, gm=without_sums(program.gm)))
+            without = lowered(replace(program, gm=without_sums(program.gm)))
             if isinstance(without, Reason):
                 return without
             plain = without.step
         program.rows = rows.inputs
-        made = lower(program)
+        made = lowered(program)
         if isinstance(made, Reason):
             return made
         return made._replace(step=MeteredStep(meter, self.subject, measured, rows, made.step, plain))
@@ -513,10 +517,10 @@ class Compilation:
         for state in program.states:
             row = tensor_report(program, state)
             suffixes = [name.removeprefix(state.placeholder.name) for name in row.inputs]
-            for place in repetition.copies[state.position]:
-                hi = state.placeholder.name if repetition.is_of_one else input_name(place)
+            for index in repetition.copies[state.position]:
+                hi = state.placeholder.name if repetition.is_of_one else input_name(index)
                 rows.append(
-                    replace(row, name=program.infos[place].name, inputs=tuple(hi + each for each in suffixes))
+                    replace(row, name=program.infos[index].name, inputs=tuple(hi + each for each in suffixes))
                 )
         rank = {entry.name: i for i, entry in enumerate(self.known.values())}
         return tuple(sorted(rows, key=lambda row: rank.get(row.name, len(rank))))
@@ -530,10 +534,10 @@ class Compilation:
         note = f"{self.subject}: {why}; lowered by Inductor as it is"
         log.info(note)
         graph = copy_of(gm)
-        stages = _Stages(self.subject, graph)
+        pass_log = _PassLog(self.subject, graph)
         with generated_code() as code:
             step = self.backend.lower_as_captured(gm, example_inputs, inductor_options)
-        stages.lowered(tuple(code))
+        pass_log.lowered(tuple(code))
         report = GraphReport(
             captured=graph,
             repetition=Repetition.of_one(len(placeholders(graph.graph))),
@@ -544,7 +548,7 @@ class Compilation:
             note=note,
             route=Route("as captured", self.recorded),
         )
-        self.backend.keep(report)
+        self.backend.reports.append(report)
         return step
 
     def _keep(self, report: GraphReport, *, compensated: bool, started: float) -> None:
@@ -552,7 +556,7 @@ class Compilation:
             for optimizer in self.optimizers.values():
                 note_compiled(optimizer)
                 note_compiled_step(optimizer, strict=self.options.strict)
-        self.backend.keep(report)
+        self.backend.reports.append(report)
         log.info("%s, %s in %.1f s", report.headline, self.backend.verb, time.perf_counter() - started)
         for line in (str(report.route), *report.route.explained()):
             log.debug("%s: %s", self.subject, line)
@@ -561,20 +565,14 @@ class Compilation:
             log.debug("%s: %s: %s; %s", self.subject, group.what, row.recurrence, row.why)
 
     def _refused(self, refusal: CollageError) -> None:
-        """Raise a refusal, and leave no trace of the step, or warn of it."""
+        """Raise a refusal, or warn of it."""
         if self.options.strict:
-            self._forget_newborn_state()
             raise refusal
         warn(refusal)
 
-    def _forget_newborn_state(self) -> None:
-        """Undo what the trace has done to the optimizers' state: no step has been taken."""
-        for optimizer in self.optimizers.values():
-            forget_new_state(optimizer)
-
 
 def _reason_to_leave_alone(gm: GraphModule, infos: Sequence[InputInfo]) -> str | None:
-    """Why a graph is none of our business, if it is none."""
+    """The reason to leave a graph to plain Inductor; None if it updates something to compensate."""
     updated = copies_to_inputs(gm.graph)
     if any(is_low_precision_tensor(node) for node in updated):
         return None
@@ -591,8 +589,8 @@ def _never_called(*arguments: Any) -> Any:
     raise AssertionError("the graph of one of each family is compiled, never run")
 
 
-class _Stages:
-    """Takes down what each pass says, and writes the stages where a dump is asked for."""
+class _PassLog:
+    """The summaries of a compilation's passes, and the files of their graphs if a dump is asked for."""
 
     def __init__(self, subject: str, captured: GraphModule) -> None:
         self.passes: list[tuple[str, str]] = []

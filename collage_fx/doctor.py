@@ -1,4 +1,4 @@
-"""Whether this installation keeps what it promises: ``collage-fx doctor``.
+"""The examination of an installation: ``collage-fx doctor``.
 
 It lists what of torch is replaced, and whether each of that still has the shape that the replacement relies
 on. The promise rests on the compiler: a rounding that it drops makes every error term zero, silently (see
@@ -24,8 +24,6 @@ from collage_fx.backend import CollageBackend
 from collage_fx.runtime.error_terms import error_terms
 from collage_fx.torch_compat import PATCHES, cpp_compilers
 
-__all__ = ["Finding", "devices", "examine", "patches", "roundings_survive", "versions"]
-
 ELEMENTS = 1000
 STEPS = 3
 #: A power of two, so that the update is exact in float32 whether or not product and sum are contracted.
@@ -43,7 +41,7 @@ class Finding:
 
 
 def examine() -> tuple[str, bool]:
-    """The whole examination as text, and whether all is well."""
+    """Examine the installation: the findings as text, and whether all is well."""
     findings = [roundings_survive(d, dtype) for d in devices() for dtype in (torch.bfloat16, torch.float16)]
     rows = [[f.device, f.dtype, "ok" if f.ok else "FAILED", f.told] for f in findings]
     table = tabulate(rows, headers=["device", "dtype", "self-test", ""], maxcolwidths=[16, 10, 10, 60])
@@ -54,7 +52,7 @@ def examine() -> tuple[str, bool]:
 
 
 def patches() -> tuple[str, bool]:
-    """What of torch is replaced, when, and why, as a table; and whether all of it fits this version."""
+    """The table of patches: what of torch is replaced, when, and why; and whether all fit this version."""
     needed = [patch for patch in PATCHES if patch.is_needed]
     told = [patch.check() for patch in needed]
     rows = [
@@ -66,7 +64,7 @@ def patches() -> tuple[str, bool]:
 
 
 def versions() -> Iterator[tuple[str, str]]:
-    """What is installed, the C++ compiler, and the devices."""
+    """The installed versions, the C++ compiler, and the devices."""
     yield "Python", f"{platform.python_version()}, {platform.system()} {platform.machine()}"
     for name in ("collage-fx", "torch", "triton", "sympy"):
         yield name, _version(name)
@@ -84,7 +82,7 @@ def _version(package: str) -> str:
 
 
 def _compiler() -> str:
-    """The first of Inductor's compilers that is there."""
+    """Name and version of the first of Inductor's compilers that is installed."""
     for name in cpp_compilers():
         path = shutil.which(name)
         if path is not None:
@@ -94,7 +92,7 @@ def _compiler() -> str:
 
 
 def devices() -> list[str]:
-    """The CPU, and every accelerator that torch sees."""
+    """The names of the CPU and of every accelerator that torch sees."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     count = torch.accelerator.device_count() if accelerator is not None else 0
     return ["cpu", *(f"{accelerator}:{i}" for i in range(count))]

@@ -1,4 +1,4 @@
-"""Every error a user can meet: what was expected, what was met, where, and what to do next.
+"""The errors that a user can meet: what was expected, what was met, where, and what to do next.
 
 All of them are :class:`CollageError`. They are raised while a step is *compiled*, before any kernel has run,
 so a refused step has changed no parameter and no optimizer state; the exceptions to that rule say so in their
@@ -41,7 +41,7 @@ __all__ = [
 
 
 class CollageError(ShortenTraceback, RuntimeError):
-    """Base of all errors of this package.
+    """The base of all errors of this package.
 
     Args:
         met: what was seen, as a sentence.
@@ -131,12 +131,12 @@ class GraphInvariantError(CollageError):
 
 
 def warn(refusal: CollageError) -> None:
-    """What is refused in a strict backend, and reported in others."""
+    """Warn of what a strict backend would refuse."""
     warnings.warn(f"collage_fx: {refusal}", stacklevel=3)
 
 
 def raise_or_warn(about: Any, refusal: CollageError, *, strict: bool) -> None:
-    """Raise, or warn once of the same.
+    """Raise a refusal, or warn of it once.
 
     Args:
         about: the optimizer or function concerned; what has been said is remembered as long as it lives.

@@ -1,4 +1,4 @@
-"""``explain``: the report of an optimizer's step, without stepping."""
+"""The function ``explain``: the report of an optimizer's step, without stepping."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from collage_fx.graph import (
     Unit,
     copies_to_inputs,
     copy_of,
+    not_taken,
     placeholders,
     repeated_graph,
 )
@@ -30,11 +31,9 @@ from collage_fx.report import CollageReport
 from collage_fx.runtime import known_tensors
 from collage_fx.torch_compat import is_dynamos
 
-__all__ = ["explain"]
-
 
 def explain(optimizer: Optimizer, **options: Any) -> CollageReport:
-    """What compiling ``optimizer.step`` would do: the report of ``backend.report()``, without taking a step.
+    """Report what compiling ``optimizer.step`` would do, as ``backend.report()`` does, without taking a step.
 
     The step is captured, and run operation by operation instead of compiled, on a deep copy of the optimizer
     (parameters included, so this takes their memory once more) with zero gradients. The optimizer itself
@@ -51,7 +50,7 @@ def explain(optimizer: Optimizer, **options: Any) -> CollageReport:
         CollageError: what compiling the step would raise.
     """
     backend = _CaptureOnly(**options)
-    clone = _copy_of(optimizer)
+    clone = _clone_of(optimizer)
     # The class's own step: an instance's may be wrapped by a scheduler and bound to the original.
     method = _with_code_of_its_own(type(clone).step)
     step = torch.compile(_with_code_of_its_own(_step), backend=backend)
@@ -62,7 +61,7 @@ def explain(optimizer: Optimizer, **options: Any) -> CollageReport:
 
 
 class _CaptureOnly(CollageBackend):
-    """Everything but the kernels."""
+    """A backend that does everything but compile kernels: it runs the rewritten graph."""
 
     verb = "explained"
 
@@ -79,7 +78,7 @@ class _CaptureOnly(CollageBackend):
         rules = rules_of(program.gm, always=not program.repetition.is_of_one)
         if isinstance(rules, Reason) and not program.repetition.is_of_one:
             return rules
-        reasons = (("in parts", rules),) if isinstance(rules, Reason) else ()
+        reasons = not_taken(("in parts", rules if isinstance(rules, Reason) else None))
         unit: Unit = "whole" if reasons else "in parts" if program.repetition.is_of_one else "by family"
         return Lowered(interpreted(repeated_graph(small, program.repetition)), unit, reasons)
 
@@ -115,7 +114,7 @@ def _results_alone(gm: GraphModule, added: Sequence[Node]) -> GraphModule:
     return gm
 
 
-def _copy_of(optimizer: Optimizer) -> Optimizer:
+def _clone_of(optimizer: Optimizer) -> Optimizer:
     """A deep copy with zero gradients and no hooks.
 
     Not ``copy.deepcopy(optimizer)``: what ``Optimizer`` pickles lacks the attributes that a subclass's step

@@ -1,4 +1,4 @@
-"""A backend's options, checked."""
+"""The options of a backend, checked."""
 
 from __future__ import annotations
 
@@ -6,25 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from collage_fx.errors import (
-    InvalidOptionError,
-)
+from collage_fx.errors import InvalidOptionError
 from collage_fx.graph import Arithmetic, Reason, Strategy
 from collage_fx.numerics import ERROR_FORMATS
-from collage_fx.pipeline import (
-    PIPELINE,
-    Pass,
-    refuse_incomplete,
-)
-
-__all__ = ["MODES", "Options", "refuse_unless"]
+from collage_fx.pipeline import PIPELINE, Pass, refuse_incomplete
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
 @dataclass(frozen=True)
 class Options:
-    """What :class:`~collage_fx.CollageBackend` was given."""
+    """The options that a :class:`~collage_fx.CollageBackend` was given."""
 
     strategy: Strategy
     error_format: str
@@ -41,7 +33,7 @@ class Options:
         return tuple(each for each in self.passes if each not in PIPELINE)
 
     def not_by_family(self) -> Reason | None:
-        """Why of equal updates not one is compiled for all, if that is a matter of these options."""
+        """Why these options rule out that one of equal updates is compiled for all; None if they don't."""
         if self.strategy == "none":
             return Reason("strategy 'none' leaves the graph to Inductor")
         for each in self.own_passes:

@@ -1,4 +1,4 @@
-"""The whole compiler, in order.
+"""The pipeline: all graph passes, in order.
 
 What comes out is lowered by ``lowering/lower.py``; equal updates then share kernels (``lowering/plan.py``).
 """
@@ -56,7 +56,7 @@ PIPELINE: tuple[Pass, ...] = (
 #: captured.
 ANALYSIS: tuple[Pass, ...] = PIPELINE[:4]
 
-#: What strategy "none" runs besides, on that graph, to measure it.
+#: The passes that strategy "none" runs besides, on that graph, to measure it.
 MEASUREMENT: tuple[Pass, ...] = (Measure(),)
 
 
@@ -73,8 +73,8 @@ def inserted(own: Pass, *, before: str, passes: Sequence[Pass] = PIPELINE) -> tu
         raise InvalidOptionError(
             f"no pass {before!r} in the pipeline", where="before", remedy=did_you_mean(before, names)
         )
-    place = names.index(before)
-    return (*passes[:place], own, *passes[place:])
+    index = names.index(before)
+    return (*passes[:index], own, *passes[index:])
 
 
 def refuse_incomplete(passes: Sequence[Pass]) -> None:
@@ -84,9 +84,9 @@ def refuse_incomplete(passes: Sequence[Pass]) -> None:
     double = [name for name in names if names.count(name) > 1]
     misplaced = [
         f"{each.name} before {relied_on}"
-        for place, each in enumerate(passes)
+        for index, each in enumerate(passes)
         for relied_on in each.after
-        if relied_on not in names[:place]
+        if relied_on not in names[:index]
     ]
     for what, which in (("missing", missing), ("double", double), ("misplaced", misplaced)):
         if which:
@@ -100,7 +100,7 @@ def refuse_incomplete(passes: Sequence[Pass]) -> None:
 
 @dataclass(frozen=True)
 class Stage:
-    """What one pass did.
+    """The outcome of one pass.
 
     Attributes:
         name: the pass.

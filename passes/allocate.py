@@ -1,4 +1,4 @@
-"""Error terms become graph inputs.
+"""The pass that makes the error terms of the selected tensors inputs of the graph.
 
 Only the graph's side of the allocation is done here: placeholders behind the existing ones, so that no
 position that AOTAutograd and Dynamo know of moves. The real buffers belong to ``runtime/error_terms.py``,
@@ -21,12 +21,10 @@ from collage_fx.graph import (
 )
 from collage_fx.passes.base import Pass
 
-__all__ = ["Allocate"]
-
 
 @dataclass(frozen=True)
 class Allocate(Pass):
-    """One placeholder per auxiliary tensor of each selected state tensor, in their order.
+    """Adds one placeholder per auxiliary tensor of each selected state tensor, in their order.
 
     After them those of tensors that have error terms already and are only read. (``native`` reads their hi.)
     """

@@ -1,4 +1,4 @@
-"""Find the state tensors, read their recurrences and decide which become expansions.
+"""The pass that finds the state tensors, reads their recurrences and decides which become expansions.
 
 The decision rests on the recurrence alone: nothing here knows a name such as ``exp_avg_sq``. ``plus`` takes
 Adam's second moment in at beta2 >= 0.95 and leaves the first out at beta1 = 0.9 because of what their decays
@@ -7,9 +7,9 @@ do in the storage format.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
 
 import torch
 from torch.fx import Graph, Node
@@ -24,16 +24,18 @@ from collage_fx.graph import (
     ignores_values,
     is_low_precision_tensor,
     judge,
+    operands_of,
     passed_operand,
     placeholders,
+    reached,
     read_recurrence,
     source_of,
+    stored,
     tensor_value,
     unless_skipped,
 )
+from collage_fx.numerics import storage_format
 from collage_fx.passes.base import Pass
-
-__all__ = ["Analyze"]
 
 aten = torch.ops.aten
 
@@ -54,9 +56,7 @@ class Analyze(Pass):
         symbols = {node: info.symbol for node, info in zip(inputs, program.inputs, strict=True)}
         new_values: dict[Node, str] = {}
         for placeholder, store in stores.items():
-            new_value = store.args[1]
-            assert isinstance(new_value, Node)
-            for value in (new_value, unless_skipped(placeholder, new_value)):
+            for value in (stored(store), unless_skipped(placeholder, stored(store))):
                 new_values.setdefault(value, f"{symbols[placeholder]}'")
         kept_up = [node for i, node in enumerate(inputs) if i in program.already_compensated]
         flow = _Flow(graph, stores, [node for node in kept_up if node not in stores])
@@ -64,20 +64,16 @@ class Analyze(Pass):
         for position, (placeholder, info) in enumerate(zip(inputs, program.inputs, strict=True)):
             if placeholder not in stores or not is_low_precision_tensor(placeholder):
                 continue
-            state = StateTensor(placeholder, position, info, stores[placeholder])
-            new_value = state.store.args[1]
-            assert isinstance(new_value, Node)
-            is_parameter = info.role is Role.PARAMETER
-            state.recurrence = read_recurrence(
-                placeholder, new_value, symbols, new_values, is_parameter=is_parameter
-            )
-            if state.recurrence.kind is Kind.OVERWRITE and flow.returns_to(placeholder):
-                # By way of other tensors' new values: read through them, and through the next step.
-                through = read_recurrence(placeholder, new_value, symbols, {}, is_parameter=is_parameter)
-                kind = Kind.OTHER if through.kind is Kind.OVERWRITE else through.kind
-                state.recurrence = replace(through, kind=kind)
-            state.verdict = judge(state.recurrence, state.format)
-            program.states.append(state)
+            store, is_parameter = stores[placeholder], info.role is Role.PARAMETER
+            read = partial(read_recurrence, placeholder, stored(store), symbols, is_parameter=is_parameter)
+            recurrence = read(new_values)
+            if recurrence.kind is Kind.OVERWRITE and flow.returns_to(placeholder):
+                # By other tensors' new values: they are read through, and so is the next step.
+                recurrence = read({})
+                if recurrence.kind is Kind.OVERWRITE:
+                    recurrence = replace(recurrence, kind=Kind.OTHER)
+            verdict = judge(recurrence, storage_format(placeholder.meta["val"].dtype))
+            program.states.append(StateTensor(placeholder, position, info, store, recurrence, verdict))
         for state in program.states:
             state.compensated, state.selection = _select(program, state, flow)
         sources = [*kept_up, *(state.placeholder for state in program.compensated)]
@@ -97,7 +93,7 @@ class Analyze(Pass):
 
 
 class _Flow:
-    """Which inputs each new value is computed from.
+    """A graph's data flow: which inputs each new value is computed from.
 
     Args:
         graph: a functional graph.
@@ -115,22 +111,18 @@ class _Flow:
             for operand in operands:
                 read |= self.reads[operand]
             self.reads[node] = read
-        self.new_values: dict[Node, Any] = {placeholder: placeholder for placeholder in constant}
-        self.new_values |= {placeholder: store.args[1] for placeholder, store in stores.items()}
+        self.new_values = {placeholder: placeholder for placeholder in constant}
+        self.new_values |= {placeholder: stored(store) for placeholder, store in stores.items()}
 
     def is_read(self, placeholder: Node, target: Node) -> bool:
         """Whether the new value of ``target`` is computed from the old one of ``placeholder``."""
-        new_value = self.new_values[target]
-        assert isinstance(new_value, Node)
-        return bool(self.reads[new_value] & self.bit[placeholder])
+        return bool(self.reads[self.new_values[target]] & self.bit[placeholder])
 
     def returns_to(self, placeholder: Node) -> bool:
-        """Whether, after one step or several, its new value is computed from the old one."""
+        """Whether a tensor's new value is computed from its old one, after one step or several."""
         seen, waiting = 0, [placeholder]
         while waiting:
-            new_value = self.new_values[waiting.pop()]
-            assert isinstance(new_value, Node)
-            fresh = self.reads[new_value] & ~seen
+            fresh = self.reads[self.new_values[waiting.pop()]] & ~seen
             seen |= fresh
             while fresh:
                 waiting.append(self.inputs[fresh.bit_length() - 1])
@@ -140,8 +132,6 @@ class _Flow:
 
 def _select(program: StepProgram, state: StateTensor, flow: _Flow) -> tuple[bool, str]:
     """Whether ``state`` becomes an expansion under the program's strategy, and why."""
-    assert state.recurrence is not None
-    assert state.verdict is not None
     if program.strategy == "none":
         return False, "none: plain low precision"
     if state.placeholder in program.dithered:
@@ -168,13 +158,13 @@ def _select(program: StepProgram, state: StateTensor, flow: _Flow) -> tuple[bool
 
 
 def _is_overwritten_parameter(state: StateTensor) -> bool:
-    assert state.recurrence is not None
     return state.recurrence.kind is Kind.OVERWRITE and state.info.role is Role.PARAMETER
 
 
 def _is_made_of_bits(state: StateTensor) -> bool:
     """Whether the new value, or what it is computed from, has been an integer on its way."""
-    return any(node.target is aten.view.dtype for node in _computed_by(_stored(state), lambda node: True))
+    last = _stored(state)
+    return any(node.target is aten.view.dtype for node in (last, *reached([last], operands_of)))
 
 
 def _is_rounded_in_bits(state: StateTensor) -> bool:
@@ -182,18 +172,8 @@ def _is_rounded_in_bits(state: StateTensor) -> bool:
     node = _stored(state)
     if node.target is not aten.view.dtype:
         return False
-    return any(facts_of(each.target).cuts_bits for each in _computed_by(node.args[0], _gives_integers))
-
-
-def _computed_by(last: Any, among: Callable[[Node], bool]) -> set[Node]:
-    """The operations, of those that ``among`` says yes to, that ``last`` is the result of."""
-    waiting, found = [last], set[Node]()
-    while waiting:
-        node = waiting.pop()
-        if node not in found and node.op == "call_function" and among(node):
-            found.add(node)
-            waiting += node.all_input_nodes
-    return found
+    integers = reached([node], lambda each: filter(_gives_integers, each.all_input_nodes))
+    return any(facts_of(each.target).cuts_bits for each in integers)
 
 
 def _gives_integers(node: Node) -> bool:
@@ -211,7 +191,7 @@ def _stands_for(state: StateTensor, other: StateTensor, flow: _Flow) -> bool:
 
 
 def _is_copied_into(parameter: StateTensor, state: StateTensor) -> bool:
-    """Whether the new value of ``state`` becomes a parameter's too, as Lookahead's slow weights do.
+    """Whether the new value of ``state`` is stored into a parameter too, as Lookahead's slow weights are.
 
     It is then a parameter itself, however fast it decays towards another: what a moving average may lose in
     relation to its own size is not what a parameter may lose of a step.
@@ -227,8 +207,7 @@ def _stored(state: StateTensor) -> Node:
 
 
 def _select_gradient(program: StepProgram, state: StateTensor, flow: _Flow) -> tuple[bool, str]:
-    """A gradient is state only where it accumulates; clipped, scaled or decayed it is used up by the step."""
-    assert state.recurrence is not None
+    """Whether a gradient is state, as where it accumulates; clipped, scaled or decayed it is used up."""
     accumulates = state.recurrence.slopes == (1,) and all(map(_adds_or_passes, state.recurrence.path))
     parameters = [s.placeholder for s in program.states if s.info.role is Role.PARAMETER]
     if accumulates and not any(flow.is_read(p, state.placeholder) for p in parameters):

@@ -1,4 +1,4 @@
-"""What a pass is."""
+"""The base class of all graph passes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from abc import ABC, abstractmethod
 from typing import ClassVar
 
 from collage_fx.graph import StepProgram
-
-__all__ = ["Pass"]
 
 
 class Pass(ABC):
@@ -22,8 +20,8 @@ class Pass(ABC):
     name: ClassVar[str]
     #: Names of the passes this one relies on having run before it.
     after: ClassVar[tuple[str, ...]] = ()
-    #: Whether what a pass of your own does to a tensor goes by its role, its layout and its update, never by
-    #: its name. Of equal updates it is then shown one; what it does to that is done to all. If not, it gets
+    #: Whether a pass of your own treats a tensor by its role, its layout and its update alone, never by its
+    #: name. Of equal updates it is then shown one; what it does to that is done to all. If not, it gets
     #: the whole graph: that takes longer to compile, and the bits are the same.
     by_family: ClassVar[bool] = False
 

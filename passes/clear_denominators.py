@@ -1,4 +1,4 @@
-"""Numbers that divide within a denominator multiply the quotient instead.
+"""The pass by which numbers that divide within a denominator multiply the quotient instead.
 
     x / (a/(c s) + e/s)   ->   x / (a + e c) * (c s)          x, a: tensors; c, e, s: numbers, 0-d
 
@@ -26,11 +26,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from collage_fx.graph import GraphEditor, StepProgram, is_conversion, tensor_value
+from collage_fx.graph import GraphEditor, StepProgram, has_elements, is_conversion, tensor_value
 from collage_fx.numerics import is_low_precision
 from collage_fx.passes.base import Pass
-
-__all__ = ["ClearDenominators"]
 
 aten = torch.ops.aten
 
@@ -43,7 +41,7 @@ Factors = Counter[Any]
 
 @dataclass(frozen=True)
 class ClearDenominators(Pass):
-    """``x / (a/c + e)`` -> ``x / (a + e c) * c``, for numbers c that the graph computes."""
+    """Rewrites ``x / (a/c + e)`` as ``x / (a + e c) * c``, for numbers c that the graph computes."""
 
     name = "clear-denominators"
     after = ("normalize",)
@@ -61,7 +59,7 @@ class ClearDenominators(Pass):
 
 def _divisor(node: Node) -> Node | None:
     """The tensor that a division divides by, if it is one and has elements."""
-    if node.target not in DIVISIONS or not _is_of_elements(node.args[-1]):
+    if node.target not in DIVISIONS or not has_elements(node.args[-1]):
         return None
     divisor = node.args[-1]
     assert isinstance(divisor, Node)
@@ -93,7 +91,7 @@ def _clear(editor: GraphEditor, reader: _Reader, node: Node) -> bool:
 
 @dataclass(frozen=True)
 class _Scaled:
-    """``core * numerators / denominators``, or minus that; a number has no core."""
+    """A value as ``core * numerators / denominators``, or minus that; a number has no core."""
 
     core: Node | None = None
     numerators: Factors = field(default_factory=Counter)
@@ -132,14 +130,14 @@ class _Reader:
         return self._read[value]
 
     def _whole(self, node: Node) -> _Scaled:
-        return _Scaled(core=node) if _is_of_elements(node) else _Scaled(numerators=Counter([node]))
+        return _Scaled(core=node) if has_elements(node) else _Scaled(numerators=Counter([node]))
 
     def _operation(self, node: Node) -> _Scaled | None:
         """The core and the factors of an operation with a number; None for any other operation."""
         operands = node.args
         if node.target is aten.neg.default:
             return -self.read(operands[0])
-        if _is_of_elements(node) and node.target in (aten.add.Tensor, aten.sub.Tensor):
+        if has_elements(node) and node.target in (aten.add.Tensor, aten.sub.Tensor):
             return None if node.kwargs else self._sum(node)
         if node.target is aten.mul.Tensor and any(map(_is_number, operands)):
             return self.read(operands[0]) * self.read(operands[1])
@@ -152,7 +150,7 @@ class _Reader:
         return None
 
     def _sum(self, node: Node) -> _Scaled | None:
-        """``a/c + e`` is ``(a + e c) / c``; None for what is left as it is.
+        """The sum ``a/c + e`` as ``(a + e c) / c``; None for a sum that is left as it is.
 
         That is also a sum which is more than a denominator: there would be two of it to compute.
         """
@@ -184,7 +182,7 @@ class _Reader:
 
 
 def _product(editor: GraphEditor, factors: Factors) -> Any:
-    """A 0-d node, or a Python number where all factors are."""
+    """The product of factors: a 0-d node, or a Python number where all factors are Python numbers."""
     each = list(factors.elements())
     number = math.prod(factor for factor in each if not isinstance(factor, Node))
     nodes = [_in_float32(editor, factor) for factor in each if isinstance(factor, Node)]
@@ -197,24 +195,19 @@ def _product(editor: GraphEditor, factors: Factors) -> Any:
 
 
 def _in_float32(editor: GraphEditor, node: Any) -> Node:
-    """``node``, if it is in a 16-bit format; any other as it is."""
+    """A node of a 16-bit format converted to float32; any other node as it is."""
     value = tensor_value(node)
     assert value is not None
     return editor.convert(node, torch.float32 if is_low_precision(value.dtype) else value.dtype)
 
 
 def _are_computed(factors: Factors) -> bool:
-    """Whether there is one among them that is not known while compiling."""
+    """Whether one of the factors is a node, so that their product is not known while compiling."""
     return any(isinstance(factor, Node) for factor in factors)
 
 
-def _is_of_elements(value: Any) -> bool:
-    tensor = tensor_value(value)
-    return tensor is not None and tensor.dim() > 0
-
-
 def _is_number(value: Any) -> bool:
-    """Whether it is a Python number or a 0-d tensor of floating-point numbers."""
+    """Whether a value is a Python number or a 0-d tensor of floating-point numbers."""
     tensor = tensor_value(value)
     if tensor is None:
         return isinstance(value, (int, float))

@@ -1,4 +1,4 @@
-"""``native`` compensation: the paper's algorithms in the storage format, every operation rounded.
+"""The pass for ``native`` compensation: the paper's algorithms in the storage format, each operation rounded.
 
 A selected tensor's old value enters as a double word (hi, lo) and stays one along the tensor's own path, from
 its load to its store. Sums, products with a number (itself a double word: [Yu24], section 4.2), products with
@@ -57,8 +57,6 @@ from collage_fx.graph import (
 from collage_fx.numerics import DoubleWord, arithmetic
 from collage_fx.passes.base import Pass
 
-__all__ = ["CompensateNative"]
-
 aten = torch.ops.aten
 
 #: The nodes of hi and lo.
@@ -93,7 +91,6 @@ def _shared_paths(program: StepProgram) -> list[tuple[list[StateTensor], set[Nod
     """The states whose paths have nodes in common, as slow and fast weights of one average have."""
     found: list[tuple[list[StateTensor], set[Node]]] = []
     for state in program.compensated:
-        assert state.recurrence is not None
         own_term = fed_back(state, program.states)
         path = own_term.union(state.recurrence.path, copies_read_by(own_term, state.placeholder))
         states = [state]
@@ -137,8 +134,7 @@ class _PathRewriter:
                 self._store(state)
 
     def _store(self, state: StateTensor) -> None:
-        stored = state.store.args[1]
-        assert isinstance(stored, Node)
+        stored = state.stored
         if stored in self.words:
             (lo,) = self.editor.inline(arithmetic.finite_or_zero, self.words[stored][1], stored)
         else:
@@ -150,7 +146,7 @@ class _PathRewriter:
         self.editor.store(state.auxiliaries[0], lo)
 
     def _rewritten(self, node: Node) -> Node | None:
-        """What takes ``node``'s place, None to leave it (it then reads hi)."""
+        """The node that replaces ``node``; None to leave ``node`` as it is, reading hi."""
         value = tensor_value(node)
         operands = node.all_input_nodes
         if value is None:
@@ -178,7 +174,7 @@ class _PathRewriter:
         return self.editor.call(node.target, *args, **kwargs)
 
     def _low_part(self, operand: Node) -> Node:
-        """What to move beside it: its lo; zeros beside a value that has none; an index as it is."""
+        """An operand for moving the error terms alike: its lo, zeros if it has none, an index as it is."""
         if operand in self.words:
             return self.words[operand][1]
         value = tensor_value(operand)
@@ -187,7 +183,7 @@ class _PathRewriter:
         return self.editor.inline(torch.zeros_like, operand)[0]
 
     def _converted(self, node: Node, source: Node, dtype: torch.dtype) -> Node | None:
-        """Casts in the step itself: up reads the whole value, down makes a double word of the result."""
+        """The result of a cast: of the whole value to a wider dtype; to the storage format a double word."""
         if source in self.words:
             return source if dtype == self.dtype else self.editor.convert(self._whole(source), dtype)
         wide = tensor_value(source)
@@ -234,7 +230,7 @@ class _PathRewriter:
         return hi, lo
 
     def operand(self, value: Any) -> Word | Node | None:
-        """An operand as the most exact thing the algorithms take: a double word, or a storage-format tensor.
+        """An operand as exactly as the algorithms can take it: a double word, or a storage-format tensor.
 
         Numbers, and 0-d tensors of a wider dtype, become double words of 0-d tensors.
         """
@@ -294,7 +290,7 @@ class _PathRewriter:
         return self.inline(arithmetic.scale_double_word, *first, second)
 
     def _parts_of_decay(self, word: Word, factor: Any) -> tuple[Word, Word] | None:
-        """What ``word`` times a number is the sum of: see Note [Decay is an increment].
+        """The two double words whose sum is ``word`` times a number: see Note [Decay is an increment].
 
         None where it is a number that isn't near 1, or no number.
         """
@@ -307,7 +303,7 @@ class _PathRewriter:
         value = tensor_value(factor)
         if value is None or value.dtype == self.dtype:
             return None
-        # As the number came, in float64.
+        # The number as it came, in float64.
         kept, *scaled = self.editor.inline(_decay, unconverted(factor), self.dtype)
         base = self.inline(_both_times, *word, kept)
         return base, self.inline(arithmetic.multiply_double_words, *word, *scaled)

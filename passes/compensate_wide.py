@@ -1,4 +1,4 @@
-"""``wide`` compensation: load ``hi + lo`` into float32, compute, split the result into hi and lo.
+"""The pass for ``wide`` compensation: load ``hi + lo`` into float32, compute, split the result again.
 
 Theorem. Let x' be the float32 result of the step. ``hi' = RN(x')`` and ``lo' = RN(x' - hi')``; the difference
 is exact in float32 (Sterbenz-like: hi' is x' rounded), so ``|hi' + lo' - x'| <= u |lo'| <= u**2 |x'|``, and
@@ -28,13 +28,12 @@ from collage_fx.graph import (
     is_low_precision_tensor,
     new_value,
     operator_of,
+    reached,
     restore,
     set_aside,
     unconverted,
 )
 from collage_fx.passes.base import Pass
-
-__all__ = ["CompensateWide"]
 
 
 @dataclass(frozen=True)
@@ -73,8 +72,7 @@ class CompensateWide(Pass):
 
 def _load_moved_expansion(editor: GraphEditor, state: StateTensor) -> None:
     """Read another tensor's whole value where its old one is stored as it is."""
-    source = state.store.args[1]
-    assert isinstance(source, Node)
+    source = state.stored
     if source.op == "placeholder":
         with editor.graph.inserting_before(state.store):
             state.store.args = (
@@ -85,7 +83,7 @@ def _load_moved_expansion(editor: GraphEditor, state: StateTensor) -> None:
 
 
 def _load_expansion(editor: GraphEditor, program: StepProgram, state: StateTensor | ReadExpansion) -> None:
-    """Whoever read hi as float32 reads the whole value."""
+    """Have every reader of hi as float32 read the whole value, hi and its error terms joined."""
     loads = [user for user in state.placeholder.users if is_conversion(user)]
     if not loads:
         return
@@ -99,15 +97,14 @@ def _load_expansion(editor: GraphEditor, program: StepProgram, state: StateTenso
 
 
 def _refuse_lost_value(state: StateTensor, order: Mapping[Node, int]) -> None:
-    """Note where every way from the load to the store leads through an operator that reads hi alone.
+    """Set ``state.refusal`` if every way from load to store leads through an operator that reads hi alone.
 
     Such an operator takes the storage dtype, as written, of the tensor or of what was made of it in float32:
     the error term does not pass.
     """
-    assert state.recurrence is not None
     path = set(state.recurrence.path)
     whole, rounded, opaque = set[Node](), {state.placeholder}, None
-    for node in sorted(_computed_from(state.placeholder), key=order.__getitem__):
+    for node in sorted(reached([state.placeholder], lambda node: node.users), key=order.__getitem__):
         if is_copy_to_input(node):
             continue
         if is_conversion(node):
@@ -124,20 +121,10 @@ def _refuse_lost_value(state: StateTensor, order: Mapping[Node, int]) -> None:
         )
 
 
-def _computed_from(source: Node) -> set[Node]:
-    found: set[Node] = set()
-    waiting = [source]
-    while waiting:
-        fresh = set(waiting.pop().users) - found
-        found |= fresh
-        waiting += fresh
-    return found
-
-
 def _store_expansion(
     editor: GraphEditor, program: StepProgram, state: StateTensor, own_term: Collection[Node]
 ) -> None:
-    """The rounding cast in front of the store becomes the split, of which ``own_term`` reads the result."""
+    """Replace the rounding cast in front of the store by the split; nodes in ``own_term`` read its result."""
     fmt, value = program.error_format, new_value(state)
     readers = [user for user in value.users if user in own_term]
     with editor.graph.inserting_before(value.next if readers else state.store):

@@ -1,4 +1,4 @@
-"""A sum that has been zeroed since the last step is zero, whatever error term the last sum left.
+"""The pass that drops the error terms of sums that have been zeroed since the last step.
 
 Gradients that are accumulated in place (``p.grad += g``) are zeroed between two sums by ``zero_grad``,
 ``p.grad.zero_()`` or ``p.grad.data.zero_()``, of which nobody tells us and not all of which the tensor's
@@ -21,8 +21,6 @@ from torch import Tensor
 from collage_fx.graph import GraphEditor, Kind, Role, StateTensor, StepProgram, is_copy_to_input, placeholders
 from collage_fx.numerics import ErrorFormat
 from collage_fx.passes.base import Pass
-
-__all__ = ["DropStale"]
 
 
 @dataclass(frozen=True)
@@ -58,12 +56,11 @@ class DropStale(Pass):
 
 
 def _is_sum(state: StateTensor) -> bool:
-    assert state.recurrence is not None
     return state.recurrence.kind is Kind.ACCUMULATION and state.info.role is not Role.PARAMETER
 
 
 def _current(fmt: ErrorFormat, half_quantum: float, hi: Tensor, *auxiliaries: Tensor) -> tuple[Tensor, ...]:
-    """The auxiliaries as they are to be read: those of stale elements say that the value is hi."""
+    """The auxiliaries as they are to be read: where an element is stale, they say that its value is hi."""
     error = functools.reduce(operator.add, fmt.error_terms(hi, *auxiliaries))
     stale = (hi == 0) & (error.abs() > half_quantum)
     if fmt.is_elementwise:

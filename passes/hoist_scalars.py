@@ -1,4 +1,4 @@
-"""Numbers are computed once a step, not once an element.
+"""The pass that has numbers computed once a step, not once an element.
 
 Inductor computes an elementwise value where it is read, and a 0-d tensor is an elementwise value of one
 element: Adam's bias corrections, two powers and a root, become part of the inner loop of every parameter's
@@ -14,15 +14,13 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from collage_fx.graph import GraphEditor, StepProgram, is_copy_to_input, once, tensor_value
+from collage_fx.graph import GraphEditor, StepProgram, has_elements, is_copy_to_input, once, tensor_value
 from collage_fx.passes.base import Pass
-
-__all__ = ["HoistScalars"]
 
 
 @dataclass(frozen=True)
 class HoistScalars(Pass):
-    """0-d tensors made of 0-d tensors, where an element's computation reads them, are computed once."""
+    """Has 0-d tensors that are made of 0-d tensors, and read by computations of elements, computed once."""
 
     name = "hoist-scalars"
     after = ("pin-roundings",)
@@ -31,7 +29,7 @@ class HoistScalars(Pass):
         editor = GraphEditor(program.gm, self.name)
         hoisted = 0
         for node in list(editor.graph.nodes):
-            readers = [user for user in node.users if _is_of_elements(user)]
+            readers = [user for user in node.users if has_elements(user) and not is_copy_to_input(user)]
             if _is_computed_number(node) and readers:
                 with editor.graph.inserting_after(node):
                     kept = editor.call(once, node)
@@ -53,8 +51,3 @@ def _is_computed_number(node: Node) -> bool:
         return False
     values = [tensor_value(operand) for operand in operands]
     return all(operand is None or operand.dim() == 0 for operand in values)
-
-
-def _is_of_elements(node: Node) -> bool:
-    value = tensor_value(node)
-    return value is not None and value.dim() > 0 and not is_copy_to_input(node)

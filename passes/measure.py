@@ -1,4 +1,4 @@
-"""Sums of what each update was to do and what it did: Note [Metrics] in ``numerics/update_sums.py``.
+"""The pass that sums what updates were to do and what they did: Note [Metrics], ``numerics/update_sums.py``.
 
 The intended update is that of the step computed in float32 from the whole old values. ``wide`` arithmetic
 computes just that. ``native`` arithmetic rounds on the way, and a step without compensation computes in the
@@ -26,6 +26,7 @@ from collage_fx.graph import (
     is_copy_to_input,
     placeholders,
     round_to_storage,
+    stored,
     unconverted,
     update_sizes,
     update_sums,
@@ -35,14 +36,12 @@ from collage_fx.passes.base import Pass
 from collage_fx.passes.normalize import Normalize
 from collage_fx.passes.widen import Widen
 
-__all__ = ["Measure"]
-
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class Measure(Pass):
-    """One row of sums per compensated tensor; without compensation, per low-precision state tensor."""
+    """Adds a row of sums per compensated tensor, or, without compensation, per low-precision state tensor."""
 
     name = "measure"
     after = ("analyze", "compensate-wide", "compensate-native")
@@ -84,7 +83,7 @@ def _sum(
     first_store: Node,
 ) -> None:
     before = (state.placeholder, *state.auxiliaries)
-    after = [into_memory for into in before if isinstance(into_memory := stores[into].args[1], Node)]
+    after = [stored(stores[into]) for into in before]
     with editor.graph.inserting_before(first_store):
         old = editor.convert(state.placeholder, torch.float32)
         old_lo, new_lo = (_error(editor, program.error_format, each) for each in (before, after))
@@ -117,7 +116,7 @@ def _intend(editor: GraphEditor, program: StepProgram, states: list[StateTensor]
     joined = {state.position: state for state in program.expansions if state.auxiliaries}
     fmt = program.error_format
     graph = reference.gm.graph
-    stored = {into: store.args[1] for into, store in copies_to_inputs(graph).items()}
+    stores = copies_to_inputs(graph)
     position_of = {node: i for i, node in enumerate(placeholders(graph))}
     copied = dict(zip(position_of, placeholders(program.gm.graph), strict=False))
     first_store = next(node for node in program.gm.graph.nodes if is_copy_to_input(node))
@@ -133,6 +132,5 @@ def _intend(editor: GraphEditor, program: StepProgram, states: list[StateTensor]
                     args, kwargs = map_arg((node.args, node.kwargs), copied.__getitem__)
                     copied[node] = editor.call(node.target, *args, **kwargs)
         for state in states:
-            value = stored[placeholders(graph)[state.position]]
-            assert isinstance(value, Node)
-            state.intended = editor.convert(copied[unconverted(value)], torch.float32)
+            value = unconverted(stored(stores[placeholders(graph)[state.position]]))
+            state.intended = editor.convert(copied[value], torch.float32)

@@ -1,4 +1,4 @@
-"""Composite updates become visible multiplications and additions.
+"""The pass that takes composite operators apart into multiplications, additions and the like.
 
 Optimizers write an update in many ways: ``torch._foreach_addcdiv_`` over lists, ``addcmul``, ``lerp``,
 ``add(alpha=...)``, and AOTAutograd adds ``prims.fma``. The later passes read recurrences and place roundings,
@@ -34,15 +34,13 @@ from collage_fx.graph import (
 )
 from collage_fx.passes.base import Pass
 
-__all__ = ["Normalize"]
-
 aten = torch.ops.aten
 prims = torch.ops.prims
 
 
 @dataclass(frozen=True)
 class _Call:
-    """``rule`` called with flat values, the last ones keyword arguments. Hashable, so its trace is reused."""
+    """A ``rule`` called with flat values, the last of them keyword arguments. Hashable, as a trace's key."""
 
     rule: Callable[..., Any]
     names: tuple[str | None, ...]
@@ -55,7 +53,7 @@ class _Call:
 
 @dataclass(frozen=True)
 class Normalize(Pass):
-    """Composite and foreach operators -> elementary operations."""
+    """Replaces composite and foreach operators by elementary operations."""
 
     name = "normalize"
 
@@ -85,7 +83,7 @@ def _open_composite(editor: GraphEditor, node: Node) -> bool:
 
 
 def _open_matrix_sum(editor: GraphEditor, node: Node) -> bool:
-    """``x.addmm_(a, b)`` -> ``x + mm(a, b)``: a product is rounded to its storage format, x need not be.
+    """Replace ``x.addmm_(a, b)`` by ``x + mm(a, b)``: the product is rounded as stored, x need not be.
 
     A bias, of fewer dimensions than the result, is no value that a step adds to.
     """
@@ -107,7 +105,7 @@ def _open_matrix_sum(editor: GraphEditor, node: Node) -> bool:
 
 
 def _know_number(editor: GraphEditor, node: Node) -> None:
-    """What is known to be a number -> a 0-d ``full``, in its dtype and on its device."""
+    """Replace a 0-d node whose value is known while compiling by a ``full`` of its dtype and device."""
     value = tensor_value(node)
     if value is None or value.shape or value.is_complex():
         return
@@ -155,7 +153,7 @@ def _number(node: Node) -> torch.Tensor:
 
 
 def _choose_constant_branch(editor: GraphEditor, node: Node) -> None:
-    """``where(False, a, b)`` -> ``b``."""
+    """Replace ``where(False, a, b)`` by ``b``."""
     if node.target is not aten.where.self:
         return
     condition, *branches = node.args
@@ -168,7 +166,7 @@ def _choose_constant_branch(editor: GraphEditor, node: Node) -> None:
 
 
 def _forward_copy(editor: GraphEditor, node: Node) -> None:
-    """``copy(destination, source)`` -> ``source``, in the destination's dtype, shape and strides.
+    """Replace ``copy(destination, source)`` by ``source``, in the destination's dtype, shape and strides.
 
     AOTAutograd writes it where an in-place result is laid out unlike its destination (a transposed weight
     with a contiguous gradient); the destination's old value plays no part in it. torch 2.11's ``lerp`` says
@@ -189,7 +187,7 @@ def _forward_copy(editor: GraphEditor, node: Node) -> None:
 
 
 def _read_before_overwriting(editor: GraphEditor) -> None:
-    """A store of another input's old value must not come to read it after that input has its new one.
+    """Keep a store of another input's old value from reading that input after its new value is stored.
 
     ``old = s1.clone(); s1.add_(g); s2.copy_(old)`` arrives as ``copy_(s1, add); copy_(s2, s1)``: Inductor's
     passes take the clone away (and plain Inductor of torch 2.13 stores the new value). Two negations stay.
@@ -206,7 +204,7 @@ def _read_before_overwriting(editor: GraphEditor) -> None:
 
 
 def _unpack_foreach(editor: GraphEditor, node: Node) -> bool:
-    """``_foreach_op(xs, ys, scalar)`` -> ``op(x, y, scalar)`` for each; read through ``getitem`` nodes."""
+    """Replace ``_foreach_op(xs, ys, scalar)``, read through ``getitem``, by ``op(x, y, scalar)`` for each."""
     name = foreach_name(node.target)
     rule = foreach_rule(name)
     if not name or rule is None:

@@ -1,4 +1,4 @@
-"""Roundings that the arithmetic relies on are made of operations that lowering cannot drop.
+"""The pass that makes the roundings which the arithmetic relies on of operations that lowering cannot drop.
 
 See Note [Rounding must survive lowering] in ``numerics/arithmetic.py``. The graph arrives in its readable
 form, in which a low-precision node means "rounded" and a cast there and back is a rounding; it leaves in its
@@ -16,12 +16,10 @@ from torch import Tensor
 from collage_fx.graph import GraphEditor, Retyper, StepProgram
 from collage_fx.passes.base import Pass
 
-__all__ = ["PinRoundings"]
-
 
 @dataclass(frozen=True)
 class PinRoundings(Pass):
-    """Results that the graph reads back are rounded explicitly; those only stored are not."""
+    """Rounds explicitly the results that the graph reads back; those only stored are rounded by the store."""
 
     name = "pin-roundings"
     after = ("compensate-wide", "compensate-native")
@@ -35,7 +33,7 @@ class PinRoundings(Pass):
 
 
 def _divide(editor: GraphEditor) -> None:
-    """Reciprocals become divisions: torch 2.11's Inductor can be told to round only those correctly."""
+    """Make reciprocals divisions: torch 2.11's Inductor can be told to round only divisions correctly."""
     for node in editor.graph.find_nodes(op="call_function", target=torch.ops.aten.reciprocal.default):
         with editor.graph.inserting_before(node):
             (quotient,) = editor.inline(_one_divided_by, node.args[0])

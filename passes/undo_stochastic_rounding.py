@@ -1,4 +1,4 @@
-"""Stochastic rounding of a new value is undone where an error term can keep what it drops.
+"""The pass that undoes stochastic rounding of a new value where an error term can keep what it drops.
 
 An optimizer that keeps bfloat16 weights without error terms rounds a float32 result up or down at random, in
 proportion to the distances, so that small updates arrive on average. All that do so (the ``copy_stochastic_``
@@ -38,8 +38,6 @@ from collage_fx.graph import (
 )
 from collage_fx.passes.base import Pass
 
-__all__ = ["UndoStochasticRounding"]
-
 aten = torch.ops.aten
 
 HALF, LOWER, UPPER = 1 << 15, (1 << 16) - 1, (-1 << 16, 0xFFFF0000)
@@ -51,7 +49,7 @@ COMPARISONS = {aten.lt.Tensor: (0, 1), aten.gt.Tensor: (1, 0)}
 
 @dataclass(frozen=True)
 class UndoStochasticRounding(Pass):
-    """``stochastically_rounded(x)`` that is stored -> ``x``; its destination is to get error terms."""
+    """Replaces stored ``stochastically_rounded(x)`` by ``x``; the destination is to get error terms."""
 
     name = "undo-stochastic-rounding"
     after = ("normalize",)
@@ -86,7 +84,7 @@ def _stored(store: Node) -> Node | None:
 
 
 def _what_was_rounded(rounded: Node) -> Node | None:
-    """The ``x`` that a float32 value is the stochastic rounding of; None if it isn't one."""
+    """The ``x`` that a float32 value is the stochastic rounding of; None if it is no such rounding."""
     bits = _integers(rounded.args[0])
     if bits is None or not _serves_alone(rounded, bits):
         return None
@@ -96,7 +94,7 @@ def _what_was_rounded(rounded: Node) -> Node | None:
 
 
 def _serves_alone(rounded: Node, bits: Node) -> bool:
-    """Whether nobody else looks at the rounded bits: to find what they have lost, say."""
+    """Whether the store alone reads the rounded bits: another reader may compute what they have lost."""
     (operand,) = rounded.all_input_nodes
     while operand is not bits and len(operand.users) == 1:
         (operand,) = operand.all_input_nodes
@@ -104,7 +102,7 @@ def _serves_alone(rounded: Node, bits: Node) -> bool:
 
 
 def _of_masked_sum(bits: Node) -> Node | None:
-    """``x`` of ``(bits(x) + r) & 0xFFFF0000``, also spelt ``(bits(x) + r) >> 16 << 16``."""
+    """The node x of ``(bits(x) + r) & 0xFFFF0000``, also spelt ``(bits(x) + r) >> 16 << 16``."""
     total = None
     if bits.target is AND and bits.args[1] in UPPER:
         total = bits.args[0]
@@ -120,7 +118,7 @@ def _of_masked_sum(bits: Node) -> Node | None:
 
 
 def _of_choice(bits: Node) -> Node | None:
-    """``x`` of ``where(r < bits(x) & 0xFFFF, (bits(x) & 0xFFFF0000) + 0x10000, bits(x) & 0xFFFF0000)``."""
+    """The x of ``where(r < bits(x) & 0xFFFF, (bits(x) & 0xFFFF0000) + 0x10000, bits(x) & 0xFFFF0000)``."""
     if bits.target is not aten.where.self:
         return None
     condition, up, down = bits.args
@@ -128,7 +126,7 @@ def _of_choice(bits: Node) -> Node | None:
     assert isinstance(down, Node)
     if condition.target not in COMPARISONS or down.target is not AND or down.args[1] not in UPPER:
         return None
-    draw, fraction = (_integers(condition.args[place]) for place in COMPARISONS[condition.target])
+    draw, fraction = (_integers(condition.args[i]) for i in COMPARISONS[condition.target])
     exact = _source(down.args[0])
     if draw is None or fraction is None or not _is_draw(draw) or _sum(up) != ([down], LOWER + 1):
         return None
@@ -137,7 +135,7 @@ def _of_choice(bits: Node) -> Node | None:
 
 
 def _integers(node: object) -> Node | None:
-    """An integer node behind conversions among integers that all of these numbers fit into."""
+    """The integer node behind conversions among int32 and int64, which hold all numbers that occur."""
     while (operand := passed_operand(node)) is not None and _keeps_integers(operand, node):
         node = operand
     return node if isinstance(node, Node) else None
@@ -167,7 +165,7 @@ def _sum(node: object) -> tuple[list[Node], int]:
 
 
 def _source(node: object) -> Node | None:
-    """The float32 node whose bits these are."""
+    """The float32 node whose bits an integer node holds; None if it holds something else."""
     found = _integers(node)
     if found is None or found.target is not aten.view.dtype or found.args[1] is not torch.int32:
         return None
@@ -177,12 +175,12 @@ def _source(node: object) -> Node | None:
 
 
 def _is_draw(node: Node) -> bool:
-    """Whether these are random numbers, each of [0, 0xFFFF] as likely, one for each element."""
+    """Whether a node draws a random integer per element, each of [0, 0xFFFF] as likely."""
     return drawn_range(node.target, node.args, node.kwargs) == (0, LOWER + 1)
 
 
 def _erase_unused_draws(editor: GraphEditor) -> None:
-    """Random numbers count as a side effect, which dead code elimination keeps."""
+    """Erase draws that nobody reads, which dead code elimination keeps as side effects."""
     editor.graph.eliminate_dead_code()
     for node in reversed(list(editor.graph.nodes)):
         if draws(node.target) and not node.users:

@@ -1,4 +1,4 @@
-"""``wide`` arithmetic: the whole step on float32 values, rounded once, where it is stored.
+"""The pass for ``wide`` arithmetic: the step on float32 values, each rounded once, where it is stored.
 
 The captured graph computes in the storage format: each of its nodes rounds. Here every low-precision value is
 carried in float32 from load to store instead, by name and in the graph, whatever Inductor would have done
@@ -12,12 +12,10 @@ from dataclasses import dataclass
 from collage_fx.graph import GraphEditor, Retyper, StepProgram
 from collage_fx.passes.base import Pass
 
-__all__ = ["Widen"]
-
 
 @dataclass(frozen=True)
 class Widen(Pass):
-    """Low-precision arithmetic becomes float32 arithmetic; opaque operators keep their dtype."""
+    """Makes low-precision arithmetic float32 arithmetic; opaque operators keep their dtype."""
 
     name = "widen"
     after = ("allocate",)

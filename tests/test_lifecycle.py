@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from collage_fx import CollageBackend, error_terms, full_value
 from collage_fx.errors import CheckpointMismatchError
+from collage_fx.runtime.checkpoint import PickledExpansion
 from tests.support import resume
 from tests.support.race import Race
 from tests.support.training import (
@@ -152,6 +153,16 @@ def test_a_process_that_unpickles_before_it_imports_collage_fx(
     subprocess.run([sys.executable, "-c", UNPICKLE, str(path)], check=True, cwd=ROOT)
     (lo,) = error_terms(params_of(optimizer)[0])
     assert pickle.loads(path.read_bytes()) == lo.float().tolist()
+
+
+def test_a_pickle_that_names_the_class_as_earlier_versions_did(
+    running: tuple[Optimizer, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optimizer, _ = running
+    monkeypatch.setattr(PickledExpansion, "__qualname__", "Carried")
+    written = pickle.dumps(optimizer)
+    assert b"PickledExpansion" not in written
+    assert differences(everything(optimizer), everything(pickle.loads(written))) == []
 
 
 # State that belongs to no single parameter. ---------------------------------------------------------------

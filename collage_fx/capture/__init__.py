@@ -1,4 +1,4 @@
-"""From a call of ``step`` to an accepted graph whose inputs have names, in families of equal updates."""
+"""The capture of a step: an accepted graph whose inputs have names, in families of equal updates."""
 
 from collage_fx.capture.families import Families, families_of
 from collage_fx.capture.inputs import describe_input, describe_inputs

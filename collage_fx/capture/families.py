@@ -1,4 +1,4 @@
-"""Updates that are the same but for their tensors, found in what Dynamo captured.
+"""The search for families: updates in a captured graph that are the same but for their tensors.
 
 Note [One of each family]
 -------------------------
@@ -44,15 +44,13 @@ from collage_fx.capture.thinning import ListRows, is_plain, layout_of
 from collage_fx.graph import Groups, InputInfo, Reason, Repetition, device_facts
 from collage_fx.torch_compat import SET_GRAD_ENABLED, ThinnedLists, pytree, storage_of
 
-__all__ = ["Families", "families_of"]
-
 #: Nodes without operands that stand for no value but change how the following are captured.
 MODES = frozenset({SET_GRAD_ENABLED})
 
 
 @dataclass(frozen=True)
 class Families:
-    """One component of each family, as a module, and what it stands for.
+    """A module of one component of each family, and how the whole graph is made of those.
 
     Attributes:
         captured: what Dynamo captured.
@@ -60,7 +58,7 @@ class Families:
         arguments: its arguments.
         inputs: of the whole graph, in AOTAutograd's order: parameters and buffers, then arguments.
         bound: how many of them are attributes of the module, so the same tensors in every call.
-        gradients: the places of arguments that Dynamo does not pass, and of the parameters that have them.
+        gradients: the indices of arguments that Dynamo does not pass, and of the parameters that have them.
         infos: what the inputs are to the user.
         origins: where the inputs of ``module`` come from, as :func:`~collage_fx.torch_compat.aot_input_of`
             tells it.
@@ -108,11 +106,11 @@ def families_of(
 
 @dataclass
 class _Component:
-    """Operations that are connected.
+    """A connected component of the graph's operations.
 
     Attributes:
         nodes: in the order of the graph, without inputs.
-        inputs: places of those that no other component reads, in the order in which they are read.
+        inputs: indices of those that no other component reads, in the order in which they are read.
         results: those of its nodes that the graph returns.
     """
 
@@ -122,7 +120,7 @@ class _Component:
 
 
 class _Search:
-    """Takes a captured graph apart."""
+    """The search for families in one captured graph."""
 
     def __init__(self, gm: GraphModule, arguments: Sequence[Any], rows: ListRows) -> None:
         self.gm = gm
@@ -140,13 +138,13 @@ class _Search:
         self.inputs = (*bound.values(), *given.values())
         self.names = (*bound, *given)
         self.bound = len(bound)
-        place_of = {name: place for place, name in enumerate(bound)}
+        index_of = {name: index for index, name in enumerate(bound)}
         #: The input that a node is: None for an attribute that is no parameter or buffer.
-        self.place: dict[Node, int | None] = {
-            node: place_of.get(str(node.target)) for node in gm.graph.find_nodes(op="get_attr")
+        self.index: dict[Node, int | None] = {
+            node: index_of.get(str(node.target)) for node in gm.graph.find_nodes(op="get_attr")
         }
-        argument_places = {name: self.bound + i for i, name in enumerate(given)}
-        self.place.update({node: argument_places.get(node.name) for node in placeholders})
+        argument_indices = {name: self.bound + i for i, name in enumerate(given)}
+        self.index.update({node: argument_indices.get(node.name) for node in placeholders})
         #: Numbers: computed from inputs and other numbers alone.
         self.numbers: set[Node] = set()
         self._computed: dict[Node, int] = {}
@@ -157,13 +155,13 @@ class _Search:
         """The first thing in the graph that may keep its components from being independent."""
         if not self.are_arguments_understood or not self.rows.are_understood():
             return Reason("Dynamo passes other arguments than the graph takes, or a tensor twice")
-        for node, place in self.place.items():
-            if place is None:
+        for node, index in self.index.items():
+            if index is None:
                 return Reason.at(node, "it is neither a parameter nor a buffer nor an argument")
         return self._input_not_understood() or self._operation_not_understood()
 
     def _input_not_understood(self) -> Reason | None:
-        traced = {id(self.inputs[place]) for place in self.place.values() if place is not None}
+        traced = {id(self.inputs[index]) for index in self.index.values() if index is not None}
         memory: dict[int, str] = {}
         for name, value in zip(self.names, self.inputs, strict=True):
             if id(value) not in traced and not self.rows.is_left_out(value):
@@ -203,32 +201,32 @@ class _Search:
         components = self._components()
         readers: dict[int, set[int]] = defaultdict(set)
         for i, component in enumerate(components):
-            for place in component.inputs:
-                readers[place].add(i)
-        self.common = {place for place, reading in readers.items() if len(reading) > 1}
-        self.common |= {self._place_of(n) for number in self.numbers for n in self._inputs_of(number)}
+            for index in component.inputs:
+                readers[index].add(i)
+        self.common = {index for index, reading in readers.items() if len(reading) > 1}
+        self.common |= {self._index_of(n) for number in self.numbers for n in self._inputs_of(number)}
         self.common |= {i for i, value in enumerate(self.inputs) if not isinstance(value, Tensor)}
         self.order = components
         families: dict[Hashable, list[_Component]] = {}
         for component in components:
-            component.inputs = [place for place in component.inputs if place not in self.common]
+            component.inputs = [index for index in component.inputs if index not in self.common]
             families.setdefault(self._key(component), []).append(component)
         return list(families.values())
 
     def adds_rows_left_out(self, families: list[list[_Component]]) -> bool:
-        """Make members of them; False if the rows that were traced don't show that they would be.
+        """Make the rows left out members of families; False if the traced rows don't show that they would be.
 
         They do if of each layout both rows have their components in the same families, and nothing else.
         """
         if not self.rows.thinned:
             return True
-        place = {id(value): i for i, value in enumerate(self.inputs)}
+        index_by_id = {id(value): i for i, value in enumerate(self.inputs)}
         members: dict[tuple[int, int], list[tuple[int, tuple[int, ...]]]] = defaultdict(list)
         rows: dict[int, tuple[int, int]] = {}
         for f, family in enumerate(families):
             for component in family:
                 cells = [
-                    self.rows.cells.get(id(self.inputs[place]), (-1, -1, -1)) for place in component.inputs
+                    self.rows.cells.get(id(self.inputs[index]), (-1, -1, -1)) for index in component.inputs
                 ]
                 if len({(t, r) for t, _, r in cells}) != 1:
                     return False
@@ -240,7 +238,7 @@ class _Search:
                 return False
             for row in left_out:
                 for f, columns in members[t, r]:
-                    own = [place[id(self.rows.value((t, c, row)))] for c in columns]
+                    own = [index_by_id[id(self.rows.value((t, c, row)))] for c in columns]
                     first = families[f][0].inputs
                     if [self._input(i) for i in own] != [self._input(i) for i in first]:
                         return False
@@ -250,22 +248,22 @@ class _Search:
         self.order.sort(key=lambda component: rows[id(component)])
         return True
 
-    def _input(self, place: int) -> Hashable:
-        """What an input has to have in common with that of another component: layout, role and symbol."""
-        return (*layout_of(self.inputs[place]), self.meanings[place])
+    def _input(self, index: int) -> Hashable:
+        """The layout, role and symbol of an input: equal for inputs that may correspond to each other."""
+        return (*layout_of(self.inputs[index]), self.meanings[index])
 
     def _components(self) -> list[_Component]:
         groups: Groups = Groups()
         operations = [node for node in self.gm.graph.nodes if node.op in ("call_function", "call_method")]
         for node in operations:
-            if _is_number(node) and all(n in self.numbers or n in self.place for n in node.all_input_nodes):
+            if _is_number(node) and all(n in self.numbers or n in self.index for n in node.all_input_nodes):
                 self.numbers.add(node)
                 continue
             if node.target in MODES:
                 continue
             groups.find(node)
             for operand in node.all_input_nodes:
-                if operand in self.place:
+                if operand in self.index:
                     if self._connects(operand):
                         groups.join(operand, node)
                 elif operand not in self.numbers:
@@ -278,8 +276,8 @@ class _Search:
             component = components[groups.find(node)]
             component.nodes.append(node)
             for operand in self._inputs_of(node):
-                if self._place_of(operand) not in component.inputs:
-                    component.inputs.append(self._place_of(operand))
+                if self._index_of(operand) not in component.inputs:
+                    component.inputs.append(self._index_of(operand))
             if node in returned:
                 component.results.append(node)
         return list(components.values())
@@ -290,20 +288,20 @@ class _Search:
         A 0-d tensor may be one number for all of them, ``lr`` say, unless one of them seems to change it: if
         that is wrong, the graph is compiled whole.
         """
-        value = self.inputs[self._place_of(node)]
+        value = self.inputs[self._index_of(node)]
         return isinstance(value, Tensor) and (value.dim() > 0 or any(map(_seems_to_change, node.users)))
 
     def _inputs_of(self, node: Node) -> Iterator[Node]:
-        return (operand for operand in node.all_input_nodes if operand in self.place)
+        return (operand for operand in node.all_input_nodes if operand in self.index)
 
-    def _place_of(self, node: Node) -> int:
-        place = self.place[node]
-        assert place is not None
-        return place
+    def _index_of(self, node: Node) -> int:
+        index = self.index[node]
+        assert index is not None
+        return index
 
     def _key(self, component: _Component) -> Hashable:
-        """Equal for components that do the same to tensors of the same layout and meaning."""
-        own = {place: i for i, place in enumerate(component.inputs)}
+        """A key that is equal for components that do the same to tensors of the same layout and meaning."""
+        own = {index: i for i, index in enumerate(component.inputs)}
         local = {node: i for i, node in enumerate(component.nodes)}
 
         def named(node: Node) -> Hashable:
@@ -311,8 +309,8 @@ class _Search:
                 return "result", local[node]
             if node in self.numbers:
                 return self._number(node)
-            place = self._place_of(node)
-            return ("own", own[place]) if place in own else ("common", place)
+            index = self._index_of(node)
+            return ("own", own[index]) if index in own else ("common", index)
 
         operations = tuple(
             (node.target, _described(node.args, named), _described(node.kwargs, named))
@@ -322,9 +320,9 @@ class _Search:
         return operations, layouts, tuple(local[node] for node in component.results)
 
     def _number(self, node: Node) -> Hashable:
-        """Equal for numbers that are computed alike from the same inputs."""
+        """A key that is equal for numbers that are computed alike from the same inputs."""
         if node not in self.numbers:
-            return "common", self._place_of(node)
+            return "common", self._index_of(node)
         if node not in self._computed:
             described = (_described(each, self._number) for each in (node.args, node.kwargs))
             self._computed[node] = self._known.setdefault((node.target, *described), len(self._known))
@@ -333,31 +331,31 @@ class _Search:
     def result(self, families: list[list[_Component]], infos: tuple[InputInfo, ...]) -> Families | Reason:
         family_of = {id(c): (f, m) for f, family in enumerate(families) for m, c in enumerate(family)}
         first = [family[0] for family in families]
-        places = sorted({place for component in first for place in component.inputs} | self.common)
-        copies: list[tuple[int, ...]] = [(place,) for place in places]
-        owners: list[int | None] = [None] * len(places)
-        position = {place: i for i, place in enumerate(places)}
+        indices = sorted({index for component in first for index in component.inputs} | self.common)
+        copies: list[tuple[int, ...]] = [(index,) for index in indices]
+        owners: list[int | None] = [None] * len(indices)
+        position = {index: i for i, index in enumerate(indices)}
         for f, family in enumerate(families):
-            for i, place in enumerate(family[0].inputs):
-                copies[position[place]] = tuple(component.inputs[i] for component in family)
-                owners[position[place]] = f
-        unread = set(range(len(self.inputs))) - {place for each in copies for place in each}
+            for i, index in enumerate(family[0].inputs):
+                copies[position[index]] = tuple(component.inputs[i] for component in family)
+                owners[position[index]] = f
+        unread = set(range(len(self.inputs))) - {index for each in copies for index in each}
         if unread:
             return Reason("no update reads this input", self.names[min(unread)])
         gradients = self._gradients()
-        for place, parameter in gradients.items():
+        for index, parameter in gradients.items():
             if parameter == -1:
                 return Reason(
                     "it belongs to a row that was not traced and is no parameter's gradient",
-                    self.names[place],
+                    self.names[index],
                 )
         results = [node for component in first for node in component.results]
-        index = {node: i for i, node in enumerate(results)}
+        number = {node: i for i, node in enumerate(results)}
         outputs: dict[Node, tuple[int, int]] = {}
         for component in self.order:
             f, m = family_of[id(component)]
             for node, of_first in zip(component.results, families[f][0].results, strict=True):
-                outputs[node] = (index[of_first], m)
+                outputs[node] = (number[of_first], m)
         repetition = Repetition(
             inputs=len(self.inputs),
             copies=tuple(copies),
@@ -369,13 +367,13 @@ class _Search:
         for node in reversed(self.gm.graph.nodes):
             if node in self.numbers and not kept.isdisjoint(node.users):
                 kept.add(node)
-        module = self._module(set(places), kept, results)
-        own_arguments = [place for place in places if place >= self.bound]
+        module = self._module(set(indices), kept, results)
+        own_arguments = [index for index in indices if index >= self.bound]
         origins: list[tuple[str, str | int]] = [
-            ("attribute", self.names[place]) for place in places if place < self.bound
+            ("attribute", self.names[index]) for index in indices if index < self.bound
         ]
         origins += [("argument", i) for i in range(len(own_arguments))]
-        arguments = tuple(self.inputs[place] for place in own_arguments)
+        arguments = tuple(self.inputs[index] for index in own_arguments)
         return Families(
             self.gm,
             module,
@@ -389,20 +387,20 @@ class _Search:
         )
 
     def _gradients(self) -> dict[int, int]:
-        """The gradients of rows that were not traced, each with the place of its parameter."""
-        of = {id(value.grad): place for place, value in enumerate(self.inputs[: self.bound])}
+        """The gradients of rows that were not traced, each with the index of its parameter."""
+        of = {id(value.grad): index for index, value in enumerate(self.inputs[: self.bound])}
         return {
-            place: of.get(id(value), -1)
-            for place, value in enumerate(self.inputs)
-            if place >= self.bound and self.rows.is_left_out(value)
+            index: of.get(id(value), -1)
+            for index, value in enumerate(self.inputs)
+            if index >= self.bound and self.rows.is_left_out(value)
         }
 
-    def _module(self, places: set[int], kept: set[Node], results: list[Node]) -> GraphModule:
-        """The graph of some of the operations."""
+    def _module(self, indices: set[int], kept: set[Node], results: list[Node]) -> GraphModule:
+        """The module of some of the operations."""
         graph = Graph()
         copied: dict[Node, Node] = {}
         for node in self.gm.graph.nodes:
-            if self.place.get(node) in places or node in kept or node.target in MODES:
+            if self.index.get(node) in indices or node in kept or node.target in MODES:
                 copied[node] = graph.node_copy(node, copied.__getitem__)
         graph.output(map_arg(tuple(results), copied.__getitem__))
         # No meta: it holds what Dynamo knows of the inputs of the whole graph.

@@ -1,4 +1,4 @@
-"""What the inputs of a captured step are to the user: names, symbols for recurrences, roles, real tensors."""
+"""The description of a captured step's inputs: names, symbols for recurrences, roles, real tensors."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from collage_fx.graph import InputInfo, Role
 from collage_fx.runtime import KnownTensor
 from collage_fx.torch_compat import aot_input_of, symbol_source
 
-__all__ = ["carried", "describe_input", "describe_inputs"]
-
 #: The tensors that recorded steps hand from one compiled graph to the next.
 carried = WeakTensorKeyDictionary()
 
@@ -27,7 +25,7 @@ def describe_inputs(
     arguments: Sequence[Any],
     known: Mapping[int, KnownTensor],
 ) -> list[InputInfo]:
-    """One :class:`~collage_fx.graph.program.InputInfo` per input of an AOTAutograd graph.
+    """Describe the inputs of an AOTAutograd graph: one :class:`~collage_fx.graph.program.InputInfo` each.
 
     Args:
         inputs: its placeholders.
@@ -50,12 +48,12 @@ def describe_inputs(
                 tensor, fallback = _attribute(dynamo_module, str(where)), str(where)
             else:
                 tensor, fallback = arguments[int(where)], argument_names[int(where)]
-            described.append(_describe_tensor(tensor, fallback, known, bound=kind == "attribute"))
+            described.append(describe_input(tensor, fallback, known, bound=kind == "attribute"))
     return described
 
 
 def describe_input(value: Any, fallback: str, known: Mapping[int, KnownTensor], *, bound: bool) -> InputInfo:
-    """What an input of a Dynamo graph is.
+    """Describe an input of a Dynamo graph.
 
     Args:
         value: a real tensor, or a number.
@@ -63,23 +61,17 @@ def describe_input(value: Any, fallback: str, known: Mapping[int, KnownTensor], 
         known: see :func:`known_tensors`.
         bound: whether it is an attribute of the graph's module.
     """
-    if isinstance(value, Tensor):
-        return _describe_tensor(value, fallback, known, bound=bound)
-    return _describe_number(fallback, value)
-
-
-def _describe_tensor(
-    tensor: Tensor, fallback: str, known: Mapping[int, KnownTensor], *, bound: bool
-) -> InputInfo:
-    if id(tensor) in known:
-        entry = known[id(tensor)]
-        return InputInfo(entry.name, entry.symbol, entry.role, tensor, bound)
+    if not isinstance(value, Tensor):
+        return _describe_number(fallback, value)
+    if id(value) in known:
+        entry = known[id(value)]
+        return InputInfo(entry.name, entry.symbol, entry.role, value, bound)
     name = re.sub(r"^L_+|_+$", "", fallback, flags=re.IGNORECASE)
-    if isinstance(tensor, torch.nn.Parameter):
+    if isinstance(value, torch.nn.Parameter):
         role = Role.PARAMETER
     else:
-        role = Role.CARRIED if tensor in carried else Role.STATE
-    return InputInfo(name, name.rpartition("___")[2] or name, role, tensor, bound)
+        role = Role.CARRIED if value in carried else Role.STATE
+    return InputInfo(name, name.rpartition("___")[2] or name, role, value, bound)
 
 
 def _describe_number(fallback: str, value: Any) -> InputInfo:

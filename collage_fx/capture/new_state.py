@@ -1,4 +1,4 @@
-"""State that an optimizer has got while its step was traced, to be taken away where the step is refused."""
+"""The removal of state that an optimizer has got while its step was traced, where the step is refused."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch.optim import Optimizer
-
-__all__ = ["forget_new_state", "remember_state"]
 
 _with_state: WeakKeyDictionary[Optimizer, tuple[Any, frozenset[int]]] = WeakKeyDictionary()
 

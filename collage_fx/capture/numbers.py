@@ -1,4 +1,4 @@
-"""Python numbers that change from step to step, as inputs of the captured graph.
+"""Support for Python numbers that change from step to step: they become inputs of the captured graph.
 
 Note [Numbers that change]
 --------------------------
@@ -30,13 +30,11 @@ import torch
 from collage_fx.graph import OPERATORS, composite_of, facts_of, foreach_calls, foreach_name, foreach_rule
 from collage_fx.torch_compat import functional_decompositions, pytree, schema_of
 
-__all__ = ["decompositions"]
-
 Decomposition = Callable[..., Any]
 
 
 def decompositions() -> dict[Any, Decomposition]:
-    """Inductor's decompositions, and ours of whatever a symbolic float is an argument of."""
+    """The table of Inductor's decompositions, with ours for operators that are given a symbolic float."""
     table = functional_decompositions()
     for overload in _functional_overloads():
         facts, of_element = facts_of(overload), foreach_rule(foreach_name(overload))
@@ -49,7 +47,8 @@ def decompositions() -> dict[Any, Decomposition]:
 def _functional_overloads() -> Iterator[Any]:
     """The overloads for tensors of each operator that has a rule for symbolic numbers."""
     lists = (f"aten.{name}" for name in dir(torch.ops.aten) if name.startswith("_foreach_"))
-    for name in (*OPERATORS, *lists):
+    ruled = (name for name, row in OPERATORS.items() if row.composite or row.with_number or row.each)
+    for name in dict.fromkeys((*ruled, *lists)):
         namespace, operator, *_ = name.split(".")
         packet = getattr(getattr(torch.ops, namespace), operator, None)
         for overload in () if packet is None else map(partial(getattr, packet), packet.overloads()):
@@ -64,7 +63,7 @@ def _each(rule: Decomposition, *args: Any, **kwargs: Any) -> list[Any]:
 def _where_symbolic(
     overload: Any, rule: Decomposition | None, otherwise: Decomposition | None
 ) -> Decomposition:
-    """``rule``, or the composite, where a symbolic float is among the arguments; else ``otherwise``."""
+    """A decomposition: ``rule``, or the composite, if an argument is a symbolic float; else ``otherwise``."""
 
     def decomposition(*args: Any, **kwargs: Any) -> Any:
         chosen = None

@@ -1,4 +1,4 @@
-"""What is refused, before anything is rewritten or run.
+"""The checks that refuse a step before anything is rewritten or run.
 
 Note [Two doors]
 ----------------
@@ -24,20 +24,7 @@ from collage_fx.errors import AliasedStateError, UnsupportedOptimizerError, Unsu
 from collage_fx.graph import DEVICES, InputInfo, Role, assignments, copies_to_inputs, is_dense, placeholders
 from collage_fx.numerics import is_low_precision
 from collage_fx.runtime import KnownTensor, parameter_names, refuse_layout
-from collage_fx.torch_compat import (
-    aot_input_of,
-    has_internal_overlap,
-    is_made_of_tensors,
-    storage_of,
-)
-
-__all__ = [
-    "refuse_aliases",
-    "refuse_fused_operators",
-    "refuse_optimizer",
-    "refuse_overlaps",
-    "refuse_unsupported",
-]
+from collage_fx.torch_compat import aot_input_of, has_internal_overlap, is_made_of_tensors, storage_of
 
 #: torch's operators that are a whole update.
 FUSED = frozenset({"_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_"})

@@ -1,4 +1,4 @@
-"""What would run eagerly, and so without error terms, is refused or reported.
+"""The watch over Dynamo: updates that would run eagerly, without error terms, are refused or reported.
 
 Note [Nothing unnoticed]
 ------------------------
@@ -72,14 +72,12 @@ from collage_fx.torch_compat import (
     watch_conversions,
 )
 
-__all__ = ["install", "note_compiled_step", "record_instead"]
-
-#: How many times Dynamo's ``recompile_limit`` (8) a function that isn't just a step may be compiled before it
-#: is refused.
+#: The multiple of Dynamo's ``recompile_limit`` (8) at which a function that isn't just a step is refused.
 COMPILATIONS = 4
 
-#: How Dynamo traces for this backend: its own limits are out of reach, numbers read from tensors become part
-#: of the graph, and a step doesn't call two functions more that would mark its beginning for a profiler.
+#: Dynamo's settings while it traces for this backend: its own limits are out of reach, numbers read from
+#: tensors become part of the graph, and a step doesn't call two functions more that would mark its beginning
+#: for a profiler.
 SETTINGS = {
     "recompile_limit": 1 << 30,
     "accumulated_recompile_limit": 1 << 30,
@@ -90,7 +88,7 @@ SETTINGS = {
 #: ``(backend, keywords)`` -> whether it is strict; None for backends that compensate nothing.
 Strictness = Callable[[Any, dict[str, Any]], bool | None]
 
-#: By identity: functions that do the same are equal as code.
+#: Counts of compilations by identity: functions that do the same are equal as code.
 _conversions = WeakIdKeyDictionary()
 _compiled: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
 
@@ -120,7 +118,7 @@ def install(is_ours: Callable[[Any], bool], strictness: Strictness, rows_to_trac
 
 
 def note_compiled_step(optimizer: Optimizer, *, strict: bool) -> None:
-    """A step of ``optimizer`` has been compiled with error terms; from now on it isn't to be run eagerly."""
+    """Note that a step of ``optimizer`` is compiled with error terms: it isn't to be run eagerly any more."""
     _compiled[optimizer] = strict or _compiled.get(optimizer, False)
 
 
@@ -128,7 +126,7 @@ def note_compiled_step(optimizer: Optimizer, *, strict: bool) -> None:
 
 
 def _at_trace(strictness: Strictness, optimizer: Optimizer, backend: Any, keywords: dict[str, Any]) -> bool:
-    """Whether the trace is for us; refused if the optimizer is none that can be compensated."""
+    """Whether a trace is for a backend of ours; raise if its optimizer cannot be compensated."""
     strict = strictness(backend, keywords)
     if strict is None:
         return False
@@ -154,7 +152,7 @@ def _before_conversion(
     code: CodeType,
     variables: Mapping[str, Any],
 ) -> bool:
-    """Whether the conversion is for us; refused if this is one too many."""
+    """Whether a conversion is for a backend of ours; raise if it is one too many."""
     strict = strictness(backend, keywords)
     if strict is None:
         return False
@@ -189,7 +187,7 @@ def _at_failed_conversion(
     variables: Mapping[str, Any],
     error: Exception,
 ) -> None:
-    """Python may do what Dynamo fails at, or what it hands the graph to.
+    """Have steps recorded where Dynamo fails, or what it hands the graph to: Python may do them.
 
     Symbolic numbers and shapes are where most such failures come from, and a recorded step has fewer. But it
     is slower, and a failure can have another reason than the optimizer: hence a warning.
@@ -225,7 +223,7 @@ def _after_conversion(code: CodeType, variables: Mapping[str, Any]) -> None:
 
 
 def _subjects(code: CodeType, variables: Mapping[str, Any]) -> list[Optimizer | CodeType]:
-    """What a function's compilations are counted for: the optimizers among its variables, or itself."""
+    """The subjects that a function's compilations are counted for: its optimizers, or else its code."""
     return list(optimizers_among(variables).values()) or [code]
 
 
@@ -281,7 +279,7 @@ def _at_graph_break(
 
 
 def _is_captured_after_its_closure(optimizer: Optimizer) -> bool:
-    """Whether a break in the closure of its step is the only one there will be.
+    """Whether a break in the closure of an optimizer's step is the only break there will be.
 
     Another one, after that, would come too late to record the step.
     """

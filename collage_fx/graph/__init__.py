@@ -1,4 +1,4 @@
-"""A captured step as data, and the hands that edit it: what the author of a pass may import."""
+"""A captured step as data, and the tools that edit it: all that the author of a pass needs to import."""
 
 from collage_fx.graph.devices import DEVICES, device_facts
 from collage_fx.graph.editor import GraphEditor
@@ -12,20 +12,24 @@ from collage_fx.graph.nodes import (
     assignments_to_stores,
     copies_to_inputs,
     copy_of,
+    has_elements,
     is_conversion,
     is_copy_to_input,
     is_dense,
     is_low_precision_tensor,
     is_number,
     mark_new_nodes,
+    operands_of,
+    operator_name,
     operator_of,
     placeholders,
+    reached,
+    stored,
     tensor_value,
     unconverted,
 )
 from collage_fx.graph.operator_facts import (
     OPERATORS,
-    Facts,
     composite_of,
     depends_on_values,
     drawn_range,
@@ -57,7 +61,7 @@ from collage_fx.graph.program import (
 )
 from collage_fx.graph.recurrence import judge, read_recurrence
 from collage_fx.graph.retype import Retyper
-from collage_fx.graph.routes import Reason, Route, Unit
+from collage_fx.graph.routes import WAYS, Reason, Reasons, Route, Unit, not_taken
 from collage_fx.graph.skipping import intend, restore, set_aside, unless_skipped
 from collage_fx.graph.text import graph_text
 
@@ -67,14 +71,15 @@ __all__ = [
     "OPERATORS",
     "PASS_MARK",
     "REVISION",
+    "WAYS",
     "Arithmetic",
-    "Facts",
     "GraphEditor",
     "Groups",
     "InputInfo",
     "Kind",
     "ReadExpansion",
     "Reason",
+    "Reasons",
     "Repetition",
     "Retyper",
     "Role",
@@ -100,6 +105,7 @@ __all__ = [
     "foreach_name",
     "foreach_rule",
     "graph_text",
+    "has_elements",
     "ignores_values",
     "input_name",
     "intend",
@@ -114,10 +120,14 @@ __all__ = [
     "mark_new_nodes",
     "may_raise",
     "new_value",
+    "not_taken",
     "once",
+    "operands_of",
+    "operator_name",
     "operator_of",
     "passed_operand",
     "placeholders",
+    "reached",
     "read_recurrence",
     "repeated_graph",
     "rest",
@@ -126,6 +136,7 @@ __all__ = [
     "set_aside",
     "size_argument",
     "source_of",
+    "stored",
     "tensor_value",
     "unconverted",
     "unless_skipped",

@@ -1,4 +1,4 @@
-"""What differs between the kinds of devices that steps are compiled for: a row each."""
+"""The table of device kinds that steps are compiled for: a row for each, with what differs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import Any
 import torch
 
 from collage_fx.torch_compat import COMBINED_LAUNCHES
-
-__all__ = ["DEVICES", "Device", "device_facts"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +27,7 @@ class Device:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
-#: By ``torch.device.type``: those whose generated code's roundings are tested. Steps on others are refused.
+#: The rows by ``torch.device.type``: of devices on which roundings are tested. Steps on others are refused.
 DEVICES: Mapping[str, Device] = {
     "cpu": Device(in_parts=True, compiles_cpp=True),
     "cuda": Device(settings=COMBINED_LAUNCHES),

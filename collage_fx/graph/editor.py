@@ -1,4 +1,4 @@
-"""``GraphEditor``: adds nodes to a graph, by tracing ordinary functions of tensors into it."""
+"""The editor of graphs: adds nodes by tracing ordinary functions of tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import Target, map_arg
 
-from collage_fx.graph.nodes import PASS_MARK, aten, is_copy_to_input, placeholders, prims, tensor_value
+from collage_fx.graph.nodes import (
+    PASS_MARK,
+    aten,
+    is_copy_to_input,
+    operator_name,
+    placeholders,
+    prims,
+    tensor_value,
+)
 from collage_fx.graph.operator_facts import is_pointwise
 from collage_fx.torch_compat import (
     another_fake,
@@ -22,8 +30,6 @@ from collage_fx.torch_compat import (
     real_tensors,
     storage_of,
 )
-
-__all__ = ["GraphEditor"]
 
 
 @dataclass
@@ -75,14 +81,14 @@ class GraphEditor:
             return _callable(target)(*fake_args, **fake_kwargs)
 
     def convert(self, node: Node, dtype: torch.dtype) -> Node:
-        """``node`` in ``dtype``: itself where it already is, a cast otherwise."""
+        """A node in ``dtype``: itself where it already is, a cast otherwise."""
         value = tensor_value(node)
         if value is None or value.dtype == dtype:
             return node
         return self.call(prims.convert_element_type.default, node, dtype)
 
     def store(self, placeholder: Node, value: Node) -> Node:
-        """``copy_(placeholder, value)``: a store of the epilogue."""
+        """Add a store to the epilogue: ``copy_(placeholder, value)``."""
         node = self.graph.create_node("call_function", aten.copy_.default, (placeholder, value), name="store")
         node.meta["val"] = placeholder.meta["val"]
         node.meta[PASS_MARK] = self.made_by
@@ -112,13 +118,9 @@ class GraphEditor:
             elif node.op == "call_function":
                 new_args, new_kwargs = map_arg((node.args, node.kwargs), replayed.__getitem__)
                 replayed[node] = self.call(node.target, *new_args, **new_kwargs)
-            elif node.op == "output":
-                return tuple(replayed[result] for result in pytree.tree_leaves(node.args))
             else:
-                raise AssertionError(
-                    f"a traced function must be made of operations alone, found {node.format_node()}"
-                )
-        raise AssertionError("a graph without an output node")
+                assert node.op == "output", f"a traced function is operations alone, not {node.format_node()}"
+        return tuple(replayed[result] for result in pytree.tree_leaves(traced.graph.output_node().args))
 
     def _as_tensor(self, arg: Any) -> Any:
         if not isinstance(arg, Node) or tensor_value(arg) is not None:
@@ -148,7 +150,7 @@ class GraphEditor:
 
     @staticmethod
     def real_tensors() -> AbstractContextManager[None]:
-        """Within it, operations run on real tensors: for numbers that are known while compiling."""
+        """A context in which operations run on real tensors: for numbers that are known while compiling."""
         return real_tensors()
 
     def propagate_from(self, changed: Node) -> None:
@@ -164,7 +166,7 @@ class GraphEditor:
                 stale.add(node)
 
     def finish(self) -> None:
-        """Drop what nobody reads any more.
+        """Erase the nodes that nobody reads any more.
 
         The pipeline checks the graph after each pass, and recompiles the module at its end.
         """
@@ -172,7 +174,7 @@ class GraphEditor:
 
 
 def _kind_of_call(target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What the shape, strides and dtype of an elementwise result depend on; None if that is not known."""
+    """A key for the shape, strides and dtype of an elementwise result; None where there is none."""
     if kwargs or not is_pointwise(target):
         return None
     kind: list[Any] = [target]
@@ -202,15 +204,14 @@ def _callable(target: Target) -> Callable[..., Any]:
 
 
 def _readable_name(target: Any, args: tuple[Any, ...]) -> str:
-    """``add`` rather than ``add_tensor``, ``to_float32`` rather than ``convert_element_type_default``."""
+    """A node's name: ``add``, not ``add_tensor``; ``to_float32``, not ``convert_element_type_default``."""
     if target is prims.convert_element_type.default:
         return f"to_{str(args[1]).removeprefix('torch.')}"
-    packet = getattr(target, "overloadpacket", target)
-    return str(packet.__name__).strip("_")
+    return operator_name(target).strip("_")
 
 
 def _signature(arg: Any, *, elementwise: bool) -> Any:
-    """``(dtype, device, sizes, strides)`` of the tensor that a function is traced with; a constant itself."""
+    """The ``(dtype, device, sizes, strides)`` of a node's stand-in for a trace; a constant itself."""
     value = tensor_value(arg)
     if value is None:
         return arg

@@ -1,4 +1,4 @@
-"""How the graph of one of each family of equal updates recurs in the step: Note [One of each family]."""
+"""The relation of a whole step to the graph of one member of each family: Note [One of each family]."""
 
 from __future__ import annotations
 
@@ -11,12 +11,7 @@ from dataclasses import dataclass, replace
 from torch.fx import Graph, GraphModule, Node
 
 from collage_fx.graph.nodes import is_copy_to_input, placeholders
-from collage_fx.torch_compat import (
-    pytree,
-    rename,
-)
-
-__all__ = ["Repetition", "input_name", "repeated_graph"]
+from collage_fx.torch_compat import pytree, rename
 
 #: A family, and a member of it; None and 0 for what is done once for all families.
 Turn = tuple[int | None, int]
@@ -26,11 +21,11 @@ ONCE: Turn = (None, 0)
 
 @dataclass(frozen=True)
 class Repetition:
-    """How the graph of one of each family, the *small* one, recurs in the whole graph.
+    """The way in which the *small* graph, of one member of each family, recurs in the whole graph.
 
     Attributes:
         inputs: how many the whole graph has.
-        copies: for each input of the small graph, the places of what stands for it in the whole one: one for
+        copies: for each input of the small graph, the indices of what stands for it in the whole one: one for
             each member of its family, a single one if it is common to all families.
         owners: for each input of the small graph, its family; None if it is common.
         turns: ``(family, member)`` in the order of the whole graph.
@@ -45,17 +40,17 @@ class Repetition:
 
     @classmethod
     def of_one(cls, inputs: int) -> Repetition:
-        """A graph that is whole: one family with one member, of so many inputs."""
-        places = range(inputs)
-        return cls(inputs, tuple((place,) for place in places), (0,) * inputs, ((0, 0),), ())
+        """The repetition of a graph that is whole: one family with one member, of so many inputs."""
+        indices = range(inputs)
+        return cls(inputs, tuple((index,) for index in indices), (0,) * inputs, ((0, 0),), ())
 
     @property
     def is_of_one(self) -> bool:
         """Whether the small graph is the whole one."""
         return len(self.turns) == 1
 
-    def place(self, position: int, member: int) -> int:
-        """What stands for an input of the small graph when it is a member's turn."""
+    def input_of(self, position: int, member: int) -> int:
+        """The index, in the whole graph, of a member's copy of an input of the small graph."""
         return self.copies[position][0 if self.owners[position] is None else member]
 
     def reordered(self, order: Sequence[int]) -> Repetition:
@@ -78,9 +73,9 @@ class Repetition:
             for member in range(len(self.copies[position]))
             for i in numbers
         ]
-        places = {each: place for place, each in enumerate(order, self.inputs)}
+        indices = {each: index for index, each in enumerate(order, self.inputs)}
         copies = [
-            tuple(places[i, member] for member in range(len(self.copies[position])))
+            tuple(indices[i, member] for member in range(len(self.copies[position])))
             for i, position in enumerate(owned_by)
         ]
         return replace(
@@ -91,13 +86,13 @@ class Repetition:
         )
 
 
-def input_name(place: int) -> str:
-    """What AOTAutograd calls an input."""
-    return f"arg{place}_1"
+def input_name(index: int) -> str:
+    """The name that AOTAutograd gives the input of an index."""
+    return f"arg{index}_1"
 
 
 def repeated_graph(gm: GraphModule, repetition: Repetition) -> GraphModule:
-    """The whole functional graph.
+    """The whole functional graph, from the graph of one member of each family.
 
     Values are those of the small graph: within a family, layouts and dtypes are the same. A graph of one is
     returned as it is.
@@ -108,12 +103,12 @@ def repeated_graph(gm: GraphModule, repetition: Repetition) -> GraphModule:
     graph = Graph()
     whole: dict[tuple[Node, int], Node] = {}
     ordered = sorted(
-        (place, i, member)
+        (index, i, member)
         for i, copies in enumerate(repetition.copies)
-        for member, place in enumerate(copies)
+        for member, index in enumerate(copies)
     )
-    for place, i, member in ordered:
-        whole[small[i], member] = graph.placeholder(input_name(place))
+    for index, i, member in ordered:
+        whole[small[i], member] = graph.placeholder(input_name(index))
         whole[small[i], member].meta["val"] = small[i].meta["val"]
     families = _families_of_nodes(gm.graph, dict(zip(small, repetition.owners, strict=True)))
 

@@ -1,4 +1,4 @@
-"""Where an optimizer compensates by hand: what it stored goes into what it will add.
+"""Optimizers that compensate by hand: nodes by which a stored value goes into a later update.
 
 Note [Kahan's own term]
 -----------------------
@@ -19,44 +19,40 @@ in ``hi + lo + c`` to c's precision, and ``hi + lo`` is off by one rounding, not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 from torch.fx import Node
 
-from collage_fx.graph.nodes import is_copy_to_input, unconverted
+from collage_fx.graph.nodes import is_copy_to_input, operands_of, reached, unconverted
 from collage_fx.graph.operator_facts import is_movement
 from collage_fx.graph.program import StateTensor
 
-__all__ = ["copies_read_by", "fed_back", "new_value"]
-
 
 def new_value(state: StateTensor) -> Node:
-    """What is stored, before it is rounded to the storage format if that is a step of its own."""
-    stored = state.store.args[1]
-    assert isinstance(stored, Node)
-    return unconverted(stored)
+    """The node of a tensor's new value, before the cast that rounds it to the storage format, if any."""
+    return unconverted(state.stored)
 
 
 def fed_back(state: StateTensor, others: Sequence[StateTensor]) -> set[Node]:
-    """The nodes between a new value and those other new values of which the next one is made.
+    """The nodes between a state's new value and other new values of which its next one is made.
 
     Empty unless some other state reads this one's new value, which in turn reads that one's old value: Note
     [Kahan's own term].
     """
     value = new_value(state)
-    made_of_it = _reached(value, lambda node: [user for user in node.users if not is_copy_to_input(user)])
+    made_of_it = reached([value], lambda node: [user for user in node.users if not is_copy_to_input(user)])
     if not made_of_it:
         return set()
-    made_from = _reached(value, lambda node: node.all_input_nodes)
+    made_from = reached([value], operands_of)
     found = set[Node]()
     for other in others:
         if other.placeholder in made_from and (last := new_value(other)) in made_of_it:
-            found |= made_of_it & {last, *_reached(last, lambda node: node.all_input_nodes)}
+            found |= made_of_it & {last, *reached([last], operands_of)}
     return found
 
 
 def copies_read_by(readers: Collection[Node], placeholder: Node) -> set[Node]:
-    """What of an input has only been moved, as ``old = p.clone()`` is, and is read by ``readers``."""
+    """The nodes that only move an input, as ``old = p.clone()`` does, and are read by ``readers``."""
     found = set[Node]()
     for reader in readers:
         for operand in reader.all_input_nodes:
@@ -66,13 +62,4 @@ def copies_read_by(readers: Collection[Node], placeholder: Node) -> set[Node]:
                 operand = operand.all_input_nodes[0]
             if operand is placeholder:
                 found.update(copies)
-    return found
-
-
-def _reached(start: Node, following: Callable[[Node], Iterable[Node]]) -> set[Node]:
-    found, waiting = set[Node](), [start]
-    while waiting:
-        fresh = set(following(waiting.pop())) - found
-        found |= fresh
-        waiting += fresh
     return found

@@ -7,12 +7,7 @@ from torch.fx import Node
 from collage_fx.errors import GraphInvariantError
 from collage_fx.graph.nodes import is_copy_to_input, placeholders
 from collage_fx.graph.program import ReadExpansion, StateTensor, StepProgram
-from collage_fx.torch_compat import (
-    OpOverload,
-    schema_of,
-)
-
-__all__ = ["verify"]
+from collage_fx.torch_compat import OpOverload, schema_of
 
 
 def verify(program: StepProgram, *, after: str, compensated: bool = False) -> None:

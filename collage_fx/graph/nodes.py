@@ -1,4 +1,4 @@
-"""Questions about the nodes of a functional ATen graph.
+"""Predicates of, and queries for, the nodes of a functional ATen graph.
 
 The graphs are AOTAutograd's inference graphs: functional, every ``meta["val"]`` a FakeTensor (or a symbolic
 number), and mutation only in the epilogue, ``copy_(placeholder, new_value)``, one per mutated input.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,25 +17,6 @@ from torch.fx import Graph, GraphModule, Node
 
 from collage_fx.numerics import is_low_precision
 from collage_fx.torch_compat import DATA_ASSIGNMENTS, OpOverload, copy_cache_facts, graph_module
-
-__all__ = [
-    "PASS_MARK",
-    "Groups",
-    "assignments",
-    "assignments_to_stores",
-    "copies_to_inputs",
-    "copy_of",
-    "is_conversion",
-    "is_copy_to_input",
-    "is_dense",
-    "is_low_precision_tensor",
-    "is_number",
-    "mark_new_nodes",
-    "operator_of",
-    "placeholders",
-    "tensor_value",
-    "unconverted",
-]
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -50,7 +31,7 @@ def placeholders(graph: Graph) -> list[Node]:
 
 
 def tensor_value(node: Any) -> torch.Tensor | None:
-    """The FakeTensor a node stands for, or None if it is not a node or not a tensor."""
+    """The FakeTensor that a node stands for; None for a value that is no node, or no tensor."""
     value = node.meta.get("val") if isinstance(node, Node) else None
     return value if isinstance(value, torch.Tensor) else None
 
@@ -90,7 +71,7 @@ def is_conversion(node: Node) -> bool:
 
 
 def unconverted(node: Node) -> Node:
-    """What a cast converts; any other node itself."""
+    """The operand of a cast; any other node itself."""
     if not is_conversion(node):
         return node
     source = node.args[0]
@@ -99,15 +80,48 @@ def unconverted(node: Node) -> Node:
 
 
 def operator_of(node: Node) -> Any:
-    """The operator that computes ``node``, where that is one of its results, or is wrapped for writing."""
+    """The operator that computes a node, also where the node is one of several results of it."""
     if node.target is operator.getitem:
         return operator_of(node.all_input_nodes[0])
     return node.args[0] if node.args and isinstance(node.args[0], OpOverload) else node.target
 
 
 def copies_to_inputs(graph: Graph) -> dict[Node, Node]:
-    """The epilogue: mutated placeholder -> its ``copy_`` node."""
+    """The epilogue as a mapping: mutated placeholder -> its ``copy_`` node."""
     return {node.args[0]: node for node in graph.nodes if is_copy_to_input(node)}
+
+
+def stored(store: Node) -> Node:
+    """The node whose value a ``copy_`` of the epilogue stores."""
+    value = store.args[1]
+    assert isinstance(value, Node)
+    return value
+
+
+def reached(starts: Iterable[Node], following: Callable[[Node], Iterable[Node]]) -> set[Node]:
+    """The nodes that some nodes lead to in one step or more: by ``node.users``, or another relation."""
+    found, waiting = set[Node](), [*starts]
+    while waiting:
+        fresh = set(following(waiting.pop())) - found
+        found |= fresh
+        waiting += fresh
+    return found
+
+
+def operands_of(node: Node) -> list[Node]:
+    """The nodes that a node is computed from, as a relation for :func:`reached`."""
+    return node.all_input_nodes
+
+
+def operator_name(target: Any) -> str:
+    """The name of what a node calls, without the overload: ``add`` of ``aten.add.Tensor``."""
+    return str(getattr(getattr(target, "overloadpacket", target), "__name__", target))
+
+
+def has_elements(node: Any) -> bool:
+    """Whether a node is a tensor of one dimension or more, and so no number."""
+    value = tensor_value(node)
+    return value is not None and value.dim() > 0
 
 
 def mark_new_nodes(graph: Graph, earlier: Collection[Node], *, made_by: str) -> None:
@@ -118,13 +132,13 @@ def mark_new_nodes(graph: Graph, earlier: Collection[Node], *, made_by: str) -> 
 
 
 def assignments(graph: Graph) -> list[Node]:
-    """``p.data = value``, captured as an operation on both."""
+    """The nodes that ``p.data = value`` has been captured as."""
     find = graph.find_nodes
     return [node for target in DATA_ASSIGNMENTS for node in find(op="call_function", target=target)]
 
 
 def assignments_to_stores(gm: GraphModule) -> None:
-    """``p.data = value`` becomes ``copy_(p, value)``: the tensor keeps its memory, with the value in it.
+    """Replace ``p.data = value`` by ``copy_(p, value)``: the tensor keeps its memory, with the value in it.
 
     Left alone where that would be another thing: an input that is assigned as it is shares its memory from
     then on, and a value of another dtype or shape does not fit.
@@ -170,7 +184,7 @@ class Groups:
 
 
 def copy_of(gm: GraphModule) -> GraphModule:
-    """A module with a graph of its own over the same constants, and what else the module is known by.
+    """A copy of a module: a graph of its own over the same constants, with the same metadata.
 
     ``copy.deepcopy`` would copy the constants too, which newer versions refuse in a fake tensor mode.
     """

@@ -1,4 +1,4 @@
-"""What is known of operators beyond torch's own metadata: a row each, asked by passes and by capture.
+"""The table of facts about operators that torch's own metadata lacks: a row each, for passes and capture.
 
 Of an overload torch itself says whether it is elementwise, a reduction or a view, draws random numbers or
 writes to its arguments (``torch.Tag``, its schema). The functions below ask that first; :data:`OPERATORS`
@@ -24,39 +24,15 @@ from torch import Tensor
 from torch.fx import Node
 
 from collage_fx.graph.nodes import tensor_value
+from collage_fx.numerics import FloatFormat
 from collage_fx.torch_compat import OpOverload, schema_of
-
-__all__ = [
-    "OPERATORS",
-    "Facts",
-    "composite_of",
-    "depends_on_values",
-    "drawn_range",
-    "draws",
-    "factorizes",
-    "facts_of",
-    "foreach_calls",
-    "foreach_name",
-    "foreach_rule",
-    "ignores_values",
-    "is_movement",
-    "is_pointwise",
-    "is_transparent",
-    "keeps_grid",
-    "may_raise",
-    "number_filling",
-    "passed_operand",
-    "size_argument",
-    "source_of",
-    "weighted_sum",
-]
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class Facts:
-    """A row of the table.
+    """The facts about one operator: a row of :data:`OPERATORS`.
 
     Attributes:
         moves: Each element of the result is one of an operand, its negative, or zero; which one, no element
@@ -103,7 +79,7 @@ def _scaled(x: Any, factor: Any) -> Any:
 
 
 def _is_one(number: Any) -> bool:
-    """Whether it is the number 1, and no symbol that happens to be 1."""
+    """Whether a value is the number 1, and no symbol that happens to be 1."""
     return isinstance(number, (int, float)) and number == 1
 
 
@@ -136,7 +112,7 @@ def _rows(facts: Facts, names: str) -> dict[str, Facts]:
     return dict.fromkeys(names.split(), facts)
 
 
-#: By the name of an operator, or of one overload where that differs from the others.
+#: The rows by the name of an operator, or of one overload where that differs from the others.
 OPERATORS: dict[str, Facts] = {
     # arithmetic
     "aten.add": Facts(composite=lambda x, y, alpha=1: x + _scaled(y, alpha), function=operator.add, sign="+"),
@@ -210,7 +186,7 @@ OPERATORS: dict[str, Facts] = {
 
 @functools.cache
 def facts_of(target: Any) -> Facts:
-    """What is known of an operator, or of anything else that a node may call."""
+    """The row of an operator, or of anything else that a node may call."""
     row = OPERATORS.get(str(target)) or OPERATORS.get(str(getattr(target, "overloadpacket", target)))
     if row is not None or not isinstance(target, OpOverload):
         return row or OPAQUE
@@ -254,9 +230,22 @@ def _scalars(target: Any) -> tuple[str, ...]:
 
 
 def keeps_grid(node: Node) -> bool:
-    """Whether results are on the storage grid if the operands are, so that there is nothing to round."""
-    facts = facts_of(node.target)
-    return facts.exact or facts.fills is not None or is_movement(node)
+    """Whether results are on the storage grid if operands and numbers are: there is nothing to round."""
+    is_filled = isinstance(number_filling(node), (int, float))
+    return is_filled or facts_of(node.target).exact or is_movement(node)
+
+
+def filled_on_grid(node: Node, fmt: FloatFormat) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of an operation, with the number that its result is filled with on a storage grid."""
+
+    def on_grid(name: str, value: Any) -> Any:
+        is_filling = name == facts_of(node.target).fills and isinstance(value, (int, float))
+        return fmt.round(value) if is_filling else value
+
+    target: Any = node.target
+    names = (argument.name for argument in schema_of(target).arguments)
+    kwargs = {name: on_grid(name, value) for name, value in node.kwargs.items()}
+    return tuple(map(on_grid, names, node.args)), kwargs
 
 
 def is_transparent(target: Any) -> bool:
@@ -290,7 +279,7 @@ def source_of(node: Any) -> Any:
 
 
 def number_filling(node: Node) -> Any:
-    """What each element of a node is; None where nothing is known to be."""
+    """The number that each element of a node is; None where no such number is known."""
     name = facts_of(node.target).fills
     return None if name is None else named_arguments(node.target, node.args, node.kwargs)[name]
 
@@ -306,7 +295,7 @@ def ignores_values(target: Any) -> bool:
 
 @functools.cache
 def size_argument(target: Any) -> int | None:
-    """Which argument of an operator is the shape of its result."""
+    """The position of the argument that is the shape of an operator's result; None if there is none."""
     names = [argument.name for argument in schema_of(target).arguments]
     return names.index("size") if "size" in names else None
 
@@ -326,7 +315,7 @@ def draws(target: Any) -> bool:
 
 
 def drawn_range(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any] | None:
-    """``(low, high)`` of a call for random integers, each from low up to high as likely, else None."""
+    """The ``(low, high)`` of a draw of integers, each from low up to high as likely; None for other calls."""
     if not isinstance(target, OpOverload) or "randint" not in schema_of(target).name:
         return None
     given = named_arguments(target, args, kwargs)
@@ -361,19 +350,19 @@ def depends_on_values(target: OpOverload) -> bool:
 
 
 def composite_of(target: Any, kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
-    """The elementary operations that a call stands for; None where it is one itself, as a plain sum is."""
+    """The elementary operations that a call stands for; None for an elementary call, as of a plain sum."""
     facts = facts_of(target)
     return None if facts.sign and _is_one(kwargs.get("alpha", 1)) else facts.composite
 
 
 def weighted_sum(x: Any, y: Any, beta: Any, alpha: Any) -> Any:
-    """``beta x + alpha y``; a ``beta`` of 0 ignores x, as in torch: NaN and infinities in it are not read."""
+    """The sum ``beta x + alpha y``; a ``beta`` of 0 ignores x, as in torch, NaN and infinities included."""
     ignores_x = isinstance(beta, (int, float)) and beta == 0
     return _scaled(y, alpha) if ignores_x else _scaled(x, beta) + _scaled(y, alpha)
 
 
 def foreach_name(target: Any) -> str:
-    """NAME of an operator ``aten::_foreach_NAME``; empty for others."""
+    """The NAME of an operator ``aten::_foreach_NAME``; empty for other operators."""
     if not isinstance(target, OpOverload):
         return ""
     namespace, _, name = schema_of(target).name.partition("::_foreach_")
@@ -381,7 +370,7 @@ def foreach_name(target: Any) -> str:
 
 
 def foreach_rule(name: str) -> Callable[..., Any] | None:
-    """What ``_foreach_NAME`` does to each element of its lists. See ``Facts.each``."""
+    """The function that ``_foreach_NAME`` applies to each element of its lists. See ``Facts.each``."""
     of_lists, of_element = (OPERATORS.get(f"aten.{prefix}{name}", OPAQUE) for prefix in ("_foreach_", ""))
     return of_lists.each or of_element.composite or getattr(torch, name, None)
 

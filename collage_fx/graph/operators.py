@@ -1,4 +1,4 @@
-"""``collage_fx`` operators: elementwise arithmetic that is one node in a graph and integer code in a kernel.
+"""Operators of ours: elementwise arithmetic that is one node in a graph and integer code in a kernel.
 
 Note [One node, one definition]
 -------------------------------
@@ -59,84 +59,72 @@ from collage_fx.torch_compat import (
     takes_our_cpp,
 )
 
-__all__ = ["REVISION", "once", "rest", "round_to_storage", "update_sizes", "update_sums"]
-
 LIBRARY = torch.library.Library("collage_fx", "DEF")
-LIBRARY.define("round_to_storage(Tensor x, ScalarType dtype) -> Tensor", tags=(torch.Tag.pointwise,))
-LIBRARY.impl("round_to_storage", arithmetic.round_to_storage, "CompositeExplicitAutograd")
-
-#: ``round_to_storage(x, dtype)``: :func:`collage_fx.numerics.arithmetic.round_to_storage` as one operator.
-round_to_storage = torch.ops.collage_fx.round_to_storage.default
 
 
-@torch.library.register_fake("collage_fx::round_to_storage", lib=LIBRARY)
-def _(x: Tensor, dtype: torch.dtype) -> Tensor:
+def _operator(schema: str, eager: Callable[..., Tensor], result: Callable[..., Tensor], *tags: Any) -> Any:
+    """Define an operator.
+
+    Args:
+        schema: ``name(arguments) -> result``, as torch writes it.
+        eager: what it computes.
+        result: makes a tensor like what it returns, on fake tensors.
+        tags: torch's.
+    """
+    name = schema.partition("(")[0]
+    LIBRARY.define(schema, tags=tags)
+    LIBRARY.impl(name, eager, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"collage_fx::{name}", result, lib=LIBRARY)
+    return getattr(torch.ops.collage_fx, name).default
+
+
+def _like(x: Tensor, *others: Any) -> Tensor:
     return torch.empty_like(x)
 
 
-LIBRARY.define("rest(Tensor x, Tensor hi) -> Tensor", tags=(torch.Tag.pointwise,))
-LIBRARY.impl("rest", arithmetic.rest, "CompositeExplicitAutograd")
-
-#: ``rest(x, hi)``: :func:`collage_fx.numerics.arithmetic.rest` as one operator.
-rest = torch.ops.collage_fx.rest.default
-
-
-@torch.library.register_fake("collage_fx::rest", lib=LIBRARY)
-def _(x: Tensor, hi: Tensor) -> Tensor:
-    return torch.empty_like(x)
-
-
-LIBRARY.define("once(Tensor x) -> Tensor")
-LIBRARY.impl("once", torch.clone, "CompositeExplicitAutograd")
-
-#: ``once(x)``: ``x``, computed once and kept in memory, rather than in every place that reads it.
-once = torch.ops.collage_fx.once.default
-
-
-@torch.library.register_fake("collage_fx::once", lib=LIBRARY)
-def _(x: Tensor) -> Tensor:
-    return torch.empty_like(x)
-
-
-register_realizing_lowering(once)
-
-
-LIBRARY.define("update_sizes(Tensor old, Tensor? old_lo, Tensor intended, ScalarType dtype) -> Tensor")
+def _row(columns: Sequence[str]) -> Callable[..., Tensor]:
+    return lambda x, *others: x.new_empty((len(columns),), dtype=torch.float64)
 
 
 def _update_sizes(old: Tensor, old_lo: Tensor | None, intended: Tensor, dtype: torch.dtype) -> Tensor:
     return measures.sizes(old, torch.zeros_like(old) if old_lo is None else old_lo, intended, dtype)
 
 
-LIBRARY.impl("update_sizes", _update_sizes, "CompositeExplicitAutograd")
+#: ``round_to_storage(x, dtype)``: :func:`collage_fx.numerics.arithmetic.round_to_storage` as one operator.
+round_to_storage = _operator(
+    "round_to_storage(Tensor x, ScalarType dtype) -> Tensor",
+    arithmetic.round_to_storage,
+    _like,
+    torch.Tag.pointwise,
+)
+
+#: ``rest(x, hi)``: :func:`collage_fx.numerics.arithmetic.rest` as one operator.
+rest = _operator("rest(Tensor x, Tensor hi) -> Tensor", arithmetic.rest, _like, torch.Tag.pointwise)
+
+#: ``once(x)``: ``x``, computed once and kept in memory, rather than in every place that reads it.
+once = _operator("once(Tensor x) -> Tensor", torch.clone, _like)
 
 #: ``update_sizes(old, old_lo, intended, dtype)``: ``update_sums.sizes`` as one operator; without an
-#: error term it is None. Which elements are in the sample goes by their place in memory where all tensors
+#: error term it is None. Which elements are in the sample goes by their order in memory where all tensors
 #: of an elementwise step have one layout, and by their indices elsewhere.
-update_sizes = torch.ops.collage_fx.update_sizes.default
-
-
-@torch.library.register_fake("collage_fx::update_sizes", lib=LIBRARY)
-def _(old: Tensor, old_lo: Tensor | None, intended: Tensor, dtype: torch.dtype) -> Tensor:
-    return old.new_empty((len(measures.SIZES),), dtype=torch.float64)
-
-
-LIBRARY.define("update_sums(Tensor old, Tensor? old_lo, Tensor intended, Tensor hi, Tensor? lo) -> Tensor")
-LIBRARY.impl("update_sums", measures.sums, "CompositeExplicitAutograd")
+update_sizes = _operator(
+    "update_sizes(Tensor old, Tensor? old_lo, Tensor intended, ScalarType dtype) -> Tensor",
+    _update_sizes,
+    _row(measures.SIZES),
+)
 
 #: ``update_sums(old, old_lo, intended, hi, lo)``: ``update_sums.sums`` as one operator; without
 #: error terms they are None. See Note [Metrics].
-update_sums = torch.ops.collage_fx.update_sums.default
-
-
-@torch.library.register_fake("collage_fx::update_sums", lib=LIBRARY)
-def _(old: Tensor, old_lo: Tensor | None, intended: Tensor, hi: Tensor, lo: Tensor | None) -> Tensor:
-    return old.new_empty((len(measures.SUMS),), dtype=torch.float64)
+update_sums = _operator(
+    "update_sums(Tensor old, Tensor? old_lo, Tensor intended, Tensor hi, Tensor? lo) -> Tensor",
+    measures.sums,
+    _row(measures.SUMS),
+)
 
 
 @functools.cache
 def _trace(function: Callable[..., Any], tensors: int, constants: tuple[Any, ...] = ()) -> GraphModule:
-    """The elementary operations of a function of so many float32 tensors."""
+    """The trace of a function of so many float32 tensors into elementary operations."""
     tracer = make_fx(lambda *x: function(*x, *constants), decomposition_table=functional_decompositions())
     with FakeTensorMode(), torch.no_grad():
         return tracer(*(torch.empty(2) for _ in range(tensors)))
@@ -152,7 +140,7 @@ def _interpret(trace: GraphModule, inputs: Sequence[Any]) -> list[Any]:
 
 
 def _round(device: torch.device, dtype: torch.dtype) -> Callable[[Sequence[Any]], Any]:
-    """See Note [A rounding in C++ is a conversion]."""
+    """The code of ``round_to_storage`` for an element: see Note [A rounding in C++ is a conversion]."""
     if takes_our_cpp(device):
         return lambda inputs: rounded_in_cpp(inputs[0], dtype)
     return lambda inputs: _interpret(_trace(arithmetic.round_to_storage, 1, (dtype,)), inputs)[0]
@@ -165,7 +153,7 @@ def _rest(device: torch.device) -> Callable[[Sequence[Any]], Any]:
 
 
 def _operands(tensors: Sequence[Any]) -> Sequence[Any]:
-    """The five operands of ``update_sums``, None in the place of error terms that there are not."""
+    """The five operands of ``update_sums``, None for error terms that there are not."""
     if len(tensors) == 5:
         return tensors
     old, intended, hi = tensors
@@ -182,7 +170,7 @@ def _terms(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 @functools.cache
 def _sums(tensors: int) -> Sums:
-    """What ``update_sums`` sums of so many tensors."""
+    """The description, for the C++ of a kernel, of what ``update_sums`` sums of so many tensors."""
     trace = _trace(_values, tensors)
     inputs = trace.graph.find_nodes(op="placeholder")
     text = {node: f"x{i}" for i, node in enumerate(inputs)}
@@ -196,10 +184,11 @@ def _sums(tensors: int) -> Sums:
     return Sums(tensors, values, products, counts)
 
 
-def _place(inputs: Sequence[Any], dtype: torch.dtype) -> Any:
-    return _interpret(_trace(measures.place_in_sizes, 3, (dtype,)), inputs)[0]
+def _size_bin(inputs: Sequence[Any], dtype: torch.dtype) -> Any:
+    return _interpret(_trace(measures.size_bin, 3, (dtype,)), inputs)[0]
 
 
+register_realizing_lowering(once)
 register_pointwise_lowering(round_to_storage, _round, dtype=torch.float32)
 register_pointwise_lowering(rest, _rest, dtype=torch.float32)
 register_summing_lowering(
@@ -210,7 +199,7 @@ register_summing_lowering(
     otherwise=measures.WITHOUT_LO,
 )
 register_sampling_lowering(
-    update_sizes, _place, measures.sampled, sample=measures.SAMPLE, places=len(measures.SIZES)
+    update_sizes, _size_bin, measures.sampled, sample=measures.SAMPLE, places=len(measures.SIZES)
 )
 
 

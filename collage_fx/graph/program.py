@@ -1,4 +1,4 @@
-"""What travels through the pipeline: one captured step, its state tensors and what is decided about them."""
+"""The data that passes work on: one captured step, its state tensors and what is decided about them."""
 
 from __future__ import annotations
 
@@ -11,31 +11,18 @@ import torch
 from torch.fx import GraphModule, Node
 
 from collage_fx.graph.families import Repetition
-from collage_fx.graph.nodes import copies_to_inputs, copy_of, placeholders, tensor_value
+from collage_fx.graph.nodes import copies_to_inputs, copy_of, placeholders, stored, tensor_value
 from collage_fx.numerics import ErrorFormat, FloatFormat, storage_format
 
 if TYPE_CHECKING:
     import sympy
-
-__all__ = [
-    "Arithmetic",
-    "InputInfo",
-    "Kind",
-    "ReadExpansion",
-    "Recurrence",
-    "Role",
-    "StateTensor",
-    "StepProgram",
-    "Strategy",
-    "Verdict",
-]
 
 Strategy = Literal["none", "light", "plus", "full"]
 Arithmetic = Literal["wide", "native"]
 
 
 class Role(enum.Enum):
-    """What an input of the step is to the user.
+    """The role that an input of the step has for the user.
 
     CARRIED is what a recorded step computes in one graph and uses in the next.
     """
@@ -49,7 +36,7 @@ class Role(enum.Enum):
 
 @dataclass(frozen=True)
 class InputInfo:
-    """What is known of one graph input beyond the graph.
+    """The facts about one graph input that the graph does not hold.
 
     Attributes:
         name: as the user knows it, such as ``param_groups[0].params[3].exp_avg``.
@@ -67,7 +54,7 @@ class InputInfo:
 
 
 class Kind(enum.Enum):
-    """How a state tensor's new value depends on its old one."""
+    """The ways in which a state tensor's new value may depend on its old one."""
 
     ACCUMULATION = "accumulation"
     MOVING_AVERAGE = "moving average"
@@ -77,7 +64,7 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True)
 class Recurrence:
-    """``symbol' = f(symbol, ...)`` and its shape.
+    """A state tensor's recurrence, ``symbol' = f(symbol, ...)``, and of which kind it is.
 
     Attributes:
         expression: the new value; other state tensors' new values appear as primed symbols.
@@ -96,7 +83,7 @@ class Recurrence:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether plain low precision loses the update, and the numbers that say so."""
+    """The verdict on a recurrence: whether plain low precision loses the update, and why."""
 
     lossy: bool
     reason: str
@@ -108,10 +95,10 @@ class StateTensor:
 
     Attributes:
         placeholder: the graph input.
-        position: its place among the graph's inputs.
+        position: its index among the graph's inputs.
         info: name and role.
         store: its ``copy_`` in the epilogue.
-        recurrence, verdict: set by ``analyze``.
+        recurrence, verdict: how its new value depends on its old one, and whether storing it loses bits.
         compensated: set by ``analyze``: whether it becomes an expansion, by ``selection``.
         selection: why it is, or is not, compensated under the chosen strategy.
         refusal: set by the compensating pass where it could not keep the error term, and why.
@@ -124,8 +111,8 @@ class StateTensor:
     position: int
     info: InputInfo
     store: Node
-    recurrence: Recurrence | None = None
-    verdict: Verdict | None = None
+    recurrence: Recurrence
+    verdict: Verdict
     compensated: bool = False
     selection: str = ""
     refusal: str = ""
@@ -136,12 +123,16 @@ class StateTensor:
     @property
     def carries_its_old_value(self) -> bool:
         """Whether the new value is computed from the old one, which may be lost on the way."""
-        assert self.recurrence is not None
         return bool(self.recurrence.path)
 
     @property
+    def stored(self) -> Node:
+        """The node that is stored into the input."""
+        return stored(self.store)
+
+    @property
     def value(self) -> torch.Tensor:
-        """The FakeTensor: shape, strides, dtype, device."""
+        """The FakeTensor of the input: its shape, strides, dtype and device."""
         value = tensor_value(self.placeholder)
         assert value is not None
         return value
@@ -225,7 +216,7 @@ class StepProgram:
 
     @property
     def compensation(self) -> str:
-        """What a compensating pass says it did: ``148 tensors``, ``148 tensors, 12 refused``."""
+        """The summary of a compensating pass: ``148 tensors``, ``148 tensors, 12 refused``."""
         refused = sum(bool(state.refusal) for state in self.compensated)
         return f"{len(self.compensated)} tensors" + (f", {refused} refused" if refused else "")
 
@@ -238,13 +229,13 @@ class StepProgram:
             self.strategy,
             self.arithmetic,
             self.error_format,
-            already_compensated=frozenset(place for i in self.already_compensated for place in copies[i]),
+            already_compensated=frozenset(index for i in self.already_compensated for index in copies[i]),
             is_recorded=self.is_recorded,
             captured=None if self.captured is None else copy_of(gm),
         )
 
     def move_to(self, gm: GraphModule) -> None:
-        """Go on with another copy of the captured graph, and what is known of its inputs."""
+        """Take another copy of the captured graph, and find the state tensors' nodes in it."""
         self.gm = gm
         inputs, stores = placeholders(gm.graph), copies_to_inputs(gm.graph)
         for state in self.states:

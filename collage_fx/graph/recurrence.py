@@ -1,4 +1,4 @@
-"""Reading recurrences out of a graph: how a state tensor's new value depends on its old one.
+"""Recurrences read out of a graph: how a state tensor's new value depends on its old one.
 
 Two readings of the same nodes. The *expression* is for people: SymPy, other state tensors' new values cut off
 as primed
@@ -19,19 +19,11 @@ import sympy
 import torch
 from torch.fx import Node
 
-from collage_fx.graph.nodes import tensor_value
+from collage_fx.graph.nodes import operator_name, tensor_value
 from collage_fx.graph.operator_facts import facts_of, ignores_values, number_filling, passed_operand
 from collage_fx.graph.program import Kind, Recurrence, Verdict
 from collage_fx.graph.skipping import unless_skipped
 from collage_fx.numerics import FloatFormat
-
-__all__ = [
-    "TOLERATED_STALL",
-    "judge",
-    "read_recurrence",
-    "representation_error",
-    "stall_band",
-]
 
 aten = torch.ops.aten
 
@@ -45,7 +37,7 @@ LONGEST_EXPRESSION = 400
 
 
 class _Nonlinear:
-    """Marker: depends on the old value, but not piecewise linearly."""
+    """The class of a marker: a value depends on the old one, but not piecewise linearly."""
 
 
 _NONLINEAR = _Nonlinear()
@@ -112,7 +104,7 @@ class _Reader:
         self._slopes: dict[Node, Slopes] = {}
 
     def path(self) -> tuple[Node, ...]:
-        """Nodes between load and store, in graph order."""
+        """The nodes between the tensor's load and its store, in graph order."""
         self.depends(self.new_value)
         order = {node: i for i, node in enumerate(self.placeholder.graph.nodes)}
         return tuple(
@@ -122,8 +114,10 @@ class _Reader:
             )
         )
 
-    def depends(self, node: Node) -> bool:
+    def depends(self, node: Any) -> bool:
         """Whether ``node`` is computed from the old value (not through another state tensor's new value)."""
+        if not isinstance(node, Node):
+            return False
         if node not in self._depends:
             if node is self.placeholder:
                 self._depends[node] = True
@@ -150,7 +144,7 @@ class _Reader:
 
     def _cut_off(self, node: Node) -> sympy.Expr:
         """A symbol for a value: its last operation, numbered where there are several."""
-        operation = getattr(getattr(node.target, "overloadpacket", node.target), "__name__", str(node.target))
+        operation = operator_name(node.target)
         self._cuts.append(operation)
         times = self._cuts.count(operation)
         return sympy.Symbol(f"{operation}(…)" + (f"#{times}" if times > 1 else ""))
@@ -166,14 +160,13 @@ class _Reader:
             return self.expression(number)
         if (function := facts_of(node.target).function) is not None:
             return function(*(self.expression(arg) for arg in node.args))
-        packet = getattr(node.target, "overloadpacket", node.target)
         operands = [self.expression(arg) for arg in node.args if isinstance(arg, (Node, int, float))]
-        return sympy.Function(getattr(packet, "__name__", str(packet)))(*operands)
+        return sympy.Function(operator_name(node.target))(*operands)
 
     # -- the slopes, for decisions
 
     def slopes(self, value: Any) -> Slopes:
-        if not isinstance(value, Node) or not self.depends(value):
+        if not self.depends(value):
             return frozenset()
         if value not in self._slopes:
             self._slopes[value] = self._slopes_of(value)
@@ -194,14 +187,12 @@ class _Reader:
         if function is operator.sub:
             return _sum(self.slopes(args[0]), _map(self.slopes(args[1]), operator.neg))
         if function is operator.mul:
-            return (
-                self._scaled(args[0], args[1]) if self.depends_on(args[0]) else self._scaled(args[1], args[0])
-            )
-        if function is operator.truediv and not self.depends_on(args[1]):
+            return self._scaled(args[0], args[1]) if self.depends(args[0]) else self._scaled(args[1], args[0])
+        if function is operator.truediv and not self.depends(args[1]):
             return self._scaled(args[0], args[1], inverse=True)
         if function in (sympy.Max, sympy.Min):
             return _branches(self.slopes(args[0]), self.slopes(args[1]))
-        if packet is aten.where and not self.depends_on(args[0]):
+        if packet is aten.where and not self.depends(args[0]):
             return _branches(self.slopes(args[1]), self.slopes(args[2]))
         if packet in (aten.clamp, aten.clamp_min, aten.clamp_max):
             slopes: Slopes = frozenset()
@@ -210,12 +201,9 @@ class _Reader:
             return slopes
         return _NONLINEAR
 
-    def depends_on(self, value: Any) -> bool:
-        return isinstance(value, Node) and self.depends(value)
-
     def _scaled(self, value: Any, factor: Any, *, inverse: bool = False) -> Slopes:
         """``value * factor`` (or ``value / factor``), where ``value`` depends on the old value."""
-        if self.depends_on(factor):
+        if self.depends(factor):
             return _NONLINEAR
         coefficient = _exact(factor) if not isinstance(factor, Node) else self._coefficient(factor)
         return _map(self.slopes(value), lambda slope: slope / coefficient if inverse else slope * coefficient)
@@ -243,14 +231,14 @@ def _sum(first: Slopes, second: Slopes) -> Slopes:
 
 
 def _branches(first: Slopes, second: Slopes) -> Slopes:
-    """Either of two values; one that does not depend on the old value at all contributes no slope."""
+    """The slopes of either of two values; one that does not depend on the old value contributes none."""
     if isinstance(first, _Nonlinear) or isinstance(second, _Nonlinear):
         return _NONLINEAR
     return first | second
 
 
 def _number(value: Any) -> sympy.Expr:
-    """A constant for display: the shortest decimal that reads well, whole numbers as integers."""
+    """A constant as an expression for display: six digits, whole numbers as integers."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return sympy.Symbol(str(value))
     if math.isfinite(value) and value == int(value):
@@ -259,7 +247,7 @@ def _number(value: Any) -> sympy.Expr:
 
 
 def _exact(value: Any) -> sympy.Expr:
-    """A constant for arithmetic: the double's exact value."""
+    """A constant as an expression for arithmetic: the exact value of the double."""
     if isinstance(value, (int, float)) and math.isfinite(value):
         fraction = Fraction(value)
         return sympy.Rational(fraction.numerator, fraction.denominator)

@@ -1,17 +1,15 @@
-"""Carry a graph's low-precision values in float32: the mechanism that ``widen`` and ``pin-roundings`` share.
+"""A rewrite that carries low-precision values in float32, for the passes ``widen`` and ``pin-roundings``.
 
 After it has run, every operation that used to be computed in bfloat16 or float16 works on float32 values;
 casts remain only where memory is read (inputs) and written (the ``copy_`` epilogue, outputs, operators that
-need the storage dtype).
-What differs is the meaning it keeps: with ``rounding=False`` the intermediate roundings are dropped, on
-purpose and visibly; with ``rounding=True`` every value is rounded to the storage format's grid where the
-original graph rounded it.
+need the storage dtype). What differs is the meaning it keeps: with ``rounding=False`` the intermediate
+roundings are dropped, on purpose and visibly; with ``rounding=True`` every value is rounded to the storage
+format's grid where the original graph rounded it.
 """
 
 from __future__ import annotations
 
 import operator
-from typing import Any
 
 import torch
 from torch.fx import Node
@@ -19,11 +17,9 @@ from torch.fx.node import map_arg
 
 from collage_fx.graph.editor import GraphEditor
 from collage_fx.graph.nodes import is_conversion, is_copy_to_input, is_low_precision_tensor, tensor_value
-from collage_fx.graph.operator_facts import is_transparent, keeps_grid
+from collage_fx.graph.operator_facts import filled_on_grid, is_transparent, keeps_grid
 from collage_fx.graph.operators import round_to_storage
 from collage_fx.numerics import is_low_precision, storage_format
-
-__all__ = ["Retyper"]
 
 
 class Retyper:
@@ -86,26 +82,24 @@ class Retyper:
             self._replace(node, self.editor.convert(self._in_float32(source), dtype))
 
     def _visit_transparent(self, node: Node) -> None:
-        args, kwargs = map_arg((node.args, dict(node.kwargs)), self._in_float32)
-        kwargs = dict(kwargs)
         value = tensor_value(node)
         low = value is not None and is_low_precision(value.dtype)
+        args, kwargs = node.args, dict(node.kwargs)
+        if self.rounding and low and value is not None:
+            args, kwargs = filled_on_grid(node, storage_format(value.dtype))
+        args, kwargs = map_arg((args, kwargs), self._in_float32)
         if low and isinstance(kwargs.get("dtype"), torch.dtype):
-            kwargs["dtype"] = torch.float32
-        is_on_grid = keeps_grid(node)
-        if self.rounding and low and is_on_grid:
-            assert value is not None
-            args = tuple(_on_grid(arg, value.dtype) for arg in args)
+            kwargs = {**kwargs, "dtype": torch.float32}
         result = self.editor.call(node.target, *args, **kwargs)
         if low:
-            self._define(node, result, rounds=not is_on_grid)
+            self._define(node, result, rounds=not keeps_grid(node))
         else:
             if value is not None and result.meta["val"].dtype != value.dtype:
                 result = self.editor.convert(result, value.dtype)
             self._replace(node, result)
 
     def _visit_element(self, node: Node) -> None:
-        """One of several results: float32 by now if a transparent operator made it, else as it was."""
+        """Visit one of several results: float32 by now if a transparent operator made it, else as it was."""
         results, index = node.args
         value = tensor_value(node)
         assert isinstance(results, Node)
@@ -114,7 +108,7 @@ class Retyper:
             self._float32[node] = self.editor.call(operator.getitem, results, index)
 
     def _define(self, node: Node, result: Node, *, rounds: bool) -> None:
-        """``result`` (float32) now carries what the low-precision ``node`` stood for."""
+        """Have ``result`` (float32) carry what the low-precision ``node`` stood for."""
         value = tensor_value(node)
         assert value is not None
         if not (self.rounding and rounds):
@@ -126,7 +120,7 @@ class Retyper:
             self._float32[node] = self.editor.call(round_to_storage, result, value.dtype)
 
     def _replace(self, node: Node, result: Node) -> None:
-        """``result`` has the dtype ``node`` had: later nodes read it directly."""
+        """Have later nodes read ``result``, which has the dtype of ``node``."""
         node.replace_all_uses_with(result)
 
     def _in_float32(self, node: Node) -> Node:
@@ -147,7 +141,3 @@ class Retyper:
         if node not in self._stored:
             self._stored[node] = self.editor.convert(carrier, value.dtype)
         return self._stored[node]
-
-
-def _on_grid(argument: Any, dtype: torch.dtype) -> Any:
-    return storage_format(dtype).round(argument) if isinstance(argument, float) else argument

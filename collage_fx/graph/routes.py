@@ -1,22 +1,24 @@
-"""Which way a step took through the compiler, and why not a faster one."""
+"""The way that a step took through the compiler, and why not a faster one."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from torch.fx import Node
 
-__all__ = ["Reason", "Route", "Unit"]
-
-#: What is compiled at once: one of each family of equal updates, or the whole graph; the latter part by part,
-#: as one, or as it was captured, because nothing in it is compensated.
+#: The graph that is compiled at once: of one of each family of equal updates, or the whole graph; the latter
+#: part by part, as one, or as it was captured, because nothing in it is compensated.
 Unit = Literal["by family", "in parts", "whole", "as captured"]
+
+#: The faster ways that may not be taken, the costliest to miss first.
+Way = Literal["by family", "in parts", "in one call for all tensors", "by the usual code", "with vectors"]
+WAYS: tuple[Way, ...] = get_args(Way)
 
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a way was not taken: what a function returns that finds that it cannot do something.
+    """The reason why a way was not taken: returned by a function that finds that it cannot do something.
 
     Attributes:
         what: in words that go on from "not by family: ".
@@ -35,6 +37,15 @@ class Reason:
         return f"{self.what} ({self.node})" if self.node else self.what
 
 
+#: The ways that were not taken, and why.
+Reasons = tuple[tuple[Way, Reason], ...]
+
+
+def not_taken(*ways: tuple[Way, Reason | None]) -> Reasons:
+    """Those of some ways against which there is a reason."""
+    return tuple((way, reason) for way, reason in ways if reason is not None)
+
+
 @dataclass(frozen=True)
 class Route:
     """The way of one compilation.
@@ -43,25 +54,35 @@ class Route:
         unit: what was compiled at once.
         recorded: why the step was recorded; empty where Dynamo captured it.
         is_measured: whether the step computes metrics.
-        reasons: the faster ways that were not taken, by name, and why; the fastest first.
+        reasons: the faster ways that were not taken, and why, in the order of :data:`WAYS`.
+        vectors: how many of its C++ kernels with loops use the processor's vectors, and how many there are;
+            zeros where that is not known, or none are written.
     """
 
     unit: Unit
     recorded: str = ""
     is_measured: bool = False
-    reasons: tuple[tuple[str, Reason], ...] = ()
+    reasons: Reasons = ()
+    vectors: tuple[int, int] = (0, 0)
 
     def __str__(self) -> str:
         """The way in one line, without the reasons."""
         words = ["recorded" if self.recorded else "captured", f"compiled {self.unit}"]
-        return ", ".join([*words, *(["measured"] if self.is_measured else [])])
+        words += ["measured"] if self.is_measured else []
+        return ", ".join([*words, *([self._vectors] if self.vectors[1] else [])])
+
+    @property
+    def _vectors(self) -> str:
+        return "vectors in {} of {} kernels with loops".format(*self.vectors)
 
     def sentence(self) -> str:
-        """The way as a sentence for the end of a report, with the reason against the fastest one."""
+        """The way as a sentence for the end of a report, with the first reason, and vectors if some lack."""
+        with_vectors, kernels = self.vectors
+        words = f"Compiled {self.unit}" + (f", {self._vectors}" if with_vectors < kernels else "")
         first = next(iter(self.explained()), "")
-        return f"Compiled {self.unit}" + (f" ({first})." if first else ".")
+        return f"{words} ({first})." if first else f"{words}."
 
     def explained(self) -> list[str]:
-        """A line for each faster way: why it was not taken."""
+        """The reasons as text: a line for each faster way, why it was not taken."""
         lines = [f"not captured: {self.recorded}"] if self.recorded else []
         return lines + [f"not {way}: {reason}" for way, reason in self.reasons]

@@ -21,12 +21,10 @@ import torch
 from torch.fx import Node
 
 from collage_fx.graph.editor import GraphEditor
-from collage_fx.graph.nodes import copies_to_inputs, unconverted
+from collage_fx.graph.nodes import copies_to_inputs, operands_of, reached, stored, unconverted
 from collage_fx.graph.operator_facts import passed_operand
 from collage_fx.graph.program import StateTensor
 from collage_fx.numerics import ErrorFormat
-
-__all__ = ["Skip", "intend", "restore", "set_aside", "unless_skipped"]
 
 aten = torch.ops.aten
 
@@ -52,23 +50,21 @@ class Skip:
 
 
 def unless_skipped(placeholder: Node, new_value: Node) -> Node:
-    """What ``placeholder`` is overwritten with in a step that is taken."""
+    """The node that ``placeholder`` is overwritten with in a step that is taken."""
     skip = _skip(placeholder, new_value)
     return new_value if skip is None else skip.changed
 
 
 def set_aside(state: StateTensor) -> Skip | None:
     """Have a tensor's store take the new value, if it takes either that or the old one."""
-    stored = state.store.args[1]
-    assert isinstance(stored, Node)
-    skip = _skip(state.placeholder, unconverted(stored))
+    skip = _skip(state.placeholder, unconverted(state.stored))
     if skip is not None:
         state.store.args = (state.placeholder, skip.changed, *state.store.args[2:])
     return skip
 
 
 def intend(editor: GraphEditor, error_format: ErrorFormat, state: StateTensor, skip: Skip | None) -> None:
-    """Say that a step which is skipped was to leave the tensor's value as it is.
+    """Set the intended value of a tensor: its old value in a step that is skipped.
 
     To be called when the graph is finished: nothing reads the intended value unless the step is measured.
     """
@@ -85,36 +81,21 @@ def restore(editor: GraphEditor, state: StateTensor, skip: Skip | None) -> None:
     stores = copies_to_inputs(editor.graph)
     for part in (state.placeholder, *state.auxiliaries):
         store = stores[part]
-        new = store.args[1]
-        assert isinstance(new, Node)
         with editor.graph.inserting_before(store):
-            store.args = (part, skip.between(editor, part, new), *store.args[2:])
+            store.args = (part, skip.between(editor, part, stored(store)), *store.args[2:])
 
 
 def _skip(placeholder: Node, new_value: Node) -> Skip | None:
-    """The choice that a new value is. One that depends on the old value is an update like another."""
-    if new_value.target is not aten.where.self or _reads(new_value.args[0], placeholder):
+    """The choice that a new value is; None if it is none, or if the condition depends on the old value."""
+    condition = new_value.args[0] if new_value.target is aten.where.self else None
+    if not isinstance(condition, Node) or placeholder in {condition, *reached([condition], operands_of)}:
         return None
-    for place in (1, 2):
-        branch = new_value.args[place]
+    for kept in (1, 2):
+        branch = new_value.args[kept]
         while isinstance(branch, Node) and (operand := passed_operand(branch)) is not None:
             branch = operand
         if branch is placeholder:
-            condition, changed = new_value.args[0], new_value.args[3 - place]
-            assert isinstance(condition, Node)
+            changed = new_value.args[3 - kept]
             assert isinstance(changed, Node)
-            return Skip(condition, changed, place)
+            return Skip(condition, changed, kept)
     return None
-
-
-def _reads(value: object, placeholder: Node) -> bool:
-    """Whether a value is computed from an input."""
-    waiting, seen = [value], set[object]()
-    while waiting:
-        node = waiting.pop()
-        if node is placeholder:
-            return True
-        if isinstance(node, Node) and node not in seen:
-            seen.add(node)
-            waiting += node.all_input_nodes
-    return False

@@ -6,10 +6,8 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
-from collage_fx.graph.nodes import PASS_MARK, tensor_value
+from collage_fx.graph.nodes import PASS_MARK, operator_name, tensor_value
 from collage_fx.torch_compat import pytree
-
-__all__ = ["graph_text"]
 
 
 def graph_text(graph: Graph) -> str:
@@ -27,8 +25,7 @@ def _node_text(node: Node) -> str:
         return f"return {', '.join(str(leaf) for leaf in pytree.tree_leaves(node.args))}".rstrip()
     operands = [_operand_text(arg) for arg in node.args]
     operands += [f"{name}={_operand_text(arg)}" for name, arg in node.kwargs.items()]
-    operator_name = getattr(getattr(node.target, "overloadpacket", node.target), "__name__", str(node.target))
-    return f"{node.name}{kind} = {operator_name}({', '.join(operands)}){mark}"
+    return f"{node.name}{kind} = {operator_name(node.target)}({', '.join(operands)}){mark}"
 
 
 def _operand_text(arg: Any) -> str:

@@ -1,4 +1,4 @@
-"""From one rewritten program to kernels and a plan of calls. Works at compile time only."""
+"""The lowering of a rewritten program to kernels and a plan of calls, all of it at compile time."""
 
 from collage_fx.lowering.attempts import interpreted
 from collage_fx.lowering.lower import JOINT_GRAPH_SETTINGS, Lowered, lower, without_sums

@@ -1,4 +1,4 @@
-"""One graph compiled by Inductor, in a simpler way where it fails.
+"""The compilation of a graph by Inductor, in simpler ways where the usual one fails.
 
 Note [There is always a way]
 ----------------------------
@@ -15,12 +15,14 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from collage_fx.graph import Reason, copy_of, device_facts
+from collage_fx.graph import Reason, Reasons, copy_of, device_facts, not_taken
 from collage_fx.torch_compat import (
     InductorFault,
+    generated_code,
     inductor_compile_inner,
     inductor_config,
     inductor_faults,
@@ -29,32 +31,30 @@ from collage_fx.torch_compat import (
     without_outer_loop_fusion,
 )
 
-__all__ = ["Attempt", "compile_somehow", "interpreted"]
-
-
-def _one_operation_a_loop() -> AbstractContextManager[Any]:
-    return inductor_config.patch({"max_fusion_size": 1, "cpp.simdlen": 1})
-
-
 #: Ways to compile a graph, the fastest code first, by what they leave out.
 WAYS: tuple[tuple[str, Callable[[], AbstractContextManager[Any]]], ...] = (
     ("as usual", nullcontext),
     ("without loops in common for what differs in inner loops", without_outer_loop_fusion),
-    ("with a loop for each operation, and no vectors", _one_operation_a_loop),
+    (
+        "with a loop for each operation, and no vectors",
+        lambda: inductor_config.patch({"max_fusion_size": 1, "cpp.simdlen": 1}),
+    ),
 )
 
 
 class Attempt(NamedTuple):
-    """What became of a graph.
+    """The outcome of the attempts to compile a graph.
 
     Attributes:
         call: takes the inputs as one list.
-        fault: why it is not the code that Inductor usually writes, and what it is instead; None if it is.
+        reasons: why it is not the code that Inductor usually writes, or has loops without vectors.
+        vectors: how many C++ kernels with loops use vectors, and how many there are.
         is_compiled: whether Inductor compiled it in any way.
     """
 
     call: Callable[[list[Any]], Any]
-    fault: Reason | None
+    reasons: Reasons = ()
+    vectors: tuple[int, int] = (0, 0)
     is_compiled: bool = True
 
 
@@ -69,19 +69,40 @@ def compile_somehow(gm: GraphModule, inputs: Sequence[Any], **options: Any) -> A
     spare, faults = copy_of(gm), list[str]()
     for way, simplified in WAYS:
         try:
-            with simplified(), inductor_faults():
+            with simplified(), inductor_faults(), generated_code() as code:
                 if any(
                     isinstance(each, Tensor) and device_facts(each.device).compiles_cpp for each in inputs
                 ):
                     prepare_cpp_compiler().result()
                 compiled = inductor_compile_inner(copy_of(spare) if faults else gm, inputs, **options)
-            return Attempt(
-                compiled, Reason(f"Inductor failed: {faults[0]}; compiled {way}") if faults else None
-            )
+                vectors = _vectors(code)
+                scalar = _why_without_vectors(spare) if vectors[0] < vectors[1] else None
+            simpler = Reason(f"Inductor failed: {faults[0]}; compiled {way}") if faults else None
+            why = not_taken(("by the usual code", simpler), ("with vectors", scalar))
+            return Attempt(compiled, why, vectors)
         except InductorFault as fault:
             faults.append(str(fault))
-    why = Reason(f"Inductor failed: {faults[0]}; what is simplified fails, too: {faults[-1]}")
-    return Attempt(interpreted(spare), why, is_compiled=False)
+    failed = Reason(f"Inductor failed: {faults[0]}; what is simplified fails, too: {faults[-1]}")
+    return Attempt(interpreted(spare), (("by the usual code", failed),), is_compiled=False)
+
+
+def _vectors(code: Sequence[str]) -> tuple[int, int]:
+    """How many of the C++ kernels with loops in generated code use vectors, and how many there are."""
+    kernels = [kernel for source in code for kernel in source.split(".cpp_pybinding(")[1:]]
+    loops = [kernel for kernel in kernels if "for(" in kernel]
+    return sum("at::vec::" in kernel for kernel in loops), len(loops)
+
+
+def _why_without_vectors(gm: GraphModule) -> Reason:
+    """The reason why Inductor has written loops without vectors for a graph, as far as it can be known."""
+    operators = {str(node.target) for node in gm.graph.nodes if node.op == "call_function"}
+    if inductor_config.cpp.simdlen == 1:
+        what = "torch._inductor.config.cpp.simdlen is 1"
+    elif torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "NO AVX"):
+        what = "torch knows no vectors of this processor"
+    else:
+        what = "Inductor has written loops of single numbers"
+    return Reason(what, ", ".join(sorted(operators)))
 
 
 def interpreted(gm: GraphModule) -> Callable[[list[Any]], Any]:

@@ -1,4 +1,4 @@
-"""Parts of a step in a form that does not tell equal ones apart, and their compilation.
+"""Rules: parts of a step in a form that is the same for equal parts, and their compilation.
 
 Note [One kernel for equal parts]
 ---------------------------------
@@ -43,6 +43,7 @@ from torch.fx import Graph, GraphModule, Node
 from collage_fx.graph import (
     REVISION,
     Reason,
+    Reasons,
     facts_of,
     is_dense,
     is_number,
@@ -51,6 +52,7 @@ from collage_fx.graph import (
     placeholders,
     rest,
     size_argument,
+    stored,
     tensor_value,
     update_sizes,
     update_sums,
@@ -69,8 +71,6 @@ from collage_fx.torch_compat import (
     innermost_callable,
     pytree,
 )
-
-__all__ = ["MANY", "Rule", "compile_rule", "rule_of", "samples_first"]
 
 aten = torch.ops.aten
 
@@ -117,7 +117,7 @@ class _Line:
 
 @dataclass(frozen=True, eq=False)
 class Rule:
-    """What a part computes, without saying of which tensors.
+    """A part's computation, without saying of which tensors.
 
     Attributes:
         key: equal for equal rules.
@@ -141,12 +141,12 @@ class Rule:
 
     @property
     def divisible(self) -> bool:
-        """Whether it may be computed for pieces of the tensors; its sums are then the sums of theirs."""
+        """Whether a kernel may compute pieces of the tensors one by one; their sums add up to its sums."""
         return self.flat and self.independent and not any(line.target is update_sizes for line in self.lines)
 
     @property
     def operations(self) -> set[str]:
-        """The names of its operators."""
+        """The names of the rule's operators."""
         return {str(line.target) for line in self.lines if line.target is not None}
 
     @property
@@ -175,7 +175,7 @@ class _Writer:
         self.rows = {
             node
             for store in part.stores
-            if _target_of_value(store) in (update_sums, update_sizes)
+            if stored(store).target in (update_sums, update_sizes)
             for node in store.all_input_nodes
         }
         self.shape = next((v.shape for v in self._elements()), torch.Size())
@@ -186,9 +186,7 @@ class _Writer:
         lines = tuple(self._line(node, numbers) for node in self.nodes)
         stores: list[tuple[int | None, int]] = []
         for store in self.part.stores:
-            destination, value = store.all_input_nodes[0], store.args[1]
-            assert isinstance(value, Node)
-            stores.append((numbers[destination], numbers[value]))
+            stores.append((numbers[store.all_input_nodes[0]], numbers[stored(store)]))
         stores += [(None, numbers[value]) for value in self.part.results]
         layouts = () if self.flat else tuple(self._layout(value) for value in self.part.results)
         key = (self.flat, tuple(map(repr, lines)), tuple(stores), layouts)
@@ -269,7 +267,7 @@ class _Writer:
         return _Line(node.target, args, tuple(sorted(kwargs.items())))
 
     def _layout(self, node: Node) -> tuple[Any, ...]:
-        """What a rule says of an input: all that a kernel's code may depend on."""
+        """The description of an input in a rule: all that a kernel's code may depend on."""
         value = tensor_value(node)
         if value is None:
             return (type(node.meta["val"]),)
@@ -279,21 +277,16 @@ class _Writer:
 
 
 def samples_first(part: Part) -> list[Part]:
-    """A flat part whose samples are apart from the rest, which runs after them; any other as it is."""
-    samples = tuple(store for store in part.stores if _target_of_value(store) is update_sizes)
+    """A flat part cut into its samples and the rest, which runs after them; any other part as it is."""
+    samples = tuple(store for store in part.stores if stored(store).target is update_sizes)
     rest_of_part = replace(part, stores=tuple(store for store in part.stores if store not in samples))
     if not samples or not (rest_of_part.stores or part.results) or not rule_of(part).flat:
         return [part]
     return [replace(part, stores=samples, results=()), rest_of_part]
 
 
-def _target_of_value(store: Node) -> Any:
-    value = store.args[1]
-    return value.target if isinstance(value, Node) else None
-
-
 def _order_in_memory(value: Tensor) -> tuple[tuple[int, int], ...]:
-    """Strides, where they matter."""
+    """The dimensions of more than one element with their strides: equal for equal orders in memory."""
     if value.numel() == 0:
         return ()
     return tuple(
@@ -322,19 +315,20 @@ def compile_rule(rule: Rule, *, many: bool) -> Kernel | Reason:
         if rule.flat and not many:
             settings["cpp.threads"] = 1
         with inductor_config.patch(settings), fusing_distant_nodes() if rule.flat else nullcontext():
-            compiled, fault, is_compiled = compile_somehow(gm, inputs, is_inference=True)
-    if fault is not None and not is_compiled:
-        return fault
+            attempt = compile_somehow(gm, inputs, is_inference=True)
+    if not attempt.is_compiled:
+        return attempt.reasons[0][1]
     if scope.has_guards():
         return Reason(
             "a kernel would not hold for every length or number", ", ".join(sorted(rule.operations))
         )
-    call = innermost_callable(compiled)
+    call = innermost_callable(attempt.call)
     function = _batched_function(rule, call, len(inputs), many=many)
     if isinstance(function, Reason):
-        return Kernel(call, in_python=function, simplified=fault)
+        reasons: Reasons = (("in one call for all tensors", function), *attempt.reasons)
+        return Kernel(call, reasons=reasons, vectors=attempt.vectors)
     lines = [i for i, line in enumerate(rule.lines) if line.target is None]
-    sums = {place for place, line in enumerate(lines, start=int(rule.flat)) if line in rule.sums}
+    sums = {index for index, line in enumerate(lines, start=int(rule.flat)) if line in rule.sums}
 
     def kind(argument: int) -> int:
         if argument < 0:
@@ -346,7 +340,8 @@ def compile_rule(rule: Rule, *, many: bool) -> Kernel | Reason:
             return LENGTH
         return value.dtype.itemsize if value.dim() > 0 else 0
 
-    return Kernel(call, function, tuple(map(kind, function.arguments)), rule.divisible, simplified=fault)
+    kinds = tuple(map(kind, function.arguments))
+    return Kernel(call, function, kinds, rule.divisible, attempt.reasons, attempt.vectors)
 
 
 def _batched_function(
@@ -398,7 +393,7 @@ def _graph_of(rule: Rule, scope: SymbolicScope, hint: int) -> GraphModule:
 
 
 def _use_rest(graph: Graph) -> None:
-    """Make what ``arithmetic.rest`` was traced to the operator ``rest``, whose code is shorter."""
+    """Replace traces of ``arithmetic.rest`` by the operator ``rest``, whose code is shorter."""
     for node in graph.find_nodes(op="call_function", target=aten.where.self):
         operands = _operands_of_rest(*node.args)
         if operands is not None:

@@ -1,4 +1,4 @@
-"""From a rewritten graph to the callable that AOTAutograd runs."""
+"""The lowering of a rewritten graph to the callable that AOTAutograd runs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from torch.fx import GraphModule
 from collage_fx.errors import FailedLoweringError, warn
 from collage_fx.graph import (
     REVISION,
+    WAYS,
     Arithmetic,
     InputInfo,
     Reason,
+    Reasons,
     Repetition,
     Role,
     StepProgram,
@@ -22,6 +24,7 @@ from collage_fx.graph import (
     copies_to_inputs,
     copy_of,
     device_facts,
+    not_taken,
     placeholders,
     tensor_value,
     update_sizes,
@@ -29,13 +32,8 @@ from collage_fx.graph import (
 )
 from collage_fx.lowering.attempts import Attempt, compile_somehow
 from collage_fx.lowering.plan import lower_in_parts, repeated_step
-from collage_fx.runtime import CompensatedStep, Expected, StepInParts, bind
-from collage_fx.torch_compat import (
-    add_to_cache_key,
-    inductor_config,
-)
-
-__all__ = ["JOINT_GRAPH_SETTINGS", "Lowered", "inductor_settings", "lower", "without_sums"]
+from collage_fx.runtime import CompensatedStep, Expected, Kernel, StepInParts, bind
+from collage_fx.torch_compat import add_to_cache_key, inductor_config
 
 #: Nodes of a kernel, of which Inductor takes 64.
 MOST_NODES = 1024
@@ -63,7 +61,7 @@ NATIVE_SETTINGS: dict[str, Any] = {**IEEE_SETTINGS, **DENSE_REUSE, "eager_numeri
 #: those of the update.
 MEASURING_SETTINGS: dict[str, Any] = {"cpp.max_horizontal_fusion_size": 128, "max_fusion_size": MOST_NODES}
 
-#: What an argument is that a step adds to those that it is called with.
+#: The description of an argument that a step adds to those that it is called with.
 ERROR_TERM = InputInfo("an error term", "lo", Role.OTHER)
 
 
@@ -73,12 +71,14 @@ class Lowered(NamedTuple):
     Attributes:
         step: takes the inputs of the whole graph as one list.
         unit: what was compiled at once.
-        reasons: the faster ways that were not taken, by name, and why.
+        reasons: the faster ways that were not taken, and why.
+        vectors: as in :class:`~collage_fx.graph.Route`.
     """
 
     step: Callable[[list[Any]], Any]
     unit: Unit
-    reasons: tuple[tuple[str, Reason], ...]
+    reasons: Reasons = ()
+    vectors: tuple[int, int] = (0, 0)
 
 
 def lower(
@@ -97,30 +97,30 @@ def lower(
     """
     repetition = program.repetition
     extended = repetition.extended(program.owners_of_added)
-    reasons: list[tuple[str, Reason | None]] = []
     compiled: Any
+    made: Sequence[Kernel | Attempt]
     with inductor_config.patch(_settings(program)):
         compiled = lower_in_parts(program.gm, always=not repetition.is_of_one)
         if isinstance(compiled, StepInParts):
             compiled = repeated_step(compiled, extended)
         if isinstance(compiled, Reason) and not repetition.is_of_one:
             return compiled
-        if is_in_parts := isinstance(compiled, StepInParts):
-            reasons += [("in one call for all tensors", kernel.in_python) for kernel in compiled.kernels]
-            faults = [kernel.simplified for kernel in compiled.kernels]
+        if isinstance(compiled, StepInParts):
+            made, not_in_parts = compiled.kernels, None
         else:
-            reasons.append(("in parts", compiled))
-            compiled, fault, _ = _whole(program, example_inputs, inductor_options)
-            faults = [fault]
-    if (first := next(filter(None, faults), None)) is not None:
+            made, not_in_parts = [_whole(program, example_inputs, inductor_options)], compiled
+            compiled = made[0].call
+    why = [*not_taken(("in parts", not_in_parts)), *(reason for each in made for reason in each.reasons)]
+    why.sort(key=lambda reason: WAYS.index(reason[0]))
+    if (first := next((fault for way, fault in why if way == "by the usual code"), None)) is not None:
         warn(_failed(first, program.infos))
-    reasons += [("by the usual code", fault) for fault in faults]
-    owners = [place for state in program.expansions for place in repetition.copies[state.position]]
-    bindings = [bind(place, program.infos[place], program.error_format) for place in owners]
-    expected = _expected(program, extended, all_layouts=is_in_parts)
-    unit: Unit = "whole" if not is_in_parts else "in parts" if repetition.is_of_one else "by family"
-    given = tuple(dict.fromkeys((way, reason) for way, reason in reasons if reason is not None))
-    return Lowered(CompensatedStep(compiled, bindings, expected, program.rows), unit, given)
+    owners = [index for state in program.expansions for index in repetition.copies[state.position]]
+    bindings = [bind(index, program.infos[index], program.error_format) for index in owners]
+    expected = _expected(program, extended, all_layouts=not_in_parts is None)
+    unit: Unit = "whole" if not_in_parts is not None else "in parts" if repetition.is_of_one else "by family"
+    vectors = sum(each.vectors[0] for each in made), sum(each.vectors[1] for each in made)
+    step = CompensatedStep(compiled, bindings, expected, program.rows)
+    return Lowered(step, unit, tuple(dict.fromkeys(why)), vectors)
 
 
 def _failed(fault: Reason, infos: Sequence[InputInfo]) -> FailedLoweringError:
@@ -135,7 +135,7 @@ def _failed(fault: Reason, infos: Sequence[InputInfo]) -> FailedLoweringError:
 def _expected(
     program: StepProgram, extended: Repetition, *, all_layouts: bool
 ) -> tuple[list[Expected], list[Expected]]:
-    """What the tensors have to be that a step is called with, and the error terms that it adds to them.
+    """The expected tensors: those that a step is called with, and the error terms that it adds to them.
 
     Args:
         program: after the pipeline.
@@ -144,24 +144,24 @@ def _expected(
     """
     nodes, stores = placeholders(program.gm.graph), copies_to_inputs(program.gm.graph)
     looked_at = nodes[: len(nodes) - len(program.rows)]
-    places = sorted((place, i) for i, _ in enumerate(looked_at) for place in extended.copies[i])
+    indices = sorted((index, i) for i, _ in enumerate(looked_at) for index in extended.copies[i])
     given: list[Expected] = []
     added: list[Expected] = []
-    for place, i in places:
+    for index, i in indices:
         value = nodes[i].meta["val"]
-        info = program.infos[place] if place < len(program.infos) else ERROR_TERM
+        info = program.infos[index] if index < len(program.infos) else ERROR_TERM
         like = value if all_layouts else info.tensor
         if isinstance(value, Tensor) and like is not None:
             layout = tuple(like.shape), like.stride()
             is_only_read = info.role is Role.GRADIENT and not info.bound and nodes[i] not in stores
-            (given if place < len(program.infos) else added).append(
-                Expected(place, info.name, value.dtype, value.device, *layout, not all_layouts, is_only_read)
+            (given if index < len(program.infos) else added).append(
+                Expected(index, info.name, value.dtype, value.device, *layout, not all_layouts, is_only_read)
             )
     return given, added
 
 
 def _settings(program: StepProgram) -> dict[str, Any]:
-    """What Inductor's configuration has to be while the program's graph is lowered."""
+    """The Inductor settings for lowering a program's graph."""
     values = map(tensor_value, placeholders(program.gm.graph))
     devices = {value.device for value in values if value is not None}
     settings = inductor_settings(program.arithmetic, devices) if program.strategy != "none" else {}
@@ -169,18 +169,18 @@ def _settings(program: StepProgram) -> dict[str, Any]:
 
 
 def inductor_settings(arithmetic: Arithmetic, devices: Iterable[torch.device] = ()) -> dict[str, Any]:
-    """What Inductor's configuration has to be while a graph of this arithmetic is lowered."""
+    """The Inductor settings for lowering a graph of this arithmetic on these devices."""
     settings = NATIVE_SETTINGS if arithmetic == "native" else IEEE_SETTINGS
     of_devices = {name: value for each in devices for name, value in device_facts(each).settings.items()}
     return {**settings, **of_devices}
 
 
 def _whole(program: StepProgram, example_inputs: Sequence[Any], inductor_options: dict[str, Any]) -> Attempt:
-    """The graph compiled as one."""
+    """Compile the program's graph as one."""
     auxiliaries = [node for state in program.expansions for node in state.auxiliaries]
     static = list(inductor_options.get("static_input_idxs", ()))
     owners = [state for state in program.expansions for _ in state.auxiliaries]
-    # As static as the tensor it corrects: CUDA graphs need not copy it.
+    # An auxiliary is as static as the tensor it corrects: CUDA graphs need not copy it.
     static += [
         i
         for i, state in enumerate(owners, len(example_inputs))

@@ -53,8 +53,6 @@ from collage_fx.graph import (
 )
 from collage_fx.torch_compat import OpOverload, pytree, schema_of, storage_of
 
-__all__ = ["Part", "parts_of"]
-
 aten = torch.ops.aten
 
 
@@ -182,7 +180,7 @@ class _Partition:
                 number = next(number for group in waiting for number in given[group] - made)
                 return Reason.at(number, "parts of the graph need each other's numbers")
             for group in ready:
-                ordered = sorted(stores[group], key=lambda store: _place_of_store(store, fingerprints))
+                ordered = sorted(stores[group], key=lambda store: _rank_of_store(store, fingerprints))
                 named = sorted(results[group], key=fingerprints.__getitem__)
                 parts.append(Part(tuple(ordered), tuple(named), frozenset(given[group])))
                 made.update(results[group])
@@ -190,8 +188,8 @@ class _Partition:
         return parts
 
 
-def _place_of_store(store: Node, fingerprints: Mapping[Node, int]) -> int:
-    """Stores of inputs as they are come first, in the order of the epilogue.
+def _rank_of_store(store: Node, fingerprints: Mapping[Node, int]) -> int:
+    """A key that sorts a part's stores: those that store an input as it is come first.
 
     After a store into that input they would read its new value: Inductor's passes take copies away.
     """

@@ -1,4 +1,4 @@
-"""A step lowered part by part, equal parts by one kernel: ``share-kernels``.
+"""The lowering of a step part by part, with one kernel for equal parts.
 
 The phase between the passes and Inductor. What a part is, and why parts may run one after another, is in
 Note [Parts of a step] (``parts.py``); when two of them are one kernel in Note [One kernel for equal
@@ -17,13 +17,11 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from collage_fx.graph import ONCE, Reason, Repetition, device_facts, is_copy_to_input, placeholders
+from collage_fx.graph import ONCE, Reason, Repetition, device_facts, is_copy_to_input, placeholders, reached
 from collage_fx.lowering.kernels import MANY, Rule, compile_rule, rule_of, samples_first
 from collage_fx.lowering.parts import Part, parts_of
 from collage_fx.runtime import Call, Kernel, StepInParts, ValueIndex
 from collage_fx.torch_compat import pytree
-
-__all__ = ["lower_in_parts", "repeated_step", "rules_of"]
 
 
 def lower_in_parts(gm: GraphModule, *, always: bool = False) -> StepInParts | Reason:
@@ -50,7 +48,7 @@ def lower_in_parts(gm: GraphModule, *, always: bool = False) -> StepInParts | Re
         made |= dict.fromkeys(part.results, wave)
         last_read |= dict.fromkeys(rule.operands, wave)
         planned.append(_Planned(part, rule, kernel, wave))
-    return _Planner(gm, planned).step()
+    return _plan(gm, planned)
 
 
 def rules_of(gm: GraphModule, *, always: bool = False) -> list[tuple[Part, Rule]] | Reason:
@@ -89,7 +87,7 @@ def _kernel(rule: Rule, compiled: dict[Hashable, Kernel | Reason]) -> Kernel | R
 
 
 def _not_plain(value: Any) -> str | None:
-    """What is in the way of parts, where an input is a tensor on another device or of sizes not known."""
+    """The reason why an input rules out parts: its device, or unknown sizes; None if it does not."""
     if not isinstance(value, Tensor):
         return None
     if not device_facts(value.device).in_parts:
@@ -109,65 +107,44 @@ class _Planned:
     wave: int
 
 
-class _Planner:
-    """Gives the values of a step their places."""
+def _plan(gm: GraphModule, planned: Sequence[_Planned]) -> StepInParts:
+    """Give each value of a step an index in one list, and write the calls in terms of these indices."""
+    outputs = list(pytree.tree_leaves(gm.graph.output_node().args))
+    arguments = placeholders(gm.graph)
+    lengths = list(dict.fromkeys(each.rule.elements for each in planned if each.rule.flat))
+    attributes = list(gm.graph.find_nodes(op="get_attr"))
+    results = list(dict.fromkeys(value for each in planned for value in each.part.results))
+    numbers = _numbers(gm.graph, outputs)
+    values: list[Node | int] = [*arguments, *lengths, *attributes, *results, *numbers]
+    indices = {value: index for index, value in enumerate(values)}
 
-    def __init__(self, gm: GraphModule, calls: Sequence[_Planned]) -> None:
-        self.gm = gm
-        self.calls = calls
-        self.arguments = placeholders(gm.graph)
-        self.places: dict[Node | int, int] = {}
-        keys: list[Node | int] = [*self.arguments, *self._lengths(), *self._attributes()]
-        keys += [*self._results(), *self._numbers()]
-        for key in keys:
-            self.places.setdefault(key, len(self.places))
+    def operand(argument: Any) -> Any:
+        return ValueIndex(indices[argument]) if isinstance(argument, Node) else argument
 
-    def step(self) -> StepInParts:
-        attributes = [getattr(self.gm, str(node.target)) for node in self._attributes()]
-        results = [node.meta["val"] for node in self._results()]
-        return StepInParts(
-            len(self.arguments),
-            [*self._lengths(), *attributes],
-            [(tuple(v.shape), tuple(v.stride()), v.dtype, v.device) for v in results],
-            [(node.target, tuple(map(self._operand, node.args))) for node in self._numbers()],  # type: ignore[misc]
-            [self._call(planned) for planned in self.calls],
-            [self._output(value) for value in _outputs(self.gm.graph)],
-        )
+    def call(each: _Planned) -> Call:
+        length = [indices[each.rule.elements]] if each.rule.flat else []
+        inputs = [indices[node] for node in (*each.rule.operands, *each.part.results)]
+        return Call(each.kernel, (*length, *inputs), each.wave, each.rule.elements)
 
-    def _lengths(self) -> list[int]:
-        return list(dict.fromkeys(call.rule.elements for call in self.calls if call.rule.flat))
-
-    def _attributes(self) -> list[Node]:
-        return list(self.gm.graph.find_nodes(op="get_attr"))
-
-    def _results(self) -> list[Node]:
-        return list(dict.fromkeys(value for call in self.calls for value in call.part.results))
-
-    def _numbers(self) -> list[Node]:
-        """What is computed on the way to the symbolic numbers that are returned, operands first."""
-        wanted = {value for value in _outputs(self.gm.graph) if _is_computed_in_python(value)}
-        for node in reversed(self.gm.graph.nodes):
-            if node in wanted:
-                wanted.update(filter(_is_computed_in_python, node.all_input_nodes))
-        return [node for node in self.gm.graph.nodes if node in wanted]
-
-    def _operand(self, argument: Any) -> Any:
-        return ValueIndex(self.places[argument]) if isinstance(argument, Node) else argument
-
-    def _call(self, planned: _Planned) -> Call:
-        rule = planned.rule
-        length = [self.places[rule.elements]] if rule.flat else []
-        inputs = [self.places[node] for node in (*rule.operands, *planned.part.results)]
-        return Call(planned.kernel, (*length, *inputs), planned.wave, rule.elements)
-
-    def _output(self, value: Any) -> int | None:
-        if value is None:
-            return None
-        return self.places[value.args[0] if is_copy_to_input(value) else value]
+    returned = [
+        value.args[0] if value is not None and is_copy_to_input(value) else value for value in outputs
+    ]
+    memory = [result.meta["val"] for result in results]
+    return StepInParts(
+        len(arguments),
+        [*lengths, *(getattr(gm, str(node.target)) for node in attributes)],
+        [(tuple(v.shape), tuple(v.stride()), v.dtype, v.device) for v in memory],
+        [(node.target, tuple(map(operand, node.args))) for node in numbers],  # type: ignore[misc]
+        list(map(call, planned)),
+        [None if value is None else indices[value] for value in returned],
+    )
 
 
-def _outputs(graph: Graph) -> list[Any]:
-    return list(pytree.tree_leaves(graph.output_node().args))
+def _numbers(graph: Graph, outputs: Sequence[Any]) -> list[Node]:
+    """The nodes that compute the symbolic numbers among a graph's outputs, operands first."""
+    wanted = set(filter(_is_computed_in_python, outputs))
+    wanted |= reached(wanted, lambda node: filter(_is_computed_in_python, node.all_input_nodes))
+    return [node for node in graph.nodes if node in wanted]
 
 
 def _is_computed_in_python(value: Any) -> bool:
@@ -179,13 +156,13 @@ def _is_computed_in_python(value: Any) -> bool:
 
 
 def repeated_step(step: StepInParts, repetition: Repetition) -> StepInParts | Reason:
-    """The calls of a step for every member of each family, or why they cannot be repeated."""
+    """A step that makes the calls for every member of each family, or why they cannot be repeated."""
     if repetition.is_of_one:
         return step
     first_constant = len(repetition.copies)
     first_result = first_constant + len(step.constants)
     calls = _calls_by_family(step, repetition, first_result)
-    outputs = [place for place in step.outputs if place is not None and place >= first_result]
+    outputs = [index for index in step.outputs if index is not None and index >= first_result]
     if calls is None:
         return Reason("one kernel computes something of several families")
     if step.numbers or len(outputs) < len(step.outputs):
@@ -193,26 +170,26 @@ def repeated_step(step: StepInParts, repetition: Repetition) -> StepInParts | Re
     families, owners = calls
     results: dict[tuple[int, int], int] = {}
 
-    def place_of(place: int, member: int) -> int:
-        if place < first_constant:
-            return repetition.place(place, member)
-        if place < first_result:
-            return repetition.inputs + place - first_constant
-        key = (place, 0 if owners[place] is None else member)
+    def index_of(index: int, member: int) -> int:
+        if index < first_constant:
+            return repetition.input_of(index, member)
+        if index < first_result:
+            return repetition.inputs + index - first_constant
+        key = (index, 0 if owners[index] is None else member)
         return results.setdefault(key, repetition.inputs + len(step.constants) + len(results))
 
     planned = [
-        replace(call, places=tuple(place_of(place, member) for place in call.places))
+        replace(call, values=tuple(index_of(index, member) for index in call.values))
         for family, member in (ONCE, *repetition.turns)
         for call in families[family]
     ]
     return StepInParts(
         repetition.inputs,
         step.constants,
-        [step.results[place - first_result] for place, _ in results],
+        [step.results[index - first_result] for index, _ in results],
         [],
         planned,
-        [place_of(outputs[k], member) for k, member in repetition.outputs],
+        [index_of(outputs[k], member) for k, member in repetition.outputs],
     )
 
 
@@ -226,14 +203,14 @@ def _calls_by_family(
     calls: dict[int | None, list[Call]] = defaultdict(list)
     results: dict[int, int | None] = {}
     for call in step.calls:
-        owners = {repetition.owners[place] for place in call.places if place < len(repetition.owners)}
-        owners |= {results[place] for place in call.places if place in results}
+        owners = {repetition.owners[index] for index in call.values if index < len(repetition.owners)}
+        owners |= {results[index] for index in call.values if index in results}
         owners.discard(None)
         if len(owners) > 1:
             return None
         family = next(iter(owners), None)
         calls[family].append(call)
-        for place in call.places:
-            if place >= first_result:
-                results.setdefault(place, family)
+        for index in call.values:
+            if index >= first_result:
+                results.setdefault(index, family)
     return calls, results

@@ -38,20 +38,6 @@ from torch import Tensor
 
 from collage_fx.numerics.formats import BFLOAT16, FLOAT16, storage_format
 
-__all__ = [
-    "add_double_words",
-    "grow",
-    "join",
-    "multiply_double_words",
-    "negate_double_word",
-    "rest",
-    "round_to_storage",
-    "scale_double_word",
-    "split",
-    "two_prod",
-    "two_sum",
-]
-
 DoubleWord = tuple[Tensor, Tensor]
 
 
@@ -126,7 +112,7 @@ def scale_double_word(xh: Tensor, xl: Tensor, y: Tensor) -> DoubleWord:
 
 
 def negate_double_word(xh: Tensor, xl: Tensor) -> DoubleWord:
-    """``-(xh + xl)``, exact."""
+    """The double word ``-(xh + xl)``, exact."""
     return -xh, -xl
 
 
@@ -160,7 +146,7 @@ def split(value: Tensor, dtype: torch.dtype, lo_dtype: torch.dtype) -> DoubleWor
 
 
 def rest(value: Tensor, hi: Tensor) -> Tensor:
-    """``value - hi`` where ``hi`` is finite, zero elsewhere; both float32."""
+    """The rest ``value - hi`` where ``hi`` is finite, zero elsewhere; all float32."""
     return finite_or_zero(value - hi, hi)
 
 

@@ -12,16 +12,6 @@ from math import copysign, inf, isfinite
 
 import torch
 
-__all__ = [
-    "BFLOAT16",
-    "FLOAT16",
-    "STORAGE_FORMATS",
-    "FloatFormat",
-    "is_low_precision",
-    "short_name",
-    "storage_format",
-]
-
 
 @dataclass(frozen=True)
 class FloatFormat:
@@ -84,7 +74,7 @@ class FloatFormat:
         return round(exact / ulp) * ulp  # Fraction's round() takes ties to even
 
     def round(self, value: float) -> float:
-        """What storing ``value`` leaves: :meth:`nearest`, overflow to infinity; ±0, ±inf and NaN stay."""
+        """The number that is stored of a value: :meth:`nearest`, overflow to infinity; ±0, ±inf, NaN stay."""
         if value == 0 or not isfinite(value):
             return value
         nearest = self.nearest(value)
@@ -99,7 +89,7 @@ STORAGE_FORMATS: dict[torch.dtype, FloatFormat] = {f.dtype: f for f in (BFLOAT16
 
 
 def short_name(dtype: torch.dtype) -> str:
-    """``bf16``, ``f16``, ``f32``; other dtypes by their names."""
+    """The short name of a dtype: ``bf16``, ``f16``, ``f32``; of other dtypes the whole name."""
     return _SHORT_NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 

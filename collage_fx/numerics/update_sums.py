@@ -1,4 +1,4 @@
-"""What is summed over the elements of one tensor's update: the in-graph half of the metrics.
+"""The sums over the elements of one tensor's update that the metrics are derived from.
 
 Note [Metrics]
 --------------
@@ -40,26 +40,8 @@ from torch import Tensor
 
 from collage_fx.numerics.formats import storage_format
 
-__all__ = [
-    "COUNTS",
-    "OCTAVES",
-    "PRODUCTS",
-    "ROW",
-    "SAMPLE",
-    "SIZES",
-    "SUMS",
-    "TOGETHER",
-    "WITHOUT_LO",
-    "place_in_sizes",
-    "sampled",
-    "sizes",
-    "sums",
-    "terms",
-    "values",
-]
-
 #: The inner products, by name: of the intended update D with itself, of D with the effective update of hi
-#: alone, of that with itself, likewise for hi + lo, and of lo with itself. The numbers are places in what
+#: alone, of that with itself, likewise for hi + lo, and of lo with itself. The numbers are indices into what
 #: :func:`values` returns.
 PRODUCTS = {
     "intended": (0, 0),
@@ -71,7 +53,7 @@ PRODUCTS = {
 }
 
 #: The counts of elements: D is not zero; and hi stayed as it was; and hi + lo did; hi stayed as it was,
-#: whatever D; lo is not zero. By place, whether the value has to be zero.
+#: whatever D; lo is not zero. By index, whether the value has to be zero.
 COUNTS = {
     "asked": {0: False},
     "lost_hi": {0: False, 1: True},
@@ -80,14 +62,14 @@ COUNTS = {
     "held": {3: False},
 }
 
-#: What is summed.
+#: The names of all sums, in the order of a row.
 SUMS = (*PRODUCTS, *COUNTS)
 
 #: Sizes of D are told apart by octaves: 2**k halves of an ulp of hi and more, less than 2**(k + 1). What is
 #: smaller or larger counts as the first or the last.
 OCTAVES = range(-16, 16)
 
-#: What is counted over the sample: elements whose D is zero, then by octave.
+#: The counts over the sample: elements whose D is zero, then by octave.
 SIZES = ("sizes_zero", *(f"sizes_2^{k}" for k in OCTAVES))
 
 #: The columns of a row.
@@ -96,10 +78,10 @@ ROW = (*SUMS, *SIZES)
 #: The most elements of a sample.
 SAMPLE = 1024
 
-#: How many of them are neighbours.
+#: Elements of a sample that are neighbours.
 TOGETHER = 16
 
-#: Without error terms, those that are another one, or zero (None).
+#: The sums that, without error terms, equal another one, or zero (None).
 WITHOUT_LO = {
     "along": "along_hi",
     "effective": "effective_hi",
@@ -112,7 +94,7 @@ WITHOUT_LO = {
 def values(
     old: Tensor, old_lo: Tensor | None, intended: Tensor, hi: Tensor, lo: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """What each element is measured by, float32: its intended update, what hi and hi + lo moved by, and lo.
+    """Float32 values that measure each element: its intended update, what hi and hi + lo moved by, and lo.
 
     All are float32: ``old`` and ``old_lo`` are hi and error term before the step, ``intended`` is the new
     value before it is stored, ``hi`` and ``lo`` are what is stored. Without error terms there are two.
@@ -126,7 +108,7 @@ def values(
 def terms(
     old: Tensor, old_lo: Tensor | None, intended: Tensor, hi: Tensor, lo: Tensor | None
 ) -> dict[str, Tensor]:
-    """What each element adds to :data:`SUMS`: float64 products of :func:`values`, and truth values.
+    """The terms that each element adds to :data:`SUMS`: float64 products of :func:`values`, and truth values.
 
     Without error terms, those of :data:`WITHOUT_LO` are missing.
     """
@@ -167,7 +149,7 @@ def sampled(i: Any, elements: Any, divided: Callable[[Any, Any], Any] = operator
     return (group * run + divided(spread * run, SAMPLE) - group) * TOGETHER + i
 
 
-def place_in_sizes(old: Tensor, old_lo: Tensor, intended: Tensor, dtype: torch.dtype) -> Tensor:
+def size_bin(old: Tensor, old_lo: Tensor, intended: Tensor, dtype: torch.dtype) -> Tensor:
     """Which of :data:`SIZES` each element is counted in, int32; ``dtype`` is hi's.
 
     An ulp is that of hi's binade before the step, the least one for zero. An infinite or undefined D counts
@@ -179,10 +161,10 @@ def place_in_sizes(old: Tensor, old_lo: Tensor, intended: Tensor, dtype: torch.d
     exponent = torch.where(subnormal, _exponent(update * 2.0**24) - 24, _exponent(update))
     binade = _exponent(old)
     binade = torch.where(binade < storage.min_exponent, storage.min_exponent, binade)
-    place = exponent - (binade - storage.precision) - OCTAVES[0]
-    is_beyond = (place >= len(OCTAVES)) | (exponent > 127)
-    place = torch.where(place < 0, 0, torch.where(is_beyond, len(OCTAVES) - 1, place))
-    return torch.where(update == 0, 0, place + 1)
+    octave = exponent - (binade - storage.precision) - OCTAVES[0]
+    is_beyond = (octave >= len(OCTAVES)) | (exponent > 127)
+    octave = torch.where(octave < 0, 0, torch.where(is_beyond, len(OCTAVES) - 1, octave))
+    return torch.where(update == 0, 0, octave + 1)
 
 
 def _exponent(x: Tensor) -> Tensor:
@@ -195,5 +177,5 @@ def sizes(old: Tensor, old_lo: Tensor, intended: Tensor, dtype: torch.dtype) -> 
     at = sampled(torch.arange(SAMPLE, device=old.device), old.numel())
     at = at[at < old.numel()]
     old, old_lo, intended = (each.flatten()[at] for each in (old, old_lo, intended))
-    places = place_in_sizes(old, old_lo, intended, dtype)
-    return torch.bincount(places, minlength=len(SIZES)).to(torch.float64)
+    bins = size_bin(old, old_lo, intended, dtype)
+    return torch.bincount(bins, minlength=len(SIZES)).to(torch.float64)

@@ -1,4 +1,4 @@
-"""``COLLAGE_FX_DUMP=directory``: every stage of every compilation, as text and as DOT, in files.
+"""Dumps: with ``COLLAGE_FX_DUMP=directory``, files with every stage of each compilation as text and DOT.
 
 A folder per compilation, named by whose step it is and a number (``AdamW-1``). In it two files a stage,
 numbered in order: ``05-compensate-wide.txt``, whose first line says what the pass did, and
@@ -18,24 +18,17 @@ from torch.fx import Graph
 from collage_fx.graph import graph_text
 from collage_fx.report.pictures import dot, whole_graph
 
-__all__ = ["VARIABLE", "Dump", "is_dumping", "open_dump"]
-
 VARIABLE = "COLLAGE_FX_DUMP"
 
 
-def is_dumping() -> bool:
-    """Whether compilations are dumped."""
-    return bool(os.environ.get(VARIABLE))
-
-
 def open_dump(subject: str) -> Dump | None:
-    """The dump of a compilation that begins, None where the variable isn't set."""
+    """The dump of a compilation that begins; None where the variable is not set."""
     directory = os.environ.get(VARIABLE)
     return Dump(_new_folder(Path(directory), re.sub(r"[^\w.]+", "_", subject))) if directory else None
 
 
 def _new_folder(directory: Path, name: str) -> Path:
-    """The first number that is free: several processes may share the directory."""
+    """Make the folder with the first number that is free: several processes may share the directory."""
     for number in itertools.count(1):
         folder = directory / f"{name}-{number}"
         try:
@@ -62,7 +55,7 @@ class Dump:
         self._write(f"{stem}.dot", f"// {says}\n{dot([drawn], [says], drawn.passes)}")
 
     def code(self, sources: Sequence[str]) -> None:
-        """Write what Inductor generated."""
+        """Write the code that Inductor generated."""
         for source in sources:
             self._write(f"{next(self._numbers):02}-inductor.py", f"# inductor: generated code\n\n{source}\n")
 

@@ -1,4 +1,4 @@
-"""What is kept of one compilation, and what can be seen in it."""
+"""The report of one compilation: graphs before and after, pictures, tables' rows."""
 
 from __future__ import annotations
 
@@ -19,15 +19,13 @@ from collage_fx.report.pictures import Picture, dot, picture, render
 from collage_fx.report.svg import side_by_side
 from collage_fx.report.tensors import TensorReport, Treatment, bytes_per_parameter, tensor_report
 
-__all__ = ["GraphReport", "Rewritten"]
-
 #: A rewritten graph, and what the passes did.
 Rewritten = tuple[GraphModule, tuple[tuple[str, str], ...]]
 
 
 @dataclass(frozen=True)
 class GraphReport:
-    """One compilation.
+    """The record of one compilation.
 
     Attributes:
         captured: the functional graph of one of each family of equal updates, before any pass.
@@ -68,7 +66,7 @@ class GraphReport:
 
     @property
     def passes(self) -> tuple[tuple[str, str], ...]:
-        """``(name, what it did)`` of every pass that ran."""
+        """The ``(name, what it did)`` of every pass that ran."""
         return self._rewritten[1]
 
     @functools.cached_property
@@ -89,7 +87,7 @@ class GraphReport:
 
     @property
     def headline(self) -> str:
-        """``AdamW: 148 parameters and 148 exp_avg_sq compensated, 4.0 extra bytes/param``."""
+        """The headline: ``AdamW: 148 parameters and 148 exp_avg_sq compensated, 4.0 extra bytes/param``."""
         counts: dict[tuple[Role, str], list[TensorReport]] = {}
         for row in self.tensors:
             if row.compensated:
@@ -108,7 +106,7 @@ class GraphReport:
         return stages
 
     def rows_under(self, choices: Sequence[tuple[Strategy, str]]) -> list[list[TensorReport]]:
-        """What :attr:`tensors` would be under other strategies and error formats, one list for each."""
+        """The :attr:`tensors` as they would be under other strategies and error formats, a list each."""
         assert self.program is not None
         program = self.program.unrun(copy_of(self.before))
         names = [each.name for each in self.pipeline]
@@ -190,7 +188,7 @@ class GraphReport:
         return rows[tensor]
 
     def _input_names(self) -> dict[str, str]:
-        """Graph input -> what it is called in recurrences, ``p``, and ``p.lo`` for its error term."""
+        """A mapping: graph input -> its name in recurrences, ``p``, and ``p.lo`` for its error term."""
         symbols = (
             {}
             if self.program is None

@@ -7,11 +7,9 @@ from typing import Any
 import sympy
 from sympy.printing.mathml import MathMLPresentationPrinter
 
-__all__ = ["recurrence_mathml"]
-
 
 def recurrence_mathml(symbol: str, expression: sympy.Expr) -> str:
-    """``symbol' = expression`` as one displayed formula."""
+    """The equation ``symbol' = expression`` as one displayed formula."""
     printer = _Printer({"mul_symbol": "dot"})  # factors are words and decimals, which run into each other
     left = printer.doprint(sympy.Symbol(f"{symbol}'"))
     right = printer.doprint(expression).replace("<mo>-</mo>", "<mo>−</mo>").replace("<mn>-", "<mn>−")
@@ -22,7 +20,7 @@ def recurrence_mathml(symbol: str, expression: sympy.Expr) -> str:
 
 
 class _Printer(MathMLPresentationPrinter):  # type: ignore[misc]  # sympy has no annotations
-    """A symbol is a name as it is: the underscore in ``exp_avg`` begins no subscript."""
+    """A printer of symbols as they are spelt: the underscore in ``exp_avg`` begins no subscript."""
 
     def _print_Symbol(self, symbol: sympy.Symbol, style: str = "plain") -> Any:
         element = self.dom.createElement("mi")

@@ -1,4 +1,4 @@
-"""A report as one HTML file that needs nothing else: no network, no script, no font.
+"""The report as one HTML file that needs nothing else: no network, no script, no font.
 
 It is well-formed XML besides, so that a strict parser reads it. Of tensors that were treated alike the first
 is drawn: hundreds of tensors make a page of a few drawings.
@@ -23,8 +23,6 @@ from collage_fx.report.svg import svg
 from collage_fx.report.tables import summary_line
 from collage_fx.report.tensors import TensorReport, Treatment, bytes_per_parameter, treatments
 from collage_fx.runtime import Metrics, UpdateQuality
-
-__all__ = ["html_page"]
 
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; color: #1a1a1a; margin: 1.5rem auto; max-width: 1500px;
@@ -68,7 +66,7 @@ def html_page(
     kernels: bool,
     metrics: Metrics,
 ) -> str:
-    """The page.
+    """The report as the text of an HTML page.
 
     Args:
         graphs: compilations, oldest first.
@@ -141,7 +139,7 @@ def _verdict(group: Treatment) -> str:
 
 
 def _memory(graphs: Sequence[GraphReport], rows: Sequence[TensorReport]) -> str:
-    """Bars: the report's own, beside every strategy."""
+    """A bar chart of bytes per parameter: as compiled, and under every strategy."""
     bars = [("as compiled", bytes_per_parameter(rows)["total"], True)]
     default, *others = ERROR_FORMATS
     choices: dict[str, tuple[Strategy, str]] = {
@@ -167,7 +165,7 @@ def _memory(graphs: Sequence[GraphReport], rows: Sequence[TensorReport]) -> str:
     )
 
 
-#: What is shown of an update: heading -> attribute, as a share or a ratio.
+#: The columns of a table of updates: heading -> attribute, as a share or a ratio.
 MEASURED = {
     "EDQ ratio": "edq_ratio",
     "of hi alone": "edq_ratio_hi",
@@ -179,7 +177,7 @@ MEASURED = {
 
 
 def _metrics(metrics: Metrics, subject: str) -> Iterator[str]:
-    """What became of the updates of the last measured step, by kind of tensor and module."""
+    """The metrics of the last measured step as a table, by kind of tensor and module."""
     by_step = metrics.by(lambda tensor: (tensor.step_of == subject, tensor.kind, tensor.module), None)
     measured = [step for step, values in by_step.items() if any(key[0] for key in values)]
     if not measured:

@@ -19,11 +19,11 @@ from collage_fx.graph import (
     facts_of,
     is_conversion,
     is_copy_to_input,
+    operator_name,
+    reached,
     tensor_value,
 )
 from collage_fx.numerics import short_name
-
-__all__ = ["PASS_COLORS", "Box", "Picture", "dot", "pass_color", "picture", "render", "whole_graph"]
 
 #: Light tints of Okabe and Ito's palette, told apart with any colour vision; black text is legible on each.
 PASS_COLORS = ("#cfe8f7", "#ffe3b0", "#bfe8d8", "#f6d3e6", "#fbf6b4", "#f8cdb5", "#d5d9f5", "#e2e2e2")
@@ -59,7 +59,7 @@ class Picture:
     arrows: tuple[tuple[str, str], ...]
 
     def to_text(self) -> str:
-        """A line a box, with the pass that made it."""
+        """The boxes as text, a line each, with the pass that made each."""
         width = max((len(box.text) for box in self.boxes), default=0)
         lines = (f"    {box.layout:10}  {box.text:{width}}  {box.made_by}" for box in self.boxes)
         return "\n".join(line.rstrip() for line in lines)
@@ -71,12 +71,12 @@ class Picture:
 
 
 def pass_color(name: str, passes: Sequence[str]) -> str:
-    """The colour of what a pass has made, by its place among ``passes``."""
+    """The colour of what a pass has made, by its position among ``passes``."""
     return PASS_COLORS[passes.index(name) % len(PASS_COLORS)]
 
 
 def whole_graph(graph: Graph) -> Picture:
-    """Every node but the output."""
+    """A picture of every node of a graph but the output."""
     nodes = [node for node in graph.nodes if node.op != "output"]
     return _picture(nodes, {}, {node: node.name for node in nodes}, frozenset())
 
@@ -102,13 +102,7 @@ def picture(graph: Graph, inputs: Collection[str], names: Mapping[str, str]) -> 
         for node in _rounded_versions(store)
         if node not in own and node.op != "placeholder"
     }
-    wanted = set(roots)
-    waiting = list(roots)
-    while waiting:
-        node = waiting.pop()
-        fresh = [] if node in cuts else [n for n in _read(node) if n not in wanted]
-        wanted.update(fresh)
-        waiting += fresh
+    wanted = {*roots, *reached(roots, lambda node: [] if node in cuts else _read(node))}
     nodes = [node for node in graph.nodes if node in wanted]
     hidden = {n for n in nodes if _is_inlined(n) and n not in cuts}
     labels = {node: cuts.get(node) or names.get(node.name, node.name) for node in graph.nodes}
@@ -116,16 +110,16 @@ def picture(graph: Graph, inputs: Collection[str], names: Mapping[str, str]) -> 
 
 
 def _rounded_versions(store: Node) -> Iterator[Node]:
-    """The value that a store stores, and what it was before it was rounded and cast."""
+    """The value that a store stores, and the nodes that it was before it was rounded and cast."""
     value = store.args[1]
     while isinstance(value, Node):
         yield value
-        is_rounding = is_conversion(value) or _operator(value) == ROUNDING
+        is_rounding = is_conversion(value) or operator_name(value.target) == ROUNDING
         value = value.args[0] if is_rounding else None
 
 
 def _is_inlined(node: Node) -> bool:
-    """Casts, and constants such as ``full([], 0)``."""
+    """Whether a node is drawn as part of its readers: a cast, or a constant such as ``full([], 0)``."""
     return is_conversion(node) or (node.op == "call_function" and not node.all_input_nodes)
 
 
@@ -155,7 +149,7 @@ def _picture(
 
 
 def _read(node: Node) -> list[Node]:
-    """Whose values a node reads; a store's destination is not among them."""
+    """The nodes whose values a node reads; a store's destination is not among them."""
     operands = node.args[1:2] if is_copy_to_input(node) else node.all_input_nodes
     return [operand for operand in operands if isinstance(operand, Node)]
 
@@ -176,7 +170,7 @@ def _equation(node: Node, labels: Mapping[Node, str], hidden: Collection[Node]) 
 
 
 def _expression(node: Node, labels: Mapping[Node, str], hidden: Collection[Node]) -> str:
-    operator, facts = _operator(node), facts_of(node.target)
+    operator, facts = operator_name(node.target), facts_of(node.target)
     operands = [_operand(arg, labels, hidden) for arg in node.args]
     if is_conversion(node):
         return f"{operands[1]}({operands[0]})"
@@ -195,10 +189,6 @@ def _expression(node: Node, labels: Mapping[Node, str], hidden: Collection[Node]
         if name not in ("layout", "device", "pin_memory")
     ]
     return f"{operator}({', '.join(operands)})"
-
-
-def _operator(node: Node) -> str:
-    return str(getattr(getattr(node.target, "overloadpacket", node.target), "__name__", node.target))
 
 
 def _operand(arg: object, labels: Mapping[Node, str], hidden: Collection[Node]) -> str:

@@ -1,4 +1,4 @@
-"""Metrics as a picture; needs matplotlib (``pip install collage-fx[plot]``)."""
+"""Plots of metrics; they need matplotlib (``pip install collage-fx[plot]``)."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ from typing import Any
 from collage_fx.errors import InvalidOptionError
 from collage_fx.runtime import Metrics, UpdateQuality
 
-__all__ = ["COLOURS", "LINES", "plot"]
-
 #: Okabe and Ito's, for colour-blind readers; line styles tell the curves apart without any.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 LINES = ("-", "--", ":", "-.")
 
 
 def plot(metrics: Metrics, path: str | Path, *, depth: int | None = None) -> Path:
-    """EDQ ratio and share of lost updates over the steps, and sizes of updates; of parameters.
+    """Plot EDQ ratio and share of lost updates over the steps, and sizes of updates, of parameters.
 
     The curves are those of module prefixes: above for hi + lo, which the optimizer goes on from, below for hi
     alone, which the model computes with; without error terms these are one. Under them is how large the

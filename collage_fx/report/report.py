@@ -1,4 +1,4 @@
-"""What was done to an optimizer's state tensors, and why.
+"""The report of what was done to an optimizer's state tensors, and why.
 
 The answer of ``backend.report()`` and ``explain()``.
 """
@@ -16,12 +16,10 @@ from collage_fx.report.tables import markdown_section, text_section
 from collage_fx.report.tensors import TensorReport, bytes_per_parameter
 from collage_fx.runtime import Metrics
 
-__all__ = ["CollageReport", "GraphReport", "TensorReport"]
-
 
 @dataclass
 class CollageReport:
-    """Every compilation of a backend so far. ``str()`` of it is :meth:`to_text`, folded.
+    """The report of every compilation of a backend so far. ``str()`` of it is :meth:`to_text`, folded.
 
     Attributes:
         graphs: one per compilation, oldest first.
@@ -37,7 +35,7 @@ class CollageReport:
         return [row for rows in self.by_subject().values() for row in rows]
 
     def by_subject(self) -> dict[str, list[TensorReport]]:
-        """:attr:`tensors` by whose step it is (:attr:`GraphReport.subject`)."""
+        """The :attr:`tensors` by whose step it is (:attr:`GraphReport.subject`)."""
         newest: dict[str, dict[str, TensorReport]] = {graph.subject: {} for graph in self.graphs}
         for graph in reversed(self.graphs):
             for row in graph.tensors:

@@ -15,8 +15,6 @@ from statistics import fmean
 
 from collage_fx.report.pictures import Box, Picture, pass_color
 
-__all__ = ["side_by_side", "svg"]
-
 CHARACTER = 6.7  # width of one at 11 px in a monospaced font
 BOX_HEIGHT = 34.0
 LAYER_HEIGHT = 54.0

@@ -13,13 +13,11 @@ from tabulate import tabulate
 
 from collage_fx.report.tensors import TensorReport, Treatment, bytes_per_parameter, treatments
 
-__all__ = ["TEXT_WIDTH", "markdown_section", "summary_line", "text_section"]
-
 #: Widest a printed line gets.
 TEXT_WIDTH = 100
 #: Narrowest the column of names gets, so that a name is broken into few lines.
 NAME_WIDTH = 16
-#: What is left of a long recurrence, or list of names, where the report is not printed in full.
+#: Length of a recurrence, or list of names, that is cut where the report is not printed in full.
 SHORTENED = 3 * TEXT_WIDTH
 HEADERS = ("tensor", "shape", "kind", "verdict", "error", "bytes")
 

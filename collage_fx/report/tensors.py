@@ -1,4 +1,4 @@
-"""What was done to each state tensor, and which tensors were treated alike."""
+"""The report's rows: what was done to each state tensor, and which tensors were treated alike."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ from collage_fx.graph import Kind, Role, StateTensor, StepProgram
 from collage_fx.numerics import short_name
 from collage_fx.torch_compat import current_size
 
-__all__ = ["TensorReport", "Treatment", "bytes_per_parameter", "tensor_report", "treatments"]
-
 
 @dataclass(frozen=True)
 class TensorReport:
-    """One state tensor of a step.
+    """A row of the report: one state tensor of a step.
 
     Attributes:
         name: as the user knows it.
@@ -59,19 +57,17 @@ class TensorReport:
 
     @property
     def recurrence(self) -> str:
-        """``symbol' = expression``."""
+        """The equation ``symbol' = expression`` as text."""
         return f"{self.symbol}' = {sympy.sstr(self.expression)}"
 
     @property
     def why(self) -> str:
-        """Reason and selection in one line."""
+        """The reasons for the verdict and for the selection, in one line."""
         return f"{self.reason}; {'' if self.compensated else 'no '}error terms ({self.selection})"
 
 
 def tensor_report(program: StepProgram, state: StateTensor) -> TensorReport:
     """The row of one state tensor, free of references to graphs and tensors."""
-    assert state.recurrence is not None
-    assert state.verdict is not None
     value = state.value
     shape = tuple(map(current_size, value.shape))
     like = torch.empty(shape, dtype=value.dtype, device="meta")  # of numbers where those of value are symbols
@@ -112,12 +108,12 @@ class Treatment:
 
     @property
     def what(self) -> str:
-        """The tensor's name, or what the several are: ``148 parameters``, ``148 × exp_avg``."""
+        """The tensor's name, or number and kind of several: ``148 parameters``, ``148 × exp_avg``."""
         return self.example.name if len(self.rows) == 1 else self.counted
 
     @property
     def counted(self) -> str:
-        """Without a name, as in ``1 parameter``."""
+        """The number and kind of the tensors, as in ``1 parameter``."""
         number = len(self.rows)
         if self.example.role is Role.PARAMETER:
             return f"{number} parameter{'s' * (number > 1)}"

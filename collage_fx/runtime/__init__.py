@@ -1,4 +1,4 @@
-"""What outlives a compilation: all that runs at every step, or between steps."""
+"""The objects that outlive a compilation: all that runs at every step, or between steps."""
 
 from collage_fx.runtime.batches import (
     LENGTH,
@@ -11,12 +11,9 @@ from collage_fx.runtime.batches import (
 from collage_fx.runtime.calls import Call, Kernel, StepInParts, ValueIndex
 from collage_fx.runtime.checkpoint import adopt, note_compiled
 from collage_fx.runtime.error_terms import (
-    Expansion,
     change_layout,
     expansion_of,
-    full_value,
     require_format,
-    reset_error_terms,
 )
 from collage_fx.runtime.layouts import Expected, refuse_layout
 from collage_fx.runtime.meter import MeasuredInput, Meter, MeteredStep, Rows
@@ -31,7 +28,6 @@ __all__ = [
     "SUMS_OF_PIECE",
     "Call",
     "CompensatedStep",
-    "Expansion",
     "Expected",
     "Kernel",
     "KnownTensor",
@@ -49,7 +45,6 @@ __all__ = [
     "buffer_at",
     "change_layout",
     "expansion_of",
-    "full_value",
     "known_tensors",
     "note_compiled",
     "optimizers_among",
@@ -57,5 +52,4 @@ __all__ = [
     "prepare_compiler",
     "refuse_layout",
     "require_format",
-    "reset_error_terms",
 ]

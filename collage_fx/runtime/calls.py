@@ -17,19 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collage_fx.graph import Reason
-from collage_fx.runtime.batches import (
-    CELL,
-    SUMS_OF_PIECE,
-    Batch,
-    Gather,
-)
-from collage_fx.torch_compat import (
-    CFunction,
-    takes_a_list,
-)
-
-__all__ = ["Call", "Kernel", "StepInParts", "ValueIndex"]
+from collage_fx.graph import Reasons
+from collage_fx.runtime.batches import CELL, SUMS_OF_PIECE, Batch, Gather
+from collage_fx.torch_compat import CFunction, takes_a_list
 
 
 @dataclass(frozen=True)
@@ -41,16 +31,16 @@ class Kernel:
         function: the C++ function that this comes down to, where the rule is independent and that is so.
         kinds: of the function's arguments, as in :class:`~collage_fx.runtime.batches.Batch`.
         divisible: whether the function may be called for a piece of the tensors.
-        in_python: why Python has to call it, once for each part, where there is no such function.
-        simplified: why it is not the code that Inductor usually writes, where it is not.
+        reasons: why it is not made, or not called, in a faster way.
+        vectors: as in :class:`~collage_fx.graph.Route`.
     """
 
     call: Callable[[list[Any]], Any]
     function: CFunction | None = None
     kinds: tuple[int, ...] = ()
     divisible: bool = False
-    in_python: Reason | None = None
-    simplified: Reason | None = None
+    reasons: Reasons = ()
+    vectors: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -59,14 +49,14 @@ class Call:
 
     Attributes:
         kernel: what is called.
-        places: of its arguments, among the values of the step.
+        values: its arguments, as indices into the list of the step's values.
         wave: calls of one wave need no results of each other, only of earlier ones, and write to nothing that
             another one reads.
         elements: of its tensors, if the kernel's rule is flat.
     """
 
     kernel: Kernel
-    places: tuple[int, ...]
+    values: tuple[int, ...]
     wave: int
     elements: int
 
@@ -78,7 +68,7 @@ class StepInParts:
     That the arguments have the layouts that the kernels were made for is the caller's to see to.
 
     A step works on a list of values: its arguments, then constants, then memory for results, then numbers
-    that are computed in Python. All else names places in that list.
+    that are computed in Python. All else names indices of that list.
 
     Args:
         arguments: how many there are.
@@ -86,7 +76,7 @@ class StepInParts:
         results: size, stride, dtype and device of tensors to be allocated.
         numbers: functions and their operands: ``ValueIndex`` or constant.
         calls: what is called, in an order in which it can be.
-        outputs: places of what is returned, None for None.
+        outputs: indices of what is returned, None for None.
     """
 
     def __init__(
@@ -104,23 +94,23 @@ class StepInParts:
         self.calls = calls
         self.outputs = outputs
         first_result = arguments + len(constants)
-        in_python = {place for place in outputs if place is not None}
-        in_python.update(place for call in calls if call.kernel.function is None for place in call.places)
-        places = range(first_result, first_result + len(results))
-        self._allocated = [each for each in zip(places, results, strict=True) if each[0] in in_python]
-        self._table = _Table(place for place in places if place not in in_python)
+        in_python = {index for index in outputs if index is not None}
+        in_python.update(index for call in calls if call.kernel.function is None for index in call.values)
+        indices = range(first_result, first_result + len(results))
+        self._allocated = [each for each in zip(indices, results, strict=True) if each[0] in in_python]
+        self._table = _Table(index for index in indices if index not in in_python)
         self.stages = [self._table.batch(group) or group for group in _grouped(calls)]
 
     @property
     def kernels(self) -> list[Kernel]:
-        """What it calls, each once."""
+        """The kernels that the step calls, each once."""
         return list({id(call.kernel): call.kernel for call in self.calls}.values())
 
     def __call__(self, arguments: list[Any]) -> Any:
         values = [*arguments, *self.constants, *[None] * len(self.results)]
         arguments.clear()
-        for place, (size, stride, dtype, device) in self._allocated:
-            values[place] = torch.empty_strided(size, stride, dtype=dtype, device=device)
+        for index, (size, stride, dtype, device) in self._allocated:
+            values[index] = torch.empty_strided(size, stride, dtype=dtype, device=device)
         for function, operands in self.numbers:
             values.append(function(*(values[o.index] if isinstance(o, ValueIndex) else o for o in operands)))
         addresses, scratch = self._table.of(values)
@@ -129,8 +119,8 @@ class StepInParts:
                 stage(addresses, scratch)
             else:
                 for call in stage:
-                    call.kernel.call([values[place] for place in call.places])
-        return tuple(None if place is None else values[place] for place in self.outputs)
+                    call.kernel.call([values[index] for index in call.values])
+        return tuple(None if index is None else values[index] for index in self.outputs)
 
 
 def _grouped(calls: Sequence[Call]) -> list[list[Call]]:
@@ -142,18 +132,18 @@ def _grouped(calls: Sequence[Call]) -> list[list[Call]]:
 
 
 class _Table:
-    """Which values of a step's list batches need the address of, and which cells of scratch memory they use.
+    """The numbering of what batches read: addresses of a step's values, and cells of scratch memory.
 
     Args:
-        results: places of the values that are numbers for batches alone: cells of scratch memory.
+        results: indices of the values that are numbers for batches alone: cells of scratch memory.
     """
 
     def __init__(self, results: Iterable[int]) -> None:
-        self._cells = {place: ~cell for cell, place in enumerate(results)}
+        self._cells = {index: ~cell for cell, index in enumerate(results)}
         self._numbers: dict[int, int] = {}
 
     def batch(self, calls: Sequence[Call]) -> Batch | None:
-        """Calls of one kernel, if it is a function."""
+        """Calls of one kernel as a batch, if the kernel is a C++ function."""
         kernel = calls[0].kernel
         if kernel.function is None:
             return None
@@ -161,7 +151,7 @@ class _Table:
         def entry(call: Call, argument: int, kind: int) -> int:
             # Neither a length nor a buffer is in the table.
             is_address = kind >= 0 or kind == SUMS_OF_PIECE
-            return self._of_place(call.places[argument]) if is_address else 0
+            return self._of_value(call.values[argument]) if is_address else 0
 
         arguments = list(zip(kernel.function.arguments, kernel.kinds, strict=True))
         return Batch(
@@ -172,10 +162,10 @@ class _Table:
             divisible=kernel.divisible,
         )
 
-    def _of_place(self, place: int) -> int:
-        if place in self._cells:
-            return self._cells[place]
-        return self._numbers.setdefault(place, len(self._numbers))
+    def _of_value(self, index: int) -> int:
+        if index in self._cells:
+            return self._cells[index]
+        return self._numbers.setdefault(index, len(self._numbers))
 
     def of(self, values: list[Any]) -> tuple[array[int], Tensor]:
         """The table of a step, and its scratch memory."""

@@ -29,10 +29,10 @@ what may be gone is warned about by name.
 Note [Copies and pickles]
 -------------------------
 ``copy.deepcopy(opt)`` and ``pickle`` go through ``__getstate__`` and ``__setstate__``, which are wrapped in
-the same way: the state takes along a :class:`Carried` of each tensor that has error terms, and the memo of
-the copy or the pickle sees to it that these tensors are the copy's own parameters and states. A pickle
-thereby names a class of ours, so that unpickling it imports collage_fx, or fails where there is none. So
-``copy.deepcopy((model, opt))`` is a pair that trains on like the first. A model copied or saved *alone* is
+the same way: the state takes along a :class:`PickledExpansion` of each tensor that has error terms, and the
+memo of the copy or the pickle sees to it that these tensors are the copy's own parameters and states. A
+pickle thereby names a class of ours, so that unpickling it imports collage_fx, or fails where there is none.
+So ``copy.deepcopy((model, opt))`` is a pair that trains on like the first. A model copied or saved *alone* is
 made of the tensors that the user sees: its parameters have no error terms, the values are hi. Here too a
 class that overrides the methods is covered as far as it calls those of the base class.
 """
@@ -52,14 +52,12 @@ from torch.optim import Optimizer
 from collage_fx.errors import CheckpointMismatchError, ConflictingErrorFormatError
 from collage_fx.graph import Role
 from collage_fx.numerics import ERROR_FORMATS, ErrorFormat, is_low_precision
-from collage_fx.runtime.error_terms import allocate, expansion_of
+from collage_fx.runtime.error_terms import ensure_expansion, expansion_of
 from collage_fx.runtime.optimizers import known_tensors, parameter_names, shared_tensors, state_tensors
 from collage_fx.torch_compat import wrap_states
 
-__all__ = ["Carried", "adopt", "install", "note_compiled"]
-
 PREFIX = "collage_fx."
-#: Entry of a state dict for tensors that belong to no single parameter, and of what a pickle carries.
+#: Entry of a state dict for tensors that belong to no single parameter, and of what a pickle holds.
 SHARED = "collage_fx"
 PARAMETER_SLOT = "parameter"
 
@@ -68,17 +66,25 @@ _loaded_without_error_terms: WeakSet[Optimizer] = WeakSet()
 
 StateDict = dict[str, Any]
 
+#: ``(key of a parameter in the state dict, slot)``; ``(None, name)`` of what belongs to no single parameter.
+Owner = tuple[Any, str]
+
 #: (format, auxiliary) -> tensor, of one state tensor.
-Saved = dict[tuple[str, str], Tensor]
+Auxiliaries = dict[tuple[str, str], Tensor]
+Saved = dict[Owner, Auxiliaries]
 
 
 @dataclass(frozen=True, eq=False)
-class Carried:
-    """What a pickle of an optimizer holds for one tensor with error terms."""
+class PickledExpansion:
+    """One tensor with its auxiliaries, as the pickle of an optimizer holds them."""
 
     tensor: Tensor
     format_name: str
     auxiliaries: tuple[Tensor, ...]
+
+
+#: The class's name in pickles of earlier versions.
+Carried = PickledExpansion
 
 
 def install() -> None:
@@ -87,14 +93,14 @@ def install() -> None:
 
 
 def note_compiled(optimizer: Optimizer) -> None:
-    """The backend has compiled a step of ``optimizer``.
+    """Note that the backend has compiled a step of ``optimizer``.
 
     Warn if its checkpoint had no error terms to go on with.
     """
     _compiled.add(optimizer)
     if optimizer in _loaded_without_error_terms:
         _loaded_without_error_terms.discard(optimizer)
-        _warn_zeros(optimizer)
+        _warn(optimizer, NO_ERROR_TERMS)
 
 
 def _saving(state_dict: Callable[..., StateDict]) -> Callable[..., StateDict]:
@@ -118,7 +124,7 @@ def _entries(optimizer: Optimizer, parameter: Tensor) -> StateDict:
 
 
 def _keyed_auxiliaries(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """``(name.format.auxiliary, buffer)`` of those that have error terms."""
+    """Pairs ``(name.format.auxiliary, buffer)`` of those tensors that have error terms."""
     for name, tensor in tensors:
         if (expansion := expansion_of(tensor)) is not None:
             specs = expansion.format.auxiliaries(tensor)
@@ -142,12 +148,12 @@ def _warn_unsaved(optimizer: Optimizer) -> None:
 
 def _packing(getstate: Callable[..., StateDict]) -> Callable[..., StateDict]:
     def with_error_terms(self: Optimizer) -> StateDict:
-        carried = [
-            Carried(entry.tensor, expansion.format.name, expansion.auxiliaries)
+        pickled = [
+            PickledExpansion(entry.tensor, expansion.format.name, expansion.auxiliaries)
             for entry in known_tensors({"self": self}).values()
             if entry.role is not Role.GRADIENT and (expansion := expansion_of(entry.tensor)) is not None
         ]
-        return {**getstate(self), **({SHARED: carried} if carried else {})}
+        return {**getstate(self), **({SHARED: pickled} if pickled else {})}
 
     return with_error_terms
 
@@ -157,7 +163,7 @@ def _unpacking(setstate: Callable[..., None]) -> Callable[..., None]:
         setstate(self, {key: value for key, value in state.items() if key != SHARED})
         for each in state.get(SHARED, ()):
             name = f"{type(self).__name__} in a pickle"
-            expansion = allocate(each.tensor, _known_format(each.format_name, name), name=name)
+            expansion = ensure_expansion(each.tensor, _known_format(each.format_name, name), name=name)
             expansion.replace_contents(each.auxiliaries)
 
     return with_error_terms
@@ -165,11 +171,10 @@ def _unpacking(setstate: Callable[..., None]) -> Callable[..., None]:
 
 def _loading(load_state_dict: Callable[..., None]) -> Callable[..., None]:
     def with_error_terms(self: Optimizer, state_dict: StateDict, *args: Any, **kwargs: Any) -> None:
-        plain, saved, shared = _separated(state_dict)
+        plain, saved = _separated(state_dict)
         _refuse_mismatches(self, plain, saved)
-        _refuse_shared_mismatches(plain, shared)
         load_state_dict(self, plain, *args, **kwargs)
-        _restore(self, plain, saved, shared)
+        _restore(self, plain, saved)
 
     return with_error_terms
 
@@ -182,52 +187,49 @@ def adopt(optimizer: Optimizer) -> None:
         ConflictingErrorFormatError: likewise.
     """
     held = {"state": optimizer.state, "param_groups": optimizer.param_groups}
-    plain, saved, _ = _separated(held)
+    plain, saved = _separated(held)
     if not saved:
         return
     lost = []
-    for _, name, parameter in _keyed_parameters(optimizer, plain):
-        for slot, tensor in _slots(optimizer, parameter):
-            if is_low_precision(tensor.dtype) and (cast := saved.get(parameter, {}).get(slot)):
-                if (auxiliaries := _as_before_the_cast(cast, tensor)) is None:
-                    lost.append(f"{name}.{slot}")
-                    del saved[parameter][slot]
-                else:
-                    saved[parameter][slot] = auxiliaries
-    lost += [
-        f"{name} (if there were any)" for name, each in _shared(optimizer) if is_low_precision(each.dtype)
-    ]
+    for owner, name, tensor in _held(optimizer, plain):
+        if owner[0] is None and is_low_precision(tensor.dtype):
+            lost.append(f"{name} (if there were any)")
+        elif owner in saved and is_low_precision(tensor.dtype):
+            saved[owner] = _as_before_the_cast(saved[owner], tensor)
+            lost += [] if saved[owner] else [name]
     _refuse_mismatches(optimizer, plain, saved)
-    for parameter in saved:
+    for parameter in {parameter for parameter, _ in saved}:
         for key in [key for key in optimizer.state[parameter] if str(key).startswith(PREFIX)]:
             del optimizer.state[parameter][key]
         if not optimizer.state[parameter]:
             del optimizer.state[parameter]
-    _restore(optimizer, plain, saved, {})
+    _restore(optimizer, plain, saved)
     if lost:
-        _warn_lost(optimizer, lost)
+        warnings.warn(
+            f"collage_fx: torch loaded a checkpoint into {type(optimizer).__name__} before collage_fx was "
+            f"imported, which has cost the error terms of {', '.join(lost)}; they start from zero. To keep "
+            "them, import collage_fx above load_state_dict",
+            stacklevel=2,
+        )
 
 
-def _as_before_the_cast(auxiliaries: Saved, hi: Tensor) -> Saved | None:
-    """What torch has cast to hi's dtype, in its own again; None where the cast has cut bits off."""
+def _as_before_the_cast(auxiliaries: Auxiliaries, hi: Tensor) -> Auxiliaries:
+    """Auxiliaries that torch has cast to hi's dtype, cast back; none where the cast has cut bits off."""
     found = dict(auxiliaries)
     for format_name in {format_name for format_name, _ in auxiliaries} & ERROR_FORMATS.keys():
         for spec in ERROR_FORMATS[format_name].auxiliaries(hi):
             key = format_name, spec.name
             if key in found and found[key].dtype != spec.dtype:
                 if spec.dtype not in (torch.int8, torch.uint8):  # whose values hi's format holds
-                    return None
+                    return {}
                 found[key] = found[key].to(spec.dtype)
     return found
 
 
-def _separated(state_dict: StateDict) -> tuple[StateDict, dict[Any, dict[str, Saved]], dict[str, Saved]]:
-    """A state dict without our keys, and what stood under them.
-
-    Of each parameter: key -> slot -> :data:`Saved`. Of what they share: name -> :data:`Saved`.
-    """
+def _separated(state_dict: StateDict) -> tuple[StateDict, Saved]:
+    """A state dict without our keys, and what stood under them."""
     plain: dict[Any, Any] = {}
-    saved: dict[Any, dict[str, Saved]] = {}
+    saved = _by_owner(None, state_dict.get(SHARED, {}))
     for key, entries in state_dict["state"].items():
         if not isinstance(entries, dict):
             plain[key] = entries
@@ -236,45 +238,42 @@ def _separated(state_dict: StateDict) -> tuple[StateDict, dict[Any, dict[str, Sa
         rest = {name: value for name, value in entries.items() if name not in ours}
         if rest or not ours:
             plain[key] = rest
-        if ours:
-            saved[key] = _by_name({name.removeprefix(PREFIX): value for name, value in ours.items()})
+        saved |= _by_owner(key, {name.removeprefix(PREFIX): value for name, value in ours.items()})
     rest = {name: value for name, value in state_dict.items() if name != SHARED}
-    return {**rest, "state": plain}, saved, _by_name(state_dict.get(SHARED, {}))
+    return {**rest, "state": plain}, saved
 
 
-def _by_name(keyed: Mapping[str, Tensor]) -> dict[str, Saved]:
-    """The inverse of :func:`_keyed_auxiliaries`."""
-    saved: dict[str, Saved] = {}
+def _by_owner(parameter: Any, keyed: Mapping[str, Tensor]) -> Saved:
+    """The inverse of :func:`_keyed_auxiliaries`, for one parameter or for what belongs to none."""
+    saved: Saved = {}
     for key, value in keyed.items():
-        name, format_name, auxiliary = key.rsplit(".", 2)
-        saved.setdefault(name, {})[format_name, auxiliary] = value
+        slot, format_name, auxiliary = key.rsplit(".", 2)
+        saved.setdefault((parameter, slot), {})[format_name, auxiliary] = value
     return saved
 
 
-def _refuse_mismatches(optimizer: Optimizer, plain: StateDict, saved: dict[Any, dict[str, Saved]]) -> None:
+def _refuse_mismatches(optimizer: Optimizer, plain: StateDict, saved: Saved) -> None:
     """Raise before anything is loaded if an error term doesn't fit the tensor it belongs to."""
+    names = {None: ""}
+    owners: dict[Owner, tuple[Tensor, torch.dtype]] = {}
+    for slot, tensor in _shared_in(plain):
+        owners[None, slot] = tensor, tensor.dtype
     for key, name, parameter in _keyed_parameters(optimizer, plain):
-        owners = {PARAMETER_SLOT: parameter, **dict(state_tensors(plain["state"].get(key, {})))}
-        for slot, auxiliaries in saved.get(key, {}).items():
-            where = f"{name}.{slot}"
-            if slot not in owners:
+        names[key] = f"{name}."
+        for slot, tensor in ((PARAMETER_SLOT, parameter), *state_tensors(plain["state"].get(key, {}))):
+            owners[key, slot] = tensor, parameter.dtype
+    for (key, slot), auxiliaries in saved.items():
+        if key in names and auxiliaries:  # torch refuses other numbers of parameters, in its own words
+            where = f"{names[key]}{slot}"
+            if (key, slot) not in owners:
                 raise _mismatch("error terms of a state that the checkpoint does not hold", where)
-            if is_low_precision(parameter.dtype):
-                _refuse_mismatch(auxiliaries, owners[slot], parameter.dtype, where)
-        _refuse_other_format(
-            parameter, saved.get(key, {}).get(PARAMETER_SLOT, {}), f"{name}.{PARAMETER_SLOT}"
-        )
+            tensor, dtype = owners[key, slot]
+            if is_low_precision(dtype):
+                _refuse_mismatch(auxiliaries, tensor, dtype, where)
+            _refuse_other_format(tensor, auxiliaries, where)
 
 
-def _refuse_shared_mismatches(plain: StateDict, shared: dict[str, Saved]) -> None:
-    owners = dict(_shared_in(plain))
-    for name, auxiliaries in shared.items():
-        if name not in owners:
-            raise _mismatch("error terms of a state that the checkpoint does not hold", name)
-        _refuse_mismatch(auxiliaries, owners[name], owners[name].dtype, name)
-
-
-def _refuse_mismatch(saved: Saved, owner: Tensor, dtype: torch.dtype, where: str) -> None:
+def _refuse_mismatch(saved: Auxiliaries, owner: Tensor, dtype: torch.dtype, where: str) -> None:
     """Raise unless ``saved`` is what one format keeps for a tensor of ``owner``'s shape and of ``dtype``."""
     name = next(format_name for format_name, _ in saved)
     hi = torch.empty_strided(owner.size(), owner.stride(), dtype=dtype, device="meta")
@@ -302,9 +301,9 @@ def _known_format(name: str, where: str) -> ErrorFormat:
     return ERROR_FORMATS[name]
 
 
-def _refuse_other_format(parameter: Tensor, saved: Saved, where: str) -> None:
-    """Raise if a compiled step of this process keeps the parameter's error terms in another format."""
-    live = expansion_of(parameter)
+def _refuse_other_format(tensor: Tensor, saved: Auxiliaries, where: str) -> None:
+    """Raise if a compiled step of this process keeps the tensor's error terms in another format."""
+    live = expansion_of(tensor)
     for format_name, _ in saved:
         if live is not None and format_name != live.format.name:
             raise ConflictingErrorFormatError(
@@ -325,76 +324,57 @@ def _mismatch(met: str, where: str) -> CheckpointMismatchError:
     )
 
 
-def _restore(
-    optimizer: Optimizer, plain: StateDict, saved: dict[Any, dict[str, Saved]], shared: dict[str, Saved]
-) -> None:
+def _restore(optimizer: Optimizer, plain: StateDict, saved: Saved) -> None:
     """Put saved error terms beside the loaded tensors; where there are none, live ones become zero."""
     had_live = False
     unused: list[str] = []
-    pairs = [(name, tensor, shared.get(name)) for name, tensor in _shared(optimizer)]
-    for key, name, parameter in _keyed_parameters(optimizer, plain):
-        for slot, tensor in _slots(optimizer, parameter):
-            pairs.append((f"{name}.{slot}", tensor, saved.get(key, {}).get(slot)))
-    for name, tensor, auxiliaries in pairs:
+    for owner, name, tensor in _held(optimizer, plain):
+        auxiliaries = saved.get(owner)
         if auxiliaries and is_low_precision(tensor.dtype):
-            _put(tensor, auxiliaries, name)
+            error_format = ERROR_FORMATS[next(format_name for format_name, _ in auxiliaries)]
+            ensure_expansion(tensor, error_format, name=name).replace_contents(
+                [auxiliaries[error_format.name, spec.name] for spec in error_format.auxiliaries(tensor)]
+            )
         elif auxiliaries:
             unused.append(f"{name} ({tensor.dtype})")
         elif (live := expansion_of(tensor)) is not None:
             had_live = True
             live.clear()
     if unused:
-        _warn_unused(optimizer, unused)
-    if saved or shared:
+        others = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
+        _warn(optimizer, f"error terms for {unused[0]}{others}, which needs none; they are left out")
+    if saved:
         _loaded_without_error_terms.discard(optimizer)
     elif had_live or optimizer in _compiled:
-        _warn_zeros(optimizer)
+        _warn(optimizer, NO_ERROR_TERMS)
     else:
         _loaded_without_error_terms.add(optimizer)
 
 
-def _put(tensor: Tensor, saved: Saved, name: str) -> None:
-    error_format = ERROR_FORMATS[next(format_name for format_name, _ in saved)]
-    expansion = allocate(tensor, error_format, name=name)
-    expansion.replace_contents(
-        [saved[error_format.name, spec.name] for spec in error_format.auxiliaries(tensor)]
-    )
+NO_ERROR_TERMS = "no error terms (it was saved by a plain optimizer); they start from zero"
 
 
-def _warn_unused(optimizer: Optimizer, names: list[str]) -> None:
-    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    warnings.warn(
-        f"collage_fx: the checkpoint loaded into {type(optimizer).__name__} holds error terms for "
-        f"{names[0]}{others}, which "
-        "needs none; they are left out",
-        stacklevel=2,
-    )
-
-
-def _warn_lost(optimizer: Optimizer, names: list[str]) -> None:
-    warnings.warn(
-        f"collage_fx: torch loaded a checkpoint into {type(optimizer).__name__} before collage_fx was "
-        f"imported, which has cost the error terms of {', '.join(names)}; they start from zero. To keep "
-        "them, import collage_fx above load_state_dict",
-        stacklevel=2,
-    )
-
-
-def _warn_zeros(optimizer: Optimizer) -> None:
-    warnings.warn(
-        f"collage_fx: the checkpoint loaded into {type(optimizer).__name__} holds no error terms (it was "
-        "saved by a plain "
-        "optimizer); they start from zero",
-        stacklevel=2,
-    )
+def _warn(optimizer: Optimizer, holds: str) -> None:
+    """Warn of what a checkpoint holds, or does not hold."""
+    name = type(optimizer).__name__
+    warnings.warn(f"collage_fx: the checkpoint loaded into {name} holds {holds}", stacklevel=3)
 
 
 def _keyed_parameters(optimizer: Optimizer, state_dict: StateDict) -> Iterator[tuple[Any, str, Tensor]]:
-    """``(key in the state dict, name, parameter)`` of every parameter that both sides have."""
+    """The ``(key in the state dict, name, parameter)`` of every parameter that both sides have."""
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]
     # Not strict: torch checks the lengths, in its own words.
     for key, (name, parameter) in zip(keys, parameter_names(optimizer), strict=False):
         yield key, name, parameter
+
+
+def _held(optimizer: Optimizer, state_dict: StateDict) -> Iterator[tuple[Owner, str, Tensor]]:
+    """The tensors that an optimizer keeps, with their owners in a state dict and their names."""
+    for key, name, parameter in _keyed_parameters(optimizer, state_dict):
+        for slot, tensor in _slots(optimizer, parameter):
+            yield (key, slot), f"{name}.{slot}", tensor
+    for name, tensor in _shared(optimizer):
+        yield (None, name), name, tensor
 
 
 def _slots(optimizer: Optimizer, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -410,6 +390,6 @@ def _shared(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
 
 
 def _shared_in(state_dict: StateDict) -> Iterator[tuple[str, Tensor]]:
-    """``(name, tensor)`` of what belongs to no single parameter in a state dict."""
+    """The ``(name, tensor)`` of each tensor in a state dict that belongs to no single parameter."""
     keys = (key for group in state_dict["param_groups"] for key in group["params"])
     return shared_tensors(state_dict["param_groups"], state_dict["state"], keys)

@@ -1,4 +1,4 @@
-"""Where error terms live: a table keyed by tensor, and what a user may ask of it.
+"""The tables of all error terms, keyed by tensor, and the functions by which a user asks for them.
 
 Note [Lifetime of error terms]
 ------------------------------
@@ -32,23 +32,7 @@ from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary, WeakIdRef, Weak
 
 from collage_fx.errors import ConflictingErrorFormatError
 from collage_fx.numerics import ErrorFormat
-from collage_fx.torch_compat import (
-    has_storage,
-    real_tensors,
-    storage_of,
-)
-
-__all__ = [
-    "Expansion",
-    "allocate",
-    "change_layout",
-    "error_terms",
-    "expansion_of",
-    "full_value",
-    "require_format",
-    "reset_error_terms",
-    "state_of_records",
-]
+from collage_fx.torch_compat import has_storage, real_tensors, storage_of
 
 
 class _Records:
@@ -71,13 +55,13 @@ def state_of_records() -> object:
 
 @dataclass(eq=False)
 class Expansion:
-    """What is kept beside one tensor.
+    """The record of one tensor's auxiliaries.
 
     Attributes:
         format: how hi and the auxiliaries encode the value.
         auxiliaries: the buffers, in the order of the format's specifications.
         owner: the object it was made for.
-        memory: the storages and the places in them by which it can be found.
+        memory: the storages and the regions in them by which it can be found.
     """
 
     format: ErrorFormat
@@ -106,7 +90,7 @@ class Expansion:
                 auxiliary.zero_()
 
 
-#: See Note [One tensor under several objects]: by object, and by storage and place in it.
+#: The records by object, and by storage and region in it: Note [One tensor under several objects].
 _BY_OBJECT = WeakTensorKeyDictionary()
 _BY_STORAGE = WeakIdKeyDictionary()
 _LOCK = threading.Lock()
@@ -124,39 +108,39 @@ def expansion_of(tensor: Tensor) -> Expansion | None:
 def _in_memory_of(tensor: Tensor) -> Expansion | None:
     if not has_storage(tensor):
         return None
-    places: dict[Hashable, Expansion] = _BY_STORAGE.get(tensor.untyped_storage(), {})
-    found = places.get(_place(tensor))
+    by_region: dict[Hashable, Expansion] = _BY_STORAGE.get(tensor.untyped_storage(), {})
+    found = by_region.get(_region(tensor))
     owner = None if found is None else found.owner()
     return found if owner is None or _is_same_memory(owner, tensor) else None
 
 
 def _is_same_memory(one: Tensor, other: Tensor) -> bool:
-    return has_storage(one) and storage_of(one) == storage_of(other) and _place(one) == _place(other)
+    return has_storage(one) and storage_of(one) == storage_of(other) and _region(one) == _region(other)
 
 
-def _place(tensor: Tensor) -> Hashable:
+def _region(tensor: Tensor) -> Hashable:
     return tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()
 
 
 def _record_memory(tensor: Tensor, expansion: Expansion) -> None:
     if has_storage(tensor):
-        storage, place = tensor.untyped_storage(), _place(tensor)
-        places = _BY_STORAGE.setdefault(storage, {})
-        if places.get(place) is not expansion:
-            places[place] = expansion
+        storage, region = tensor.untyped_storage(), _region(tensor)
+        by_region = _BY_STORAGE.setdefault(storage, {})
+        if by_region.get(region) is not expansion:
+            by_region[region] = expansion
             there_still = [each for each in expansion.memory if each[0]() is not None]
-            expansion.memory = [*there_still, (WeakIdRef(storage), place)]
+            expansion.memory = [*there_still, (WeakIdRef(storage), region)]
 
 
 def _forget_memory(expansion: Expansion) -> None:
-    for reference, place in expansion.memory:
+    for reference, region in expansion.memory:
         storage = reference()
-        places = {} if storage is None else _BY_STORAGE.get(storage, {})
-        if places.get(place) is expansion:
-            del places[place]
+        by_region = {} if storage is None else _BY_STORAGE.get(storage, {})
+        if by_region.get(region) is expansion:
+            del by_region[region]
 
 
-def allocate(tensor: Tensor, error_format: ErrorFormat, *, name: str) -> Expansion:
+def ensure_expansion(tensor: Tensor, error_format: ErrorFormat, *, name: str) -> Expansion:
     """The tensor's record, made with zeros if there is none.
 
     Args:
@@ -257,7 +241,7 @@ def error_terms(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def full_value(tensor: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
-    """``hi + error terms`` in ``dtype``, a new tensor of the same shape.
+    """The value ``hi + error terms`` in ``dtype``, a new tensor of the same shape.
 
     Exact in float64 for every registered format (a bfloat16 pair spans at most 53 bits wherever lo is within
     2**-44 of hi).

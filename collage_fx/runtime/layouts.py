@@ -1,4 +1,4 @@
-"""Whether the tensors that a step is called with are what its code was made for.
+"""Checks that the tensors that a step is called with are what its code was made for.
 
 Note [What Dynamo does not look at]
 -----------------------------------
@@ -26,21 +26,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collage_fx.errors import (
-    ChangedTensorError,
-    UnsupportedTensorError,
-)
+from collage_fx.errors import ChangedTensorError, UnsupportedTensorError
 from collage_fx.torch_compat import assert_size_stride, laid_out_like
-
-__all__ = ["Expected", "Layouts", "picking", "refuse_layout"]
 
 
 @dataclass(frozen=True)
 class Expected:
-    """A tensor among a step's arguments, as its code was made for.
+    """The description of the tensor that a step's code expects as one of its arguments.
 
     Attributes:
-        place: among the arguments.
+        index: of it among the arguments.
         name: as the user knows it.
         dtype, device: its own.
         size, stride: at compile time.
@@ -48,7 +43,7 @@ class Expected:
         is_only_read: whether a copy of it would do.
     """
 
-    place: int
+    index: int
     name: str
     dtype: torch.dtype
     device: torch.device
@@ -59,13 +54,14 @@ class Expected:
 
     def fit(self, arguments: list[Any]) -> bool:
         """Whether the tensor has been replaced by a copy that fits; raise if it fits in no way."""
-        tensor = arguments[self.place]
+        tensor = arguments[self.index]
         refuse_layout(tensor, self.name)
         if tensor.dtype is not self.dtype or tensor.device != self.device:
             raise self._changed(f"{tensor.dtype} on {tensor.device}", f"{self.dtype} on {self.device}")
-        if self.is_only_read and tensor.shape == self.size and self._is_laid_out_otherwise(tensor):
+        is_laid_out_otherwise = tensor.stride() != self.stride or tensor.is_neg()
+        if self.is_only_read and tensor.shape == self.size and is_laid_out_otherwise:
             fitting = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
-            arguments[self.place] = fitting.copy_(tensor)
+            arguments[self.index] = fitting.copy_(tensor)
             return True
         if tensor.is_neg():
             raise UnsupportedTensorError(
@@ -81,9 +77,6 @@ class Expected:
                 found = f"size {tuple(tensor.shape)} and strides {tensor.stride()}"
                 raise self._changed(found, f"size {self.size} and strides {self.stride}") from None
         return False
-
-    def _is_laid_out_otherwise(self, tensor: Tensor) -> bool:
-        return tensor.stride() != self.stride or tensor.is_neg()
 
     def _changed(self, found: str, expected: str) -> ChangedTensorError:
         return ChangedTensorError(
@@ -103,8 +96,8 @@ class Layouts:
 
     def __init__(self, expected: Sequence[Expected]) -> None:
         self.expected = expected
-        self._tensors = picking([each.place for each in expected])
-        # Whether tensors are like those of the last call, and what had to be copied in it.
+        self._tensors = picking([each.index for each in expected])
+        # A test that tensors are like those of the last call, and what had to be copied in it.
         self._last: tuple[Callable[..., bool], Sequence[Expected]] = (_unknown, ())
 
     def fit(self, arguments: list[Any]) -> None:
@@ -127,11 +120,11 @@ def _unknown(*tensors: Tensor) -> bool:
     return False
 
 
-def picking(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """``itemgetter``, but a tuple also of one place, or of none."""
-    if len(places) > 1:
-        return itemgetter(*places)
-    return lambda values: tuple(values[place] for place in places)
+def picking(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """A function like ``itemgetter(*indices)`` that returns a tuple also for one index, or none."""
+    if len(indices) > 1:
+        return itemgetter(*indices)
+    return lambda values: tuple(values[index] for index in indices)
 
 
 def refuse_layout(tensor: Tensor, name: str) -> None:

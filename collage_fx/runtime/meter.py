@@ -1,4 +1,4 @@
-"""The rows that measured steps fill, and what is kept of them: Note [Metrics] in ``numerics/update_sums.py``.
+"""The rows that measured steps fill, and their copies: Note [Metrics] in ``numerics/update_sums.py``.
 
 A step is what an optimizer's ``step`` does once, in however many compiled graphs: a step begins when a tensor
 is updated that has been updated since the last one began.
@@ -15,16 +15,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
-from collage_fx.graph import InputInfo, Role, StateTensor
+from collage_fx.graph import InputInfo, Role
 from collage_fx.numerics import SIZES, SUMS
 from collage_fx.runtime.metrics import MeasuredTensor, Metrics, UpdateQuality
 from collage_fx.runtime.optimizers import parameter_names, state_tensors
-from collage_fx.torch_compat import (
-    real_tensors,
-    takes_a_list,
-)
-
-__all__ = ["MeasuredInput", "Meter", "MeteredStep", "Rows"]
+from collage_fx.torch_compat import real_tensors, takes_a_list
 
 #: Numbers of a row in memory, and where its sizes begin: each part begins at a multiple of 128 bytes, as GPU
 #: kernels may take for granted.
@@ -36,7 +31,7 @@ Step = Callable[[list[Any]], Any]
 
 @dataclass(frozen=True)
 class _Identity:
-    """What is known of a measured tensor: :class:`MeasuredTensor` before the user's names are asked for."""
+    """The identity of a measured tensor: a :class:`MeasuredTensor` before the model's names are known."""
 
     name: str
     kind: str
@@ -63,7 +58,7 @@ class _Clock:
 
 @dataclass
 class _Snapshot:
-    """What one measured call left in its rows."""
+    """A copy of the rows that one measured call has filled."""
 
     subject: str
     step: int
@@ -100,7 +95,7 @@ class Meter:
                     self._ranks.setdefault(identity.name, len(self._ranks))
 
     def identity(self, tensor: Tensor, info: InputInfo) -> _Identity:
-        """What is known of a measured tensor: what it is to an optimizer, or else as a graph's input."""
+        """The identity of a measured tensor: as an optimizer knows it, or else as a graph's input."""
         kind = "parameter" if info.role is Role.PARAMETER else info.symbol
         known = self._identities.get(tensor)
         return known if known is not None else _Identity(info.name, kind, None, None, info.name)
@@ -112,11 +107,11 @@ class Meter:
         self._snapshots.append(snapshot)
 
     def forget(self) -> None:
-        """Drop what has been measured; the count of steps goes on."""
+        """Drop all measurements; the count of steps goes on."""
         self._snapshots.clear()
 
     def metrics(self, model: torch.nn.Module | None = None) -> Metrics:
-        """What has been measured; waits for the devices.
+        """All that has been measured; this waits for the devices.
 
         Args:
             model: whose names for parameters are used, rather than those that the optimizer knows.
@@ -137,12 +132,12 @@ class Meter:
         return Metrics(dict(sorted(steps.items())), tensors)
 
     def _order(self, identity: _Identity) -> tuple[bool, int]:
-        """Parameters first, and all as the optimizers have them."""
+        """A sort key: parameters first, and all in the order in which the optimizers have them."""
         return identity.kind != "parameter", self._ranks.get(identity.name, len(self._ranks))
 
 
 def _quality(elements: int, row: Sequence[float]) -> UpdateQuality:
-    """What a row says, its sample taken for all elements."""
+    """The quality of an update, from its row; what is counted in the sample is scaled to all elements."""
     sample = row[SIZES_AT:][: len(SIZES)]
     each = elements / sum(sample) if elements else 0
     sizes = tuple(count * each for count in sample)
@@ -163,25 +158,20 @@ class MeasuredInput:
     """An input of a step that is measured.
 
     Attributes:
-        position: its place among the step's arguments.
+        index: of it among the step's arguments.
         info: what it is to the user.
         elements: how many it has.
         device: where it is.
     """
 
-    position: int
+    index: int
     info: InputInfo
     elements: int
     device: torch.device
 
-    @classmethod
-    def of(cls, state: StateTensor, position: int, info: InputInfo) -> MeasuredInput:
-        """An input that the tensor of a program stands for."""
-        return cls(position, info, int(state.value.numel()), state.value.device)
-
 
 class Rows:
-    """Memory for the sums of one compiled step, at the same place in every call."""
+    """Memory for the sums of one compiled step, at the same addresses in every call."""
 
     def __init__(self, measured: Sequence[MeasuredInput]) -> None:
         with real_tensors():
@@ -195,7 +185,7 @@ class Rows:
             ]
 
     def copy(self) -> Tensor:
-        """What they hold, one row per tensor, on its device if there is but one."""
+        """A copy of the sums, one row per tensor, on their device if there is but one."""
         if len(self._buffers) == 1:
             return next(iter(self._buffers.values())).clone()
         return torch.stack([row.cpu() for row in self._rows])
@@ -238,7 +228,7 @@ class MeteredStep:
     def __call__(self, arguments: list[Any]) -> Any:
         keys, identities = self.keys, self.identities
         if identities is None:
-            tensors = [arguments[each.position] for each in self.inputs]
+            tensors = [arguments[each.index] for each in self.inputs]
             keys, identities = tuple(map(id, tensors)), self._identities(tensors)
         step = self.clock.tick(keys)
         if self.plain is not None and step % self.meter.every:

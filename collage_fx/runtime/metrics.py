@@ -1,4 +1,4 @@
-"""What became of the updates: the metrics of :meth:`CollageBackend.metrics`, derived from a few sums.
+"""The metrics of :meth:`CollageBackend.metrics`: how much of each update arrived, derived from a few sums.
 
 Definitions, for the elements of a tensor, a group or a module, in one step. D is the intended update: the new
 value computed in float32 less the whole old value, hi + lo. D̂ is the effective update: what is stored after
@@ -27,12 +27,10 @@ from typing import ClassVar, TypeVar
 from collage_fx.errors import InvalidOptionError
 from collage_fx.numerics import OCTAVES, ROW, SIZES
 
-__all__ = ["MeasuredTensor", "Metrics", "UpdateQuality"]
-
 
 @dataclass(frozen=True)
 class MeasuredTensor:
-    """Whose update was measured.
+    """The tensor whose update was measured.
 
     Attributes:
         name: as the user knows it.
@@ -51,7 +49,7 @@ class MeasuredTensor:
 
 @dataclass(frozen=True)
 class UpdateQuality:
-    """One step's update of one tensor, or of several.
+    """The measurements of one step's update of one tensor, or of several.
 
     Attributes:
         elements: how many.
@@ -98,17 +96,17 @@ class UpdateQuality:
 
     @property
     def intended_norm(self) -> float:
-        """||D||."""
+        """The norm ||D|| of the intended update."""
         return math.sqrt(self.intended)
 
     @property
     def effective_norm(self) -> float:
-        """||D̂|| of hi + lo."""
+        """The norm ||D̂|| of the effective update of hi + lo."""
         return math.sqrt(self.effective)
 
     @property
     def effective_norm_hi(self) -> float:
-        """||D̂|| of hi alone."""
+        """The norm ||D̂|| of the effective update of hi alone."""
         return math.sqrt(self.effective_hi)
 
     @property
@@ -164,7 +162,7 @@ class UpdateQuality:
 
     @property
     def error_norm(self) -> float:
-        """||lo|| after the step."""
+        """The norm ||lo|| of the error terms after the step."""
         return math.sqrt(self.error)
 
     @property
@@ -177,7 +175,7 @@ class UpdateQuality:
         return {name: getattr(self, name) for name in DERIVED}
 
 
-#: What is written into files and given to loggers.
+#: The derived values that are written into files and given to loggers.
 DERIVED = tuple(name for name, value in vars(UpdateQuality).items() if isinstance(value, property))
 
 
@@ -185,12 +183,12 @@ def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else math.nan
 
 
-#: What tensors are put together by.
+#: The type of keys by which tensors are put into groups.
 Key = TypeVar("Key")
 
 
 class Metrics(Mapping[int, Mapping[str, UpdateQuality]]):
-    """Step -> tensor's name -> :class:`UpdateQuality`. Steps are counted from 1.
+    """The measurements: step -> tensor's name -> :class:`UpdateQuality`. Steps are counted from 1.
 
     Args:
         steps: what has been measured.
@@ -240,8 +238,8 @@ class Metrics(Mapping[int, Mapping[str, UpdateQuality]]):
                 tensor = self.tensors[name]
                 if kind in (None, tensor.kind):
                     found = result.setdefault(step, {})
-                    place = key(tensor)
-                    found[place] = found[place] + quality if place in found else quality
+                    group = key(tensor)
+                    found[group] = found[group] + quality if group in found else quality
         return result
 
     def overall(self, kind: str = "parameter") -> dict[int, UpdateQuality]:
@@ -322,7 +320,7 @@ class Metrics(Mapping[int, Mapping[str, UpdateQuality]]):
 
 
 def _plain(value: object) -> object:
-    """What JSON has a notation for."""
+    """A value as JSON can write it: NaN and infinities as None."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -1,4 +1,4 @@
-"""What an optimizer holds, and what the user calls it: parameters, gradients, state and shared tensors."""
+"""The tensors that an optimizer holds, with the names that the user knows them by."""
 
 from __future__ import annotations
 
@@ -11,15 +11,6 @@ from torch.optim import Optimizer
 
 from collage_fx.graph import Role
 from collage_fx.torch_compat import pytree
-
-__all__ = [
-    "KnownTensor",
-    "known_tensors",
-    "optimizers_among",
-    "parameter_names",
-    "shared_tensors",
-    "state_tensors",
-]
 
 
 @dataclass(frozen=True)
@@ -53,7 +44,7 @@ def optimizers_among(variables: Mapping[str, Any]) -> dict[str, Optimizer]:
 
 
 def parameter_names(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
-    """``(name, parameter)``: the module's own names where the optimizer was given them, else positions."""
+    """Pairs ``(name, parameter)``: the module's names where the optimizer was given them, else positions."""
     for i, group in enumerate(optimizer.param_groups):
         names = group.get("param_names", ())
         for j, parameter in enumerate(group["params"]):
@@ -61,7 +52,7 @@ def parameter_names(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
 
 
 def state_tensors(state: Mapping[Any, Any] | None) -> Iterator[tuple[str, Tensor]]:
-    """``(slot, tensor)`` of one parameter's optimizer state, containers within it included.
+    """Pairs ``(slot, tensor)`` of one parameter's optimizer state, containers within it included.
 
     None is the state of a parameter that another process steps (``ZeroRedundancyOptimizer``).
     """
@@ -73,7 +64,7 @@ def state_tensors(state: Mapping[Any, Any] | None) -> Iterator[tuple[str, Tensor
 def shared_tensors(
     groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any], parameter_keys: Iterable[Any]
 ) -> Iterator[tuple[str, Tensor]]:
-    """``(name, tensor)`` of what belongs to no single parameter: in groups, and in state under other keys.
+    """Pairs ``(name, tensor)`` of what belongs to no single parameter: in groups, or elsewhere in state.
 
     Args:
         groups: an optimizer's own, or those of its state dict.
@@ -90,7 +81,7 @@ def shared_tensors(
 
 
 def known_tensors(optimizers: Mapping[str, Optimizer]) -> dict[int, KnownTensor]:
-    """What the optimizers hold, by ``id``, in their order: a parameter, its gradient, its state, the next.
+    """The tensors of the optimizers by ``id``, in order: a parameter, its gradient, its state, the next one.
 
     Args:
         optimizers: by variable; with more than one of them, names begin with the variable.

@@ -1,4 +1,4 @@
-"""A compiled step at run time: it finds the error terms, looks at the layouts, and calls the code."""
+"""The compiled step at run time: it finds the error terms, checks the layouts, and calls the code."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ from torch.utils.weak import TensorWeakRef
 from collage_fx.errors import LostErrorTermsError
 from collage_fx.graph import InputInfo
 from collage_fx.numerics import ErrorFormat
-from collage_fx.runtime.error_terms import Expansion, allocate, state_of_records
+from collage_fx.runtime.error_terms import Expansion, ensure_expansion, state_of_records
 from collage_fx.runtime.layouts import Expected, Layouts, picking, refuse_layout
 from collage_fx.torch_compat import takes_a_list
-
-__all__ = ["CompensatedStep", "WholeStep", "bind"]
 
 
 @takes_a_list
@@ -39,7 +37,7 @@ class CompensatedStep:
     def __init__(
         self,
         compiled: Any,
-        bindings: Sequence[_Bound | _PerCall],
+        bindings: Sequence[Binding],
         expected: tuple[Sequence[Expected], Sequence[Expected]] = ((), ()),
         rows: Sequence[Tensor] = (),
     ) -> None:
@@ -62,25 +60,23 @@ class CompensatedStep:
 
     def _add_error_terms(self, arguments: list[Any], state: object) -> None:
         found = [
-            auxiliary
-            for binding in self.bindings
-            for auxiliary in (binding.expansion() or binding.found(arguments)).auxiliaries
+            auxiliary for binding in self.bindings for auxiliary in binding.expansion(arguments).auxiliaries
         ]
         arguments += found
         self.added.fit(arguments)
-        if all(isinstance(binding, _Bound) for binding in self.bindings):
+        if all(binding.bound is not None for binding in self.bindings):
             self._buffers, self._state = [weakref.ref(auxiliary) for auxiliary in found], state
 
 
 class WholeStep:
-    """Calls a step as Dynamo calls what a backend returns: what AOTAutograd's wrapper would do for it.
+    """A step for Dynamo to call, in place of AOTAutograd's wrapper around the compiled graph.
 
     Args:
         step: takes the inputs of the whole graph as one list.
         bound: the first of them, which are the same in every call.
         passed: how many of them Dynamo passes.
-        updated: places of those whose version counters have to say so.
-        gradients: places of those that it does not pass, and of the parameters that have them.
+        updated: indices of those whose version counters have to say so.
+        gradients: indices of those that it does not pass, and of the parameters that have them.
     """
 
     def __init__(
@@ -95,9 +91,9 @@ class WholeStep:
         self.bound = bound
         self.owners = [bound[parameter] for parameter in gradients.values()]
         behind = range(len(bound), len(bound) + passed + len(gradients))
-        known = [*(place for place in behind if place not in gradients), *gradients]
-        index = {place: i for i, place in enumerate(known)}
-        self.in_order = picking([index[place] for place in behind])
+        known = [*(index for index in behind if index not in gradients), *gradients]
+        order = {index: i for i, index in enumerate(known)}
+        self.in_order = picking([order[index] for index in behind])
         self.updated = picking(updated)
 
     def __call__(self, *arguments: Any) -> Any:
@@ -108,56 +104,50 @@ class WholeStep:
             return self.step(values)
 
 
-def bind(position: int, info: InputInfo, error_format: ErrorFormat) -> _Bound | _PerCall:
-    """Where a compiled step finds the error terms of an input; those of a bound one are made now."""
+def bind(index: int, info: InputInfo, error_format: ErrorFormat) -> Binding:
+    """The way for a compiled step to find the error terms of an input; those of a bound one are made now."""
     if not info.bound or info.tensor is None:
-        return _PerCall(position, error_format, info.name)
-    expansion = allocate(info.tensor, error_format, name=info.name)
-    return _Bound(TensorWeakRef(info.tensor), weakref.ref(expansion), error_format, info.name)
+        return Binding(index, error_format, info.name)
+    expansion = ensure_expansion(info.tensor, error_format, name=info.name)
+    return Binding(index, error_format, info.name, TensorWeakRef(info.tensor), weakref.ref(expansion))
 
 
 @dataclass
-class _Bound:
-    """Error terms of a tensor that is an attribute of the captured module: the same one in every call.
+class Binding:
+    """Finds the error terms of one of a step's inputs.
 
-    Neither the tensor nor its error terms are kept alive. The record is remembered, so that a step costs no
-    lookup; where it has been dropped (``reset_error_terms``) while the tensor lives, the tensor gets a new
-    one.
+    Those of an argument are looked up in each call by its identity, and made at its first step. An attribute
+    of the captured module is the same tensor in every call: its record is remembered, so that a step costs no
+    lookup; where that has been dropped (``reset_error_terms``) while the tensor lives, the tensor gets a new
+    one. Neither the tensor nor its error terms are kept alive.
+
+    Attributes:
+        index: the input's, among the arguments.
+        error_format: of its error terms.
+        name: as the user knows it.
+        bound: the tensor, if it is an attribute of the module.
+        record: and where its error terms were found last.
     """
 
-    tensor: TensorWeakRef
-    expansion: weakref.ref[Expansion]
+    index: int
     error_format: ErrorFormat
     name: str
+    bound: TensorWeakRef | None = None
+    record: Callable[[], Expansion | None] = lambda: None
 
-    def found(self, arguments: Sequence[Any]) -> Expansion:
-        tensor = self.tensor()
+    def expansion(self, arguments: Sequence[Any]) -> Expansion:
+        """The record of the input in a call."""
+        if (known := self.record()) is not None:
+            return known
+        tensor = arguments[self.index] if self.bound is None else self.bound()
         if tensor is None:
             raise LostErrorTermsError(
                 "the tensor that this compiled step updates is gone, and its error terms with it",
                 where=self.name,
                 remedy="compile the step of the optimizer in use: torch.compile(opt.step, backend=...)",
             )
-        expansion = allocate(tensor, self.error_format, name=self.name)
-        self.expansion = weakref.ref(expansion)
-        return expansion
-
-
-@dataclass
-class _PerCall:
-    """Error terms of a tensor that is an argument of each call.
-
-    Looked up by identity, made at its first step.
-    """
-
-    position: int
-    error_format: ErrorFormat
-    name: str
-
-    def expansion(self) -> None:
-        """Not known before the call."""
-
-    def found(self, arguments: Sequence[Any]) -> Expansion:
-        tensor = arguments[self.position]
         refuse_layout(tensor, self.name)
-        return allocate(tensor, self.error_format, name=self.name)
+        expansion = ensure_expansion(tensor, self.error_format, name=self.name)
+        if self.bound is not None:
+            self.record = weakref.ref(expansion)
+        return expansion

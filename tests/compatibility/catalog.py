@@ -1,4 +1,4 @@
-"""What the rows of the compatibility table are made of: optimizers, their options, and what to feed them."""
+"""The catalogue of the compatibility table: optimizers, their options, and what to feed them."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Variant:
-    """What is measured: a row with one setting of ``foreach``."""
+    """The unit of measurement: a row with one setting of ``foreach``."""
 
     row: Row
     foreach: Mapping[str, bool | None]

@@ -49,7 +49,7 @@ COMPILED_ONLY = ("capturable", "fused")
 
 @dataclass
 class Measurement:
-    """What one variant showed.
+    """The outcome of measuring one variant.
 
     Attributes:
         outcome: see above.

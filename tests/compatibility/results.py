@@ -40,7 +40,7 @@ def _path(variant: Variant) -> Path:
 
 
 def load(variant: Variant) -> Measurement | None:
-    """What has been measured of a variant, None where it has to be measured."""
+    """The stored measurement of a variant; None where it has to be measured."""
     path = _path(variant)
     if not path.exists():
         return None

@@ -1,4 +1,4 @@
-"""``docs/compatibility.md``: made of measurements, and read back, to keep rows and to be checked.
+"""The table ``docs/compatibility.md``: made of measurements, and read back, to keep rows and to be checked.
 
 A line's cells are texts. Within them, ``{reason}`` stands in the document as the number of a note, ``[1]``.
 """
@@ -71,12 +71,12 @@ class Line:
 
     @property
     def outcomes(self) -> set[str]:
-        """Without reasons."""
+        """The outcomes without reasons."""
         return set(re.sub(r" \{.*?\}", "", self.outcome).split("; "))
 
     @property
     def falls_short(self) -> bool:
-        """Whether its errors do: see :func:`tests.compatibility.measure.falls_short`."""
+        """Whether the errors of a row fall short: see :func:`tests.compatibility.measure.falls_short`."""
         return bool(self.plain and self.error) and falls_short(_value(self.plain), _value(self.error))
 
 
@@ -100,7 +100,7 @@ ERRORS = ("plain", "single", "error")
 
 
 def torch_version() -> str:
-    """Without the build's suffix, such as ``+cpu``."""
+    """The version of torch without the build's suffix, such as ``+cpu``."""
     return torch.__version__.partition("+")[0]
 
 
@@ -210,7 +210,7 @@ def document(lines: Sequence[Line]) -> str:
 
 
 def _summary(lines: Sequence[Line]) -> str:
-    """How many classes do what, with all the options tried."""
+    """A summary: how many classes do what, with all the options tried."""
     by_class: dict[str, set[str]] = {}
     for line in lines:
         by_class.setdefault(f"{line.package} {line.optimizer}", set()).update(line.outcomes)
@@ -242,7 +242,7 @@ def read(text: str) -> dict[Key, Line]:
 
 
 def differences(written: Line, measured: Line) -> list[str]:
-    """Where a line of the document is not what was measured, apart from noise."""
+    """The lines of the document that are not what was measured, apart from noise."""
     found = []
     for cell, header in zip(fields(Line), HEADERS, strict=True):
         old, new = getattr(written, cell.name), getattr(measured, cell.name)

@@ -105,7 +105,7 @@ def _takes(subject: Subject, option: str) -> bool:
 
 
 def _of_this_torch(subject: Subject) -> Subject:
-    """Without the options that the installed torch's class does not take."""
+    """The rows without the options that the installed torch's class does not take."""
     fitting = tuple(
         options for options in subject.options if all(_takes(subject, option) for option in options)
     )

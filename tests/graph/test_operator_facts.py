@@ -76,7 +76,7 @@ OTHERWISE_NAMED = (
 
 
 class Call(NamedTuple):
-    """Of a functional operator: no tensor in it is overwritten."""
+    """A call of a functional operator: no tensor in it is overwritten."""
 
     operator: Any
     args: Any
@@ -92,12 +92,12 @@ class Call(NamedTuple):
         return [leaf for leaf in pytree.tree_leaves((self.args, self.kwargs)) if _is_float(leaf)]
 
     def of(self, make: Callable[[Tensor], Tensor]) -> Call:
-        """With other floating-point tensors."""
+        """The call with other floating-point tensors."""
         change = lambda leaf: make(leaf) if _is_float(leaf) else leaf  # noqa: E731
         return self._replace(**pytree.tree_map(change, {"args": self.args, "kwargs": self.kwargs}))
 
     def with_numbers(self, make: Callable[[float], float]) -> Call:
-        """With other Python floats."""
+        """The call with other Python floats."""
         change = lambda leaf: make(leaf) if isinstance(leaf, float) else leaf  # noqa: E731
         return self._replace(**pytree.tree_map(change, {"args": self.args, "kwargs": self.kwargs}))
 
@@ -182,7 +182,7 @@ def _overloads(name: str) -> list[Any]:
 
 
 def _is_taken_apart(overload: Any) -> bool:
-    """Whether neither the recorder nor a graph ever sees it."""
+    """Whether an operator is decomposed before the recorder or a graph sees it."""
     try:
         return bool(
             torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), "CompositeImplicitAutograd")

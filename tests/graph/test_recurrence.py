@@ -86,5 +86,4 @@ def test_a_recurrence_is_read_through_what_keeps_the_value_alone(
     step: Callable[..., object], kind: Kind
 ) -> None:
     (state,) = after(captured(step, "m g"), "analyze").states
-    assert state.recurrence is not None
     assert state.recurrence.kind is kind

@@ -40,8 +40,6 @@ def test_recurrences_read_as_one_writes_them() -> None:
 )
 def test_bfloat16_moving_averages_are_lossy_from_095(beta2: float, lossy: bool) -> None:
     state = _state(_adam(0.9, beta2), "p g m v", "v")
-    assert state.recurrence is not None
-    assert state.verdict is not None
     assert state.recurrence.kind is Kind.MOVING_AVERAGE
     assert state.verdict.lossy is lossy
     assert float(state.recurrence.slopes[0]) == beta2
@@ -50,7 +48,6 @@ def test_bfloat16_moving_averages_are_lossy_from_095(beta2: float, lossy: bool) 
 @pytest.mark.parametrize(("beta2", "lossy"), [(0.95, False), (0.99, False), (0.995, True), (0.999, True)])
 def test_float16_has_three_more_bits(beta2: float, lossy: bool) -> None:
     state = _state(_adam(0.9, beta2), "p g m v", "v", dtypes=torch.float16)
-    assert state.verdict is not None
     assert state.verdict.lossy is lossy
 
 
@@ -100,8 +97,6 @@ def _copy(v: Tensor, g: Tensor) -> None:
 )
 def test_kinds(step: Callable[..., Any], symbols: str, kind: Kind, lossy: bool) -> None:
     state = _state(step, symbols, "v")
-    assert state.recurrence is not None
-    assert state.verdict is not None
     assert (state.recurrence.kind, state.verdict.lossy) == (kind, lossy), state.verdict.reason
 
 
@@ -126,7 +121,6 @@ def _through_another(p: Tensor, g: Tensor, a: Tensor) -> None:
 
 def test_a_value_that_returns_through_another_tensor_is_carried() -> None:
     state = _state(_through_another, "p g a", "p", strategy="light")
-    assert state.recurrence is not None
     assert state.recurrence.slopes == (2,)
     assert state.compensated
 
@@ -137,7 +131,6 @@ def _within_bounds(v: Tensor, g: Tensor) -> None:
 
 def test_bounds_are_read_too() -> None:
     state = _state(_within_bounds, "v g", "v")
-    assert state.recurrence is not None
     assert state.recurrence.kind is Kind.ACCUMULATION
 
 

@@ -24,7 +24,7 @@ Step = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Any]
 
 
 def adam(p: Tensor, m: Tensor, v: Tensor, lr: Tensor, t: Tensor) -> None:
-    """As torch.optim writes it for a compiled step; t is the bias correction."""
+    """Adam as torch.optim writes it for a compiled step; t is the bias correction."""
     step_size = -lr
     p.add_(m / (v.sqrt() / (t * step_size) + 1e-8 / step_size))
 

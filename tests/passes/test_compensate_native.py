@@ -99,7 +99,7 @@ def test_error_of_what_is_scaled_by_a_number(
 
 
 def scaled_and_added_in_float32(v: Tensor, g: Tensor, lr: Tensor) -> None:
-    """As torch 2.11 decomposes ``addcdiv``."""
+    """A step that computes as torch 2.11 decomposes ``addcdiv``."""
     v.copy_((v * lr).float() + g.float())
 
 

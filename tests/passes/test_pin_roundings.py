@@ -1,9 +1,15 @@
 """Roundings that are read back are explicit, roundings that are only stored are not."""
 
+from typing import Any
+
+import pytest
 import torch
 
+from collage_fx.graph import GraphEditor, Retyper, placeholders
 from collage_fx.graph.operators import round_to_storage
 from tests.support.programs import after, captured, moving_average, sgd
+
+aten = torch.ops.aten
 
 
 def _roundings(program_after: torch.fx.GraphModule) -> int:
@@ -36,3 +42,20 @@ def test_no_low_precision_value_is_computed_with() -> None:
                 torch.ops.prims.convert_element_type.default,
                 torch.ops.aten.copy_.default,
             )
+
+
+@pytest.mark.parametrize("number", [1.01, 257])
+@pytest.mark.parametrize("is_named", [False, True])
+def test_a_tensor_of_one_number_has_the_number_as_it_is_stored(number: Any, is_named: bool) -> None:
+    gm = captured(lambda p, g: p.add_(g), "p g").gm
+    editor, (p, g) = GraphEditor(gm, "test"), placeholders(gm.graph)
+    (total,) = gm.graph.find_nodes(op="call_function", target=aten.add.Tensor)
+    with gm.graph.inserting_before(total):
+        arguments = ((), {"fill_value": number}) if is_named else ((number,), {})
+        total.replace_input_with(g, editor.call(aten.full_like.default, p, *arguments[0], **arguments[1]))
+    Retyper(editor, rounding=True).run()
+    gm.recompile()
+    values = torch.full((4,), -1.0, dtype=torch.bfloat16)
+    expected = values + torch.full_like(values, number)
+    gm(values, values)
+    assert torch.equal(values, expected)

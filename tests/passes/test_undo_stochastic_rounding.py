@@ -26,7 +26,7 @@ def draw(x: Tensor, **options: Any) -> Tensor:
 
 
 def in_place(x: Tensor) -> Tensor:
-    """As in pytorch#120376, from where most projects have it."""
+    """Stochastic rounding as in pytorch#120376, from where most projects have it."""
     result = draw(x)
     result.add_(x.view(torch.int32))
     result.bitwise_and_(MASK)
@@ -34,14 +34,14 @@ def in_place(x: Tensor) -> Tensor:
 
 
 def dithered(x: Tensor) -> Tensor:
-    """As in heavyball, with its ``dither_steps`` of 2."""
+    """Stochastic rounding as in heavyball, with its ``dither_steps`` of 2."""
     bits = x.to(torch.float32).view(dtype=torch.int32)
     noise = sum(torch.randint_like(bits, low=0, high=1 << 16) for _ in range(2))
     return (noise + bits - (1 << 15)).bitwise_and(MASK).view(torch.float32).bfloat16()
 
 
 def chosen(x: Tensor) -> Tensor:
-    """As in torchao."""
+    """Stochastic rounding as in torchao."""
     noise = torch.randint(0, 1 << 16, x.shape, device=x.device, dtype=torch.int32)
     bits = x.view(torch.int32)
     down = bits & 0xFFFF0000

@@ -9,9 +9,8 @@ from torch.fx import GraphModule
 
 from collage_fx import CollageBackend, CollageReport, explain
 from collage_fx.graph.program import Kind, Role, Strategy
-from collage_fx.report.report import TensorReport
 from collage_fx.report.tables import TEXT_WIDTH, text_section
-from collage_fx.report.tensors import treatments
+from collage_fx.report.tensors import TensorReport, treatments
 from tests.support.training import Descent, parameters, run_steps
 
 NAMES = [

@@ -423,7 +423,7 @@ def test_a_run_whose_checkpoint_plain_torch_has_loaded_is_the_uninterrupted_run(
 
 
 def loaded_by_plain_torch(optimizer: torch.optim.Optimizer, checkpoint: dict[str, Any]) -> None:
-    """As ``load_state_dict`` does where nothing has wrapped it."""
+    """Load a state dict as ``load_state_dict`` does where nothing has wrapped it."""
     torch.optim.Optimizer.load_state_dict.__wrapped__(optimizer, checkpoint)  # type: ignore[attr-defined]
 
 

@@ -17,7 +17,7 @@ from collage_fx import CollageBackend, error_terms, full_value
 from collage_fx.errors import ChangedTensorError, UnsupportedTensorError
 from collage_fx.numerics.error_formats import ERROR_FORMATS
 from collage_fx.runtime.calls import StepInParts
-from collage_fx.runtime.error_terms import allocate
+from collage_fx.runtime.error_terms import ensure_expansion
 from collage_fx.runtime.layouts import Expected, Layouts
 from tests.support.training import differences, everything, parameters, run_steps, set_gradients
 from tests.support.whole import pipeline
@@ -67,11 +67,11 @@ def change_size_of_gradient(run: Run) -> str:
 
 
 def change_strides_of_error_terms(run: Run) -> str:
-    """As another compiled step does, for which the parameter was laid out in another way."""
+    """Lay error terms out anew, as another compiled step does whose parameter had other strides."""
     p = run.params[0]
     data = p.data
     p.data = transposed(data)
-    allocate(p, ERROR_FORMATS["mcf"], name="p")
+    ensure_expansion(p, ERROR_FORMATS["mcf"], name="p")
     p.data = data
     return r"strides \(1, 4\), where .* strides \(6, 1\)\s+where: an error term\n"
 

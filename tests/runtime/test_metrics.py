@@ -30,8 +30,8 @@ from collage_fx.numerics.update_sums import (
     SIZES,
     SUMS,
     TOGETHER,
-    place_in_sizes,
     sampled,
+    size_bin,
     sizes,
     sums,
 )
@@ -58,7 +58,7 @@ LOSS = (BLOCK + 2) * 2.0**-24
 
 
 class Momentum(Optimizer):
-    """Of numbers with few bits, every result of its arithmetic is a float32 number."""
+    """Momentum of numbers with few bits: every result of its arithmetic is a float32 number."""
 
     decay, lr = 0.5, 2.0**-12
 
@@ -124,8 +124,8 @@ def expected(old: Tensor, old_full: Tensor, update: Tensor, tensor: Tensor) -> d
     return {name: value.sum().item() for name, value in zip(SUMS, values, strict=True)}
 
 
-def place(update: float, hi: float, dtype: torch.dtype) -> int:
-    """Where in SIZES an update counts, in exact arithmetic."""
+def bin_of(update: float, hi: float, dtype: torch.dtype) -> int:
+    """The index in SIZES at which an update counts, in exact arithmetic."""
     if update == 0:
         return 0
     if not math.isfinite(update):
@@ -135,11 +135,11 @@ def place(update: float, hi: float, dtype: torch.dtype) -> int:
 
 
 def expected_sizes(update: Tensor, hi: Tensor, dtype: torch.dtype) -> tuple[float, ...]:
-    """Of the elements of a sample, which is all of a small tensor; scaled to the number of elements."""
+    """The sizes of a sample's elements, which are all of a small tensor; scaled to the number of elements."""
     sample = [i for i in (sampled(i, hi.numel()) for i in range(SAMPLE)) if i < hi.numel()]
     counts = [0] * len(SIZES)
     for i in sample:
-        counts[place(update.flatten()[i].item(), hi.flatten()[i].item(), dtype)] += 1
+        counts[bin_of(update.flatten()[i].item(), hi.flatten()[i].item(), dtype)] += 1
     return tuple(count * (hi.numel() / len(sample)) for count in counts)
 
 
@@ -363,11 +363,11 @@ def test_sizes_are_exact(dtype: torch.dtype) -> None:
     near = hi * torch.exp2(torch.randint(-29, 9, hi.shape, generator=generator))
     updates = torch.where(torch.arange(hi.numel()) % 3 > 0, near, bits.view(torch.float32))
     # hi + lo = 0 leaves D as it is.
-    found = place_in_sizes(hi, -hi, updates, dtype)
-    wanted = [place(d, h, dtype) for d, h in zip(updates.tolist(), hi.tolist(), strict=True)]
+    found = size_bin(hi, -hi, updates, dtype)
+    wanted = [bin_of(d, h, dtype) for d, h in zip(updates.tolist(), hi.tolist(), strict=True)]
     assert found.tolist() == wanted
     assert len(set(wanted)) == len(SIZES)
-    assert place_in_sizes(hi[:1], -hi[:1], torch.tensor([math.nan]), dtype).item() == len(OCTAVES)
+    assert size_bin(hi[:1], -hi[:1], torch.tensor([math.nan]), dtype).item() == len(OCTAVES)
 
 
 @pytest.mark.parametrize("shape", [(1,), (0,), (37, 29), (40, 70)])

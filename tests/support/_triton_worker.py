@@ -98,7 +98,7 @@ def to_odd_f32(x: Array) -> Array:
 
 
 def cast(self: Any, src: Any, dst_type: Any) -> Any:
-    """What ``cast_impl`` should do: see Note [Triton's interpreter rounds bf16 wrongly]."""
+    """A ``cast_impl`` that does what it should: see Note [Triton's interpreter rounds bf16 wrongly]."""
     source, target = src.dtype.scalar, dst_type.scalar
     if target.is_fp8() or source.is_fp8():
         raise NotImplementedError(

@@ -72,7 +72,7 @@ def assert_same(compiled: Sequence[Tensors], eager: Sequence[Tensors]) -> None:
 
 
 def assert_half_ulp(tensors: Tensors) -> None:
-    """``|lo| <= ulp(hi)/2`` for every expansion, and lo = 0 where hi is not finite."""
+    """Assert ``|lo| <= ulp(hi)/2`` for every expansion, and lo = 0 where hi is not finite."""
     for name, lo in tensors.items():
         if not name.endswith(".lo"):
             continue

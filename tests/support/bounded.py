@@ -41,7 +41,7 @@ SMALLEST = {torch.bfloat16: -133, torch.float16: -24, torch.float32: -149}
 
 @dataclass(frozen=True)
 class Rounding:
-    """What an operation may be off by.
+    """The error bound of an operation.
 
     Attributes:
         plain: for everybody, relative to the largest of its terms.
@@ -143,7 +143,7 @@ class Bounded:
         )
 
     def __mul__(self, other: Any) -> Bounded:
-        """Of a number near 1, native arithmetic makes a sum: Note [Decay is an increment]."""
+        """Multiply; by a number near 1, native arithmetic makes a sum: Note [Decay is an increment]."""
         is_decay = not isinstance(other, Bounded) and abs(other - 1) <= abs(other) / 2
         other = self._as_operand(other)
         value = self.value * other.value
@@ -176,7 +176,7 @@ class Bounded:
         return self.sqrt()
 
     def __rpow__(self, base: float) -> Bounded:
-        """``base ** t`` for an exact t: an error of the base is multiplied by t.
+        """Raise a base to an exact t: an error of the base is multiplied by t.
 
         Of numbers alone, which are computed in float32.
         """
@@ -264,7 +264,7 @@ class Bounded:
         return self + value * (self._as_operand(a) / b)
 
     def lerp(self, end: Any, weight: float) -> Bounded:
-        """``x + w (end - x)``, or ``end - (1 - w)(end - x)``, whose terms are no larger."""
+        """Interpolate: ``x + w (end - x)``, or ``end - (1 - w)(end - x)``, whose terms are no larger."""
         return self + weight * (self._as_operand(end) - self)
 
     # -- tensors' housekeeping: no arithmetic
@@ -301,7 +301,7 @@ class Bounded:
     # -- memory
 
     def loaded(self, name: str, dtype: torch.dtype, *, compensated: bool) -> Bounded:
-        """What a step computes with: hi + lo, in native arithmetic for the tensor itself alone."""
+        """The value that a step computes with: hi + lo, in native arithmetic for the tensor itself alone."""
         result = Bounded(self.value, self.error, rounding=self.rounding)
         result.name = name
         if compensated and self.rounding is not WIDE:
@@ -310,7 +310,7 @@ class Bounded:
         return result
 
     def stored(self, name: str, dtype: torch.dtype, *, compensated: bool) -> Bounded:
-        """What memory keeps: a multiple of the format's precision, or of its square for a pair.
+        """The value that memory keeps, off by the format's precision, or by its square for a pair.
 
         A pair is off by ``max(u**2 |x|, q/2)``, a single number by ``max(u |x|, q/2)``, q the smallest
         subnormal.

@@ -27,7 +27,7 @@ def captured(
     arithmetic: Arithmetic = "wide",
     error_format: str = "mcf",
 ) -> StepProgram:
-    """``step`` as a program that no pass has seen.
+    """Capture ``step`` as a program that no pass has seen.
 
     Args:
         step: mutates its tensors in place, as an optimizer does.
@@ -59,21 +59,21 @@ def captured_of(
     arithmetic: Arithmetic = "wide",
     error_format: str = "mcf",
 ) -> StepProgram:
-    """``step`` of these tensors, all of them state, as a program that no pass has seen."""
+    """Capture ``step`` of these tensors, all of them state, as a program that no pass has seen."""
     gm = functional_graph(step, *tensors)
     infos = [InputInfo(node.name, node.name, Role.STATE) for node in gm.graph.find_nodes(op="placeholder")]
     return StepProgram(gm, infos, strategy, arithmetic, ERROR_FORMATS[error_format])
 
 
 def after(program: StepProgram, last: str) -> StepProgram:
-    """``program`` after every pass of the pipeline up to and including the one named ``last``."""
+    """Run a program through every pass of the pipeline up to and including the one named ``last``."""
     names = [each.name for each in PIPELINE]
     run_pipeline(program, PIPELINE[: names.index(last) + 1])
     return program
 
 
 def only(program: StepProgram, *passes: Pass) -> StepProgram:
-    """``program`` after just these passes."""
+    """Run a program through just these passes."""
     run_pipeline(program, passes)
     return program
 

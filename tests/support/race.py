@@ -75,7 +75,7 @@ class Race:
         return len(self.backend.report().graphs)
 
     def errors(self, i: int) -> tuple[float, float]:
-        """Of one parameter's net displacement: compensated, plain."""
+        """The relative errors of one parameter's net displacement: compensated, plain."""
         ours, plain, exact = (parameters[i] for parameters in self.parameters)
         meant = exact.detach() - self.start[i]
         return relative_error(full_value(ours) - self.start[i], meant), relative_error(

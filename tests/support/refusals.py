@@ -1,4 +1,4 @@
-"""What every refusal has to be."""
+"""Checks that every refusal has to pass."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ LEARNING_RATES = {torch.bfloat16: (1e-3, 1e-4), torch.float16: (1e-4, 2e-5)}
 
 @dataclass
 class _Names:
-    """What an expression may read.
+    """The names that an expression may read.
 
     Attributes:
         signed: names of tensors.
@@ -243,7 +243,7 @@ def _epsilon(draw: Draw) -> float:
 
 
 def _like(target: str, x: str, mixed: bool) -> str:
-    """``x`` in the dtype of ``target``, without which torch refuses some of what follows."""
+    """Cast ``x`` to the dtype of ``target``, without which torch refuses some of what follows."""
     return f"({x}).to({target}.dtype)" if mixed or ".float()" in x else x
 
 
@@ -321,7 +321,7 @@ STATE_KINDS = {
 
 
 def _state_update(draw: Draw, state: str, kind: str, names: _Names) -> list[str]:
-    """What one step does to a state."""
+    """The update of a state in one step."""
     mixed, depth = names.mixed, draw(st.integers(0, 2))
     decay = draw(st.sampled_from(DECAYS))
     rest = float(f"{1 - decay:.6g}")

@@ -194,7 +194,7 @@ def _moved(arguments: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceProps:
-    """What ``torch.cuda.get_device_properties`` says of an H200, as far as Inductor asks."""
+    """The answers of ``torch.cuda.get_device_properties`` for an H200, as far as Inductor asks."""
 
     name: str = "NVIDIA H200"
     major: int = 9

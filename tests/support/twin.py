@@ -49,7 +49,7 @@ class ExactInterpreter(Interpreter):
 
 @functools.cache
 def _powers_of(base: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    """By a kernel of its own: eager pow is the CUDA toolkit's, an ulp off that of Triton's libdevice."""
+    """A kernel for powers: eager pow is the CUDA toolkit's, an ulp off that of Triton's libdevice."""
     power: Callable[[torch.Tensor], torch.Tensor] = torch.compile(
         lambda exponent: base**exponent, dynamic=False
     )

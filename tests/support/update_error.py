@@ -1,4 +1,4 @@
-"""How much of what AdamW meant to do arrives, against torch's own AdamW in float64 on the same gradients."""
+"""The error of AdamW's updates, against torch's own AdamW in float64 on the same gradients."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _adamw(parameters: Parameters) -> Optimizer:
 
 @dataclass(frozen=True)
 class Displacement:
-    """How far weights have moved, against float64; 2-norms relative to that of float64's net displacement.
+    """The displacement of weights, against float64; 2-norms relative to that of float64's net displacement.
 
     Attributes:
         error: of the full value.

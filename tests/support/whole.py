@@ -25,5 +25,5 @@ WHOLE = (*PIPELINE, Onlooker())
 
 
 def pipeline(*, by_family: bool) -> tuple[Pass, ...]:
-    """What to give a backend as its passes."""
+    """The passes to give a backend."""
     return PIPELINE if by_family else WHOLE

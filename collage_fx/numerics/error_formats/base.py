@@ -1,4 +1,4 @@
-"""What an error format is. Each format has a file of its own beside this one."""
+"""The base class of error formats. Each format has a file of its own beside this one."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 
 from collage_fx.numerics import arithmetic
-
-__all__ = ["AuxiliarySpec", "ErrorFormat"]
 
 
 class AuxiliarySpec(NamedTuple):
@@ -32,12 +30,12 @@ class AuxiliarySpec(NamedTuple):
 
     @classmethod
     def like(cls, hi: Tensor, name: str, dtype: torch.dtype) -> AuxiliarySpec:
-        """Of an auxiliary with the sizes and strides of hi."""
+        """The specification of an auxiliary with the sizes and strides of hi."""
         return cls(name, dtype, hi.shape, hi.stride())
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements."""
+        """The bytes of the tensor's elements."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def zeros(self, device: torch.device) -> Tensor:
@@ -48,7 +46,7 @@ class AuxiliarySpec(NamedTuple):
 
 
 class ErrorFormat(ABC):
-    """How hi and auxiliary tensors encode one value.
+    """A way for hi and auxiliary tensors to encode one value.
 
     A format may own any number of auxiliary tensors, of any dtype and shape. The contract, which the tests
     check for every registered format, the sign of zeros aside:
@@ -64,9 +62,9 @@ class ErrorFormat(ABC):
     of functional operations, and views change no dtype of a 16-bit tensor.
     """
 
-    #: As in ``CollageBackend(error_format=...)`` and in checkpoints; without a dot.
+    #: The name for ``CollageBackend(error_format=...)``, and in checkpoints; without a dot.
     name: ClassVar[str]
-    #: What it keeps and how precise the value is, as ``collage-fx explain --help`` and pages say it.
+    #: A phrase for ``collage-fx explain --help`` and pages: what it keeps, and how precise the value is.
     precision: ClassVar[str]
     #: Whether the expansion is a double word of the storage format, as ``arithmetic="native"`` needs it.
     is_double_word: ClassVar[bool] = False
@@ -102,3 +100,25 @@ class ErrorFormat(ABC):
     def nbytes(self, hi: Tensor) -> int:
         """Bytes of the auxiliary tensors that go with ``hi``."""
         return sum(spec.nbytes for spec in self.auxiliaries(hi))
+
+
+class OneErrorTerm(ErrorFormat):
+    """A format whose value is ``hi + lo``: its one auxiliary tensor is the error term, laid out like hi."""
+
+    is_elementwise = True
+
+    @abstractmethod
+    def lo_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of lo beside a hi of ``dtype``."""
+
+    def auxiliaries(self, hi: Tensor) -> Sequence[AuxiliarySpec]:
+        return (AuxiliarySpec.like(hi, "lo", self.lo_dtype(hi.dtype)),)
+
+    def join(self, hi: Tensor, *auxiliaries: Tensor) -> Tensor:
+        return arithmetic.join(hi, *auxiliaries)
+
+    def split(self, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        return arithmetic.split(value, dtype, self.lo_dtype(dtype))
+
+    def error_terms(self, hi: Tensor, *auxiliaries: Tensor) -> tuple[Tensor, ...]:
+        return auxiliaries

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
-from torch import Tensor
 
-from collage_fx.numerics import arithmetic
-from collage_fx.numerics.error_formats.base import AuxiliarySpec, ErrorFormat
-
-__all__ = ["Fp32"]
+from collage_fx.numerics.error_formats.base import OneErrorTerm
 
 
-class Fp32(ErrorFormat):
+class Fp32(OneErrorTerm):
     """fp32 master copy, the paper's baseline D, for comparison and debugging.
 
     The float32 auxiliary holds ``master - hi``, which is exact: hi + lo *is* the float32 master copy, bit for
@@ -23,16 +17,6 @@ class Fp32(ErrorFormat):
 
     name = "fp32"
     precision = "a float32 master copy, 24 bits: for comparison"
-    is_elementwise = True
 
-    def auxiliaries(self, hi: Tensor) -> Sequence[AuxiliarySpec]:
-        return (AuxiliarySpec.like(hi, "lo", torch.float32),)
-
-    def join(self, hi: Tensor, *auxiliaries: Tensor) -> Tensor:
-        return arithmetic.join(hi, *auxiliaries)
-
-    def split(self, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        return arithmetic.split(value, dtype, torch.float32)
-
-    def error_terms(self, hi: Tensor, *auxiliaries: Tensor) -> tuple[Tensor, ...]:
-        return auxiliaries
+    def lo_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.float32
