@@ -16,7 +16,7 @@ from collage_fx.torch_compat import (
     rename,
 )
 
-__all__ = ["Repetition", "input_name", "repeated_graph"]
+__all__ = ["ONCE", "Repetition", "input_name", "repeated_graph"]
 
 #: A family, and a member of it; None and 0 for what is done once for all families.
 Turn = tuple[int | None, int]

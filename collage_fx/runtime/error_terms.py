@@ -38,17 +38,7 @@ from collage_fx.torch_compat import (
     storage_of,
 )
 
-__all__ = [
-    "Expansion",
-    "allocate",
-    "change_layout",
-    "error_terms",
-    "expansion_of",
-    "full_value",
-    "require_format",
-    "reset_error_terms",
-    "state_of_records",
-]
+__all__ = ["Expansion", "change_layout", "expansion_of", "full_value", "require_format", "reset_error_terms"]
 
 
 class _Records:
