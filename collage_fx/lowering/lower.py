@@ -96,7 +96,7 @@ def lower(
         a reason where the graph of one of each family can't be repeated. A graph of one is always compiled.
     """
     repetition = program.repetition
-    extended = repetition.extended(program.owners_of_added)
+    extended = program.extended
     reasons: list[tuple[str, Reason | None]] = []
     compiled: Any
     with inductor_config.patch(_settings(program)):
@@ -143,7 +143,8 @@ def _expected(
         all_layouts: whether nothing else looks at sizes and strides, which are numbers then.
     """
     nodes, stores = placeholders(program.gm.graph), copies_to_inputs(program.gm.graph)
-    looked_at = nodes[: len(nodes) - len(program.rows)]
+    rows = sum(len(state.row) for state in program.measured) if program.rows else 0
+    looked_at = nodes[: len(nodes) - rows]
     places = sorted((place, i) for i, _ in enumerate(looked_at) for place in extended.copies[i])
     given: list[Expected] = []
     added: list[Expected] = []
