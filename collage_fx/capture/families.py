@@ -44,6 +44,8 @@ from collage_fx.capture.thinning import ListRows, is_plain, layout_of
 from collage_fx.graph import Groups, InputInfo, Reason, Repetition, device_facts
 from collage_fx.torch_compat import SET_GRAD_ENABLED, ThinnedLists, pytree, storage_of
 
+__all__ = ["Families", "families_of"]
+
 #: Nodes without operands that stand for no value but change how the following are captured.
 MODES = frozenset({SET_GRAD_ENABLED})
 

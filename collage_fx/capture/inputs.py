@@ -15,6 +15,8 @@ from collage_fx.graph import InputInfo, Role
 from collage_fx.runtime import KnownTensor
 from collage_fx.torch_compat import aot_input_of, symbol_source
 
+__all__ = ["describe_input", "describe_inputs"]
+
 #: The tensors that recorded steps hand from one compiled graph to the next.
 carried = WeakTensorKeyDictionary()
 

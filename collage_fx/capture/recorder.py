@@ -67,7 +67,7 @@ from collage_fx.torch_compat import (
     wrapper_subclass,
 )
 
-__all__ = ["Deferred", "Recorder", "Spec", "is_recording"]
+__all__ = ["is_recording"]
 
 aten = torch.ops.aten
 

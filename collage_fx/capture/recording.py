@@ -27,7 +27,7 @@ from collage_fx.torch_compat import (
     storage_of,
 )
 
-__all__ = ["branches_on_values", "is_recordable", "is_recorded", "record", "why_recorded"]
+__all__ = ["why_recorded"]
 
 log = logging.getLogger("collage_fx")
 

@@ -26,6 +26,8 @@ from collage_fx.numerics import is_low_precision
 from collage_fx.runtime import KnownTensor, parameter_names, refuse_layout
 from collage_fx.torch_compat import aot_input_of, has_internal_overlap, is_made_of_tensors, storage_of
 
+__all__ = ["refuse_aliases", "refuse_fused_operators", "refuse_overlaps", "refuse_unsupported"]
+
 #: torch's operators that are a whole update.
 FUSED = frozenset({"_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_"})
 

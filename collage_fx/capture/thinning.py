@@ -17,7 +17,7 @@ from collage_fx.graph import device_facts
 from collage_fx.numerics import is_low_precision
 from collage_fx.torch_compat import ThinnedLists
 
-__all__ = ["ListRows", "is_plain", "layout_of", "rows_to_trace"]
+__all__ = ["rows_to_trace"]
 
 
 def rows_to_trace(rows: Sequence[tuple[Any, ...]]) -> list[int] | None:

@@ -72,6 +72,8 @@ from collage_fx.torch_compat import (
     watch_conversions,
 )
 
+__all__ = ["note_compiled_step", "record_instead"]
+
 #: The multiple of Dynamo's ``recompile_limit`` (8) at which a function that isn't just a step is refused.
 COMPILATIONS = 4
 

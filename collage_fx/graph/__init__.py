@@ -1,147 +1,16 @@
 """A captured step as data, and the tools that edit it: all that the author of a pass needs to import."""
 
-from collage_fx.graph.devices import DEVICES, device_facts
-from collage_fx.graph.editor import GraphEditor
-from collage_fx.graph.families import ONCE, Repetition, input_name, repeated_graph
-from collage_fx.graph.feedback import copies_read_by, fed_back, new_value
-from collage_fx.graph.invariants import verify
-from collage_fx.graph.nodes import (
-    PASS_MARK,
-    Groups,
-    assignments,
-    assignments_to_stores,
-    copies_to_inputs,
-    copy_of,
-    has_elements,
-    is_conversion,
-    is_copy_to_input,
-    is_dense,
-    is_low_precision_tensor,
-    is_number,
-    mark_new_nodes,
-    operands_of,
-    operator_name,
-    operator_of,
-    placeholders,
-    reached,
-    stored,
-    tensor_value,
-    unconverted,
-)
-from collage_fx.graph.operator_facts import (
-    OPERATORS,
-    composite_of,
-    depends_on_values,
-    drawn_range,
-    draws,
-    factorizes,
-    facts_of,
-    foreach_calls,
-    foreach_name,
-    foreach_rule,
-    ignores_values,
-    is_movement,
-    is_pointwise,
-    may_raise,
-    passed_operand,
-    size_argument,
-    source_of,
-    weighted_sum,
-)
-from collage_fx.graph.operators import REVISION, once, rest, round_to_storage, update_sizes, update_sums
-from collage_fx.graph.program import (
-    Arithmetic,
-    InputInfo,
-    Kind,
-    ReadExpansion,
-    Role,
-    StateTensor,
-    StepProgram,
-    Strategy,
-)
-from collage_fx.graph.recurrence import judge, read_recurrence
-from collage_fx.graph.retype import Retyper
-from collage_fx.graph.routes import WAYS, Reason, Reasons, Route, Unit, not_taken
-from collage_fx.graph.skipping import intend, restore, set_aside, unless_skipped
-from collage_fx.graph.text import graph_text
-
-__all__ = [
-    "DEVICES",
-    "ONCE",
-    "OPERATORS",
-    "PASS_MARK",
-    "REVISION",
-    "WAYS",
-    "Arithmetic",
-    "GraphEditor",
-    "Groups",
-    "InputInfo",
-    "Kind",
-    "ReadExpansion",
-    "Reason",
-    "Reasons",
-    "Repetition",
-    "Retyper",
-    "Role",
-    "Route",
-    "StateTensor",
-    "StepProgram",
-    "Strategy",
-    "Unit",
-    "assignments",
-    "assignments_to_stores",
-    "composite_of",
-    "copies_read_by",
-    "copies_to_inputs",
-    "copy_of",
-    "depends_on_values",
-    "device_facts",
-    "drawn_range",
-    "draws",
-    "factorizes",
-    "facts_of",
-    "fed_back",
-    "foreach_calls",
-    "foreach_name",
-    "foreach_rule",
-    "graph_text",
-    "has_elements",
-    "ignores_values",
-    "input_name",
-    "intend",
-    "is_conversion",
-    "is_copy_to_input",
-    "is_dense",
-    "is_low_precision_tensor",
-    "is_movement",
-    "is_number",
-    "is_pointwise",
-    "judge",
-    "mark_new_nodes",
-    "may_raise",
-    "new_value",
-    "not_taken",
-    "once",
-    "operands_of",
-    "operator_name",
-    "operator_of",
-    "passed_operand",
-    "placeholders",
-    "reached",
-    "read_recurrence",
-    "repeated_graph",
-    "rest",
-    "restore",
-    "round_to_storage",
-    "set_aside",
-    "size_argument",
-    "source_of",
-    "stored",
-    "tensor_value",
-    "unconverted",
-    "unless_skipped",
-    "update_sizes",
-    "update_sums",
-    "verify",
-    "weighted_sum",
-]
+from collage_fx.graph.devices import *
+from collage_fx.graph.editor import *
+from collage_fx.graph.families import *
+from collage_fx.graph.feedback import *
+from collage_fx.graph.invariants import *
+from collage_fx.graph.nodes import *
+from collage_fx.graph.operator_facts import *
+from collage_fx.graph.operators import *
+from collage_fx.graph.program import *
+from collage_fx.graph.recurrence import *
+from collage_fx.graph.retype import *
+from collage_fx.graph.routes import *
+from collage_fx.graph.skipping import *
+from collage_fx.graph.text import *

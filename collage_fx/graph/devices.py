@@ -10,6 +10,8 @@ import torch
 
 from collage_fx.torch_compat import COMBINED_LAUNCHES
 
+__all__ = ["DEVICES", "device_facts"]
+
 
 @dataclass(frozen=True)
 class Device:

@@ -31,6 +31,8 @@ from collage_fx.torch_compat import (
     storage_of,
 )
 
+__all__ = ["GraphEditor"]
+
 
 @dataclass
 class GraphEditor:

@@ -27,6 +27,27 @@ from collage_fx.graph.nodes import tensor_value
 from collage_fx.numerics import FloatFormat
 from collage_fx.torch_compat import OpOverload, schema_of
 
+__all__ = [
+    "OPERATORS",
+    "composite_of",
+    "depends_on_values",
+    "drawn_range",
+    "draws",
+    "factorizes",
+    "facts_of",
+    "foreach_calls",
+    "foreach_name",
+    "foreach_rule",
+    "ignores_values",
+    "is_movement",
+    "is_pointwise",
+    "may_raise",
+    "passed_operand",
+    "size_argument",
+    "source_of",
+    "weighted_sum",
+]
+
 aten = torch.ops.aten
 
 

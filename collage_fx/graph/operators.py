@@ -59,6 +59,8 @@ from collage_fx.torch_compat import (
     takes_our_cpp,
 )
 
+__all__ = ["REVISION", "once", "rest", "round_to_storage", "update_sizes", "update_sums"]
+
 LIBRARY = torch.library.Library("collage_fx", "DEF")
 
 

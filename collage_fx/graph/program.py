@@ -14,6 +14,17 @@ from collage_fx.graph.families import Repetition
 from collage_fx.graph.nodes import copies_to_inputs, copy_of, placeholders, stored, tensor_value
 from collage_fx.numerics import ErrorFormat, FloatFormat, storage_format
 
+__all__ = [
+    "Arithmetic",
+    "InputInfo",
+    "Kind",
+    "ReadExpansion",
+    "Role",
+    "StateTensor",
+    "StepProgram",
+    "Strategy",
+]
+
 if TYPE_CHECKING:
     import sympy
 
@@ -209,10 +220,11 @@ class StepProgram:
         return [state for state in self.states if state.row]
 
     @property
-    def owners_of_added(self) -> list[int]:
-        """For each input that the passes have added (error terms, rows), the position of its owner."""
-        added = [state.position for state in self.expansions for _ in state.auxiliaries]
-        return added + ([state.position for state in self.measured for _ in state.row] if self.rows else [])
+    def extended(self) -> Repetition:
+        """How the inputs recur with those that the passes have added: all error terms, then all rows."""
+        of_error_terms = [state.position for state in self.expansions for _ in state.auxiliaries]
+        of_rows = [state.position for state in self.measured for _ in state.row] if self.rows else []
+        return self.repetition.extended(of_error_terms).extended(of_rows)
 
     @property
     def compensation(self) -> str:

@@ -26,6 +26,8 @@ from collage_fx.graph.operator_facts import passed_operand
 from collage_fx.graph.program import StateTensor
 from collage_fx.numerics import ErrorFormat
 
+__all__ = ["intend", "restore", "set_aside", "unless_skipped"]
+
 aten = torch.ops.aten
 
 

@@ -35,6 +35,8 @@ from collage_fx.lowering.plan import lower_in_parts, repeated_step
 from collage_fx.runtime import CompensatedStep, Expected, Kernel, StepInParts, bind
 from collage_fx.torch_compat import add_to_cache_key, inductor_config
 
+__all__ = ["JOINT_GRAPH_SETTINGS", "Lowered", "lower", "without_sums"]
+
 #: Nodes of a kernel, of which Inductor takes 64.
 MOST_NODES = 1024
 
@@ -96,7 +98,7 @@ def lower(
         a reason where the graph of one of each family can't be repeated. A graph of one is always compiled.
     """
     repetition = program.repetition
-    extended = repetition.extended(program.owners_of_added)
+    extended = program.extended
     compiled: Any
     made: Sequence[Kernel | Attempt]
     with inductor_config.patch(_settings(program)):
@@ -143,7 +145,8 @@ def _expected(
         all_layouts: whether nothing else looks at sizes and strides, which are numbers then.
     """
     nodes, stores = placeholders(program.gm.graph), copies_to_inputs(program.gm.graph)
-    looked_at = nodes[: len(nodes) - len(program.rows)]
+    rows = sum(len(state.row) for state in program.measured) if program.rows else 0
+    looked_at = nodes[: len(nodes) - rows]
     indices = sorted((index, i) for i, _ in enumerate(looked_at) for index in extended.copies[i])
     given: list[Expected] = []
     added: list[Expected] = []

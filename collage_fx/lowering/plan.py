@@ -23,6 +23,8 @@ from collage_fx.lowering.parts import Part, parts_of
 from collage_fx.runtime import Call, Kernel, StepInParts, ValueIndex
 from collage_fx.torch_compat import pytree
 
+__all__ = ["rules_of"]
+
 
 def lower_in_parts(gm: GraphModule, *, always: bool = False) -> StepInParts | Reason:
     """Compile a graph a part at a time, equal parts once, or say why that can't be done or saves nothing.

@@ -38,6 +38,8 @@ from torch import Tensor
 
 from collage_fx.numerics.formats import BFLOAT16, FLOAT16, storage_format
 
+__all__ = ["DoubleWord"]
+
 DoubleWord = tuple[Tensor, Tensor]
 
 

@@ -12,6 +12,8 @@ from math import copysign, inf, isfinite
 
 import torch
 
+__all__ = ["FloatFormat", "is_low_precision", "short_name", "storage_format"]
+
 
 @dataclass(frozen=True)
 class FloatFormat:

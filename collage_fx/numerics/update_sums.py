@@ -40,6 +40,8 @@ from torch import Tensor
 
 from collage_fx.numerics.formats import storage_format
 
+__all__ = ["OCTAVES", "ROW", "SIZES", "SUMS"]
+
 #: The inner products, by name: of the intended update D with itself, of D with the effective update of hi
 #: alone, of that with itself, likewise for hi + lo, and of lo with itself. The numbers are indices into what
 #: :func:`values` returns.

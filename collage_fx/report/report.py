@@ -16,6 +16,8 @@ from collage_fx.report.tables import markdown_section, text_section
 from collage_fx.report.tensors import TensorReport, bytes_per_parameter
 from collage_fx.runtime import Metrics
 
+__all__ = ["CollageReport"]
+
 
 @dataclass
 class CollageReport:

@@ -35,17 +35,7 @@ from torch import Tensor
 from collage_fx.numerics import SUMS
 from collage_fx.torch_compat import ADDRESS_OF_TENSOR, CFunction, load_cpp_library, prepare_cpp_compiler
 
-__all__ = [
-    "CELL",
-    "LENGTH",
-    "MOST_ARGUMENTS",
-    "MOST_BUFFERS",
-    "SUMS_OF_PIECE",
-    "Batch",
-    "Gather",
-    "buffer_at",
-    "prepare_compiler",
-]
+__all__ = ["LENGTH", "MOST_ARGUMENTS", "MOST_BUFFERS", "SUMS_OF_PIECE", "buffer_at", "prepare_compiler"]
 
 #: Elements of a job: enough for a processor to fetch ahead, few enough for all threads to end together.
 LARGEST_JOB = 1 << 17

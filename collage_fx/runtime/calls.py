@@ -21,6 +21,8 @@ from collage_fx.graph import Reasons
 from collage_fx.runtime.batches import CELL, SUMS_OF_PIECE, Batch, Gather
 from collage_fx.torch_compat import CFunction, takes_a_list
 
+__all__ = ["Call", "Kernel", "StepInParts", "ValueIndex"]
+
 
 @dataclass(frozen=True)
 class Kernel:

@@ -56,6 +56,8 @@ from collage_fx.runtime.error_terms import ensure_expansion, expansion_of
 from collage_fx.runtime.optimizers import known_tensors, parameter_names, shared_tensors, state_tensors
 from collage_fx.torch_compat import wrap_states
 
+__all__ = ["adopt", "note_compiled"]
+
 PREFIX = "collage_fx."
 #: Entry of a state dict for tensors that belong to no single parameter, and of what a pickle holds.
 SHARED = "collage_fx"

@@ -34,6 +34,8 @@ from collage_fx.errors import ConflictingErrorFormatError
 from collage_fx.numerics import ErrorFormat
 from collage_fx.torch_compat import has_storage, real_tensors, storage_of
 
+__all__ = ["change_layout", "expansion_of", "require_format"]
+
 
 class _Records:
     """The records of all error terms.

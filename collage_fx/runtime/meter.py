@@ -21,6 +21,8 @@ from collage_fx.runtime.metrics import MeasuredTensor, Metrics, UpdateQuality
 from collage_fx.runtime.optimizers import parameter_names, state_tensors
 from collage_fx.torch_compat import real_tensors, takes_a_list
 
+__all__ = ["MeasuredInput", "Meter", "MeteredStep", "Rows"]
+
 #: Numbers of a row in memory, and where its sizes begin: each part begins at a multiple of 128 bytes, as GPU
 #: kernels may take for granted.
 WIDTH, SIZES_AT = 64, 16

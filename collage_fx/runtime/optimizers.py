@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 from collage_fx.graph import Role
 from collage_fx.torch_compat import pytree
 
+__all__ = ["KnownTensor", "known_tensors", "optimizers_among", "parameter_names"]
+
 
 @dataclass(frozen=True)
 class KnownTensor:

@@ -18,6 +18,8 @@ from collage_fx.runtime.error_terms import Expansion, ensure_expansion, state_of
 from collage_fx.runtime.layouts import Expected, Layouts, picking, refuse_layout
 from collage_fx.torch_compat import takes_a_list
 
+__all__ = ["CompensatedStep", "WholeStep", "bind"]
+
 
 @takes_a_list
 class CompensatedStep:

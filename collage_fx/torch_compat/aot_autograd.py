@@ -13,41 +13,23 @@ from torch._functorch._aot_autograd.descriptors import (
     SyntheticBaseAOTInput,
     ViewBaseAOTInput,
 )
-from torch._functorch._aot_autograd.schemas import OutputType
 from torch._guards import TracingContext
 
-from collage_fx.torch_compat.patching import Shape
+__all__ = ["DATA_ASSIGNMENTS", "aot_input_of", "needs_autograd", "takes_a_list", "versions_to_increment"]
 
-__all__ = [
-    "DATA_ASSIGNMENTS",
-    "RELIED_ON",
-    "aot_input_of",
-    "needs_autograd",
-    "takes_a_list",
-    "versions_to_increment",
-]
 
 _SCHEMAS = "torch._functorch._aot_autograd.schemas"
 
 RELIED_ON = (
-    Shape(target="torch._guards:TracingContext", mentions=("fw_metadata", "try_get")),
-    Shape(
-        target=f"{_SCHEMAS}:ViewAndMutationMeta",
-        mentions=(
-            "input_info",
-            "mutated_graph_handled_indices_seen_by_autograd",
-            "num_intermediate_bases",
-            "num_mutated_inp_runtime_indices",
-            "output_info",
-        ),
-    ),
-    Shape(
-        target=f"{_SCHEMAS}:InputAliasInfo", mentions=("mutates_metadata", "mutation_inductor_storage_resize")
-    ),
-    Shape(target=f"{_SCHEMAS}:OutputAliasInfo", mentions=("output_type",)),
+    "torch._guards:TracingContext has fw_metadata, try_get",
+    f"{_SCHEMAS}:ViewAndMutationMeta has input_info, output_info, num_intermediate_bases",
+    f"{_SCHEMAS}:ViewAndMutationMeta has num_mutated_inp_runtime_indices",
+    f"{_SCHEMAS}:ViewAndMutationMeta has mutated_graph_handled_indices_seen_by_autograd",
+    f"{_SCHEMAS}:InputAliasInfo has mutates_metadata, mutation_inductor_storage_resize",
+    f"{_SCHEMAS}:OutputAliasInfo has output_type",
 )
 
-#: What ``p.data = value`` is in a graph: operators of both. Since torch 2.15 there is one of its own for it.
+#: The operators that ``p.data = value`` is captured as; torch 2.15 and newer have one of their own for it.
 DATA_ASSIGNMENTS: list[Any] = [torch.ops.aten.set_.source_Tensor]
 if hasattr(torch.ops.aten, "shallow_copy_data_"):
     DATA_ASSIGNMENTS.append(torch.ops.aten.shallow_copy_data_.default)
@@ -115,6 +97,6 @@ def versions_to_increment() -> list[int] | None:
     if found is None or found.num_intermediate_bases or found.num_mutated_inp_runtime_indices:
         return None
     changed = (info.mutates_metadata or info.mutation_inductor_storage_resize for info in found.input_info)
-    if any(changed) or any(info.output_type is not OutputType.non_alias for info in found.output_info):
+    if any(changed) or any(info.output_type.name != "non_alias" for info in found.output_info):
         return None
     return list(found.mutated_graph_handled_indices_seen_by_autograd)

@@ -24,7 +24,8 @@ from dataclasses import dataclass
 from string import Template
 from typing import Any
 
-__all__ = ["BLOCK", "Sums", "Vectors"]
+__all__ = ["Sums"]
+
 
 #: How many vectors of each value are added in float32, one after the other.
 BLOCK = 32

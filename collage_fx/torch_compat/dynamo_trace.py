@@ -12,32 +12,25 @@ from torch._dynamo.exc import ShortenTraceback
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._guards import CompileContext
 
-from collage_fx.torch_compat.patching import Shape
-
 __all__ = [
-    "RELIED_ON",
     "ConvertAgain",
     "RunAsItIs",
     "ShortenTraceback",
     "TraceWhole",
     "backend_being_traced_for",
-    "backend_within",
     "current_trace",
     "is_dynamos",
-    "output_being_traced",
     "traced_frame_name",
     "traced_frame_variables",
 ]
 
+
 RELIED_ON = (
-    Shape(target="torch._guards:CompileContext", mentions=("current_compile_id",)),
-    Shape(target="torch._dynamo.symbolic_convert:InstructionTranslator", mentions=("current_tx",)),
-    Shape(
-        target="torch._dynamo.symbolic_convert:InstructionTranslatorBase",
-        mentions=("f_code", "f_globals", "f_locals", "output"),
-    ),
-    Shape(target="torch._dynamo.output_graph:OutputGraph", mentions=("compiler_fn", "root_tx")),
-    Shape(target="torch:_TorchCompileWrapper", mentions=("compiler_fn", "kwargs")),
+    "torch._guards:CompileContext has current_compile_id",
+    "torch._dynamo.symbolic_convert:InstructionTranslator has current_tx",
+    "torch._dynamo.symbolic_convert:InstructionTranslatorBase has f_code, f_globals, f_locals, output",
+    "torch._dynamo.output_graph:OutputGraph has compiler_fn, root_tx",
+    "torch:_TorchCompileWrapper has compiler_fn, kwargs",
 )
 
 
@@ -66,7 +59,7 @@ def current_trace() -> object:
 
 
 def output_being_traced() -> Any:
-    """What Dynamo is putting the graph together in right now; None outside of Dynamo."""
+    """The ``OutputGraph`` that Dynamo is filling right now; None outside of Dynamo."""
     try:
         translator = InstructionTranslator.current_tx()
     except AttributeError:  # torch's own signal for "no translation is running"
@@ -75,13 +68,13 @@ def output_being_traced() -> Any:
 
 
 def backend_being_traced_for() -> tuple[Any, dict[str, Any]]:
-    """What Dynamo is tracing for, as :func:`backend_within` tells it; ``(None, {})`` outside of Dynamo."""
+    """The backend that Dynamo is tracing for, by :func:`backend_within`; ``(None, {})`` outside of it."""
     output = output_being_traced()
     return (None, {}) if output is None else backend_within(output.compiler_fn)
 
 
 def backend_within(compiler: Any) -> tuple[Any, dict[str, Any]]:
-    """The backend as the user gave it, and the keywords ``torch.compile`` adds to its call."""
+    """The backend that the user gave to ``torch.compile``, and the keywords that this adds to its call."""
     keywords: dict[str, Any] = {}
     while True:  # torch.compile, Dynamo and its debugging tools each put a wrapper of their own around it
         attributes = getattr(compiler, "__dict__", {})
@@ -93,19 +86,19 @@ def backend_within(compiler: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def is_dynamos(function: FunctionType) -> bool:
-    """Whether it is part of Dynamo."""
+    """Whether a function is part of Dynamo."""
     return function.__module__.startswith("torch._dynamo")
 
 
 class RunAsItIs(ShortenTraceback):
-    """Raised by a watch to have Python run the frame that is being converted."""
+    """Raised within a conversion to have Python run the function as it is, without compiled code."""
 
     def __init__(self) -> None:
         super().__init__(first_useful_frame=None)
 
 
 class ConvertAgain(ShortenTraceback):
-    """Raised within a conversion when something has changed that makes Dynamo trace another way."""
+    """Raised within a conversion to have Dynamo trace the function once more, which now goes another way."""
 
     def __init__(self) -> None:
         super().__init__(first_useful_frame=None)

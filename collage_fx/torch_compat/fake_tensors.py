@@ -12,12 +12,8 @@ from torch._dynamo.source import ConstantSource
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
-from torch.utils._mode_utils import no_dispatch
-
-from collage_fx.torch_compat.patching import Shape
 
 __all__ = [
-    "RELIED_ON",
     "FakeTensorMode",
     "SymbolicScope",
     "another_fake",
@@ -28,13 +24,13 @@ __all__ = [
     "symbol_source",
 ]
 
-_SHAPES = "torch.fx.experimental.symbolic_shapes:ShapeEnv"
 
 RELIED_ON = (
-    Shape(target=_SHAPES, mentions=("create_symfloatnode", "create_symintnode", "create_unspecified_symbol")),
-    Shape(target=f"{_SHAPES}.create_symbol", mentions=("var_to_sources",)),
-    Shape(target=f"{_SHAPES}.produce_guards_verbose", mentions=("guards",)),
-    Shape(target="torch.fx.experimental.sym_node:SymNode", mentions=("expr", "shape_env")),
+    "torch.fx.experimental.symbolic_shapes:ShapeEnv has create_symfloatnode, create_symintnode",
+    "torch.fx.experimental.symbolic_shapes:ShapeEnv has create_unspecified_symbol",
+    "torch.fx.experimental.symbolic_shapes:ShapeEnv.create_symbol has var_to_sources",
+    "torch.fx.experimental.symbolic_shapes:ShapeEnv.produce_guards_verbose has guards",
+    "torch.fx.experimental.sym_node:SymNode has expr, shape_env",
 )
 
 
@@ -46,15 +42,15 @@ def real_tensors() -> Iterator[None]:
 
 
 def another_fake(value: torch.Tensor) -> torch.Tensor:
-    """A new fake tensor like ``value``, a fake tensor: faster than running an operation that makes one."""
+    """Make a fake tensor like another, which is faster than running an operation that makes one."""
     assert isinstance(value, FakeTensor)
-    with no_dispatch():
+    with unset_fake_temporarily():
         meta = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
     return FakeTensor(value.fake_mode, meta, value.device)
 
 
 def current_size(size: int | torch.SymInt) -> int:
-    """A size, perhaps a symbol, as it is in the call that is compiled; without code that is for it alone."""
+    """The size that a tensor has in the call that is compiled, read without specializing on it."""
     return int(size.node.hint) if isinstance(size, torch.SymInt) else size
 
 
@@ -66,7 +62,7 @@ def symbol_source(value: torch.SymInt | torch.SymFloat) -> str:
 
 
 def detect_fake_mode(tensors: Iterable[torch.Tensor]) -> FakeTensorMode | None:
-    """The mode that fake tensors belong to, None if there is none among these."""
+    """The mode of the first fake tensor among some tensors; None where none of them is fake."""
     return next((tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)), None)
 
 
@@ -90,13 +86,13 @@ class SymbolicScope:
         self._stack.close()
 
     def length(self, name: str, hint: int) -> Any:
-        """A symbolic integer that is 2 at least."""
+        """Make a symbolic integer that is 2 at least."""
         source = ConstantSource(name)
         symbol = self.shape_env.create_symbol(hint, source, DimDynamic.DYNAMIC)
         return self.shape_env.create_symintnode(symbol, hint=hint, source=source)
 
     def number(self, name: str, kind: type) -> Any:
-        """A symbolic number of any value: ``kind`` is ``torch.SymInt`` or ``torch.SymFloat``."""
+        """Make a symbolic number of any value: ``kind`` is ``torch.SymInt`` or ``torch.SymFloat``."""
         source = ConstantSource(name)
         hint: Any = 3 if kind is torch.SymInt else 0.3
         symbol = self.shape_env.create_unspecified_symbol(hint, source, DimDynamic.DYNAMIC)
@@ -108,18 +104,16 @@ class SymbolicScope:
     def tensor(
         self, size: Sequence[Any], stride: Sequence[Any], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """A fake tensor."""
+        """Make a fake tensor whose sizes and strides may be symbols of this scope."""
         with self.fake_mode:
             return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
     def run(self, node: torch.fx.Node) -> Any:
-        """The value of an operation, from the values of its operands."""
-        args, kwargs = torch.utils._pytree.tree_map_only(
-            torch.fx.Node, lambda n: n.meta["val"], (node.args, node.kwargs)
-        )
+        """Compute the fake value of a node from those of its operands, in their ``meta["val"]``."""
+        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         with self.fake_mode:
             return node.target(*args, **kwargs)  # type: ignore[operator]
 
     def has_guards(self) -> bool:
-        """Whether something was decided by the value that a symbol stands for."""
+        """Whether an operation had to look at the value of a symbol, so that the graph is for that alone."""
         return bool(self.shape_env.guards)

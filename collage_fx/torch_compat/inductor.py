@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any, cast
 
 import torch
@@ -22,19 +23,18 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.runtime.triton_compat import triton_key
 
 from collage_fx.torch_compat.patch_cpp_roundings import writes_cpp, writing_our_cpp
-from collage_fx.torch_compat.patch_inductor import without_needless_patterns
+from collage_fx.torch_compat.patch_inductor import without_patterns
 from collage_fx.torch_compat.patch_numbers import keeping_numbers_symbolic
-from collage_fx.torch_compat.patching import Shape
 
 __all__ = [
     "COMBINED_LAUNCHES",
-    "RELIED_ON",
     "InductorFault",
     "add_to_cache_key",
     "compile_with_inductor",
     "copy_cache_facts",
     "cpp_compilers",
     "functional_decompositions",
+    "generated_code",
     "inductor_compile_as_it_is",
     "inductor_compile_inner",
     "inductor_config",
@@ -44,33 +44,22 @@ __all__ = [
     "prepare_cpp_compiler",
 ]
 
+
 RELIED_ON = (
-    Shape(
-        target="torch._inductor.compile_fx:compile_fx",
-        parameters=("model_", "example_inputs_", "inner_compile", "config_patches", "decompositions"),
+    (
+        "torch._inductor.compile_fx:"
+        "compile_fx(model_, example_inputs_, inner_compile, config_patches, decompositions)"
     ),
-    Shape(
-        target="torch._inductor:config",
-        mentions=(
-            "combo_kernels",
-            "combo_kernels_pointwise_only",
-            "cpu_backend",
-            "joint_graph_constant_folding",
-            "max_fusion_size",
-            "realize_opcount_threshold",
-            "size_asserts",
-        ),
-    ),
-    Shape(
-        target="torch._inductor.config:cpp",
-        mentions=("cxx", "enable_unsafe_math_opt_flag", "max_horizontal_fusion_size", "threads"),
-    ),
-    Shape(target="torch._inductor.config:eager_numerics", mentions=("division_rounding",)),
-    Shape(target="functorch.compile:config", mentions=("enable_autograd_cache",)),
+    "torch._inductor:config has combo_kernels, combo_kernels_pointwise_only, cpu_backend",
+    "torch._inductor:config has joint_graph_constant_folding, max_fusion_size, realize_opcount_threshold",
+    "torch._inductor:config has size_asserts",
+    "torch._inductor.config:cpp has cxx, enable_unsafe_math_opt_flag, max_horizontal_fusion_size, threads",
+    "torch._inductor.config:eager_numerics has division_rounding",
+    "functorch.compile:config has enable_autograd_cache",
 )
 
 
-#: What the names of attributes begin with that are there for the cache's key.
+#: Attributes of a graph module with this prefix are there for the key of Inductor's cache.
 FACT = "collage_fx_"
 
 
@@ -108,7 +97,27 @@ def inductor_compile_as_it_is(gm: torch.fx.GraphModule, example_inputs: Sequence
     # What AOTAutograd decomposes by: newer Inductors refuse to call an operator in it that they write no
     # kernel for, and cache no graph. In ours are operators of which some calls are decomposed.
     kwargs.pop("get_decomp_fn", None)
-    return compile_fx_inner(gm, example_inputs, **kwargs)
+    compiled = compile_fx_inner(gm, example_inputs, **kwargs)
+    if (sources := _generated.get()) is not None and hasattr(compiled, "source_code"):
+        sources.append(compiled.source_code)
+    return compiled
+
+
+_generated: ContextVar[list[str] | None] = ContextVar("_generated", default=None)
+
+
+@contextlib.contextmanager
+def generated_code() -> Iterator[list[str]]:
+    """Within, the code that Inductor writes for each graph, Python with its kernels, is added to this list.
+
+    Also of graphs that it finds in its cache; not of those in which there is nothing to compute.
+    """
+    sources: list[str] = []
+    token = _generated.set(sources)
+    try:
+        yield sources
+    finally:
+        _generated.reset(token)
 
 
 class InductorFault(Exception):
@@ -141,11 +150,14 @@ def compile_with_inductor(
     calling ``inner_compile``, that is without the error terms. Inductor's own cache, keyed by the graph it is
     given (the rewritten one), stays on, so that a second process still starts warm.
     """
+    inputs = (*gm.parameters(), *gm.buffers(), *example_inputs)
+    tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
     with contextlib.ExitStack() as stack:
         stack.enter_context(functorch_config.patch(enable_autograd_cache=False))
         if decompositions is not None:
-            stack.enter_context(without_needless_patterns())
             stack.enter_context(keeping_numbers_symbolic())
+            if all(value.device.type == "cpu" for value in tensors):
+                stack.enter_context(without_patterns())
         compiled = compile_fx(
             gm,
             list(example_inputs),
@@ -207,11 +219,11 @@ def prepare_cpp_compiler() -> concurrent.futures.Future[Any]:
 
 
 def _finish(executor: concurrent.futures.Executor) -> None:
-    """Before a fork: the new process has none of the threads, but waits for them, and for locks they hold."""
+    """Wait for threads before a fork: the new process has none, but waits for them and for their locks."""
     if not threading.current_thread().name.startswith(_PREPARING):
         executor.shutdown()
 
 
 def innermost_callable(compiled: Any) -> Callable[[list[Any]], Any]:
-    """The generated code of what Inductor has compiled for the CPU, without profiling around it."""
+    """The generated function in what Inductor has compiled for the CPU, without the profiling around it."""
     return cast("Callable[[list[Any]], Any]", getattr(compiled, "current_callable", None) or compiled)

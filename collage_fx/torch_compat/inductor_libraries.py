@@ -16,10 +16,11 @@ from torch._inductor.codecache import CppCodeCache
 
 __all__ = ["ADDRESS_OF_TENSOR", "CFunction", "c_function", "load_cpp_library"]
 
-#: Of buffers: a cache line, or a vector.
+
+#: Buffers begin at multiples of so many bytes: those of a cache line, or of a vector.
 ALIGNMENT = 64
 
-#: Address of the C function with which generated code gets at the memory of a Python tensor.
+#: The address of the C function that takes a Python tensor and returns the address of its memory.
 ADDRESS_OF_TENSOR: int = _torchinductor_pyobject_tensor_data_ptr
 
 
@@ -54,7 +55,7 @@ class _Buffer:
 
 
 def c_function(code: Callable[[list[Any]], Any], arguments: int) -> CFunction | None:
-    """The function that Inductor's Python code for the CPU does nothing but call once, if that is so.
+    """The C function that Inductor's Python code calls once, None if the code does anything else.
 
     Args:
         code: takes one list. It may allocate buffers whose sizes are constant.
@@ -88,7 +89,7 @@ def _is_of_allocations(name: str) -> bool:
 def _noted_call(
     function: FunctionType, kernel: str, numbers: Sequence[int], is_method: bool
 ) -> tuple[list[int | _Buffer], list[int]] | None:
-    """What generated code passes in the one call that it makes, arguments by number, and the buffers' bytes.
+    """The arguments, by number, of the one call that generated code makes, and the bytes of its buffers.
 
     The code is run with objects that stand for its arguments and buffers, and a function that notes which of
     them it is called with instead of the generated one. This is safe because nothing else has a name in it.

@@ -10,9 +10,9 @@ from typing import Any
 import sympy
 import torch
 from torch._inductor import ir
-from torch._inductor.lowering import lowerings, register_lowering, to_dtype
+from torch._inductor.lowering import lowerings, register_lowering
 from torch._inductor.virtualized import V, ops
-from torch.utils._sympy.functions import FloorDiv, ModularIndexing
+from torch.utils._sympy.functions import FloorDiv
 
 from collage_fx.torch_compat.cpp_sums import Sums
 from collage_fx.torch_compat.patch_cpp_roundings import takes_our_cpp
@@ -59,7 +59,7 @@ _ELEMENT_NAMES = {"__rshift__": "bitwise_right_shift", "__lshift__": "bitwise_le
 
 
 def pointwise_of(node: torch.fx.Node, values: Mapping[torch.fx.Node, Any]) -> Any:
-    """One node of a traced elementwise function in Inductor's language, its operands from ``values``."""
+    """Write a node of a traced elementwise function in Inductor's language, its operands from ``values``."""
     name = node.target.overloadpacket.__name__  # type: ignore[union-attr]
     args: tuple[Any, ...] = node.args
     tensors = [arg for arg in args if isinstance(arg, torch.fx.Node)]
@@ -139,7 +139,7 @@ def register_summing_lowering(
                 reduction_type="sum",
             )
             total.realize()
-            return to_dtype(total, torch.float64).make_loader()
+            return _to_float64(total).make_loader()
 
         loads = {name: sum_of(name) for name in (*sums.products, *sums.counts)}
         which = [name if name in loads else otherwise[name] for name in names]
@@ -159,7 +159,7 @@ def register_summing_lowering(
 
 
 def _as_value_of_loop(tensor: Any) -> Any:
-    """The tensor realized, else each sum would be traced from the inputs of the step.
+    """Realize a tensor, else each sum would be traced from the inputs of the step.
 
     One of those is copied. In the code this is a variable; but where sums read the input itself, Inductor
     stores into that after them, in another loop, and keeps what is stored in memory until then.
@@ -170,12 +170,12 @@ def _as_value_of_loop(tensor: Any) -> Any:
     return tensor
 
 
-#: Of each graph that is being lowered: what all sums over as many elements read.
+#: For each graph that is being lowered, by size: the load that all its sums over tensors of the size make.
 _in_common: weakref.WeakKeyDictionary[Any, dict[Any, Callable[[Any], Any]]] = weakref.WeakKeyDictionary()
 
 
 def _load_in_common(tensor: Any) -> Callable[[Any], Any]:
-    """A load whose result nobody needs, which costs nothing: of the tensor that was the first of its size.
+    """A load for every sum over this size, of its first tensor: its result isn't used, so it costs nothing.
 
     For C++, Inductor makes one loop of sums only if they read something in common, and makes none of sums and
     what they are computed from if there are other sums in it already.
@@ -213,9 +213,10 @@ def register_sampling_lowering(
         if V.graph.sizevars.statically_known_equals(elements, 0):
             return lowerings[torch.ops.aten.full.default]([places], 0.0, dtype=torch.float64, device=device)
         loaders = [None if tensor is None else tensor.make_loader() for tensor in tensors]
+        indices = ir.View.dynamic_reshape_indexer(size, [elements])
 
         def of_each(dtype: torch.dtype, function: Callable[[Any], Any]) -> Any:
-            """Loads what has been computed for each of the few, and kept."""
+            """Compute something for each of the few, keep it, and return its load."""
             box = ir.Pointwise.create(device=device, dtype=dtype, inner_fn=function, ranges=[sample])
             box.realize()
             with ir.ComputedBuffer.force_realize():  # else positions would be computed anew in each load
@@ -228,7 +229,7 @@ def register_sampling_lowering(
         def placed(index: Any) -> Any:
             position, last = load_position(index), ops.index_expr(elements - 1, torch.int64)
             within = ops.minimum(position, last)
-            where = _indices(ops.indirect_indexing(within, elements, check=False, wrap_neg=False), size)
+            where = indices([ops.indirect_indexing(within, elements, check=False, wrap_neg=False)])
             zero = ops.constant(0.0, torch.float32)
             with computing_anew():
                 values = [zero if load is None else load(where) for load in loaders]
@@ -250,7 +251,7 @@ def register_sampling_lowering(
             reduction_type="sum",
         )
         counts.realize()
-        return to_dtype(counts, torch.float64)
+        return _to_float64(counts)
 
     register_lowering(operator, type_promotion_kind=None)(lowering)
 
@@ -259,8 +260,5 @@ def _product(size: Sequence[Any]) -> Any:
     return math.prod(size, start=sympy.S.One)
 
 
-def _indices(position: Any, size: Sequence[Any]) -> list[Any]:
-    """Of an element, from its place among all of them."""
-    inner = [_product(size[i + 1 :]) for i in range(len(size))]
-    outermost = [FloorDiv(position, each) for each in inner[:1]]
-    return outermost + [ModularIndexing(position, inner[i], size[i]) for i in range(1, len(size))]
+def _to_float64(x: Any) -> Any:
+    return lowerings[torch.ops.prims.convert_element_type.default](x, torch.float64)

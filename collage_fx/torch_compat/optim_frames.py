@@ -10,15 +10,7 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "functions_passed",
-    "is_being_stepped",
-    "is_in_torchs_optimizer",
-    "is_step_wrapper",
-    "optimizer_being_stepped",
-    "optimizer_of_method",
-    "possible_steps_on_the_stack",
-]
+__all__ = ["is_being_stepped", "is_step_wrapper", "optimizer_being_stepped"]
 
 
 def optimizer_being_stepped() -> torch.optim.Optimizer | None:
@@ -28,7 +20,7 @@ def optimizer_being_stepped() -> torch.optim.Optimizer | None:
 
 
 def is_step_wrapper(code: CodeType) -> bool:
-    """Whether it is the function that torch puts around the ``step`` of every optimizer's class."""
+    """Whether code is that of the function that torch puts around the ``step`` of every optimizer's class."""
     return is_in_torchs_optimizer(code) and "func" in code.co_freevars and code.co_name == "wrapper"
 
 
@@ -53,12 +45,12 @@ def possible_steps_on_the_stack() -> Iterator[tuple[CodeType, Mapping[str, Any]]
 
 
 def is_in_torchs_optimizer(code: CodeType) -> bool:
-    """Whether it is a function of the base class of optimizers, as the wrapper around ``step`` is."""
+    """Whether code is of the file of the base class of optimizers, as the wrapper around ``step`` is."""
     return code.co_filename == inspect.getfile(torch.optim.Optimizer)
 
 
 def functions_passed(code: CodeType, variables: Mapping[str, Any]) -> set[tuple[str, str]]:
-    """File and name of the functions among a frame's arguments: what a step may call is its closure."""
+    """The file and name of each function among a frame's arguments: the closure of a step is one of them."""
     passed: list[Any] = []
     for name in code.co_varnames:
         value = variables.get(name)
@@ -70,7 +62,7 @@ def functions_passed(code: CodeType, variables: Mapping[str, Any]) -> set[tuple[
 
 
 def optimizer_of_method(code: CodeType, variables: Mapping[str, Any]) -> torch.optim.Optimizer | None:
-    """``self``, if the frame is an optimizer's method (or torch's wrapper around ``step``)."""
+    """The optimizer whose method a frame runs (or torch's wrapper around ``step``); None for other frames."""
     if not code.co_varnames:
         return None
     value = variables.get(code.co_varnames[0])

@@ -19,20 +19,17 @@ import torch
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_swa_avg_fn
 
-from collage_fx.torch_compat.patching import Patch, Shape
-
-__all__ = ["AVERAGES", "install"]
+from collage_fx.torch_compat.patching import Patch
 
 AVERAGES = Patch(
     name="averages",
-    target="torch.optim.swa_utils:AveragedModel.update_parameters",
-    parameters=("self", "model"),
+    target="torch.optim.swa_utils:AveragedModel.update_parameters(self, model)",
     why="averages are stored in a frame of their own, which a compiler sees",
     affects="everybody",
-    relies_on=(Shape(target="torch.optim.swa_utils:AveragedModel", mentions=("avg_fn", "multi_avg_fn")),),
+    relies_on=("torch.optim.swa_utils:AveragedModel has avg_fn, multi_avg_fn",),
 )
 
-#: Averaged value, current value, number of values averaged so far -> new average.
+#: A function of the averaged value, the current one and the number averaged so far: the new average.
 Average = Callable[[Tensor, Tensor, Tensor | int], Tensor]
 
 _equal_average: Average = get_swa_avg_fn()

@@ -13,7 +13,6 @@ from typing import Any
 
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import convert_frame, decorators, eval_frame
-from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.exc import BackendCompilerFailed, ShortenTraceback, Unsupported
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.types import ConvertFrameReturn
@@ -30,12 +29,9 @@ from collage_fx.torch_compat.patch_optimizers import (
     tracing_whole,
     watching_optimizers,
 )
-from collage_fx.torch_compat.patching import Patch, Shape
+from collage_fx.torch_compat.patching import Patch
 
 __all__ = [
-    "COMPILED_CALLS",
-    "CONVERSIONS",
-    "FRAMES",
     "Watch",
     "compile_lock",
     "dynamo_recompile_limit",
@@ -43,36 +39,20 @@ __all__ = [
     "watch_conversions",
 ]
 
+
 CONVERSIONS = Patch(
     name="conversions",
-    target="torch._dynamo.convert_frame:convert_frame_assert",
-    parameters=("compiler_fn",),
+    target="torch._dynamo.convert_frame:convert_frame_assert(compiler_fn)",
     why="what converts functions for this backend also asks it before and after",
     relies_on=(
-        Shape(
-            target="torch._dynamo.convert_frame:ConvertFrameAssert.__call__",
-            parameters=("self", "frame"),
-            mentions=("_nonrecursive_disable_wrapper_code", "apply_to_code"),
-        ),
-        Shape(
-            target="torch._dynamo.convert_frame:ConvertFrameAssert",
-            mentions=("_torchdynamo_orig_backend",),
-        ),
-        Shape(
-            target="torch._dynamo.convert_frame:ConvertFrame",
-            mentions=("convert_frame_assert", "_torchdynamo_orig_backend"),
-        ),
-        Shape(target="torch._dynamo.eval_frame:_optimize_assert", mentions=("convert_frame_assert",)),
-        Shape(target="torch._dynamo.types:ConvertFrameReturn", mentions=("apply_to_code", "guarded_code")),
-        Shape(
-            target="torch._dynamo:config",
-            mentions=(
-                "accumulated_recompile_limit",
-                "capture_scalar_outputs",
-                "recompile_limit",
-                "record_runtime_overhead",
-            ),
-        ),
+        "torch._dynamo.convert_frame:ConvertFrameAssert.__call__(self, frame) has apply_to_code",
+        "torch._dynamo.convert_frame:ConvertFrameAssert.__call__ has _nonrecursive_disable_wrapper_code",
+        "torch._dynamo.convert_frame:ConvertFrameAssert has _torchdynamo_orig_backend",
+        "torch._dynamo.convert_frame:ConvertFrame has convert_frame_assert, _torchdynamo_orig_backend",
+        "torch._dynamo.eval_frame:_optimize_assert has convert_frame_assert",
+        "torch._dynamo.types:ConvertFrameReturn has apply_to_code, guarded_code",
+        "torch._dynamo:config has accumulated_recompile_limit, capture_scalar_outputs, recompile_limit",
+        "torch._dynamo:config has record_runtime_overhead",
     ),
 )
 
@@ -81,26 +61,24 @@ FRAMES = Patch(
     target="torch._dynamo.convert_frame:has_tensor_in_frame",
     why="methods of optimizers are compiled also where Dynamo sees no tensor in them",
     during="conversions",
-    relies_on=(
-        Shape(
-            target="torch._dynamo.convert_frame:ConvertFrameAssert.__call__",
-            mentions=("has_tensor_in_frame",),
-        ),
-    ),
+    relies_on=("torch._dynamo.convert_frame:ConvertFrameAssert.__call__ has has_tensor_in_frame",),
 )
 
 COMPILED_CALLS = Patch(
     name="compiled-calls",
-    target="torch._dynamo.eval_frame:_callback_from_stance",
-    parameters=("callback",),
+    target="torch._dynamo.eval_frame:_callback_from_stance(callback)",
     why="in a recorded step, functions that were compiled are run as they are",
     during="recorded steps",
 )
 
 
+#: The lock that Dynamo holds while it compiles.
+compile_lock = convert_frame.compile_lock
+
+
 @dataclass(frozen=True)
 class Watch:
-    """What is asked about Dynamo's conversions of frames into graphs.
+    """The questions that are asked about Dynamo's conversions of functions into graphs.
 
     ``backend`` is what ``torch.compile`` was given (a name already looked up) and ``keywords`` the ``mode``
     and ``options`` that go with it.
@@ -130,7 +108,7 @@ class Watch:
 
 
 def watch_conversions(watch: Watch) -> None:
-    """Have it asked about all that Dynamo does for what ``torch.compile`` is given from now on.
+    """Have a :class:`Watch` asked about all that Dynamo does for what ``torch.compile`` is given from now on.
 
     Where something that it asks, or the backend within a conversion, raises :class:`RunAsItIs`, the frame is
     run by Python; where it raises :class:`ConvertAgain`, the conversion begins anew. Called once per
@@ -184,7 +162,7 @@ def watch_conversions(watch: Watch) -> None:
 
 
 class _Watched:
-    """What converts frames for one backend, to Dynamo that itself, with something around each conversion."""
+    """Dynamo's converter for one backend, with a function of ours called around each conversion."""
 
     def __init__(self, convert: Callable[..., Any], around: Callable[..., Any]) -> None:
         functools.update_wrapper(self, convert)
@@ -199,7 +177,7 @@ class _Watched:
 
 
 def _is_not_to_be_converted() -> bool:
-    """Whether the function was disabled for Dynamo, but not those that it calls.
+    """Whether the function to be converted was disabled for Dynamo, unlike those that it calls.
 
     Dynamo goes by who calls the function whose conversion it is asked for, and looks past its own frames, but
     not past ours.
@@ -212,7 +190,7 @@ def _is_not_to_be_converted() -> bool:
 
 @contextlib.contextmanager
 def _patched(watch: Watch, code: CodeType, variables: Mapping[str, Any]) -> Iterator[None]:
-    """What a conversion for this backend needs."""
+    """Within, all patches are in force that a conversion for this backend needs."""
 
     def has_tensor(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
         return lambda frame: (frame.f_code is code and _may_update(code, variables)) or original(frame)
@@ -230,7 +208,7 @@ def _patched(watch: Watch, code: CodeType, variables: Mapping[str, Any]) -> Iter
 
 @contextlib.contextmanager
 def _fewer_objects_to_look_at() -> Iterator[None]:
-    """The garbage collector leaves alone what was there before.
+    """Within, the garbage collector leaves alone what was there before.
 
     Of a compilation's hundred thousands of objects most stay until its end, and again and again it would look
     at a million others: an eighth of a compilation's time. What a program has frozen itself stays frozen.
@@ -256,7 +234,7 @@ def _may_update(code: CodeType, variables: Mapping[str, Any]) -> bool:
 
 
 def dynamo_recompile_limit() -> int:
-    """How often Dynamo compiles a function at most, as the user has set it."""
+    """The user's limit on how often Dynamo compiles one function."""
     return int(dynamo_config.recompile_limit)
 
 

@@ -9,32 +9,22 @@ from typing import Any
 import torch
 from torch._inductor.virtualized import V
 
-from collage_fx.torch_compat.patching import Patch, Shape
-
-__all__ = ["VECTOR_CONVERSIONS", "bfloat16_by_instruction", "conversion_text", "rest", "rounded"]
+from collage_fx.torch_compat.patching import Patch
 
 VECTOR_CONVERSIONS = Patch(
     name="vector-conversions",
-    target="torch._inductor.codegen.cpp:CppVecOverrides.to_dtype",
-    parameters=("x", "dtype"),
+    target="torch._inductor.codegen.cpp:CppVecOverrides.to_dtype(x, dtype)",
     why="C++ kernels convert vectors to bfloat16 and back by the processor's instructions",
     during="lowerings",
     relies_on=(
-        Shape(
-            target="torch._inductor.codegen.cpp:CppVecKernel.get_to_dtype_expr",
-            parameters=("self", "src", "dtype", "src_dtype"),
-            text="at::vec::convert",
-        ),
-        Shape(
-            target="torch._inductor.codegen.common:CSE",
-            mentions=("contains", "generate", "put", "try_get"),
-        ),
+        "torch._inductor.codegen.cpp:CppVecKernel.get_to_dtype_expr(self, src, dtype, src_dtype)",
+        "torch._inductor.codegen.common:CSE has contains, generate, put, try_get",
     ),
 )
 
 
 def rounded(value: Any, storage_dtype: torch.dtype) -> Any:
-    """Converted, and back.
+    """Round a float32 variable of a kernel: convert it to the storage dtype, and back.
 
     Inductor's own text for a conversion would find Inductor's own variables: once a number has been stored in
     bfloat16, that text for "the stored number in float32" finds the number as it was *before* it was rounded.
@@ -49,7 +39,7 @@ def rounded(value: Any, storage_dtype: torch.dtype) -> Any:
 
 
 def rest(value: Any, hi: Any) -> Any:
-    """The rest, and announced beside it the rest in bfloat16: what is not read of the two costs nothing.
+    """Compute what a rounding leaves, in float32 and in bfloat16; what is not read of the two costs nothing.
 
     Converted by instruction, the difference is looked at once for both: it is an infinity or NaN where ``hi``
     is.
@@ -63,7 +53,7 @@ def rest(value: Any, hi: Any) -> Any:
 
 
 def _converted(source: Any, dtype: torch.dtype, source_dtype: torch.dtype) -> Any:
-    """A variable of its own for a conversion."""
+    """Make a variable for a conversion that no other text of Inductor's will find."""
     variable = _variable(f"({conversion_text(source, dtype, source_dtype)})", dtype, source)
     if dtype is torch.float32:
         variable.collage_fx_stored = source
@@ -84,7 +74,7 @@ def _convert_text(source: Any, dtype: torch.dtype, source_dtype: torch.dtype) ->
 
 
 def _announce(source: Any, dtype: torch.dtype, converted: Any) -> None:
-    """A float32 number will be found to be there in another dtype already."""
+    """Have Inductor find that a float32 number is there in another dtype already."""
     V.kernel.cse.put(_convert_text(source, dtype, torch.float32), converted)
 
 
@@ -101,12 +91,12 @@ _REST_OF_VECTORS = (
     "{hi}.abs() < decltype({x})(std::numeric_limits<float>::infinity()))"
 )
 
-#: Two vectors of float32 to one of bfloat16, and back.
+#: ATen's text for converting two vectors of float32 to one of bfloat16, and the one for the way back.
 _CONVERT = "at::vec::convert<at::BFloat16,1,float,2>("
 
 _CONVERT_BACK = "at::vec::convert<float,2,at::BFloat16,1>("
 
-#: Where there is an instruction for it, that, unless a number is subnormal, which it takes for zero.
+#: The same by instruction where there is one, unless a number is subnormal, which it would take for zero.
 _CONVERT_BY_INSTRUCTION = """
 #if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512BF16__)
 [&]() -> decltype(at::vec::convert<at::BFloat16,1,float,2>({x})) {{
@@ -120,7 +110,7 @@ at::vec::convert<at::BFloat16,1,float,2>({x})
 #endif
 """
 
-#: Likewise, unless a number is subnormal, infinite or NaN.
+#: What a rounding leaves, converted by instruction unless a number is subnormal, infinite or NaN.
 _REST_BY_INSTRUCTION = """
 #if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512BF16__)
 [&]() -> decltype(at::vec::convert<at::BFloat16,1,float,2>({rest})) {{
@@ -136,7 +126,7 @@ at::vec::convert<at::BFloat16,1,float,2>({rest})
 
 
 def _upper_halves(first: int) -> str:
-    """A vector of 16 bfloat16 from the first-th on as float32: each the upper half of one.
+    """The text that widens 16 numbers of a vector of bfloat16 to float32: each is the upper half of one.
 
     The lower halves, which the mask makes zero, have no index.
     """
@@ -145,7 +135,7 @@ def _upper_halves(first: int) -> str:
     return f"at::vec::Vectorized<float>(_mm512_castsi512_ps({permuted}))"
 
 
-#: One permutation a vector, where ATen's has three instructions.
+#: The way back by one permutation a vector, where ATen's has three instructions.
 _CONVERT_BACK_BY_INSTRUCTION = f"""
 #if defined(CPU_CAPABILITY_AVX512)
 at::vec::VectorizedN<float,2>({_upper_halves(0)}, {_upper_halves(16)})

@@ -19,20 +19,17 @@ from typing import Any
 import torch
 from torch._inductor.codegen.cpp_utils import cexpr_index
 
-from collage_fx.torch_compat.patching import Patch, Shape
-
-__all__ = ["LOADS", "fetching_ahead"]
+from collage_fx.torch_compat.patching import Patch
 
 LOADS = Patch(
     name="loads",
-    target="torch._inductor.codegen.cpp:CppVecKernel._get_vec_load_line",
-    parameters=("self", "var", "index", "dtype", "load_mask"),
+    target="torch._inductor.codegen.cpp:CppVecKernel._get_vec_load_line(self, var, index, dtype, load_mask)",
     why="C++ kernels fetch ahead",
     during="lowerings",
-    relies_on=(Shape(target="torch._inductor.codegen.cpp:CppVecKernel", mentions=("tail_size",)),),
+    relies_on=("torch._inductor.codegen.cpp:CppVecKernel has tail_size",),
 )
 
-#: Bytes.
+#: How many bytes further on lies what a load asks for besides.
 AHEAD = 512
 
 

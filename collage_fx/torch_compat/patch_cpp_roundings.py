@@ -17,18 +17,10 @@ from torch._inductor.virtualized import V, ops
 from collage_fx.torch_compat.patch_cpp_conversions import bfloat16_by_instruction, rest, rounded
 from collage_fx.torch_compat.patch_cpp_loads import fetching_ahead
 from collage_fx.torch_compat.patch_cpp_sums import SUM, summand, summing
-from collage_fx.torch_compat.patching import Patch, Shape
+from collage_fx.torch_compat.patching import Patch
 
-__all__ = [
-    "FORMATS_OF_LOOPS",
-    "INLINE_CODE",
-    "TILINGS",
-    "rest_in_cpp",
-    "rounded_in_cpp",
-    "takes_our_cpp",
-    "writes_cpp",
-    "writing_our_cpp",
-]
+__all__ = ["rest_in_cpp", "rounded_in_cpp", "takes_our_cpp"]
+
 
 INLINE_CODE = Patch(
     name="inline-code",
@@ -36,31 +28,26 @@ INLINE_CODE = Patch(
     why="C++ kernels round, and compute what a rounding leaves",
     during="lowerings",
     relies_on=(
-        Shape(target="torch._inductor.codegen.cpp:CppCSEVariable", mentions=("is_vec", "update_on_args")),
-        Shape(target="torch._inductor.codegen.cpp:CppVecKernel.broadcast"),
+        "torch._inductor.codegen.cpp:CppCSEVariable has is_vec, update_on_args",
+        "torch._inductor.codegen.cpp:CppVecKernel.broadcast",
     ),
 )
 
 TILINGS = Patch(
     name="tilings",
-    target="torch._inductor.codegen.cpp:TilingSelect.select_tiling",
-    parameters=("self", "fn_list"),
+    target="torch._inductor.codegen.cpp:TilingSelect.select_tiling(self, fn_list)",
     why="loops with such code handle as many elements at a time as fit a vector of what they store",
     during="lowerings",
-    relies_on=(Shape(target="torch._inductor.codegen.cpp:_get_loop_body", parameters=("fn_list",)),),
+    relies_on=("torch._inductor.codegen.cpp:_get_loop_body(fn_list)",),
 )
 
 FORMATS_OF_LOOPS = Patch(
     name="formats-of-loops",
-    target="torch._inductor.codegen.cpp:get_loop_body_lowp_fp",
-    parameters=("_body",),
+    target="torch._inductor.codegen.cpp:get_loop_body_lowp_fp(_body)",
     why="the same: it is by this that Inductor counts",
     during="lowerings",
     relies_on=(
-        Shape(
-            target="torch._inductor.codegen.cpp:TilingSelect.select_tiling",
-            mentions=("_get_loop_body", "get_loop_body_lowp_fp"),
-        ),
+        "torch._inductor.codegen.cpp:TilingSelect.select_tiling has _get_loop_body, get_loop_body_lowp_fp",
     ),
 )
 
@@ -88,7 +75,7 @@ def writing_our_cpp() -> Iterator[None]:
         yield
 
 
-#: What stands for the rounding to a storage dtype where Inductor has only names of its own operators.
+#: The texts that stand for roundings to a storage dtype, in the place of inline assembly.
 _ROUNDINGS = {f"collage_fx: round to {dtype}": dtype for dtype in (torch.bfloat16, torch.float16)}
 
 
@@ -102,7 +89,7 @@ def rounded_in_cpp(value: Any, storage_dtype: torch.dtype) -> Any:
     return ops.inline_asm_elementwise(value, asm=name, dtype=torch.float32)
 
 
-#: What stands for :func:`rest_in_cpp`.
+#: The text that stands for :func:`rest_in_cpp`.
 _REST = "collage_fx: rest"
 
 
@@ -128,7 +115,7 @@ def _with_our_code(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _all_vectors_or_none(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Numbers beside vectors as vectors."""
+    """Make vectors of single numbers that are used together with vectors."""
     if not any(x.is_vec for x in inputs):
         return inputs
     return tuple(x if x.is_vec else V.kernel.broadcast(x) for x in inputs)

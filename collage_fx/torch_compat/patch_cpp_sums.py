@@ -14,50 +14,30 @@ from torch._inductor.virtualized import V, ops
 
 from collage_fx.torch_compat.cpp_sums import Sums, Vectors
 from collage_fx.torch_compat.patch_cpp_conversions import conversion_text
-from collage_fx.torch_compat.patching import Patch, Shape
-
-__all__ = ["REDUCTIONS", "SUM", "VECTOR_REDUCTIONS", "part_of_sum", "summand", "summing"]
-
-_REDUCTION = ("self", "dtype", "src_dtype", "reduction_type", "value")
+from collage_fx.torch_compat.patching import Patch
 
 REDUCTIONS = Patch(
     name="reductions",
-    target="torch._inductor.codegen.cpp:CppKernel.reduction",
-    parameters=_REDUCTION,
+    target="torch._inductor.codegen.cpp:CppKernel.reduction(self, dtype, src_dtype, reduction_type, value)",
     why="C++ kernels add up what a step is measured by in blocks",
     during="lowerings",
     relies_on=(
-        Shape(
-            target="torch._inductor.codegen.cpp:CppKernel._gen_parallel_reduction_buffers",
-            parameters=("self", "acc", "acc_type", "reduction_type", "dtype", "reduction_combine_fn"),
-            mentions=("reduction_init_fn",),
-        ),
-        Shape(
-            target="torch._inductor.codegen.cpp:CppKernel",
-            mentions=(
-                "is_reduction",
-                "local_reduction_stores",
-                "non_parallel_reduction_suffix",
-                "reduction_cse",
-                "reduction_prefix_generators",
-                "reduction_var_names",
-            ),
-        ),
-        Shape(target="torch._inductor.codegen.common:CSE", mentions=("reduction_cache",)),
+        "torch._inductor.codegen.cpp:CppKernel._gen_parallel_reduction_buffers has reduction_init_fn",
+        "torch._inductor.codegen.cpp:CppKernel has is_reduction, local_reduction_stores",
+        "torch._inductor.codegen.cpp:CppKernel has non_parallel_reduction_suffix, reduction_cse",
+        "torch._inductor.codegen.cpp:CppKernel has reduction_prefix_generators, reduction_var_names",
+        "torch._inductor.codegen.common:CSE has reduction_cache",
     ),
 )
 
 VECTOR_REDUCTIONS = Patch(
     name="vector-reductions",
-    target="torch._inductor.codegen.cpp:CppVecKernel.reduction",
-    parameters=_REDUCTION,
+    target="torch._inductor.codegen.cpp:CppVecKernel.reduction(self, dtype, src_dtype, reduction_type)",
     why="the same, in vectors",
     during="lowerings",
     relies_on=(
-        Shape(
-            target="torch._inductor.codegen.cpp:CppVecKernel",
-            mentions=("_get_num_vectors", "_get_vec_type", "broadcast", "tail_size", "tiling_factor"),
-        ),
+        "torch._inductor.codegen.cpp:CppVecKernel has _get_num_vectors, _get_vec_type, broadcast, tail_size",
+        "torch._inductor.codegen.cpp:CppVecKernel has tiling_factor",
     ),
 )
 

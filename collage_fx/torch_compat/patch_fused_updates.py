@@ -23,29 +23,23 @@ from torch import Tensor
 
 from collage_fx.torch_compat.patching import Patch
 
-__all__ = ["ADAGRAD", "ADAM", "ADAMW", "FUSED_UPDATES", "SGD", "install_fused_updates"]
+__all__ = ["install_fused_updates"]
+
 
 #: Why each of torch.optim's functions with an argument ``fused`` is wrapped.
 WHY = "fused=True is a wish for speed: a compensated step makes the update of fused=False"
 
-ADAM = Patch(
-    name="fused-adam", target="torch.optim.adam:adam", parameters=("params",), why=WHY, affects="everybody"
-)
-ADAMW = Patch(
-    name="fused-adamw", target="torch.optim.adamw:adamw", parameters=("params",), why=WHY, affects="everybody"
-)
-SGD = Patch(
-    name="fused-sgd", target="torch.optim.sgd:sgd", parameters=("params",), why=WHY, affects="everybody"
-)
+ADAM = Patch(name="fused-adam", target="torch.optim.adam:adam(params)", why=WHY, affects="everybody")
+ADAMW = Patch(name="fused-adamw", target="torch.optim.adamw:adamw(params)", why=WHY, affects="everybody")
+SGD = Patch(name="fused-sgd", target="torch.optim.sgd:sgd(params)", why=WHY, affects="everybody")
 ADAGRAD = Patch(
     name="fused-adagrad",
-    target="torch.optim.adagrad:adagrad",
-    parameters=("params",),
+    target="torch.optim.adagrad:adagrad(params)",
     why=WHY,
     affects="everybody",
 )
 
-#: They take lists of tensors, gradients second, and overwrite them.
+#: All of them take lists of tensors, gradients second, and overwrite them.
 FUSED_UPDATES = (ADAM, ADAMW, SGD, ADAGRAD)
 
 

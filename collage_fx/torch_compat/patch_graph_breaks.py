@@ -18,24 +18,24 @@ from collage_fx.torch_compat.optim_frames import (
     optimizer_of_method,
     possible_steps_on_the_stack,
 )
-from collage_fx.torch_compat.patching import Patch, Shape
+from collage_fx.torch_compat.patching import Patch
 
-__all__ = ["GRAPH_BREAKS", "GraphBreak", "watching_graph_breaks"]
+__all__ = ["GraphBreak"]
+
 
 GRAPH_BREAKS = Patch(
     name="graph-breaks",
-    target="torch._dynamo.symbolic_convert:InstructionTranslatorBase.log_graph_break",
-    parameters=("self", "code_options", "reason", "exc"),
+    target=(
+        "torch._dynamo.symbolic_convert:"
+        "InstructionTranslatorBase.log_graph_break(self, code_options, reason, exc)"
+    ),
     why="a graph break in an optimizer's update is known before anything has run",
     during="conversions",
     relies_on=(
-        Shape(target="torch._dynamo.exc:Unsupported", mentions=("gb_type", "msg", "real_stack")),
-        Shape(
-            target="torch._dynamo.symbolic_convert:InstructionTranslatorBase",
-            mentions=("f_code", "f_locals", "output"),
-        ),
-        Shape(target="torch._dynamo.output_graph:OutputGraph", mentions=("compiler_fn", "root_tx")),
-        Shape(target="torch._dynamo:graph_break"),
+        "torch._dynamo.exc:Unsupported has gb_type, msg, real_stack",
+        "torch._dynamo.symbolic_convert:InstructionTranslatorBase has f_code, f_locals, output",
+        "torch._dynamo.output_graph:OutputGraph has compiler_fn, root_tx",
+        "torch._dynamo:graph_break",
     ),
 )
 
@@ -86,7 +86,7 @@ def _is_torchs_own(code: CodeType, cause: Any) -> bool:
 
 
 def _is_called_by_torchs_optimizer(cause: Any) -> bool:
-    """Whether a break is a call for one, in the base class of optimizers."""
+    """Whether a break was asked for by ``torch._dynamo.graph_break()``, in the base class of optimizers."""
     is_call = getattr(cause, "gb_type", None) == "Call to `torch._dynamo.graph_break()`"
     stack = _stack_of(cause)
     return is_call and bool(stack) and stack[-1].filename == inspect.getfile(torch.optim.Optimizer)

@@ -13,39 +13,27 @@ from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.variables.base import VariableTracker
 
-from collage_fx.torch_compat.patching import Patch, Shape
-
-__all__ = ["POWERS", "SYMBOLIC_FLOATS", "keeping_numbers_symbolic", "tracing_powers"]
+from collage_fx.torch_compat.patching import Patch
 
 POWERS = Patch(
     name="powers",
-    target="torch._dynamo.variables.torch:TorchInGraphFunctionVariable.call_function",
-    parameters=("self", "tx", "args", "kwargs"),
+    target="torch._dynamo.variables.torch:TorchInGraphFunctionVariable.call_function(self, tx, args, kwargs)",
     why="math.pow of a number that changes is traced, where Dynamo burns the number in",
     during="conversions",
     relies_on=(
-        Shape(
-            target="torch._dynamo.symbolic_convert:InstructionTranslatorBase.inline_user_function_return",
-            parameters=("self", "fn", "args", "kwargs"),
-        ),
-        Shape(target="torch._dynamo.variables.base:VariableTracker.build", parameters=("tx", "value")),
-        Shape(target="torch._dynamo.variables.base:VariableTracker.is_python_constant"),
+        "torch._dynamo.symbolic_convert:InstructionTranslatorBase.inline_user_function_return(self, fn)",
+        "torch._dynamo.variables.base:VariableTracker.build(tx, value)",
+        "torch._dynamo.variables.base:VariableTracker.is_python_constant",
     ),
 )
 
 SYMBOLIC_FLOATS = Patch(
     name="symbolic-floats",
-    target="torch._functorch._aot_autograd.graph_compile:tensorify_python_scalars",
-    parameters=("gm", "shape_env", "fake_mode"),
+    target="torch._functorch._aot_autograd.graph_compile:tensorify_python_scalars(gm, shape_env, fake_mode)",
     why="a float that tensor operations have replaced everywhere is not burned in",
     until=(2, 13),
     during="lowerings",
-    relies_on=(
-        Shape(
-            target="torch._dynamo.symbolic_convert:TensorifyState",
-            mentions=("force_specializations", "specialize"),
-        ),
-    ),
+    relies_on=("torch._dynamo.symbolic_convert:TensorifyState has force_specializations, specialize",),
 )
 
 

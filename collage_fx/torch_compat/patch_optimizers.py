@@ -21,64 +21,46 @@ from collage_fx.torch_compat.dynamo_trace import (
     backend_within,
     output_being_traced,
 )
-from collage_fx.torch_compat.patching import Patch, Shape
+from collage_fx.torch_compat.patching import Patch
 
-__all__ = [
-    "LISTS",
-    "OPTIMIZERS",
-    "STATE_LISTS",
-    "UNFINISHED_STEPS",
-    "Thin",
-    "ThinnedLists",
-    "forget_static_addresses",
-    "thinned",
-    "thinned_lists",
-    "thinning_lists",
-    "tracing_whole",
-    "watching_optimizers",
-]
+__all__ = ["Thin", "ThinnedLists", "forget_static_addresses", "thinned_lists"]
+
 
 OPTIMIZERS = Patch(
     name="optimizers",
-    target="torch._dynamo.variables.optimizer:OptimizerVariable.__init__",
-    parameters=("self", "value"),
+    target="torch._dynamo.variables.optimizer:OptimizerVariable.__init__(self, value)",
     why="what cannot be compensated is refused before anything has run; a step's counters are kept",
     during="conversions",
-    relies_on=(
-        Shape(
-            target="torch._dynamo.side_effects:SideEffects",
-            mentions=("__contains__", "track_object_existing"),
-        ),
-    ),
+    relies_on=("torch._dynamo.side_effects:SideEffects has __contains__, track_object_existing",),
 )
 
 STATE_LISTS = Patch(
     name="state-lists",
-    target="torch._dynamo.variables.optimizer:OptimizerVariable.call_method",
-    parameters=("self", "tx", "name", "args", "kwargs"),
+    target="torch._dynamo.variables.optimizer:OptimizerVariable.call_method(self, tx, name, args, kwargs)",
     why="lists that an optimizer fills by keyword arguments are not taken to be empty",
     during="conversions",
 )
 
 LISTS = Patch(
     name="lists",
-    target="torch._dynamo.variables.optimizer:OptimizerVariable.update_list_args",
-    parameters=("self", "tx", "args", "kwargs", "py_args", "py_kwargs"),
+    target=(
+        "torch._dynamo.variables.optimizer:"
+        "OptimizerVariable.update_list_args(self, tx, args, kwargs, py_args, py_kwargs)"
+    ),
     why="the steps of torch.optim are traced for two parameters of each layout",
     during="conversions",
     relies_on=(
-        Shape(target="torch._dynamo.variables.lists:ListVariable", mentions=("items",)),
-        Shape(target="torch.optim:AdamW._init_group"),
+        "torch._dynamo.variables.lists:ListVariable has items",
+        "torch.optim:AdamW._init_group",
     ),
 )
 
 UNFINISHED_STEPS = Patch(
     name="unfinished-steps",
-    target="torch._dynamo.output_graph:OutputGraph.compile_subgraph",
-    parameters=("self", "tx", "reason"),
+    target="torch._dynamo.output_graph:OutputGraph.compile_subgraph(self, tx, reason)",
     why="a step that Dynamo breaks is traced for all parameters",
     during="conversions",
-    relies_on=(Shape(target="torch._dynamo.output_graph:GraphCompileReason", mentions=("graph_break",)),),
+    relies_on=("torch._dynamo.output_graph:GraphCompileReason has graph_break",),
 )
 
 

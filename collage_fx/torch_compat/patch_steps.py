@@ -10,69 +10,53 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from collage_fx.torch_compat.patching import Patch, Shape, Wrapper
+from collage_fx.torch_compat.patching import Patch, Wrapper
 
-__all__ = [
-    "EAGER_STEPS",
-    "LOADING",
-    "OWN_STEPS",
-    "PACKING",
-    "SAVING",
-    "UNPACKING",
-    "before_eager_steps",
-    "reroute_steps",
-    "wrap_states",
-]
+__all__ = ["before_eager_steps", "reroute_steps", "wrap_states"]
+
 
 SAVING = Patch(
     name="saving",
-    target="torch.optim:Optimizer.state_dict",
-    parameters=("self",),
+    target="torch.optim:Optimizer.state_dict(self)",
     why="error terms are saved with what they belong to",
     affects="everybody",
 )
 
 LOADING = Patch(
     name="loading",
-    target="torch.optim:Optimizer.load_state_dict",
-    parameters=("self", "state_dict"),
+    target="torch.optim:Optimizer.load_state_dict(self, state_dict)",
     why="error terms are loaded as they were saved",
     affects="everybody",
 )
 
 PACKING = Patch(
     name="packing",
-    target="torch.optim:Optimizer.__getstate__",
-    parameters=("self",),
+    target="torch.optim:Optimizer.__getstate__(self)",
     why="copies and pickles of an optimizer take error terms along",
     affects="everybody",
 )
 
 UNPACKING = Patch(
     name="unpacking",
-    target="torch.optim:Optimizer.__setstate__",
-    parameters=("self", "state"),
+    target="torch.optim:Optimizer.__setstate__(self, state)",
     why="the same, where they are made",
     affects="everybody",
 )
 
 EAGER_STEPS = Patch(
     name="eager-steps",
-    target="torch.optim.optimizer:register_optimizer_step_pre_hook",
-    parameters=("hook",),
+    target="torch.optim.optimizer:register_optimizer_step_pre_hook(hook)",
     why="a step past the compiled one is noticed (by torch's own hook)",
     affects="everybody",
 )
 
 OWN_STEPS = Patch(
     name="own-steps",
-    target="torch.optim:Optimizer.profile_hook_step",
-    parameters=("func",),
-    mentions=("wrapper",),
+    target="torch.optim:Optimizer.profile_hook_step(func) has wrapper",
     why="a class of which an optimizer is recorded asks, at each step, for whom",
     during="recorded steps",
     affects="everybody",
-    relies_on=(Shape(target="torch.optim:Optimizer.__init__", mentions=("_patch_step_function",)),),
+    relies_on=("torch.optim:Optimizer.__init__ has _patch_step_function",),
 )
 
 #: Attribute of a step that is behind a switch: the step itself.

@@ -2,80 +2,51 @@
 
 from __future__ import annotations
 
-from collage_fx.torch_compat import aot_autograd, dynamo_trace, fake_tensors, inductor
-from collage_fx.torch_compat.patch_averages import AVERAGES
-from collage_fx.torch_compat.patch_conversions import COMPILED_CALLS, CONVERSIONS, FRAMES
-from collage_fx.torch_compat.patch_cpp_conversions import VECTOR_CONVERSIONS
-from collage_fx.torch_compat.patch_cpp_loads import LOADS
-from collage_fx.torch_compat.patch_cpp_roundings import FORMATS_OF_LOOPS, INLINE_CODE, TILINGS
-from collage_fx.torch_compat.patch_cpp_sums import REDUCTIONS, VECTOR_REDUCTIONS
-from collage_fx.torch_compat.patch_fused_updates import ADAGRAD, ADAM, ADAMW, SGD
-from collage_fx.torch_compat.patch_graph_breaks import GRAPH_BREAKS
-from collage_fx.torch_compat.patch_inductor import (
-    DISTANT_NODES,
-    KEPT_VALUES,
-    LOADED_VALUES,
-    OUTER_LOOPS,
-    OUTPUT_CODE,
-    PATTERN_PASSES,
-    PATTERNS,
+from itertools import chain
+
+from collage_fx.torch_compat import (
+    aot_autograd,
+    dynamo_trace,
+    fake_tensors,
+    inductor,
+    patch_averages,
+    patch_conversions,
+    patch_cpp_conversions,
+    patch_cpp_loads,
+    patch_cpp_roundings,
+    patch_cpp_sums,
+    patch_fused_updates,
+    patch_graph_breaks,
+    patch_inductor,
+    patch_numbers,
+    patch_optimizers,
+    patch_steps,
+    tensors,
 )
-from collage_fx.torch_compat.patch_numbers import POWERS, SYMBOLIC_FLOATS
-from collage_fx.torch_compat.patch_optimizers import LISTS, OPTIMIZERS, STATE_LISTS, UNFINISHED_STEPS
-from collage_fx.torch_compat.patch_steps import EAGER_STEPS, LOADING, OWN_STEPS, PACKING, SAVING, UNPACKING
-from collage_fx.torch_compat.patching import Patch, Shape
+from collage_fx.torch_compat.patching import Patch, misfit
 
-__all__ = ["PATCHES", "RELIED_ON", "misfits"]
+__all__ = ["PATCHES"]
 
-#: In the order in which a step meets them.
-PATCHES: tuple[Patch, ...] = (
-    SAVING,
-    LOADING,
-    PACKING,
-    UNPACKING,
-    AVERAGES,
-    ADAM,
-    ADAMW,
-    SGD,
-    ADAGRAD,
-    EAGER_STEPS,
-    OWN_STEPS,
-    COMPILED_CALLS,
-    CONVERSIONS,
-    FRAMES,
-    OPTIMIZERS,
-    STATE_LISTS,
-    LISTS,
-    UNFINISHED_STEPS,
-    GRAPH_BREAKS,
-    POWERS,
-    SYMBOLIC_FLOATS,
-    PATTERN_PASSES,
-    PATTERNS,
-    OUTPUT_CODE,
-    DISTANT_NODES,
-    OUTER_LOOPS,
-    KEPT_VALUES,
-    LOADED_VALUES,
-    INLINE_CODE,
-    TILINGS,
-    FORMATS_OF_LOOPS,
-    VECTOR_CONVERSIONS,
-    REDUCTIONS,
-    VECTOR_REDUCTIONS,
-    LOADS,
+#: Every patch, module by module, roughly in the order in which a step meets them.
+PATCHES: tuple[Patch, ...] = tuple(
+    value
+    for module in (
+        *(patch_steps, patch_averages, patch_fused_updates),
+        *(patch_conversions, patch_optimizers, patch_graph_breaks, patch_numbers),
+        *(patch_inductor, patch_cpp_roundings, patch_cpp_conversions, patch_cpp_sums, patch_cpp_loads),
+    )
+    for value in vars(module).values()
+    if isinstance(value, Patch)
 )
 
-#: What else is called by a name that nothing but its use would look up.
-RELIED_ON: tuple[Shape, ...] = (
-    *aot_autograd.RELIED_ON,
-    *dynamo_trace.RELIED_ON,
-    *fake_tensors.RELIED_ON,
-    *inductor.RELIED_ON,
+#: What else of torch is used by names that nothing but their use would look up.
+RELIED_ON: tuple[str, ...] = (
+    *(*aot_autograd.RELIED_ON, *dynamo_trace.RELIED_ON, *fake_tensors.RELIED_ON),
+    *(*inductor.RELIED_ON, *tensors.RELIED_ON),
 )
 
 
 def misfits() -> list[str]:
-    """What of torch is not as it has to be for this package, in a sentence each."""
-    told = (*(patch.check() for patch in PATCHES), *(shape.misfit() for shape in RELIED_ON))
+    """A sentence for each thing of torch that is not as this package needs it."""
+    told = chain((patch.check() for patch in PATCHES), map(misfit, RELIED_ON))
     return [each for each in told if each is not None]

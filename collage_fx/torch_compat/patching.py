@@ -15,6 +15,10 @@ else's business:
 * Somebody else's replacement of the same function is left alone, whether it came before or after.
 
 All of them are in ``patches.py``; ``collage-fx doctor`` lists them.
+
+What something of torch's has to look like is written in a line, read by :func:`misfit`:
+``module:Class.method(self, x) has name, other``. The parameters are the first ones. The names are attributes
+of a module, of a class or of its objects; for a function, names in its code.
 """
 
 from __future__ import annotations
@@ -23,8 +27,9 @@ import contextlib
 import functools
 import importlib
 import inspect
+import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import CodeType, MappingProxyType
@@ -32,111 +37,82 @@ from typing import Any, Literal
 
 from collage_fx.torch_compat.version import version
 
-__all__ = ["Patch", "Shape", "Wrapper"]
-
-#: From what stands in a place of torch's to what is to be called instead.
+#: A function from what stands in a place of torch's to what is to be called instead.
 Wrapper = Callable[[Any], Callable[..., Any]]
 
+_SHAPE = re.compile(r"([\w.]+):([\w.]+)(?:\((.+)\))?(?: has (.+))?")
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Shape:
-    """What something of torch's has to look like for this package to work with it.
 
-    Attributes:
-        target: ``module:name`` or ``module:Class.name``.
-        parameters: of a function, the first ones, by name.
-        mentions: names in the code of a function; attributes of a class, of its objects, or of a module.
-        text: a piece of a string in the code of a function.
+def _read(shape: str) -> tuple[str, str, list[str], list[str]]:
+    """The module, the name within it, the parameters and the names of a line as in Note [Patches]."""
+    match = _SHAPE.fullmatch(shape)
+    assert match is not None, shape
+    module, path, parameters, names = match.groups()
+    return module, path, parameters.split(", ") if parameters else [], names.split(", ") if names else []
+
+
+def _owner(shape: str) -> tuple[Any, str]:
+    """The module or class that something is an attribute of, and its name there.
+
+    Raises ImportError or AttributeError where there is none.
     """
-
-    target: str
-    parameters: tuple[str, ...] = ()
-    mentions: tuple[str, ...] = ()
-    text: str = ""
-
-    def owner(self) -> tuple[Any, str]:
-        """The module or class that the target is an attribute of, and its name there.
-
-        Raises ImportError or AttributeError where there is none.
-        """
-        module_name, _, path = self.target.partition(":")
-        *classes, name = path.split(".")
-        owner: Any = importlib.import_module(module_name)
-        for each in classes:
-            owner = getattr(owner, each)
-        return owner, name
-
-    def misfit(self) -> str | None:
-        """Why it is not like that in this version of torch; None if it is."""
-        try:
-            owner, name = self.owner()
-            found = inspect.unwrap(getattr(owner, name))
-        except (ImportError, AttributeError) as error:
-            return f"{self.target}: {error}"
-        if self.parameters:
-            found_parameters = tuple(inspect.signature(found).parameters)
-            if found_parameters[: len(self.parameters)] != self.parameters:
-                return f"{self.target} takes {', '.join(found_parameters)}, not {', '.join(self.parameters)}"
-        missing = [name for name in self.mentions if not _mentions(found, name)]
-        if self.text and not any(self.text in string for string in _strings(found.__code__)):
-            missing.append(repr(self.text))
-        return f"{self.target} no longer has {', '.join(missing)}" if missing else None
+    module, path, _, _ = _read(shape)
+    *classes, name = path.split(".")
+    return functools.reduce(getattr, classes, importlib.import_module(module)), name
 
 
-def _mentions(found: Any, name: str) -> bool:
-    """Whether a name occurs in a function's code, or is an attribute."""
-    if hasattr(found, "__code__"):
-        return name in _names(found.__code__)
-    classes = inspect.getmro(found) if inspect.isclass(found) else ()
-    return hasattr(found, name) or any(name in names for each in classes for names in _made_by(each))
+def misfit(shape: str) -> str | None:
+    """Why something of torch's is not like that (Note [Patches]) in this version; None if it is."""
+    module, path, parameters, names = _read(shape)
+    try:
+        found = inspect.unwrap(getattr(*_owner(shape)))
+    except (ImportError, AttributeError) as error:
+        return f"{module}:{path}: {error}"
+    taken = list(inspect.signature(found).parameters) if parameters else []
+    if taken[: len(parameters)] != parameters:
+        return f"{module}:{path} takes {', '.join(taken)}, not {', '.join(parameters)}"
+    missing = [name for name in names if not (hasattr(found, name) or name in set(_names_in(found)))]
+    return f"{module}:{path} no longer has {', '.join(missing)}" if missing else None
 
 
-def _made_by(cls: type) -> Iterator[Iterable[str]]:
-    """The names of the attributes that objects of a class have."""
-    yield vars(cls).get("__annotations__", {})
-    for maker in ("__init__", "__post_init__"):
-        if hasattr(vars(cls).get(maker), "__code__"):
-            yield _names(vars(cls)[maker].__code__)
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    yield from (code.co_name, *code.co_names, *code.co_varnames, *code.co_freevars)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)
-        elif isinstance(constant, tuple):  # the names of keyword arguments are one
-            yield from (each for each in constant if isinstance(each, str))
-
-
-def _strings(code: CodeType) -> Iterator[str]:
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _strings(constant)
-        elif isinstance(constant, str):
-            yield constant
+def _names_in(found: Any) -> Iterator[str]:
+    """The names in a function's code; of a class, those that its objects have."""
+    for cls in getattr(found, "__mro__", ()):
+        yield from vars(cls).get("__annotations__", {})
+        for maker in ("__init__", "__post_init__"):
+            yield from _names_in(vars(cls).get(maker))
+    if isinstance(code := getattr(found, "__code__", found), CodeType):
+        yield from (code.co_name, *code.co_names, *code.co_varnames, *code.co_freevars)
+        for constant in code.co_consts:  # functions within, and the names of keyword arguments
+            yield from _names_in(constant) if isinstance(constant, CodeType) else ()
+            yield from (
+                (each for each in constant if isinstance(each, str)) if isinstance(constant, tuple) else ()
+            )
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Patch(Shape):
+class Patch:
     """One thing of torch's that this package replaces: Note [Patches].
 
     Attributes:
         name: of the patch.
+        target: what is replaced, and what it has to look like.
         why: what it changes, and so what it is good for.
         during: when it is in force: around Dynamo's conversions of functions for this backend, around what
             AOTAutograd and Inductor make of a graph of this backend, around the steps of an optimizer that is
             recorded, or from the import on.
         affects: who else's objects it touches.
         until: the first version of torch that does without it.
-        relies_on: what else has to be so.
+        relies_on: what else has to look how.
     """
 
     name: str
+    target: str
     why: str
     during: Literal["conversions", "lowerings", "recorded steps", "the process"] = "the process"
     affects: Literal["nobody else", "everybody"] = "nobody else"
     until: tuple[int, int] | None = None
-    relies_on: tuple[Shape, ...] = ()
+    relies_on: tuple[str, ...] = ()
 
     @property
     def is_needed(self) -> bool:
@@ -145,8 +121,8 @@ class Patch(Shape):
 
     def check(self) -> str | None:
         """What it relies on that is not so in this version of torch; None if all is."""
-        told = (shape.misfit() for shape in (self, *self.relies_on)) if self.is_needed else ()
-        return next((each for each in told if each is not None), None)
+        told = map(misfit, (self.target, *self.relies_on)) if self.is_needed else ()
+        return next(filter(None, told), None)
 
     @property
     def is_in_place(self) -> bool:
@@ -167,7 +143,8 @@ class Patch(Shape):
             return
         with _lock:
             if self not in _layers:
-                layer = _layers[self] = _Layer(*self.owner())
+                layer = _layers[self] = _Layer(*_owner(self.target))
+                # Dynamo traces some of these, and knows no ContextVar.
                 layer.put(lambda *args, **kwargs: layer.installed(*args, **kwargs))
             _layers[self].installed = wrapper(_layers[self].original)
 
@@ -183,7 +160,8 @@ class Patch(Shape):
         with _lock:
             layer = _layers.get(self)
             if layer is None or not (layer.users or layer.stands):
-                layer = _layers[self] = self._new_layer()
+                layer = _layers[self] = _Layer(*_owner(self.target))
+                layer.put(lambda *args, **kwargs: layer.called()(*args, **kwargs))
             layer.users += 1
         entered = _entered.get()
         token = _entered.set({**entered, layer: wrapper(entered.get(layer, layer.original))})
@@ -196,20 +174,10 @@ class Patch(Shape):
                 if not layer.users and layer.stands:
                     layer.remove()
 
-    def _new_layer(self) -> _Layer:
-        layer = _Layer(*self.owner())
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            function = _entered.get().get(layer, layer.original)
-            return None if function is None else function(*args, **kwargs)
-
-        layer.put(call)
-        return layer
-
 
 _NOTHING: Mapping[_Layer | None, Callable[..., Any]] = MappingProxyType({})
 
-#: What this thread has entered, and what it calls in the place of each target.
+#: For each layer whose patch this thread has entered: what the thread calls in its place.
 _entered = ContextVar("_entered", default=_NOTHING)
 
 _lock = threading.RLock()
@@ -218,7 +186,7 @@ _INHERITED = object()
 
 
 class _Layer:
-    """What stands in a target's place.
+    """The function that stands in a target's place, and calls what is in force in a thread.
 
     Somebody else may have put a replacement of theirs over it meanwhile. Then it stays where it is when its
     last user has left, and calls what it replaced; the next user's is put over theirs.
@@ -234,15 +202,16 @@ class _Layer:
         self._replaced = vars(owner).get(name, _INHERITED)
         self.original = self.installed = getattr(owner, name)
         self.users = 0
-        self._placed: Any = None
+
+    def called(self) -> Callable[..., Any]:
+        """What it calls in this thread, if it is there while the patch is entered."""
+        return _entered.get().get(self, self.original)
 
     def put(self, call: Callable[..., Any]) -> None:
         """Put a function in the target's place."""
-        function = functools.wraps(self.original)(call) if callable(self.original) else call
-        is_called_alone = isinstance(
-            inspect.getattr_static(self._owner, self._name), (staticmethod, classmethod, type(None))
-        )
-        self._placed = staticmethod(function) if is_called_alone else function
+        call = functools.wraps(self.original)(call)
+        found = inspect.getattr_static(self._owner, self._name)
+        self._placed: Any = staticmethod(call) if isinstance(found, (staticmethod, classmethod)) else call
         setattr(self._owner, self._name, self._placed)
 
     @property

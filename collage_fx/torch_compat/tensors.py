@@ -21,7 +21,6 @@ __all__ = [
     "SET_GRAD_ENABLED",
     "OpOverload",
     "TorchDispatchMode",
-    "assert_size_stride",
     "base_of",
     "disabled_torch_function",
     "graph_module",
@@ -39,7 +38,14 @@ __all__ = [
 ]
 
 
-#: What ``torch.set_grad_enabled`` is in a graph.
+RELIED_ON = (
+    "torch:Tensor has _base, _make_wrapper_subclass, _use_count",
+    "torch._C:_has_storage",
+    "torch._C:_is_torch_function_mode_enabled",
+    "torch._C._dynamo.guards:TensorGuards",
+)
+
+#: The function that a graph calls for ``torch.set_grad_enabled``.
 SET_GRAD_ENABLED: Any = torch._C._set_grad_enabled
 
 
@@ -49,7 +55,7 @@ def schema_of(operator: OpOverload) -> Any:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Which memory a tensor lies in: a number that no other memory has as long as this one lives."""
+    """A number that identifies the memory of a tensor as long as that lives."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -84,14 +90,8 @@ def is_made_of_tensors(tensor: torch.Tensor) -> bool:
     return is_traceable_wrapper_subclass(tensor)
 
 
-#: Raises AssertionError for a tensor of other sizes or strides: ``(tensor, size, stride)``.
-assert_size_stride: Callable[[torch.Tensor, tuple[int, ...], tuple[int, ...]], None] = (
-    torch._C._dynamo.guards.assert_size_stride
-)
-
-
 def laid_out_like(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
-    """A function of as many tensors: whether each of them is to compiled code like the one in its place.
+    """Make a function of as many tensors that tells whether compiled code can take each for the one here.
 
     Class, dtype, device, size, stride, dispatch keys (sparse, negated, ...), and whether it requires a
     gradient. One call into C++. It may say no to tensors that are: if the thread's modes are others, or if
@@ -115,7 +115,7 @@ def wrapper_subclass(
     dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor:
-    """A tensor of class ``cls`` that has no memory."""
+    """Make a tensor of class ``cls`` that has no memory."""
     return torch.Tensor._make_wrapper_subclass(cls, size, strides=stride, dtype=dtype, device=device)
 
 
@@ -130,5 +130,5 @@ def without_modes() -> Iterator[None]:
 
 
 def graph_module(root: Any, graph: torch.fx.Graph) -> torch.fx.GraphModule:
-    """A GraphModule that writes its Python code when somebody calls it or asks for the code."""
+    """Make a GraphModule that writes its Python code only when somebody calls it or asks for the code."""
     return _LazyGraphModule(root, graph)

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["check_version", "unknown_version", "version"]
-
 OLDEST_TORCH = (2, 11)
 TESTED_TORCH = ("2.11", "2.13", "2.15")
 
 
 def version() -> tuple[int, int]:
-    """Of torch, its major and minor number."""
+    """The major and minor number of torch's version."""
     major, minor = torch.__version__.split(".")[:2]
     return int(major), int(minor)
 
 
 def check_version() -> None:
-    """Raises ImportError for a version that is too old."""
+    """Raise ImportError if torch is too old."""
     if version() < OLDEST_TORCH:
         raise ImportError(
             f"collage_fx needs torch >= {'.'.join(map(str, OLDEST_TORCH))}, found {torch.__version__}: "
@@ -26,7 +24,7 @@ def check_version() -> None:
 
 
 def unknown_version(told: object) -> ImportError:
-    """What to raise where a version doesn't have a private name, or has it in another shape."""
+    """Make the error for a torch that lacks a private name, or has it in another shape."""
     return ImportError(
         f"collage_fx does not know torch {torch.__version__}: {told}. "
         f"It is tested with torch {', '.join(TESTED_TORCH)}; please install one of those or a newer "

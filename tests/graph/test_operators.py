@@ -12,7 +12,7 @@ from torch._inductor.utils import run_and_get_code
 
 from collage_fx.graph.operators import rest, round_to_storage
 from collage_fx.numerics import arithmetic
-from collage_fx.torch_compat import writing_our_cpp
+from collage_fx.torch_compat.patch_cpp_roundings import writing_our_cpp
 
 DTYPES = [torch.bfloat16, torch.float16]
 

@@ -146,15 +146,27 @@ def expected_sizes(update: Tensor, hi: Tensor, dtype: torch.dtype) -> tuple[floa
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options.values()))
 def test_values_and_unchanged_bits(options: dict[str, Any], dtype: torch.dtype) -> None:
+    check_values_and_bits(options, dtype, ((9, 7), (2, 3, 50), (1,)))
+
+
+@pytest.mark.parametrize("options", OPTIONS[:4], ids=lambda options: "-".join(options.values()))
+def test_values_and_unchanged_bits_of_tensors_that_are_all_alike(options: dict[str, Any]) -> None:
+    """One update in all, whose error terms and rows are told apart by nothing but their order."""
+    check_values_and_bits(options, torch.bfloat16, ((9, 7), (9, 7), (9, 7)))
+
+
+def check_values_and_bits(
+    options: dict[str, Any], dtype: torch.dtype, shapes: Sequence[tuple[int, ...]]
+) -> None:
     """Intended updates are float32 numbers here, so that the sums are exact up to the additions.
 
     Those are off by at most LOSS of the sum of absolute values; asked for is 1e-5.
     """
     backend = CollageBackend(metrics=True, **options)
-    params, set_gradients = with_few_bits(dtype)
+    params, set_gradients = with_few_bits(dtype, shapes)
     optimizer = Momentum(params)
     step = torch.compile(optimizer.step, backend=backend)
-    twins, set_twins = with_few_bits(dtype)
+    twins, set_twins = with_few_bits(dtype, shapes)
     plain = Momentum(twins)
     unmeasured = compiled(plain, **options)
     lost = 0.0

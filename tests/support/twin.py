@@ -89,9 +89,7 @@ class TwinBackend(CollageBackend):
         inductor_options: dict[str, Any],
     ) -> Lowered | Reason:
         # Inductor edits the graph that it is given.
-        rewritten = repeated_graph(
-            copy_graph(program.gm), program.repetition.extended(program.owners_of_added)
-        )
+        rewritten = repeated_graph(copy_graph(program.gm), program.extended)
         with contextlib.nullcontext() if self.compiles else _nothing_compiled():
             lowered = super().lower(program, example_inputs, inductor_options)
         if isinstance(lowered, Reason):
