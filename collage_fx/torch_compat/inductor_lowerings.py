@@ -229,7 +229,7 @@ def register_sampling_lowering(
         def placed(index: Any) -> Any:
             position, last = load_position(index), ops.index_expr(elements - 1, torch.int64)
             within = ops.minimum(position, last)
-            where = indices([ops.indirect_indexing(within, elements, check=False, wrap_neg=False)])
+            where: Any = indices([ops.indirect_indexing(within, elements, check=False, wrap_neg=False)])
             zero = ops.constant(0.0, torch.float32)
             with computing_anew():
                 values = [zero if load is None else load(where) for load in loaders]
