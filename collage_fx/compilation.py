@@ -53,6 +53,7 @@ from collage_fx.graph import (
     copies_to_inputs,
     copy_of,
     factorizes,
+    first_not_elementwise,
     input_name,
     is_low_precision_tensor,
     placeholders,
@@ -265,6 +266,8 @@ class Compilation:
         updated = versions_to_increment()
         if updated is None:
             return Reason("AOTAutograd has more to do around the graph than to count versions")
+        if families.distributed and (node := first_not_elementwise(gm.graph)) is not None:
+            return Reason.at(node, "of a DTensor it takes more than this process's own elements")
         inputs = placeholders(gm.graph)
         known: dict[Any, int] = {origin: i for i, origin in enumerate(families.origins)}
         order = [known.get(aot_input_of(node), -1) for node in inputs]
@@ -286,7 +289,7 @@ class Compilation:
         places = sorted(place for position in updated for place in repetition.copies[position])
         bound, gradients = families.inputs[: families.bound], families.gradients
         passed = len(families.inputs) - len(bound) - len(gradients)
-        return WholeStep(step, bound, passed, places, gradients)
+        return WholeStep(step, bound, passed, places, gradients, families.distributed)
 
     def _one(
         self,

@@ -33,6 +33,7 @@ from collage_fx.runtime import CompensatedStep, Expected, StepInParts, bind
 from collage_fx.torch_compat import (
     add_to_cache_key,
     inductor_config,
+    local_tensor,
 )
 
 __all__ = ["JOINT_GRAPH_SETTINGS", "Lowered", "inductor_settings", "lower", "without_sums"]
@@ -150,7 +151,8 @@ def _expected(
     for place, i in places:
         value = nodes[i].meta["val"]
         info = program.infos[place] if place < len(program.infos) else ERROR_TERM
-        like = value if all_layouts else info.tensor
+        piece = None if info.tensor is None else local_tensor(info.tensor)
+        like = value if all_layouts else piece
         if isinstance(value, Tensor) and like is not None:
             layout = tuple(like.shape), like.stride()
             is_only_read = info.role is Role.GRADIENT and not info.bound and nodes[i] not in stores

@@ -16,7 +16,7 @@ from collage_fx.graph import InputInfo
 from collage_fx.numerics import ErrorFormat
 from collage_fx.runtime.error_terms import Expansion, allocate, state_of_records
 from collage_fx.runtime.layouts import Expected, Layouts, picking, refuse_layout
-from collage_fx.torch_compat import takes_a_list
+from collage_fx.torch_compat import Pieces, local_tensor, takes_a_list
 
 __all__ = ["CompensatedStep", "WholeStep", "bind"]
 
@@ -81,6 +81,7 @@ class WholeStep:
         passed: how many of them Dynamo passes.
         updated: places of those whose version counters have to say so.
         gradients: places of those that it does not pass, and of the parameters that have them.
+        distributed: places of those that are DTensors, and how; the step takes this process's pieces of them.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class WholeStep:
         passed: int,
         updated: Sequence[int],
         gradients: Mapping[int, int],
+        distributed: Mapping[int, Pieces],
     ) -> None:
         self.step = step
         self.bound = bound
@@ -99,11 +101,15 @@ class WholeStep:
         index = {place: i for i, place in enumerate(known)}
         self.in_order = picking([index[place] for place in behind])
         self.updated = picking(updated)
+        # A bound one is in pieces as it was when it was captured.
+        self.distributed = [(i, pieces if i >= len(bound) else None) for i, pieces in distributed.items()]
 
     def __call__(self, *arguments: Any) -> Any:
         gradients = [parameter.grad for parameter in self.owners]
         values = [*self.bound, *self.in_order([*arguments, *gradients])]
         torch.autograd.graph.increment_version(self.updated(values))
+        for place, pieces in self.distributed:
+            values[place] = local_tensor(values[place], pieces)
         with torch.no_grad():
             return self.step(values)
 

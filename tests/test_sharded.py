@@ -1,0 +1,111 @@
+"""Parameters and state in pieces, DTensors: each process has the bits that one process alone would have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.nn import Parameter
+
+from collage_fx import CollageBackend, error_terms, full_value
+from tests.support.processes import Processes
+from tests.support.training import parameters
+
+#: Two of a shape, so that there are families; some that two processes cannot share evenly; one of one row.
+SHAPES = ((6, 4), (6, 4), (5, 4), (5, 4), (5,), (1, 4))
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    processes = Processes(2, tmp_path_factory.mktemp("store"))
+    yield processes
+    processes.stop()
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-3, weight_decay=0.1)
+
+
+def momentum(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=1e-3, momentum=0.9, foreach=False)
+
+
+def muon(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Muon(params, lr=1e-3, weight_decay=0.1)
+
+
+def in_pieces(tensor: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
+    """As tensor parallelism has it: where there is no such dimension, each process has all."""
+    fits = not placement.is_shard(1) or tensor.dim() > 1
+    return distribute_tensor(tensor, mesh, [placement if fits else Replicate()])
+
+
+def in_one_piece(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def trained(
+    make: Callable[[Any], torch.optim.Optimizer],
+    strategy: str,
+    mesh: DeviceMesh | None,
+    placement: Placement,
+    shapes: Sequence[Sequence[int]] = SHAPES,
+    steps: int = 4,
+) -> dict[str, Any]:
+    """All that some steps leave, in one piece each; and how they were compiled."""
+    torch._dynamo.reset()
+    start = parameters(shapes=shapes)
+    params = start
+    if mesh is not None:
+        params = [Parameter(in_pieces(p.detach(), mesh, placement)) for p in start]
+    optimizer = make([(f"p{i}", p) for i, p in enumerate(params)])
+    backend = CollageBackend(strategy=strategy)
+    step: Callable[[], Any] = torch.compile(optimizer.step, backend=backend)
+    for seed in range(steps):
+        generator = torch.Generator().manual_seed(seed)
+        for p in params:
+            gradient = torch.randn(p.shape, generator=generator).to(p.dtype)
+            p.grad = gradient if mesh is None else in_pieces(gradient, mesh, placement)
+        step()
+    left: dict[str, Any] = {}
+    for i, p in enumerate(params):
+        tensors = {"parameter": p, **optimizer.state[p]}
+        for name, tensor in tensors.items():
+            if isinstance(tensor, Tensor) and tensor.dim() > 0:
+                terms = error_terms(tensor)
+                assert all(
+                    type(term) is type(tensor.detach()) and term.shape == tensor.shape for term in terms
+                )
+                left[f"{i}.{name}"] = [in_one_piece(each.detach()) for each in (tensor, *terms)]
+                left[f"{i}.{name}.full"] = [in_one_piece(full_value(tensor))]
+    graphs = backend.report().graphs
+    return {
+        "left": left,
+        "units": [each.route.unit for each in graphs],
+        "names": [row.name for row in graphs[-1].tensors],
+    }
+
+
+def trained_in_pieces(make: Any, strategy: str, placement: Placement) -> dict[str, Any]:
+    return trained(make, strategy, init_device_mesh("cpu", (2,)), placement)
+
+
+@pytest.mark.parametrize("strategy", ["light", "plus", "full"])
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
+@pytest.mark.parametrize("make", [adamw, momentum])
+def test_elementwise_optimizers_leave_the_bits_of_one_process(
+    two_processes: Processes, make: Any, strategy: str, placement: Placement
+) -> None:
+    alone = trained(make, strategy, None, placement)
+    for found in two_processes.run(trained_in_pieces, make, strategy, placement):
+        assert found["names"] == alone["names"]
+        assert found["units"] == ["by family"]
+        assert found["left"].keys() == alone["left"].keys()
+        for name, tensors in alone["left"].items():
+            for one, other in zip(tensors, found["left"][name], strict=True):
+                assert torch.equal(one, other), name
