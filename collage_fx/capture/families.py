@@ -223,7 +223,7 @@ class _Search:
 
     @property
     def has_dtensors(self) -> bool:
-        """Whether there is something to gain from families of one: steps that have nothing to do with DTensors."""
+        """Whether families of one are a gain: their steps have nothing to do with DTensors."""
         return any(isinstance(value, Tensor) and pieces_of(value) is not None for value in self.inputs)
 
     def _returned(self) -> list[Any]:

@@ -54,7 +54,7 @@ from collage_fx.graph import Role
 from collage_fx.numerics import ERROR_FORMATS, ErrorFormat, is_low_precision
 from collage_fx.runtime.error_terms import allocate, expansion_of
 from collage_fx.runtime.optimizers import known_tensors, parameter_names, shared_tensors, state_tensors
-from collage_fx.torch_compat import wrap_states
+from collage_fx.torch_compat import distributed_like, local_tensor, pieces_of, wrap_states
 
 __all__ = ["Carried", "adopt", "install", "note_compiled"]
 
@@ -123,7 +123,7 @@ def _keyed_auxiliaries(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[
         if (expansion := expansion_of(tensor)) is not None:
             specs = expansion.format.auxiliaries(tensor)
             for spec, auxiliary in zip(specs, expansion.auxiliaries, strict=True):
-                yield f"{name}.{expansion.format.name}.{spec.name}", auxiliary
+                yield f"{name}.{expansion.format.name}.{spec.name}", distributed_like(tensor, auxiliary)
 
 
 def _warn_unsaved(optimizer: Optimizer) -> None:
@@ -356,8 +356,12 @@ def _restore(
 def _put(tensor: Tensor, saved: Saved, name: str) -> None:
     error_format = ERROR_FORMATS[next(format_name for format_name, _ in saved)]
     expansion = allocate(tensor, error_format, name=name)
+    pieces = pieces_of(tensor)
     expansion.replace_contents(
-        [saved[error_format.name, spec.name] for spec in error_format.auxiliaries(tensor)]
+        [
+            local_tensor(saved[error_format.name, spec.name], pieces)
+            for spec in error_format.auxiliaries(tensor)
+        ]
     )
 
 
