@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.nn import Parameter
 
 from collage_fx import CollageBackend, error_terms, full_value
+from collage_fx.graph import Strategy
 from tests.support.processes import Processes
 from tests.support.training import parameters
 
@@ -52,11 +53,12 @@ def in_one_piece(tensor: Tensor) -> Tensor:
 
 def trained(
     make: Callable[[Any], torch.optim.Optimizer],
-    strategy: str,
+    strategy: Strategy,
     mesh: DeviceMesh | None,
     placement: Placement,
     shapes: Sequence[Sequence[int]] = SHAPES,
     steps: int = 4,
+    metrics: bool = False,
 ) -> dict[str, Any]:
     """All that some steps leave, in one piece each; and how they were compiled."""
     torch._dynamo.reset()
@@ -65,7 +67,7 @@ def trained(
     if mesh is not None:
         params = [Parameter(in_pieces(p.detach(), mesh, placement)) for p in start]
     optimizer = make([(f"p{i}", p) for i, p in enumerate(params)])
-    backend = CollageBackend(strategy=strategy)
+    backend = CollageBackend(strategy=strategy, metrics=metrics)
     step: Callable[[], Any] = torch.compile(optimizer.step, backend=backend)
     for seed in range(steps):
         generator = torch.Generator().manual_seed(seed)
@@ -85,14 +87,23 @@ def trained(
                 left[f"{i}.{name}"] = [in_one_piece(each.detach()) for each in (tensor, *terms)]
                 left[f"{i}.{name}.full"] = [in_one_piece(full_value(tensor))]
     graphs = backend.report().graphs
+    measured = (
+        []
+        if not metrics
+        else [
+            {name: (each.elements, each.intended, each.along, each.lost_hi) for name, each in of_step.items()}
+            for of_step in backend.metrics().values()
+        ]
+    )
     return {
+        "measured": measured,
         "left": left,
         "units": [each.route.unit for each in graphs],
         "names": [row.name for row in graphs[-1].tensors],
     }
 
 
-def trained_in_pieces(make: Any, strategy: str, placement: Placement) -> dict[str, Any]:
+def trained_in_pieces(make: Any, strategy: Strategy, placement: Placement) -> dict[str, Any]:
     return trained(make, strategy, init_device_mesh("cpu", (2,)), placement)
 
 
@@ -100,7 +111,7 @@ def trained_in_pieces(make: Any, strategy: str, placement: Placement) -> dict[st
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
 @pytest.mark.parametrize("make", [adamw, momentum])
 def test_elementwise_optimizers_leave_the_bits_of_one_process(
-    two_processes: Processes, make: Any, strategy: str, placement: Placement
+    two_processes: Processes, make: Any, strategy: Strategy, placement: Placement
 ) -> None:
     alone = trained(make, strategy, None, placement)
     for found in two_processes.run(trained_in_pieces, make, strategy, placement):
@@ -112,8 +123,22 @@ def test_elementwise_optimizers_leave_the_bits_of_one_process(
                 assert torch.equal(one, other), name
 
 
+def measured_in_pieces() -> Any:
+    return trained(adamw, "plus", init_device_mesh("cpu", (2,)), Shard(0), steps=2, metrics=True)["measured"]
+
+
+def test_metrics_are_those_of_whole_tensors(two_processes: Processes) -> None:
+    alone = trained(adamw, "plus", None, Shard(0), steps=2, metrics=True)["measured"]
+    assert len(alone) == 2
+    for found in two_processes.run(measured_in_pieces):
+        for one, other in zip(alone, found, strict=True):
+            assert one.keys() == other.keys()
+            for name, numbers in one.items():
+                assert numbers == pytest.approx(other[name], rel=2 * 2.1e-6), name  # each to 2.1e-6
+
+
 def continued(placement: Placement, make: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What an uninterrupted run leaves, and one that is saved after two steps and goes on with new objects."""
+    """What an uninterrupted run leaves, and one that is saved and goes on with new objects."""
     mesh = init_device_mesh("cpu", (2,))
     torch._dynamo.reset()
     results = []

@@ -95,6 +95,14 @@ class Pieces(NamedTuple):
     mesh: Any
     placements: tuple[Any, ...]
 
+    def sum(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Numbers that each process has for its piece, summed over all pieces."""
+        summed = numbers.to(self.mesh.device_type, copy=True)
+        for i, placement in enumerate(self.placements):
+            if placement.is_shard():
+                torch.distributed.all_reduce(summed, group=self.mesh.get_group(i))
+        return summed.to(numbers.device)
+
 
 def pieces_of(tensor: torch.Tensor) -> Pieces | None:
     """How a tensor is in pieces; None if it is no DTensor."""

@@ -37,7 +37,7 @@ class Processes:
             self._processes.append(process)
 
     def run(self, function: Callable[..., Any], *args: Any, seconds: float = 300) -> list[Any]:
-        """What ``function(*args)`` returns in each process. It is importable, as are its arguments and results.
+        """What ``function(*args)`` returns in each process, to which it is sent by name.
 
         Raises AssertionError with the traceback of a process in which it has raised.
         """
