@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.nn import Parameter
 
@@ -121,6 +122,54 @@ def test_elementwise_optimizers_leave_the_bits_of_one_process(
         for name, tensors in alone["left"].items():
             for one, other in zip(tensors, found["left"][name], strict=True):
                 assert torch.equal(one, other), name
+
+
+def model() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    layers = [torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Linear(5, 4)) for _ in range(3)]
+    return torch.nn.Sequential(*layers, torch.nn.Linear(4, 1)).bfloat16()
+
+
+def trained_by_fsdp() -> tuple[list[dict[str, Tensor]], dict[str, list[Tensor]], list[str]]:
+    """The gradients of some steps of FSDP2, and the parameters and error terms that they leave."""
+    torch._dynamo.reset()
+    sharded = model()
+    for layer in sharded:
+        fully_shard(layer)
+    fully_shard(sharded)
+    optimizer = adamw(sharded.named_parameters())
+    backend = CollageBackend(strategy="plus")
+    step: Callable[[], Any] = torch.compile(optimizer.step, backend=backend)
+    gradients = []
+    for seed in range(4):
+        inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        sharded(inputs).square().mean().backward()
+        gradients.append(
+            {name: in_one_piece(p.grad) for name, p in sharded.named_parameters() if p.grad is not None}
+        )
+        step()
+        optimizer.zero_grad()
+    left = {
+        name: [in_one_piece(each.detach()) for each in (p, *error_terms(p))]
+        for name, p in sharded.named_parameters()
+    }
+    return gradients, left, [graph.route.unit for graph in backend.report().graphs]
+
+
+def test_fsdp2_leaves_the_bits_of_one_process(two_processes: Processes) -> None:
+    (gradients, left, units), _ = two_processes.run(trained_by_fsdp)
+    assert units == ["by family"]
+    torch._dynamo.reset()
+    whole = model()
+    optimizer = adamw(whole.named_parameters())
+    step: Callable[[], Any] = torch.compile(optimizer.step, backend=CollageBackend(strategy="plus"))
+    for of_step in gradients:
+        for name, p in whole.named_parameters():
+            p.grad = of_step[name]
+        step()
+    for name, p in whole.named_parameters():
+        for one, other in zip((p.detach(), *error_terms(p)), left[name], strict=True):
+            assert torch.equal(one, other), name
 
 
 def measured_in_pieces() -> Any:
