@@ -55,6 +55,7 @@ from collage_fx.graph import (
     copies_to_inputs,
     copy_of,
     factorizes,
+    first_not_elementwise,
     input_name,
     is_low_precision_tensor,
     not_taken,
@@ -276,6 +277,8 @@ class Compilation:
         updated = versions_to_increment()
         if updated is None:
             return Reason("AOTAutograd has more to do around the graph than to count versions")
+        if families.distributed and (node := first_not_elementwise(gm.graph)) is not None:
+            return Reason.at(node, "of a DTensor it takes more than this process's own elements")
         inputs = placeholders(gm.graph)
         known: dict[Any, int] = {origin: i for i, origin in enumerate(families.origins)}
         order = [known.get(aot_input_of(node), -1) for node in inputs]
@@ -297,7 +300,7 @@ class Compilation:
         indices = sorted(index for position in updated for index in repetition.copies[position])
         bound, gradients = families.inputs[: families.bound], families.gradients
         passed = len(families.inputs) - len(bound) - len(gradients)
-        return WholeStep(step, bound, passed, indices, gradients)
+        return WholeStep(step, bound, passed, indices, gradients, families.distributed)
 
     def _one(
         self,
@@ -489,7 +492,7 @@ class Compilation:
         if not program.measured:
             return lowered(program)
         measured = [
-            MeasuredInput(index, program.infos[index], state.value.numel(), state.value.device)
+            MeasuredInput.of(state, index, program.infos[index])
             for state in program.measured
             for index in program.repetition.copies[state.position]
         ]

@@ -16,7 +16,11 @@ the tensors of all (:mod:`collage_fx.graph.families`).
   read are, one by one in the order of the graph, and of their tensors the layout, the role, the symbol in
   recurrences and whether there are error terms already. So every decision about one holds for its family.
   Only names differ.
-* No two inputs may share memory: components can then run in any order.
+* No two inputs may share memory, though they may lie side by side in one storage, as the gradients of FSDP
+  and DistributedDataParallel do: components can then run in any order.
+* A component of DTensors, all of one shape and in pieces alike, becomes one of this process's pieces if it
+  turns out to compute each element from the same elements alone. So neither AOTAutograd nor a step has to do
+  with DTensors. Others are compiled whole: AOTAutograd knows what has to be sent between the processes.
 
 Dynamo need not trace what will be cut away, either. It takes longer than all that follows. So of the lists of
 parameters, gradients and state that the steps of torch.optim loop over, it gets those rows alone that
@@ -30,6 +34,7 @@ of one, and the reason is in the report.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -42,7 +47,15 @@ from torch.fx.node import map_arg
 
 from collage_fx.capture.thinning import ListRows, is_plain, layout_of
 from collage_fx.graph import Groups, InputInfo, Reason, Repetition, device_facts
-from collage_fx.torch_compat import SET_GRAD_ENABLED, ThinnedLists, pytree, storage_of
+from collage_fx.torch_compat import (
+    SET_GRAD_ENABLED,
+    Pieces,
+    ThinnedLists,
+    local_tensor,
+    pieces_of,
+    pytree,
+    storage_of,
+)
 
 __all__ = ["Families", "families_of"]
 
@@ -62,6 +75,7 @@ class Families:
         bound: how many of them are attributes of the module, so the same tensors in every call.
         gradients: the indices of arguments that Dynamo does not pass, and of the parameters that have them.
         infos: what the inputs are to the user.
+        distributed: the indices of inputs that are DTensors, and how; ``module`` has this process's pieces.
         origins: where the inputs of ``module`` come from, as :func:`~collage_fx.torch_compat.aot_input_of`
             tells it.
         repetition: how those inputs, in that order, and the results of ``module`` recur.
@@ -74,6 +88,7 @@ class Families:
     bound: int
     gradients: Mapping[int, int]
     infos: tuple[InputInfo, ...]
+    distributed: Mapping[int, Pieces]
     origins: tuple[tuple[str, str | int], ...]
     repetition: Repetition
 
@@ -99,7 +114,10 @@ def families_of(
     described = describe(found.inputs, found.names, found.bound)
     found.meanings = [(info.symbol, info.role, kind) for info, kind in described]
     families = found.families()
-    if sum(map(len, families)) == len(families):
+    for family in families:
+        if (reason := found.not_in_pieces_alike(family[0])) is not None:
+            return reason
+    if sum(map(len, families)) == len(families) and not found.has_dtensors:
         return Reason("no two tensors are updated alike")
     if not found.adds_rows_left_out(families):
         return Reason("the rows that were traced do not show how the others are updated")
@@ -164,7 +182,7 @@ class _Search:
 
     def _input_not_understood(self) -> Reason | None:
         traced = {id(self.inputs[index]) for index in self.index.values() if index is not None}
-        memory: dict[int, str] = {}
+        memory: dict[int, list[tuple[int, int, str]]] = defaultdict(list)
         for name, value in zip(self.names, self.inputs, strict=True):
             if id(value) not in traced and not self.rows.is_left_out(value):
                 return Reason("the graph does not read this input", name)
@@ -173,11 +191,19 @@ class _Search:
                     return Reason(f"on {value.device.type} a step is compiled as one", name)
                 if not is_plain(value):
                     return Reason("this input is no ordinary dense tensor of known sizes", name)
-                first = memory.setdefault(storage_of(value), name)
-                if first != name:
-                    return Reason(f"this input shares memory with {first}", name)
+                piece = local_tensor(value)
+                start = int(piece.storage_offset())
+                extent = sum(
+                    (size - 1) * stride for size, stride in zip(piece.shape, piece.stride(), strict=True)
+                )
+                if piece.numel():
+                    memory[storage_of(piece)].append((start, start + extent, name))
             elif not isinstance(value, (torch.SymInt, torch.SymFloat)):
                 return Reason("this input is neither a tensor nor a number", name)
+        for regions in memory.values():
+            for (_, end, first), (start, _, name) in itertools.pairwise(sorted(regions)):
+                if start <= end:
+                    return Reason(f"this input shares memory with {first}", name)
         return None
 
     def _operation_not_understood(self) -> Reason | None:
@@ -194,6 +220,11 @@ class _Search:
             if not (isinstance(result, Node) and _is_tensor(result)):
                 return Reason("the step returns something else than tensors", str(result))
         return None
+
+    @property
+    def has_dtensors(self) -> bool:
+        """Whether families of one are a gain: their steps have nothing to do with DTensors."""
+        return any(isinstance(value, Tensor) and pieces_of(value) is not None for value in self.inputs)
 
     def _returned(self) -> list[Any]:
         return list(pytree.tree_leaves(self.gm.graph.output_node().args))
@@ -214,6 +245,30 @@ class _Search:
             component.inputs = [index for index in component.inputs if index not in self.common]
             families.setdefault(self._key(component), []).append(component)
         return list(families.values())
+
+    def not_in_pieces_alike(self, component: _Component) -> Reason | None:
+        """Why a component of DTensors is not as well one of this process's pieces of them.
+
+        If it is elementwise, that is.
+        """
+        tensors = [(self.names[index], self.inputs[index]) for index in component.inputs]
+        pieces = {
+            name: (pieces_of(value), value.shape)
+            for name, value in tensors
+            if value.dim() > 0 or pieces_of(value) is not None
+        }
+        first, _ = alike = next(iter(pieces.values()), (None, ()))
+        if first is None and not any(of for of, _ in pieces.values()):
+            return None
+        for name, each in pieces.items():
+            if each != alike:
+                return Reason("this input is not in pieces like the others of its update", name)
+        assert first is not None
+        if any(placement.is_partial() for placement in first.placements):
+            return Reason("of its inputs each process has a summand", next(iter(pieces)))
+        if component.results:
+            return Reason.at(component.results[0], "the step returns a new DTensor")
+        return None
 
     def adds_rows_left_out(self, families: list[list[_Component]]) -> bool:
         """Make the rows left out members of families; False if the traced rows don't show that they would be.
@@ -375,7 +430,15 @@ class _Search:
             ("attribute", self.names[index]) for index in indices if index < self.bound
         ]
         origins += [("argument", i) for i in range(len(own_arguments))]
-        arguments = tuple(self.inputs[index] for index in own_arguments)
+        distributed = {
+            index: pieces
+            for index, value in enumerate(self.inputs)
+            if isinstance(value, Tensor) and (pieces := pieces_of(value)) is not None
+        }
+        arguments = tuple(
+            local_tensor(value) if isinstance(value, Tensor) else value
+            for value in (self.inputs[index] for index in own_arguments)
+        )
         return Families(
             self.gm,
             module,
@@ -384,6 +447,7 @@ class _Search:
             self.bound,
             gradients,
             infos,
+            distributed,
             tuple(origins),
             repetition,
         )
@@ -405,8 +469,13 @@ class _Search:
             if self.index.get(node) in indices or node in kept or node.target in MODES:
                 copied[node] = graph.node_copy(node, copied.__getitem__)
         graph.output(map_arg(tuple(results), copied.__getitem__))
+        bound = dict(zip(self.names, self.inputs[: self.bound], strict=False))
+        tensors = {
+            str(node.target): local_tensor(bound[str(node.target)])
+            for node in graph.find_nodes(op="get_attr")
+        }
         # No meta: it holds what Dynamo knows of the inputs of the whole graph.
-        return GraphModule(self.gm, graph)
+        return GraphModule(tensors, graph)
 
 
 def _is_tensor(node: Node) -> bool:

@@ -24,7 +24,13 @@ from collage_fx.errors import AliasedStateError, UnsupportedOptimizerError, Unsu
 from collage_fx.graph import DEVICES, InputInfo, Role, assignments, copies_to_inputs, is_dense, placeholders
 from collage_fx.numerics import is_low_precision
 from collage_fx.runtime import KnownTensor, parameter_names, refuse_layout
-from collage_fx.torch_compat import aot_input_of, has_internal_overlap, is_made_of_tensors, storage_of
+from collage_fx.torch_compat import (
+    aot_input_of,
+    has_internal_overlap,
+    is_made_of_tensors,
+    local_tensor,
+    storage_of,
+)
 
 __all__ = ["refuse_aliases", "refuse_fused_operators", "refuse_overlaps", "refuse_unsupported"]
 
@@ -38,7 +44,7 @@ def refuse_optimizer(optimizer: Optimizer) -> None:
     Raises:
         AliasedStateError: the same tensor is a parameter twice, or elements of one share memory.
         UnsupportedOptimizerError: its step is opaque or its control flow depends on values.
-        UnsupportedTensorError: sparse, complex or integer, of a class of its own such as DTensor, or on an
+        UnsupportedTensorError: sparse, complex or integer, of a class of its own other than DTensor, or on an
             untested device.
     """
     _refuse_class(optimizer)
@@ -54,7 +60,7 @@ def refuse_optimizer(optimizer: Optimizer) -> None:
             _refuse_device(parameter, name)
             if id(parameter) in seen:
                 raise _aliased(f"{seen[id(parameter)]} and {name} (the same tensor)")
-            if has_internal_overlap(parameter):
+            if has_internal_overlap(local_tensor(parameter)):
                 raise _aliased(f"{name} (an expanded tensor: strides {parameter.stride()})")
         seen[id(parameter)] = name
 
@@ -80,7 +86,7 @@ def refuse_overlaps(known: Iterable[KnownTensor]) -> None:
     """
     regions: dict[int, list[tuple[int, int, str]]] = {}
     for entry in known:
-        tensor = entry.tensor
+        tensor = local_tensor(entry.tensor)
         if entry.role in (Role.PARAMETER, Role.STATE) and is_low_precision(tensor.dtype) and is_dense(tensor):
             start = int(tensor.storage_offset())
             region = (start, start + tensor.numel(), entry.name)
@@ -173,13 +179,12 @@ def _refuse_dtype(parameter: Tensor, name: str) -> None:
 
 
 def _refuse_subclass(parameter: Tensor, name: str) -> None:
-    if is_made_of_tensors(parameter):
+    if is_made_of_tensors(local_tensor(parameter)):
         raise UnsupportedTensorError(
             f"a low-precision parameter of class {type(parameter).__name__}: the step updates the tensors "
             "that it is made of, whose error terms would be found under no name and saved in no checkpoint",
             where=name,
-            remedy="train with ordinary tensors, as with DistributedDataParallel, or compile this step with "
-            "backend='inductor'",
+            remedy="train with ordinary tensors or DTensors, or compile this step with backend='inductor'",
         )
 
 
@@ -206,6 +211,7 @@ def _sharing_memory(known: Iterable[KnownTensor]) -> list[str]:
     """The names of the first group of low-precision tensors that lie in one storage."""
     groups: dict[int, list[str]] = {}
     for entry in known:
-        if entry.tensor.layout is torch.strided and is_low_precision(entry.tensor.dtype):
-            groups.setdefault(storage_of(entry.tensor), []).append(entry.name)
+        tensor = local_tensor(entry.tensor)
+        if tensor.layout is torch.strided and is_low_precision(tensor.dtype):
+            groups.setdefault(storage_of(tensor), []).append(entry.name)
     return next((names for names in groups.values() if len(names) > 1), [])

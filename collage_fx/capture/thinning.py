@@ -15,7 +15,7 @@ from torch import Tensor
 
 from collage_fx.graph import device_facts
 from collage_fx.numerics import is_low_precision
-from collage_fx.torch_compat import ThinnedLists
+from collage_fx.torch_compat import ThinnedLists, local_tensor, pieces_of
 
 __all__ = ["rows_to_trace"]
 
@@ -99,7 +99,11 @@ class ListRows:
 
 
 def is_plain(value: Tensor) -> bool:
-    """Whether a tensor is an ordinary one, of known sizes and strides, where steps are compiled in parts."""
+    """Whether a tensor is an ordinary one, of known sizes and strides, where steps are compiled in parts.
+
+    Or a DTensor of which this process has such a piece.
+    """
+    value = local_tensor(value)
     return (
         type(value) in (Tensor, torch.nn.Parameter)
         and value.layout is torch.strided
@@ -109,8 +113,10 @@ def is_plain(value: Tensor) -> bool:
 
 
 def layout_of(value: Tensor) -> tuple[Any, ...]:
-    """All that tracing may ask of a tensor."""
+    """All that tracing may ask of a tensor, but where it lies."""
+    pieces = pieces_of(value)
     return (
-        *(type(value), value.dtype, tuple(value.shape), value.stride(), value.storage_offset()),
+        *((pieces, *layout_of(local_tensor(value))) if pieces is not None else ()),
+        *(type(value), value.dtype, tuple(value.shape), value.stride()),
         *(value.requires_grad, value.is_leaf, value.is_inference(), value.is_conj(), value.is_neg()),
     )

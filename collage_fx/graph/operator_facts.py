@@ -21,9 +21,9 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import Graph, Node
 
-from collage_fx.graph.nodes import tensor_value
+from collage_fx.graph.nodes import is_copy_to_input, is_number, tensor_value
 from collage_fx.numerics import FloatFormat
 from collage_fx.torch_compat import OpOverload, schema_of
 
@@ -35,10 +35,12 @@ __all__ = [
     "draws",
     "factorizes",
     "facts_of",
+    "first_not_elementwise",
     "foreach_calls",
     "foreach_name",
     "foreach_rule",
     "ignores_values",
+    "is_elementwise",
     "is_movement",
     "is_pointwise",
     "may_raise",
@@ -235,6 +237,34 @@ def is_pointwise(target: Any) -> bool:
     of_aten = getattr(aten, name, None) if namespace == "prims" else None
     same = [] if of_aten is None else [getattr(of_aten, overload) for overload in of_aten.overloads()]
     return any(torch.Tag.pointwise in overload.tags for overload in (target, *same))
+
+
+def is_elementwise(node: Node) -> bool:
+    """Whether each element of the result depends on the same element of the operands alone, or on numbers.
+
+    If operands and result are of one shape, and laid out alike.
+    """
+    if is_number(node):  # made of numbers: a reduction has an operand that is none
+        return all(map(is_number, node.all_input_nodes))
+    facts = facts_of(node.target)
+    is_same = facts.moves and facts.passes is not None
+    return is_same or facts.fills is not None or is_pointwise(node.target)
+
+
+def first_not_elementwise(graph: Graph) -> Node | None:
+    """The first operation of a functional graph for which pieces of its tensors are not as good as the whole.
+
+    That is one between elements in different places, or between tensors of different shapes.
+    """
+    for node in graph.nodes:
+        if node.op != "call_function" or is_copy_to_input(node):
+            continue
+        values = map(tensor_value, (node, *node.all_input_nodes))
+        layouts = {(value.shape, value.stride()) for value in values if value is not None and value.dim() > 0}
+        shapes = {shape for shape, _ in layouts}
+        if not is_elementwise(node) or len(layouts if facts_of(node.target).moves else shapes) > 1:
+            return node
+    return None
 
 
 def is_movement(node: Node) -> bool:

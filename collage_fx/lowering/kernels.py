@@ -44,10 +44,9 @@ from collage_fx.graph import (
     REVISION,
     Reason,
     Reasons,
-    facts_of,
     is_dense,
+    is_elementwise,
     is_number,
-    is_pointwise,
     may_raise,
     placeholders,
     rest,
@@ -62,7 +61,6 @@ from collage_fx.lowering.parts import Part
 from collage_fx.runtime import LENGTH, MOST_ARGUMENTS, MOST_BUFFERS, SUMS_OF_PIECE, Kernel, buffer_at
 from collage_fx.torch_compat import (
     CFunction,
-    OpOverload,
     SymbolicScope,
     add_to_cache_key,
     c_function,
@@ -244,15 +242,7 @@ class _Writer:
         return all(map(is_number, self.nodes))
 
     def _is_elementwise(self, node: Node) -> bool:
-        if is_number(node):  # made of numbers: a reduction has an operand that is none
-            return all(map(is_number, node.all_input_nodes))
-        if not isinstance(node.target, OpOverload):
-            return False
-        if node in self.rows:
-            return True
-        facts = facts_of(node.target)
-        is_same = facts.moves and facts.passes is not None  # of one shape with the others, or a number's
-        return is_same or facts.fills is not None or is_pointwise(node.target)
+        return node in self.rows or is_elementwise(node)
 
     def _line(self, node: Node, numbers: dict[Node, int]) -> _Line:
         if self._is_input(node):

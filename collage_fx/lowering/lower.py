@@ -33,7 +33,7 @@ from collage_fx.graph import (
 from collage_fx.lowering.attempts import Attempt, compile_somehow
 from collage_fx.lowering.plan import lower_in_parts, repeated_step
 from collage_fx.runtime import CompensatedStep, Expected, Kernel, StepInParts, bind
-from collage_fx.torch_compat import add_to_cache_key, inductor_config
+from collage_fx.torch_compat import add_to_cache_key, inductor_config, local_tensor
 
 __all__ = ["JOINT_GRAPH_SETTINGS", "Lowered", "lower", "without_sums"]
 
@@ -153,7 +153,8 @@ def _expected(
     for index, i in indices:
         value = nodes[i].meta["val"]
         info = program.infos[index] if index < len(program.infos) else ERROR_TERM
-        like = value if all_layouts else info.tensor
+        piece = None if info.tensor is None else local_tensor(info.tensor)
+        like = value if all_layouts else piece
         if isinstance(value, Tensor) and like is not None:
             layout = tuple(like.shape), like.stride()
             is_only_read = info.role is Role.GRADIENT and not info.bound and nodes[i] not in stores

@@ -54,7 +54,7 @@ from collage_fx.graph import Role
 from collage_fx.numerics import ERROR_FORMATS, ErrorFormat, is_low_precision
 from collage_fx.runtime.error_terms import ensure_expansion, expansion_of
 from collage_fx.runtime.optimizers import known_tensors, parameter_names, shared_tensors, state_tensors
-from collage_fx.torch_compat import wrap_states
+from collage_fx.torch_compat import distributed_like, local_tensor, pieces_of, wrap_states
 
 __all__ = ["adopt", "note_compiled"]
 
@@ -131,7 +131,7 @@ def _keyed_auxiliaries(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[
         if (expansion := expansion_of(tensor)) is not None:
             specs = expansion.format.auxiliaries(tensor)
             for spec, auxiliary in zip(specs, expansion.auxiliaries, strict=True):
-                yield f"{name}.{expansion.format.name}.{spec.name}", auxiliary
+                yield f"{name}.{expansion.format.name}.{spec.name}", distributed_like(tensor, auxiliary)
 
 
 def _warn_unsaved(optimizer: Optimizer) -> None:
@@ -334,9 +334,9 @@ def _restore(optimizer: Optimizer, plain: StateDict, saved: Saved) -> None:
         auxiliaries = saved.get(owner)
         if auxiliaries and is_low_precision(tensor.dtype):
             error_format = ERROR_FORMATS[next(format_name for format_name, _ in auxiliaries)]
-            ensure_expansion(tensor, error_format, name=name).replace_contents(
-                [auxiliaries[error_format.name, spec.name] for spec in error_format.auxiliaries(tensor)]
-            )
+            found = (auxiliaries[error_format.name, spec.name] for spec in error_format.auxiliaries(tensor))
+            expansion, pieces = ensure_expansion(tensor, error_format, name=name), pieces_of(tensor)
+            expansion.replace_contents([local_tensor(each, pieces) for each in found])
         elif auxiliaries:
             unused.append(f"{name} ({tensor.dtype})")
         elif (live := expansion_of(tensor)) is not None:

@@ -17,6 +17,13 @@ sees behind a graph break is the alias. So a record is found by the object it wa
 along when ``p.data`` is moved or replaced, and by the memory: same storage, offset, sizes, strides and dtype.
 The latter lives as long as the storage, which somebody may keep (``model.state_dict()``) when ``p.data`` has
 been replaced; what lies there then is another tensor. So is a view of other sizes or strides.
+
+Note [Tensors in pieces]
+------------------------
+Of a DTensor, each process of a mesh has a piece, an ordinary tensor, which is what compiled code updates. Its
+error terms are those of the piece, of whose sizes and strides they are. The record belongs to the DTensor,
+as FSDP now and then puts another tensor in the place of the piece, and is found by the memory of the piece as
+well. What a user gets, and a checkpoint holds, is a DTensor in pieces like hi.
 """
 
 from __future__ import annotations
@@ -32,7 +39,13 @@ from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary, WeakIdRef, Weak
 
 from collage_fx.errors import ConflictingErrorFormatError
 from collage_fx.numerics import ErrorFormat
-from collage_fx.torch_compat import has_storage, real_tensors, storage_of
+from collage_fx.torch_compat import (
+    distributed_like,
+    has_storage,
+    local_tensor,
+    real_tensors,
+    storage_of,
+)
 
 __all__ = ["change_layout", "expansion_of", "require_format"]
 
@@ -102,18 +115,19 @@ def expansion_of(tensor: Tensor) -> Expansion | None:
     """The record of a tensor; None where it has none, or one from when it had another dtype or shape."""
     for table in (_BY_OBJECT.get, _in_memory_of):
         found: Expansion | None = table(tensor)
-        if found is not None and _fits(found, tensor):
+        if found is not None and _fits(found, local_tensor(tensor)):
             return found
     return None
 
 
 def _in_memory_of(tensor: Tensor) -> Expansion | None:
+    tensor = local_tensor(tensor)
     if not has_storage(tensor):
         return None
     by_region: dict[Hashable, Expansion] = _BY_STORAGE.get(tensor.untyped_storage(), {})
     found = by_region.get(_region(tensor))
     owner = None if found is None else found.owner()
-    return found if owner is None or _is_same_memory(owner, tensor) else None
+    return found if owner is None or _is_same_memory(local_tensor(owner), tensor) else None
 
 
 def _is_same_memory(one: Tensor, other: Tensor) -> bool:
@@ -146,7 +160,7 @@ def ensure_expansion(tensor: Tensor, error_format: ErrorFormat, *, name: str) ->
     """The tensor's record, made with zeros if there is none.
 
     Args:
-        tensor: a real low-precision tensor (hi).
+        tensor: a real low-precision tensor (hi), maybe a DTensor: Note [Tensors in pieces].
         error_format: the format wanted.
         name: for error messages.
 
@@ -155,10 +169,11 @@ def ensure_expansion(tensor: Tensor, error_format: ErrorFormat, *, name: str) ->
     """
     with _LOCK:
         found = expansion_of(tensor)
+        piece = local_tensor(tensor)
         if found is not None:
             require_format(found, error_format, name=name)
-            _follow(found, tensor)
-            _record_memory(tensor, found)
+            _follow(found, piece)
+            _record_memory(piece, found)
             return found
         if tensor in _BY_OBJECT:
             warnings.warn(
@@ -168,10 +183,10 @@ def ensure_expansion(tensor: Tensor, error_format: ErrorFormat, *, name: str) ->
                 stacklevel=2,
             )
         with real_tensors(), torch.no_grad():
-            zeros = tuple(spec.zeros(tensor.device) for spec in error_format.auxiliaries(tensor))
+            zeros = tuple(spec.zeros(piece.device) for spec in error_format.auxiliaries(piece))
         made = Expansion(error_format, zeros, TensorWeakRef(tensor))
         _BY_OBJECT[tensor] = made
-        _record_memory(tensor, made)
+        _record_memory(piece, made)
         return made
 
 
@@ -236,22 +251,27 @@ def error_terms(tensor: Tensor) -> tuple[Tensor, ...]:
 
     Returns:
         tensors of its shape on its device; ``()`` where the tensor has none. In the formats "mcf" and "fp32"
-        they are the live buffers themselves.
+        they are the live buffers themselves. Of a DTensor they are DTensors with its mesh and placements,
+        made of the live buffers of each process.
     """
     expansion = expansion_of(tensor)
-    return () if expansion is None else expansion.format.error_terms(tensor.detach(), *expansion.auxiliaries)
+    if expansion is None:
+        return ()
+    piece = local_tensor(tensor.detach())
+    terms = expansion.format.error_terms(piece, *expansion.auxiliaries)
+    return tuple(distributed_like(tensor, term) for term in terms)
 
 
 def full_value(tensor: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
-    """The value ``hi + error terms`` in ``dtype``, a new tensor of the same shape.
+    """The value ``hi + error terms`` in ``dtype``, a new tensor; of a DTensor, one in pieces like it.
 
     Exact in float64 for every registered format (a bfloat16 pair spans at most 53 bits wherever lo is within
     2**-44 of hi).
     """
-    value = tensor.detach().to(dtype, copy=True)
+    value = local_tensor(tensor.detach()).to(dtype, copy=True)
     for term in error_terms(tensor):
-        value += term.to(dtype)
-    return value
+        value += local_tensor(term).to(dtype)
+    return distributed_like(tensor, value)
 
 
 def reset_error_terms(tensor: Tensor) -> None:

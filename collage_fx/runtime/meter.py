@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
-from collage_fx.graph import InputInfo, Role
+from collage_fx.graph import InputInfo, Role, StateTensor
 from collage_fx.numerics import SIZES, SUMS
 from collage_fx.runtime.metrics import MeasuredTensor, Metrics, UpdateQuality
 from collage_fx.runtime.optimizers import parameter_names, state_tensors
-from collage_fx.torch_compat import real_tensors, takes_a_list
+from collage_fx.torch_compat import Pieces, pieces_of, real_tensors, takes_a_list
 
 __all__ = ["MeasuredInput", "Meter", "MeteredStep", "Rows"]
 
@@ -64,8 +64,25 @@ class _Snapshot:
 
     subject: str
     step: int
-    tensors: Sequence[tuple[_Identity, int]]  # and how many elements each has
+    tensors: Sequence[tuple[_Identity, MeasuredInput]]
     rows: Tensor
+    is_summed: bool = False  # over the processes that have pieces of a tensor
+
+    def sum_pieces(self) -> None:
+        """Make the rows those of whole tensors: all processes of a mesh call it."""
+        if self.is_summed:
+            return
+        self.rows, self.is_summed = self.rows.cpu(), True
+        elements = torch.tensor([[measured.elements] for _, measured in self.tensors], dtype=self.rows.dtype)
+        sizes = self.rows[:, SIZES_AT:][:, : len(SIZES)]
+        sizes *= elements / sizes.sum(1, keepdim=True).clamp(min=1)  # of all elements, no longer of a sample
+        self.rows = torch.cat([self.rows, elements], 1)
+        in_pieces: dict[Pieces, list[int]] = {}
+        for i, (_, measured) in enumerate(self.tensors):
+            if measured.pieces is not None:
+                in_pieces.setdefault(measured.pieces, []).append(i)
+        for pieces, places in in_pieces.items():
+            self.rows[places] = pieces.sum(self.rows[places])
 
 
 class Meter:
@@ -113,7 +130,7 @@ class Meter:
         self._snapshots.clear()
 
     def metrics(self, model: torch.nn.Module | None = None) -> Metrics:
-        """All that has been measured; this waits for the devices.
+        """All that has been measured; this waits for the devices. With DTensors, all processes call it.
 
         Args:
             model: whose names for parameters are used, rather than those that the optimizer knows.
@@ -123,14 +140,14 @@ class Meter:
         steps: dict[int, dict[str, UpdateQuality]] = {}
         tensors: dict[str, MeasuredTensor] = {}
         for snapshot in self._snapshots:
-            snapshot.rows = snapshot.rows.cpu()  # once; the next time it is there
+            snapshot.sum_pieces()
             measured = steps.setdefault(snapshot.step, {})
             rows = zip(snapshot.tensors, snapshot.rows.tolist(), strict=True)
-            for (identity, elements), row in sorted(rows, key=lambda each: self._order(each[0][0])):
+            for (identity, _), row in sorted(rows, key=lambda each: self._order(each[0][0])):
                 tensor = _named(identity, own, snapshot.subject)
                 name = f"{snapshot.subject}: {tensor.name}" if several else tensor.name
                 tensors[name] = tensor
-                measured[name] = _quality(elements, row)
+                measured[name] = _quality(row)
         return Metrics(dict(sorted(steps.items())), tensors)
 
     def _order(self, identity: _Identity) -> tuple[bool, int]:
@@ -138,12 +155,10 @@ class Meter:
         return identity.kind != "parameter", self._ranks.get(identity.name, len(self._ranks))
 
 
-def _quality(elements: int, row: Sequence[float]) -> UpdateQuality:
-    """The quality of an update, from its row; what is counted in the sample is scaled to all elements."""
-    sample = row[SIZES_AT:][: len(SIZES)]
-    each = elements / sum(sample) if elements else 0
-    sizes = tuple(count * each for count in sample)
-    return UpdateQuality(elements, **dict(zip(SUMS, row, strict=False)), sizes=sizes)
+def _quality(row: Sequence[float]) -> UpdateQuality:
+    """The quality of an update, from its row, behind which stands how many elements there are."""
+    sizes = tuple(row[SIZES_AT:][: len(SIZES)])
+    return UpdateQuality(int(row[-1]), **dict(zip(SUMS, row, strict=False)), sizes=sizes)
 
 
 def _named(identity: _Identity, own: Mapping[int, str], subject: str) -> MeasuredTensor:
@@ -164,12 +179,20 @@ class MeasuredInput:
         info: what it is to the user.
         elements: how many it has.
         device: where it is.
+        pieces: in which a DTensor is, of which this is one.
     """
 
     index: int
     info: InputInfo
     elements: int
     device: torch.device
+    pieces: Pieces | None
+
+    @classmethod
+    def of(cls, state: StateTensor, index: int, info: InputInfo) -> MeasuredInput:
+        """An input that the tensor of a program stands for."""
+        pieces = None if info.tensor is None else pieces_of(info.tensor)
+        return cls(index, info, int(state.value.numel()), state.value.device, pieces)
 
 
 class Rows:
@@ -239,8 +262,8 @@ class MeteredStep:
         self.meter.keep(_Snapshot(self.subject, step, identities, self.rows.copy()))
         return result
 
-    def _identities(self, tensors: Sequence[Tensor]) -> list[tuple[_Identity, int]]:
+    def _identities(self, tensors: Sequence[Tensor]) -> list[tuple[_Identity, MeasuredInput]]:
         return [
-            (self.meter.identity(tensor, each.info), each.elements)
+            (self.meter.identity(tensor, each.info), each)
             for tensor, each in zip(tensors, self.inputs, strict=True)
         ]

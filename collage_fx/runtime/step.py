@@ -16,7 +16,7 @@ from collage_fx.graph import InputInfo
 from collage_fx.numerics import ErrorFormat
 from collage_fx.runtime.error_terms import Expansion, ensure_expansion, state_of_records
 from collage_fx.runtime.layouts import Expected, Layouts, picking, refuse_layout
-from collage_fx.torch_compat import takes_a_list
+from collage_fx.torch_compat import Pieces, local_tensor, takes_a_list
 
 __all__ = ["CompensatedStep", "WholeStep", "bind"]
 
@@ -79,6 +79,7 @@ class WholeStep:
         passed: how many of them Dynamo passes.
         updated: indices of those whose version counters have to say so.
         gradients: indices of those that it does not pass, and of the parameters that have them.
+        distributed: indices of DTensors, and how they are in pieces; the step takes this process's pieces.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class WholeStep:
         passed: int,
         updated: Sequence[int],
         gradients: Mapping[int, int],
+        distributed: Mapping[int, Pieces],
     ) -> None:
         self.step = step
         self.bound = bound
@@ -97,11 +99,15 @@ class WholeStep:
         order = {index: i for i, index in enumerate(known)}
         self.in_order = picking([order[index] for index in behind])
         self.updated = picking(updated)
+        # A bound one is in pieces as it was when it was captured.
+        self.distributed = [(i, pieces if i >= len(bound) else None) for i, pieces in distributed.items()]
 
     def __call__(self, *arguments: Any) -> Any:
         gradients = [parameter.grad for parameter in self.owners]
         values = [*self.bound, *self.in_order([*arguments, *gradients])]
         torch.autograd.graph.increment_version(self.updated(values))
+        for place, pieces in self.distributed:
+            values[place] = local_tensor(values[place], pieces)
         with torch.no_grad():
             return self.step(values)
 

@@ -10,6 +10,7 @@ from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
     ParamAOTInput,
     PlainAOTInput,
+    SubclassGetAttrAOTInput,
     SyntheticBaseAOTInput,
     ViewBaseAOTInput,
 )
@@ -73,9 +74,12 @@ def aot_input_of(
     Returns:
         ``("attribute", name)`` for a parameter or buffer of the Dynamo module, ``("argument", position)`` for
         one of its inputs, ``("alias", description)`` for the common memory of several aliasing inputs, None
-        for anything else (pieces of tensor subclasses, tokens).
+        for anything else (tokens, and what a tensor subclass is made of). This process's piece of a DTensor
+        comes from where the DTensor does.
     """
     descriptor = placeholder.meta.get("desc")
+    if isinstance(descriptor, SubclassGetAttrAOTInput) and descriptor.attr == "_local_tensor":
+        descriptor = descriptor.base
     if isinstance(descriptor, (ParamAOTInput, BufferAOTInput)):
         return "attribute", descriptor.target
     if isinstance(descriptor, PlainAOTInput):

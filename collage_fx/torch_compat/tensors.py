@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch._ops import OpOverload
@@ -20,15 +21,19 @@ from torch.utils._python_dispatch import (
 __all__ = [
     "SET_GRAD_ENABLED",
     "OpOverload",
+    "Pieces",
     "TorchDispatchMode",
     "base_of",
     "disabled_torch_function",
+    "distributed_like",
     "graph_module",
     "has_internal_overlap",
     "has_storage",
     "is_held_by_torch",
     "is_made_of_tensors",
     "laid_out_like",
+    "local_tensor",
+    "pieces_of",
     "pytree",
     "rename",
     "schema_of",
@@ -88,6 +93,59 @@ def has_storage(tensor: torch.Tensor) -> bool:
 def is_made_of_tensors(tensor: torch.Tensor) -> bool:
     """Whether a tensor stands for others that compiled code gets in its place, as a DTensor does."""
     return is_traceable_wrapper_subclass(tensor)
+
+
+class Pieces(NamedTuple):
+    """How a DTensor is in pieces, of which each process of a mesh has one."""
+
+    mesh: Any
+    placements: tuple[Any, ...]
+
+    def sum(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Numbers that each process has for its piece, summed over all pieces."""
+        summed = numbers.to(self.mesh.device_type, copy=True)
+        for i, placement in enumerate(self.placements):
+            if placement.is_shard():
+                torch.distributed.all_reduce(summed, group=self.mesh.get_group(i))
+        return summed.to(numbers.device)
+
+
+def pieces_of(tensor: torch.Tensor) -> Pieces | None:
+    """How a tensor is in pieces; None if it is no DTensor."""
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        return None
+    module = sys.modules.get("torch.distributed.tensor")  # imported by whoever has made one
+    if module is None or not isinstance(tensor, module.DTensor):
+        return None
+    return Pieces(tensor.device_mesh, tensor.placements)
+
+
+def local_tensor(tensor: torch.Tensor, pieces: Pieces | None = None) -> torch.Tensor:
+    """This process's piece of a DTensor, as the object that it is; any other tensor itself.
+
+    Args:
+        tensor: the tensor.
+        pieces: in which its elements are wanted. All processes call it where they have to be sent for that.
+    """
+    found: Any = tensor
+    of = pieces_of(tensor)
+    if of is None:
+        if pieces is None:
+            return tensor
+        distribute = sys.modules["torch.distributed.tensor"].distribute_tensor
+        return cast(torch.Tensor, distribute(tensor.to(pieces.mesh.device_type), *pieces)._local_tensor)
+    if pieces is not None and of.placements != pieces.placements:
+        found = found.redistribute(*pieces)
+    return cast(torch.Tensor, found._local_tensor)
+
+
+def distributed_like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """A DTensor in pieces as ``tensor`` is, of which ``local`` is this process's; itself if that is none."""
+    whole: Any = tensor
+    if (pieces := pieces_of(tensor)) is None:
+        return local
+    made = whole.from_local(local, *pieces, run_check=False, shape=whole.shape, stride=whole.stride())
+    return cast(torch.Tensor, made)
 
 
 def laid_out_like(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:

@@ -1,15 +1,13 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import Parameter
+from torch.testing._internal.two_tensor import TwoTensor
 
 from collage_fx import CollageBackend, error_terms, full_value
 from collage_fx.errors import AliasedStateError, UnsupportedTensorError
@@ -98,52 +96,46 @@ def test_an_unsupported_device() -> None:
     assert not optimizer.state
 
 
-@pytest.fixture
-def mesh(tmp_path: Path) -> Iterator[DeviceMesh]:
-    """One process, as a mesh of one device."""
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    torch.distributed.destroy_process_group()
-
-
-def sharded(mesh: DeviceMesh, dtype: torch.dtype = BF16) -> Parameter:
+def twins(dtype: torch.dtype = BF16) -> Parameter:
+    """A parameter of a class of its own, which stands for two tensors."""
     (p,) = parameters(dtype, shapes=[(4, 2)])
     set_gradients([p])
     assert p.grad is not None
-    distributed = Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)]))
-    distributed.grad = distribute_tensor(p.grad, mesh, [Shard(0)])
-    return distributed
+    made = Parameter(TwoTensor(p.detach(), p.detach().clone()))
+    made.grad = TwoTensor(p.grad, p.grad.clone())
+    return made
 
 
-def local(tensor: Tensor | None) -> Tensor:
-    """A copy of the part that is here."""
-    assert isinstance(tensor, DTensor)
-    return tensor.to_local().detach().clone()
+def first(tensor: Tensor) -> Tensor:
+    """A copy of the first of the two."""
+    held = tensor.detach()
+    assert isinstance(held, TwoTensor)
+    return held.a.clone()
 
 
 @pytest.mark.parametrize("strategy", ["light", "plus", "full"])
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
-def test_distributed_tensors(
-    make: Callable[..., torch.optim.Optimizer], strategy: Strategy, mesh: DeviceMesh
+def test_tensors_that_are_made_of_others(
+    make: Callable[..., torch.optim.Optimizer], strategy: Strategy
 ) -> None:
-    p = sharded(mesh)
+    p = twins()
     optimizer = make([("weight", p)], lr=0.1)
-    before = local(p)
-    with pytest.raises(UnsupportedTensorError, match=r"class DTensor[\s\S]*where: weight"):
+    before = first(p)
+    with pytest.raises(UnsupportedTensorError, match=r"class TwoTensor[\s\S]*where: weight"):
         compiled(optimizer, strategy=strategy)()
-    assert torch.equal(local(p), before)
+    assert torch.equal(first(p), before)
     assert not optimizer.state
 
 
-def test_distributed_tensors_without_strict_and_plain(mesh: DeviceMesh) -> None:
-    p = sharded(mesh)
-    before = local(p)
-    with pytest.warns(UserWarning, match=r"class DTensor[\s\S]*param_groups\[0\].params\[0\]"):
+def test_tensors_that_are_made_of_others_without_strict_and_plain() -> None:
+    p = twins()
+    assert p.grad is not None
+    expected = first(p) - first(p.grad)
+    with pytest.warns(UserWarning, match=r"class TwoTensor[\s\S]*param_groups\[0\].params\[0\]"):
         compiled(Descent([p], lr=1.0), strict=False, strategy="light")()
-    assert torch.equal(local(p), before - local(p.grad))
-    compiled(Descent([sharded(mesh)]), strategy="none")()
-    compiled(Descent([sharded(mesh, torch.float32)]))()
+    assert torch.equal(first(p), expected)
+    compiled(Descent([twins()]), strategy="none")()
+    compiled(Descent([twins(torch.float32)]))()
 
 
 def shared(kind: str) -> list[Parameter]:

@@ -1,0 +1,229 @@
+"""Parameters and state in pieces, DTensors: each process has the bits that one process alone would have."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.nn import Parameter
+
+from collage_fx import CollageBackend, error_terms, full_value
+from collage_fx.graph import Strategy
+from tests.support.processes import Processes
+from tests.support.training import parameters
+
+#: Two of a shape, so that there are families; some that two processes cannot share evenly; one of one row.
+SHAPES = ((6, 4), (6, 4), (5, 4), (5, 4), (5,), (1, 4))
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    processes = Processes(2, tmp_path_factory.mktemp("store"))
+    yield processes
+    processes.stop()
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-3, weight_decay=0.1)
+
+
+def momentum(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=1e-3, momentum=0.9, foreach=False)
+
+
+def muon(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Muon(params, lr=1e-3, weight_decay=0.1)
+
+
+def in_pieces(tensor: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
+    """As tensor parallelism has it: where there is no such dimension, each process has all."""
+    fits = not placement.is_shard(1) or tensor.dim() > 1
+    return distribute_tensor(tensor, mesh, [placement if fits else Replicate()])
+
+
+def in_one_piece(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def trained(
+    make: Callable[[Any], torch.optim.Optimizer],
+    strategy: Strategy,
+    mesh: DeviceMesh | None,
+    placement: Placement,
+    shapes: Sequence[Sequence[int]] = SHAPES,
+    steps: int = 4,
+    metrics: bool = False,
+) -> dict[str, Any]:
+    """All that some steps leave, in one piece each; and how they were compiled."""
+    torch._dynamo.reset()
+    start = parameters(shapes=shapes)
+    params = start
+    if mesh is not None:
+        params = [Parameter(in_pieces(p.detach(), mesh, placement)) for p in start]
+    optimizer = make([(f"p{i}", p) for i, p in enumerate(params)])
+    backend = CollageBackend(strategy=strategy, metrics=metrics)
+    step: Callable[[], Any] = torch.compile(optimizer.step, backend=backend)
+    for seed in range(steps):
+        generator = torch.Generator().manual_seed(seed)
+        for p in params:
+            gradient = torch.randn(p.shape, generator=generator).to(p.dtype)
+            p.grad = gradient if mesh is None else in_pieces(gradient, mesh, placement)
+        step()
+    left: dict[str, Any] = {}
+    for i, p in enumerate(params):
+        tensors = {"parameter": p, **optimizer.state[p]}
+        for name, tensor in tensors.items():
+            if isinstance(tensor, Tensor) and tensor.dim() > 0:
+                terms = error_terms(tensor)
+                assert all(
+                    type(term) is type(tensor.detach()) and term.shape == tensor.shape for term in terms
+                )
+                left[f"{i}.{name}"] = [in_one_piece(each.detach()) for each in (tensor, *terms)]
+                left[f"{i}.{name}.full"] = [in_one_piece(full_value(tensor))]
+    graphs = backend.report().graphs
+    measured = (
+        []
+        if not metrics
+        else [
+            {name: (each.elements, each.intended, each.along, each.lost_hi) for name, each in of_step.items()}
+            for of_step in backend.metrics().values()
+        ]
+    )
+    return {
+        "measured": measured,
+        "left": left,
+        "units": [each.route.unit for each in graphs],
+        "names": [row.name for row in graphs[-1].tensors],
+    }
+
+
+def trained_in_pieces(make: Any, strategy: Strategy, placement: Placement) -> dict[str, Any]:
+    return trained(make, strategy, init_device_mesh("cpu", (2,)), placement)
+
+
+@pytest.mark.parametrize("strategy", ["light", "plus", "full"])
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
+@pytest.mark.parametrize("make", [adamw, momentum])
+def test_elementwise_optimizers_leave_the_bits_of_one_process(
+    two_processes: Processes, make: Any, strategy: Strategy, placement: Placement
+) -> None:
+    alone = trained(make, strategy, None, placement)
+    for found in two_processes.run(trained_in_pieces, make, strategy, placement):
+        assert found["names"] == alone["names"]
+        assert found["units"][-1] == "by family"  # the first step of some makes their state
+        assert found["left"].keys() == alone["left"].keys()
+        for name, tensors in alone["left"].items():
+            for one, other in zip(tensors, found["left"][name], strict=True):
+                assert torch.equal(one, other), name
+
+
+def model() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    layers = [torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Linear(5, 4)) for _ in range(3)]
+    return torch.nn.Sequential(*layers, torch.nn.Linear(4, 1)).bfloat16()
+
+
+def trained_by_fsdp() -> tuple[list[dict[str, Tensor]], dict[str, list[Tensor]], list[str]]:
+    """The gradients of some steps of FSDP2, and the parameters and error terms that they leave."""
+    torch._dynamo.reset()
+    sharded = model()
+    for layer in sharded:
+        fully_shard(layer)
+    fully_shard(sharded)
+    optimizer = adamw(sharded.named_parameters())
+    backend = CollageBackend(strategy="plus")
+    step: Callable[[], Any] = torch.compile(optimizer.step, backend=backend)
+    gradients = []
+    for seed in range(4):
+        inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        sharded(inputs).square().mean().backward()
+        gradients.append(
+            {name: in_one_piece(p.grad) for name, p in sharded.named_parameters() if p.grad is not None}
+        )
+        step()
+        optimizer.zero_grad()
+    left = {
+        name: [in_one_piece(each.detach()) for each in (p, *error_terms(p))]
+        for name, p in sharded.named_parameters()
+    }
+    return gradients, left, [graph.route.unit for graph in backend.report().graphs]
+
+
+def test_fsdp2_leaves_the_bits_of_one_process(two_processes: Processes) -> None:
+    (gradients, left, units), _ = two_processes.run(trained_by_fsdp)
+    assert units == ["by family"]
+    torch._dynamo.reset()
+    whole = model()
+    optimizer = adamw(whole.named_parameters())
+    step: Callable[[], Any] = torch.compile(optimizer.step, backend=CollageBackend(strategy="plus"))
+    for of_step in gradients:
+        for name, p in whole.named_parameters():
+            p.grad = of_step[name]
+        step()
+    for name, p in whole.named_parameters():
+        for one, other in zip((p.detach(), *error_terms(p)), left[name], strict=True):
+            assert torch.equal(one, other), name
+
+
+def measured_in_pieces() -> Any:
+    return trained(adamw, "plus", init_device_mesh("cpu", (2,)), Shard(0), steps=2, metrics=True)["measured"]
+
+
+def test_metrics_are_those_of_whole_tensors(two_processes: Processes) -> None:
+    alone = trained(adamw, "plus", None, Shard(0), steps=2, metrics=True)["measured"]
+    assert len(alone) == 2
+    for found in two_processes.run(measured_in_pieces):
+        for one, other in zip(alone, found, strict=True):
+            assert one.keys() == other.keys()
+            for name, numbers in one.items():
+                assert numbers == pytest.approx(other[name], rel=2 * 2.1e-6), name  # each to 2.1e-6
+
+
+def continued(placement: Placement, make: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What an uninterrupted run leaves, and one that is saved and goes on with new objects."""
+    mesh = init_device_mesh("cpu", (2,))
+    torch._dynamo.reset()
+    results = []
+    for interrupted in (False, True):
+        params = [Parameter(in_pieces(p.detach(), mesh, placement)) for p in parameters(shapes=SHAPES)]
+        optimizer = make(params)
+        step: Callable[[], Any] = torch.compile(optimizer.step, backend=CollageBackend(strategy="plus"))
+        for seed in range(4):
+            if interrupted and seed == 2:
+                saved = copy.deepcopy(optimizer.state_dict())
+                params = [Parameter(p.detach().clone()) for p in params]
+                optimizer = make(params)
+                optimizer.load_state_dict(saved)
+                step = torch.compile(optimizer.step, backend=CollageBackend(strategy="plus"))
+            generator = torch.Generator().manual_seed(seed)
+            for p in params:
+                p.grad = in_pieces(torch.randn(p.shape, generator=generator).to(p.dtype), mesh, placement)
+            step()
+        entries = {
+            f"{key}.{name}": value
+            for key, state in optimizer.state_dict()["state"].items()
+            for name, value in state.items()
+        }
+        assert any(name.endswith("parameter.mcf.lo") for name in entries)
+        assert all(isinstance(value, DTensor) for value in entries.values() if value.dim() > 0)
+        entries.update({f"parameter.{i}": p.detach() for i, p in enumerate(params)})
+        results.append({name: in_one_piece(value) for name, value in entries.items()})
+    return results[0], results[1]
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()], ids=str)
+@pytest.mark.parametrize("make", [adamw, momentum])
+def test_a_state_dict_holds_error_terms_in_pieces(
+    two_processes: Processes, make: Any, placement: Placement
+) -> None:
+    for one, other in two_processes.run(continued, placement, make):
+        assert one.keys() == other.keys()
+        for name, tensor in one.items():
+            assert torch.equal(tensor, other[name]), name
