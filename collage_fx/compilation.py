@@ -13,7 +13,6 @@ import math
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -486,9 +485,10 @@ class Compilation:
         captured: GraphModule,
     ) -> Lowered | Reason:
         """Lower the rewritten step; a measured one also without the sums if not every step is measured."""
-        lowered = partial(
-            self.backend.lower, example_inputs=example_inputs, inductor_options=inductor_options
-        )
+
+        def lowered(each: StepProgram) -> Lowered | Reason:
+            return self.backend.lower(each, example_inputs, inductor_options)
+
         if not program.measured:
             return lowered(program)
         measured = [

@@ -155,14 +155,18 @@ def test_a_process_that_unpickles_before_it_imports_collage_fx(
     assert pickle.loads(path.read_bytes()) == lo.float().tolist()
 
 
-def test_a_pickle_that_names_the_class_as_earlier_versions_did(
-    running: tuple[Optimizer, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+class OfAnEarlierVersion(pickle.Unpickler):
+    """Reads a pickle as if it named the class of pickled error terms as earlier versions did."""
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        is_ours = global_name == PickledExpansion.__name__
+        return super().find_class(module_name, "Carried" if is_ours else global_name)
+
+
+def test_a_pickle_of_an_earlier_version_is_read(running: tuple[Optimizer, str]) -> None:
     optimizer, _ = running
-    monkeypatch.setattr(PickledExpansion, "__qualname__", "Carried")
-    written = pickle.dumps(optimizer)
-    assert b"PickledExpansion" not in written
-    assert differences(everything(optimizer), everything(pickle.loads(written))) == []
+    read = OfAnEarlierVersion(io.BytesIO(pickle.dumps(optimizer))).load()
+    assert differences(everything(optimizer), everything(read)) == []
 
 
 # State that belongs to no single parameter. ---------------------------------------------------------------
