@@ -213,7 +213,7 @@ def register_sampling_lowering(
         if V.graph.sizevars.statically_known_equals(elements, 0):
             return lowerings[torch.ops.aten.full.default]([places], 0.0, dtype=torch.float64, device=device)
         loaders = [None if tensor is None else tensor.make_loader() for tensor in tensors]
-        indices = ir.View.dynamic_reshape_indexer(size, [elements])
+        indices: Callable[[list[Any]], Any] = ir.View.dynamic_reshape_indexer(size, [elements])
 
         def of_each(dtype: torch.dtype, function: Callable[[Any], Any]) -> Any:
             """Compute something for each of the few, keep it, and return its load."""
