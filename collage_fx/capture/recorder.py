@@ -55,7 +55,7 @@ from collage_fx.graph import (
 from collage_fx.numerics import is_low_precision
 from collage_fx.runtime import change_layout, expansion_of
 from collage_fx.torch_compat import (
-    FakeTensorMode,
+    SymbolicScope,
     TorchDispatchMode,
     base_of,
     compile_lock,
@@ -403,7 +403,7 @@ class Recorder(TorchDispatchMode):
             if self._owner(tensor) is not tensor:  # its error terms are found as the owner's
                 return func(tensor, *others, **kwargs)
             return change_layout(tensor, lambda each: func(each, *others, **kwargs))
-        if factorizes(func) or func is aten._local_scalar_dense.default:
+        if signature.reads_no_values or factorizes(func) or func is aten._local_scalar_dense.default:
             return self._call(signature, args, kwargs)
         wide: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -412,16 +412,21 @@ class Recorder(TorchDispatchMode):
                 wide[id(tensor)] = tensor, self._converted(tensor, torch.float32)
             return wide[id(tensor)][1] if id(tensor) in wide else tensor
 
-        def rounded(made: Tensor) -> Tensor:
+        def rounded(made: Tensor, eager: Tensor) -> Tensor:
             for tensor, value in wide.values():
                 if made is _real(value):
                     return cast(Tensor, self._record(_signature(aten.copy_.default), (tensor, made), {}))
-            read = next((tensor for tensor, _ in wide.values()), made)
-            return self._converted(made, read.dtype) if made.dtype == torch.float32 else made
+            return made if made.dtype == eager.dtype else self._converted(made, eager.dtype)
 
-        args = [_for_each_tensor(widened, argument) for argument in args]
-        kwargs = {name: _for_each_tensor(widened, argument) for name, argument in kwargs.items()}
-        return _for_each_tensor(rounded, self._call(signature, args, kwargs))
+        wide_args = [_for_each_tensor(widened, argument) for argument in args]
+        wide_kwargs = {name: _for_each_tensor(widened, argument) for name, argument in kwargs.items()}
+        results = self._call(signature, wide_args, wide_kwargs)
+        if not wide:
+            return results
+        likewise = self._without_elements(signature, args, kwargs)
+        if isinstance(results, tuple):
+            return tuple(map(rounded, results, likewise))
+        return rounded(results, *likewise)
 
     def _converted(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         return cast(Tensor, self._record(_signature(aten._to_copy.default), (tensor,), {"dtype": dtype}))
@@ -503,12 +508,15 @@ class Recorder(TorchDispatchMode):
         key = (call.signature, call.form, *call.sizes, *[specs[value] for value in call.tensors])
         predicted = self._predicted.get(key)
         if predicted is None:
-            signature = call.signature
-            with compile_lock, self.paused(), FakeTensorMode():
-                results = signature.operator(*_without_values(args), **_without_values(kwargs))
-            listed = results if len(signature.results) > 1 else [results] if signature.results else []
-            predicted = self._predicted[key] = tuple(_specs_of(each) for each in listed)
+            results = self._without_elements(call.signature, args, kwargs)
+            predicted = self._predicted[key] = tuple(_specs_of(each) for each in results)
         return predicted
+
+    def _without_elements(self, signature: _Signature, args: Any, kwargs: dict[str, Any]) -> Sequence[Any]:
+        """Fake tensors in the place of an operation's results; where values decide, of any size."""
+        with compile_lock, self.paused(), SymbolicScope().fake_mode:
+            results = signature.operator(*_without_values(args), **_without_values(kwargs))
+        return results if len(signature.results) > 1 else [results] if signature.results else []
 
     # -- tensors that the step has met
 

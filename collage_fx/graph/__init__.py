@@ -3,7 +3,7 @@
 from collage_fx.graph.devices import DEVICES, device_facts
 from collage_fx.graph.editor import GraphEditor
 from collage_fx.graph.families import ONCE, Repetition, input_name, repeated_graph
-from collage_fx.graph.feedback import copies_read_by, fed_back, new_value
+from collage_fx.graph.feedback import copies_read_by, fed_back, new_value, reached
 from collage_fx.graph.invariants import verify
 from collage_fx.graph.nodes import (
     PASS_MARK,
@@ -118,6 +118,7 @@ __all__ = [
     "operator_of",
     "passed_operand",
     "placeholders",
+    "reached",
     "read_recurrence",
     "repeated_graph",
     "rest",

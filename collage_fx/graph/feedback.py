@@ -27,7 +27,7 @@ from collage_fx.graph.nodes import is_copy_to_input, unconverted
 from collage_fx.graph.operator_facts import is_movement
 from collage_fx.graph.program import StateTensor
 
-__all__ = ["copies_read_by", "fed_back", "new_value"]
+__all__ = ["copies_read_by", "fed_back", "new_value", "reached"]
 
 
 def new_value(state: StateTensor) -> Node:
@@ -44,14 +44,14 @@ def fed_back(state: StateTensor, others: Sequence[StateTensor]) -> set[Node]:
     [Kahan's own term].
     """
     value = new_value(state)
-    made_of_it = _reached(value, lambda node: [user for user in node.users if not is_copy_to_input(user)])
+    made_of_it = reached([value], lambda node: [user for user in node.users if not is_copy_to_input(user)])
     if not made_of_it:
         return set()
-    made_from = _reached(value, lambda node: node.all_input_nodes)
+    made_from = reached([value], lambda node: node.all_input_nodes)
     found = set[Node]()
     for other in others:
         if other.placeholder in made_from and (last := new_value(other)) in made_of_it:
-            found |= made_of_it & {last, *_reached(last, lambda node: node.all_input_nodes)}
+            found |= made_of_it & {last, *reached([last], lambda node: node.all_input_nodes)}
     return found
 
 
@@ -69,8 +69,9 @@ def copies_read_by(readers: Collection[Node], placeholder: Node) -> set[Node]:
     return found
 
 
-def _reached(start: Node, following: Callable[[Node], Iterable[Node]]) -> set[Node]:
-    found, waiting = set[Node](), [start]
+def reached(starts: Iterable[Node], following: Callable[[Node], Iterable[Node]]) -> set[Node]:
+    """All nodes that ``following`` (which gives a node's users, say) leads to from ``starts``."""
+    found, waiting = set[Node](), list(starts)
     while waiting:
         fresh = set(following(waiting.pop())) - found
         found |= fresh

@@ -350,6 +350,24 @@ def test_what_depends_on_values_reads_and_gives_error_terms(kind: type[Recorded]
     assert largest_error(low, high, start) < 0.02
 
 
+class RotatesWhatItComputed(Recorded):
+    """In its own dtype: what the matrix product reads is rounded."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
+        moved = p - lr * g
+        if moved.norm() > 0:
+            p.copy_(moved @ torch.eye(p.shape[-1], dtype=p.dtype))
+
+
+def test_an_error_term_that_is_lost_behind_a_branch_is_refused() -> None:
+    torch._dynamo.reset()
+    params = parameters(shapes=[(4, 3)])
+    with pytest.raises(
+        UncompensatedParameterError, match=r"mm.* reads it in bfloat16, without its error term"
+    ):
+        run_steps(compiled(RotatesWhatItComputed(params)), params, [0])
+
+
 @pytest.mark.parametrize("kind", [BranchesAfterItsState, AppliesWhatItComputedBefore, UpdatesInFloat32])
 def test_parameters_of_one_number_are_compensated(kind: type[Recorded]) -> None:
     """Step counters are 0-d tensors as well, and are calculated with at once."""
@@ -378,6 +396,33 @@ def test_recorded_steps_are_computed_in_wide_arithmetic(kind: type[Recorded]) ->
         high.step()
     assert is_recorded(low)
     assert largest_error(low, high, start) < 0.02
+
+
+class AddsNoise(Recorded):
+    """Of dtypes of its own, beside what it has to say."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
+        noise = torch.rand_like(p, dtype=torch.float64)
+        coins = torch.bernoulli((p - p) + 0.5)
+        counts = torch.bincount(coins.view(-1).long(), weights=p.view(-1))
+        self.seen = noise, coins, counts
+        if p.norm() > 0:
+            p.add_(g, alpha=-lr)
+
+
+def test_what_is_executed_at_once_has_the_dtypes_that_it_has_in_eager_torch() -> None:
+    torch._dynamo.reset()
+    (p,) = params = parameters(shapes=[(8,)])
+    optimizer = AddsNoise(params)
+    step = compiled(optimizer)
+    for seed in range(2):
+        torch.manual_seed(seed)
+        run_steps(step, params, [seed])
+        noise, coins, counts = optimizer.seen
+        assert (noise.dtype, coins.dtype, counts.dtype) == (torch.float64, p.dtype, torch.float64)
+        torch.manual_seed(seed)
+        assert torch.equal(noise, torch.rand_like(p, dtype=torch.float64))
+        assert set(coins.tolist()) <= {0, 1}
 
 
 class StartsAgain(Recorded):
