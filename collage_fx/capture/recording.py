@@ -15,12 +15,12 @@ from torch.overrides import TorchFunctionMode
 
 from collage_fx.capture.inputs import carried
 from collage_fx.capture.new_state import forget_new_state, remember_state
-from collage_fx.capture.recorder import Recorder, Spec, is_recording
+from collage_fx.capture.recorder import Recorder, is_recording
 from collage_fx.capture.refusals import refuse_optimizer
+from collage_fx.capture.segment import Spec
 from collage_fx.errors import CollageError, RecompileLimitError, raise_or_warn
-from collage_fx.runtime import adopt, expansion_of, known_tensors, parameter_names
+from collage_fx.runtime import adopt, expansion_of, parameter_names
 from collage_fx.torch_compat import (
-    forget_static_addresses,
     is_step_wrapper,
     reroute_steps,
     running_compiled_functions_as_they_are_if,
@@ -115,15 +115,12 @@ class _Recording:
         self.reason = reason
         self._strict = strict
         self._label = type(optimizer).__name__
-        self._compile = lambda module, dynamic: torch.compile(
-            module, backend=backend, dynamic=dynamic, **keywords
-        )
+        self._compile = lambda module, arguments: backend(module, arguments, **keywords)
         self._recorder = Recorder(self._compiled, self._kind_of, self._original_of)
         self._parameters: dict[int, Tensor] = {}
         self._roles: dict[int, str] = {}
         self._has_compiled = False
         self._steps_that_compiled = 0
-        forget_static_addresses(entry.tensor for entry in known_tensors({"": optimizer}).values())
 
     @torch.compiler.disable
     def run(self, step: Callable[..., Any], optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -200,7 +197,7 @@ class _Recording:
         has_error_terms = expansion_of(tensor) is not None or (role == "parameter" and is_written)
         return role, tensor in carried, has_error_terms
 
-    def _compiled(self, module: GraphModule, changes_shapes: bool) -> Callable[..., Any]:
+    def _compiled(self, module: GraphModule, arguments: Any) -> Callable[..., Any]:
         if self._steps_that_compiled >= COMPILING_STEPS:
             raise RecompileLimitError(
                 f"each of the last {COMPILING_STEPS} steps of {self._label}, which are recorded, has brought "
@@ -210,7 +207,7 @@ class _Recording:
                 "operations",
             )
         self._has_compiled = True
-        return self._compile(module, True if changes_shapes else None)
+        return self._compile(module, arguments)
 
 
 class _ReadsOfMemory(TorchFunctionMode):

@@ -31,6 +31,7 @@ __all__ = [
     "DATA_ASSIGNMENTS",
     "PATCHES",
     "SET_GRAD_ENABLED",
+    "BurnedIn",
     "CFunction",
     "ConvertAgain",
     "FakeTensorMode",
@@ -56,6 +57,7 @@ __all__ = [
     "c_function",
     "compile_lock",
     "compile_with_inductor",
+    "compiling",
     "copy_cache_facts",
     "cpp_compilers",
     "current_size",
@@ -63,7 +65,6 @@ __all__ = [
     "detect_fake_mode",
     "disabled_torch_function",
     "dynamo_recompile_limit",
-    "forget_static_addresses",
     "functional_decompositions",
     "fusing_distant_nodes",
     "generated_code",
@@ -186,6 +187,7 @@ try:
     from collage_fx.torch_compat.patch_conversions import (
         Watch,
         compile_lock,
+        compiling,
         dynamo_recompile_limit,
         running_compiled_functions_as_they_are_if,
         watch_conversions,
@@ -203,10 +205,10 @@ try:
         generated_code,
         without_outer_loop_fusion,
     )
+    from collage_fx.torch_compat.patch_numbers import BurnedIn
     from collage_fx.torch_compat.patch_optimizers import (
         Thin,
         ThinnedLists,
-        forget_static_addresses,
         thinned_lists,
     )
     from collage_fx.torch_compat.patch_steps import before_eager_steps, reroute_steps, wrap_states

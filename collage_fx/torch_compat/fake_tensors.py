@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from functorch import make_fx
-from torch._dynamo.source import ConstantSource
+from torch._dynamo.source import ConstantSource, FloatTensorSource, LocalSource
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
@@ -32,6 +33,8 @@ _SHAPES = "torch.fx.experimental.symbolic_shapes:ShapeEnv"
 
 RELIED_ON = (
     Shape(target=_SHAPES, mentions=("create_symfloatnode", "create_symintnode", "create_unspecified_symbol")),
+    Shape(target=f"{_SHAPES}.produce_guards_expression"),
+    Shape(target=f"{_SHAPES}.evaluate_guards_expression"),
     Shape(target=f"{_SHAPES}.create_symbol", mentions=("var_to_sources",)),
     Shape(target=f"{_SHAPES}.produce_guards_verbose", mentions=("guards",)),
     Shape(target="torch.fx.experimental.sym_node:SymNode", mentions=("expr", "shape_env")),
@@ -80,6 +83,9 @@ class SymbolicScope:
     def __init__(self) -> None:
         self.shape_env = ShapeEnv()
         self.fake_mode = FakeTensorMode(shape_env=self.shape_env)
+        self._inputs: list[Any] = []
+        self._fakes: list[torch.Tensor] = []
+        self._has_symbols = False
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> None:
@@ -104,6 +110,39 @@ class SymbolicScope:
             self.shape_env.create_symintnode if kind is torch.SymInt else self.shape_env.create_symfloatnode
         )
         return create(symbol, hint=hint, source=source)
+
+    def input(self, value: Any, *, has_symbols: bool = False) -> Any:
+        """What a graph is compiled with for an input that takes values like this one.
+
+        Args:
+            value: a real tensor, which stays itself; a float, which becomes a 0-d tensor; or an integer.
+            has_symbols: whether the sizes of a tensor are symbols while the graph is traced.
+        """
+        source: Any = LocalSource(f"t{len(self._inputs)}")  # what guards call it
+        if isinstance(value, int):
+            symbol = self.shape_env.create_unspecified_symbol(value, source, DimDynamic.DYNAMIC)
+            self._inputs.append(self.shape_env.create_symintnode(symbol, hint=value, source=source))
+            return self._inputs[-1]
+        is_float = isinstance(value, float)
+        if is_float:
+            value, source = torch.tensor(value, dtype=torch.float64), FloatTensorSource(source)
+        self._has_symbols |= has_symbols
+        fake = self.fake_mode.from_tensor(value, static_shapes=not (is_float or has_symbols), source=source)
+        self._fakes.append(fake)  # the mode forgets those that nobody refers to
+        self._inputs.append(fake.item_memo if is_float else fake)
+        return value
+
+    def floats(self) -> list[str]:
+        """The symbols of those inputs that are floats."""
+        return [str(each.node.expr) for each in self._inputs if isinstance(each, torch.SymFloat)]
+
+    def guard(self) -> Callable[[Sequence[Any]], bool] | None:
+        """Whether what was decided by values of the inputs is so for others; None where nothing was."""
+        code = self.shape_env.produce_guards_expression(self._inputs, ignore_static=not self._has_symbols)
+        if code is None:
+            return None
+        compiled: Any = compile(code, "guards", "eval")
+        return partial(self.shape_env.evaluate_guards_expression, compiled)
 
     def tensor(
         self, size: Sequence[Any], stride: Sequence[Any], dtype: torch.dtype, device: torch.device

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -15,7 +15,14 @@ from torch._dynamo.variables.base import VariableTracker
 
 from collage_fx.torch_compat.patching import Patch, Shape
 
-__all__ = ["POWERS", "SYMBOLIC_FLOATS", "keeping_numbers_symbolic", "tracing_powers"]
+__all__ = [
+    "POWERS",
+    "SYMBOLIC_FLOATS",
+    "BurnedIn",
+    "keeping_numbers_symbolic",
+    "noticing_burned_in",
+    "tracing_powers",
+]
 
 POWERS = Patch(
     name="powers",
@@ -43,7 +50,7 @@ SYMBOLIC_FLOATS = Patch(
     relies_on=(
         Shape(
             target="torch._dynamo.symbolic_convert:TensorifyState",
-            mentions=("force_specializations", "specialize"),
+            mentions=("clear", "force_specializations", "specialize"),
         ),
     ),
 )
@@ -99,3 +106,27 @@ def _restarting_only_if_burned_in(original: Callable[..., None]) -> Callable[...
                 raise
 
     return tensorify
+
+
+class BurnedIn(Exception):
+    """A compilation that Dynamo has no part in would burn in numbers that it was given as symbols.
+
+    Attributes:
+        symbols: theirs.
+    """
+
+    def __init__(self, symbols: frozenset[str]) -> None:
+        super().__init__(", ".join(symbols))
+        self.symbols = symbols
+
+
+@contextlib.contextmanager
+def noticing_burned_in() -> Iterator[None]:
+    """Within, what would make Dynamo begin anew with numbers as constants raises :class:`BurnedIn`."""
+    TensorifyState.clear()
+    try:
+        yield
+    except TensorifyScalarRestartAnalysis:
+        raise BurnedIn(frozenset(TensorifyState.force_specializations)) from None
+    finally:
+        TensorifyState.clear()

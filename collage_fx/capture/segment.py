@@ -1,0 +1,404 @@
+"""What has been recorded of a step, and its parts that have no tensor in common, as functions and graphs."""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_aggregate
+
+from collage_fx.capture.signatures import Signature
+from collage_fx.graph import Groups
+from collage_fx.torch_compat import disabled_torch_function, wrapper_subclass
+
+__all__ = ["Call", "Component", "Deferred", "Function", "Segment", "Spec", "real", "written_down"]
+
+aten = torch.ops.aten
+
+#: Sizes that may be symbols in a graph. Of 0, 1, negative indices and the end of a slice PyTorch has ideas.
+SIZES = range(2, 1 << 62)
+
+
+class Spec(NamedTuple):
+    """What is known of a tensor without its values."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def of(tensor: Tensor) -> Spec:
+        if type(tensor) is Deferred:
+            return tensor.spec
+        return Spec(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+
+    def empty(self) -> Tensor:
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+
+
+class Deferred(Tensor):
+    """The result of an operation that has been recorded.
+
+    Attributes:
+        spec: what is known of it.
+        value: its number in the recorder's segment.
+        executed: the tensor it stands for, once executed. It then becomes that tensor itself as soon as
+            nothing in torch is holding on to it, as the operation is that asked for its value.
+    """
+
+    __torch_function__ = disabled_torch_function
+    spec: Spec
+    value: int
+    executed: Tensor | None = None
+
+    @staticmethod
+    def of(spec: Spec, value: int) -> Deferred:
+        deferred = cast(Deferred, wrapper_subclass(Deferred, *spec))
+        deferred.spec = spec
+        deferred.value = value
+        return deferred
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise RuntimeError(
+            f"{func} has been called on a tensor that a step of an optimizer has left uncomputed: the step "
+            "ended with an exception, or handed the tensor to another thread"
+        )
+
+
+def real(argument: Any) -> Any:
+    """The tensor that a deferred one stands for, if it has been executed; anything else is itself."""
+    executed = argument.executed if type(argument) is Deferred else None
+    return argument if executed is None else executed
+
+
+class _Ref(int):
+    """A tensor, among the arguments of a recorded call: its number in the segment."""
+
+
+class _Number(float):
+    """A number that may be another one in the next step, among the arguments of a recorded call."""
+
+
+class _Int(_Number):
+    """A number that the step wrote as an integer."""
+
+
+class _Size(int):
+    """A number of elements, or the index of one, among the arguments of a recorded call."""
+
+
+def written_down(argument: Any, quantity: str, number_of: Callable[[Tensor], int]) -> Any:
+    """An argument as a call has it.
+
+    Args:
+        argument: what the step has called the operator with.
+        quantity: what numbers in it are: see :class:`~collage_fx.capture.signatures.Signature`.
+        number_of: the number of a tensor in the segment.
+    """
+    if isinstance(argument, Tensor):
+        return _Ref(number_of(argument))
+    if isinstance(argument, (list, tuple)):
+        return tuple(written_down(element, quantity, number_of) for element in argument)
+    if quantity == "number" and type(argument) in (int, float):
+        return _Int(argument) if type(argument) is int else _Number(argument)
+    return _Size(argument) if quantity == "size" and argument in SIZES else argument
+
+
+@dataclass
+class Call:
+    """A recorded operation.
+
+    Attributes:
+        signature: of the operator.
+        args, kwargs: as they are :func:`written_down`.
+        tensors: the values it reads or writes, in the order of the arguments.
+        numbers, sizes: the numbers and the sizes likewise.
+        form: the arguments without all three.
+        results: the values it makes, in the order of its results.
+    """
+
+    signature: Signature
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    tensors: list[int] = field(default_factory=list)
+    numbers: list[float] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    form: tuple[Any, ...] = ()
+    results: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        form: list[Any] = []
+        self._take_apart(self.args, form)
+        for name, argument in self.kwargs.items():
+            form.append(name)
+            self._take_apart(argument, form)
+        self.form = tuple(form)
+
+    def _take_apart(self, argument: Any, form: list[Any]) -> None:
+        kind = type(argument)
+        if kind is _Ref:
+            self.tensors.append(argument)
+            form.append(_Ref)
+        elif kind is _Number or kind is _Int:
+            self.numbers.append(float(argument))
+            form.append(kind)
+        elif kind is _Size:
+            self.sizes.append(int(argument))
+            form.append(kind)
+        elif kind is tuple:
+            form.append(len(argument))
+            for element in argument:
+                self._take_apart(element, form)
+        else:
+            form += (kind, argument)
+
+    def with_integers(self) -> Call:
+        """The same with its numbers as the step wrote them, which are part of what it is then."""
+
+        def plain(argument: Any) -> Any:
+            if isinstance(argument, _Number):
+                return int(argument) if type(argument) is _Int else float(argument)
+            return argument
+
+        return Call(self.signature, *map_aggregate((self.args, self.kwargs), plain))
+
+    def made(
+        self,
+        take: Callable[..., Any],
+        tensor: Callable[[int], Any],
+        number: Callable[[float], Any] = float,
+        size: Callable[[int], Any] = int,
+    ) -> Any:
+        """What ``take`` makes of the operator and its arguments, with others in the place of each kind."""
+
+        def argument(recorded: Any) -> Any:
+            if isinstance(recorded, _Ref):
+                return tensor(recorded)
+            if isinstance(recorded, _Number):
+                return number(recorded)
+            return size(recorded) if isinstance(recorded, _Size) else recorded
+
+        return take(self.signature.operator, *map_aggregate((self.args, self.kwargs), argument))
+
+
+@dataclass(slots=True)
+class _Value:
+    """A tensor of a segment: an input, what a call has made, or a view of either.
+
+    Attributes:
+        tensor, spec: itself, and what is known of it.
+        base: the number of the value whose memory it shares; its own, if it has its own.
+        made_by: the call, and which of its results it is; None for an input.
+    """
+
+    tensor: Any
+    spec: Spec
+    base: int
+    made_by: tuple[Call, int] | None = None
+
+
+@dataclass
+class Component:
+    """Calls that have no tensor in common with the rest of a segment, and their results that are needed."""
+
+    calls: list[Call] = field(default_factory=list)
+    kept: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Segment:
+    """What has been recorded since the last flush.
+
+    Attributes:
+        values: the tensors, by number.
+        calls: in order.
+        inputs: tensors met, by the memory they are a view of.
+        of_storage: storage -> the input it belongs to.
+        written: the values, bases all, that calls overwrite.
+    """
+
+    values: list[_Value] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    inputs: dict[Any, int] = field(default_factory=dict)
+    of_storage: dict[int, int] = field(default_factory=dict)
+    written: set[int] = field(default_factory=set)
+
+    def add_input(self, tensor: Tensor) -> int:
+        """The number of a tensor that has its memory to itself."""
+        number = len(self.values)
+        self.values.append(_Value(tensor, Spec.of(tensor), number))
+        return number
+
+    def add_result(self, call: Call, tensor: Tensor | Spec, of: int | None = None) -> Tensor:
+        """The next result of a call.
+
+        Args:
+            call: which makes it.
+            tensor: itself, or what is known of it if it is deferred.
+            of: the value that it is a view of, if it is one.
+        """
+        number = len(self.values)
+        if isinstance(tensor, Spec):
+            tensor = Deferred.of(tensor, number)
+        base = number if of is None else self.base(of)
+        self.values.append(_Value(tensor, Spec.of(tensor), base, (call, len(call.results))))
+        call.results.append(number)
+        return tensor
+
+    def add_view(self, tensor: Tensor, value: int, signature: Signature, *args: Any) -> int:
+        """The number of a real tensor that a call makes as a view of another value."""
+        call = Call(signature, (_Ref(value), *args))
+        self.calls.append(call)
+        self.add_result(call, tensor, value)
+        return call.results[0]
+
+    def base(self, value: int) -> int:
+        return self.values[value].base
+
+    def is_input(self, value: int) -> bool:
+        return self.values[value].made_by is None
+
+    def still_referenced(self) -> list[int]:
+        """The deferred tensors that someone besides the segment refers to."""
+        return [
+            number
+            for number, value in enumerate(self.values)
+            if type(value.tensor) is Deferred and sys.getrefcount(value.tensor) > _UNREFERENCED
+        ]
+
+    def real(self, number: int) -> Tensor:
+        """The real tensor of a value, once its base is real."""
+        value = self.values[number]
+        if value.made_by is None or value.base == number:
+            return cast(Tensor, real(value.tensor))
+        call, i = value.made_by
+        taken = call.made(lambda operator, args, kwargs: operator(*args, **kwargs), self.real)
+        return cast(Tensor, taken[i] if isinstance(taken, (list, tuple)) else taken)
+
+    def components(self, kept: Sequence[int]) -> list[Component]:
+        """The calls, apart where they have no tensor in common; ``kept`` are the values that are needed."""
+        groups = Groups[int]()
+        own = [
+            [value for value in (*call.results, *call.tensors) if not self._is_shared_scalar(value)]
+            for call in self.calls
+        ]
+        for first, *others in own:
+            for value in others:
+                groups.join(value, first)
+        found: dict[int, Component] = {}
+        for call, (first, *_) in zip(self.calls, own, strict=True):
+            found.setdefault(groups.find(first), Component()).calls.append(call)
+        for value in sorted({self.base(value) for value in kept}):
+            if not self.is_input(value):
+                found[groups.find(value)].kept.append(value)
+        return list(found.values())
+
+    def _is_shared_scalar(self, value: int) -> bool:
+        """Whether many updates may read it without being one: a learning rate, say."""
+        return self.is_input(value) and value not in self.written and self.values[value].tensor.dim() == 0
+
+
+def _unreferenced_count() -> int:
+    lonely = _Value(object(), Spec((), (), torch.float32, torch.device("cpu")), 0)
+    return sys.getrefcount(lonely.tensor)
+
+
+_UNREFERENCED = _unreferenced_count()
+
+
+class Function:
+    """A component as a function of tensors, numbers and sizes.
+
+    Args:
+        segment: of which the component is; its kept values have become real tensors.
+        component: itself.
+        kind_of: see :class:`~collage_fx.capture.recorder.Recorder`.
+
+    Attributes:
+        tensors: the inputs, then the tensors that its results are to be written to.
+        numbers, sizes: in the order of the calls.
+        shapes: sizes and strides of the tensors.
+        form: equal for components that are one function of tensors, numbers and sizes.
+    """
+
+    def __init__(
+        self, segment: Segment, component: Component, kind_of: Callable[[Tensor, bool], Any]
+    ) -> None:
+        self.component = component
+        self.numbers: list[float] = []
+        self.sizes: list[int] = []
+        self._inputs: list[int] = []
+        self._order: dict[int, int] = {}
+        calls = tuple(map(self._described, component.calls))
+        kept = tuple(self._order[value] for value in component.kept)
+        numbers = (*self._inputs, *component.kept)
+        values = [segment.values[number] for number in numbers]
+        self.tensors = [real(value.tensor) for value in values]
+        kinds = tuple(
+            (
+                len(value.spec.size),
+                value.spec.dtype,
+                value.spec.device,
+                type(tensor),
+                kind_of(tensor, is_written),
+            )
+            for value, tensor, is_written in zip(
+                values, self.tensors, map(segment.written.__contains__, numbers), strict=True
+            )
+        )
+        self.form = (calls, kept, kinds)
+        self.shapes = tuple((value.spec.size, value.spec.stride) for value in values)
+
+    def _described(self, call: Call) -> tuple[Any, ...]:
+        """A call with its values numbered within the component, and without its numbers and sizes."""
+        order = self._order
+        self.numbers += call.numbers
+        self.sizes += call.sizes
+        read = []
+        for value in call.tensors:
+            if value not in order:
+                order[value] = len(order)
+                self._inputs.append(value)
+            read.append(order[value])
+        for value in call.results:
+            order[value] = len(order)
+        return call.signature, call.form, *read, len(call.results)
+
+    def module(self, inputs: Collection[int], *, takes_sizes: bool) -> GraphModule:
+        """The component as a graph of its tensors, some numbers, and perhaps its sizes.
+
+        Args:
+            inputs: the positions of numbers that it takes, as 0-d tensors; others are constants.
+            takes_sizes: whether it takes sizes, or has them as constants.
+        """
+        graph = Graph()
+        nodes = {value: graph.placeholder(f"tensor{i}") for i, value in enumerate(self._inputs)}
+        targets = [graph.placeholder(f"result{i}") for i in range(len(self.component.kept))]
+        given = {i: graph.placeholder(f"number{i}") for i in inputs}
+        sizes = iter([graph.placeholder(f"size{i}") for i in range(len(self.sizes) if takes_sizes else 0)])
+        read = {i: graph.call_function(aten._local_scalar_dense.default, (n,)) for i, n in given.items()}
+        numbers: Iterator[Any] = iter([read.get(i, number) for i, number in enumerate(self.numbers)])
+        for call in self.component.calls:
+            node: Node = call.made(
+                graph.call_function,
+                nodes.__getitem__,
+                lambda _: next(numbers),
+                lambda size: next(sizes, size),
+            )
+            for i, value in enumerate(call.results):
+                has_several = call.signature.returns_several
+                nodes[value] = graph.call_function(operator.getitem, (node, i)) if has_several else node
+        for target, value in zip(targets, self.component.kept, strict=True):
+            graph.call_function(aten.copy_.default, (target, nodes[value]))
+        graph.output(())
+        return GraphModule({}, graph)
