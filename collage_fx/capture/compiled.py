@@ -96,9 +96,9 @@ def compiled_for(
                 module = function.module(inputs, takes_sizes=takes_sizes)
                 code = compile_graph(module, [*tensors, *map(scope.input, values)])
         except BurnedIn as found:
-            burned_in |= {
-                i for i, symbol in zip(inputs, scope.floats(), strict=True) if symbol in found.symbols
-            }
+            found_here = {i for i, s in zip(inputs, scope.floats, strict=True) if s in found.symbols}
+            assert found_here, "only what is an input can be burned in"
+            burned_in |= found_here
             continue
         constants = {i: value for i, value in enumerate(numbers) if i not in inputs}
         return Compiled(code, constants, inputs, burned_in, takes_sizes, scope.guard())

@@ -38,7 +38,7 @@ from torch.fx.node import map_aggregate
 
 from collage_fx.capture.compiled import Compiled, CompileGraph, compiled_for
 from collage_fx.capture.inputs import carried
-from collage_fx.capture.segment import Call, Component, Deferred, Function, Segment, Spec, real, written_down
+from collage_fx.capture.segment import Call, Deferred, Function, Segment, Spec, real
 from collage_fx.capture.signatures import Signature, draws_16_bits, is_index_of_integers, signature_of
 from collage_fx.graph import factorizes, foreach_calls
 from collage_fx.numerics import is_low_precision
@@ -239,15 +239,7 @@ class Recorder(TorchDispatchMode):
         segment = self._segment
         given = dict(zip(signature.names, args, strict=False))
         given.update(kwargs)
-        quantities = signature.quantities
-        call = Call(
-            signature,
-            tuple([written_down(*each, self._value_of) for each in zip(args, quantities, strict=False)]),
-            {
-                name: written_down(value, quantities[signature.names.index(name)], self._value_of)
-                for name, value in kwargs.items()
-            },
-        )
+        call = Call(signature).with_arguments(args, kwargs, self._value_of)
         predicted, takes_integers = self._predict(call, args, kwargs)
         if call.numbers and takes_integers:
             call = call.with_integers()
@@ -328,8 +320,8 @@ class Recorder(TorchDispatchMode):
         kept = segment.still_referenced()
         with self.paused(), torch.no_grad():
             self._settle()
-            for component in segment.components(kept):
-                self._execute(segment, component)
+            for calls, results in segment.components(kept):
+                self._execute(segment, calls, results)
             for value in kept:
                 base = segment.base(value)
                 if base != value:
@@ -354,16 +346,16 @@ class Recorder(TorchDispatchMode):
             assert deferred.executed is not None
             self._become(deferred, deferred.executed.detach())
 
-    def _execute(self, segment: Segment, component: Component) -> None:
-        touched = {segment.base(value) for call in component.calls for value in call.tensors}
-        if not component.kept and not any(map(segment.is_input, touched & segment.written)):
+    def _execute(self, segment: Segment, calls: Sequence[Call], kept: Sequence[int]) -> None:
+        touched = {segment.base(value) for call in calls for value in call.tensors}
+        if not kept and not any(map(segment.is_input, touched & segment.written)):
             return
-        for value in component.kept:
+        for value in kept:
             result = segment.values[value].tensor
             self._become(result, Spec.of(result).empty())
             if is_low_precision(result.dtype):
                 carried[real(result)] = None
-        function = Function(segment, component, self._kind_of)
+        function = Function(segment, calls, kept, self._kind_of)
         key = (function.form, function.shapes, *function.sizes)
         if key not in self._compiled and self._first_met.setdefault(function.form, self._steps) < self._steps:
             key = function.form

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -97,15 +96,6 @@ def _switched(step: Callable[..., Any]) -> Callable[..., Any]:
     return switched
 
 
-class _Active(threading.local):
-    """Whether this thread is in the middle of a recorded step."""
-
-    now = False
-
-
-_active = _Active()
-
-
 class _Recording:
     """The recorder of one optimizer's steps, and what it has to know of the optimizer."""
 
@@ -125,7 +115,7 @@ class _Recording:
     @torch.compiler.disable
     def run(self, step: Callable[..., Any], optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
         """One step."""
-        if _active.now:  # of the inner optimizer of one that is being recorded
+        if is_recording():  # of the inner optimizer of one that is being recorded
             return step(optimizer, *args, **kwargs)
         try:
             refuse_optimizer(optimizer)
@@ -137,7 +127,6 @@ class _Recording:
         closures = self._outside(optimizer)
         args = [closures(value) for value in args]
         kwargs = {name: closures(value) for name, value in kwargs.items()}
-        _active.now = True
         try:
             with (
                 running_compiled_functions_as_they_are_if(is_recording),
@@ -151,8 +140,6 @@ class _Recording:
             self._recorder.finish(successfully=False)
             forget_new_state(optimizer)
             raise
-        finally:
-            _active.now = False
         self._steps_that_compiled = self._steps_that_compiled + 1 if self._has_compiled else 0
         return result
 
@@ -175,14 +162,11 @@ class _Recording:
 
             def closure(*args: Any, **kwargs: Any) -> Any:
                 self._recorder.flush()
-                _active.now = False
-                try:
-                    has_gradients = had_gradients or torch.is_grad_enabled()
-                    with self._recorder.paused(), torch.set_grad_enabled(has_gradients):
-                        return argument(*args, **kwargs)
-                finally:
-                    _active.now = True
-                    self._look_at(optimizer)
+                has_gradients = had_gradients or torch.is_grad_enabled()
+                with self._recorder.paused(), torch.set_grad_enabled(has_gradients):
+                    result = argument(*args, **kwargs)
+                self._look_at(optimizer)
+                return result
 
             return closure
 

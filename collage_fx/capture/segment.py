@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule
 from torch.fx.node import map_aggregate
 
 from collage_fx.capture.signatures import Signature
 from collage_fx.graph import Groups
 from collage_fx.torch_compat import disabled_torch_function, wrapper_subclass
 
-__all__ = ["Call", "Component", "Deferred", "Function", "Segment", "Spec", "real", "written_down"]
+__all__ = ["Call", "Deferred", "Function", "Segment", "Spec", "real"]
 
 aten = torch.ops.aten
 
@@ -81,114 +81,79 @@ def real(argument: Any) -> Any:
     return argument if executed is None else executed
 
 
-class _Ref(int):
-    """A tensor, among the arguments of a recorded call: its number in the segment."""
-
-
-class _Number(float):
-    """A number that may be another one in the next step, among the arguments of a recorded call."""
-
-
-class _Int(_Number):
-    """A number that the step wrote as an integer."""
-
-
-class _Size(int):
-    """A number of elements, or the index of one, among the arguments of a recorded call."""
-
-
-def written_down(argument: Any, quantity: str, number_of: Callable[[Tensor], int]) -> Any:
-    """An argument as a call has it.
-
-    Args:
-        argument: what the step has called the operator with.
-        quantity: what numbers in it are: see :class:`~collage_fx.capture.signatures.Signature`.
-        number_of: the number of a tensor in the segment.
-    """
-    if isinstance(argument, Tensor):
-        return _Ref(number_of(argument))
-    if isinstance(argument, (list, tuple)):
-        return tuple(written_down(element, quantity, number_of) for element in argument)
-    if quantity == "number" and type(argument) in (int, float):
-        return _Int(argument) if type(argument) is int else _Number(argument)
-    return _Size(argument) if quantity == "size" and argument in SIZES else argument
-
-
 @dataclass
 class Call:
     """A recorded operation.
 
     Attributes:
         signature: of the operator.
-        args, kwargs: as they are :func:`written_down`.
+        form: its arguments and keyword arguments, with a class in the place of each tensor (``Tensor``), of
+            each number to calculate with (``float``, or ``int`` where the step wrote an integer) and of each
+            size (``SymInt``).
         tensors: the values it reads or writes, in the order of the arguments.
-        numbers, sizes: the numbers and the sizes likewise.
-        form: the arguments without all three.
+        numbers, sizes: likewise.
         results: the values it makes, in the order of its results.
     """
 
     signature: Signature
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    form: tuple[Any, ...] = ()
     tensors: list[int] = field(default_factory=list)
     numbers: list[float] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
-    form: tuple[Any, ...] = ()
     results: list[int] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        form: list[Any] = []
-        self._take_apart(self.args, form)
-        for name, argument in self.kwargs.items():
-            form.append(name)
-            self._take_apart(argument, form)
-        self.form = tuple(form)
+    def with_arguments(
+        self, args: Sequence[Any], kwargs: dict[str, Any], number_of: Callable[[Tensor], int]
+    ) -> Call:
+        """The call, with arguments that it has not had yet; ``number_of`` tells a tensor's number."""
+        names, quantities = self.signature.names, self.signature.quantities
+        self.form = (
+            tuple([self._taken_apart(*each, number_of) for each in zip(args, quantities, strict=False)]),
+            tuple([(n, self._taken_apart(kwargs[n], quantities[names.index(n)], number_of)) for n in kwargs]),
+        )
+        return self
 
-    def _take_apart(self, argument: Any, form: list[Any]) -> None:
+    def _taken_apart(self, argument: Any, quantity: str, number_of: Callable[[Tensor], int]) -> Any:
         kind = type(argument)
-        if kind is _Ref:
-            self.tensors.append(argument)
-            form.append(_Ref)
-        elif kind is _Number or kind is _Int:
+        if isinstance(argument, Tensor):
+            self.tensors.append(number_of(argument))
+            return Tensor
+        if isinstance(argument, (list, tuple)):
+            return tuple([self._taken_apart(element, quantity, number_of) for element in argument])
+        if quantity == "number" and (kind is float or kind is int):
             self.numbers.append(float(argument))
-            form.append(kind)
-        elif kind is _Size:
-            self.sizes.append(int(argument))
-            form.append(kind)
-        elif kind is tuple:
-            form.append(len(argument))
-            for element in argument:
-                self._take_apart(element, form)
-        else:
-            form += (kind, argument)
+            return kind
+        if quantity == "size" and argument in SIZES:
+            self.sizes.append(argument)
+            return torch.SymInt
+        return argument
+
+    def arguments(self, tensors: Iterable[Any], numbers: Iterable[Any], sizes: Iterable[Any]) -> Any:
+        """The arguments and keyword arguments, with others in the place of its tensors, numbers and sizes."""
+        given = {
+            Tensor: iter(tensors),
+            float: (numbers := iter(numbers)),
+            int: numbers,
+            torch.SymInt: iter(sizes),
+        }
+        args, named = map_aggregate(
+            self.form, lambda each: next(given[each]) if isinstance(each, type) else each
+        )
+        return args, dict(named)
 
     def with_integers(self) -> Call:
-        """The same with its numbers as the step wrote them, which are part of what it is then."""
+        """The same with integers as the step wrote them, which are part of what it is then."""
+        numbers = iter(self.numbers)
+        left: list[float] = []
 
-        def plain(argument: Any) -> Any:
-            if isinstance(argument, _Number):
-                return int(argument) if type(argument) is _Int else float(argument)
-            return argument
+        def argument(each: Any) -> Any:
+            if each is int:
+                return int(next(numbers))
+            if each is float:
+                left.append(next(numbers))
+            return each
 
-        return Call(self.signature, *map_aggregate((self.args, self.kwargs), plain))
-
-    def made(
-        self,
-        take: Callable[..., Any],
-        tensor: Callable[[int], Any],
-        number: Callable[[float], Any] = float,
-        size: Callable[[int], Any] = int,
-    ) -> Any:
-        """What ``take`` makes of the operator and its arguments, with others in the place of each kind."""
-
-        def argument(recorded: Any) -> Any:
-            if isinstance(recorded, _Ref):
-                return tensor(recorded)
-            if isinstance(recorded, _Number):
-                return number(recorded)
-            return size(recorded) if isinstance(recorded, _Size) else recorded
-
-        return take(self.signature.operator, *map_aggregate((self.args, self.kwargs), argument))
+        return Call(self.signature, map_aggregate(self.form, argument), self.tensors, left, self.sizes)
 
 
 @dataclass(slots=True)
@@ -205,14 +170,6 @@ class _Value:
     spec: Spec
     base: int
     made_by: tuple[Call, int] | None = None
-
-
-@dataclass
-class Component:
-    """Calls that have no tensor in common with the rest of a segment, and their results that are needed."""
-
-    calls: list[Call] = field(default_factory=list)
-    kept: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -257,7 +214,7 @@ class Segment:
 
     def add_view(self, tensor: Tensor, value: int, signature: Signature, *args: Any) -> int:
         """The number of a real tensor that a call makes as a view of another value."""
-        call = Call(signature, (_Ref(value), *args))
+        call = Call(signature, ((Tensor, *args), ()), [value])
         self.calls.append(call)
         self.add_result(call, tensor, value)
         return call.results[0]
@@ -282,11 +239,12 @@ class Segment:
         if value.made_by is None or value.base == number:
             return cast(Tensor, real(value.tensor))
         call, i = value.made_by
-        taken = call.made(lambda operator, args, kwargs: operator(*args, **kwargs), self.real)
+        args, kwargs = call.arguments(map(self.real, call.tensors), call.numbers, call.sizes)
+        taken = call.signature.operator(*args, **kwargs)
         return cast(Tensor, taken[i] if isinstance(taken, (list, tuple)) else taken)
 
-    def components(self, kept: Sequence[int]) -> list[Component]:
-        """The calls, apart where they have no tensor in common; ``kept`` are the values that are needed."""
+    def components(self, kept: Sequence[int]) -> list[tuple[list[Call], list[int]]]:
+        """Calls that have no tensor in common with others, and which of their results are to be kept."""
         groups = Groups[int]()
         own = [
             [value for value in (*call.results, *call.tensors) if not self._is_shared_scalar(value)]
@@ -295,12 +253,12 @@ class Segment:
         for first, *others in own:
             for value in others:
                 groups.join(value, first)
-        found: dict[int, Component] = {}
+        found: dict[int, tuple[list[Call], list[int]]] = {}
         for call, (first, *_) in zip(self.calls, own, strict=True):
-            found.setdefault(groups.find(first), Component()).calls.append(call)
+            found.setdefault(groups.find(first), ([], []))[0].append(call)
         for value in sorted({self.base(value) for value in kept}):
             if not self.is_input(value):
-                found[groups.find(value)].kept.append(value)
+                found[groups.find(value)][1].append(value)
         return list(found.values())
 
     def _is_shared_scalar(self, value: int) -> bool:
@@ -317,46 +275,42 @@ _UNREFERENCED = _unreferenced_count()
 
 
 class Function:
-    """A component as a function of tensors, numbers and sizes.
+    """Calls that have no tensor in common with others, as a function of tensors, numbers and sizes.
 
     Args:
-        segment: of which the component is; its kept values have become real tensors.
-        component: itself.
+        segment: of which they are.
+        calls: themselves.
+        kept: their results that are needed, which have become real tensors.
         kind_of: see :class:`~collage_fx.capture.recorder.Recorder`.
 
     Attributes:
         tensors: the inputs, then the tensors that its results are to be written to.
         numbers, sizes: in the order of the calls.
         shapes: sizes and strides of the tensors.
-        form: equal for components that are one function of tensors, numbers and sizes.
+        form: equal for what is one function of tensors, numbers and sizes.
     """
 
     def __init__(
-        self, segment: Segment, component: Component, kind_of: Callable[[Tensor, bool], Any]
+        self,
+        segment: Segment,
+        calls: Sequence[Call],
+        kept: Sequence[int],
+        kind_of: Callable[[Tensor, bool], Any],
     ) -> None:
-        self.component = component
         self.numbers: list[float] = []
         self.sizes: list[int] = []
+        self._calls, self._kept = calls, kept
         self._inputs: list[int] = []
         self._order: dict[int, int] = {}
-        calls = tuple(map(self._described, component.calls))
-        kept = tuple(self._order[value] for value in component.kept)
-        numbers = (*self._inputs, *component.kept)
-        values = [segment.values[number] for number in numbers]
+        described = tuple(map(self._described, calls))
+        used = (*self._inputs, *kept)
+        values = [segment.values[value] for value in used]
         self.tensors = [real(value.tensor) for value in values]
         kinds = tuple(
-            (
-                len(value.spec.size),
-                value.spec.dtype,
-                value.spec.device,
-                type(tensor),
-                kind_of(tensor, is_written),
-            )
-            for value, tensor, is_written in zip(
-                values, self.tensors, map(segment.written.__contains__, numbers), strict=True
-            )
+            (len(spec.size), spec.dtype, spec.device, type(tensor), kind_of(tensor, value in segment.written))
+            for value, spec, tensor in zip(used, (v.spec for v in values), self.tensors, strict=True)
         )
-        self.form = (calls, kept, kinds)
+        self.form = (described, tuple(self._order[value] for value in kept), kinds)
         self.shapes = tuple((value.spec.size, value.spec.stride) for value in values)
 
     def _described(self, call: Call) -> tuple[Any, ...]:
@@ -375,7 +329,7 @@ class Function:
         return call.signature, call.form, *read, len(call.results)
 
     def module(self, inputs: Collection[int], *, takes_sizes: bool) -> GraphModule:
-        """The component as a graph of its tensors, some numbers, and perhaps its sizes.
+        """A graph of the tensors, some numbers, and perhaps the sizes.
 
         Args:
             inputs: the positions of numbers that it takes, as 0-d tensors; others are constants.
@@ -383,22 +337,21 @@ class Function:
         """
         graph = Graph()
         nodes = {value: graph.placeholder(f"tensor{i}") for i, value in enumerate(self._inputs)}
-        targets = [graph.placeholder(f"result{i}") for i in range(len(self.component.kept))]
+        targets = [graph.placeholder(f"result{i}") for i in range(len(self._kept))]
         given = {i: graph.placeholder(f"number{i}") for i in inputs}
-        sizes = iter([graph.placeholder(f"size{i}") for i in range(len(self.sizes) if takes_sizes else 0)])
+        sizes: Sequence[Any] = self.sizes
+        if takes_sizes:
+            sizes = [graph.placeholder(f"size{i}") for i in range(len(sizes))]
         read = {i: graph.call_function(aten._local_scalar_dense.default, (n,)) for i, n in given.items()}
-        numbers: Iterator[Any] = iter([read.get(i, number) for i, number in enumerate(self.numbers)])
-        for call in self.component.calls:
-            node: Node = call.made(
-                graph.call_function,
-                nodes.__getitem__,
-                lambda _: next(numbers),
-                lambda size: next(sizes, size),
-            )
+        numbers_left = iter([read.get(i, number) for i, number in enumerate(self.numbers)])
+        sizes_left = iter(sizes)
+        for call in self._calls:
+            arguments = call.arguments(map(nodes.__getitem__, call.tensors), numbers_left, sizes_left)
+            node = graph.call_function(call.signature.operator, *arguments)
             for i, value in enumerate(call.results):
                 has_several = call.signature.returns_several
                 nodes[value] = graph.call_function(operator.getitem, (node, i)) if has_several else node
-        for target, value in zip(targets, self.component.kept, strict=True):
+        for target, value in zip(targets, self._kept, strict=True):
             graph.call_function(aten.copy_.default, (target, nodes[value]))
         graph.output(())
         return GraphModule({}, graph)

@@ -84,7 +84,8 @@ def _quantity(kind: Any) -> str:
     """What a number in an argument of some type is: see :class:`Signature`."""
     if kind.kind() in ("ListType", "OptionalType"):
         return _quantity(kind.getElementType())
-    return {"NumberType": "number", "TensorType": "number", "SymIntType": "size"}.get(kind.kind(), "")
+    kinds = {"NumberType": "number", "FloatType": "number", "TensorType": "number", "SymIntType": "size"}
+    return kinds.get(kind.kind(), "")
 
 
 def draws_16_bits(operator: Any, args: Any, kwargs: dict[str, Any]) -> bool:

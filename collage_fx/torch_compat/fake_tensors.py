@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from functorch import make_fx
-from torch._dynamo.source import ConstantSource, FloatTensorSource, LocalSource
+from torch._dynamo.source import ConstantSource
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
@@ -78,11 +78,15 @@ class SymbolicScope:
 
     A context manager: within it, graphs of its values can be made and compiled, whatever is being compiled
     around it.
+
+    Attributes:
+        floats: the symbols of those inputs that are floats.
     """
 
     def __init__(self) -> None:
         self.shape_env = ShapeEnv()
         self.fake_mode = FakeTensorMode(shape_env=self.shape_env)
+        self.floats: list[str] = []
         self._inputs: list[Any] = []
         self._fakes: list[torch.Tensor] = []
         self._has_symbols = False
@@ -118,23 +122,21 @@ class SymbolicScope:
             value: a real tensor, which stays itself; a float, which becomes a 0-d tensor; or an integer.
             has_symbols: whether the sizes of a tensor are symbols while the graph is traced.
         """
-        source: Any = LocalSource(f"t{len(self._inputs)}")  # what guards call it
+        source = ConstantSource(f"input{len(self._inputs)}")
         if isinstance(value, int):
             symbol = self.shape_env.create_unspecified_symbol(value, source, DimDynamic.DYNAMIC)
             self._inputs.append(self.shape_env.create_symintnode(symbol, hint=value, source=source))
             return self._inputs[-1]
-        is_float = isinstance(value, float)
-        if is_float:
-            value, source = torch.tensor(value, dtype=torch.float64), FloatTensorSource(source)
+        if is_float := isinstance(value, float):
+            value = torch.tensor(value, dtype=torch.float64)
         self._has_symbols |= has_symbols
         fake = self.fake_mode.from_tensor(value, static_shapes=not (is_float or has_symbols), source=source)
         self._fakes.append(fake)  # the mode forgets those that nobody refers to
-        self._inputs.append(fake.item_memo if is_float else fake)
+        number: Any = fake.item_memo
+        if is_float:
+            self.floats.append(str(number.node.expr))
+        self._inputs.append(number if is_float else fake)
         return value
-
-    def floats(self) -> list[str]:
-        """The symbols of those inputs that are floats."""
-        return [str(each.node.expr) for each in self._inputs if isinstance(each, torch.SymFloat)]
 
     def guard(self) -> Callable[[Sequence[Any]], bool] | None:
         """Whether what was decided by values of the inputs is so for others; None where nothing was."""

@@ -726,6 +726,42 @@ def test_steps_that_differ_in_numbers_are_compiled_a_few_times() -> None:
         assert compilations[-1] <= 8
 
 
+class NormsOfSeveralOrders(Recorded):
+    """The Euclidean norm is computed in another way than others."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
+        state["step"] = state.get("step", -1) + 1
+        norm = torch.linalg.vector_norm(g, ord=(3, 3.5, 4, 2)[state["step"] % 4])
+        if norm > 0:
+            p.add_(g / norm, alpha=-lr)
+
+
+class ClampsWhatItTakesTheLogitOf(Recorded):
+    """By a number that has to be a constant of the graph."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
+        state["step"] = state.get("step", -1) + 1
+        if g.norm() > 0:
+            p.add_(torch.logit(g.abs(), (0.1, 0.2)[state["step"] % 2]), alpha=-lr)
+
+
+@pytest.mark.parametrize("kind", [NormsOfSeveralOrders, ClampsWhatItTakesTheLogitOf])
+def test_a_number_that_decides_what_is_computed_is_looked_at(kind: type[Recorded]) -> None:
+    torch._dynamo.reset()
+    low, high = twins(kind, [(4, 3)])
+    start = [q.detach().clone() for q in params_of(high)]
+    backend = CollageBackend()
+    step: Callable[[], Any] = torch.compile(low.step, backend=backend)
+    compilations = []
+    for seed in range(9):
+        give_gradients(low, high, seed)
+        step()
+        high.step()
+        compilations.append(len(backend.report().graphs))
+    assert compilations[4] == compilations[-1]
+    assert largest_error(low, high, start) < 0.02
+
+
 class MaskOfAnotherCount(Recorded):
     """The gradient decides how many elements it moves."""
 
@@ -864,6 +900,20 @@ class Wraps(Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         if params_of(self)[0].norm() > 0:
             self.inner.step()
+
+
+def test_what_is_recorded_is_compiled_where_dynamo_is_told_not_to() -> None:
+    torch._dynamo.reset()
+    low, high = twins(TrustRatio, [(4, 3)])
+    start = [q.detach().clone() for q in params_of(high)]
+    step = compiled(low)
+    for seed, stance in enumerate(["default", "force_eager", "force_eager"]):
+        give_gradients(low, high, seed)
+        with torch.compiler.set_stance(stance):
+            step()
+        high.step()
+    assert is_recorded(low)
+    assert largest_error(low, high, start) < 0.02
 
 
 def test_an_optimizer_within_a_recorded_one_is_recorded_with_it() -> None:
