@@ -50,9 +50,17 @@ class Compiled:
     takes_sizes: bool
     holds: Callable[[Sequence[Any]], bool] | None
 
+    def others_in(self, numbers: Sequence[float]) -> set[int]:
+        """The positions of numbers that are others than the constants; NaN is NaN."""
+        return {
+            i
+            for i, constant in self.constants.items()
+            if numbers[i] != constant and not (math.isnan(numbers[i]) and math.isnan(constant))
+        }
+
     def fits(self, function: Function) -> bool:
         numbers = function.numbers
-        if any(numbers[i] != value for i, value in self.constants.items()):
+        if self.others_in(numbers):
             return False
         if self.holds is None:
             return True
@@ -84,7 +92,7 @@ def compiled_for(
     changed: set[int] = set()
     burned_in: frozenset[int] = frozenset()
     if last is not None:
-        changed = {*last.inputs, *(i for i, value in last.constants.items() if numbers[i] != value)}
+        changed = {*last.inputs, *last.others_in(numbers)}
         burned_in = last.burned_in
     while True:
         inputs = tuple(i for i in sorted(changed - burned_in) if math.isfinite(numbers[i]))

@@ -762,6 +762,24 @@ def test_a_number_that_decides_what_is_computed_is_looked_at(kind: type[Recorded
     assert largest_error(low, high, start) < 0.02
 
 
+class MultipliesByNaN(Recorded):
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
+        state["nothing"] = g * float("nan")
+        if g.norm() > 0:
+            p.add_(g, alpha=-lr)
+
+
+def test_a_number_that_is_none_is_no_new_one_each_time() -> None:
+    torch._dynamo.reset()
+    params = parameters(shapes=[(4, 3)])
+    backend = CollageBackend()
+    step: Callable[[], Any] = torch.compile(MultipliesByNaN(params).step, backend=backend)
+    run_steps(step, params, range(3))
+    compilations = len(backend.report().graphs)
+    run_steps(step, params, range(3))
+    assert len(backend.report().graphs) == compilations
+
+
 class MaskOfAnotherCount(Recorded):
     """The gradient decides how many elements it moves."""
 
