@@ -2,13 +2,15 @@
 
 The same AdamW, tensor by tensor (``foreach=False``), and on tensors so small that nearly all of it is
 Python's time: run eagerly, captured, and recorded, as steps are that cannot be captured. They take turns;
-the median of many steps is printed, whole and for each operation that is recorded. It is time on the core,
-whatever else the machine does.
+the median of many steps is printed, whole and for each operation that is recorded, and what the first steps
+took, in which they were compiled (but for what Inductor has in its cache). It is time on the cores, whatever
+else the machine does.
 """
 
 from __future__ import annotations
 
 import argparse
+import resource
 import statistics
 import time
 from collections.abc import Callable
@@ -50,9 +52,15 @@ def operations(step: Callable[[], Any]) -> int:
 
 
 def timed(step: Callable[[], Any]) -> float:
-    started = time.process_time()
+    started = seconds_used()
     step()
-    return time.process_time() - started
+    return seconds_used() - started
+
+
+def seconds_used() -> float:
+    """Of this process, and of the compilers that it has run."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
 
 
 def main() -> None:
@@ -62,9 +70,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     of = steps(options.tensors)
-    for step in of.values():
-        for _ in range(WARM_UP):
-            step()
+    compiling = {name: sum(timed(step) for _ in range(WARM_UP)) for name, step in of.items()}
     count = operations(of["recorded"])
     seconds: dict[str, list[float]] = {name: [] for name in of}
     for _ in range(options.repeats):
@@ -73,7 +79,8 @@ def main() -> None:
     print(f"AdamW, {options.tensors} tensors of {ELEMENTS} elements, {count} operations a step")
     for name, measured in seconds.items():
         median = statistics.median(measured)
-        print(f"{name:9} {median * 1e3:6.2f} ms, {median / count * 1e6:5.1f} µs an operation")
+        per_operation = f"{median / count * 1e6:5.1f} µs an operation"
+        print(f"{name:9} {median * 1e3:6.2f} ms, {per_operation}; compiled in {compiling[name]:.1f} s")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from torch.fx import Node
 from collage_fx.graph import (
     GraphEditor,
     ReadExpansion,
+    Role,
     StateTensor,
     StepProgram,
     fed_back,
@@ -27,6 +28,7 @@ from collage_fx.graph import (
     is_copy_to_input,
     is_low_precision_tensor,
     new_value,
+    operands_of,
     operator_of,
     reached,
     restore,
@@ -56,7 +58,7 @@ class CompensateWide(Pass):
         order = {node: i for i, node in enumerate(editor.graph.nodes)}
         skips = [set_aside(state) for state in program.compensated]
         for state in program.compensated:
-            _refuse_lost_value(state, order)
+            _refuse_lost_value(program, state, order)
         for expansion in program.expansions:
             _load_expansion(editor, program, expansion)
         terms = [fed_back(state, program.states) for state in program.compensated]
@@ -96,19 +98,24 @@ def _load_expansion(editor: GraphEditor, program: StepProgram, state: StateTenso
         load.replace_all_uses_with(value)
 
 
-def _refuse_lost_value(state: StateTensor, order: Mapping[Node, int]) -> None:
+def _refuse_lost_value(program: StepProgram, state: StateTensor, order: Mapping[Node, int]) -> None:
     """Set ``state.refusal`` if every way from load to store leads through an operator that reads hi alone.
 
     Such an operator takes the storage dtype, as written, of the tensor or of what was made of it in float32:
-    the error term does not pass.
+    the error term does not pass. What a parameter was may come by way of another part of a recorded step.
     """
-    path = set(state.recurrence.path)
-    whole, rounded, opaque = set[Node](), {state.placeholder}, None
-    for node in sorted(reached([state.placeholder], lambda node: node.users), key=order.__getitem__):
+    sources, path = {state.placeholder}, set(state.recurrence.path)
+    if not path and program.is_recorded and state.info.role is Role.PARAMETER:
+        path = {new_value(state), *reached([new_value(state)], operands_of)}
+        read = [each for each in program.expansions if each.placeholder in path]
+        if any(each.info.role is Role.CARRIED for each in read):
+            sources.update(each.placeholder for each in read)
+    whole, rounded, opaque = set[Node](), set(sources), None
+    for node in sorted(reached(sources, lambda node: node.users), key=order.__getitem__):
         if is_copy_to_input(node):
             continue
         if is_conversion(node):
-            reads_it = not (whole | {state.placeholder}).isdisjoint(node.all_input_nodes)
+            reads_it = not (whole | sources).isdisjoint(node.all_input_nodes)
             if reads_it:
                 (rounded if is_low_precision_tensor(node) else whole).add(node)
         elif not rounded.isdisjoint(node.all_input_nodes):

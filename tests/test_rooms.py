@@ -232,7 +232,7 @@ ASSIGNED = {
 #: Objects of classes of ours, and nodes of the graphs that passes are given to edit: anybody may change them.
 OURS = {
     "component", "deferred", "expansion", "found", "node", "other", "place", "program", "records", "snapshot",
-    "state", "state.store", "store", "_RECORDS", "_active", "_recording",
+    "state", "state.store", "store", "_RECORDS", "_recording",
 }  # fmt: skip
 
 

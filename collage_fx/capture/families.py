@@ -310,7 +310,7 @@ class _Search:
         return (*layout_of(self.inputs[index]), self.meanings[index])
 
     def _components(self) -> list[_Component]:
-        groups: Groups = Groups()
+        groups = Groups[Node]()
         operations = [node for node in self.gm.graph.nodes if node.op in ("call_function", "call_method")]
         for node in operations:
             if _is_number(node) and all(n in self.numbers or n in self.index for n in node.all_input_nodes):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -15,12 +14,12 @@ from torch.overrides import TorchFunctionMode
 
 from collage_fx.capture.inputs import carried
 from collage_fx.capture.new_state import forget_new_state, remember_state
-from collage_fx.capture.recorder import Recorder, Spec, is_recording
+from collage_fx.capture.recorder import Recorder, is_recording
 from collage_fx.capture.refusals import refuse_optimizer
+from collage_fx.capture.segment import Spec
 from collage_fx.errors import CollageError, RecompileLimitError, raise_or_warn
-from collage_fx.runtime import adopt, expansion_of, known_tensors, parameter_names
+from collage_fx.runtime import adopt, expansion_of, parameter_names
 from collage_fx.torch_compat import (
-    forget_static_addresses,
     is_step_wrapper,
     reroute_steps,
     running_compiled_functions_as_they_are_if,
@@ -97,15 +96,6 @@ def _switched(step: Callable[..., Any]) -> Callable[..., Any]:
     return switched
 
 
-class _Active(threading.local):
-    """Whether this thread is in the middle of a recorded step."""
-
-    now = False
-
-
-_active = _Active()
-
-
 class _Recording:
     """The recorder of one optimizer's steps, and what it has to know of the optimizer."""
 
@@ -115,20 +105,17 @@ class _Recording:
         self.reason = reason
         self._strict = strict
         self._label = type(optimizer).__name__
-        self._compile = lambda module, dynamic: torch.compile(
-            module, backend=backend, dynamic=dynamic, **keywords
-        )
+        self._compile = lambda module, arguments: backend(module, arguments, **keywords)
         self._recorder = Recorder(self._compiled, self._kind_of, self._original_of)
         self._parameters: dict[int, Tensor] = {}
         self._roles: dict[int, str] = {}
         self._has_compiled = False
         self._steps_that_compiled = 0
-        forget_static_addresses(entry.tensor for entry in known_tensors({"": optimizer}).values())
 
     @torch.compiler.disable
     def run(self, step: Callable[..., Any], optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
         """One step."""
-        if _active.now:  # of the inner optimizer of one that is being recorded
+        if is_recording():  # of the inner optimizer of one that is being recorded
             return step(optimizer, *args, **kwargs)
         try:
             refuse_optimizer(optimizer)
@@ -140,7 +127,6 @@ class _Recording:
         closures = self._outside(optimizer)
         args = [closures(value) for value in args]
         kwargs = {name: closures(value) for name, value in kwargs.items()}
-        _active.now = True
         try:
             with (
                 running_compiled_functions_as_they_are_if(is_recording),
@@ -154,8 +140,6 @@ class _Recording:
             self._recorder.finish(successfully=False)
             forget_new_state(optimizer)
             raise
-        finally:
-            _active.now = False
         self._steps_that_compiled = self._steps_that_compiled + 1 if self._has_compiled else 0
         return result
 
@@ -178,14 +162,11 @@ class _Recording:
 
             def closure(*args: Any, **kwargs: Any) -> Any:
                 self._recorder.flush()
-                _active.now = False
-                try:
-                    has_gradients = had_gradients or torch.is_grad_enabled()
-                    with self._recorder.paused(), torch.set_grad_enabled(has_gradients):
-                        return argument(*args, **kwargs)
-                finally:
-                    _active.now = True
-                    self._look_at(optimizer)
+                has_gradients = had_gradients or torch.is_grad_enabled()
+                with self._recorder.paused(), torch.set_grad_enabled(has_gradients):
+                    result = argument(*args, **kwargs)
+                self._look_at(optimizer)
+                return result
 
             return closure
 
@@ -200,7 +181,7 @@ class _Recording:
         has_error_terms = expansion_of(tensor) is not None or (role == "parameter" and is_written)
         return role, tensor in carried, has_error_terms
 
-    def _compiled(self, module: GraphModule, changes_shapes: bool) -> Callable[..., Any]:
+    def _compiled(self, module: GraphModule, arguments: Any) -> Callable[..., Any]:
         if self._steps_that_compiled >= COMPILING_STEPS:
             raise RecompileLimitError(
                 f"each of the last {COMPILING_STEPS} steps of {self._label}, which are recorded, has brought "
@@ -210,7 +191,7 @@ class _Recording:
                 "operations",
             )
         self._has_compiled = True
-        return self._compile(module, True if changes_shapes else None)
+        return self._compile(module, arguments)
 
 
 class _ReadsOfMemory(TorchFunctionMode):

@@ -27,7 +27,7 @@ from collage_fx.graph.nodes import is_copy_to_input, operands_of, reached, uncon
 from collage_fx.graph.operator_facts import is_movement
 from collage_fx.graph.program import StateTensor
 
-__all__ = ["copies_read_by", "fed_back", "new_value"]
+__all__ = ["copies_read_by", "fed_back", "new_value", "reached"]
 
 
 def new_value(state: StateTensor) -> Node:

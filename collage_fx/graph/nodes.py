@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -189,21 +189,24 @@ def is_number(node: Node) -> bool:
     return isinstance(value, (torch.SymInt, torch.SymFloat))
 
 
+Member = TypeVar("Member", bound=Hashable)
+
+
 @dataclass
-class Groups:
-    """Disjoint sets of nodes."""
+class Groups(Generic[Member]):
+    """Disjoint sets, of nodes for example."""
 
-    parent: dict[Node, Node] = field(default_factory=dict)
+    parent: dict[Member, Member] = field(default_factory=dict)
 
-    def find(self, node: Node) -> Node:
-        root = node
-        while (up := self.parent.setdefault(root, root)) is not root:
+    def find(self, member: Member) -> Member:
+        root = member
+        while (up := self.parent.setdefault(root, root)) != root:
             root = up
-        while node is not root:
-            self.parent[node], node = root, self.parent[node]
+        while member != root:
+            self.parent[member], member = root, self.parent[member]
         return root
 
-    def join(self, a: Node, b: Node) -> None:
+    def join(self, a: Member, b: Member) -> None:
         self.parent[self.find(a)] = self.find(b)
 
 

@@ -113,7 +113,7 @@ class _Partition:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.stored = copies_to_inputs(graph)
-        self.groups = Groups()
+        self.groups = Groups[Node]()
         self.free: set[Node] = set()
         self.scalar: set[Node] = set()
         self.cuts: list[tuple[Node, Node]] = []

@@ -41,6 +41,7 @@ try:
     from collage_fx.torch_compat.patch_fused_updates import *
     from collage_fx.torch_compat.patch_graph_breaks import *
     from collage_fx.torch_compat.patch_inductor import *
+    from collage_fx.torch_compat.patch_numbers import *
     from collage_fx.torch_compat.patch_optimizers import *
     from collage_fx.torch_compat.patch_steps import *
     from collage_fx.torch_compat.patches import *

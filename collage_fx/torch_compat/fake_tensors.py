@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ __all__ = [
 RELIED_ON = (
     "torch.fx.experimental.symbolic_shapes:ShapeEnv has create_symfloatnode, create_symintnode",
     "torch.fx.experimental.symbolic_shapes:ShapeEnv has create_unspecified_symbol",
+    "torch.fx.experimental.symbolic_shapes:ShapeEnv has evaluate_guards_expression",
+    "torch.fx.experimental.symbolic_shapes:ShapeEnv has produce_guards_expression",
     "torch.fx.experimental.symbolic_shapes:ShapeEnv.create_symbol has var_to_sources",
     "torch.fx.experimental.symbolic_shapes:ShapeEnv.produce_guards_verbose has guards",
     "torch.fx.experimental.sym_node:SymNode has expr, shape_env",
@@ -71,11 +74,18 @@ class SymbolicScope:
 
     A context manager: within it, graphs of its values can be made and compiled, whatever is being compiled
     around it.
+
+    Attributes:
+        floats: the symbols of those inputs that are floats.
     """
 
     def __init__(self) -> None:
         self.shape_env = ShapeEnv()
         self.fake_mode = FakeTensorMode(shape_env=self.shape_env)
+        self.floats: list[str] = []
+        self._inputs: list[Any] = []
+        self._fakes: list[torch.Tensor] = []
+        self._has_symbols = False
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> None:
@@ -100,6 +110,37 @@ class SymbolicScope:
             self.shape_env.create_symintnode if kind is torch.SymInt else self.shape_env.create_symfloatnode
         )
         return create(symbol, hint=hint, source=source)
+
+    def input(self, value: Any, *, has_symbols: bool = False) -> Any:
+        """What a graph is compiled with for an input that takes values like this one.
+
+        Args:
+            value: a real tensor, which stays itself; a float, which becomes a 0-d tensor; or an integer.
+            has_symbols: whether the sizes of a tensor are symbols while the graph is traced.
+        """
+        source = ConstantSource(f"input{len(self._inputs)}")
+        if isinstance(value, int):
+            symbol = self.shape_env.create_unspecified_symbol(value, source, DimDynamic.DYNAMIC)
+            self._inputs.append(self.shape_env.create_symintnode(symbol, hint=value, source=source))
+            return self._inputs[-1]
+        if is_float := isinstance(value, float):
+            value = torch.tensor(value, dtype=torch.float64)
+        self._has_symbols |= has_symbols
+        fake = self.fake_mode.from_tensor(value, static_shapes=not (is_float or has_symbols), source=source)
+        self._fakes.append(fake)  # the mode forgets those that nobody refers to
+        number: Any = fake.item_memo
+        if is_float:
+            self.floats.append(str(number.node.expr))
+        self._inputs.append(number if is_float else fake)
+        return value
+
+    def guard(self) -> Callable[[Sequence[Any]], bool] | None:
+        """Whether what was decided by values of the inputs is so for others; None where nothing was."""
+        code = self.shape_env.produce_guards_expression(self._inputs, ignore_static=not self._has_symbols)
+        if code is None:
+            return None
+        compiled: Any = compile(code, "guards", "eval")
+        return partial(self.shape_env.evaluate_guards_expression, compiled)
 
     def tensor(
         self, size: Sequence[Any], stride: Sequence[Any], dtype: torch.dtype, device: torch.device

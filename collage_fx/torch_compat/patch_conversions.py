@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from collage_fx.torch_compat.dynamo_trace import ConvertAgain, RunAsItIs, TraceWhole, backend_within
 from collage_fx.torch_compat.optim_frames import is_in_torchs_optimizer, optimizer_of_method
 from collage_fx.torch_compat.patch_graph_breaks import GraphBreak, watching_graph_breaks
-from collage_fx.torch_compat.patch_numbers import tracing_powers
+from collage_fx.torch_compat.patch_numbers import noticing_burned_in, tracing_powers
 from collage_fx.torch_compat.patch_optimizers import (
     Thin,
     thinned,
@@ -34,6 +34,7 @@ from collage_fx.torch_compat.patching import Patch
 __all__ = [
     "Watch",
     "compile_lock",
+    "compiling",
     "dynamo_recompile_limit",
     "running_compiled_functions_as_they_are_if",
     "watch_conversions",
@@ -221,6 +222,13 @@ def _fewer_objects_to_look_at() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """Compile a graph that Dynamo has not captured, while no other thread compiles anything."""
+    with compile_lock, _fewer_objects_to_look_at(), noticing_burned_in():
+        yield
 
 
 def _may_update(code: CodeType, variables: Mapping[str, Any]) -> bool:

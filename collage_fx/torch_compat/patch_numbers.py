@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -14,6 +14,8 @@ from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.variables.base import VariableTracker
 
 from collage_fx.torch_compat.patching import Patch
+
+__all__ = ["BurnedIn"]
 
 POWERS = Patch(
     name="powers",
@@ -33,7 +35,7 @@ SYMBOLIC_FLOATS = Patch(
     why="a float that tensor operations have replaced everywhere is not burned in",
     until=(2, 13),
     during="lowerings",
-    relies_on=("torch._dynamo.symbolic_convert:TensorifyState has force_specializations, specialize",),
+    relies_on=("torch._dynamo.symbolic_convert:TensorifyState has clear, force_specializations, specialize",),
 )
 
 
@@ -87,3 +89,27 @@ def _restarting_only_if_burned_in(original: Callable[..., None]) -> Callable[...
                 raise
 
     return tensorify
+
+
+class BurnedIn(Exception):
+    """A compilation that Dynamo has no part in would burn in numbers that it was given as symbols.
+
+    Attributes:
+        symbols: theirs.
+    """
+
+    def __init__(self, symbols: frozenset[str]) -> None:
+        super().__init__(", ".join(symbols))
+        self.symbols = symbols
+
+
+@contextlib.contextmanager
+def noticing_burned_in() -> Iterator[None]:
+    """Within, what would make Dynamo begin anew with numbers as constants raises :class:`BurnedIn`."""
+    TensorifyState.clear()
+    try:
+        yield
+    except TensorifyScalarRestartAnalysis:
+        raise BurnedIn(frozenset(TensorifyState.force_specializations)) from None
+    finally:
+        TensorifyState.clear()

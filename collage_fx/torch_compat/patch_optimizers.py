@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +23,7 @@ from collage_fx.torch_compat.dynamo_trace import (
 )
 from collage_fx.torch_compat.patching import Patch
 
-__all__ = ["Thin", "ThinnedLists", "forget_static_addresses", "thinned_lists"]
+__all__ = ["Thin", "ThinnedLists", "thinned_lists"]
 
 
 OPTIMIZERS = Patch(
@@ -201,13 +201,3 @@ def thinned_lists() -> list[ThinnedLists]:
     """What of the lists of the step that is being compiled is traced; empty where all of it is."""
     output = output_being_traced()
     return [] if output is None else list(thinned.get(output, ()))
-
-
-def forget_static_addresses(tensors: Iterable[torch.Tensor]) -> None:
-    """Have Dynamo treat tensors as it does others that a function is called with.
-
-    Those of an optimizer that it has begun to trace it guards on one by one, so that the next parameter would
-    not get the code of the last.
-    """
-    for tensor in tensors:
-        vars(tensor).pop("_dynamo_static_input_type", None)

@@ -350,6 +350,24 @@ def test_what_depends_on_values_reads_and_gives_error_terms(kind: type[Recorded]
     assert largest_error(low, high, start) < 0.02
 
 
+class RotatesWhatItComputed(Recorded):
+    """In its own dtype: what the matrix product reads is rounded."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
+        moved = p - lr * g
+        if moved.norm() > 0:
+            p.copy_(moved @ torch.eye(p.shape[-1], dtype=p.dtype))
+
+
+def test_an_error_term_that_is_lost_behind_a_branch_is_refused() -> None:
+    torch._dynamo.reset()
+    params = parameters(shapes=[(4, 3)])
+    with pytest.raises(
+        UncompensatedParameterError, match=r"mm.* reads it in bfloat16, without its error term"
+    ):
+        run_steps(compiled(RotatesWhatItComputed(params)), params, [0])
+
+
 @pytest.mark.parametrize("kind", [BranchesAfterItsState, AppliesWhatItComputedBefore, UpdatesInFloat32])
 def test_parameters_of_one_number_are_compensated(kind: type[Recorded]) -> None:
     """Step counters are 0-d tensors as well, and are calculated with at once."""
@@ -378,6 +396,33 @@ def test_recorded_steps_are_computed_in_wide_arithmetic(kind: type[Recorded]) ->
         high.step()
     assert is_recorded(low)
     assert largest_error(low, high, start) < 0.02
+
+
+class AddsNoise(Recorded):
+    """Of dtypes of its own, beside what it has to say."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
+        noise = torch.rand_like(p, dtype=torch.float64)
+        coins = torch.bernoulli((p - p) + 0.5)
+        counts = torch.bincount(coins.view(-1).long(), weights=p.view(-1))
+        self.seen = noise, coins, counts
+        if p.norm() > 0:
+            p.add_(g, alpha=-lr)
+
+
+def test_what_is_executed_at_once_has_the_dtypes_that_it_has_in_eager_torch() -> None:
+    torch._dynamo.reset()
+    (p,) = params = parameters(shapes=[(8,)])
+    optimizer = AddsNoise(params)
+    step = compiled(optimizer)
+    for seed in range(2):
+        torch.manual_seed(seed)
+        run_steps(step, params, [seed])
+        noise, coins, counts = optimizer.seen
+        assert (noise.dtype, coins.dtype, counts.dtype) == (torch.float64, p.dtype, torch.float64)
+        torch.manual_seed(seed)
+        assert torch.equal(noise, torch.rand_like(p, dtype=torch.float64))
+        assert set(coins.tolist()) <= {0, 1}
 
 
 class StartsAgain(Recorded):
@@ -681,6 +726,60 @@ def test_steps_that_differ_in_numbers_are_compiled_a_few_times() -> None:
         assert compilations[-1] <= 8
 
 
+class NormsOfSeveralOrders(Recorded):
+    """The Euclidean norm is computed in another way than others."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
+        state["step"] = state.get("step", -1) + 1
+        norm = torch.linalg.vector_norm(g, ord=(3, 3.5, 4, 2)[state["step"] % 4])
+        if norm > 0:
+            p.add_(g / norm, alpha=-lr)
+
+
+class ClampsWhatItTakesTheLogitOf(Recorded):
+    """By a number that has to be a constant of the graph."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
+        state["step"] = state.get("step", -1) + 1
+        if g.norm() > 0:
+            p.add_(torch.logit(g.abs(), (0.1, 0.2)[state["step"] % 2]), alpha=-lr)
+
+
+@pytest.mark.parametrize("kind", [NormsOfSeveralOrders, ClampsWhatItTakesTheLogitOf])
+def test_a_number_that_decides_what_is_computed_is_looked_at(kind: type[Recorded]) -> None:
+    torch._dynamo.reset()
+    low, high = twins(kind, [(4, 3)])
+    start = [q.detach().clone() for q in params_of(high)]
+    backend = CollageBackend()
+    step: Callable[[], Any] = torch.compile(low.step, backend=backend)
+    compilations = []
+    for seed in range(9):
+        give_gradients(low, high, seed)
+        step()
+        high.step()
+        compilations.append(len(backend.report().graphs))
+    assert compilations[4] == compilations[-1]
+    assert largest_error(low, high, start) < 0.02
+
+
+class MultipliesByNaN(Recorded):
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
+        state["nothing"] = g * float("nan")
+        if g.norm() > 0:
+            p.add_(g, alpha=-lr)
+
+
+def test_a_number_that_is_none_is_no_new_one_each_time() -> None:
+    torch._dynamo.reset()
+    params = parameters(shapes=[(4, 3)])
+    backend = CollageBackend()
+    step: Callable[[], Any] = torch.compile(MultipliesByNaN(params).step, backend=backend)
+    run_steps(step, params, range(3))
+    compilations = len(backend.report().graphs)
+    run_steps(step, params, range(3))
+    assert len(backend.report().graphs) == compilations
+
+
 class MaskOfAnotherCount(Recorded):
     """The gradient decides how many elements it moves."""
 
@@ -819,6 +918,20 @@ class Wraps(Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         if params_of(self)[0].norm() > 0:
             self.inner.step()
+
+
+def test_what_is_recorded_is_compiled_where_dynamo_is_told_not_to() -> None:
+    torch._dynamo.reset()
+    low, high = twins(TrustRatio, [(4, 3)])
+    start = [q.detach().clone() for q in params_of(high)]
+    step = compiled(low)
+    for seed, stance in enumerate(["default", "force_eager", "force_eager"]):
+        give_gradients(low, high, seed)
+        with torch.compiler.set_stance(stance):
+            step()
+        high.step()
+    assert is_recorded(low)
+    assert largest_error(low, high, start) < 0.02
 
 
 def test_an_optimizer_within_a_recorded_one_is_recorded_with_it() -> None:
