@@ -106,9 +106,9 @@ class WholeStep:
         gradients = [parameter.grad for parameter in self.owners]
         values = [*self.bound, *self.in_order([*arguments, *gradients])]
         torch.autograd.graph.increment_version(self.updated(values))
-        for place, pieces in self.distributed:
-            values[place] = local_tensor(values[place], pieces)
         with torch.no_grad():
+            for index, pieces in self.distributed:
+                values[index] = local_tensor(values[index], pieces)
             return self.step(values)
 
 

@@ -110,14 +110,17 @@ _generated: ContextVar[list[str] | None] = ContextVar("_generated", default=None
 def generated_code() -> Iterator[list[str]]:
     """Within, the code that Inductor writes for each graph, Python with its kernels, is added to this list.
 
-    Also of graphs that it finds in its cache; not of those in which there is nothing to compute.
+    Also of graphs that it finds in its cache; not of those in which there is nothing to compute. And, at the
+    end, to the list of whoever has entered this around.
     """
-    sources: list[str] = []
+    sources, outer = list[str](), _generated.get()
     token = _generated.set(sources)
     try:
         yield sources
     finally:
         _generated.reset(token)
+        if outer is not None:
+            outer.extend(sources)
 
 
 class InductorFault(Exception):

@@ -127,16 +127,17 @@ def local_tensor(tensor: torch.Tensor, pieces: Pieces | None = None) -> torch.Te
         tensor: the tensor.
         pieces: in which its elements are wanted. All processes call it where they have to be sent for that.
     """
-    found: Any = tensor
     of = pieces_of(tensor)
+    if of is None and pieces is None:
+        return tensor
+    distributed: Any = tensor
     if of is None:
-        if pieces is None:
-            return tensor
+        assert pieces is not None
         distribute = sys.modules["torch.distributed.tensor"].distribute_tensor
-        return cast(torch.Tensor, distribute(tensor.to(pieces.mesh.device_type), *pieces)._local_tensor)
-    if pieces is not None and of.placements != pieces.placements:
-        found = found.redistribute(*pieces)
-    return cast(torch.Tensor, found._local_tensor)
+        distributed = distribute(tensor.to(pieces.mesh.device_type), *pieces)
+    elif pieces is not None and of.placements != pieces.placements:
+        distributed = distributed.redistribute(*pieces)
+    return cast(torch.Tensor, distributed._local_tensor)  # to_local() makes a view of it
 
 
 def distributed_like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
