@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.nn import Parameter
 
 from collage_fx import CollageBackend, error_terms, full_value
+from collage_fx.errors import UnsupportedTensorError
 from collage_fx.graph import Strategy
 from tests.support.processes import Processes
 from tests.support.training import parameters
@@ -184,6 +185,38 @@ def test_metrics_are_those_of_whole_tensors(two_processes: Processes) -> None:
             assert one.keys() == other.keys()
             for name, numbers in one.items():
                 assert numbers == pytest.approx(other[name], rel=2 * 2.1e-6), name  # each to 2.1e-6
+
+
+class Branches(torch.optim.Optimizer):
+    """A step that Dynamo cannot capture."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            if p.grad.norm() > 0:
+                p.add_(p.grad, alpha=-1e-3)
+
+
+def refused_when_recorded() -> tuple[str, bool]:
+    torch._dynamo.reset()
+    mesh = init_device_mesh("cpu", (2,))
+    p = Parameter(in_pieces(torch.ones(4, 4, dtype=torch.bfloat16), mesh, Shard(0)))
+    p.grad = in_pieces(torch.ones(4, 4, dtype=torch.bfloat16), mesh, Shard(0))
+    try:
+        torch.compile(Branches([("weight", p)]).step, backend=CollageBackend())()
+    except UnsupportedTensorError as refusal:
+        return str(refusal), bool((in_one_piece(p.detach()) == 1).all())
+    return "not refused", False
+
+
+def test_a_recorded_step_refuses_them_by_name(two_processes: Processes) -> None:
+    for told, is_unchanged in two_processes.run(refused_when_recorded):
+        assert "a DTensor in a step that has to be recorded" in told
+        assert "where: weight" in told
+        assert is_unchanged
 
 
 def continued(placement: Placement, make: Any) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from collage_fx.capture.inputs import carried
 from collage_fx.capture.new_state import forget_new_state, remember_state
 from collage_fx.capture.recorder import Recorder, is_recording
-from collage_fx.capture.refusals import refuse_optimizer
+from collage_fx.capture.refusals import refuse_distributed, refuse_optimizer
 from collage_fx.capture.segment import Spec
 from collage_fx.errors import CollageError, RecompileLimitError, raise_or_warn
 from collage_fx.runtime import adopt, expansion_of, parameter_names
@@ -119,6 +119,7 @@ class _Recording:
             return step(optimizer, *args, **kwargs)
         try:
             refuse_optimizer(optimizer)
+            refuse_distributed(optimizer, self.reason)
         except CollageError as refusal:
             raise_or_warn(optimizer, refusal, strict=self._strict)
         remember_state(optimizer, object())

@@ -29,6 +29,7 @@ from collage_fx.torch_compat import (
     has_internal_overlap,
     is_made_of_tensors,
     local_tensor,
+    pieces_of,
     storage_of,
 )
 
@@ -63,6 +64,30 @@ def refuse_optimizer(optimizer: Optimizer) -> None:
             if has_internal_overlap(local_tensor(parameter)):
                 raise _aliased(f"{name} (an expanded tensor: strides {parameter.stride()})")
         seen[id(parameter)] = name
+
+
+def refuse_distributed(optimizer: Optimizer, reason: str) -> None:
+    """Raise for the first DTensor that a recorded step is about to update.
+
+    Args:
+        optimizer: whose steps are recorded.
+        reason: why they are.
+
+    Raises:
+        UnsupportedTensorError: what is recorded of a DTensor would be of this process's piece alone.
+    """
+    for name, parameter in parameter_names(optimizer):
+        if (
+            parameter.grad is not None
+            and is_low_precision(parameter.dtype)
+            and pieces_of(parameter) is not None
+        ):
+            raise UnsupportedTensorError(
+                f"a DTensor in a step that has to be recorded, for which Dynamo cannot capture it: {reason}",
+                where=name,
+                remedy="change what Dynamo cannot capture, train with ordinary tensors "
+                "(DistributedDataParallel), or step the optimizer without this backend",
+            )
 
 
 def _refuse_class(optimizer: Optimizer) -> None:
