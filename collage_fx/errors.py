@@ -11,6 +11,7 @@ Dynamo hands from a backend to the user as it is; any other would arrive wrapped
 from __future__ import annotations
 
 import difflib
+import traceback
 import warnings
 from collections.abc import Iterable
 from typing import Any
@@ -26,6 +27,7 @@ __all__ = [
     "ConflictingErrorFormatError",
     "EagerStepError",
     "FailedLoweringError",
+    "FailedPassError",
     "GraphBreakError",
     "GraphInvariantError",
     "InvalidOptionError",
@@ -127,6 +129,22 @@ class GraphInvariantError(CollageError):
     def __init__(self, met: str, *, where: str) -> None:
         super().__init__(
             met, where=where, remedy="this is a bug in collage_fx; please report it with the graph"
+        )
+
+
+class FailedPassError(CollageError):
+    """A pass raised an exception, which is its cause; nothing has been compiled or run.
+
+    A fault of collage_fx, unless the pass is one of the user's own.
+    """
+
+    def __init__(self, name: str, error: Exception) -> None:
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        super().__init__(
+            f"the pass {name} failed with {type(error).__name__}: {error}",
+            where=f"{at.filename}:{at.lineno} in {at.name}",
+            remedy="a pass of your own has to be mended there; of others this is a bug in collage_fx; please "
+            "report it with the graph (COLLAGE_FX_DUMP=directory writes it)",
         )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch.fx import Graph
 
-from collage_fx.errors import InvalidOptionError, did_you_mean
+from collage_fx.errors import CollageError, FailedPassError, InvalidOptionError, did_you_mean
 from collage_fx.graph import StepProgram, mark_new_nodes, verify
 from collage_fx.passes.allocate import Allocate
 from collage_fx.passes.analyze import Analyze
@@ -122,13 +122,22 @@ def run_pipeline(
         program: its ``gm`` is edited in place; the caller clones it once before.
         passes: the pipeline, or a part of it.
         observe: called after each pass.
+
+    Raises:
+        FailedPassError: a pass raised something else than a refusal.
+        GraphInvariantError: a pass left a graph that breaks an invariant.
     """
     compensated = False
     for each in passes:
         if not each.applies_to(program):
             continue
         earlier = set(program.gm.graph.nodes)
-        summary = each.run(program)
+        try:
+            summary = each.run(program)
+        except CollageError:
+            raise
+        except Exception as error:
+            raise FailedPassError(each.name, error) from error
         mark_new_nodes(program.gm.graph, earlier, made_by=each.name)
         compensated = compensated or isinstance(each, (CompensateWide, CompensateNative))
         verify(program, after=each.name, compensated=compensated)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from collage_fx import CollageBackend, backend_for
-from collage_fx.errors import InvalidOptionError
+from collage_fx.capture.recording import is_recorded
+from collage_fx.errors import FailedPassError, InvalidOptionError
 from collage_fx.graph.nodes import PASS_MARK, copies_to_inputs
 from collage_fx.graph.program import StepProgram
 from collage_fx.pipeline import PIPELINE, Pass, inserted, run_pipeline
@@ -103,3 +104,25 @@ def test_a_place_that_is_not_there_and_a_strategy_that_runs_no_pass() -> None:
         inserted(Halve(), before="analyse")
     with pytest.raises(InvalidOptionError, match="strategy='none'"):
         CollageBackend(strategy="none", passes=inserted(Halve(), before="analyze"))
+
+
+@dataclass(frozen=True)
+class Fails(Pass):
+    name = "fails"
+    by_family = True
+
+    def run(self, program: StepProgram) -> str:
+        return str(1 // len(program.captured_nodes()))  # type: ignore[attr-defined]
+
+
+def test_one_that_fails_is_named_with_the_line_and_nothing_is_changed() -> None:
+    torch._dynamo.reset()
+    params = parameters()
+    before = [p.detach().clone() for p in params]
+    optimizer = Descent(params)
+    backend = CollageBackend(passes=inserted(Fails(), before="analyze"))
+    met = r"the pass fails failed with AttributeError[\s\S]*where: .*test_own_passes.py:\d+ in run"
+    with pytest.raises(FailedPassError, match=met):
+        run_steps(torch.compile(optimizer.step, backend=backend), params, [0])
+    assert all(map(torch.equal, params, before))
+    assert not is_recorded(optimizer)

@@ -170,7 +170,8 @@ def refuse_unsupported(gm: GraphModule, inputs: Sequence[InputInfo]) -> None:
 def refuse_fused_operators(gm: GraphModule) -> None:
     """Raise if what Dynamo captured calls one of torch's fused updates itself, on low-precision tensors.
 
-    AOTAutograd fails at them. Steps of torch.optim don't: Note [A wish for speed] in ``fused.py``.
+    AOTAutograd fails at them. Steps of torch.optim don't: Note [A wish for speed] in
+    ``torch_compat/patch_fused_updates.py``.
 
     Raises:
         UnsupportedOptimizerError: it does.
