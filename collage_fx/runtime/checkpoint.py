@@ -91,7 +91,7 @@ Carried = PickledExpansion
 
 def install() -> None:
     """Wrap the methods of ``Optimizer`` that save, load, copy and pickle it."""
-    wrap_states(_saving, _loading, _packing, _unpacking)
+    wrap_states(_saving, _loading, _packing, _unpacking, _unflattening)
 
 
 def note_compiled(optimizer: Optimizer) -> None:
@@ -177,6 +177,20 @@ def _loading(load_state_dict: Callable[..., None]) -> Callable[..., None]:
         _refuse_mismatches(self, plain, saved)
         load_state_dict(self, plain, *args, **kwargs)
         _restore(self, plain, saved)
+
+    return with_error_terms
+
+
+def _unflattening(unflatten: Callable[..., StateDict]) -> Callable[..., StateDict]:
+    """Find the error terms of a flattened state dict, where torch looks for names of existing state alone."""
+
+    def with_error_terms(optim: Optimizer, state_dict: StateDict, *args: Any, **kwargs: Any) -> StateDict:
+        unflattened = unflatten(optim, state_dict, *args, **kwargs)
+        for name, entries in unflattened["state"].items():
+            prefix = f"state.{name}."
+            ours = (key for key in state_dict if key.startswith(prefix + PREFIX))
+            entries.update({key.removeprefix(prefix): state_dict[key] for key in ours})
+        return unflattened
 
     return with_error_terms
 
@@ -353,7 +367,10 @@ def _restore(optimizer: Optimizer, plain: StateDict, saved: Saved) -> None:
         _loaded_without_error_terms.add(optimizer)
 
 
-NO_ERROR_TERMS = "no error terms (it was saved by a plain optimizer); they start from zero"
+NO_ERROR_TERMS = (
+    "no error terms (it was saved by a plain optimizer, or torch.distributed.checkpoint has loaded it into "
+    "one that had none to load, for it had not taken a compiled step); they start from zero"
+)
 
 
 def _warn(optimizer: Optimizer, holds: str) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from types import CellType
 from typing import Any, cast
 
+import torch.distributed
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -43,6 +44,13 @@ UNPACKING = Patch(
     affects="everybody",
 )
 
+FLAT_STATES = Patch(
+    name="flat-states",
+    target="torch.distributed.checkpoint.state_dict:_unflatten_optim_state_dict(optim, state_dict, info)",
+    why="error terms in a flattened checkpoint are not left out for having no state of their name",
+    is_there=torch.distributed.is_available(),
+)
+
 EAGER_STEPS = Patch(
     name="eager-steps",
     target="torch.optim.optimizer:register_optimizer_step_pre_hook(hook)",
@@ -63,15 +71,19 @@ OWN_STEPS = Patch(
 _MARK = "__collage_fx__"
 
 
-def wrap_states(saving: Wrapper, loading: Wrapper, packing: Wrapper, unpacking: Wrapper) -> None:
+def wrap_states(
+    saving: Wrapper, loading: Wrapper, packing: Wrapper, unpacking: Wrapper, flat: Wrapper
+) -> None:
     """Have ``wrapper(original)`` called in the place of ``Optimizer``'s methods.
 
-    ``state_dict``, ``load_state_dict``, ``__getstate__`` and ``__setstate__``, in this order.
+    ``state_dict``, ``load_state_dict``, ``__getstate__`` and ``__setstate__``, in this order; and of what
+    makes a state dict of one that ``torch.distributed.checkpoint`` has flattened.
     """
     SAVING.install(saving)
     LOADING.install(loading)
     PACKING.install(packing)
     UNPACKING.install(unpacking)
+    FLAT_STATES.install(flat)
 
 
 def before_eager_steps(hook: Callable[[Optimizer, Any, Any], None]) -> None:

@@ -103,6 +103,7 @@ class Patch:
             recorded, or from the import on.
         affects: who else's objects it touches.
         until: the first version of torch that does without it.
+        is_there: whether torch has been built with what it is a part of.
         relies_on: what else has to look how.
     """
 
@@ -112,12 +113,13 @@ class Patch:
     during: Literal["conversions", "lowerings", "recorded steps", "the process"] = "the process"
     affects: Literal["nobody else", "everybody"] = "nobody else"
     until: tuple[int, int] | None = None
+    is_there: bool = True
     relies_on: tuple[str, ...] = ()
 
     @property
     def is_needed(self) -> bool:
-        """Whether this version of torch needs it."""
-        return self.until is None or version() < self.until
+        """Whether this torch needs it."""
+        return self.is_there and (self.until is None or version() < self.until)
 
     def check(self) -> str | None:
         """What it relies on that is not so in this version of torch; None if all is."""

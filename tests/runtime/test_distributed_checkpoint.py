@@ -1,0 +1,89 @@
+"""Error terms in checkpoints of ``torch.distributed.checkpoint``, nested and flattened, of one process."""
+
+from __future__ import annotations
+
+import types
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.optim import Optimizer
+
+from tests.support.training import compiled, differences, everything, run_steps
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).bfloat16()
+
+
+def adamw(of: nn.Module) -> tuple[Optimizer, Callable[[], Any]]:
+    optimizer = torch.optim.AdamW(of.parameters(), lr=1e-3)
+    return optimizer, compiled(optimizer, strategy="plus")
+
+
+def save(of: nn.Module, optimizer: Optimizer, options: StateDictOptions, directory: Path) -> None:
+    states, optimizer_states = get_state_dict(of, optimizer, options=options)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninit")
+        checkpoint.save({"model": states, "optimizer": optimizer_states}, checkpoint_id=directory)
+
+
+def load(into: nn.Module, optimizer: Optimizer, options: StateDictOptions, directory: Path) -> None:
+    states, optimizer_states = get_state_dict(into, optimizer, options=options)
+    found: dict[str, Any] = {"model": states, "optimizer": optimizer_states}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninit")
+        checkpoint.load(found, checkpoint_id=directory)
+    set_state_dict(
+        into,
+        optimizer,
+        model_state_dict=found["model"],
+        optim_state_dict=found["optimizer"],
+        options=options,
+    )
+
+
+@pytest.mark.parametrize("flatten", [False, True], ids=["nested", "flattened"])
+@pytest.mark.parametrize("has_stepped", [True, False])
+def test_a_run_goes_on_to_the_bit(*, flatten: bool, has_stepped: bool, tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    first = model()
+    optimizer, step = adamw(first)
+    run_steps(step, list(first.parameters()), range(3))
+    save(first, optimizer, options, tmp_path)
+    run_steps(step, list(first.parameters()), range(3, 5))
+
+    second = model()
+    other, other_step = adamw(second)
+    # torch makes state to be loaded by a step, without gradients and a learning rate: by the compiled one.
+    other.step = types.MethodType(lambda self, closure=None: other_step(), other)  # type: ignore[method-assign]
+    if has_stepped:
+        run_steps(other_step, list(second.parameters()), range(7, 9))
+    load(second, other, options, tmp_path)
+    run_steps(other_step, list(second.parameters()), range(3, 5))
+    left = everything(optimizer)
+    assert sum(".error." in name for name in left) == 8  # of four parameters and their second moments
+    assert not differences(left, everything(other))
+
+
+@pytest.mark.parametrize("flatten", [False, True], ids=["nested", "flattened"])
+def test_an_optimizer_without_error_terms_to_load_says_so(*, flatten: bool, tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    first = model()
+    optimizer, step = adamw(first)
+    run_steps(step, list(first.parameters()), range(2))
+    save(first, optimizer, options, tmp_path)
+    second = model()
+    other, other_step = adamw(second)
+    load(second, other, options, tmp_path)
+    with pytest.warns(UserWarning, match="had not taken a compiled step"):
+        run_steps(other_step, list(second.parameters()), [2])
