@@ -96,23 +96,32 @@ def test_names_of_another_room_come_through_its_door(path: Path) -> None:
             )
 
 
-def test_what_torch_compat_hands_out_is_taken() -> None:
+#: Names of a room that are for users alone.
+FOR_USERS = {"AuxiliarySpec", "Fp32", "Mcf"}
+
+
+@pytest.mark.parametrize(
+    "room", ["torch_compat", "numerics", "graph", "runtime", "capture", "lowering", "report"]
+)
+def test_what_a_room_hands_out_is_taken(room: str) -> None:
     """Its modules name in ``__all__`` what is for other rooms, and its door takes all of that."""
     lists = (
         node.value
-        for path in (ROOT / "torch_compat").glob("*.py")
+        for path in (ROOT / room).rglob("*.py")
         for node in _tree(path).body
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
     )
     taken = {
         name
         for path in _files()
-        if _room(path) != "torch_compat"
+        if _room(path) != room
         for module, names in _imported(_tree(path))
-        if module == "collage_fx.torch_compat"
+        if module.startswith(f"collage_fx.{room}")
         for name in names
     }
-    assert {name for each in lists for name in ast.literal_eval(each)} == taken
+    handed_out = {name for each in lists for name in ast.literal_eval(each)}
+    assert handed_out
+    assert not handed_out - taken - FOR_USERS
 
 
 def test_every_package_is_packed() -> None:
