@@ -196,11 +196,11 @@ def _compiled_displacement(variant: Variant, measured: Measurement) -> Tensor | 
     backend = CollageBackend()
     step = torch.compile(optimizer.step, backend=backend)
     graphs: list[int] = []  # after each step
-    translations: list[int] = []
+    compiled: list[int] = []  # these, and Dynamo's conversions, which has no part in what is recorded
 
     def count() -> None:
-        graphs.append(dynamo_utils.counters["stats"]["unique_graphs"])
-        translations.append(len(dynamo_utils.get_compilation_metrics()))
+        graphs.append(len(backend.report().graphs))
+        compiled.append(graphs[-1] + len(dynamo_utils.get_compilation_metrics()))
 
     try:
         with warnings.catch_warnings(record=True) as caught:
@@ -214,7 +214,7 @@ def _compiled_displacement(variant: Variant, measured: Measurement) -> Tensor | 
     count()  # also where a step has raised
     measured.graphs, measured.compilations = graphs[0], graphs[-1]
     steps = variant.row.subject.steps
-    measured.late = translations[-1] - translations[steps // 2 - 1] if len(translations) > steps else 0
+    measured.late = compiled[-1] - compiled[steps // 2 - 1] if len(compiled) > steps else 0
     measured.breaks = [b for b in dynamo_utils.counters["graph_break"] if not b.startswith(OWN_BREAK)]
     measured.recompiles = [
         metrics.recompile_reason
