@@ -117,7 +117,7 @@ def families_of(
     for family in families:
         if (reason := found.not_in_pieces_alike(family[0])) is not None:
             return reason
-    if sum(map(len, families)) == len(families) and not found.has_dtensors:
+    if sum(map(len, families)) == len(families) and not found.pieces:  # of which families of one are a gain
         return Reason("no two tensors are updated alike")
     if not found.adds_rows_left_out(families):
         return Reason("the rows that were traced do not show how the others are updated")
@@ -158,6 +158,12 @@ class _Search:
         self.inputs = (*bound.values(), *given.values())
         self.names = (*bound, *given)
         self.bound = len(bound)
+        #: How the inputs that are DTensors are in pieces, by index.
+        self.pieces = {
+            index: pieces
+            for index, value in enumerate(self.inputs)
+            if isinstance(value, Tensor) and (pieces := pieces_of(value)) is not None
+        }
         index_of = {name: index for index, name in enumerate(bound)}
         #: The input that a node is: None for an attribute that is no parameter or buffer.
         self.index: dict[Node, int | None] = {
@@ -221,11 +227,6 @@ class _Search:
                 return Reason("the step returns something else than tensors", str(result))
         return None
 
-    @property
-    def has_dtensors(self) -> bool:
-        """Whether families of one are a gain: their steps have nothing to do with DTensors."""
-        return any(isinstance(value, Tensor) and pieces_of(value) is not None for value in self.inputs)
-
     def _returned(self) -> list[Any]:
         return list(pytree.tree_leaves(self.gm.graph.output_node().args))
 
@@ -251,11 +252,10 @@ class _Search:
 
         If it is elementwise, that is.
         """
-        tensors = [(self.names[index], self.inputs[index]) for index in component.inputs]
         pieces = {
-            name: (pieces_of(value), value.shape)
-            for name, value in tensors
-            if value.dim() > 0 or pieces_of(value) is not None
+            self.names[index]: (self.pieces.get(index), self.inputs[index].shape)
+            for index in component.inputs
+            if index in self.pieces or self.inputs[index].dim() > 0
         }
         first, _ = alike = next(iter(pieces.values()), (None, ()))
         if first is None and not any(of for of, _ in pieces.values()):
@@ -430,11 +430,6 @@ class _Search:
             ("attribute", self.names[index]) for index in indices if index < self.bound
         ]
         origins += [("argument", i) for i in range(len(own_arguments))]
-        distributed = {
-            index: pieces
-            for index, value in enumerate(self.inputs)
-            if isinstance(value, Tensor) and (pieces := pieces_of(value)) is not None
-        }
         arguments = tuple(
             local_tensor(value) if isinstance(value, Tensor) else value
             for value in (self.inputs[index] for index in own_arguments)
@@ -447,7 +442,7 @@ class _Search:
             self.bound,
             gradients,
             infos,
-            distributed,
+            self.pieces,
             tuple(origins),
             repetition,
         )

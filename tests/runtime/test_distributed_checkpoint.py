@@ -50,15 +50,21 @@ def load(into: nn.Module, optimizer: Optimizer, options: StateDictOptions, direc
     )
 
 
+def saved_run(steps: int, options: StateDictOptions, directory: Path) -> tuple[nn.Module, Optimizer, Any]:
+    """A model, its optimizer and compiled step, after some steps, and saved."""
+    torch._dynamo.reset()
+    of = model()
+    optimizer, step = adamw(of)
+    run_steps(step, list(of.parameters()), range(steps))
+    save(of, optimizer, options, directory)
+    return of, optimizer, step
+
+
 @pytest.mark.parametrize("flatten", [False, True], ids=["nested", "flattened"])
 @pytest.mark.parametrize("has_stepped", [True, False])
 def test_a_run_goes_on_to_the_bit(*, flatten: bool, has_stepped: bool, tmp_path: Path) -> None:
-    torch._dynamo.reset()
     options = StateDictOptions(flatten_optimizer_state_dict=flatten)
-    first = model()
-    optimizer, step = adamw(first)
-    run_steps(step, list(first.parameters()), range(3))
-    save(first, optimizer, options, tmp_path)
+    first, optimizer, step = saved_run(3, options, tmp_path)
     run_steps(step, list(first.parameters()), range(3, 5))
 
     second = model()
@@ -76,12 +82,8 @@ def test_a_run_goes_on_to_the_bit(*, flatten: bool, has_stepped: bool, tmp_path:
 
 @pytest.mark.parametrize("flatten", [False, True], ids=["nested", "flattened"])
 def test_an_optimizer_without_error_terms_to_load_says_so(*, flatten: bool, tmp_path: Path) -> None:
-    torch._dynamo.reset()
     options = StateDictOptions(flatten_optimizer_state_dict=flatten)
-    first = model()
-    optimizer, step = adamw(first)
-    run_steps(step, list(first.parameters()), range(2))
-    save(first, optimizer, options, tmp_path)
+    saved_run(2, options, tmp_path)
     second = model()
     other, other_step = adamw(second)
     load(second, other, options, tmp_path)
