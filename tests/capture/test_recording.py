@@ -745,19 +745,25 @@ class ClampsWhatItTakesTheLogitOf(Recorded):
             p.add_(torch.logit(g.abs(), (0.1, 0.2)[state["step"] % 2]), alpha=-lr)
 
 
+def compiled_after_each_step(low: Any, high: Any, steps: int) -> list[int]:
+    """How many graphs have been compiled for the steps of ``low``, which ``high`` takes eagerly as well."""
+    backend = CollageBackend()
+    step: Callable[[], Any] = torch.compile(low.step, backend=backend)
+    compilations = []
+    for seed in range(steps):
+        give_gradients(low, high, seed)
+        step()
+        high.step()
+        compilations.append(len(backend.report().graphs))
+    return compilations
+
+
 @pytest.mark.parametrize("kind", [NormsOfSeveralOrders, ClampsWhatItTakesTheLogitOf])
 def test_a_number_that_decides_what_is_computed_is_looked_at(kind: type[Recorded]) -> None:
     torch._dynamo.reset()
     low, high = twins(kind, [(4, 3)])
     start = [q.detach().clone() for q in params_of(high)]
-    backend = CollageBackend()
-    step: Callable[[], Any] = torch.compile(low.step, backend=backend)
-    compilations = []
-    for seed in range(9):
-        give_gradients(low, high, seed)
-        step()
-        high.step()
-        compilations.append(len(backend.report().graphs))
+    compilations = compiled_after_each_step(low, high, 9)
     assert compilations[4] == compilations[-1]
     assert largest_error(low, high, start) < 0.02
 
@@ -808,14 +814,7 @@ def test_shapes_that_change_from_step_to_step_are_compiled_a_few_times(kind: typ
     torch._dynamo.reset()
     low, high = twins(kind, [(33, 5)])
     start = [q.detach().clone() for q in params_of(high)]
-    backend = CollageBackend()
-    step: Callable[[], Any] = torch.compile(low.step, backend=backend)
-    compilations = []
-    for seed in range(10):
-        give_gradients(low, high, seed)
-        step()
-        high.step()
-        compilations.append(len(backend.report().graphs))
+    compilations = compiled_after_each_step(low, high, 10)
     assert is_recorded(low)
     assert compilations[4] == compilations[-1]
     assert largest_error(low, high, start) < 0.02
