@@ -442,8 +442,6 @@ def test_what_fake_tensors_cannot_do_depends_on_values(calls: dict[Any, list[Cal
             except (DataDependentOutputException, DynamicOutputShapeException):
                 if not depends_on_values(each.operator):
                     wrong.append(str(each.operator))
-            except Exception:  # an operator that has no fake tensors
-                pass
     assert not wrong
 
 
@@ -458,7 +456,10 @@ def test_what_ignores_values_has_the_same_results_for_others(calls: dict[Any, li
 
 
 def test_what_is_pointwise_reads_one_element_of_each_operand(calls: dict[Any, list[Call]]) -> None:
-    """Flattened and in another order its operands give the same, up to what vector instructions round."""
+    """Flattened and in another order its operands give the same, up to two results of one or two ulps.
+
+    Functions of vector instructions are other code than those of the elements that are left over.
+    """
     wrong = []
     for each in _all(calls):
         tensors = [leaf for leaf in pytree.tree_leaves((each.args, each.kwargs)) if isinstance(leaf, Tensor)]
@@ -468,7 +469,7 @@ def test_what_is_pointwise_reads_one_element_of_each_operand(calls: dict[Any, li
             reorder = partial(_reordered, order)
             change = pytree.tree_map_only(Tensor, reorder, {"args": each.args, "kwargs": each.kwargs})
             results, others = each(), each._replace(**change)()
-            if not _agree(list(map(reorder, results)), others, rtol=2**-40):
+            if not _agree(list(map(reorder, results)), others, rtol=2**-50):
                 wrong.append(str(each.operator))
     assert not wrong
 
