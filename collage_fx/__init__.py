@@ -5,6 +5,7 @@ from collage_fx.errors import CollageError
 from collage_fx.explain import explain
 from collage_fx.report import CollageReport
 from collage_fx.runtime.checkpoint import install as _install_checkpoint_support
+from collage_fx.runtime.claims import install as _install_claims
 from collage_fx.runtime.error_terms import error_terms, full_value, reset_error_terms
 from collage_fx.torch_compat.patch_averages import install as _install_averaging_support
 
@@ -23,4 +24,5 @@ __all__ = [
 ]
 
 _install_checkpoint_support()
+_install_claims()
 _install_averaging_support()

@@ -212,7 +212,8 @@ def test_state_in_groups_and_under_own_keys_round_trips() -> None:
     step = compiled(optimizer)
     run_steps(step, params, range(3))
     saved = saved_and_loaded(optimizer.state_dict())
-    assert sorted(saved["collage_fx"]) == ["param_groups[0].in_group.mcf.lo", "state.own.key.mcf.lo"]
+    keys = ["param_groups[0].in_group.mcf.lo", "state.own.key.mcf.lo"]
+    assert sorted(key for key in saved["collage_fx"] if not key.endswith("fingerprint")) == keys
     assert saved["collage_fx"]["state.own.key.mcf.lo"].any()
     before = [p.detach().clone() for p in params]
     run_steps(step, params, range(3, 6))
@@ -280,16 +281,20 @@ torch.save({"parameters": [p.data for p in params], "optimizer": optimizer.state
 """
 
 
-def test_fp32_terms_that_another_process_has_cast_are_refused(tmp_path: Path) -> None:
+def test_fp32_terms_that_another_process_has_cast_start_from_zero(tmp_path: Path) -> None:
     """Torch casts what it finds in a parameter's state to the parameter's dtype."""
     optimizer = rmsprop(params := parameters(shapes=[(4, 6)]))
-    run_steps(compiled(optimizer, error_format="fp32"), params, range(2))
+    step = compiled(optimizer, error_format="fp32")
+    run_steps(step, params, range(2))
     resume.save(optimizer, path := tmp_path / "checkpoint")
     subprocess.run([sys.executable, "-c", RESAVE, str(path)], check=True, cwd=tmp_path)
-    before = everything(optimizer)
-    with pytest.raises(CheckpointMismatchError, match=r"torch.bfloat16 where .* torch.float32"):
-        optimizer.load_state_dict(torch.load(path, weights_only=True)["optimizer"])
-    assert differences(before, everything(optimizer)) == []
+    optimizer.load_state_dict(torch.load(path, weights_only=True)["optimizer"])
+    hi = [p.detach().double() for p in params]
+    for p in params:
+        p.grad = torch.zeros_like(p)
+    with pytest.warns(UserWarning, match=r"other values than .*parameter, .*square_avg, which"):
+        step()
+    assert all(torch.equal(full_value(p), value) for p, value in zip(params, hi, strict=True))
 
 
 # A long run. ----------------------------------------------------------------------------------------------

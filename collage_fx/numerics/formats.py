@@ -12,7 +12,7 @@ from math import copysign, inf, isfinite
 
 import torch
 
-__all__ = ["FloatFormat", "is_low_precision", "short_name", "storage_format"]
+__all__ = ["STORAGE_FORMATS", "FloatFormat", "is_low_precision", "short_name", "storage_format"]
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,11 @@ written with error terms is an ordinary one to a process without collage_fx, and
 optimizer class that overrides the two methods is covered as far as it calls those of the base class.
 
 Keys: ``collage_fx.<slot>.<format>.<auxiliary>``, where the slot is ``parameter`` or the name of the state,
-for example ``collage_fx.exp_avg_sq.mcf.lo``. Tensors that belong to no single parameter (in ``param_groups``,
-or in ``state`` under a key of the optimizer's own) have theirs in one more entry of the state dict,
-``"collage_fx"``. What torch's state dict doesn't hold, an attribute of the optimizer, has none in it either:
-``state_dict`` warns.
+for example ``collage_fx.exp_avg_sq.mcf.lo``; beside them, ``collage_fx.<slot>.<format>.fingerprint`` tells
+which values they belong to: Note [What a fingerprint is of]. Tensors that belong to no single parameter (in
+``param_groups``, or in ``state`` under a key of the optimizer's own) have theirs in one more entry of the
+state dict, ``"collage_fx"``. What torch's state dict doesn't hold, an attribute of the optimizer, has none in
+it either: ``state_dict`` warns.
 
 Note [Loaded by plain torch]
 ----------------------------
@@ -23,8 +24,19 @@ With ``backend="collage"`` found by its entry point, this package is imported by
 ``torch.compile``. A checkpoint loaded above it has gone through torch's own ``load_state_dict``: keys of ours
 stand in ``optimizer.state``, cast to the parameter's dtype, and the entry of what belongs to no single
 parameter is gone. So when a step is first to be compiled or recorded, :func:`adopt` makes error terms of
-what it finds there, as if it had been loaded now. What a cast has cut bits from starts from zero; this and
-what may be gone is warned about by name.
+what it finds there, as if it had been loaded now. What a cast has cut bits from is no longer what was saved,
+and starts from zero, as does what may be gone; both are warned about by name.
+
+Note [A checkpoint that is not what it says]
+--------------------------------------------
+Entries of ours go through plain PyTorch unchanged while it takes steps; files are swapped and damaged; a
+model is loaded in the middle of a run. So error terms that have been loaded, and those of a module whose
+``load_state_dict`` has been called, are looked at before the first step that uses them (:class:`Claims`):
+where the fingerprint is not that of the pair, they become zero, with one warning that names the tensors.
+What cannot be an error term at all (of another shape, not finite) is refused, and nothing is loaded. What was
+saved in another error format than the step's is converted at that first step. A float32 tensor that was
+loaded from 16 bits has error terms added to it, and one that is loaded into 16 bits leaves its rest as an
+error term, if the step has one for it.
 
 Note [Copies and pickles]
 -------------------------
@@ -42,19 +54,23 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
-from weakref import WeakSet
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.weak import TensorWeakRef
 
-from collage_fx.errors import CheckpointMismatchError, ConflictingErrorFormatError
+from collage_fx.errors import CheckpointMismatchError
 from collage_fx.graph import Role
-from collage_fx.numerics import ERROR_FORMATS, ErrorFormat, is_low_precision
-from collage_fx.runtime.error_terms import ensure_expansion, expansion_of
+from collage_fx.numerics import ERROR_FORMATS, STORAGE_FORMATS, ErrorFormat, is_low_precision
+from collage_fx.runtime.claims import Claims, some
+from collage_fx.runtime.error_terms import Expansion, ensure_expansion, expansion_of, reset_error_terms
+from collage_fx.runtime.fingerprints import BYTES, ROWS, fingerprint, number_in, table_of
 from collage_fx.runtime.optimizers import known_tensors, parameter_names, shared_tensors, state_tensors
-from collage_fx.torch_compat import distributed_like, local_tensor, pieces_of, wrap_states
+from collage_fx.runtime.replaced_state import carry_over, format_before, remember
+from collage_fx.torch_compat import distributed_like, local_tensor, pieces_of, real_tensors, wrap_states
 
 __all__ = ["adopt", "note_compiled"]
 
@@ -62,9 +78,10 @@ PREFIX = "collage_fx."
 #: Entry of a state dict for tensors that belong to no single parameter, and of what a pickle holds.
 SHARED = "collage_fx"
 PARAMETER_SLOT = "parameter"
+#: Stands beside the names of a format's auxiliaries.
+FINGERPRINT = "fingerprint"
 
 _compiled: WeakSet[Optimizer] = WeakSet()
-_loaded_without_error_terms: WeakSet[Optimizer] = WeakSet()
 
 StateDict = dict[str, Any]
 
@@ -95,14 +112,13 @@ def install() -> None:
 
 
 def note_compiled(optimizer: Optimizer) -> None:
-    """Note that the backend has compiled a step of ``optimizer``.
+    """Note that the backend has compiled a step of ``optimizer``, which has made its error terms.
 
-    Warn if its checkpoint had no error terms to go on with.
+    Fill those for which its checkpoint had wider state, and warn of those for which it had nothing.
     """
     _compiled.add(optimizer)
-    if optimizer in _loaded_without_error_terms:
-        _loaded_without_error_terms.discard(optimizer)
-        _warn(optimizer, NO_ERROR_TERMS)
+    _fill(optimizer, _waiting.pop(optimizer, ()))
+    carry_over(_state_of(optimizer), optimizer)
 
 
 def _saving(state_dict: Callable[..., StateDict]) -> Callable[..., StateDict]:
@@ -132,6 +148,15 @@ def _keyed_auxiliaries(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[
             specs = expansion.format.auxiliaries(tensor)
             for spec, auxiliary in zip(specs, expansion.auxiliaries, strict=True):
                 yield f"{name}.{expansion.format.name}.{spec.name}", distributed_like(tensor, auxiliary)
+            yield f"{name}.{expansion.format.name}.{FINGERPRINT}", _fingerprint_of(tensor, expansion)
+
+
+def _fingerprint_of(tensor: Tensor, expansion: Expansion) -> Tensor:
+    """The table for a checkpoint; the one that it had if no step has used it since it was loaded."""
+    number = expansion.claim
+    if number is None:
+        number = fingerprint(local_tensor(tensor), expansion.auxiliaries)
+    return table_of(number, tensor)
 
 
 def _warn_unsaved(optimizer: Optimizer) -> None:
@@ -200,19 +225,16 @@ def adopt(optimizer: Optimizer) -> None:
 
     Raises:
         CheckpointMismatchError: they do not fit; nothing has been changed then.
-        ConflictingErrorFormatError: likewise.
     """
     held = {"state": optimizer.state, "param_groups": optimizer.param_groups}
     plain, saved = _separated(held)
     if not saved:
         return
-    lost = []
-    for owner, name, tensor in _held(optimizer, plain):
-        if owner[0] is None and is_low_precision(tensor.dtype):
-            lost.append(f"{name} (if there were any)")
-        elif owner in saved and is_low_precision(tensor.dtype):
-            saved[owner] = _as_before_the_cast(saved[owner], tensor)
-            lost += [] if saved[owner] else [name]
+    lost = [
+        f"{name} (if there were any)"
+        for owner, name, tensor in _held(optimizer, plain)
+        if owner[0] is None and is_low_precision(tensor.dtype)
+    ]
     _refuse_mismatches(optimizer, plain, saved)
     for parameter in {parameter for parameter, _ in saved}:
         for key in [key for key in optimizer.state[parameter] if str(key).startswith(PREFIX)]:
@@ -227,19 +249,6 @@ def adopt(optimizer: Optimizer) -> None:
             "them, import collage_fx above load_state_dict",
             stacklevel=2,
         )
-
-
-def _as_before_the_cast(auxiliaries: Auxiliaries, hi: Tensor) -> Auxiliaries:
-    """Auxiliaries that torch has cast to hi's dtype, cast back; none where the cast has cut bits off."""
-    found = dict(auxiliaries)
-    for format_name in {format_name for format_name, _ in auxiliaries} & ERROR_FORMATS.keys():
-        for spec in ERROR_FORMATS[format_name].auxiliaries(hi):
-            key = format_name, spec.name
-            if key in found and found[key].dtype != spec.dtype:
-                if spec.dtype not in (torch.int8, torch.uint8):  # whose values hi's format holds
-                    return {}
-                found[key] = found[key].to(spec.dtype)
-    return found
 
 
 def _separated(state_dict: StateDict) -> tuple[StateDict, Saved]:
@@ -286,7 +295,6 @@ def _refuse_mismatches(optimizer: Optimizer, plain: StateDict, saved: Saved) -> 
             tensor, dtype = owners[key, slot]
             if is_low_precision(dtype):
                 _refuse_mismatch(auxiliaries, tensor, dtype, where)
-            _refuse_other_format(tensor, auxiliaries, where)
 
 
 def _refuse_mismatch(saved: Auxiliaries, owner: Tensor, dtype: torch.dtype, where: str) -> None:
@@ -295,7 +303,7 @@ def _refuse_mismatch(saved: Auxiliaries, owner: Tensor, dtype: torch.dtype, wher
     hi = torch.empty_strided(owner.size(), owner.stride(), dtype=dtype, device="meta")
     specs = _known_format(name, where).auxiliaries(hi)
     expected = {(name, spec.name) for spec in specs}
-    if set(saved) != expected:
+    if set(saved) - {(name, FINGERPRINT)} != expected:
         raise _mismatch(f"error terms {sorted(saved)} where {sorted(expected)} belong together", where)
     for spec in specs:
         tensor = saved[name, spec.name]
@@ -305,30 +313,26 @@ def _refuse_mismatch(saved: Auxiliaries, owner: Tensor, dtype: torch.dtype, wher
                 f"has one of {tuple(spec.shape)}",
                 where,
             )
-        if tensor.dtype != spec.dtype:
+        if tensor.dtype != spec.dtype and not _is_cast(saved):
             raise _mismatch(
                 f"an error term of {tensor.dtype} where a {dtype} tensor has one of {spec.dtype}", where
             )
+        if tensor.is_floating_point() and not local_tensor(tensor).isfinite().all():
+            raise _mismatch("an error term that is not finite", where)
+    table = saved.get((name, FINGERPRINT))
+    if table is not None and table.shape != (ROWS, BYTES):
+        raise _mismatch(f"a fingerprint of shape {tuple(table.shape)}, not {(ROWS, BYTES)}", where)
+
+
+def _is_cast(saved: Auxiliaries) -> bool:
+    """Whether plain torch has loaded them, which casts what it loads to the parameter's dtype."""
+    return any(name == FINGERPRINT and each.is_floating_point() for (_, name), each in saved.items())
 
 
 def _known_format(name: str, where: str) -> ErrorFormat:
     if name not in ERROR_FORMATS:
         raise _mismatch(f"error terms in the unknown format {name!r}", where)
     return ERROR_FORMATS[name]
-
-
-def _refuse_other_format(tensor: Tensor, saved: Auxiliaries, where: str) -> None:
-    """Raise if a compiled step of this process keeps the tensor's error terms in another format."""
-    live = expansion_of(tensor)
-    for format_name, _ in saved:
-        if live is not None and format_name != live.format.name:
-            raise ConflictingErrorFormatError(
-                f"a checkpoint with error terms in the format {format_name!r} for a tensor whose own are "
-                f"{live.format.name!r}",
-                where=where,
-                remedy=f"compile the step with error_format={format_name!r}, or drop the live error terms "
-                "first with collage_fx.reset_error_terms(tensor)",
-            )
 
 
 def _mismatch(met: str, where: str) -> CheckpointMismatchError:
@@ -342,34 +346,134 @@ def _mismatch(met: str, where: str) -> CheckpointMismatchError:
 
 def _restore(optimizer: Optimizer, plain: StateDict, saved: Saved) -> None:
     """Put saved error terms beside the loaded tensors; where there are none, live ones become zero."""
-    had_live = False
+    claims = Claims(
+        lambda names: _warn(optimizer, f"error terms of other values than {some(names)}, {WHY_OTHERS}")
+    )
+    slots = {slot for (_, slot), auxiliaries in saved.items() if auxiliaries}
+    waiting: list[_Waiting] = []
     unused: list[str] = []
     for owner, name, tensor in _held(optimizer, plain):
-        auxiliaries = saved.get(owner)
+        live, auxiliaries = expansion_of(tensor), saved.get(owner)
         if auxiliaries and is_low_precision(tensor.dtype):
-            error_format = ERROR_FORMATS[next(format_name for format_name, _ in auxiliaries)]
-            found = (auxiliaries[error_format.name, spec.name] for spec in error_format.auxiliaries(tensor))
-            expansion, pieces = ensure_expansion(tensor, error_format, name=name), pieces_of(tensor)
-            expansion.replace_contents([local_tensor(each, pieces) for each in found])
+            _put_beside(tensor, auxiliaries, name, claims)
         elif auxiliaries:
-            unused.append(f"{name} ({tensor.dtype})")
-        elif (live := expansion_of(tensor)) is not None:
-            had_live = True
-            live.clear()
+            if not _add_to(tensor, auxiliaries):
+                unused.append(f"{name} ({tensor.dtype})")
+        elif is_low_precision(tensor.dtype):
+            if live is not None:
+                live.clear()
+            wider = _wider(plain, owner)
+            if wider is not None or not saved or (owner[1] in slots and _has_state(plain, owner)):
+                waiting.append(_Waiting(name, TensorWeakRef(tensor), wider))
     if unused:
-        others = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
-        _warn(optimizer, f"error terms for {unused[0]}{others}, which needs none; they are left out")
-    if saved:
-        _loaded_without_error_terms.discard(optimizer)
-    elif had_live or optimizer in _compiled:
-        _warn(optimizer, NO_ERROR_TERMS)
-    else:
-        _loaded_without_error_terms.add(optimizer)
+        _warn(
+            optimizer,
+            f"error terms of {some(unused)}, which have other values than those were saved beside (load the "
+            "weights of a model before its optimizer); they are left out",
+        )
+    _waiting[optimizer] = waiting
+    if optimizer in _compiled:
+        _fill(optimizer, _waiting.pop(optimizer))
+    remember(_state_of(optimizer), optimizer)
 
 
-NO_ERROR_TERMS = (
-    "no error terms (it was saved by a plain optimizer, or torch.distributed.checkpoint has loaded it into "
-    "one that had none to load, for it had not taken a compiled step); they start from zero"
+def _put_beside(hi: Tensor, auxiliaries: Auxiliaries, name: str, claims: Claims) -> None:
+    """Make saved auxiliaries those of a tensor, until a step finds that they belong to other values."""
+    error_format = ERROR_FORMATS[next(format_name for format_name, _ in auxiliaries)]
+    if (live := expansion_of(hi)) is not None and live.format is not error_format:
+        reset_error_terms(hi)
+    expansion, pieces = ensure_expansion(hi, error_format, name=name), pieces_of(hi)
+    specs = error_format.auxiliaries(hi)
+    found = (auxiliaries[error_format.name, spec.name].to(spec.dtype) for spec in specs)
+    expansion.replace_contents([local_tensor(each, pieces) for each in found])
+    claims.add(name, expansion, _number_in(auxiliaries, hi))
+
+
+def _number_in(auxiliaries: Auxiliaries, hi: Tensor) -> Tensor:
+    """The fingerprint that was saved with them, or this process's part of it; zero where there is none."""
+    tables = (each for (_, name), each in auxiliaries.items() if name == FINGERPRINT)
+    table = next(tables, None)
+    return torch.zeros((), dtype=torch.int64) if table is None else number_in(table.to(torch.uint8), hi)
+
+
+def _add_to(value: Tensor, auxiliaries: Auxiliaries) -> bool:
+    """Add error terms to a wider tensor that has the very value of the hi that they were saved beside."""
+    error_format = ERROR_FORMATS.get(next(format_name for format_name, _ in auxiliaries))
+    if error_format is None:
+        return False
+    number, pieces, here = _number_in(auxiliaries, value), pieces_of(value), local_tensor(value.detach())
+    for dtype in STORAGE_FORMATS:
+        hi = here.to(dtype)
+        found = [auxiliaries.get((error_format.name, spec.name)) for spec in error_format.auxiliaries(hi)]
+        if all(each is not None and each.shape == value.shape for each in found):
+            terms = [local_tensor(each, pieces) for each in found if each is not None]
+            differs = (hi.to(here.dtype) != here).sum() + (number != fingerprint(hi, terms)).long()
+            if not (differs if pieces is None else pieces.sum(differs)):
+                for term in error_format.error_terms(hi, *terms):
+                    here += term
+                return True
+    return False
+
+
+def _wider(plain: StateDict, owner: Owner) -> Tensor | None:
+    """A state tensor as the checkpoint has it, where that is wider than 16 bits."""
+    found = dict(state_tensors(plain["state"].get(owner[0], {}))).get(owner[1])
+    is_wider = found is not None and found.is_floating_point() and not is_low_precision(found.dtype)
+    return found if is_wider else None
+
+
+def _has_state(plain: StateDict, owner: Owner) -> bool:
+    """Whether a parameter has been stepped before a checkpoint, as far as that can be seen."""
+    return not plain["state"] or owner[0] is None or owner[0] in plain["state"]
+
+
+class _Waiting(NamedTuple):
+    """A tensor for which a checkpoint held no error terms, until a step is compiled that has some for it.
+
+    Attributes:
+        name: of the tensor.
+        tensor: itself.
+        wider: its value in the checkpoint, where that is wider.
+    """
+
+    name: str
+    tensor: TensorWeakRef
+    wider: Tensor | None
+
+
+_waiting: WeakKeyDictionary[Optimizer, list[_Waiting]] = WeakKeyDictionary()
+
+
+def _fill(optimizer: Optimizer, waiting: Iterable[_Waiting]) -> None:
+    """Make error terms of what was wider in a checkpoint; warn of those for which it had nothing."""
+    missing = []
+    for name, reference, wider in waiting:
+        tensor = reference()
+        if tensor is None:
+            continue
+        if (before := format_before(name, optimizer)) is not None:  # a state of which torch has made another
+            ensure_expansion(tensor, before, name=name)
+        expansion = expansion_of(tensor)
+        if expansion is None:
+            continue  # it needs none
+        if wider is None:
+            missing.append(name)
+        else:
+            with real_tensors(), torch.no_grad():
+                hi = local_tensor(tensor.detach())
+                rest = local_tensor(wider, pieces_of(tensor)).to(hi.device) - hi.to(wider.dtype)
+                expansion.replace_contents(expansion.format.beside(hi, rest.float()))
+    if missing:
+        _warn(optimizer, f"no error terms of {some(missing)} {WHY_NONE}")
+
+
+WHY_NONE = (
+    "(it was saved by a plain optimizer, or torch.distributed.checkpoint has loaded it into one that had "
+    "none to load, for it had not taken a compiled step); they start from zero"
+)
+WHY_OTHERS = (
+    "which have been changed since they were saved, or come from another file, or this one is damaged; they "
+    "start from zero"
 )
 
 
@@ -400,6 +504,15 @@ def _slots(optimizer: Optimizer, parameter: Tensor) -> Iterator[tuple[str, Tenso
     """The tensors that an optimizer keeps for one parameter: itself, then its state."""
     yield PARAMETER_SLOT, parameter
     yield from state_tensors(optimizer.state.get(parameter, {}))
+
+
+def _state_of(optimizer: Optimizer) -> dict[str, Tensor]:
+    """The tensors that an optimizer keeps for its parameters, and these, by name."""
+    return {
+        f"{name}.{slot}": tensor
+        for name, parameter in parameter_names(optimizer)
+        for slot, tensor in _slots(optimizer, parameter)
+    }
 
 
 def _shared(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:

@@ -77,19 +77,25 @@ class Expansion:
         auxiliaries: the buffers, in the order of the format's specifications.
         owner: the object it was made for.
         memory: the storages and the regions in them by which it can be found.
+        claim: a fingerprint of hi and the buffers as they were saved, where they have been loaded and no step
+            has looked yet whether they belong to this hi.
+        is_used: whether a compiled step reads and writes the buffers, rather than that they have been loaded.
     """
 
     format: ErrorFormat
     auxiliaries: tuple[Tensor, ...]
     owner: TensorWeakRef
     memory: list[tuple[WeakIdRef, Hashable]] = field(default_factory=list)
+    claim: Tensor | None = None
+    is_used: bool = False
+    _settle: Callable[[], None] | None = None
 
     def __del__(self, records: _Records = _RECORDS) -> None:
         records.state = object()
 
     def replace_contents(self, auxiliaries: Sequence[Tensor]) -> None:
         """Overwrite the buffers in place, so that compiled steps (and CUDA graphs) see the new contents."""
-        with torch.no_grad():
+        with real_tensors(), torch.no_grad():
             for mine, new in zip(self.auxiliaries, auxiliaries, strict=True):
                 mine.copy_(new)
 
@@ -98,9 +104,25 @@ class Expansion:
         self.auxiliaries = tuple(auxiliaries)
         _RECORDS.state = object()
 
+    def make_claim(self, claim: Tensor | None, settle: Callable[[], None] | None) -> None:
+        """Have the next step that uses the error terms call ``settle`` before, which looks at the claim."""
+        self.claim, self._settle = claim, settle
+        _RECORDS.state = object()
+
+    def settle(self) -> None:
+        """See to it that the error terms belong to hi, if nobody has looked since they were loaded."""
+        if self._settle is not None:
+            self._settle()
+
+    def use(self) -> Sequence[Tensor]:
+        """The buffers, for a step."""
+        self.is_used = True
+        self.settle()
+        return self.auxiliaries
+
     def clear(self) -> None:
         """Zero the buffers in place: the value becomes hi."""
-        with torch.no_grad():
+        with real_tensors(), torch.no_grad():
             for auxiliary in self.auxiliaries:
                 auxiliary.zero_()
 
@@ -165,8 +187,9 @@ def ensure_expansion(tensor: Tensor, error_format: ErrorFormat, *, name: str) ->
         name: for error messages.
 
     Raises:
-        ConflictingErrorFormatError: the tensor has error terms in another format.
+        ConflictingErrorFormatError: the tensor has error terms in another format, which a step uses.
     """
+    _convert(tensor, error_format)
     with _LOCK:
         found = expansion_of(tensor)
         piece = local_tensor(tensor)
@@ -207,9 +230,23 @@ def change_layout(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
     return tensor
 
 
+def _convert(tensor: Tensor, error_format: ErrorFormat) -> None:
+    """Have loaded error terms that no step has used yet in another format, as far as that can hold them."""
+    found = expansion_of(tensor)
+    if found is None or found.is_used or found.format is error_format:
+        return
+    found.settle()
+    with real_tensors(), torch.no_grad():
+        hi = local_tensor(tensor.detach())
+        term = sum(each.float() for each in found.format.error_terms(hi, *found.auxiliaries))
+        auxiliaries = error_format.beside(hi, torch.as_tensor(term))
+    reset_error_terms(tensor)
+    ensure_expansion(tensor, error_format, name="").replace_contents(auxiliaries)
+
+
 def require_format(expansion: Expansion, error_format: ErrorFormat, *, name: str) -> None:
-    """Raise ``ConflictingErrorFormatError`` if a tensor's error terms are in another format."""
-    if expansion.format is not error_format:
+    """Raise ``ConflictingErrorFormatError`` if a step uses a tensor's error terms in another format."""
+    if expansion.format is not error_format and expansion.is_used:
         raise ConflictingErrorFormatError(
             f"error_format={error_format.name!r} was asked for a tensor whose error terms are "
             f"{expansion.format.name!r}",

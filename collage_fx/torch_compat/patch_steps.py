@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from collage_fx.torch_compat.patching import Patch, Wrapper
 
-__all__ = ["before_eager_steps", "reroute_steps", "wrap_states"]
+__all__ = ["before_eager_steps", "reroute_steps", "wrap_loading_of_modules", "wrap_states"]
 
 
 SAVING = Patch(
@@ -51,6 +51,13 @@ FLAT_STATES = Patch(
     is_there=torch.distributed.is_available(),
 )
 
+LOADING_OF_MODULES = Patch(
+    name="loading-of-modules",
+    target="torch.nn:Module.load_state_dict(self, state_dict)",
+    why="error terms of weights that are loaded over do not stay beside the new ones",
+    affects="everybody",
+)
+
 EAGER_STEPS = Patch(
     name="eager-steps",
     target="torch.optim.optimizer:register_optimizer_step_pre_hook(hook)",
@@ -84,6 +91,11 @@ def wrap_states(
     PACKING.install(packing)
     UNPACKING.install(unpacking)
     FLAT_STATES.install(flat)
+
+
+def wrap_loading_of_modules(wrapper: Wrapper) -> None:
+    """Have ``wrapper(original)`` called in the place of ``Module.load_state_dict``."""
+    LOADING_OF_MODULES.install(wrapper)
 
 
 def before_eager_steps(hook: Callable[[Optimizer, Any, Any], None]) -> None:

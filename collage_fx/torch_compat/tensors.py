@@ -104,10 +104,40 @@ class Pieces(NamedTuple):
     def sum(self, numbers: torch.Tensor) -> torch.Tensor:
         """Numbers that each process has for its piece, summed over all pieces."""
         summed = numbers.to(self.mesh.device_type, copy=True)
-        for i, placement in enumerate(self.placements):
-            if placement.is_shard():
-                torch.distributed.all_reduce(summed, group=self.mesh.get_group(i))
+        for i in self._are_cut:
+            torch.distributed.all_reduce(summed, group=self.mesh.get_group(i))
         return summed.to(numbers.device)
+
+    @property
+    def _are_cut(self) -> list[int]:
+        """The dimensions of the mesh by which elements are shared out; the others hold copies."""
+        return [i for i, placement in enumerate(self.placements) if placement.is_shard()]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process has a first piece, in whatever copy."""
+        coordinate = self.mesh.get_coordinate()
+        return coordinate is not None and not any(coordinate[i] for i in self._are_cut)
+
+    def have_rows(self, rows: int) -> bool:
+        """Whether each process would have one of that many rows shared out among them as elements are."""
+        counts = {rows}
+        for i in self._are_cut:
+            n = self.mesh.size(i)
+            counts = {
+                max(0, min(-(-count // n), count - k * -(-count // n))) for count in counts for k in range(n)
+            }
+        return min(counts) > 0
+
+    def zeros(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+        """A DTensor of zeros, its rows shared out among the processes among which elements are."""
+        distributed = sys.modules["torch.distributed.tensor"]
+        placements = [
+            distributed.Shard(0) if i in self._are_cut else distributed.Replicate()
+            for i in range(len(self.placements))
+        ]
+        made = distributed.zeros(rows, columns, dtype=dtype, device_mesh=self.mesh, placements=placements)
+        return cast(torch.Tensor, made)
 
 
 def pieces_of(tensor: torch.Tensor) -> Pieces | None:

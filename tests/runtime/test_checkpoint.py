@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from collage_fx import CollageBackend, error_terms, full_value
 from collage_fx.capture.recording import record
-from collage_fx.errors import CheckpointMismatchError, ConflictingErrorFormatError
+from collage_fx.errors import CheckpointMismatchError
 from collage_fx.runtime.checkpoint import adopt
 from collage_fx.runtime.optimizers import known_tensors
 from tests.support import resume
@@ -35,11 +35,18 @@ ROOT = Path(__file__).parents[2]
 
 
 def ours(state_dict: dict[str, Any]) -> dict[Any, list[str]]:
-    """Our keys in a state dict, by parameter."""
-    return {
-        key: [name for name in entries if str(name).startswith("collage_fx.")]
-        for key, entries in state_dict["state"].items()
-    }
+    """Our keys in a state dict, by parameter, less those of the fingerprints beside them."""
+    found = {}
+    for key, entries in state_dict["state"].items():
+        keys = [name for name in entries if str(name).startswith("collage_fx.")]
+        found[key] = [name for name in keys if not name.endswith(".fingerprint")]
+        assert {name.rpartition(".")[0] + ".fingerprint" for name in found[key]} == {*keys} - {*found[key]}
+    return found
+
+
+def copied(params: list[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+    """Other parameters of the same values, as a model's own checkpoint brings them."""
+    return [torch.nn.Parameter(p.detach().clone()) for p in params]
 
 
 def without_ours(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -242,6 +249,253 @@ def test_no_warning_where_nothing_of_ours_is_in_play() -> None:
     assert warned(continue_plain) == []
 
 
+# Checkpoints whose parts do not belong together. ------------------------------------------------------------
+
+
+def trained(steps: int = 3, **options: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.RMSprop(params := parameters(), alpha=0.999)
+    run_steps(compiled(optimizer, **options), params, range(steps))
+    return optimizer
+
+
+def continued(saved: dict[str, Any], params: list[torch.nn.Parameter], **options: Any) -> Any:
+    """An optimizer of these parameters that has loaded a checkpoint and taken a step, and its warnings."""
+    optimizer = torch.optim.RMSprop(params, alpha=0.999)
+    told = warned(lambda: optimizer.load_state_dict(copy.deepcopy(saved)))
+    set_gradients(params, 3)
+    told += warned(compiled(optimizer, **options))
+    return optimizer, told
+
+
+def params_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    params: list[torch.nn.Parameter] = optimizer.param_groups[0]["params"]
+    return params
+
+
+def zero_lo(saved: dict[str, Any], *of: tuple[int, str]) -> dict[str, Any]:
+    """A checkpoint as it would be if these had had no error terms."""
+    changed = copy.deepcopy(saved)
+    for parameter, slot in of:
+        changed["state"][parameter][f"collage_fx.{slot}.mcf.lo"].zero_()
+        changed["state"][parameter][f"collage_fx.{slot}.mcf.fingerprint"].zero_()
+    return changed
+
+
+def names(*of: tuple[int, str]) -> str:
+    return ", ".join(f"param_groups[0].params[{parameter}].{slot}" for parameter, slot in of)
+
+
+@pytest.mark.parametrize("model_first", [True, False])
+def test_a_model_may_be_loaded_before_its_optimizer_or_after_it(model_first: bool) -> None:
+    optimizer = trained()
+    saved, values = copy.deepcopy(optimizer.state_dict()), copied(params_of(optimizer))
+    run_steps(compiled(optimizer), params_of(optimizer), [3])
+    model = torch.nn.ParameterList(parameters(seed=1))
+    again = torch.optim.RMSprop(model, alpha=0.999)
+    for loads_model in (model_first, not model_first):
+        if loads_model:
+            model.load_state_dict(torch.nn.ParameterList(values).state_dict())
+        else:
+            again.load_state_dict(saved)
+    run_steps(compiled(again), list(model), [3])
+    assert differences(everything(optimizer), everything(again)) == []
+
+
+def changed_by_plain_torch(saved: dict[str, Any], params: list[torch.nn.Parameter]) -> dict[str, Any]:
+    plain = torch.optim.RMSprop(params, alpha=0.999)
+    loaded_by_plain_torch(plain, saved)
+    for p in params[:1]:
+        p.grad = torch.ones_like(p)
+    plain.step()
+    return torch.optim.Optimizer.state_dict.__wrapped__(plain)  # type: ignore[attr-defined]
+
+
+def swapped(saved: dict[str, Any], params: list[torch.nn.Parameter]) -> dict[str, Any]:
+    other = copy.deepcopy(trained(steps=4).state_dict())
+    saved["state"][0] |= {key: value for key, value in other["state"][0].items() if ".parameter." in key}
+    return saved
+
+
+def damaged(saved: dict[str, Any], params: list[torch.nn.Parameter]) -> dict[str, Any]:
+    saved["state"][0][LO][0, 0] = 100.0
+    return saved
+
+
+BOTH = (0, "parameter"), (0, "square_avg")
+
+
+@pytest.mark.parametrize(
+    ("change", "stale"), [(changed_by_plain_torch, BOTH), (swapped, BOTH[:1]), (damaged, BOTH[:1])]
+)
+def test_what_no_longer_belongs_to_its_value_starts_from_zero_and_is_named(change: Any, stale: Any) -> None:
+    """As if it had not been saved; the others go on, bit for bit."""
+    optimizer = trained()
+    saved, params = copy.deepcopy(optimizer.state_dict()), copied(params_of(optimizer))
+    changed = change(copy.deepcopy(saved), params)
+    again, (told,) = continued(changed, copied(params))
+    assert f"RMSprop holds error terms of other values than {names(*stale)}, which have been" in told
+    expected, others = continued(zero_lo(changed, *stale), copied(params))
+    assert differences(everything(expected), everything(again)) == []
+    assert others == []
+    with pytest.raises(AssertionError):  # that is not what these would have come to
+        assert differences(everything(continued(saved, copied(params))[0]), everything(again)) == []
+
+
+def test_a_detour_through_plain_torch_without_a_step_costs_nothing() -> None:
+    optimizer = trained()
+    saved, params = copy.deepcopy(optimizer.state_dict()), copied(params_of(optimizer))
+    plain = torch.optim.RMSprop(parameters(), alpha=0.999)
+    loaded_by_plain_torch(plain, saved)
+    carried = torch.optim.Optimizer.state_dict.__wrapped__(plain)  # type: ignore[attr-defined]
+    assert carried["state"][0][FINGERPRINT].dtype is torch.bfloat16
+    again, told = continued(carried, params)
+    assert told == []
+    run_steps(compiled(optimizer), params_of(optimizer), [3])
+    assert differences(everything(optimizer), everything(again)) == []
+
+
+def test_a_checkpoint_that_is_saved_again_before_a_step_still_says_what_its_terms_belong_to() -> None:
+    optimizer = trained()
+    other = torch.optim.RMSprop(parameters(seed=1), alpha=0.999)  # not the values they belong to
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    again, told = continued(other.state_dict(), copied(params_of(optimizer)))
+    assert told == []
+    run_steps(compiled(optimizer), params_of(optimizer), [3])
+    assert differences(everything(optimizer), everything(again)) == []
+
+
+@pytest.mark.parametrize("is_running", [True, False])
+def test_what_is_missing_is_named(is_running: bool) -> None:
+    optimizer = trained()
+    saved, params = copy.deepcopy(optimizer.state_dict()), copied(params_of(optimizer))
+    for key in (LO, FINGERPRINT):
+        del saved["state"][1][key]
+    if is_running:
+        (told,) = warned(lambda: optimizer.load_state_dict(saved))
+    else:
+        _, (told,) = continued(saved, params)
+    assert f"RMSprop holds no error terms of {names((1, 'parameter'))} (it was" in told
+
+
+def test_weights_loaded_in_the_middle_of_a_run_have_no_error_terms() -> None:
+    """Those that are not loaded, or loaded as they were, keep theirs."""
+    model = torch.nn.ParameterDict(dict(zip("abc", parameters(shapes=[(4, 6), (5,), (3,)]), strict=True)))
+    optimizer = Descent(params := list(model.values()))
+    step = compiled(optimizer)
+    run_steps(step, params, range(3))
+    before = [error_terms(p)[0].clone() for p in params]
+    best = {"a": torch.ones(4, 6).bfloat16(), "b": model["b"].detach().clone()}
+    model.load_state_dict(best, strict=False)
+    set_gradients(params, 3)
+    for p in params:
+        assert p.grad is not None
+        p.grad.zero_()
+    step()
+    assert torch.equal(full_value(model["a"]), torch.ones(4, 6).double())
+    assert [torch.equal(error_terms(p)[0], lo) for p, lo in zip(params, before, strict=True)] == [
+        False,
+        True,
+        True,
+    ]
+
+
+@pytest.mark.parametrize(("saved_as", "goes_on_as"), [("mcf", "fp32"), ("fp32", "mcf")])
+def test_another_error_format_is_converted(saved_as: str, goes_on_as: str) -> None:
+    optimizer = trained(error_format=saved_as)
+    params = copied(params_of(optimizer))
+    values = [full_value(p) for p in params_of(optimizer)]
+    again = torch.optim.RMSprop(params, alpha=0.999)
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for group in again.param_groups:
+        group["lr"] = 0.0
+    run_steps(compiled(again, error_format=goes_on_as), params, [3])
+    for p, value in zip(params, values, strict=True):
+        (lo,) = error_terms(p)
+        assert lo.dtype is {"mcf": torch.bfloat16, "fp32": torch.float32}[goes_on_as]
+        # Of a float32 error term bfloat16 holds the first 8 bits, of which one is in hi's last.
+        assert torch.all(
+            (full_value(p) - value).abs() <= value.abs() * (2.0**-17 if goes_on_as == "mcf" else 0)
+        )
+
+
+def test_a_running_step_takes_up_a_checkpoint_of_another_error_format() -> None:
+    saved = copy.deepcopy(trained(error_format="fp32").state_dict())
+    values = copied(params_of(trained(error_format="fp32")))
+    expected, _ = continued(saved, copied(values))
+    optimizer = torch.optim.RMSprop(params := parameters(), alpha=0.999)
+    step = compiled(optimizer)
+    run_steps(step, params, [0])
+    for p, value in zip(params, values, strict=True):
+        p.data.copy_(value.detach())
+    assert warned(lambda: optimizer.load_state_dict(saved)) == []
+    run_steps(step, params, [3])
+    assert differences(everything(expected), everything(optimizer)) == []
+
+
+def test_a_float32_model_gets_all_of_what_was_saved_in_16_bits() -> None:
+    optimizer = trained()
+    state = [optimizer.state[p]["square_avg"] for p in params_of(optimizer)]
+    values = [full_value(x) for x in (*params_of(optimizer), *state)]
+    wide = [torch.nn.Parameter(p.detach().float()) for p in params_of(optimizer)]
+    again = torch.optim.RMSprop(wide, alpha=0.999)
+    assert warned(lambda: again.load_state_dict(copy.deepcopy(optimizer.state_dict()))) == []
+    found = [*wide, *(again.state[p]["square_avg"] for p in wide)]
+    assert all(torch.equal(x.double(), value) for x, value in zip(found, values, strict=True))
+
+
+def test_error_terms_of_other_values_than_a_float32_models_are_left_out() -> None:
+    saved = copy.deepcopy(trained().state_dict())
+    again = torch.optim.RMSprop(wide := parameters(torch.float32), alpha=0.999)
+    (told,) = warned(lambda: again.load_state_dict(saved))
+    assert f"RMSprop holds error terms of {names((0, 'parameter'))} (torch.float32)" in told
+    assert "load the weights of a model before its optimizer" in told
+    assert [error_terms(p) for p in wide] == [(), ()]
+
+
+@pytest.mark.parametrize("is_running", [True, False])
+def test_float32_state_leaves_its_rest_in_error_terms(is_running: bool) -> None:
+    plain = torch.optim.RMSprop(wide := parameters(torch.float32), alpha=0.999)
+    run_steps(plain.step, wide, range(3))
+    params = [torch.nn.Parameter(p.detach().bfloat16()) for p in wide]
+    optimizer = torch.optim.RMSprop(params, alpha=0.999, lr=0.0)
+    step = compiled(optimizer)
+    if is_running:
+        run_steps(step, params, [0])
+    told = warned(lambda: optimizer.load_state_dict(copy.deepcopy(plain.state_dict())))
+    for p in params:
+        p.grad = torch.zeros_like(p)
+    told += warned(step)
+    assert f"RMSprop holds no error terms of {names((0, 'parameter'), (1, 'parameter'))} (it was" in told[0]
+    for p, q in zip(params, wide, strict=True):
+        exact = plain.state[q]["square_avg"].double() * 0.999
+        error = (full_value(optimizer.state[p]["square_avg"]) - exact).abs()
+        assert torch.all(
+            error <= exact * 2.0**-16
+        )  # the pair's precision, which the step rounds to once more
+
+
+def test_state_that_is_replaced_by_a_copy_keeps_its_error_terms() -> None:
+    optimizer, expected = trained(), trained()
+    step = compiled(optimizer)
+    run_steps(step, params_of(optimizer), [3])
+    for p in params_of(optimizer):
+        optimizer.state[p]["square_avg"] = optimizer.state[p]["square_avg"].clone()
+    run_steps(step, params_of(optimizer), [4])
+    run_steps(compiled(expected), params_of(expected), [3, 4])
+    assert differences(everything(expected), everything(optimizer)) == []
+
+
+def test_state_that_is_replaced_by_other_values_is_named() -> None:
+    optimizer = trained()
+    step = compiled(optimizer)
+    run_steps(step, params_of(optimizer), [3])
+    p = params_of(optimizer)[0]
+    optimizer.state[p]["square_avg"] = torch.zeros_like(p)
+    set_gradients(params_of(optimizer), 4)
+    (told,) = warned(step)
+    assert f"{names((0, 'square_avg'))} of RMSprop has been replaced" in told
+
+
 # Checkpoints that don't fit. ------------------------------------------------------------------------------
 
 
@@ -253,7 +507,7 @@ def run() -> tuple[list[torch.nn.Parameter], torch.optim.Optimizer, dict[str, An
     return params, optimizer, copy.deepcopy(optimizer.state_dict())
 
 
-LO = "collage_fx.parameter.mcf.lo"
+LO, FINGERPRINT = "collage_fx.parameter.mcf.lo", "collage_fx.parameter.mcf.fingerprint"
 
 
 @pytest.mark.parametrize(
@@ -262,11 +516,13 @@ LO = "collage_fx.parameter.mcf.lo"
         ({LO: torch.zeros(3).bfloat16()}, r"shape \(3,\) where a tensor of shape \(4, 6\)"),
         ({LO: torch.zeros(4, 6)}, r"torch.float32 where a torch.bfloat16 tensor has one of torch.bfloat16"),
         (
-            {LO: None, "collage_fx.parameter.tripled.lo": torch.zeros(4, 6).bfloat16()},
+            {LO: None, FINGERPRINT: None, "collage_fx.parameter.tripled.lo": torch.zeros(4, 6).bfloat16()},
             r"unknown format 'tripled'",
         ),
         ({"collage_fx.parameter.mcf.high": torch.zeros(4, 6).bfloat16()}, r"belong together"),
         ({"collage_fx.momentum.mcf.lo": torch.zeros(4, 6).bfloat16()}, r"does not hold"),
+        ({LO: torch.full((4, 6), torch.nan).bfloat16()}, r"that is not finite"),
+        ({FINGERPRINT: torch.zeros(8, dtype=torch.uint8)}, r"a fingerprint of shape \(8,\), not \(256, 8\)"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_loaded(
@@ -289,27 +545,6 @@ def test_what_does_not_fit_is_refused_before_anything_is_loaded(
     with pytest.raises(CheckpointMismatchError):
         fresh.load_state_dict(saved)
     assert all(error_terms(p) == () for p in fresh.param_groups[0]["params"])
-
-
-def test_another_error_format_than_the_live_one_is_refused_before_anything_is_loaded(run: Any) -> None:
-    _, optimizer, _ = run
-    other = Descent(parameters())
-    run_steps(compiled(other, error_format="fp32"), other.param_groups[0]["params"], [0])
-    saved = copy.deepcopy(other.state_dict())
-    saved["param_groups"][0]["lr"] = 5.0
-    before = everything(optimizer)
-    with pytest.raises(ConflictingErrorFormatError, match=r"'fp32'[\s\S]*'mcf'[\s\S]*reset_error_terms"):
-        optimizer.load_state_dict(saved)
-    assert differences(before, everything(optimizer)) == []
-    assert optimizer.param_groups[0]["lr"] != 5.0
-
-
-def test_a_checkpoint_for_a_model_that_is_float32_now_leaves_its_error_terms_out(run: Any) -> None:
-    *_, saved = run
-    optimizer = Descent(wider := parameters(torch.float32))
-    (warning,) = warned(lambda: optimizer.load_state_dict(saved))
-    assert "param_groups[0].params[0].parameter (torch.float32) and 1 more" in warning
-    assert [error_terms(p) for p in wider] == [(), ()]
 
 
 def test_torchs_own_refusals_come_through(run: Any) -> None:
@@ -380,7 +615,7 @@ def test_a_process_without_collage_fx_can_use_the_checkpoint(tmp_path: Path) -> 
 def test_the_report_of_a_loaded_optimizer_says_why_its_state_is_compensated() -> None:
     optimizer = torch.optim.RMSprop(params := parameters(), alpha=0.999)
     run_steps(compiled(optimizer), params, [0])
-    again = torch.optim.RMSprop(other := parameters(), alpha=0.999)
+    again = torch.optim.RMSprop(other := copied(params), alpha=0.999)
     again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     backend = CollageBackend(strategy="light")
     run_steps(torch.compile(again.step, backend=backend), other, [1])
@@ -434,16 +669,20 @@ def checkpoint_of_two_steps(optimizer: torch.optim.Optimizer, **options: Any) ->
 
 
 def test_what_plain_torch_has_cast_is_named() -> None:
-    checkpoint = checkpoint_of_two_steps(torch.optim.RMSprop(parameters(), alpha=0.999), error_format="fp32")
-    optimizer = torch.optim.RMSprop(parameters(), alpha=0.999, lr=torch.tensor(0.01).bfloat16())
+    params = parameters()
+    checkpoint = checkpoint_of_two_steps(torch.optim.RMSprop(params, alpha=0.999), error_format="fp32")
+    lr = torch.tensor(0.01).bfloat16()
+    optimizer = torch.optim.RMSprop(other := copied(params), alpha=0.999, lr=lr)
     loaded_by_plain_torch(optimizer, checkpoint)
-    optimizer.param_groups[0]["lr"] = torch.tensor(0.01).bfloat16()
-    lost = [f"param_groups[0].params[{i}].{slot}" for i in range(2) for slot in ("parameter", "square_avg")]
-    lost.append("param_groups[0].lr (if there were any)")
+    optimizer.param_groups[0]["lr"] = lr
     (told,) = warned(lambda: adopt(optimizer))
-    assert f"cost the error terms of {', '.join(lost)}; they start from zero" in told
+    assert "cost the error terms of param_groups[0].lr (if there were any); they start from zero" in told
     assert "import collage_fx above load_state_dict" in told
     assert ours({"state": optimizer.state}).popitem()[1] == []
+    set_gradients(other)
+    (told,) = warned(compiled(optimizer, error_format="fp32"))
+    lost = [f"param_groups[0].params[{i}].{slot}" for i in range(2) for slot in ("parameter", "square_avg")]
+    assert f"holds error terms of other values than {', '.join(lost[:3])} and 1 more, which" in told
 
 
 def test_what_does_not_fit_is_refused_and_left_where_it_was() -> None:

@@ -97,6 +97,10 @@ class ErrorFormat(ABC):
         """
         return (arithmetic.rest(self.join(hi, *auxiliaries), hi.to(torch.float32)),)
 
+    def beside(self, hi: Tensor, term: Tensor) -> tuple[Tensor, ...]:
+        """Auxiliaries with which the value is hi and a float32 error term, as near as the format can."""
+        return self.split(hi.to(torch.float32) + term, hi.dtype)[1:]
+
     def nbytes(self, hi: Tensor) -> int:
         """Bytes of the auxiliary tensors that go with ``hi``."""
         return sum(spec.nbytes for spec in self.auxiliaries(hi))
@@ -122,3 +126,6 @@ class OneErrorTerm(ErrorFormat):
 
     def error_terms(self, hi: Tensor, *auxiliaries: Tensor) -> tuple[Tensor, ...]:
         return auxiliaries
+
+    def beside(self, hi: Tensor, term: Tensor) -> tuple[Tensor, ...]:
+        return (term.to(self.lo_dtype(hi.dtype)),)

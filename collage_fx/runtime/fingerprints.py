@@ -1,0 +1,97 @@
+"""Fingerprints: numbers that tell whether an error term still belongs to the value it was saved beside.
+
+Note [What a fingerprint is of]
+-------------------------------
+An error term is right beside the one hi that it was split from, and noise beside any other. A checkpoint can
+part the two: plain PyTorch goes on with hi and carries our entries along, a model is loaded from one file and
+its optimizer from another. So each error term is saved with a fingerprint of the pair: the sum, modulo 2**64,
+of a hash of each element's bits in hi and in the auxiliaries. A sum has no order: however a tensor is in
+pieces, the fingerprints of the pieces add up to that of the whole, and no process need ask another one while
+it saves. That an element belongs to another place of the tensor is not seen; that it is another pair is.
+
+In a checkpoint it is a table of :data:`ROWS` rows of eight bytes, in pieces as hi is, in which each process
+writes its part into its first row: so that ``torch.distributed.checkpoint`` can save it from some processes
+and load it into others. The bytes are numbers up to 255, which every floating-point format holds: plain
+PyTorch casts what it loads to the parameter's dtype. A table of zeros says nothing, and so does one of more
+processes than rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from collage_fx.torch_compat import local_tensor, pieces_of, real_tensors
+
+#: Of the table that a fingerprint is saved as.
+ROWS = 256
+#: Of a row: a number of 64 bits.
+BYTES = 8
+
+#: Elements that are hashed at a time. On a CPU what is in between stays in the caches, and torch starts no
+#: threads for so few; elsewhere it is some 50 MB.
+_CHUNK_ON_CPU, _CHUNK = 1 << 15, 1 << 22
+
+#: Odd; the last two are those of the hash "lowbias32" of https://nullprogram.com/blog/2018/07/31/.
+_PAIR, _FIRST, _SECOND = 0x9E3779B1 - (1 << 32), 0x7FEB352D, 0x846CA68B - (1 << 32)
+
+
+def fingerprint(hi: Tensor, auxiliaries: Sequence[Tensor]) -> Tensor:
+    """The fingerprint of a tensor and its auxiliaries, or of this process's pieces of them.
+
+    Args:
+        hi: an ordinary tensor of any dtype of at most 4 bytes.
+        auxiliaries: of hi's shape; those of another shape are left out.
+
+    Returns:
+        a 0-d int64 tensor on hi's device.
+    """
+    alike = [hi, *(each for each in auxiliaries if each.shape == hi.shape)]
+    order = sorted(range(hi.dim()), key=hi.stride, reverse=True)
+    with real_tensors(), torch.no_grad():
+        flat = [_bits(each.detach().permute(order).reshape(-1)) for each in alike]
+        total = torch.zeros((), dtype=torch.int64, device=hi.device)
+        length = _CHUNK_ON_CPU if hi.device.type == "cpu" else _CHUNK
+        for chunks in zip(*(each.split(length) for each in flat), strict=True):
+            words = torch.zeros_like(chunks[0], dtype=torch.int32)
+            for chunk in chunks:
+                words.mul_(_PAIR).add_(chunk)
+            words.mul_(_FIRST)
+            words ^= (words >> 15).bitwise_and_(0x1FFFF)
+            total += words.mul_(_SECOND).sum(dtype=torch.int64)
+        return total
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+    return tensor.view(integers[tensor.dtype.itemsize])
+
+
+def table_of(number: Tensor, hi: Tensor) -> Tensor:
+    """The table that a fingerprint is saved as: Note [What a fingerprint is of].
+
+    Args:
+        number: of the tensor, or of this process's piece.
+        hi: the tensor, maybe a DTensor; the table is in pieces as it is.
+    """
+    pieces = pieces_of(hi)
+    with real_tensors(), torch.no_grad():
+        if pieces is None:
+            table = torch.zeros(ROWS, BYTES, dtype=torch.uint8, device=number.device)
+        else:
+            table = pieces.zeros(ROWS, BYTES, dtype=torch.uint8)
+        if pieces is None or pieces.have_rows(ROWS):
+            local_tensor(table)[0] = number.reshape(1).view(torch.uint8)
+    return table
+
+
+def number_in(table: Tensor, hi: Tensor) -> Tensor:
+    """The inverse of :func:`table_of`: this process's part of the fingerprint that a table holds."""
+    pieces = pieces_of(hi)
+    with real_tensors(), torch.no_grad():
+        number = local_tensor(table).contiguous().view(torch.int64).sum()
+        if pieces is not None and pieces_of(table) is None and not pieces.is_first:
+            number = torch.zeros_like(number)  # each process has the whole table
+        return number.to(local_tensor(hi).device)
