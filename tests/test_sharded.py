@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -51,6 +52,14 @@ def in_pieces(tensor: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor
 
 def in_one_piece(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def set_gradients_in_pieces(
+    params: Sequence[Tensor], mesh: DeviceMesh, placement: Placement, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for p in params:
+        p.grad = in_pieces(torch.randn(p.shape, generator=generator).to(p.dtype), mesh, placement)
 
 
 def trained(
@@ -235,9 +244,7 @@ def continued(placement: Placement, make: Any) -> tuple[dict[str, Any], dict[str
                 optimizer = make(params)
                 optimizer.load_state_dict(saved)
                 step = torch.compile(optimizer.step, backend=CollageBackend(strategy="plus"))
-            generator = torch.Generator().manual_seed(seed)
-            for p in params:
-                p.grad = in_pieces(torch.randn(p.shape, generator=generator).to(p.dtype), mesh, placement)
+            set_gradients_in_pieces(params, mesh, placement, seed)
             step()
         entries = {
             f"{key}.{name}": value
@@ -260,3 +267,41 @@ def test_a_state_dict_holds_error_terms_in_pieces(
         assert one.keys() == other.keys()
         for name, tensor in one.items():
             assert torch.equal(tensor, other[name]), name
+
+
+def continued_with_a_change(placement: Placement) -> tuple[list[str], list[bool]]:
+    """Warnings of a run in which one process has changed an element of its piece since it was saved.
+
+    And which parameters have error terms then.
+    """
+    mesh = init_device_mesh("cpu", (2,))
+    torch._dynamo.reset()
+    params = [Parameter(in_pieces(p.detach(), mesh, placement)) for p in parameters(shapes=SHAPES[:3])]
+    optimizer = momentum(params)
+    set_gradients_in_pieces(params, mesh, placement, 0)
+    torch.compile(optimizer.step, backend=CollageBackend(strategy="light"))()
+    if mesh.get_rank() == 0:
+        optimizer.state_dict()  # needs nobody else
+    saved = copy.deepcopy(optimizer.state_dict())
+    params = [Parameter(p.detach().clone()) for p in params]
+    if mesh.get_rank() == 1:
+        params[1].data.to_local()[0, 0] += 1
+    optimizer = momentum(params)
+    optimizer.load_state_dict(saved)
+    for p in params:
+        p.grad = torch.zeros_like(p)
+    optimizer.param_groups[0]["lr"] = 0.0
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.compile(optimizer.step, backend=CollageBackend(strategy="light"))()
+    told = [str(each.message) for each in caught if "collage_fx" in str(each.message)]
+    return told, [bool(in_one_piece(error_terms(p)[0]).any()) for p in params]
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1)], ids=str)
+def test_all_processes_see_that_one_has_changed_its_piece(
+    two_processes: Processes, placement: Placement
+) -> None:
+    for (told,), have_terms in two_processes.run(continued_with_a_change, placement):
+        assert "error terms of other values than param_groups[0].params[1].parameter, which" in told
+        assert have_terms == [True, False, True]
