@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from collage_fx import CollageBackend, error_terms, full_value
 from collage_fx.errors import UnsupportedTensorError
 from collage_fx.graph import Strategy
+from collage_fx.torch_compat import local_tensor
 from tests.support.processes import Processes
 from tests.support.training import parameters
 
@@ -285,7 +286,7 @@ def continued_with_a_change(placement: Placement) -> tuple[list[str], list[bool]
     saved = copy.deepcopy(optimizer.state_dict())
     params = [Parameter(p.detach().clone()) for p in params]
     if mesh.get_rank() == 1:
-        params[1].data.to_local()[0, 0] += 1
+        local_tensor(params[1].detach())[0, 0] += 1
     optimizer = momentum(params)
     optimizer.load_state_dict(saved)
     for p in params:

@@ -349,7 +349,6 @@ def _restore(optimizer: Optimizer, plain: StateDict, saved: Saved) -> None:
     claims = Claims(
         lambda names: _warn(optimizer, f"error terms of other values than {some(names)}, {WHY_OTHERS}")
     )
-    slots = {slot for (_, slot), auxiliaries in saved.items() if auxiliaries}
     waiting: list[_Waiting] = []
     unused: list[str] = []
     for owner, name, tensor in _held(optimizer, plain):
@@ -363,7 +362,7 @@ def _restore(optimizer: Optimizer, plain: StateDict, saved: Saved) -> None:
             if live is not None:
                 live.clear()
             wider = _wider(plain, owner)
-            if wider is not None or not saved or (owner[1] in slots and _has_state(plain, owner)):
+            if wider is not None or _has_been_stepped(plain, owner):
                 waiting.append(_Waiting(name, TensorWeakRef(tensor), wider))
     if unused:
         _warn(
@@ -422,8 +421,8 @@ def _wider(plain: StateDict, owner: Owner) -> Tensor | None:
     return found if is_wider else None
 
 
-def _has_state(plain: StateDict, owner: Owner) -> bool:
-    """Whether a parameter has been stepped before a checkpoint, as far as that can be seen."""
+def _has_been_stepped(plain: StateDict, owner: Owner) -> bool:
+    """Whether a checkpoint is of a time when the parameter had been stepped, as far as that can be seen."""
     return not plain["state"] or owner[0] is None or owner[0] in plain["state"]
 
 

@@ -1,0 +1,20 @@
+"""A hundred cases of ``./dev soak``."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.reliability.cases import drawn
+
+SPOILED = "a value changed after it was saved", "an error term damaged in a file"
+
+
+@pytest.mark.parametrize("tenth", range(10))
+def test_what_is_carried_on_loses_nothing_and_what_is_spoiled_is_named(tenth: int) -> None:
+    for seed in range(10 * tenth, 10 * (tenth + 1)):
+        outcome = drawn(seed)
+        assert outcome.lost == 0, (seed, outcome)
+        is_named = (
+            len(outcome.told) == 1 and "error terms of other values than param_groups" in outcome.told[0]
+        )
+        assert is_named if outcome.what[0] in SPOILED else not outcome.told, (seed, outcome)
