@@ -77,8 +77,12 @@ class Analyze(Pass):
         for state in program.states:
             state.compensated, state.selection = _select(program, state, flow)
         sources = [*kept_up, *(state.placeholder for state in program.compensated)]
+        whole = {*sources, *map(_stored, program.compensated)}
         for state in program.states:
             if not _is_overwritten_parameter(state):
+                is_copy = state.info.role is Role.STATE and _stored(state) in whole
+                if is_copy and not state.compensated and program.strategy != "none":
+                    state.compensated, state.selection = True, "a copy of what has error terms"
                 continue
             if _is_computed_from(sources, state, flow):
                 state.compensated, state.selection = True, "computed from state that is compensated"

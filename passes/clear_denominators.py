@@ -1,6 +1,7 @@
 """The pass by which numbers that divide within a denominator multiply the quotient instead.
 
     x / (a/(c s) + e/s)   ->   x / (a + e c) * (c s)          x, a: tensors; c, e, s: numbers, 0-d
+    1 / (a/(c s) + e/s)   ->   (c s) / (a + e c)
 
 Theorem. Where none of them is 0 or infinite the two are equal: the denominator has been multiplied by c s.
 Where s is 0 the first is 0/0 if a is 0; the second is 0, as what both stand for, ``x / (a/c + e) * s``. Where
@@ -76,13 +77,16 @@ def _clear(editor: GraphEditor, reader: _Reader, node: Node) -> bool:
             return False
         core = _in_float32(editor, read.core)
         dividend = [_in_float32(editor, operand) for operand in node.args[:-1]]
-        quotient = editor.call(node.target, *dividend, core)
         scale = _product(editor, read.denominators)
         if read.numerators:
             scale = editor.call(aten.div.Tensor, scale, _product(editor, read.numerators))
         if read.is_negative:
             scale = editor.call(aten.neg.default, scale)
-        result = editor.call(aten.mul.Tensor, quotient, scale)
+        if dividend:
+            quotient = editor.call(aten.div.Tensor, *dividend, core)
+            result = editor.call(aten.mul.Tensor, quotient, scale)
+        else:
+            result = editor.call(aten.div.Tensor, scale, core)
         result = editor.convert(result, node.meta["val"].dtype)
     node.replace_all_uses_with(result)
     editor.graph.erase_node(node)

@@ -70,8 +70,36 @@ def test_an_averaged_model(average: str) -> None:
         # hi + lo: u**2 = 2**-16 a step, forgotten at the rate of the average or not, 300 times at random
         assert relative_error(full_value(p), r.detach()) <= 2.0**-16 * 300**0.5
     assert int(ours.n_averaged) == 300
-    assert len([graph for graph in backend.report().graphs if graph.tensors]) == 1
+    # the copy and the average
+    assert len([graph for graph in backend.report().graphs if graph.tensors]) == 2
     assert set(ours.state_dict()) == set(plain.state_dict())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("average", ["ema multi", "swa"])
+def test_the_first_copy_of_a_model_has_its_error_terms(average: str, dtype: torch.dtype) -> None:
+    """What hi alone lacks would be half of the displacement, and stay so in a slow average."""
+    race = Race(parameters(shapes=[(16, 8)]), lambda params: torch.optim.AdamW(params, lr=1e-5))
+    models = []
+    for (p,) in race.parameters:
+        model = torch.nn.Linear(8, 16, bias=False)
+        model.weight = p
+        models.append(model)
+    options = AVERAGES[average]
+    ours, exact = AveragedModel(models[0], **options).to(dtype), AveragedModel(models[2], **options)
+    update = torch.compile(ours.update_parameters, backend=race.backend)
+    race.run(20)
+    start = race.start[0]
+    for _ in range(2):
+        update(models[0])
+        exact.update_parameters(models[2])
+        (mine,), (meant,) = ours.parameters(), exact.parameters()
+        hi_alone = relative_error(race.parameters[0][0].detach().double() - start, meant.detach() - start)
+        assert hi_alone >= 0.2
+        # no more than what the parameter itself is off by, and 2**-16 of a weight for each rounding
+        allowed = race.errors(0)[0] + float(2.0**-16 * start.norm() / (meant.detach() - start).norm())
+        assert relative_error(full_value(mine) - start, meant.detach() - start) <= allowed
+        race.run(1)
 
 
 def average_of_mean(averaged: Tensor, current: Tensor, count: Tensor | int) -> Tensor:

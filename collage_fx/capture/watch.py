@@ -65,6 +65,7 @@ from collage_fx.torch_compat import (
     Thin,
     Watch,
     before_eager_steps,
+    calls_what_is_compiled,
     current_trace,
     dynamo_recompile_limit,
     is_being_stepped,
@@ -120,8 +121,12 @@ def install(is_ours: Callable[[Any], bool], strictness: Strictness, rows_to_trac
 
 
 def note_compiled_step(optimizer: Optimizer, *, strict: bool) -> None:
-    """Note that a step of ``optimizer`` is compiled with error terms: it isn't to be run eagerly any more."""
-    _compiled[optimizer] = strict or _compiled.get(optimizer, False)
+    """Note that a step of ``optimizer`` is compiled with error terms: it isn't to be run eagerly any more.
+
+    Unless it is the eager step that calls what is compiled.
+    """
+    if not calls_what_is_compiled(optimizer):
+        _compiled[optimizer] = strict or _compiled.get(optimizer, False)
 
 
 # -- Dynamo begins to trace through an optimizer
@@ -259,9 +264,10 @@ def _at_graph_break(
         return
     if graph_break.is_in_closure and _is_captured_after_its_closure(optimizer):
         return
-    if graph_break.is_around_a_step and not is_recordable(optimizer):
+    can_be_recorded = is_recordable(optimizer) and not is_being_stepped(optimizer)
+    if graph_break.is_around_a_step and not can_be_recorded:
         return  # its own step is like any function that steps an optimizer
-    if is_recordable(optimizer) and not is_being_stepped(optimizer):
+    if can_be_recorded:
         if not is_recorded(optimizer):
             record(optimizer, backend, keywords, graph_break.reason, strict=strict)
         if is_step_wrapper(code):

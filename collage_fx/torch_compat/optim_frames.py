@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Iterator, Mapping
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
 
-__all__ = ["is_being_stepped", "is_step_wrapper", "optimizer_being_stepped"]
+__all__ = ["calls_what_is_compiled", "is_being_stepped", "is_step_wrapper", "optimizer_being_stepped"]
 
 
 def optimizer_being_stepped() -> torch.optim.Optimizer | None:
@@ -32,6 +33,19 @@ def is_being_stepped(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
+def calls_what_is_compiled(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether what Dynamo compiles right now is called by the optimizer's ``step``, which runs eagerly.
+
+    As where a class has ``step = torch.compile(AdamW.step)``: torch puts its wrapper around that.
+    """
+    is_called_compiled = False
+    for code, variables in possible_steps_on_the_stack():
+        if is_called_compiled and is_step_wrapper(code) and optimizer_of_method(code, variables) is optimizer:
+            return True
+        is_called_compiled |= code.co_filename == inspect.getfile(torch._dynamo.eval_frame)
+    return False
+
+
 def possible_steps_on_the_stack() -> Iterator[tuple[CodeType, Mapping[str, Any]]]:
     """The Python frames that are running, innermost first; with their variables if they may be a step.
 
@@ -49,16 +63,26 @@ def is_in_torchs_optimizer(code: CodeType) -> bool:
     return code.co_filename == inspect.getfile(torch.optim.Optimizer)
 
 
-def functions_passed(code: CodeType, variables: Mapping[str, Any]) -> set[tuple[str, str]]:
-    """The file and name of each function among a frame's arguments: the closure of a step is one of them."""
+def functions_passed(code: CodeType, variables: Mapping[str, Any]) -> list[FunctionType]:
+    """The functions that a frame has as arguments, in whatever wrapping: a step's closure is one of them."""
+    are_starred = [bool(code.co_flags & flag) for flag in (inspect.CO_VARARGS, inspect.CO_VARKEYWORDS)]
+    arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + sum(are_starred)]
     passed: list[Any] = []
-    for name in code.co_varnames:
-        value = variables.get(name)
+    for value in map(variables.get, arguments):
         passed += (
             value if isinstance(value, tuple) else value.values() if isinstance(value, dict) else [value]
         )
-    codes = [value.__code__ for value in passed if isinstance(value, FunctionType)]
-    return {(each.co_filename, each.co_name) for each in codes}
+    functions = map(_function_of, passed)
+    return [function for function in functions if isinstance(function, FunctionType)]
+
+
+def _function_of(value: Any) -> Any:
+    """The function that Python runs where ``value`` is called, if it is one of Python's."""
+    while isinstance(value, functools.partial):
+        value = value.func
+    if isinstance(value, MethodType):
+        return value.__func__
+    return value if isinstance(value, FunctionType) else inspect.getattr_static(type(value), "__call__", None)
 
 
 def optimizer_of_method(code: CodeType, variables: Mapping[str, Any]) -> torch.optim.Optimizer | None:

@@ -7,13 +7,15 @@ with iterators alive: there Dynamo gives up on the frame, runs it eagerly and co
 calls. A ``multi_avg_fn`` is such a function and contains the whole update. But an ``avg_fn``, which the equal
 average on the CPU is too, only returns the new value, and the frame stores it: eagerly and rounded, where no
 backend can give it an error term. So importing collage_fx wraps the method: for the duration of a call
-``avg_fn`` is given to it as a ``multi_avg_fn`` that computes the same values and stores them itself.
+``avg_fn`` is given to it as a ``multi_avg_fn`` that computes the same values and stores them itself. So it is
+with the copy that the first update makes of the model: it is made once more, in a function of its own.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -44,6 +46,9 @@ def _updating(
     update_parameters: Callable[[AveragedModel, torch.nn.Module], None],
 ) -> Callable[[AveragedModel, torch.nn.Module], None]:
     def with_stores_in_one_frame(self: AveragedModel, model: torch.nn.Module) -> None:
+        if self.n_averaged == 0:
+            update_parameters(self, model)
+            return _copy_each(*(list(_averaged(each, self.use_buffers)) for each in (self.module, model)))
         average = self.avg_fn or (_equal_average if _on_cpu(self) else None)
         if self.multi_avg_fn is not None or average is None:
             return update_parameters(self, model)
@@ -58,6 +63,18 @@ def _updating(
 
 def _on_cpu(model: torch.nn.Module) -> bool:
     return all(p.device.type == "cpu" for p in model.parameters())
+
+
+def _averaged(model: torch.nn.Module, use_buffers: bool) -> Iterator[Tensor]:
+    """The tensors of a model that are averaged."""
+    return chain(model.parameters(), model.buffers() if use_buffers else ())
+
+
+@torch.no_grad()
+def _copy_each(averaged: Sequence[Tensor], current: Sequence[Tensor]) -> None:
+    for mine, new in zip(averaged, current, strict=False):
+        if mine.device == new.device:
+            mine.copy_(new)
 
 
 @torch.no_grad()

@@ -103,19 +103,25 @@ def _describe_graph_break(translator: Any, cause: Any) -> GraphBreak:
     where = (
         f"{stack[-1].filename}:{stack[-1].lineno} in {stack[-1].name}" if stack else translator.f_code.co_name
     )
-    stepped_by = _optimizer_stepped_by(translator, stack)
-    return GraphBreak(*stepped_by, _is_called_by_torchs_optimizer(cause), ". ".join(explained), where)
+    reason = ". ".join(explained)
+    stepped_by = _optimizer_stepped_by(translator, stack, reason)
+    return GraphBreak(*stepped_by, _is_called_by_torchs_optimizer(cause), reason, where)
 
 
-def _optimizer_stepped_by(translator: Any, stack: Sequence[Any]) -> tuple[torch.optim.Optimizer | None, bool]:
+def _optimizer_stepped_by(
+    translator: Any, stack: Sequence[Any], reason: str
+) -> tuple[torch.optim.Optimizer | None, bool]:
     """The optimizer in one of whose methods a translation is, and whether in a closure that it calls.
 
-    Looked for among the function that is being traced and the Python frames that called it.
+    Looked for among the function that is being traced and the Python frames that called it. A closure that
+    is disabled for Dynamo breaks the graph where it is called, for a reason that names it.
     """
     below = {(entry.filename, entry.name) for entry in stack}
     for code, variables in [(translator.f_code, translator.f_locals), *possible_steps_on_the_stack()]:
         optimizer = optimizer_of_method(code, variables)
         if optimizer is not None:
-            return optimizer, bool(below & functions_passed(code, variables))
+            passed = functions_passed(code, variables)
+            codes = {(each.__code__.co_filename, each.__code__.co_name) for each in passed}
+            return optimizer, bool(below & codes) or any(str(each) in reason for each in passed)
         below.add((code.co_filename, code.co_name))
     return None, False

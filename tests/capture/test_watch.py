@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import itertools
 import logging
 import threading
 import warnings
@@ -179,20 +181,43 @@ def test_breaks_that_leave_the_update_whole_are_let_through(kind: type[Unusual])
     assert bool(error_terms(p)[0].any())
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, Descent])
-def test_the_closure_of_a_step_may_break_the_graph(kind: type[Optimizer]) -> None:
+class Wrapped:
+    """An object that is called as the function it holds is."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self.function = function
+
+    def __call__(self) -> Any:
+        return self.function()
+
+
+#: Ways to hand a step its closure.
+WRAPPINGS: dict[str, Callable[[Callable[[], Any]], Callable[[], Any]]] = {
+    "a function": lambda closure: closure,
+    "a partial function": functools.partial,
+    "an object": Wrapped,
+    "a method": lambda closure: Wrapped(closure).__call__,
+    "disabled": torch.compiler.disable,
+    "a partial disabled one": lambda closure: functools.partial(torch.compiler.disable(closure)),
+}
+
+
+class CallsItsClosure(Unusual):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        super().step()
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrapping"),
+    [(CallsItsClosure, "a function"), *((torch.optim.SGD, wrapping) for wrapping in WRAPPINGS)],
+)
+def test_the_closure_of_a_step_may_break_the_graph(kind: type[Optimizer], wrapping: str) -> None:
     """It runs backward(), which no graph contains."""
-
-    class CallsItsClosure(Unusual):
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> Any:
-            with torch.enable_grad():
-                loss = closure()
-            super().step()
-            return loss
-
     torch._dynamo.reset()
-    kind = CallsItsClosure if kind is Descent else kind
     p, optimizer = optimizer_of(kind, lr=TINY)
 
     def closure() -> Tensor:
@@ -202,7 +227,8 @@ def test_the_closure_of_a_step_may_break_the_graph(kind: type[Optimizer]) -> Non
         return loss
 
     step: Callable[..., Any] = torch.compile(optimizer.step, backend=CollageBackend())
-    assert float(step(closure).detach()) == float((p.detach().float() ** 2).sum())
+    loss = step(WRAPPINGS[wrapping](closure))
+    assert float(loss.detach()) == float((p.detach().float() ** 2).sum())
     assert bool(error_terms(p)[0].any())
 
 
@@ -320,6 +346,36 @@ def test_an_eager_step_of_an_optimizer_with_error_terms_is_refused(kind: type[Op
     optimizer.param_groups[0]["lr"] = 1.0
     optimizer.step()  # the user has said so
     assert not torch.equal(p, before)
+
+
+def compiled_in_its_class(base: type[Optimizer]) -> type[Optimizer]:
+    class Compiled(base):  # type: ignore[valid-type, misc]
+        step = torch.compile(base.step, backend=CollageBackend())
+
+    return Compiled
+
+
+def compiled_by_a_decorator(base: type[Optimizer]) -> type[Optimizer]:
+    class Compiled(base):  # type: ignore[valid-type, misc]
+        @torch.compile(backend=CollageBackend())
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    return Compiled
+
+
+@pytest.mark.parametrize("base", [torch.optim.AdamW, Descent])
+@pytest.mark.parametrize("derived", [compiled_in_its_class, compiled_by_a_decorator])
+def test_a_class_may_have_a_compiled_step(
+    base: type[Optimizer], derived: Callable[[type[Optimizer]], type[Optimizer]]
+) -> None:
+    """Its instances call it by torch's wrapper around ``step``, which runs eagerly."""
+    p, optimizer = optimizer_of(derived(base), lr=TINY)
+    values = [full_value(p)]
+    for _ in range(3):
+        optimizer.step()
+        values.append(full_value(p))
+    assert all(bool((new != old).all()) for old, new in itertools.pairwise(values))
 
 
 def test_without_strict_an_eager_step_is_reported_once() -> None:

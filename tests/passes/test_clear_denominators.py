@@ -41,9 +41,9 @@ def test_what_both_terms_are_divided_by_multiplies_the_quotient() -> None:
         """\
 mul_2: float32[] = mul(t, 1e-08)  # clear-denominators
 add_2: float32[4] = add(sqrt, mul_2)  # clear-denominators
-div_2: float32[4] = div(m, add_2)  # clear-denominators
 mul_3: float32[] = mul(t, lr)  # clear-denominators
 neg_1: float32[] = neg(mul_3)  # clear-denominators
+div_2: float32[4] = div(m, add_2)  # clear-denominators
 mul_4: float32[4] = mul(div_2, neg_1)  # clear-denominators""",
     )
 
