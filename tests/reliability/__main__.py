@@ -72,11 +72,12 @@ INTRODUCTION = """# Reliability
 A run that is saved, killed, loaded elsewhere and gone on with has to have every bit of one that nothing has
 interrupted: parameters, state and error terms. `./dev soak --write` draws thousands of such runs, of several
 optimizers, formats and strategies ([`tests/reliability`](../tests/reliability)), compares, and writes this
-page; the tests take a hundred of them. A run goes one to three ways, one after the other, and counts for each.
+page; the tests take a hundred of them. A run goes one to three ways, one after the other, and counts for
+each.
 
 "Elements lost" counts those that are not, bit for bit, what they should be. Where a checkpoint has been
-spoiled, the error terms of the tensor concerned have to become zero, those of all others to stay, and a warning
-has to name the tensor.
+spoiled, the error terms of the tensor concerned have to become zero, those of all others to stay, and a
+warning has to name the tensor.
 """
 
 
