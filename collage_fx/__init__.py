@@ -7,6 +7,7 @@ from collage_fx.report import CollageReport
 from collage_fx.runtime.checkpoint import install as _install_checkpoint_support
 from collage_fx.runtime.claims import install as _install_claims
 from collage_fx.runtime.error_terms import error_terms, full_value, reset_error_terms
+from collage_fx.runtime.full_state import full_state_dict, load_full_state_dict, save_full_state_dict
 from collage_fx.torch_compat.patch_averages import install as _install_averaging_support
 
 __version__ = "0.1.0"
@@ -19,8 +20,11 @@ __all__ = [
     "collage_backend",
     "error_terms",
     "explain",
+    "full_state_dict",
     "full_value",
+    "load_full_state_dict",
     "reset_error_terms",
+    "save_full_state_dict",
 ]
 
 _install_checkpoint_support()

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import signal
+import socket
 import struct
 import subprocess
 import sys
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +21,7 @@ for module in ("matplotlib", "tqdm"):
     pytest.importorskip(module)
 
 from collage_fx.runtime.metrics import MeasuredTensor  # noqa: E402
-from examples import train_gpt  # noqa: E402
+from examples import train_fsdp, train_gpt  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -135,3 +139,64 @@ def test_products_in_float32_are_rounded_once() -> None:
     assert torch.equal(linear, (left.float() @ right.float().T).bfloat16())
     assert left.grad is not None
     assert torch.equal(left.grad, (torch.ones(8, 8) @ right.float().T).bfloat16())
+
+
+FSDP_STEPS, FSDP_SAVE_EVERY = 24, 3
+
+
+def fsdp_losses(printed: Iterable[str]) -> dict[int, str]:
+    """What train_fsdp prints of its losses, of which no digit is missing, by step."""
+    found = (re.fullmatch(r"step (\d+): loss (\S+)\n?", line) for line in printed)
+    return {int(match[1]): match[2] for match in found if match}
+
+
+def killed_at(step: int, command: list[str], count: int) -> dict[int, str]:
+    """The losses that processes print until they are killed, when the first has got that far."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torchruns = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, *command],
+            cwd=ROOT,
+            env={**environment(), **torchruns, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(count)
+    ]
+    printed: list[str] = []
+    for line in processes[0].stdout or ():
+        printed.append(line)
+        if line.startswith(f"step {step}:"):
+            for each in processes:
+                each.kill()
+    for each in processes:
+        each.communicate()
+        assert each.returncode == -signal.SIGKILL
+    return fsdp_losses(printed)
+
+
+def test_train_fsdp_goes_on_to_the_bit_after_sigkill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes, killed and resumed, have the losses of one without interruption."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    command = ["-m", "examples.train_fsdp", "--quick", "--device=cpu", f"--steps={FSDP_STEPS}", "--resume"]
+    command += [f"--save-every={FSDP_SAVE_EVERY}", f"--out={tmp_path}"]
+    killed = killed_at(FSDP_SAVE_EVERY + 1, command, count=2)
+    assert max(killed) < FSDP_STEPS - 1
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *command]
+    done = subprocess.run(torchrun, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    resumed = fsdp_losses(done.stdout.splitlines())
+    assert min(resumed) >= FSDP_SAVE_EVERY
+
+    torch._dynamo.reset()
+    recipe = replace(train_gpt.QUICK, steps=FSDP_STEPS)
+    text = train_gpt.Text.of_standard_library()
+    steps = train_fsdp.train(recipe, text, "cpu", tmp_path / "one", save_every=FSDP_STEPS + 1, resume=False)
+    alone = {number: repr(loss) for number, loss in steps}
+    assert alone.keys() == killed.keys() | resumed.keys() == set(range(FSDP_STEPS))
+    assert killed.items() <= alone.items()
+    assert resumed.items() <= alone.items()
+    assert train_fsdp.lr_of(recipe, 0) == 0

@@ -62,6 +62,9 @@ class _Records:
 
 _RECORDS = _Records()
 
+#: Elements that are handled at once where a tensor is too large to be converted as a whole.
+PART = 1 << 20
+
 
 def state_of_records() -> object:
     """An object that stays the same as long as all records are there, with the same buffers."""
@@ -306,9 +309,18 @@ def full_value(tensor: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     2**-44 of hi).
     """
     value = local_tensor(tensor.detach()).to(dtype, copy=True)
-    for term in error_terms(tensor):
-        value += local_tensor(term).to(dtype)
+    for term in map(local_tensor, error_terms(tensor)):
+        # Part by part: an operand of another dtype is converted as a whole.
+        for part, of_term in zip(parts_of(value), parts_of(term), strict=True):
+            part.add_(of_term.to(dtype))
     return distributed_like(tensor, value)
+
+
+def parts_of(tensor: Tensor) -> Sequence[Tensor]:
+    """Views of all rows of a tensor, of about ``PART`` elements each."""
+    if tensor.dim() == 0 or not tensor.numel():
+        return (tensor,)
+    return tensor.split(max(1, PART * len(tensor) // tensor.numel()))
 
 
 def reset_error_terms(tensor: Tensor) -> None:

@@ -111,7 +111,8 @@ class Pieces(NamedTuple):
     @property
     def _are_cut(self) -> list[int]:
         """The dimensions of the mesh by which elements are shared out; the others hold copies."""
-        return [i for i, placement in enumerate(self.placements) if placement.is_shard()]
+        # A strided one, of FSDP2 with tensor parallelism, says no to is_shard().
+        return [i for i, placement in enumerate(self.placements) if not placement.is_replicate()]
 
     @property
     def is_first(self) -> bool:
@@ -155,7 +156,8 @@ def local_tensor(tensor: torch.Tensor, pieces: Pieces | None = None) -> torch.Te
 
     Args:
         tensor: the tensor.
-        pieces: in which its elements are wanted. All processes call it where they have to be sent for that.
+        pieces: in which its elements are wanted. Of an ordinary tensor, which all processes have, each takes
+            its own. Those of a DTensor in other pieces are sent: all processes have to call it.
     """
     of = pieces_of(tensor)
     if of is None and pieces is None:
@@ -164,7 +166,7 @@ def local_tensor(tensor: torch.Tensor, pieces: Pieces | None = None) -> torch.Te
     if of is None:
         assert pieces is not None
         distribute = sys.modules["torch.distributed.tensor"].distribute_tensor
-        distributed = distribute(tensor.to(pieces.mesh.device_type), *pieces)
+        distributed = distribute(tensor.detach(), *pieces, src_data_rank=None)
     elif pieces is not None and of.placements != pieces.placements:
         distributed = distributed.redistribute(*pieces)
     return cast(torch.Tensor, distributed._local_tensor)  # to_local() makes a view of it

@@ -1,0 +1,276 @@
+"""A model's weights with their error terms added, as one state dict, and the way back.
+
+Note [One tensor at a time]
+---------------------------
+Weights in float32 are twice as large as the model. So a full state dict is a mapping that makes a tensor when
+it is read, its file is written, and read, tensor by tensor, and of a DTensor all is gathered only when it is
+that one's turn: at any time there is at most one such tensor, but for those that the reader keeps.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+from collage_fx.errors import (
+    CheckpointMismatchError,
+    InvalidOptionError,
+    UnsupportedTensorError,
+    did_you_mean,
+)
+from collage_fx.numerics import ERROR_FORMATS, is_low_precision
+from collage_fx.runtime.error_terms import (
+    ensure_expansion,
+    expansion_of,
+    full_value,
+    parts_of,
+    require_format,
+)
+from collage_fx.runtime.optimizers import parameter_names
+from collage_fx.runtime.safetensors_file import NAMES, SafetensorsFile, write_safetensors
+from collage_fx.torch_compat import local_tensor, pieces_of
+
+
+def full_state_dict(
+    model: Module, dtype: torch.dtype = torch.float32, *, gather: bool = False
+) -> Mapping[str, Any]:
+    """The model's state dict with the full values of its bfloat16 and float16 parameters, hi + error terms.
+
+    ``dict(full_state_dict(model))`` is for ``torch.save``, ``load_state_dict`` of a float32 model, or
+    ``save_pretrained(state_dict=...)``; a loop over ``.items()`` that deletes each tensor has one at a time.
+
+    Args:
+        model: any module, its parameters DTensors or not. It is not changed.
+        dtype: of the full values. float32 holds what ``arithmetic="wide"`` leaves, bit for bit, and rounds
+            other sums once, to nearest; float64 holds all.
+        gather: whether DTensors become whole tensors, on every process. All processes then have to read the
+            same names in the same order. Without, they are DTensors with the parameter's mesh and placements.
+
+    Returns:
+        a mapping with the names of ``model.state_dict()``. It makes a tensor each time that one is read, from
+        the parameter as it is then; one that a model has under several names is made once as long as it is
+        kept. Parameters of other dtypes, buffers and what is no tensor are there as they are.
+
+    Raises:
+        UnsupportedTensorError: a parameter with error terms is not what ``model.state_dict()`` holds (FSDP1,
+            which makes other tensors of it).
+    """
+    return _FullStateDict(model, dtype, gather=gather)
+
+
+class _FullStateDict(Mapping[str, Any]):
+    def __init__(self, model: Module, dtype: torch.dtype, *, gather: bool) -> None:
+        self.held: dict[str, Any] = model.state_dict(keep_vars=True)
+        self._dtype = dtype
+        self._gather = gather
+        self._made: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+        held = set(map(id, self.held.values()))
+        for name, parameter in model.named_parameters():
+            if id(parameter) not in held and expansion_of(parameter) is not None:
+                raise UnsupportedTensorError(
+                    "a parameter with error terms that is not in model.state_dict() itself",
+                    where=name,
+                    remedy="use FSDP2 (torch.distributed.fsdp.fully_shard), whose state dicts hold the "
+                    "parameters, where FSDP1 makes other tensors of them",
+                )
+
+    def __getitem__(self, name: str) -> Any:
+        tensor = self.held[name]
+        if not isinstance(tensor, Tensor):
+            return tensor
+        made = self._made.get(id(tensor))
+        if made is None:
+            made = full_value(tensor, self._dtype) if _is_full(tensor) else tensor.detach()
+            if self._gather and pieces_of(made) is not None:
+                made = cast(Any, made).full_tensor()
+            self._made[id(tensor)] = made
+        return made
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.held)
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+    def __reduce__(self) -> Any:
+        """Pickles and copies are ordinary dictionaries, with all tensors in them."""
+        return dict, (dict(self),)
+
+    def like(self) -> dict[str, Tensor]:
+        """What stands under each name, tensors as ones on the meta device with the whole shape."""
+        return {
+            name: torch.empty(held.shape, dtype=self._dtype if _is_full(held) else held.dtype, device="meta")
+            if isinstance(held, Tensor)
+            else held
+            for name, held in self.held.items()
+        }
+
+
+def _is_full(tensor: Tensor) -> bool:
+    """Whether a full state dict has hi + error terms of a tensor, rather than itself."""
+    is_weight = isinstance(tensor, Parameter) or expansion_of(tensor) is not None
+    return is_weight and is_low_precision(tensor.dtype)
+
+
+def save_full_state_dict(
+    model: Module, path: str | os.PathLike[str], dtype: torch.dtype = torch.float32
+) -> None:
+    """Write ``full_state_dict(model, dtype)`` to a safetensors file, with one tensor at a time in memory.
+
+    Tensors that the model has under several names are written once, under the first, as
+    ``safetensors.torch.save_model`` does; ``load_model``, transformers and :func:`load_full_state_dict` read
+    it. The file has its name only once it is complete.
+
+    Args:
+        model: any module. If there are DTensors in it, all processes have to call this, and the first of
+            their mesh writes; else each that calls it does.
+        path: of the file.
+        dtype: as in :func:`full_state_dict`.
+
+    Raises:
+        UnsupportedTensorError: as :func:`full_state_dict`, or something is no tensor or of a dtype that such
+            files have not; nothing has been written then.
+        OSError: the file cannot be written; what was there is as it was.
+    """
+    full = _FullStateDict(model, dtype, gather=True)
+    like = full.like()
+    for name, each in like.items():
+        if not isinstance(each, Tensor) or each.dtype not in NAMES:
+            kind = each.dtype if isinstance(each, Tensor) else type(each).__name__
+            raise UnsupportedTensorError(
+                f"{kind}, which a safetensors file cannot hold",
+                where=name,
+                remedy="torch.save(dict(collage_fx.full_state_dict(model)), path)",
+            )
+    first = _first_names(full.held)
+    order = sorted((name for name in like if first[name] == name), key=lambda name: -like[name].itemsize)
+    tensors = (full[name] for name in order)
+    ranks = [int(pieces.mesh.mesh.min()) for pieces in map(pieces_of, full.held.values()) if pieces]
+    try:
+        if not ranks or torch.distributed.get_rank() == min(ranks):
+            others = {name: of for name, of in first.items() if of != name}
+            write_safetensors(
+                Path(path), {name: like[name] for name in order}, tensors, {"format": "pt", **others}
+            )
+    finally:
+        for _ in tensors:  # which all processes gather, or none
+            pass
+
+
+def load_full_state_dict(
+    model: Module,
+    optimizer: Optimizer,
+    weights: Mapping[str, Any] | str | os.PathLike[str],
+    *,
+    error_format: str = "mcf",
+) -> None:
+    """Load weights of more bits than the model's parameters have, and keep the rest in error terms.
+
+    A bfloat16 or float16 parameter becomes the weight, in float32, rounded to nearest, and its error term
+    what is left of it. With "fp32" their sum is the weight; with "mcf" it is off by at most 2**-16 of it
+    beside bfloat16, and by at most 2**-22 of it or 2**-25 beside float16. Compiled steps go on from there.
+    The optimizer's state is left as it is.
+
+    Args:
+        model: any module, its parameters DTensors or not.
+        optimizer: the one that steps it. Parameters that it does not hold, frozen ones, have no error terms:
+            they are rounded.
+        weights: tensors by the names of ``model.state_dict()``, or the path of a safetensors file, which is
+            read a tensor at a time. What the model has under several names may be there under one of them.
+            Of a whole tensor each process takes its piece; a DTensor is sent around as that needs.
+        error_format: of the error terms, that of the compiled steps.
+
+    Raises:
+        CheckpointMismatchError: names are missing or unknown, shapes differ, integers stand where numbers
+            with a fraction belong, or no parameter of the optimizer is in ``model.state_dict()`` (FSDP1 has
+            others there).
+        ConflictingErrorFormatError: a parameter has error terms in another format.
+        InvalidOptionError: there is no such error format.
+        Nothing has been changed then.
+    """
+    if error_format not in ERROR_FORMATS:
+        raise InvalidOptionError(
+            f"unknown error format {error_format!r}",
+            where="load_full_state_dict(error_format=...)",
+            remedy=did_you_mean(error_format, ERROR_FORMATS),
+        )
+    kept_in = ERROR_FORMATS[error_format]
+    sources = weights if isinstance(weights, Mapping) else SafetensorsFile(weights)
+    held: dict[str, Any] = model.state_dict(keep_vars=True)
+    stepped = {id(parameter) for _, parameter in parameter_names(optimizer)}
+    _refuse_misfits(held, sources, stepped)
+    for name, target in held.items():
+        expansion = expansion_of(target) if isinstance(target, Tensor) else None
+        if expansion is not None and id(target) in stepped:
+            require_format(expansion, kept_in, name=name)
+
+    with torch.no_grad():
+        for name in sources:
+            target = held[name]
+            if not isinstance(target, Tensor):
+                model.load_state_dict({name: sources[name]}, strict=False)
+                continue
+            mine, source = local_tensor(target), local_tensor(sources[name], pieces_of(target))
+            if id(target) in stepped and is_low_precision(target.dtype):
+                auxiliaries = ensure_expansion(target, kept_in, name=name).auxiliaries
+                parts = parts_of if kept_in.is_elementwise else lambda tensor: (tensor,)
+                for part, *into in zip(*map(parts, (source, mine, *auxiliaries)), strict=True):
+                    split = kept_in.split(part.to(mine.device, torch.float32), target.dtype)
+                    for each, new in zip(into, split, strict=True):
+                        each.copy_(new)
+            else:
+                mine.copy_(source)
+                if (expansion := expansion_of(target)) is not None:
+                    expansion.clear()
+
+
+def _refuse_misfits(held: Mapping[str, Any], sources: Mapping[str, Any], stepped: set[int]) -> None:
+    """Raise unless ``sources`` can be loaded into what a model holds, of which an optimizer steps some."""
+    if stepped.isdisjoint(map(id, held.values())):
+        raise CheckpointMismatchError(
+            "an optimizer none of whose parameters is in model.state_dict() itself",
+            where="load_full_state_dict",
+            remedy="make the optimizer of this model's parameters, after what replaces them (FSDP1, which "
+            "makes other tensors of them for a state dict, is not supported: use fully_shard)",
+        )
+    first = _first_names(held)
+    given = {first.get(name) for name in sources}
+    missing = [name for name in held if isinstance(held[name], Tensor) and first[name] not in given]
+    unknown = [name for name in sources if name not in held]
+    if missing or unknown:
+        raise CheckpointMismatchError(
+            "; ".join(
+                f"{what} {names[:8]}{' and more' if len(names) > 8 else ''}"
+                for what, names in (("weights are missing:", missing), ("names the model has not:", unknown))
+                if names
+            ),
+            where="load_full_state_dict",
+            remedy="give the state dict of this model; names as in model.state_dict()",
+        )
+    for name in sources:
+        source, target = sources[name], held[name]
+        if isinstance(source, Tensor) != isinstance(target, Tensor):
+            met = f"a {type(source).__name__} where the model has a {type(target).__name__}"
+        elif not isinstance(source, Tensor):
+            continue
+        elif source.shape != target.shape:
+            met = f"a shape of {tuple(source.shape)} where the model's is {tuple(target.shape)}"
+        elif source.is_floating_point() != target.is_floating_point():
+            met = f"{source.dtype} where the model has {target.dtype}"
+        else:
+            continue
+        raise CheckpointMismatchError(met, where=name, remedy="give the state dict of this model")
+
+
+def _first_names(held: Mapping[str, Any]) -> dict[str, str]:
+    """Every name, and with it the first name of the same object."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(each), name) for name, each in held.items()}

@@ -1,0 +1,122 @@
+"""The safetensors file format, written and read a tensor at a time.
+
+A file is the length of a header (8 bytes, little-endian), the header (JSON: of each tensor its dtype, shape
+and place; texts under ``__metadata__``) and the tensors' bytes. It is written here rather than by the package
+``safetensors``, which wants all tensors in memory at once; files of either are read by the other.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from collage_fx.errors import CheckpointMismatchError
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+METADATA = "__metadata__"
+ALIGNMENT = 8
+
+
+def write_safetensors(
+    path: Path, like: Mapping[str, Tensor], tensors: Iterable[Tensor], metadata: Mapping[str, str]
+) -> None:
+    """Write a file, taking one tensor after the other; it has its name only once all is in it.
+
+    Args:
+        path: of the file.
+        like: by name, tensors (on the meta device, say) with the dtypes and shapes of those to write. Wide
+            dtypes come first, so that each tensor begins at a multiple of its itemsize.
+        tensors: they themselves, in the same order.
+        metadata: texts for the header.
+    """
+    header: dict[str, Any] = {METADATA: dict(metadata)}
+    end = 0
+    for name, each in like.items():
+        start, end = end, end + each.nbytes
+        header[name] = {
+            "dtype": NAMES[each.dtype],
+            "shape": list(each.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for tensor in tensors:
+                data = tensor.detach().cpu().contiguous()
+                if data.numel():
+                    file.write((ctypes.c_char * data.nbytes).from_address(data.data_ptr()))
+                del tensor, data  # before the next one is made
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+class SafetensorsFile(Mapping[str, Tensor]):
+    """The tensors of a file by name, on the CPU. They are its memory map: what is read takes none besides.
+
+    Raises CheckpointMismatchError where the file is not of the format.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        size = os.path.getsize(path)
+        try:
+            with open(path, "rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                header: dict[str, Any] = json.loads(file.read(length if 8 + length <= size else 0))
+            self._entries = {
+                name: (DTYPES[entry["dtype"]], tuple(entry["shape"]), *entry["data_offsets"])
+                for name, entry in header.items()
+                if name != METADATA
+            }
+            for dtype, shape, start, end in self._entries.values():
+                fits = 0 <= start <= end <= size - 8 - length
+                if not fits or math.prod(shape) * dtype.itemsize != end - start:
+                    raise ValueError(f"{start}, {end}")
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointMismatchError(
+                f"a file that is not of the safetensors format ({type(error).__name__}: {error}), or cut off",
+                where=os.fspath(path),
+                remedy="give a file that safetensors, or collage_fx.save_full_state_dict, has written",
+            ) from error
+        self._data = torch.from_file(os.fspath(path), shared=False, size=size, dtype=torch.uint8)[
+            8 + length :
+        ]
+
+    def __getitem__(self, name: str) -> Tensor:
+        dtype, shape, start, end = self._entries[name]
+        data = self._data[start:end]
+        if data.storage_offset() % dtype.itemsize:
+            data = data.clone()
+        return data.view(dtype).view(shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
