@@ -65,7 +65,7 @@ def carry_over(tensors: Mapping[str, Tensor], optimizer: Optimizer) -> None:
             hi = local_tensor(tensor.detach())
             if before.format is now.format and _were_split_from(hi, before):
                 now.replace_contents(before.auxiliaries)
-            else:
+            elif hi.any():  # else it begins anew
                 lost.append(name)
     remember(tensors, optimizer)
     if lost:

@@ -490,10 +490,12 @@ def test_state_that_is_replaced_by_other_values_is_named() -> None:
     step = compiled(optimizer)
     run_steps(step, params_of(optimizer), [3])
     p = params_of(optimizer)[0]
-    optimizer.state[p]["square_avg"] = torch.zeros_like(p)
+    optimizer.state[p]["square_avg"] = torch.full_like(p, 1e-12)
     set_gradients(params_of(optimizer), 4)
     (told,) = warned(step)
     assert f"{names((0, 'square_avg'))} of RMSprop has been replaced" in told
+    optimizer.state.clear()  # to begin anew
+    assert warned(step) == []
 
 
 # Checkpoints that don't fit. ------------------------------------------------------------------------------
