@@ -69,7 +69,7 @@ from collage_fx.runtime.claims import Claims, some
 from collage_fx.runtime.error_terms import Expansion, ensure_expansion, expansion_of, reset_error_terms
 from collage_fx.runtime.fingerprints import BYTES, ROWS, fingerprint, number_in, table_of
 from collage_fx.runtime.optimizers import known_tensors, parameter_names, shared_tensors, state_tensors
-from collage_fx.runtime.replaced_state import carry_over, format_before, remember
+from collage_fx.runtime.replaced_state import format_before, remember, warn_of_replaced
 from collage_fx.torch_compat import distributed_like, local_tensor, pieces_of, real_tensors, wrap_states
 
 __all__ = ["adopt", "note_compiled"]
@@ -118,7 +118,9 @@ def note_compiled(optimizer: Optimizer) -> None:
     """
     _compiled.add(optimizer)
     _fill(optimizer, _waiting.pop(optimizer, ()))
-    carry_over(_state_of(optimizer), optimizer)
+    held = {name: tensor for _, name, tensor in _held_live(optimizer)}
+    warn_of_replaced({n: t for slot, n, t in _held_live(optimizer) if slot != PARAMETER_SLOT}, optimizer)
+    remember(held, optimizer)
 
 
 def _saving(state_dict: Callable[..., StateDict]) -> Callable[..., StateDict]:
@@ -373,7 +375,7 @@ def _restore(optimizer: Optimizer, plain: StateDict, saved: Saved) -> None:
     _waiting[optimizer] = waiting
     if optimizer in _compiled:
         _fill(optimizer, _waiting.pop(optimizer))
-    remember(_state_of(optimizer), optimizer)
+    remember({name: tensor for _, name, tensor in _held_live(optimizer)}, optimizer)
 
 
 def _put_beside(hi: Tensor, auxiliaries: Auxiliaries, name: str, claims: Claims) -> None:
@@ -505,13 +507,11 @@ def _slots(optimizer: Optimizer, parameter: Tensor) -> Iterator[tuple[str, Tenso
     yield from state_tensors(optimizer.state.get(parameter, {}))
 
 
-def _state_of(optimizer: Optimizer) -> dict[str, Tensor]:
-    """The tensors that an optimizer keeps for its parameters, and these, by name."""
-    return {
-        f"{name}.{slot}": tensor
-        for name, parameter in parameter_names(optimizer)
-        for slot, tensor in _slots(optimizer, parameter)
-    }
+def _held_live(optimizer: Optimizer) -> Iterator[tuple[str, str, Tensor]]:
+    """The ``(slot, name, tensor)`` of what an optimizer keeps for its parameters."""
+    for name, parameter in parameter_names(optimizer):
+        for slot, tensor in _slots(optimizer, parameter):
+            yield slot, f"{name}.{slot}", tensor
 
 
 def _shared(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:

@@ -1,12 +1,8 @@
-"""State that the program puts in the place of an optimizer's, such as a copy that was on another device.
+"""State that the program puts in the place of an optimizer's: it has no error terms, which is said by name.
 
-Note [A copy takes over]
-------------------------
-Error terms belong to a tensor and go with it. But ``state[p][key] = state[p][key].cpu()`` and back, as
-programs do that make room on a device, leaves a new tensor with the old one's values. So each compilation
-remembers the records of an optimizer's tensors by their names, and at the next one, which such a replacement
-brings about, a tensor of which hi is what the old error terms were split from takes them over. What is
-neither is other state, whose error terms start from zero, with a warning.
+Error terms belong to a tensor and go with it. ``state[p][key] = state[p][key].cpu()`` and back, as programs
+do that make room on a device, leaves a new tensor; ``state[p][key].data = ...`` is the old one in another
+place. Whether the new one has the old one's values can no longer be seen.
 """
 
 from __future__ import annotations
@@ -16,7 +12,6 @@ from collections.abc import Mapping
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef
@@ -27,22 +22,19 @@ from collage_fx.runtime.error_terms import expansion_of
 from collage_fx.torch_compat import local_tensor, real_tensors
 
 
-class _ErrorTerms(NamedTuple):
-    """What a tensor's record holds; neither the tensor nor the record is kept alive."""
-
+class _Known(NamedTuple):
     tensor: TensorWeakRef
     format: ErrorFormat
-    auxiliaries: tuple[Tensor, ...]
 
 
-#: By optimizer and name: what it had when a step was compiled or a checkpoint loaded last.
-_remembered: WeakKeyDictionary[Optimizer, dict[str, _ErrorTerms]] = WeakKeyDictionary()
+#: By optimizer and name: what had error terms when a step was compiled or a checkpoint loaded last.
+_known: WeakKeyDictionary[Optimizer, dict[str, _Known]] = WeakKeyDictionary()
 
 
 def remember(tensors: Mapping[str, Tensor], optimizer: Optimizer) -> None:
-    """Remember the error terms of an optimizer's tensors, given by name."""
-    _remembered[optimizer] = {
-        name: _ErrorTerms(TensorWeakRef(tensor), found.format, found.auxiliaries)
+    """Remember which of an optimizer's tensors, given by name, have error terms."""
+    _known[optimizer] = {
+        name: _Known(TensorWeakRef(tensor), found.format)
         for name, tensor in tensors.items()
         if (found := expansion_of(tensor)) is not None
     }
@@ -50,38 +42,22 @@ def remember(tensors: Mapping[str, Tensor], optimizer: Optimizer) -> None:
 
 def format_before(name: str, optimizer: Optimizer) -> ErrorFormat | None:
     """The format of the error terms that an optimizer's tensor of that name had; None if it had none."""
-    before = _remembered.get(optimizer, {}).get(name)
-    return None if before is None else before.format
+    known = _known.get(optimizer, {}).get(name)
+    return None if known is None else known.format
 
 
-def carry_over(tensors: Mapping[str, Tensor], optimizer: Optimizer) -> None:
-    """Give tensors that are copies of remembered ones their error terms; warn of those that are not."""
-    lost = []
-    for name, tensor in tensors.items():
-        before, now = _remembered.get(optimizer, {}).get(name), expansion_of(tensor)
-        if before is None or now is None or now.is_used or before.tensor() is tensor:
-            continue
-        with real_tensors(), torch.no_grad():
-            hi = local_tensor(tensor.detach())
-            if before.format is now.format and _were_split_from(hi, before):
-                now.replace_contents(before.auxiliaries)
-            elif hi.any():  # else it begins anew
-                lost.append(name)
-    remember(tensors, optimizer)
-    if lost:
+def warn_of_replaced(state: Mapping[str, Tensor], optimizer: Optimizer) -> None:
+    """Warn of the tensors in an optimizer's state, given by name, that are others than remembered ones.
+
+    Not of those that begin anew, with zeros.
+    """
+    known = _known.get(optimizer, {})
+    replaced = [name for name, each in state.items() if name in known and known[name].tensor() is not each]
+    with real_tensors():
+        replaced = [name for name in replaced if local_tensor(state[name].detach()).any()]
+    if replaced:
         warnings.warn(
-            f"collage_fx: {some(lost)} of {type(optimizer).__name__} has been replaced by a tensor of other "
-            "values, whose error terms start from zero; change it in place to keep them",
+            f"collage_fx: {some(replaced)} of {type(optimizer).__name__} has been replaced by another "
+            "tensor, whose error terms start from zero; assign to its .data, or copy into it, to keep them",
             stacklevel=2,
         )
-
-
-def _were_split_from(hi: Tensor, found: _ErrorTerms) -> bool:
-    """Whether no value of hi's dtype is nearer to the sum of each element and its error term."""
-    auxiliaries = [each.to(hi.device) for each in found.auxiliaries]
-    specs = found.format.auxiliaries(hi)
-    if [each.shape for each in auxiliaries] != [spec.shape for spec in specs]:
-        return False
-    value = found.format.join(hi, *auxiliaries)
-    nearest, *_ = found.format.split(value, hi.dtype)
-    return bool(((value - hi.float()).abs() <= (value - nearest.float()).abs()).all())
