@@ -28,6 +28,7 @@ from collage_fx.capture import (
     families_of,
     forget_new_state,
     note_compiled_step,
+    note_forward,
     record_instead,
     refuse_aliases,
     refuse_fused_operators,
@@ -193,6 +194,8 @@ class Compilation:
         try:
             if not is_plain:
                 refuse_fused_operators(self.module)  # before AOTAutograd fails at them
+                if needs_grad:
+                    note_forward((*self.module.parameters(), *self.arguments))
             step = self._by_family(needs_grad=needs_grad)
             if not isinstance(step, Reason):
                 return step

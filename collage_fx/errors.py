@@ -109,7 +109,11 @@ class GraphBreakError(CollageError):
 
 
 class EagerStepError(CollageError):
-    """An optimizer with error terms was stepped without its compiled callable. Raised before that step."""
+    """An optimizer was stepped without its compiled callable.
+
+    Raised before that step where its parameters have error terms. Where only the model is compiled with this
+    backend, it is a warning.
+    """
 
 
 class UncompensatedParameterError(CollageError):

@@ -5,7 +5,8 @@ Note [What is burned in]
 A number that is always the same (a decay, an exponent) is a constant of the code: by it, the passes know what
 a recurrence loses, and Inductor writes ``x * x`` for ``x ** 2``. One that has been another before (a learning
 rate, a bias correction) is an input, a 0-d float64 tensor, and costs no compilation from then on: Note
-[Numbers that change] in ``numbers.py``. A number that an operator takes no tensor for is burned in each time.
+[Numbers that change] in ``numbers.py``. A number that an operator takes no tensor for is burned in each
+time, a few times.
 
 With sizes that change, all sizes are symbols. What was decided by their values, or by those of numbers, while
 the graph was traced is looked at before each call.

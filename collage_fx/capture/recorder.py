@@ -20,7 +20,8 @@ tensors that are still referenced become ordinary ones, in place (``torch.utils.
   terms of what they read (:meth:`Recorder._execute_now`). Random numbers of 16 bits are recorded: they serve
   stochastic rounding, which error terms make unnecessary.
 * Numbers (Python's floats) that change are arguments of the compiled graphs: Note [What is burned in] in
-  ``compiled.py``. So are shapes, once a step brings others than the steps before it.
+  ``compiled.py``. So are shapes, once a step brings others than the steps before it. An operator that takes
+  no such number, and is given another again and again, is executed at once as well.
 
 Recording costs Python time for each operation, on every step; captured steps cost none.
 """
@@ -58,6 +59,10 @@ __all__ = ["is_recording"]
 
 aten = torch.ops.aten
 
+#: So many compiled functions are enough that differ in numbers which their operators take as constants only:
+#: from then on these operators are executed at once.
+BURNED_IN_AGAIN = 4
+
 
 class Recorder(TorchDispatchMode):
     """Records operations on tensors, and executes them compiled when a value is asked for.
@@ -86,6 +91,7 @@ class Recorder(TorchDispatchMode):
         self._steps = 0
         self._first_met: dict[Any, int] = {}
         self._compiled: dict[Any, list[Compiled]] = {}
+        self._at_once: set[Signature] = set()
         self._predicted: dict[Any, tuple[tuple[Any, ...], bool]] = {}
         self._outer: list[bool] = []
 
@@ -135,7 +141,7 @@ class Recorder(TorchDispatchMode):
         signature = signature_of(func)
         if self._executed:
             args, kwargs = map_aggregate((args, kwargs), real)
-        if signature.is_immediate:
+        if signature.is_immediate or signature in self._at_once:
             if draws_16_bits(func, args, kwargs):
                 return self._record(signature, args, kwargs)
             if not is_index_of_integers(func, args):
@@ -365,6 +371,8 @@ class Recorder(TorchDispatchMode):
             last, takes_sizes = known[0] if known else None, key is function.form
             compiled = compiled_for(function, self._compile_graph, last, takes_sizes=takes_sizes)
             known.insert(0, compiled)
+            if len(known) >= BURNED_IN_AGAIN:
+                self._at_once |= function.operators_of(compiled.burned_in)
         compiled(function)
 
 

@@ -326,6 +326,15 @@ class Function:
             order[value] = len(order)
         return call.signature, call.form, *read, len(call.results)
 
+    def operators_of(self, numbers: Collection[int]) -> set[Signature]:
+        """The operators that calculate with the numbers at some positions."""
+        found, first = set(), 0
+        for call in self._calls:
+            if any(first <= position < first + len(call.numbers) for position in numbers):
+                found.add(call.signature)
+            first += len(call.numbers)
+        return found
+
     def module(self, inputs: Collection[int], *, takes_sizes: bool) -> GraphModule:
         """A graph of the tensors, some numbers, and perhaps the sizes.
 

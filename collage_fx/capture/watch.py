@@ -2,7 +2,7 @@
 
 Note [Nothing unnoticed]
 ------------------------
-Compensation lives in the compiled graphs. There are five ways past them, and each is met where it opens,
+Compensation lives in the compiled graphs. There are six ways past them, and each is met where it opens,
 which costs nothing in a step that is compiled already:
 
 * *Dynamo gives up on a function* that has been compiled too often, and runs it as it is from then on, for
@@ -26,6 +26,9 @@ which costs nothing in a step that is compiled already:
 * *Calling ``optimizer.step()`` itself* instead of the compiled callable. Every optimizer runs the global step
   hooks when it is stepped eagerly; ours looks whether the optimizer's parameters have error terms
   (:func:`_before_eager_step`).
+* *Compiling the model with this backend*, and not the step. A forward pass is none of its business and left
+  to Inductor; an eager step of the parameters in it, without error terms, is reported once
+  (:func:`_after_eager_step`: by then a step that compiles something within has given them some).
 
 ``strict`` backends raise a :class:`~collage_fx.errors.CollageError`; others warn once an optimizer and
 reason. Changes that a program makes to a parameter itself, by loading weights for instance, are its own
@@ -43,7 +46,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from collage_fx.capture.new_state import forget_new_state, remember_state
 from collage_fx.capture.recording import branches_on_values, is_recordable, is_recorded, record
@@ -64,7 +67,7 @@ from collage_fx.torch_compat import (
     RunAsItIs,
     Thin,
     Watch,
-    before_eager_steps,
+    around_eager_steps,
     calls_what_is_compiled,
     current_trace,
     dynamo_recompile_limit,
@@ -73,7 +76,7 @@ from collage_fx.torch_compat import (
     watch_conversions,
 )
 
-__all__ = ["note_compiled_step", "record_instead"]
+__all__ = ["note_compiled_step", "note_forward", "record_instead"]
 
 #: The multiple of Dynamo's ``recompile_limit`` (8) at which a function that isn't just a step is refused.
 COMPILATIONS = 4
@@ -94,6 +97,8 @@ Strictness = Callable[[Any, dict[str, Any]], bool | None]
 #: Counts of compilations by identity: functions that do the same are equal as code.
 _conversions = WeakIdKeyDictionary()
 _compiled: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
+#: The low-precision parameters that a graph to be differentiated reads.
+_read_forward = WeakTensorKeyDictionary()
 
 
 def install(is_ours: Callable[[Any], bool], strictness: Strictness, rows_to_trace: Thin) -> None:
@@ -117,7 +122,7 @@ def install(is_ours: Callable[[Any], bool], strictness: Strictness, rows_to_trac
             SETTINGS,
         )
     )
-    before_eager_steps(_before_eager_step)
+    around_eager_steps(_before_eager_step, _after_eager_step)
 
 
 def note_compiled_step(optimizer: Optimizer, *, strict: bool) -> None:
@@ -127,6 +132,13 @@ def note_compiled_step(optimizer: Optimizer, *, strict: bool) -> None:
     """
     if not calls_what_is_compiled(optimizer):
         _compiled[optimizer] = strict or _compiled.get(optimizer, False)
+
+
+def note_forward(inputs: Iterable[Any]) -> None:
+    """Note the inputs of a graph to be differentiated, of whose parameters an eager step is reported."""
+    for each in inputs:
+        if isinstance(each, torch.nn.Parameter) and each.requires_grad and is_low_precision(each.dtype):
+            _read_forward[each] = None
 
 
 # -- Dynamo begins to trace through an optimizer
@@ -313,4 +325,29 @@ def _bypassed(optimizer: Optimizer, name: str) -> CollageError:
         where=name,
         remedy="call the compiled step: step = torch.compile(optimizer.step, backend=...). To go on without "
         "it, drop the error terms with collage_fx.reset_error_terms(parameter)",
+    )
+
+
+def _after_eager_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling() or not _read_forward or optimizer in _compiled or is_recorded(optimizer):
+        return
+    plain = (
+        name
+        for name, p in parameter_names(optimizer)
+        if p.grad is not None and p in _read_forward and expansion_of(p) is None
+    )
+    first = next(plain, None)
+    if first is not None:
+        _read_forward.clear()
+        raise_or_warn(optimizer, _only_the_model_is_compiled(optimizer, first), strict=False)
+
+
+def _only_the_model_is_compiled(optimizer: Optimizer, name: str) -> CollageError:
+    return EagerStepError(
+        f"the model is compiled with this backend, which leaves a forward pass to Inductor, and "
+        f"{type(optimizer).__name__}.step() is not: it has updated low-precision parameters eagerly, without "
+        "error terms",
+        where=name,
+        remedy="compile the step: step = torch.compile(optimizer.step, backend=...). The model needs no "
+        "backend of ours: torch.compile(model)",
     )

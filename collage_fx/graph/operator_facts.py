@@ -179,7 +179,7 @@ OPERATORS: dict[str, Facts] = {
     **_rows(Facts(passes=0), "aten._to_copy prims.convert_element_type prims.copy_strided prims.device_put"),
     "aten.copy": Facts(passes=1),
     **_rows(MOVES, "aten.cat aten.constant_pad_nd aten.flip aten.gather aten.index aten.index_select"),
-    **_rows(MOVES, "aten.repeat aten.roll aten.stack aten._unsafe_index prims.rev"),
+    **_rows(MOVES, "aten.embedding aten.repeat aten.roll aten.stack aten._unsafe_index prims.rev"),
     **_rows(MOVES, "aten.as_strided_scatter aten.diagonal_scatter aten.select_scatter"),
     **_rows(TRANSPARENT, "aten.index_add aten.index_copy aten.index_put aten._unsafe_index_put"),
     **_rows(TRANSPARENT, "aten.index_reduce aten.masked_scatter"),

@@ -768,6 +768,37 @@ def test_a_number_that_decides_what_is_computed_is_looked_at(kind: type[Recorded
     assert largest_error(low, high, start) < 0.02
 
 
+class TakesNoTensorForANumber(Recorded):
+    """Nor can any of its numbers be a symbol while the graph is made."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
+        state["step"] = state.get("step", 0) + 1
+        if g.norm() > 0:
+            p.sub_(lr * g.fmod(0.5 + 0.1 * state["step"]))
+            p.sub_(lr * torch.nan_to_num(g, nan=0.1 * state["step"]))
+
+
+class WeighsItsProduct(Recorded):
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
+        state["step"] = state.get("step", 0) + 1
+        if g.norm() > 0:
+            eye = torch.eye(g.shape[-1], dtype=g.dtype)
+            p.sub_(lr * torch.addmm(g, g, eye, beta=0.1 * state["step"], alpha=1 / state["step"]))
+
+
+@pytest.mark.parametrize("kind", [TakesNoTensorForANumber, WeighsItsProduct])
+def test_an_operator_whose_numbers_are_burned_in_again_and_again_is_executed_at_once(
+    kind: type[Recorded],
+) -> None:
+    torch._dynamo.reset()
+    low, high = twins(kind, [(4, 3)])
+    start = [q.detach().clone() for q in params_of(high)]
+    compilations = compiled_after_each_step(low, high, 11)
+    assert is_recorded(low)
+    assert compilations[7] == compilations[-1]
+    assert largest_error(low, high, start) < 0.02
+
+
 class MultipliesByNaN(Recorded):
     def update(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
         state["nothing"] = g * float("nan")

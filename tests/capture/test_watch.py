@@ -402,6 +402,65 @@ def test_optimizers_without_error_terms_are_stepped_eagerly_as_ever() -> None:
     other.step()
 
 
+# A compiled model. ------------------------------------------------------------------------------------------
+
+
+class Model(torch.nn.Module):
+    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(3, dtype=dtype))
+
+    def forward(self) -> Tensor:
+        return (self.weight.float() ** 2).sum()
+
+
+def test_a_compiled_model_whose_steps_are_eager_is_reported_once() -> None:
+    """The forward pass is all that a trainer compiles with ``module.compile(backend=...)``."""
+    model = Model()
+    optimizer = Descent(model.parameters(), TINY)
+    model.compile(backend=CollageBackend())
+
+    def train() -> None:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model().backward()
+            optimizer.step()
+
+    with pytest.warns(UserWarning, match=r"Descent\.step\(\) is not") as warned:
+        train()
+    assert len(warned) == 1
+    assert "where: param_groups[0].params[0]" in str(warned[0].message)
+    assert "step = torch.compile(optimizer.step, backend=...)" in str(warned[0].message)
+    assert not error_terms(model.weight)
+
+
+@pytest.mark.parametrize("whole", ["the step too", "one function", "in a class", "float32", "strategy none"])
+def test_a_compiled_model_is_not_reported_where_nothing_is_lost(whole: str) -> None:
+    model = Model(torch.float32 if whole == "float32" else torch.bfloat16)
+    kind: Any = compiled_in_its_class(Descent) if whole == "in a class" else Descent
+    optimizer = kind(model.parameters(), lr=TINY)
+    backend = CollageBackend(strategy="none" if whole == "strategy none" else "plus")
+    step: Callable[[], Any] = optimizer.step
+    if whole == "the step too":
+        step = torch.compile(step, backend=backend)
+
+    def train() -> None:
+        optimizer.zero_grad()
+        forward().backward()
+        step()
+
+    forward: Callable[[], Tensor] = model
+    if whole == "one function":
+        train = torch.compile(train, backend=backend)
+    else:
+        forward = torch.compile(model, backend=backend)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="collage_fx")
+        for _ in range(2):
+            train()
+    assert bool(error_terms(model.weight)) == (whole not in ("float32", "strategy none"))
+
+
 # Compiling again and again. ---------------------------------------------------------------------------------
 
 

@@ -134,6 +134,7 @@ IN_GRAPHS = [
     Call(aten._unsafe_index_put.default, (X, [torch.tensor([1])], Y[:1]), {}),
     Call(aten.copy.default, (X, Y[:1]), {}),
     Call(aten.div.Scalar_mode, (X, 2.0), {"rounding_mode": "floor"}),
+    Call(aten.embedding.default, (X, torch.tensor([[1, 0]])), {}),
     Call(aten.lift_fresh_copy.default, (X,), {}),
     Call(aten.view.dtype, (X, torch.int64), {}),
     Call(prims.convert_element_type.default, (X, torch.float32), {}),
@@ -149,7 +150,7 @@ IN_GRAPHS = [
 
 @pytest.fixture(scope="module")
 def calls() -> dict[Any, list[Call]]:
-    """Those of torch's own tests, in float64 where there is such a sample; none of networks' layers."""
+    """Those of torch's own tests, in float64 where there is such a sample; few of networks' layers."""
     found: dict[Any, list[Call]] = defaultdict(list)
     watch = _Watch(found)
     for info in op_db:
