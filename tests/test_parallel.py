@@ -118,12 +118,15 @@ def left_by(optimizer: Optimizer) -> dict[str, list[Tensor]]:
 
 
 def trained(parallel: Callable[[nn.Sequential], nn.Module], path: Path | None = None) -> dict[str, Any]:
-    """What some steps start from, are given and leave; of FSDP1 in this process, else in one piece."""
+    """What some steps start from, are given and leave; of FSDP1 in this process, else in one piece.
+
+    With a path also metrics, and what full state dicts and a file of them hold.
+    """
     torch._dynamo.reset()
     made = parallel(model())
     optimizer = adamw(made)
     start = of_each(optimizer, whole)
-    backend = CollageBackend(metrics=True)
+    backend = CollageBackend(metrics=path is not None)
     step: Callable[[], Any] = torch.compile(optimizer.step, backend=backend)
     gradients = []
     for seed in range(3):
@@ -157,14 +160,14 @@ def trained(parallel: Callable[[nn.Sequential], nn.Module], path: Path | None = 
 
 
 def replayed(found: dict[str, Any]) -> dict[str, Any]:
-    """The same of ordinary tensors in one process, from the same start and gradients."""
+    """What is left of ordinary tensors in one process, from the same start and gradients."""
     torch._dynamo.reset()
     params = {
         name.removesuffix(".parameter"): nn.Parameter(tensor.clone())
         for name, tensor in found["start"].items()
     }
     optimizer = torch.optim.AdamW(params.items(), lr=1e-3, weight_decay=0.1)
-    backend = CollageBackend(metrics=True)
+    backend = CollageBackend(metrics=bool(found["metrics"]))
     step: Callable[[], Any] = torch.compile(optimizer.step, backend=backend)
     for of_step in found["gradients"]:
         for p, gradient in zip(params.values(), of_step, strict=True):
@@ -199,6 +202,7 @@ def test_they_leave_the_bits_of_one_process(four_processes: Processes, parallel:
         assert found["names"] == alone["names"]
         for name, (hi, *terms) in found["left"].items():
             assert torch.equal(found["full"][name], sum(map(Tensor.double, terms), hi.double())), name
+        assert len(found["metrics"]) == 3 * is_sharded
         for one, other in zip(alone["metrics"], found["metrics"], strict=True):
             assert one.keys() == other.keys()
             for name, numbers in one.items():
@@ -213,6 +217,7 @@ def test_they_leave_the_bits_of_one_process(four_processes: Processes, parallel:
 
 
 def trained_by_fsdp1(parallel: Callable[[nn.Sequential], nn.Module]) -> dict[str, Any]:
+    """Likewise, and what full state dicts say."""
     found = trained(parallel)
     made = parallel(model())
     optimizer = adamw(made)

@@ -25,7 +25,9 @@ class Processes:
     """
 
     def __init__(self, count: int, directory: Path) -> None:
-        context = multiprocessing.get_context("spawn")
+        # Forked from a process that has imported all of this, and done nothing else: torch takes seconds.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch._inductor.compile_fx", "torch.distributed.fsdp", "collage_fx"])
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(count):
@@ -65,5 +67,5 @@ def _serve(rank: int, count: int, store: Path, pipe: Connection) -> None:
         function, args = pipe.recv()
         try:
             pipe.send((True, function(*args)))
-        except Exception:
+        except BaseException:  # of which torch.distributed.checkpoint has its own
             pipe.send((False, traceback.format_exc()))
