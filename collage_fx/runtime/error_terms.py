@@ -329,13 +329,12 @@ def reset_error_terms(tensor: Tensor) -> None:
     For use after overwriting a parameter by hand, or before compiling a step with another error format. A
     compiled step that used them goes on with new ones, from zero.
 
-    Overwriting hi (``p.data.copy_(...)``, ``model.load_state_dict(...)``) leaves the error term as it is: it
-    is added to the new value, which is off by up to half an ulp of the old one until the tensor is reset.
-    ``optimizer.load_state_dict`` replaces or zeroes the error terms of everything that it loads, so that
-    loading model and optimizer, in any order, needs no reset. A stale error term is not looked for: it
-    betrays itself only where it exceeds half an ulp of the new hi, which for a value of the same magnitude
-    it never does, and the test would cost every step a rounding per element. (Sums that are not parameters
-    are the exception: they are zeroed all the time, see ``passes/drop_stale.py``.)
+    Overwriting hi (``p.data.copy_(...)``) leaves the error term as it is: it is added to the new value, which
+    is off by up to half an ulp of the old one until the tensor is reset. ``Module.load_state_dict`` and
+    ``Optimizer.load_state_dict`` see to it themselves, in any order. Elsewhere a stale error term is not
+    looked for: it betrays itself only where it exceeds half an ulp of the new hi, which for a value of the
+    same magnitude it never does, and the test would cost every step a rounding per element. (Sums that are
+    not parameters are the exception: they are zeroed all the time, see ``passes/drop_stale.py``.)
     """
     with _LOCK:
         expansion = expansion_of(tensor)
