@@ -48,7 +48,9 @@ def test_the_document_reads_back_as_it_was_written() -> None:
 
 
 def test_differences_are_seen() -> None:
-    line = Line("torch 1", "A", "", "bf16", "", "1", "1", "2", "", "", "1", "< 0.001", "0.010", "refused {x}")
+    line = Line(
+        "torch 1", "A", "", "bf16", "", "1", "1", "9", "2", "", "", "1", "< 0.001", "0.010", "refused {x}"
+    )
     assert differences(line, line) == []
     assert differences(line, Line(**{**vars(line), "error": "0.0105", "single": "0.00105"})) == []
     for cell, other in (("error", "0.012"), ("plain", ""), ("graphs", "2"), ("outcome", "refused {y}")):

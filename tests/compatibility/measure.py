@@ -8,6 +8,7 @@ displacement has a direction, signs do change now and then, and no gradient unde
 from __future__ import annotations
 
 import re
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -56,6 +57,7 @@ class Measurement:
         reason: of an outcome other than ``compensated``.
         graphs: handed to the backend in the first step.
         compilations: graphs handed to it in all steps.
+        seconds: from the call of the first step until nothing was compiled any more.
         late: times that Dynamo translated a frame, in the second half of the steps; 0 in a steady state.
         compensated: state tensors with error terms, by what they are to the optimizer (``exp_avg``).
         left: those without, each with the reason.
@@ -69,6 +71,7 @@ class Measurement:
     reason: str = ""
     graphs: int = 0
     compilations: int = 0
+    seconds: float = 0
     late: int = 0
     compensated: list[str] = field(default_factory=list)
     left: list[tuple[str, str]] = field(default_factory=list)
@@ -199,9 +202,13 @@ def _compiled_displacement(variant: Variant, measured: Measurement) -> Tensor | 
     compiled: list[int] = []  # these, and Dynamo's conversions, which has no part in what is recorded
 
     def count() -> None:
+        before = compiled[-1] if compiled else 0
         graphs.append(len(backend.report().graphs))
         compiled.append(graphs[-1] + len(dynamo_utils.get_compilation_metrics()))
+        if compiled[-1] > before:
+            measured.seconds = time.perf_counter() - started
 
+    started = time.perf_counter()
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "compat"
 
 #: What a measurement depends on. How rows are listed, run and printed is not in it.
-SOURCES = ("collage_fx/*.py", "passes/*.py", "tests/compatibility/measure.py")
+SOURCES = ("collage_fx/**/*.py", "passes/*.py", "tests/compatibility/measure.py")
 
 
 def _digest(variant: Variant) -> str:

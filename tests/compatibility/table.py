@@ -43,6 +43,7 @@ class Line:
         foreach: the settings that the class takes with these options.
         graphs: captured in the first step.
         compilations: graphs compiled in all steps.
+        seconds: until nothing was compiled any more; the most over ``foreach``. Empty where not measured.
         state: low-precision state tensors found.
         error_terms: those that got error terms.
         left: those that did not, and why.
@@ -57,6 +58,7 @@ class Line:
     foreach: str
     graphs: str
     compilations: str
+    seconds: str
     state: str
     error_terms: str
     left: str
@@ -88,6 +90,7 @@ HEADERS = (
     "foreach",
     "graphs",
     "compiled",
+    "seconds",
     "state",
     "with error terms",
     "without",
@@ -133,6 +136,7 @@ def line_of(row: Row, measured: Mapping[str, Measurement]) -> Line:
         foreach=", ".join(str(value) for variant, _ in usable for value in variant.foreach.values()),
         graphs=_range(m.graphs for m in found),
         compilations=_range(m.compilations for m in found),
+        seconds=f"{max(m.seconds for m in found):.0f}",
         state=_range(len(m.compensated) + len(m.left) for m in found),
         error_terms=_counted(m.compensated for m in found),
         left=_counted([f"{slot} {_note(why)}" for slot, why in m.left] for m in found),
@@ -194,8 +198,9 @@ def document(lines: Sequence[Line]) -> str:
         "*plain*, *fp32* and *compensated* are errors, ‖Δ − Δ64‖ / ‖Δ64‖: Δ is how far the parameters went "
         "in eager low precision, in eager float32, and by `full_value` in the compiled step, Δ64 how far "
         "they go in float64 from the same weights with the same gradients. Of several settings of `foreach`, "
-        "the largest. *compiled* counts graphs in all steps, *state* the low-precision tensors that a step "
-        "updates.",
+        "the largest. *compiled* counts graphs in all steps, *seconds* is how long the steps took until "
+        "nothing was compiled any more (with what Inductor's caches had), *state* counts the low-precision "
+        "tensors that a step updates.",
         "Optimizers with Kahan summation (`kahan_sum=True`, `kahan_comp`) are at least as accurate as they "
         "are eagerly with their own term: what two numbers round off stays in it "
         "(`tests/test_self_compensating.py`).",
@@ -246,7 +251,7 @@ def differences(written: Line, measured: Line) -> list[str]:
     found = []
     for cell, header in zip(fields(Line), HEADERS, strict=True):
         old, new = getattr(written, cell.name), getattr(measured, cell.name)
-        if old != new and not (cell.name in ERRORS and _same_error(old, new)):
+        if old != new and cell.name != "seconds" and not (cell.name in ERRORS and _same_error(old, new)):
             found.append(f"{header}: {old!r} is written, {new!r} was measured")
     return found
 
