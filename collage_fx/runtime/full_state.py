@@ -56,8 +56,9 @@ def full_state_dict(
 
     Returns:
         a mapping with the names of ``model.state_dict()``. It makes a tensor each time that one is read, from
-        the parameter as it is then; one that a model has under several names is made once as long as it is
-        kept. Parameters of other dtypes, buffers and what is no tensor are there as they are.
+        the parameter as it is then. Read under another name of the same parameter, it is the same tensor as
+        long as somebody keeps that. Parameters of other dtypes, buffers and what is no tensor are there as
+        they are.
 
     Raises:
         UnsupportedTensorError: a parameter with error terms is not what ``model.state_dict()`` holds (FSDP1,
@@ -72,6 +73,7 @@ class _FullStateDict(Mapping[str, Any]):
         self._dtype = dtype
         self._gather = gather
         self._made: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+        self._made_as: dict[int, str] = {}
         held = set(map(id, self.held.values()))
         for name, parameter in model.named_parameters():
             if id(parameter) not in held and expansion_of(parameter) is not None:
@@ -87,11 +89,11 @@ class _FullStateDict(Mapping[str, Any]):
         if not isinstance(tensor, Tensor):
             return tensor
         made = self._made.get(id(tensor))
-        if made is None:
+        if made is None or self._made_as[id(tensor)] == name:
             made = full_value(tensor, self._dtype) if _is_full(tensor) else tensor.detach()
             if self._gather and pieces_of(made) is not None:
                 made = cast(Any, made).full_tensor()
-            self._made[id(tensor)] = made
+            self._made[id(tensor)], self._made_as[id(tensor)] = made, name
         return made
 
     def __iter__(self) -> Iterator[str]:

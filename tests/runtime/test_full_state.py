@@ -94,6 +94,12 @@ def test_it_holds_hi_and_error_terms(error_format: str) -> None:
         assert not any(each.requires_grad for each in full.values())
         kept = dict(full)
         assert kept["out.weight"] is kept["embedding.weight"]
+    with torch.no_grad():
+        of.embedding.weight.fill_(1)  # what is read later is what is there then
+        for term in error_terms(of.embedding.weight):
+            term.zero_()
+    assert (full["embedding.weight"] == 1).all()
+    assert kept["embedding.weight"].std() > 0
     wide = model().float()
     wide.load_state_dict(full_state_dict(of))
     assert torch.equal(wide.inner.weight.double(), full_value(of.inner.weight))
