@@ -68,7 +68,13 @@ from collage_fx.numerics import ERROR_FORMATS, STORAGE_FORMATS, ErrorFormat, is_
 from collage_fx.runtime.claims import Claims, some
 from collage_fx.runtime.error_terms import Expansion, ensure_expansion, expansion_of, reset_error_terms
 from collage_fx.runtime.fingerprints import BYTES, ROWS, fingerprint, number_in, table_of
-from collage_fx.runtime.optimizers import known_tensors, parameter_names, shared_tensors, state_tensors
+from collage_fx.runtime.optimizers import (
+    known_tensors,
+    optimizers_among,
+    parameter_names,
+    shared_tensors,
+    state_tensors,
+)
 from collage_fx.runtime.replaced_state import format_before, remember, warn_of_replaced
 from collage_fx.torch_compat import distributed_like, local_tensor, pieces_of, real_tensors, wrap_states
 
@@ -165,7 +171,8 @@ def _warn_unsaved(optimizer: Optimizer) -> None:
     attributes = {
         name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")
     }
-    held = {id(entry.tensor) for entry in known_tensors({"self": optimizer}).values()}
+    with_inner = {"self": optimizer, **optimizers_among(vars(optimizer))}
+    held = {id(entry.tensor) for entry in known_tensors(with_inner).values()}
     for name, tensor in state_tensors(attributes):
         if id(tensor) not in held and expansion_of(tensor) is not None:
             warnings.warn(

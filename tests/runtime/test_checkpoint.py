@@ -203,6 +203,22 @@ def test_hooks_of_the_user_see_a_plain_optimizer() -> None:
     assert seen == [False]
 
 
+class Sharding(Descent):
+    """Keeps state dicts of an optimizer within, as ``ZeroRedundancyOptimizer`` does to put them together."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.optim = torch.optim.RMSprop(params, alpha=0.999)
+        self.collected: list[dict[str, Any]] = []
+
+
+def test_state_dicts_that_an_optimizer_collects_are_not_taken_for_state_of_its_own() -> None:
+    optimizer = Sharding(params := parameters())
+    run_steps(compiled(optimizer.optim), params, range(2))
+    optimizer.collected.append(optimizer.optim.state_dict())
+    assert warned(optimizer.state_dict) == []
+
+
 # Checkpoints without error terms. -------------------------------------------------------------------------
 
 
