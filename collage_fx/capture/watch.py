@@ -27,8 +27,8 @@ which costs nothing in a step that is compiled already:
   hooks when it is stepped eagerly; ours looks whether the optimizer's parameters have error terms
   (:func:`_before_eager_step`).
 * *Compiling the model with this backend*, and not the step. A forward pass is none of its business and left
-  to Inductor; an eager step of the parameters in it, without error terms, is reported once
-  (:func:`_after_eager_step`: by then a step that compiles something within has given them some).
+  to Inductor; the second eager step of the parameters in it, without error terms, is reported
+  (:func:`_look_at_plain_step`: a first one may be taken by something compiled within, or before the others).
 
 ``strict`` backends raise a :class:`~collage_fx.errors.CollageError`; others warn once an optimizer and
 reason. Changes that a program makes to a parameter itself, by loading weights for instance, are its own
@@ -67,7 +67,7 @@ from collage_fx.torch_compat import (
     RunAsItIs,
     Thin,
     Watch,
-    around_eager_steps,
+    before_eager_steps,
     calls_what_is_compiled,
     current_trace,
     dynamo_recompile_limit,
@@ -97,7 +97,7 @@ Strictness = Callable[[Any, dict[str, Any]], bool | None]
 #: Counts of compilations by identity: functions that do the same are equal as code.
 _conversions = WeakIdKeyDictionary()
 _compiled: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
-#: The low-precision parameters that a graph to be differentiated reads.
+#: The low-precision parameters that a graph to be differentiated reads: whether one has been stepped eagerly.
 _read_forward = WeakTensorKeyDictionary()
 
 
@@ -122,7 +122,7 @@ def install(is_ours: Callable[[Any], bool], strictness: Strictness, rows_to_trac
             SETTINGS,
         )
     )
-    around_eager_steps(_before_eager_step, _after_eager_step)
+    before_eager_steps(_before_eager_step)
 
 
 def note_compiled_step(optimizer: Optimizer, *, strict: bool) -> None:
@@ -138,7 +138,7 @@ def note_forward(inputs: Iterable[Any]) -> None:
     """Note the inputs of a graph to be differentiated, of whose parameters an eager step is reported."""
     for each in inputs:
         if isinstance(each, torch.nn.Parameter) and each.requires_grad and is_low_precision(each.dtype):
-            _read_forward[each] = None
+            _read_forward.setdefault(each, False)
 
 
 # -- Dynamo begins to trace through an optimizer
@@ -310,7 +310,10 @@ def _is_captured_after_its_closure(optimizer: Optimizer) -> bool:
 
 
 def _before_eager_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if torch.compiler.is_compiling() or optimizer not in _compiled or is_recorded(optimizer):
+    if torch.compiler.is_compiling() or is_recorded(optimizer):
+        return
+    if optimizer not in _compiled:
+        _look_at_plain_step(optimizer)
         return
     stepped = (name for name, p in parameter_names(optimizer) if p.grad is not None and expansion_of(p))
     first = next(stepped, None)
@@ -328,24 +331,23 @@ def _bypassed(optimizer: Optimizer, name: str) -> CollageError:
     )
 
 
-def _after_eager_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if torch.compiler.is_compiling() or not _read_forward or optimizer in _compiled or is_recorded(optimizer):
+def _look_at_plain_step(optimizer: Optimizer) -> None:
+    if not _read_forward:
         return
-    plain = (
-        name
-        for name, p in parameter_names(optimizer)
-        if p.grad is not None and p in _read_forward and expansion_of(p) is None
-    )
-    first = next(plain, None)
-    if first is not None:
-        _read_forward.clear()
-        raise_or_warn(optimizer, _only_the_model_is_compiled(optimizer, first), strict=False)
+    for name, p in parameter_names(optimizer):
+        if p.grad is not None and p in _read_forward and expansion_of(p) is None:
+            if not _read_forward[p]:
+                _read_forward[p] = True
+                return
+            _read_forward.clear()
+            raise_or_warn(optimizer, _only_the_model_is_compiled(optimizer, name), strict=False)
+            return
 
 
 def _only_the_model_is_compiled(optimizer: Optimizer, name: str) -> CollageError:
     return EagerStepError(
         f"the model is compiled with this backend, which leaves a forward pass to Inductor, and "
-        f"{type(optimizer).__name__}.step() is not: it has updated low-precision parameters eagerly, without "
+        f"{type(optimizer).__name__}.step() is not: it updates low-precision parameters eagerly, without "
         "error terms",
         where=name,
         remedy="compile the step: step = torch.compile(optimizer.step, backend=...). The model needs no "

@@ -8,12 +8,12 @@ from typing import Any, cast
 
 import torch.distributed
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from collage_fx.torch_compat.patching import Patch, Wrapper
 
-__all__ = ["around_eager_steps", "reroute_steps", "wrap_loading_of_modules", "wrap_states"]
+__all__ = ["before_eager_steps", "reroute_steps", "wrap_loading_of_modules", "wrap_states"]
 
 
 SAVING = Patch(
@@ -65,13 +65,6 @@ EAGER_STEPS = Patch(
     affects="everybody",
 )
 
-EAGER_STEPS_TAKEN = Patch(
-    name="eager-steps-taken",
-    target="torch.optim.optimizer:register_optimizer_step_post_hook(hook)",
-    why="so is one of a model that is compiled with this backend, where no step is",
-    affects="everybody",
-)
-
 OWN_STEPS = Patch(
     name="own-steps",
     target="torch.optim:Optimizer.profile_hook_step(func) has wrapper",
@@ -105,19 +98,18 @@ def wrap_loading_of_modules(wrapper: Wrapper) -> None:
     LOADING_OF_MODULES.install(wrapper)
 
 
-def around_eager_steps(
-    before: Callable[[Optimizer, Any, Any], None], after: Callable[[Optimizer, Any, Any], None]
-) -> None:
-    """Have functions called before and after each step of any optimizer that runs eagerly.
+def before_eager_steps(hook: Callable[[Optimizer, Any, Any], None]) -> None:
+    """Have a function called before each step of any optimizer that runs eagerly.
 
-    Their arguments are the optimizer and those of the step. A second call replaces the first.
+    Its arguments are the optimizer and those of the step. A second call replaces the first.
     """
-    for hook in _hooks:
-        hook.remove()
-    _hooks[:] = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
+    global _hook
+    if _hook is not None:
+        _hook.remove()
+    _hook = register_optimizer_step_pre_hook(hook)
 
 
-_hooks: list[RemovableHandle] = []
+_hook: RemovableHandle | None = None
 
 
 def reroute_steps(cls: type[Optimizer], switch: Wrapper) -> None:
