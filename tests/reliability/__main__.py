@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from tabulate import tabulate
 
+from tests.reliability import sharded
 from tests.reliability.cases import Outcome, drawn
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "reliability.md"
@@ -28,6 +29,7 @@ def main() -> int:
     options = parser.parse_args()
     started = time.perf_counter()
     outcomes = taken(range(options.seed, options.seed + options.cases), options.processes)
+    outcomes += sharded.taken(range(options.seed, options.seed + options.cases // 50))
     rows = table(outcomes)
     print(tabulate(rows, headers=HEADERS))
     print(f"{len(outcomes)} cases in {time.perf_counter() - started:.0f} s")
@@ -74,6 +76,10 @@ interrupted: parameters, state and error terms. `./dev soak --write` draws thous
 optimizers, formats and strategies ([`tests/reliability`](../tests/reliability)), compares, and writes this
 page; the tests take a hundred of them. A run goes one to three ways, one after the other, and counts for
 each.
+
+What goes wrong around a step (gradients that are not finite, an interrupted compilation, a fork after it, a full
+disk, memory that runs out, two processes that compile at once, parameters and state that are replaced) is in
+[`tests/test_faults.py`](../tests/test_faults.py): the step works, or it is refused and nothing has been changed.
 
 "Elements lost" counts those that are not, bit for bit, what they should be. Where a checkpoint has been
 spoiled, the error terms of the tensor concerned have to become zero, those of all others to stay, and a

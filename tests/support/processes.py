@@ -43,8 +43,7 @@ class Processes:
 
         Raises AssertionError with the traceback of a process in which it has raised.
         """
-        for pipe in self._pipes:
-            pipe.send((function, args))
+        self.start(function, *args)
         results = []
         for rank, pipe in enumerate(self._pipes):
             assert pipe.poll(seconds), f"process {rank} has not answered within {seconds} s"
@@ -52,6 +51,17 @@ class Processes:
             assert succeeded, f"in process {rank}:\n{result}"
             results.append(result)
         return results
+
+    def start(self, function: Callable[..., Any], *args: Any) -> None:
+        """Have ``function(*args)`` run in each process, without waiting for it."""
+        for pipe in self._pipes:
+            pipe.send((function, args))
+
+    def kill(self) -> None:
+        """End the processes by SIGKILL, whatever they are doing."""
+        for process in self._processes:
+            process.kill()
+            process.join()
 
     def stop(self) -> None:
         for process in self._processes:
