@@ -78,8 +78,9 @@ page; the tests take a hundred of them. A run goes one to three ways, one after 
 each.
 
 What goes wrong around a step (gradients that are not finite, an interrupted compilation, a fork after it, a
-full disk, memory that runs out, two processes that compile at once, parameters and state that are replaced) is
-in [`tests/test_faults.py`](../tests/test_faults.py): the step works, or it is refused and nothing has changed.
+full disk, memory that runs out, two processes that compile at once, parameters and state that are replaced)
+is in [`tests/test_faults.py`](../tests/test_faults.py): the step works, or it is refused and
+nothing has changed.
 
 "Elements lost" counts those that are not, bit for bit, what they should be. Where a checkpoint has been
 spoiled, the error terms of the tensor concerned have to become zero, those of all others to stay, and a
