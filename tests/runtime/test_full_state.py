@@ -31,6 +31,7 @@ from collage_fx.errors import (
 from collage_fx.numerics import ERROR_FORMATS
 from collage_fx.runtime.error_terms import PART, ensure_expansion
 from collage_fx.runtime.safetensors_file import SafetensorsFile
+from tests.support.memory import peak
 from tests.support.training import compiled, differences, everything, run_steps
 
 
@@ -297,18 +298,6 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(
     with pytest.raises(OSError, match="No space left"):
         save_full_state_dict(of, path)
     assert {each.name: each.read_bytes() for each in tmp_path.iterdir()} == {"model.safetensors": b"old"}
-
-
-def peak(function: Callable[[], Any]) -> int:
-    """The most bytes that torch's allocator has handed out while a function runs."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as run:
-        function()
-    most = held = 0
-    for event in run.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            most = max(most, held)
-    return most
 
 
 @pytest.mark.parametrize("error_format", ["mcf", "fp32"])
