@@ -14,7 +14,7 @@ from torch import Tensor
 from collage_fx.runtime import fingerprints
 from collage_fx.runtime.fingerprints import BYTES, ROWS, fingerprint, number_in, table_of
 from tests.support.memory import peak
-from tests.support.training import compiled, parameters, run_steps
+from tests.support.training import compiled, run_steps
 
 FORMATS = {torch.bfloat16: "h", torch.float16: "h", torch.float32: "i"}
 
