@@ -12,9 +12,11 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed import checkpoint
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
+from collage_fx import full_value
 from tests.support.training import compiled, differences, everything, run_steps
 
 
@@ -35,12 +37,14 @@ def save(of: nn.Module, optimizer: Optimizer, options: StateDictOptions, directo
         checkpoint.save({"model": states, "optimizer": optimizer_states}, checkpoint_id=directory)
 
 
-def load(into: nn.Module, optimizer: Optimizer, options: StateDictOptions, directory: Path) -> None:
+def load(
+    into: nn.Module, optimizer: Optimizer, options: StateDictOptions, directory: Path, planner: Any = None
+) -> None:
     states, optimizer_states = get_state_dict(into, optimizer, options=options)
     found: dict[str, Any] = {"model": states, "optimizer": optimizer_states}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninit")
-        checkpoint.load(found, checkpoint_id=directory)
+        checkpoint.load(found, checkpoint_id=directory, planner=planner)
     set_state_dict(
         into,
         optimizer,
@@ -89,3 +93,24 @@ def test_an_optimizer_without_error_terms_to_load_says_so(*, flatten: bool, tmp_
     load(second, other, options, tmp_path)
     with pytest.warns(UserWarning, match="had not taken a compiled step"):
         run_steps(other_step, list(second.parameters()), [2])
+
+
+@pytest.mark.parametrize("flatten", [False, True], ids=["nested", "flattened"])
+def test_a_plain_checkpoint_is_loaded_in_part(*, flatten: bool, tmp_path: Path) -> None:
+    """What the optimizer that it is loaded into had for error terms is not added to the new values."""
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    plain = model()
+    plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    run_steps(plain_optimizer.step, list(plain.parameters()), range(2))
+    save(plain, plain_optimizer, options, tmp_path)
+    second = model()
+    other, other_step = adamw(second)
+    run_steps(other_step, list(second.parameters()), range(7, 9))
+    load(second, other, options, tmp_path, DefaultLoadPlanner(allow_partial_load=True))
+    for p in second.parameters():
+        p.grad = torch.zeros_like(p)
+    other.param_groups[0]["lr"] = 0.0
+    with pytest.warns(UserWarning, match="error terms of other values than .* and 5 more"):
+        other_step()
+    for p, q in zip(second.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(full_value(p), q.double())
