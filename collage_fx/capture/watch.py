@@ -60,7 +60,14 @@ from collage_fx.errors import (
 )
 from collage_fx.graph import device_facts
 from collage_fx.numerics import is_low_precision
-from collage_fx.runtime import adopt, expansion_of, optimizers_among, parameter_names, prepare_compiler
+from collage_fx.runtime import (
+    adopt,
+    expansion_of,
+    forget_wider_state,
+    optimizers_among,
+    parameter_names,
+    prepare_compiler,
+)
 from collage_fx.torch_compat import (
     ConvertAgain,
     GraphBreak,
@@ -313,6 +320,7 @@ def _before_eager_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling() or is_recorded(optimizer):
         return
     if optimizer not in _compiled:
+        forget_wider_state(optimizer)
         _look_at_plain_step(optimizer)
         return
     stepped = (name for name, p in parameter_names(optimizer) if p.grad is not None and expansion_of(p))

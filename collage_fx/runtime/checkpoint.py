@@ -78,7 +78,7 @@ from collage_fx.runtime.optimizers import (
 from collage_fx.runtime.replaced_state import format_before, remember, warn_of_replaced
 from collage_fx.torch_compat import distributed_like, local_tensor, pieces_of, real_tensors, wrap_states
 
-__all__ = ["adopt", "note_compiled"]
+__all__ = ["adopt", "forget_wider_state", "note_compiled"]
 
 PREFIX = "collage_fx."
 #: Entry of a state dict for tensors that belong to no single parameter, and of what a pickle holds.
@@ -450,6 +450,12 @@ class _Waiting(NamedTuple):
 
 
 _waiting: WeakKeyDictionary[Optimizer, list[_Waiting]] = WeakKeyDictionary()
+
+
+def forget_wider_state(optimizer: Optimizer) -> None:
+    """Do not keep what was wider in a checkpoint for an optimizer that has taken a step of its own."""
+    if (waiting := _waiting.get(optimizer)) is not None:
+        _waiting[optimizer] = [each._replace(wider=None) for each in waiting]
 
 
 def _fill(optimizer: Optimizer, waiting: Iterable[_Waiting]) -> None:

@@ -4,6 +4,7 @@ import copy
 import subprocess
 import sys
 import warnings
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -488,6 +489,20 @@ def test_float32_state_leaves_its_rest_in_error_terms(is_running: bool) -> None:
         assert torch.all(
             error <= exact * 2.0**-16
         )  # the pair's precision, which the step rounds to once more
+
+
+def test_wider_state_is_not_kept_for_an_optimizer_that_stays_plain() -> None:
+    plain = torch.optim.RMSprop(wide := parameters(torch.float32), alpha=0.999)
+    run_steps(plain.step, wide, range(3))
+    params = [torch.nn.Parameter(p.detach().bfloat16()) for p in wide]
+    optimizer = torch.optim.RMSprop(params, alpha=0.999)
+    saved = copy.deepcopy(plain.state_dict())
+    kept = weakref.ref(saved["state"][0]["square_avg"])
+    optimizer.load_state_dict(saved)
+    del saved
+    assert kept() is not None
+    run_steps(optimizer.step, params, [3])
+    assert kept() is None
 
 
 def test_state_that_is_moved_away_and_back_keeps_its_error_terms() -> None:
