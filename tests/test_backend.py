@@ -458,4 +458,5 @@ def test_installing_the_hooks_again_leaves_one_layer() -> None:
         watch.install(backend_module._is_ours, backend_module._strictness, backend_module._rows_to_trace)
     params = optimizer.param_groups[0]["params"]
     run_steps(compiled(optimizer), params, [0])
-    assert len(optimizer.state_dict()["state"][0]) == 1
+    keys = [f"collage_fx.parameter.mcf.{name}" for name in ("lo", "fingerprint")]
+    assert list(optimizer.state_dict()["state"][0]) == keys

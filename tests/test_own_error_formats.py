@@ -103,7 +103,7 @@ def test_a_checkpoint_goes_on_where_it_was(fmt: ErrorFormat) -> None:
         own = [name for name in entries if name.startswith("collage_fx.")]
         slots = {name.split(".")[1] for name in own}
         assert slots == {"parameter", "exp_avg_sq"}
-        assert len(own) == len(slots) * len(fmt.auxiliaries(one[i]))
+        assert len(own) == len(slots) * (len(fmt.auxiliaries(one[i])) + 1)  # and a fingerprint
         assert entries.keys() == loaded[i].keys()
         assert all(same_bits(entries[name], loaded[i][name]).all() for name in entries)
 
@@ -111,9 +111,8 @@ def test_a_checkpoint_goes_on_where_it_was(fmt: ErrorFormat) -> None:
 def test_a_checkpoint_of_another_shape_is_refused(fmt: ErrorFormat) -> None:
     hi, _ = expanded(fmt, 6, 8)
     saved = torch.optim.SGD([torch.nn.Parameter(hi)]).state_dict()
-    assert saved["state"][0].keys() == {
-        f"collage_fx.parameter.{fmt.name}.{spec.name}" for spec in fmt.auxiliaries(hi)
-    }
+    kept = ("fingerprint", *(spec.name for spec in fmt.auxiliaries(hi)))
+    assert saved["state"][0].keys() == {f"collage_fx.parameter.{fmt.name}.{name}" for name in kept}
     other = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3, 16).bfloat16())])
     with pytest.raises(
         CheckpointMismatchError, match=r"of shape \(6, .\) where .* \(3, 16\) has one of \(3, "
