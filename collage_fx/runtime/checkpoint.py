@@ -355,8 +355,9 @@ def _mismatch(met: str, where: str) -> CheckpointMismatchError:
 
 def _restore(optimizer: Optimizer, plain: StateDict, saved: Saved) -> None:
     """Put saved error terms beside the loaded tensors; where there are none, live ones become zero."""
+    kind = type(optimizer)  # a claim lasts as long as a parameter, which must not keep its optimizer alive
     claims = Claims(
-        lambda names: _warn(optimizer, f"error terms of other values than {some(names)}, {WHY_OTHERS}")
+        lambda names: _warn(kind, f"error terms of other values than {some(names)}, {WHY_OTHERS}")
     )
     waiting: list[_Waiting] = []
     unused: list[str] = []
@@ -375,7 +376,7 @@ def _restore(optimizer: Optimizer, plain: StateDict, saved: Saved) -> None:
                 waiting.append(_Waiting(name, TensorWeakRef(tensor), wider))
     if unused:
         _warn(
-            optimizer,
+            kind,
             f"error terms of {some(unused)}, which have other values than those were saved beside (load the "
             "weights of a model before its optimizer); they are left out",
         )
@@ -472,7 +473,7 @@ def _fill(optimizer: Optimizer, waiting: Iterable[_Waiting]) -> None:
                 rest = local_tensor(wider, pieces_of(tensor)).to(hi.device) - hi.to(wider.dtype)
                 expansion.replace_contents(expansion.format.beside(hi, rest.float()))
     if missing:
-        _warn(optimizer, f"no error terms of {some(missing)} {WHY_NONE}")
+        _warn(type(optimizer), f"no error terms of {some(missing)} {WHY_NONE}")
 
 
 WHY_NONE = (
@@ -485,10 +486,9 @@ WHY_OTHERS = (
 )
 
 
-def _warn(optimizer: Optimizer, holds: str) -> None:
+def _warn(kind: type[Optimizer], holds: str) -> None:
     """Warn of what a checkpoint holds, or does not hold."""
-    name = type(optimizer).__name__
-    warnings.warn(f"collage_fx: the checkpoint loaded into {name} holds {holds}", stacklevel=3)
+    warnings.warn(f"collage_fx: the checkpoint loaded into {kind.__name__} holds {holds}", stacklevel=3)
 
 
 def _keyed_parameters(optimizer: Optimizer, state_dict: StateDict) -> Iterator[tuple[Any, str, Tensor]]:

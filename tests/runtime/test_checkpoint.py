@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import subprocess
 import sys
 import warnings
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -378,6 +380,16 @@ def test_a_checkpoint_that_is_saved_again_before_a_step_still_says_what_its_term
     assert told == []
     run_steps(compiled(optimizer), params_of(optimizer), [3])
     assert differences(everything(optimizer), everything(again)) == []
+
+
+def test_an_optimizer_that_has_loaded_and_takes_no_step_is_freed() -> None:
+    params, saved = parameters(), copy.deepcopy(trained().state_dict())
+    optimizer = torch.optim.RMSprop(params, alpha=0.999)
+    optimizer.load_state_dict(saved)
+    alive = [weakref.ref(optimizer), weakref.ref(params[0])]
+    del optimizer, params
+    gc.collect()
+    assert [each() for each in alive] == [None, None]
 
 
 @pytest.mark.parametrize("is_running", [True, False])
