@@ -222,9 +222,10 @@ def load_full_state_dict(
                 continue
             mine, source = local_tensor(target), local_tensor(sources[name], pieces_of(target))
             if id(target) in stepped and is_low_precision(target.dtype):
-                auxiliaries = ensure_expansion(target, kept_in, name=name).auxiliaries
+                expansion = ensure_expansion(target, kept_in, name=name)
+                expansion.drop_claim()
                 parts = parts_of if kept_in.is_elementwise else lambda tensor: (tensor,)
-                for part, *into in zip(*map(parts, (source, mine, *auxiliaries)), strict=True):
+                for part, *into in zip(*map(parts, (source, mine, *expansion.auxiliaries)), strict=True):
                     split = kept_in.split(part.to(mine.device, torch.float32), target.dtype)
                     for each, new in zip(into, split, strict=True):
                         each.copy_(new)

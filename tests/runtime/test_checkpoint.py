@@ -382,6 +382,16 @@ def test_a_checkpoint_that_is_saved_again_before_a_step_still_says_what_its_term
     assert differences(everything(optimizer), everything(again)) == []
 
 
+def test_a_checkpoint_that_another_is_loaded_over_is_not_warned_about() -> None:
+    saved = copy.deepcopy(trained().state_dict())
+    optimizer = torch.optim.RMSprop(params := parameters(seed=1), alpha=0.999)
+    optimizer.load_state_dict(copy.deepcopy(saved))
+    optimizer.load_state_dict(without_ours(saved))
+    set_gradients(params)
+    (told,) = warned(compiled(optimizer))
+    assert "holds no error terms" in told
+
+
 def test_an_optimizer_that_has_loaded_and_takes_no_step_is_freed() -> None:
     params, saved = parameters(), copy.deepcopy(trained().state_dict())
     optimizer = torch.optim.RMSprop(params, alpha=0.999)
