@@ -470,7 +470,9 @@ def _fill(optimizer: Optimizer, waiting: Iterable[_Waiting]) -> None:
         else:
             with real_tensors(), torch.no_grad():
                 hi = local_tensor(tensor.detach())
-                rest = local_tensor(wider, pieces_of(tensor)).to(hi.device) - hi.to(wider.dtype)
+                whole = local_tensor(wider, pieces_of(tensor)).to(hi.device)
+                is_as_loaded = whole.to(hi.dtype) == hi  # not where eager steps have gone on from there
+                rest = torch.where(is_as_loaded, whole - hi.to(whole.dtype), 0)
                 expansion.replace_contents(expansion.format.beside(hi, rest.float()))
     if missing:
         _warn(type(optimizer), f"no error terms of {some(missing)} {WHY_NONE}")

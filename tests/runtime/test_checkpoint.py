@@ -512,6 +512,23 @@ def test_float32_state_leaves_its_rest_in_error_terms(is_running: bool) -> None:
         )  # the pair's precision, which the step rounds to once more
 
 
+def test_float32_state_from_which_eager_steps_have_gone_on_is_not_brought_back() -> None:
+    plain = torch.optim.RMSprop(wide := parameters(torch.float32), alpha=0.5)
+    run_steps(plain.step, wide, range(3))
+    params = [torch.nn.Parameter(p.detach().bfloat16()) for p in wide]
+    optimizer = torch.optim.RMSprop(params, alpha=0.5)
+    optimizer.load_state_dict(plain.state_dict())
+    run_steps(optimizer.step, params, range(3, 6))
+    state = [optimizer.state[p]["square_avg"].double() for p in params]
+    for p in params:
+        p.grad = torch.zeros_like(p)
+    warned(compiled(optimizer, strategy="full"))
+    for p, before in zip(params, state, strict=True):
+        # Half an ulp of bfloat16, where an eager step has come back to the very hi that was loaded.
+        error = (full_value(optimizer.state[p]["square_avg"]) - before / 2).abs()
+        assert torch.all(error <= before / 2 * 2.0**-8)
+
+
 def test_state_that_is_moved_away_and_back_keeps_its_error_terms() -> None:
     optimizer, expected = trained(), trained()
     step = compiled(optimizer)
