@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import subprocess
 import sys
 import warnings
@@ -400,6 +401,24 @@ def test_an_optimizer_that_has_loaded_and_takes_no_step_is_freed() -> None:
     del optimizer, params
     gc.collect()
     assert [each() for each in alive] == [None, None]
+
+
+@pytest.mark.parametrize("copy_of", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+def test_copies_of_what_no_step_has_used_say_what_their_terms_belong_to(copy_of: Any) -> None:
+    saved, values = copy.deepcopy(trained().state_dict()), copied(params_of(trained()))
+    expected, _ = continued(saved, copied(values))
+    optimizer = torch.optim.RMSprop(parameters(seed=1), alpha=0.999)
+    optimizer.load_state_dict(saved)
+    for is_model_loaded in (True, False):
+        again = copy_of(optimizer)
+        if is_model_loaded:
+            for p, value in zip(params_of(again), values, strict=True):
+                p.data.copy_(value)
+        set_gradients(params_of(again), 3)
+        told = warned(compiled(again))
+        assert len(told) == (not is_model_loaded)
+        assert is_model_loaded == (differences(everything(expected), everything(again)) == [])
+    assert "of other values than param_groups[0].params[0], param_groups[0].params[1], which" in told[0]
 
 
 @pytest.mark.parametrize("is_running", [True, False])
