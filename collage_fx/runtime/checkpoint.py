@@ -428,8 +428,8 @@ def _add_to(value: Tensor, auxiliaries: Auxiliaries) -> bool:
         found = [auxiliaries.get((error_format.name, spec.name)) for spec in error_format.auxiliaries(hi)]
         if all(each is not None and each.shape == value.shape for each in found):
             terms = [local_tensor(each, pieces) for each in found if each is not None]
-            differs = (hi.to(here.dtype) != here).sum() + (number != fingerprint(hi, terms)).long()
-            if not (differs if pieces is None else pieces.sum(differs)):
+            differs = torch.stack([(hi.to(here.dtype) != here).sum(), number - fingerprint(hi, terms)])
+            if not (differs if pieces is None else pieces.sum(differs)).any():
                 for term in error_format.error_terms(hi, *terms):
                     here += term
                 return True

@@ -91,7 +91,5 @@ def number_in(table: Tensor, hi: Tensor) -> Tensor:
     """The inverse of :func:`table_of`: this process's part of the fingerprint that a table holds."""
     pieces = pieces_of(hi)
     with real_tensors(), torch.no_grad():
-        number = local_tensor(table).contiguous().view(torch.int64).sum()
-        if pieces is not None and pieces_of(table) is None and not pieces.is_first:
-            number = torch.zeros_like(number)  # each process has the whole table
-        return number.to(local_tensor(hi).device)
+        rows = local_tensor(table, None if pieces is None else pieces.of_rows)
+        return rows.contiguous().view(torch.int64).sum().to(local_tensor(hi).device)

@@ -397,10 +397,10 @@ def test_an_optimizer_that_has_loaded_and_takes_no_step_is_freed() -> None:
     params, saved = parameters(), copy.deepcopy(trained().state_dict())
     optimizer = torch.optim.RMSprop(params, alpha=0.999)
     optimizer.load_state_dict(saved)
-    alive = [weakref.ref(optimizer), weakref.ref(params[0])]
+    alive: list[weakref.ref[Any]] = [weakref.ref(optimizer), weakref.ref(params[0])]
     del optimizer, params
     gc.collect()
-    assert [each() for each in alive] == [None, None]
+    assert all(each() is None for each in alive)
 
 
 @pytest.mark.parametrize("copy_of", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
