@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.nn import Parameter
 
-from collage_fx import CollageBackend, error_terms, full_value
+from collage_fx import CollageBackend, error_terms, full_value, load_full_state_dict
 from collage_fx.errors import UnsupportedTensorError
 from collage_fx.graph import Strategy
 from collage_fx.runtime import expansion_of
@@ -307,6 +307,19 @@ def test_all_processes_see_that_one_has_changed_its_piece(
     for (told,), have_terms in two_processes.run(continued_with_a_change, placement):
         assert "error terms of other values than param_groups[0].params[1].parameter, which" in told
         assert have_terms == [True, False, True]
+
+
+def loaded_whole() -> Tensor:
+    """What a model of ordinary tensors has of weights in pieces, of which one row is in each process."""
+    weights = {"weight": in_pieces(torch.arange(6.0).view(2, 3), init_device_mesh("cpu", (2,)), Shard(0))}
+    model = torch.nn.Linear(3, 2, bias=False).bfloat16()
+    load_full_state_dict(model, torch.optim.SGD(model.parameters()), weights)
+    return model.weight.detach()
+
+
+def test_weights_in_pieces_are_loaded_into_a_model_that_is_not(two_processes: Processes) -> None:
+    for found in two_processes.run(loaded_whole):
+        assert torch.equal(found, torch.arange(6).view(2, 3))
 
 
 def placed(tensor: Tensor, mesh: DeviceMesh, placement: Placement | None) -> Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -36,7 +36,7 @@ from collage_fx.runtime.error_terms import (
 )
 from collage_fx.runtime.optimizers import parameter_names
 from collage_fx.runtime.safetensors_file import NAMES, SafetensorsFile, write_safetensors
-from collage_fx.torch_compat import local_tensor, pieces_of
+from collage_fx.torch_compat import local_tensor, pieces_of, whole_tensor
 
 
 def full_state_dict(
@@ -91,8 +91,8 @@ class _FullStateDict(Mapping[str, Any]):
         made = self._made.get(id(tensor))
         if made is None or self._made_as[id(tensor)] == name:
             made = full_value(tensor, self._dtype) if _is_full(tensor) else tensor.detach()
-            if self._gather and pieces_of(made) is not None:
-                made = cast(Any, made).full_tensor()
+            if self._gather:
+                made = whole_tensor(made)
             self._made[id(tensor)], self._made_as[id(tensor)] = made, name
         return made
 
@@ -220,7 +220,9 @@ def load_full_state_dict(
             if not isinstance(target, Tensor):
                 model.load_state_dict({name: sources[name]}, strict=False)
                 continue
-            mine, source = local_tensor(target), local_tensor(sources[name], pieces_of(target))
+            pieces, source = pieces_of(target), sources[name]
+            mine = local_tensor(target)
+            source = whole_tensor(source) if pieces is None else local_tensor(source, pieces)
             if id(target) in stepped and is_low_precision(target.dtype):
                 expansion = ensure_expansion(target, kept_in, name=name)
                 expansion.drop_claim()

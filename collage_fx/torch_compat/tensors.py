@@ -38,6 +38,7 @@ __all__ = [
     "rename",
     "schema_of",
     "storage_of",
+    "whole_tensor",
     "without_modes",
     "wrapper_subclass",
 ]
@@ -170,6 +171,11 @@ def local_tensor(tensor: torch.Tensor, pieces: Pieces | None = None) -> torch.Te
     elif pieces is not None and of.placements != pieces.placements:
         distributed = distributed.redistribute(*pieces)
     return cast(torch.Tensor, distributed._local_tensor)  # to_local() makes a view of it
+
+
+def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """All elements of a DTensor, for which all processes have to call it; any other tensor itself."""
+    return tensor if pieces_of(tensor) is None else cast(Any, tensor).full_tensor()
 
 
 def distributed_like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
