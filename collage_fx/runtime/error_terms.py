@@ -298,7 +298,8 @@ def error_terms(tensor: Tensor) -> tuple[Tensor, ...]:
     Returns:
         tensors of its shape on its device; ``()`` where the tensor has none. In the formats "mcf" and "fp32"
         they are the live buffers themselves. Of a DTensor they are DTensors with its mesh and placements,
-        made of the live buffers of each process.
+        made of the live buffers of each process. After ``load_state_dict`` they are those of the file until a
+        step, or ``full_state_dict``, has looked whether they belong to the tensor.
     """
     expansion = expansion_of(tensor)
     if expansion is None:

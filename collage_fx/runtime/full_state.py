@@ -58,7 +58,8 @@ def full_state_dict(
         a mapping with the names of ``model.state_dict()``. It makes a tensor each time that one is read, from
         the parameter as it is then. Read under another name of the same parameter, it is the same tensor as
         long as somebody keeps that. Parameters of other dtypes, buffers and what is no tensor are there as
-        they are.
+        they are. Error terms that have been loaded, and that no step has used, become zero before one is read
+        where they belong to other values: of DTensors all processes have to read then.
 
     Raises:
         UnsupportedTensorError: a parameter with error terms is not what ``model.state_dict()`` holds (FSDP1,
@@ -90,7 +91,11 @@ class _FullStateDict(Mapping[str, Any]):
             return tensor
         made = self._made.get(id(tensor))
         if made is None or self._made_as[id(tensor)] == name:
-            made = full_value(tensor, self._dtype) if _is_full(tensor) else tensor.detach()
+            made = tensor.detach()
+            if _is_full(tensor):
+                if (expansion := expansion_of(tensor)) is not None:
+                    expansion.settle()
+                made = full_value(tensor, self._dtype)
             if self._gather:
                 made = whole_tensor(made)
             self._made[id(tensor)], self._made_as[id(tensor)] = made, name

@@ -236,6 +236,18 @@ def test_it_may_be_loaded_over_a_checkpoint_that_no_step_has_used() -> None:
         of.load_state_dict(model(seed=4).state_dict())
 
 
+def test_it_has_no_error_terms_of_other_weights_than_it_holds() -> None:
+    _, saved, _ = trained()
+    of = model(seed=1)
+    of.temperature.data.fill_(2)
+    optimizer, _ = adamw(of)
+    optimizer.load_state_dict(saved.state_dict())
+    with pytest.warns(UserWarning, match="error terms of other values than"):
+        full = dict(full_state_dict(of))
+    for name, p in of.low().items():
+        assert torch.equal(full[name], p.float()), name
+
+
 def misfits(weights: dict[str, Any]) -> dict[str, dict[str, Any]]:
     without = {name: each for name, each in weights.items() if name != "inner.bias"}
     return {
