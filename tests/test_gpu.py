@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from collage_fx import CollageBackend
+from collage_fx.runtime.fingerprints import fingerprint
 from tests.support.agreement import (
     AdamW,
     assert_half_ulp,
@@ -167,6 +168,13 @@ def test_checkpoint_round_trip() -> None:
         second.step(grad)
     assert any(name.endswith(".lo") and bool(tensor.any()) for name, tensor in second.tensors().items())
     assert_same([second.tensors()], [expected])
+
+
+def test_a_fingerprint_where_hi_has_been_moved() -> None:
+    """As by ``model.cpu()``: error terms follow at the next step, and may be saved before."""
+    lo = torch.randn(SHAPES[0], device=DEVICE).bfloat16()
+    hi = lo.cpu()
+    assert fingerprint(hi, [lo]).item() == fingerprint(hi, [hi]).item()
 
 
 # ------------------------------------------------------------------ update error

@@ -15,9 +15,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.nn import Parameter
 
-from collage_fx import CollageBackend, error_terms, full_value
+from collage_fx import CollageBackend, error_terms, full_value, load_full_state_dict
 from collage_fx.errors import UnsupportedTensorError
 from collage_fx.graph import Strategy
+from collage_fx.runtime import expansion_of
 from collage_fx.torch_compat import local_tensor
 from tests.support.processes import Processes
 from tests.support.training import parameters
@@ -305,3 +306,65 @@ def test_all_processes_see_that_one_has_changed_its_piece(
     for (told,), have_terms in two_processes.run(continued_with_a_change, placement):
         assert "error terms of other values than param_groups[0].params[1].parameter, which" in told
         assert have_terms == [True, False, True]
+
+
+def loaded_whole() -> Tensor:
+    """What a model of ordinary tensors has of weights in pieces, of which one row is in each process."""
+    weights = {"weight": in_pieces(torch.arange(6.0).view(2, 3), init_device_mesh("cpu", (2,)), Shard(0))}
+    model = torch.nn.Linear(3, 2, bias=False).bfloat16()
+    load_full_state_dict(model, torch.optim.SGD(model.parameters()), weights)
+    return model.weight.detach()
+
+
+def test_weights_in_pieces_are_loaded_into_a_model_that_is_not(two_processes: Processes) -> None:
+    for found in two_processes.run(loaded_whole):
+        assert torch.equal(found, torch.arange(6).view(2, 3))
+
+
+def placed(tensor: Tensor, mesh: DeviceMesh, placement: Placement | None) -> Tensor:
+    return tensor.clone() if placement is None else in_pieces(tensor, mesh, placement)
+
+
+def taken_up_in_other_pieces(saved_in: Placement | None) -> dict[str, list[Any]]:
+    """Warnings and parameters of other values where error terms are loaded that were saved in such pieces.
+
+    Or in one; into parameters of 16 bits, beside which they go, and of float32, to which they are added.
+    """
+    mesh = init_device_mesh("cpu", (2,))
+    torch._dynamo.reset()
+    params = [Parameter(p.detach()) for p in parameters(shapes=SHAPES)]
+    optimizer = torch.optim.SGD(params, lr=1e-3)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    torch.compile(optimizer.step, backend=CollageBackend())()
+    his, values = [p.detach().clone() for p in params], [full_value(p) for p in params]
+    held = [Parameter(placed(hi, mesh, saved_in)) for hi in his]
+    optimizer_of_held = torch.optim.SGD(held, lr=0.0)
+    optimizer_of_held.load_state_dict(optimizer.state_dict())
+    saved = copy.deepcopy(optimizer_of_held.state_dict())
+    found: dict[str, list[Any]] = {}
+    for placement in (Shard(0), Shard(1), Replicate()):
+        for dtype in (torch.bfloat16, torch.float32):
+            params = [Parameter(in_pieces(hi.to(dtype), mesh, placement)) for hi in his]
+            again = torch.optim.SGD(params, lr=0.0)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                again.load_state_dict(copy.deepcopy(saved))
+                for expansion in filter(None, map(expansion_of, params)):
+                    expansion.settle()
+            told = [str(each.message) for each in caught if "collage_fx" in str(each.message)]
+            wrong = [
+                i
+                for i, (p, v) in enumerate(zip(params, values, strict=True))
+                if not torch.equal(in_one_piece(full_value(p)), v)
+            ]
+            found[f"{placement} {dtype}"] = [told, wrong]
+    return found
+
+
+@pytest.mark.parametrize("saved_in", [None, Shard(0), Replicate()], ids=str)
+def test_error_terms_are_taken_up_in_other_pieces(
+    two_processes: Processes, saved_in: Placement | None
+) -> None:
+    for found in two_processes.run(taken_up_in_other_pieces, saved_in):
+        assert found == {name: [[], []] for name in found}

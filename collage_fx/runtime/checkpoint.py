@@ -52,7 +52,7 @@ class that overrides the methods is covered as far as it calls those of the base
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
@@ -101,11 +101,16 @@ Saved = dict[Owner, Auxiliaries]
 
 @dataclass(frozen=True, eq=False)
 class PickledExpansion:
-    """One tensor with its auxiliaries, as the pickle of an optimizer holds them."""
+    """One tensor with its auxiliaries, as the pickle of an optimizer holds them.
+
+    Attributes:
+        claim: the fingerprint that they were loaded with, if no step has looked at it yet.
+    """
 
     tensor: Tensor
     format_name: str
     auxiliaries: tuple[Tensor, ...]
+    claim: Tensor | None = None
 
 
 #: The class's name in pickles of earlier versions.
@@ -185,7 +190,7 @@ def _warn_unsaved(optimizer: Optimizer) -> None:
 def _packing(getstate: Callable[..., StateDict]) -> Callable[..., StateDict]:
     def with_error_terms(self: Optimizer) -> StateDict:
         pickled = [
-            PickledExpansion(entry.tensor, expansion.format.name, expansion.auxiliaries)
+            PickledExpansion(entry.tensor, expansion.format.name, expansion.auxiliaries, expansion.claim)
             for entry in known_tensors({"self": self}).values()
             if entry.role is not Role.GRADIENT and (expansion := expansion_of(entry.tensor)) is not None
         ]
@@ -197,10 +202,14 @@ def _packing(getstate: Callable[..., StateDict]) -> Callable[..., StateDict]:
 def _unpacking(setstate: Callable[..., None]) -> Callable[..., None]:
     def with_error_terms(self: Optimizer, state: StateDict) -> None:
         setstate(self, {key: value for key, value in state.items() if key != SHARED})
-        for each in state.get(SHARED, ()):
+        pickled: Sequence[PickledExpansion] = state.get(SHARED, ())
+        known, claims = known_tensors({"self": self} if pickled else {}), _claims_in(type(self))
+        for each in pickled:
             name = f"{type(self).__name__} in a pickle"
             expansion = ensure_expansion(each.tensor, _known_format(each.format_name, name), name=name)
             expansion.replace_contents(each.auxiliaries)
+            if each.claim is not None:
+                claims.add(known[id(each.tensor)].name, expansion, each.claim)
 
     return with_error_terms
 
@@ -355,9 +364,8 @@ def _mismatch(met: str, where: str) -> CheckpointMismatchError:
 
 def _restore(optimizer: Optimizer, plain: StateDict, saved: Saved) -> None:
     """Put saved error terms beside the loaded tensors; where there are none, live ones become zero."""
-    claims = Claims(
-        lambda names: _warn(optimizer, f"error terms of other values than {some(names)}, {WHY_OTHERS}")
-    )
+    kind = type(optimizer)
+    claims = _claims_in(kind)
     waiting: list[_Waiting] = []
     unused: list[str] = []
     for owner, name, tensor in _held(optimizer, plain):
@@ -375,7 +383,7 @@ def _restore(optimizer: Optimizer, plain: StateDict, saved: Saved) -> None:
                 waiting.append(_Waiting(name, TensorWeakRef(tensor), wider))
     if unused:
         _warn(
-            optimizer,
+            kind,
             f"error terms of {some(unused)}, which have other values than those were saved beside (load the "
             "weights of a model before its optimizer); they are left out",
         )
@@ -383,6 +391,11 @@ def _restore(optimizer: Optimizer, plain: StateDict, saved: Saved) -> None:
     if optimizer in _compiled:
         _fill(optimizer, _waiting.pop(optimizer))
     remember({name: tensor for _, name, tensor in _held_live(optimizer)}, optimizer)
+
+
+def _claims_in(kind: type[Optimizer]) -> Claims:
+    """Claims of what is loaded into an optimizer, which they must not keep alive: parameters keep them."""
+    return Claims(lambda names: _warn(kind, f"error terms of other values than {some(names)}, {WHY_OTHERS}"))
 
 
 def _put_beside(hi: Tensor, auxiliaries: Auxiliaries, name: str, claims: Claims) -> None:
@@ -415,8 +428,8 @@ def _add_to(value: Tensor, auxiliaries: Auxiliaries) -> bool:
         found = [auxiliaries.get((error_format.name, spec.name)) for spec in error_format.auxiliaries(hi)]
         if all(each is not None and each.shape == value.shape for each in found):
             terms = [local_tensor(each, pieces) for each in found if each is not None]
-            differs = (hi.to(here.dtype) != here).sum() + (number != fingerprint(hi, terms)).long()
-            if not (differs if pieces is None else pieces.sum(differs)):
+            differs = torch.stack([(hi.to(here.dtype) != here).sum(), number - fingerprint(hi, terms)])
+            if not (differs if pieces is None else pieces.sum(differs)).any():
                 for term in error_format.error_terms(hi, *terms):
                     here += term
                 return True
@@ -475,10 +488,12 @@ def _fill(optimizer: Optimizer, waiting: Iterable[_Waiting]) -> None:
         else:
             with real_tensors(), torch.no_grad():
                 hi = local_tensor(tensor.detach())
-                rest = local_tensor(wider, pieces_of(tensor)).to(hi.device) - hi.to(wider.dtype)
+                whole = local_tensor(wider, pieces_of(tensor)).to(hi.device)
+                is_as_loaded = whole.to(hi.dtype) == hi  # not where eager steps have gone on from there
+                rest = torch.where(is_as_loaded, whole - hi.to(whole.dtype), 0)
                 expansion.replace_contents(expansion.format.beside(hi, rest.float()))
     if missing:
-        _warn(optimizer, f"no error terms of {some(missing)} {WHY_NONE}")
+        _warn(type(optimizer), f"no error terms of {some(missing)} {WHY_NONE}")
 
 
 WHY_NONE = (
@@ -491,10 +506,9 @@ WHY_OTHERS = (
 )
 
 
-def _warn(optimizer: Optimizer, holds: str) -> None:
+def _warn(kind: type[Optimizer], holds: str) -> None:
     """Warn of what a checkpoint holds, or does not hold."""
-    name = type(optimizer).__name__
-    warnings.warn(f"collage_fx: the checkpoint loaded into {name} holds {holds}", stacklevel=3)
+    warnings.warn(f"collage_fx: the checkpoint loaded into {kind.__name__} holds {holds}", stacklevel=3)
 
 
 def _keyed_parameters(optimizer: Optimizer, state_dict: StateDict) -> Iterator[tuple[Any, str, Tensor]]:

@@ -71,7 +71,7 @@ class Claims:
                 owner = None if expansion is None else expansion.owner()
                 if expansion is None or owner is None or expansion.claim is not claim.number:
                     continue  # the tensor is gone, or others have been loaded since
-                expansion.make_claim(None, None)
+                expansion.drop_claim()
                 actual = fingerprint(local_tensor(owner), expansion.auxiliaries)
                 claimed = claim.number.to(actual.device)
                 numbers = torch.stack([claimed - actual, (claimed != 0).long()])

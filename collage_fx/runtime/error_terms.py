@@ -98,6 +98,7 @@ class Expansion:
 
     def replace_contents(self, auxiliaries: Sequence[Tensor]) -> None:
         """Overwrite the buffers in place, so that compiled steps (and CUDA graphs) see the new contents."""
+        self.drop_claim()
         with real_tensors(), torch.no_grad():
             for mine, new in zip(self.auxiliaries, auxiliaries, strict=True):
                 mine.copy_(new)
@@ -107,10 +108,14 @@ class Expansion:
         self.auxiliaries = tuple(auxiliaries)
         _RECORDS.state = object()
 
-    def make_claim(self, claim: Tensor | None, settle: Callable[[], None] | None) -> None:
+    def make_claim(self, claim: Tensor, settle: Callable[[], None]) -> None:
         """Have the next step that uses the error terms call ``settle`` before, which looks at the claim."""
         self.claim, self._settle = claim, settle
         _RECORDS.state = object()
+
+    def drop_claim(self) -> None:
+        """Let the error terms belong to hi as it is: it has been looked at, or they are others now."""
+        self.claim = self._settle = None
 
     def settle(self) -> None:
         """See to it that the error terms belong to hi, if nobody has looked since they were loaded."""
@@ -125,6 +130,7 @@ class Expansion:
 
     def clear(self) -> None:
         """Zero the buffers in place: the value becomes hi."""
+        self.drop_claim()
         with real_tensors(), torch.no_grad():
             for auxiliary in self.auxiliaries:
                 auxiliary.zero_()
@@ -292,7 +298,8 @@ def error_terms(tensor: Tensor) -> tuple[Tensor, ...]:
     Returns:
         tensors of its shape on its device; ``()`` where the tensor has none. In the formats "mcf" and "fp32"
         they are the live buffers themselves. Of a DTensor they are DTensors with its mesh and placements,
-        made of the live buffers of each process.
+        made of the live buffers of each process. After ``load_state_dict`` they are those of the file until a
+        step, or ``full_state_dict``, has looked whether they belong to the tensor.
     """
     expansion = expansion_of(tensor)
     if expansion is None:

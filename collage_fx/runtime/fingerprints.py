@@ -43,12 +43,13 @@ def fingerprint(hi: Tensor, auxiliaries: Sequence[Tensor]) -> Tensor:
 
     Args:
         hi: an ordinary tensor of any dtype of at most 4 bytes.
-        auxiliaries: of hi's shape; those of another shape are left out.
+        auxiliaries: of hi's shape; those of another shape are left out. They may be on another device, from
+            where hi has been moved.
 
     Returns:
         a 0-d int64 tensor on hi's device.
     """
-    alike = [hi, *(each for each in auxiliaries if each.shape == hi.shape)]
+    alike = [hi, *(each.to(hi.device) for each in auxiliaries if each.shape == hi.shape)]
     order = sorted(range(hi.dim()), key=hi.stride, reverse=True)
     with real_tensors(), torch.no_grad():
         flat = [_bits(each.detach().permute(order).reshape(-1)) for each in alike]
@@ -91,7 +92,5 @@ def number_in(table: Tensor, hi: Tensor) -> Tensor:
     """The inverse of :func:`table_of`: this process's part of the fingerprint that a table holds."""
     pieces = pieces_of(hi)
     with real_tensors(), torch.no_grad():
-        number = local_tensor(table).contiguous().view(torch.int64).sum()
-        if pieces is not None and pieces_of(table) is None and not pieces.is_first:
-            number = torch.zeros_like(number)  # each process has the whole table
-        return number.to(local_tensor(hi).device)
+        rows = local_tensor(table, None if pieces is None else pieces.of_rows)
+        return rows.contiguous().view(torch.int64).sum().to(local_tensor(hi).device)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -36,7 +36,7 @@ from collage_fx.runtime.error_terms import (
 )
 from collage_fx.runtime.optimizers import parameter_names
 from collage_fx.runtime.safetensors_file import NAMES, SafetensorsFile, write_safetensors
-from collage_fx.torch_compat import local_tensor, pieces_of
+from collage_fx.torch_compat import local_tensor, pieces_of, whole_tensor
 
 
 def full_state_dict(
@@ -58,7 +58,8 @@ def full_state_dict(
         a mapping with the names of ``model.state_dict()``. It makes a tensor each time that one is read, from
         the parameter as it is then. Read under another name of the same parameter, it is the same tensor as
         long as somebody keeps that. Parameters of other dtypes, buffers and what is no tensor are there as
-        they are.
+        they are. Error terms that have been loaded, and that no step has used, become zero before one is read
+        where they belong to other values: of DTensors all processes have to read then.
 
     Raises:
         UnsupportedTensorError: a parameter with error terms is not what ``model.state_dict()`` holds (FSDP1,
@@ -90,9 +91,13 @@ class _FullStateDict(Mapping[str, Any]):
             return tensor
         made = self._made.get(id(tensor))
         if made is None or self._made_as[id(tensor)] == name:
-            made = full_value(tensor, self._dtype) if _is_full(tensor) else tensor.detach()
-            if self._gather and pieces_of(made) is not None:
-                made = cast(Any, made).full_tensor()
+            made = tensor.detach()
+            if _is_full(tensor):
+                if (expansion := expansion_of(tensor)) is not None:
+                    expansion.settle()
+                made = full_value(tensor, self._dtype)
+            if self._gather:
+                made = whole_tensor(made)
             self._made[id(tensor)], self._made_as[id(tensor)] = made, name
         return made
 
@@ -220,11 +225,14 @@ def load_full_state_dict(
             if not isinstance(target, Tensor):
                 model.load_state_dict({name: sources[name]}, strict=False)
                 continue
-            mine, source = local_tensor(target), local_tensor(sources[name], pieces_of(target))
+            pieces, source = pieces_of(target), sources[name]
+            mine = local_tensor(target)
+            source = whole_tensor(source) if pieces is None else local_tensor(source, pieces)
             if id(target) in stepped and is_low_precision(target.dtype):
-                auxiliaries = ensure_expansion(target, kept_in, name=name).auxiliaries
+                expansion = ensure_expansion(target, kept_in, name=name)
+                expansion.drop_claim()
                 parts = parts_of if kept_in.is_elementwise else lambda tensor: (tensor,)
-                for part, *into in zip(*map(parts, (source, mine, *auxiliaries)), strict=True):
+                for part, *into in zip(*map(parts, (source, mine, *expansion.auxiliaries)), strict=True):
                     split = kept_in.split(part.to(mine.device, torch.float32), target.dtype)
                     for each, new in zip(into, split, strict=True):
                         each.copy_(new)

@@ -38,6 +38,7 @@ __all__ = [
     "rename",
     "schema_of",
     "storage_of",
+    "whole_tensor",
     "without_modes",
     "wrapper_subclass",
 ]
@@ -115,10 +116,14 @@ class Pieces(NamedTuple):
         return [i for i, placement in enumerate(self.placements) if not placement.is_replicate()]
 
     @property
-    def is_first(self) -> bool:
-        """Whether this process has a first piece, in whatever copy."""
-        coordinate = self.mesh.get_coordinate()
-        return coordinate is not None and not any(coordinate[i] for i in self._are_cut)
+    def of_rows(self) -> Pieces:
+        """Rows shared out among the processes among which elements are."""
+        distributed = sys.modules["torch.distributed.tensor"]
+        placements = (
+            distributed.Shard(0) if i in self._are_cut else distributed.Replicate()
+            for i in range(len(self.placements))
+        )
+        return Pieces(self.mesh, tuple(placements))
 
     def have_rows(self, rows: int) -> bool:
         """Whether each process would have one of that many rows shared out among them as elements are."""
@@ -132,13 +137,9 @@ class Pieces(NamedTuple):
 
     def zeros(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
         """A DTensor of zeros, its rows shared out among the processes among which elements are."""
-        distributed = sys.modules["torch.distributed.tensor"]
-        placements = [
-            distributed.Shard(0) if i in self._are_cut else distributed.Replicate()
-            for i in range(len(self.placements))
-        ]
-        made = distributed.zeros(rows, columns, dtype=dtype, device_mesh=self.mesh, placements=placements)
-        return cast(torch.Tensor, made)
+        zeros = sys.modules["torch.distributed.tensor"].zeros
+        mesh, placements = self.of_rows
+        return cast(torch.Tensor, zeros(rows, columns, dtype=dtype, device_mesh=mesh, placements=placements))
 
 
 def pieces_of(tensor: torch.Tensor) -> Pieces | None:
@@ -170,6 +171,11 @@ def local_tensor(tensor: torch.Tensor, pieces: Pieces | None = None) -> torch.Te
     elif pieces is not None and of.placements != pieces.placements:
         distributed = distributed.redistribute(*pieces)
     return cast(torch.Tensor, distributed._local_tensor)  # to_local() makes a view of it
+
+
+def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """All elements of a DTensor, for which all processes have to call it; any other tensor itself."""
+    return tensor if pieces_of(tensor) is None else cast(Any, tensor).full_tensor()
 
 
 def distributed_like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import pickle
 import subprocess
 import sys
 import warnings
@@ -381,6 +383,44 @@ def test_a_checkpoint_that_is_saved_again_before_a_step_still_says_what_its_term
     assert differences(everything(optimizer), everything(again)) == []
 
 
+def test_a_checkpoint_that_another_is_loaded_over_is_not_warned_about() -> None:
+    saved = copy.deepcopy(trained().state_dict())
+    optimizer = torch.optim.RMSprop(params := parameters(seed=1), alpha=0.999)
+    optimizer.load_state_dict(copy.deepcopy(saved))
+    optimizer.load_state_dict(without_ours(saved))
+    set_gradients(params)
+    (told,) = warned(compiled(optimizer))
+    assert "holds no error terms" in told
+
+
+def test_an_optimizer_that_has_loaded_and_takes_no_step_is_freed() -> None:
+    params, saved = parameters(), copy.deepcopy(trained().state_dict())
+    optimizer = torch.optim.RMSprop(params, alpha=0.999)
+    optimizer.load_state_dict(saved)
+    alive: list[weakref.ref[Any]] = [weakref.ref(optimizer), weakref.ref(params[0])]
+    del optimizer, params
+    gc.collect()
+    assert all(each() is None for each in alive)
+
+
+@pytest.mark.parametrize("copy_of", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+def test_copies_of_what_no_step_has_used_say_what_their_terms_belong_to(copy_of: Any) -> None:
+    saved, values = copy.deepcopy(trained().state_dict()), copied(params_of(trained()))
+    expected, _ = continued(saved, copied(values))
+    optimizer = torch.optim.RMSprop(parameters(seed=1), alpha=0.999)
+    optimizer.load_state_dict(saved)
+    for is_model_loaded in (True, False):
+        again = copy_of(optimizer)
+        if is_model_loaded:
+            for p, value in zip(params_of(again), values, strict=True):
+                p.data.copy_(value)
+        set_gradients(params_of(again), 3)
+        told = warned(compiled(again))
+        assert len(told) == (not is_model_loaded)
+        assert is_model_loaded == (differences(everything(expected), everything(again)) == [])
+    assert "of other values than param_groups[0].params[0], param_groups[0].params[1], which" in told[0]
+
+
 @pytest.mark.parametrize("is_running", [True, False])
 def test_what_is_missing_is_named(is_running: bool) -> None:
     optimizer = trained()
@@ -503,6 +543,23 @@ def test_wider_state_is_not_kept_for_an_optimizer_that_stays_plain() -> None:
     assert kept() is not None
     run_steps(optimizer.step, params, [3])
     assert kept() is None
+
+
+def test_float32_state_from_which_eager_steps_have_gone_on_is_not_brought_back() -> None:
+    plain = torch.optim.RMSprop(wide := parameters(torch.float32), alpha=0.5)
+    run_steps(plain.step, wide, range(3))
+    params = [torch.nn.Parameter(p.detach().bfloat16()) for p in wide]
+    optimizer = torch.optim.RMSprop(params, alpha=0.5)
+    optimizer.load_state_dict(plain.state_dict())
+    run_steps(optimizer.step, params, range(3, 6))
+    state = [optimizer.state[p]["square_avg"].double() for p in params]
+    for p in params:
+        p.grad = torch.zeros_like(p)
+    warned(compiled(optimizer, strategy="full"))
+    for p, before in zip(params, state, strict=True):
+        # Half an ulp of bfloat16, where an eager step has come back to the very hi that was loaded.
+        error = (full_value(optimizer.state[p]["square_avg"]) - before / 2).abs()
+        assert torch.all(error <= before / 2 * 2.0**-8)
 
 
 def test_state_that_is_moved_away_and_back_keeps_its_error_terms() -> None:

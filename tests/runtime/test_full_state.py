@@ -216,6 +216,39 @@ def test_what_the_optimizer_does_not_hold_is_rounded() -> None:
     assert not error_terms(of.embedding.weight)[0].any()  # which a step before has made
 
 
+def test_it_may_be_loaded_over_a_checkpoint_that_no_step_has_used() -> None:
+    """Nor over what ``load_state_dict`` has left of error terms: those of the full values are kept."""
+    _, saved, _ = trained()
+    of = model(seed=1)
+    optimizer, step = adamw(of)
+    optimizer.load_state_dict(copy.deepcopy(saved.state_dict()))
+    for group in optimizer.param_groups:
+        group.update(lr=0.0)
+    for seed in (2, 3):
+        weights = {
+            name: t.float() / 3 if t.is_floating_point() else t
+            for name, t in model(seed).state_dict().items()
+        }
+        load_full_state_dict(of, optimizer, weights)
+        before = {name: full_value(p) for name, p in of.low().items()}
+        run_steps(step, list(of.parameters()), [0])
+        for name, p in of.low().items():
+            assert torch.equal(full_value(p), before[name]), name
+        of.load_state_dict(model(seed=4).state_dict())
+
+
+def test_it_has_no_error_terms_of_other_weights_than_it_holds() -> None:
+    _, saved, _ = trained()
+    of = model(seed=1)
+    of.temperature.data.fill_(2)
+    optimizer, _ = adamw(of)
+    optimizer.load_state_dict(saved.state_dict())
+    with pytest.warns(UserWarning, match="error terms of other values than"):
+        full = dict(full_state_dict(of))
+    for name, p in of.low().items():
+        assert torch.equal(full[name], p.float()), name
+
+
 def misfits(weights: dict[str, Any]) -> dict[str, dict[str, Any]]:
     without = {name: each for name, each in weights.items() if name != "inner.bias"}
     return {
