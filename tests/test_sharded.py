@@ -72,9 +72,14 @@ def trained(
     shapes: Sequence[Sequence[int]] = SHAPES,
     steps: int = 4,
     metrics: bool = False,
+    is_another: bool = False,
 ) -> dict[str, Any]:
-    """All that some steps leave, in one piece each; and how they were compiled."""
-    torch._dynamo.reset()
+    """All that some steps leave, in one piece each; and how they were compiled.
+
+    With ``is_another`` for Dynamo, which has compiled a step before, and makes symbols of other sizes.
+    """
+    if not is_another:
+        torch._dynamo.reset()
     start = parameters(shapes=shapes)
     params = start
     if mesh is not None:
@@ -129,6 +134,24 @@ def test_elementwise_optimizers_leave_the_bits_of_one_process(
     for found in two_processes.run(trained_in_pieces, make, strategy, placement):
         assert found["names"] == alone["names"]
         assert found["units"][-1] == "by family"  # the first step of some makes their state
+        assert found["left"].keys() == alone["left"].keys()
+        for name, tensors in alone["left"].items():
+            for one, other in zip(tensors, found["left"][name], strict=True):
+                assert torch.equal(one, other), name
+
+
+WIDER = ((8, 5), (8, 5), (7,))
+
+
+def trained_after_another() -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (2,))
+    trained(adamw, "plus", mesh, Shard(0), steps=1)
+    return trained(adamw, "plus", mesh, Shard(0), WIDER, is_another=True)
+
+
+def test_a_second_optimizer_of_other_shapes(two_processes: Processes) -> None:
+    alone = trained(adamw, "plus", None, Shard(0), WIDER)
+    for found in two_processes.run(trained_after_another):
         assert found["left"].keys() == alone["left"].keys()
         for name, tensors in alone["left"].items():
             for one, other in zip(tensors, found["left"][name], strict=True):

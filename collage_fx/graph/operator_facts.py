@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -260,11 +260,20 @@ def first_not_elementwise(graph: Graph) -> Node | None:
         if node.op != "call_function" or is_copy_to_input(node):
             continue
         values = map(tensor_value, (node, *node.all_input_nodes))
-        layouts = {(value.shape, value.stride()) for value in values if value is not None and value.dim() > 0}
+        layouts = {
+            (_as_text(value.shape), _as_text(value.stride()))
+            for value in values
+            if value is not None and value.dim() > 0
+        }
         shapes = {shape for shape, _ in layouts}
         if not is_elementwise(node) or len(layouts if facts_of(node.target).moves else shapes) > 1:
             return node
     return None
+
+
+def _as_text(sizes: Iterable[int | torch.SymInt]) -> tuple[str, ...]:
+    """Sizes of which symbols, which have no hash, are the same where their expressions are."""
+    return tuple(map(str, sizes))
 
 
 def is_movement(node: Node) -> bool:
