@@ -198,9 +198,10 @@ class Recorder(TorchDispatchMode):
             for tensor, value in wide.values():
                 if made is real(value):
                     return self._record(signature_of(aten.copy_.default), (tensor, made), {})
-            if not isinstance(made, Tensor) or made.dtype == eager.dtype:
-                return made
-            return self._converted(made, eager.dtype)
+            # Integers are what they are; fake tensors of torch 2.11 take them for what they were found in.
+            if isinstance(made, Tensor) and made.is_floating_point() and eager.is_floating_point():
+                return made if made.dtype == eager.dtype else self._converted(made, eager.dtype)
+            return made
 
         results = self._call(signature, *_each_tensor(widened, (args, kwargs)))
         if not wide:
