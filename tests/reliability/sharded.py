@@ -114,7 +114,7 @@ def resharded(seed: int, folder: Path) -> Outcome:
             stepped(optimizer, range(taken, taken + steps))
             different = lost(setup, taken + steps, optimizer)
     told = tuple(str(each.message) for each in caught if "collage_fx" in str(each.message))
-    return Outcome((f"{counts[0]} processes, then {counts[1]}, of DTensors",), different, told)
+    return Outcome((f"DTensors of {counts[0]}, then {counts[1]} processes",), different, told)
 
 
 def saved_until_killed(setup: Setup, folder: Path) -> None:
