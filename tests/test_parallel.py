@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import types
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -35,7 +34,7 @@ from collage_fx import (
 )
 from collage_fx.runtime.optimizers import state_tensors
 from tests.support.processes import Processes
-from tests.support.training import compiled, differences, everything, run_steps
+from tests.support.training import compiled, differences, everything, run_steps, set_as_own_step
 
 WORLD = 4
 
@@ -314,8 +313,7 @@ def steps(of: nn.Module, optimizer: Optimizer, seeds: range) -> None:
 def with_compiled_step(of: nn.Module) -> Optimizer:
     """Set as its own, so that torch makes state to be loaded by it."""
     optimizer = adamw(of)
-    step = compiled(optimizer)
-    optimizer.step = types.MethodType(lambda self, closure=None: step(), optimizer)  # type: ignore[method-assign]
+    set_as_own_step(optimizer, compiled(optimizer))
     return optimizer
 
 

@@ -129,9 +129,9 @@ def note_compiled(optimizer: Optimizer) -> None:
     """
     _compiled.add(optimizer)
     _fill(optimizer, _waiting.pop(optimizer, ()))
-    held = {name: tensor for _, name, tensor in _held_live(optimizer)}
-    warn_of_replaced({n: t for slot, n, t in _held_live(optimizer) if slot != PARAMETER_SLOT}, optimizer)
-    remember(held, optimizer)
+    held = list(_held_live(optimizer))
+    warn_of_replaced({name: each for slot, name, each in held if slot != PARAMETER_SLOT}, optimizer)
+    remember({name: each for _, name, each in held}, optimizer)
 
 
 def _saving(state_dict: Callable[..., StateDict]) -> Callable[..., StateDict]:

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from collage_fx import CollageBackend
-from tests.support.training import LateMomentum, everything, parameters, run_steps
+from tests.support.training import LateMomentum, compiled, everything, parameters, run_steps
 
 STEPS = 10
 Step = Callable[[], Any]
@@ -42,7 +41,7 @@ class Setup:
         """An optimizer of new parameters, and its compiled step, which has not been compiled yet."""
         torch._dynamo.reset()
         optimizer = self.make([Parameter(value.detach().clone()) for value in values])
-        return optimizer, torch.compile(optimizer.step, backend=CollageBackend(**self.options))
+        return optimizer, compiled(optimizer, **self.options)
 
     def start(self) -> list[Tensor]:
         """The values of the parameters before the first step."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 import time
-import types
 import warnings
 from pathlib import Path
 from random import Random
@@ -20,12 +19,11 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.nn import Parameter, ParameterList
 from torch.optim import Optimizer
 
-from collage_fx import CollageBackend
 from collage_fx.torch_compat import pieces_of
 from tests.reliability.cases import Outcome
 from tests.reliability.runs import SETUPS, STEPS, Setup, different_elements, params_of, uninterrupted
 from tests.support.processes import Processes
-from tests.support.training import everything
+from tests.support.training import compiled, everything, set_as_own_step
 
 ELEMENTWISE = tuple(
     setup for setup in SETUPS if setup.name in ("AdamW, plus", "AdamW, light", "SGD, momentum")
@@ -42,8 +40,7 @@ def started(setup: Setup, mesh: DeviceMesh, placement: Placement) -> Optimizer:
     """An optimizer whose own step is the compiled one, so that torch makes state to be loaded by it."""
     torch._dynamo.reset()
     optimizer = setup.make([Parameter(in_pieces(value, mesh, placement)) for value in setup.start()])
-    step = torch.compile(optimizer.step, backend=CollageBackend(**setup.options))
-    optimizer.step = types.MethodType(lambda self, closure=None: step(), optimizer)  # type: ignore[method-assign]
+    set_as_own_step(optimizer, compiled(optimizer, **setup.options))
     return optimizer
 
 

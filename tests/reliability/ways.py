@@ -21,9 +21,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.nn import Module, ParameterList
 from torch.optim import Optimizer
 
-from collage_fx import CollageBackend
 from tests.reliability.runs import Setup, Step, params_of
-from tests.support.training import run_steps
+from tests.support.training import compiled, run_steps
 
 #: What is carried: an optimizer, and the step that has been compiled for it.
 Run = tuple[Optimizer, Step]
@@ -77,7 +76,7 @@ def _with_a_step(setup: Setup, optimizer: Optimizer) -> Run:
     if "decay" in vars(run := setup.make(params_of(optimizer))):  # attributes that pickles leave out
         vars(optimizer).setdefault("decay", vars(run)["decay"])
     torch._dynamo.reset()
-    return optimizer, torch.compile(optimizer.step, backend=CollageBackend(**setup.options))
+    return optimizer, compiled(optimizer, **setup.options)
 
 
 def through_plain_torch(setup: Setup, run: Run, directory: Path) -> Run:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.optim import Optimizer
 
 from collage_fx import full_value
-from tests.support.training import compiled, differences, everything, run_steps
+from tests.support.training import compiled, differences, everything, run_steps, set_as_own_step
 
 
 def model() -> nn.Module:
@@ -74,7 +73,7 @@ def test_a_run_goes_on_to_the_bit(*, flatten: bool, has_stepped: bool, tmp_path:
     second = model()
     other, other_step = adamw(second)
     # torch makes state to be loaded by a step, without gradients and a learning rate: by the compiled one.
-    other.step = types.MethodType(lambda self, closure=None: other_step(), other)  # type: ignore[method-assign]
+    set_as_own_step(other, other_step)
     if has_stepped:
         run_steps(other_step, list(second.parameters()), range(7, 9))
     load(second, other, options, tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -77,6 +78,12 @@ def run_steps(step: Callable[[], Any], params: Sequence[Tensor], seeds: Iterable
 
 def compiled(optimizer: Optimizer, **options: Any) -> Callable[[], Any]:
     return torch.compile(optimizer.step, backend=CollageBackend(**options))
+
+
+def set_as_own_step(optimizer: Optimizer, step: Callable[[], Any]) -> None:
+    """Make a compiled step the optimizer's own, by which torch then makes state to be loaded."""
+    method = types.MethodType(lambda self, closure=None: step(), optimizer)
+    optimizer.step = method  # type: ignore[method-assign]  # as programs do; mypy knows methods of classes
 
 
 def everything(optimizer: Optimizer) -> dict[str, Tensor]:
