@@ -149,7 +149,7 @@ class _Reader:
             return self.read(operands[0]) * self.read(operands[1]).inverse()
         if _is_number(node) and node.target is aten.reciprocal.default:
             return self.read(operands[0]).inverse()
-        if _is_number(node) and is_conversion(node) and _is_number(operands[0]):
+        if is_conversion(node) and (_is_number(operands[0]) or _is_widened(node)):
             return self.read(operands[0])
         return None
 
@@ -208,6 +208,14 @@ def _in_float32(editor: GraphEditor, node: Any) -> Node:
 def _are_computed(factors: Factors) -> bool:
     """Whether one of the factors is a node, so that their product is not known while compiling."""
     return any(isinstance(factor, Node) for factor in factors)
+
+
+def _is_widened(conversion: Node) -> bool:
+    """Whether a conversion is of a 16-bit format to a wider one, which holds all its values."""
+    source, target = (tensor_value(value) for value in (conversion.args[0], conversion))
+    assert source is not None
+    assert target is not None
+    return is_low_precision(source.dtype) and target.dtype in (torch.float32, torch.float64)
 
 
 def _is_number(value: Any) -> bool:

@@ -60,6 +60,7 @@ DENOMINATORS: dict[str, Step] = {
     "negated": lambda p, m, v, lr, t: -(v / (-0.25 * lr) - 0.5 / lr),
     "a sum of three": lambda p, m, v, lr, t: v / lr + (m / (lr * lr) + t / lr),
     "common factors": lambda p, m, v, lr, t: v * t / lr + t * 0.5 / lr,
+    "a sum in bfloat16, cast": lambda p, m, v, lr, t: (v.bfloat16() / (t * lr) + 0.5 / lr).double(),
     "cast numbers": lambda p, m, v, lr, t: v / lr.float() + 0.5 / lr,
 }
 
