@@ -3,6 +3,7 @@
 from collage_fx.backend import CollageBackend, backend_for, collage_backend
 from collage_fx.errors import CollageError
 from collage_fx.explain import explain
+from collage_fx.install import backend_of, install, uninstall
 from collage_fx.report import CollageReport
 from collage_fx.runtime.checkpoint import install as _install_checkpoint_support
 from collage_fx.runtime.claims import install as _install_claims
@@ -17,14 +18,17 @@ __all__ = [
     "CollageError",
     "CollageReport",
     "backend_for",
+    "backend_of",
     "collage_backend",
     "error_terms",
     "explain",
     "full_state_dict",
     "full_value",
+    "install",
     "load_full_state_dict",
     "reset_error_terms",
     "save_full_state_dict",
+    "uninstall",
 ]
 
 _install_checkpoint_support()

@@ -74,6 +74,14 @@ class CollageBackend(Backend):
         options = ", ".join(f"{name}={value!r}" for name, value in shown.items())
         return f"CollageBackend({options})"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A pickle has the options, not the reports; a deep copy is the backend itself: see below."""
+        return CollageBackend, tuple(vars(self.options).values())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CollageBackend:
+        """The backend itself, in whose report copies of an optimizer are too."""
+        return self
+
     def report(self) -> CollageReport:
         """The report of all compilations so far: a table when printed, and the graphs before and after.
 

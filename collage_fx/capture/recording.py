@@ -48,6 +48,11 @@ def why_recorded(optimizer: Optimizer) -> str:
     return "" if recording is None else recording.reason
 
 
+def stop_recording(optimizer: Optimizer) -> None:
+    """Let the steps of an optimizer run as they are again, if they are recorded."""
+    vars(optimizer).pop(RECORDING, None)
+
+
 def branches_on_values(optimizer: Optimizer) -> bool:
     """Whether a step of torch.optim's is known to, in a function in whose middle it would be too late."""
     return isinstance(optimizer, torch.optim.Adafactor) and any(

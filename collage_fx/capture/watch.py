@@ -49,7 +49,13 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from collage_fx.capture.new_state import forget_new_state, remember_state
-from collage_fx.capture.recording import branches_on_values, is_recordable, is_recorded, record
+from collage_fx.capture.recording import (
+    branches_on_values,
+    is_recordable,
+    is_recorded,
+    record,
+    stop_recording,
+)
 from collage_fx.capture.refusals import refuse_optimizer
 from collage_fx.errors import (
     CollageError,
@@ -83,7 +89,7 @@ from collage_fx.torch_compat import (
     watch_conversions,
 )
 
-__all__ = ["note_compiled_step", "note_forward", "record_instead"]
+__all__ = ["forget_compiled_step", "note_compiled_step", "note_forward", "record_instead"]
 
 #: The multiple of Dynamo's ``recompile_limit`` (8) at which a function that isn't just a step is refused.
 COMPILATIONS = 4
@@ -139,6 +145,12 @@ def note_compiled_step(optimizer: Optimizer, *, strict: bool) -> None:
     """
     if not calls_what_is_compiled(optimizer):
         _compiled[optimizer] = strict or _compiled.get(optimizer, False)
+
+
+def forget_compiled_step(optimizer: Optimizer) -> None:
+    """Let the optimizer be stepped eagerly, or be compiled, as if it had not been compiled before."""
+    _compiled.pop(optimizer, None)
+    stop_recording(optimizer)
 
 
 def note_forward(inputs: Iterable[Any]) -> None:

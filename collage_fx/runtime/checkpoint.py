@@ -78,7 +78,7 @@ from collage_fx.runtime.optimizers import (
 from collage_fx.runtime.replaced_state import format_before, remember, warn_of_replaced
 from collage_fx.torch_compat import distributed_like, local_tensor, pieces_of, real_tensors, wrap_states
 
-__all__ = ["adopt", "forget_wider_state", "note_compiled"]
+__all__ = ["adopt", "carry_along", "forget_compiled", "forget_wider_state", "note_compiled"]
 
 PREFIX = "collage_fx."
 #: Entry of a state dict for tensors that belong to no single parameter, and of what a pickle holds.
@@ -88,6 +88,9 @@ PARAMETER_SLOT = "parameter"
 FINGERPRINT = "fingerprint"
 
 _compiled: WeakSet[Optimizer] = WeakSet()
+
+#: name -> (the value of an optimizer, what gives it to a copy), of what copies take along.
+_carried_along: dict[str, tuple[Callable[[Optimizer], Any], Callable[[Optimizer, Any], None]]] = {}
 
 StateDict = dict[str, Any]
 
@@ -132,6 +135,24 @@ def note_compiled(optimizer: Optimizer) -> None:
     held = list(_held_live(optimizer))
     warn_of_replaced({name: each for slot, name, each in held if slot != PARAMETER_SLOT}, optimizer)
     remember({name: each for _, name, each in held}, optimizer)
+
+
+def forget_compiled(optimizer: Optimizer) -> None:
+    """Undo :func:`note_compiled`: what is loaded into the optimizer needs no error terms."""
+    _compiled.discard(optimizer)
+
+
+def carry_along(
+    name: str, value: Callable[[Optimizer], Any], restore: Callable[[Optimizer, Any], None]
+) -> None:
+    """Have copies and pickles of an optimizer take along a value that is not in its state.
+
+    Args:
+        name: of the value, in what is pickled.
+        value: gives it, None where there is none.
+        restore: is called with the copy and the value, once the copy has its state and error terms.
+    """
+    _carried_along[name] = value, restore
 
 
 def _saving(state_dict: Callable[..., StateDict]) -> Callable[..., StateDict]:
@@ -194,14 +215,16 @@ def _packing(getstate: Callable[..., StateDict]) -> Callable[..., StateDict]:
             for entry in known_tensors({"self": self}).values()
             if entry.role is not Role.GRADIENT and (expansion := expansion_of(entry.tensor)) is not None
         ]
-        return {**getstate(self), **({SHARED: pickled} if pickled else {})}
+        along = {PREFIX + name: value(self) for name, (value, _) in _carried_along.items()}
+        ours = {SHARED: pickled or None, **along}
+        return {**getstate(self), **{key: value for key, value in ours.items() if value is not None}}
 
     return with_error_terms
 
 
 def _unpacking(setstate: Callable[..., None]) -> Callable[..., None]:
     def with_error_terms(self: Optimizer, state: StateDict) -> None:
-        setstate(self, {key: value for key, value in state.items() if key != SHARED})
+        setstate(self, {key: value for key, value in state.items() if not key.startswith(SHARED)})
         pickled: Sequence[PickledExpansion] = state.get(SHARED, ())
         known, claims = known_tensors({"self": self} if pickled else {}), _claims_in(type(self))
         for each in pickled:
@@ -210,6 +233,9 @@ def _unpacking(setstate: Callable[..., None]) -> Callable[..., None]:
             expansion.replace_contents(each.auxiliaries)
             if each.claim is not None:
                 claims.add(known[id(each.tensor)].name, expansion, each.claim)
+        for name, (_, restore) in _carried_along.items():
+            if (value := state.get(PREFIX + name)) is not None:
+                restore(self, value)
 
     return with_error_terms
 

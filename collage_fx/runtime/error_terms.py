@@ -47,7 +47,7 @@ from collage_fx.torch_compat import (
     storage_of,
 )
 
-__all__ = ["change_layout", "expansion_of", "require_format"]
+__all__ = ["change_layout", "expansion_of", "require_format", "reset_error_terms"]
 
 
 class _Records:

@@ -9,6 +9,7 @@ A module for each part of torch; what its ``__all__`` names is imported from her
 - ``tensors``: tensors and operators themselves;
 - ``fake_tensors``: tensors without elements, numbers without values;
 - ``optim_frames``: torch.optim's wrapper around ``step``, in the frames that Python is running;
+- ``own_steps``: a step of one optimizer, in the place of its class's;
 - ``dynamo_trace``: what is being traced;
 - ``aot_autograd``: what the inputs of a graph are, what remains to be done around it;
 - ``inductor``: calling it, its settings and its caches;
@@ -36,6 +37,7 @@ try:
     from collage_fx.torch_compat.inductor_libraries import *
     from collage_fx.torch_compat.inductor_lowerings import *
     from collage_fx.torch_compat.optim_frames import *
+    from collage_fx.torch_compat.own_steps import *
     from collage_fx.torch_compat.patch_conversions import *
     from collage_fx.torch_compat.patch_cpp_roundings import *
     from collage_fx.torch_compat.patch_fused_updates import *

@@ -1,0 +1,227 @@
+"""``install(optimizer)``: the compiled step becomes the optimizer's own, whoever calls it.
+
+``torch.compile(optimizer.step, backend=...)`` gives a callable, for a training loop of one's own. A trainer
+calls ``optimizer.step(closure)``, a scheduler puts a function around that method, a checkpoint makes state by
+it. So :func:`install` sets a method on the one optimizer. Its class, its hooks and what it saves stay as they
+are, and torch does.
+
+A closure is called before the compiled step, eagerly, as the trainer means it: Dynamo does not trace a
+forward and a backward pass in the middle of an update. The optimizer's own hooks run around the step, too.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import Any, TypeVar, cast
+
+import torch
+from torch.optim import Optimizer
+
+from collage_fx.backend import CollageBackend
+from collage_fx.capture import forget_compiled_step
+from collage_fx.errors import InvalidOptionError, UnsupportedOptimizerError
+from collage_fx.numerics import is_low_precision
+from collage_fx.runtime import (
+    carry_along,
+    forget_compiled,
+    known_tensors,
+    optimizers_among,
+    parameter_names,
+    reset_error_terms,
+)
+from collage_fx.torch_compat import give_own_step, has_foreign_step, own_step, take_own_step_back
+
+log = logging.getLogger("collage_fx")
+
+#: Classes that pass a step on, and the attribute with the optimizer, or optimizers, that they pass it on to.
+#: Named, not imported: their packages need not be there.
+WRAPPERS = {
+    "torch.distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer": "optim",
+    "accelerate.optimizer.AcceleratedOptimizer": "optimizer",
+    "lightning.pytorch.core.optimizer.LightningOptimizer": "optimizer",
+    "pytorch_lightning.core.optimizer.LightningOptimizer": "optimizer",
+    "torchtitan.components.optimizer.OptimizersContainer": "optimizers",
+}
+
+#: Attribute of the ``__init__`` of a class that is installed.
+MARK = "__collage_fx_installs__"
+
+Installed = TypeVar("Installed")
+
+
+def install(optimizer: Installed, *, backend: CollageBackend | None = None, **options: Any) -> Installed:
+    """Make ``optimizer.step`` a compiled, compensated one, for whoever calls it from now on.
+
+    One line of a program: ``collage_fx.install(opt)``. The first step compiles. The bits are those of
+    ``torch.compile(opt.step, backend=...)``.
+
+    Args:
+        optimizer: any optimizer, with schedulers or without, before its first step or after; or one of
+            accelerate, Lightning, torchtitan or ``ZeroRedundancyOptimizer`` that passes its steps on to
+            others, which are installed then. Or a class of your own, as by a decorator: each of its
+            optimizers is installed when it is made.
+        backend: one for several optimizers, with one report. By default each optimizer has its own, which
+            :func:`backend_of` gives.
+        options: those of :class:`CollageBackend`, such as ``strategy="light"``, for a backend of its own.
+
+    Returns:
+        ``optimizer``, installed anew if it was before. Its step calls a closure once, before the update,
+        unless it is a required argument, as of an optimizer that calls it several times.
+
+    Raises:
+        CollageError: somebody else has given the optimizer a step of its own, which would no longer be
+            called; or there are a backend and options, or an option that does not exist. Nothing has changed.
+    """
+    if backend is not None and options:
+        raise InvalidOptionError(
+            "install() was given a backend, and options of a backend",
+            where=next(iter(options)),
+            remedy="give the options to the backend: install(optimizer, backend=CollageBackend(...))",
+        )
+    if isinstance(optimizer, type):
+        return cast(Installed, _install_class(optimizer, backend, options))
+    chosen = backend or CollageBackend(**options)
+    stepped = list(_stepped_by(optimizer))
+    for each in stepped:
+        _refuse_foreign_step(each)
+    for each in stepped:
+        _install(each, chosen)
+    return optimizer
+
+
+def uninstall(optimizer: Installed) -> Installed:
+    """Give an optimizer its eager step back. It goes on from ``hi``, without error terms.
+
+    Args:
+        optimizer: what :func:`install` was given; anything that is not installed stays as it is.
+
+    Returns:
+        ``optimizer``.
+    """
+    if isinstance(optimizer, type):
+        _uninstall_class(optimizer)
+        return optimizer
+    for each in _stepped_by(optimizer):
+        if isinstance(own_step(each), CompiledStep):
+            take_own_step_back(each)
+            forget_compiled_step(each)
+            forget_compiled(each)
+            for known in known_tensors({"self": each, **optimizers_among(vars(each))}).values():
+                reset_error_terms(known.tensor)
+    return optimizer
+
+
+def backend_of(optimizer: Any) -> CollageBackend:
+    """The backend of an optimizer that is installed, for ``backend_of(optimizer).report()``.
+
+    Raises:
+        CollageError: it is not installed.
+    """
+    for each in _stepped_by(optimizer):
+        if isinstance(step := own_step(each), CompiledStep):
+            return step.backend
+    raise UnsupportedOptimizerError(
+        f"this {type(optimizer).__name__} is not installed",
+        where="backend_of",
+        remedy="call collage_fx.install(optimizer) before",
+    )
+
+
+class CompiledStep:
+    """What an installed optimizer's ``step`` runs: its closure, then the compiled step of its class."""
+
+    def __init__(self, optimizer: Optimizer, backend: CollageBackend) -> None:
+        self.backend = backend
+        self._step = torch.compile(MethodType(type(optimizer).step, optimizer), backend=backend)
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        self._takes_closure = closure is not None and closure.default is inspect.Parameter.empty
+
+    def __call__(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+        """The closure's result, or without one what ``step`` returns."""
+        if closure is None:
+            return self._step(*args, **kwargs)
+        if self._takes_closure:
+            return self._step(closure, *args, **kwargs)
+        with torch.enable_grad():
+            loss = closure()
+        self._step(*args, **kwargs)
+        return loss
+
+
+def _stepped_by(optimizer: Any) -> Iterator[Optimizer]:
+    """The optimizers that a call of ``optimizer.step`` ends in: itself, unless it passes that on."""
+    names = (f"{cls.__module__}.{cls.__qualname__}" for cls in type(optimizer).__mro__)
+    attribute = next((WRAPPERS[name] for name in names if name in WRAPPERS), None)
+    if attribute is not None:
+        inner = getattr(optimizer, attribute)
+        for each in inner if isinstance(inner, (list, tuple)) else [inner]:
+            yield from _stepped_by(each)
+    elif isinstance(optimizer, Optimizer):
+        yield optimizer
+    else:
+        raise UnsupportedOptimizerError(
+            f"{type(optimizer).__name__} is not a torch.optim.Optimizer",
+            where="install",
+            remedy="install the optimizer that it holds",
+        )
+
+
+def _refuse_foreign_step(optimizer: Optimizer) -> None:
+    if has_foreign_step(optimizer):
+        raise UnsupportedOptimizerError(
+            f"this {type(optimizer).__name__} has a step of its own already, which would no longer be called",
+            where="optimizer.step",
+            remedy="install the optimizer first, so that the other step is put around the compiled one",
+        )
+
+
+def _install(optimizer: Optimizer, backend: CollageBackend) -> None:
+    if own_step(optimizer) is not None:
+        forget_compiled_step(optimizer)
+    give_own_step(optimizer, CompiledStep(optimizer, backend))
+    dtypes = [parameter.dtype for _, parameter in parameter_names(optimizer)]
+    low = sum(map(is_low_precision, dtypes))
+    log.log(
+        logging.INFO if low else logging.WARNING,
+        "%s: its first step compiles it with %r; %d of %d parameters are bfloat16 or float16",
+        type(optimizer).__name__,
+        backend,
+        low,
+        len(dtypes),
+    )
+
+
+def _reinstall(optimizer: Optimizer, backend: CollageBackend) -> None:
+    install(optimizer, backend=backend)
+
+
+carry_along("backend", lambda optimizer: getattr(own_step(optimizer), "backend", None), _reinstall)
+
+
+def _install_class(cls: Any, backend: CollageBackend | None, options: dict[str, Any]) -> Any:
+    if not issubclass(cls, Optimizer) or cls.__module__.startswith("torch."):
+        raise UnsupportedOptimizerError(
+            f"{cls.__qualname__} is not an optimizer class of your own, of which every use may be changed",
+            where="install",
+            remedy="install the optimizers that are made of it, or a class that derives from it",
+        )
+    _uninstall_class(cls)
+    original = cls.__init__
+
+    @functools.wraps(original)
+    def __init__(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        install(self, backend=backend, **options)
+
+    setattr(__init__, MARK, True)
+    cls.__init__ = __init__
+    return cls
+
+
+def _uninstall_class(cls: Any) -> None:
+    if MARK in vars(vars(cls).get("__init__", cls)):
+        cls.__init__ = cls.__init__.__wrapped__

@@ -1,0 +1,463 @@
+"""``install()``: the compiled step is the optimizer's own, whoever calls it, and its copies' too."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import logging
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed
+from torch import Tensor
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+import collage_fx
+from collage_fx import CollageBackend, CollageError, backend_of, error_terms, full_value, install, uninstall
+from tests.support.training import (
+    Descent,
+    compiled,
+    differences,
+    everything,
+    parameters,
+    run_steps,
+    set_gradients,
+)
+
+
+def adamw(**options: Any) -> Optimizer:
+    return AdamW(parameters(), **{"lr": 1e-4, "weight_decay": 0.1, **options})
+
+
+def params_of(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def are_compensated(optimizer: Optimizer) -> bool:
+    return all(error_terms(p) for p in params_of(optimizer))
+
+
+def differ(one: Optimizer, other: Optimizer) -> list[str]:
+    return differences(everything(one), everything(other))
+
+
+@pytest.fixture
+def reference() -> Optimizer:
+    """Three steps of ``torch.compile(optimizer.step)``."""
+    optimizer = adamw()
+    run_steps(compiled(optimizer), params_of(optimizer), range(3))
+    return optimizer
+
+
+def test_the_bits_are_those_of_the_compiled_step(reference: Optimizer) -> None:
+    optimizer = adamw()
+    assert install(optimizer) is optimizer
+    run_steps(optimizer.step, params_of(optimizer), range(3))
+    assert not differ(optimizer, reference)
+    assert type(optimizer) is AdamW
+    assert [each.subject for each in backend_of(optimizer).report().graphs] == ["AdamW"]
+
+
+def test_options_are_those_of_the_backend() -> None:
+    optimizer = install(adamw(), strategy="light")
+    assert backend_of(optimizer).options.strategy == "light"
+    shared = CollageBackend()
+    assert backend_of(install(adamw(), backend=shared)) is shared
+    with pytest.raises(CollageError, match="a backend, and options"):
+        install(optimizer, backend=shared, strategy="plus")
+    with pytest.raises(TypeError, match="strateggy"):
+        install(optimizer, strateggy="plus")
+    assert backend_of(optimizer).options.strategy == "light"
+
+
+def test_what_it_does_is_said_in_a_line(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "collage_fx"):
+        install(adamw())
+    (record,) = caplog.records
+    assert record.levelname == "INFO"
+    assert record.getMessage().startswith(
+        "AdamW: its first step compiles it with CollageBackend(strategy='plus'"
+    )
+    assert record.getMessage().endswith("2 of 2 parameters are bfloat16 or float16")
+    caplog.clear()
+    install(AdamW(parameters(torch.float32)))
+    assert [each.levelname for each in caplog.records] == ["WARNING"]
+
+
+def test_it_can_be_installed_again_with_other_options() -> None:
+    optimizer = install(adamw(), strategy="light")
+    run_steps(optimizer.step, params_of(optimizer), [0])
+    run_steps(install(optimizer).step, params_of(optimizer), [1])
+    names = {name for name in everything(optimizer) if ".error." in name}
+    assert names == {f"0.{i}.{slot}.error.0" for i in range(2) for slot in ("parameter", "exp_avg_sq")}
+    assert backend_of(optimizer).options.strategy == "plus"
+
+
+def test_after_uninstall_it_is_plain_torch_from_hi(reference: Optimizer) -> None:
+    plain = adamw()
+    plain.load_state_dict(copy.deepcopy(without_error_terms(reference)))
+    for ours, theirs in zip(params_of(plain), params_of(reference), strict=True):
+        ours.data.copy_(theirs)
+    optimizer = install(adamw())
+    run_steps(optimizer.step, params_of(optimizer), range(3))
+    assert uninstall(optimizer) is optimizer
+    for each in (optimizer, plain):
+        run_steps(each.step, params_of(each), range(3, 6))
+    assert not differ(optimizer, plain)
+    assert "step" not in vars(optimizer)
+    with pytest.raises(CollageError, match="is not installed"):
+        backend_of(optimizer)
+
+
+def without_error_terms(optimizer: Optimizer) -> dict[str, Any]:
+    saved = optimizer.state_dict()
+    for entries in saved["state"].values():
+        for key in [key for key in entries if key.startswith("collage_fx.")]:
+            del entries[key]
+    return saved
+
+
+def test_uninstalling_ends_recorded_steps() -> None:
+    class Branching(Descent):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for p in params_of(self):
+                if p.grad is not None and p.grad.abs().sum() > 0:
+                    p.add_(p.grad, alpha=-self.defaults["lr"])
+
+    optimizer, plain = install(Branching(parameters())), Branching(parameters())
+    run_steps(optimizer.step, params_of(optimizer), range(2))
+    assert are_compensated(optimizer)
+    uninstall(optimizer)
+    for ours, theirs in zip(params_of(plain), params_of(optimizer), strict=True):
+        ours.data.copy_(theirs)
+    for each in (optimizer, plain):
+        run_steps(each.step, params_of(each), range(2, 4))
+    assert not differ(optimizer, plain)
+
+
+# Schedulers. ------------------------------------------------------------------------------------------------
+
+
+def warm_up(optimizer: Optimizer) -> LambdaLR:
+    return LambdaLR(optimizer, lambda i: min(i, 3) / 3)
+
+
+@pytest.mark.parametrize("order", ["before", "after", "both"])
+def test_a_scheduler_is_made_before_or_after(order: str) -> None:
+    def made(into: Callable[[Optimizer], Any], step: Callable[[Optimizer], Any]) -> Optimizer:
+        optimizer = adamw()
+        schedulers = [] if order == "after" else [warm_up(optimizer)]
+        into(optimizer)
+        schedulers += [] if order == "before" else [warm_up(optimizer)]
+        run = step(optimizer)
+        for seed in range(5):
+            run_steps(run, params_of(optimizer), [seed])
+            for scheduler in schedulers:
+                scheduler.step()
+        return optimizer
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        installed = made(install, lambda optimizer: optimizer.step)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*lr_scheduler.step.. before", category=UserWarning)
+        reference = made(lambda optimizer: None, compiled)
+    assert not differ(installed, reference)
+    assert are_compensated(installed)
+
+
+def test_a_schedulers_function_outlives_the_step() -> None:
+    optimizer = install(adamw())
+    scheduler = warm_up(optimizer)
+    uninstall(optimizer)
+    run_steps(optimizer.step, params_of(optimizer), [0])
+    scheduler.step()
+    assert not any(map(error_terms, params_of(optimizer)))
+    run_steps(install(optimizer).step, params_of(optimizer), [1])
+    assert are_compensated(optimizer)
+
+
+# Closures and hooks. ----------------------------------------------------------------------------------------
+
+
+class Loss:
+    """A closure that is an object; it fills the gradients."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.params = params_of(optimizer)
+        self.seed = 0
+
+    def __call__(self) -> Tensor:
+        assert torch.is_grad_enabled()
+        set_gradients(self.params, self.seed)
+        self.seed += 1
+        return torch.tensor(float(self.seed))
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        lambda loss: loss,
+        lambda loss: functools.partial(loss),
+        lambda loss: lambda: loss(),
+        torch.compiler.disable,
+    ],
+    ids=["object", "partial", "function", "disabled"],
+)
+def test_any_closure_is_called_once_before_the_step(
+    wrapped: Callable[[Any], Callable[[], Tensor]], reference: Optimizer
+) -> None:
+    optimizer = install(adamw())
+    closure = wrapped(Loss(optimizer))
+    with torch.no_grad():
+        assert [float(optimizer.step(closure)) for _ in range(2)] == [1, 2]  # type: ignore[arg-type]
+    assert float(optimizer.step(closure=closure)) == 3  # type: ignore[arg-type]
+    assert not differ(optimizer, reference)
+
+
+def test_a_closure_that_is_required_is_the_steps_own() -> None:
+    class Twice(Descent):
+        @torch.no_grad()
+        def step(self, closure: Any) -> float:  # type: ignore[override]
+            losses = []
+            for _ in range(2):
+                with torch.enable_grad():
+                    losses.append(float(closure()))
+                for p in params_of(self):
+                    assert p.grad is not None
+                    p.add_(p.grad, alpha=-self.defaults["lr"])
+            return sum(losses)
+
+    optimizer = install(Twice(parameters()))
+    assert optimizer.step(Loss(optimizer)) == 3
+    assert are_compensated(optimizer)
+
+
+def test_hooks_run_eagerly_around_the_step(reference: Optimizer) -> None:
+    optimizer, seen = adamw(), []
+
+    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        seen.append(("before", full_value(params_of(optimizer)[0]).sum(), args[1:], kwargs))
+
+    optimizer.register_step_pre_hook(before)
+    install(optimizer)
+    handle = optimizer.register_step_post_hook(lambda optimizer, args, kwargs: seen.append(("after",)))
+    closure = Loss(optimizer)
+    for _ in range(2):
+        optimizer.step(closure)  # type: ignore[arg-type]
+    handle.remove()
+    optimizer.step(closure=closure)  # type: ignore[arg-type]
+    assert [each[0] for each in seen] == ["before", "after", "before", "after", "before"]
+    assert seen[0][2:] == ((closure,), {})
+    assert seen[-1][2:] == ((), {"closure": closure})
+    assert len({float(each[1]) for each in seen if len(each) > 1}) == 3
+    assert not differ(optimizer, reference)
+    assert backend_of(optimizer).report().graphs[0].route
+
+
+def test_a_hook_may_replace_the_arguments(reference: Optimizer) -> None:
+    optimizer = install(adamw())
+    closure = Loss(optimizer)
+    optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: ((optimizer, closure), {}))
+    for _ in range(3):
+        optimizer.step()
+    assert not differ(optimizer, reference)
+
+
+# Copies, pickles, checkpoints. ------------------------------------------------------------------------------
+
+
+def pickled(optimizer: Optimizer) -> Optimizer:
+    loaded = pickle.loads(pickle.dumps(optimizer))
+    assert isinstance(loaded, Optimizer)
+    return loaded
+
+
+def saved_whole(optimizer: Optimizer) -> Optimizer:
+    file = io.BytesIO()
+    torch.save(optimizer, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert isinstance(loaded, Optimizer)
+    return loaded
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, saved_whole])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_copies_are_installed(
+    copied: Callable[[Optimizer], Optimizer], steps: int, reference: Optimizer
+) -> None:
+    optimizer = install(adamw(), metrics=False)
+    run_steps(optimizer.step, params_of(optimizer), range(steps))
+    other = copied(optimizer)
+    assert backend_of(other).options == backend_of(optimizer).options
+    assert (backend_of(other) is backend_of(optimizer)) == (copied is copy.deepcopy)
+    for each in (optimizer, other):
+        run_steps(each.step, params_of(each), range(steps, 3))
+        assert not differ(each, reference)
+
+
+def test_a_copy_of_what_is_not_installed_is_not() -> None:
+    assert "step" not in vars(copy.deepcopy(adamw()))
+    assert "step" not in vars(copy.deepcopy(uninstall(install(adamw()))))
+
+
+def test_a_state_dict_goes_on_in_another_optimizer(reference: Optimizer) -> None:
+    optimizer = install(adamw())
+    run_steps(optimizer.step, params_of(optimizer), range(2))
+    other = install(adamw())
+    for ours, theirs in zip(params_of(other), params_of(optimizer), strict=True):
+        ours.data.copy_(theirs)
+    other.load_state_dict(optimizer.state_dict())
+    run_steps(other.step, params_of(other), [2])
+    assert not differ(other, reference)
+
+
+# Classes. ---------------------------------------------------------------------------------------------------
+
+
+@install
+class Decorated(AdamW):
+    """With its own default."""
+
+    def __init__(self, params: Any, lr: float = 1e-4) -> None:
+        super().__init__(params, lr=lr, weight_decay=0.1)
+
+
+def test_a_decorated_class_makes_installed_optimizers(reference: Optimizer) -> None:
+    optimizer = Decorated(parameters())
+    run_steps(optimizer.step, params_of(optimizer), range(2))
+    other = pickled(optimizer)
+    assert type(other) is Decorated
+    run_steps(other.step, params_of(other), [2])
+    assert not differ(other, reference)
+
+
+def test_a_class_is_installed_with_options_and_uninstalled() -> None:
+    class Own(AdamW):
+        pass
+
+    class Derived(Own):
+        pass
+
+    backend = CollageBackend(strategy="light")
+    assert install(Own, backend=backend) is Own
+    assert backend_of(Own(parameters())) is backend
+    assert backend_of(Derived(parameters())) is backend
+    assert backend_of(install(Derived, strategy="full")(parameters())).options.strategy == "full"
+    uninstall(Derived)
+    assert backend_of(Derived(parameters())) is backend
+    uninstall(Own)
+    assert "step" not in vars(Own(parameters()))
+    assert "step" not in vars(AdamW(parameters()))
+
+
+def test_torchs_own_classes_are_refused() -> None:
+    with pytest.raises(CollageError, match="AdamW is not an optimizer class of your own"):
+        install(AdamW)
+    with pytest.raises(CollageError, match="object is not a torch"):
+        install(object())
+
+
+# Others' steps and wrappers. --------------------------------------------------------------------------------
+
+
+def test_a_step_of_somebody_elses_is_refused() -> None:
+    optimizer = adamw()
+    own = optimizer.step
+    optimizer.step = lambda closure=None: own()  # type: ignore[method-assign, assignment]
+    with pytest.raises(CollageError, match="has a step of its own already"):
+        install(optimizer)
+    assert not hasattr(optimizer, "_opt_called")
+
+
+def test_a_step_around_the_installed_one_is_met(reference: Optimizer) -> None:
+    optimizer = install(adamw())
+    own = optimizer.step
+    optimizer.step = lambda closure=None: own()  # type: ignore[method-assign, assignment]
+    run_steps(optimizer.step, params_of(optimizer), range(3))
+    assert not differ(optimizer, reference)
+    uninstall(optimizer)
+    run_steps(optimizer.step, params_of(optimizer), [3])
+    assert not any(map(error_terms, params_of(optimizer)))
+
+
+def test_the_class_step_of_an_installed_optimizer_is_refused() -> None:
+    optimizer = adamw()
+    eager = optimizer.step
+    install(optimizer)
+    run_steps(optimizer.step, params_of(optimizer), [0])
+    with pytest.raises(CollageError, match="has been called eagerly"):
+        eager()
+
+
+def test_a_function_compiled_around_it_calls_it(reference: Optimizer) -> None:
+    optimizer = install(adamw())
+
+    def train(scale: Tensor) -> Tensor:
+        doubled = scale * 2
+        optimizer.step()
+        return doubled + 1
+
+    step = torch.compile(train, backend="eager")
+    run_steps(lambda: step(torch.ones(2)), params_of(optimizer), range(3))
+    assert not differ(optimizer, reference)
+
+
+@pytest.mark.parametrize("fused", [None, True])
+def test_a_gradient_scaler_steps_it(fused: bool | None) -> None:
+    """Also where it leaves its numbers to a fused optimizer; steps with infinite gradients are left out."""
+
+    def trained(step_of: Callable[[Optimizer], Any]) -> Optimizer:
+        optimizer = AdamW(parameters(), lr=1e-4, fused=fused)
+        step_of(optimizer)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+        for seed in range(4):
+            set_gradients(params_of(optimizer), seed)
+            for p in params_of(optimizer):
+                assert p.grad is not None
+                p.grad.mul_(scaler.scale(torch.ones(())) if seed != 1 else torch.inf)
+            scaler.step(optimizer)
+            scaler.update()
+        return optimizer
+
+    def set_compiled(optimizer: Optimizer) -> None:
+        optimizer.step = compiled(optimizer)  # type: ignore[method-assign]
+
+    installed = trained(install)
+    assert are_compensated(installed)
+    assert not differ(installed, trained(set_compiled))
+
+
+@pytest.fixture
+def one_process(tmp_path: Any) -> Iterator[None]:
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_process")
+def test_the_inner_optimizer_of_zero_is_installed(reference: Optimizer) -> None:
+    params = parameters()
+    zero = ZeroRedundancyOptimizer(params, AdamW, lr=1e-4, weight_decay=0.1)
+    install(zero)
+    run_steps(zero.step, params, range(3))
+    assert not differ(zero.optim, reference)
+    assert backend_of(zero) is backend_of(zero.optim)
+    uninstall(zero)
+    run_steps(zero.step, params, [3])
+    assert not any(map(error_terms, params))
+
+
+def test_it_is_part_of_the_package() -> None:
+    assert {"install", "uninstall", "backend_of"} <= set(collage_fx.__all__)
