@@ -242,7 +242,7 @@ def test_a_closure_that_is_required_is_the_steps_own() -> None:
 
 
 def test_hooks_run_eagerly_around_the_step(reference: Optimizer) -> None:
-    optimizer, seen = adamw(), []
+    optimizer, seen = adamw(), list[Any]()
 
     def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         seen.append(("before", full_value(params_of(optimizer)[0]).sum(), args[1:], kwargs))
@@ -430,7 +430,7 @@ def test_a_gradient_scaler_steps_it(fused: bool | None) -> None:
         return optimizer
 
     def set_compiled(optimizer: Optimizer) -> None:
-        optimizer.step = compiled(optimizer)  # type: ignore[method-assign]
+        optimizer.step = compiled(optimizer)  # type: ignore[method-assign, assignment]
 
     installed = trained(install)
     assert are_compensated(installed)
