@@ -7,6 +7,9 @@ import functools
 import io
 import logging
 import pickle
+import subprocess
+import sys
+import textwrap
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -141,6 +144,22 @@ def test_uninstalling_ends_recorded_steps() -> None:
     for each in (optimizer, plain):
         run_steps(each.step, params_of(each), range(2, 4))
     assert not differ(optimizer, plain)
+
+
+def test_a_first_step_says_nothing_that_is_not_the_users_business() -> None:
+    """In a process of its own: torch says such things once."""
+    program = """
+        import torch, collage_fx
+        p = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+        p.grad = torch.ones_like(p)
+        optimizer = collage_fx.install(torch.optim.AdamW([p]))
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: 1)
+        optimizer.step()
+        """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=True
+    )
+    assert (done.stdout, done.stderr) == ("", "")
 
 
 # Schedulers. ------------------------------------------------------------------------------------------------
@@ -319,6 +338,14 @@ def test_a_state_dict_goes_on_in_another_optimizer(reference: Optimizer) -> None
     other.load_state_dict(optimizer.state_dict())
     run_steps(other.step, params_of(other), [2])
     assert not differ(other, reference)
+
+
+def test_what_accelerate_does_to_a_fresh_optimizer_brings_no_warning() -> None:
+    optimizer = install(adamw())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.load_state_dict(optimizer.state_dict())
+        run_steps(optimizer.step, params_of(optimizer), [0])
 
 
 # Classes. ---------------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ LAW: dict[str, set[str]] = {
 LAW["compilation"] = {*LAW, "compilation"} - {"passes", "compilation"}
 LAW["backend"] = {*LAW} - {"passes", "backend"}
 LAW["install"] = {*LAW} - {"passes"}
+LAW["integrations"] = {*LAW} - {"passes", "capture", "torch_compat"}
 LAW["explain"] = LAW["doctor"] = {*LAW} - {"passes"}
 LAW["cli"] = {*LAW} - {"passes", "cli"}
 LAW["__init__"] = {*LAW} - {"passes", "cli"}

@@ -471,7 +471,7 @@ def _wider(plain: StateDict, owner: Owner) -> Tensor | None:
 
 def _has_been_stepped(plain: StateDict, owner: Owner) -> bool:
     """Whether a checkpoint is of a time when the parameter had been stepped, as far as that can be seen."""
-    return not plain["state"] or owner[0] is None or owner[0] in plain["state"]
+    return owner[0] is None or owner[0] in plain["state"]
 
 
 class _Waiting(NamedTuple):

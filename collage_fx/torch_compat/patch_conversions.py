@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -198,6 +199,7 @@ def _patched(watch: Watch, code: CodeType, variables: Mapping[str, Any]) -> Iter
 
     with (
         _fewer_objects_to_look_at(),
+        _silent_about_profiling(),
         FRAMES.entered(has_tensor),
         watching_optimizers(watch.at_optimizer),
         thinning_lists(watch.rows_to_trace, watch.abandon),
@@ -222,6 +224,21 @@ def _fewer_objects_to_look_at() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+@contextlib.contextmanager
+def _silent_about_profiling() -> Iterator[None]:
+    """Within, Dynamo does not say that it leaves out the mark that torch's wrapper sets around each step."""
+
+    def is_about_more(record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith("Profiler record function")
+
+    context_managers = logging.getLogger("torch._dynamo.variables.ctx_manager")
+    context_managers.addFilter(is_about_more)
+    try:
+        yield
+    finally:
+        context_managers.removeFilter(is_about_more)
 
 
 @contextlib.contextmanager
