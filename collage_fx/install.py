@@ -45,6 +45,7 @@ WRAPPERS = {
     "lightning.pytorch.core.optimizer.LightningOptimizer": "optimizer",
     "pytorch_lightning.core.optimizer.LightningOptimizer": "optimizer",
     "torchtitan.components.optimizer.OptimizersContainer": "optimizers",
+    "torchtitan.components.optimizer.optimizer.OptimizersContainer": "optimizers",
 }
 
 #: Attribute of the ``__init__`` of a class that is installed.

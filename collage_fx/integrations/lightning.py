@@ -15,7 +15,7 @@ except ModuleNotFoundError:
 __all__ = ["CollageCallback"]
 
 
-class CollageCallback(Callback):  # type: ignore[misc]  # Lightning is not there where types are checked
+class CollageCallback(Callback):  # type: ignore[misc]  # Lightning has no types here
     """Compensates all optimizers of a ``Trainer``: ``Trainer(..., callbacks=[CollageCallback()])``.
 
     The module is to be in bfloat16 or float16 (``Trainer(precision="bf16-true")``). The trainer's checkpoints

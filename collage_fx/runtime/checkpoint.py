@@ -78,7 +78,7 @@ from collage_fx.runtime.optimizers import (
 from collage_fx.runtime.replaced_state import format_before, remember, warn_of_replaced
 from collage_fx.torch_compat import distributed_like, local_tensor, pieces_of, real_tensors, wrap_states
 
-__all__ = ["adopt", "carry_along", "forget_compiled", "forget_wider_state", "note_compiled"]
+__all__ = ["adopt", "carry_along", "forget_compiled", "forget_wider_state", "load_flat", "note_compiled"]
 
 PREFIX = "collage_fx."
 #: Entry of a state dict for tensors that belong to no single parameter, and of what a pickle holds.
@@ -100,6 +100,9 @@ Owner = tuple[Any, str]
 #: (format, auxiliary) -> tensor, of one state tensor.
 Auxiliaries = dict[tuple[str, str], Tensor]
 Saved = dict[Owner, Auxiliaries]
+
+#: Error terms for an optimizer that is being loaded, which the state dict that it is given lacks.
+_left_out: WeakKeyDictionary[Optimizer, Saved] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, eq=False)
@@ -243,6 +246,7 @@ def _unpacking(setstate: Callable[..., None]) -> Callable[..., None]:
 def _loading(load_state_dict: Callable[..., None]) -> Callable[..., None]:
     def with_error_terms(self: Optimizer, state_dict: StateDict, *args: Any, **kwargs: Any) -> None:
         plain, saved = _separated(state_dict)
+        saved |= _left_out.get(self, {})
         _refuse_mismatches(self, plain, saved)
         load_state_dict(self, plain, *args, **kwargs)
         _restore(self, plain, saved)
@@ -262,6 +266,31 @@ def _unflattening(unflatten: Callable[..., StateDict]) -> Callable[..., StateDic
         return unflattened
 
     return with_error_terms
+
+
+def load_flat(
+    optimizer: Optimizer, flat: Mapping[str, Any], load: Callable[[Optimizer, Mapping[str, Any]], None]
+) -> None:
+    """Load a flat state dict, with our keys, by a function that takes what ``optimizer.state`` has names for.
+
+    Args:
+        optimizer: with names for its parameters, and state.
+        flat: ``state.<name of a parameter>.<key>`` -> value.
+        load: the function.
+
+    Raises:
+        CheckpointMismatchError: error terms do not fit; nothing has been loaded then.
+    """
+    saved: Saved = {}
+    for key, name, _ in _keyed_parameters(optimizer, optimizer.state_dict()):
+        prefix = f"state.{name}.{PREFIX}"
+        ours = {each.removeprefix(prefix): value for each, value in flat.items() if each.startswith(prefix)}
+        saved |= _by_owner(key, ours)
+    _left_out[optimizer] = saved
+    try:
+        load(optimizer, flat)
+    finally:
+        del _left_out[optimizer]
 
 
 def adopt(optimizer: Optimizer) -> None:

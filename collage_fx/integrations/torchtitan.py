@@ -1,0 +1,54 @@
+"""torchtitan's optimizer container, as part of a job's configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.components.optimizer.utils import init_optim_state, load_flat_optim_state_dict
+
+from collage_fx.install import install
+from collage_fx.runtime import load_flat
+
+__all__ = ["CollageOptimizers", "collage"]
+
+
+class CollageOptimizers(OptimizersContainer):  # type: ignore[misc]  # torchtitan has no types here
+    """torchtitan's ``OptimizersContainer``, each of whose optimizers is installed.
+
+    Its state dict holds the error terms, for torchtitan's checkpoints.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(OptimizersContainer.Config):  # type: ignore[misc]  # likewise
+        """That of torchtitan's container.
+
+        Attributes:
+            collage: options of :func:`collage_fx.install`.
+        """
+
+        collage: dict[str, Any] = field(default_factory=dict)
+
+    def __init__(self, config: Config, *, model_parts: list[Any]) -> None:
+        super().__init__(config, model_parts=model_parts)
+        install(self, **config.collage)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a flat state dict, with what torchtitan's own function leaves out."""
+        for optimizer in self.optimizers:
+            init_optim_state(optimizer)
+            load_flat(optimizer, state_dict, load_flat_optim_state_dict)
+
+
+def collage(config: OptimizersContainer.Config, **options: Any) -> CollageOptimizers.Config:
+    """A configuration like ``config``, of compensated optimizers.
+
+    ``optimizer=collage(default_adamw(lr=3e-4))`` in that of a job, with ``training.dtype="bfloat16"``.
+
+    Args:
+        config: as for torchtitan.
+        options: those of :func:`collage_fx.install`, such as ``strategy="light"``.
+    """
+    same = {each.name: getattr(config, each.name) for each in fields(config)}
+    return CollageOptimizers.Config(**same, collage=options)
