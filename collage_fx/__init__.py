@@ -1,5 +1,6 @@
 """collage_fx: a torch.compile backend that makes any PyTorch optimizer precise in pure low precision."""
 
+from collage_fx.audit import audit
 from collage_fx.backend import CollageBackend, backend_for, collage_backend
 from collage_fx.errors import CollageError
 from collage_fx.explain import explain
@@ -17,6 +18,7 @@ __all__ = [
     "CollageBackend",
     "CollageError",
     "CollageReport",
+    "audit",
     "backend_for",
     "backend_of",
     "collage_backend",

@@ -21,6 +21,7 @@ from typing import Any, NoReturn, get_args
 import torch
 from torch.optim import Optimizer
 
+from collage_fx.audit import STEPS, audit
 from collage_fx.backend import CollageBackend
 from collage_fx.doctor import examine
 from collage_fx.errors import CollageError, did_you_mean
@@ -99,7 +100,7 @@ def _one_of(known: Iterable[str]) -> Callable[[str], str]:
 # explain ----------------------------------------------------------------------------------------------------
 
 
-def _add_explain_options(parser: argparse.ArgumentParser) -> None:
+def _add_optimizer_options(parser: argparse.ArgumentParser) -> None:
     formats = "; ".join(f"{fmt.name}: {fmt.precision}" for fmt in ERROR_FORMATS.values())
     add = parser.add_argument
     add("--optimizer", required=True, help="its class, such as torch.optim.AdamW or package.module.Class")
@@ -110,6 +111,11 @@ def _add_explain_options(parser: argparse.ArgumentParser) -> None:
     add("--strategy", type=_one_of(get_args(Strategy)), default="plus", help="none, light, plus or full")
     add("--error-format", type=_one_of(ERROR_FORMATS), default="mcf", help=formats)
     add("--arithmetic", type=_one_of(get_args(Arithmetic)), default="wide", help="wide or native")
+
+
+def _add_explain_options(parser: argparse.ArgumentParser) -> None:
+    _add_optimizer_options(parser)
+    add = parser.add_argument
     add("--full", action="store_true", help="one row per tensor, nothing cut")
     add("--why", action="store_true", help="say which way each graph took, and why not a faster one")
     add("--graphs", action="store_true", help="print one tensor's update before and after")
@@ -119,8 +125,7 @@ def _add_explain_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _explain(options: argparse.Namespace, _: list[str]) -> int:
-    optimizer = _optimizer(options)
-    choices = {name: getattr(options, name) for name in ("strategy", "error_format", "arithmetic")}
+    optimizer, choices = _maker(options)(_parameters(options)), _choices(options)
     report = _compiled(optimizer, choices) if options.kernels else explain(optimizer, **choices)
     print(report.to_markdown(full=options.full) if options.markdown else report.to_text(full=options.full))
     if options.why:
@@ -146,20 +151,40 @@ def _compiled(optimizer: Optimizer, choices: dict[str, Any]) -> CollageReport:
     return backend.report()
 
 
-def _optimizer(options: argparse.Namespace) -> Optimizer:
+def _choices(options: argparse.Namespace) -> dict[str, Any]:
+    """The options of a backend."""
+    return {name: getattr(options, name) for name in ("strategy", "error_format", "arithmetic")}
+
+
+def _shapes(options: argparse.Namespace) -> list[tuple[int, ...]]:
+    return [_shape(text) for text in options.shape or ("64,64", "64")]
+
+
+def _parameters(options: argparse.Namespace) -> list[torch.nn.Parameter]:
+    dtype = DTYPES[options.dtype]
+    return [torch.nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in _shapes(options)]
+
+
+def _maker(options: argparse.Namespace) -> Callable[[list[torch.nn.Parameter]], Optimizer]:
+    """The optimizer that is asked for, as a function of its parameters."""
     kind = _optimizer_class(options.optimizer)
     keywords = dict(_keyword(kind, text) for text in options.kw)
     if options.lr is not None:
         keywords["lr"] = options.lr
-    shapes = [_shape(text) for text in options.shape or ("64,64", "64")]
-    dtype = DTYPES[options.dtype]
-    try:
-        return kind([torch.nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in shapes], **keywords)
-    except (TypeError, ValueError) as error:
-        raise UsageError(
-            f"{options.optimizer} does not take these arguments: {error} (its parameters have the shapes "
-            f"{', '.join(map(str, shapes))}; --shape gives others)"
-        ) from error
+
+    def make(params: list[torch.nn.Parameter]) -> Optimizer:
+        try:
+            optimizer: Optimizer = kind(params, **keywords)
+        except (TypeError, ValueError) as error:
+            raise UsageError(
+                f"{options.optimizer} does not take these arguments: {error} (its parameters have the shapes "
+                f"{', '.join(str(tuple(p.shape)) for p in params)}; --shape gives others)"
+            ) from error
+        if callable(train := getattr(optimizer, "train", None)):  # as schedule-free ones are to be told
+            train()
+        return optimizer
+
+    return make
 
 
 def _optimizer_class(name: str) -> Any:
@@ -234,6 +259,26 @@ def _demo(options: argparse.Namespace, rest: list[str]) -> int:
     return subprocess.run(command, env=environment, check=False).returncode
 
 
+# audit ------------------------------------------------------------------------------------------------------
+
+
+def _add_audit_options(parser: argparse.ArgumentParser) -> None:
+    _add_optimizer_options(parser)
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"under each schedule of lr ({STEPS})")
+
+
+def _audit(options: argparse.Namespace, _: list[str]) -> int:
+    found = audit(
+        _maker(options),
+        shapes=_shapes(options),
+        dtype=DTYPES[options.dtype],
+        steps=options.steps,
+        **_choices(options),
+    )
+    print(found)
+    return 0 if found.is_good else FAILED
+
+
 def _no_options(parser: argparse.ArgumentParser) -> None:
     pass
 
@@ -255,6 +300,11 @@ class Command:
 COMMANDS = {
     "explain": Command(
         "what compiling an optimizer's step would do, and why", _explain, _add_explain_options
+    ),
+    "audit": Command(
+        "measure whether an optimizer is right in low precision: half a minute for most",
+        _audit,
+        _add_audit_options,
     ),
     "doctor": Command("versions, compiler, devices, and whether roundings survive on each", _doctor),
     "demo": Command(

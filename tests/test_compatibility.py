@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from collage_fx.audit import COMPENSATED, REFUSED, falls_short
 from tests.compatibility import third_party, torch_optim
 from tests.compatibility.catalog import Row, Subject, rows_of
-from tests.compatibility.measure import COMPENSATED, REFUSED, falls_short, measure
+from tests.compatibility.measure import measure
 from tests.compatibility.table import Line, differences, document, key_of, line_of, read, torch_version
 
 ROOT = Path(__file__).parents[1]

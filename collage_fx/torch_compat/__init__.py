@@ -10,7 +10,7 @@ A module for each part of torch; what its ``__all__`` names is imported from her
 - ``fake_tensors``: tensors without elements, numbers without values;
 - ``optim_frames``: torch.optim's wrapper around ``step``, in the frames that Python is running;
 - ``own_steps``: a step of one optimizer, in the place of its class's;
-- ``dynamo_trace``: what is being traced;
+- ``dynamo_trace``: what is being traced, and ``dynamo_counts``: how often;
 - ``aot_autograd``: what the inputs of a graph are, what remains to be done around it;
 - ``inductor``: calling it, its settings and its caches;
 - ``inductor_lowerings``: what our operators are lowered to;
@@ -31,6 +31,7 @@ check_version()
 try:
     from collage_fx.torch_compat.aot_autograd import *
     from collage_fx.torch_compat.cpp_sums import *
+    from collage_fx.torch_compat.dynamo_counts import *
     from collage_fx.torch_compat.dynamo_trace import *
     from collage_fx.torch_compat.fake_tensors import *
     from collage_fx.torch_compat.inductor import *

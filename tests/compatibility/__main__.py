@@ -8,9 +8,9 @@ import time
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError
 
+from collage_fx.audit import Measurement
 from tests.compatibility import results
 from tests.compatibility.catalog import Row, Variant
-from tests.compatibility.measure import Measurement
 from tests.compatibility.rows import ROWS
 from tests.compatibility.table import Line, differences, document, key_of, line_of, read
 from tests.compatibility.worker import Worker

@@ -10,20 +10,14 @@ from typing import Any
 
 import torch
 
+from collage_fx.audit import SHAPES, STEPS, Parameters
+
 __all__ = ["DTYPES", "STEPS", "TENSOR", "Row", "Subject", "Variant", "rows_of"]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
-#: A matrix and a vector: enough for every path that depends on a parameter's rank.
-SHAPES = ((24, 16), (16,))
-
-#: Enough for a scheduled number to be seen to change, and for what happens in one step of five.
-STEPS = 40
-
 #: As the value of the option ``lr``: the subject's learning rate in a 0-d tensor.
 TENSOR = "tensor"
-
-Parameters = list[torch.nn.Parameter]
 
 
 def _construct(cls: Any, parameters: Parameters, **options: Any) -> torch.optim.Optimizer:

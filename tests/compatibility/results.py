@@ -8,12 +8,13 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
+from collage_fx.audit import Measurement
 from tests.compatibility.catalog import Variant
-from tests.compatibility.measure import Measurement
 
 __all__ = ["FOLDER", "load", "save"]
 
@@ -50,5 +51,5 @@ def load(variant: Variant) -> Measurement | None:
 
 def save(variant: Variant, measured: Measurement) -> None:
     FOLDER.mkdir(parents=True, exist_ok=True)
-    contents = {"name": variant.name, "digest": _digest(variant), "measured": measured.as_json()}
+    contents = {"name": variant.name, "digest": _digest(variant), "measured": asdict(measured)}
     _path(variant).write_text(json.dumps(contents, indent=1))

@@ -14,8 +14,8 @@ from dataclasses import astuple, dataclass, fields
 import torch
 from tabulate import tabulate
 
+from collage_fx.audit import COMPENSATED, UNSUPPORTED, Measurement, falls_short
 from tests.compatibility.catalog import STEPS, Row
-from tests.compatibility.measure import COMPENSATED, UNSUPPORTED, Measurement, falls_short
 
 __all__ = ["Key", "Line", "differences", "document", "key_of", "line_of", "read", "torch_version"]
 
@@ -78,7 +78,7 @@ class Line:
 
     @property
     def falls_short(self) -> bool:
-        """Whether the errors of a row fall short: see :func:`tests.compatibility.measure.falls_short`."""
+        """Whether the errors of a row fall short: see :func:`collage_fx.audit.falls_short`."""
         return bool(self.plain and self.error) and falls_short(_value(self.plain), _value(self.error))
 
 

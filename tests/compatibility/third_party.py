@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from tests.compatibility.catalog import Parameters, Subject
+from collage_fx.audit import Parameters
+from tests.compatibility.catalog import Subject
 
 __all__ = ["SUBJECTS"]
 

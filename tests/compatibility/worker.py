@@ -7,7 +7,7 @@ import os
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 
-from tests.compatibility.measure import FAILED, Measurement
+from collage_fx.audit import FAILED, Measurement
 from tests.compatibility.results import FOLDER
 
 __all__ = ["Worker"]

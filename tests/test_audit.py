@@ -1,0 +1,100 @@
+"""``audit()``: the errors of an optimizer, measured, and a verdict; what it says of good and of bad ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD, AdamW, Optimizer
+
+from collage_fx import audit
+from collage_fx.audit import FAILED, INACCURATE, REFUSED, SILENT, UNSUPPORTED
+from collage_fx.cli import main
+from tests.support.training import Descent
+
+
+def test_a_good_optimizer_under_both_schedules() -> None:
+    found = audit(lambda params: AdamW(params, lr=5e-5))
+    assert found.is_good
+    assert list(found.measured) == ["constant", "0, up, down to 0"]
+    for each in found.measured.values():
+        assert each.plain is not None
+        assert each.single is not None
+        assert each.error is not None
+        assert each.plain > 0.5
+        assert each.single < 1e-3
+        assert each.error < 0.01
+        assert sorted(set(each.compensated)) == ["exp_avg_sq", "parameter"]
+        assert each.compilations > 0
+        assert each.seconds > 0
+    text = str(found)
+    assert text.startswith("torch.optim.adamw.AdamW, lr 5e-05: 40 steps of bfloat16 parameters 24×16, 16\n")
+    assert "with error terms: parameter\n" in text
+    assert "captured, compiled" in text
+    assert "Verdict: right: plain low precision is " in text
+
+
+def test_options_shapes_and_schedules_are_the_callers() -> None:
+    seen = []
+
+    class Seen(SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            if not torch.compiler.is_compiling():
+                seen.append((self.param_groups[0]["params"][0].dtype, self.param_groups[0]["lr"]))
+            super().step()
+
+    found = audit(
+        lambda params: Seen(params, lr=1.0, momentum=0.9),
+        shapes=[(5,)],
+        dtype=torch.float16,
+        steps=3,
+        schedules={"halved": lambda step, steps: 2.0**-step / 1024},
+        strategy="light",
+    )
+    assert set(found.measured["halved"].compensated) == {"parameter"}
+    assert [dtype for dtype, _ in seen[:9:3]] == [torch.float16, torch.float32, torch.float64]
+    assert [lr for _, lr in seen[:3]] == [2.0**-10, 2.0**-11, 2.0**-12]
+    assert "float16 parameters 5" in str(found)
+
+
+class LeavesTorch(Descent):
+    """Computes in numbers of Python's, which have no error terms."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            values, moves = p.flatten().tolist(), p.grad.flatten().tolist()
+            new = [x - self.defaults["lr"] * g for x, g in zip(values, moves, strict=True)]
+            p.copy_(torch.tensor(new).view_as(p))
+
+
+class Fails(Descent):
+    """Does, but for eager steps."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if "__collage_fx_step__" in vars(self):
+            raise ZeroDivisionError("in a step")
+        super().step()
+
+
+@pytest.mark.parametrize(
+    ("kind", "outcomes"),
+    [(torch.optim.LBFGS, {UNSUPPORTED}), (LeavesTorch, {SILENT, REFUSED, INACCURATE}), (Fails, {FAILED})],
+)
+def test_what_is_not_right_is_said(kind: type[Optimizer], outcomes: set[str]) -> None:
+    found = audit(lambda params: kind(params, lr=1e-5), schedules={"constant": None})  # type: ignore[call-arg]
+    assert not found.is_good
+    assert found.measured["constant"].outcome in outcomes
+    assert "Verdict: not right (constant: " in str(found)
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["audit", "--optimizer", "torch.optim.SGD", "--lr", "1e-4", "--shape", "8,8", "--steps", "8"]
+    assert main([*command, "--dtype", "float16", "--kw", "momentum=0.9"]) == 0
+    assert "SGD, lr 0.0001: 8 steps of float16 parameters 8×8" in capsys.readouterr().out
+    assert main(["audit", "--optimizer", "torch.optim.LBFGS"]) == 1
+    assert "does not run eagerly" in capsys.readouterr().out
+    assert main(["audit", "--optimizer", "torch.optim.SGD", "--kw", "mometum=1"]) == 2
