@@ -249,8 +249,8 @@ ASSIGNED = {
 
 #: Objects of classes of ours, and nodes of the graphs that passes are given to edit: anybody may change them.
 OURS = {
-    "component", "deferred", "expansion", "found", "measured", "node", "other", "place", "program", "records", "snapshot",
-    "state", "state.store", "store", "_RECORDS", "_recording",
+    "component", "deferred", "expansion", "found", "measured", "node", "other", "place", "program", "records",
+    "snapshot", "state", "state.store", "store", "_RECORDS", "_recording",
 }  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from collage_fx.capture.inputs import carried
 from collage_fx.capture.new_state import forget_new_state, remember_state
+from collage_fx.capture.progress import telling
 from collage_fx.capture.recorder import Recorder, is_recording
 from collage_fx.capture.refusals import refuse_distributed, refuse_optimizer
 from collage_fx.capture.segment import Spec
@@ -116,6 +118,7 @@ class _Recording:
         self._roles: dict[int, str] = {}
         self._has_compiled = False
         self._steps_that_compiled = 0
+        self._progress = ExitStack()
 
     @torch.compiler.disable
     def run(self, step: Callable[..., Any], optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -135,6 +138,7 @@ class _Recording:
         kwargs = {name: closures(value) for name, value in kwargs.items()}
         try:
             with (
+                self._progress,
                 running_compiled_functions_as_they_are_if(is_recording),
                 torch.no_grad(),
                 self._recorder,
@@ -196,6 +200,8 @@ class _Recording:
                 remedy="look for what differs from step to step besides numbers: shapes, or the order of "
                 "operations",
             )
+        if not self._has_compiled:
+            self._progress.enter_context(telling(self._label))
         self._has_compiled = True
         return self._compile(module, arguments)
 

@@ -40,6 +40,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from types import CodeType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -49,6 +50,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from collage_fx.capture.new_state import forget_new_state, remember_state
+from collage_fx.capture.progress import telling
 from collage_fx.capture.recording import (
     branches_on_values,
     is_recordable,
@@ -126,6 +128,7 @@ def install(is_ours: Callable[[Any], bool], strictness: Strictness, rows_to_trac
         Watch(
             is_ours,
             lambda *conversion: _before_conversion(strictness, *conversion),
+            _within_conversion,
             _after_conversion,
             lambda *conversion: _at_failed_conversion(strictness, *conversion),
             lambda *traced: _at_trace(strictness, *traced),
@@ -210,6 +213,11 @@ def _before_conversion(
                 raise RunAsItIs
             raise_or_warn(subject, refusal, strict=strict)
     return True
+
+
+def _within_conversion(code: CodeType, variables: Mapping[str, Any]) -> AbstractContextManager[None]:
+    stepped = _stepped_by(code, variables)
+    return telling(type(stepped[0]).__name__) if stepped else nullcontext()
 
 
 def _stepped_by(code: CodeType, variables: Mapping[str, Any]) -> list[Optimizer]:

@@ -8,6 +8,7 @@ import gc
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
@@ -89,6 +90,7 @@ class Watch:
         is_watched: ``(backend)``: whether it may be one of ours; nothing is asked about others.
         before: ``(backend, keywords, code, variables)``, at the beginning of a conversion; an exception of it
             ends the conversion and reaches the user, True applies the following.
+        within: ``(code, variables)``: the context of a conversion.
         after: ``(code, variables)``, once a graph has been compiled.
         failed: like ``before``, and the exception that the conversion ended with, or the backend in it, other
             than a refusal; it is raised again after.
@@ -100,6 +102,7 @@ class Watch:
 
     is_watched: Callable[[Any], bool]
     before: Callable[[Any, dict[str, Any], CodeType, Mapping[str, Any]], bool]
+    within: Callable[[CodeType, Mapping[str, Any]], AbstractContextManager[None]]
     after: Callable[[CodeType, Mapping[str, Any]], None]
     failed: Callable[[Any, dict[str, Any], CodeType, Mapping[str, Any], Exception], None]
     at_optimizer: Callable[[Optimizer, Any, dict[str, Any]], bool]
@@ -126,7 +129,11 @@ def watch_conversions(watch: Watch) -> None:
             if not watch.before(*compiler, code, variables):
                 return convert(frame, *args, **kwargs)
             try:
-                with dynamo_config.patch(watch.settings), _patched(watch, code, variables):
+                with (
+                    watch.within(code, variables),
+                    dynamo_config.patch(watch.settings),
+                    _patched(watch, code, variables),
+                ):
                     converted = convert(frame, *args, **kwargs)
             except BackendCompilerFailed as error:
                 watch.failed(*compiler, code, variables, error.inner_exception)

@@ -1,0 +1,62 @@
+"""Says that a step is being compiled: in the log when that begins and ends, and by a clock in a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+log = logging.getLogger("collage_fx")
+
+#: Seconds after which a terminal shows a clock, and between two looks at it.
+PATIENCE, PERIOD = 2.0, 0.5
+
+_is_telling: ContextVar[bool] = ContextVar("is_telling", default=False)
+
+
+@contextlib.contextmanager
+def telling(subject: str) -> Iterator[None]:
+    """Within, the step of ``subject`` is compiled: once for what is nested in one thread."""
+    if _is_telling.get():
+        yield
+        return
+    log.info("%s: compiling its step, some 10 s, or 2 s of what Inductor's cache holds", subject)
+    started = time.perf_counter()
+    token = _is_telling.set(True)
+    try:
+        with _clock(f"collage_fx: compiling the step of {subject}"):
+            yield
+    finally:
+        _is_telling.reset(token)
+    log.info("%s: its step has been compiled in %.1f s", subject, time.perf_counter() - started)
+
+
+@contextlib.contextmanager
+def _clock(text: str) -> Iterator[None]:
+    """Within, a terminal shows a text and the seconds, once they are some."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    done = threading.Event()
+    clock = threading.Thread(target=_show, args=(text, done), daemon=True)
+    clock.start()
+    try:
+        yield
+    finally:
+        done.set()
+        clock.join()
+
+
+def _show(text: str, done: threading.Event) -> None:
+    seconds = PATIENCE
+    shown = ""
+    while not done.wait(PERIOD if shown else PATIENCE):
+        shown = f"{text}, {seconds:.0f} s"
+        print(f"\r{shown}", end="", file=sys.stderr, flush=True)
+        seconds += PERIOD
+    if shown:
+        print(f"\r{' ' * len(shown)}\r", end="", file=sys.stderr, flush=True)

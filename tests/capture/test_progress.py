@@ -1,0 +1,90 @@
+"""What is said while a step is compiled: two lines of the log, and a clock where there is a terminal."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pty
+import re
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from collage_fx import install
+from collage_fx.capture.progress import telling
+from tests.support.training import Descent, parameters, run_steps
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [re.sub(r"[\d.]+ s$", "# s", each.getMessage()) for each in caplog.records]
+
+
+COMPILING = "Descent: compiling its step, some 10 s, or 2 s of what Inductor's cache holds"
+COMPILED = "Descent: its step has been compiled in # s"
+
+
+def test_the_log_says_when_a_step_is_compiled_and_when_it_is_done(caplog: pytest.LogCaptureFixture) -> None:
+    params = parameters()
+    optimizer = install(Descent(params))
+    with caplog.at_level(logging.INFO, "collage_fx"):
+        run_steps(optimizer.step, params, range(3))
+    assert said(caplog)[0] == COMPILING
+    assert said(caplog)[-1] == COMPILED
+    assert said(caplog).count(COMPILING) == said(caplog).count(COMPILED) == 1
+
+
+def test_recorded_steps_say_it_of_each_step_that_compiles(caplog: pytest.LogCaptureFixture) -> None:
+    class Branching(Descent):
+        @torch.no_grad()
+        def step(self, closure: object = None) -> None:  # type: ignore[override]
+            for p in self.param_groups[0]["params"]:
+                if p.grad.abs().sum() > 0:
+                    p.add_(p.grad, alpha=-self.defaults["lr"])
+
+    params = parameters()
+    optimizer = install(Branching(params))
+    with caplog.at_level(logging.INFO, "collage_fx"):
+        run_steps(optimizer.step, params, [0])
+        lines = said(caplog)
+        assert COMPILING.replace("Descent", "Branching") in lines[lines.index(recorded(lines)) :]
+        assert lines[-1] == COMPILED.replace("Descent", "Branching")
+        caplog.clear()
+        run_steps(optimizer.step, params, range(1, 4))
+    assert not said(caplog)
+
+
+def recorded(lines: list[str]) -> str:
+    (line,) = (each for each in lines if "are run by Python and recorded" in each)
+    return line
+
+
+def test_a_terminal_shows_a_clock() -> None:
+    program = """
+        import time
+        from collage_fx.capture import progress
+        progress.PATIENCE = progress.PERIOD = 0.1
+        with progress.telling("Descent"):
+            with progress.telling("another"):
+                time.sleep(0.35)
+        with progress.telling("Quick"):
+            pass
+        """
+    master, slave = pty.openpty()
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], stderr=slave, check=True)
+    os.close(slave)
+    written = os.read(master, 10_000).decode()
+    assert "\rcollage_fx: compiling the step of Descent, " in written
+    assert written.endswith(" \r")
+    assert "another" not in written
+    assert "Quick" not in written
+
+
+def test_what_fails_is_not_said_to_be_compiled(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "collage_fx"), pytest.raises(ZeroDivisionError), telling("Descent"):
+        raise ZeroDivisionError
+    assert said(caplog) == [COMPILING]
+    with telling("Descent"):
+        assert torch.get_num_threads() > 0
