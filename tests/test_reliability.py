@@ -5,6 +5,14 @@ from __future__ import annotations
 import pytest
 
 from tests.reliability.cases import drawn
+from tests.reliability.runs import two_running
+
+
+@pytest.fixture(autouse=True)
+def _no_code_that_is_gone(_fresh_dynamo: None) -> None:
+    """No optimizer is there still whose compiled code Dynamo has dropped."""
+    two_running.cache_clear()
+
 
 SPOILED = "a value changed after it was saved", "an error term damaged in a file"
 

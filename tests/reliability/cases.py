@@ -13,8 +13,8 @@ import torch
 from torch.nn import Parameter
 
 from collage_fx import error_terms, full_value
-from tests.reliability.runs import SETUPS, STEPS, Setup, different_elements, params_of, uninterrupted
-from tests.reliability.ways import WAYS, Run, killed, restored
+from tests.reliability.runs import SETUPS, STEPS, Run, Setup, different_elements, params_of, uninterrupted
+from tests.reliability.ways import WAYS, killed, restored
 from tests.support.training import everything, run_steps
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,8 @@ from tests.support.training import LateMomentum, compiled, everything, parameter
 
 STEPS = 10
 Step = Callable[[], Any]
+#: What is carried: an optimizer, and the step that has been compiled for it.
+Run = tuple[Optimizer, Step]
 
 
 @dataclass(frozen=True)
@@ -37,11 +40,21 @@ class Setup:
     options: dict[str, Any] = field(default_factory=dict, hash=False)
     not_by: tuple[str, ...] = ()
 
-    def fresh(self, values: list[Tensor]) -> tuple[Optimizer, Step]:
+    def fresh(self, values: list[Tensor]) -> Run:
         """An optimizer of new parameters, and its compiled step, which has not been compiled yet."""
-        torch._dynamo.reset()
+        forget_other_numbers()
         optimizer = self.make([Parameter(value.detach().clone()) for value in values])
         return optimizer, compiled(optimizer, **self.options)
+
+    def running(self) -> Run:
+        """An optimizer that has trained on something else, and its step, which compiles no more.
+
+        It is one of two by turns, because compiling is nearly all that a case takes: what a run is carried on
+        into has to be another than the run, and it is over with the last but one.
+        """
+        run = next(two_running(self))
+        run_steps(run[1], params_of(run[0]), [77, 78])
+        return run
 
     def start(self) -> list[Tensor]:
         """The values of the parameters before the first step."""
@@ -81,6 +94,16 @@ class Moment:
 
 def params_of(optimizer: Optimizer) -> list[Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def forget_other_numbers() -> None:
+    """Let Dynamo take an optimizer's numbers for constants, whatever those of others have been."""
+    torch._dynamo.pgo.reset_code_state()
+
+
+@functools.cache
+def two_running(setup: Setup) -> Iterator[Run]:
+    return itertools.cycle([setup.fresh(setup.start()) for _ in range(2)])
 
 
 @functools.cache

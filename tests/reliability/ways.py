@@ -21,11 +21,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.nn import Module, ParameterList
 from torch.optim import Optimizer
 
-from tests.reliability.runs import Setup, Step, params_of
+from tests.reliability.runs import Run, Setup, forget_other_numbers, params_of
 from tests.support.training import compiled, run_steps
 
-#: What is carried: an optimizer, and the step that has been compiled for it.
-Run = tuple[Optimizer, Step]
 Way = Callable[[Setup, Run, Path], Run]
 
 
@@ -52,8 +50,7 @@ def by_model_last(setup: Setup, run: Run, directory: Path) -> Run:
 
 
 def into_a_running_one(setup: Setup, run: Run, directory: Path) -> Run:
-    optimizer, step = setup.fresh(setup.start())
-    run_steps(step, params_of(optimizer), [77, 78])
+    optimizer, step = setup.running()
     with torch.no_grad():
         for p, value in zip(params_of(optimizer), params_of(run[0]), strict=True):
             p.copy_(value)
@@ -75,7 +72,7 @@ def by_pickle(setup: Setup, run: Run, directory: Path) -> Run:
 def _with_a_step(setup: Setup, optimizer: Optimizer) -> Run:
     if "decay" in vars(run := setup.make(params_of(optimizer))):  # attributes that pickles leave out
         vars(optimizer).setdefault("decay", vars(run)["decay"])
-    torch._dynamo.reset()
+    forget_other_numbers()
     return optimizer, compiled(optimizer, **setup.options)
 
 
@@ -100,8 +97,7 @@ def by_dcp(setup: Setup, run: Run, directory: Path, *, flatten: bool = False) ->
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninit")
         checkpoint.save(states(run), checkpoint_id=directory / "dcp")
-        optimizer, step = setup.fresh(setup.start())
-        run_steps(step, params_of(optimizer), [77, 78])  # for what it has to have to be loaded into
+        optimizer, step = setup.running()  # for what it has to have to be loaded into
         found = states((optimizer, step))
         checkpoint.load(found, checkpoint_id=directory / "dcp")
     set_state_dict(
