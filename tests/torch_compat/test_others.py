@@ -39,19 +39,19 @@ torch.manual_seed(0)
 
 
 class Corrected(torch.optim.Optimizer):
-    \"\"\"A bias correction by ``math.pow``, and a count in an attribute.\"\"\"
+    \"\"\"A bias correction by ``math.pow``, and a count that is a number.\"\"\"
 
     def __init__(self, params):
-        super().__init__(params, {"lr": 1e-2})
-        self.steps = 0
+        super().__init__(params, {"lr": 1e-2, "steps": 0})
 
     @torch.no_grad()
     def step(self):
-        self.steps += 1
-        for p in self.param_groups[0]["params"]:
+        (group,) = self.param_groups
+        group["steps"] += 1
+        for p in group["params"]:
             m = self.state[p].setdefault("m", torch.zeros_like(p))
             m.lerp_(p.grad, 0.1)
-            p.add_(m, alpha=-self.param_groups[0]["lr"] / (1 - math.pow(0.9, self.steps)))
+            p.add_(m, alpha=-group["lr"] / (1 - math.pow(0.9, group["steps"])))
 
 
 def bits(tensors):
