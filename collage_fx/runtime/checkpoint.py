@@ -78,7 +78,7 @@ from collage_fx.runtime.optimizers import (
 from collage_fx.runtime.replaced_state import format_before, remember, warn_of_replaced
 from collage_fx.torch_compat import distributed_like, local_tensor, pieces_of, real_tensors, wrap_states
 
-__all__ = ["adopt", "forget_wider_state", "note_compiled"]
+__all__ = ["adopt", "forget_wider_state", "note_compiled", "note_held", "note_replaced"]
 
 PREFIX = "collage_fx."
 #: Entry of a state dict for tensors that belong to no single parameter, and of what a pickle holds.
@@ -129,9 +129,19 @@ def note_compiled(optimizer: Optimizer) -> None:
     """
     _compiled.add(optimizer)
     _fill(optimizer, _waiting.pop(optimizer, ()))
-    held = list(_held_live(optimizer))
+    note_replaced(optimizer)
+    note_held(optimizer)
+
+
+def note_replaced(optimizer: Optimizer) -> None:
+    """Warn of state that had error terms at :func:`note_held`, and that the program has replaced since."""
+    held = _held_live(optimizer)
     warn_of_replaced({name: each for slot, name, each in held if slot != PARAMETER_SLOT}, optimizer)
-    remember({name: each for _, name, each in held}, optimizer)
+
+
+def note_held(optimizer: Optimizer) -> None:
+    """Note which of an optimizer's tensors have error terms now."""
+    remember({name: each for _, name, each in _held_live(optimizer)}, optimizer)
 
 
 def _saving(state_dict: Callable[..., StateDict]) -> Callable[..., StateDict]:
@@ -390,7 +400,7 @@ def _restore(optimizer: Optimizer, plain: StateDict, saved: Saved) -> None:
     _waiting[optimizer] = waiting
     if optimizer in _compiled:
         _fill(optimizer, _waiting.pop(optimizer))
-    remember({name: tensor for _, name, tensor in _held_live(optimizer)}, optimizer)
+    note_held(optimizer)
 
 
 def _claims_in(kind: type[Optimizer]) -> Claims:
