@@ -113,6 +113,21 @@ class PickledExpansion:
     claim: Tensor | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class PickledWider:
+    """One tensor of a state that was wider in a checkpoint, as the pickle of an optimizer holds it.
+
+    Attributes:
+        name: of the tensor.
+        tensor: itself.
+        wider: its value in the checkpoint.
+    """
+
+    name: str
+    tensor: Tensor
+    wider: Tensor
+
+
 #: The class's name in pickles of earlier versions.
 Carried = PickledExpansion
 
@@ -149,7 +164,7 @@ def _saving(state_dict: Callable[..., StateDict]) -> Callable[..., StateDict]:
         saved = state_dict(self, *args, **kwargs)
         state = dict(saved["state"])
         for key, _, parameter in _keyed_parameters(self, saved):
-            if entries := _entries(self, parameter):
+            if entries := {**_wider_entries(self, parameter), **_entries(self, parameter)}:
                 # A new dictionary: the one in ``saved`` is the optimizer's own.
                 state[key] = {**(state.get(key) or {}), **entries}
         shared = dict(_keyed_auxiliaries(_shared(self)))
@@ -162,6 +177,16 @@ def _saving(state_dict: Callable[..., StateDict]) -> Callable[..., StateDict]:
 def _entries(optimizer: Optimizer, parameter: Tensor) -> StateDict:
     """The error terms that belong to one parameter, under their keys."""
     return {PREFIX + key: tensor for key, tensor in _keyed_auxiliaries(_slots(optimizer, parameter))}
+
+
+def _wider_entries(optimizer: Optimizer, parameter: Tensor) -> StateDict:
+    """What was wider in a checkpoint, as it was there, until a step makes error terms of it."""
+    wider = {id(tensor): wider for _, tensor, wider in _still_wider(optimizer)}
+    return {
+        key: distributed_like(tensor, _as_loaded(tensor, wider[id(tensor)]))
+        for key, tensor in (optimizer.state.get(parameter) or {}).items()
+        if id(tensor) in wider
+    }
 
 
 def _keyed_auxiliaries(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -199,11 +224,12 @@ def _warn_unsaved(optimizer: Optimizer) -> None:
 
 def _packing(getstate: Callable[..., StateDict]) -> Callable[..., StateDict]:
     def with_error_terms(self: Optimizer) -> StateDict:
-        pickled = [
+        pickled: list[PickledExpansion | PickledWider] = [
             PickledExpansion(entry.tensor, expansion.format.name, expansion.auxiliaries, expansion.claim)
             for entry in known_tensors({"self": self}).values()
             if entry.role is not Role.GRADIENT and (expansion := expansion_of(entry.tensor)) is not None
         ]
+        pickled += [PickledWider(*each) for each in _still_wider(self)]
         return {**getstate(self), **({SHARED: pickled} if pickled else {})}
 
     return with_error_terms
@@ -212,9 +238,13 @@ def _packing(getstate: Callable[..., StateDict]) -> Callable[..., StateDict]:
 def _unpacking(setstate: Callable[..., None]) -> Callable[..., None]:
     def with_error_terms(self: Optimizer, state: StateDict) -> None:
         setstate(self, {key: value for key, value in state.items() if key != SHARED})
-        pickled: Sequence[PickledExpansion] = state.get(SHARED, ())
+        pickled: Sequence[PickledExpansion | PickledWider] = state.get(SHARED, ())
         known, claims = known_tensors({"self": self} if pickled else {}), _claims_in(type(self))
         for each in pickled:
+            if isinstance(each, PickledWider):
+                waiting = _Waiting(each.name, TensorWeakRef(each.tensor), each.wider)
+                _waiting.setdefault(self, []).append(waiting)
+                continue
             name = f"{type(self).__name__} in a pickle"
             expansion = ensure_expansion(each.tensor, _known_format(each.format_name, name), name=name)
             expansion.replace_contents(each.auxiliaries)
@@ -481,6 +511,21 @@ def forget_wider_state(optimizer: Optimizer) -> None:
         _waiting[optimizer] = [each._replace(wider=None) for each in waiting]
 
 
+def _still_wider(optimizer: Optimizer) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """The ``(name, tensor, wider)`` of what was wider in a checkpoint, until a step is compiled."""
+    for name, reference, wider in _waiting.get(optimizer, ()):
+        if wider is not None and (tensor := reference()) is not None:
+            yield name, tensor, wider
+
+
+def _as_loaded(tensor: Tensor, wider: Tensor) -> Tensor:
+    """This process's piece of a wider value; the tensor's own where eager steps have gone on from there."""
+    with real_tensors(), torch.no_grad():
+        hi = local_tensor(tensor.detach())
+        whole = local_tensor(wider, pieces_of(tensor)).to(hi.device)
+        return torch.where(whole.to(hi.dtype) == hi, whole, hi.to(whole.dtype))
+
+
 def _fill(optimizer: Optimizer, waiting: Iterable[_Waiting]) -> None:
     """Make error terms of what was wider in a checkpoint; warn of those for which it had nothing."""
     missing = []
@@ -497,10 +542,8 @@ def _fill(optimizer: Optimizer, waiting: Iterable[_Waiting]) -> None:
             missing.append(name)
         else:
             with real_tensors(), torch.no_grad():
-                hi = local_tensor(tensor.detach())
-                whole = local_tensor(wider, pieces_of(tensor)).to(hi.device)
-                is_as_loaded = whole.to(hi.dtype) == hi  # not where eager steps have gone on from there
-                rest = torch.where(is_as_loaded, whole - hi.to(whole.dtype), 0)
+                hi, whole = local_tensor(tensor.detach()), _as_loaded(tensor, wider)
+                rest = whole - hi.to(whole.dtype)
                 expansion.replace_contents(expansion.format.beside(hi, rest.float()))
     if missing:
         _warn(type(optimizer), f"no error terms of {some(missing)} {WHY_NONE}")
