@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from collage_fx import CollageBackend, error_terms
+from tests.support.memory import peak
 from tests.support.race import Parameters, Race
 from tests.support.training import (
     Descent,
@@ -379,3 +380,40 @@ def test_two_threads_with_an_optimizer_each() -> None:
     for seed, met in zip((1, 2), together, strict=True):
         assert differences(met, trained(seed)) == []
         assert sum("error" in name for name in met) == 2
+
+
+# Memory. ----------------------------------------------------------------------------------------------------
+
+
+def adamw(params: Parameters) -> Optimizer:
+    return torch.optim.AdamW(params)
+
+
+def adamw_foreach(params: Parameters) -> Optimizer:
+    return torch.optim.AdamW(params, foreach=True)
+
+
+@pytest.mark.parametrize("strategy", ["light", "plus", "full"])
+@pytest.mark.parametrize("make", [sgd, adamw, adamw_foreach])
+def test_a_step_takes_no_memory_beyond_state_and_error_terms(make: Any, strategy: str) -> None:
+    """What it makes, at its first time, stays; later ones make nothing of a tensor's size."""
+    params = parameters(shapes=((64, 1024), (32, 1024)))
+    set_gradients(params)
+    optimizer = make(params)
+    step = compiled(optimizer, strategy=strategy)
+    first = peak(step)
+    made = sum(each.nbytes for each in everything(optimizer).values()) - sum(p.nbytes for p in params)
+    state = sum(each.nbytes for of in optimizer.state.values() for each in of.values())
+    small = 16384  # numbers, and what finds out at the first step which tensors there are
+    # A foreach update is traced twice, and the first trace, with its state, is still there in the second.
+    assert made <= first <= made + (state if make is adamw_foreach else 0) + small
+    step()  # SGD has no momentum in its first, so its second is another
+    assert peak(step) <= 1024
+
+
+def test_a_step_with_reductions_takes_the_memory_of_one_update() -> None:
+    params = parameters(shapes=((64, 1024), (32, 1024), (64, 1024)))
+    set_gradients(params)
+    step = compiled(torch.optim.Adafactor(params))
+    step()
+    assert peak(step) <= 64 * 1024 * 4 + 16384  # the larger update, in float32

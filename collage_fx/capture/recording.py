@@ -20,7 +20,7 @@ from collage_fx.capture.recorder import Recorder, is_recording
 from collage_fx.capture.refusals import refuse_distributed, refuse_optimizer
 from collage_fx.capture.segment import Spec
 from collage_fx.errors import CollageError, RecompileLimitError, raise_or_warn
-from collage_fx.runtime import adopt, expansion_of, parameter_names
+from collage_fx.runtime import adopt, expansion_of, note_held, note_replaced, parameter_names
 from collage_fx.torch_compat import (
     is_step_wrapper,
     reroute_steps,
@@ -131,6 +131,7 @@ class _Recording:
         except CollageError as refusal:
             raise_or_warn(optimizer, refusal, strict=self._strict)
         remember_state(optimizer, object())
+        note_replaced(optimizer)
         self._look_at(optimizer)
         self._has_compiled = False
         closures = self._outside(optimizer)
@@ -146,6 +147,7 @@ class _Recording:
             ):
                 result = step(optimizer, *args, **kwargs)
                 self._recorder.finish(successfully=True)
+            note_held(optimizer)  # which may be others than before: a step replaces state too
         except BaseException:
             self._recorder.finish(successfully=False)
             forget_new_state(optimizer)

@@ -78,7 +78,16 @@ from collage_fx.runtime.optimizers import (
 from collage_fx.runtime.replaced_state import format_before, remember, warn_of_replaced
 from collage_fx.torch_compat import distributed_like, local_tensor, pieces_of, real_tensors, wrap_states
 
-__all__ = ["adopt", "carry_along", "forget_compiled", "forget_wider_state", "load_flat", "note_compiled"]
+__all__ = [
+    "adopt",
+    "carry_along",
+    "forget_compiled",
+    "forget_wider_state",
+    "load_flat",
+    "note_compiled",
+    "note_held",
+    "note_replaced",
+]
 
 PREFIX = "collage_fx."
 #: Entry of a state dict for tensors that belong to no single parameter, and of what a pickle holds.
@@ -119,6 +128,21 @@ class PickledExpansion:
     claim: Tensor | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class PickledWider:
+    """One tensor of a state that was wider in a checkpoint, as the pickle of an optimizer holds it.
+
+    Attributes:
+        name: of the tensor.
+        tensor: itself.
+        wider: its value in the checkpoint.
+    """
+
+    name: str
+    tensor: Tensor
+    wider: Tensor
+
+
 #: The class's name in pickles of earlier versions.
 Carried = PickledExpansion
 
@@ -135,9 +159,19 @@ def note_compiled(optimizer: Optimizer) -> None:
     """
     _compiled.add(optimizer)
     _fill(optimizer, _waiting.pop(optimizer, ()))
-    held = list(_held_live(optimizer))
+    note_replaced(optimizer)
+    note_held(optimizer)
+
+
+def note_replaced(optimizer: Optimizer) -> None:
+    """Warn of state that had error terms at :func:`note_held`, and that the program has replaced since."""
+    held = _held_live(optimizer)
     warn_of_replaced({name: each for slot, name, each in held if slot != PARAMETER_SLOT}, optimizer)
-    remember({name: each for _, name, each in held}, optimizer)
+
+
+def note_held(optimizer: Optimizer) -> None:
+    """Note which of an optimizer's tensors have error terms now."""
+    remember({name: each for _, name, each in _held_live(optimizer)}, optimizer)
 
 
 def forget_compiled(optimizer: Optimizer) -> None:
@@ -163,7 +197,7 @@ def _saving(state_dict: Callable[..., StateDict]) -> Callable[..., StateDict]:
         saved = state_dict(self, *args, **kwargs)
         state = dict(saved["state"])
         for key, _, parameter in _keyed_parameters(self, saved):
-            if entries := _entries(self, parameter):
+            if entries := {**_wider_entries(self, parameter), **_entries(self, parameter)}:
                 # A new dictionary: the one in ``saved`` is the optimizer's own.
                 state[key] = {**(state.get(key) or {}), **entries}
         shared = dict(_keyed_auxiliaries(_shared(self)))
@@ -176,6 +210,16 @@ def _saving(state_dict: Callable[..., StateDict]) -> Callable[..., StateDict]:
 def _entries(optimizer: Optimizer, parameter: Tensor) -> StateDict:
     """The error terms that belong to one parameter, under their keys."""
     return {PREFIX + key: tensor for key, tensor in _keyed_auxiliaries(_slots(optimizer, parameter))}
+
+
+def _wider_entries(optimizer: Optimizer, parameter: Tensor) -> StateDict:
+    """What was wider in a checkpoint, as it was there, until a step makes error terms of it."""
+    wider = {id(tensor): wider for _, tensor, wider in _still_wider(optimizer)}
+    return {
+        key: distributed_like(tensor, _as_loaded(tensor, wider[id(tensor)]))
+        for key, tensor in (optimizer.state.get(parameter) or {}).items()
+        if id(tensor) in wider
+    }
 
 
 def _keyed_auxiliaries(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -213,11 +257,12 @@ def _warn_unsaved(optimizer: Optimizer) -> None:
 
 def _packing(getstate: Callable[..., StateDict]) -> Callable[..., StateDict]:
     def with_error_terms(self: Optimizer) -> StateDict:
-        pickled = [
+        pickled: list[PickledExpansion | PickledWider] = [
             PickledExpansion(entry.tensor, expansion.format.name, expansion.auxiliaries, expansion.claim)
             for entry in known_tensors({"self": self}).values()
             if entry.role is not Role.GRADIENT and (expansion := expansion_of(entry.tensor)) is not None
         ]
+        pickled += [PickledWider(*each) for each in _still_wider(self)]
         along = {PREFIX + name: value(self) for name, (value, _) in _carried_along.items()}
         ours = {SHARED: pickled or None, **along}
         return {**getstate(self), **{key: value for key, value in ours.items() if value is not None}}
@@ -228,9 +273,13 @@ def _packing(getstate: Callable[..., StateDict]) -> Callable[..., StateDict]:
 def _unpacking(setstate: Callable[..., None]) -> Callable[..., None]:
     def with_error_terms(self: Optimizer, state: StateDict) -> None:
         setstate(self, {key: value for key, value in state.items() if not key.startswith(SHARED)})
-        pickled: Sequence[PickledExpansion] = state.get(SHARED, ())
+        pickled: Sequence[PickledExpansion | PickledWider] = state.get(SHARED, ())
         known, claims = known_tensors({"self": self} if pickled else {}), _claims_in(type(self))
         for each in pickled:
+            if isinstance(each, PickledWider):
+                waiting = _Waiting(each.name, TensorWeakRef(each.tensor), each.wider)
+                _waiting.setdefault(self, []).append(waiting)
+                continue
             name = f"{type(self).__name__} in a pickle"
             expansion = ensure_expansion(each.tensor, _known_format(each.format_name, name), name=name)
             expansion.replace_contents(each.auxiliaries)
@@ -445,7 +494,7 @@ def _restore(optimizer: Optimizer, plain: StateDict, saved: Saved) -> None:
     _waiting[optimizer] = waiting
     if optimizer in _compiled:
         _fill(optimizer, _waiting.pop(optimizer))
-    remember({name: tensor for _, name, tensor in _held_live(optimizer)}, optimizer)
+    note_held(optimizer)
 
 
 def _claims_in(kind: type[Optimizer]) -> Claims:
@@ -526,6 +575,21 @@ def forget_wider_state(optimizer: Optimizer) -> None:
         _waiting[optimizer] = [each._replace(wider=None) for each in waiting]
 
 
+def _still_wider(optimizer: Optimizer) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """The ``(name, tensor, wider)`` of what was wider in a checkpoint, until a step is compiled."""
+    for name, reference, wider in _waiting.get(optimizer, ()):
+        if wider is not None and (tensor := reference()) is not None:
+            yield name, tensor, wider
+
+
+def _as_loaded(tensor: Tensor, wider: Tensor) -> Tensor:
+    """This process's piece of a wider value; the tensor's own where eager steps have gone on from there."""
+    with real_tensors(), torch.no_grad():
+        hi = local_tensor(tensor.detach())
+        whole = local_tensor(wider, pieces_of(tensor)).to(hi.device)
+        return torch.where(whole.to(hi.dtype) == hi, whole, hi.to(whole.dtype))
+
+
 def _fill(optimizer: Optimizer, waiting: Iterable[_Waiting]) -> None:
     """Make error terms of what was wider in a checkpoint; warn of those for which it had nothing."""
     missing = []
@@ -542,10 +606,8 @@ def _fill(optimizer: Optimizer, waiting: Iterable[_Waiting]) -> None:
             missing.append(name)
         else:
             with real_tensors(), torch.no_grad():
-                hi = local_tensor(tensor.detach())
-                whole = local_tensor(wider, pieces_of(tensor)).to(hi.device)
-                is_as_loaded = whole.to(hi.dtype) == hi  # not where eager steps have gone on from there
-                rest = torch.where(is_as_loaded, whole - hi.to(whole.dtype), 0)
+                hi, whole = local_tensor(tensor.detach()), _as_loaded(tensor, wider)
+                rest = whole - hi.to(whole.dtype)
                 expansion.replace_contents(expansion.format.beside(hi, rest.float()))
     if missing:
         _warn(type(optimizer), f"no error terms of {some(missing)} {WHY_NONE}")

@@ -1005,3 +1005,24 @@ def test_adafactor_with_a_tensor_for_lr_is_recorded() -> None:
     run_steps(compiled(optimizer), params, range(2))
     assert is_recorded(optimizer)
     assert all(bool(error_terms(p)[0].any()) for p in params)
+
+
+def test_state_that_the_program_replaces_is_named() -> None:
+    params = parameters(shapes=SHAPES)
+    optimizer = BranchesAfterItsState(params)
+    step = compiled(optimizer, strategy="full")
+
+    def told() -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run_steps(step, params, [0])
+        return [str(each.message) for each in caught if "collage_fx" in str(each.message)]
+
+    assert told() == told() == []
+    assert is_recorded(optimizer)
+    optimizer.state[params[2]]["m"] = optimizer.state[params[2]]["m"].clone()
+    (replaced,) = told()
+    assert "param_groups[0].params[2].m of BranchesAfterItsState has been replaced by another" in replaced
+    assert told() == []
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert told() == []

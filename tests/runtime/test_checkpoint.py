@@ -531,6 +531,22 @@ def test_float32_state_leaves_its_rest_in_error_terms(is_running: bool) -> None:
         )  # the pair's precision, which the step rounds to once more
 
 
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "state_dict"])
+def test_a_copy_before_the_first_step_has_the_rest_of_float32_state(way: str) -> None:
+    plain = torch.optim.RMSprop(wide := parameters(torch.float32), alpha=0.999)
+    run_steps(plain.step, wide, range(3))
+    optimizer = torch.optim.RMSprop([torch.nn.Parameter(p.detach().bfloat16()) for p in wide], alpha=0.999)
+    optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))
+    if way == "state_dict":
+        other = torch.optim.RMSprop(copied(params_of(optimizer)), alpha=0.999)
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    else:
+        other = copy.deepcopy(optimizer) if way == "deepcopy" else pickle.loads(pickle.dumps(optimizer))
+    for each in (optimizer, other):
+        warned(lambda each=each: run_steps(compiled(each), params_of(each), [3]))
+    assert differences(everything(optimizer), everything(other)) == []
+
+
 def test_wider_state_is_not_kept_for_an_optimizer_that_stays_plain() -> None:
     plain = torch.optim.RMSprop(wide := parameters(torch.float32), alpha=0.999)
     run_steps(plain.step, wide, range(3))
