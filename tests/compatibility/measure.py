@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._dynamo import utils as dynamo_utils
@@ -136,6 +137,7 @@ def _disappoints(measured: Measurement) -> bool:
 
 def _weights(variant: Variant, dtype: torch.dtype) -> Parameters:
     torch.manual_seed(0)  # of optimizers that draw numbers
+    np.random.seed(0)
     generator = torch.Generator().manual_seed(0)
     low = DTYPES[variant.row.dtype]
     shapes = variant.row.subject.shapes
