@@ -10,6 +10,7 @@ error is ‖Δ - Δ64‖ / ‖Δ64‖: Δ is how far the parameters went, hi + l
 from __future__ import annotations
 
 import re
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -255,7 +256,9 @@ def _disappoints(measured: Measurement) -> bool:
 
 
 def _weights(trial: Trial, dtype: torch.dtype) -> Parameters:
-    torch.manual_seed(0)  # of optimizers that draw numbers
+    torch.manual_seed(0)  # of optimizers that draw numbers, from torch or from NumPy
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
     generator = torch.Generator().manual_seed(0)
     values = (torch.randn(tuple(shape), generator=generator).to(trial.dtype) for shape in trial.shapes)
     return [torch.nn.Parameter(each.to(dtype)) for each in values]

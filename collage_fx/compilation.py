@@ -62,7 +62,7 @@ from collage_fx.graph import (
     placeholders,
     tensor_value,
 )
-from collage_fx.lowering import Lowered, lower, without_sums
+from collage_fx.lowering import Lowered, interpreted, lower, why_not_compiled, without_sums
 from collage_fx.numerics import ERROR_FORMATS, short_name
 from collage_fx.options import Options
 from collage_fx.pipeline import ANALYSIS, MEASUREMENT, Pass, Stage, run_pipeline
@@ -393,8 +393,7 @@ class Compilation:
             if is_rewritten:
                 made = self._lower(program, example_inputs, inductor_options, gm)
             else:
-                step = self.backend.lower_as_captured(gm, example_inputs, inductor_options)
-                made = Lowered(step, "as captured")
+                made = self._lower_as_captured(gm, example_inputs, inductor_options)
         if isinstance(made, Reason):
             return made
         why = (*not_taken(("by family", not_by_family)), *made.reasons)
@@ -516,6 +515,14 @@ class Compilation:
             return made
         return made._replace(step=MeteredStep(meter, self.subject, measured, rows, made.step, plain))
 
+    def _lower_as_captured(
+        self, gm: GraphModule, example_inputs: Sequence[Any], inductor_options: dict[str, Any]
+    ) -> Lowered:
+        """Lower a graph in which nothing is rewritten."""
+        if (reason := why_not_compiled(gm.graph, is_recorded=bool(self.recorded))) is not None:
+            return Lowered(interpreted(gm), "operation by operation", not_taken(("in parts", reason)))
+        return Lowered(self.backend.lower_as_captured(gm, example_inputs, inductor_options), "as captured")
+
     def _rows(self, program: StepProgram) -> tuple[TensorReport, ...]:
         """The report's rows, in the order of the optimizers' tensors, and then of all others."""
         rows: list[TensorReport] = []
@@ -535,15 +542,16 @@ class Compilation:
         self, gm: GraphModule, example_inputs: Sequence[Any], inductor_options: dict[str, Any], why: str
     ) -> Callable[[list[Any]], Any]:
         if self.left_alone:  # forward and backward of one capture come here one after the other
-            return self.backend.lower_as_captured(gm, example_inputs, inductor_options)
+            return self._lower_as_captured(gm, example_inputs, inductor_options).step
         self.left_alone = True
-        note = f"{self.subject}: {why}; lowered by Inductor as it is"
-        log.info(note)
         graph = copy_of(gm)
         pass_log = _PassLog(self.subject, graph)
         with generated_code() as code:
-            step = self.backend.lower_as_captured(gm, example_inputs, inductor_options)
+            made = self._lower_as_captured(gm, example_inputs, inductor_options)
         pass_log.lowered(tuple(code))
+        lowered = "lowered by Inductor" if made.unit == "as captured" else "run by torch"
+        note = f"{self.subject}: {why}; {lowered} as it is"
+        log.info(note)
         report = GraphReport(
             captured=graph,
             repetition=Repetition.of_one(len(placeholders(graph.graph))),
@@ -552,15 +560,15 @@ class Compilation:
             tensors=(),
             code=tuple(code),
             note=note,
-            route=Route("as captured", self.recorded),
+            route=Route(made.unit, self.recorded, reasons=made.reasons),
         )
         self.backend.reports.append(report)
-        return step
+        return made.step
 
     def _keep(self, report: GraphReport, *, compensated: bool, started: float) -> None:
         if compensated:
             for optimizer in self.optimizers.values():
-                note_compiled(optimizer)
+                note_compiled(optimizer, replaces_state=bool(self.recorded))
                 note_compiled_step(optimizer, strict=self.options.strict)
         self.backend.reports.append(report)
         log.info("%s, %s in %.1f s", report.headline, self.backend.verb, time.perf_counter() - started)

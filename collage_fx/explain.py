@@ -25,7 +25,7 @@ from collage_fx.graph import (
     placeholders,
     repeated_graph,
 )
-from collage_fx.lowering import Lowered, interpreted, rules_of
+from collage_fx.lowering import Lowered, interpreted, rules_of, why_not_compiled
 from collage_fx.numerics import is_low_precision
 from collage_fx.report import CollageReport
 from collage_fx.runtime import known_tensors
@@ -75,11 +75,14 @@ class _CaptureOnly(CollageBackend):
         small = _results_alone(
             program.gm, [*auxiliaries, *(node for s in program.measured for node in s.row)]
         )
-        rules = rules_of(program.gm, always=not program.repetition.is_of_one)
+        not_compiled = why_not_compiled(program.gm.graph, is_recorded=program.is_recorded)
+        rules = not_compiled or rules_of(program.gm, always=not program.repetition.is_of_one)
         if isinstance(rules, Reason) and not program.repetition.is_of_one:
             return rules
         reasons = not_taken(("in parts", rules if isinstance(rules, Reason) else None))
         unit: Unit = "whole" if reasons else "in parts" if program.repetition.is_of_one else "by family"
+        if not_compiled is not None:
+            unit = "operation by operation"
         return Lowered(interpreted(repeated_graph(small, program.repetition)), unit, reasons)
 
     def lower_as_captured(

@@ -91,6 +91,7 @@ class Recorder(TorchDispatchMode):
         self._steps = 0
         self._first_met: dict[Any, int] = {}
         self._compiled: dict[Any, list[Compiled]] = {}
+        self._last: dict[Any, Compiled] = {}
         self._at_once: set[Signature] = set()
         self._predicted: dict[Any, tuple[tuple[Any, ...], bool]] = {}
         self._outer: list[bool] = []
@@ -369,8 +370,12 @@ class Recorder(TorchDispatchMode):
         known = self._compiled.setdefault(key, [])
         compiled = next((each for each in known if each.fits(function)), None)
         if compiled is None:
-            last, takes_sizes = known[0] if known else None, key is function.form
+            takes_sizes = key is function.form
+            # Numbers that change do so whether or not the tensors have got error terms by then.
+            alike = function.described if takes_sizes else (function.described, *key[1:])
+            last = self._last.get(alike)
             compiled = compiled_for(function, self._compile_graph, last, takes_sizes=takes_sizes)
+            self._last[alike] = compiled
             known.insert(0, compiled)
             if len(known) >= BURNED_IN_AGAIN:
                 self._at_once |= function.operators_of(compiled.burned_in)

@@ -285,6 +285,7 @@ class Function:
         tensors: the inputs, then the tensors that its results are to be written to.
         numbers, sizes: in the order of the calls.
         shapes: sizes and strides of the tensors.
+        described: the calls, equal where they do the same, whatever kind of tensors they do it to.
         form: equal for what is one function of tensors, numbers and sizes.
     """
 
@@ -300,7 +301,7 @@ class Function:
         self._calls, self._kept = calls, kept
         self._inputs: list[int] = []
         self._order: dict[int, int] = {}
-        described = tuple(map(self._described, calls))
+        self.described = tuple(map(self._describe, calls))
         used = (*self._inputs, *kept)
         values = [segment.values[value] for value in used]
         self.tensors = [real(value.tensor) for value in values]
@@ -308,10 +309,10 @@ class Function:
             (len(spec.size), spec.dtype, spec.device, type(tensor), kind_of(tensor, value in segment.written))
             for value, spec, tensor in zip(used, (v.spec for v in values), self.tensors, strict=True)
         )
-        self.form = (described, tuple(self._order[value] for value in kept), kinds)
+        self.form = (self.described, tuple(self._order[value] for value in kept), kinds)
         self.shapes = tuple((value.spec.size, value.spec.stride) for value in values)
 
-    def _described(self, call: Call) -> tuple[Any, ...]:
+    def _describe(self, call: Call) -> tuple[Any, ...]:
         """A call with its values numbered within the component, and without its numbers and sizes."""
         order = self._order
         self.numbers += call.numbers

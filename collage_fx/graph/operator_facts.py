@@ -41,6 +41,7 @@ __all__ = [
     "foreach_rule",
     "ignores_values",
     "is_elementwise",
+    "is_matrix_product",
     "is_movement",
     "is_pointwise",
     "may_raise",
@@ -274,6 +275,14 @@ def first_not_elementwise(graph: Graph) -> Node | None:
 def _as_text(sizes: Iterable[int | torch.SymInt]) -> tuple[str, ...]:
     """Sizes of which symbols, which have no hash, are the same where their expressions are."""
     return tuple(map(str, sizes))
+
+
+_MATRIX_PRODUCTS = {row.product for row in OPERATORS.values() if row.product is not None}
+
+
+def is_matrix_product(target: Any) -> bool:
+    """Whether an operator is a product of matrices, alone or in a sum."""
+    return target in _MATRIX_PRODUCTS or facts_of(target).product is not None
 
 
 def is_movement(node: Node) -> bool:

@@ -10,8 +10,9 @@ from torch.fx import Node
 __all__ = ["WAYS", "Reason", "Reasons", "Route", "Unit", "not_taken"]
 
 #: The graph that is compiled at once: of one of each family of equal updates, or the whole graph; the latter
-#: part by part, as one, or as it was captured, because nothing in it is compensated.
-Unit = Literal["by family", "in parts", "whole", "as captured"]
+#: part by part, as one, or as it was captured, because nothing in it is compensated. Or nothing is compiled:
+#: torch runs the graph.
+Unit = Literal["by family", "in parts", "whole", "as captured", "operation by operation"]
 
 #: The faster ways that may not be taken, the costliest to miss first.
 Way = Literal["by family", "in parts", "in one call for all tensors", "by the usual code", "with vectors"]
@@ -69,9 +70,13 @@ class Route:
 
     def __str__(self) -> str:
         """The way in one line, without the reasons."""
-        words = ["recorded" if self.recorded else "captured", f"compiled {self.unit}"]
+        words = ["recorded" if self.recorded else "captured", f"{self._treated} {self.unit}"]
         words += ["measured"] if self.is_measured else []
         return ", ".join([*words, *([self._vectors] if self.vectors[1] else [])])
+
+    @property
+    def _treated(self) -> str:
+        return "run" if self.unit == "operation by operation" else "compiled"
 
     @property
     def _vectors(self) -> str:
@@ -80,7 +85,9 @@ class Route:
     def sentence(self) -> str:
         """The way as a sentence for the end of a report, with the first reason, and vectors if some lack."""
         with_vectors, kernels = self.vectors
-        words = f"Compiled {self.unit}" + (f", {self._vectors}" if with_vectors < kernels else "")
+        words = f"{self._treated.capitalize()} {self.unit}" + (
+            f", {self._vectors}" if with_vectors < kernels else ""
+        )
         first = next(iter(self.explained()), "")
         return f"{words} ({first})." if first else f"{words}."
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
 from collage_fx.errors import FailedLoweringError, warn
 from collage_fx.graph import (
@@ -24,21 +24,25 @@ from collage_fx.graph import (
     copies_to_inputs,
     copy_of,
     device_facts,
+    is_matrix_product,
     not_taken,
     placeholders,
     tensor_value,
     update_sizes,
     update_sums,
 )
-from collage_fx.lowering.attempts import Attempt, compile_somehow
+from collage_fx.lowering.attempts import Attempt, compile_somehow, interpreted
 from collage_fx.lowering.plan import lower_in_parts, repeated_step
 from collage_fx.runtime import CompensatedStep, Expected, Kernel, StepInParts, bind
 from collage_fx.torch_compat import add_to_cache_key, inductor_config, local_tensor
 
-__all__ = ["JOINT_GRAPH_SETTINGS", "Lowered", "lower", "without_sums"]
+__all__ = ["JOINT_GRAPH_SETTINGS", "Lowered", "lower", "why_not_compiled", "without_sums"]
 
 #: Nodes of a kernel, of which Inductor takes 64.
 MOST_NODES = 1024
+
+#: Products of matrices in a graph of a recorded step that is compiled: more than those are an iteration.
+MOST_MATRIX_PRODUCTS = 16
 
 #: Note [Double-word graphs reuse every value]
 #: Inductor inlines a value into each of its readers until it holds 30 operations. In a TwoSum every value has
@@ -72,7 +76,7 @@ class Lowered(NamedTuple):
 
     Attributes:
         step: takes the inputs of the whole graph as one list.
-        unit: what was compiled at once.
+        unit: what was compiled at once, if anything was.
         reasons: the faster ways that were not taken, and why.
         vectors: as in :class:`~collage_fx.graph.Route`.
     """
@@ -101,8 +105,9 @@ def lower(
     extended = program.extended
     compiled: Any
     made: Sequence[Kernel | Attempt]
+    not_compiled = why_not_compiled(program.gm.graph, is_recorded=program.is_recorded)
     with inductor_config.patch(_settings(program)):
-        compiled = lower_in_parts(program.gm, always=not repetition.is_of_one)
+        compiled = not_compiled or lower_in_parts(program.gm, always=not repetition.is_of_one)
         if isinstance(compiled, StepInParts):
             compiled = repeated_step(compiled, extended)
         if isinstance(compiled, Reason) and not repetition.is_of_one:
@@ -110,7 +115,11 @@ def lower(
         if isinstance(compiled, StepInParts):
             made, not_in_parts = compiled.kernels, None
         else:
-            made, not_in_parts = [_whole(program, example_inputs, inductor_options)], compiled
+            not_in_parts = compiled
+            if not_compiled is None:
+                made = [_whole(program, example_inputs, inductor_options)]
+            else:
+                made = [Attempt(interpreted(copy_of(program.gm)))]
             compiled = made[0].call
     why = [*not_taken(("in parts", not_in_parts)), *(reason for each in made for reason in each.reasons)]
     why.sort(key=lambda reason: WAYS.index(reason[0]))
@@ -120,9 +129,25 @@ def lower(
     bindings = [bind(index, program.infos[index], program.error_format) for index in owners]
     expected = _expected(program, extended, all_layouts=not_in_parts is None)
     unit: Unit = "whole" if not_in_parts is not None else "in parts" if repetition.is_of_one else "by family"
+    if not_compiled is not None:
+        unit = "operation by operation"
     vectors = sum(each.vectors[0] for each in made), sum(each.vectors[1] for each in made)
     step = CompensatedStep(compiled, bindings, expected, program.rows)
     return Lowered(step, unit, tuple(dict.fromkeys(why)), vectors)
+
+
+def why_not_compiled(graph: Graph, *, is_recorded: bool) -> Reason | None:
+    """The reason to have torch run a step's graph, operation by operation; None if it is to be compiled.
+
+    An iteration that a recorded step writes out (roots of matrices, orthogonalizations) is hundreds of
+    operations. Inductor calls the same products of matrices as torch does, and takes half a minute to write
+    loops for what stands between them, which costs little beside them; and again for numbers that change.
+    """
+    products = [node for node in graph.nodes if is_matrix_product(node.target)]
+    if not is_recorded or len(products) <= MOST_MATRIX_PRODUCTS:
+        return None
+    what = f"torch runs what has more than {MOST_MATRIX_PRODUCTS} products of matrices"
+    return Reason.at(products[MOST_MATRIX_PRODUCTS], what)
 
 
 def _failed(fault: Reason, infos: Sequence[InputInfo]) -> FailedLoweringError:

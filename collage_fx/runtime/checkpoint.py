@@ -152,14 +152,20 @@ def install() -> None:
     wrap_states(_saving, _loading, _packing, _unpacking, _unflattening)
 
 
-def note_compiled(optimizer: Optimizer) -> None:
+def note_compiled(optimizer: Optimizer, *, replaces_state: bool) -> None:
     """Note that the backend has compiled a step of ``optimizer``, which has made its error terms.
 
     Fill those for which its checkpoint had wider state, and warn of those for which it had nothing.
+
+    Args:
+        optimizer: itself.
+        replaces_state: whether a step of it is being run, so that what is found in the place of its state may
+            be the step's own, with error terms of what was computed.
     """
     _compiled.add(optimizer)
     _fill(optimizer, _waiting.pop(optimizer, ()))
-    note_replaced(optimizer)
+    if not replaces_state:
+        note_replaced(optimizer)
     note_held(optimizer)
 
 

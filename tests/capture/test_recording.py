@@ -802,6 +802,29 @@ def test_an_operator_whose_numbers_are_burned_in_again_and_again_is_executed_at_
     assert largest_error(low, high, start) < 0.02
 
 
+class DecaysSlowly(Recorded):
+    """State that gets error terms in the first step, so that the second step's is of another kind."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
+        if not state:
+            state |= {"v": torch.zeros_like(p), "step": 0}
+        state["step"] += 1
+        if g.norm() > 0:
+            state["v"].mul_(0.999).add_(g, alpha=0.001)
+            p.add_(state["v"] / (1 - 0.999 ** state["step"]), alpha=-lr)
+
+
+def test_numbers_that_change_are_inputs_also_for_tensors_of_another_kind() -> None:
+    """Of the second step's other numbers one knows from the first, for tensors that had no error terms."""
+    torch._dynamo.reset()
+    low, high = twins(DecaysSlowly, [(4, 3)])
+    start = [q.detach().clone() for q in params_of(high)]
+    compilations = compiled_after_each_step(low, high, 6)
+    assert is_recorded(low)
+    assert compilations[0] < compilations[1] == compilations[-1]
+    assert largest_error(low, high, start) < 0.02
+
+
 class MultipliesByNaN(Recorded):
     def update(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
         state["nothing"] = g * float("nan")
@@ -818,6 +841,108 @@ def test_a_number_that_is_none_is_no_new_one_each_time() -> None:
     compilations = len(backend.report().graphs)
     run_steps(step, params, range(3))
     assert len(backend.report().graphs) == compilations
+
+
+def polar_factor(x: Tensor) -> Tensor:
+    """Of a matrix, by 20 products."""
+    x = x / x.square().sum().sqrt()
+    for _ in range(10):
+        x = 1.5 * x - 0.5 * (x @ x.mT @ x)
+    return x
+
+
+class DescendsAlongARoot(Recorded):
+    """The polar factor of a momentum, in one graph with both updates."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
+        if not g.norm() > 0:
+            return
+        if not state:
+            state["m"] = torch.zeros_like(p)
+        state["m"].mul_(0.999).add_(g, alpha=0.001)
+        x = polar_factor(state["m"].to(torch.promote_types(p.dtype, torch.float32)))
+        p.add_(x.to(p.dtype), alpha=-lr)
+
+
+def test_an_iteration_of_matrices_is_run_by_torch() -> None:
+    """Inductor wrote loops for what stands between its products: half a minute, each time it did."""
+    torch._dynamo.reset()
+    low, high = twins(DescendsAlongARoot, [(4, 3)])
+    start = [q.detach().clone() for q in params_of(high)]
+    backend = CollageBackend()
+    step: Callable[[], Any] = torch.compile(low.step, backend=backend)
+    for seed in range(4):
+        give_gradients(low, high, seed)
+        step()
+        high.step()
+    norm, *iterations = backend.report().graphs
+    assert norm.code
+    assert [(graph.route.unit, graph.code) for graph in iterations] == [("operation by operation", ())] * 2
+    assert all(graph.tensors for graph in iterations)
+    assert str(iterations[0].route) == "recorded, run operation by operation"
+    assert "not in parts: torch runs what has more than 16 products of matrices" in backend.report().why()
+    assert largest_error(low, high, start) < 0.02
+
+
+class BranchesAfterARoot(Recorded):
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
+        x = polar_factor(g.to(torch.promote_types(p.dtype, torch.float32)))
+        if x.norm() > 0:
+            p.add_(x.to(p.dtype), alpha=-lr)
+
+
+def test_an_iteration_in_which_nothing_is_compensated_is_run_as_it_is() -> None:
+    torch._dynamo.reset()
+    low, high = twins(BranchesAfterARoot, [(4, 3)])
+    start = [q.detach().clone() for q in params_of(high)]
+    backend = CollageBackend()
+    step: Callable[[], Any] = torch.compile(low.step, backend=backend)
+    for seed in range(3):
+        give_gradients(low, high, seed)
+        step()
+        high.step()
+    iteration, update = backend.report().graphs
+    assert iteration.note.endswith("updates no bfloat16 or float16 tensor; run by torch as it is")
+    assert (iteration.route.unit, iteration.code) == ("operation by operation", ())
+    assert update.code
+    assert largest_error(low, high, start) < 0.02
+
+
+class ReplacesItsState(Recorded):
+    """From the third step on, of all parameters at once.
+
+    When the first is compiled, the state of the others is uncomputed.
+    """
+
+    steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        params = params_of(self)
+        self.steps += 1
+        gradients = [p.grad for p in params if p.grad is not None]
+        if all(g.norm() > 0 for g in gradients):
+            for p, g in zip(params, gradients, strict=True):
+                v = self.state[p].setdefault("v", torch.zeros_like(p))
+                if self.steps < 3:
+                    v.mul_(0.999).add_(g, alpha=0.001)
+                else:
+                    self.state[p]["v"] = v * 0.999 + g * 0.001
+                p.add_(self.state[p]["v"], alpha=-1000 * LR)
+
+
+def test_a_step_may_replace_state_that_has_error_terms() -> None:
+    torch._dynamo.reset()
+    low, high = twins(ReplacesItsState, [(4, 3), (7,), (5,)])
+    start = [q.detach().clone() for q in params_of(high)]
+    step = compiled(low)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for seed in range(5):
+            give_gradients(low, high, seed)
+            step()
+            high.step()
+    assert largest_error(low, high, start) < 0.02
 
 
 class MaskOfAnotherCount(Recorded):

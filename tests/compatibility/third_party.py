@@ -180,9 +180,10 @@ SUBJECTS: Sequence[Subject] = (
     ),
     *_of("pytorch_optimizer", "pytorch_optimizer", PYTORCH_OPTIMIZER),
     # SOAP turns its bases in the 11th, 21st, ... step. In the 11th it replaces exp_avg_sq, in the 21st what
-    # the 11th has left, with error terms; in the 31st the number of the step is seen to change. The other's
-    # step is another one from the 25th on.
+    # the 11th has left, with error terms. The other's step is another one from the 25th on. DASH computes
+    # roots in the 1st, 10th, 20th, ... step.
     *_of("pytorch_optimizer", "pytorch_optimizer", {"SOAP": 1e-4, "ScalableShampoo": 1e-5}, steps=80),
+    *_of("pytorch_optimizer", "pytorch_optimizer", {"DASH": 1e-4}, steps=60),
     *_of("pytorch_optimizer", "pytorch_optimizer", {"AdaFactor": 1e-4}, always={"relative_step": False}),
     *_of("pytorch_optimizer", "pytorch_optimizer", {"DAdaptAdam": 1.0, "Prodigy": 1.0}, always=_SLOW),
     *_of("torch-optimizer", "torch_optimizer", TORCH_OPTIMIZER),
