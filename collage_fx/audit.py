@@ -9,6 +9,8 @@ error is ‖Δ - Δ64‖ / ‖Δ64‖: Δ is how far the parameters went, hi + l
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 import sys
 import time
@@ -172,13 +174,17 @@ def audit(
         Errors, compilations, seconds, error terms and a verdict, for each schedule.
     """
     trial = Trial(make, tuple(map(tuple, shapes)), dtype, steps, options=options)
-    subject = make(_weights(trial, dtype))
+    with contextlib.redirect_stdout(io.StringIO()):  # some optimizers print what they are
+        subject = make(_weights(trial, dtype))
+        measured = {
+            name: measure_trial(replace(trial, schedule=schedule)) for name, schedule in schedules.items()
+        }
     sizes = ", ".join("×".join(map(str, shape)) or "0-d" for shape in trial.shapes)
     lrs = {str(group.get("lr")) for group in subject.param_groups}
     return Audit(
         f"{type(subject).__module__}.{type(subject).__qualname__}, lr {', '.join(sorted(lrs))}: "
         f"{steps} steps of {str(dtype).removeprefix('torch.')} parameters {sizes}",
-        {name: measure_trial(replace(trial, schedule=schedule)) for name, schedule in schedules.items()},
+        measured,
     )
 
 

@@ -56,11 +56,19 @@ def parameter_names(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
 def state_tensors(state: Mapping[Any, Any] | None) -> Iterator[tuple[str, Tensor]]:
     """Pairs ``(slot, tensor)`` of one parameter's optimizer state, containers within it included.
 
-    None is the state of a parameter that another process steps (``ZeroRedundancyOptimizer``).
+    None is the state of a parameter that another process steps (``ZeroRedundancyOptimizer``). Parameters that
+    are keys are numbered, as in a state dict.
     """
+    numbers: dict[int, int] = {}
+
+    def text(key: Any) -> str:
+        value = getattr(key, "key", getattr(key, "idx", key))
+        return str(numbers.setdefault(id(value), len(numbers)) if isinstance(value, Tensor) else value)
+
     for path, leaf in pytree.tree_flatten_with_path(dict(state or {}))[0]:
+        slot = ".".join(map(text, path))
         if isinstance(leaf, Tensor):
-            yield ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path), leaf
+            yield slot, leaf
 
 
 def shared_tensors(

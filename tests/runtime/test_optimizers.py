@@ -36,6 +36,14 @@ def test_state_tensors_are_found_inside_containers() -> None:
     assert [tensor for _, tensor in found] == [a, b, c]
 
 
+def test_parameters_that_are_keys_of_state_are_numbered() -> None:
+    """Some optimizers keep their state in a group, by parameter."""
+    p, q = parameters()
+    state = {p: {"m": torch.zeros(1), "v": torch.zeros(1)}, q: {"m": torch.zeros(1)}}
+    names = [name for name, _ in shared_tensors([{"params": [p, q], "state": state}], {}, [p, q])]
+    assert names == ["param_groups[0].state.0.m", "param_groups[0].state.0.v", "param_groups[0].state.1.m"]
+
+
 def test_optimizers_are_found_in_variables_arguments_and_wrappers() -> None:
     first, second = Descent(parameters()), Descent(parameters())
     scheduler = torch.optim.lr_scheduler.ConstantLR(second)
