@@ -171,13 +171,14 @@ def note_compiled(optimizer: Optimizer, *, replaces_state: bool) -> None:
 
 def note_replaced(optimizer: Optimizer) -> None:
     """Warn of state that had error terms at :func:`note_held`, and that the program has replaced since."""
-    held = _held_live(optimizer)
-    warn_of_replaced({name: each for slot, name, each in held if slot != PARAMETER_SLOT}, optimizer)
+    held = _held(optimizer, vars(optimizer))
+    state = {name: each for (key, slot), name, each in held if key is not None and slot != PARAMETER_SLOT}
+    warn_of_replaced(state, optimizer)
 
 
 def note_held(optimizer: Optimizer) -> None:
     """Note which of an optimizer's tensors have error terms now."""
-    remember({name: each for _, name, each in _held_live(optimizer)}, optimizer)
+    remember({name: each for _, name, each in _held(optimizer, vars(optimizer))}, optimizer)
 
 
 def forget_compiled(optimizer: Optimizer) -> None:
@@ -643,7 +644,7 @@ def _keyed_parameters(optimizer: Optimizer, state_dict: StateDict) -> Iterator[t
 
 
 def _held(optimizer: Optimizer, state_dict: StateDict) -> Iterator[tuple[Owner, str, Tensor]]:
-    """The tensors that an optimizer keeps, with their owners in a state dict and their names."""
+    """The tensors that an optimizer keeps, with their owners in itself or in a state dict, and names."""
     for key, name, parameter in _keyed_parameters(optimizer, state_dict):
         for slot, tensor in _slots(optimizer, parameter):
             yield (key, slot), f"{name}.{slot}", tensor
@@ -655,13 +656,6 @@ def _slots(optimizer: Optimizer, parameter: Tensor) -> Iterator[tuple[str, Tenso
     """The tensors that an optimizer keeps for one parameter: itself, then its state."""
     yield PARAMETER_SLOT, parameter
     yield from state_tensors(optimizer.state.get(parameter, {}))
-
-
-def _held_live(optimizer: Optimizer) -> Iterator[tuple[str, str, Tensor]]:
-    """The ``(slot, name, tensor)`` of what an optimizer keeps for its parameters."""
-    for name, parameter in parameter_names(optimizer):
-        for slot, tensor in _slots(optimizer, parameter):
-            yield slot, f"{name}.{slot}", tensor
 
 
 def _shared(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
