@@ -147,17 +147,18 @@ def watch_conversions(watch: Watch) -> None:
                 thinned.clear()
         except RunAsItIs:
             return ConvertFrameReturn(apply_to_code=False)
-        except TraceWhole:
-            token = tracing_whole.set(True)
-            try:
-                return watched(convert, frame, *args, **kwargs)
-            finally:
-                tracing_whole.reset(token)
-        except ConvertAgain:
+        except (TraceWhole, ConvertAgain) as again:
+            whole = isinstance(again, TraceWhole)
+        else:
+            if converted is not None and converted.guarded_code is not None:
+                watch.after(code, variables)
+            return converted
+        # Here nothing refers to the abandoned trace any more, nor to state that was made in it.
+        token = tracing_whole.set(whole or tracing_whole.get())
+        try:
             return watched(convert, frame, *args, **kwargs)
-        if converted is not None and converted.guarded_code is not None:
-            watch.after(code, variables)
-        return converted
+        finally:
+            tracing_whole.reset(token)
 
     def converting(original: Callable[..., Any]) -> Callable[..., Any]:
         def convert_frame_assert(compiler_fn: Any, *args: Any, **kwargs: Any) -> Any:
