@@ -15,13 +15,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.nn import Parameter
 
-from collage_fx import CollageBackend, error_terms, full_value, load_full_state_dict
+from collage_fx import CollageBackend, CollageError, error_terms, full_value, load_full_state_dict
 from collage_fx.errors import UnsupportedTensorError
 from collage_fx.graph import Strategy
 from collage_fx.runtime import expansion_of
 from collage_fx.torch_compat import local_tensor
 from tests.support.processes import Processes
-from tests.support.training import parameters
+from tests.support.training import parameters, set_gradients
 
 #: Two of a shape, so that there are families; some that two processes cannot share evenly; one of one row.
 SHAPES = ((6, 4), (6, 4), (5, 4), (5, 4), (5,), (1, 4))
@@ -76,7 +76,7 @@ def trained(
 ) -> dict[str, Any]:
     """All that some steps leave, in one piece each; and how they were compiled.
 
-    With ``is_another`` for Dynamo, which has compiled a step before, and makes symbols of other sizes.
+    With ``is_another`` for Dynamo, which has compiled a step before, and would make symbols of other sizes.
     """
     if not is_another:
         torch._dynamo.reset()
@@ -88,10 +88,10 @@ def trained(
     backend = CollageBackend(strategy=strategy, metrics=metrics)
     step: Callable[[], Any] = torch.compile(optimizer.step, backend=backend)
     for seed in range(steps):
-        generator = torch.Generator().manual_seed(seed)
-        for p in params:
-            gradient = torch.randn(p.shape, generator=generator).to(p.dtype)
-            p.grad = gradient if mesh is None else in_pieces(gradient, mesh, placement)
+        if mesh is None:
+            set_gradients(params, seed)
+        else:
+            set_gradients_in_pieces(params, mesh, placement, seed)
         step()
     left: dict[str, Any] = {}
     for i, p in enumerate(params):
@@ -152,10 +152,32 @@ def trained_after_another() -> dict[str, Any]:
 def test_a_second_optimizer_of_other_shapes(two_processes: Processes) -> None:
     alone = trained(adamw, "plus", None, Shard(0), WIDER)
     for found in two_processes.run(trained_after_another):
+        assert found["units"][-1] == "by family"
         assert found["left"].keys() == alone["left"].keys()
         for name, tensors in alone["left"].items():
             for one, other in zip(tensors, found["left"][name], strict=True):
                 assert torch.equal(one, other), name
+
+
+def stepped_eagerly_in_between() -> tuple[str, bool]:
+    """What an eager step is refused with, and whether it has changed nothing."""
+    mesh = init_device_mesh("cpu", (2,))
+    params = [Parameter(in_pieces(p.detach(), mesh, Shard(0))) for p in parameters(shapes=SHAPES)]
+    optimizer = adamw([(f"p{i}", p) for i, p in enumerate(params)])
+    set_gradients_in_pieces(params, mesh, Shard(0), seed=0)
+    torch.compile(optimizer.step, backend=CollageBackend())()
+    before = [in_one_piece(full_value(p)) for p in params]
+    with pytest.raises(CollageError) as refused:
+        optimizer.step()
+    after = [in_one_piece(full_value(p)) for p in params]
+    return str(refused.value), all(map(torch.equal, before, after))
+
+
+def test_an_eager_step_in_between_is_refused(two_processes: Processes) -> None:
+    for text, has_changed_nothing in two_processes.run(stepped_eagerly_in_between):
+        assert "AdamW.step() has been called eagerly" in text
+        assert "where: p0" in text
+        assert has_changed_nothing
 
 
 def model() -> torch.nn.Sequential:

@@ -72,6 +72,7 @@ from collage_fx.runtime import (
     adopt,
     expansion_of,
     forget_wider_state,
+    known_tensors,
     optimizers_among,
     parameter_names,
     prepare_compiler,
@@ -88,6 +89,7 @@ from collage_fx.torch_compat import (
     dynamo_recompile_limit,
     is_being_stepped,
     is_step_wrapper,
+    keep_sizes,
     watch_conversions,
 )
 
@@ -203,6 +205,8 @@ def _before_conversion(
             record(optimizer, backend, keywords, reason, strict=strict)
         if is_recorded(optimizer):
             raise RunAsItIs
+        for known in known_tensors({"self": optimizer}).values():
+            keep_sizes(known.tensor)
     limit = dynamo_recompile_limit() * (1 if is_step_wrapper(code) else COMPILATIONS)
     for subject in _subjects(code, variables):
         done = _conversions.get(subject, Counter())[code]

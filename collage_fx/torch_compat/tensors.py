@@ -31,6 +31,7 @@ __all__ = [
     "has_storage",
     "is_held_by_torch",
     "is_made_of_tensors",
+    "keep_sizes",
     "laid_out_like",
     "local_tensor",
     "pieces_of",
@@ -150,6 +151,15 @@ def pieces_of(tensor: torch.Tensor) -> Pieces | None:
     if module is None or not isinstance(tensor, module.DTensor):
         return None
     return Pieces(tensor.device_mesh, tensor.placements)
+
+
+def keep_sizes(tensor: torch.Tensor) -> None:
+    """Have Dynamo take a DTensor's sizes for numbers, where it has seen others in another optimizer's step.
+
+    Of ordinary tensors that an optimizer holds it does so by itself. Not while it traces.
+    """
+    if pieces_of(tensor) is not None:
+        torch._dynamo.mark_static(tensor)
 
 
 def local_tensor(tensor: torch.Tensor, pieces: Pieces | None = None) -> torch.Tensor:
