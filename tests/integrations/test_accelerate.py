@@ -20,7 +20,7 @@ from collage_fx.integrations.accelerate import prepare  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("error:collage_fx")
 
-STEPS, SAVED_AFTER, ACCUMULATED = 16, 8, 2
+STEPS, SAVED_AFTER, ACCUMULATED, CLIP = 16, 8, 2, 0.25
 
 
 def data() -> Any:
@@ -49,7 +49,7 @@ def train(folder: Path, *, resume: bool = False, by_hand: bool = False) -> Repla
             )
             accelerator.backward(loss)
             if accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                accelerator.clip_grad_norm_(model.parameters(), CLIP)
             optimizer.step()
             warm_up.step()
             optimizer.zero_grad()
@@ -62,6 +62,7 @@ def test_it_is_compensated_and_resumed_to_the_bit(tmp_path: Path) -> None:
     replay = train(tmp_path)
     assert replay.learning_rates[0] == 0 < replay.learning_rates[1]
     assert len(replay.learning_rates) == STEPS
+    replay.assert_clipped(CLIP)
     replay.assert_compensated()
     whole = everything(replay.optimizer)
 

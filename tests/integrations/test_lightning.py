@@ -22,7 +22,7 @@ from collage_fx.integrations.lightning import CollageCallback  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("error:collage_fx")
 
-EPOCHS, STEPS_PER_EPOCH = 2, 8
+EPOCHS, STEPS_PER_EPOCH, CLIP = 2, 8, 0.25
 
 
 def data() -> Any:
@@ -55,7 +55,7 @@ def train(folder: Path, resume_from: Path | None = None) -> Replay:
         max_epochs=EPOCHS,
         precision="bf16-true",
         accelerator="cpu",
-        gradient_clip_val=0.5,
+        gradient_clip_val=CLIP,
         accumulate_grad_batches=2,
         logger=False,
         enable_progress_bar=False,
@@ -72,6 +72,7 @@ def test_it_is_compensated_and_resumed_to_the_bit(tmp_path: Path) -> None:
     replay = train(tmp_path)
     assert replay.learning_rates[0] == 0 < replay.learning_rates[1]
     assert len(replay.learning_rates) == EPOCHS * STEPS_PER_EPOCH
+    replay.assert_clipped(CLIP)
     replay.assert_compensated()
     whole = everything(replay.optimizer)
 

@@ -21,7 +21,7 @@ from collage_fx.integrations.torchtitan import collage  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("error:collage_fx")
 
-STEPS, SAVED_AFTER, ACCUMULATED = 16, 8, 2
+STEPS, SAVED_AFTER, ACCUMULATED, CLIP = 16, 8, 2, 0.25
 
 
 class Job:
@@ -62,7 +62,7 @@ class Job:
                     self.model(batch).float().flatten(0, 1), batch.roll(-1, 1).flatten()
                 )
                 (loss / ACCUMULATED).backward()
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
             self.optimizers.step()
             self.schedulers.step()
 
@@ -73,6 +73,7 @@ def test_its_container_is_compensated_and_resumed_to_the_bit(tmp_path: Path) -> 
     job.save(tmp_path)
     job.train(range(SAVED_AFTER, STEPS))
     assert job.replay.learning_rates[0] == 0 < job.replay.learning_rates[1]
+    job.replay.assert_clipped(CLIP)
     job.replay.assert_compensated()
     assert job.replay.optimizer.param_groups[0]["fused"]
     assert backend_of(job.optimizers).report().graphs

@@ -19,7 +19,7 @@ from collage_fx.integrations.transformers import CollageCallback  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("error:collage_fx")
 
-STEPS, SAVED_AFTER = 16, 8
+STEPS, SAVED_AFTER, CLIP = 16, 8, 0.25
 
 
 def data() -> list[dict[str, torch.Tensor]]:
@@ -49,7 +49,7 @@ def train(folder: Path, resume_from: Path | None = None, **options: Any) -> tupl
         warmup_steps=4,
         learning_rate=1e-4,
         weight_decay=0.1,
-        max_grad_norm=0.5,
+        max_grad_norm=CLIP,
         gradient_accumulation_steps=2,
         per_device_train_batch_size=2,
         use_cpu=True,
@@ -69,6 +69,7 @@ def test_its_default_optimizer_is_compensated_and_resumed_to_the_bit(tmp_path: P
     assert replay.optimizer.defaults["fused"]
     assert replay.learning_rates[0] == 0 < replay.learning_rates[1]
     assert len(replay.learning_rates) == STEPS
+    replay.assert_clipped(CLIP)
     replay.assert_compensated()
     assert backend_of(replay.optimizer) is callback.backend
     whole = everything(replay.optimizer)

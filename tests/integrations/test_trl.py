@@ -22,7 +22,7 @@ from collage_fx.integrations.transformers import CollageCallback  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("error:collage_fx")
 
-STEPS, SAVED_AFTER = 12, 6
+STEPS, SAVED_AFTER, CLIP = 12, 6, 0.25
 
 
 def tiny_tokenizer() -> Any:
@@ -67,7 +67,7 @@ def train(folder: Path, resume_from: Path | None = None) -> Replay:
         learning_rate=1e-4,
         gradient_accumulation_steps=2,
         per_device_train_batch_size=2,
-        max_grad_norm=0.5,
+        max_grad_norm=CLIP,
         use_cpu=True,
         report_to=[],
         disable_tqdm=True,
@@ -88,6 +88,7 @@ def test_it_is_compensated_and_resumed_to_the_bit(tmp_path: Path) -> None:
     replay = train(tmp_path)
     assert replay.learning_rates[0] == 0 < replay.learning_rates[1]
     assert len(replay.learning_rates) == STEPS
+    replay.assert_clipped(CLIP)
     replay.assert_compensated()
     whole = everything(replay.optimizer)
 

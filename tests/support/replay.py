@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -58,6 +59,17 @@ class Replay:
         met = f"displacement error: {ours:.2g}, of plain {self.parameters[0].dtype} {plain:.3g}"
         print(met)
         assert ours <= MOST_ERROR, met
+
+    def assert_clipped(self, most: float) -> None:
+        """Gradients came clipped: each step's norm is ``most`` or less, and that of some is ``most``.
+
+        Up to four roundings to bfloat16: of each gradient's norm, of theirs, of the factor and the product.
+        """
+        norms = [
+            math.sqrt(sum(float(g.double().square().sum()) for g in step if g is not None))
+            for step in self.gradients
+        ]
+        assert most * (1 - 4 * 2**-8) <= max(norms) <= most * (1 + 4 * 2**-8), max(norms)
 
     def _replayed(self, dtype: torch.dtype) -> list[Tensor]:
         """Where the recorded steps lead the parameters in another dtype, eagerly."""
