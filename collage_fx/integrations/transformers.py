@@ -12,7 +12,7 @@ from collage_fx.install import install
 __all__ = ["CollageCallback"]
 
 
-class CollageCallback(TrainerCallback):
+class CollageCallback(TrainerCallback):  # type: ignore[misc]  # its types are not looked at
     """Compensates the optimizer of a ``Trainer``: ``Trainer(..., callbacks=[CollageCallback()])``.
 
     The model is to be in bfloat16 or float16 (``from_pretrained(..., dtype=torch.bfloat16)``). Any ``optim``

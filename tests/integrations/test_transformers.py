@@ -1,0 +1,80 @@
+"""Hugging Face's ``Trainer``, with its default optimizer, trains as float64 would and resumes to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import Optimizer
+
+from collage_fx import backend_of
+from tests.support.replay import Replay
+from tests.support.training import differences, everything
+
+transformers = pytest.importorskip("transformers", reason="pip install 'collage-fx[trainers]'")
+
+from collage_fx.integrations.transformers import CollageCallback  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("error:collage_fx")
+
+STEPS, SAVED_AFTER, CLIP = 16, 8, 0.25
+
+
+def data() -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(0, 40, (24, 16), generator=generator)  # a third of the vocabulary is never seen
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def tiny_gpt2() -> Any:
+    torch.manual_seed(0)
+    shape = {"n_layer": 1, "n_head": 2, "n_embd": 16, "n_positions": 16, "vocab_size": 64}
+    without = {"attn_pdrop": 0, "embd_pdrop": 0, "resid_pdrop": 0}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape, **without)).to(torch.bfloat16)
+
+
+def train(folder: Path, resume_from: Path | None = None, **options: Any) -> tuple[Replay, CollageCallback]:
+    class Recorded(transformers.Trainer):  # type: ignore[misc, name-defined]  # there are no types of it
+        def create_optimizer(self, *args: Any, **kwargs: Any) -> Optimizer:
+            optimizer: Optimizer = super().create_optimizer(*args, **kwargs)
+            self.replay = Replay(optimizer)
+            return optimizer
+
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder),
+        max_steps=STEPS,
+        save_steps=SAVED_AFTER,
+        warmup_steps=4,
+        learning_rate=1e-4,
+        weight_decay=0.1,
+        max_grad_norm=CLIP,
+        gradient_accumulation_steps=2,
+        per_device_train_batch_size=2,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        **options,
+    )
+    callback = CollageCallback()
+    trainer = Recorded(model=tiny_gpt2(), args=arguments, train_dataset=data(), callbacks=[callback])
+    trainer.train(resume_from_checkpoint=resume_from and str(resume_from))
+    return trainer.replay, callback
+
+
+def test_its_default_optimizer_is_compensated_and_resumed_to_the_bit(tmp_path: Path) -> None:
+    replay, callback = train(tmp_path)
+    assert replay.optimizer.defaults["fused"]
+    assert replay.learning_rates[0] == 0 < replay.learning_rates[1]
+    assert len(replay.learning_rates) == STEPS
+    replay.assert_clipped(CLIP)
+    replay.assert_compensated()
+    assert backend_of(replay.optimizer) is callback.backend
+    whole = everything(replay.optimizer)
+
+    torch._dynamo.reset()
+    resumed, _ = train(tmp_path, resume_from=tmp_path / f"checkpoint-{SAVED_AFTER}")
+    assert len(resumed.learning_rates) == STEPS - SAVED_AFTER
+    assert not differences(everything(resumed.optimizer), whole)
