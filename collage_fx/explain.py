@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node
 from torch.optim import Optimizer
 
 from collage_fx.backend import CollageBackend
+from collage_fx.capture import untold
 from collage_fx.graph import (
     Reason,
     Role,
@@ -54,9 +55,10 @@ def explain(optimizer: Optimizer, **options: Any) -> CollageReport:
     # The class's own step: an instance's may be wrapped by a scheduler and bound to the original.
     method = _with_code_of_its_own(type(clone).step)
     step = torch.compile(_with_code_of_its_own(_step), backend=backend)
-    step(method, clone)
-    if _has_state_not_met(clone, backend.report()):
-        step(method, clone)  # now with the state among the graph's inputs
+    with untold():
+        step(method, clone)
+        if _has_state_not_met(clone, backend.report()):
+            step(method, clone)  # now with the state among the graph's inputs
     return backend.report()
 
 

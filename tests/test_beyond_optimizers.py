@@ -81,8 +81,14 @@ of_another_dtype = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=of_another_dtype)])
-@pytest.mark.parametrize("average", ["ema multi", "swa"])
+@pytest.mark.parametrize(
+    ("average", "dtype"),
+    [
+        ("ema multi", torch.bfloat16),
+        ("swa", torch.bfloat16),
+        pytest.param("swa", torch.float32, marks=of_another_dtype),
+    ],
+)
 def test_the_first_copy_of_a_model_has_its_error_terms(average: str, dtype: torch.dtype) -> None:
     """What hi alone lacks would be half of the displacement, and stay so in a slow average."""
     race = Race(parameters(shapes=[(16, 8)]), lambda params: torch.optim.AdamW(params, lr=1e-5))

@@ -159,7 +159,9 @@ def test_a_first_step_says_nothing_that_is_not_the_users_business() -> None:
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=True
     )
-    assert (done.stdout, done.stderr) == ("", "")
+    of_torch = "No CUDA runtime is found"  # where there is a compiler for it, and no device
+    said = [line for line in done.stderr.splitlines() if of_torch not in line]
+    assert (done.stdout, said) == ("", [])
 
 
 # Schedulers. ------------------------------------------------------------------------------------------------

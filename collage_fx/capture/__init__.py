@@ -4,6 +4,7 @@ from collage_fx.capture.families import *
 from collage_fx.capture.inputs import *
 from collage_fx.capture.new_state import *
 from collage_fx.capture.numbers import *
+from collage_fx.capture.progress import *
 from collage_fx.capture.recorder import *
 from collage_fx.capture.recording import *
 from collage_fx.capture.refusals import *

@@ -1,4 +1,4 @@
-"""What is said while a step is compiled: two lines of the log, and a clock where there is a terminal."""
+"""What is said while a step is compiled: lines of the log, and a clock where there is a terminal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 COMPILING = "Descent: compiling its step, some 10 s, or 2 s of what Inductor's cache holds"
-COMPILED = "Descent: its step has been compiled in # s"
+COMPILED = "Descent: 2 parameters compensated, 2.0 extra bytes/param, compiled in # s"
 
 
 def test_the_log_says_when_a_step_is_compiled_and_when_it_is_done(caplog: pytest.LogCaptureFixture) -> None:
@@ -50,7 +50,7 @@ def test_recorded_steps_say_it_of_each_step_that_compiles(caplog: pytest.LogCapt
         run_steps(optimizer.step, params, [0])
         lines = said(caplog)
         assert COMPILING.replace("Descent", "Branching") in lines[lines.index(recorded(lines)) :]
-        assert lines[-1] == COMPILED.replace("Descent", "Branching")
+        assert re.match(r"Branching: .* compensated, .* compiled in # s", lines[-1])
         caplog.clear()
         run_steps(optimizer.step, params, range(1, 4))
     assert not said(caplog)
