@@ -29,7 +29,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from collage_fx import CollageBackend
+from collage_fx import install
 from examples.train_gpt import GPT, QUICK, Recipe, Text, batches, loss_of
 
 PARTS = 2  # of a batch, whatever the number of processes that share them
@@ -87,8 +87,7 @@ def train(
     optimizer = torch.optim.AdamW(
         model.named_parameters(), lr=0.0, betas=recipe.betas, weight_decay=recipe.weight_decay
     )
-    # In its place, so that loading, for which torch takes a step to make the state, finds error terms too.
-    optimizer.step = torch.compile(optimizer.step, backend=CollageBackend())  # type: ignore[method-assign]
+    install(optimizer)
 
     done = load_last(model, optimizer, folder) if resume else 0
     data = batches(text.training, recipe.batch, recipe.context, recipe.seed, device)

@@ -622,7 +622,8 @@ def _fill(optimizer: Optimizer, waiting: Iterable[_Waiting]) -> None:
 
 WHY_NONE = (
     "(it was saved by a plain optimizer, or torch.distributed.checkpoint has loaded it into one that had "
-    "none to load, for it had not taken a compiled step); they start from zero"
+    "none to load, for it had not taken a compiled step: collage_fx.install makes it take one); they start "
+    "from zero"
 )
 WHY_OTHERS = (
     "which have been changed since they were saved, or come from another file, or this one is damaged; they "
