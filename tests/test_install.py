@@ -284,6 +284,23 @@ def test_hooks_run_eagerly_around_the_step(reference: Optimizer) -> None:
     assert backend_of(optimizer).report().graphs[0].route
 
 
+def test_an_optimizer_that_has_no_hooks_is_installed() -> None:
+    """As one that wraps another and does not call ``Optimizer.__init__``."""
+
+    class Around(Optimizer):
+        def __init__(self, inner: Optimizer) -> None:
+            self.inner, self.param_groups = inner, inner.param_groups
+            self.state, self.defaults = inner.state, inner.defaults
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            self.inner.step(closure)
+
+    optimizer = install(Around(Descent(parameters())))
+    run_steps(optimizer.step, params_of(optimizer), range(2))
+    assert are_compensated(optimizer)
+    assert "_optimizer_step_pre_hooks" not in vars(optimizer)
+
+
 def test_a_hook_may_replace_the_arguments(reference: Optimizer) -> None:
     optimizer = install(adamw())
     closure = Loss(optimizer)

@@ -13,10 +13,18 @@ from torch.optim import Optimizer
 
 __all__ = ["give_own_step", "has_foreign_step", "own_step", "take_own_step_back"]
 
+RELIED_ON = (
+    "torch.optim:Optimizer.__init__ has _optimizer_step_pre_hooks, _optimizer_step_post_hooks",
+    "torch.optim.lr_scheduler:LRScheduler.__init__ has _opt_called",
+)
+
 #: Attribute of an optimizer: what its own step runs.
 _RUN = "__collage_fx_step__"
 #: Attribute of the function behind an optimizer's own step, and of those that schedulers put around it.
 _BEFORE = "__collage_fx_before__"
+
+#: Attributes of an optimizer: its hooks.
+_PRE, _POST = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
 
 #: The hooks of an optimizer while what is compiled runs, in which Dynamo would trace them once more.
 _NO_HOOKS: OrderedDict[int, Any] = OrderedDict()
@@ -78,16 +86,17 @@ def _between_hooks(
     optimizer: Optimizer, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """What ``run`` returns; before and after it the optimizer's hooks are called as torch calls them."""
-    before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    for hook in before.values():
+    own = vars(optimizer)  # which has no hooks if its class does not call Optimizer.__init__
+    hooks = {name: own[name] for name in (_PRE, _POST) if name in own}
+    for hook in hooks.get(_PRE, _NO_HOOKS).values():
         replaced = hook(optimizer, args, kwargs)
         if replaced is not None:
             args, kwargs = replaced
-    optimizer._optimizer_step_pre_hooks = optimizer._optimizer_step_post_hooks = _NO_HOOKS
+    own.update(dict.fromkeys(hooks, _NO_HOOKS))
     try:
         result = run(*args[1:], **kwargs)
     finally:
-        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = before, after
-    for hook in after.values():
+        own.update(hooks)
+    for hook in hooks.get(_POST, _NO_HOOKS).values():
         hook(optimizer, args, kwargs)
     return result

@@ -6,9 +6,11 @@ from itertools import chain
 
 from collage_fx.torch_compat import (
     aot_autograd,
+    dynamo_counts,
     dynamo_trace,
     fake_tensors,
     inductor,
+    own_steps,
     patch_averages,
     patch_conversions,
     patch_cpp_conversions,
@@ -42,7 +44,7 @@ PATCHES: tuple[Patch, ...] = tuple(
 #: What else of torch is used by names that nothing but their use would look up.
 RELIED_ON: tuple[str, ...] = (
     *(*aot_autograd.RELIED_ON, *dynamo_trace.RELIED_ON, *fake_tensors.RELIED_ON),
-    *(*inductor.RELIED_ON, *tensors.RELIED_ON),
+    *(*inductor.RELIED_ON, *tensors.RELIED_ON, *own_steps.RELIED_ON, *dynamo_counts.RELIED_ON),
 )
 
 

@@ -190,11 +190,11 @@ def document(lines: Sequence[Line]) -> str:
         "# Which optimizers work",
         f"Written by `./dev compat` with torch {torch_version()} on {platform.system()} "
         f"{platform.machine()}; not to be edited.",
-        f"Each line is {STEPS} steps (or as noted) of an unmodified optimizer in `torch.compile(opt.step, "
-        "backend=CollageBackend())`, from N(0, 1) weights and with steps of some 1e-5 to 1e-4, most of which "
-        "plain bfloat16 loses. The outcome *compensated* means that every parameter has error terms, not all "
-        "of them zero, that nothing was compiled in the second half of the steps, and that the error is at "
-        "most a tenth of plain's where that is 0.2 or more, and nowhere 5 % above it.",
+        f"Each line is {STEPS} steps (or as noted) of an unmodified optimizer, as `collage-fx audit` takes "
+        "them after `collage_fx.install(opt)`, from N(0, 1) weights and with steps of some 1e-5 to 1e-4, "
+        "most of which plain bfloat16 loses. The outcome *compensated* means that every parameter has error "
+        "terms, not all of them zero, that nothing was compiled in the second half of the steps, and that "
+        "the error is at most a tenth of plain's where that is 0.2 or more, and nowhere 5 % above it.",
         "*plain*, *fp32* and *compensated* are errors, ‖Δ − Δ64‖ / ‖Δ64‖: Δ is how far the parameters went "
         "in eager low precision, in eager float32, and by `full_value` in the compiled step, Δ64 how far "
         "they go in float64 from the same weights with the same gradients. Of several settings of `foreach`, "
