@@ -362,6 +362,8 @@ def train(strategy: Strategy, recipe: Recipe, text: Text, device: str, bar: tqdm
         if (number + 1) % recipe.evaluate_every == 0 or number + 1 == recipe.steps:
             run.curve.append((number + 1, validate(model, recipe, text, device)))
             bar.set_postfix_str(f"validation loss {run.loss:.3f}", refresh=False)
+        if not number:
+            bar.unpause()  # what it expects of the steps to come is not to go by the one that compiled
         bar.update()
     run.metrics = backend.metrics(model)
     run.second_moment_error = exact.mean_error()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import re
@@ -20,6 +21,8 @@ import torch
 # What the examples need beyond the library; ./dev installs it, an interpreter given to ./dev may lack it.
 for module in ("matplotlib", "tqdm"):
     pytest.importorskip(module)
+
+from tqdm import tqdm  # noqa: E402
 
 from collage_fx.runtime.metrics import MeasuredTensor  # noqa: E402
 from examples import train_fsdp, train_gpt  # noqa: E402
@@ -78,6 +81,19 @@ def test_train_gpt(tmp_path: Path) -> None:
     assert (tmp_path / "train_gpt.txt").read_text() in printed
     width, _ = struct.unpack(">II", (tmp_path / "train_gpt.png").read_bytes()[16:24])
     assert width >= 1200
+
+
+def test_the_demo_does_not_take_compiling_for_a_step() -> None:
+    """Its bar once said "1/4000 [00:20<22:13:00]"."""
+    shown = io.StringIO()
+    recipe = replace(train_gpt.QUICK, steps=3)
+    with tqdm(total=4000, file=shown, mininterval=0) as bar:
+        text = train_gpt.Text.of_standard_library()
+        train_gpt.train(train_gpt.STRATEGIES["plus"], recipe, text, "cpu", bar)
+    expected = re.findall(r"\[[^<]*<([^,]*)", shown.getvalue())
+    assert "?" in expected
+    assert any(re.fullmatch(r"\d\d:\d\d", each) for each in expected)
+    assert [each for each in expected if re.fullmatch(r"\d+:\d\d:\d\d", each)] == []
 
 
 def give_gradients(optimizer: torch.optim.AdamW) -> None:

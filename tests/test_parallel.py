@@ -1,4 +1,7 @@
-"""Every way of torch's to train with several processes: four of them leave the bits that one leaves alone."""
+"""Every way of torch's to train with several processes: four of them leave the bits that one leaves alone.
+
+In the four, ``install`` makes the compiled step the optimizer's own; in the one, ``torch.compile`` is called.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +32,13 @@ from collage_fx import (
     error_terms,
     full_state_dict,
     full_value,
+    install,
     load_full_state_dict,
     save_full_state_dict,
 )
 from collage_fx.runtime.optimizers import state_tensors
 from tests.support.processes import Processes
-from tests.support.training import compiled, differences, everything, run_steps, set_as_own_step
+from tests.support.training import compiled, differences, everything, run_steps
 
 WORLD = 4
 
@@ -126,14 +130,14 @@ def trained(parallel: Callable[[nn.Sequential], nn.Module], path: Path | None = 
     optimizer = adamw(made)
     start = of_each(optimizer, whole)
     backend = CollageBackend(metrics=path is not None)
-    step: Callable[[], Any] = torch.compile(optimizer.step, backend=backend)
+    install(optimizer, backend=backend)
     gradients = []
     for seed in range(3):
         generator = torch.Generator().manual_seed(seed + 10 * (torch.distributed.get_rank() // 2))
         made(torch.randn(8, 4, generator=generator).bfloat16()).square().mean().backward()
         params = optimizer.param_groups[0]["params"]
         gradients.append([None if p.grad is None else whole(p.grad) for p in params])
-        step()
+        optimizer.step()
         optimizer.zero_grad()
     found = {
         "start": start,
@@ -242,10 +246,8 @@ def test_flat_parameters(four_processes: Processes, parallel: Any) -> None:
 
 
 def zero1(of: nn.Module) -> ZeroRedundancyOptimizer:
-    """Each process steps some parameters, with a compiled step, and sends them to the others."""
-    optimizer = ZeroRedundancyOptimizer(of.parameters(), torch.optim.AdamW, lr=1e-3, weight_decay=0.1)
-    optimizer.optim.step = compiled(optimizer.optim)
-    return optimizer
+    """Each process steps some parameters, and sends them to the others."""
+    return install(ZeroRedundancyOptimizer(of.parameters(), torch.optim.AdamW, lr=1e-3, weight_decay=0.1))
 
 
 def trained_by_zero1() -> list[dict[str, Any]]:
@@ -310,15 +312,8 @@ def steps(of: nn.Module, optimizer: Optimizer, seeds: range) -> None:
         optimizer.zero_grad()
 
 
-def with_compiled_step(of: nn.Module) -> Optimizer:
-    """Set as its own, so that torch makes state to be loaded by it."""
-    optimizer = adamw(of)
-    set_as_own_step(optimizer, compiled(optimizer))
-    return optimizer
-
-
 def loaded(of: nn.Module, folder: Path, group: Any = None) -> Optimizer:
-    optimizer = with_compiled_step(of)
+    optimizer = install(adamw(of))
     states, optimizer_states = get_state_dict(of, optimizer)
     found: dict[str, Any] = {"model": states, "optimizer": optimizer_states}
     with warnings.catch_warnings():
@@ -346,7 +341,7 @@ def run_of_two(folder: Path) -> None:
     if torch.distributed.get_rank() < 2:
         of = model()
         each_and_all(of, mesh=mesh)
-        optimizer = with_compiled_step(of)
+        optimizer = install(adamw(of))
         steps(of, optimizer, range(2))
         saved_while_it_goes_on(of, optimizer, folder, range(2, 4), mesh.get_group())
 
@@ -365,7 +360,7 @@ def test_a_run_goes_on_in_two_then_four_processes_then_one(four_processes: Proce
     four_processes.run(run_of_four, tmp_path / "two", tmp_path / "four")
     torch._dynamo.reset()
     alone = model()
-    uninterrupted = with_compiled_step(alone)
+    uninterrupted = install(adamw(alone))
     steps(alone, uninterrupted, range(6))
     last = model(seed=2)
     resumed = loaded(last, tmp_path / "four")

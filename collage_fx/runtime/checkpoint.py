@@ -7,9 +7,11 @@ optimizer, so per-instance hooks registered while compiling come too late. And `
 casts every tensor in ``state`` to its parameter's dtype (pytorch#43706), which ruins any error term of
 another dtype. So importing collage_fx wraps the two methods of the base class, once: ``state_dict`` adds the
 error terms to each parameter's entry under keys of ours, and ``load_state_dict`` takes them out again before
-torch sees them, lets torch load the rest, and puts them beside the tensors that torch has made. A checkpoint
-written with error terms is an ordinary one to a process without collage_fx, and the other way round. An
-optimizer class that overrides the two methods is covered as far as it calls those of the base class.
+torch loads the rest, and puts them beside the tensors that torch has made. Both are done by hooks of the
+optimizer's that are there during the call, nearest to torch: hooks of the user see a state dict with our
+keys, and an optimizer with its error terms. A checkpoint written with error terms is an ordinary one to a
+process without collage_fx, and the other way round. An optimizer class that overrides the two methods is
+covered as far as it calls those of the base class.
 
 Keys: ``collage_fx.<slot>.<format>.<auxiliary>``, where the slot is ``parameter`` or the name of the state,
 for example ``collage_fx.exp_avg_sq.mcf.lo``; beside them, ``collage_fx.<slot>.<format>.fingerprint`` tells
@@ -201,17 +203,25 @@ def carry_along(
 
 def _saving(state_dict: Callable[..., StateDict]) -> Callable[..., StateDict]:
     def with_error_terms(self: Optimizer, *args: Any, **kwargs: Any) -> StateDict:
-        saved = state_dict(self, *args, **kwargs)
-        state = dict(saved["state"])
-        for key, _, parameter in _keyed_parameters(self, saved):
-            if entries := {**_wider_entries(self, parameter), **_entries(self, parameter)}:
-                # A new dictionary: the one in ``saved`` is the optimizer's own.
-                state[key] = {**(state.get(key) or {}), **entries}
-        shared = dict(_keyed_auxiliaries(_shared(self)))
         _warn_unsaved(self)
-        return {**saved, "state": state, **({SHARED: shared} if shared else {})}
+        first = self.register_state_dict_post_hook(_with_entries, prepend=True)
+        try:
+            return state_dict(self, *args, **kwargs)
+        finally:
+            first.remove()
 
     return with_error_terms
+
+
+def _with_entries(optimizer: Optimizer, saved: StateDict) -> StateDict:
+    """What torch saves of an optimizer, and its error terms."""
+    state = dict(saved["state"])
+    for key, _, parameter in _keyed_parameters(optimizer, saved):
+        if entries := {**_wider_entries(optimizer, parameter), **_entries(optimizer, parameter)}:
+            # A new dictionary: the one in ``saved`` is the optimizer's own.
+            state[key] = {**(state.get(key) or {}), **entries}
+    shared = dict(_keyed_auxiliaries(_shared(optimizer)))
+    return {**saved, "state": state, **({SHARED: shared} if shared else {})}
 
 
 def _entries(optimizer: Optimizer, parameter: Tensor) -> StateDict:
@@ -301,11 +311,25 @@ def _unpacking(setstate: Callable[..., None]) -> Callable[..., None]:
 
 def _loading(load_state_dict: Callable[..., None]) -> Callable[..., None]:
     def with_error_terms(self: Optimizer, state_dict: StateDict, *args: Any, **kwargs: Any) -> None:
-        plain, saved = _separated(state_dict)
-        saved |= _left_out.get(self, {})
-        _refuse_mismatches(self, plain, saved)
-        load_state_dict(self, plain, *args, **kwargs)
-        _restore(self, plain, saved)
+        plain: StateDict = {}
+        saved: Saved = {}
+
+        def separate(_: Optimizer, given: StateDict) -> StateDict:
+            nonlocal plain, saved
+            plain, saved = _separated(given)
+            saved |= _left_out.get(self, {})
+            _refuse_mismatches(self, plain, saved)
+            return plain
+
+        last = self.register_load_state_dict_pre_hook(separate)
+        first = self.register_load_state_dict_post_hook(
+            lambda optimizer: _restore(optimizer, plain, saved), prepend=True
+        )
+        try:
+            load_state_dict(self, state_dict, *args, **kwargs)
+        finally:
+            last.remove()
+            first.remove()
 
     return with_error_terms
 

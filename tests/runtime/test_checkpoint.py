@@ -192,18 +192,26 @@ def test_classes_that_override_and_call_super_are_covered() -> None:
     assert all(torch.equal(error_terms(p)[0], error_terms(q)[0]) for p, q in zip(params, other, strict=True))
 
 
-def test_hooks_of_the_user_see_a_plain_optimizer() -> None:
-    """Torch's own state-dict hooks run inside; what they return is kept."""
-    params = parameters()
-    optimizer = Descent(params)
+def test_hooks_of_the_user_see_error_terms() -> None:
+    """A pair of hooks that packs a state dict and unpacks it does so with ours, too."""
+    params, other = parameters(), parameters()
+    optimizer, again = Descent(params), Descent(other)
     run_steps(compiled(optimizer), params, [0])
-    seen: list[bool] = []
-    optimizer.register_state_dict_post_hook(lambda _, saved: {**saved, "extra": 1})
-    optimizer.register_load_state_dict_pre_hook(lambda _, saved: seen.append(any(ours(saved).values())))
-    saved = copy.deepcopy(optimizer.state_dict())
-    assert saved["extra"] == 1
-    optimizer.load_state_dict(saved)
-    assert seen == [False]
+    loaded: list[tuple[Tensor, ...]] = []
+    optimizer.register_state_dict_post_hook(lambda _, saved: {**saved, "state": pickle.dumps(saved["state"])})
+    again.register_load_state_dict_pre_hook(lambda _, saved: {**saved, "state": pickle.loads(saved["state"])})
+    again.register_load_state_dict_post_hook(lambda optimizer: loaded.append(error_terms(other[0])))
+    for p, q in zip(params, other, strict=True):
+        q.data.copy_(p)
+    saved = optimizer.state_dict()
+    assert isinstance(saved["state"], bytes)
+    again.load_state_dict(saved)
+    assert error_terms(params[0])[0].any()
+    assert torch.equal(loaded[0][0], error_terms(params[0])[0])
+    assert ours(again.state_dict()) == {
+        0: ["collage_fx.parameter.mcf.lo"],
+        1: ["collage_fx.parameter.mcf.lo"],
+    }
 
 
 class Sharding(Descent):
