@@ -14,7 +14,7 @@ from collage_fx.capture import is_recording, rows_to_trace, watch
 from collage_fx.compilation import Backend, Compilation
 from collage_fx.errors import InvalidOptionError
 from collage_fx.graph import Arithmetic, Strategy, device_facts
-from collage_fx.lowering import JOINT_GRAPH_SETTINGS
+from collage_fx.lowering import JOINT_GRAPH_SETTINGS, forget_kernels
 from collage_fx.options import MODES, Options, refuse_unless
 from collage_fx.pipeline import PIPELINE, Pass
 from collage_fx.report import CollageReport, plot
@@ -111,6 +111,10 @@ class CollageBackend(Backend):
     def forget_metrics(self) -> None:
         """Drop all measurements. The count of steps goes on."""
         self.meter.forget()
+
+    def reset(self) -> None:
+        """Forget compiled kernels, which all optimizers' steps share. ``torch.compiler.reset()`` does it."""
+        forget_kernels()
 
     def __call__(
         self,

@@ -404,7 +404,7 @@ class Compilation:
             subject=self.subject,
             tensors=self._rows(program),
             wider_bytes=_wider_bytes(before, repetition),
-            code=tuple(code),
+            code=tuple(dict.fromkeys(code)),  # of a kernel for several parts once
             program=program.unrun(before),
             pipeline=self._pipeline,
             route=Route(made.unit, self.recorded, bool(program.measured), why, made.vectors),

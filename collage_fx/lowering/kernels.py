@@ -34,7 +34,7 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,10 +65,14 @@ from collage_fx.torch_compat import (
     add_to_cache_key,
     c_function,
     fusing_distant_nodes,
+    generated_code,
     inductor_config,
     innermost_callable,
+    note_generated_code,
     pytree,
 )
+
+__all__ = ["forget_kernels"]
 
 aten = torch.ops.aten
 
@@ -284,6 +288,53 @@ def _order_in_memory(value: Tensor) -> tuple[tuple[int, int], ...]:
         for i, (size, stride) in enumerate(zip(value.shape, value.stride(), strict=True))
         if size > 1
     )
+
+
+def kernel_of(rule: Rule) -> Kernel | Reason:
+    """The kernel for a rule's part, compiled unless it is known, or why it cannot be compiled."""
+    if rule.elements < MANY or torch.get_num_threads() == 1:
+        return _kernel(rule, many=False)
+    if rule.independent:
+        few = _kernel(rule, many=False)
+        if isinstance(few, Reason) or few.function is not None:
+            return few
+    return _kernel(rule, many=True)
+
+
+def _kernel(rule: Rule, *, many: bool) -> Kernel | Reason:
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    key = rule.key, many, torch.get_num_threads(), is_deterministic, inductor_config.get_hash()
+    if key in _made:
+        note_generated_code(_made[key].code)
+        return _made[key].kernel
+    with generated_code() as code:
+        kernel = compile_rule(rule, many=many)
+    if isinstance(kernel, Kernel):
+        _made[key] = _Made(kernel, code, rule.lines)
+    return kernel
+
+
+def forget_kernels() -> None:
+    """Have equal rules of later steps compiled anew."""
+    _made.clear()
+
+
+class _Made(NamedTuple):
+    """A kernel that has been compiled.
+
+    Attributes:
+        kernel: itself.
+        code: that Inductor has written for it.
+        lines: of its rule, whose functions the rule's key has by address.
+    """
+
+    kernel: Kernel
+    code: Sequence[str]
+    lines: tuple[_Line, ...]
+
+
+#: The kernels of all steps so far: those of other optimizers are often of the same rules.
+_made: dict[Hashable, _Made] = {}
 
 
 def compile_rule(rule: Rule, *, many: bool) -> Kernel | Reason:

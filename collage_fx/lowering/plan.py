@@ -9,7 +9,7 @@ calls (``runtime/calls.py``).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from collage_fx.graph import ONCE, Reason, Repetition, device_facts, is_copy_to_input, placeholders, reached
-from collage_fx.lowering.kernels import MANY, Rule, compile_rule, rule_of, samples_first
+from collage_fx.lowering.kernels import Rule, kernel_of, rule_of, samples_first
 from collage_fx.lowering.parts import Part, parts_of
 from collage_fx.runtime import Call, Kernel, StepInParts, ValueIndex
 from collage_fx.torch_compat import pytree
@@ -36,12 +36,11 @@ def lower_in_parts(gm: GraphModule, *, always: bool = False) -> StepInParts | Re
     rules = rules_of(gm, always=always)
     if isinstance(rules, Reason):
         return rules
-    kernels: dict[Hashable, Kernel | Reason] = {}
     planned: list[_Planned] = []
     made: dict[Node, int] = {}
     last_read: dict[Node, int] = {}
     for part, rule in rules:
-        kernel = _kernel(rule, kernels)
+        kernel = kernel_of(rule)
         if isinstance(kernel, Reason):
             return kernel
         earlier = [made[result] for result in part.given]
@@ -70,22 +69,6 @@ def rules_of(gm: GraphModule, *, always: bool = False) -> list[tuple[Part, Rule]
     if not (always or is_worth_it):
         return Reason("no two of its parts are equal, and none serves every length")
     return rules
-
-
-def _kernel(rule: Rule, compiled: dict[Hashable, Kernel | Reason]) -> Kernel | Reason:
-    """The kernel for a rule's part, compiled unless it is known."""
-
-    def kernel(*, many: bool) -> Kernel | Reason:
-        key = (rule.key, many)
-        if key not in compiled:
-            compiled[key] = compile_rule(rule, many=many)
-        return compiled[key]
-
-    if rule.elements < MANY or torch.get_num_threads() == 1:
-        return kernel(many=False)
-    if rule.independent and (isinstance(few := kernel(many=False), Reason) or few.function is not None):
-        return few
-    return kernel(many=True)
 
 
 def _not_plain(value: Any) -> str | None:

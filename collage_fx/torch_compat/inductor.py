@@ -8,7 +8,7 @@ import functools
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, cast
 
@@ -41,6 +41,7 @@ __all__ = [
     "inductor_faults",
     "innermost_callable",
     "mode_options",
+    "note_generated_code",
     "prepare_cpp_compiler",
 ]
 
@@ -52,7 +53,7 @@ RELIED_ON = (
     ),
     "torch._inductor:config has combo_kernels, combo_kernels_pointwise_only, cpu_backend",
     "torch._inductor:config has joint_graph_constant_folding, max_fusion_size, realize_opcount_threshold",
-    "torch._inductor:config has size_asserts",
+    "torch._inductor:config has get_hash, size_asserts",
     "torch._inductor.config:cpp has cxx, enable_unsafe_math_opt_flag, max_horizontal_fusion_size, threads",
     "torch._inductor.config:eager_numerics has division_rounding",
     "functorch.compile:config has enable_autograd_cache",
@@ -98,8 +99,8 @@ def inductor_compile_as_it_is(gm: torch.fx.GraphModule, example_inputs: Sequence
     # kernel for, and cache no graph. In ours are operators of which some calls are decomposed.
     kwargs.pop("get_decomp_fn", None)
     compiled = compile_fx_inner(gm, example_inputs, **kwargs)
-    if (sources := _generated.get()) is not None and hasattr(compiled, "source_code"):
-        sources.append(compiled.source_code)
+    if hasattr(compiled, "source_code"):
+        note_generated_code([compiled.source_code])
     return compiled
 
 
@@ -121,6 +122,12 @@ def generated_code() -> Iterator[list[str]]:
         _generated.reset(token)
         if outer is not None:
             outer.extend(sources)
+
+
+def note_generated_code(sources: Iterable[str]) -> None:
+    """Add what Inductor wrote earlier, for code that is used again, to the list of :func:`generated_code`."""
+    if (found := _generated.get()) is not None:
+        found.extend(sources)
 
 
 class InductorFault(Exception):

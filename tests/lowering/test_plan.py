@@ -20,7 +20,7 @@ from torch._inductor.utils import fresh_cache, run_and_get_code
 from collage_fx import CollageBackend, full_value
 from collage_fx.lowering.kernels import MANY
 from collage_fx.runtime.batches import Batch
-from collage_fx.torch_compat import inductor_compile_inner
+from collage_fx.torch_compat import inductor_compile_inner, inductor_config
 from tests.support.agreement import assert_same, trajectory
 from tests.support.optimizers import CompiledOptimizer
 from tests.support.training import (
@@ -83,6 +83,44 @@ def test_matrix_products_of_one_shape_are_compiled_once() -> None:
         run_steps(torch.compile(optimizer.step, backend=backend), params, range(2))
     assert len(backend.report().graphs) == 1
     assert len(graphs) == 2
+
+
+def test_optimizers_of_one_parameter_each_share_kernels() -> None:
+    """As of a program that steps each parameter in its backward pass."""
+    shapes = (4, 3), (5, 2), (6, 6)
+    params, together = parameters(shapes=shapes), parameters(shapes=shapes)
+    set_gradients(params)
+    compiled, codes = [], []
+    for p in params:
+        backend = CollageBackend()
+        with counted() as graphs:
+            torch.compile(adamw([p]).step, backend=backend)()
+        compiled.append(len(graphs))
+        codes.append(backend.report().graphs[0].code)
+    assert compiled == [2, 0, 0]
+    assert codes == [codes[0]] * 3
+    assert len(codes[0]) == 2
+
+    torch.compiler.reset()
+    with counted() as graphs:
+        run_steps(torch.compile(adamw(together).step, backend=CollageBackend()), together, [0])
+    assert len(graphs) == 2
+    for one, other in zip(params, together, strict=True):
+        assert torch.equal(full_value(one), full_value(other))
+
+
+def test_a_kernel_is_not_used_where_it_would_be_written_otherwise(two_threads: None) -> None:
+    shapes = ((MANY, 1),)
+    for threads, expected in ((2, 1), (1, 1), (2, 0)):
+        torch.set_num_threads(threads)
+        with counted() as graphs:
+            params = parameters(shapes=shapes)
+            run_steps(torch.compile(Descent(params).step, backend=CollageBackend()), params, [0])
+        assert len(graphs) == expected
+    with counted() as graphs, inductor_config.patch({"cpp.simdlen": 1}):
+        params = parameters(shapes=shapes)
+        run_steps(torch.compile(Descent(params).step, backend=CollageBackend()), params, [0])
+    assert len(graphs) == 1
 
 
 def odd_parameters() -> list[Tensor]:
