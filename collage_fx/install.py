@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from collage_fx.backend import CollageBackend
 from collage_fx.capture import forget_compiled_step
 from collage_fx.errors import InvalidOptionError, UnsupportedOptimizerError
+from collage_fx.graph import device_facts
 from collage_fx.numerics import is_low_precision
 from collage_fx.runtime import (
     carry_along,
@@ -31,6 +32,7 @@ from collage_fx.runtime import (
     known_tensors,
     optimizers_among,
     parameter_names,
+    prepare_compiler,
     reset_error_terms,
 )
 from collage_fx.torch_compat import give_own_step, has_foreign_step, own_step, take_own_step_back
@@ -184,15 +186,17 @@ def _install(optimizer: Optimizer, backend: CollageBackend) -> None:
     if own_step(optimizer) is not None:
         forget_compiled_step(optimizer)
     give_own_step(optimizer, CompiledStep(optimizer, backend))
-    dtypes = [parameter.dtype for _, parameter in parameter_names(optimizer)]
-    low = sum(map(is_low_precision, dtypes))
+    parameters = [parameter for _, parameter in parameter_names(optimizer)]
+    low = [parameter for parameter in parameters if is_low_precision(parameter.dtype)]
+    if any(device_facts(parameter.device).compiles_cpp for parameter in low):
+        prepare_compiler()  # while the program does what comes before its first step
     log.log(
         logging.INFO if low else logging.WARNING,
         "%s: its first step compiles it with %r; %d of %d parameters are bfloat16 or float16",
         type(optimizer).__name__,
         backend,
-        low,
-        len(dtypes),
+        len(low),
+        len(parameters),
     )
 
 

@@ -13,6 +13,7 @@ import textwrap
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -282,6 +283,14 @@ def test_hooks_run_eagerly_around_the_step(reference: Optimizer) -> None:
     assert len({float(each[1]) for each in seen if len(each) > 1}) == 3
     assert not differ(optimizer, reference)
     assert backend_of(optimizer).report().graphs[0].route
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [(torch.bfloat16, 1), (torch.float32, 0)])
+def test_the_compiler_is_prepared_while_the_program_goes_on(dtype: torch.dtype, expected: int) -> None:
+    """Which takes half of a first step's time on a machine that has compiled nothing yet."""
+    with mock.patch("collage_fx.install.prepare_compiler") as prepare:
+        install(AdamW([torch.nn.Parameter(torch.ones(3, dtype=dtype))]))
+    assert prepare.call_count == expected
 
 
 def test_an_optimizer_that_has_no_hooks_is_installed() -> None:

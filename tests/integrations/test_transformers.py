@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch.optim import Optimizer
 
-from collage_fx import backend_of
+from collage_fx import backend_of, full_value
 from tests.support.replay import Replay
 from tests.support.training import differences, everything
 
@@ -35,7 +36,9 @@ def tiny_gpt2() -> Any:
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape, **without)).to(torch.bfloat16)
 
 
-def train(folder: Path, resume_from: Path | None = None, **options: Any) -> tuple[Replay, CollageCallback]:
+def train(
+    folder: Path, resume_from: Path | None = None, model: Callable[[], Any] = tiny_gpt2, **options: Any
+) -> tuple[Replay, CollageCallback]:
     class Recorded(transformers.Trainer):  # type: ignore[misc, name-defined]  # there are no types of it
         def create_optimizer(self, *args: Any, **kwargs: Any) -> Optimizer:
             optimizer: Optimizer = super().create_optimizer(*args, **kwargs)
@@ -59,7 +62,7 @@ def train(folder: Path, resume_from: Path | None = None, **options: Any) -> tupl
         **options,
     )
     callback = CollageCallback()
-    trainer = Recorded(model=tiny_gpt2(), args=arguments, train_dataset=data(), callbacks=[callback])
+    trainer = Recorded(model=model(), args=arguments, train_dataset=data(), callbacks=[callback])
     trainer.train(resume_from_checkpoint=resume_from and str(resume_from))
     return trainer.replay, callback
 
@@ -78,3 +81,23 @@ def test_its_default_optimizer_is_compensated_and_resumed_to_the_bit(tmp_path: P
     resumed, _ = train(tmp_path, resume_from=tmp_path / f"checkpoint-{SAVED_AFTER}")
     assert len(resumed.learning_rates) == STEPS - SAVED_AFTER
     assert not differences(everything(resumed.optimizer), whole)
+
+
+def test_low_rank_adapters(tmp_path: Path) -> None:
+    """Those that it resumes PEFT makes float32, which gets all of hi + lo."""
+    peft = pytest.importorskip("peft", reason="pip install 'collage-fx[trainers]'")
+    options = {"r": 4, "lora_alpha": 64, "target_modules": ["c_attn"], "fan_in_fan_out": True}
+    adapters = peft.LoraConfig(**options, init_lora_weights=False)
+
+    def model() -> Any:
+        return peft.get_peft_model(tiny_gpt2(), adapters, autocast_adapter_dtype=False)
+
+    replay, _ = train(tmp_path, model=model)
+    replay.assert_clipped(CLIP)
+    replay.assert_compensated()
+
+    torch._dynamo.reset()
+    resumed, _ = train(tmp_path, resume_from=tmp_path / f"checkpoint-{SAVED_AFTER}", model=model)
+    assert {p.dtype for p in resumed.parameters} == {torch.float32}
+    for p, q in zip(replay.parameters, resumed.parameters, strict=True):  # gradients are other ones since
+        assert (q - full_value(p)).norm() < 0.1 * (q - p).norm()
