@@ -137,6 +137,8 @@ _PEERS: Sequence[Peer] = (
     Peer("eager Collage light", eager_collage(plus=False), 18),
     Peer("eager Collage plus", eager_collage(plus=True), 22),
     Peer("light, CUDA graphs", ours("light", mode="reduce-overhead"), 18, devices=("cuda",), compiles=True),
+    Peer("light, exact", ours("light", error_format="exact"), 20, compiles=True),
+    Peer("plus, exact", ours("plus", error_format="exact"), 22, compiles=True),
     Peer("plus, CUDA graphs", ours("plus", mode="reduce-overhead"), 22, devices=("cuda",), compiles=True),
     Peer("full", ours("full"), 26, compiles=True),
     Peer("full, native", ours("full", arithmetic="native"), 26, compiles=True),

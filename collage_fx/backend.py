@@ -36,8 +36,8 @@ class CollageBackend(Backend):
             ``"none"``: none, plain Inductor. ``"light"``: parameters. ``"plus"``: parameters, and optimizer
             state whose recurrence loses bits in its storage format. ``"full"``: every one that carries
             something from step to step.
-        error_format: ``"mcf"``: an error term of the tensor's own dtype (the paper's). ``"fp32"``: a float32
-            master copy, for comparison.
+        error_format: ``"mcf"``: an error term of the tensor's own dtype (the paper's). ``"exact"``: the other
+            16 bits of a float32 number, in as many bytes. ``"fp32"``: a float32 master copy, for comparison.
         arithmetic: ``"wide"``: the step is computed on float32 values of ``hi + lo`` and split once at the
             store. ``"native"``: the paper's algorithms in the storage format, every operation rounded; needs
             ``"mcf"``.

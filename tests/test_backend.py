@@ -40,7 +40,7 @@ needs_entry_point = pytest.mark.skipif(
     [
         ({"strategy": "heavy"}, ["'none'", "'light'", "'plus'", "'full'"]),
         ({"strategy": ["plus"]}, ["'none'", "'light'", "'plus'", "'full'"]),
-        ({"error_format": "fp8"}, ["'mcf'", "'fp32'"]),
+        ({"error_format": "fp8"}, ["'mcf'", "'exact'", "'fp32'"]),
         ({"arithmetic": None}, ["'wide'", "'native'"]),
         ({"metrics": "yes"}, ["False"]),
         ({"strict": 1}, ["True", "False"]),

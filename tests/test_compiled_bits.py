@@ -29,7 +29,12 @@ SHAPES = ((33, 17), (37,))
 BOTH: tuple[Literal["compiled", "eager"], ...] = ("compiled", "eager")
 DTYPES = (torch.bfloat16, torch.float16)
 
-ARITHMETICS: tuple[tuple[Arithmetic, str], ...] = (("wide", "mcf"), ("wide", "fp32"), ("native", "mcf"))
+ARITHMETICS: tuple[tuple[Arithmetic, str], ...] = (
+    ("wide", "mcf"),
+    ("wide", "exact"),
+    ("wide", "fp32"),
+    ("native", "mcf"),
+)
 CASES = [
     Case(strategy, arithmetic, error_format, dtype)
     for dtype in DTYPES
@@ -84,6 +89,10 @@ def run(request: pytest.FixtureRequest) -> Run:
     return Run(case, len(backend.graphs), compiled, eager, clean, spoilt)
 
 
+#: The ends of the names of auxiliaries.
+AUXILIARIES = (".lo", ".rest")
+
+
 def test_compiled_bits_are_eager_bits(run: Run) -> None:
     assert_same(run.compiled, run.eager)
 
@@ -95,10 +104,10 @@ def test_one_compilation_serves_every_step(run: Run) -> None:
 def test_error_terms_are_those_of_the_strategy_and_alive(run: Run) -> None:
     """This is what breaks when a rounding does not survive lowering: hi and lo cancel, and lo is zero."""
     last = run.compiled[-1]
-    expansions = {name.split(".")[1] for name in last if name.endswith(".lo")}
+    expansions = {name.split(".")[1] for name in last if name.endswith(AUXILIARIES)}
     assert expansions == EXPANSIONS[run.case.strategy]
     for name in last:
-        if name.endswith(".lo"):
+        if name.endswith(AUXILIARIES):
             # By chance a value lies on hi's grid for one in 2**8 (bfloat16), 2**11 (float16).
             assert float((last[name] != 0).double().mean()) > 0.9, name
 

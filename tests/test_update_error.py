@@ -34,6 +34,7 @@ def test_plain_bfloat16_hardly_moves(record_property: Record) -> None:
     [
         ("light", "mcf", torch.bfloat16, 0.08),
         ("full", "mcf", torch.bfloat16, 0.08),
+        ("full", "exact", torch.bfloat16, 0.006),
         ("full", "fp32", torch.bfloat16, 0.006),
         ("light", "mcf", torch.float16, 0.006),  # 22 bits, nearly float32's 24
     ],

@@ -41,12 +41,13 @@ from torch.fx import GraphModule, Node
 
 from collage_fx import numerics, torch_compat
 from collage_fx.graph.operator_facts import facts_of
-from collage_fx.numerics import arithmetic
+from collage_fx.numerics import LOWER_HALF, UPPER_HALF, WITH_LOWER_HALF, arithmetic, define_operator
 from collage_fx.numerics import update_sums as measures
 from collage_fx.torch_compat import (
     FakeTensorMode,
     Sums,
     functional_decompositions,
+    lower_half_in_cpp,
     make_fx,
     pointwise_of,
     pytree,
@@ -57,31 +58,11 @@ from collage_fx.torch_compat import (
     rest_in_cpp,
     rounded_in_cpp,
     takes_our_cpp,
+    upper_half_in_cpp,
+    with_lower_half_in_cpp,
 )
 
 __all__ = ["REVISION", "once", "rest", "round_to_storage", "update_sizes", "update_sums"]
-
-LIBRARY = torch.library.Library("collage_fx", "DEF")
-
-
-def _operator(schema: str, eager: Callable[..., Tensor], result: Callable[..., Tensor], *tags: Any) -> Any:
-    """Define an operator.
-
-    Args:
-        schema: ``name(arguments) -> result``, as torch writes it.
-        eager: what it computes.
-        result: makes a tensor like what it returns, on fake tensors.
-        tags: torch's.
-    """
-    name = schema.partition("(")[0]
-    LIBRARY.define(schema, tags=tags)
-    LIBRARY.impl(name, eager, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"collage_fx::{name}", result, lib=LIBRARY)
-    return getattr(torch.ops.collage_fx, name).default
-
-
-def _like(x: Tensor, *others: Any) -> Tensor:
-    return torch.empty_like(x)
 
 
 def _row(columns: Sequence[str]) -> Callable[..., Tensor]:
@@ -93,23 +74,23 @@ def _update_sizes(old: Tensor, old_lo: Tensor | None, intended: Tensor, dtype: t
 
 
 #: ``round_to_storage(x, dtype)``: :func:`collage_fx.numerics.arithmetic.round_to_storage` as one operator.
-round_to_storage = _operator(
+round_to_storage = define_operator(
     "round_to_storage(Tensor x, ScalarType dtype) -> Tensor",
     arithmetic.round_to_storage,
-    _like,
+    None,
     torch.Tag.pointwise,
 )
 
 #: ``rest(x, hi)``: :func:`collage_fx.numerics.arithmetic.rest` as one operator.
-rest = _operator("rest(Tensor x, Tensor hi) -> Tensor", arithmetic.rest, _like, torch.Tag.pointwise)
+rest = define_operator("rest(Tensor x, Tensor hi) -> Tensor", arithmetic.rest, None, torch.Tag.pointwise)
 
 #: ``once(x)``: ``x``, computed once and kept in memory, rather than in every place that reads it.
-once = _operator("once(Tensor x) -> Tensor", torch.clone, _like)
+once = define_operator("once(Tensor x) -> Tensor", torch.clone)
 
 #: ``update_sizes(old, old_lo, intended, dtype)``: ``update_sums.sizes`` as one operator; without an
 #: error term it is None. Which elements are in the sample goes by their order in memory where all tensors
 #: of an elementwise step have one layout, and by their indices elsewhere.
-update_sizes = _operator(
+update_sizes = define_operator(
     "update_sizes(Tensor old, Tensor? old_lo, Tensor intended, ScalarType dtype) -> Tensor",
     _update_sizes,
     _row(measures.SIZES),
@@ -117,19 +98,25 @@ update_sizes = _operator(
 
 #: ``update_sums(old, old_lo, intended, hi, lo)``: ``update_sums.sums`` as one operator; without
 #: error terms they are None. See Note [Metrics].
-update_sums = _operator(
+update_sums = define_operator(
     "update_sums(Tensor old, Tensor? old_lo, Tensor intended, Tensor hi, Tensor? lo) -> Tensor",
     measures.sums,
     _row(measures.SUMS),
 )
 
 
+#: The dtypes of as many float32 tensors as an operator takes at most.
+FLOATS = (torch.float32,) * 5
+
+
 @functools.cache
-def _trace(function: Callable[..., Any], tensors: int, constants: tuple[Any, ...] = ()) -> GraphModule:
-    """The trace of a function of so many float32 tensors into elementary operations."""
+def _trace(
+    function: Callable[..., Any], dtypes: tuple[torch.dtype, ...], constants: tuple[Any, ...] = ()
+) -> GraphModule:
+    """The trace of a function of tensors of these dtypes into elementary operations."""
     tracer = make_fx(lambda *x: function(*x, *constants), decomposition_table=functional_decompositions())
     with FakeTensorMode(), torch.no_grad():
-        return tracer(*(torch.empty(2) for _ in range(tensors)))
+        return tracer(*(torch.empty(2, dtype=dtype) for dtype in dtypes))
 
 
 def _interpret(trace: GraphModule, inputs: Sequence[Any]) -> list[Any]:
@@ -145,13 +132,13 @@ def _round(device: torch.device, dtype: torch.dtype) -> Callable[[Sequence[Any]]
     """The code of ``round_to_storage`` for an element: see Note [A rounding in C++ is a conversion]."""
     if takes_our_cpp(device):
         return lambda inputs: rounded_in_cpp(inputs[0], dtype)
-    return lambda inputs: _interpret(_trace(arithmetic.round_to_storage, 1, (dtype,)), inputs)[0]
+    return lambda inputs: _interpret(_trace(arithmetic.round_to_storage, FLOATS[:1], (dtype,)), inputs)[0]
 
 
 def _rest(device: torch.device) -> Callable[[Sequence[Any]], Any]:
     if takes_our_cpp(device):
         return lambda inputs: rest_in_cpp(*inputs)
-    return lambda inputs: _interpret(_trace(arithmetic.rest, 2), inputs)[0]
+    return lambda inputs: _interpret(_trace(arithmetic.rest, FLOATS[:2]), inputs)[0]
 
 
 def _operands(tensors: Sequence[Any]) -> Sequence[Any]:
@@ -173,7 +160,7 @@ def _terms(*tensors: Tensor) -> tuple[Tensor, ...]:
 @functools.cache
 def _sums(tensors: int) -> Sums:
     """The description, for the C++ of a kernel, of what ``update_sums`` sums of so many tensors."""
-    trace = _trace(_values, tensors)
+    trace = _trace(_values, FLOATS[:tensors])
     inputs = trace.graph.find_nodes(op="placeholder")
     text = {node: f"x{i}" for i, node in enumerate(inputs)}
     for node in trace.graph.nodes:
@@ -187,15 +174,38 @@ def _sums(tensors: int) -> Sums:
 
 
 def _size_bin(inputs: Sequence[Any], dtype: torch.dtype) -> Any:
-    return _interpret(_trace(measures.size_bin, 3, (dtype,)), inputs)[0]
+    return _interpret(_trace(measures.size_bin, FLOATS[:3], (dtype,)), inputs)[0]
+
+
+def _lower_half(device: torch.device) -> Callable[[Sequence[Any]], Any]:
+    if takes_our_cpp(device):
+        return lambda inputs: lower_half_in_cpp(inputs[0])
+    return lambda inputs: _interpret(_trace(arithmetic.lower_half, FLOATS[:1]), inputs)[0]
+
+
+def _upper_half(device: torch.device) -> Callable[[Sequence[Any]], Any]:
+    if takes_our_cpp(device):
+        return lambda inputs: upper_half_in_cpp(inputs[0])
+    return lambda inputs: _interpret(_trace(arithmetic.upper_half, FLOATS[:1]), inputs)[0]
+
+
+def _with_lower_half(device: torch.device) -> Callable[[Sequence[Any]], Any]:
+    if takes_our_cpp(device):
+        return lambda inputs: with_lower_half_in_cpp(*inputs)
+    return lambda inputs: _interpret(
+        _trace(arithmetic.with_lower_half, (torch.float32, torch.int16)), inputs
+    )[0]
 
 
 register_realizing_lowering(once)
+register_pointwise_lowering(UPPER_HALF, _upper_half, dtype=torch.float32)
+register_pointwise_lowering(LOWER_HALF, _lower_half, dtype=torch.int16)
+register_pointwise_lowering(WITH_LOWER_HALF, _with_lower_half, dtype=torch.float32)
 register_pointwise_lowering(round_to_storage, _round, dtype=torch.float32)
 register_pointwise_lowering(rest, _rest, dtype=torch.float32)
 register_summing_lowering(
     update_sums,
-    lambda inputs: _interpret(_trace(_terms, len(inputs)), inputs),
+    lambda inputs: _interpret(_trace(_terms, FLOATS[: len(inputs)]), inputs),
     _sums,
     names=measures.SUMS,
     otherwise=measures.WITHOUT_LO,

@@ -158,6 +158,34 @@ def finite_or_zero(lo: Tensor, hi: Tensor) -> Tensor:
     return torch.where(hi.abs() < float("inf"), lo, zero)
 
 
+def upper_half(value: Tensor) -> Tensor:
+    """Round float32 ``value`` to bfloat16, ties away from zero, *returned as float32*.
+
+    It is the upper half of the pattern ``b + 0x8000``, where b is the value's.
+    """
+    near = ((value.view(torch.int32) + 0x8000) & -0x10000).view(torch.float32)
+    return torch.where(value == value, near, value)
+
+
+def lower_half(value: Tensor) -> Tensor:
+    """What the pattern of float32 ``value`` exceeds that of :func:`upper_half` by, int16: its lower half.
+
+    Zero where the upper half is not finite.
+    """
+    is_finite = upper_half(value).abs() < float("inf")
+    return torch.where(is_finite, value.view(torch.int32), 0).to(torch.int16)
+
+
+def with_lower_half(hi: Tensor, rest: Tensor) -> Tensor:
+    """The float32 number of which ``hi``, float32 on the grid of bfloat16, and int16 ``rest`` are the halves.
+
+    Inverts :func:`upper_half` and :func:`lower_half`. It is ``hi`` where that is not finite; and where it is
+    zero and ``rest`` less, as only somebody else can leave it: that would be the pattern of a NaN.
+    """
+    value = (hi.view(torch.int32) + rest.to(torch.int32)).view(torch.float32)
+    return torch.where((value - hi).abs() < float("inf"), value, hi)
+
+
 def round_to_storage(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Round float32 ``x`` to nearest even in ``dtype``, *returned as float32*.
 

@@ -14,7 +14,7 @@ from collage_fx.torch_compat.patching import Patch
 VECTOR_CONVERSIONS = Patch(
     name="vector-conversions",
     target="torch._inductor.codegen.cpp:CppVecOverrides.to_dtype(x, dtype)",
-    why="C++ kernels convert vectors to bfloat16 and back by the processor's instructions",
+    why="C++ kernels convert vectors to bfloat16 by the processor's instructions, and to 16-bit integers",
     during="lowerings",
     relies_on=(
         "torch._inductor.codegen.cpp:CppVecKernel.get_to_dtype_expr(self, src, dtype, src_dtype)",
@@ -31,10 +31,10 @@ def rounded(value: Any, storage_dtype: torch.dtype) -> Any:
     In parentheses it is another text. The way back to the storage dtype is announced, on the other hand, so
     that a store of the result stores what was rounded here and converts nothing.
     """
-    known = V.kernel.cse.try_get(_convert_text(value, storage_dtype, torch.float32))
-    stored = known or _converted(value, storage_dtype, torch.float32)
-    rounded = _converted(stored, torch.float32, storage_dtype)
-    _announce(rounded, storage_dtype, stored)
+    known = V.kernel.cse.try_get(inductors_text(value, storage_dtype, torch.float32))
+    stored = known or converted(value, storage_dtype, torch.float32)
+    rounded = converted(stored, torch.float32, storage_dtype)
+    announce(rounded, storage_dtype, stored)
     return rounded
 
 
@@ -45,16 +45,16 @@ def rest(value: Any, hi: Any) -> Any:
     is.
     """
     text = (_REST_OF_VECTORS if value.is_vec else _REST_OF_SCALARS).format(x=value, hi=hi)
-    rest = _variable(text, torch.float32, value, hi)
-    if _convert_text(rest, torch.bfloat16, torch.float32).startswith(_CONVERT):
+    rest = new_variable(text, torch.float32, value, hi)
+    if inductors_text(rest, torch.bfloat16, torch.float32).startswith(_CONVERT):
         text = _REST_BY_INSTRUCTION.format(x=value, hi=hi, rest=rest)
-        _announce(rest, torch.bfloat16, _variable(text, torch.bfloat16, value, hi))
+        announce(rest, torch.bfloat16, new_variable(text, torch.bfloat16, value, hi))
     return rest
 
 
-def _converted(source: Any, dtype: torch.dtype, source_dtype: torch.dtype) -> Any:
+def converted(source: Any, dtype: torch.dtype, source_dtype: torch.dtype) -> Any:
     """Make a variable for a conversion that no other text of Inductor's will find."""
-    variable = _variable(f"({conversion_text(source, dtype, source_dtype)})", dtype, source)
+    variable = new_variable(f"({conversion_text(source, dtype, source_dtype)})", dtype, source)
     if dtype is torch.float32:
         variable.collage_fx_stored = source
     return variable
@@ -62,23 +62,25 @@ def _converted(source: Any, dtype: torch.dtype, source_dtype: torch.dtype) -> An
 
 def conversion_text(source: Any, dtype: torch.dtype, source_dtype: torch.dtype) -> str:
     """The text of a conversion, by instruction if there is one."""
-    text = _convert_text(source, dtype, source_dtype)
+    text = inductors_text(source, dtype, source_dtype)
     for conversion, by_instruction in _BY_INSTRUCTION.items():
         if text.startswith(conversion):
             return by_instruction.format(x=source)
     return text
 
 
-def _convert_text(source: Any, dtype: torch.dtype, source_dtype: torch.dtype) -> str:
+def inductors_text(source: Any, dtype: torch.dtype, source_dtype: torch.dtype) -> str:
+    """The text that Inductor writes for a conversion."""
     return str(V.kernel.get_to_dtype_expr(source, dtype, source_dtype))
 
 
-def _announce(source: Any, dtype: torch.dtype, converted: Any) -> None:
+def announce(source: Any, dtype: torch.dtype, converted: Any) -> None:
     """Have Inductor find that a float32 number is there in another dtype already."""
-    V.kernel.cse.put(_convert_text(source, dtype, torch.float32), converted)
+    V.kernel.cse.put(inductors_text(source, dtype, torch.float32), converted)
 
 
-def _variable(text: str, dtype: torch.dtype, *sources: Any) -> Any:
+def new_variable(text: str, dtype: torch.dtype, *sources: Any) -> Any:
+    """Make a variable of a kernel that is computed by this text; that of an equal text, if there is one."""
     variable = V.kernel.cse.generate(V.kernel.compute, text, dtype=dtype)
     variable.update_on_args("to_dtype", sources, {})
     return variable
@@ -157,13 +159,15 @@ def bfloat16_by_instruction() -> contextlib.AbstractContextManager[None]:
 
 
 def _announcing(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``to_dtype`` of vector code that finds its conversion made."""
+    """``to_dtype`` of vector code that finds its conversion made, and one for 16-bit integers."""
 
     def to_dtype(x: Any, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
+        if x.is_vec and torch.int16 in (x.dtype, dtype):
+            return new_variable(inductors_text(x, dtype, x.dtype), dtype, x)
         if x.is_vec and {x.dtype, dtype} == {torch.float32, torch.bfloat16}:
-            text, cse = _convert_text(x, dtype, x.dtype), V.kernel.cse
+            text, cse = inductors_text(x, dtype, x.dtype), V.kernel.cse
             if text.startswith(tuple(_BY_INSTRUCTION)) and not cse.contains(text):
-                cse.put(text, _converted(x, dtype, x.dtype))
+                cse.put(text, converted(x, dtype, x.dtype))
         return original(x, dtype, *args, **kwargs)
 
     return to_dtype

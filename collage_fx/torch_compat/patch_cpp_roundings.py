@@ -14,12 +14,20 @@ from torch._inductor import config as inductor_config
 from torch._inductor.codegen import cpp as cpp_module
 from torch._inductor.virtualized import V, ops
 
+from collage_fx.torch_compat.cpp_halves import lower_half, upper_half, with_lower_half
 from collage_fx.torch_compat.patch_cpp_conversions import bfloat16_by_instruction, rest, rounded
 from collage_fx.torch_compat.patch_cpp_loads import fetching_ahead
 from collage_fx.torch_compat.patch_cpp_sums import SUM, summand, summing
 from collage_fx.torch_compat.patching import Patch
 
-__all__ = ["rest_in_cpp", "rounded_in_cpp", "takes_our_cpp"]
+__all__ = [
+    "lower_half_in_cpp",
+    "rest_in_cpp",
+    "rounded_in_cpp",
+    "takes_our_cpp",
+    "upper_half_in_cpp",
+    "with_lower_half_in_cpp",
+]
 
 
 INLINE_CODE = Patch(
@@ -38,7 +46,6 @@ TILINGS = Patch(
     target="torch._inductor.codegen.cpp:TilingSelect.select_tiling(self, fn_list)",
     why="loops with such code handle as many elements at a time as fit a vector of what they store",
     during="lowerings",
-    relies_on=("torch._inductor.codegen.cpp:_get_loop_body(fn_list)",),
 )
 
 FORMATS_OF_LOOPS = Patch(
@@ -46,9 +53,16 @@ FORMATS_OF_LOOPS = Patch(
     target="torch._inductor.codegen.cpp:get_loop_body_lowp_fp(_body)",
     why="the same: it is by this that Inductor counts",
     during="lowerings",
-    relies_on=(
-        "torch._inductor.codegen.cpp:TilingSelect.select_tiling has _get_loop_body, get_loop_body_lowp_fp",
-    ),
+    relies_on=("torch._inductor.codegen.cpp:TilingSelect.select_tiling has get_loop_body_lowp_fp",),
+)
+
+
+DTYPES_OF_LOOPS = Patch(
+    name="dtypes-of-loops",
+    target="torch._inductor.codegen.cpp:_get_dtype_from_loopbodies(loop_bodies)",
+    why="loops with such code may have vectors of 16-bit integers",
+    during="lowerings",
+    relies_on=("torch._inductor.codegen.cpp:TilingSelect.select_tiling has _get_dtype_from_loopbodies",),
 )
 
 
@@ -98,12 +112,37 @@ def rest_in_cpp(value: Any, hi: Any) -> Any:
     return ops.inline_asm_elementwise(value, hi, asm=_REST, dtype=torch.float32)
 
 
+#: The texts that stand for the halves of a float32 number, and for what puts them together.
+_UPPER, _LOWER, _WHOLE = (f"collage_fx: {what}" for what in ("upper half", "lower half", "with lower half"))
+
+
+def upper_half_in_cpp(value: Any) -> Any:
+    """A float32 element rounded to bfloat16, ties away from zero, as float32, in a C++ kernel."""
+    return ops.inline_asm_elementwise(value, asm=_UPPER, dtype=torch.float32)
+
+
+def lower_half_in_cpp(value: Any) -> Any:
+    """The lower 16 bits of a float32 element in a C++ kernel, as an integer; zero where none are kept."""
+    return ops.inline_asm_elementwise(value, asm=_LOWER, dtype=torch.int16)
+
+
+def with_lower_half_in_cpp(hi: Any, rest: Any) -> Any:
+    """The float32 element in a C++ kernel of which ``hi`` and a 16-bit integer are the halves."""
+    return ops.inline_asm_elementwise(hi, rest, asm=_WHOLE, dtype=torch.float32)
+
+
 def _with_our_code(original: Callable[..., Any]) -> Callable[..., Any]:
     """``inline_asm_elementwise`` that knows :func:`rounded_in_cpp`, :func:`rest_in_cpp` and sums."""
 
     def inline_asm_elementwise(self: Any, *inputs: Any, asm: str, **options: Any) -> Any:
         if asm == _REST:
             return rest(*_all_vectors_or_none(inputs))
+        if asm == _UPPER:
+            return upper_half(*inputs)
+        if asm == _LOWER:
+            return lower_half(*inputs)
+        if asm == _WHOLE:
+            return with_lower_half(*_all_vectors_or_none(inputs))
         if asm.startswith(SUM):
             return summand(_all_vectors_or_none(inputs), asm)
         if asm in _ROUNDINGS:
@@ -125,19 +164,28 @@ def _as_wide_as_stores(original: Callable[..., Any]) -> Callable[..., Any]:
     """``select_tiling`` that gives a loop with code of ours a vector's worth of what it stores at a time.
 
     Inductor itself counts by float32 as soon as one node of the loop has nothing else: as those of sums, and
-    the rounding of a value where Inductor keeps both apart, as torch 2.15 does.
+    the rounding of a value where Inductor keeps both apart, as torch 2.15 does. And it makes no vectors at
+    all where there are 16-bit integers, which code of ours takes as they are.
     """
 
-    def select_tiling(self: Any, functions: Any, *args: Any) -> Any:
-        bodies = cpp_module._get_loop_body(functions)
-        if not any(map(_has_our_code, bodies)):
-            return original(self, functions, *args)
-        found = {cpp_module.get_loop_body_lowp_fp(body)[0] for body in bodies} - {None}
-        if len(found) != 1:
-            return original(self, functions, *args)
-        answer = found.pop(), True
-        with FORMATS_OF_LOOPS.entered(lambda original: lambda body: answer):
-            return original(self, functions, *args)
+    def select_tiling(*args: Any) -> Any:
+        found: set[torch.dtype] = set()
+
+        def dtypes(original: Callable[..., Any]) -> Callable[..., Any]:
+            def of_loops(bodies: Any) -> Any:
+                if not any(map(_has_our_code, bodies)):
+                    return original(bodies)
+                stored = (cpp_module.get_loop_body_lowp_fp(body)[0] for body in bodies)
+                found.update(dtype for dtype in stored if dtype is not None)
+                return original(bodies) - {torch.int16}
+
+            return of_loops
+
+        def formats(original: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda body: (*found, True) if len(found) == 1 else original(body)
+
+        with DTYPES_OF_LOOPS.entered(dtypes), FORMATS_OF_LOOPS.entered(formats):
+            return original(*args)
 
     return select_tiling
 

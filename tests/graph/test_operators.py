@@ -11,7 +11,7 @@ from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
 
 from collage_fx.graph.operators import rest, round_to_storage
-from collage_fx.numerics import arithmetic
+from collage_fx.numerics import LOWER_HALF, UPPER_HALF, WITH_LOWER_HALF, arithmetic
 from collage_fx.torch_compat.patch_cpp_roundings import writing_our_cpp
 
 DTYPES = [torch.bfloat16, torch.float16]
@@ -87,6 +87,63 @@ def test_cpp_rounds_in_every_vector_length(dtype: torch.dtype, simdlen: int | No
         compiled = torch.compile(split)(x, factor)
     for mine, expected in zip(compiled, split(x, factor), strict=True):
         assert torch.equal(_bits(mine.float()), _bits(expected.float()))
+
+
+def _halves() -> Tensor:
+    """Every upper half, with the lower halves at which something changes; whole vectors, and mixed ones."""
+    lower = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+    bits = (torch.arange(1 << 16)[:, None] << 16 | lower).to(torch.int32)
+    finite = torch.randn(100_003, generator=torch.Generator().manual_seed(0))
+    return torch.cat([finite, bits.flatten().view(torch.float32)])
+
+
+@pytest.mark.parametrize("simdlen", VECTORS)
+def test_cpp_splits_and_joins_halves_in_every_vector_length(simdlen: int | None) -> None:
+    def step(x: Tensor, one: Tensor, hi: Tensor, rest: Tensor, again: Tensor, seen: Tensor) -> None:
+        value = WITH_LOWER_HALF(hi.float(), rest)
+        again.copy_(value)
+        new = x * one
+        seen.copy_(UPPER_HALF(new))
+        hi.copy_(UPPER_HALF(new).to(torch.bfloat16))
+        rest.copy_(LOWER_HALF(new))
+
+    def run(function: object) -> list[Tensor]:
+        x = _halves()
+        generator = torch.Generator().manual_seed(1)  # what somebody else may have left there
+        hi = x[torch.randperm(len(x), generator=generator)].to(torch.bfloat16)
+        rest = torch.randint(-(2**15), 2**15, x.shape, generator=generator).to(torch.int16)
+        outputs = [hi, rest, torch.zeros_like(x), torch.zeros_like(x)]
+        assert callable(function)
+        function(x, torch.ones(()), *outputs)
+        return outputs
+
+    with config.patch({"cpp.simdlen": simdlen}):
+        compiled = run(torch.compile(step))
+    for mine, expected in zip(compiled, run(step), strict=True):
+        assert torch.equal(_bits(mine.float()), _bits(expected.float()))
+
+
+def test_halves_are_the_number() -> None:
+    x = _halves()
+    hi, rest = UPPER_HALF(x), LOWER_HALF(x)
+    assert torch.equal(hi[x.isnan()].isnan(), x.isnan()[x.isnan()])
+    kept = hi.isfinite()
+    assert torch.equal(WITH_LOWER_HALF(hi, rest).view(torch.int32)[kept], x.view(torch.int32)[kept])
+    assert torch.equal(_bits(WITH_LOWER_HALF(hi, rest)[~kept]), _bits(hi[~kept]))
+    assert not rest[~kept].any()
+    off = (x.double() - hi.double()).abs()
+    other = (x.double() - x.to(torch.bfloat16).double()).abs()
+    assert torch.equal(off[kept], other[kept])
+    differs = kept & (hi != x.to(torch.bfloat16))
+    assert (rest[differs] == -(2**15)).all()  # ties alone
+    for zero in (0.0, -0.0):
+        assert not WITH_LOWER_HALF(torch.full((3,), zero), torch.tensor([-1, -(2**15), 0]).short()).any()
+    for operator, given in (
+        (UPPER_HALF, (x[:7],)),
+        (LOWER_HALF, (x[:7],)),
+        (WITH_LOWER_HALF, (x[:7], rest[:7])),
+    ):
+        torch.library.opcheck(operator, given, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -49,6 +49,7 @@ def always(p: Tensor, m: Tensor, v: Tensor, g: Tensor, t: Tensor) -> None:
 
 WAYS = [
     (old_or_new, ("wide", "mcf")),
+    (old_or_new, ("wide", "exact")),
     (old_or_new, ("wide", "fp32")),
     (old_or_new, ("native", "mcf")),
     (new_or_old, ("wide", "mcf")),

@@ -7,11 +7,14 @@ from collage_fx.graph.nodes import placeholders
 from tests.support.programs import after, captured, sgd
 
 
-@pytest.mark.parametrize(("error_format", "dtype"), [("mcf", torch.bfloat16), ("fp32", torch.float32)])
-def test_inputs_are_appended(error_format: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("error_format", "name", "dtype"),
+    [("mcf", "p_lo", torch.bfloat16), ("exact", "p_rest", torch.int16), ("fp32", "p_lo", torch.float32)],
+)
+def test_inputs_are_appended(error_format: str, name: str, dtype: torch.dtype) -> None:
     program = after(captured(sgd, "p g", error_format=error_format), "allocate")
     inputs = placeholders(program.gm.graph)
-    assert [node.name for node in inputs] == ["p", "g", "p_lo"]
+    assert [node.name for node in inputs] == ["p", "g", name]
     assert inputs[2].meta["val"].dtype == dtype
     assert inputs[2].meta["val"].shape == inputs[0].meta["val"].shape
 

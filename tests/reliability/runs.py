@@ -69,6 +69,7 @@ SETUPS = (
     Setup("AdamW, light", adamw, options={"strategy": "light"}),
     # Plain PyTorch casts state to the parameter's dtype; DCP flattens no lists.
     Setup("AdamW, fp32 terms", adamw, options={"error_format": "fp32"}, not_by=("plain PyTorch",)),
+    Setup("AdamW, exact terms", adamw, options={"error_format": "exact"}, not_by=("plain PyTorch",)),
     Setup("AdamW, native", adamw, options={"arithmetic": "native"}),
     Setup("Adam, amsgrad, float16", functools.partial(torch.optim.Adam, amsgrad=True), torch.float16),
     Setup("SGD, momentum", momentum, options={"strategy": "full"}),

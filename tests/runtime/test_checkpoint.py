@@ -464,7 +464,17 @@ def test_weights_loaded_in_the_middle_of_a_run_have_no_error_terms() -> None:
     ]
 
 
-@pytest.mark.parametrize(("saved_as", "goes_on_as"), [("mcf", "fp32"), ("fp32", "mcf")])
+@pytest.mark.parametrize(
+    ("saved_as", "goes_on_as"),
+    [
+        ("mcf", "fp32"),
+        ("fp32", "mcf"),
+        ("mcf", "exact"),
+        ("exact", "mcf"),
+        ("exact", "fp32"),
+        ("fp32", "exact"),
+    ],
+)
 def test_another_error_format_is_converted(saved_as: str, goes_on_as: str) -> None:
     optimizer = trained(error_format=saved_as)
     params = copied(params_of(optimizer))
@@ -476,7 +486,7 @@ def test_another_error_format_is_converted(saved_as: str, goes_on_as: str) -> No
     run_steps(compiled(again, error_format=goes_on_as), params, [3])
     for p, value in zip(params, values, strict=True):
         (lo,) = error_terms(p)
-        assert lo.dtype is {"mcf": torch.bfloat16, "fp32": torch.float32}[goes_on_as]
+        assert lo.dtype is {"mcf": torch.bfloat16}.get(goes_on_as, torch.float32)
         # Of a float32 error term bfloat16 holds the first 8 bits, of which one is in hi's last.
         assert torch.all(
             (full_value(p) - value).abs() <= value.abs() * (2.0**-17 if goes_on_as == "mcf" else 0)

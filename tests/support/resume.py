@@ -16,7 +16,9 @@ import torch
 from tests.support.training import compiled, everything, parameters, run_steps
 
 RUNS = [
-    (dtype, error_format) for dtype in (torch.bfloat16, torch.float16) for error_format in ("mcf", "fp32")
+    (dtype, error_format)
+    for dtype in (torch.bfloat16, torch.float16)
+    for error_format in ("mcf", "exact", "fp32")
 ]
 FIRST, REST = range(3), range(3, 23)
 

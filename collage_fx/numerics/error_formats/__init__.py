@@ -8,10 +8,21 @@ trace both into the graph. Another format is another file here, and a place in t
 from __future__ import annotations
 
 from collage_fx.numerics.error_formats.base import AuxiliarySpec, ErrorFormat
+from collage_fx.numerics.error_formats.exact import LOWER_HALF, UPPER_HALF, WITH_LOWER_HALF, Exact
 from collage_fx.numerics.error_formats.fp32 import Fp32
 from collage_fx.numerics.error_formats.mcf import Mcf
 
-__all__ = ["ERROR_FORMATS", "AuxiliarySpec", "ErrorFormat", "Fp32", "Mcf"]
+__all__ = [
+    "ERROR_FORMATS",
+    "LOWER_HALF",
+    "UPPER_HALF",
+    "WITH_LOWER_HALF",
+    "AuxiliarySpec",
+    "ErrorFormat",
+    "Exact",
+    "Fp32",
+    "Mcf",
+]
 
 #: The registered formats by name; the first is the default.
-ERROR_FORMATS: dict[str, ErrorFormat] = {fmt.name: fmt for fmt in (Mcf(), Fp32())}
+ERROR_FORMATS: dict[str, ErrorFormat] = {fmt.name: fmt for fmt in (Mcf(), Exact(), Fp32())}

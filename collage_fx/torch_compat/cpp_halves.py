@@ -1,0 +1,176 @@
+"""The C++ of a float32 number's halves, bfloat16 and a 16-bit integer: rests on ``at::vec``.
+
+What they are says ``numerics/error_formats/exact.py``. A kernel handles as many numbers at a time as a vector
+holds of either half: two vectors of float32. Where the processor has vectors of another kind, or a number in
+one is infinite, NaN or would become so, they are handled one by one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._inductor.virtualized import V
+
+from collage_fx.torch_compat.patch_cpp_conversions import announce, inductors_text, new_variable
+
+__all__: list[str] = []
+
+
+def upper_half(value: Any) -> Any:
+    """Write the code for a float32 number rounded to bfloat16, ties away from zero."""
+    if value.is_vec:
+        stored = new_variable(f"{_halves(value)}.first", torch.bfloat16, value)
+    else:
+        stored = new_variable(_UPPER_OF_SCALAR.format(x=value), torch.bfloat16, value)
+    near = new_variable(f"({inductors_text(stored, torch.float32, torch.bfloat16)})", torch.float32, stored)
+    announce(near, torch.bfloat16, stored)
+    return near
+
+
+def lower_half(value: Any) -> Any:
+    """Write the code for the integer that :func:`upper_half` leaves."""
+    if value.is_vec:
+        return new_variable(f"{_halves(value)}.second", torch.int16, value)
+    return new_variable(_LOWER_OF_SCALAR.format(x=value), torch.int16, value)
+
+
+def with_lower_half(hi: Any, rest: Any) -> Any:
+    """Write the code for the number of which these are the halves."""
+    if not hi.is_vec:
+        return new_variable(_WHOLE_OF_SCALARS.format(hi=hi, rest=rest), torch.float32, hi, rest)
+    by_instruction = _WHOLE_BY_INSTRUCTION.format(hi=hi, rest=rest) if _fills_two_vectors(hi) else ""
+    one_by_one = _WHOLE_ONE_BY_ONE.format(
+        hi=hi,
+        rest=rest,
+        n=V.kernel.tiling_factor,
+        of_each=_WHOLE_OF_SCALARS.format(hi="upper[i]", rest="lower[i]"),
+    )
+    return new_variable(one_by_one.replace("BY_INSTRUCTION", by_instruction), torch.float32, hi, rest)
+
+
+def _halves(value: Any) -> Any:
+    """The variable with both halves of a vector."""
+    by_instruction = _HALVES_BY_INSTRUCTION.format(x=value) if _fills_two_vectors(value) else ""
+    one_by_one = _HALVES_ONE_BY_ONE.format(
+        x=value,
+        n=V.kernel.tiling_factor,
+        upper=f"decltype({inductors_text(value, torch.bfloat16, torch.float32)})",
+        lower=f"decltype({inductors_text(value, torch.int16, torch.float32)})",
+        of_upper=_UPPER_OF_SCALAR.format(x="x[i]"),
+        of_lower=_LOWER_OF_SCALAR.format(x="x[i]"),
+    )
+    return new_variable(one_by_one.replace("BY_INSTRUCTION", by_instruction), torch.int16, value)
+
+
+def _fills_two_vectors(value: Any) -> bool:
+    """Whether a kernel handles as many float32 numbers at a time as a vector has 16-bit numbers."""
+    return inductors_text(value, torch.bfloat16, torch.float32).startswith(
+        "at::vec::convert<at::BFloat16,1,float,2>("
+    )
+
+
+#: The bits of a float32 number are those of its magnitude and a sign. From 0x7f7f8000 on a magnitude becomes
+#: infinite when it is rounded, unless it is infinite or NaN already.
+_UPPER_OF_SCALAR = (
+    "at::BFloat16(static_cast<uint16_t>({x} != {x} ? c10::bit_cast<uint32_t>({x}) >> 16 | 0x40 : "
+    "(c10::bit_cast<uint32_t>({x}) + 0x8000) >> 16), at::BFloat16::from_bits())"
+)
+
+_LOWER_OF_SCALAR = (
+    "static_cast<int16_t>((c10::bit_cast<uint32_t>({x}) & 0x7fffffff) < 0x7f7f8000 ? "
+    "c10::bit_cast<uint32_t>({x}) & 0xffff : 0)"
+)
+
+_WHOLE_OF_SCALARS = (
+    "[](float hi, int16_t rest) {{ "
+    "float value = c10::bit_cast<float>(c10::bit_cast<uint32_t>(hi) + static_cast<uint32_t>(int32_t(rest))); "
+    "return std::abs(value - hi) < std::numeric_limits<float>::infinity() ? value : hi; }}({hi}, {rest})"
+)
+
+
+def _every_second_half(first: int) -> str:
+    """The indices of 16-bit numbers of two AVX-512 vectors, every second one, as 32-bit integers."""
+    return ",".join(f"{place}|{place + 2}<<16" for place in reversed(range(first, first + 64, 4)))
+
+
+_HALVES_BY_INSTRUCTION = """
+#if defined(CPU_CAPABILITY_AVX512)
+    __m512i first = _mm512_castps_si512({x}[0]), second = _mm512_castps_si512({x}[1]);
+    __m512i magnitude = _mm512_set1_epi32(0x7fffffff), half = _mm512_set1_epi32(0x8000);
+    __m512i largest = _mm512_max_epi32(
+        _mm512_and_si512(first, magnitude), _mm512_and_si512(second, magnitude));
+    if (C10_LIKELY(!_mm512_cmpgt_epi32_mask(largest, _mm512_set1_epi32(0x7f7f7fff)))) {{
+        __m512i uppers = _mm512_set_epi32(UPPERS), lowers = _mm512_set_epi32(LOWERS);
+        __m512i upper = _mm512_permutex2var_epi16(
+            _mm512_add_epi32(first, half), uppers, _mm512_add_epi32(second, half));
+        return {{upper, _mm512_permutex2var_epi16(first, lowers, second)}};
+    }}
+#elif defined(CPU_CAPABILITY_AVX2)
+    __m256i first = _mm256_castps_si256({x}[0]), second = _mm256_castps_si256({x}[1]);
+    __m256i magnitude = _mm256_set1_epi32(0x7fffffff), half = _mm256_set1_epi32(0x8000);
+    __m256i largest = _mm256_max_epi32(
+        _mm256_and_si256(first, magnitude), _mm256_and_si256(second, magnitude));
+    __m256i over = _mm256_cmpgt_epi32(largest, _mm256_set1_epi32(0x7f7f7fff));
+    if (C10_LIKELY(_mm256_testz_si256(over, over))) {{
+        __m256i mask = _mm256_set1_epi32(0xffff);
+        __m256i upper = _mm256_packus_epi32(
+            _mm256_srli_epi32(_mm256_add_epi32(first, half), 16),
+            _mm256_srli_epi32(_mm256_add_epi32(second, half), 16));
+        __m256i lower = _mm256_packus_epi32(_mm256_and_si256(first, mask), _mm256_and_si256(second, mask));
+        return {{_mm256_permute4x64_epi64(upper, 0xd8), _mm256_permute4x64_epi64(lower, 0xd8)}};
+    }}
+#endif""".replace("UPPERS", _every_second_half(1)).replace("LOWERS", _every_second_half(0))
+
+_HALVES_ONE_BY_ONE = """
+[&]() -> std::pair<{upper}, {lower}> {{BY_INSTRUCTION
+    __at_align__ float x[{n}];
+    __at_align__ at::BFloat16 upper_halves[{n}];
+    __at_align__ int16_t lower_halves[{n}];
+    {x}.store(x, {n});
+    for (int i = 0; i < {n}; ++i) {{
+        upper_halves[i] = {of_upper};
+        lower_halves[i] = {of_lower};
+    }}
+    return {{{upper}::loadu(upper_halves, {n}), {lower}::loadu(lower_halves, {n})}};
+}}()
+"""
+
+_WHOLE_BY_INSTRUCTION = """
+#if defined(CPU_CAPABILITY_AVX512)
+    auto whole = [](__m512 hi, __m256i rest) {{
+        __m512 value = _mm512_castsi512_ps(
+            _mm512_add_epi32(_mm512_castps_si512(hi), _mm512_cvtepi16_epi32(rest)));
+        __m512 off = _mm512_abs_ps(_mm512_sub_ps(value, hi));
+        __m512 infinite = _mm512_set1_ps(std::numeric_limits<float>::infinity());
+        return _mm512_mask_mov_ps(hi, _mm512_cmp_ps_mask(off, infinite, _CMP_LT_OQ), value);
+    }};
+    __m512i rests = {rest};
+    return at::vec::VectorizedN<float,2>(
+        at::vec::Vectorized<float>(whole({hi}[0], _mm512_castsi512_si256(rests))),
+        at::vec::Vectorized<float>(whole({hi}[1], _mm512_extracti64x4_epi64(rests, 1))));
+#elif defined(CPU_CAPABILITY_AVX2)
+    auto whole = [](__m256 hi, __m128i rest) {{
+        __m256 value = _mm256_castsi256_ps(
+            _mm256_add_epi32(_mm256_castps_si256(hi), _mm256_cvtepi16_epi32(rest)));
+        __m256 off = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), _mm256_sub_ps(value, hi));
+        __m256 infinite = _mm256_set1_ps(std::numeric_limits<float>::infinity());
+        return _mm256_blendv_ps(hi, value, _mm256_cmp_ps(off, infinite, _CMP_LT_OQ));
+    }};
+    __m256i rests = {rest};
+    return at::vec::VectorizedN<float,2>(
+        at::vec::Vectorized<float>(whole({hi}[0], _mm256_castsi256_si128(rests))),
+        at::vec::Vectorized<float>(whole({hi}[1], _mm256_extracti128_si256(rests, 1))));
+#endif"""
+
+_WHOLE_ONE_BY_ONE = """
+[&]() -> decltype({hi}) {{BY_INSTRUCTION
+    __at_align__ float upper[{n}];
+    __at_align__ int16_t lower[{n}];
+    {hi}.store(upper, {n});
+    {rest}.store(lower, {n});
+    for (int i = 0; i < {n}; ++i)
+        upper[i] = {of_each};
+    return decltype({hi})::loadu(upper, {n});
+}}()
+"""
