@@ -130,6 +130,8 @@ def heavyball(parameters: Parameters) -> Step:
 _PEERS: Sequence[Peer] = (
     Peer("light", ours("light"), 18, compiles=True),
     Peer("plus", ours("plus"), 22, compiles=True),
+    Peer("light, exact", ours("light", error_format="exact"), 18, compiles=True),
+    Peer("plus, exact", ours("plus", error_format="exact"), 22, compiles=True),
     Peer("torch fp32 fused", torch_adamw(fused=True), 28, torch.float32),
     Peer("torch bf16 foreach", torch_adamw(foreach=True), 14),
     Peer("torch bf16 fused", torch_adamw(fused=True), 14),
@@ -137,8 +139,6 @@ _PEERS: Sequence[Peer] = (
     Peer("eager Collage light", eager_collage(plus=False), 18),
     Peer("eager Collage plus", eager_collage(plus=True), 22),
     Peer("light, CUDA graphs", ours("light", mode="reduce-overhead"), 18, devices=("cuda",), compiles=True),
-    Peer("light, exact", ours("light", error_format="exact"), 20, compiles=True),
-    Peer("plus, exact", ours("plus", error_format="exact"), 22, compiles=True),
     Peer("plus, CUDA graphs", ours("plus", mode="reduce-overhead"), 22, devices=("cuda",), compiles=True),
     Peer("full", ours("full"), 26, compiles=True),
     Peer("full, native", ours("full", arithmetic="native"), 26, compiles=True),

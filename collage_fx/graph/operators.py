@@ -128,17 +128,23 @@ def _interpret(trace: GraphModule, inputs: Sequence[Any]) -> list[Any]:
     return [values[result] for result in pytree.tree_leaves(trace.graph.output_node().args)]
 
 
-def _round(device: torch.device, dtype: torch.dtype) -> Callable[[Sequence[Any]], Any]:
-    """The code of ``round_to_storage`` for an element: see Note [A rounding in C++ is a conversion]."""
-    if takes_our_cpp(device):
-        return lambda inputs: rounded_in_cpp(inputs[0], dtype)
-    return lambda inputs: _interpret(_trace(arithmetic.round_to_storage, FLOATS[:1], (dtype,)), inputs)[0]
+def _elementwise(
+    function: Callable[..., Tensor], dtypes: tuple[torch.dtype, ...], in_cpp: Callable[..., Any]
+) -> Callable[..., Callable[[Sequence[Any]], Any]]:
+    """How an elementwise operator is lowered: for a device and its constants, the code for an element.
 
+    Args:
+        function: of tensors of the dtypes, and of the constants: what it computes.
+        dtypes: of its tensors.
+        in_cpp: of values of the tensors, and of the constants: the same in C++ that may contain code of ours.
+    """
 
-def _rest(device: torch.device) -> Callable[[Sequence[Any]], Any]:
-    if takes_our_cpp(device):
-        return lambda inputs: rest_in_cpp(*inputs)
-    return lambda inputs: _interpret(_trace(arithmetic.rest, FLOATS[:2]), inputs)[0]
+    def lowered(device: torch.device, *constants: Any) -> Callable[[Sequence[Any]], Any]:
+        if takes_our_cpp(device):
+            return lambda inputs: in_cpp(*inputs, *constants)
+        return lambda inputs: _interpret(_trace(function, dtypes, constants), inputs)[0]
+
+    return lowered
 
 
 def _operands(tensors: Sequence[Any]) -> Sequence[Any]:
@@ -177,32 +183,25 @@ def _size_bin(inputs: Sequence[Any], dtype: torch.dtype) -> Any:
     return _interpret(_trace(measures.size_bin, FLOATS[:3], (dtype,)), inputs)[0]
 
 
-def _lower_half(device: torch.device) -> Callable[[Sequence[Any]], Any]:
-    if takes_our_cpp(device):
-        return lambda inputs: lower_half_in_cpp(inputs[0])
-    return lambda inputs: _interpret(_trace(arithmetic.lower_half, FLOATS[:1]), inputs)[0]
+#: Operators of which an element of the result is made of the same element of the operands.
+ELEMENTWISE = (
+    # See Note [A rounding in C++ is a conversion].
+    (round_to_storage, arithmetic.round_to_storage, FLOATS[:1], rounded_in_cpp, torch.float32),
+    (rest, arithmetic.rest, FLOATS[:2], rest_in_cpp, torch.float32),
+    (UPPER_HALF, arithmetic.upper_half, FLOATS[:1], upper_half_in_cpp, torch.float32),
+    (LOWER_HALF, arithmetic.lower_half, FLOATS[:1], lower_half_in_cpp, torch.int16),
+    (
+        WITH_LOWER_HALF,
+        arithmetic.with_lower_half,
+        (torch.float32, torch.int16),
+        with_lower_half_in_cpp,
+        torch.float32,
+    ),
+)
 
-
-def _upper_half(device: torch.device) -> Callable[[Sequence[Any]], Any]:
-    if takes_our_cpp(device):
-        return lambda inputs: upper_half_in_cpp(inputs[0])
-    return lambda inputs: _interpret(_trace(arithmetic.upper_half, FLOATS[:1]), inputs)[0]
-
-
-def _with_lower_half(device: torch.device) -> Callable[[Sequence[Any]], Any]:
-    if takes_our_cpp(device):
-        return lambda inputs: with_lower_half_in_cpp(*inputs)
-    return lambda inputs: _interpret(
-        _trace(arithmetic.with_lower_half, (torch.float32, torch.int16)), inputs
-    )[0]
-
-
+for _operator, _function, _dtypes, _in_cpp, _result in ELEMENTWISE:
+    register_pointwise_lowering(_operator, _elementwise(_function, _dtypes, _in_cpp), dtype=_result)
 register_realizing_lowering(once)
-register_pointwise_lowering(UPPER_HALF, _upper_half, dtype=torch.float32)
-register_pointwise_lowering(LOWER_HALF, _lower_half, dtype=torch.int16)
-register_pointwise_lowering(WITH_LOWER_HALF, _with_lower_half, dtype=torch.float32)
-register_pointwise_lowering(round_to_storage, _round, dtype=torch.float32)
-register_pointwise_lowering(rest, _rest, dtype=torch.float32)
 register_summing_lowering(
     update_sums,
     lambda inputs: _interpret(_trace(_terms, FLOATS[: len(inputs)]), inputs),

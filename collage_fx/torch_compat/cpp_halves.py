@@ -12,7 +12,13 @@ from typing import Any
 import torch
 from torch._inductor.virtualized import V
 
-from collage_fx.torch_compat.patch_cpp_conversions import announce, inductors_text, new_variable
+from collage_fx.torch_compat.patch_cpp_conversions import (
+    announce,
+    converted,
+    fills_two_vectors,
+    inductors_text,
+    new_variable,
+)
 
 __all__: list[str] = []
 
@@ -23,7 +29,7 @@ def upper_half(value: Any) -> Any:
         stored = new_variable(f"{_halves(value)}.first", torch.bfloat16, value)
     else:
         stored = new_variable(_UPPER_OF_SCALAR.format(x=value), torch.bfloat16, value)
-    near = new_variable(f"({inductors_text(stored, torch.float32, torch.bfloat16)})", torch.float32, stored)
+    near = converted(stored, torch.float32, torch.bfloat16)
     announce(near, torch.bfloat16, stored)
     return near
 
@@ -39,7 +45,7 @@ def with_lower_half(hi: Any, rest: Any) -> Any:
     """Write the code for the number of which these are the halves."""
     if not hi.is_vec:
         return new_variable(_WHOLE_OF_SCALARS.format(hi=hi, rest=rest), torch.float32, hi, rest)
-    by_instruction = _WHOLE_BY_INSTRUCTION.format(hi=hi, rest=rest) if _fills_two_vectors(hi) else ""
+    by_instruction = _WHOLE_BY_INSTRUCTION.format(hi=hi, rest=rest) if fills_two_vectors(hi) else ""
     one_by_one = _WHOLE_ONE_BY_ONE.format(
         hi=hi,
         rest=rest,
@@ -51,7 +57,7 @@ def with_lower_half(hi: Any, rest: Any) -> Any:
 
 def _halves(value: Any) -> Any:
     """The variable with both halves of a vector."""
-    by_instruction = _HALVES_BY_INSTRUCTION.format(x=value) if _fills_two_vectors(value) else ""
+    by_instruction = _HALVES_BY_INSTRUCTION.format(x=value) if fills_two_vectors(value) else ""
     one_by_one = _HALVES_ONE_BY_ONE.format(
         x=value,
         n=V.kernel.tiling_factor,
@@ -61,13 +67,6 @@ def _halves(value: Any) -> Any:
         of_lower=_LOWER_OF_SCALAR.format(x="x[i]"),
     )
     return new_variable(one_by_one.replace("BY_INSTRUCTION", by_instruction), torch.int16, value)
-
-
-def _fills_two_vectors(value: Any) -> bool:
-    """Whether a kernel handles as many float32 numbers at a time as a vector has 16-bit numbers."""
-    return inductors_text(value, torch.bfloat16, torch.float32).startswith(
-        "at::vec::convert<at::BFloat16,1,float,2>("
-    )
 
 
 #: The bits of a float32 number are those of its magnitude and a sign. From 0x7f7f8000 on a magnitude becomes

@@ -46,7 +46,7 @@ def rest(value: Any, hi: Any) -> Any:
     """
     text = (_REST_OF_VECTORS if value.is_vec else _REST_OF_SCALARS).format(x=value, hi=hi)
     rest = new_variable(text, torch.float32, value, hi)
-    if inductors_text(rest, torch.bfloat16, torch.float32).startswith(_CONVERT):
+    if fills_two_vectors(rest):
         text = _REST_BY_INSTRUCTION.format(x=value, hi=hi, rest=rest)
         announce(rest, torch.bfloat16, new_variable(text, torch.bfloat16, value, hi))
     return rest
@@ -72,6 +72,11 @@ def conversion_text(source: Any, dtype: torch.dtype, source_dtype: torch.dtype) 
 def inductors_text(source: Any, dtype: torch.dtype, source_dtype: torch.dtype) -> str:
     """The text that Inductor writes for a conversion."""
     return str(V.kernel.get_to_dtype_expr(source, dtype, source_dtype))
+
+
+def fills_two_vectors(value: Any) -> bool:
+    """Whether a float32 variable is of two vectors: as many numbers as a vector has of 16 bits."""
+    return inductors_text(value, torch.bfloat16, torch.float32).startswith(_CONVERT)
 
 
 def announce(source: Any, dtype: torch.dtype, converted: Any) -> None:
