@@ -41,7 +41,15 @@ from torch.fx import GraphModule, Node
 
 from collage_fx import numerics, torch_compat
 from collage_fx.graph.operator_facts import facts_of
-from collage_fx.numerics import LOWER_HALF, UPPER_HALF, WITH_LOWER_HALF, arithmetic, define_operator
+from collage_fx.numerics import (
+    LOWER_HALF,
+    ULP_PARTS,
+    UPPER_HALF,
+    WITH_LOWER_HALF,
+    WITH_ULP_PARTS,
+    arithmetic,
+    define_operator,
+)
 from collage_fx.numerics import update_sums as measures
 from collage_fx.torch_compat import (
     FakeTensorMode,
@@ -58,8 +66,10 @@ from collage_fx.torch_compat import (
     rest_in_cpp,
     rounded_in_cpp,
     takes_our_cpp,
+    ulp_parts_in_cpp,
     upper_half_in_cpp,
     with_lower_half_in_cpp,
+    with_ulp_parts_in_cpp,
 )
 
 __all__ = ["REVISION", "once", "rest", "round_to_storage", "update_sizes", "update_sums"]
@@ -195,6 +205,14 @@ ELEMENTWISE = (
         arithmetic.with_lower_half,
         (torch.float32, torch.int16),
         with_lower_half_in_cpp,
+        torch.float32,
+    ),
+    (ULP_PARTS, arithmetic.ulp_parts, FLOATS[:2], ulp_parts_in_cpp, torch.int16),
+    (
+        WITH_ULP_PARTS,
+        arithmetic.with_ulp_parts,
+        (torch.float32, torch.int16),
+        with_ulp_parts_in_cpp,
         torch.float32,
     ),
 )

@@ -186,6 +186,31 @@ def with_lower_half(hi: Tensor, rest: Tensor) -> Tensor:
     return torch.where((value - hi).abs() < float("inf"), value, hi)
 
 
+def ulp_parts(value: Tensor, hi: Tensor) -> Tensor:
+    """What float32 ``value`` exceeds ``hi``, the float16 number nearest to it, by: in 2**-15 of hi's ulp.
+
+    Int16, to nearest even, at most 2**14 in magnitude; zero where ``hi``, given in float32, is not finite.
+    """
+    scale = ((254 << 23) - _part_of_ulp(hi)).view(torch.float32)  # 1 / part
+    parts = torch.round((value - hi) * scale)
+    return torch.where(hi.abs() < float("inf"), parts, 0.0).to(torch.int16)
+
+
+def with_ulp_parts(hi: Tensor, parts: Tensor) -> Tensor:
+    """The float32 number that exceeds ``hi``, float32 on the grid of float16, by so many parts of its ulp.
+
+    Inverts :func:`ulp_parts`; exact. It is ``hi`` where that is not finite.
+    """
+    return hi + parts.to(torch.float32) * _part_of_ulp(hi).view(torch.float32)
+
+
+def _part_of_ulp(hi: Tensor) -> Tensor:
+    """The bits of 2**-15 of the ulp that a float16 number, given in float32, has in float16."""
+    exponent = hi.view(torch.int32) & _FLOAT32_INFINITY
+    exponent = torch.maximum(exponent, _int32(_float32_exponent(FLOAT16.min_exponent), hi))
+    return exponent - ((FLOAT16.precision - 1 + 15) << 23)
+
+
 def round_to_storage(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Round float32 ``x`` to nearest even in ``dtype``, *returned as float32*.
 

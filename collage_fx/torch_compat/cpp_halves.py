@@ -1,8 +1,8 @@
-"""The C++ of a float32 number's halves, bfloat16 and a 16-bit integer: rests on ``at::vec``.
+"""The C++ of a float32 number's halves, a 16-bit number and a 16-bit integer: rests on ``at::vec``.
 
 What they are says ``numerics/error_formats/exact.py``. A kernel handles as many numbers at a time as a vector
-holds of either half: two vectors of float32. Where the processor has vectors of another kind, or a number in
-one is infinite, NaN or would become so, they are handled one by one.
+holds of either half: two vectors of float32. Where the processor has vectors of another kind, or (in the
+halves of bfloat16) a number in one is infinite, NaN or would become so, they are handled one by one.
 """
 
 from __future__ import annotations
@@ -43,16 +43,38 @@ def lower_half(value: Any) -> Any:
 
 def with_lower_half(hi: Any, rest: Any) -> Any:
     """Write the code for the number of which these are the halves."""
-    if not hi.is_vec:
-        return new_variable(_WHOLE_OF_SCALARS.format(hi=hi, rest=rest), torch.float32, hi, rest)
-    by_instruction = _WHOLE_BY_INSTRUCTION.format(hi=hi, rest=rest) if fills_two_vectors(hi) else ""
-    one_by_one = _WHOLE_ONE_BY_ONE.format(
+    return _joined(hi, rest, _WHOLE_OF_SCALARS, _WHOLE_BY_INSTRUCTION)
+
+
+def ulp_parts(value: Any, hi: Any) -> Any:
+    """Write the code for what a number exceeds the nearest float16 number by, in parts of its ulp."""
+    if not value.is_vec:
+        return new_variable(_PARTS_OF_SCALARS.format(x=value, hi=hi), torch.int16, value, hi)
+    by_instruction = _PARTS_BY_INSTRUCTION.format(x=value, hi=hi) if fills_two_vectors(value) else ""
+    one_by_one = _PARTS_ONE_BY_ONE.format(
+        x=value,
         hi=hi,
-        rest=rest,
         n=V.kernel.tiling_factor,
-        of_each=_WHOLE_OF_SCALARS.format(hi="upper[i]", rest="lower[i]"),
+        parts=f"decltype({inductors_text(value, torch.int16, torch.float32)})",
+        of_each=_PARTS_OF_SCALARS.format(x="x[i]", hi="near[i]"),
     )
-    return new_variable(one_by_one.replace("BY_INSTRUCTION", by_instruction), torch.float32, hi, rest)
+    return new_variable(one_by_one.replace("BY_INSTRUCTION", by_instruction), torch.int16, value, hi)
+
+
+def with_ulp_parts(hi: Any, parts: Any) -> Any:
+    """Write the code for the number that exceeds a float16 number by so many parts of its ulp."""
+    return _joined(hi, parts, _WITH_PARTS_OF_SCALARS, _WITH_PARTS_BY_INSTRUCTION)
+
+
+def _joined(hi: Any, rest: Any, of_scalars: str, by_instruction: str) -> Any:
+    """Write the code for a number that is made of a float32 number and a 16-bit integer."""
+    if not hi.is_vec:
+        return new_variable(of_scalars.format(hi=hi, rest=rest), torch.float32, hi, rest)
+    one_by_one = _JOINED_ONE_BY_ONE.format(
+        hi=hi, rest=rest, n=V.kernel.tiling_factor, of_each=of_scalars.format(hi="upper[i]", rest="lower[i]")
+    )
+    filled = by_instruction.format(hi=hi, rest=rest) if fills_two_vectors(hi) else ""
+    return new_variable(one_by_one.replace("BY_INSTRUCTION", filled), torch.float32, hi, rest)
 
 
 def _halves(value: Any) -> Any:
@@ -162,7 +184,7 @@ _WHOLE_BY_INSTRUCTION = """
         at::vec::Vectorized<float>(whole({hi}[1], _mm256_extracti128_si256(rests, 1))));
 #endif"""
 
-_WHOLE_ONE_BY_ONE = """
+_JOINED_ONE_BY_ONE = """
 [&]() -> decltype({hi}) {{BY_INSTRUCTION
     __at_align__ float upper[{n}];
     __at_align__ int16_t lower[{n}];
@@ -173,3 +195,86 @@ _WHOLE_ONE_BY_ONE = """
     return decltype({hi})::loadu(upper, {n});
 }}()
 """
+
+#: In the bits of float32 numbers: (e + 127) << 23 are those of 2**e; 0x7f800000 masks that, 0x38800000 are
+#: those of float16's smallest normal number, 25 << 23 takes a number's exponent to 2**-15 of its ulp.
+_PARTS_OF_SCALARS = (
+    "[](float x, float hi) {{ "
+    "uint32_t exponent = std::max(c10::bit_cast<uint32_t>(hi) & 0x7f800000, 0x38800000u); "
+    "float scale = c10::bit_cast<float>((254u << 23) - (exponent - (25u << 23))); "
+    "return static_cast<int16_t>(exponent < 0x7f800000 ? std::nearbyint((x - hi) * scale) : 0.0f); "
+    "}}({x}, {hi})"
+)
+
+_WITH_PARTS_OF_SCALARS = (
+    "[](float hi, int16_t rest) {{ "
+    "uint32_t exponent = std::max(c10::bit_cast<uint32_t>(hi) & 0x7f800000, 0x38800000u); "
+    "return hi + rest * c10::bit_cast<float>(exponent - (25u << 23)); }}({hi}, {rest})"
+)
+
+_PARTS_BY_INSTRUCTION = """
+#if defined(CPU_CAPABILITY_AVX512)
+    auto of_vector = [](__m512 x, __m512 hi) {{
+        __m512i infinity = _mm512_set1_epi32(0x7f800000);
+        __m512i exponent = _mm512_and_si512(_mm512_castps_si512(hi), infinity);
+        __mmask16 finite = _mm512_cmplt_epi32_mask(exponent, infinity);
+        exponent = _mm512_max_epi32(exponent, _mm512_set1_epi32(0x38800000));
+        __m512 scale = _mm512_castsi512_ps(_mm512_sub_epi32(_mm512_set1_epi32((254u + 25) << 23), exponent));
+        return _mm512_cvtepi32_epi16(
+            _mm512_maskz_cvtps_epi32(finite, _mm512_mul_ps(_mm512_sub_ps(x, hi), scale)));
+    }};
+    return {{_mm512_inserti64x4(
+        _mm512_castsi256_si512(of_vector({x}[0], {hi}[0])), of_vector({x}[1], {hi}[1]), 1)}};
+#elif defined(CPU_CAPABILITY_AVX2)
+    auto of_vector = [](__m256 x, __m256 hi) {{
+        __m256i infinity = _mm256_set1_epi32(0x7f800000);
+        __m256i exponent = _mm256_and_si256(_mm256_castps_si256(hi), infinity);
+        __m256i finite = _mm256_cmpgt_epi32(infinity, exponent);
+        exponent = _mm256_max_epi32(exponent, _mm256_set1_epi32(0x38800000));
+        __m256 scale = _mm256_castsi256_ps(_mm256_sub_epi32(_mm256_set1_epi32((254u + 25) << 23), exponent));
+        return _mm256_and_si256(
+            finite, _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_sub_ps(x, hi), scale)));
+    }};
+    __m256i packed = _mm256_packs_epi32(of_vector({x}[0], {hi}[0]), of_vector({x}[1], {hi}[1]));
+    return {{_mm256_permute4x64_epi64(packed, 0xd8)}};
+#endif"""
+
+_PARTS_ONE_BY_ONE = """
+[&]() -> {parts} {{BY_INSTRUCTION
+    __at_align__ float x[{n}];
+    __at_align__ float near[{n}];
+    __at_align__ int16_t parts[{n}];
+    {x}.store(x, {n});
+    {hi}.store(near, {n});
+    for (int i = 0; i < {n}; ++i)
+        parts[i] = {of_each};
+    return {parts}::loadu(parts, {n});
+}}()
+"""
+
+_WITH_PARTS_BY_INSTRUCTION = """
+#if defined(CPU_CAPABILITY_AVX512)
+    auto whole = [](__m512 hi, __m256i rest) {{
+        __m512i exponent = _mm512_max_epi32(
+            _mm512_and_si512(_mm512_castps_si512(hi), _mm512_set1_epi32(0x7f800000)),
+            _mm512_set1_epi32(0x38800000));
+        __m512 part = _mm512_castsi512_ps(_mm512_sub_epi32(exponent, _mm512_set1_epi32(25 << 23)));
+        return _mm512_add_ps(hi, _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(rest)), part));
+    }};
+    __m512i rests = {rest};
+    return at::vec::VectorizedN<float,2>(
+        at::vec::Vectorized<float>(whole({hi}[0], _mm512_castsi512_si256(rests))),
+        at::vec::Vectorized<float>(whole({hi}[1], _mm512_extracti64x4_epi64(rests, 1))));
+#elif defined(CPU_CAPABILITY_AVX2)
+    auto whole = [](__m256 hi, __m128i rest) {{
+        __m256i exponent = _mm256_max_epi32(
+            _mm256_and_si256(_mm256_castps_si256(hi), _mm256_set1_epi32(0x7f800000)),
+            _mm256_set1_epi32(0x38800000));
+        __m256 part = _mm256_castsi256_ps(_mm256_sub_epi32(exponent, _mm256_set1_epi32(25 << 23)));
+        return _mm256_add_ps(hi, _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepi16_epi32(rest)), part));
+    }};
+    __m256i rests = {rest};
+    return at::vec::VectorizedN<float,2>(
+        at::vec::Vectorized<float>(whole({hi}[0], _mm256_castsi256_si128(rests))),
+        at::vec::Vectorized<float>(whole({hi}[1], _mm256_extracti128_si256(rests, 1))));
+#endif"""

@@ -14,7 +14,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.codegen import cpp as cpp_module
 from torch._inductor.virtualized import V, ops
 
-from collage_fx.torch_compat.cpp_halves import lower_half, upper_half, with_lower_half
+from collage_fx.torch_compat.cpp_halves import lower_half, ulp_parts, upper_half, with_lower_half, with_ulp_parts
 from collage_fx.torch_compat.patch_cpp_conversions import bfloat16_by_instruction, rest, rounded
 from collage_fx.torch_compat.patch_cpp_loads import fetching_ahead
 from collage_fx.torch_compat.patch_cpp_sums import SUM, summand, summing
@@ -25,8 +25,10 @@ __all__ = [
     "rest_in_cpp",
     "rounded_in_cpp",
     "takes_our_cpp",
+    "ulp_parts_in_cpp",
     "upper_half_in_cpp",
     "with_lower_half_in_cpp",
+    "with_ulp_parts_in_cpp",
 ]
 
 
@@ -131,18 +133,36 @@ def with_lower_half_in_cpp(hi: Any, rest: Any) -> Any:
     return ops.inline_asm_elementwise(hi, rest, asm=_WHOLE, dtype=torch.float32)
 
 
+#: The texts that stand for parts of a float16 number's ulp, and for a number with them.
+_PARTS, _WITH_PARTS = "collage_fx: ulp parts", "collage_fx: with ulp parts"
+
+
+def ulp_parts_in_cpp(value: Any, hi: Any) -> Any:
+    """``value - hi`` of float32 elements in a C++ kernel, as an integer, in 2**-15 of hi's ulp in float16."""
+    return ops.inline_asm_elementwise(value, hi, asm=_PARTS, dtype=torch.int16)
+
+
+def with_ulp_parts_in_cpp(hi: Any, parts: Any) -> Any:
+    """The float32 element in a C++ kernel that is so many parts of an ulp from ``hi``."""
+    return ops.inline_asm_elementwise(hi, parts, asm=_WITH_PARTS, dtype=torch.float32)
+
+
+_WRITERS: dict[str, Callable[..., Any]] = {
+    _REST: rest,
+    _UPPER: upper_half,
+    _LOWER: lower_half,
+    _WHOLE: with_lower_half,
+    _PARTS: ulp_parts,
+    _WITH_PARTS: with_ulp_parts,
+}
+
+
 def _with_our_code(original: Callable[..., Any]) -> Callable[..., Any]:
     """``inline_asm_elementwise`` that knows :func:`rounded_in_cpp`, :func:`rest_in_cpp` and sums."""
 
     def inline_asm_elementwise(self: Any, *inputs: Any, asm: str, **options: Any) -> Any:
-        if asm == _REST:
-            return rest(*_all_vectors_or_none(inputs))
-        if asm == _UPPER:
-            return upper_half(*inputs)
-        if asm == _LOWER:
-            return lower_half(*inputs)
-        if asm == _WHOLE:
-            return with_lower_half(*_all_vectors_or_none(inputs))
+        if asm in _WRITERS:
+            return _WRITERS[asm](*_all_vectors_or_none(inputs))
         if asm.startswith(SUM):
             return summand(_all_vectors_or_none(inputs), asm)
         if asm in _ROUNDINGS:

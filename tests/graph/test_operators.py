@@ -11,7 +11,14 @@ from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
 
 from collage_fx.graph.operators import rest, round_to_storage
-from collage_fx.numerics import LOWER_HALF, UPPER_HALF, WITH_LOWER_HALF, arithmetic
+from collage_fx.numerics import (
+    LOWER_HALF,
+    ULP_PARTS,
+    UPPER_HALF,
+    WITH_LOWER_HALF,
+    WITH_ULP_PARTS,
+    arithmetic,
+)
 from collage_fx.torch_compat.patch_cpp_roundings import writing_our_cpp
 
 DTYPES = [torch.bfloat16, torch.float16]
@@ -97,20 +104,35 @@ def _halves() -> Tensor:
     return torch.cat([finite, bits.flatten().view(torch.float32)])
 
 
+def _bfloat16_halves(value: Tensor) -> tuple[Tensor, Tensor]:
+    return UPPER_HALF(value), LOWER_HALF(value)
+
+
+def _float16_halves(value: Tensor) -> tuple[Tensor, Tensor]:
+    hi = round_to_storage(value, torch.float16)
+    return hi, ULP_PARTS(value, hi)
+
+
 @pytest.mark.parametrize("simdlen", VECTORS)
-def test_cpp_splits_and_joins_halves_in_every_vector_length(simdlen: int | None) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cpp_splits_and_joins_halves_in_every_vector_length(dtype: torch.dtype, simdlen: int | None) -> None:
+    join, split = {
+        torch.bfloat16: (WITH_LOWER_HALF, _bfloat16_halves),
+        torch.float16: (WITH_ULP_PARTS, _float16_halves),
+    }[dtype]
+
     def step(x: Tensor, one: Tensor, hi: Tensor, rest: Tensor, again: Tensor, seen: Tensor) -> None:
-        value = WITH_LOWER_HALF(hi.float(), rest)
+        value = join(hi.float(), rest)
         again.copy_(value)
-        new = x * one
-        seen.copy_(UPPER_HALF(new))
-        hi.copy_(UPPER_HALF(new).to(torch.bfloat16))
-        rest.copy_(LOWER_HALF(new))
+        new_hi, new_rest = split(x * one)
+        seen.copy_(new_hi)
+        hi.copy_(new_hi.to(dtype))
+        rest.copy_(new_rest)
 
     def run(function: object) -> list[Tensor]:
         x = _halves()
         generator = torch.Generator().manual_seed(1)  # what somebody else may have left there
-        hi = x[torch.randperm(len(x), generator=generator)].to(torch.bfloat16)
+        hi = x[torch.randperm(len(x), generator=generator)].to(dtype)
         rest = torch.randint(-(2**15), 2**15, x.shape, generator=generator).to(torch.int16)
         outputs = [hi, rest, torch.zeros_like(x), torch.zeros_like(x)]
         assert callable(function)
@@ -143,6 +165,22 @@ def test_halves_are_the_number() -> None:
         (LOWER_HALF, (x[:7],)),
         (WITH_LOWER_HALF, (x[:7], rest[:7])),
     ):
+        torch.library.opcheck(operator, given, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_ulp_parts_are_the_rest_of_the_number() -> None:
+    """Exact where float32's numbers are multiples of a part, off by half a part of the smallest elsewhere."""
+    x = torch.cat([_halves(), _patterns()])
+    hi = x.half().float()
+    parts = ULP_PARTS(x, hi)
+    kept, exact = hi.isfinite(), x.abs() >= 2.0**-16
+    whole = WITH_ULP_PARTS(hi, parts)
+    assert torch.equal(whole[kept & exact], x[kept & exact])
+    assert ((whole.double() - x.double()).abs()[kept & ~exact] <= 2.0**-40).all()
+    assert torch.equal(_bits(whole[~kept]), _bits(hi[~kept]))
+    assert not parts[~kept].any()
+    assert parts.abs().max() == 2**14
+    for operator, given in ((ULP_PARTS, (x[:7], hi[:7])), (WITH_ULP_PARTS, (hi[:7], parts[:7]))):
         torch.library.opcheck(operator, given, test_utils=("test_schema", "test_faketensor"))
 
 

@@ -8,15 +8,24 @@ trace both into the graph. Another format is another file here, and a place in t
 from __future__ import annotations
 
 from collage_fx.numerics.error_formats.base import AuxiliarySpec, ErrorFormat
-from collage_fx.numerics.error_formats.exact import LOWER_HALF, UPPER_HALF, WITH_LOWER_HALF, Exact
+from collage_fx.numerics.error_formats.exact import (
+    LOWER_HALF,
+    ULP_PARTS,
+    UPPER_HALF,
+    WITH_LOWER_HALF,
+    WITH_ULP_PARTS,
+    Exact,
+)
 from collage_fx.numerics.error_formats.fp32 import Fp32
 from collage_fx.numerics.error_formats.mcf import Mcf
 
 __all__ = [
     "ERROR_FORMATS",
     "LOWER_HALF",
+    "ULP_PARTS",
     "UPPER_HALF",
     "WITH_LOWER_HALF",
+    "WITH_ULP_PARTS",
     "AuxiliarySpec",
     "ErrorFormat",
     "Exact",

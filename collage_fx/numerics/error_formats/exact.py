@@ -12,7 +12,7 @@ from collage_fx.numerics.error_formats.base import AuxiliarySpec, ErrorFormat
 from collage_fx.numerics.formats import BFLOAT16
 from collage_fx.numerics.operators import define_operator
 
-__all__ = ["LOWER_HALF", "UPPER_HALF", "WITH_LOWER_HALF"]
+__all__ = ["LOWER_HALF", "ULP_PARTS", "UPPER_HALF", "WITH_LOWER_HALF", "WITH_ULP_PARTS"]
 
 
 class Exact(ErrorFormat):
@@ -46,22 +46,13 @@ class Exact(ErrorFormat):
         near = hi.to(torch.float32)
         if hi.dtype == BFLOAT16.dtype:
             return WITH_LOWER_HALF(near, rest)
-        value = near + rest.to(torch.float32) * _unit(near)
-        return torch.where(near.abs() < torch.inf, value, near)
+        return WITH_ULP_PARTS(near, rest)
 
     def split(self, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
         if dtype == BFLOAT16.dtype:
             return UPPER_HALF(value).to(dtype), LOWER_HALF(value)
         hi = value.to(dtype)
-        near = hi.to(torch.float32)
-        rest = torch.round((value - near) / _unit(near))
-        return hi, torch.where(near.abs() < torch.inf, rest, 0.0).to(torch.int16)
-
-
-def _unit(hi: Tensor) -> Tensor:
-    """2**-15 of an ulp of a float16 number, which is given in float32."""
-    exponent = (hi.view(torch.int32) & 0x7F800000).clamp(min=(127 - 14) << 23)
-    return (exponent - (25 << 23)).view(torch.float32)
+        return hi, ULP_PARTS(value, hi.to(torch.float32))
 
 
 #: :func:`arithmetic.upper_half` as one operator.
@@ -81,6 +72,22 @@ LOWER_HALF = define_operator(
 WITH_LOWER_HALF = define_operator(
     "with_lower_half(Tensor hi, Tensor rest) -> Tensor",
     arithmetic.with_lower_half,
+    None,
+    torch.Tag.pointwise,
+)
+
+#: :func:`arithmetic.ulp_parts` as one operator.
+ULP_PARTS = define_operator(
+    "ulp_parts(Tensor value, Tensor hi) -> Tensor",
+    arithmetic.ulp_parts,
+    lambda value, hi: torch.empty_like(value, dtype=torch.int16),
+    torch.Tag.pointwise,
+)
+
+#: :func:`arithmetic.with_ulp_parts` as one operator.
+WITH_ULP_PARTS = define_operator(
+    "with_ulp_parts(Tensor hi, Tensor parts) -> Tensor",
+    arithmetic.with_ulp_parts,
     None,
     torch.Tag.pointwise,
 )
