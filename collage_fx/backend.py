@@ -15,7 +15,7 @@ from collage_fx.compilation import Backend, Compilation
 from collage_fx.errors import InvalidOptionError
 from collage_fx.graph import Arithmetic, Strategy, device_facts
 from collage_fx.lowering import JOINT_GRAPH_SETTINGS, forget_kernels
-from collage_fx.options import MODES, Options, refuse_unless
+from collage_fx.options import DEFAULT_FORMATS, MODES, Options, refuse_unless
 from collage_fx.pipeline import PIPELINE, Pass
 from collage_fx.report import CollageReport, plot
 from collage_fx.runtime import Metrics, prepare_compiler
@@ -36,8 +36,9 @@ class CollageBackend(Backend):
             ``"none"``: none, plain Inductor. ``"light"``: parameters. ``"plus"``: parameters, and optimizer
             state whose recurrence loses bits in its storage format. ``"full"``: every one that carries
             something from step to step.
-        error_format: ``"mcf"``: an error term of the tensor's own dtype (the paper's). ``"exact"``: the other
-            16 bits of a float32 number, in as many bytes. ``"fp32"``: a float32 master copy, for comparison.
+        error_format: ``"exact"``: the other 16 bits of a float32 number, the default. ``"mcf"``: an error term
+            of the tensor's own dtype, in as many bytes (the paper's; the default of ``native``). ``"fp32"``:
+            a float32 master copy, for comparison.
         arithmetic: ``"wide"``: the step is computed on float32 values of ``hi + lo`` and split once at the
             store. ``"native"``: the paper's algorithms in the storage format, every operation rounded; needs
             ``"mcf"``.
@@ -58,7 +59,7 @@ class CollageBackend(Backend):
     def __init__(
         self,
         strategy: Strategy = "plus",
-        error_format: str = "mcf",
+        error_format: str | None = None,
         arithmetic: Arithmetic = "wide",
         metrics: bool = False,
         metrics_every: int = 1,
@@ -66,6 +67,8 @@ class CollageBackend(Backend):
         mode: str | None = None,
         passes: Sequence[Pass] = PIPELINE,
     ) -> None:
+        if error_format is None:
+            error_format = DEFAULT_FORMATS["native" if arithmetic == "native" else "wide"]
         options = strategy, error_format, arithmetic, metrics, metrics_every, strict, mode, tuple(passes)
         super().__init__(Options(*options))
 

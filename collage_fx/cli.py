@@ -109,7 +109,7 @@ def _add_optimizer_options(parser: argparse.ArgumentParser) -> None:
     add("--dtype", type=_one_of(DTYPES), default="bfloat16", help="of the parameters (bfloat16)")
     add("--shape", action="append", metavar="M,N", help="of a parameter; may be repeated (64,64 and 64)")
     add("--strategy", type=_one_of(get_args(Strategy)), default="plus", help="none, light, plus or full")
-    add("--error-format", type=_one_of(ERROR_FORMATS), default="mcf", help=formats)
+    add("--error-format", type=_one_of(ERROR_FORMATS), help=formats)
     add("--arithmetic", type=_one_of(get_args(Arithmetic)), default="wide", help="wide or native")
 
 

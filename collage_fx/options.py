@@ -11,6 +11,12 @@ from collage_fx.graph import Arithmetic, Reason, Strategy
 from collage_fx.numerics import ERROR_FORMATS
 from collage_fx.pipeline import PIPELINE, Pass, refuse_incomplete
 
+#: The error format in which each arithmetic computes by default.
+DEFAULT_FORMATS = {
+    "wide": next(iter(ERROR_FORMATS)),
+    "native": next(name for name, fmt in ERROR_FORMATS.items() if fmt.is_double_word),
+}
+
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
@@ -43,8 +49,8 @@ class Options:
 
     def __post_init__(self) -> None:
         refuse_unless("strategy", self.strategy, get_args(Strategy))
-        refuse_unless("error_format", self.error_format, tuple(ERROR_FORMATS))
         refuse_unless("arithmetic", self.arithmetic, get_args(Arithmetic))
+        refuse_unless("error_format", self.error_format, tuple(ERROR_FORMATS))
         refuse_unless("metrics", self.metrics, (True, False))
         if type(self.metrics_every) is not int or self.metrics_every < 1:
             raise InvalidOptionError(

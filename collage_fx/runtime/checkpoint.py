@@ -245,7 +245,8 @@ def _keyed_auxiliaries(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[
         if (expansion := expansion_of(tensor)) is not None:
             specs = expansion.format.auxiliaries(tensor)
             for spec, auxiliary in zip(specs, expansion.auxiliaries, strict=True):
-                yield f"{name}.{expansion.format.name}.{spec.name}", distributed_like(tensor, auxiliary)
+                saved = distributed_like(tensor, spec.saved(auxiliary))
+                yield f"{name}.{expansion.format.name}.{spec.name}", saved
             yield f"{name}.{expansion.format.name}.{FINGERPRINT}", _fingerprint_of(tensor, expansion)
 
 
@@ -460,15 +461,15 @@ def _refuse_mismatch(saved: Auxiliaries, owner: Tensor, dtype: torch.dtype, wher
         raise _mismatch(f"error terms {sorted(saved)} where {sorted(expected)} belong together", where)
     for spec in specs:
         tensor = saved[name, spec.name]
-        if tensor.shape != spec.shape:
+        if tensor.shape != spec.saved_shape:
             raise _mismatch(
                 f"an error term of shape {tuple(tensor.shape)} where a tensor of shape {tuple(owner.shape)} "
-                f"has one of {tuple(spec.shape)}",
+                f"has one of {spec.saved_shape}",
                 where,
             )
-        if tensor.dtype != spec.dtype and not _is_cast(saved):
+        if tensor.dtype != spec.saved_dtype and not _is_cast(saved):
             raise _mismatch(
-                f"an error term of {tensor.dtype} where a {dtype} tensor has one of {spec.dtype}", where
+                f"an error term of {tensor.dtype} where a {dtype} tensor has one of {spec.saved_dtype}", where
             )
         if tensor.is_floating_point() and not local_tensor(tensor).isfinite().all():
             raise _mismatch("an error term that is not finite", where)
@@ -540,8 +541,8 @@ def _put_beside(hi: Tensor, auxiliaries: Auxiliaries, name: str, claims: Claims)
         reset_error_terms(hi)
     expansion, pieces = ensure_expansion(hi, error_format, name=name), pieces_of(hi)
     specs = error_format.auxiliaries(hi)
-    found = (auxiliaries[error_format.name, spec.name].to(spec.dtype) for spec in specs)
-    expansion.replace_contents([local_tensor(each, pieces) for each in found])
+    found = (local_tensor(auxiliaries[error_format.name, spec.name], pieces) for spec in specs)
+    expansion.replace_contents([spec.loaded(each) for spec, each in zip(specs, found, strict=True)])
     claims.add(name, expansion, _number_in(auxiliaries, hi))
 
 
@@ -560,9 +561,10 @@ def _add_to(value: Tensor, auxiliaries: Auxiliaries) -> bool:
     number, pieces, here = _number_in(auxiliaries, value), pieces_of(value), local_tensor(value.detach())
     for dtype in STORAGE_FORMATS:
         hi = here.to(dtype)
-        found = [auxiliaries.get((error_format.name, spec.name)) for spec in error_format.auxiliaries(hi)]
-        if all(each is not None and each.shape == value.shape for each in found):
-            terms = [local_tensor(each, pieces) for each in found if each is not None]
+        specs = error_format.auxiliaries(torch.empty(value.shape, dtype=dtype, device="meta"))
+        found = [(spec, auxiliaries.get((error_format.name, spec.name))) for spec in specs]
+        if all(each is not None and each.shape == spec.saved_shape for spec, each in found):
+            terms = [spec.loaded(local_tensor(each, pieces)) for spec, each in found if each is not None]
             differs = torch.stack([(hi.to(here.dtype) != here).sum(), number - fingerprint(hi, terms)])
             if not (differs if pieces is None else pieces.sum(differs)).any():
                 for term in error_format.error_terms(hi, *terms):

@@ -177,13 +177,14 @@ def load_full_state_dict(
     optimizer: Optimizer,
     weights: Mapping[str, Any] | str | os.PathLike[str],
     *,
-    error_format: str = "mcf",
+    error_format: str = "exact",
 ) -> None:
     """Load weights of more bits than the model's parameters have, and keep the rest in error terms.
 
     A bfloat16 or float16 parameter becomes the weight, in float32, rounded to nearest, and its error term
-    what is left of it. With "fp32" their sum is the weight; with "mcf" it is off by at most 2**-16 of it
-    beside bfloat16, and by at most 2**-22 of it or 2**-25 beside float16. Compiled steps go on from there.
+    what is left of it. With "exact" and "fp32" their sum is the weight (with "exact" beside float16 it is off
+    by at most 2**-40); with "mcf" it is off by at most 2**-16 of it beside bfloat16, and by at most 2**-22 of
+    it or 2**-25 beside float16. Compiled steps go on from there.
     The optimizer's state is left as it is.
 
     Args:

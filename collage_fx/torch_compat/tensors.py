@@ -189,11 +189,17 @@ def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def distributed_like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """A DTensor in pieces as ``tensor`` is, of which ``local`` is this process's; itself if that is none."""
+    """A DTensor in pieces as ``tensor`` is, of which ``local`` is this process's; itself if that is none.
+
+    ``local`` may have further dimensions, of each of the elements.
+    """
     whole: Any = tensor
     if (pieces := pieces_of(tensor)) is None:
         return local
-    made = whole.from_local(local, *pieces, run_check=False, shape=whole.shape, stride=whole.stride())
+    further = local.shape[whole.dim() :]
+    shape = (*whole.shape, *further)
+    stride = (*(step * further.numel() for step in whole.stride()), *local.stride()[whole.dim() :])
+    made = whole.from_local(local, *pieces, run_check=False, shape=torch.Size(shape), stride=stride)
     return cast(torch.Tensor, made)
 
 

@@ -7,7 +7,7 @@ trace both into the graph. Another format is another file here, and a place in t
 
 from __future__ import annotations
 
-from collage_fx.numerics.error_formats.base import AuxiliarySpec, ErrorFormat
+from collage_fx.numerics.error_formats.base import AuxiliarySpec, ErrorBound, ErrorFormat
 from collage_fx.numerics.error_formats.exact import (
     LOWER_HALF,
     ULP_PARTS,
@@ -27,11 +27,12 @@ __all__ = [
     "WITH_LOWER_HALF",
     "WITH_ULP_PARTS",
     "AuxiliarySpec",
+    "ErrorBound",
     "ErrorFormat",
     "Exact",
     "Fp32",
     "Mcf",
 ]
 
-#: The registered formats by name; the first is the default.
-ERROR_FORMATS: dict[str, ErrorFormat] = {fmt.name: fmt for fmt in (Mcf(), Exact(), Fp32())}
+#: The registered formats by name. The first that the arithmetic can use is the default.
+ERROR_FORMATS: dict[str, ErrorFormat] = {fmt.name: fmt for fmt in (Exact(), Mcf(), Fp32())}

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from collage_fx.numerics import arithmetic
+from collage_fx.numerics.formats import storage_format
 
 
 class AuxiliarySpec(NamedTuple):
@@ -38,11 +40,49 @@ class AuxiliarySpec(NamedTuple):
         """The bytes of the tensor's elements."""
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def saved_shape(self) -> tuple[int, ...]:
+        """The sizes of :meth:`saved`."""
+        return (*self.shape, self.dtype.itemsize) if self._is_saved_as_bytes else self.shape
+
+    @property
+    def saved_dtype(self) -> torch.dtype:
+        """The dtype of :meth:`saved`."""
+        return torch.uint8 if self._is_saved_as_bytes else self.dtype
+
+    def saved(self, buffer: Tensor) -> Tensor:
+        """The buffer as a checkpoint holds it, in the same memory: wide integers as bytes, in a dimension more.
+
+        Plain PyTorch casts what it loads to the parameter's dtype: a floating-point format holds every byte,
+        and not every integer of 16 bits.
+        """
+        return buffer.unsqueeze(-1).view(torch.uint8) if self._is_saved_as_bytes else buffer
+
+    def loaded(self, saved: Tensor) -> Tensor:
+        """The inverse of :meth:`saved`, of an ordinary tensor: maybe the same memory."""
+        if not self._is_saved_as_bytes:
+            return saved.to(self.dtype)
+        return saved.to(torch.uint8).contiguous().view(self.dtype).squeeze(-1)
+
+    @property
+    def _is_saved_as_bytes(self) -> bool:
+        return not self.dtype.is_floating_point and self.dtype.itemsize > 1
+
     def zeros(self, device: torch.device) -> Tensor:
         """A new tensor of this kind, filled with zeros."""
         if self.stride is None:
             return torch.zeros(self.shape, dtype=self.dtype, device=device)
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device).zero_()
+
+
+class ErrorBound(NamedTuple):
+    """How far ``join(split(x))`` may be from a float32 x of which hi is finite.
+
+    ``max(relative * |x|, absolute)``.
+    """
+
+    relative: Fraction = Fraction(0)
+    absolute: Fraction = Fraction(0)
 
 
 class ErrorFormat(ABC):
@@ -82,6 +122,10 @@ class ErrorFormat(ABC):
         """
 
     @abstractmethod
+    def error_bound(self, dtype: torch.dtype) -> ErrorBound:
+        """How near the value is to the number that was split, beside a hi of ``dtype``."""
+
+    @abstractmethod
     def join(self, hi: Tensor, *auxiliaries: Tensor) -> Tensor:
         """The float32 value, of hi's shape."""
 
@@ -117,6 +161,13 @@ class OneErrorTerm(ErrorFormat):
 
     def auxiliaries(self, hi: Tensor) -> Sequence[AuxiliarySpec]:
         return (AuxiliarySpec.like(hi, "lo", self.lo_dtype(hi.dtype)),)
+
+    def error_bound(self, dtype: torch.dtype) -> ErrorBound:
+        """lo is rounded, and it is u of the value at most: nothing is lost of it in float32."""
+        if self.lo_dtype(dtype) == torch.float32:
+            return ErrorBound()
+        fmt = storage_format(dtype)
+        return ErrorBound(fmt.unit_roundoff**2, fmt.quantum / 2)
 
     def join(self, hi: Tensor, *auxiliaries: Tensor) -> Tensor:
         return arithmetic.join(hi, *auxiliaries)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 
 import torch
 from torch import Tensor
 
 from collage_fx.numerics import arithmetic
-from collage_fx.numerics.error_formats.base import AuxiliarySpec, ErrorFormat
+from collage_fx.numerics.error_formats.base import AuxiliarySpec, ErrorBound, ErrorFormat
 from collage_fx.numerics.formats import BFLOAT16
 from collage_fx.numerics.operators import define_operator
 
@@ -40,6 +41,10 @@ class Exact(ErrorFormat):
 
     def auxiliaries(self, hi: Tensor) -> Sequence[AuxiliarySpec]:
         return (AuxiliarySpec.like(hi, "rest", torch.int16),)
+
+    def error_bound(self, dtype: torch.dtype) -> ErrorBound:
+        """None; below 2**-16 float16's ulp is 2**-24, and the integer's unit so much that half of it is 2**-40."""
+        return ErrorBound() if dtype == BFLOAT16.dtype else ErrorBound(absolute=Fraction(1, 2**40))
 
     def join(self, hi: Tensor, *auxiliaries: Tensor) -> Tensor:
         (rest,) = auxiliaries
