@@ -114,6 +114,7 @@ STRATEGIES = {
         Strategy("none", {"strategy": "none"}, "#D55E00", "-"),
         Strategy("light", {"strategy": "light"}, "#56B4E9", "-"),
         Strategy("plus", {"strategy": "plus"}, "#0072B2", "--"),
+        Strategy("plus, mcf", {"strategy": "plus", "error_format": "mcf"}, "#009E73", "-."),
         Strategy(BASELINE, {"strategy": "full", "error_format": "fp32"}, "#000000", ":"),
     )
 }
