@@ -36,9 +36,9 @@ class CollageBackend(Backend):
             ``"none"``: none, plain Inductor. ``"light"``: parameters. ``"plus"``: parameters, and optimizer
             state whose recurrence loses bits in its storage format. ``"full"``: every one that carries
             something from step to step.
-        error_format: ``"exact"``: the other 16 bits of a float32 number, the default. ``"mcf"``: an error term
-            of the tensor's own dtype, in as many bytes (the paper's; the default of ``native``). ``"fp32"``:
-            a float32 master copy, for comparison.
+        error_format: ``"exact"``: the other 16 bits of a float32 number, the default. ``"mcf"``: an error
+            term of the tensor's own dtype, in as many bytes (the paper's; the default of ``native``).
+            ``"fp32"``: a float32 master copy, for comparison.
         arithmetic: ``"wide"``: the step is computed on float32 values of ``hi + lo`` and split once at the
             store. ``"native"``: the paper's algorithms in the storage format, every operation rounded; needs
             ``"mcf"``.

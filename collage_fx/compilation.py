@@ -528,7 +528,7 @@ class Compilation:
         rows: list[TensorReport] = []
         repetition = program.repetition
         for state in program.states:
-            row = tensor_report(program, state)
+            row = tensor_report(state)
             suffixes = [name.removeprefix(state.placeholder.name) for name in row.inputs]
             for index in repetition.copies[state.position]:
                 hi = state.placeholder.name if repetition.is_of_one else input_name(index)

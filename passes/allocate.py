@@ -40,7 +40,7 @@ class Allocate(Pass):
             hi = tensor_value(state.placeholder)
             assert hi is not None
             auxiliaries = []
-            for spec in program.error_format.auxiliaries(hi):
+            for spec in state.error_format.auxiliaries(hi):
                 with editor.graph.inserting_after(last):
                     last = editor.graph.placeholder(f"{state.placeholder.name}_{spec.name}")
                 with editor.fake_mode:
@@ -56,4 +56,4 @@ def _reads(program: StepProgram) -> Iterator[ReadExpansion]:
     mutated = {state.position for state in program.states}
     for position, node in enumerate(placeholders(program.gm.graph)):
         if position in program.already_compensated - mutated and is_low_precision_tensor(node):
-            yield ReadExpansion(node, position, program.inputs[position])
+            yield ReadExpansion(node, position, program.inputs[position], program.error_format)

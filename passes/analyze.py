@@ -75,19 +75,21 @@ class Analyze(Pass):
             verdict = judge(recurrence, storage_format(placeholder.meta["val"].dtype))
             program.states.append(StateTensor(placeholder, position, info, store, recurrence, verdict))
         for state in program.states:
-            state.compensated, state.selection = _select(program, state, flow)
+            selected, state.selection = _select(program, state, flow)
+            if selected:
+                state.chosen_format = program.error_format
         sources = [*kept_up, *(state.placeholder for state in program.compensated)]
         whole = {*sources, *map(_stored, program.compensated)}
         for state in program.states:
             if not _is_overwritten_parameter(state):
                 is_copy = state.info.role is Role.STATE and _stored(state) in whole
                 if is_copy and not state.compensated and program.strategy != "none":
-                    state.compensated, state.selection = True, "a copy of what has error terms"
+                    _compensate(program, state, "a copy of what has error terms")
                 continue
             if _is_computed_from(sources, state, flow):
-                state.compensated, state.selection = True, "computed from state that is compensated"
+                _compensate(program, state, "computed from state that is compensated")
             elif program.is_recorded and program.strategy != "none":
-                state.compensated, state.selection = True, "a parameter, in a part of a recorded step"
+                _compensate(program, state, "a parameter, in a part of a recorded step")
                 if _is_made_of_bits(state):
                     state.refusal = ROUNDED_BITS
         for state in program.compensated:
@@ -159,6 +161,10 @@ def _select(program: StepProgram, state: StateTensor, flow: _Flow) -> tuple[bool
     if state.verdict.lossy and any(_stands_for(state, other, flow) for other in program.states):
         return True, f"{program.strategy}: a parameter is overwritten with what it accumulates"
     return False, "not lossy" if program.strategy == "plus" else f"{program.strategy}: parameters only"
+
+
+def _compensate(program: StepProgram, state: StateTensor, why: str) -> None:
+    state.chosen_format, state.selection = program.error_format, why
 
 
 def _is_overwritten_parameter(state: StateTensor) -> bool:

@@ -83,7 +83,7 @@ class CompensateNative(Pass):
             restore(editor, state, skip)
         editor.finish()
         for state, skip in zip(program.compensated, skips, strict=True):
-            intend(editor, program.error_format, state, skip)
+            intend(editor, state, skip)
         return program.compensation
 
 

@@ -60,15 +60,15 @@ class CompensateWide(Pass):
         for state in program.compensated:
             _refuse_lost_value(program, state, order)
         for expansion in program.expansions:
-            _load_expansion(editor, program, expansion)
+            _load_expansion(editor, expansion)
         terms = [fed_back(state, program.states) for state in program.compensated]
         for state, own_term in zip(program.compensated, terms, strict=True):
-            _store_expansion(editor, program, state, own_term)
+            _store_expansion(editor, state, own_term)
         for state, skip in zip(program.compensated, skips, strict=True):
             restore(editor, state, skip)
         editor.finish()
         for state, skip in zip(program.compensated, skips, strict=True):
-            intend(editor, program.error_format, state, skip)
+            intend(editor, state, skip)
         return program.compensation
 
 
@@ -84,12 +84,12 @@ def _load_moved_expansion(editor: GraphEditor, state: StateTensor) -> None:
             )
 
 
-def _load_expansion(editor: GraphEditor, program: StepProgram, state: StateTensor | ReadExpansion) -> None:
+def _load_expansion(editor: GraphEditor, state: StateTensor | ReadExpansion) -> None:
     """Have every reader of hi as float32 read the whole value, hi and its error terms joined."""
     loads = [user for user in state.placeholder.users if is_conversion(user)]
     if not loads:
         return
-    fmt = program.error_format
+    fmt = state.error_format
     with editor.graph.inserting_before(loads[0]):
         (value,) = editor.inline(
             fmt.join, state.placeholder, *state.auxiliaries, elementwise=fmt.is_elementwise
@@ -128,11 +128,9 @@ def _refuse_lost_value(program: StepProgram, state: StateTensor, order: Mapping[
         )
 
 
-def _store_expansion(
-    editor: GraphEditor, program: StepProgram, state: StateTensor, own_term: Collection[Node]
-) -> None:
+def _store_expansion(editor: GraphEditor, state: StateTensor, own_term: Collection[Node]) -> None:
     """Replace the rounding cast in front of the store by the split; nodes in ``own_term`` read its result."""
-    fmt, value = program.error_format, new_value(state)
+    fmt, value = state.error_format, new_value(state)
     readers = [user for user in value.users if user in own_term]
     with editor.graph.inserting_before(value.next if readers else state.store):
         opaque = _rounded_on_the_way(value)

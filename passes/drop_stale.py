@@ -34,11 +34,11 @@ class DropStale(Pass):
         return any(_is_sum(state) for state in program.compensated)
 
     def run(self, program: StepProgram) -> str:
-        editor, fmt = GraphEditor(program.gm, self.name), program.error_format
+        editor = GraphEditor(program.gm, self.name)
         sums = [state for state in program.compensated if _is_sum(state)]
         first_operation = placeholders(editor.graph)[-1].next
         for state in sums:
-            half_quantum = float(state.format.quantum / 2)
+            fmt, half_quantum = state.error_format, float(state.format.quantum / 2)
             readers = [
                 (user, auxiliary)
                 for auxiliary in state.auxiliaries

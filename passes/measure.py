@@ -86,7 +86,7 @@ def _sum(
     after = [stored(stores[into]) for into in before]
     with editor.graph.inserting_before(first_store):
         old = editor.convert(state.placeholder, torch.float32)
-        old_lo, new_lo = (_error(editor, program.error_format, each) for each in (before, after))
+        old_lo, new_lo = (_error(editor, state.chosen_format, each) for each in (before, after))
         new = editor.convert(after[0], torch.float32)
         if program.strategy == "none" and new is not after[0]:
             # Compiled code may hold the value as it was before: Note [Rounding must survive lowering].
@@ -98,9 +98,9 @@ def _sum(
             editor.store(into, values)
 
 
-def _error(editor: GraphEditor, fmt: ErrorFormat, expansion: Sequence[Node]) -> Node | None:
+def _error(editor: GraphEditor, fmt: ErrorFormat | None, expansion: Sequence[Node]) -> Node | None:
     """The float32 sum of an expansion's error terms; None where there is hi alone."""
-    if len(expansion) == 1:
+    if fmt is None:
         return None
     terms = editor.inline(fmt.error_terms, *expansion, elementwise=fmt.is_elementwise)
     wide = (editor.convert(term, torch.float32) for term in terms)
@@ -114,7 +114,6 @@ def _intend(editor: GraphEditor, program: StepProgram, states: list[StateTensor]
     Normalize().run(reference)
     Widen().run(reference)
     joined = {state.position: state for state in program.expansions if state.auxiliaries}
-    fmt = program.error_format
     graph = reference.gm.graph
     stores = copies_to_inputs(graph)
     position_of = {node: i for i, node in enumerate(placeholders(graph))}
@@ -127,6 +126,7 @@ def _intend(editor: GraphEditor, program: StepProgram, states: list[StateTensor]
                 if source in position_of and position_of[source] in joined:
                     owner = joined[position_of[source]]
                     expansion = (owner.placeholder, *owner.auxiliaries)
+                    fmt = owner.error_format
                     (copied[node],) = editor.inline(fmt.join, *expansion, elementwise=fmt.is_elementwise)
                 else:
                     args, kwargs = map_arg((node.args, node.kwargs), copied.__getitem__)

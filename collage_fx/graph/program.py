@@ -110,7 +110,7 @@ class StateTensor:
         info: name and role.
         store: its ``copy_`` in the epilogue.
         recurrence, verdict: how its new value depends on its old one, and whether storing it loses bits.
-        compensated: set by ``analyze``: whether it becomes an expansion, by ``selection``.
+        chosen_format: set by ``analyze``: the error format in which it becomes an expansion, if it does.
         selection: why it is, or is not, compensated under the chosen strategy.
         refusal: set by the compensating pass where it could not keep the error term, and why.
         auxiliaries: set by ``allocate``: placeholders of its error format's auxiliary tensors.
@@ -124,12 +124,23 @@ class StateTensor:
     store: Node
     recurrence: Recurrence
     verdict: Verdict
-    compensated: bool = False
+    chosen_format: ErrorFormat | None = None
     selection: str = ""
     refusal: str = ""
     auxiliaries: tuple[Node, ...] = ()
     intended: Node | None = None
     row: tuple[Node, ...] = ()
+
+    @property
+    def compensated(self) -> bool:
+        """Whether it gets error terms."""
+        return self.chosen_format is not None
+
+    @property
+    def error_format(self) -> ErrorFormat:
+        """The error format of a tensor that becomes an expansion."""
+        assert self.chosen_format is not None
+        return self.chosen_format
 
     @property
     def carries_its_old_value(self) -> bool:
@@ -160,12 +171,13 @@ class ReadExpansion:
     A parameter in the update of its moving average, say: the average is one of hi + lo, not of hi.
 
     Attributes:
-        placeholder, position, info, auxiliaries: as in :class:`StateTensor`.
+        placeholder, position, info, error_format, auxiliaries: as in :class:`StateTensor`.
     """
 
     placeholder: Node
     position: int
     info: InputInfo
+    error_format: ErrorFormat
     auxiliaries: tuple[Node, ...] = ()
 
 

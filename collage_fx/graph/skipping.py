@@ -24,7 +24,6 @@ from collage_fx.graph.editor import GraphEditor
 from collage_fx.graph.nodes import copies_to_inputs, operands_of, reached, stored, unconverted
 from collage_fx.graph.operator_facts import passed_operand
 from collage_fx.graph.program import StateTensor
-from collage_fx.numerics import ErrorFormat
 
 __all__ = ["intend", "restore", "set_aside", "unless_skipped"]
 
@@ -65,14 +64,14 @@ def set_aside(state: StateTensor) -> Skip | None:
     return skip
 
 
-def intend(editor: GraphEditor, error_format: ErrorFormat, state: StateTensor, skip: Skip | None) -> None:
+def intend(editor: GraphEditor, state: StateTensor, skip: Skip | None) -> None:
     """Set the intended value of a tensor: its old value in a step that is skipped.
 
     To be called when the graph is finished: nothing reads the intended value unless the step is measured.
     """
     if skip is not None and state.intended is not None:
         with editor.graph.inserting_before(state.store):
-            (old,) = editor.inline(error_format.join, state.placeholder, *state.auxiliaries)
+            (old,) = editor.inline(state.error_format.join, state.placeholder, *state.auxiliaries)
             state.intended = skip.between(editor, old, state.intended)
 
 

@@ -125,8 +125,11 @@ def lower(
     why.sort(key=lambda reason: WAYS.index(reason[0]))
     if (first := next((fault for way, fault in why if way == "by the usual code"), None)) is not None:
         warn(_failed(first, program.infos))
-    owners = [index for state in program.expansions for index in repetition.copies[state.position]]
-    bindings = [bind(index, program.infos[index], program.error_format) for index in owners]
+    bindings = [
+        bind(index, program.infos[index], state.error_format)
+        for state in program.expansions
+        for index in repetition.copies[state.position]
+    ]
     expected = _expected(program, extended, all_layouts=not_in_parts is None)
     unit: Unit = "whole" if not_in_parts is not None else "in parts" if repetition.is_of_one else "by family"
     if not_compiled is not None:

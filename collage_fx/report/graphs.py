@@ -119,7 +119,7 @@ class GraphReport:
             for strategy, error_format in choices:
                 program.strategy, program.error_format = strategy, ERROR_FORMATS[error_format]
                 run_pipeline(program, [analysis])
-                rows.append([tensor_report(program, state) for state in program.states])
+                rows.append([tensor_report(state) for state in program.states])
         return rows
 
     def pictures(self, tensor: str | None = None) -> tuple[Picture, Picture]:

@@ -10,7 +10,7 @@ from typing import Any
 import sympy
 import torch
 
-from collage_fx.graph import Kind, Role, StateTensor, StepProgram
+from collage_fx.graph import Kind, Role, StateTensor
 from collage_fx.numerics import short_name
 from collage_fx.torch_compat import current_size
 
@@ -68,7 +68,7 @@ class TensorReport:
         return f"{self.reason}; {'' if self.compensated else 'no '}error terms ({self.selection})"
 
 
-def tensor_report(program: StepProgram, state: StateTensor) -> TensorReport:
+def tensor_report(state: StateTensor) -> TensorReport:
     """The row of one state tensor, free of references to graphs and tensors."""
     value = state.value
     shape = tuple(map(current_size, value.shape))
@@ -85,9 +85,9 @@ def tensor_report(program: StepProgram, state: StateTensor) -> TensorReport:
         reason=state.verdict.reason,
         compensated=state.compensated,
         selection=state.selection,
-        error_format=program.error_format.name if state.compensated else "",
+        error_format=state.error_format.name if state.compensated else "",
         bytes=like.nbytes,
-        error_bytes=program.error_format.nbytes(like) if state.compensated else 0,
+        error_bytes=state.error_format.nbytes(like) if state.compensated else 0,
         inputs=(state.placeholder.name, *(node.name for node in state.auxiliaries)),
     )
 

@@ -14,7 +14,13 @@ from torch._inductor import config as inductor_config
 from torch._inductor.codegen import cpp as cpp_module
 from torch._inductor.virtualized import V, ops
 
-from collage_fx.torch_compat.cpp_halves import lower_half, ulp_parts, upper_half, with_lower_half, with_ulp_parts
+from collage_fx.torch_compat.cpp_halves import (
+    lower_half,
+    ulp_parts,
+    upper_half,
+    with_lower_half,
+    with_ulp_parts,
+)
 from collage_fx.torch_compat.patch_cpp_conversions import bfloat16_by_instruction, rest, rounded
 from collage_fx.torch_compat.patch_cpp_loads import fetching_ahead
 from collage_fx.torch_compat.patch_cpp_sums import SUM, summand, summing

@@ -179,7 +179,9 @@ def test_bounds_are_those_of_the_docs(fmt: str, dtype: torch.dtype, relative: fl
 
 @each_format
 @each_dtype
-def test_saved_auxiliaries_survive_what_plain_torch_does_to_state(fmt: ErrorFormat, dtype: torch.dtype) -> None:
+def test_saved_auxiliaries_survive_what_plain_torch_does_to_state(
+    fmt: ErrorFormat, dtype: torch.dtype
+) -> None:
     """``Optimizer.load_state_dict`` casts everything to the parameter's dtype."""
     hi, *auxiliaries = fmt.split(torch.randn(5, 3, generator=torch.Generator().manual_seed(0)), dtype)
     for spec, buffer in zip(fmt.auxiliaries(hi), auxiliaries, strict=True):

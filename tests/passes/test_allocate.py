@@ -21,7 +21,7 @@ def test_inputs_are_appended(error_format: str, name: str, dtype: torch.dtype) -
 
 def test_nothing_to_allocate() -> None:
     program = after(captured(sgd, "m g"), "analyze")
-    program.states[0].compensated = False
+    program.states[0].chosen_format = None
     before = str(program.gm.graph)
     from collage_fx.passes.allocate import Allocate
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from collage_fx.numerics.error_formats import AuxiliarySpec, ErrorFormat
+from collage_fx.numerics import storage_format
+from collage_fx.numerics.error_formats import AuxiliarySpec, ErrorBound, ErrorFormat
 
 __all__ = ["OWN_FORMATS", "BytePlanes", "RowScales"]
 
@@ -28,6 +29,9 @@ class BytePlanes(ErrorFormat):
             AuxiliarySpec.like(hi, "upper", torch.int8),
             AuxiliarySpec.like(hi, "lower", torch.uint8),
         )
+
+    def error_bound(self, dtype: torch.dtype) -> ErrorBound:
+        return ErrorBound()
 
     def join(self, hi: Tensor, *auxiliaries: Tensor) -> Tensor:
         upper, lower = (auxiliary.to(torch.int32) for auxiliary in auxiliaries)
@@ -58,6 +62,11 @@ class RowScales(ErrorFormat):
             AuxiliarySpec.like(hi, "lo", torch.int8),
             AuxiliarySpec("scale", torch.float32, (*hi.shape[:-1], 1)),
         )
+
+    def error_bound(self, dtype: torch.dtype) -> ErrorBound:
+        """That of hi alone: a row's largest rest may leave no unit for a small number's."""
+        fmt = storage_format(dtype)
+        return ErrorBound(fmt.unit_roundoff, fmt.quantum / 2)
 
     def join(self, hi: Tensor, *auxiliaries: Tensor) -> Tensor:
         lo, scale = auxiliaries

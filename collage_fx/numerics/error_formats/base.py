@@ -51,7 +51,7 @@ class AuxiliarySpec(NamedTuple):
         return torch.uint8 if self._is_saved_as_bytes else self.dtype
 
     def saved(self, buffer: Tensor) -> Tensor:
-        """The buffer as a checkpoint holds it, in the same memory: wide integers as bytes, in a dimension more.
+        """The buffer as a checkpoint holds it, in the same memory: wide integers as bytes, a dimension more.
 
         Plain PyTorch casts what it loads to the parameter's dtype: a floating-point format holds every byte,
         and not every integer of 16 bits.
@@ -163,7 +163,7 @@ class OneErrorTerm(ErrorFormat):
         return (AuxiliarySpec.like(hi, "lo", self.lo_dtype(hi.dtype)),)
 
     def error_bound(self, dtype: torch.dtype) -> ErrorBound:
-        """lo is rounded, and it is u of the value at most: nothing is lost of it in float32."""
+        """That of rounding lo, which is u of the value at most; in float32 it is not rounded."""
         if self.lo_dtype(dtype) == torch.float32:
             return ErrorBound()
         fmt = storage_format(dtype)

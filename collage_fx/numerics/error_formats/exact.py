@@ -43,7 +43,7 @@ class Exact(ErrorFormat):
         return (AuxiliarySpec.like(hi, "rest", torch.int16),)
 
     def error_bound(self, dtype: torch.dtype) -> ErrorBound:
-        """None; below 2**-16 float16's ulp is 2**-24, and the integer's unit so much that half of it is 2**-40."""
+        """None; below 2**-16 float16's ulp is 2**-24, of which half the integer's unit is 2**-40."""
         return ErrorBound() if dtype == BFLOAT16.dtype else ErrorBound(absolute=Fraction(1, 2**40))
 
     def join(self, hi: Tensor, *auxiliaries: Tensor) -> Tensor:
