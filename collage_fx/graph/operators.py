@@ -42,23 +42,31 @@ from torch.fx import GraphModule, Node
 from collage_fx import numerics, torch_compat
 from collage_fx.graph.operator_facts import facts_of
 from collage_fx.numerics import (
+    DITHERED,
     LOWER_HALF,
+    PHASES,
+    SPACING,
     ULP_PARTS,
     UPPER_HALF,
     WITH_LOWER_HALF,
     WITH_ULP_PARTS,
     arithmetic,
     define_operator,
+    dithered,
+    phase_at,
 )
 from collage_fx.numerics import update_sums as measures
 from collage_fx.torch_compat import (
     FakeTensorMode,
     Sums,
+    dithered_in_cpp,
     functional_decompositions,
     lower_half_in_cpp,
     make_fx,
+    phases_in_cpp,
     pointwise_of,
     pytree,
+    register_placed_lowering,
     register_pointwise_lowering,
     register_realizing_lowering,
     register_sampling_lowering,
@@ -193,6 +201,14 @@ def _size_bin(inputs: Sequence[Any], dtype: torch.dtype) -> Any:
     return _interpret(_trace(measures.size_bin, FLOATS[:3], (dtype,)), inputs)[0]
 
 
+def _phase_of_element(device: torch.device, *values: Any) -> Any:
+    """The phase of an element, given its place and the phase of the first element: Note [Dither]."""
+    if takes_our_cpp(device):
+        return phases_in_cpp(*values, spacing=SPACING)
+    (phase,) = _interpret(_trace(phase_at, (torch.int32,) * len(values)), values)
+    return phase
+
+
 #: Operators of which an element of the result is made of the same element of the operands.
 ELEMENTWISE = (
     # See Note [A rounding in C++ is a conversion].
@@ -207,6 +223,7 @@ ELEMENTWISE = (
         with_lower_half_in_cpp,
         torch.float32,
     ),
+    (DITHERED, dithered, (torch.float32, torch.int32), dithered_in_cpp, torch.float32),
     (ULP_PARTS, arithmetic.ulp_parts, FLOATS[:2], ulp_parts_in_cpp, torch.int16),
     (
         WITH_ULP_PARTS,
@@ -219,6 +236,7 @@ ELEMENTWISE = (
 
 for _operator, _function, _dtypes, _in_cpp, _result in ELEMENTWISE:
     register_pointwise_lowering(_operator, _elementwise(_function, _dtypes, _in_cpp), dtype=_result)
+register_placed_lowering(PHASES, _phase_of_element, dtype=torch.int32)
 register_realizing_lowering(once)
 register_summing_lowering(
     update_sums,

@@ -110,7 +110,7 @@ _WHOLE_OF_SCALARS = (
 )
 
 
-def _every_second_half(first: int) -> str:
+def every_second_half(first: int) -> str:
     """The indices of 16-bit numbers of two AVX-512 vectors, every second one, as 32-bit integers."""
     return ",".join(f"{place}|{place + 2}<<16" for place in reversed(range(first, first + 64, 4)))
 
@@ -141,7 +141,7 @@ _HALVES_BY_INSTRUCTION = """
         __m256i lower = _mm256_packus_epi32(_mm256_and_si256(first, mask), _mm256_and_si256(second, mask));
         return {{_mm256_permute4x64_epi64(upper, 0xd8), _mm256_permute4x64_epi64(lower, 0xd8)}};
     }}
-#endif""".replace("UPPERS", _every_second_half(1)).replace("LOWERS", _every_second_half(0))
+#endif""".replace("UPPERS", every_second_half(1)).replace("LOWERS", every_second_half(0))
 
 _HALVES_ONE_BY_ONE = """
 [&]() -> std::pair<{upper}, {lower}> {{BY_INSTRUCTION

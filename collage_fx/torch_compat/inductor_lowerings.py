@@ -21,6 +21,7 @@ from collage_fx.torch_compat.patch_inductor import computing_anew
 
 __all__ = [
     "pointwise_of",
+    "register_placed_lowering",
     "register_pointwise_lowering",
     "register_realizing_lowering",
     "register_sampling_lowering",
@@ -49,6 +50,32 @@ def register_pointwise_lowering(
             dtype=dtype,
             inner_fn=lambda index: compute([load(index) for load in loads]),
             ranges=list(tensors[0].get_size()),
+        )
+
+    register_lowering(operator, type_promotion_kind=None)(lowering)
+
+
+def register_placed_lowering(operator: Any, element_function: Callable[..., Any], *, dtype: torch.dtype) -> None:
+    """Lower ``operator(like, *numbers)`` to a computation from each element's place in memory.
+
+    Args:
+        operator: an overload of a tensor, of which nothing but the layout is looked at, and 0-d tensors.
+        element_function: ``(device, place, *values of the numbers)`` -> value of the result, for one element.
+        dtype: of the result.
+    """
+
+    def lowering(like: Any, *numbers: Any) -> Any:
+        loads = [number.make_loader() for number in numbers if number is not None]
+        like.realize()  # what has no memory has no strides
+        strides, device = like.get_stride(), like.get_device()
+
+        def element(index: Sequence[Any]) -> Any:
+            place = sum((i * step for i, step in zip(index, strides, strict=True)), start=sympy.S.Zero)
+            position = ops.index_expr(place, torch.int32)
+            return element_function(device, position, *(load([]) for load in loads))
+
+        return ir.Pointwise.create(
+            device=device, dtype=dtype, inner_fn=element, ranges=list(like.get_size())
         )
 
     register_lowering(operator, type_promotion_kind=None)(lowering)

@@ -14,6 +14,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.codegen import cpp as cpp_module
 from torch._inductor.virtualized import V, ops
 
+from collage_fx.torch_compat.cpp_dither import dithered, phases
 from collage_fx.torch_compat.cpp_halves import (
     lower_half,
     ulp_parts,
@@ -27,7 +28,9 @@ from collage_fx.torch_compat.patch_cpp_sums import SUM, summand, summing
 from collage_fx.torch_compat.patching import Patch
 
 __all__ = [
+    "dithered_in_cpp",
     "lower_half_in_cpp",
+    "phases_in_cpp",
     "rest_in_cpp",
     "rounded_in_cpp",
     "takes_our_cpp",
@@ -153,6 +156,23 @@ def with_ulp_parts_in_cpp(hi: Any, parts: Any) -> Any:
     return ops.inline_asm_elementwise(hi, parts, asm=_WITH_PARTS, dtype=torch.float32)
 
 
+#: The texts that stand for :func:`phases_in_cpp` and :func:`dithered_in_cpp`, less what follows.
+_PHASES, _DITHERED = "collage_fx: phases ", {
+    f"collage_fx: dither to {dtype}": dtype for dtype in (torch.bfloat16, torch.float16)
+}
+
+
+def phases_in_cpp(place: Any, *phase_and_first: Any, spacing: int) -> Any:
+    """``(place + first) * spacing + phase`` modulo 2**32, of int32 numbers in a C++ kernel."""
+    return ops.inline_asm_elementwise(place, *phase_and_first, asm=f"{_PHASES}{spacing}", dtype=torch.int32)
+
+
+def dithered_in_cpp(value: Any, phases: Any, storage_dtype: torch.dtype) -> Any:
+    """A float32 element rounded by its phase to a storage dtype, and returned as float32, in a C++ kernel."""
+    (name,) = (name for name, dtype in _DITHERED.items() if dtype == storage_dtype)
+    return ops.inline_asm_elementwise(value, phases, asm=name, dtype=torch.float32)
+
+
 _WRITERS: dict[str, Callable[..., Any]] = {
     _REST: rest,
     _UPPER: upper_half,
@@ -169,6 +189,10 @@ def _with_our_code(original: Callable[..., Any]) -> Callable[..., Any]:
     def inline_asm_elementwise(self: Any, *inputs: Any, asm: str, **options: Any) -> Any:
         if asm in _WRITERS:
             return _WRITERS[asm](*_all_vectors_or_none(inputs))
+        if asm.startswith(_PHASES):
+            return phases(*inputs, spacing=int(asm.removeprefix(_PHASES)))
+        if asm in _DITHERED:
+            return dithered(*_all_vectors_or_none(inputs), _DITHERED[asm])
         if asm.startswith(SUM):
             return summand(_all_vectors_or_none(inputs), asm)
         if asm in _ROUNDINGS:

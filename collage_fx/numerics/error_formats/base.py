@@ -91,7 +91,7 @@ class ErrorFormat(ABC):
     A format may own any number of auxiliary tensors, of any dtype and shape. The contract, which the tests
     check for every registered format, the sign of zeros aside:
 
-    * auxiliaries of zeros mean that the value is hi;
+    * auxiliaries of zeros mean that the value is hi, to a step that has taken none before;
     * hi of a split is the value rounded to nearest (which neighbour of a tie is the format's choice); where
       it is not finite, the value is hi;
     * ``split(join(hi, *aux))`` gives hi and aux back bit for bit if the expansion is normalised: float32
@@ -108,9 +108,14 @@ class ErrorFormat(ABC):
     precision: ClassVar[str]
     #: Whether the expansion is a double word of the storage format, as ``arithmetic="native"`` needs it.
     is_double_word: ClassVar[bool] = False
-    #: Whether all auxiliaries have hi's sizes and strides, and each element of a result depends on the same
-    #: element of the operands alone. What holds for one shape then holds for all: functions are traced once.
+    #: Whether all auxiliaries have hi's sizes and strides, or are numbers (0-d), and each element of a result
+    #: depends on the same element of the operands alone, and on its place. What holds for one shape then
+    #: holds for all: functions are traced once.
     is_elementwise: ClassVar[bool] = False
+    #: Whether anything but hi is kept of a value.
+    keeps_error: ClassVar[bool] = True
+    #: Whether :meth:`store` is given the index of hi's first element in the whole tensor.
+    is_dithered: ClassVar[bool] = False
 
     @abstractmethod
     def auxiliaries(self, hi: Tensor) -> Sequence[AuxiliarySpec]:
@@ -132,6 +137,19 @@ class ErrorFormat(ABC):
     @abstractmethod
     def split(self, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Float32 value -> (hi in ``dtype``, *auxiliaries), :meth:`join`'s inverse."""
+
+    def store(self, value: Tensor, hi: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """What a step stores of a float32 value: (hi, *auxiliaries), from those that it has read.
+
+        Here what :meth:`split` makes of it.
+
+        Args:
+            value: float32.
+            hi: before the step.
+            inputs: the auxiliaries before the step; behind them, where ``is_dithered``, the index of hi's
+                first element in the whole tensor, of which this process may have a piece: int32, 0-d.
+        """
+        return self.split(value, hi.dtype)
 
     def error_terms(self, hi: Tensor, *auxiliaries: Tensor) -> tuple[Tensor, ...]:
         """Tensors of hi's shape with ``value = hi + sum(error terms)``: the live buffers if they are that.
