@@ -21,7 +21,8 @@ from tabulate import tabulate
 from torch import Tensor
 
 from collage_fx.backend import CollageBackend
-from collage_fx.runtime.error_terms import error_terms
+from collage_fx.numerics import ERROR_FORMATS
+from collage_fx.runtime.error_terms import error_terms, full_value
 from collage_fx.torch_compat import PATCHES, cpp_compilers
 
 ELEMENTS = 1000
@@ -106,40 +107,54 @@ def _description(device: str) -> str:
 
 
 def roundings_survive(device: str, dtype: torch.dtype) -> Finding:
-    """Compile some steps of SGD and compare them with eager arithmetic."""
+    """Compile some steps of SGD and compare them with eager arithmetic.
+
+    In two error formats: of pairs, where a compiler that drops a rounding is found out, and of whole float32
+    numbers, which have to be those of float32 weights.
+    """
     generator = torch.Generator().manual_seed(0)
     weights, gradients = torch.randn(2, ELEMENTS, generator=generator).to(dtype)
     name = str(dtype).removeprefix("torch.")
     try:
-        compiled = _compiled_steps(weights.to(device), gradients.to(device))
+        p = _compiled_steps(weights.to(device), gradients.to(device), "mcf")
+        whole = _compiled_steps(weights.to(device), gradients.to(device), "exact")
     except Exception as error:  # of the compiler, the driver, ...: whatever it is, it is the finding
         reason = next((line for line in str(error).splitlines() if line.strip()), "")
         return Finding(device, name, False, f"the step does not run: {type(error).__name__}: {reason}")
-    expected = _eager_steps(weights, gradients)
+    compiled, expected = (p.detach(), *error_terms(p)), _eager_steps(weights, gradients)
     different = sum(
         int((one.cpu().view(torch.int16) != other.view(torch.int16)).sum())
         for one, other in zip(compiled, expected, strict=True)
     )
+    off = full_value(whole).cpu() - _float32_steps(weights, gradients)
+    different += int((off.abs() > ERROR_FORMATS["exact"].error_bound(dtype).absolute * STEPS).sum())
     if not compiled[1].any():
         return Finding(device, name, False, "every error term is zero: the compiler has dropped the rounding")
     if different:
-        return Finding(device, name, False, f"{different} of {2 * ELEMENTS} results differ from eager ones")
+        return Finding(device, name, False, f"{different} of {3 * ELEMENTS} results differ from eager ones")
     kept = int((expected[1] != 0).sum())
     return Finding(device, name, True, f"{kept} of {ELEMENTS} weights hold bits in their error terms")
 
 
-def _compiled_steps(weights: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
+def _compiled_steps(weights: Tensor, gradients: Tensor, error_format: str) -> Tensor:
     p = torch.nn.Parameter(weights.clone())
     p.grad = gradients
-    step = torch.compile(torch.optim.SGD([p], lr=LEARNING_RATE).step, backend=CollageBackend())
+    backend = CollageBackend(error_format=error_format)
+    step = torch.compile(torch.optim.SGD([p], lr=LEARNING_RATE).step, backend=backend)
     for _ in range(STEPS):
         step()
-    (lo,) = error_terms(p)
-    return p.detach(), lo
+    return p
+
+
+def _float32_steps(weights: Tensor, gradients: Tensor) -> Tensor:
+    value = weights.float()
+    for _ in range(STEPS):
+        value = value - gradients.float() * LEARNING_RATE
+    return value
 
 
 def _eager_steps(weights: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
-    """The steps of :func:`_compiled_steps` in torch's own casts and float32 arithmetic, run eagerly."""
+    """The steps of :func:`_compiled_steps` on pairs, in torch's own casts and float32 arithmetic, run eagerly."""
     hi, lo = weights, torch.zeros_like(weights)
     for _ in range(STEPS):
         value = (hi.float() + lo.float()) - gradients.float() * LEARNING_RATE

@@ -22,6 +22,7 @@ from torch.optim.swa_utils import (
 
 from collage_fx import CollageBackend, error_terms, full_value
 from collage_fx.lowering.lower import inductor_settings
+from collage_fx.runtime.error_terms import expansion_of
 from tests.support import triton_offline as offline
 from tests.support.float_bits import same_bits
 from tests.support.race import Race, relative_error
@@ -196,11 +197,16 @@ class Sums:
         self.step = torch.compile(accumulate, backend=self.backend)
         self.grad = self.p.grad = torch.zeros_like(self.p)
         self.step(self.params, [torch.zeros_like(self.p)])
-        (self.lo,) = error_terms(self.grad)
+        expansion = expansion_of(self.grad)
+        assert expansion is not None
+        (self.lo,) = expansion.auxiliaries
         generator = torch.Generator().manual_seed(0)
         self.begun, self.gradient = (torch.randn(37, generator=generator).to(dtype) for _ in range(2))
-        self.error = (torch.randn(37, generator=generator) * 2.0**-10).to(self.lo.dtype)
+        scale = 2.0**-10 if self.lo.is_floating_point() else 2.0**13
+        self.error = (torch.randn(37, generator=generator) * scale).to(self.lo.dtype)
         self.begun[::3] = 0
+        if not self.lo.is_floating_point():
+            self.error[::3] = 2**15 - 1  # the least that is no rest of a zero
 
     def by(self, engine: Literal["compiled", "eager"] | Engine) -> tuple[Tensor, Tensor]:
         """The sum and its error term after one more gradient."""
@@ -212,7 +218,7 @@ class Sums:
         return self.grad.clone(), self.lo.clone()
 
 
-KINDS: list[dict[str, Any]] = [{}, {"error_format": "fp32"}, {"arithmetic": "native"}]
+KINDS: list[dict[str, Any]] = [{}, {"error_format": "mcf"}, {"error_format": "fp32"}, {"arithmetic": "native"}]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -214,9 +214,9 @@ def test_state_in_groups_and_under_own_keys_round_trips() -> None:
     step = compiled(optimizer)
     run_steps(step, params, range(3))
     saved = saved_and_loaded(optimizer.state_dict())
-    keys = ["param_groups[0].in_group.mcf.lo", "state.own.key.mcf.lo"]
+    keys = ["param_groups[0].in_group.exact.rest", "state.own.key.exact.rest"]
     assert sorted(key for key in saved["collage_fx"] if not key.endswith("fingerprint")) == keys
-    assert saved["collage_fx"]["state.own.key.mcf.lo"].any()
+    assert saved["collage_fx"]["state.own.key.exact.rest"].any()
     before = [p.detach().clone() for p in params]
     run_steps(step, params, range(3, 6))
 
@@ -239,8 +239,8 @@ def test_state_in_groups_and_under_own_keys_is_copied() -> None:
 @pytest.mark.parametrize(
     ("key", "value", "met"),
     [
-        ("state.own.key.mcf.lo", torch.zeros(4).bfloat16(), r"shape \(4,\)[\s\S]*where: state.own.key"),
-        ("param_groups[0].other.mcf.lo", torch.zeros(3).bfloat16(), "does not hold"),
+        ("state.own.key.exact.rest", torch.zeros(4).bfloat16(), r"shape \(4,\)[\s\S]*where: state.own.key"),
+        ("param_groups[0].other.exact.rest", torch.zeros(3).bfloat16(), "does not hold"),
     ],
 )
 def test_shared_error_terms_that_do_not_fit_are_refused(key: str, value: Tensor, met: str) -> None:

@@ -297,7 +297,7 @@ def continued(placement: Placement, make: Any) -> tuple[dict[str, Any], dict[str
             for key, state in optimizer.state_dict()["state"].items()
             for name, value in state.items()
         }
-        assert any(name.endswith("parameter.mcf.lo") for name in entries)
+        assert any(name.endswith("parameter.exact.rest") for name in entries)
         assert all(isinstance(value, DTensor) for value in entries.values() if value.dim() > 0)
         entries.update({f"parameter.{i}": p.detach() for i, p in enumerate(params)})
         results.append({name: in_one_piece(value) for name, value in entries.items()})

@@ -55,10 +55,10 @@ def test_it_is_well_formed_and_has_all_parts(report: CollageReport) -> None:
     own = f"{report.bytes_per_parameter()['total']:.4g}"
     assert bars == [
         *("as compiled", own, "none", "6", "light", "8", "plus", own, "full", "12"),
-        *("full, in exact", "12", "full, in fp32", "18"),
+        *("full, in mcf", "12", "full, in fp32", "18"),
     ]
     added = {element.text[2:].strip() for element in root.iter(f"{HTML}ins") if element.text}
-    assert any("p_lo ← " in line for line in added)
+    assert any("p_rest ← " in line for line in added)
     assert "Generated code" not in text
 
 

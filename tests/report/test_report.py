@@ -27,9 +27,9 @@ AdamW
 
 tensor          shape     kind            verdict    error      bytes
 --------------  --------  --------------  ---------  -------  -------
-5 parameters    472 bf16  accumulation    lossy (1)  mcf        1,888
+5 parameters    472 bf16  accumulation    lossy (1)  exact      1,888
 5 × exp_avg     472 bf16  moving average  fine (2)   -            944
-5 × exp_avg_sq  472 bf16  moving average  lossy (3)  mcf        1,888
+5 × exp_avg_sq  472 bf16  moving average  lossy (3)  exact      1,888
 
 (1) p' = -0.001*exp_avg'*sqrt(1 - 0.999**step')/((1 - 0.9**step')*(sqrt(exp_avg_sq') + 1.0e-8*sqrt(1
     - 0.999**step'))) + 0.99999*p
@@ -88,7 +88,7 @@ def test_a_row_says_all_of_a_tensor(reports: dict[str, CollageReport]) -> None:
     assert "0.999*exp_avg_sq" in second.recurrence
     assert second.lossy
     assert second.compensated
-    assert second.error_format == "mcf"
+    assert second.error_format == "exact"
     assert (second.numel, second.bytes, second.error_bytes) == (128, 256, 256)
     first = rows[f"{NAMES[2]}.exp_avg"]
     assert not first.lossy
@@ -125,7 +125,7 @@ def test_unfolded_every_tensor_has_a_row(reports: dict[str, CollageReport]) -> N
     assert [line.split()[0] for line in body] == [row.name for row in reports["plus"].tensors]
     assert "bf16[16,8]" in body[8]
     assert "lossy (3)" in body[8]
-    assert body[8].split()[-2:] == ["mcf", "512"]
+    assert body[8].split()[-2:] == ["exact", "512"]
     assert body[7].split()[-2:] == ["-", "256"]
     notes = [line for line in lines if line.startswith("(")]
     assert len(notes) == 3  # parameters, first moments, second moments: each once

@@ -92,7 +92,7 @@ def test_state_dict_holds_the_error_terms_under_keys_of_ours() -> None:
     assert ours(optimizer.state_dict()) == {}
     run_steps(compiled(optimizer), params, [0])
     saved = optimizer.state_dict()
-    keys = ["collage_fx.parameter.mcf.lo", "collage_fx.square_avg.mcf.lo"]
+    keys = ["collage_fx.parameter.exact.rest", "collage_fx.square_avg.exact.rest"]
     assert ours(saved) == {0: keys, 1: keys}
     assert saved["state"][0][keys[0]] is error_terms(params[0])[0]
     assert all(
@@ -134,7 +134,7 @@ def test_an_optimizer_without_state_round_trips() -> None:
     optimizer = torch.optim.SGD(params, lr=2.0**-12)
     run_steps(compiled(optimizer), params, range(2))
     saved = copy.deepcopy(optimizer.state_dict())
-    assert ours(saved) == {i: ["collage_fx.parameter.mcf.lo"] for i in range(2)}
+    assert ours(saved) == {i: ["collage_fx.parameter.exact.rest"] for i in range(2)}
     again = torch.optim.SGD(other := parameters(), lr=2.0**-12)
     for p, value in zip(other, params, strict=True):
         p.data.copy_(value)
@@ -151,8 +151,8 @@ def test_state_inside_containers_round_trips() -> None:
     optimizer = LateMomentum(params)
     run_steps(compiled(optimizer), params, range(3))
     saved = copy.deepcopy(optimizer.state_dict())
-    key = "collage_fx.moments.second.0.mcf.lo"
-    assert ours(saved)[0] == ["collage_fx.parameter.mcf.lo", key]
+    key = "collage_fx.moments.second.0.exact.rest"
+    assert ours(saved)[0] == ["collage_fx.parameter.exact.rest", key]
     again = LateMomentum(parameters())
     again.load_state_dict(saved)
     moment = again.state[again.param_groups[0]["params"][0]]["moments"]["second"][0]
@@ -209,8 +209,8 @@ def test_hooks_of_the_user_see_error_terms() -> None:
     assert error_terms(params[0])[0].any()
     assert torch.equal(loaded[0][0], error_terms(params[0])[0])
     assert ours(again.state_dict()) == {
-        0: ["collage_fx.parameter.mcf.lo"],
-        1: ["collage_fx.parameter.mcf.lo"],
+        0: ["collage_fx.parameter.exact.rest"],
+        1: ["collage_fx.parameter.exact.rest"],
     }
 
 
@@ -303,8 +303,8 @@ def zero_lo(saved: dict[str, Any], *of: tuple[int, str]) -> dict[str, Any]:
     """A checkpoint as it would be if these had had no error terms."""
     changed = copy.deepcopy(saved)
     for parameter, slot in of:
-        changed["state"][parameter][f"collage_fx.{slot}.mcf.lo"].zero_()
-        changed["state"][parameter][f"collage_fx.{slot}.mcf.fingerprint"].zero_()
+        changed["state"][parameter][f"collage_fx.{slot}.exact.rest"].zero_()
+        changed["state"][parameter][f"collage_fx.{slot}.exact.fingerprint"].zero_()
     return changed
 
 
@@ -633,7 +633,7 @@ def run() -> tuple[list[torch.nn.Parameter], torch.optim.Optimizer, dict[str, An
     return params, optimizer, copy.deepcopy(optimizer.state_dict())
 
 
-LO, FINGERPRINT = "collage_fx.parameter.mcf.lo", "collage_fx.parameter.mcf.fingerprint"
+LO, FINGERPRINT = "collage_fx.parameter.exact.rest", "collage_fx.parameter.exact.fingerprint"
 
 
 @pytest.mark.parametrize(
@@ -646,7 +646,7 @@ LO, FINGERPRINT = "collage_fx.parameter.mcf.lo", "collage_fx.parameter.mcf.finge
             r"unknown format 'tripled'",
         ),
         ({"collage_fx.parameter.mcf.high": torch.zeros(4, 6).bfloat16()}, r"belong together"),
-        ({"collage_fx.momentum.mcf.lo": torch.zeros(4, 6).bfloat16()}, r"does not hold"),
+        ({"collage_fx.momentum.exact.rest": torch.zeros(4, 6).bfloat16()}, r"does not hold"),
         ({LO: torch.full((4, 6), torch.nan).bfloat16()}, r"that is not finite"),
         ({FINGERPRINT: torch.zeros(8, dtype=torch.uint8)}, r"a fingerprint of shape \(8,\), not \(256, 8\)"),
     ],

@@ -273,7 +273,7 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     for told, given in misfits(weights).items():
         refused(CheckpointMismatchError, told, given)
     refused(InvalidOptionError, "did you mean", error_format="mfc")
-    refused(ConflictingErrorFormatError, "'fp32'[\\s\\S]*'mcf'", error_format="fp32")
+    refused(ConflictingErrorFormatError, "'fp32'[\\s\\S]*'exact'", error_format="fp32")
     stranger = torch.optim.AdamW(model().parameters())
     refused(CheckpointMismatchError, "none of whose parameters", optimizer=stranger)
     (tmp_path / "other").write_bytes(b"PK" * 20)

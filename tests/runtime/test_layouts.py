@@ -71,7 +71,7 @@ def change_strides_of_error_terms(run: Run) -> str:
     p = run.params[0]
     data = p.data
     p.data = transposed(data)
-    ensure_expansion(p, ERROR_FORMATS["mcf"], name="p")
+    ensure_expansion(p, ERROR_FORMATS["exact"], name="p")
     p.data = data
     return r"strides \(1, 4\), where .* strides \(6, 1\)\s+where: an error term\n"
 
