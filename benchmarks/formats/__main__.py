@@ -98,7 +98,8 @@ def measure(quick: bool, progress: Callable[[str], None]) -> Results:
         for row in rows:
             progress(f"{kind}: {row.name}")
             found = {name: traces[name].errors(row) for name in names}
-            results[kind].append({"name": row.name, "whose": row.whose, "bytes": row.bytes, **found})
+            about = {"name": row.name, "whose": row.whose, "bytes": row.bytes(kind)}
+            results[kind].append({**about, **found})
     lengths = [100, 400] if quick else [1500, 6000, 24000]
     results["lengths"] = {"steps": lengths}
     for encoding in LENGTHS:

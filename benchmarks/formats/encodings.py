@@ -144,9 +144,10 @@ class Float8Components(Encoding):
 
 @dataclass(frozen=True)
 class Float8WithPlanes(Encoding):
-    """An e4m3 number and the value's further bits as one signed integer, in planes of a byte.
+    """A float with e4m3's exponents and 8 or 16 fraction bits more, dithered.
 
-    The integer counts 2**-8 (2**-16, ...) of hi's ulp, and is dithered.
+    Its pattern is split as ``exact`` splits float32's: an e4m3 number, and planes of a byte, which hold what
+    the pattern exceeds that number's by. Here it is kept whole, as a float32 number.
     """
 
     planes: int
@@ -160,19 +161,18 @@ class Float8WithPlanes(Encoding):
         return 1 + self.planes
 
     def store(self, value: Tensor, step: int) -> State:
-        hi = value.to(E4M3)
-        unit = self._unit(hi)
-        half = 128 * 256 ** (self.planes - 1)
-        count = ((value - hi.float()) / unit + dither(value.shape[-1], step)).floor()
-        return hi, count.clamp(-half, half - 1)
+        magnitude = value.abs()
+        unit = self.unit(magnitude)
+        count = (magnitude / unit).floor()
+        rest = magnitude / unit - count  # exact; not added to the dither, which would round the sum
+        return (((count + (dither(value.shape[-1], step) >= 1 - rest)) * unit).copysign(value),)
 
     def load(self, state: State) -> Tensor:
-        hi, count = state
-        return hi.float() + count * self._unit(hi)
+        return state[0]
 
-    def _unit(self, hi: Tensor) -> Tensor:
-        """Of the integer: e4m3 has 3 fraction bits, and exponents from -6."""
-        return power_of_two_below(hi.float().abs()).clamp(min=2.0**-6) * 2.0 ** (-3 - 8 * self.planes)
+    def unit(self, magnitude: Tensor) -> Tensor:
+        """That of the last place: e4m3 has 3 fraction bits, and exponents from -6."""
+        return power_of_two_below(magnitude).clamp(min=2.0**-6) * 2.0 ** (-3 - 8 * self.planes)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,13 @@ from matplotlib.figure import Figure
 from tabulate import tabulate
 
 from benchmarks.formats.asked import ASKED, HIGH, LOW, Results, score
-from benchmarks.formats.rows import CANDIDATE, OURS, PEER, TORCH
+from benchmarks.formats.peers import SOURCES
+from benchmarks.formats.rows import OURS, TORCH
+
+PEER = "peer, simulated"
 
 #: Okabe-Ito, for colour-blind readers.
-COLOURS = {OURS: "#0072B2", TORCH: "#000000", PEER: "#D55E00", CANDIDATE: "#009E73"}
+COLOURS = {OURS: "#0072B2", TORCH: "#000000", PEER: "#D55E00"}
 
 INTRODUCTION = """\
 # Storage formats, measured
@@ -32,7 +36,7 @@ perfect, 1 is as good as not moving at all.
   each matrix. They are replayed on weights N(0, 1) and N(0, 0.02), with learning rates of 1e-5, 1e-4 and
   1e-3.
 - **Hard** gradients: {hard_steps} steps, made to be hard on quantised moments; nine kinds, of
-  {hard_length} elements each, drawn from {hard_seeds}. Weights N(0, 0.02), learning rate 1e-3.
+  {hard_length} elements each, for each of the seeds {hard_seeds}. Weights N(0, 0.02), learning rate 1e-3.
 
 AdamW has beta1 = 0.9, beta2 = 0.95 or 0.999, a weight decay of 0.1, a warm-up of 50 steps and a cosine
 down to 0. **Bytes** are those of all state of a parameter, scales included, without the gradient. The
@@ -41,7 +45,7 @@ moment is rounded to zero beside a first one that is not, it explodes. **v: rms*
 relative errors of stored second moments in the second half of a run.
 
 Rows of other projects are simulated from what they have published, in float32 on a CPU: none of their
-kernels has run. `benchmarks/formats/peers.py` says from what. Candidates are formats that this library
+kernels has run. Candidates are formats that this library
 does not have. It is one small model and one optimizer, and the error is no training loss: a larger one
 need not make a worse model.
 """
@@ -70,21 +74,46 @@ def page(results: Results, picture_name: str | None = None) -> str:
         f"### Hard gradients, beta2 = {results['beta2s'][HIGH]}, the worst of the seeds",
         _hard(results, "states", starred=True),
         "## Weights alone",
-        f"Moments are float32, and their 8 bytes are counted. Recorded gradients, beta2 = "
-        f"{results['beta2s'][LOW]}.",
+        f"Moments are float32. Recorded gradients, beta2 = {results['beta2s'][LOW]}.",
         _recorded(results, "weights", LOW, starred=False),
         "## Weights over longer runs",
         "2048 weights N(0, 1), a learning rate of 1e-5 and a cosine down to 0, no weight decay. Updates are "
         "correlated in time and have a drift (`correlated_updates` in `benchmarks/formats/traces.py`).",
         _lengths(results),
         "## Moments alone",
-        f"Weights are float32, and their 4 bytes are counted. beta2 = {results['beta2s'][HIGH]}.",
+        f"Weights are float32. beta2 = {results['beta2s'][HIGH]}.",
         "### Recorded gradients",
         _recorded(results, "moments", HIGH, starred=False),
         "### Hard gradients, the worst of the seeds",
         _hard(results, "moments", starred=False),
+        "## Sources",
+        "\n".join(f"- [{name}] {source}." for name, source in SOURCES.items()),
     ]
-    return "\n\n".join(section.strip() for section in sections) + "\n"
+    return "\n\n".join(filled(section.strip()) for section in sections) + "\n"
+
+
+def filled(text: str) -> str:
+    """Paragraphs and items of lists in lines of 120 characters; tables, headings and pictures as they are."""
+    paragraphs = []
+    for paragraph in text.split("\n\n"):
+        if paragraph.startswith(("#", "|", "![")):
+            paragraphs.append(paragraph)
+            continue
+        is_list = paragraph.startswith("- ")
+        parts = paragraph[2:].split("\n- ") if is_list else [paragraph]
+        first, rest = ("- ", "  ") if is_list else ("", "")
+        lines = (
+            textwrap.fill(
+                " ".join(part.split()),
+                120,
+                initial_indent=first,
+                subsequent_indent=rest,
+                break_on_hyphens=False,
+            )
+            for part in parts
+        )
+        paragraphs.append("\n".join(lines))
+    return "\n\n".join(paragraphs)
 
 
 def _settings(results: Results) -> dict[str, Any]:
@@ -95,7 +124,7 @@ def _settings(results: Results) -> dict[str, Any]:
         "recorded_length": recorded["length"],
         "hard_steps": hard["steps"],
         "hard_length": hard["length"],
-        "hard_seeds": "the " + ", ".join(hard["batch"]).replace(", seed", ","),
+        "hard_seeds": ", ".join(hard["batch"]),
     }
 
 
@@ -136,7 +165,11 @@ def undominated(rows: Sequence[dict[str, Any]], trace: str, beta2: int) -> set[s
 
 def _names(rows: Sequence[dict[str, Any]], starred: set[str]) -> list[list[str]]:
     return [
-        [f"{row['bytes']:.4g}", row["name"] + (" ★" if row["name"] in starred else ""), row["whose"]]
+        [
+            f"{row['bytes']:.4g}",
+            row["name"] + (" ★" if row["name"] in starred else ""),
+            f"{PEER} [{row['whose']}]" if row["whose"] in SOURCES else row["whose"],
+        ]
         for row in rows
     ]
 
@@ -184,22 +217,36 @@ def _lengths(results: Results) -> str:
 
 def picture(results: Results, path: Path) -> None:
     """Error against bytes on both traces, one point a row, at the higher beta2."""
-    figure = Figure(figsize=(11, 5.5), layout="constrained")
+    figure = Figure(figsize=(14, 6), layout="constrained")
+    rows = results["states"]
     for axes, trace in zip(figure.subplots(1, 2), ("recorded", "hard"), strict=True):
-        rows = results["states"]
-        front = undominated(rows, trace, HIGH)
-        for whose in dict.fromkeys(row["whose"] for row in rows):
-            of = [row for row in rows if row["whose"] == whose]
-            points = [(row["bytes"], score(row[trace], HIGH)) for row in of]
-            axes.scatter(*zip(*points, strict=True), color=COLOURS[whose], label=whose, s=18)
-        for row in rows:
-            weight = "bold" if row["name"] in front else "normal"
-            place = row["bytes"], score(row[trace], HIGH)
-            axes.annotate(row["name"], place, (4, 2), textcoords="offset points", fontsize=6, weight=weight)
-        axes.set(yscale="log", xlabel="bytes a parameter", title=f"{trace} gradients, beta2 = 0.999")
-        axes.set_xlim(3.5, 14)
+        for whose, colour in COLOURS.items():
+            of = [row for row in rows if whose == (PEER if row["whose"] in SOURCES else row["whose"])]
+            places = [(row["bytes"], score(row[trace], HIGH)) for row in of]
+            axes.scatter(*zip(*places, strict=True), color=colour, label=whose, s=18)
+        _label(axes, rows, trace)
+        axes.set(yscale="log", xlabel="bytes a parameter", xlim=(3.5, 15.5))
+        axes.set_title(f"{trace} gradients, beta2 = {results['beta2s'][HIGH]}")
         axes.grid(alpha=0.3)
     figure.axes[0].set_ylabel("error of the displacement, geometric mean")
     figure.axes[0].legend(loc="lower left", fontsize=8)
     with matplotlib.rc_context({"svg.hashsalt": "formats", "svg.fonttype": "none"}):
-        figure.savefig(path, metadata={"Date": None})
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def _label(axes: Any, rows: Sequence[dict[str, Any]], trace: str) -> None:
+    """Names beside points, in bold if starred, moved down until they cover none of those above them."""
+    scores = {row["name"]: score(row[trace], HIGH) for row in rows}
+    front = undominated(rows, trace, HIGH)
+    line, character = (max(scores.values()) / min(scores.values())) ** (1 / 40), 0.11
+    placed: list[tuple[float, float, float]] = []  # left, right and height
+    for row in sorted(rows, key=lambda row: -scores[row["name"]]):
+        left = row["bytes"] + 0.1
+        right, height = left + character * len(row["name"]), scores[row["name"]]
+        for start, end, above in sorted(placed, key=lambda each: -each[2]):
+            if start < right and left < end and height / line < above < height * line:
+                height = above / line
+        placed.append((left, right, height))
+        weight = "bold" if row["name"] in front else "normal"
+        axes.text(left, height, row["name"], fontsize=7, weight=weight, va="center")
+    axes.set_ylim(min(height for _, _, height in placed) / line**2, max(scores.values()) * line**2)

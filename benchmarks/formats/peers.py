@@ -1,21 +1,4 @@
-"""Encodings of other projects, simulated from what they have published; no code of theirs.
-
-References:
-    [FlashOptim]    github.com/databricks/flashoptim, 0.1.4: weights with an integer of the error in ulps,
-                    companded 8-bit moments with float16 scales of 32 elements.
-    [HeavyBall]     github.com/HomebrewML/HeavyBall, 3.2: "bf16+8" error correction, stochastically rounded.
-    [DLSZ22]        Dettmers, Lewis, Shleifer, Zettlemoyer, *8-bit Optimizers via Block-wise Quantization*,
-                    ICLR 2022, arXiv 2110.02861: bitsandbytes' dynamic map; torchao has the same one.
-    [torchao]       github.com/pytorch/ao, 0.18: Adam8bit, AdamFp8, stochastic rounding of bfloat16 weights.
-    [COAT]          Xi et al., *COAT: Compressing Optimizer States and Activation for Memory-Efficient FP8
-                    Training*, ICLR 2025, arXiv 2410.19313: dynamic range expansion, of groups of 128.
-    [FP8-LM]        Peng et al., *FP8-LM: Training FP8 Large Language Models*, 2023, arXiv 2310.18313, and
-                    github.com/Azure/MS-AMP: scales of a whole tensor, powers of two.
-    [Zamirai20]     Zamirai et al., *Revisiting BFloat16 Training*, 2020, arXiv 2010.06192: stochastic
-                    rounding and Kahan summation; the latter as torch-optimi 0.3 has it.
-    [TE]            github.com/NVIDIA/TransformerEngine, FusedAdam(store_param_remainders=True), and NVIDIA
-                    apex: the lower 16 bits of a float32 master.
-"""
+"""Encodings of other projects, simulated from what they have published (:data:`SOURCES`), not copied."""
 
 from __future__ import annotations
 
@@ -27,6 +10,26 @@ import torch
 from torch import Tensor
 
 from benchmarks.formats.encodings import E4M3, Encoding, State, by_block, largest, power_of_two_below
+
+#: Where encodings are defined.
+SOURCES = {
+    "FlashOptim": "github.com/databricks/flashoptim, 0.1.4: weights with their error in ulps as an integer,"
+    " 8-bit companded moments with float16 scales of 32 elements",
+    "HeavyBall": "github.com/HomebrewML/HeavyBall, 3.2: error correction bf16+8, rounded stochastically, of"
+    " weights and moments",
+    "bitsandbytes": "Dettmers, Lewis, Shleifer, Zettlemoyer, *8-bit Optimizers via Block-wise "
+    "Quantization*, ICLR 2022, arXiv 2110.02861: the dynamic map",
+    "torchao": "github.com/pytorch/ao, 0.18: AdamW8bit, AdamWFp8, and their bf16_stochastic_round",
+    "COAT": "Xi et al., *COAT: Compressing Optimizer States and Activation for Memory-Efficient FP8 "
+    "Training*, ICLR 2025, arXiv 2410.19313, and its kernel in github.com/NVlabs/VILA: expanded ranges "
+    "of 128 elements",
+    "FP8-LM": "Peng et al., *FP8-LM: Training FP8 Large Language Models*, 2023, arXiv 2310.18313, and "
+    "github.com/Azure/MS-AMP: scales of a tensor, powers of two",
+    "Zamirai": "Zamirai et al., *Revisiting BFloat16 Training*, 2020, arXiv 2010.06192: stochastic rounding"
+    " and Kahan summation, the latter as torch-optimi 0.3 has it",
+    "TE": "github.com/NVIDIA/TransformerEngine, FusedAdam(store_param_remainders=True), and NVIDIA apex: "
+    "the lower 16 bits of a float32 master",
+}
 
 # Weights. ---------------------------------------------------------------------------------------------------
 
@@ -70,7 +73,7 @@ class ErrorInUlps(Encoding):
 
 @dataclass(frozen=True)
 class StochasticBFloat16(Encoding):
-    """bfloat16, rounded up with a probability of the fraction that is cut off [Zamirai20, torchao]."""
+    """bfloat16, rounded up with a probability of the fraction that is cut off [Zamirai, torchao]."""
 
     @property
     def name(self) -> str:
@@ -90,7 +93,7 @@ class StochasticBFloat16(Encoding):
 
 @dataclass(frozen=True)
 class Kahan(Encoding):
-    """bfloat16 and a compensation in bfloat16 to which changes are added first [Zamirai20].
+    """bfloat16 and a compensation in bfloat16 to which changes are added first [Zamirai].
 
     Every operation rounds to bfloat16, and weight decay multiplies the weight alone, as in torch-optimi.
     """
@@ -178,7 +181,7 @@ class Companded(Encoding):
 
 @dataclass(frozen=True)
 class DynamicMap(Encoding):
-    """The nearest of 256 numbers in units of the largest of 256 elements [DLSZ22].
+    """The nearest of 256 numbers in units of the largest of 256 elements [bitsandbytes, torchao].
 
     A decimal exponent takes as many leading bits as it needs, what is left is a linear fraction.
 

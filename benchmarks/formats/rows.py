@@ -27,10 +27,9 @@ from benchmarks.formats.peers import (
     TensorScaled,
 )
 
-#: Whose a row is.
+#: Whose a row is, if it is not one of the SOURCES of other projects.
 OURS = "ours"
 TORCH = "torch"
-PEER = "peer, simulated"
 CANDIDATE = "candidate, simulated"
 
 
@@ -44,10 +43,10 @@ class Row:
     first: Encoding
     second: Encoding
 
-    @property
-    def bytes(self) -> float:
-        """Bytes a parameter, all state and scales, without the gradient."""
-        return self.weight.bytes + self.first.bytes + self.second.bytes
+    def bytes(self, kind: str) -> float:
+        """Bytes a parameter, scales included: of the "weights", of the "moments", or of both, "states"."""
+        moments = self.first.bytes + self.second.bytes
+        return {"weights": self.weight.bytes, "moments": moments, "states": self.weight.bytes + moments}[kind]
 
 
 FLOAT32 = Plain(torch.float32)
@@ -59,13 +58,10 @@ BITSANDBYTES = DynamicMap(signed=True), DynamicMap(signed=False)
 TORCHAO = DynamicMap(signed=True, least=1e-12), DynamicMap(signed=False, least=1e-12)
 FP8_LM = TensorScaled(E4M3), TensorScaled(torch.float16)
 
-#: The row that others are held against: whatever is stored is a float32 number.
-MASTER = Row("float32", TORCH, FLOAT32, FLOAT32, FLOAT32)
-
 #: States. The library's are a format and a strategy: ``light`` is for weights, ``plus`` for second moments
 #: as well, ``full`` for all.
 STATES = (
-    MASTER,
+    Row("float32", TORCH, FLOAT32, FLOAT32, FLOAT32),
     Row("none", OURS, BFLOAT16, BFLOAT16, BFLOAT16),
     Row("light, mcf", OURS, MCF, BFLOAT16, BFLOAT16),
     Row("plus, mcf", OURS, MCF, BFLOAT16, MCF),
@@ -73,18 +69,18 @@ STATES = (
     Row("light, exact", OURS, EXACT, BFLOAT16, BFLOAT16),
     Row("plus, exact", OURS, EXACT, BFLOAT16, EXACT),
     Row("full, exact", OURS, EXACT, EXACT, EXACT),
-    Row("FlashOptim, 24-bit weights", PEER, ErrorInUlps(8), *FLASHOPTIM),
-    Row("FlashOptim, 32-bit weights", PEER, ErrorInUlps(16), *FLASHOPTIM),
-    Row("bitsandbytes 8-bit", PEER, BFLOAT16, *BITSANDBYTES),
-    Row("torchao 8-bit, stochastic weights", PEER, StochasticBFloat16(), *TORCHAO),
-    Row("torchao fp8", PEER, BFLOAT16, BlockFloat8(), BlockFloat8()),
-    Row("torchao fp8, stochastic weights", PEER, StochasticBFloat16(), BlockFloat8(), BlockFloat8()),
-    Row("COAT", PEER, FLOAT32, RangeExpansion(), RangeExpansion()),
-    Row("FP8-LM", PEER, TensorScaled(torch.float16), *FP8_LM),
-    Row("HeavyBall bf16+8", PEER, HEAVYBALL, HEAVYBALL, HEAVYBALL),
-    Row("stochastic rounding", PEER, StochasticBFloat16(), BFLOAT16, BFLOAT16),
-    Row("Kahan sum", PEER, Kahan(), BFLOAT16, BFLOAT16),
-    Row("Transformer Engine, remainders", PEER, Remainder(), FLOAT32, FLOAT32),
+    Row("FlashOptim, 24-bit weights", "FlashOptim", ErrorInUlps(8), *FLASHOPTIM),
+    Row("FlashOptim, 32-bit weights", "FlashOptim", ErrorInUlps(16), *FLASHOPTIM),
+    Row("bitsandbytes 8-bit", "bitsandbytes", BFLOAT16, *BITSANDBYTES),
+    Row("torchao 8-bit, stochastic weights", "torchao", StochasticBFloat16(), *TORCHAO),
+    Row("torchao fp8", "torchao", BFLOAT16, BlockFloat8(), BlockFloat8()),
+    Row("torchao fp8, stochastic weights", "torchao", StochasticBFloat16(), BlockFloat8(), BlockFloat8()),
+    Row("COAT, float32 weights", "COAT", FLOAT32, RangeExpansion(), RangeExpansion()),
+    Row("FP8-LM", "FP8-LM", TensorScaled(torch.float16), *FP8_LM),
+    Row("HeavyBall bf16+8", "HeavyBall", HEAVYBALL, HEAVYBALL, HEAVYBALL),
+    Row("stochastic rounding", "Zamirai", StochasticBFloat16(), BFLOAT16, BFLOAT16),
+    Row("Kahan sum", "Zamirai", Kahan(), BFLOAT16, BFLOAT16),
+    Row("Transformer Engine, remainders", "TE", Remainder(), FLOAT32, FLOAT32),
 )
 
 
@@ -98,13 +94,13 @@ WEIGHTS = (
     weight(BFLOAT16, TORCH),
     weight(MCF, OURS),
     weight(EXACT, OURS),
-    weight(ErrorInUlps(8), PEER),
-    weight(ErrorInUlps(16), PEER),
-    weight(HEAVYBALL, PEER),
-    weight(StochasticBFloat16(), PEER),
-    weight(Kahan(), PEER),
-    weight(Remainder(), PEER),
-    weight(TensorScaled(torch.float16), PEER),
+    weight(ErrorInUlps(8), "FlashOptim"),
+    weight(ErrorInUlps(16), "FlashOptim"),
+    weight(HEAVYBALL, "HeavyBall"),
+    weight(StochasticBFloat16(), "Zamirai"),
+    weight(Kahan(), "Zamirai"),
+    weight(Remainder(), "TE"),
+    weight(TensorScaled(torch.float16), "FP8-LM"),
     *(weight(Float8Components(count, block), CANDIDATE) for block in (None, 32) for count in (2, 3, 4)),
     *(weight(StaticScale(Float8WithPlanes(planes)), CANDIDATE) for planes in (1, 2)),
 )
@@ -120,13 +116,13 @@ MOMENTS = (
     moments("bfloat16", TORCH, BFLOAT16, BFLOAT16),
     moments("bfloat16, second moment in mcf", OURS, BFLOAT16, MCF),
     moments("bfloat16, second moment in exact", OURS, BFLOAT16, EXACT),
-    moments("FlashOptim", PEER, *FLASHOPTIM),
-    moments("bitsandbytes 8-bit", PEER, *BITSANDBYTES),
-    moments("torchao 8-bit", PEER, *TORCHAO),
-    moments("torchao fp8", PEER, BlockFloat8(), BlockFloat8()),
-    moments("COAT", PEER, RangeExpansion(), RangeExpansion()),
-    moments("FP8-LM", PEER, *FP8_LM),
-    moments("HeavyBall bf16+8", PEER, HEAVYBALL, HEAVYBALL),
+    moments("FlashOptim", "FlashOptim", *FLASHOPTIM),
+    moments("bitsandbytes 8-bit", "bitsandbytes", *BITSANDBYTES),
+    moments("torchao 8-bit", "torchao", *TORCHAO),
+    moments("torchao fp8", "torchao", BlockFloat8(), BlockFloat8()),
+    moments("COAT", "COAT", RangeExpansion(), RangeExpansion()),
+    moments("FP8-LM", "FP8-LM", *FP8_LM),
+    moments("HeavyBall bf16+8", "HeavyBall", HEAVYBALL, HEAVYBALL),
 )
 
 #: Weights over runs of different length.

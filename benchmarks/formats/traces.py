@@ -40,7 +40,7 @@ def hard_trace(seeds: tuple[int, ...] = (3, 5, 7), steps: int = 1500, length: in
     """Nine kinds of gradients that 8 bits with a common scale are in trouble with."""
     found = [hard_gradients(seed, steps, length) for seed in seeds]
     stacked = torch.stack([torch.stack([*each.values()], 1) for each in found], 1)
-    return Trace(stacked.bfloat16(), tuple(found[0]), tuple(f"seed {seed}" for seed in seeds))
+    return Trace(stacked.bfloat16(), tuple(found[0]), tuple(map(str, seeds)))
 
 
 def hard_gradients(seed: int, steps: int, length: int) -> dict[str, Tensor]:
