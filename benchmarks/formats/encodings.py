@@ -36,24 +36,25 @@ class Encoding(ABC):
         """Bytes of an element, its share of the scales included."""
 
     @abstractmethod
-    def store(self, value: Tensor, step: int) -> State:
-        """What is kept of a value; ``step`` counts the stores of this tensor."""
+    def store(self, value: Tensor, before: State | None) -> State:
+        """What is kept of a value.
+
+        Args:
+            value: to store.
+            before: what was kept until now, of a value of the same shape; None at the start.
+        """
 
     @abstractmethod
     def load(self, state: State) -> Tensor:
         """The value of what was kept."""
 
-    def start(self, value: Tensor) -> State:
-        """What is kept of a value before the first step."""
-        return self.store(value, 0)
-
-    def update(self, state: State, decay: Tensor, change: Tensor, step: int) -> State:
+    def update(self, before: State, decay: Tensor, change: Tensor) -> State:
         """What is kept of ``value + (change - decay * value)``, of shapes that broadcast.
 
         Not ``value * (1 - decay) + change``: in float32 1 - decay has an error that is no format's.
         """
-        value = self.load(state)
-        return self.store(value + (change - decay * value), step)
+        value = self.load(before)
+        return self.store(value + (change - decay * value), before)
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Plain(Encoding):
     def bytes(self) -> float:
         return self.dtype.itemsize
 
-    def store(self, value: Tensor, step: int) -> State:
+    def store(self, value: Tensor, before: State | None) -> State:
         return (value.to(self.dtype),)
 
     def load(self, state: State) -> Tensor:
@@ -93,7 +94,7 @@ class Registered(Encoding):
         hi = torch.empty(1024, dtype=torch.bfloat16, device="meta")
         return (hi.nbytes + ERROR_FORMATS[self.format].nbytes(hi)) / hi.numel()
 
-    def store(self, value: Tensor, step: int) -> State:
+    def store(self, value: Tensor, before: State | None) -> State:
         return ERROR_FORMATS[self.format].split(value, torch.bfloat16)
 
     def load(self, state: State) -> Tensor:
@@ -125,7 +126,7 @@ class Float8Components(Encoding):
     def bytes(self) -> float:
         return self.count + (0 if self.block is None else 1 / self.block)
 
-    def store(self, value: Tensor, step: int) -> State:
+    def store(self, value: Tensor, before: State | None) -> State:
         scale = torch.ones((), dtype=value.dtype)
         if self.block is not None:
             scale = power_of_two_below(largest(value, self.block)) * 2.0**-7
@@ -147,7 +148,7 @@ class Float8WithPlanes(Encoding):
     """A float with e4m3's exponents and 8 or 16 fraction bits more, dithered.
 
     Its pattern is split as ``exact`` splits float32's: an e4m3 number, and planes of a byte, which hold what
-    the pattern exceeds that number's by. Here it is kept whole, as a float32 number.
+    the pattern exceeds that number's by. Here it is kept whole, as a float32 number, and steps are counted.
     """
 
     planes: int
@@ -160,12 +161,14 @@ class Float8WithPlanes(Encoding):
     def bytes(self) -> float:
         return 1 + self.planes
 
-    def store(self, value: Tensor, step: int) -> State:
+    def store(self, value: Tensor, before: State | None) -> State:
         magnitude = value.abs()
         unit = self.unit(magnitude)
         count = (magnitude / unit).floor()
         rest = magnitude / unit - count  # exact; not added to the dither, which would round the sum
-        return (((count + (dither(value.shape[-1], step) >= 1 - rest)) * unit).copysign(value),)
+        step = torch.zeros((), dtype=torch.int64) if before is None else before[1] + 1
+        rounded = (count + (dither(value.shape[-1], int(step)) >= 1 - rest)) * unit
+        return rounded.copysign(value), step
 
     def load(self, state: State) -> Tensor:
         return state[0]
@@ -192,20 +195,16 @@ class StaticScale(Encoding):
     def bytes(self) -> float:
         return self.inner.bytes
 
-    def start(self, value: Tensor) -> State:
-        scale = value.square().mean(-1, keepdim=True).sqrt()
-        return scale, *self.inner.start(value / scale)
-
-    def store(self, value: Tensor, step: int) -> State:
-        raise TypeError("a static scale is of the first value: use start and update")
+    def store(self, value: Tensor, before: State | None) -> State:
+        if before is None:
+            scale = value.square().mean(-1, keepdim=True).sqrt()
+            return scale, *self.inner.store(value / scale, None)
+        scale, *inner = before
+        return scale, *self.inner.store(value / scale, tuple(inner))
 
     def load(self, state: State) -> Tensor:
         scale, *inner = state
         return self.inner.load(tuple(inner)) * scale
-
-    def update(self, state: State, decay: Tensor, change: Tensor, step: int) -> State:
-        scale, *inner = state
-        return scale, *self.inner.update(tuple(inner), decay, change / scale, step)
 
 
 # What they are made of. -------------------------------------------------------------------------------------

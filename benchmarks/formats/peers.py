@@ -56,7 +56,7 @@ class ErrorInUlps(Encoding):
     def most(self) -> float:
         return 2.0 ** (self.bits - 1) - 1
 
-    def store(self, value: Tensor, step: int) -> State:
+    def store(self, value: Tensor, before: State | None) -> State:
         hi = value.bfloat16()
         scaled = ((value - hi.float()) / self._half_ulp(hi)).clamp(-1, 1) * self.most
         random = torch.rand_like(scaled) if self.stochastic else torch.full_like(scaled, 0.5)
@@ -83,7 +83,7 @@ class StochasticBFloat16(Encoding):
     def bytes(self) -> float:
         return 2
 
-    def store(self, value: Tensor, step: int) -> State:
+    def store(self, value: Tensor, before: State | None) -> State:
         random = torch.randint(0, 1 << 16, value.shape, dtype=torch.int32)
         return (((value.view(torch.int32) + random) & -0x10000).view(torch.float32).bfloat16(),)
 
@@ -106,19 +106,19 @@ class Kahan(Encoding):
     def bytes(self) -> float:
         return 4
 
-    def store(self, value: Tensor, step: int) -> State:
+    def store(self, value: Tensor, before: State | None) -> State:
         return value.bfloat16(), torch.zeros_like(value, dtype=torch.bfloat16)
 
     def load(self, state: State) -> Tensor:
         hi, compensation = state
         return hi.float() + compensation.float()
 
-    def update(self, state: State, decay: Tensor, change: Tensor, step: int) -> State:
-        before, compensation = state
-        before = (before.float() - decay * before.float()).bfloat16()
+    def update(self, before: State, decay: Tensor, change: Tensor) -> State:
+        old, compensation = before
+        old = (old.float() - decay * old.float()).bfloat16()
         compensation = (compensation.float() + change).bfloat16()
-        after = before + compensation
-        return after, compensation + (before - after)
+        new = old + compensation
+        return new, compensation + (old - new)
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class Remainder(Encoding):
     def bytes(self) -> float:
         return 4
 
-    def store(self, value: Tensor, step: int) -> State:
+    def store(self, value: Tensor, before: State | None) -> State:
         bits = value.view(torch.int32)
         lower = bits.to(torch.int16)
         return ((bits >> 16) + (lower < 0).int()).to(torch.int16).view(torch.bfloat16), lower
@@ -164,7 +164,7 @@ class Companded(Encoding):
     def bytes(self) -> float:
         return 1 + 2 / 32
 
-    def store(self, value: Tensor, step: int) -> State:
+    def store(self, value: Tensor, before: State | None) -> State:
         value = value if self.signed else value.sqrt()
         scale = largest(value, 32).clamp(min=1e-12)
         x = by_block(value, 32) / scale
@@ -201,7 +201,7 @@ class DynamicMap(Encoding):
     def bytes(self) -> float:
         return 1 + 4 / 256
 
-    def store(self, value: Tensor, step: int) -> State:
+    def store(self, value: Tensor, before: State | None) -> State:
         numbers = dynamic_map(self.signed)
         scale = largest(value, 256).clamp(min=self.least)
         between = (numbers[1:] + numbers[:-1]) / 2
@@ -239,7 +239,7 @@ class BlockFloat8(Encoding):
     def bytes(self) -> float:
         return 1 + 4 / 256
 
-    def store(self, value: Tensor, step: int) -> State:
+    def store(self, value: Tensor, before: State | None) -> State:
         scale = largest(value, 256).clamp(min=1e-12) / 448
         return (by_block(value, 256) / scale).to(E4M3), scale
 
@@ -264,7 +264,7 @@ class RangeExpansion(Encoding):
     def bytes(self) -> float:
         return 1 + 3 * 4 / 128
 
-    def store(self, value: Tensor, step: int) -> State:
+    def store(self, value: Tensor, before: State | None) -> State:
         value = by_block(value, 128)
         magnitude = value.abs()
         least, most = (magnitude.aminmax(dim=-1, keepdim=True)[i] + 1e-20 for i in range(2))
@@ -297,7 +297,7 @@ class TensorScaled(Encoding):
     def bytes(self) -> float:
         return self.dtype.itemsize
 
-    def store(self, value: Tensor, step: int) -> State:
+    def store(self, value: Tensor, before: State | None) -> State:
         most = value.abs().amax(-1, keepdim=True)
         exponent = (torch.finfo(self.dtype).max / most).log2().floor()
         scale = torch.where(most > 0, exponent.exp2(), 1.0).clamp(max=2.0**126)

@@ -80,23 +80,23 @@ def replay(row: Row, trace: Trace, cells: Sequence[Cell], dtype: torch.dtype = t
     b2, rest2 = beta2.to(dtype), (1 - beta2).to(dtype)
     rates = torch.tensor([cell.lr for cell in cells], dtype=torch.float64)[:, None, None, None]
 
-    weights = row.weight.start(start.expand(len(BETA2S), *start.shape))
+    weights = row.weight.store(start.expand(len(BETA2S), *start.shape), None)
     started = row.weight.load(weights).double()
-    first = row.first.store(torch.zeros(shape, dtype=dtype), 0)
-    second = row.second.store(torch.zeros(len(BETA2S), *shape, dtype=dtype), 0)
+    first = row.first.store(torch.zeros(shape, dtype=dtype), None)
+    second = row.second.store(torch.zeros(len(BETA2S), *shape, dtype=dtype), None)
     seconds: list[Tensor] = []
     largest = torch.zeros(len(BETA2S), shape[0], dtype=dtype)
     for t in range(1, steps + 1):
         gradient = trace.gradients[t - 1].to(dtype)
         m = row.first.load(first) * BETA1 + gradient * (1 - BETA1)
         v = row.second.load(second) * b2 + gradient.square() * rest2
-        first, second = row.first.store(m, t), row.second.store(v, t)
+        first, second = row.first.store(m, first), row.second.store(v, second)
         correction2 = (1 - beta2**t).sqrt().to(dtype)
         update = m / (1 - BETA1**t) / (v.sqrt() / correction2 + EPS)
         largest = torch.maximum(largest, update.abs().amax((-1, -2)))
         rate = rates * learning_rate(t - 1, steps)
         change = -rate.to(dtype) * update[:, None]
-        weights = row.weight.update(weights, (rate * WEIGHT_DECAY).to(dtype), change, t)
+        weights = row.weight.update(weights, (rate * WEIGHT_DECAY).to(dtype), change)
         if 2 * t > steps and t % COMPARED_EVERY == 0:
             seconds.append(row.second.load(second))
     return Run(row.weight.load(weights).double() - started, seconds, largest)
@@ -153,10 +153,10 @@ def error_of_length(encoding: Encoding, steps: int, count: int = 2048, lr: float
     """``‖d − d64‖ / ‖d64‖`` of weights N(0, 1) after so many updates; the rate is a cosine down to 0."""
     torch.manual_seed(1)
     start = torch.randn(count).bfloat16().float()
-    state, exact, no_decay = encoding.start(start), start.double(), torch.zeros(())
+    state, exact, no_decay = encoding.store(start, None), start.double(), torch.zeros(())
     for step, update in enumerate(correlated_updates(steps, count), 1):
         rate = lr * (1 + math.cos(math.pi * (step - 1) / steps)) / 2
-        state = encoding.update(state, no_decay, -rate * update, step)
+        state = encoding.update(state, no_decay, -rate * update)
         exact -= rate * update.double()
     wanted = exact - start.double()
     return float((encoding.load(state).double() - start.double() - wanted).norm() / wanted.norm())
