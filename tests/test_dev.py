@@ -72,7 +72,7 @@ def test_unfit_interpreter_is_refused(
     assert message in result.stderr
 
 
-@pytest.mark.parametrize("command", ["test", "lint", "demo", "compat", "bench"])
+@pytest.mark.parametrize("command", ["test", "lint", "demo", "compat", "bench", "formats"])
 def test_exit_status_is_passed_on(command: str, script: Script, tmp_path: Path) -> None:
     python = interpreter(script, tmp_path)
     assert dev(command, CXX=script("c++", "exit 0"), COLLAGE_FX_PYTHON=python).returncode == 7

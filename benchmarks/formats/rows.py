@@ -1,0 +1,129 @@
+"""What the study compares: whole optimizer states, weights alone, moments alone. A new row is a line here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.formats.encodings import (
+    E4M3,
+    Encoding,
+    Float8Components,
+    Float8WithPlanes,
+    Plain,
+    Registered,
+    StaticScale,
+)
+from benchmarks.formats.peers import (
+    BlockFloat8,
+    Companded,
+    DynamicMap,
+    ErrorInUlps,
+    Kahan,
+    RangeExpansion,
+    Remainder,
+    StochasticBFloat16,
+    TensorScaled,
+)
+
+#: Whose a row is, if it is not one of the SOURCES of other projects.
+OURS = "ours"
+TORCH = "torch"
+CANDIDATE = "candidate, simulated"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to store AdamW's state: the weight and both moments."""
+
+    name: str
+    whose: str
+    weight: Encoding
+    first: Encoding
+    second: Encoding
+
+    def bytes(self, kind: str) -> float:
+        """Bytes a parameter, scales included: of the "weights", of the "moments", or of both, "states"."""
+        moments = self.first.bytes + self.second.bytes
+        return {"weights": self.weight.bytes, "moments": moments, "states": self.weight.bytes + moments}[kind]
+
+
+FLOAT32 = Plain(torch.float32)
+BFLOAT16 = Plain(torch.bfloat16)
+MCF, EXACT = Registered("mcf"), Registered("exact")
+HEAVYBALL = ErrorInUlps(8, stochastic=True)
+FLASHOPTIM = Companded(signed=True), Companded(signed=False)
+BITSANDBYTES = DynamicMap(signed=True), DynamicMap(signed=False)
+TORCHAO = DynamicMap(signed=True, least=1e-12), DynamicMap(signed=False, least=1e-12)
+FP8_LM = TensorScaled(E4M3), TensorScaled(torch.float16)
+
+#: States. The library's are a format and a strategy: ``light`` is for weights, ``plus`` for second moments
+#: as well, ``full`` for all.
+STATES = (
+    Row("float32", TORCH, FLOAT32, FLOAT32, FLOAT32),
+    Row("none", OURS, BFLOAT16, BFLOAT16, BFLOAT16),
+    Row("light, mcf", OURS, MCF, BFLOAT16, BFLOAT16),
+    Row("plus, mcf", OURS, MCF, BFLOAT16, MCF),
+    Row("full, mcf", OURS, MCF, MCF, MCF),
+    Row("light, exact", OURS, EXACT, BFLOAT16, BFLOAT16),
+    Row("plus, exact", OURS, EXACT, BFLOAT16, EXACT),
+    Row("full, exact", OURS, EXACT, EXACT, EXACT),
+    Row("FlashOptim, 24-bit weights", "FlashOptim", ErrorInUlps(8), *FLASHOPTIM),
+    Row("FlashOptim, 32-bit weights", "FlashOptim", ErrorInUlps(16), *FLASHOPTIM),
+    Row("bitsandbytes 8-bit", "bitsandbytes", BFLOAT16, *BITSANDBYTES),
+    Row("torchao 8-bit, stochastic weights", "torchao", StochasticBFloat16(), *TORCHAO),
+    Row("torchao fp8", "torchao", BFLOAT16, BlockFloat8(), BlockFloat8()),
+    Row("torchao fp8, stochastic weights", "torchao", StochasticBFloat16(), BlockFloat8(), BlockFloat8()),
+    Row("COAT, float32 weights", "COAT", FLOAT32, RangeExpansion(), RangeExpansion()),
+    Row("FP8-LM", "FP8-LM", TensorScaled(torch.float16), *FP8_LM),
+    Row("HeavyBall bf16+8", "HeavyBall", HEAVYBALL, HEAVYBALL, HEAVYBALL),
+    Row("stochastic rounding", "Zamirai", StochasticBFloat16(), BFLOAT16, BFLOAT16),
+    Row("Kahan sum", "Zamirai", Kahan(), BFLOAT16, BFLOAT16),
+    Row("Transformer Engine, remainders", "TE", Remainder(), FLOAT32, FLOAT32),
+)
+
+
+def weight(encoding: Encoding, whose: str) -> Row:
+    return Row(encoding.name, whose, encoding, FLOAT32, FLOAT32)
+
+
+#: Weights, beside moments in float32.
+WEIGHTS = (
+    weight(FLOAT32, TORCH),
+    weight(BFLOAT16, TORCH),
+    weight(MCF, OURS),
+    weight(EXACT, OURS),
+    weight(ErrorInUlps(8), "FlashOptim"),
+    weight(ErrorInUlps(16), "FlashOptim"),
+    weight(HEAVYBALL, "HeavyBall"),
+    weight(StochasticBFloat16(), "Zamirai"),
+    weight(Kahan(), "Zamirai"),
+    weight(Remainder(), "TE"),
+    weight(TensorScaled(torch.float16), "FP8-LM"),
+    *(weight(Float8Components(count, block), CANDIDATE) for block in (None, 32) for count in (2, 3, 4)),
+    *(weight(StaticScale(Float8WithPlanes(planes)), CANDIDATE) for planes in (1, 2)),
+)
+
+
+def moments(name: str, whose: str, first: Encoding, second: Encoding) -> Row:
+    return Row(name, whose, FLOAT32, first, second)
+
+
+#: Moments, beside weights in float32.
+MOMENTS = (
+    moments("float32", TORCH, FLOAT32, FLOAT32),
+    moments("bfloat16", TORCH, BFLOAT16, BFLOAT16),
+    moments("bfloat16, second moment in mcf", OURS, BFLOAT16, MCF),
+    moments("bfloat16, second moment in exact", OURS, BFLOAT16, EXACT),
+    moments("FlashOptim", "FlashOptim", *FLASHOPTIM),
+    moments("bitsandbytes 8-bit", "bitsandbytes", *BITSANDBYTES),
+    moments("torchao 8-bit", "torchao", *TORCHAO),
+    moments("torchao fp8", "torchao", BlockFloat8(), BlockFloat8()),
+    moments("COAT", "COAT", RangeExpansion(), RangeExpansion()),
+    moments("FP8-LM", "FP8-LM", *FP8_LM),
+    moments("HeavyBall bf16+8", "HeavyBall", HEAVYBALL, HEAVYBALL),
+)
+
+#: Weights over runs of different length.
+LENGTHS = (FLOAT32, EXACT, MCF, ErrorInUlps(8), HEAVYBALL, StochasticBFloat16())
