@@ -213,7 +213,7 @@ class ExactOptimizer:
 
 def norm(tensors: Iterable[Tensor]) -> float:
     """The 2-norm of all elements of all tensors."""
-    return math.sqrt(sum(float(tensor.double().square().sum()) for tensor in tensors))
+    return math.sqrt(sum(float(tensor.detach().double().square().sum()) for tensor in tensors))
 
 
 @dataclass(frozen=True)

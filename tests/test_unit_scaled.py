@@ -10,12 +10,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-pytest.importorskip("unit_scaling", reason="pip install 'collage-fx[examples]'")
+unit_scaling = pytest.importorskip("unit_scaling", reason="pip install 'collage-fx[examples]'")
 
-from collage_fx import error_terms
-from examples import train_unit_scaled
-from examples.train_gpt import QUICK, Text
-from examples.train_unit_scaled import PLAIN, UNIT_SCALED, Fate, train
+from collage_fx import error_terms, full_value, install  # noqa: E402
+from examples import train_unit_scaled  # noqa: E402
+from examples.train_gpt import QUICK, Text  # noqa: E402
+from examples.train_unit_scaled import PLAIN, UNIT_SCALED, Fate, norm, train  # noqa: E402
 
 
 def rounding_of_first_moments(dtype: torch.dtype) -> float:
@@ -116,3 +116,31 @@ def test_bfloat16_loses_updates_of_unit_scaled_weights_without_error_terms(text:
         assert error_terms(parameter)
         assert error_terms(ours.optimizer.state[parameter]["exp_avg_sq"])
     assert plain.displacement_error > 2 * ours.displacement_error
+
+
+@pytest.mark.parametrize(("name", "options"), [("Adam", {}), ("SGD", {"momentum": 0.9})])
+def test_the_packages_optimizers_are_compensated(name: str, options: dict[str, float]) -> None:
+    """Beside AdamW. Each parameter is a group with a learning rate of its own, by its shape and depth."""
+    torch.manual_seed(0)
+    parameters = [
+        unit_scaling.Parameter(torch.randn(64, 32).half(), "weight", mup_scaling_depth=4),
+        unit_scaling.Parameter(torch.ones(32).half(), "norm"),
+    ]
+    optimizer = getattr(unit_scaling.optim, name)(parameters, lr=1e-3, **options)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    assert rates == pytest.approx([1e-3 / math.sqrt(32 * 4), 1e-3])
+    start = [p.detach().double() for p in parameters]
+    exact = [p.clone() for p in start]
+    groups = [{**group, "params": [p]} for group, p in zip(optimizer.param_groups, exact, strict=True)]
+    exact_optimizer = getattr(torch.optim, name)(groups)
+    install(optimizer, error_format="exact")
+    directions = [torch.randn_like(p) for p in parameters]
+    for _ in range(30):
+        for parameter, copy, direction in zip(parameters, exact, directions, strict=True):
+            parameter.grad = direction + torch.randn_like(parameter)
+            copy.grad = parameter.grad.double()
+        optimizer.step()
+        exact_optimizer.step()
+    off = norm(full_value(p).double() - e for p, e in zip(parameters, exact, strict=True))
+    moved = norm(e - s for e, s in zip(exact, start, strict=True))
+    assert off / moved < rounding_of_first_moments(torch.float16)
