@@ -26,7 +26,7 @@ of their ends, and one batch in float32 and in float16:
     lost         share of the numbers that are not 0, but 0 in the format
     subnormal    share of those below the format's normal numbers, where bits are missing, and not lost
     overflows    how many are infinite or NaN
-    rms error    norm of all errors, relative to the norm of all numbers
+    rms error    norm of the errors relative to the norm of the numbers, in the tensor where that is largest
 
 [1] Blake et al., Unit Scaling: Out-of-the-Box Low-Precision Training, ICML 2023, arXiv:2303.11257
 [2] Blake et al., u-μP: The Unit-Scaled Maximal Update Parametrization, ICLR 2025, arXiv:2407.17465
@@ -280,6 +280,7 @@ class Fate:
     @classmethod
     def of(cls, pairs: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype) -> Fate:
         """Of pairs (numbers, what the format made of them), the latter in any dtype."""
+        rms_error = max(norm([stored.double() - exact]) / norm([exact]) for exact, stored in pairs)
         exact, stored = (
             torch.cat([each.detach().double().flatten() for each in side])
             for side in zip(*pairs, strict=True)
@@ -290,7 +291,7 @@ class Fate:
             lost=float((stored == 0)[counted].double().mean()),
             subnormal=float(small[counted].double().mean()),
             overflows=int((~stored.isfinite()).sum()),
-            rms_error=float((stored - exact).norm() / exact.norm()),
+            rms_error=rms_error,
         )
 
 
@@ -391,6 +392,10 @@ def main() -> None:
     parser.add_argument(
         "--strategies", nargs="+", default=names, choices=names, metavar="NAME", help=f"of {names}"
     )
+    dtypes = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+    parser.add_argument(
+        "--dtypes", nargs="+", default=[*dtypes], choices=dtypes, metavar="DTYPE", help=f"of {[*dtypes]}"
+    )
     parser.add_argument("--quick", action="store_true", help="a tiny model, to see that it runs")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -398,10 +403,8 @@ def main() -> None:
     recipe = replace(recipe, steps=options.steps or recipe.steps)
     text = Text.of_standard_library()
 
-    settings = [
-        (torch.float32, None),
-        *itertools.product((torch.bfloat16, torch.float16), options.strategies),
-    ]
+    sixteen_bits = itertools.product([dtypes[name] for name in options.dtypes], options.strategies)
+    settings: list[tuple[torch.dtype, str | None]] = [(torch.float32, None), *sixteen_bits]
     recipes = [replace(recipe, seed=seed) for seed in range(options.seeds)]
     families = [replace(each, eps=each.eps if options.eps is None else options.eps) for each in FAMILIES]
     runs, found = [], {}
