@@ -127,7 +127,8 @@ def roundings_survive(device: str, dtype: torch.dtype) -> Finding:
         for one, other in zip(compiled, expected, strict=True)
     )
     off = full_value(whole).cpu() - _float32_steps(weights, gradients)
-    different += int((off.abs() > ERROR_FORMATS["exact"].error_bound(dtype).absolute * STEPS).sum())
+    tolerated = float(STEPS * ERROR_FORMATS["exact"].error_bound(dtype).absolute)
+    different += int((off.abs() > tolerated).sum())
     if not compiled[1].any():
         return Finding(device, name, False, "every error term is zero: the compiler has dropped the rounding")
     if different:
@@ -154,7 +155,7 @@ def _float32_steps(weights: Tensor, gradients: Tensor) -> Tensor:
 
 
 def _eager_steps(weights: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
-    """The steps of :func:`_compiled_steps` on pairs, in torch's own casts and float32 arithmetic, run eagerly."""
+    """The compiled steps on pairs, in torch's own casts and float32 arithmetic, run eagerly."""
     hi, lo = weights, torch.zeros_like(weights)
     for _ in range(STEPS):
         value = (hi.float() + lo.float()) - gradients.float() * LEARNING_RATE

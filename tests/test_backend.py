@@ -20,6 +20,7 @@ from tests.support.training import (
     compiled,
     differences,
     everything,
+    live_error_terms,
     parameters,
     run_steps,
     set_gradients,
@@ -175,28 +176,20 @@ def test_a_step_adds_no_graph_break_compiles_once_and_never_again(adamw_run: dic
 # Several steps, recompilations and callables. -------------------------------------------------------------
 
 
-def live(tensor: Tensor) -> Tensor:
-    """The buffer of its error term."""
-    expansion = expansion_of(tensor)
-    assert expansion is not None
-    (buffer,) = expansion.auxiliaries
-    return buffer
-
-
 def test_error_terms_survive_a_recompilation() -> None:
     params = parameters()
     optimizer = Descent(params)
     backend = CollageBackend()
     step = torch.compile(optimizer.step, backend=backend)
     run_steps(step, params, [0, 1])
-    buffers = [live(p) for p in params]
+    buffers = [live_error_terms(p)[0] for p in params]
     values = [full_value(p) for p in params]
     graphs = len(backend.report().graphs)
     optimizer.param_groups[0]["lr"] *= 2  # a scheduler's doing: one recompilation
     run_steps(step, params, [2])
     assert len(backend.report().graphs) == graphs + 1
     for p, buffer, value in zip(params, buffers, values, strict=True):
-        assert live(p) is buffer
+        assert live_error_terms(p)[0] is buffer
         assert p.grad is not None
         expected = value - optimizer.param_groups[0]["lr"] * p.grad.double()
         # float32 arithmetic is right to 2**-24 an operation
@@ -208,12 +201,12 @@ def test_two_callables_over_one_optimizer_share_its_error_terms() -> None:
     optimizer = torch.optim.RMSprop(params, lr=1e-3, alpha=0.999)
     run_steps(compiled(optimizer, strategy="light"), params, range(3))
     states = [optimizer.state[p]["square_avg"] for p in params]
-    buffers = [live(p) for p in params]
+    buffers = [live_error_terms(p)[0] for p in params]
     assert all(error_terms(p)[0].abs().max() > 0 for p in params)
     assert [error_terms(state) for state in states] == [(), ()]
     plus = compiled(optimizer, strategy="plus")
     run_steps(plus, params, [3])
-    assert all(live(p) is buffer for p, buffer in zip(params, buffers, strict=True))
+    assert all(live_error_terms(p)[0] is buffer for p, buffer in zip(params, buffers, strict=True))
     assert all(error_terms(state)[0].abs().max() > 0 for state in states)
     light = CollageBackend(strategy="light")  # keeps up what exists, though it would not have chosen it
     run_steps(torch.compile(optimizer.step, backend=light), params, [4])
@@ -241,7 +234,8 @@ def test_another_error_format_for_the_same_tensors_is_refused() -> None:
     run_steps(compiled(optimizer), params, [0])
     before = everything(optimizer)
     with pytest.raises(
-        CollageError, match=r"'fp32'[\s\S]*'exact'[\s\S]*param_groups\[0\].params\[0\][\s\S]*reset_error_terms"
+        CollageError,
+        match=r"'fp32'[\s\S]*'exact'[\s\S]*param_groups\[0\].params\[0\][\s\S]*reset_error_terms",
     ):
         compiled(optimizer, error_format="fp32")()
     assert differences(before, everything(optimizer)) == []

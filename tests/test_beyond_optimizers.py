@@ -22,11 +22,10 @@ from torch.optim.swa_utils import (
 
 from collage_fx import CollageBackend, error_terms, full_value
 from collage_fx.lowering.lower import inductor_settings
-from collage_fx.runtime.error_terms import expansion_of
 from tests.support import triton_offline as offline
 from tests.support.float_bits import same_bits
 from tests.support.race import Race, relative_error
-from tests.support.training import Descent, parameters
+from tests.support.training import Descent, live_error_terms, parameters
 from tests.support.twin import Engine, TwinBackend
 
 ROOT = Path(__file__).parents[1]
@@ -197,9 +196,7 @@ class Sums:
         self.step = torch.compile(accumulate, backend=self.backend)
         self.grad = self.p.grad = torch.zeros_like(self.p)
         self.step(self.params, [torch.zeros_like(self.p)])
-        expansion = expansion_of(self.grad)
-        assert expansion is not None
-        (self.lo,) = expansion.auxiliaries
+        (self.lo,) = live_error_terms(self.grad)
         generator = torch.Generator().manual_seed(0)
         self.begun, self.gradient = (torch.randn(37, generator=generator).to(dtype) for _ in range(2))
         scale = 2.0**-10 if self.lo.is_floating_point() else 2.0**13
@@ -218,7 +215,12 @@ class Sums:
         return self.grad.clone(), self.lo.clone()
 
 
-KINDS: list[dict[str, Any]] = [{}, {"error_format": "mcf"}, {"error_format": "fp32"}, {"arithmetic": "native"}]
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"error_format": "mcf"},
+    {"error_format": "fp32"},
+    {"arithmetic": "native"},
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

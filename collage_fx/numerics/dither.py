@@ -5,8 +5,8 @@ Note [Dither]
 A number that is rounded to nearest at every step stands still where a step is below half an ulp, and a decay
 towards zero ends early. Rounded up with a probability of what was left of it, in ulps, it arrives on average,
 and the noise of steps that follow one another adds up as a random walk. Here that choice is not random. It is
-made by a phase, a number of 32 bits, read as a fraction of 2**32: up where the rest and the phase make one ulp
-or more. Element i has at step t the phase
+made by a phase, a number of 32 bits, read as a fraction of 2**32: up where rest and phase make an ulp.
+Element i has at step t the phase
 
     i * SPACING + t * GOLDEN + hash(t // 32)     (mod 2**32)
 

@@ -29,7 +29,8 @@ from collage_fx.numerics import short_name
 PASS_COLORS = ("#cfe8f7", "#ffe3b0", "#bfe8d8", "#f6d3e6", "#fbf6b4", "#f8cdb5", "#d5d9f5", "#e2e2e2")
 
 TYPESET = str.maketrans("-*", "−×")
-ROUNDING = "round_to_storage"
+#: Operators that round their first operand.
+ROUNDINGS = {"dithered", "round_to_storage", "upper_half"}
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def _rounded_versions(store: Node) -> Iterator[Node]:
     value = store.args[1]
     while isinstance(value, Node):
         yield value
-        is_rounding = is_conversion(value) or operator_name(value.target) == ROUNDING
+        is_rounding = is_conversion(value) or operator_name(value.target) in ROUNDINGS
         value = value.args[0] if is_rounding else None
 
 
@@ -176,7 +177,7 @@ def _expression(node: Node, labels: Mapping[Node, str], hidden: Collection[Node]
         return f"{operands[1]}({operands[0]})"
     if not node.all_input_nodes and facts.fills is not None:
         return operands[-1]
-    if operator == ROUNDING:
+    if operator == "round_to_storage":
         return f"round({', '.join(operands)})"
     if facts.sign and len(operands) == 2:
         first, second = operands

@@ -14,8 +14,8 @@ process without collage_fx, and the other way round. An optimizer class that ove
 covered as far as it calls those of the base class.
 
 Keys: ``collage_fx.<slot>.<format>.<auxiliary>``, where the slot is ``parameter`` or the name of the state,
-for example ``collage_fx.exp_avg_sq.exact.rest``; beside them, ``collage_fx.<slot>.<format>.fingerprint`` tells
-which values they belong to: Note [What a fingerprint is of]. Tensors that belong to no single parameter (in
+as ``collage_fx.exp_avg_sq.exact.rest``; beside them, ``collage_fx.<slot>.<format>.fingerprint`` tells which
+values they belong to: Note [What a fingerprint is of]. Tensors that belong to no single parameter (in
 ``param_groups``, or in ``state`` under a key of the optimizer's own) have theirs in one more entry of the
 state dict, ``"collage_fx"``. What torch's state dict doesn't hold, an attribute of the optimizer, has none in
 it either: ``state_dict`` warns.
@@ -464,7 +464,7 @@ def _refuse_mismatch(saved: Auxiliaries, owner: Tensor, dtype: torch.dtype, wher
         if tensor.shape != spec.saved_shape:
             raise _mismatch(
                 f"an error term of shape {tuple(tensor.shape)} where a tensor of shape {tuple(owner.shape)} "
-                f"has one of {spec.saved_shape}",
+                f"has one of {tuple(spec.saved_shape)}",
                 where,
             )
         if tensor.dtype != spec.saved_dtype and not _is_cast(saved):

@@ -77,6 +77,7 @@ class Expansion:
 
     Attributes:
         format: how hi and the auxiliaries encode the value.
+        dtype: of hi. Bits that are kept beside one dtype mean something else beside another.
         auxiliaries: the buffers, in the order of the format's specifications.
         owner: the object it was made for.
         memory: the storages and the regions in them by which it can be found.
@@ -86,6 +87,7 @@ class Expansion:
     """
 
     format: ErrorFormat
+    dtype: torch.dtype
     auxiliaries: tuple[Tensor, ...]
     owner: TensorWeakRef
     memory: list[tuple[WeakIdRef, Hashable]] = field(default_factory=list)
@@ -216,7 +218,7 @@ def ensure_expansion(tensor: Tensor, error_format: ErrorFormat, *, name: str) ->
             )
         with real_tensors(), torch.no_grad():
             zeros = tuple(spec.zeros(piece.device) for spec in error_format.auxiliaries(piece))
-        made = Expansion(error_format, zeros, TensorWeakRef(tensor))
+        made = Expansion(error_format, tensor.dtype, zeros, TensorWeakRef(tensor))
         _BY_OBJECT[tensor] = made
         _record_memory(piece, made)
         return made
@@ -266,11 +268,15 @@ def require_format(expansion: Expansion, error_format: ErrorFormat, *, name: str
 
 
 def _fits(expansion: Expansion, tensor: Tensor) -> bool:
-    """Whether the buffers have the dtypes and shapes that go with the tensor as it is now."""
+    """Whether the buffers are of the tensor's dtype and have the shapes that go with it as it is now."""
     specs = expansion.format.auxiliaries(tensor)
-    return len(specs) == len(expansion.auxiliaries) and all(
-        auxiliary.dtype == spec.dtype and auxiliary.shape == spec.shape
-        for auxiliary, spec in zip(expansion.auxiliaries, specs, strict=True)
+    return (
+        expansion.dtype == tensor.dtype
+        and len(specs) == len(expansion.auxiliaries)
+        and all(
+            auxiliary.dtype == spec.dtype and auxiliary.shape == spec.shape
+            for auxiliary, spec in zip(expansion.auxiliaries, specs, strict=True)
+        )
     )
 
 
@@ -297,9 +303,9 @@ def error_terms(tensor: Tensor) -> tuple[Tensor, ...]:
 
     Returns:
         tensors of its shape on its device; ``()`` where the tensor has none. In the formats "mcf" and "fp32"
-        they are the live buffers themselves. Of a DTensor they are DTensors with its mesh and placements,
-        made of the live buffers of each process. After ``load_state_dict`` they are those of the file until a
-        step, or ``full_state_dict``, has looked whether they belong to the tensor.
+        they are the live buffers themselves, in others float32 copies. Of a DTensor they are DTensors with
+        its mesh and placements, made of those of each process. After ``load_state_dict`` they are those of
+        the file until a step, or ``full_state_dict``, has looked whether they belong to the tensor.
     """
     expansion = expansion_of(tensor)
     if expansion is None:

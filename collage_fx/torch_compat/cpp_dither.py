@@ -29,10 +29,8 @@ def phases(place: Any, phase: Any, first: Any = None, *, spacing: int) -> Any:
     if first is not None:
         begin += f" + static_cast<uint32_t>({first}) * {spacing}u"
     if place.is_vec:
-        vector = f"decltype({place})"
-        text = (
-            f"({place} * {vector}(static_cast<int32_t>({spacing}u)) + {vector}(static_cast<int32_t>({begin})))"
-        )
+        of_all = [f"decltype({place})(static_cast<int32_t>({x}))" for x in (f"{spacing}u", begin)]
+        text = f"({place} * {of_all[0]} + {of_all[1]})"
     else:
         text = f"static_cast<int32_t>(static_cast<uint32_t>({place}) * {spacing}u + {begin})"
     numbers = [phase] if first is None else [phase, first]
@@ -62,7 +60,8 @@ def dithered(value: Any, phases: Any, dtype: torch.dtype) -> Any:
 
 _BFLOAT16_OF_SCALAR = (
     "at::BFloat16(static_cast<uint16_t>({x} != {x} ? c10::bit_cast<uint32_t>({x}) >> 16 | 0x40 : "
-    "(c10::bit_cast<uint32_t>({x}) + (static_cast<uint32_t>({phase}) >> 16)) >> 16), at::BFloat16::from_bits())"
+    "(c10::bit_cast<uint32_t>({x}) + (static_cast<uint32_t>({phase}) >> 16)) >> 16), "
+    "at::BFloat16::from_bits())"
 )
 
 #: In the bits of float32 numbers 0x38800000 are those of float16's smallest normal number, and 10 << 23 takes
@@ -90,9 +89,9 @@ _BFLOAT16_BY_INSTRUCTION = """
     __m256 first = {x}[0], second = {x}[1];
     __m256i firsts = {phases}[0], seconds = {phases}[1];
     if (C10_LIKELY(!_mm256_movemask_ps(_mm256_cmp_ps(first, second, _CMP_UNORD_Q)))) {{
-        __m256i packed = _mm256_packus_epi32(
-            _mm256_srli_epi32(_mm256_add_epi32(_mm256_castps_si256(first), _mm256_srli_epi32(firsts, 16)), 16),
-            _mm256_srli_epi32(_mm256_add_epi32(_mm256_castps_si256(second), _mm256_srli_epi32(seconds, 16)), 16));
+        firsts = _mm256_add_epi32(_mm256_castps_si256(first), _mm256_srli_epi32(firsts, 16));
+        seconds = _mm256_add_epi32(_mm256_castps_si256(second), _mm256_srli_epi32(seconds, 16));
+        __m256i packed = _mm256_packus_epi32(_mm256_srli_epi32(firsts, 16), _mm256_srli_epi32(seconds, 16));
         return __m256i(_mm256_permute4x64_epi64(packed, 0xd8));
     }}
 #endif""".replace("UPPERS", every_second_half(1))

@@ -55,7 +55,9 @@ def register_pointwise_lowering(
     register_lowering(operator, type_promotion_kind=None)(lowering)
 
 
-def register_placed_lowering(operator: Any, element_function: Callable[..., Any], *, dtype: torch.dtype) -> None:
+def register_placed_lowering(
+    operator: Any, element_function: Callable[..., Any], *, dtype: torch.dtype
+) -> None:
     """Lower ``operator(like, *numbers)`` to a computation from each element's place in memory.
 
     Args:
@@ -74,9 +76,7 @@ def register_placed_lowering(operator: Any, element_function: Callable[..., Any]
             position = ops.index_expr(place, torch.int32)
             return element_function(device, position, *(load([]) for load in loads))
 
-        return ir.Pointwise.create(
-            device=device, dtype=dtype, inner_fn=element, ranges=list(like.get_size())
-        )
+        return ir.Pointwise.create(device=device, dtype=dtype, inner_fn=element, ranges=list(like.get_size()))
 
     register_lowering(operator, type_promotion_kind=None)(lowering)
 

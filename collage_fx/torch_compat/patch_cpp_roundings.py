@@ -157,9 +157,10 @@ def with_ulp_parts_in_cpp(hi: Any, parts: Any) -> Any:
 
 
 #: The texts that stand for :func:`phases_in_cpp` and :func:`dithered_in_cpp`, less what follows.
-_PHASES, _DITHERED = "collage_fx: phases ", {
-    f"collage_fx: dither to {dtype}": dtype for dtype in (torch.bfloat16, torch.float16)
-}
+_PHASES, _DITHERED = (
+    "collage_fx: phases ",
+    {f"collage_fx: dither to {dtype}": dtype for dtype in (torch.bfloat16, torch.float16)},
+)
 
 
 def phases_in_cpp(place: Any, *phase_and_first: Any, spacing: int) -> Any:

@@ -27,7 +27,9 @@ def _numbers(dtype: torch.dtype) -> Tensor:
     """At, beside and between storage-format numbers, and what is not finite."""
     cases = sample(near_storage_numbers(ENCODINGS[dtype]), torch.float32, size=3000)
     special = torch.tensor([torch.inf, -torch.inf, torch.nan, 3.4e38, -3.4e38, 0.0, -0.0])
-    spread = torch.randn(3000, generator=torch.Generator().manual_seed(0)) * 2.0 ** torch.linspace(-30, 16, 3000)
+    spread = torch.randn(3000, generator=torch.Generator().manual_seed(0)) * 2.0 ** torch.linspace(
+        -30, 16, 3000
+    )
     return torch.cat([tensor((pattern for (pattern,) in cases), torch.float32), special, spread])
 
 
@@ -54,7 +56,9 @@ def test_rounds_as_the_definition_says(dtype: torch.dtype) -> None:
     found = dithered(x, turns, dtype)
     assert same_bits(found, found.to(dtype).float()).all()  # it is on the grid
     number = x.isfinite() & found.isfinite()
-    for value, turn, met in zip(fractions(x[number]), turns[number].tolist(), fractions(found[number]), strict=True):
+    for value, turn, met in zip(
+        fractions(x[number]), turns[number].tolist(), fractions(found[number]), strict=True
+    ):
         assert met == _by_definition(value, turn, dtype)
     assert torch.equal(found.signbit()[~x.isnan()], x.signbit()[~x.isnan()])
     assert found[x.isnan()].isnan().all()
@@ -79,7 +83,9 @@ def test_phases_are_those_of_the_note() -> None:
         places = torch.arange(24).reshape(4, 6).t()[:, 1:] - 6
         assert torch.equal(phases(like, first).long() % 2**32, (places * SPACING + expected) % 2**32)
         later = torch.tensor(100).int()
-        assert torch.equal(phases(like, first, later).long() % 2**32, ((places + 100) * SPACING + expected) % 2**32)
+        assert torch.equal(
+            phases(like, first, later).long() % 2**32, ((places + 100) * SPACING + expected) % 2**32
+        )
 
 
 @each_dtype

@@ -29,6 +29,7 @@ from tests.support.training import (
     compiled,
     differences,
     everything,
+    live_error_terms,
     parameters,
     run_steps,
     set_gradients,
@@ -94,7 +95,9 @@ def test_state_dict_holds_the_error_terms_under_keys_of_ours() -> None:
     saved = optimizer.state_dict()
     keys = ["collage_fx.parameter.exact.rest", "collage_fx.square_avg.exact.rest"]
     assert ours(saved) == {0: keys, 1: keys}
-    assert saved["state"][0][keys[0]] is error_terms(params[0])[0]
+    (live,) = live_error_terms(params[0])
+    entry = saved["state"][0][keys[0]]
+    assert (entry.data_ptr(), entry.dtype, entry.shape) == (live.data_ptr(), torch.uint8, (*live.shape, 2))
     assert all(
         "collage_fx" not in str(list(state)) for state in optimizer.state.values()
     )  # nothing in the live state
@@ -105,7 +108,7 @@ def test_loading_into_a_running_process_replaces_the_live_error_terms() -> None:
     optimizer = torch.optim.RMSprop(params, alpha=0.999)
     step = compiled(optimizer)
     run_steps(step, params, range(2))
-    buffers = [error_terms(p)[0] for p in params]
+    buffers = [live_error_terms(p)[0] for p in params]
     checkpoint = copy.deepcopy(optimizer.state_dict())
     saved = [p.detach().clone() for p in params]
     run_steps(step, params, range(2, 5))
@@ -114,7 +117,7 @@ def test_loading_into_a_running_process_replaces_the_live_error_terms() -> None:
     for p, value in zip(params, saved, strict=True):
         p.data.copy_(value)
     assert warned(lambda: optimizer.load_state_dict(checkpoint)) == []
-    assert all(error_terms(p)[0] is buffer for p, buffer in zip(params, buffers, strict=True))
+    assert all(live_error_terms(p)[0] is buffer for p, buffer in zip(params, buffers, strict=True))
     run_steps(step, params, range(2, 5))
     assert differences(expected, everything(optimizer)) == []
 
@@ -156,7 +159,7 @@ def test_state_inside_containers_round_trips() -> None:
     again = LateMomentum(parameters())
     again.load_state_dict(saved)
     moment = again.state[again.param_groups[0]["params"][0]]["moments"]["second"][0]
-    assert torch.equal(error_terms(moment)[0], saved["state"][0][key])
+    assert torch.equal(as_saved(moment), saved["state"][0][key])
 
 
 def test_several_groups_and_parameters_without_gradients() -> None:
@@ -252,14 +255,14 @@ def test_a_plain_checkpoint_loaded_into_a_running_process_zeroes_and_warns_once(
     optimizer = torch.optim.RMSprop(params, alpha=0.999)
     step = compiled(optimizer)
     run_steps(step, params, range(2))
-    buffers = [error_terms(p)[0] for p in params]
+    buffers = [live_error_terms(p)[0] for p in params]
     saved = without_ours(copy.deepcopy(optimizer.state_dict()))
     (warning,) = warned(lambda: optimizer.load_state_dict(saved))
     assert "RMSprop holds no error terms" in warning
     assert all(not buffer.any() for buffer in buffers)
     assert all(torch.equal(full_value(p), p.double()) for p in params)
     assert warned(step) == []
-    assert all(error_terms(p)[0] is buffer for p, buffer in zip(params, buffers, strict=True))
+    assert all(live_error_terms(p)[0] is buffer for p, buffer in zip(params, buffers, strict=True))
 
 
 def test_no_warning_where_nothing_of_ours_is_in_play() -> None:
@@ -633,6 +636,12 @@ def run() -> tuple[list[torch.nn.Parameter], torch.optim.Optimizer, dict[str, An
     return params, optimizer, copy.deepcopy(optimizer.state_dict())
 
 
+def as_saved(tensor: Tensor) -> Tensor:
+    """What a state dict has of the live error term of the format ``exact``."""
+    (live,) = live_error_terms(tensor)
+    return live.unsqueeze(-1).view(torch.uint8)
+
+
 LO, FINGERPRINT = "collage_fx.parameter.exact.rest", "collage_fx.parameter.exact.fingerprint"
 
 
@@ -640,14 +649,22 @@ LO, FINGERPRINT = "collage_fx.parameter.exact.rest", "collage_fx.parameter.exact
     ("changes", "met"),
     [
         ({LO: torch.zeros(3).bfloat16()}, r"shape \(3,\) where a tensor of shape \(4, 6\)"),
-        ({LO: torch.zeros(4, 6)}, r"torch.float32 where a torch.bfloat16 tensor has one of torch.bfloat16"),
+        ({LO: torch.zeros(4, 6).to(torch.int16)}, r"shape \(4, 6\) where .* has one of \(4, 6, 2\)"),
+        ({LO: torch.zeros(4, 6, 2)}, r"torch.float32 where a torch.bfloat16 tensor has one of torch.uint8"),
         (
             {LO: None, FINGERPRINT: None, "collage_fx.parameter.tripled.lo": torch.zeros(4, 6).bfloat16()},
             r"unknown format 'tripled'",
         ),
         ({"collage_fx.parameter.mcf.high": torch.zeros(4, 6).bfloat16()}, r"belong together"),
         ({"collage_fx.momentum.exact.rest": torch.zeros(4, 6).bfloat16()}, r"does not hold"),
-        ({LO: torch.full((4, 6), torch.nan).bfloat16()}, r"that is not finite"),
+        (
+            {
+                LO: None,
+                FINGERPRINT: None,
+                "collage_fx.parameter.mcf.lo": torch.full((4, 6), torch.nan).bfloat16(),
+            },
+            r"that is not finite",
+        ),
         ({FINGERPRINT: torch.zeros(8, dtype=torch.uint8)}, r"a fingerprint of shape \(8,\), not \(256, 8\)"),
     ],
 )
@@ -773,7 +790,7 @@ torch.save(everything(optimizer), directory / "result")
 
 
 def test_a_run_whose_checkpoint_plain_torch_has_loaded_is_the_uninterrupted_run(tmp_path: Path) -> None:
-    optimizer, step = resume.start(torch.bfloat16, "mcf")
+    optimizer, step = resume.start(torch.bfloat16, "exact")
     params = optimizer.param_groups[0]["params"]
     run_steps(step, params, resume.FIRST)
     resume.save(optimizer, tmp_path / "checkpoint")
@@ -817,7 +834,7 @@ def test_what_does_not_fit_is_refused_and_left_where_it_was() -> None:
     state = optimizer.state[optimizer.param_groups[0]["params"][0]]
     state[LO] = state[LO][:1]
     before = {key: dict(entries) for key, entries in optimizer.state.items()}
-    with pytest.raises(CheckpointMismatchError, match=r"of shape \(1, 6\) where .*\(4, 6\)"):
+    with pytest.raises(CheckpointMismatchError, match=r"of shape \(1, 6, 2\) where .*\(4, 6\)"):
         run_steps(compiled(optimizer), optimizer.param_groups[0]["params"], [0])
     assert {key: dict(entries) for key, entries in optimizer.state.items()} == before
 
@@ -828,5 +845,5 @@ def test_a_recorded_step_takes_up_what_plain_torch_has_loaded() -> None:
     loaded_by_plain_torch(optimizer, checkpoint)
     record(optimizer, CollageBackend(), {}, "the test asks for it", strict=True)
     for i, p in enumerate(optimizer.param_groups[0]["params"]):
-        assert torch.equal(error_terms(p)[0], checkpoint["state"][i][LO])
+        assert torch.equal(as_saved(p), checkpoint["state"][i][LO].to(torch.uint8))
     assert not optimizer.state

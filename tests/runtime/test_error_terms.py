@@ -16,7 +16,7 @@ from collage_fx import CollageBackend, CollageError, error_terms, full_value, re
 from collage_fx.errors import ConflictingErrorFormatError, LostErrorTermsError
 from collage_fx.numerics.error_formats import ERROR_FORMATS
 from collage_fx.runtime.error_terms import ensure_expansion, expansion_of
-from tests.support.training import Descent, compiled, parameters, run_steps, set_gradients
+from tests.support.training import Descent, compiled, live_error_terms, parameters, run_steps, set_gradients
 
 MCF, FP32 = ERROR_FORMATS["mcf"], ERROR_FORMATS["fp32"]
 
@@ -312,7 +312,7 @@ def test_error_terms_of_replaced_state_live_as_long_as_that_state() -> None:
         state = optimizer.state[params[0]]
         old, terms = (
             weakref.ref(state["square_avg"]),
-            [weakref.ref(t) for t in _record(state["square_avg"]).auxiliaries],
+            [weakref.ref(t) for t in live_error_terms(state["square_avg"])],
         )
         state["square_avg"] = state["square_avg"].clone()
         assert error_terms(state["square_avg"]) == ()

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 import collage_fx
 from collage_fx import CollageBackend
+from collage_fx.runtime.error_terms import expansion_of
 
 SHAPES = ((4, 6), (5,))
 
@@ -119,3 +120,9 @@ def _identical(a: Tensor, b: Tensor) -> bool:
         if a.dim()
         else bool(a == b)
     )
+
+
+def live_error_terms(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The buffers of a tensor's error terms, as its format has them."""
+    expansion = expansion_of(tensor)
+    return () if expansion is None else expansion.auxiliaries

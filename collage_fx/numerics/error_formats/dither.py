@@ -30,7 +30,7 @@ class Dither(ErrorFormat):
         return (AuxiliarySpec("count", torch.int32, ()),)
 
     def error_bound(self, dtype: torch.dtype) -> ErrorBound:
-        """That of rounding to nearest, which is how a value is converted. A step's may be twice as far off."""
+        """That of rounding to nearest, as :meth:`split` does; what a step stores may be twice as far off."""
         fmt = storage_format(dtype)
         return ErrorBound(fmt.unit_roundoff, fmt.quantum / 2)
 
