@@ -37,7 +37,7 @@ def phases(place: Any, phase: Any, first: Any = None, *, spacing: int) -> Any:
     return new_variable(text, torch.int32, place, *numbers)
 
 
-def dithered(value: Any, phases: Any, dtype: torch.dtype) -> Any:
+def dithered(value: Any, phases: Any, *, dtype: torch.dtype) -> Any:
     """Write the code for a float32 number rounded by its phase to a storage dtype, as float32."""
     of_scalar, by_instruction = _DITHERED[dtype]
     if not value.is_vec:

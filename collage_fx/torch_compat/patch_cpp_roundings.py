@@ -193,7 +193,7 @@ def _with_our_code(original: Callable[..., Any]) -> Callable[..., Any]:
         if asm.startswith(_PHASES):
             return phases(*inputs, spacing=int(asm.removeprefix(_PHASES)))
         if asm in _DITHERED:
-            return dithered(*_all_vectors_or_none(inputs), _DITHERED[asm])
+            return dithered(*_all_vectors_or_none(inputs), dtype=_DITHERED[asm])
         if asm.startswith(SUM):
             return summand(_all_vectors_or_none(inputs), asm)
         if asm in _ROUNDINGS:
