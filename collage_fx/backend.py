@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from collage_fx.capture import is_recording, rows_to_trace, watch
 from collage_fx.compilation import Backend, Compilation
 from collage_fx.errors import InvalidOptionError
-from collage_fx.graph import Arithmetic, Strategy, device_facts
+from collage_fx.graph import Arithmetic, Rounding, Strategy, device_facts
 from collage_fx.lowering import JOINT_GRAPH_SETTINGS, forget_kernels
 from collage_fx.options import DEFAULT_FORMATS, MODES, Options, refuse_unless
 from collage_fx.pipeline import PIPELINE, Pass
@@ -49,6 +49,9 @@ class CollageBackend(Backend):
         strict: refuse (raise) where a parameter cannot be compensated, rather than warn and leave it, or the
             whole step where one tensor cannot be told from the rest, to plain low precision.
         mode: as in ``torch.compile``; passed on to Inductor.
+        rounding: of state that carries something from step to step and has no error terms. ``"nearest"``:
+            what is below half an ulp is lost at every step. ``"dither"``: up or down, so that it arrives on
+            average; the same in every run, and no byte more but a count for each tensor. Not in ``native``.
         passes: the pipeline, with passes of your own in it: see :func:`collage_fx.pipeline.inserted`. They
             run on steps that update a bfloat16 or float16 tensor; other graphs are lowered as they are.
 
@@ -65,12 +68,13 @@ class CollageBackend(Backend):
         metrics_every: int = 1,
         strict: bool = True,
         mode: str | None = None,
+        rounding: Rounding = "nearest",
         passes: Sequence[Pass] = PIPELINE,
     ) -> None:
         if error_format is None:
             error_format = DEFAULT_FORMATS["native" if arithmetic == "native" else "wide"]
-        options = strategy, error_format, arithmetic, metrics, metrics_every, strict, mode, tuple(passes)
-        super().__init__(Options(*options))
+        options = strategy, error_format, arithmetic, metrics, metrics_every, strict, mode, rounding
+        super().__init__(Options(*options, tuple(passes)))
 
     def __repr__(self) -> str:
         shown = {name: value for name, value in vars(self.options).items() if value is not PIPELINE}

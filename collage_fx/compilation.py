@@ -74,6 +74,7 @@ from collage_fx.runtime import (
     Rows,
     WholeStep,
     expansion_of,
+    has_error_terms,
     known_tensors,
     note_compiled,
     optimizers_among,
@@ -425,6 +426,7 @@ class Compilation:
             repetition,
             is_recorded=bool(self.recorded),
             captured=copy_of(gm) if self.options.metrics else None,
+            rounding=self.options.rounding,
         )
         program.already_compensated = frozenset(
             i for i, info in enumerate(program.inputs) if _has_error_terms(info)
@@ -442,7 +444,7 @@ class Compilation:
         """Raise for error terms that this backend could not keep up."""
         for info in infos:
             expansion = None if info.tensor is None else expansion_of(info.tensor)
-            if expansion is None:
+            if expansion is None or not expansion.format.keeps_error:
                 continue
             if self.options.strategy == "none":
                 raise ConflictingErrorFormatError(
@@ -596,7 +598,7 @@ def _reason_to_leave_alone(gm: GraphModule, infos: Sequence[InputInfo]) -> str |
 
 
 def _has_error_terms(info: InputInfo) -> bool:
-    return info.tensor is not None and expansion_of(info.tensor) is not None
+    return info.tensor is not None and has_error_terms(info.tensor)
 
 
 def _never_called(*arguments: Any) -> Any:

@@ -73,10 +73,8 @@ class _CaptureOnly(CollageBackend):
         example_inputs: Sequence[Any],
         inductor_options: dict[str, Any],
     ) -> Lowered | Reason:
-        auxiliaries = [node for state in program.expansions for node in state.auxiliaries]
-        small = _results_alone(
-            program.gm, [*auxiliaries, *(node for s in program.measured for node in s.row)]
-        )
+        added = [node for state in program.expansions for node in state.added]
+        small = _results_alone(program.gm, [*added, *(node for s in program.measured for node in s.row)])
         not_compiled = why_not_compiled(program.gm.graph, is_recorded=program.is_recorded)
         rules = not_compiled or rules_of(program.gm, always=not program.repetition.is_of_one)
         if isinstance(rules, Reason) and not program.repetition.is_of_one:

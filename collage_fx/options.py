@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from collage_fx.errors import InvalidOptionError
-from collage_fx.graph import Arithmetic, Reason, Strategy
+from collage_fx.graph import Arithmetic, Reason, Rounding, Strategy
 from collage_fx.numerics import ERROR_FORMATS
 from collage_fx.pipeline import PIPELINE, Pass, refuse_incomplete
 
@@ -31,6 +31,7 @@ class Options:
     metrics_every: int
     strict: bool
     mode: str | None
+    rounding: Rounding
     passes: tuple[Pass, ...] = PIPELINE
 
     @property
@@ -60,6 +61,7 @@ class Options:
             )
         refuse_unless("strict", self.strict, (True, False))
         refuse_unless("mode", self.mode, (None, *MODES))
+        refuse_unless("rounding", self.rounding, get_args(Rounding))
         if self.arithmetic == "native" and not ERROR_FORMATS[self.error_format].is_double_word:
             formats = ", ".join(repr(name) for name, fmt in ERROR_FORMATS.items() if fmt.is_double_word)
             raise InvalidOptionError(
@@ -67,6 +69,12 @@ class Options:
                 f"{self.error_format!r} does not keep",
                 where="error_format",
                 remedy=f"use error_format={formats}, or arithmetic='wide'",
+            )
+        if self.arithmetic == "native" and self.rounding == "dither":
+            raise InvalidOptionError(
+                "arithmetic='native' rounds every operation to nearest, and what is stored has been rounded",
+                where="rounding",
+                remedy="use rounding='nearest', or arithmetic='wide'",
             )
         refuse_incomplete(self.passes)
         if self.strategy == "none" and self.passes != PIPELINE:

@@ -10,21 +10,30 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
+
 from collage_fx.graph import (
     PASS_MARK,
     GraphEditor,
     ReadExpansion,
+    StateTensor,
     StepProgram,
     is_low_precision_tensor,
     placeholders,
     tensor_value,
 )
+from collage_fx.numerics import AuxiliarySpec
 from collage_fx.passes.base import Pass
+
+#: The index of the first element of a piece.
+START = AuxiliarySpec("start", torch.int32, ())
 
 
 @dataclass(frozen=True)
 class Allocate(Pass):
     """Adds one placeholder per auxiliary tensor of each selected state tensor, in their order.
+
+    Behind those of a dithered one, one for the index of its first element.
 
     After them those of tensors that have error terms already and are only read. (``native`` reads their hi.)
     """
@@ -39,17 +48,20 @@ class Allocate(Pass):
         for state in program.expansions:
             hi = tensor_value(state.placeholder)
             assert hi is not None
-            auxiliaries = []
-            for spec in state.error_format.auxiliaries(hi):
+            specs = list(state.error_format.auxiliaries(hi))
+            added = []
+            for spec in [*specs, START] if state.error_format.is_dithered else specs:
                 with editor.graph.inserting_after(last):
                     last = editor.graph.placeholder(f"{state.placeholder.name}_{spec.name}")
                 with editor.fake_mode:
                     last.meta["val"] = spec.zeros(hi.device)
                 last.meta[PASS_MARK] = self.name
-                auxiliaries.append(last)
-            state.auxiliaries = tuple(auxiliaries)
+                added.append(last)
+            state.auxiliaries = tuple(added[: len(specs)])
+            if isinstance(state, StateTensor) and len(added) > len(specs):
+                state.start = added[-1]
         editor.finish()
-        return f"{sum(len(state.auxiliaries) for state in program.expansions)} inputs added"
+        return f"{sum(len(state.added) for state in program.expansions)} inputs added"
 
 
 def _reads(program: StepProgram) -> Iterator[ReadExpansion]:

@@ -34,10 +34,12 @@ from collage_fx.graph import (
     tensor_value,
     unless_skipped,
 )
-from collage_fx.numerics import storage_format
+from collage_fx.numerics import ERROR_FORMATS, storage_format
 from collage_fx.passes.base import Pass
 
 aten = torch.ops.aten
+
+DITHER = ERROR_FORMATS["dither"]
 
 ROUNDED_BITS = "its new value has been rounded by operations on its bits"
 
@@ -95,6 +97,11 @@ class Analyze(Pass):
         for state in program.compensated:
             if _is_rounded_in_bits(state):
                 state.refusal = ROUNDED_BITS
+        if program.rounding == "dither" and program.strategy != "none":
+            for state in program.states:
+                if _is_to_be_dithered(state):
+                    state.chosen_format = DITHER
+                    state.selection += "; rounded by dither"
         return f"{len(program.compensated)} of {len(program.states)} low-precision state tensors selected"
 
 
@@ -140,7 +147,7 @@ def _select(program: StepProgram, state: StateTensor, flow: _Flow) -> tuple[bool
     """Whether ``state`` becomes an expansion under the program's strategy, and why."""
     if program.strategy == "none":
         return False, "none: plain low precision"
-    if state.placeholder in program.dithered:
+    if state.placeholder in program.rounded_at_random:
         return True, "an error term replaces stochastic rounding"
     if state.position in program.already_compensated:
         return True, "it has error terms from another compiled step, which have to be kept up"
@@ -161,6 +168,12 @@ def _select(program: StepProgram, state: StateTensor, flow: _Flow) -> tuple[bool
     if state.verdict.lossy and any(_stands_for(state, other, flow) for other in program.states):
         return True, f"{program.strategy}: a parameter is overwritten with what it accumulates"
     return False, "not lossy" if program.strategy == "plus" else f"{program.strategy}: parameters only"
+
+
+def _is_to_be_dithered(state: StateTensor) -> bool:
+    """Whether a state has no error terms, and old values whose roundings would add up; numbers are left."""
+    carries = state.info.role is Role.STATE and state.recurrence.kind is not Kind.OVERWRITE
+    return carries and state.chosen_format is None and state.value.dim() > 0
 
 
 def _compensate(program: StepProgram, state: StateTensor, why: str) -> None:

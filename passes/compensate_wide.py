@@ -40,7 +40,7 @@ from collage_fx.passes.base import Pass
 
 @dataclass(frozen=True)
 class CompensateWide(Pass):
-    """Each selected tensor's load becomes the error format's ``join``, its store the format's ``split``.
+    """Each selected tensor's load becomes the error format's ``join``, its store the format's ``store``.
 
     The load of a tensor that has error terms and is only read likewise.
     """
@@ -53,21 +53,21 @@ class CompensateWide(Pass):
 
     def run(self, program: StepProgram) -> str:
         editor = GraphEditor(program.gm, self.name)
-        for state in program.compensated:
+        for state in program.expanded:
             _load_moved_expansion(editor, state)
         order = {node: i for i, node in enumerate(editor.graph.nodes)}
-        skips = [set_aside(state) for state in program.compensated]
+        skips = [set_aside(state) for state in program.expanded]
         for state in program.compensated:
             _refuse_lost_value(program, state, order)
         for expansion in program.expansions:
             _load_expansion(editor, expansion)
-        terms = [fed_back(state, program.states) for state in program.compensated]
-        for state, own_term in zip(program.compensated, terms, strict=True):
+        terms = [fed_back(state, program.states) for state in program.expanded]
+        for state, own_term in zip(program.expanded, terms, strict=True):
             _store_expansion(editor, state, own_term)
-        for state, skip in zip(program.compensated, skips, strict=True):
+        for state, skip in zip(program.expanded, skips, strict=True):
             restore(editor, state, skip)
         editor.finish()
-        for state, skip in zip(program.compensated, skips, strict=True):
+        for state, skip in zip(program.expanded, skips, strict=True):
             intend(editor, state, skip)
         return program.compensation
 
@@ -134,15 +134,14 @@ def _store_expansion(editor: GraphEditor, state: StateTensor, own_term: Collecti
     readers = [user for user in value.users if user in own_term]
     with editor.graph.inserting_before(value.next if readers else state.store):
         opaque = _rounded_on_the_way(value)
-        if opaque is not None and state.carries_its_old_value:
+        if opaque is not None and state.compensated and state.carries_its_old_value:
             state.refusal = (
                 f"{opaque.name} ({operator_of(opaque)}) gives its result in {state.format.name}, already "
                 "rounded"
             )
         state.intended = editor.convert(value, torch.float32)
-        hi, *auxiliaries = editor.inline(
-            fmt.split, state.intended, state.value.dtype, elementwise=fmt.is_elementwise
-        )
+        before = (state.placeholder, *state.added)
+        hi, *auxiliaries = editor.inline(fmt.store, state.intended, *before, elementwise=fmt.is_elementwise)
         if readers:
             (whole,) = editor.inline(fmt.join, hi, *auxiliaries, elementwise=fmt.is_elementwise)
             for reader in readers:

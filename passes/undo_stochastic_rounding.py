@@ -60,20 +60,20 @@ class UndoStochasticRounding(Pass):
     def run(self, program: StepProgram) -> str:
         editor = GraphEditor(program.gm, self.name)
         stores = copies_to_inputs(editor.graph)
-        program.dithered = set()
+        program.rounded_at_random = set()
         for node, info in zip(placeholders(editor.graph), program.inputs, strict=True):
             keeps = info.role in (Role.PARAMETER, Role.STATE, Role.CARRIED)
             if node in stores and keeps and node.meta["val"].dtype == torch.bfloat16:
                 rounded = _stored(stores[node])
                 exact = None if rounded is None else _what_was_rounded(rounded)
                 if rounded is not None and exact is not None:
-                    program.dithered.add(node)
+                    program.rounded_at_random.add(node)
                     rounded.replace_all_uses_with(exact)
                     if exact.meta["val"].stride() != rounded.meta["val"].stride():
                         editor.propagate_from(exact)
         _erase_unused_draws(editor)
         editor.finish()
-        return f"{len(program.dithered)} tensors"
+        return f"{len(program.rounded_at_random)} tensors"
 
 
 def _stored(store: Node) -> Node | None:

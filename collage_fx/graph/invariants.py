@@ -48,7 +48,7 @@ def _check_inputs(program: StepProgram, after: str) -> None:
     inputs = placeholders(program.gm.graph)
     captured, added = inputs[: len(program.inputs)], inputs[len(program.inputs) :]
     owners: list[StateTensor | ReadExpansion] = [*program.states, *program.reads]
-    expected = [auxiliary for owner in owners for auxiliary in owner.auxiliaries]
+    expected = [node for owner in owners for node in owner.added]
     expected += [node for state in program.measured for node in state.row]
     if added != expected:
         raise GraphInvariantError(f"inputs {added} where {expected} were allocated", where=f"after {after}")

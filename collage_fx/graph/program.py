@@ -20,6 +20,7 @@ __all__ = [
     "Kind",
     "ReadExpansion",
     "Role",
+    "Rounding",
     "StateTensor",
     "StepProgram",
     "Strategy",
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 Strategy = Literal["none", "light", "plus", "full"]
 Arithmetic = Literal["wide", "native"]
+Rounding = Literal["nearest", "dither"]
 
 
 class Role(enum.Enum):
@@ -114,6 +116,7 @@ class StateTensor:
         selection: why it is, or is not, compensated under the chosen strategy.
         refusal: set by the compensating pass where it could not keep the error term, and why.
         auxiliaries: set by ``allocate``: placeholders of its error format's auxiliary tensors.
+        start: likewise, where the format is dithered: that of the index of its first element.
         intended: set by ``compensate-wide``: the float32 new value that is split and stored.
         row: set by ``measure``: the placeholders that its sums and sizes are stored into.
     """
@@ -128,19 +131,25 @@ class StateTensor:
     selection: str = ""
     refusal: str = ""
     auxiliaries: tuple[Node, ...] = ()
+    start: Node | None = None
     intended: Node | None = None
     row: tuple[Node, ...] = ()
 
     @property
     def compensated(self) -> bool:
         """Whether it gets error terms."""
-        return self.chosen_format is not None
+        return self.chosen_format is not None and self.chosen_format.keeps_error
 
     @property
     def error_format(self) -> ErrorFormat:
         """The error format of a tensor that becomes an expansion."""
         assert self.chosen_format is not None
         return self.chosen_format
+
+    @property
+    def added(self) -> tuple[Node, ...]:
+        """The placeholders that an expansion has besides its hi."""
+        return self.auxiliaries if self.start is None else (*self.auxiliaries, self.start)
 
     @property
     def carries_its_old_value(self) -> bool:
@@ -180,6 +189,11 @@ class ReadExpansion:
     error_format: ErrorFormat
     auxiliaries: tuple[Node, ...] = ()
 
+    @property
+    def added(self) -> tuple[Node, ...]:
+        """As in :class:`StateTensor`."""
+        return self.auxiliaries
+
 
 @dataclass
 class StepProgram:
@@ -193,7 +207,8 @@ class StepProgram:
             callable, an earlier compilation or a checkpoint).
         is_recorded: whether it is a part of a recorded step: what it stores may have been computed, by
             another part, from what it overwrites.
-        dithered: set by ``undo-stochastic-rounding``: the inputs whose new values were rounded at random.
+        rounded_at_random: set by ``undo-stochastic-rounding``: the inputs whose new values were.
+        rounding: of state without error terms: see :class:`~collage_fx.CollageBackend`.
         captured: a copy of the graph as captured, where the step is to be measured; else None.
         states: set by ``analyze``.
         reads: set by ``allocate``.
@@ -208,7 +223,8 @@ class StepProgram:
     repetition: Repetition = None  # type: ignore[assignment]  # made of the infos
     already_compensated: frozenset[int] = frozenset()
     is_recorded: bool = False
-    dithered: set[Node] = field(default_factory=set)
+    rounded_at_random: set[Node] = field(default_factory=set)
+    rounding: Rounding = "nearest"
     captured: GraphModule | None = None
     states: list[StateTensor] = field(default_factory=list)
     reads: list[ReadExpansion] = field(default_factory=list)
@@ -227,6 +243,11 @@ class StepProgram:
         return [state for state in self.states if state.compensated]
 
     @property
+    def expanded(self) -> list[StateTensor]:
+        """The state tensors that an error format stores, with error terms or without."""
+        return [state for state in self.states if state.chosen_format is not None]
+
+    @property
     def measured(self) -> list[StateTensor]:
         """The state tensors that have a row of sums, in the order of the rows."""
         return [state for state in self.states if state.row]
@@ -234,7 +255,7 @@ class StepProgram:
     @property
     def extended(self) -> Repetition:
         """How the inputs recur with those that the passes have added: all error terms, then all rows."""
-        of_error_terms = [state.position for state in self.expansions for _ in state.auxiliaries]
+        of_error_terms = [state.position for state in self.expansions for _ in state.added]
         of_rows = [state.position for state in self.measured for _ in state.row] if self.rows else []
         return self.repetition.extended(of_error_terms).extended(of_rows)
 
@@ -256,6 +277,7 @@ class StepProgram:
             already_compensated=frozenset(index for i in self.already_compensated for index in copies[i]),
             is_recorded=self.is_recorded,
             captured=None if self.captured is None else copy_of(gm),
+            rounding=self.rounding,
         )
 
     def move_to(self, gm: GraphModule) -> None:
@@ -268,5 +290,5 @@ class StepProgram:
 
     @property
     def expansions(self) -> list[StateTensor | ReadExpansion]:
-        """All inputs whose error terms are inputs too, in the order of these."""
-        return [*self.compensated, *self.reads]
+        """All inputs whose error formats have made inputs too, in the order of these."""
+        return [*self.expanded, *self.reads]

@@ -14,6 +14,8 @@ so that no flat view has to be made. (Its own checks of sizes and strides are sw
 :mod:`collage_fx.runtime.layouts` checks the arguments of a step against the layouts it was compiled for.)
 What one C++ function computes is not even called from Python (Note [One call for all tensors]).
 
+Dither goes by the places of elements in memory: its kernels are given that of the first of their piece.
+
 Sums over all elements (``update_sums``, Note [Metrics]) leave a rule flat: the order in which they are taken
 is of no account. So do counts over a sample (``update_sizes``), but only of a tensor as a whole: they become
 a part of their own, before the one that overwrites what they are made of.
@@ -58,7 +60,16 @@ from collage_fx.graph import (
 )
 from collage_fx.lowering.attempts import compile_somehow
 from collage_fx.lowering.parts import Part
-from collage_fx.runtime import LENGTH, MOST_ARGUMENTS, MOST_BUFFERS, SUMS_OF_PIECE, Kernel, buffer_at
+from collage_fx.numerics import PHASES
+from collage_fx.runtime import (
+    FIRST_OF_PIECE,
+    LENGTH,
+    MOST_ARGUMENTS,
+    MOST_BUFFERS,
+    SUMS_OF_PIECE,
+    Kernel,
+    buffer_at,
+)
 from collage_fx.torch_compat import (
     CFunction,
     SymbolicScope,
@@ -99,6 +110,16 @@ class _Length:
 
 
 _LENGTH = _Length()
+
+
+class _First:
+    """Stands for the index of a piece's first element, 0-d, in the arguments of an operation."""
+
+    def __repr__(self) -> str:
+        return "first"
+
+
+_FIRST = _First()
 
 
 @dataclass(frozen=True)
@@ -145,6 +166,11 @@ class Rule:
     def divisible(self) -> bool:
         """Whether a kernel may compute pieces of the tensors one by one; their sums add up to its sums."""
         return self.flat and self.independent and not any(line.target is update_sizes for line in self.lines)
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether a flat rule goes by the places of its elements, too: it is given that of the first."""
+        return self.flat and any(line.target is PHASES for line in self.lines)
 
     @property
     def operations(self) -> set[str]:
@@ -255,6 +281,8 @@ class _Writer:
         kwargs = dict(node.kwargs)
         if self.flat and not is_number(node):
             kwargs.pop("memory_format", None)
+            if node.target is PHASES:
+                args = (*args[:2], _FIRST)
             if (at := size_argument(node.target)) is not None:
                 args = (*args[:at], (_LENGTH,), *args[at + 1 :])
         args, kwargs = pytree.tree_map_only(Node, lambda n: _Reference(numbers[n]), (args, kwargs))
@@ -369,13 +397,16 @@ def compile_rule(rule: Rule, *, many: bool) -> Kernel | Reason:
         reasons: Reasons = (("in one call for all tensors", function), *attempt.reasons)
         return Kernel(call, reasons=reasons, vectors=attempt.vectors)
     lines = [i for i, line in enumerate(rule.lines) if line.target is None]
-    sums = {index for index, line in enumerate(lines, start=int(rule.flat)) if line in rule.sums}
+    before = rule.flat + rule.is_placed  # the length, and the first element's place
+    sums = {index for index, line in enumerate(lines, start=before) if line in rule.sums}
 
     def kind(argument: int) -> int:
         if argument < 0:
             return buffer_at(~argument)
         if argument in sums:
             return SUMS_OF_PIECE
+        if rule.is_placed and argument == 1:
+            return FIRST_OF_PIECE
         value = inputs[argument]
         if not isinstance(value, Tensor):
             return LENGTH
@@ -406,6 +437,10 @@ def _graph_of(rule: Rule, scope: SymbolicScope, hint: int) -> GraphModule:
     """The rule as a graph."""
     graph = Graph()
     length = _input(graph, "n", scope.length("n", hint)) if rule.flat else None
+    first = None
+    if rule.is_placed:
+        device = next(line.args[1] for line in rule.lines if line.target is None and len(line.args) > 1)
+        first = _input(graph, "first", scope.tensor((), (), torch.int32, device))
     made: dict[int, Node] = {}
     for i, line in enumerate(rule.lines):
         if line.target is None:
@@ -417,6 +452,7 @@ def _graph_of(rule: Rule, scope: SymbolicScope, hint: int) -> GraphModule:
                 _Reference, lambda r: made[r.line], (line.args, dict(line.kwargs))
             )
             arguments = pytree.tree_map_only(_Length, lambda _: length, arguments)
+            arguments = pytree.tree_map_only(_First, lambda _: first, arguments)
             made[i] = graph.call_function(line.target, *arguments)
             made[i].meta["val"] = scope.run(made[i])
     for destination, value in rule.stores:

@@ -209,9 +209,9 @@ def inductor_settings(arithmetic: Arithmetic, devices: Iterable[torch.device] = 
 
 def _whole(program: StepProgram, example_inputs: Sequence[Any], inductor_options: dict[str, Any]) -> Attempt:
     """Compile the program's graph as one."""
-    auxiliaries = [node for state in program.expansions for node in state.auxiliaries]
+    auxiliaries = [node for state in program.expansions for node in state.added]
     static = list(inductor_options.get("static_input_idxs", ()))
-    owners = [state for state in program.expansions for _ in state.auxiliaries]
+    owners = [state for state in program.expansions for _ in state.added]
     # An auxiliary is as static as the tensor it corrects: CUDA graphs need not copy it.
     static += [
         i

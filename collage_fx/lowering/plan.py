@@ -26,6 +26,10 @@ from collage_fx.torch_compat import pytree
 __all__ = ["rules_of"]
 
 
+#: Stands for the place of the first element in a plan's list of values.
+FIRST = "first"
+
+
 def lower_in_parts(gm: GraphModule, *, always: bool = False) -> StepInParts | Reason:
     """Compile a graph a part at a time, equal parts once, or say why that can't be done or saves nothing.
 
@@ -97,10 +101,11 @@ def _plan(gm: GraphModule, planned: Sequence[_Planned]) -> StepInParts:
     outputs = list(pytree.tree_leaves(gm.graph.output_node().args))
     arguments = placeholders(gm.graph)
     lengths = list(dict.fromkeys(each.rule.elements for each in planned if each.rule.flat))
+    first = torch.zeros((), dtype=torch.int32)  # the place of the first element of tensors as a whole
     attributes = list(gm.graph.find_nodes(op="get_attr"))
     results = list(dict.fromkeys(value for each in planned for value in each.part.results))
     numbers = _numbers(gm.graph, outputs)
-    values: list[Node | int] = [*arguments, *lengths, *attributes, *results, *numbers]
+    values: list[Any] = [*arguments, *lengths, FIRST, *attributes, *results, *numbers]
     indices = {value: index for index, value in enumerate(values)}
 
     def operand(argument: Any) -> Any:
@@ -108,8 +113,9 @@ def _plan(gm: GraphModule, planned: Sequence[_Planned]) -> StepInParts:
 
     def call(each: _Planned) -> Call:
         length = [indices[each.rule.elements]] if each.rule.flat else []
+        place = [indices[FIRST]] if each.rule.is_placed else []
         inputs = [indices[node] for node in (*each.rule.operands, *each.part.results)]
-        return Call(each.kernel, (*length, *inputs), each.wave, each.rule.elements)
+        return Call(each.kernel, (*length, *place, *inputs), each.wave, each.rule.elements)
 
     returned = [
         value.args[0] if value is not None and is_copy_to_input(value) else value for value in outputs
@@ -117,7 +123,7 @@ def _plan(gm: GraphModule, planned: Sequence[_Planned]) -> StepInParts:
     memory = [result.meta["val"] for result in results]
     return StepInParts(
         len(arguments),
-        [*lengths, *(getattr(gm, str(node.target)) for node in attributes)],
+        [*lengths, first, *(getattr(gm, str(node.target)) for node in attributes)],
         [(tuple(v.shape), tuple(v.stride()), v.dtype, v.device) for v in memory],
         [(node.target, tuple(map(operand, node.args))) for node in numbers],  # type: ignore[misc]
         list(map(call, planned)),

@@ -31,9 +31,9 @@ class TensorReport:
         reason: the number that says so.
         compensated: whether it has error terms.
         selection: why, or why not.
-        error_format: name of the format, or an empty string.
+        error_format: name of the format in which it is stored, or an empty string.
         bytes: of the tensor itself.
-        error_bytes: of its error terms.
+        error_bytes: of what the format keeps beside it.
         inputs: names of the graph inputs that it and its error terms are.
     """
 
@@ -73,6 +73,7 @@ def tensor_report(state: StateTensor) -> TensorReport:
     value = state.value
     shape = tuple(map(current_size, value.shape))
     like = torch.empty(shape, dtype=value.dtype, device="meta")  # of numbers where those of value are symbols
+    fmt = state.chosen_format
     return TensorReport(
         name=state.info.name,
         symbol=state.info.symbol,
@@ -85,10 +86,10 @@ def tensor_report(state: StateTensor) -> TensorReport:
         reason=state.verdict.reason,
         compensated=state.compensated,
         selection=state.selection,
-        error_format=state.error_format.name if state.compensated else "",
+        error_format="" if fmt is None else fmt.name,
         bytes=like.nbytes,
-        error_bytes=state.error_format.nbytes(like) if state.compensated else 0,
-        inputs=(state.placeholder.name, *(node.name for node in state.auxiliaries)),
+        error_bytes=0 if fmt is None else fmt.nbytes(like),
+        inputs=(state.placeholder.name, *(node.name for node in state.added)),
     )
 
 

@@ -35,7 +35,15 @@ from torch import Tensor
 from collage_fx.numerics import SUMS
 from collage_fx.torch_compat import ADDRESS_OF_TENSOR, CFunction, load_cpp_library, prepare_cpp_compiler
 
-__all__ = ["LENGTH", "MOST_ARGUMENTS", "MOST_BUFFERS", "SUMS_OF_PIECE", "buffer_at", "prepare_compiler"]
+__all__ = [
+    "FIRST_OF_PIECE",
+    "LENGTH",
+    "MOST_ARGUMENTS",
+    "MOST_BUFFERS",
+    "SUMS_OF_PIECE",
+    "buffer_at",
+    "prepare_compiler",
+]
 
 #: Elements of a job: enough for a processor to fetch ahead, few enough for all threads to end together.
 LARGEST_JOB = 1 << 17
@@ -57,8 +65,9 @@ MOST_ARGUMENTS = 96
 MOST_BUFFERS = 1 << 15
 
 #: What an argument is, if it is no address: the length of the piece; the sums over its elements, of as many
-#: numbers as there are in ``SUMS``; or the first buffer.
-LENGTH, SUMS_OF_PIECE, BUFFER = -1, -2, -3
+#: numbers as there are in ``SUMS``; the address of the place of its first element, a 32-bit integer; or the
+#: first buffer.
+LENGTH, SUMS_OF_PIECE, FIRST_OF_PIECE, BUFFER = -1, -2, -3, -4
 
 
 def buffer_at(offset: int) -> int:
@@ -129,6 +138,7 @@ extern "C" void run(
     for (Word piece = first_piece[job]; piece < first_piece[job + 1]; ++piece) {{
       Word a[most + 1];
       alignas(64) char buffers[{MOST_BUFFERS}];
+      const int32_t first = static_cast<int32_t>(offsets[piece]);
       Sums* sums_of_piece = sums.data() + vectors * piece;
       const Word* of_call = which + calls[piece] * arguments;
       for (Word j = 0; j < arguments; ++j) {{
@@ -136,6 +146,8 @@ extern "C" void run(
           a[j] = lengths[piece];
         }} else if (kinds[j] == {SUMS_OF_PIECE}) {{
           a[j] = reinterpret_cast<Word>((sums_of_piece++)->each);
+        }} else if (kinds[j] == {FIRST_OF_PIECE}) {{
+          a[j] = reinterpret_cast<Word>(&first);
         }} else if (kinds[j] < 0) {{
           a[j] = reinterpret_cast<Word>(buffers + ({BUFFER} - kinds[j]));
         }} else {{

@@ -68,7 +68,13 @@ from collage_fx.errors import CheckpointMismatchError
 from collage_fx.graph import Role
 from collage_fx.numerics import ERROR_FORMATS, STORAGE_FORMATS, ErrorFormat, is_low_precision
 from collage_fx.runtime.claims import Claims, some
-from collage_fx.runtime.error_terms import Expansion, ensure_expansion, expansion_of, reset_error_terms
+from collage_fx.runtime.error_terms import (
+    Expansion,
+    ensure_expansion,
+    expansion_of,
+    has_error_terms,
+    reset_error_terms,
+)
 from collage_fx.runtime.fingerprints import BYTES, ROWS, fingerprint, number_in, table_of
 from collage_fx.runtime.optimizers import (
     known_tensors,
@@ -245,9 +251,12 @@ def _keyed_auxiliaries(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[
         if (expansion := expansion_of(tensor)) is not None:
             specs = expansion.format.auxiliaries(tensor)
             for spec, auxiliary in zip(specs, expansion.auxiliaries, strict=True):
-                saved = distributed_like(tensor, spec.saved(auxiliary))
+                saved = spec.saved(auxiliary)
+                if auxiliary.dim():  # a number is the same in all processes
+                    saved = distributed_like(tensor, saved)
                 yield f"{name}.{expansion.format.name}.{spec.name}", saved
-            yield f"{name}.{expansion.format.name}.{FINGERPRINT}", _fingerprint_of(tensor, expansion)
+            if expansion.format.keeps_error:
+                yield f"{name}.{expansion.format.name}.{FINGERPRINT}", _fingerprint_of(tensor, expansion)
 
 
 def _fingerprint_of(tensor: Tensor, expansion: Expansion) -> Tensor:
@@ -265,7 +274,7 @@ def _warn_unsaved(optimizer: Optimizer) -> None:
     with_inner = {"self": optimizer, **optimizers_among(vars(optimizer))}
     held = {id(entry.tensor) for entry in known_tensors(with_inner).values()}
     for name, tensor in state_tensors(attributes):
-        if id(tensor) not in held and expansion_of(tensor) is not None:
+        if id(tensor) not in held and has_error_terms(tensor):
             warnings.warn(
                 f"collage_fx: the error terms of {type(optimizer).__name__}.{name} are not in its "
                 "state_dict (it holds what is in param_groups and state); they start from zero once loaded",
@@ -479,8 +488,12 @@ def _refuse_mismatch(saved: Auxiliaries, owner: Tensor, dtype: torch.dtype, wher
 
 
 def _is_cast(saved: Auxiliaries) -> bool:
-    """Whether plain torch has loaded them, which casts what it loads to the parameter's dtype."""
-    return any(name == FINGERPRINT and each.is_floating_point() for (_, name), each in saved.items())
+    """Whether plain torch has loaded them, which casts what it loads to the parameter's dtype.
+
+    A fingerprint is of bytes, and so is what a format without one keeps.
+    """
+    fingerprints = [each for (_, name), each in saved.items() if name == FINGERPRINT]
+    return all(each.is_floating_point() for each in fingerprints or saved.values())
 
 
 def _known_format(name: str, where: str) -> ErrorFormat:
@@ -541,8 +554,11 @@ def _put_beside(hi: Tensor, auxiliaries: Auxiliaries, name: str, claims: Claims)
         reset_error_terms(hi)
     expansion, pieces = ensure_expansion(hi, error_format, name=name), pieces_of(hi)
     specs = error_format.auxiliaries(hi)
-    found = (local_tensor(auxiliaries[error_format.name, spec.name], pieces) for spec in specs)
-    expansion.replace_contents([spec.loaded(each) for spec, each in zip(specs, found, strict=True)])
+    loaded = []
+    for spec in specs:
+        saved = auxiliaries[error_format.name, spec.name]
+        loaded.append(spec.loaded(local_tensor(saved, pieces if spec.shape else None)))
+    expansion.replace_contents(loaded)
     claims.add(name, expansion, _number_in(auxiliaries, hi))
 
 
@@ -558,6 +574,8 @@ def _add_to(value: Tensor, auxiliaries: Auxiliaries) -> bool:
     error_format = ERROR_FORMATS.get(next(format_name for format_name, _ in auxiliaries))
     if error_format is None:
         return False
+    if not error_format.keeps_error:
+        return True
     number, pieces, here = _number_in(auxiliaries, value), pieces_of(value), local_tensor(value.detach())
     for dtype in STORAGE_FORMATS:
         hi = here.to(dtype)
@@ -633,7 +651,7 @@ def _fill(optimizer: Optimizer, waiting: Iterable[_Waiting]) -> None:
         if (before := format_before(name, optimizer)) is not None:  # a state of which torch has made another
             ensure_expansion(tensor, before, name=name)
         expansion = expansion_of(tensor)
-        if expansion is None:
+        if expansion is None or not expansion.format.keeps_error:
             continue  # it needs none
         if wider is None:
             missing.append(name)

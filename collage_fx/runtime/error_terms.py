@@ -44,10 +44,11 @@ from collage_fx.torch_compat import (
     has_storage,
     local_tensor,
     real_tensors,
+    start_of_piece,
     storage_of,
 )
 
-__all__ = ["change_layout", "expansion_of", "require_format", "reset_error_terms"]
+__all__ = ["change_layout", "expansion_of", "has_error_terms", "require_format", "reset_error_terms"]
 
 
 class _Records:
@@ -79,6 +80,7 @@ class Expansion:
         format: how hi and the auxiliaries encode the value.
         dtype: of hi. Bits that are kept beside one dtype mean something else beside another.
         auxiliaries: the buffers, in the order of the format's specifications.
+        start: the index of the tensor's first element in the whole of which it is a piece: int32, 0-d.
         owner: the object it was made for.
         memory: the storages and the regions in them by which it can be found.
         claim: a fingerprint of hi and the buffers as they were saved, where they have been loaded and no step
@@ -89,6 +91,7 @@ class Expansion:
     format: ErrorFormat
     dtype: torch.dtype
     auxiliaries: tuple[Tensor, ...]
+    start: Tensor
     owner: TensorWeakRef
     memory: list[tuple[WeakIdRef, Hashable]] = field(default_factory=list)
     claim: Tensor | None = None
@@ -125,10 +128,10 @@ class Expansion:
             self._settle()
 
     def use(self) -> Sequence[Tensor]:
-        """The buffers, for a step."""
+        """The buffers, for a step, as its format's ``store`` takes them."""
         self.is_used = True
         self.settle()
-        return self.auxiliaries
+        return (*self.auxiliaries, self.start) if self.format.is_dithered else self.auxiliaries
 
     def clear(self) -> None:
         """Zero the buffers in place: the value becomes hi."""
@@ -151,6 +154,12 @@ def expansion_of(tensor: Tensor) -> Expansion | None:
         if found is not None and _fits(found, local_tensor(tensor)):
             return found
     return None
+
+
+def has_error_terms(tensor: Tensor) -> bool:
+    """Whether a tensor has error terms, rather than none or a record without."""
+    found = expansion_of(tensor)
+    return found is not None and found.format.keeps_error
 
 
 def _in_memory_of(tensor: Tensor) -> Expansion | None:
@@ -218,7 +227,9 @@ def ensure_expansion(tensor: Tensor, error_format: ErrorFormat, *, name: str) ->
             )
         with real_tensors(), torch.no_grad():
             zeros = tuple(spec.zeros(piece.device) for spec in error_format.auxiliaries(piece))
-        made = Expansion(error_format, tensor.dtype, zeros, TensorWeakRef(tensor))
+            start = torch.tensor(start_of_piece(tensor), dtype=torch.int64, device=piece.device)
+            start = start.to(torch.int32)  # modulo 2**32
+        made = Expansion(error_format, tensor.dtype, zeros, start, TensorWeakRef(tensor))
         _BY_OBJECT[tensor] = made
         _record_memory(piece, made)
         return made
@@ -230,7 +241,7 @@ def change_layout(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
     if expansion is None:
         return change(tensor)
     if expansion.format.is_elementwise:
-        for each in (tensor, *expansion.auxiliaries):
+        for each in (tensor, *(each for each in expansion.auxiliaries if each.dim())):
             change(each)
     else:  # what belongs to several elements, such as a scale, is that of others then
         value = expansion.format.join(tensor.detach(), *expansion.auxiliaries)
@@ -242,9 +253,9 @@ def change_layout(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def _convert(tensor: Tensor, error_format: ErrorFormat) -> None:
-    """Have loaded error terms that no step has used yet in another format, as far as that can hold them."""
+    """Have what no step has used yet, or has no error, in another format, as far as that can hold it."""
     found = expansion_of(tensor)
-    if found is None or found.is_used or found.format is error_format:
+    if found is None or found.format is error_format or (found.is_used and found.format.keeps_error):
         return
     found.settle()
     with real_tensors(), torch.no_grad():
@@ -257,7 +268,7 @@ def _convert(tensor: Tensor, error_format: ErrorFormat) -> None:
 
 def require_format(expansion: Expansion, error_format: ErrorFormat, *, name: str) -> None:
     """Raise ``ConflictingErrorFormatError`` if a step uses a tensor's error terms in another format."""
-    if expansion.format is not error_format and expansion.is_used:
+    if expansion.format is not error_format and expansion.is_used and expansion.format.keeps_error:
         raise ConflictingErrorFormatError(
             f"error_format={error_format.name!r} was asked for a tensor whose error terms are "
             f"{expansion.format.name!r}",
@@ -292,6 +303,7 @@ def _follow(expansion: Expansion, tensor: Tensor) -> None:
         moved = [spec.zeros(tensor.device) for spec in specs]
         for new, old in zip(moved, expansion.auxiliaries, strict=True):
             new.copy_(old)
+    expansion.start = expansion.start.to(tensor.device)
     expansion.replace_buffers(moved)
 
 

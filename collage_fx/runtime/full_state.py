@@ -31,6 +31,7 @@ from collage_fx.runtime.error_terms import (
     ensure_expansion,
     expansion_of,
     full_value,
+    has_error_terms,
     parts_of,
     require_format,
 )
@@ -77,7 +78,7 @@ class _FullStateDict(Mapping[str, Any]):
         self._made_as: dict[int, str] = {}
         held = set(map(id, self.held.values()))
         for name, parameter in model.named_parameters():
-            if id(parameter) not in held and expansion_of(parameter) is not None:
+            if id(parameter) not in held and has_error_terms(parameter):
                 raise UnsupportedTensorError(
                     "a parameter with error terms that is not in model.state_dict() itself",
                     where=name,
@@ -123,7 +124,7 @@ class _FullStateDict(Mapping[str, Any]):
 
 def _is_full(tensor: Tensor) -> bool:
     """Whether a full state dict has hi + error terms of a tensor, rather than itself."""
-    is_weight = isinstance(tensor, Parameter) or expansion_of(tensor) is not None
+    is_weight = isinstance(tensor, Parameter) or has_error_terms(tensor)
     return is_weight and is_low_precision(tensor.dtype)
 
 

@@ -36,7 +36,7 @@ def remember(tensors: Mapping[str, Tensor], optimizer: Optimizer) -> None:
     _known[optimizer] = {
         name: _Known(TensorWeakRef(tensor), found.format)
         for name, tensor in tensors.items()
-        if (found := expansion_of(tensor)) is not None
+        if (found := expansion_of(tensor)) is not None and found.format.keeps_error
     }
 
 

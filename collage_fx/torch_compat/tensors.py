@@ -38,6 +38,7 @@ __all__ = [
     "pytree",
     "rename",
     "schema_of",
+    "start_of_piece",
     "storage_of",
     "whole_tensor",
     "without_modes",
@@ -50,6 +51,7 @@ RELIED_ON = (
     "torch._C:_has_storage",
     "torch._C:_is_torch_function_mode_enabled",
     "torch._C._dynamo.guards:TensorGuards",
+    "torch.distributed.tensor._utils:compute_local_shape_and_global_offset",
 )
 
 #: The function that a graph calls for ``torch.set_grad_enabled``.
@@ -151,6 +153,15 @@ def pieces_of(tensor: torch.Tensor) -> Pieces | None:
     if module is None or not isinstance(tensor, module.DTensor):
         return None
     return Pieces(tensor.device_mesh, tensor.placements)
+
+
+def start_of_piece(tensor: torch.Tensor) -> int:
+    """The index, in the whole tensor, of the first element of this process's piece."""
+    if (pieces := pieces_of(tensor)) is None:
+        return 0
+    offset_of: Any = sys.modules["torch.distributed.tensor"]._utils.compute_local_shape_and_global_offset
+    _, offsets = offset_of(tensor.shape, *pieces)
+    return sum(offset * step for offset, step in zip(offsets, tensor.stride(), strict=True))
 
 
 def keep_sizes(tensor: torch.Tensor) -> None:

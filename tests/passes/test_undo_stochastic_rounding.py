@@ -78,7 +78,7 @@ def step_of(rounding: Rounding) -> Callable[[Tensor, Tensor], None]:
 def test_every_spelling_is_undone(rounding: Rounding) -> None:
     """The random numbers go with it: they are a side effect, which nothing else would take away."""
     program = only(captured(step_of(rounding), "p g"), Normalize(), UndoStochasticRounding())
-    assert {node.name for node in program.dithered} == {"p"}
+    assert {node.name for node in program.rounded_at_random} == {"p"}
     assert not any("rand" in str(n.target) or "seed" in str(n.target) for n in program.gm.graph.nodes)
 
 
@@ -214,7 +214,7 @@ LOOKALIKES: list[Rounding] = [
 def test_a_lookalike_is_left_alone_and_refused(rounding: Rounding) -> None:
     """Its result lies on bfloat16's grid: an error term would be zero for ever, unnoticed."""
     program = after(captured(step_of(rounding), "p g"), "analyze")
-    assert not program.dithered
+    assert not program.rounded_at_random
     (state,) = program.states
     assert state.refusal == "its new value has been rounded by operations on its bits"
 
@@ -231,7 +231,7 @@ def test_bits_that_the_step_looks_at_are_left_alone() -> None:
     program = after(
         captured(step, "p rest g", dtypes=(torch.bfloat16, torch.int32, torch.bfloat16)), "analyze"
     )
-    assert not program.dithered
+    assert not program.rounded_at_random
     assert [bool(state.refusal) for state in program.states] == [True]
 
 
@@ -243,9 +243,9 @@ def test_gradients_and_float16_are_left_alone() -> None:
         g.copy_(rounded)
         p.sub_(g)
 
-    assert not after(captured(step, "p g"), "analyze").dithered
+    assert not after(captured(step, "p g"), "analyze").rounded_at_random
     program = after(captured(step_of(in_place), "p g", dtypes=torch.float16), "analyze")
-    assert not program.dithered
+    assert not program.rounded_at_random
     assert [bool(state.refusal) for state in program.states] == [True]
 
 
