@@ -130,8 +130,10 @@ def heavyball(parameters: Parameters) -> Step:
 _PEERS: Sequence[Peer] = (
     Peer("light", ours("light"), 18, compiles=True),
     Peer("plus", ours("plus"), 22, compiles=True),
-    Peer("light, exact", ours("light", error_format="exact"), 18, compiles=True),
-    Peer("plus, exact", ours("plus", error_format="exact"), 22, compiles=True),
+    Peer("light, mcf", ours("light", error_format="mcf"), 18, compiles=True),
+    Peer("plus, mcf", ours("plus", error_format="mcf"), 22, compiles=True),
+    Peer("light, dithered", ours("light", rounding="dither"), 18, compiles=True),
+    Peer("plus, dithered", ours("plus", rounding="dither"), 22, compiles=True),
     Peer("torch fp32 fused", torch_adamw(fused=True), 28, torch.float32),
     Peer("torch bf16 foreach", torch_adamw(foreach=True), 14),
     Peer("torch bf16 fused", torch_adamw(fused=True), 14),

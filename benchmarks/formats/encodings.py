@@ -95,7 +95,11 @@ class Registered(Encoding):
         return (hi.nbytes + ERROR_FORMATS[self.format].nbytes(hi)) / hi.numel()
 
     def store(self, value: Tensor, before: State | None) -> State:
-        return ERROR_FORMATS[self.format].split(value, torch.bfloat16)
+        fmt = ERROR_FORMATS[self.format]
+        if before is None:
+            return fmt.split(value, torch.bfloat16)
+        start = [torch.zeros((), dtype=torch.int32)] if fmt.is_dithered else []
+        return fmt.store(value, *before, *start)
 
     def load(self, state: State) -> Tensor:
         return ERROR_FORMATS[self.format].join(*state)

@@ -51,7 +51,7 @@ class Row:
 
 FLOAT32 = Plain(torch.float32)
 BFLOAT16 = Plain(torch.bfloat16)
-MCF, EXACT = Registered("mcf"), Registered("exact")
+MCF, EXACT, DITHER = Registered("mcf"), Registered("exact"), Registered("dither")
 HEAVYBALL = ErrorInUlps(8, stochastic=True)
 FLASHOPTIM = Companded(signed=True), Companded(signed=False)
 BITSANDBYTES = DynamicMap(signed=True), DynamicMap(signed=False)
@@ -66,8 +66,11 @@ STATES = (
     Row("light, mcf", OURS, MCF, BFLOAT16, BFLOAT16),
     Row("plus, mcf", OURS, MCF, BFLOAT16, MCF),
     Row("full, mcf", OURS, MCF, MCF, MCF),
+    Row("none, dithered", OURS, DITHER, DITHER, DITHER),
     Row("light, exact", OURS, EXACT, BFLOAT16, BFLOAT16),
+    Row("light, exact, dithered", OURS, EXACT, DITHER, DITHER),
     Row("plus, exact", OURS, EXACT, BFLOAT16, EXACT),
+    Row("plus, exact, dithered", OURS, EXACT, DITHER, EXACT),
     Row("full, exact", OURS, EXACT, EXACT, EXACT),
     Row("FlashOptim, 24-bit weights", "FlashOptim", ErrorInUlps(8), *FLASHOPTIM),
     Row("FlashOptim, 32-bit weights", "FlashOptim", ErrorInUlps(16), *FLASHOPTIM),
@@ -94,6 +97,7 @@ WEIGHTS = (
     weight(BFLOAT16, TORCH),
     weight(MCF, OURS),
     weight(EXACT, OURS),
+    weight(DITHER, OURS),
     weight(ErrorInUlps(8), "FlashOptim"),
     weight(ErrorInUlps(16), "FlashOptim"),
     weight(HEAVYBALL, "HeavyBall"),
@@ -114,6 +118,7 @@ def moments(name: str, whose: str, first: Encoding, second: Encoding) -> Row:
 MOMENTS = (
     moments("float32", TORCH, FLOAT32, FLOAT32),
     moments("bfloat16", TORCH, BFLOAT16, BFLOAT16),
+    moments("bfloat16, dithered", OURS, DITHER, DITHER),
     moments("bfloat16, second moment in mcf", OURS, BFLOAT16, MCF),
     moments("bfloat16, second moment in exact", OURS, BFLOAT16, EXACT),
     moments("FlashOptim", "FlashOptim", *FLASHOPTIM),
@@ -126,4 +131,4 @@ MOMENTS = (
 )
 
 #: Weights over runs of different length.
-LENGTHS = (FLOAT32, EXACT, MCF, ErrorInUlps(8), HEAVYBALL, StochasticBFloat16())
+LENGTHS = (FLOAT32, EXACT, MCF, DITHER, ErrorInUlps(8), HEAVYBALL, StochasticBFloat16())
