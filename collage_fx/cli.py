@@ -26,7 +26,7 @@ from collage_fx.backend import CollageBackend
 from collage_fx.doctor import examine
 from collage_fx.errors import CollageError, did_you_mean
 from collage_fx.explain import explain
-from collage_fx.graph import Arithmetic, Strategy
+from collage_fx.graph import Arithmetic, Rounding, Strategy
 from collage_fx.numerics import ERROR_FORMATS
 from collage_fx.report import CollageReport, treatments
 
@@ -111,6 +111,7 @@ def _add_optimizer_options(parser: argparse.ArgumentParser) -> None:
     add("--strategy", type=_one_of(get_args(Strategy)), default="plus", help="none, light, plus or full")
     add("--error-format", type=_one_of(ERROR_FORMATS), help=formats)
     add("--arithmetic", type=_one_of(get_args(Arithmetic)), default="wide", help="wide or native")
+    add("--rounding", type=_one_of(get_args(Rounding)), default="nearest", help="nearest or dither")
 
 
 def _add_explain_options(parser: argparse.ArgumentParser) -> None:
@@ -153,7 +154,7 @@ def _compiled(optimizer: Optimizer, choices: dict[str, Any]) -> CollageReport:
 
 def _choices(options: argparse.Namespace) -> dict[str, Any]:
     """The options of a backend."""
-    return {name: getattr(options, name) for name in ("strategy", "error_format", "arithmetic")}
+    return {name: getattr(options, name) for name in ("strategy", "error_format", "arithmetic", "rounding")}
 
 
 def _shapes(options: argparse.Namespace) -> list[tuple[int, ...]]:

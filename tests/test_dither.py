@@ -143,6 +143,30 @@ def test_state_that_carries_something_and_has_no_error_terms_is_dithered() -> No
     assert not any(row.compensated for row in report.tensors if row.symbol != "p")
 
 
+def test_metrics_change_no_bit() -> None:
+    grads = list(gradients(SHAPES, 2))
+    ends = []
+    for metrics in (False, True):
+        backend = TwinBackend(strategy="light", rounding="dither", metrics=metrics)
+        rig = CompiledOptimizer(SHAPES, adamw, backend)
+        ends.append(trajectory(rig, rig.start(), grads))
+    assert_same(*ends)
+
+
+def test_parameters_may_be_dithered_too() -> None:
+    """A weight of 1 moved by a tenth of its ulp, 100 times: nearest leaves it where it is."""
+    (p,) = params = [Parameter(torch.ones(4096).bfloat16())]
+    optimizer = torch.optim.SGD(params, lr=1.0)
+    step = compiled(optimizer, strategy="light", error_format="dither")
+    p.grad = torch.full_like(p, -0.1 * 2.0**-7)
+    for _ in range(100):
+        step()
+    moved = (p.detach().float() - 1) * 2.0**7
+    assert abs(float(moved.mean()) - 10) < 0.1
+    assert (moved - 10).abs().max() < 5  # random choices would be off by sqrt(100 / 4) of them, at most, each
+    assert error_terms(p) == ()
+
+
 def test_it_is_refused_in_native_arithmetic() -> None:
     with pytest.raises(ValueError, match=r"native[\s\S]*where: rounding\n"):
         CollageBackend(arithmetic="native", rounding="dither")
