@@ -36,6 +36,8 @@ FINGERPRINT = {
 }
 
 CASES = [
+    Case("plus", "wide", "exact", torch.bfloat16),
+    Case("plus", "wide", "exact", torch.float16),
     Case("light", "wide", "mcf", torch.bfloat16),
     Case("plus", "wide", "mcf", torch.bfloat16),
     Case("plus", "wide", "mcf", torch.float16),
@@ -76,7 +78,10 @@ def step_of(case: Case, capturable: bool = True, shapes: Sequence[tuple[int, ...
     on_cuda = offline.to_cuda(graph, keep_on_cpu=() if capturable else counters)
     with torch._inductor.config.patch(inductor_settings(case.arithmetic, [torch.device("cuda")])):
         source = offline.triton_source(on_cuda)
-    roundings = sum("round_to_storage" in str(node.target) for node in graph.graph.nodes)
+    roundings = sum(
+        any(name in str(node.target) for name in ("round_to_storage", "upper_half"))
+        for node in graph.graph.nodes
+    )
     return Step(rig, start, source, roundings)
 
 
@@ -95,7 +100,7 @@ def test_interpreted_bits_are_eager_bits(case: Case) -> None:
     for tensors in interpreted:
         assert_half_ulp(tensors)
     last = interpreted[-1]
-    assert all(bool((last[name] != 0).any()) for name in last if name.endswith(".lo"))
+    assert all(bool((last[name] != 0).any()) for name in last if name.endswith((".lo", ".rest")))
 
 
 def test_counters_on_the_host() -> None:
@@ -157,26 +162,43 @@ MANY = ((1024, 256), (256, 256)) * 8
 
 
 @functools.cache
-def many_tensors() -> Step:
-    return step_of(Case("plus", "wide", "mcf", torch.bfloat16), shapes=MANY)
+def many_tensors(error_format: str) -> Step:
+    return step_of(Case("plus", "wide", error_format, torch.bfloat16), shapes=MANY)
 
 
-def test_many_tensors_take_few_launches() -> None:
+each_format = pytest.mark.parametrize("error_format", ["mcf", "exact"])
+
+
+@each_format
+def test_many_tensors_take_few_launches(error_format: str) -> None:
     """Alone, each would take one for its bias corrections and one for its update."""
-    source = many_tensors().source
+    source = many_tensors(error_format).source
     assert len(re.findall(r"\.run\(", source)) <= 2 * len(MANY) / 8
     assert len(offline.kernels(source)) <= 3
 
 
-def test_machine_code_has_wide_loads_and_spills_nothing() -> None:
-    updates = [
-        sass for sass in offline.compile_to_ptx(many_tensors().source, "sass").values() if "BF16" in sass
-    ]
+@each_format
+def test_machine_code_has_wide_loads_and_spills_nothing(error_format: str) -> None:
+    updates = _updates_in_sass(many_tensors(error_format))
     assert updates
     for sass in updates:
         assert "LDG.E.128" in sass
         assert "STG.E.128" in sass
         assert not re.search(r"\b(LDL|STL)\b", sass)
+
+
+def _updates_in_sass(step: Step) -> list[str]:
+    """The machine code of the kernels that update elements."""
+    kernels = offline.compile_to_ptx(step.source, "sass").values()
+    return [sass for sass in kernels if "LDG.E.128" in sass]
+
+
+def test_exact_takes_fewer_instructions_than_mcf() -> None:
+    mcf, exact = (
+        sum(len(re.findall(r"^\S+\s+\S.*;$", sass, re.MULTILINE)) for sass in _updates_in_sass(step))
+        for step in (many_tensors("mcf"), many_tensors("exact"))
+    )
+    assert 500 < exact < mcf
 
 
 def test_without_pinned_roundings_the_kernel_loses_the_error_terms() -> None:
