@@ -57,7 +57,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 
-from collage_fx import CollageBackend, error_terms, full_value
+from collage_fx import CollageBackend, full_value
 from collage_fx.runtime.metrics import MeasuredTensor, Metrics
 
 VOCABULARY = 256  # bytes
@@ -303,9 +303,9 @@ class ExactSecondMoments:
 def bytes_per_parameter(optimizer: torch.optim.AdamW) -> float:
     """Weights, optimizer state and all error terms; not the gradients, which every strategy has alike."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    tensors = [t for p in parameters for t in (p, *optimizer.state[p].values()) if t.shape == p.shape]
-    tensors += [term for tensor in tensors for term in error_terms(tensor)]
-    return sum(t.nbytes for t in tensors) / sum(p.numel() for p in parameters)
+    saved = (entry for state in optimizer.state_dict()["state"].values() for entry in state.items())
+    tensors = [t for name, t in saved if t.dim() > 0 and not name.endswith(".fingerprint")]
+    return sum(t.nbytes for t in (*parameters, *tensors)) / sum(p.numel() for p in parameters)
 
 
 # Training. --------------------------------------------------------------------------------------------------

@@ -77,9 +77,10 @@ def _clear(editor: GraphEditor, reader: _Reader, node: Node) -> bool:
             return False
         core = _in_float32(editor, read.core)
         dividend = [_in_float32(editor, operand) for operand in node.args[:-1]]
-        scale = _product(editor, read.denominators)
+        dtype = core.meta["val"].dtype
+        scale = _product(editor, read.denominators, dtype)
         if read.numerators:
-            scale = editor.call(aten.div.Tensor, scale, _product(editor, read.numerators))
+            scale = editor.call(aten.div.Tensor, scale, _product(editor, read.numerators, dtype))
         if read.is_negative:
             scale = editor.call(aten.neg.default, scale)
         if dividend:
@@ -171,25 +172,29 @@ class _Reader:
         terms = []
         for term in (left, right):
             factors = (term.numerators - numerators) + (denominators - term.denominators)
-            terms.append(self._term(term.core, factors))
+            terms.append(self._term(term.core, factors, _float32_or_wider(node)))
         signs_agree = left.is_negative == right.is_negative
         core = self.editor.call(aten.add.Tensor if signs_agree else aten.sub.Tensor, *terms)
         return _Scaled(core, numerators, denominators, left.is_negative)
 
-    def _term(self, core: Node | None, factors: Factors) -> Any:
+    def _term(self, core: Node | None, factors: Factors, dtype: torch.dtype) -> Any:
         if core is None:
-            return _product(self.editor, factors)
+            return _product(self.editor, factors, dtype)
         tensor = _in_float32(self.editor, core)
         if not factors:
             return tensor
-        return self.editor.call(aten.mul.Tensor, tensor, _product(self.editor, factors))
+        return self.editor.call(aten.mul.Tensor, tensor, _product(self.editor, factors, dtype))
 
 
-def _product(editor: GraphEditor, factors: Factors) -> Any:
-    """The product of factors: a 0-d node, or a Python number where all factors are Python numbers."""
+def _product(editor: GraphEditor, factors: Factors, dtype: torch.dtype) -> Any:
+    """The product of factors: a 0-d node, or a Python number where all factors are Python numbers.
+
+    It is computed in the dtype of the elements that it goes with: a number that a scheduler changes, float64
+    in the graph, gives the same bits as one that is known while compiling.
+    """
     each = list(factors.elements())
     number = math.prod(factor for factor in each if not isinstance(factor, Node))
-    nodes = [_in_float32(editor, factor) for factor in each if isinstance(factor, Node)]
+    nodes = [editor.convert(factor, dtype) for factor in each if isinstance(factor, Node)]
     if not nodes:
         return number
     product, *others = nodes
@@ -200,9 +205,13 @@ def _product(editor: GraphEditor, factors: Factors) -> Any:
 
 def _in_float32(editor: GraphEditor, node: Any) -> Node:
     """A node of a 16-bit format converted to float32; any other node as it is."""
+    return editor.convert(node, _float32_or_wider(node))
+
+
+def _float32_or_wider(node: Any) -> torch.dtype:
     value = tensor_value(node)
     assert value is not None
-    return editor.convert(node, torch.float32 if is_low_precision(value.dtype) else value.dtype)
+    return torch.float32 if is_low_precision(value.dtype) else value.dtype
 
 
 def _are_computed(factors: Factors) -> bool:

@@ -69,7 +69,7 @@ def test_train_gpt(tmp_path: Path) -> None:
     rows = {
         line.split()[0]: line.split()
         for line in reversed(printed.splitlines())
-        if line.startswith(("none", "plus"))
+        if line.startswith(("none", "plus "))
     }
     lost, edq, bytes_each = (
         {name: float(row[i].rstrip("%")) for name, row in rows.items()} for i in (2, 4, 6)

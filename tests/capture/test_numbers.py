@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LRScheduler, OneCycleLR
 
 from collage_fx import CollageBackend, full_value
-from tests.support.training import Descent, parameters, set_gradients
+from tests.support.training import Descent, differences, everything, parameters, set_gradients
 
 STEPS = 24
 
@@ -133,3 +133,31 @@ def test_a_learning_rate_in_a_tensor_may_change() -> None:
         step()
         optimizer.param_groups[0]["lr"] /= 2
     assert len(backend.report().graphs) == 1
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_a_number_that_changes_gives_the_bits_of_one_that_is_known(foreach: bool) -> None:
+    """So that a run that is resumed, which compiles its first learning rate in, is the uninterrupted one."""
+    rates = [1e-3, 3e-4, 7e-4, 2e-4]
+
+    def make(params: Any, lr: float = rates[0]) -> Optimizer:
+        return torch.optim.AdamW(params, lr=lr, weight_decay=0.1, foreach=foreach)
+
+    def stepped(*, resumed: bool) -> dict[str, Tensor]:
+        torch._dynamo.reset()
+        params = parameters(shapes=[(64, 64), (64,)])
+        optimizer = make(params)
+        step: Any = torch.compile(optimizer.step, backend=CollageBackend())
+        for seed, lr in enumerate(rates):
+            if resumed:
+                saved = optimizer.state_dict()
+                optimizer = make(params, lr)
+                optimizer.load_state_dict(saved)
+                torch._dynamo.reset()
+                step = torch.compile(optimizer.step, backend=CollageBackend())
+            optimizer.param_groups[0]["lr"] = lr
+            set_gradients(params, seed)
+            step()
+        return everything(optimizer)
+
+    assert not differences(stepped(resumed=False), stepped(resumed=True))

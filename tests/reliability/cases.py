@@ -87,10 +87,17 @@ def _spoiled(setup: Setup, directory: Path, random: Random) -> tuple[tuple[str, 
     values, saved = [value.clone() for value in moment.values], copy.deepcopy(moment.saved)
     i = random.randrange(len(values))
     changes_hi = random.random() < 0.5
-    keys = [key for key in saved["state"][i] if key.startswith("collage_fx.parameter") and key.endswith("lo")]
+    keys = [
+        key
+        for key in saved["state"][i]
+        if key.startswith("collage_fx.parameter") and key.endswith((".lo", ".rest"))
+    ]
     spoiled = values[i] if changes_hi else saved["state"][i][keys[0]]
     element = spoiled.view(-1)[random.randrange(spoiled.numel()) :][:1]
-    element.copy_(torch.where(element == 0, 1.0, -element))
+    if element.is_floating_point():
+        element.copy_(torch.where(element == 0, 1.0, -element))
+    else:
+        element ^= 1 << random.randrange(8)
     optimizer, step = restored(setup, values, saved)
     for p in params_of(optimizer):
         p.grad = torch.zeros_like(p)
