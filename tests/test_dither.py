@@ -110,7 +110,7 @@ def test_triton_gives_the_same_bits(dtype: torch.dtype) -> None:
     )
     start = rig.start()
     rig.step([torch.ones(shape) for shape in shapes])  # the step with momentum
-    start = rig.tensors() if not start else {**rig.tensors(), **start}
+    start = {**rig.tensors(), **start}
     with torch._inductor.config.patch(inductor_settings("wide")):
         source = offline.triton_source(offline.to_cuda(backend.graphs[-1]))
     grads = list(gradients(shapes, 2))
