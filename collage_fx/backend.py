@@ -69,11 +69,12 @@ class CollageBackend(Backend):
         strict: bool = True,
         mode: str | None = None,
         rounding: Rounding = "nearest",
+        state: str | None = None,
         passes: Sequence[Pass] = PIPELINE,
     ) -> None:
         if error_format is None:
             error_format = DEFAULT_FORMATS["native" if arithmetic == "native" else "wide"]
-        options = strategy, error_format, arithmetic, metrics, metrics_every, strict, mode, rounding
+        options = strategy, error_format, arithmetic, metrics, metrics_every, strict, mode, rounding, state
         super().__init__(Options(*options, tuple(passes)))
 
     def __repr__(self) -> str:

@@ -63,7 +63,7 @@ from collage_fx.graph import (
     tensor_value,
 )
 from collage_fx.lowering import Lowered, interpreted, lower, why_not_compiled, without_sums
-from collage_fx.numerics import ERROR_FORMATS, short_name
+from collage_fx.numerics import ERROR_FORMATS, PACKED_FORMATS, short_name
 from collage_fx.options import Options
 from collage_fx.pipeline import ANALYSIS, MEASUREMENT, Pass, Stage, run_pipeline
 from collage_fx.report import GraphReport, TensorReport, open_dump, tensor_report, treatments
@@ -427,6 +427,7 @@ class Compilation:
             is_recorded=bool(self.recorded),
             captured=copy_of(gm) if self.options.metrics else None,
             rounding=self.options.rounding,
+            packed=None if self.options.state is None else PACKED_FORMATS[self.options.state],
         )
         program.already_compensated = frozenset(
             i for i, info in enumerate(program.inputs) if _has_error_terms(info)

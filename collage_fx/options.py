@@ -8,7 +8,7 @@ from typing import get_args
 
 from collage_fx.errors import InvalidOptionError
 from collage_fx.graph import Arithmetic, Reason, Rounding, Strategy
-from collage_fx.numerics import ERROR_FORMATS
+from collage_fx.numerics import ERROR_FORMATS, PACKED_FORMATS
 from collage_fx.pipeline import PIPELINE, Pass, refuse_incomplete
 
 #: The error format in which each arithmetic computes by default.
@@ -32,6 +32,7 @@ class Options:
     strict: bool
     mode: str | None
     rounding: Rounding
+    state: str | None
     passes: tuple[Pass, ...] = PIPELINE
 
     @property
@@ -62,6 +63,7 @@ class Options:
         refuse_unless("strict", self.strict, (True, False))
         refuse_unless("mode", self.mode, (None, *MODES))
         refuse_unless("rounding", self.rounding, get_args(Rounding))
+        refuse_unless("state", self.state, (None, *PACKED_FORMATS))
         if self.arithmetic == "native" and not ERROR_FORMATS[self.error_format].is_double_word:
             formats = ", ".join(repr(name) for name, fmt in ERROR_FORMATS.items() if fmt.is_double_word)
             raise InvalidOptionError(
@@ -75,6 +77,13 @@ class Options:
                 "arithmetic='native' rounds every operation to nearest, and what is stored has been rounded",
                 where="rounding",
                 remedy="use rounding='nearest', or arithmetic='wide'",
+            )
+        if self.state is not None and (self.arithmetic == "native" or self.strategy == "none"):
+            option = f"arithmetic={self.arithmetic!r}" if self.arithmetic == "native" else "strategy='none'"
+            raise InvalidOptionError(
+                f"state={self.state!r} packs what a step has computed in float32, which {option} does not do",
+                where="state",
+                remedy="leave it out, or use arithmetic='wide' and another strategy",
             )
         refuse_incomplete(self.passes)
         if self.strategy == "none" and self.passes != PIPELINE:

@@ -22,6 +22,7 @@ from collage_fx.passes.drop_stale import DropStale
 from collage_fx.passes.hoist_scalars import HoistScalars
 from collage_fx.passes.measure import Measure
 from collage_fx.passes.normalize import Normalize
+from collage_fx.passes.pack_state import PackState
 from collage_fx.passes.pin_roundings import PinRoundings
 from collage_fx.passes.undo_stochastic_rounding import UndoStochasticRounding
 from collage_fx.passes.widen import Widen
@@ -42,6 +43,7 @@ PIPELINE: tuple[Pass, ...] = (
     ClearDenominators(),  # before the recurrences are read, to be in them
     UndoStochasticRounding(),  # before the recurrences are read, which end at operations on bits
     Analyze(),  # on the graph as captured, in whose dtypes the question "is this lossy?" makes sense
+    PackState(),  # on what analyze has chosen, which it overrules
     Allocate(),  # before any rewrite, so that rewrites find their inputs in place
     Widen(),  # wide: before the loads and stores are rewritten, so that the split is the only rounding left
     CompensateWide(),  # wide: loads and stores become join and split

@@ -39,7 +39,7 @@ class Allocate(Pass):
     """
 
     name = "allocate"
-    after = ("analyze",)
+    after = ("analyze", "pack-state")
 
     def run(self, program: StepProgram) -> str:
         editor = GraphEditor(program.gm, self.name)

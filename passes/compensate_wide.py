@@ -30,6 +30,7 @@ from collage_fx.graph import (
     new_value,
     operands_of,
     operator_of,
+    placeholders,
     reached,
     restore,
     set_aside,
@@ -69,6 +70,9 @@ class CompensateWide(Pass):
         editor.finish()
         for state, skip in zip(program.expanded, skips, strict=True):
             intend(editor, state, skip)
+        for state in program.expanded:
+            if state.packed:
+                _give_up_hi(editor, state)
         return program.compensation
 
 
@@ -86,16 +90,29 @@ def _load_moved_expansion(editor: GraphEditor, state: StateTensor) -> None:
 
 def _load_expansion(editor: GraphEditor, state: StateTensor | ReadExpansion) -> None:
     """Have every reader of hi as float32 read the whole value, hi and its error terms joined."""
-    loads = [user for user in state.placeholder.users if is_conversion(user)]
-    if not loads:
-        return
     fmt = state.error_format
-    with editor.graph.inserting_before(loads[0]):
+    readers = [user for user in state.placeholder.users if not is_copy_to_input(user)]
+    loads = [user for user in readers if is_conversion(user)]
+    if not (loads if fmt.keeps_hi else readers):
+        return
+    first = loads[0] if fmt.keeps_hi else placeholders(editor.graph)[-1].next
+    with editor.graph.inserting_before(first):
         (value,) = editor.inline(
             fmt.join, state.placeholder, *state.auxiliaries, elementwise=fmt.is_elementwise
         )
+        rounded = value if fmt.keeps_hi else editor.convert(value, state.placeholder.meta["val"].dtype)
     for load in loads:
         load.replace_all_uses_with(value)
+    if not fmt.keeps_hi:
+        for reader in readers:
+            reader.replace_input_with(state.placeholder, rounded)
+
+
+def _give_up_hi(editor: GraphEditor, state: StateTensor) -> None:
+    """Have a packed tensor's own memory neither read nor written: it has none when the step runs."""
+    editor.graph.erase_node(state.store)
+    with editor.fake_mode:
+        state.placeholder.meta["val"] = state.value.new_empty(()).expand(state.value.shape)
 
 
 def _refuse_lost_value(program: StepProgram, state: StateTensor, order: Mapping[Node, int]) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from collage_fx.numerics import ERROR_FORMATS
+from collage_fx.numerics import ErrorFormat, format_named
 
 #: What is kept between two steps.
 State = tuple[Tensor, ...]
@@ -81,7 +81,7 @@ class Plain(Encoding):
 
 @dataclass(frozen=True)
 class Registered(Encoding):
-    """An error format of the library, beside bfloat16."""
+    """A format of the library, beside bfloat16 or in its place."""
 
     format: str
 
@@ -91,18 +91,25 @@ class Registered(Encoding):
 
     @property
     def bytes(self) -> float:
-        hi = torch.empty(1 << 20, dtype=torch.bfloat16, device="meta")  # beside which a counter is nothing
-        return (hi.nbytes + ERROR_FORMATS[self.format].nbytes(hi)) / hi.numel()
+        # Beside so many elements a counter is nothing.
+        hi = torch.empty(1 << 10, 1 << 10, dtype=torch.bfloat16, device="meta")
+        return (hi.nbytes * self._format.keeps_hi + self._format.nbytes(hi)) / hi.numel()
+
+    @property
+    def _format(self) -> ErrorFormat:
+        found = format_named(self.format)
+        assert found is not None
+        return found
 
     def store(self, value: Tensor, before: State | None) -> State:
-        fmt = ERROR_FORMATS[self.format]
+        fmt = self._format
         if before is None:
             return fmt.split(value, torch.bfloat16)
         start = [torch.zeros((), dtype=torch.int32)] if fmt.is_dithered else []
         return fmt.store(value, *before, *start)
 
     def load(self, state: State) -> Tensor:
-        return ERROR_FORMATS[self.format].join(*state)
+        return self._format.join(*state)
 
 
 # 8-bit floats with more behind them: candidates for weights. ------------------------------------------------

@@ -52,6 +52,8 @@ class Row:
 FLOAT32 = Plain(torch.float32)
 BFLOAT16 = Plain(torch.bfloat16)
 MCF, EXACT, DITHER = Registered("mcf"), Registered("exact"), Registered("dither")
+BLOCK8 = Registered("block8"), Registered("block8_positive")
+BLOCK16 = Registered("block16"), Registered("block16_positive")
 HEAVYBALL = ErrorInUlps(8, stochastic=True)
 FLASHOPTIM = Companded(signed=True), Companded(signed=False)
 BITSANDBYTES = DynamicMap(signed=True), DynamicMap(signed=False)
@@ -72,6 +74,8 @@ STATES = (
     Row("plus, exact", OURS, EXACT, BFLOAT16, EXACT),
     Row("plus, exact, dithered", OURS, EXACT, DITHER, EXACT),
     Row("full, exact", OURS, EXACT, EXACT, EXACT),
+    Row("block16, exact", OURS, EXACT, *BLOCK16),
+    Row("block8, exact", OURS, EXACT, *BLOCK8),
     Row("FlashOptim, 24-bit weights", "FlashOptim", ErrorInUlps(8), *FLASHOPTIM),
     Row("FlashOptim, 32-bit weights", "FlashOptim", ErrorInUlps(16), *FLASHOPTIM),
     Row("bitsandbytes 8-bit", "bitsandbytes", BFLOAT16, *BITSANDBYTES),
@@ -121,6 +125,8 @@ MOMENTS = (
     moments("bfloat16, dithered", OURS, DITHER, DITHER),
     moments("bfloat16, second moment in mcf", OURS, BFLOAT16, MCF),
     moments("bfloat16, second moment in exact", OURS, BFLOAT16, EXACT),
+    moments("block16", OURS, *BLOCK16),
+    moments("block8", OURS, *BLOCK8),
     moments("FlashOptim", "FlashOptim", *FLASHOPTIM),
     moments("bitsandbytes 8-bit", "bitsandbytes", *BITSANDBYTES),
     moments("torchao 8-bit", "torchao", *TORCHAO),

@@ -12,5 +12,6 @@ from collage_fx.graph.program import *
 from collage_fx.graph.recurrence import *
 from collage_fx.graph.retype import *
 from collage_fx.graph.routes import *
+from collage_fx.graph.signs import *
 from collage_fx.graph.skipping import *
 from collage_fx.graph.text import *

@@ -45,6 +45,8 @@ __all__ = [
     "is_movement",
     "is_pointwise",
     "may_raise",
+    "named_arguments",
+    "number_filling",
     "passed_operand",
     "size_argument",
     "source_of",

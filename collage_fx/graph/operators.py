@@ -42,6 +42,11 @@ from torch.fx import GraphModule, Node
 from collage_fx import numerics, torch_compat
 from collage_fx.graph.operator_facts import facts_of
 from collage_fx.numerics import (
+    BLOCK,
+    BLOCK_CODES,
+    BLOCK_SCALES,
+    BLOCK_VALUES,
+    CODES,
     DITHERED,
     LOWER_HALF,
     PHASES,
@@ -51,6 +56,9 @@ from collage_fx.numerics import (
     WITH_LOWER_HALF,
     WITH_ULP_PARTS,
     arithmetic,
+    block_code,
+    block_scale,
+    block_value,
     define_operator,
     dithered,
     phase_at,
@@ -66,6 +74,7 @@ from collage_fx.torch_compat import (
     phases_in_cpp,
     pointwise_of,
     pytree,
+    register_block_lowerings,
     register_placed_lowering,
     register_pointwise_lowering,
     register_realizing_lowering,
@@ -209,6 +218,22 @@ def _phase_of_element(device: torch.device, *values: Any) -> Any:
     return phase
 
 
+def _scale_of_block(largest: Any, signed: bool) -> Any:
+    (scale,) = _interpret(_trace(block_scale, FLOATS[:1], (signed,)), [largest])
+    return scale
+
+
+def _code_of_element(value: Any, scale: Any, phase: Any, *kind: Any) -> Any:
+    dtypes = (torch.float32, torch.uint8, torch.int32)
+    (code,) = _interpret(_trace(block_code, dtypes, kind), [value, scale, phase])
+    return code
+
+
+def _value_of_element(code: Any, scale: Any, *kind: Any) -> Any:
+    (value,) = _interpret(_trace(block_value, (CODES[kind], torch.uint8), kind), [code, scale])
+    return value
+
+
 #: Operators of which an element of the result is made of the same element of the operands.
 ELEMENTWISE = (
     # See Note [A rounding in C++ is a conversion].
@@ -237,6 +262,16 @@ ELEMENTWISE = (
 for _operator, _function, _dtypes, _in_cpp, _result in ELEMENTWISE:
     register_pointwise_lowering(_operator, _elementwise(_function, _dtypes, _in_cpp), dtype=_result)
 register_placed_lowering(PHASES, _phase_of_element, dtype=torch.int32)
+register_block_lowerings(
+    BLOCK_SCALES,
+    BLOCK_CODES,
+    BLOCK_VALUES,
+    _scale_of_block,
+    _code_of_element,
+    _value_of_element,
+    block=BLOCK,
+    dtype_of_codes=CODES,
+)
 register_realizing_lowering(once)
 register_summing_lowering(
     update_sums,

@@ -141,6 +141,11 @@ class StateTensor:
         return self.chosen_format is not None and self.chosen_format.keeps_error
 
     @property
+    def packed(self) -> bool:
+        """Whether its format alone keeps it, so that the step reads and writes no hi."""
+        return self.chosen_format is not None and not self.chosen_format.keeps_hi
+
+    @property
     def error_format(self) -> ErrorFormat:
         """The error format of a tensor that becomes an expansion."""
         assert self.chosen_format is not None
@@ -209,6 +214,8 @@ class StepProgram:
             another part, from what it overwrites.
         rounded_at_random: set by ``undo-stochastic-rounding``: the inputs whose new values were.
         rounding: of state without error terms: see :class:`~collage_fx.CollageBackend`.
+        packed: the formats of state that is to be packed, for numbers of either sign and for numbers that are
+            never negative; None if none is.
         captured: a copy of the graph as captured, where the step is to be measured; else None.
         states: set by ``analyze``.
         reads: set by ``allocate``.
@@ -225,6 +232,7 @@ class StepProgram:
     is_recorded: bool = False
     rounded_at_random: set[Node] = field(default_factory=set)
     rounding: Rounding = "nearest"
+    packed: tuple[ErrorFormat, ErrorFormat] | None = None
     captured: GraphModule | None = None
     states: list[StateTensor] = field(default_factory=list)
     reads: list[ReadExpansion] = field(default_factory=list)
@@ -278,6 +286,7 @@ class StepProgram:
             is_recorded=self.is_recorded,
             captured=None if self.captured is None else copy_of(gm),
             rounding=self.rounding,
+            packed=self.packed,
         )
 
     def move_to(self, gm: GraphModule) -> None:

@@ -21,7 +21,14 @@ import torch
 from torch.fx import Node
 
 from collage_fx.graph.editor import GraphEditor
-from collage_fx.graph.nodes import copies_to_inputs, operands_of, reached, stored, unconverted
+from collage_fx.graph.nodes import (
+    copies_to_inputs,
+    is_number,
+    operands_of,
+    reached,
+    stored,
+    unconverted,
+)
 from collage_fx.graph.operator_facts import passed_operand
 from collage_fx.graph.program import StateTensor
 
@@ -59,6 +66,8 @@ def unless_skipped(placeholder: Node, new_value: Node) -> Node:
 def set_aside(state: StateTensor) -> Skip | None:
     """Have a tensor's store take the new value, if it takes either that or the old one."""
     skip = _skip(state.placeholder, unconverted(state.stored))
+    if skip is not None and state.packed and not is_number(skip.condition):
+        return None  # elements that are kept have a scale in common with others
     if skip is not None:
         state.store.args = (state.placeholder, skip.changed, *state.store.args[2:])
     return skip
@@ -80,7 +89,7 @@ def restore(editor: GraphEditor, state: StateTensor, skip: Skip | None) -> None:
     if skip is None:
         return
     stores = copies_to_inputs(editor.graph)
-    for part in (state.placeholder, *state.auxiliaries):
+    for part in state.auxiliaries if state.packed else (state.placeholder, *state.auxiliaries):
         store = stores[part]
         with editor.graph.inserting_before(store):
             store.args = (part, skip.between(editor, part, stored(store)), *store.args[2:])

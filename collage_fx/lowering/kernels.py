@@ -16,6 +16,9 @@ What one C++ function computes is not even called from Python (Note [One call fo
 
 Dither goes by the places of elements in memory: its kernels are given that of the first of their piece.
 
+So do blocks of elements that have a scale in common (Note [Blocks]): a flat rule with blocks is compiled for
+tensors ``[n, 32]`` and scales ``[n, 1]``, with n the number of blocks, where others have elements.
+
 Sums over all elements (``update_sums``, Note [Metrics]) leave a rule flat: the order in which they are taken
 is of no account. So do counts over a sample (``update_sizes``), but only of a tensor as a whole: they become
 a part of their own, before the one that overwrites what they are made of.
@@ -60,7 +63,7 @@ from collage_fx.graph import (
 )
 from collage_fx.lowering.attempts import compile_somehow
 from collage_fx.lowering.parts import Part
-from collage_fx.numerics import PHASES
+from collage_fx.numerics import BLOCK, BLOCK_OPERATORS, PHASES
 from collage_fx.runtime import (
     FIRST_OF_PIECE,
     LENGTH,
@@ -97,6 +100,9 @@ SHORTEST = 2
 
 #: Elements that a sum in a flat rule can count.
 LONGEST = 1 << 31
+
+#: Elements of a piece whose kernel has buffers for all of them: these stay in the processor's first cache.
+LONGEST_WITH_BUFFERS = 1 << 11
 
 #: Lengths that stand for few and many elements when Inductor decides about threads.
 FEW_HINT, MANY_HINT = 1 << 8, 1 << 24
@@ -149,7 +155,8 @@ class Rule:
         stores: ``(destination, value)`` lines; a destination of None is a result, for which the caller brings
             memory as a further input.
         operands: of this part: what its inputs are, in their order.
-        elements: of this part's tensors, if it is flat.
+        length: elements of this part's tensors, or blocks of them, if it is flat.
+        width: elements of a unit of length: 1, or those of a block.
         independent: whether a flat rule stores into no numbers, or a rule of numbers is of nothing else, and
             nothing but memory goes in.
     """
@@ -159,7 +166,8 @@ class Rule:
     lines: tuple[_Line, ...]
     stores: tuple[tuple[int | None, int], ...]
     operands: tuple[Node, ...]
-    elements: int
+    length: int
+    width: int
     independent: bool
 
     @property
@@ -206,7 +214,8 @@ class _Writer:
             if stored(store).target in (update_sums, update_sizes)
             for node in store.all_input_nodes
         }
-        self.shape = next((v.shape for v in self._elements()), torch.Size())
+        self.has_blocks = any(node.target in BLOCK_OPERATORS for node in self.nodes)
+        self.shape = max((v.shape for v in self._elements()), key=torch.Size.numel, default=torch.Size())
         self.flat = self._is_flat()
 
     def rule(self) -> Rule:
@@ -219,8 +228,10 @@ class _Writer:
         layouts = () if self.flat else tuple(self._layout(value) for value in self.part.results)
         key = (self.flat, tuple(map(repr, lines)), tuple(stores), layouts)
         operands = tuple(node for node in self.nodes if self._is_input(node))
-        elements = self.shape.numel() if self.flat else 0
-        return Rule(key, self.flat, lines, tuple(stores), operands, elements, self._is_independent(operands))
+        width = BLOCK if self.has_blocks else 1
+        length = self.shape.numel() // width if self.flat else 0
+        independent = self._is_independent(operands)
+        return Rule(key, self.flat, lines, tuple(stores), operands, length, width, independent)
 
     def _walk(self) -> list[Node]:
         """Every node that the stores and results are computed from, operands first."""
@@ -248,14 +259,16 @@ class _Writer:
         return [value for value in values if value is not None and value.dim() > 0]
 
     def _is_flat(self) -> bool:
-        tensors = self._elements()
+        tensors = [value for value in self._elements() if not self._is_of_blocks(value)]
+        if self.has_blocks and self.shape.numel() < SHORTEST * BLOCK:
+            return False
         if self.shape.numel() < SHORTEST or any(value.shape != self.shape for value in tensors):
             return False
         if self.rows and self.shape.numel() >= LONGEST:
             return False
         inputs = [node for node in self.nodes if self._is_input(node) and node not in self.rows]
         memory = [tensor_value(node) for node in (*self.part.results, *inputs)]
-        placed = [value for value in memory if value is not None and value.dim() > 0]
+        placed = [v for v in memory if v is not None and v.dim() > 0 and not self._is_of_blocks(v)]
         layouts = {_order_in_memory(value) for value in placed}
         return (
             len(layouts) <= 1
@@ -271,8 +284,13 @@ class _Writer:
             return not any(map(is_number, written))
         return all(map(is_number, self.nodes))
 
+    def _is_of_blocks(self, value: Tensor) -> bool:
+        """Whether a tensor has one element for each block of the others."""
+        rows = self.shape[0] if self.shape else 1
+        return self.has_blocks and value.shape == (rows, self.shape.numel() // (rows * BLOCK))
+
     def _is_elementwise(self, node: Node) -> bool:
-        return node in self.rows or is_elementwise(node)
+        return node in self.rows or node.target in BLOCK_OPERATORS or is_elementwise(node)
 
     def _line(self, node: Node, numbers: dict[Node, int]) -> _Line:
         if self._is_input(node):
@@ -284,7 +302,7 @@ class _Writer:
             if node.target is PHASES:
                 args = (*args[:2], _FIRST)
             if (at := size_argument(node.target)) is not None:
-                args = (*args[:at], (_LENGTH,), *args[at + 1 :])
+                args = (*args[:at], self._flat_layout(node.meta["val"])[0], *args[at + 1 :])
         args, kwargs = pytree.tree_map_only(Node, lambda n: _Reference(numbers[n]), (args, kwargs))
         return _Line(node.target, args, tuple(sorted(kwargs.items())))
 
@@ -294,8 +312,14 @@ class _Writer:
         if value is None:
             return (type(node.meta["val"]),)
         if self.flat and value.dim() > 0 and node not in self.rows:
-            return value.dtype, value.device, (_LENGTH,), (1,)
+            return value.dtype, value.device, *self._flat_layout(value)
         return value.dtype, value.device, tuple(value.shape), tuple(value.stride())
+
+    def _flat_layout(self, value: Tensor) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+        """The sizes and strides with which a flat rule sees a tensor."""
+        if not self.has_blocks:
+            return (_LENGTH,), (1,)
+        return ((_LENGTH, 1), (1, 1)) if self._is_of_blocks(value) else ((_LENGTH, BLOCK), (BLOCK, 1))
 
 
 def samples_first(part: Part) -> list[Part]:
@@ -320,7 +344,7 @@ def _order_in_memory(value: Tensor) -> tuple[tuple[int, int], ...]:
 
 def kernel_of(rule: Rule) -> Kernel | Reason:
     """The kernel for a rule's part, compiled unless it is known, or why it cannot be compiled."""
-    if rule.elements < MANY or torch.get_num_threads() == 1:
+    if rule.length * rule.width < MANY or torch.get_num_threads() == 1:
         return _kernel(rule, many=False)
     if rule.independent:
         few = _kernel(rule, many=False)
@@ -410,10 +434,11 @@ def compile_rule(rule: Rule, *, many: bool) -> Kernel | Reason:
         value = inputs[argument]
         if not isinstance(value, Tensor):
             return LENGTH
-        return value.dtype.itemsize if value.dim() > 0 else 0
+        per_unit = value.shape[1] if value.dim() == 2 and rule.width > 1 else 1
+        return value.dtype.itemsize * per_unit if value.dim() > 0 else 0
 
     kinds = tuple(map(kind, function.arguments))
-    return Kernel(call, function, kinds, rule.divisible, attempt.reasons, attempt.vectors)
+    return Kernel(call, function, kinds, rule.divisible, rule.width, attempt.reasons, attempt.vectors)
 
 
 def _batched_function(
@@ -425,7 +450,8 @@ def _batched_function(
         return Reason(
             "a kernel is neither elementwise in one layout nor of numbers alone, or may raise", what
         )
-    function = None if many else c_function(call, inputs)
+    longest = LONGEST_WITH_BUFFERS // rule.width if rule.divisible else 0
+    function = None if many else c_function(call, inputs, longest)
     if function is None:
         return Reason("a kernel's code is more than one C++ function", what)
     if len(function.arguments) > MOST_ARGUMENTS or function.buffers > MOST_BUFFERS:

@@ -21,7 +21,7 @@ from collage_fx.graph import ONCE, Reason, Repetition, device_facts, is_copy_to_
 from collage_fx.lowering.kernels import Rule, kernel_of, rule_of, samples_first
 from collage_fx.lowering.parts import Part, parts_of
 from collage_fx.runtime import Call, Kernel, StepInParts, ValueIndex
-from collage_fx.torch_compat import pytree
+from collage_fx.torch_compat import pytree, real_tensors
 
 __all__ = ["rules_of"]
 
@@ -100,8 +100,9 @@ def _plan(gm: GraphModule, planned: Sequence[_Planned]) -> StepInParts:
     """Give each value of a step an index in one list, and write the calls in terms of these indices."""
     outputs = list(pytree.tree_leaves(gm.graph.output_node().args))
     arguments = placeholders(gm.graph)
-    lengths = list(dict.fromkeys(each.rule.elements for each in planned if each.rule.flat))
-    first = torch.zeros((), dtype=torch.int32)  # the place of the first element of tensors as a whole
+    lengths = list(dict.fromkeys(each.rule.length for each in planned if each.rule.flat))
+    with real_tensors():
+        first = torch.zeros((), dtype=torch.int32)  # the place of the first element of tensors as a whole
     attributes = list(gm.graph.find_nodes(op="get_attr"))
     results = list(dict.fromkeys(value for each in planned for value in each.part.results))
     numbers = _numbers(gm.graph, outputs)
@@ -112,10 +113,10 @@ def _plan(gm: GraphModule, planned: Sequence[_Planned]) -> StepInParts:
         return ValueIndex(indices[argument]) if isinstance(argument, Node) else argument
 
     def call(each: _Planned) -> Call:
-        length = [indices[each.rule.elements]] if each.rule.flat else []
+        length = [indices[each.rule.length]] if each.rule.flat else []
         place = [indices[FIRST]] if each.rule.is_placed else []
         inputs = [indices[node] for node in (*each.rule.operands, *each.part.results)]
-        return Call(each.kernel, (*length, *place, *inputs), each.wave, each.rule.elements)
+        return Call(each.kernel, (*length, *place, *inputs), each.wave, each.rule.length)
 
     returned = [
         value.args[0] if value is not None and is_copy_to_input(value) else value for value in outputs

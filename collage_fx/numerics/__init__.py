@@ -5,6 +5,7 @@ compilers.
 """
 
 from collage_fx.numerics.arithmetic import *
+from collage_fx.numerics.blocks import *
 from collage_fx.numerics.dither import *
 from collage_fx.numerics.error_formats import *
 from collage_fx.numerics.formats import *

@@ -127,9 +127,9 @@ extern "C" void gather(
 // piece. which[i * arguments + j] says which address that is for call i: a number in the table, or, negative,
 // ~ the number of a cell of scratch memory.
 extern "C" void run(
-    void* function, Word arguments, const Word* kinds, const Word* which, Word jobs, const Word* first_piece,
-    const Word* calls, const Word* offsets, const Word* lengths, const Word* addresses, Word scratch,
-    Word threads) {{
+    void* function, Word width, Word arguments, const Word* kinds, const Word* which, Word jobs,
+    const Word* first_piece, const Word* calls, const Word* offsets, const Word* lengths,
+    const Word* addresses, Word scratch, Word threads) {{
   const Caller invoke = caller(arguments, std::make_index_sequence<most + 1>());
   const size_t vectors = std::count(kinds, kinds + arguments, {SUMS_OF_PIECE});
   std::vector<Sums> sums(vectors * first_piece[jobs]);
@@ -138,7 +138,7 @@ extern "C" void run(
     for (Word piece = first_piece[job]; piece < first_piece[job + 1]; ++piece) {{
       Word a[most + 1];
       alignas(64) char buffers[{MOST_BUFFERS}];
-      const int32_t first = static_cast<int32_t>(offsets[piece]);
+      const int32_t first = static_cast<int32_t>(width * offsets[piece]);
       Sums* sums_of_piece = sums.data() + vectors * piece;
       const Word* of_call = which + calls[piece] * arguments;
       for (Word j = 0; j < arguments; ++j) {{
@@ -184,7 +184,7 @@ def load_library() -> Library:
     library = load_cpp_library(_SOURCE)
     pointer, word = ctypes.c_void_p, ctypes.c_int64
     run, gather = library.run, ctypes.PyDLL(library._name).gather
-    run.argtypes = [pointer, word, pointer, pointer, word, *[pointer] * 5, word, word]
+    run.argtypes = [pointer, word, word, pointer, pointer, word, *[pointer] * 5, word, word]
     gather.argtypes = [ctypes.py_object, word, pointer, pointer, pointer]
     run.restype = gather.restype = None
     return Library(run, gather)
@@ -233,8 +233,10 @@ class Batch:
         function: what is called.
         calls: for each call, where the address of each argument is: a number in the table of addresses, or,
             negative, a cell of scratch memory: -1 for the first.
-        lengths: elements of each call's tensors, if their number is an argument.
-        kinds: of each argument: bytes of an element of its tensor, 0 if it is a number, or one of the above.
+        lengths: of each call's tensors, if that is an argument.
+        kinds: of each argument: bytes of a unit of length of its tensor, 0 if it is a number, or one of the
+            above.
+        width: elements of a unit of length.
         divisible: whether the function may be called for a piece of the tensors.
 
     Attributes:
@@ -248,11 +250,13 @@ class Batch:
         lengths: Sequence[int],
         kinds: Sequence[int],
         *,
+        width: int = 1,
         divisible: bool,
     ) -> None:
         self._function = function  # stays loaded
         if divisible:
-            jobs = pieces_of(lengths, job_size(sum(lengths), torch.get_num_threads()))
+            job = job_size(sum(lengths), torch.get_num_threads(), width)
+            jobs = pieces_of(lengths, job, CLUMP // width, function.longest)
         else:
             jobs = whole_calls(lengths)
         self.jobs = len(jobs)
@@ -269,7 +273,7 @@ class Batch:
             )
         ]
         kinds_, which, *cuts = (table.buffer_info()[0] for table in self._tables)
-        head = function.address, len(kinds), kinds_, which, self.jobs, *cuts
+        head = function.address, width, len(kinds), kinds_, which, self.jobs, *cuts
         self._run = functools.partial(load_library().run, *head)
 
     def __call__(self, addresses: array[int], scratch: Tensor) -> None:
@@ -285,15 +289,18 @@ def whole_calls(lengths: Sequence[int]) -> list[list[Piece]]:
     return [pieces[i : i + size] for i in range(0, len(pieces), size)]
 
 
-def pieces_of(lengths: Sequence[int], job: int) -> list[list[Piece]]:
-    """Calls of these lengths cut into jobs of about ``job`` elements each."""
+def pieces_of(
+    lengths: Sequence[int], job: int, clump: int = CLUMP, longest: int | None = None
+) -> list[list[Piece]]:
+    """Calls of these lengths cut into jobs of about a length of ``job`` each, of pieces up to ``longest``."""
     jobs: list[list[Piece]] = []
     size = 0
     for call, length in enumerate(lengths):
         offset = 0
         while offset < length:
             # The last piece is no remainder of few elements: they go to the one before.
-            take = length - offset if length - offset < job + CLUMP else job
+            take = length - offset if length - offset < job + clump else job
+            take = min(take, longest or take)
             if not jobs or size + take > job:
                 jobs.append([])
                 size = 0
@@ -303,7 +310,7 @@ def pieces_of(lengths: Sequence[int], job: int) -> list[list[Piece]]:
     return jobs
 
 
-def job_size(elements: int, threads: int) -> int:
-    """Elements of a job, of so many in all."""
-    wanted = elements // (threads * JOBS_PER_THREAD)
-    return max(SMALLEST_JOB, min(LARGEST_JOB, wanted // CLUMP * CLUMP))
+def job_size(length: int, threads: int, width: int = 1) -> int:
+    """The length of a job, of so much in all."""
+    wanted = length * width // (threads * JOBS_PER_THREAD)
+    return max(SMALLEST_JOB, min(LARGEST_JOB, wanted // CLUMP * CLUMP)) // width

@@ -33,6 +33,7 @@ class Kernel:
         function: the C++ function that this comes down to, where the rule is independent and that is so.
         kinds: of the function's arguments, as in :class:`~collage_fx.runtime.batches.Batch`.
         divisible: whether the function may be called for a piece of the tensors.
+        width: elements of a unit of length of its tensors.
         reasons: why it is not made, or not called, in a faster way.
         vectors: as in :class:`~collage_fx.graph.Route`.
     """
@@ -41,6 +42,7 @@ class Kernel:
     function: CFunction | None = None
     kinds: tuple[int, ...] = ()
     divisible: bool = False
+    width: int = 1
     reasons: Reasons = ()
     vectors: tuple[int, int] = (0, 0)
 
@@ -54,13 +56,13 @@ class Call:
         values: its arguments, as indices into the list of the step's values.
         wave: calls of one wave need no results of each other, only of earlier ones, and write to nothing that
             another one reads.
-        elements: of its tensors, if the kernel's rule is flat.
+        length: of its tensors, if the kernel's rule is flat.
     """
 
     kernel: Kernel
     values: tuple[int, ...]
     wave: int
-    elements: int
+    length: int
 
 
 @takes_a_list
@@ -159,9 +161,10 @@ class _Table:
         return Batch(
             kernel.function,
             [[entry(call, *argument) for argument in arguments] for call in calls],
-            [call.elements for call in calls],
+            [call.length for call in calls],
             kernel.kinds,
             divisible=kernel.divisible,
+            width=kernel.width,
         )
 
     def _of_value(self, index: int) -> int:

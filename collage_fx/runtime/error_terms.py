@@ -39,6 +39,7 @@ from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary, WeakIdRef, Weak
 
 from collage_fx.errors import ConflictingErrorFormatError
 from collage_fx.numerics import ErrorFormat
+from collage_fx.runtime.packed import Value, is_packed, pack, unpack
 from collage_fx.torch_compat import (
     distributed_like,
     has_storage,
@@ -46,6 +47,8 @@ from collage_fx.torch_compat import (
     real_tensors,
     start_of_piece,
     storage_of,
+    version_of,
+    without_torch_function,
 )
 
 __all__ = ["change_layout", "expansion_of", "has_error_terms", "require_format", "reset_error_terms"]
@@ -86,6 +89,8 @@ class Expansion:
         claim: a fingerprint of hi and the buffers as they were saved, where they have been loaded and no step
             has looked yet whether they belong to this hi.
         is_used: whether a compiled step reads and writes the buffers, rather than that they have been loaded.
+        hi_version: of a packed format, the version of hi that the buffers hold, where hi has memory of its
+            own: they are those of another value if it has been written to since. None if they are nobody's.
     """
 
     format: ErrorFormat
@@ -96,6 +101,7 @@ class Expansion:
     memory: list[tuple[WeakIdRef, Hashable]] = field(default_factory=list)
     claim: Tensor | None = None
     is_used: bool = False
+    hi_version: int | None = None
     _settle: Callable[[], None] | None = None
 
     def __del__(self, records: _Records = _RECORDS) -> None:
@@ -107,6 +113,8 @@ class Expansion:
         with real_tensors(), torch.no_grad():
             for mine, new in zip(self.auxiliaries, auxiliaries, strict=True):
                 mine.copy_(new)
+            if not self.format.keeps_hi and (owner := self.owner()) is not None:
+                self.holds(local_tensor(owner))
 
     def replace_buffers(self, auxiliaries: Sequence[Tensor]) -> None:
         """Take other buffers, which compiled steps will find."""
@@ -131,11 +139,50 @@ class Expansion:
         """The buffers, for a step, as its format's ``store`` takes them."""
         self.is_used = True
         self.settle()
+        if not self.format.keeps_hi:
+            self._pack()
         return (*self.auxiliaries, self.start) if self.format.is_dithered else self.auxiliaries
+
+    def holds(self, hi: Tensor | None) -> None:
+        """Note that the buffers of a packed format hold the value that hi has now; None: nobody's."""
+        self.hi_version = None if hi is None else version_of(hi)
+        _RECORDS.state = object()
+
+    def _pack(self) -> None:
+        """Encode hi into the buffers, unless they hold it, and give its memory back."""
+        tensor = self.owner()
+        if tensor is None or is_packed(tensor):
+            return
+        hi = local_tensor(tensor)
+        if self.hi_version != version_of(hi):
+            self._encode(hi)
+        pack(tensor, Value(self._decode, self.owner, self._unpacked))
+        record_memory(hi, self)
+
+    def _encode(self, hi: Tensor) -> None:
+        rows = max(1, PART * len(hi) // max(1, hi.numel()))
+        with real_tensors(), torch.no_grad():
+            for first in range(0, len(hi), rows):
+                part = slice(first, first + rows)
+                encoded = self.format.split(hi[part].to(torch.float32), hi.dtype)[1:]
+                for mine, new in zip(self.auxiliaries, encoded, strict=True):
+                    if mine.dim():  # what is a number counts steps
+                        mine[part] = new
+
+    def _decode(self, hi: Tensor) -> Tensor:
+        return self.format.join(hi, *self.auxiliaries).to(hi.dtype)
+
+    def _unpacked(self, tensor: Tensor, is_written: bool) -> None:
+        hi = local_tensor(tensor)
+        self.holds(None if is_written else hi)
+        record_memory(hi, self)
 
     def clear(self) -> None:
         """Zero the buffers in place: the value becomes hi."""
         self.drop_claim()
+        if not self.format.keeps_hi:
+            self.hi_version = None
+            return
         with real_tensors(), torch.no_grad():
             for auxiliary in self.auxiliaries:
                 auxiliary.zero_()
@@ -149,10 +196,11 @@ _LOCK = threading.Lock()
 
 def expansion_of(tensor: Tensor) -> Expansion | None:
     """The record of a tensor; None where it has none, or one from when it had another dtype or shape."""
-    for table in (_BY_OBJECT.get, _in_memory_of):
-        found: Expansion | None = table(tensor)
-        if found is not None and _fits(found, local_tensor(tensor)):
-            return found
+    with without_torch_function():  # a packed tensor is looked at as it is
+        for table in (_BY_OBJECT.get, _in_memory_of):
+            found: Expansion | None = table(tensor)
+            if found is not None and _fits(found, local_tensor(tensor)):
+                return found
     return None
 
 
@@ -180,8 +228,11 @@ def _region(tensor: Tensor) -> Hashable:
     return tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()
 
 
-def _record_memory(tensor: Tensor, expansion: Expansion) -> None:
-    if has_storage(tensor):
+def record_memory(tensor: Tensor, expansion: Expansion) -> None:
+    """Have a record found by the memory that its tensor, or its piece, has now."""
+    with without_torch_function():
+        if not has_storage(tensor):
+            return
         storage, region = tensor.untyped_storage(), _region(tensor)
         by_region = _BY_STORAGE.setdefault(storage, {})
         if by_region.get(region) is not expansion:
@@ -216,7 +267,7 @@ def ensure_expansion(tensor: Tensor, error_format: ErrorFormat, *, name: str) ->
         if found is not None:
             require_format(found, error_format, name=name)
             _follow(found, piece)
-            _record_memory(piece, found)
+            record_memory(piece, found)
             return found
         if tensor in _BY_OBJECT:
             warnings.warn(
@@ -231,7 +282,7 @@ def ensure_expansion(tensor: Tensor, error_format: ErrorFormat, *, name: str) ->
             start = start.to(torch.int32)  # modulo 2**32
         made = Expansion(error_format, tensor.dtype, zeros, start, TensorWeakRef(tensor))
         _BY_OBJECT[tensor] = made
-        _record_memory(piece, made)
+        record_memory(piece, made)
         return made
 
 
@@ -248,7 +299,7 @@ def change_layout(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
         change(tensor)
         _, *auxiliaries = expansion.format.split(change(value), tensor.dtype)
         expansion.replace_buffers(auxiliaries)
-    _record_memory(tensor, expansion)
+    record_memory(tensor, expansion)
     return tensor
 
 
@@ -280,19 +331,21 @@ def require_format(expansion: Expansion, error_format: ErrorFormat, *, name: str
 
 def _fits(expansion: Expansion, tensor: Tensor) -> bool:
     """Whether the buffers are of the tensor's dtype and have the shapes that go with it as it is now."""
+    if expansion.dtype != tensor.dtype:
+        return False
+    if not expansion.format.keeps_hi:
+        return expansion.auxiliaries[0].shape == tensor.shape
     specs = expansion.format.auxiliaries(tensor)
-    return (
-        expansion.dtype == tensor.dtype
-        and len(specs) == len(expansion.auxiliaries)
-        and all(
-            auxiliary.dtype == spec.dtype and auxiliary.shape == spec.shape
-            for auxiliary, spec in zip(expansion.auxiliaries, specs, strict=True)
-        )
+    return len(specs) == len(expansion.auxiliaries) and all(
+        auxiliary.dtype == spec.dtype and auxiliary.shape == spec.shape
+        for auxiliary, spec in zip(expansion.auxiliaries, specs, strict=True)
     )
 
 
 def _follow(expansion: Expansion, tensor: Tensor) -> None:
     """Take the error terms along to the device and the strides that the tensor has been moved to."""
+    if is_packed(tensor):
+        return
     specs = expansion.format.auxiliaries(tensor)
     if all(
         auxiliary.device == tensor.device and spec.stride in (None, auxiliary.stride())
@@ -322,6 +375,8 @@ def error_terms(tensor: Tensor) -> tuple[Tensor, ...]:
     expansion = expansion_of(tensor)
     if expansion is None:
         return ()
+    if not expansion.format.keeps_hi and not is_packed(tensor) and expansion.hi_version != version_of(tensor):
+        return ()  # it has been written to
     piece = local_tensor(tensor.detach())
     terms = expansion.format.error_terms(piece, *expansion.auxiliaries)
     return tuple(distributed_like(tensor, term) for term in terms)
@@ -361,6 +416,7 @@ def reset_error_terms(tensor: Tensor) -> None:
     same magnitude it never does, and the test would cost every step a rounding per element. (Sums that are
     not parameters are the exception: they are zeroed all the time, see ``passes/drop_stale.py``.)
     """
+    unpack(tensor)
     with _LOCK:
         expansion = expansion_of(tensor)
         _BY_OBJECT.pop(tensor, None)

@@ -6,7 +6,7 @@ import ctypes
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, repeat
 from types import FunctionType
 from typing import Any, cast
 
@@ -35,12 +35,14 @@ class CFunction:
             it runs.
         library: what has to stay loaded.
         buffers: bytes of that memory.
+        longest: the length up to which that is enough; None if it is for any.
     """
 
     address: int
     arguments: tuple[int, ...]
     library: ctypes.CDLL
     buffers: int = 0
+    longest: int | None = None
 
 
 class _StandIn(int):
@@ -54,12 +56,13 @@ class _Buffer:
     number: int
 
 
-def c_function(code: Callable[[list[Any]], Any], arguments: int) -> CFunction | None:
+def c_function(code: Callable[[list[Any]], Any], arguments: int, longest: int = 0) -> CFunction | None:
     """The C function that Inductor's Python code calls once, None if the code does anything else.
 
     Args:
-        code: takes one list. It may allocate buffers whose sizes are constant.
-        arguments: its length.
+        code: takes one list. It may allocate buffers whose sizes are constant, or grow with its length.
+        arguments: how many there are in the list.
+        longest: the length that it is to be called with at most, if buffers grow with it; 0: there are none.
     """
     function = getattr(code, "__func__", code)
     if not isinstance(function, FunctionType) or function.__closure__:
@@ -69,17 +72,29 @@ def c_function(code: Callable[[list[Any]], Any], arguments: int) -> CFunction | 
         return None
     is_method = code is not function
     # A size that goes by an argument is another one where the arguments are: far larger, and odd.
-    numbers = (2, (1 << 40) + 1)
-    noted, again = (_noted_call(function, kernel, [number] * arguments, is_method) for number in numbers)
-    if noted is None or noted != again:
+    numbers = (2, longest or 2, (1 << 40) + 1)
+    calls = [_noted_call(function, kernel, [number] * arguments, is_method) for number in numbers]
+    noted = [each for each in calls if each is not None]
+    if len(noted) < len(calls) or any(passed != noted[0][0] for passed, _ in noted):
         return None
-    passed, sizes = noted
+    (passed, least), (_, sizes), (_, most) = noted
+    grows = least != most
+    if grows and not (
+        longest and all(map(_is_linear, zip(least, sizes, most, strict=True), repeat(numbers)))
+    ):
+        return None
     starts = list(accumulate((math.ceil(size / ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
     library = ctypes.CDLL(function.__globals__[kernel].__self__.__file__)
     address = ctypes.cast(library.kernel, ctypes.c_void_p).value
     assert address is not None
     arguments_of_c = tuple(~starts[each.number] if isinstance(each, _Buffer) else each for each in passed)
-    return CFunction(address, arguments_of_c, library, starts[-1])
+    return CFunction(address, arguments_of_c, library, starts[-1], longest if grows else None)
+
+
+def _is_linear(values: Sequence[int], at: Sequence[int]) -> bool:
+    """Whether three values, at these three places, lie on a line that does not fall."""
+    (x, y, z), (i, j, k) = values, at
+    return z >= x and (y - x) * (k - i) == (z - x) * (j - i)
 
 
 def _is_of_allocations(name: str) -> bool:

@@ -21,6 +21,7 @@ from collage_fx.torch_compat.patch_inductor import computing_anew
 
 __all__ = [
     "pointwise_of",
+    "register_block_lowerings",
     "register_placed_lowering",
     "register_pointwise_lowering",
     "register_realizing_lowering",
@@ -79,6 +80,95 @@ def register_placed_lowering(
         return ir.Pointwise.create(device=device, dtype=dtype, inner_fn=element, ranges=list(like.get_size()))
 
     register_lowering(operator, type_promotion_kind=None)(lowering)
+
+
+def register_block_lowerings(
+    scales_operator: Any,
+    codes_operator: Any,
+    values_operator: Any,
+    scale: Callable[..., Any],
+    code: Callable[..., Any],
+    value: Callable[..., Any],
+    *,
+    block: int,
+    dtype_of_codes: Mapping[tuple[int, bool], torch.dtype],
+) -> None:
+    """Lower operators of blocks of elements that have a scale in common: Note [Blocks].
+
+    Args:
+        scales_operator: ``(value, like, signed)`` -> the scales of a tensor's blocks.
+        codes_operator: ``(value, scales, phases, like, bits, signed)`` -> integers.
+        values_operator: ``(codes, scales, bits, signed)`` -> float32 numbers.
+        scale: ``(largest magnitude, signed)`` -> value of a scale.
+        code: ``(value, scale, phase, bits, signed)`` -> value of an integer.
+        value: ``(integer, scale, bits, signed)`` -> value of a number.
+        block: elements of a block.
+        dtype_of_codes: by bits and whether numbers may be negative.
+    """
+
+    def scales_of(values: Any, like: Any, signed: bool) -> Any:
+        like.realize()
+        order = _memory_order(like)
+        rows, blocks = like.get_size()[0], FloorDiv(_product(like.get_size()), block)
+        in_memory = lowerings[torch.ops.aten.permute.default](values, order)
+        by_block = lowerings[torch.ops.aten.view.default](in_memory, [blocks, block])
+        sizes = lowerings[torch.ops.aten.abs.default](by_block)
+        largest = lowerings[torch.ops.aten.amax.default](sizes, [1])
+        load = largest.make_loader()
+        scales = ir.Pointwise.create(
+            device=values.get_device(),
+            dtype=torch.uint8,
+            inner_fn=lambda index: scale(load(index), signed),
+            ranges=[blocks],
+        )
+        return lowerings[torch.ops.aten.view.default](scales, [rows, FloorDiv(blocks, rows)])
+
+    def load_of_scale(scales: Any, like: Any) -> Callable[[Any], Any]:
+        """A function that loads the scale of an element."""
+        like.realize()
+        size, strides = like.get_size(), like.get_stride()
+        if len(size) == 2 and size[1] == block:
+            load_row = scales.make_loader()
+            return lambda index: load_row([index[0], sympy.S.Zero])
+        number = FloorDiv(_product(size), block)
+        load = lowerings[torch.ops.aten.view.default](scales, [number]).make_loader()
+
+        def of_element(index: Any) -> Any:
+            place = sum((i * step for i, step in zip(index, strides, strict=True)), start=sympy.S.Zero)
+            return load([FloorDiv(place, block)])
+
+        return of_element
+
+    def codes_of(values: Any, scales: Any, phases: Any, like: Any, bits: int, signed: bool) -> Any:
+        load, load_phase, load_scale = values.make_loader(), phases.make_loader(), load_of_scale(scales, like)
+        return ir.Pointwise.create(
+            device=values.get_device(),
+            dtype=dtype_of_codes[bits, signed],
+            inner_fn=lambda index: code(load(index), load_scale(index), load_phase(index), bits, signed),
+            ranges=list(values.get_size()),
+        )
+
+    def values_of(codes: Any, scales: Any, bits: int, signed: bool) -> Any:
+        load, load_scale = codes.make_loader(), load_of_scale(scales, codes)
+        return ir.Pointwise.create(
+            device=codes.get_device(),
+            dtype=torch.float32,
+            inner_fn=lambda index: value(load(index), load_scale(index), bits, signed),
+            ranges=list(codes.get_size()),
+        )
+
+    for operator, lowering in (
+        (scales_operator, scales_of),
+        (codes_operator, codes_of),
+        (values_operator, values_of),
+    ):
+        register_lowering(operator, type_promotion_kind=None)(lowering)
+
+
+def _memory_order(tensor: Any) -> list[int]:
+    """The dimensions of a tensor in memory as they lie there, the outermost first."""
+    steps = [V.graph.sizevars.optimization_hint(step, fallback=1) for step in tensor.get_stride()]
+    return sorted(range(len(steps)), key=lambda dim: (-steps[dim], dim))
 
 
 #: ATen operators whose name in Inductor's elementwise language differs.

@@ -40,14 +40,17 @@ __all__ = [
     "schema_of",
     "start_of_piece",
     "storage_of",
+    "version_of",
     "whole_tensor",
     "without_modes",
+    "without_torch_function",
     "wrapper_subclass",
 ]
 
 
 RELIED_ON = (
     "torch:Tensor has _base, _make_wrapper_subclass, _use_count",
+    "torch._C:DisableTorchFunctionSubclass",
     "torch._C:_has_storage",
     "torch._C:_is_torch_function_mode_enabled",
     "torch._C._dynamo.guards:TensorGuards",
@@ -66,6 +69,11 @@ def schema_of(operator: OpOverload) -> Any:
 def storage_of(tensor: torch.Tensor) -> int:
     """A number that identifies the memory of a tensor as long as that lives."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """A number that grows whenever a tensor, or another object of it, is written to."""
+    return tensor._version
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -227,6 +235,9 @@ def laid_out_like(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     )
     return cast("Callable[..., bool]", guards.check)
 
+
+#: A context in which operations take tensors of any class as they are.
+without_torch_function: Any = torch._C.DisableTorchFunctionSubclass
 
 #: ``__torch_function__`` of a tensor subclass that has nothing to say there, as a parameter has not.
 disabled_torch_function: Any = torch.nn.Parameter.__torch_function__

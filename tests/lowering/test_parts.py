@@ -47,7 +47,7 @@ def test_updates_of_two_tensors_are_two_parts_with_one_rule() -> None:
     first, second = rules(step, *tensors)
     assert first.flat
     assert first.key == second.key
-    assert (first.elements, second.elements) == (3, 5)
+    assert (first.length, second.length) == (3, 5)
 
 
 def test_constants_tell_rules_apart() -> None:

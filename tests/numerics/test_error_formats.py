@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from collage_fx.numerics.error_formats import ERROR_FORMATS, ErrorFormat
+from collage_fx.numerics.error_formats import ERROR_FORMATS, ErrorBound, ErrorFormat
 from tests.support.bit_patterns import examples, near_storage_numbers, sample, word_and_number
 from tests.support.exact import ENCODINGS, fractions, patterns, tensor
 from tests.support.float_bits import same_bits
@@ -158,7 +158,7 @@ def test_error_bound(fmt: ErrorFormat, dtype: torch.dtype) -> None:
     value = float32_values(dtype)
     value = value[value.to(dtype).isfinite() & (value != 0)]
     kept = fmt.join(*fmt.split(value, dtype))
-    relative, absolute = fmt.error_bound(dtype)
+    relative, absolute, _ = fmt.error_bound(dtype)
     off = [abs(a - b) for a, b in zip(fractions(value), fractions(kept), strict=True)]
     bounds = [max(relative * abs(exact), absolute) for exact in fractions(value)]
     assert all(each <= bound for each, bound in zip(off, bounds, strict=True))
@@ -178,7 +178,7 @@ def test_error_bound(fmt: ErrorFormat, dtype: torch.dtype) -> None:
     ],
 )
 def test_bounds_are_those_of_the_docs(fmt: str, dtype: torch.dtype, relative: float, absolute: float) -> None:
-    assert ERROR_FORMATS[fmt].error_bound(dtype) == (Fraction(relative), Fraction(absolute))
+    assert ERROR_FORMATS[fmt].error_bound(dtype) == ErrorBound(Fraction(relative), Fraction(absolute))
 
 
 @each_format

@@ -78,11 +78,13 @@ class AuxiliarySpec(NamedTuple):
 class ErrorBound(NamedTuple):
     """How far ``join(split(x))`` may be from a float32 x of which hi is finite.
 
-    ``max(relative * |x|, absolute)``.
+    ``max(relative * |x|, absolute, of_largest * |y|)``, with y the largest in magnitude of the elements that
+    have a scale in common with x.
     """
 
     relative: Fraction = Fraction(0)
     absolute: Fraction = Fraction(0)
+    of_largest: Fraction = Fraction(0)
 
 
 class ErrorFormat(ABC):
@@ -114,8 +116,19 @@ class ErrorFormat(ABC):
     is_elementwise: ClassVar[bool] = False
     #: Whether anything but hi is kept of a value.
     keeps_error: ClassVar[bool] = True
+    #: Whether hi itself is kept. If not, the value is in the auxiliaries alone, of hi only sizes, strides and
+    #: dtype count, and its memory is given back: a *packed* tensor.
+    keeps_hi: ClassVar[bool] = True
     #: Whether :meth:`store` is given the index of hi's first element in the whole tensor.
     is_dithered: ClassVar[bool] = False
+
+    def why_not(self, hi: Tensor) -> str:
+        """The reason why a tensor of such sizes and strides can't be kept in this format; empty if it can.
+
+        A format whose scales belong to several elements asks for rows of whole blocks here: tensors in
+        pieces, of which each process has some rows, can then be split, saved and loaded in other pieces.
+        """
+        return ""
 
     @abstractmethod
     def auxiliaries(self, hi: Tensor) -> Sequence[AuxiliarySpec]:

@@ -1,0 +1,99 @@
+"""Signs: which values of a graph are never negative."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Node
+
+from collage_fx.graph.nodes import is_number
+from collage_fx.graph.operator_facts import (
+    facts_of,
+    named_arguments,
+    number_filling,
+    passed_operand,
+)
+
+__all__ = ["Signs"]
+
+aten = torch.ops.aten
+
+#: Operators whose results are never negative, whatever their operands are.
+_NEVER_NEGATIVE = {aten.abs, aten.exp, aten.sqrt, aten.rsqrt, aten.relu, aten.sigmoid, aten.softplus}
+_NEVER_NEGATIVE |= {aten.linalg_vector_norm, aten.norm}
+#: Operators whose results are never negative where no operand is.
+_KEEPS_SIGN = {aten.sum, aten.mean, aten.amax, aten.amin, aten.reciprocal, aten.expand, aten.index}
+
+
+class Signs:
+    """What is known of the signs of a graph's values; NaN counts as any.
+
+    Args:
+        positive: inputs that are never negative.
+        zero: inputs that are read as zero.
+        numbers_are_positive: whether numbers (rates, corrections of a bias) are taken to be positive.
+    """
+
+    def __init__(
+        self, positive: Collection[Node], zero: Collection[Node] = (), *, numbers_are_positive: bool = False
+    ) -> None:
+        self._numbers_are_positive = numbers_are_positive
+        self._known: dict[Node, int | None] = {**dict.fromkeys(positive, 1), **dict.fromkeys(zero, 0)}
+
+    def never_negative(self, value: Any) -> bool:
+        return self._sign(value) is not None
+
+    def _sign(self, value: Any) -> int | None:
+        """1 for what is never negative, 0 for zero, None for what may have any sign."""
+        if isinstance(value, (int, float)):
+            return None if not value >= 0 else int(value > 0)
+        if not isinstance(value, Node):
+            return None
+        if value not in self._known:
+            self._known[value] = None  # of a value that is made from itself nothing is known
+            self._known[value] = self._sign_of(value)
+        return self._known[value]
+
+    def _sign_of(self, node: Node) -> int | None:
+        if self._numbers_are_positive and is_number(node):
+            return 1
+        if node.op != "call_function":
+            return None
+        if (operand := passed_operand(node)) is not None:
+            return self._sign(operand)
+        if (number := number_filling(node)) is not None:
+            return self._sign(number)
+        packet, args = getattr(node.target, "overloadpacket", node.target), node.args
+        if packet in _NEVER_NEGATIVE:
+            return 1
+        if packet in _KEEPS_SIGN:
+            return self._sign(args[0])
+        if packet is aten.pow:
+            is_even = isinstance(args[1], (int, float)) and args[1] % 2 == 0
+            is_root = isinstance(args[1], float) and args[1] % 1 != 0  # NaN of what is negative
+            return 1 if is_even or is_root else self._sign(args[0]) and 1
+        signs = [self._sign(arg) for arg in args[:2]]
+        function = facts_of(node.target).function
+        if function is sympy.Max:
+            return None if signs == [None, None] else max(sign or 0 for sign in signs)
+        if packet is aten.where:
+            return _weaker(self._sign(args[1]), self._sign(args[2]))
+        if packet in (aten.clamp, aten.clamp_min):
+            least = self._sign(named_arguments(node.target, args, node.kwargs).get("min"))
+            return least if least is not None else self._sign(args[0])
+        rules: dict[Any, Callable[[], int | None]] = {
+            "+": lambda: None if None in signs else max(sign or 0 for sign in signs),
+            "*": lambda: 1 if args[0] is args[1] else 0 if 0 in signs else _weaker(*signs),
+            "/": lambda: 0 if signs[0] == 0 else _weaker(*signs),
+            "-": lambda: signs[0] if signs[1] == 0 else None,
+        }
+        if (rule := rules.get(facts_of(node.target).sign)) is not None:
+            return rule()
+        return _weaker(*signs) if function is sympy.Min else None
+
+
+def _weaker(first: int | None, second: int | None) -> int | None:
+    return None if first is None or second is None else min(first, second)

@@ -1,0 +1,207 @@
+"""Blocks: integers of 8 or 16 bits for numbers that have a scale in common, 32 neighbours in memory.
+
+Note [Blocks]
+-------------
+A scale is a number 1 or 1.5 times a power of two, at or above the largest magnitude of its block, in a byte;
+0 is that of a block of zeros, 255 that of one in which a number isn't finite (all of its numbers are NaN
+then). It is coarse on purpose: with a finer one, the numbers of a block would lie on another grid after
+nearly every step, and be rounded each time.
+
+Integers stand for numbers between 0 and the scale, or their negatives, in one of four maps, by how many bits
+there are and whether numbers are negative:
+
+* 8 bits, of either sign: ``+-(c / 127) ** 2`` scales. Squares, because moments of a block are of many sizes.
+* 8 bits, not negative: ``(c / 255) ** 4``: of what is a mean of squares, the root is of so many sizes.
+* 16 bits, of either sign: ``c / 32767``.
+* 16 bits, not negative: ``(c / 65535) ** 2``.
+
+What isn't negative has a scale of its root. There no number but zero becomes zero: such numbers are divided
+by. Rounding is by dither (Note [Dither]), right on average in the number, or in its root where it isn't
+negative. Rounded to nearest, a mean would stand still as soon as its steps are below half a distance of its
+grid, which is coarse here.
+
+In a tensor, blocks are of elements that are neighbours in memory. They lie within its rows, so that a tensor
+in pieces, of which each is some of its rows, has the blocks of the whole.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from collage_fx.numerics.operators import define_operator
+
+__all__ = [
+    "BLOCK",
+    "BLOCK_CODES",
+    "BLOCK_OPERATORS",
+    "BLOCK_SCALES",
+    "BLOCK_VALUES",
+    "CODES",
+    "LARGEST",
+    "block_code",
+    "block_scale",
+    "block_value",
+    "memory_order",
+]
+
+#: Elements that have a scale in common.
+BLOCK = 32
+
+#: The dtype of the integers, by bits and whether numbers may be negative. 16 bits that may not are stored as
+#: a signed integer of the same bits: few backends have another.
+CODES = {
+    (8, True): torch.int8,
+    (8, False): torch.uint8,
+    (16, True): torch.int16,
+    (16, False): torch.int16,
+}
+
+#: The largest integers.
+LARGEST = {(8, True): 127, (8, False): 255, (16, True): 32767, (16, False): 65535}
+
+#: A scale's byte and this, times 2**22, is the bit pattern of a float32 number: 1 is that of 2**-80, 254 that
+#: of 1.5 * 2**46. The root of a float32 number that isn't zero is no smaller than 2**-75.
+_FIRST_SCALE = 93
+_NOT_FINITE = 255
+
+
+def block_scale(largest: Tensor, signed: bool) -> Tensor:
+    """The byte of the scale for a largest magnitude, float32, not negative: Note [Blocks].
+
+    Magnitudes below 2**-80 have that as their scale, those above 1.5 * 2**46 count as not finite.
+    """
+    size = largest if signed else torch.sqrt(largest)
+    above = ((size.view(torch.int32) + 0x3FFFFF) >> 22) - _FIRST_SCALE
+    byte = torch.where(above > _NOT_FINITE, _of(_NOT_FINITE, above), torch.maximum(above, _of(1, above)))
+    return torch.where(largest == 0, _of(0, byte), byte).to(torch.uint8)
+
+
+def _of(number: int | float, like: Tensor) -> Tensor:
+    return torch.full((), number, dtype=like.dtype, device=like.device)
+
+
+def _scale(byte: Tensor) -> Tensor:
+    """The scale of a byte: 0 and NaN are those of the first and the last."""
+    bits = byte.to(torch.int32)
+    scale = ((bits + _FIRST_SCALE) << 22).view(torch.float32)
+    scale = torch.where(bits == 0, _of(0.0, scale), scale)
+    return torch.where(bits == _NOT_FINITE, _of(float("nan"), scale), scale)
+
+
+def _inverse(byte: Tensor) -> Tensor:
+    """The inverse of a scale, to a rounding of 2/3; of the first and the last byte, some number."""
+    doubled = byte.to(torch.int32) + _FIRST_SCALE
+    power = ((254 - (doubled >> 1)) << 23).view(torch.float32)
+    return torch.where((doubled & 1) == 1, power * (2 / 3), power)
+
+
+def block_value(code: Tensor, byte: Tensor, bits: int, signed: bool) -> Tensor:
+    """The float32 number of an integer and its scale's byte."""
+    largest = LARGEST[bits, signed]
+    number = code.to(torch.float32)
+    if (bits, signed) == (16, False):
+        number = torch.where(number < 0, number + 65536.0, number)
+    if bits == 8:
+        number = number * number.abs()
+    size = number * (_scale(byte) * (1 / (largest * largest if bits == 8 else largest)))
+    return size if signed else size * size
+
+
+def block_code(value: Tensor, byte: Tensor, phases: Tensor, bits: int, signed: bool) -> Tensor:
+    """The integer of a float32 number: one of its two neighbours, the larger where rest and phase make one.
+
+    Args:
+        value: float32, of the magnitude of its scale at most, or not finite.
+        byte: of its scale.
+        phases: int32; -2**31 rounds to nearest.
+        bits, signed: Note [Blocks].
+    """
+    largest = LARGEST[bits, signed]
+    size = value.abs() if signed else torch.sqrt(value)
+    inverse = _inverse(byte)
+    without = 1.0 - ((phases >> 8) & 0xFFFFFF).to(torch.float32) * 2.0**-24
+    if bits == 8:
+        square = size * (inverse * float(largest * largest))
+        below = torch.floor(torch.sqrt(square))
+        up = square - below * below >= without * (2.0 * below + 1.0)
+    else:
+        number = size * (inverse * float(largest))
+        below = torch.floor(number)
+        up = number - below >= without
+    code = torch.where(up, below + 1.0, below)
+    code = torch.minimum(code, _of(float(largest), code))
+    if signed:
+        code = torch.where(value < 0, -code, code)
+    else:
+        code = torch.where(value > 0, torch.maximum(code, _of(1.0, code)), code)
+    code = torch.where(byte.to(torch.int32) == _NOT_FINITE, _of(0.0, code), code)
+    integer = code.to(torch.int32)
+    if (bits, signed) == (16, False):
+        integer = torch.where(integer > 32767, integer - 65536, integer)
+    return integer.to(CODES[bits, signed])
+
+
+def memory_order(tensor: Tensor) -> list[int]:
+    """The dimensions of a tensor as they lie in memory, the outermost first."""
+    strides = tensor.stride()
+    return sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))
+
+
+def _as_blocks(tensor: Tensor, like: Tensor) -> Tensor:
+    """The elements in the order in which those of a dense tensor ``like`` lie in memory, [blocks, 32]."""
+    return tensor.permute(memory_order(like)).reshape(-1, BLOCK)
+
+
+def _as_before(blocks: Tensor, like: Tensor) -> Tensor:
+    """The inverse of :func:`_as_blocks`."""
+    order = memory_order(like)
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return blocks.reshape([like.shape[dim] for dim in order]).permute(back)
+
+
+def _scales(value: Tensor, like: Tensor, signed: bool) -> Tensor:
+    largest = _as_blocks(value, like).abs().amax(1)
+    return block_scale(largest, signed).reshape(like.shape[0], -1)
+
+
+def _codes(
+    value: Tensor, scales: Tensor, phases: Tensor | None, like: Tensor, bits: int, signed: bool
+) -> Tensor:
+    nearest = torch.full_like(value, -(2**31), dtype=torch.int32)
+    of_blocks = _as_blocks(nearest if phases is None else phases, like)
+    codes = block_code(_as_blocks(value, like), scales.reshape(-1, 1), of_blocks, bits, signed)
+    return _as_before(codes, like)
+
+
+def _values(codes: Tensor, scales: Tensor, bits: int, signed: bool) -> Tensor:
+    values = block_value(_as_blocks(codes, codes), scales.reshape(-1, 1), bits, signed)
+    return _as_before(values, codes)
+
+
+def _fake_scales(value: Tensor, like: Tensor, signed: bool) -> Tensor:
+    rows = like.shape[0]
+    return like.new_empty((rows, like.numel() // (rows * BLOCK)), dtype=torch.uint8)
+
+
+#: The bytes of the scales of a float32 tensor's blocks, which are as in a dense tensor ``like`` of its sizes:
+#: a row for each of its rows.
+BLOCK_SCALES = define_operator(
+    "block_scales(Tensor value, Tensor like, bool signed) -> Tensor", _scales, _fake_scales
+)
+
+#: :func:`block_code` of a tensor's elements. Without phases they are rounded to nearest.
+BLOCK_CODES = define_operator(
+    "block_codes(Tensor value, Tensor scales, Tensor? phases, Tensor like, int bits, bool signed) -> Tensor",
+    _codes,
+    lambda value, scales, phases, like, bits, signed: torch.empty_like(like, dtype=CODES[bits, signed]),
+)
+
+#: :func:`block_value` of a tensor's elements.
+BLOCK_VALUES = define_operator(
+    "block_values(Tensor codes, Tensor scales, int bits, bool signed) -> Tensor",
+    _values,
+    lambda codes, scales, bits, signed: torch.empty_like(codes, dtype=torch.float32),
+)
+
+BLOCK_OPERATORS = (BLOCK_SCALES, BLOCK_CODES, BLOCK_VALUES)

@@ -1,0 +1,80 @@
+"""The packed formats: integers of 8 or 16 bits, of which blocks of 32 have a scale in common."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from collage_fx.numerics.blocks import BLOCK, BLOCK_CODES, BLOCK_SCALES, BLOCK_VALUES, CODES, LARGEST
+from collage_fx.numerics.dither import PHASES, phase
+from collage_fx.numerics.error_formats.base import AuxiliarySpec, ErrorBound, ErrorFormat
+
+
+class Blocks(ErrorFormat):
+    """A tensor as integers with scales, Note [Blocks] in ``numerics/blocks.py``, dithered at every step.
+
+    The value is in the auxiliaries alone: of hi only sizes, strides and dtype count.
+
+    Args:
+        bits: of an integer, 8 or 16.
+        signed: whether numbers may be negative. If not, none but zero is stored as zero.
+    """
+
+    keeps_hi = False
+    keeps_error = False
+    is_dithered = True
+
+    def __init__(self, bits: int, *, signed: bool) -> None:
+        self.bits, self.signed = bits, signed
+        self.name = f"block{bits}" if signed else f"block{bits}_positive"  # type: ignore[misc]
+        what = "numbers" if signed else "numbers that are not negative"
+        self.precision = f"{what} in {bits} bits, {BLOCK} of them with a scale"  # type: ignore[misc]
+
+    def why_not(self, hi: Tensor) -> str:
+        dims = sorted(range(hi.dim()), key=lambda dim: hi.stride(dim))
+        expected = 1
+        for dim in dims:
+            if hi.shape[dim] > 1 and hi.stride(dim) != expected:
+                return "its elements are not neighbours in memory"
+            expected *= hi.shape[dim]
+        if hi.dim() < 2 or hi.stride(0) * hi.shape[0] != hi.numel():
+            return "it has no rows"
+        return "" if hi.stride(0) % BLOCK == 0 else f"its rows are no multiples of {BLOCK} elements"
+
+    def auxiliaries(self, hi: Tensor) -> Sequence[AuxiliarySpec]:
+        rows = hi.shape[0]
+        return (
+            AuxiliarySpec("codes", CODES[self.bits, self.signed], hi.shape, hi.stride()),
+            AuxiliarySpec("scales", torch.uint8, (rows, hi.numel() // (rows * BLOCK))),
+            AuxiliarySpec("count", torch.int32, ()),
+        )
+
+    def error_bound(self, dtype: torch.dtype) -> ErrorBound:
+        """Half a distance of the grid at its end, where the scale is 1.5 times the largest number at most.
+
+        In its root, where it isn't negative: e there is 2 e + e**2 of the number. Some roundings of float32
+        come to it.
+        """
+        largest = LARGEST[self.bits, self.signed]
+        distance = Fraction(2 * largest - 1, largest**2) if self.bits == 8 else Fraction(1, largest)
+        half = Fraction(3, 2) * distance / 2
+        of_largest = half if self.signed else 2 * half + half**2
+        return ErrorBound(of_largest=of_largest + Fraction(1, 2**20))
+
+    def join(self, hi: Tensor, *auxiliaries: Tensor) -> Tensor:
+        codes, scales, _ = auxiliaries
+        return BLOCK_VALUES(codes, scales, self.bits, self.signed)
+
+    def split(self, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        scales = BLOCK_SCALES(value, value, self.signed)
+        codes = BLOCK_CODES(value, scales, None, value, self.bits, self.signed)
+        return value.to(dtype), codes, scales, torch.zeros((), dtype=torch.int32, device=value.device)
+
+    def store(self, value: Tensor, hi: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        codes, _, count, start = inputs
+        scales = BLOCK_SCALES(value, codes, self.signed)
+        phases = PHASES(codes, phase(count, start))
+        return hi, BLOCK_CODES(value, scales, phases, codes, self.bits, self.signed), scales, count + 1

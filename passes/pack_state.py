@@ -1,0 +1,148 @@
+"""The pass that chooses which state is packed, and how: by its recurrence, and by what is done with it.
+
+A state is packed into integers of 8 or 16 bits with a scale for a block of them: Note [Blocks] in
+``numerics/blocks.py``. There is a map for numbers of either sign and one for numbers that are never negative,
+in which none but zero becomes zero. What a step divides by, or takes a root of, has to be of the latter kind:
+were a divisor zero beside a dividend that is not, the update would have no bound. So a state is left alone
+
+* that is not known to be never negative, if a divisor or a radicand is made of it: before anything that makes
+  it so, as a square or a norm does;
+* of which a difference is made that is divided by, or rooted, as that of centered RMSprop is;
+* that stands for parameters (Lookahead's slow weights, averages), or into which goes what they lose (Kahan's
+  term): what a moment may lose in relation to its own size is not what a parameter may lose of a step;
+* that is of few elements, or of no rows of whole blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from collage_fx.graph import (
+    Kind,
+    Role,
+    Signs,
+    StateTensor,
+    StepProgram,
+    facts_of,
+    is_copy_to_input,
+    new_value,
+    operands_of,
+    reached,
+)
+from collage_fx.passes.base import Pass
+
+aten = torch.ops.aten
+
+#: Elements from which on packing saves more than it costs.
+FEWEST = 4096
+
+#: Operators of which a number near zero makes a large one.
+_ROOTS = {aten.sqrt, aten.rsqrt, aten.reciprocal, aten.log}
+
+
+@dataclass(frozen=True)
+class PackState(Pass):
+    """Gives the state that it may be packed in a packed format; the rest stays as ``analyze`` has it."""
+
+    name = "pack-state"
+    after = ("analyze",)
+
+    def applies_to(self, program: StepProgram) -> bool:
+        return program.packed is not None and program.strategy != "none"
+
+    def run(self, program: StepProgram) -> str:
+        assert program.packed is not None
+        signed, positive = program.packed
+        states = [state for state in program.states if state.info.role is Role.STATE]
+        kept_positive = [state.placeholder for state in states if _stays_positive(state)]
+        divided_by = _divided_by(program, kept_positive)
+        chosen = []
+        for state in states:
+            is_positive = state.placeholder in kept_positive
+            why_not = _why_not(program, state, is_positive=is_positive, divided_by=divided_by)
+            fmt = positive if is_positive else signed
+            why_not = why_not or fmt.why_not(state.value)
+            if why_not:
+                state.selection += f"; not packed: {why_not}"
+            else:
+                state.chosen_format = fmt
+                state.selection = f"packed: {'never negative' if is_positive else 'of either sign'}"
+                chosen.append(state)
+        return f"{len(chosen)} of {len(states)} state tensors"
+
+
+def _why_not(
+    program: StepProgram, state: StateTensor, *, is_positive: bool, divided_by: dict[Node, str]
+) -> str:
+    if program.is_recorded:
+        return "the step is recorded"
+    if state.value.numel() < FEWEST:
+        return f"it has less than {FEWEST} elements"
+    if (what := divided_by.get(state.placeholder)) is not None:
+        return what if is_positive else f"{what}, and it may be negative"
+    value = new_value(state)
+    made_of = {value, *reached([value], operands_of)}
+    for other in program.states:
+        if other.info.role is not Role.PARAMETER:
+            continue
+        if new_value(other) in made_of:
+            return "it is made of what a parameter becomes"
+        if other.recurrence.kind is Kind.OVERWRITE and state.placeholder in reached(
+            [other.stored], operands_of
+        ):
+            return "a parameter is overwritten with it"
+    return ""
+
+
+def _stays_positive(state: StateTensor) -> bool:
+    """Whether a state that is not negative is not after a step either."""
+    slopes = state.recurrence.slopes
+    if len(slopes) == 1 and slopes[0].is_number and slopes[0] >= 0:
+        return Signs((), [state.placeholder]).never_negative(new_value(state))
+    return Signs([state.placeholder]).never_negative(new_value(state))
+
+
+def _divided_by(program: StepProgram, positive: list[Node]) -> dict[Node, str]:
+    """Inputs of which divisors or radicands are made that may become negative, and what they are."""
+    anything = Signs((), numbers_are_positive=True)
+    known = Signs(positive, numbers_are_positive=True)
+    inputs = {state.placeholder for state in program.states}
+    found: dict[Node, str] = {}
+    for node in program.gm.graph.nodes:
+        for what, operand in _critical(node):
+            if known.never_negative(operand):
+                continue
+            for each in _made_of(operand, anything):
+                if each in inputs:
+                    found.setdefault(each, f"{what} {operand.name} is made of it")
+    return found
+
+
+def _critical(node: Node) -> Iterator[tuple[str, Node]]:
+    """The operands of a node near zero which its results are large, or do not exist."""
+    if node.op != "call_function" or is_copy_to_input(node):
+        return
+    packet = getattr(node.target, "overloadpacket", node.target)
+    divides = facts_of(node.target).sign == "/"
+    is_root = packet in _ROOTS or (packet is aten.pow and not _is_natural(node.args[1]))
+    operand = node.args[1] if divides else node.args[0] if is_root else None
+    if isinstance(operand, Node):
+        yield ("the divisor" if divides else "the radicand"), operand
+
+
+def _is_natural(exponent: object) -> bool:
+    return isinstance(exponent, (int, float)) and exponent >= 0 and exponent % 1 == 0
+
+
+def _made_of(value: Node, signs: Signs) -> set[Node]:
+    """The nodes that a value is made of, up to those that are never negative whatever they are made of."""
+    if signs.never_negative(value):
+        return set()
+    return {
+        value,
+        *reached([value], lambda node: [] if signs.never_negative(node) else node.all_input_nodes),
+    }
