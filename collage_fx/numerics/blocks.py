@@ -115,7 +115,8 @@ def block_code(value: Tensor, byte: Tensor, phases: Tensor, bits: int, signed: b
         value: float32, of the magnitude of its scale at most, or not finite.
         byte: of its scale.
         phases: int32; -2**31 rounds to nearest.
-        bits, signed: Note [Blocks].
+        bits: of the integer.
+        signed: whether numbers may be negative.
     """
     largest = LARGEST[bits, signed]
     size = value.abs() if signed else torch.sqrt(value)

@@ -43,8 +43,8 @@ __all__ = [
 #: The registered formats by name. The first that the arithmetic can use is the default.
 ERROR_FORMATS: dict[str, ErrorFormat] = {fmt.name: fmt for fmt in (Exact(), Mcf(), Fp32(), Dither())}
 
-#: The registered formats of packed state, which keep no hi, by the name of the option ``state``: for numbers of
-#: either sign, and for numbers that are not negative.
+#: The registered formats of packed state, which keep no hi, by the value of the option ``state``: for
+#: numbers of either sign, and for numbers that are not negative.
 PACKED_FORMATS: dict[str, tuple[ErrorFormat, ErrorFormat]] = {
     f"block{bits}": (Blocks(bits, signed=True), Blocks(bits, signed=False)) for bits in (16, 8)
 }
