@@ -56,7 +56,7 @@ PIPELINE: tuple[Pass, ...] = (
 
 #: The part that only looks: what strategy "none" runs for its report, before plain Inductor gets the graph as
 #: captured.
-ANALYSIS: tuple[Pass, ...] = PIPELINE[:4]
+ANALYSIS: tuple[Pass, ...] = PIPELINE[: PIPELINE.index(Allocate())]
 
 #: The passes that strategy "none" runs besides, on that graph, to measure it.
 MEASUREMENT: tuple[Pass, ...] = (Measure(),)

@@ -70,7 +70,7 @@ class PackState(Pass):
                 state.selection += f"; not packed: {why_not}"
             else:
                 state.chosen_format = fmt
-                state.selection = f"packed: {'never negative' if is_positive else 'of either sign'}"
+                state.selection = "never negative" if is_positive else "of either sign"
                 chosen.append(state)
         return f"{len(chosen)} of {len(states)} state tensors"
 

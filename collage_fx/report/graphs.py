@@ -14,6 +14,7 @@ from torch.fx import Graph, GraphModule
 from collage_fx.errors import InvalidOptionError, did_you_mean
 from collage_fx.graph import Repetition, Role, Route, StepProgram, Strategy, copy_of, repeated_graph
 from collage_fx.numerics import ERROR_FORMATS
+from collage_fx.passes.analyze import Analyze
 from collage_fx.pipeline import ANALYSIS, Pass, Stage, run_pipeline
 from collage_fx.report.pictures import Picture, dot, picture, render
 from collage_fx.report.svg import side_by_side
@@ -98,7 +99,9 @@ class GraphReport:
         listed = " and ".join([", ".join(done[:-1]), done[-1]] if len(done) > 1 else done) or "nothing"
         extra = bytes_per_parameter(self.tensors)["error terms"]
         cost = f", {extra:.1f} extra bytes/param" if extra else ""
-        return f"{self.subject}: {listed} compensated{cost}"
+        packed = sum(row.packed for row in self.tensors)
+        also = f", {packed} state tensors packed" if packed else ""
+        return f"{self.subject}: {listed} compensated{cost}{also}"
 
     def stages(self) -> list[Stage]:
         """The graph after each pass, made again from :attr:`before`; compiling keeps none of them."""
@@ -112,13 +115,14 @@ class GraphReport:
         assert self.program is not None
         program = self.program.unrun(copy_of(self.before))
         names = [each.name for each in self.pipeline]
-        *preparation, analysis = self.pipeline[: names.index(ANALYSIS[-1].name) + 1]
+        first, last = names.index(Analyze.name), names.index(ANALYSIS[-1].name)
+        preparation, analysis = self.pipeline[:first], self.pipeline[first : last + 1]
         rows = []
         with torch.no_grad():
             run_pipeline(program, preparation)
             for strategy, error_format in choices:
                 program.strategy, program.error_format = strategy, ERROR_FORMATS[error_format]
-                run_pipeline(program, [analysis])
+                run_pipeline(program, analysis)
                 rows.append([tensor_report(state) for state in program.states])
         return rows
 

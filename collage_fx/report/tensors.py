@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -32,7 +33,8 @@ class TensorReport:
         compensated: whether it has error terms.
         selection: why, or why not.
         error_format: name of the format in which it is stored, or an empty string.
-        bytes: of the tensor itself.
+        packed: whether that format is all that is kept of it.
+        bytes: of the tensor itself, or of what its format keeps in its place.
         error_bytes: of what the format keeps beside it.
         inputs: names of the graph inputs that it and its error terms are.
     """
@@ -49,13 +51,14 @@ class TensorReport:
     compensated: bool
     selection: str
     error_format: str
+    packed: bool
     bytes: int
     error_bytes: int
     inputs: tuple[str, ...]
 
     @property
     def numel(self) -> int:
-        return self.bytes // self.dtype.itemsize
+        return math.prod(self.shape)
 
     @property
     def recurrence(self) -> str:
@@ -65,7 +68,8 @@ class TensorReport:
     @property
     def why(self) -> str:
         """The reasons for the verdict and for the selection, in one line."""
-        return f"{self.reason}; {'' if self.compensated else 'no '}error terms ({self.selection})"
+        treated = "packed" if self.packed else "error terms" if self.compensated else "no error terms"
+        return f"{self.reason}; {treated} ({self.selection})"
 
 
 def tensor_report(state: StateTensor) -> TensorReport:
@@ -87,8 +91,9 @@ def tensor_report(state: StateTensor) -> TensorReport:
         compensated=state.compensated,
         selection=state.selection,
         error_format="" if fmt is None else fmt.name,
-        bytes=like.nbytes,
-        error_bytes=0 if fmt is None else fmt.nbytes(like),
+        packed=state.packed,
+        bytes=state.error_format.nbytes(like) if state.packed else like.nbytes,
+        error_bytes=0 if fmt is None or state.packed else fmt.nbytes(like),
         inputs=(state.placeholder.name, *(node.name for node in state.added)),
     )
 

@@ -66,7 +66,7 @@ from torch.utils.weak import TensorWeakRef
 
 from collage_fx.errors import CheckpointMismatchError
 from collage_fx.graph import Role
-from collage_fx.numerics import ERROR_FORMATS, STORAGE_FORMATS, ErrorFormat, is_low_precision
+from collage_fx.numerics import STORAGE_FORMATS, ErrorFormat, format_named, is_low_precision
 from collage_fx.runtime.claims import Claims, some
 from collage_fx.runtime.error_terms import (
     Expansion,
@@ -83,6 +83,7 @@ from collage_fx.runtime.optimizers import (
     shared_tensors,
     state_tensors,
 )
+from collage_fx.runtime.packed import decoded
 from collage_fx.runtime.replaced_state import format_before, remember, warn_of_replaced
 from collage_fx.torch_compat import distributed_like, local_tensor, pieces_of, real_tensors, wrap_states
 
@@ -248,14 +249,14 @@ def _wider_entries(optimizer: Optimizer, parameter: Tensor) -> StateDict:
 def _keyed_auxiliaries(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Pairs ``(name.format.auxiliary, buffer)`` of those tensors that have error terms."""
     for name, tensor in tensors:
-        if (expansion := expansion_of(tensor)) is not None:
+        if (expansion := expansion_of(tensor)) is not None and expansion.is_current:
             specs = expansion.format.auxiliaries(tensor)
             for spec, auxiliary in zip(specs, expansion.auxiliaries, strict=True):
                 saved = spec.saved(auxiliary)
                 if auxiliary.dim():  # a number is the same in all processes
                     saved = distributed_like(tensor, saved)
                 yield f"{name}.{expansion.format.name}.{spec.name}", saved
-            if expansion.format.keeps_error:
+            if expansion.format.keeps_error or not expansion.format.keeps_hi:
                 yield f"{name}.{expansion.format.name}.{FINGERPRINT}", _fingerprint_of(tensor, expansion)
 
 
@@ -263,7 +264,7 @@ def _fingerprint_of(tensor: Tensor, expansion: Expansion) -> Tensor:
     """The table for a checkpoint; the one that it had if no step has used it since it was loaded."""
     number = expansion.claim
     if number is None:
-        number = fingerprint(local_tensor(tensor), expansion.auxiliaries)
+        number = fingerprint(local_tensor(decoded(tensor)), expansion.auxiliaries)
     return table_of(number, tensor)
 
 
@@ -287,7 +288,9 @@ def _packing(getstate: Callable[..., StateDict]) -> Callable[..., StateDict]:
         pickled: list[PickledExpansion | PickledWider] = [
             PickledExpansion(entry.tensor, expansion.format.name, expansion.auxiliaries, expansion.claim)
             for entry in known_tensors({"self": self}).values()
-            if entry.role is not Role.GRADIENT and (expansion := expansion_of(entry.tensor)) is not None
+            if entry.role is not Role.GRADIENT
+            and (expansion := expansion_of(entry.tensor)) is not None
+            and expansion.is_current
         ]
         pickled += [PickledWider(*each) for each in _still_wider(self)]
         along = {PREFIX + name: value(self) for name, (value, _) in _carried_along.items()}
@@ -464,7 +467,10 @@ def _refuse_mismatch(saved: Auxiliaries, owner: Tensor, dtype: torch.dtype, wher
     """Raise unless ``saved`` is what one format keeps for a tensor of ``owner``'s shape and of ``dtype``."""
     name = next(format_name for format_name, _ in saved)
     hi = torch.empty_strided(owner.size(), owner.stride(), dtype=dtype, device="meta")
-    specs = _known_format(name, where).auxiliaries(hi)
+    error_format = _known_format(name, where)
+    if why_not := error_format.why_not(hi):
+        raise _mismatch(f"a tensor in the format {name!r}, of which {why_not}", where)
+    specs = error_format.auxiliaries(hi)
     expected = {(name, spec.name) for spec in specs}
     if set(saved) - {(name, FINGERPRINT)} != expected:
         raise _mismatch(f"error terms {sorted(saved)} where {sorted(expected)} belong together", where)
@@ -497,9 +503,9 @@ def _is_cast(saved: Auxiliaries) -> bool:
 
 
 def _known_format(name: str, where: str) -> ErrorFormat:
-    if name not in ERROR_FORMATS:
+    if (found := format_named(name)) is None:
         raise _mismatch(f"error terms in the unknown format {name!r}", where)
-    return ERROR_FORMATS[name]
+    return found
 
 
 def _mismatch(met: str, where: str) -> CheckpointMismatchError:
@@ -549,7 +555,7 @@ def _claims_in(kind: type[Optimizer]) -> Claims:
 
 def _put_beside(hi: Tensor, auxiliaries: Auxiliaries, name: str, claims: Claims) -> None:
     """Make saved auxiliaries those of a tensor, until a step finds that they belong to other values."""
-    error_format = ERROR_FORMATS[next(format_name for format_name, _ in auxiliaries)]
+    error_format = _known_format(next(format_name for format_name, _ in auxiliaries), name)
     if (live := expansion_of(hi)) is not None and live.format is not error_format:
         reset_error_terms(hi)
     expansion, pieces = ensure_expansion(hi, error_format, name=name), pieces_of(hi)
@@ -571,10 +577,10 @@ def _number_in(auxiliaries: Auxiliaries, hi: Tensor) -> Tensor:
 
 def _add_to(value: Tensor, auxiliaries: Auxiliaries) -> bool:
     """Add error terms to a wider tensor that has the very value of the hi that they were saved beside."""
-    error_format = ERROR_FORMATS.get(next(format_name for format_name, _ in auxiliaries))
+    error_format = format_named(next(format_name for format_name, _ in auxiliaries))
     if error_format is None:
         return False
-    if not error_format.keeps_error:
+    if error_format.keeps_hi and not error_format.keeps_error:
         return True
     number, pieces, here = _number_in(auxiliaries, value), pieces_of(value), local_tensor(value.detach())
     for dtype in STORAGE_FORMATS:

@@ -47,7 +47,6 @@ from collage_fx.torch_compat import (
     real_tensors,
     start_of_piece,
     storage_of,
-    version_of,
     without_torch_function,
 )
 
@@ -89,8 +88,6 @@ class Expansion:
         claim: a fingerprint of hi and the buffers as they were saved, where they have been loaded and no step
             has looked yet whether they belong to this hi.
         is_used: whether a compiled step reads and writes the buffers, rather than that they have been loaded.
-        hi_version: of a packed format, the version of hi that the buffers hold, where hi has memory of its
-            own: they are those of another value if it has been written to since. None if they are nobody's.
     """
 
     format: ErrorFormat
@@ -101,7 +98,6 @@ class Expansion:
     memory: list[tuple[WeakIdRef, Hashable]] = field(default_factory=list)
     claim: Tensor | None = None
     is_used: bool = False
-    hi_version: int | None = None
     _settle: Callable[[], None] | None = None
 
     def __del__(self, records: _Records = _RECORDS) -> None:
@@ -113,8 +109,6 @@ class Expansion:
         with real_tensors(), torch.no_grad():
             for mine, new in zip(self.auxiliaries, auxiliaries, strict=True):
                 mine.copy_(new)
-            if not self.format.keeps_hi and (owner := self.owner()) is not None:
-                self.holds(local_tensor(owner))
 
     def replace_buffers(self, auxiliaries: Sequence[Tensor]) -> None:
         """Take other buffers, which compiled steps will find."""
@@ -143,10 +137,15 @@ class Expansion:
             self._pack()
         return (*self.auxiliaries, self.start) if self.format.is_dithered else self.auxiliaries
 
-    def holds(self, hi: Tensor | None) -> None:
-        """Note that the buffers of a packed format hold the value that hi has now; None: nobody's."""
-        self.hi_version = None if hi is None else version_of(hi)
-        _RECORDS.state = object()
+    @property
+    def is_current(self) -> bool:
+        """Whether the buffers hold the value: of a tensor that is not packed now, whether they give its."""
+        tensor = self.owner()
+        if self.format.keeps_hi or tensor is None or is_packed(tensor):
+            return True
+        hi = local_tensor(tensor.detach())
+        with real_tensors(), torch.no_grad():
+            return torch.equal(self._decode(hi).view(torch.int16), hi.view(torch.int16))
 
     def _pack(self) -> None:
         """Encode hi into the buffers, unless they hold it, and give its memory back."""
@@ -154,7 +153,7 @@ class Expansion:
         if tensor is None or is_packed(tensor):
             return
         hi = local_tensor(tensor)
-        if self.hi_version != version_of(hi):
+        if not self.is_current:
             self._encode(hi)
         pack(tensor, Value(self._decode, self.owner, self._unpacked))
         record_memory(hi, self)
@@ -172,17 +171,15 @@ class Expansion:
     def _decode(self, hi: Tensor) -> Tensor:
         return self.format.join(hi, *self.auxiliaries).to(hi.dtype)
 
-    def _unpacked(self, tensor: Tensor, is_written: bool) -> None:
-        hi = local_tensor(tensor)
-        self.holds(None if is_written else hi)
-        record_memory(hi, self)
+    def _unpacked(self, tensor: Tensor) -> None:
+        record_memory(local_tensor(tensor), self)
+        _RECORDS.state = object()
 
     def clear(self) -> None:
         """Zero the buffers in place: the value becomes hi."""
         self.drop_claim()
         if not self.format.keeps_hi:
-            self.hi_version = None
-            return
+            return  # it is looked at before the next step
         with real_tensors(), torch.no_grad():
             for auxiliary in self.auxiliaries:
                 auxiliary.zero_()
@@ -311,7 +308,7 @@ def _convert(tensor: Tensor, error_format: ErrorFormat) -> None:
     found.settle()
     with real_tensors(), torch.no_grad():
         hi = local_tensor(tensor.detach())
-        term = sum(each.float() for each in found.format.error_terms(hi, *found.auxiliaries))
+        term = sum(local_tensor(each).float() for each in error_terms(tensor))
         auxiliaries = error_format.beside(hi, torch.as_tensor(term))
     reset_error_terms(tensor)
     ensure_expansion(tensor, error_format, name="").replace_contents(auxiliaries)
@@ -373,10 +370,8 @@ def error_terms(tensor: Tensor) -> tuple[Tensor, ...]:
         the file until a step, or ``full_state_dict``, has looked whether they belong to the tensor.
     """
     expansion = expansion_of(tensor)
-    if expansion is None:
+    if expansion is None or not expansion.is_current:
         return ()
-    if not expansion.format.keeps_hi and not is_packed(tensor) and expansion.hi_version != version_of(tensor):
-        return ()  # it has been written to
     piece = local_tensor(tensor.detach())
     terms = expansion.format.error_terms(piece, *expansion.auxiliaries)
     return tuple(distributed_like(tensor, term) for term in terms)

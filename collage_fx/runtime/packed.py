@@ -8,7 +8,7 @@ its record. A program that looks at the tensor sees its value, decoded: it has a
 ``__torch_function__`` calls every operation of torch's with the decoded tensor in its place. Where that is
 written to, or its memory is seen by something else, it becomes the tensor's memory again, which is an
 ordinary tensor then, until the next compiled step packs it. So does a trace by Dynamo, which is to see an
-ordinary tensor (:func:`unpack`); what nobody has written to meanwhile is not encoded again.
+ordinary tensor (:func:`unpack`). What is still what it was decoded to is not encoded again.
 
 Code that goes past Python, as that of extensions in C++, reads NaNs, and can't write.
 """
@@ -33,7 +33,7 @@ from collage_fx.torch_compat import (
     without_torch_function,
 )
 
-__all__ = ["PackedTensor", "is_packed", "pack", "unpack"]
+__all__ = ["PackedTensor", "decoded", "is_packed", "pack", "unpack"]
 
 
 def _attribute(name: str) -> Any:
@@ -74,15 +74,14 @@ class Value:
     Args:
         decode: from a packed tensor, of which sizes and dtype count, to its value as a new ordinary tensor.
         tensor: gives the tensor that was packed; None when it is gone.
-        unpacked: called with that, or another object of it, where it has got memory again, and whether that
-            may have been written to.
+        unpacked: called with that, or another object of it, where it has got memory again.
     """
 
     def __init__(
         self,
         decode: Callable[[Tensor], Tensor],
         tensor: Callable[[], Tensor | None],
-        unpacked: Callable[[Tensor, bool], None],
+        unpacked: Callable[[Tensor], None],
     ) -> None:
         self.decode = decode
         self.tensor = tensor
@@ -134,7 +133,12 @@ def unpack(tensor: Tensor) -> None:
     """Give a packed tensor memory of its own, with its value; nothing where it has that."""
     if isinstance(tensor, PackedTensor):
         with without_torch_function():
-            _take(tensor, tensor.packed_value.of(tensor), is_written=False)
+            _take(tensor, decoded(tensor))
+
+
+def decoded(tensor: Tensor) -> Tensor:
+    """The value of a packed tensor, a new one in pieces like it; any other tensor itself."""
+    return tensor.packed_value.of(tensor) if isinstance(tensor, PackedTensor) else tensor
 
 
 def _objects(tensor: Tensor) -> Iterable[Tensor]:
@@ -169,19 +173,19 @@ def _alias(tensor: PackedTensor) -> Tensor:
     return alias
 
 
-def _take(tensor: PackedTensor, decoded: Tensor, *, is_written: bool) -> None:
-    """Let a decoded tensor's memory be that of the packed one, which ``tensor`` is an object of."""
+def _take(tensor: PackedTensor, memory: Tensor) -> None:
+    """Let the memory of a decoded tensor be that of the packed one, which ``tensor`` is an object of."""
     value = tensor.packed_value
     original = value.tensor()
     if original is not None and original is not tensor:
-        _undress(original, decoded)
-    _undress(tensor, decoded)
-    value.unpacked(tensor if original is None else original, is_written)
+        _undress(original, memory)
+    _undress(tensor, memory)
+    value.unpacked(tensor if original is None else original)
 
 
 def _called(func: Any, args: Any, kwargs: Any) -> Any:
     """Call a function with decoded tensors in the place of packed ones."""
-    decoded: dict[Value, tuple[PackedTensor, Tensor, int]] = {}
+    replaced: dict[Value, tuple[PackedTensor, Tensor, int]] = {}
 
     def plain(each: Any) -> Any:
         if not isinstance(each, PackedTensor):
@@ -190,19 +194,19 @@ def _called(func: Any, args: Any, kwargs: Any) -> Any:
         if original is not None and not is_packed(original):
             _undress(each, original)  # which has got memory since this object was made
             return each
-        if value not in decoded:
+        if value not in replaced:
             made = value.of(each)
-            decoded[value] = each, made, version_of(local_tensor(made))
-        return decoded[value][1]
+            replaced[value] = each, made, version_of(local_tensor(made))
+        return replaced[value][1]
 
     result = func(*pytree.tree_map(plain, args), **pytree.tree_map(plain, kwargs))
     shown = {storage_of(each) for each in _memory_of(result)}
     originals: dict[int, Tensor] = {}
-    for tensor, made, version in decoded.values():
+    for tensor, made, version in replaced.values():
         memory = local_tensor(made)
         is_seen = func in _EXPOSURES or func in _REPLACEMENTS or storage_of(memory) in shown
         if is_seen or version_of(memory) != version:
-            _take(tensor, made, is_written=True)
+            _take(tensor, made)
             originals[id(made)] = tensor
     return pytree.tree_map(lambda each: originals.get(id(each), each), result)
 
