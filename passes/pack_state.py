@@ -5,9 +5,10 @@ A state is packed into integers of 8 or 16 bits with a scale for a block of them
 in which none but zero becomes zero. What a step divides by, or takes a root of, has to be of the latter kind:
 were a divisor zero beside a dividend that is not, the update would have no bound. So a state is left alone
 
-* that is not known to be never negative, if a divisor or a radicand is made of it: before anything that makes
-  it so, as a square or a norm does;
-* of which a difference is made that is divided by, or rooted, as that of centered RMSprop is;
+* of which a divisor or a radicand is made that is not known to stay positive: where a difference is rooted, as
+  in centered RMSprop, or divided by;
+* that is not known to be never negative, if it is divided by or rooted itself;
+* whose old value is multiplied by what is no number, or by more than 1: rounding errors would grow with it;
 * that stands for parameters (Lookahead's slow weights, averages), or into which goes what they lose (Kahan's
   term): what a moment may lose in relation to its own size is not what a parameter may lose of a step;
 * that is of few elements, or of no rows of whole blocks.
@@ -19,6 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from sympy import Expr, Symbol
 from torch.fx import Node
 
 from collage_fx.graph import (
@@ -58,12 +60,12 @@ class PackState(Pass):
         assert program.packed is not None
         signed, positive = program.packed
         states = [state for state in program.states if state.info.role is Role.STATE]
-        kept_positive = [state.placeholder for state in states if _stays_positive(state)]
-        divided_by = _divided_by(program, kept_positive)
+        positive_states = [state for state in states if _stays_positive(state)]
+        divided_by = _divided_by(program, positive_states)
         chosen = []
         for state in states:
-            is_positive = state.placeholder in kept_positive
-            why_not = _why_not(program, state, is_positive=is_positive, divided_by=divided_by)
+            is_positive = state in positive_states
+            why_not = _why_not(program, state, divided_by)
             fmt = positive if is_positive else signed
             why_not = why_not or fmt.why_not(state.value)
             if why_not:
@@ -75,26 +77,26 @@ class PackState(Pass):
         return f"{len(chosen)} of {len(states)} state tensors"
 
 
-def _why_not(
-    program: StepProgram, state: StateTensor, *, is_positive: bool, divided_by: dict[Node, str]
-) -> str:
+def _why_not(program: StepProgram, state: StateTensor, divided_by: dict[Node, str]) -> str:
     if program.is_recorded:
         return "the step is recorded"
     if state.value.numel() < FEWEST:
         return f"it has less than {FEWEST} elements"
     if (what := divided_by.get(state.placeholder)) is not None:
-        return what if is_positive else f"{what}, and it may be negative"
+        return what
+    if not all(slope.is_number and 0 <= slope <= 1 for slope in _slopes(state)):
+        return "its old value is not multiplied by numbers up to 1"
     value = new_value(state)
     made_of = {value, *reached([value], operands_of)}
     for other in program.states:
         if other.info.role is not Role.PARAMETER:
             continue
-        if new_value(other) in made_of:
-            return "it is made of what a parameter becomes"
         if other.recurrence.kind is Kind.OVERWRITE and state.placeholder in reached(
             [other.stored], operands_of
         ):
             return "a parameter is overwritten with it"
+        if new_value(other) in made_of:
+            return "it is made of what a parameter becomes"
     return ""
 
 
@@ -106,19 +108,23 @@ def _stays_positive(state: StateTensor) -> bool:
     return Signs([state.placeholder]).never_negative(new_value(state))
 
 
-def _divided_by(program: StepProgram, positive: list[Node]) -> dict[Node, str]:
+def _slopes(state: StateTensor) -> tuple[Expr, ...]:
+    """The coefficients of the old value; an unknown one where it is in the new value, but not linearly."""
+    recurrence = state.recurrence
+    return (Symbol("nonlinear"),) if recurrence.path and not recurrence.slopes else recurrence.slopes
+
+
+def _divided_by(program: StepProgram, positive: list[StateTensor]) -> dict[Node, str]:
     """Inputs of which divisors or radicands are made that may become negative, and what they are."""
-    anything = Signs((), numbers_are_positive=True)
-    known = Signs(positive, numbers_are_positive=True)
+    values = [value for state in positive for value in (state.placeholder, new_value(state))]
+    known = Signs(values, numbers_are_positive=True)
     inputs = {state.placeholder for state in program.states}
     found: dict[Node, str] = {}
     for node in program.gm.graph.nodes:
         for what, operand in _critical(node):
-            if known.never_negative(operand):
-                continue
-            for each in _made_of(operand, anything):
-                if each in inputs:
-                    found.setdefault(each, f"{what} {operand.name} is made of it")
+            if not known.never_negative(operand):
+                for each in inputs & {operand, *reached([operand], operands_of)}:
+                    found.setdefault(each, f"{what} {operand.name} is made of it, and may be negative")
     return found
 
 
@@ -136,13 +142,3 @@ def _critical(node: Node) -> Iterator[tuple[str, Node]]:
 
 def _is_natural(exponent: object) -> bool:
     return isinstance(exponent, (int, float)) and exponent >= 0 and exponent % 1 == 0
-
-
-def _made_of(value: Node, signs: Signs) -> set[Node]:
-    """The nodes that a value is made of, up to those that are never negative whatever they are made of."""
-    if signs.never_negative(value):
-        return set()
-    return {
-        value,
-        *reached([value], lambda node: [] if signs.never_negative(node) else node.all_input_nodes),
-    }

@@ -254,7 +254,7 @@ def _keyed_auxiliaries(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[
             for spec, auxiliary in zip(specs, expansion.auxiliaries, strict=True):
                 saved = spec.saved(auxiliary)
                 if auxiliary.dim():  # a number is the same in all processes
-                    saved = distributed_like(tensor, saved)
+                    saved = distributed_like(tensor, saved, spec.saved_shape)
                 yield f"{name}.{expansion.format.name}.{spec.name}", saved
             if expansion.format.keeps_error or not expansion.format.keeps_hi:
                 yield f"{name}.{expansion.format.name}.{FINGERPRINT}", _fingerprint_of(tensor, expansion)

@@ -172,7 +172,8 @@ class Expansion:
         return self.format.join(hi, *self.auxiliaries).to(hi.dtype)
 
     def _unpacked(self, tensor: Tensor) -> None:
-        record_memory(local_tensor(tensor), self)
+        if self.owner() is not None:
+            record_memory(local_tensor(tensor), self)
         _RECORDS.state = object()
 
     def clear(self) -> None:

@@ -207,18 +207,26 @@ def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if pieces_of(tensor) is None else cast(Any, tensor).full_tensor()
 
 
-def distributed_like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+def distributed_like(
+    tensor: torch.Tensor, local: torch.Tensor, shape: Sequence[int] | None = None
+) -> torch.Tensor:
     """A DTensor in pieces as ``tensor`` is, of which ``local`` is this process's; itself if that is none.
 
-    ``local`` may have further dimensions, of each of the elements.
+    Args:
+        tensor: the tensor.
+        local: of this process. It may have further dimensions, of each of the elements.
+        shape: of the whole, contiguous, where ``local`` is not for the elements of the tensor but for others
+            in its rows.
     """
     whole: Any = tensor
     if (pieces := pieces_of(tensor)) is None:
         return local
     further = local.shape[whole.dim() :]
-    shape = (*whole.shape, *further)
+    of_elements = (*whole.shape, *further)
     stride = (*(step * further.numel() for step in whole.stride()), *local.stride()[whole.dim() :])
-    made = whole.from_local(local, *pieces, run_check=False, shape=torch.Size(shape), stride=stride)
+    if shape is not None and tuple(shape) != of_elements:
+        of_elements, stride = tuple(shape), torch.empty(shape, device="meta").stride()
+    made = whole.from_local(local, *pieces, run_check=False, shape=torch.Size(of_elements), stride=stride)
     return cast(torch.Tensor, made)
 
 

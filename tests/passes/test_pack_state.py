@@ -1,0 +1,226 @@
+"""Which state is packed, and in which of its pair of formats: read off the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from collage_fx.graph import StepProgram
+from collage_fx.numerics import PACKED_FORMATS
+from tests.support.programs import after, captured
+
+SHAPE = (64, 64)
+
+
+def packed(step: Callable[..., Any], symbols: str, last: str = "pack-state", **options: Any) -> StepProgram:
+    program = captured(
+        step, symbols, **{"shape": SHAPE, "error_format": "exact", "strategy": "light", **options}
+    )
+    program.packed = PACKED_FORMATS["block8"]
+    return after(program, last)
+
+
+def formats(program: StepProgram) -> dict[str, str]:
+    return {
+        state.info.symbol: state.error_format.name if state.packed else ""
+        for state in program.states
+        if state.info.symbol != "p"
+    }
+
+
+def why_not(program: StepProgram, symbol: str) -> str:
+    (selection,) = (state.selection for state in program.states if state.info.symbol == symbol)
+    return selection.partition("not packed: ")[2]
+
+
+def adam(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> None:
+    m.lerp_(g, 0.1)
+    v.mul_(0.95).addcmul_(g, g, value=0.05)
+    p.addcdiv_(m, v.sqrt().add_(1e-8), value=-1e-3)
+
+
+def lerped(p: Tensor, g: Tensor, v: Tensor) -> None:
+    v.lerp_(g.square(), 0.05)
+    p.addcdiv_(g, v.sqrt() + 1e-8, value=-1e-3)
+
+
+def centered(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> None:
+    m.lerp_(g, 0.1)
+    v.mul_(0.9).addcmul_(g, g, value=0.1)
+    p.addcdiv_(g, v.addcmul(m, m, value=-1).sqrt_().add_(1e-8), value=-1e-3)
+
+
+def amsgrad(p: Tensor, g: Tensor, v: Tensor, largest: Tensor) -> None:
+    v.mul_(0.95).addcmul_(g, g, value=0.05)
+    torch.maximum(largest, v, out=largest)
+    p.addcdiv_(g, largest.sqrt().add_(1e-8), value=-1e-3)
+
+
+def adamax(p: Tensor, g: Tensor, u: Tensor) -> None:
+    u.copy_(torch.maximum(u * 0.999, g.abs() + 1e-8))
+    p.addcdiv_(g, u, value=-1e-3)
+
+
+def with_previous(p: Tensor, g: Tensor, d: Tensor, before: Tensor) -> None:
+    d.lerp_(g - before, 0.1)
+    before.copy_(g)
+    p.sub_(d, alpha=1e-3)
+
+
+def signed(p: Tensor, g: Tensor, m: Tensor) -> None:
+    p.add_(torch.sign(m * 0.9 + g * 0.1), alpha=-1e-3)
+    m.lerp_(g, 0.01)
+
+
+@pytest.mark.parametrize(
+    ("step", "symbols", "expected"),
+    [
+        (adam, "p g m v", {"m": "block8", "v": "block8_positive"}),
+        (lerped, "p g v", {"v": "block8_positive"}),
+        (centered, "p g m v", {"m": "", "v": ""}),
+        (amsgrad, "p g v largest", {"v": "block8_positive", "largest": "block8_positive"}),
+        (adamax, "p g u", {"u": "block8_positive"}),
+        (with_previous, "p g d before", {"d": "block8", "before": "block8"}),
+        (signed, "p g m", {"m": "block8"}),
+    ],
+)
+def test_formats_follow_from_the_recurrence(
+    step: Callable[..., Any], symbols: str, expected: dict[str, str]
+) -> None:
+    assert formats(packed(step, symbols)) == expected
+
+
+def test_a_radicand_that_may_become_negative_is_left_alone() -> None:
+    program = packed(centered, "p g m v")
+    assert why_not(program, "v") == why_not(program, "m")
+    assert "the radicand" in why_not(program, "v")
+
+
+def divided(p: Tensor, g: Tensor, m: Tensor) -> None:
+    m.lerp_(g, 0.1)
+    p.addcdiv_(g, m + 1e-8, value=-1e-3)
+
+
+def scaled_by_a_tensor(p: Tensor, g: Tensor, s: Tensor) -> None:
+    s.mul_(torch.where(g > 0, 1.2, 0.5))
+    p.sub_(torch.sign(g) * s)
+
+
+def growing(p: Tensor, g: Tensor, m: Tensor) -> None:
+    m.mul_(1.01).add_(g)
+    p.sub_(m, alpha=1e-3)
+
+
+def kahan(p: Tensor, g: Tensor, c: Tensor) -> None:
+    c.sub_(g, alpha=1e-3)
+    old = p.clone()
+    p.add_(c)
+    c.add_(old - p)
+
+
+def slow_weights(p: Tensor, g: Tensor, z: Tensor) -> None:
+    z.sub_(g, alpha=1e-3)
+    p.copy_(z)
+
+
+def average_of_weights(p: Tensor, g: Tensor, a: Tensor) -> None:
+    p.sub_(g, alpha=1e-3)
+    a.lerp_(p, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("step", "symbol", "reason"),
+    [
+        (divided, "m", "the divisor"),
+        (scaled_by_a_tensor, "s", "not multiplied by numbers"),
+        (growing, "m", "not multiplied by numbers"),
+        (kahan, "c", "made of what a parameter becomes"),
+        (slow_weights, "z", "a parameter is overwritten with it"),
+        (average_of_weights, "a", "made of what a parameter becomes"),
+    ],
+)
+def test_what_is_left_alone(step: Callable[..., Any], symbol: str, reason: str) -> None:
+    program = packed(step, f"p g {symbol}")
+    assert formats(program) == {symbol: ""}
+    assert reason in why_not(program, symbol)
+
+
+def test_weight_decay_in_the_gradient_does_not_make_momentum_a_parameter() -> None:
+    def step(p: Tensor, g: Tensor, m: Tensor) -> None:
+        m.mul_(0.9).add_(g + 0.1 * p)
+        p.sub_(m, alpha=1e-3)
+
+    assert formats(packed(step, "p g m")) == {"m": "block8"}
+
+
+@pytest.mark.parametrize(
+    ("shape", "reason"),
+    [
+        ((32, 64), "less than 4096"),
+        ((4096,), "no rows"),
+        ((64, 65), "multiples of 32"),
+        ((2, 0), "less than"),
+    ],
+)
+def test_shapes_that_are_left_alone(shape: tuple[int, ...], reason: str) -> None:
+    program = packed(adam, "p g m v", shape=shape)
+    assert formats(program) == {"m": "", "v": ""}
+    assert reason in why_not(program, "m")
+
+
+def test_packed_state_has_no_error_terms_whatever_the_strategy() -> None:
+    for strategy in ("plus", "full"):
+        program = packed(adam, "p g m v", strategy=strategy)
+        assert formats(program) == {"m": "block8", "v": "block8_positive"}
+        assert [state.info.symbol for state in program.compensated] == ["p"]
+
+
+def test_the_step_neither_reads_nor_writes_a_packed_tensor_itself() -> None:
+    program = packed(adam, "p g m v", last="hoist-scalars")
+    nodes = {node.name: node for node in program.gm.graph.find_nodes(op="placeholder")}
+    assert not nodes["m"].users
+    assert not nodes["v"].users
+    assert nodes["m"].meta["val"].stride() == (0, 0)
+    counts = {name: str(program.gm.graph).count(f"block_{name}") for name in ("values", "codes", "scales")}
+    assert counts["values"] >= 2
+    assert {state.info.symbol: len(state.auxiliaries) for state in program.states} == {"p": 1, "m": 3, "v": 3}
+    assert all(state.start is not None for state in program.states if state.packed)
+
+
+def test_a_step_that_is_skipped_leaves_all_parts_alone() -> None:
+    def step(p: Tensor, g: Tensor, m: Tensor, t: Tensor) -> None:
+        m.copy_(torch.where(t > 0, m, m * 0.9 + g * 0.1))
+        p.sub_(m, alpha=1e-3)
+
+    program = packed(step, "p g m t", last="hoist-scalars")
+    choices = program.gm.graph.find_nodes(op="call_function", target=torch.ops.aten.where.self)
+    kept = {choice.args[1] for choice in choices}
+    (state,) = (state for state in program.states if state.packed)
+    assert set(state.auxiliaries) <= kept
+
+
+def test_a_choice_for_each_element_is_part_of_the_value() -> None:
+    """Elements that are kept have a scale in common with others: codes of the old scale would be wrong."""
+
+    def step(p: Tensor, g: Tensor, m: Tensor) -> None:
+        m.copy_(torch.where(g > 0, m, m * 0.9 + g * 0.1))
+        p.sub_(m, alpha=1e-3)
+
+    program = packed(step, "p g m", last="hoist-scalars")
+    (state,) = (state for state in program.states if state.packed)
+    choices = program.gm.graph.find_nodes(op="call_function", target=torch.ops.aten.where.self)
+    assert not {arg for choice in choices for arg in choice.args} & set(state.auxiliaries)
+
+
+def test_a_reader_in_the_storage_format_reads_the_decoded_value() -> None:
+    def step(p: Tensor, g: Tensor, m: Tensor) -> None:
+        m.lerp_(g, 0.1)
+        p.sub_(torch.cumsum(m, 0), alpha=1e-3)
+
+    program = packed(step, "p g m", last="hoist-scalars")
+    (placeholder,) = (node for node in program.gm.graph.find_nodes(op="placeholder") if node.name == "m")
+    assert not placeholder.users

@@ -1,0 +1,403 @@
+"""``state="block8"`` and ``"block16"``: steps whose state is integers with a scale for each 32 of them."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.nn import Parameter
+
+from collage_fx import CollageBackend, explain, full_value
+from collage_fx.errors import CheckpointMismatchError, UncompensatedParameterError
+from collage_fx.graph import Reason, Unit
+from collage_fx.numerics import format_named
+from collage_fx.runtime.error_terms import expansion_of
+from collage_fx.runtime.packed import is_packed
+from tests.support.agreement import assert_same, trajectory
+from tests.support.optimizers import CompiledOptimizer, gradients
+from tests.support.processes import Processes
+from tests.support.training import Descent, compiled, everything, parameters, run_steps, set_gradients
+from tests.support.twin import TwinBackend
+from tests.support.whole import pipeline
+from tests.test_sharded import in_one_piece, in_pieces, set_gradients_in_pieces
+
+#: Two alike, two whose rows aren't of whole blocks or are few, and one so large that threads share it out.
+SHAPES = ((64, 96), (64, 96), (65, 65), (37,), (300, 512))
+PACKED = (0, 1, 4)
+
+STATES = ("block16", "block8")
+each_state = pytest.mark.parametrize("state", STATES)
+
+
+def adamw(params: Any, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, **options)
+
+
+def is_all_packed(optimizer: torch.optim.Optimizer) -> bool:
+    states = [*optimizer.state.values()]
+    return all(is_packed(states[i][name]) for i in PACKED for name in ("exp_avg", "exp_avg_sq"))
+
+
+# The bits. ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("unit", ["by family", "in parts", "whole"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@each_state
+def test_compiled_bits_are_eager_bits(state: str, dtype: torch.dtype, unit: Unit) -> None:
+    not_in_parts = mock.patch("collage_fx.lowering.lower.lower_in_parts", return_value=Reason("of the test"))
+    backend = TwinBackend(strategy="light", state=state, passes=pipeline(by_family=unit == "by family"))
+    rig = CompiledOptimizer(SHAPES, adamw, backend, dtype=dtype)
+    with not_in_parts if unit == "whole" else nullcontext():
+        start = rig.start()
+    assert rig.backend.report().graphs[-1].route.unit == unit
+    grads = list(gradients(SHAPES, 4, scale=0.01))
+    states = trajectory(rig, start, grads)
+    assert_same(states, trajectory(rig, start, grads, engine="eager"))
+    assert int(states[-1]["4.exp_avg.count"]) == 4
+    assert states[-1]["4.exp_avg_sq.codes"].any()
+
+
+@each_state
+def test_state_is_that_of_the_recurrence_encoded_by_the_definition(state: str) -> None:
+    """Momentum, whose float32 arithmetic is one multiplication and one addition."""
+    params = parameters(shapes=((64, 96), (16, 4, 8, 8)))
+    params[1].data = params[1].data.to(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(params, lr=1e-3, momentum=0.9)
+    step = compiled(optimizer, strategy="light", state=state)
+    fmt = format_named(state)
+    assert fmt is not None
+    expected: list[tuple[Tensor, ...]] = []
+    for count in range(4):
+        set_gradients(params, count)
+        step()
+        grads = [p.grad.float() for p in params if p.grad is not None]
+        if not expected:  # it is born as a copy of the gradient, and is packed with the next step
+            expected = [fmt.split(grad, torch.bfloat16)[1:] for grad in grads]
+            continue
+        for i, grad in enumerate(grads):
+            buffer = optimizer.state[params[i]]["momentum_buffer"]
+            value = fmt.join(grad, *expected[i]) * torch.tensor(0.9) + grad
+            expected[i] = fmt.store(value, grad, *expected[i], torch.zeros((), dtype=torch.int32))[1:]
+            found = expansion_of(buffer)
+            assert found is not None
+            assert all(map(torch.equal, found.auxiliaries, expected[i])), (count, i)
+
+
+@pytest.mark.parametrize(("state", "most"), [("block16", 2e-3), ("block8", 0.02)])
+def test_error_against_float64(state: str, most: float) -> None:
+    """Figures of docs/formats.md: 1.1e-4 and .021 at most, of longer runs; here few steps weigh more."""
+    params = parameters(shapes=SHAPES)
+    exact = [Parameter(p.detach().double()) for p in params]
+    start = [p.detach().clone() for p in exact]
+    optimizer, reference = adamw(params), adamw(exact)
+    step = compiled(optimizer, strategy="light", state=state)
+    for seed in range(30):
+        set_gradients(params, seed)
+        for p, x in zip(params, exact, strict=True):
+            assert p.grad is not None
+            x.grad = p.grad.double()
+        step()
+        reference.step()
+    assert is_all_packed(optimizer)
+    for i in PACKED:
+        wanted = exact[i].detach() - start[i]
+        error = (full_value(params[i]) - start[i] - wanted).norm() / wanted.norm()
+        assert float(error) < most
+
+
+# What becomes of memory. ----------------------------------------------------------------------------------
+
+
+@each_state
+def test_reports_count_what_is_there(state: str) -> None:
+    params = parameters(shapes=SHAPES)
+    optimizer = adamw(params)
+    backend = CollageBackend(strategy="light", state=state)
+    step: Any = torch.compile(optimizer.step, backend=backend)
+    run_steps(step, params, range(2))
+    rows = {row.name: row for row in backend.report().tensors}
+    held = 0
+    for i, p in enumerate(params):
+        for name in ("exp_avg", "exp_avg_sq"):
+            tensor, row = optimizer.state[p][name], rows[f"param_groups[0].params[{i}].{name}"]
+            assert row.packed == is_packed(tensor) == (i in PACKED)
+            found = expansion_of(tensor)
+            bytes_held = sum(each.nbytes for each in found.auxiliaries) if found else tensor.nbytes
+            assert row.bytes + row.error_bytes == bytes_held
+            held += bytes_held
+    per = backend.report().bytes_per_parameter()
+    assert per["state"] == pytest.approx(held / sum(p.numel() for p in params))
+    text = str(backend.report())
+    assert f"{state}_positive" in text
+    assert "6 state tensors packed" in backend.report().graphs[-1].headline
+
+
+# Saved, loaded, copied. -----------------------------------------------------------------------------------
+
+
+def saved_and_loaded(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    other = adamw([Parameter(p.detach().clone()) for p in optimizer.param_groups[0]["params"]])
+    other.load_state_dict(torch.load(file, weights_only=True))
+    return other
+
+
+def through_plain_torch(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    other = adamw([Parameter(p.detach().clone()) for p in optimizer.param_groups[0]["params"]])
+    load = torch.optim.Optimizer.load_state_dict.__wrapped__  # type: ignore[attr-defined]
+    load(other, copy.deepcopy(optimizer.state_dict()))
+    return other
+
+
+DETOURS: dict[str, Callable[[torch.optim.Optimizer], torch.optim.Optimizer]] = {
+    "file": saved_and_loaded,
+    "plain torch": through_plain_torch,
+    "deep copy": copy.deepcopy,
+    "pickle": lambda optimizer: pickle.loads(pickle.dumps(optimizer)),
+}
+
+
+@pytest.mark.parametrize("detour", DETOURS.values(), ids=DETOURS)
+@each_state
+def test_a_resumed_run_is_the_uninterrupted_one(
+    state: str, detour: Callable[[torch.optim.Optimizer], torch.optim.Optimizer]
+) -> None:
+    left = []
+    for resumed in (False, True):
+        params = parameters(shapes=SHAPES)
+        optimizer = adamw(params)
+        run_steps(compiled(optimizer, strategy="light", state=state), params, range(20))
+        if resumed:
+            optimizer = detour(optimizer)
+            params = optimizer.param_groups[0]["params"]
+        run_steps(compiled(optimizer, strategy="light", state=state), params, range(20, 24))
+        assert is_all_packed(optimizer)
+        left.append(everything(optimizer))
+    one, other = left
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("other", [None, *STATES])
+@each_state
+def test_it_loads_into_other_formats(state: str, other: str | None) -> None:
+    params = parameters(shapes=SHAPES)
+    optimizer = adamw(params)
+    run_steps(compiled(optimizer, strategy="light", state=state), params, range(3))
+    loaded = saved_and_loaded(optimizer)
+    mine = loaded.param_groups[0]["params"]
+    for p, q in zip(params, mine, strict=True):
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(full_value(loaded.state[q][name]), full_value(optimizer.state[p][name]))
+    run_steps(compiled(loaded, strategy="light", state=other), mine, [3])
+    run_steps(compiled(optimizer, strategy="light", state=state), params, [3])
+    assert is_all_packed(loaded) == (other is not None)
+    for i in PACKED:
+        ours, theirs = (
+            full_value(o.state[p[i]]["exp_avg"]) for o, p in ((loaded, mine), (optimizer, params))
+        )
+        # Two encodings, half a distance of the coarser grid each, where the scale is 1.5 times the largest.
+        assert float((ours - theirs).abs().max()) <= 2 * 3 / 127 * float(theirs.abs().max())
+
+
+def test_state_loaded_from_plain_torch_is_packed() -> None:
+    params = parameters(shapes=SHAPES)
+    plain = adamw(params)
+    run_steps(plain.step, params, range(3))
+    optimizer = adamw(params)
+    optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))
+    run_steps(compiled(optimizer, strategy="light", state="block16"), params, [3])
+    run_steps(plain.step, params, [3])
+    assert is_all_packed(optimizer)
+    p = params[0]
+    ours, theirs = (o.state[p]["exp_avg_sq"].float() for o in (optimizer, plain))
+    assert float((ours - theirs).abs().max()) < 2.0**-7 * float(theirs.abs().max())
+
+
+def test_codes_beside_another_value_are_not_taken() -> None:
+    """Plain torch has gone on with the decoded value, and carried our entries along."""
+    params = parameters(shapes=((64, 96),))
+    optimizer = adamw(params)
+    run_steps(compiled(optimizer, strategy="light", state="block8"), params, range(2))
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][0]["exp_avg"] = saved["state"][0]["exp_avg"] * 3
+    other = adamw(params)
+    other.load_state_dict(saved)
+    with pytest.warns(UserWarning, match=r"params\[0\]\.exp_avg, which have been changed"):
+        run_steps(compiled(other, strategy="light", state="block8"), params, [2])
+    moment = full_value(other.state[params[0]]["exp_avg"])
+    assert params[0].grad is not None
+    expected = saved["state"][0]["exp_avg"].double() * 0.9 + params[0].grad.double() * 0.1
+    assert float((moment - expected).norm() / expected.norm()) < 0.02
+
+
+def test_codes_that_do_not_fit_are_refused() -> None:
+    params = parameters(shapes=((64, 96),))
+    optimizer = adamw(params)
+    run_steps(compiled(optimizer, strategy="light", state="block8"), params, range(2))
+    saved = optimizer.state_dict()
+    saved["state"][0]["collage_fx.exp_avg.block8.scales"] = torch.zeros(64, 4, dtype=torch.uint8)
+    other = adamw(parameters(shapes=((64, 96),)))
+    with pytest.raises(CheckpointMismatchError, match="shape"):
+        other.load_state_dict(saved)
+    assert not other.state
+
+
+# In programs. ---------------------------------------------------------------------------------------------
+
+
+def test_what_a_program_writes_between_steps_counts() -> None:
+    params = parameters(shapes=((64, 96),))
+    optimizer = adamw(params)
+    step = compiled(optimizer, strategy="light", state="block8")
+    run_steps(step, params, range(2))
+    moment = optimizer.state[params[0]]["exp_avg"]
+    moment.zero_()
+    assert not is_packed(moment)
+    run_steps(step, params, [2])
+    assert is_packed(moment)
+    assert params[0].grad is not None
+    expected = params[0].grad.float() * 0.1
+    assert float((moment.float() - expected).norm() / expected.norm()) < 0.02
+
+
+def test_a_skipped_step_changes_nothing() -> None:
+    params = parameters(shapes=SHAPES)
+    optimizer = adamw(params, fused=True)
+    step = compiled(optimizer, strategy="light", state="block8")
+    run_steps(step, params, range(3))
+    assert is_all_packed(optimizer)
+    before = everything(optimizer)
+    optimizer.grad_scale, optimizer.found_inf = torch.ones(()), torch.ones(())  # type: ignore[attr-defined]
+    run_steps(step, params, [3])
+    after = everything(optimizer)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_gradient_that_is_not_finite_spoils_its_own_block() -> None:
+    params = parameters(shapes=((64, 96),))
+    optimizer = adamw(params)
+    step = compiled(optimizer, strategy="light", state="block8")
+    run_steps(step, params, range(2))
+    set_gradients(params, 2)
+    assert params[0].grad is not None
+    params[0].grad[3, 40] = float("nan")
+    step()
+    for name in ("exp_avg", "exp_avg_sq"):
+        spoilt = optimizer.state[params[0]][name].isnan()
+        assert spoilt[3, 32:64].all()
+        assert int(spoilt.sum()) == 32
+
+
+def test_a_learning_rate_that_is_scheduled_compiles_nothing_more_than_else() -> None:
+    params = parameters(shapes=SHAPES)
+    optimizer = adamw(params)
+    backend = CollageBackend(strategy="light", state="block8")
+    step: Any = torch.compile(optimizer.step, backend=backend)
+    for seed in range(5):
+        optimizer.param_groups[0]["lr"] = 1e-3 * seed
+        run_steps(step, params, [seed])
+    assert len(backend.reports) == 2
+    assert is_all_packed(optimizer)
+
+
+def test_a_refused_step_leaves_state_as_it_is() -> None:
+    class Opaque(Descent):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for p in self.param_groups[0]["params"]:
+                state = self.state[p]
+                if not state:
+                    state["m"] = torch.ones_like(p)
+                state["m"].mul_(0.9).add_(p.grad, alpha=0.1)
+                p.copy_(torch.cumsum(p, 0) - state["m"])
+
+    params = parameters(shapes=((64, 96),))
+    optimizer = Opaque(params)
+    set_gradients(params)
+    step: Any = torch.compile(optimizer.step, backend=CollageBackend(strategy="light", state="block8"))
+    with pytest.raises(UncompensatedParameterError):
+        step()
+    assert not any(is_packed(each) for state in optimizer.state.values() for each in state.values())
+
+
+def test_options_that_exclude_each_other() -> None:
+    for others in ({"arithmetic": "native"}, {"strategy": "none"}):
+        with pytest.raises(ValueError, match=r"state='block8' packs[\s\S]*where: state\n"):
+            CollageBackend(state="block8", **others)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"state='block4' is not allowed"):
+        CollageBackend(state="block4")
+
+
+def test_explain_says_what_would_be_packed() -> None:
+    report = explain(adamw(parameters(shapes=SHAPES)), strategy="light", state="block8")
+    rows = {row.name: row for row in report.tensors}
+    assert rows["param_groups[0].params[0].exp_avg_sq"].why.endswith("packed (never negative)")
+    assert "no multiples of 32" in rows["param_groups[0].params[2].exp_avg"].why or "multiples" in str(report)
+
+
+# In pieces. -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    processes = Processes(2, tmp_path_factory.mktemp("store"))
+    yield processes
+    processes.stop()
+
+
+#: Rows that two processes have in equal and in unequal shares.
+SHARED_OUT = ((192, 64), (131, 64), (70, 2, 64), (37,))
+
+
+def trained(placement: Placement | None, state: str) -> tuple[dict[str, Tensor], list[bool]]:
+    """All that some steps leave, in one piece each, with a save and a load in the middle."""
+    torch._dynamo.reset()
+    mesh = None if placement is None else init_device_mesh("cpu", (2,))
+    params = parameters(shapes=SHARED_OUT)
+    if mesh is not None and placement is not None:
+        params = [Parameter(in_pieces(p.detach(), mesh, placement)) for p in params]
+    optimizer = adamw(params)
+    for seed in range(6):
+        if seed in (0, 3):
+            saved = copy.deepcopy(optimizer.state_dict())
+            optimizer = adamw(params)
+            optimizer.load_state_dict(saved)
+            step: Any = torch.compile(optimizer.step, backend=CollageBackend(strategy="light", state=state))
+        if mesh is None or placement is None:
+            set_gradients(params, seed)
+        else:
+            set_gradients_in_pieces(params, mesh, placement, seed)
+        step()
+    left = {
+        f"{i}.{name}": in_one_piece(tensor.detach().clone())
+        for i, p in enumerate(params)
+        for name, tensor in {"p": p, **optimizer.state[p]}.items()
+    }
+    return left, [is_packed(optimizer.state[p]["exp_avg"]) for p in params]
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()], ids=str)
+@each_state
+def test_pieces_have_the_bits_of_the_whole(
+    two_processes: Processes, placement: Placement, state: str
+) -> None:
+    alone, packed = trained(None, state)
+    assert packed == [True, True, True, False]
+    for left, packed_there in two_processes.run(trained, placement, state):
+        assert packed_there == packed
+        assert left.keys() == alone.keys()
+        assert all(torch.equal(left[name], alone[name]) for name in alone)
