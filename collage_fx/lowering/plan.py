@@ -21,7 +21,7 @@ from collage_fx.graph import ONCE, Reason, Repetition, device_facts, is_copy_to_
 from collage_fx.lowering.kernels import Rule, kernel_of, rule_of, samples_first
 from collage_fx.lowering.parts import Part, parts_of
 from collage_fx.runtime import Call, Kernel, StepInParts, ValueIndex
-from collage_fx.torch_compat import pytree
+from collage_fx.torch_compat import pytree, real_tensors
 
 __all__ = ["rules_of"]
 
@@ -101,7 +101,8 @@ def _plan(gm: GraphModule, planned: Sequence[_Planned]) -> StepInParts:
     outputs = list(pytree.tree_leaves(gm.graph.output_node().args))
     arguments = placeholders(gm.graph)
     lengths = list(dict.fromkeys(each.rule.elements for each in planned if each.rule.flat))
-    first = torch.zeros((), dtype=torch.int32)  # the place of the first element of tensors as a whole
+    with real_tensors():
+        first = torch.zeros((), dtype=torch.int32)  # the place of the first element of tensors as a whole
     attributes = list(gm.graph.find_nodes(op="get_attr"))
     results = list(dict.fromkeys(value for each in planned for value in each.part.results))
     numbers = _numbers(gm.graph, outputs)
