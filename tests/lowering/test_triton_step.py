@@ -73,15 +73,15 @@ def step_of(case: Case, capturable: bool = True, shapes: Sequence[tuple[int, ...
     start = rig.start()
     (graph,) = backend.graphs
     inputs = graph.graph.find_nodes(op="placeholder")
-    counters = [node.name for node in inputs if node.meta["val"].dim() == 0]
+    # Of the optimizer's; dither's counts, and the indices of first elements, are integers beside the tensors.
+    counters = [n.name for n in inputs if not n.meta["val"].dim() and n.meta["val"].is_floating_point()]
     assert len(counters) == len(shapes)
     on_cuda = offline.to_cuda(graph, keep_on_cpu=() if capturable else counters)
     with torch._inductor.config.patch(inductor_settings(case.arithmetic, [torch.device("cuda")])):
         source = offline.triton_source(on_cuda)
-    roundings = sum(
-        any(name in str(node.target) for name in ("round_to_storage", "upper_half"))
-        for node in graph.graph.nodes
-    )
+    # Dither clears the lower bits of a number for bfloat16 too; for float16 it adds no power of two.
+    marked = ("round_to_storage", "upper_half", *(["dithered"] if case.dtype == torch.bfloat16 else []))
+    roundings = sum(any(name in str(node.target) for name in marked) for node in graph.graph.nodes)
     return Step(rig, start, source, roundings)
 
 
