@@ -171,10 +171,10 @@ each_format = pytest.mark.parametrize("error_format", ["mcf", "exact"])
 
 @each_format
 def test_many_tensors_take_few_launches(error_format: str) -> None:
-    """Alone, each would take one for its bias corrections and one for its update."""
+    """Alone, each would take one for its bias corrections, one for its phase and one for its update."""
     source = many_tensors(error_format).source
-    assert len(re.findall(r"\.run\(", source)) <= 2 * len(MANY) / 8
-    assert len(offline.kernels(source)) <= 3
+    assert len(re.findall(r"\.run\(", source)) <= 3 * len(MANY) / 8
+    assert len(offline.kernels(source)) <= 4
 
 
 @each_format
@@ -211,7 +211,7 @@ def test_without_pinned_roundings_the_kernel_loses_the_error_terms() -> None:
     """What the tests above protect: the same graph but for the last pass."""
     with without_pinning():
         step = step_of(Case("light", "wide", "mcf", torch.bfloat16))
-    assert step.roundings == 0
+    assert step.roundings == 2 * len(SHAPES)  # of moments, by dither, which is an operator from the start
     grads = list(gradients(SHAPES, 1))
     (interpreted,) = trajectory(step.rig, step.start, grads, engine=step.interpreted)
     (eager,) = trajectory(step.rig, step.start, grads, engine="eager")
