@@ -15,7 +15,7 @@ from collage_fx.compilation import Backend, Compilation
 from collage_fx.errors import InvalidOptionError
 from collage_fx.graph import Arithmetic, Rounding, Strategy, device_facts
 from collage_fx.lowering import JOINT_GRAPH_SETTINGS, forget_kernels
-from collage_fx.options import DEFAULT_FORMATS, MODES, Options, refuse_unless
+from collage_fx.options import DEFAULT_FORMATS, DEFAULT_ROUNDINGS, MODES, Options, refuse_unless
 from collage_fx.pipeline import PIPELINE, Pass
 from collage_fx.report import CollageReport, plot
 from collage_fx.runtime import Metrics, prepare_compiler
@@ -49,9 +49,10 @@ class CollageBackend(Backend):
         strict: refuse (raise) where a parameter cannot be compensated, rather than warn and leave it, or the
             whole step where one tensor cannot be told from the rest, to plain low precision.
         mode: as in ``torch.compile``; passed on to Inductor.
-        rounding: of state that carries something from step to step and has no error terms. ``"nearest"``:
-            what is below half an ulp is lost at every step. ``"dither"``: up or down, so that it arrives on
-            average; the same in every run, and no byte more but a count for each tensor. Not in ``native``.
+        rounding: of state that carries something from step to step and has no error terms. ``"dither"``: up
+            or down, so that what is below an ulp arrives on average; the same in every run, and no byte more
+            but a count for each tensor. The default of ``wide``. ``"nearest"``: what is below half an ulp is
+            lost at every step. That of ``native``, and the only one there.
         passes: the pipeline, with passes of your own in it: see :func:`collage_fx.pipeline.inserted`. They
             run on steps that update a bfloat16 or float16 tensor; other graphs are lowered as they are.
 
@@ -68,12 +69,13 @@ class CollageBackend(Backend):
         metrics_every: int = 1,
         strict: bool = True,
         mode: str | None = None,
-        rounding: Rounding = "nearest",
+        rounding: Rounding | None = None,
         state: str | None = None,
         passes: Sequence[Pass] = PIPELINE,
     ) -> None:
-        if error_format is None:
-            error_format = DEFAULT_FORMATS["native" if arithmetic == "native" else "wide"]
+        known: Arithmetic = "native" if arithmetic == "native" else "wide"  # what else it is, Options refuses
+        error_format = DEFAULT_FORMATS[known] if error_format is None else error_format
+        rounding = DEFAULT_ROUNDINGS[known] if rounding is None else rounding
         options = strategy, error_format, arithmetic, metrics, metrics_every, strict, mode, rounding, state
         super().__init__(Options(*options, tuple(passes)))
 

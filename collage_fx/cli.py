@@ -111,7 +111,9 @@ def _add_optimizer_options(parser: argparse.ArgumentParser) -> None:
     add("--strategy", type=_one_of(get_args(Strategy)), default="plus", help="none, light, plus or full")
     add("--error-format", type=_one_of(ERROR_FORMATS), help=formats)
     add("--arithmetic", type=_one_of(get_args(Arithmetic)), default="wide", help="wide or native")
-    add("--rounding", type=_one_of(get_args(Rounding)), default="nearest", help="nearest or dither")
+    add(
+        "--rounding", type=_one_of(get_args(Rounding)), help="dither (default of wide) or nearest (of native)"
+    )
 
 
 def _add_explain_options(parser: argparse.ArgumentParser) -> None:

@@ -12,10 +12,13 @@ from collage_fx.numerics import ERROR_FORMATS, PACKED_FORMATS
 from collage_fx.pipeline import PIPELINE, Pass, refuse_incomplete
 
 #: The error format in which each arithmetic computes by default.
-DEFAULT_FORMATS = {
+DEFAULT_FORMATS: dict[Arithmetic, str] = {
     "wide": next(iter(ERROR_FORMATS)),
     "native": next(name for name, fmt in ERROR_FORMATS.items() if fmt.is_double_word),
 }
+
+#: How each arithmetic rounds, by default, state that has no error terms.
+DEFAULT_ROUNDINGS: dict[Arithmetic, Rounding] = {"wide": "dither", "native": "nearest"}
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 

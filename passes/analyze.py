@@ -7,6 +7,7 @@ do in the storage format.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -99,9 +100,8 @@ class Analyze(Pass):
                 state.refusal = ROUNDED_BITS
         if program.rounding == "dither" and program.strategy != "none":
             for state in program.states:
-                if _is_to_be_dithered(state):
-                    state.chosen_format = DITHER
-                    state.selection += "; rounded by dither"
+                if _may_be_dithered(program, state):
+                    _dither_unless_compensated(state)
         return f"{len(program.compensated)} of {len(program.states)} low-precision state tensors selected"
 
 
@@ -170,10 +170,31 @@ def _select(program: StepProgram, state: StateTensor, flow: _Flow) -> tuple[bool
     return False, "not lossy" if program.strategy == "plus" else f"{program.strategy}: parameters only"
 
 
-def _is_to_be_dithered(state: StateTensor) -> bool:
-    """Whether a state has no error terms, and old values whose roundings would add up; numbers are left."""
-    carries = state.info.role is Role.STATE and state.recurrence.kind is not Kind.OVERWRITE
-    return carries and state.chosen_format is None and state.value.dim() > 0
+def _may_be_dithered(program: StepProgram, state: StateTensor) -> bool:
+    """Whether a state has old values, of which roundings would add up; numbers (0-d) are left.
+
+    In a recorded step what overwrites it may be made of them, in another part. What an old value is multiplied
+    by, if not by known numbers, is left to be exact: Rprop's step sizes are powers of two factors.
+    """
+    kind = state.recurrence.kind
+    carries = program.is_recorded if kind is Kind.OVERWRITE else kind is not Kind.OTHER or state.verdict.noise
+    return state.info.role is Role.STATE and bool(carries) and state.value.dim() > 0
+
+
+def _dither_unless_compensated(state: StateTensor) -> None:
+    """Have dither round a state that has no error terms, and say what noise that leaves, or would leave."""
+    noise = None if state.recurrence.kind is Kind.OVERWRITE else state.verdict.noise
+    if noise is None:
+        text = "noise of which no bound is known"
+    elif noise == math.inf:
+        text = "noise that adds up"
+    else:
+        text = f"noise of at most {100 * noise:.2g} %"
+    if state.chosen_format is None:
+        state.chosen_format = DITHER
+        state.selection += f"; rounded by dither: {text}"
+    else:
+        state.selection += f"; dither would leave {text}"
 
 
 def _compensate(program: StepProgram, state: StateTensor, why: str) -> None:

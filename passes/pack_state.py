@@ -5,8 +5,8 @@ A state is packed into integers of 8 or 16 bits with a scale for a block of them
 in which none but zero becomes zero. What a step divides by, or takes a root of, has to be of the latter kind:
 were a divisor zero beside a dividend that is not, the update would have no bound. So a state is left alone
 
-* of which a divisor or a radicand is made that is not known to stay positive: where a difference is rooted, as
-  in centered RMSprop, or divided by;
+* of which a divisor or a radicand is made that is not known to stay positive: where a difference is rooted,
+  as in centered RMSprop, or divided by;
 * that is not known to be never negative, if it is divided by or rooted itself;
 * whose old value is multiplied by what is no number, or by more than 1: rounding errors would grow with it;
 * that stands for parameters (Lookahead's slow weights, averages), or into which goes what they lose (Kahan's

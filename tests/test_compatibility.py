@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
+import signal
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
-from collage_fx.audit import COMPENSATED, REFUSED, falls_short
+from collage_fx.audit import COMPENSATED, FAILED, REFUSED, falls_short
 from tests.compatibility import third_party, torch_optim
 from tests.compatibility.catalog import Row, Subject, rows_of
 from tests.compatibility.measure import measure
 from tests.compatibility.table import Line, differences, document, key_of, line_of, read, torch_version
+from tests.compatibility.worker import Worker
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "docs" / "compatibility.md").read_text()
@@ -64,6 +67,24 @@ def test_differences_are_seen() -> None:
 )
 def test_falls_short(plain: float, error: float, short: bool) -> None:
     assert falls_short(plain, error) is short
+
+
+def test_a_measurement_that_a_signal_kills_is_a_row_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    (row, *_) = rows_of(torch_optim.SUBJECTS[0])
+    (variant, *_) = row.variants()
+    monkeypatch.setattr("tests.compatibility.worker._serve", kill_itself)
+    worker = Worker(time_limit=300)
+    try:
+        measured = worker.measure(variant.name)
+    finally:
+        worker.stop()
+    assert measured.outcome == FAILED
+    assert measured.reason == f"its process was killed by signal {signal.SIGBUS.value} (Bus error)"
+
+
+def kill_itself(pipe: Connection) -> None:
+    pipe.recv()
+    signal.raise_signal(signal.SIGBUS)
 
 
 def test_the_extra_installs_every_package_that_is_measured() -> None:

@@ -237,7 +237,6 @@ def test_everything_a_step_mutates_is_static() -> None:
     ):
         first_step(Case("plus", "wide", "mcf", torch.bfloat16))
     ((mutated, static),) = lowered
-    assert (
-        len(mutated) == 2 * 6
-    )  # of each parameter: itself, the two moments, two error terms, the step counter
+    # Of each parameter: itself, the two moments, two error terms, a count of roundings, the step counter.
+    assert len(mutated) == 2 * 7
     assert mutated <= static

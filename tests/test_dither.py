@@ -143,6 +143,51 @@ def test_state_that_carries_something_and_has_no_error_terms_is_dithered() -> No
     assert not any(row.compensated for row in report.tensors if row.symbol != "p")
 
 
+def test_it_is_the_default_but_in_native_arithmetic() -> None:
+    made = adamw(parameters())
+    assert formats(made, strategy="light") == formats(made, strategy="light", rounding="dither")
+    assert CollageBackend().options.rounding == "dither"
+    assert CollageBackend(arithmetic="native").options.rounding == "nearest"
+    assert set(formats(made, strategy="light", rounding="nearest").values()) == {"exact", ""}
+
+
+class Masked(torch.optim.Optimizer):
+    """Moves what has had a positive gradient, as a mask of its state says; and counts, by element."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if not state:
+                state["seen"], state["count"] = torch.zeros_like(p), torch.zeros_like(p)
+            state["seen"].copy_(torch.maximum(state["seen"], (p.grad > 0).to(p.dtype)))
+            state["count"].add_(state["seen"])
+            p.sub_(1e-3 * state["seen"] * p.grad)
+
+
+def test_what_needs_no_rounding_is_as_it_is() -> None:
+    """Masks, and counts as long as the format has them, also where the program rewrites them."""
+    (p,) = params = parameters(shapes=((64, 3),))
+    optimizer = Masked(params)
+    step = compiled(optimizer, strategy="light")
+    seen, count = torch.zeros(64, 3), torch.zeros(64, 3)
+    for seed in range(20):
+        set_gradients(params, seed)
+        if seed == 10:
+            seen.zero_()
+            optimizer.state[p]["seen"].zero_()
+        step()
+        assert p.grad is not None
+        seen = torch.maximum(seen, (p.grad > 0).float())
+        count += seen
+        assert torch.equal(optimizer.state[p]["seen"].float(), seen)
+        assert torch.equal(optimizer.state[p]["count"].float(), count)
+    assert counts(optimizer) == [19] * 2  # the state is born in the first step
+
+
 def test_metrics_change_no_bit() -> None:
     grads = list(gradients(SHAPES, 2))
     ends = []

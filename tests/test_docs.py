@@ -12,7 +12,7 @@ import torch
 
 from collage_fx import CollageBackend, explain
 from collage_fx.cli import main
-from collage_fx.graph.recurrence import TOLERATED_STALL, representation_error, stall_band
+from collage_fx.graph.recurrence import TOLERATED_STALL, dithered_noise, representation_error, stall_band
 from collage_fx.graph.text import graph_text
 from collage_fx.numerics.formats import BFLOAT16, FLOAT16, FloatFormat
 from collage_fx.runtime.meter import WIDTH
@@ -109,6 +109,13 @@ def test_the_table_of_decays(decay: str) -> None:
 
     row = f"| {decay} | {cell(BFLOAT16)} | {cell(FLOAT16)} |"
     assert row in (DOCS / "strategies.md").read_text().splitlines()
+
+
+@pytest.mark.parametrize("decay", ["0.9", "0.95", "0.99", "0.999"])
+def test_the_table_of_noise(decay: str) -> None:
+    first, second = (f"{100 * dithered_noise(Fraction(decay), fmt):.2g} %" for fmt in (BFLOAT16, FLOAT16))
+    rows = (DOCS / "strategies.md").read_text().splitlines()
+    assert any(re.match(rf"\| {decay} \| {first} \| \S+ % \| {second} \|", row) for row in rows)
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", *sorted(DOCS.glob("*.md"))], ids=lambda page: page.name)

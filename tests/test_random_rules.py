@@ -23,6 +23,7 @@ from torch import Tensor
 
 from collage_fx import CollageBackend, error_terms, full_value
 from collage_fx.errors import AliasedStateError, UncompensatedParameterError
+from collage_fx.runtime.error_terms import expansion_of
 from tests.support.bounded import SMALLEST, Bounded
 from tests.support.float_bits import unit_roundoff
 from tests.support.rules import STEPS, DrawnOptimizer, Rule, rounding_of, rules
@@ -86,7 +87,13 @@ class Watched:
                 for name in numbers:
                     self._compare(exact[name], numbers[name], f"float64 {name} after step {step + 1}")
             for name, tensor in met.items():
-                stored = numbers[name].stored(name, tensor.dtype, compensated=bool(error_terms(tensor)))
+                found = expansion_of(tensor)
+                stored = numbers[name].stored(
+                    name,
+                    tensor.dtype,
+                    compensated=bool(error_terms(tensor)),
+                    dithered=found is not None and found.format.is_dithered,
+                )
                 numbers[name] = stored
                 self._compare(full_value(tensor), stored, f"{name} after step {step + 1}, since {since}")
         self._tell_apart(met)

@@ -96,10 +96,18 @@ class Recurrence:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on a recurrence: whether plain low precision loses the update, and why."""
+    """The verdict on a recurrence: what becomes of it in plain low precision.
+
+    Attributes:
+        lossy: whether storing it rounded to nearest loses the update.
+        reason: why.
+        noise: what storing it rounded by dither leaves instead, relatively, as in ``dithered_noise``; None
+            where nothing is known of it.
+    """
 
     lossy: bool
     reason: str
+    noise: float | None = None
 
 
 @dataclass

@@ -28,7 +28,7 @@ class TensorReport:
         shape, dtype, role: of the tensor; of sizes that change, those that it was compiled for.
         kind: ``accumulation``, ``moving average``, ``overwrite`` or ``other``.
         expression: the new value; other state tensors' new values appear as primed symbols.
-        lossy: whether its storage format loses the update.
+        lossy: whether its storage format loses the update where it is rounded to nearest.
         reason: the number that says so.
         compensated: whether it has error terms.
         selection: why, or why not.
@@ -78,6 +78,7 @@ def tensor_report(state: StateTensor) -> TensorReport:
     shape = tuple(map(current_size, value.shape))
     like = torch.empty(shape, dtype=value.dtype, device="meta")  # of numbers where those of value are symbols
     fmt = state.chosen_format
+    is_dithered = fmt is not None and fmt.is_dithered
     return TensorReport(
         name=state.info.name,
         symbol=state.info.symbol,
@@ -87,7 +88,7 @@ def tensor_report(state: StateTensor) -> TensorReport:
         kind=state.recurrence.kind,
         expression=_readable(state.recurrence.expression),
         lossy=state.verdict.lossy,
-        reason=state.verdict.reason,
+        reason=state.verdict.reason + (", rounded to nearest" if is_dithered else ""),
         compensated=state.compensated,
         selection=state.selection,
         error_format="" if fmt is None else fmt.name,

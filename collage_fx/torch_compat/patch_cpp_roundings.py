@@ -76,6 +76,14 @@ DTYPES_OF_LOOPS = Patch(
     relies_on=("torch._inductor.codegen.cpp:TilingSelect.select_tiling has _get_dtype_from_loopbodies",),
 )
 
+TILE_STORES = Patch(
+    name="tile-stores",
+    target="torch._inductor.codegen.cpp:CppTile2DKernel.store(self, name, index, value, mode)",
+    why="and store as many of them in a tile as they have computed, not the whole vector",
+    during="lowerings",
+    relies_on=("torch._inductor.codegen.cpp:CppTile2DKernel.store has tail_size, num_elems",),
+)
+
 
 def writes_cpp(device: torch.device) -> bool:
     """Whether Inductor writes C++ for the device."""
@@ -93,6 +101,7 @@ def writing_our_cpp() -> Iterator[None]:
     with (
         INLINE_CODE.entered(_with_our_code),
         TILINGS.entered(_as_wide_as_stores),
+        TILE_STORES.entered(_told_how_many_integers),
         summing(),
         bfloat16_by_instruction(),
         fetching_ahead(),
@@ -239,6 +248,25 @@ def _as_wide_as_stores(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*args)
 
     return select_tiling
+
+
+def _told_how_many_integers(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``store`` into a tile to be transposed, which tells how many 16-bit integers of a vector are numbers.
+
+    Inductor tells it of the dtypes of 8 and 16 bits that it makes vectors of itself, and at a loop's tail.
+    Of others it stores whole vectors: in a loop that counts by float32, as many again behind the tile's end.
+    """
+
+    def store(kernel: Any, name: str, *args: Any, **kwargs: Any) -> None:
+        tail = kernel.tail_size
+        if V.graph.get_dtype(name) == torch.int16:
+            kernel.tail_size = kernel.num_elems
+        try:
+            original(kernel, name, *args, **kwargs)
+        finally:
+            kernel.tail_size = tail
+
+    return store
 
 
 def _has_our_code(body: Any) -> bool:

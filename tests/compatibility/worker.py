@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
+import signal
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 
@@ -39,7 +41,7 @@ class Worker:
             assert process is not None
             process.join()
             self.stop()
-            return Measurement(FAILED, f"its process ended with exit status {process.exitcode}")
+            return Measurement(FAILED, f"its process {_end(process.exitcode)}")
         return measured
 
     def _start(self) -> Connection:
@@ -60,11 +62,19 @@ class Worker:
         self._process = self._pipe = None
 
 
+def _end(exit_status: int | None) -> str:
+    """How a process ended; where a signal has killed it, the exit status is its number, negative."""
+    if exit_status is not None and exit_status < 0:
+        return f"was killed by signal {-exit_status} ({signal.strsignal(-exit_status)})"
+    return f"ended with exit status {exit_status}"
+
+
 def _serve(pipe: Connection) -> None:
     FOLDER.mkdir(parents=True, exist_ok=True)
     log = os.open(FOLDER / "worker.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):  # what packages print, and Dynamo's warnings, which are in the measurements too
         os.dup2(log, stream)
+    faulthandler.enable()  # the frames of a crash are in the log
     from tests.compatibility.measure import measure
     from tests.compatibility.rows import variant_named  # optimizers are imported here alone
 

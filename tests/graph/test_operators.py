@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from collage_fx.numerics import (
     arithmetic,
 )
 from collage_fx.torch_compat.patch_cpp_roundings import writing_our_cpp
+from collage_fx.torch_compat.version import version
 
 DTYPES = [torch.bfloat16, torch.float16]
 
@@ -234,6 +235,33 @@ def test_cpp_converts_once_for_a_rounding_and_its_store(code: str) -> None:
     )
     assert len(re.findall(r"\.store\(", text)) == 2
     assert "bit_cast" not in text
+
+
+@pytest.mark.parametrize("code", ["our code"], indirect=True)
+def test_cpp_stores_no_more_integers_in_a_tile_than_it_has_computed(code: str) -> None:
+    """A vector holds twice as many 16-bit integers as float32, the last of which lie behind the tile."""
+
+    def step(x: Tensor, y: Tensor, z: Tensor, hi: Tensor, parts: Tensor) -> None:
+        # Float16 and bfloat16 at once: so the loop counts by float32. It goes by the rows of most operands.
+        value = WITH_ULP_PARTS(hi.float(), parts) + (x.float() * y.float() + z.float()).t()
+        rounded = round_to_storage(value, torch.float16)
+        hi.copy_(rounded)
+        parts.copy_(ULP_PARTS(value, rounded))
+
+    def run(function: Callable[..., None]) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        operands = [torch.randn(16, 48, generator=generator).bfloat16() for _ in range(3)]
+        outputs = [torch.ones(48, 16, dtype=torch.float16), torch.ones(48, 16, dtype=torch.int16)]
+        function(*operands, *outputs)
+        return outputs
+
+    compiled, (text,) = run_and_get_code(run, torch.compile(step))
+    tiles = re.findall(r"int16_t (tmp\d+)\[", text)
+    stores = [found for tile in tiles for found in re.findall(rf"\.store\({tile} \+ (.*)\);", text)]
+    assert stores or version() >= (2, 15)  # which transposes float32, and has no such tile
+    assert all(re.search(r", static_cast<int64_t>\(\d+L?\)$", where) for where in stores)
+    for mine, expected in zip(compiled, run(step), strict=True):
+        assert torch.equal(mine, expected)
 
 
 @pytest.mark.parametrize("where", [0, 15, 16, 31])

@@ -68,7 +68,7 @@ def test_many_tensors_one_kernel(make: Any) -> None:
     with counted() as graphs:
         rig = CompiledOptimizer(shapes, make, TwinBackend(strategy="plus"))
         start = rig.start()
-    assert len(graphs) == 2  # the numbers', the elements'
+    assert len(graphs) == 3  # the numbers', the phases' (of dither), the elements'
     grads = [
         [torch.randn(shape, generator=torch.Generator().manual_seed(i)) for shape in shapes] for i in range(3)
     ]
@@ -97,14 +97,14 @@ def test_optimizers_of_one_parameter_each_share_kernels() -> None:
             torch.compile(adamw([p]).step, backend=backend)()
         compiled.append(len(graphs))
         codes.append(backend.report().graphs[0].code)
-    assert compiled == [2, 0, 0]
+    assert compiled == [3, 0, 0]
     assert codes == [codes[0]] * 3
-    assert len(codes[0]) == 2
+    assert len(codes[0]) == 3
 
     torch.compiler.reset()
     with counted() as graphs:
         run_steps(torch.compile(adamw(together).step, backend=CollageBackend()), together, [0])
-    assert len(graphs) == 2
+    assert len(graphs) == 3
     for one, other in zip(params, together, strict=True):
         assert torch.equal(full_value(one), full_value(other))
 
@@ -172,9 +172,9 @@ def test_every_layout(arithmetic: Any) -> None:
     with counted() as graphs:
         rig = Odd(adam_for_loop, TwinBackend(strategy="plus", arithmetic=arithmetic))
         start = rig.start()
-    # Numbers. Flat: bfloat16, float32, float16. Each of its own: 0-d, two empty ones, [1] and [1, 1], the one
-    # with holes.
-    assert len(graphs) == 1 + 3 + 6
+    # Numbers, and the phases of dither. Flat: bfloat16, float32, float16. Each of its own: 0-d, two empty
+    # ones, [1] and [1, 1], the one with holes.
+    assert len(graphs) == {"wide": 2, "native": 1}[arithmetic] + 3 + 6
     generator = torch.Generator().manual_seed(3)
     grads = [[torch.randn(p.shape, generator=generator) for p in rig.parameters] for _ in range(3)]
     assert_same(*(trajectory(rig, start, grads, engine=engine) for engine in BOTH))
@@ -185,8 +185,9 @@ def test_gradients_of_other_strides_make_a_rule_of_their_own() -> None:
     grads = [[torch.randn(4, 6).t(), torch.randn(4, 6)] for _ in range(3)]
     with counted() as graphs:
         rig.step(grads[0])
-    # Of the numbers, of the rule with strides, of the flat one, whose kernel has a length.
-    assert sorted(len(gm.graph.find_nodes(op="placeholder")) for gm in graphs) == [3, 8, 9]
+    # Of the numbers, of the phases, of the rule with strides, of the flat one, whose kernel has a length and
+    # the place of the first element.
+    assert sorted(len(gm.graph.find_nodes(op="placeholder")) for gm in graphs) == [3, 3, 9, 11]
     start = rig.tensors()
     assert_same(*(trajectory(rig, start, grads, engine=engine) for engine in BOTH))
 
@@ -278,9 +279,10 @@ def test_numbers_are_computed_by_a_kernel_of_their_own() -> None:
     with fresh_cache():
         rig = CompiledOptimizer(((64,), (2 * MANY,)), adamw, TwinBackend(strategy="plus"))
         _, codes = run_and_get_code(rig.start)
-    numbers, elements = (code[code.index('extern "C"') :] for code in codes)
-    assert numbers.count("std::pow") == 2
-    assert "for(int64_t" not in numbers
+    texts = [code[code.index('extern "C"') :] for code in codes]
+    (elements,) = (text for text in texts if "for(int64_t" in text)
+    assert len(texts) == 3
+    assert sum(text.count("std::pow") for text in texts) == 2
     assert "std::pow" not in elements
     assert "Vectorized<at::BFloat16>::loadu" in elements
     assert "#pragma omp" not in elements  # its calls are divided among threads
@@ -296,8 +298,9 @@ def test_scheduled_numbers_are_inputs_of_the_kernels() -> None:
             optimizer.param_groups[0]["lr"] = 1e-3 * (1 + i)
             run_steps(step, params, [i])
     assert len(backend.report().graphs) == 2  # a constant, then any number
-    # Two kernels each, and for the second graph one more, of what all tensors have in common.
-    assert len(graphs) == 2 + 3
+    # Two kernels each, and for the second graph one more, of what all tensors have in common; for both one
+    # of the phases of dither.
+    assert len(graphs) == 2 + 3 + 1
 
 
 # Memory. --------------------------------------------------------------------------------------------------

@@ -73,15 +73,15 @@ def step_of(case: Case, capturable: bool = True, shapes: Sequence[tuple[int, ...
     start = rig.start()
     (graph,) = backend.graphs
     inputs = graph.graph.find_nodes(op="placeholder")
-    counters = [node.name for node in inputs if node.meta["val"].dim() == 0]
+    # Of the optimizer's; dither's counts, and the indices of first elements, are integers beside the tensors.
+    counters = [n.name for n in inputs if not n.meta["val"].dim() and n.meta["val"].is_floating_point()]
     assert len(counters) == len(shapes)
     on_cuda = offline.to_cuda(graph, keep_on_cpu=() if capturable else counters)
     with torch._inductor.config.patch(inductor_settings(case.arithmetic, [torch.device("cuda")])):
         source = offline.triton_source(on_cuda)
-    roundings = sum(
-        any(name in str(node.target) for name in ("round_to_storage", "upper_half"))
-        for node in graph.graph.nodes
-    )
+    # Dither clears the lower bits of a number for bfloat16 too; for float16 it adds no power of two.
+    marked = ("round_to_storage", "upper_half", *(["dithered"] if case.dtype == torch.bfloat16 else []))
+    roundings = sum(any(name in str(node.target) for name in marked) for node in graph.graph.nodes)
     return Step(rig, start, source, roundings)
 
 
@@ -171,10 +171,10 @@ each_format = pytest.mark.parametrize("error_format", ["mcf", "exact"])
 
 @each_format
 def test_many_tensors_take_few_launches(error_format: str) -> None:
-    """Alone, each would take one for its bias corrections and one for its update."""
+    """Alone, each would take one for its bias corrections, one for its phase and one for its update."""
     source = many_tensors(error_format).source
-    assert len(re.findall(r"\.run\(", source)) <= 2 * len(MANY) / 8
-    assert len(offline.kernels(source)) <= 3
+    assert len(re.findall(r"\.run\(", source)) <= 3 * len(MANY) / 8
+    assert len(offline.kernels(source)) <= 4
 
 
 @each_format
@@ -211,7 +211,7 @@ def test_without_pinned_roundings_the_kernel_loses_the_error_terms() -> None:
     """What the tests above protect: the same graph but for the last pass."""
     with without_pinning():
         step = step_of(Case("light", "wide", "mcf", torch.bfloat16))
-    assert step.roundings == 0
+    assert step.roundings == 2 * len(SHAPES)  # of moments, by dither, which is an operator from the start
     grads = list(gradients(SHAPES, 1))
     (interpreted,) = trajectory(step.rig, step.start, grads, engine=step.interpreted)
     (eager,) = trajectory(step.rig, step.start, grads, engine="eager")

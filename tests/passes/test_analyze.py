@@ -192,3 +192,55 @@ def test_existing_error_terms_are_kept_up() -> None:
     program = captured(_adam(0.9, 0.999), "p g m v", strategy="light")
     program.already_compensated = frozenset({2})
     assert [state.info.symbol for state in after(program, "analyze").compensated] == ["p", "m"]
+
+
+def _dithered(step: Callable[..., Any], symbols: str, name: str, **options: Any) -> StateTensor:
+    program = captured(step, symbols, **options)
+    program.rounding = "dither"
+    (state,) = [state for state in after(program, "analyze").states if state.info.symbol == name]
+    return state
+
+
+@pytest.mark.parametrize(
+    ("strategy", "name", "selection"),
+    [
+        ("light", "v", "light: parameters only; rounded by dither: noise of at most 7.1 %"),
+        ("plus", "m", "not lossy; rounded by dither: noise of at most 0.73 %"),
+        ("plus", "v", "plus: lossy state; dither would leave noise of at most 7.1 %"),
+        ("full", "m", "full: every state tensor; dither would leave noise of at most 0.73 %"),
+        ("plus", "p", "plus: every parameter"),
+        ("none", "v", "none: plain low precision"),
+    ],
+)
+def test_what_dither_leaves_is_said(strategy: Strategy, name: str, selection: str) -> None:
+    state = _dithered(_adam(0.9, 0.999), "p g m v", name, strategy=strategy)
+    assert state.selection == selection
+    assert (state.chosen_format is not None and state.chosen_format.is_dithered) is ("rounded" in selection)
+
+
+@pytest.mark.parametrize(
+    ("step", "symbols", "noise"),
+    [
+        (lambda v, g: v.addcmul_(g, g), "v g", "noise that adds up"),
+        (_max_of_decayed, "v g", "noise of at most 7.1 %"),
+        (lambda v, g: v.copy_(torch.where(g > 0, v * 0.5, v * 0.9)), "v g", "noise of at most 0.73 %"),
+        (lambda v, g: v.copy_(torch.where(g > 0, v * 0.5, v + g)), "v g", "noise that adds up"),
+        (lambda v, g: v.copy_(g - v), "v g", "noise that adds up"),
+        (_square, "v g", "noise of which no bound is known"),
+        (_tensor_decay, "v g lr", "noise of which no bound is known"),
+    ],
+)
+def test_noise_is_that_of_the_branch_that_keeps_most(
+    step: Callable[..., Any], symbols: str, noise: str
+) -> None:
+    state = _dithered(step, symbols, "v", strategy="light")
+    assert state.selection == f"light: parameters only; rounded by dither: {noise}"
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_state_that_is_overwritten_carries_nothing_but_in_a_recorded_step(is_recorded: bool) -> None:
+    """There the new value may be made, in another part, of the old one."""
+    program = captured(lambda v, g: v.copy_(g * 0.3), "v g")
+    program.rounding, program.is_recorded = "dither", is_recorded
+    (state,) = after(program, "analyze").states
+    assert (state.chosen_format is not None) is is_recorded

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, get_args
 
 import pytest
@@ -28,7 +29,7 @@ AdamW
 tensor          shape     kind            verdict    error      bytes
 --------------  --------  --------------  ---------  -------  -------
 5 parameters    472 bf16  accumulation    lossy (1)  exact      1,888
-5 × exp_avg     472 bf16  moving average  fine (2)   -            944
+5 × exp_avg     472 bf16  moving average  fine (2)   dither       964
 5 × exp_avg_sq  472 bf16  moving average  lossy (3)  exact      1,888
 
 (1) p' = -0.001*exp_avg'*sqrt(1 - 0.999**step')/((1 - 0.9**step')*(sqrt(exp_avg_sq') + 1.0e-8*sqrt(1
@@ -38,15 +39,18 @@ tensor          shape     kind            verdict    error      bytes
     of blocks.0.attention.weight, blocks.0.attention.bias, blocks.0.mlp.weight, blocks.0.mlp.bias,
     head.weight
 (2) exp_avg' = 0.9*exp_avg + 0.1*g
-    tolerable: u/(1-a) = 0.039, rate off by 0.016, for a = 0.9; no error terms (not lossy)
+    tolerable: u/(1-a) = 0.039, rate off by 0.016, for a = 0.9, rounded to nearest; no error terms
+    (not lossy; rounded by dither: noise of at most 0.73 %)
     of blocks.0.attention.weight.exp_avg, blocks.0.attention.bias.exp_avg,
     blocks.0.mlp.weight.exp_avg, blocks.0.mlp.bias.exp_avg, head.weight.exp_avg
 (3) exp_avg_sq' = 0.999*exp_avg_sq + 0.001*g**2
-    stalls: u/(1-a) = 3.9, rate off by 1, for a = 0.999; error terms (plus: lossy state)
+    stalls: u/(1-a) = 3.9, rate off by 1, for a = 0.999; error terms (plus: lossy state; dither
+    would leave noise of at most 7.1 %)
     of blocks.0.attention.weight.exp_avg_sq, blocks.0.attention.bias.exp_avg_sq,
     blocks.0.mlp.weight.exp_avg_sq, blocks.0.mlp.bias.exp_avg_sq, head.weight.exp_avg_sq
 
-10 of 15 tensors have error terms. Bytes per parameter: 10 (parameters 2, state 4, error terms 4).
+10 of 15 tensors have error terms. Bytes per parameter: 10.04 (parameters 2, state 4, error terms
+4.042).
 
 Compiled in parts (not by family: no two tensors are updated alike)."""
 
@@ -61,16 +65,17 @@ def reports() -> dict[str, CollageReport]:
     return {strategy: explain(adamw(), strategy=strategy) for strategy in get_args(Strategy)}
 
 
-@pytest.mark.parametrize(("strategy", "extra"), [("none", 0), ("light", 2), ("plus", 4), ("full", 6)])
+@pytest.mark.parametrize(
+    ("strategy", "terms", "dithered"), [("none", 0, 0), ("light", 2, 2), ("plus", 4, 1), ("full", 6, 0)]
+)
 def test_bytes_per_parameter_of_adamw_are_the_papers(
-    reports: dict[str, CollageReport], strategy: str, extra: int
+    reports: dict[str, CollageReport], strategy: str, terms: int, dithered: int
 ) -> None:
-    assert reports[strategy].bytes_per_parameter() == {
-        "parameters": 2,
-        "state": 4,
-        "error terms": extra,
-        "total": 6 + extra,
-    }
+    """And a count of four bytes for each tensor that is rounded by dither."""
+    counts = dithered * len(SHAPES) * 4 / sum(map(math.prod, SHAPES))
+    assert reports[strategy].bytes_per_parameter() == pytest.approx(
+        {"parameters": 2, "state": 4, "error terms": terms + counts, "total": 6 + terms + counts}
+    )
 
 
 def test_a_master_copy_is_four_bytes_a_tensor() -> None:
@@ -93,7 +98,9 @@ def test_a_row_says_all_of_a_tensor(reports: dict[str, CollageReport]) -> None:
     first = rows[f"{NAMES[2]}.exp_avg"]
     assert not first.lossy
     assert not first.compensated
-    assert (first.error_format, first.error_bytes) == ("", 0)
+    assert (first.error_format, first.error_bytes) == ("dither", 4)
+    plain = next(row for row in reports["none"].tensors if row.name == first.name)
+    assert (plain.error_format, plain.error_bytes) == ("", 0)
     assert rows[NAMES[2]].role is Role.PARAMETER
     assert rows[NAMES[2]].kind is Kind.ACCUMULATION
 
@@ -104,7 +111,7 @@ def test_graphs_before_and_after_are_modules(reports: dict[str, CollageReport]) 
     assert isinstance(graph.after, GraphModule)
     assert graph.before.code != graph.after.code
     inputs = [sum(node.op == "placeholder" for node in gm.graph.nodes) for gm in (graph.before, graph.after)]
-    assert inputs[1] == inputs[0] + 10
+    assert inputs[1] == inputs[0] + 10 + 5 * 2  # error terms; a count and an index for each first moment
     assert [name for name, _ in graph.passes][:3] == ["normalize", "clear-denominators", "analyze"]
     assert graph.subject == "AdamW"
     (plain,) = reports["none"].graphs
@@ -126,7 +133,7 @@ def test_unfolded_every_tensor_has_a_row(reports: dict[str, CollageReport]) -> N
     assert "bf16[16,8]" in body[8]
     assert "lossy (3)" in body[8]
     assert body[8].split()[-2:] == ["exact", "512"]
-    assert body[7].split()[-2:] == ["-", "256"]
+    assert body[7].split()[-2:] == ["dither", "260"]
     notes = [line for line in lines if line.startswith("(")]
     assert len(notes) == 3  # parameters, first moments, second moments: each once
     assert "of blocks" not in "\n".join(lines)
@@ -176,7 +183,7 @@ def test_markdown_has_the_same_rows(reports: dict[str, CollageReport]) -> None:
     assert {len(row) for row in cells} == {6}
     assert [row[0] for row in cells[2:]] == ["5 parameters", "5 × exp_avg", "5 × exp_avg_sq"]
     assert [line[:3] for line in lines if line[:1].isdigit()][:3] == ["1. ", "2. ", "3. "]
-    assert lines[-3].endswith("Bytes per parameter: 10 (parameters 2, state 4, error terms 4).")
+    assert lines[-3].endswith("Bytes per parameter: 10.04 (parameters 2, state 4, error terms 4.042).")
     assert lines[-1] == "Compiled in parts (not by family: no two tensors are updated alike)."
 
 

@@ -309,16 +309,16 @@ class Bounded:
             result.error = self.error + unit_roundoff(dtype) * (self.value.abs() + self.error)
         return result
 
-    def stored(self, name: str, dtype: torch.dtype, *, compensated: bool) -> Bounded:
+    def stored(self, name: str, dtype: torch.dtype, *, compensated: bool, dithered: bool = False) -> Bounded:
         """The value that memory keeps, off by the format's precision, or by its square for a pair.
 
         A pair is off by ``max(u**2 |x|, q/2)``, a single number by ``max(u |x|, q/2)``, q the smallest
-        subnormal.
+        subnormal; by twice as much where dither chose the neighbour.
         """
         error = self.own.get(name, self.error) if compensated else self.error
         u = unit_roundoff(dtype) ** (2 if compensated else 1)
         rounding = (u * (self.value.abs() + error)).clamp(min=2.0 ** (SMALLEST[dtype] - 1))
-        return Bounded(self.value, error + rounding, rounding=self.rounding)
+        return Bounded(self.value, error + (2 if dithered else 1) * rounding, rounding=self.rounding)
 
 
 def _where(condition: Decision, a: Bounded, b: Bounded) -> Bounded:
