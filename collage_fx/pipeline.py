@@ -29,6 +29,7 @@ from collage_fx.passes.widen import Widen
 
 __all__ = [
     "ANALYSIS",
+    "CHOOSING",
     "MEASUREMENT",
     "PIPELINE",
     "Pass",
@@ -57,6 +58,9 @@ PIPELINE: tuple[Pass, ...] = (
 #: The part that only looks: what strategy "none" runs for its report, before plain Inductor gets the graph as
 #: captured.
 ANALYSIS: tuple[Pass, ...] = PIPELINE[: PIPELINE.index(Allocate())]
+
+#: The passes that choose what is kept of each state tensor, the last of :data:`ANALYSIS`.
+CHOOSING: tuple[Pass, ...] = (Analyze(), PackState())
 
 #: The passes that strategy "none" runs besides, on that graph, to measure it.
 MEASUREMENT: tuple[Pass, ...] = (Measure(),)

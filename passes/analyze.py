@@ -173,8 +173,8 @@ def _select(program: StepProgram, state: StateTensor, flow: _Flow) -> tuple[bool
 def _may_be_dithered(program: StepProgram, state: StateTensor) -> bool:
     """Whether a state has old values, of which roundings would add up; numbers (0-d) are left.
 
-    In a recorded step what overwrites it may be made of them, in another part. What an old value is multiplied
-    by, if not by known numbers, is left to be exact: Rprop's step sizes are powers of two factors.
+    In a recorded step what overwrites it may be made of them, in another part. Where nothing is known of what
+    becomes of the old value, roundings to nearest stay: Rprop's step sizes are products of a few numbers.
     """
     kind = state.recurrence.kind
     carries = program.is_recorded if kind is Kind.OVERWRITE else kind is not Kind.OTHER or state.verdict.noise

@@ -45,8 +45,6 @@ __all__ = [
     "is_movement",
     "is_pointwise",
     "may_raise",
-    "named_arguments",
-    "number_filling",
     "passed_operand",
     "size_argument",
     "source_of",

@@ -38,11 +38,9 @@ __all__ = [
     "BLOCK_SCALES",
     "BLOCK_VALUES",
     "CODES",
-    "LARGEST",
     "block_code",
     "block_scale",
     "block_value",
-    "memory_order",
 ]
 
 #: Elements that have a scale in common.

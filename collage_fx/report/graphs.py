@@ -14,8 +14,7 @@ from torch.fx import Graph, GraphModule
 from collage_fx.errors import InvalidOptionError, did_you_mean
 from collage_fx.graph import Repetition, Role, Route, StepProgram, Strategy, copy_of, repeated_graph
 from collage_fx.numerics import ERROR_FORMATS
-from collage_fx.passes.analyze import Analyze
-from collage_fx.pipeline import ANALYSIS, Pass, Stage, run_pipeline
+from collage_fx.pipeline import CHOOSING, Pass, Stage, run_pipeline
 from collage_fx.report.pictures import Picture, dot, picture, render
 from collage_fx.report.svg import side_by_side
 from collage_fx.report.tensors import TensorReport, Treatment, bytes_per_parameter, tensor_report
@@ -115,14 +114,14 @@ class GraphReport:
         assert self.program is not None
         program = self.program.unrun(copy_of(self.before))
         names = [each.name for each in self.pipeline]
-        first, last = names.index(Analyze.name), names.index(ANALYSIS[-1].name)
-        preparation, analysis = self.pipeline[:first], self.pipeline[first : last + 1]
+        first, last = (names.index(each.name) for each in (CHOOSING[0], CHOOSING[-1]))
+        preparation, choosing = self.pipeline[:first], self.pipeline[first : last + 1]
         rows = []
         with torch.no_grad():
             run_pipeline(program, preparation)
             for strategy, error_format in choices:
                 program.strategy, program.error_format = strategy, ERROR_FORMATS[error_format]
-                run_pipeline(program, analysis)
+                run_pipeline(program, choosing)
                 rows.append([tensor_report(state) for state in program.states])
         return rows
 

@@ -33,7 +33,7 @@ from collage_fx.torch_compat import (
     without_torch_function,
 )
 
-__all__ = ["PackedTensor", "decoded", "is_packed", "pack", "unpack"]
+__all__ = ["unpack"]
 
 
 def _attribute(name: str) -> Any:

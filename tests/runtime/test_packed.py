@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 
 from collage_fx import error_terms, full_value, reset_error_terms
-from collage_fx.numerics import format_named
+from collage_fx.numerics import PACKED_FORMATS
 from collage_fx.runtime.error_terms import Expansion, ensure_expansion, expansion_of
 from collage_fx.runtime.packed import PackedTensor, is_packed, unpack
 from collage_fx.torch_compat import storage_of, without_torch_function
 
-BLOCK8 = format_named("block8")
-assert BLOCK8 is not None
+BLOCK8, _ = PACKED_FORMATS["block8"]
 
 
 def packed(seed: int = 0) -> tuple[Tensor, Tensor, Expansion]:
