@@ -8,7 +8,15 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from collage_fx.numerics.blocks import BLOCK, BLOCK_CODES, BLOCK_SCALES, BLOCK_VALUES, CODES, LARGEST
+from collage_fx.numerics.blocks import (
+    BLOCK,
+    BLOCK_CODES,
+    BLOCK_SCALES,
+    BLOCK_VALUES,
+    CODES,
+    LARGEST,
+    why_no_blocks,
+)
 from collage_fx.numerics.dither import PHASES, phase
 from collage_fx.numerics.error_formats.base import AuxiliarySpec, ErrorBound, ErrorFormat
 
@@ -25,6 +33,7 @@ class Blocks(ErrorFormat):
 
     keeps_hi = False
     keeps_error = False
+    by_rows = True
     is_dithered = True
 
     def __init__(self, bits: int, *, signed: bool) -> None:
@@ -34,15 +43,7 @@ class Blocks(ErrorFormat):
         self.precision = f"{what} in {bits} bits, {BLOCK} of them with a scale"  # type: ignore[misc]
 
     def why_not(self, hi: Tensor) -> str:
-        dims = sorted(range(hi.dim()), key=lambda dim: hi.stride(dim))
-        expected = 1
-        for dim in dims:
-            if hi.shape[dim] > 1 and hi.stride(dim) != expected:
-                return "its elements are not neighbours in memory"
-            expected *= hi.shape[dim]
-        if hi.dim() < 2 or hi.stride(0) * hi.shape[0] != hi.numel():
-            return "it has no rows"
-        return "" if hi.stride(0) % BLOCK == 0 else f"its rows are no multiples of {BLOCK} elements"
+        return why_no_blocks(hi, BLOCK)
 
     def auxiliaries(self, hi: Tensor) -> Sequence[AuxiliarySpec]:
         rows = hi.shape[0]
