@@ -39,6 +39,7 @@ __all__ = [
     "BLOCK_VALUES",
     "CODES",
     "LARGEST",
+    "SMALLEST_SCALE",
     "block_code",
     "block_scale",
     "block_value",
@@ -66,6 +67,7 @@ LARGEST = {(8, True): 127, (8, False): 255, (16, True): 32767, (16, False): 6553
 #: A scale's byte and this, times 2**22, is the bit pattern of a float32 number: 1 is that of 2**-80, 254 that
 #: of 1.5 * 2**46. The root of a float32 number that isn't zero is no smaller than 2**-75.
 _FIRST_SCALE = 93
+SMALLEST_SCALE = 2.0**-80
 _NOT_FINITE = 255
 
 

@@ -15,6 +15,7 @@ from collage_fx.numerics.blocks import (
     BLOCK_VALUES,
     CODES,
     LARGEST,
+    SMALLEST_SCALE,
     why_no_blocks,
 )
 from collage_fx.numerics.dither import PHASES, phase
@@ -57,13 +58,14 @@ class Blocks(ErrorFormat):
         """Half a distance of the grid at its end, where the scale is 1.5 times the largest number at most.
 
         In its root, where it isn't negative: e there is 2 e + e**2 of the number. Some roundings of float32
-        come to it.
+        come to it. The smallest scale is no root's.
         """
         largest = LARGEST[self.bits, self.signed]
         distance = Fraction(2 * largest - 1, largest**2) if self.bits == 8 else Fraction(1, largest)
         half = Fraction(3, 2) * distance / 2
         of_largest = half if self.signed else 2 * half + half**2
-        return ErrorBound(of_largest=of_largest + Fraction(1, 2**20))
+        absolute = distance / 2 * Fraction(SMALLEST_SCALE) if self.signed else Fraction(0)
+        return ErrorBound(absolute=absolute, of_largest=of_largest + Fraction(1, 2**20))
 
     def join(self, hi: Tensor, *auxiliaries: Tensor) -> Tensor:
         codes, scales, _ = auxiliaries

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from collage_fx.numerics.blocks import blocks_of, from_blocks, why_no_blocks
 from collage_fx.numerics.error_formats.base import AuxiliarySpec, ErrorBound, ErrorFormat
+from collage_fx.numerics.operators import define_operator
 
 #: Elements that have a power and a scale in common.
 GROUP = 128
@@ -24,6 +25,10 @@ RANGE = LARGEST**2 / 2
 
 #: Powers are multiples of 1/16, up to this: with more, float32's own roundings would show.
 LARGEST_POWER = 1024
+
+#: Powers, by torch's eager kernel in compiled code as well: in one loop that has the C library's, in another
+#: vectors, an ulp off each other.
+POWER = define_operator("power(Tensor base, Tensor exponents) -> Tensor", torch.pow)
 
 
 class Coat(ErrorFormat):
@@ -70,7 +75,7 @@ class Coat(ErrorFormat):
     def join(self, hi: Tensor, *auxiliaries: Tensor) -> Tensor:
         codes, scales, powers = auxiliaries
         units = blocks_of(codes, codes, GROUP).to(torch.float32) / LARGEST
-        sizes = units.abs() ** (1 / powers.reshape(-1, 1)) * scales.reshape(-1, 1)
+        sizes = POWER(units.abs(), 1 / powers.reshape(-1, 1)) * scales.reshape(-1, 1)
         return from_blocks(units.sign() * sizes, codes)
 
     def split(self, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -79,7 +84,7 @@ class Coat(ErrorFormat):
         largest, least = (each.clamp(min=LEAST) for each in (sizes.amax(1, True), sizes.amin(1, True)))
         sixteenths = math.log2(RANGE) * 16 / (largest / least).clamp(max=2.0**127).log2()
         powers = sixteenths.floor().clamp(max=16.0 * LARGEST_POWER) / 16
-        codes = groups.sign() * (sizes / largest) ** powers * LARGEST
+        codes = groups.sign() * POWER(sizes / largest, powers) * LARGEST
         scales = torch.where(largest < math.inf, largest, math.nan)
         of_rows = value.shape[0], -1
         stored = from_blocks(codes.to(torch.float8_e4m3fn), value)
