@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -24,7 +23,18 @@ from tests.support.training import compiled, parameters, set_gradients
 from tests.support.twin import TwinBackend
 from tests.support.whole import pipeline
 
+#: The least and the largest error of moments in a format, weights apart, that the study has on its recorded
+#: gradients (docs/formats.md).
+MEASURED = {"block8": (0.0063, 0.021), "fp8_lm": (0.016, 0.039), "coat": (0.025, 0.064)}
+
 SHAPES = ((32, 256), (32, 256), (16, 4, 128), (5,))
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    processes = Processes(2, tmp_path_factory.mktemp("store"))
+    yield processes
+    processes.stop()
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:
@@ -70,10 +80,33 @@ def off(state: str) -> float:
             assert q.grad is not None
             p.grad = q.grad.float()
         optimizer.step()
-    moved = reference[0].detach().double() - start[0].detach().double()
-    return float((full_value(mine[0]) - reference[0].double()).norm() / moved.norm())
+    exact, reached = reference[0].detach().double(), full_value(mine[0])
+    return float((reached - exact).norm() / (exact - start[0].detach().double()).norm())
 
 
-def test_a_run() -> None:
-    print({s: off(s) for s in ("block16", "block8", "fp8_lm", "coat")})
-    assert 0
+def test_a_run_is_as_far_off_as_the_study_says() -> None:
+    """And farther than with blocks. Gradients are others than there: by a factor of 2 at most."""
+    found = {state: off(state) for state in MEASURED}
+    for state, (least, most) in MEASURED.items():
+        assert least / 2 <= found[state] <= 2 * most, found
+    assert found["block8"] < min(found["fp8_lm"], found["coat"]), found
+
+
+def in_pieces(state: str) -> list[str]:
+    """Why state of a matrix of which each process has half the rows is packed or not."""
+    torch._dynamo.reset()
+    mesh = init_device_mesh("cpu", (2,))
+    matrix = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    p = Parameter(distribute_tensor(matrix, mesh, [Shard(0)]))
+    p.grad = distribute_tensor(matrix, mesh, [Shard(0)])
+    backend = CollageBackend(strategy="plus", state=state)
+    torch.compile(adamw([p]).step, backend=backend)()
+    return [row.selection for row in backend.report().graphs[-1].tensors if row.symbol != "p"]
+
+
+def test_state_in_pieces_is_packed_in_formats_that_are_by_rows(two_processes: Processes) -> None:
+    for found in two_processes.run(in_pieces, "coat"):
+        assert found == ["packed: of either sign", "packed: never negative"]
+    for first, second in two_processes.run(in_pieces, "fp8_lm"):
+        assert first.endswith("not packed: it is in pieces, and fp8_lm is of whole tensors")
+        assert second.endswith("not packed: it is in pieces, and fp8_lm_positive is of whole tensors")

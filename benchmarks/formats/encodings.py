@@ -108,7 +108,9 @@ class Registered(Encoding):
         fmt = self._format
         if not fmt.by_rows and not fmt.is_elementwise:
             each = [fmt.split(tensor, torch.bfloat16) for tensor in value.flatten(0, -2)]
-            return tuple(torch.stack(parts).unflatten(0, value.shape[:-1]) for parts in zip(*each, strict=True))
+            return tuple(
+                torch.stack(parts).unflatten(0, value.shape[:-1]) for parts in zip(*each, strict=True)
+            )
         if before is None:
             return fmt.split(value, torch.bfloat16)
         start = [torch.zeros((), dtype=torch.int32)] if fmt.is_dithered else []
