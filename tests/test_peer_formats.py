@@ -49,7 +49,7 @@ def test_compiled_bits_are_eager_bits(state: str, unit: Unit) -> None:
     for engine in ("compiled", "eager"):
         backend = TwinBackend(strategy="plus", state=state, passes=pipeline(by_family=unit == "by family"))
         rig = CompiledOptimizer(SHAPES, adamw, backend)
-        backend.engine = engine  # type: ignore[assignment]
+        backend.engine = engine
         with not_in_parts if unit == "whole" else nullcontext():
             for grads in gradients(SHAPES, 4):
                 rig.step(grads)

@@ -39,14 +39,10 @@ __all__ = [
     "BLOCK_VALUES",
     "CODES",
     "LARGEST",
-    "SMALLEST_SCALE",
     "block_code",
     "block_scale",
     "block_value",
-    "blocks_of",
-    "from_blocks",
     "memory_order",
-    "why_no_blocks",
 ]
 
 #: Elements that have a scale in common.

@@ -26,8 +26,8 @@ RANGE = LARGEST**2 / 2
 #: Powers are multiples of 1/16, up to this: with more, float32's own roundings would show.
 LARGEST_POWER = 1024
 
-#: Powers, by torch's eager kernel in compiled code as well: in one loop that has the C library's, in another
-#: vectors, an ulp off each other.
+#: ``base ** exponents``, which compiled code calls as it is. Inductor would write the C library's function into
+#: one loop and that of vectors into another, an ulp apart.
 POWER = define_operator("power(Tensor base, Tensor exponents) -> Tensor", torch.pow)
 
 
