@@ -98,8 +98,8 @@ def test_what_is_not_finite_is_not_finite_again_and_spoils_those_with_its_scale(
 def test_equal_numbers_are_kept(fmt: ErrorFormat, number: float) -> None:
     relative, absolute, of_largest = map(float, fmt.error_bound(torch.bfloat16))
     stored = kept(fmt, torch.full((2, 256), number)).double()
-    if fmt.name in ("block16", "block8") and number > 1.5 * 2.0**46:
-        assert stored.isnan().all()  # blocks take such numbers for infinite
+    if fmt.name.startswith("block") and number == 3e38:
+        assert stored.isnan().all()  # blocks take such numbers, and those with such roots, for infinite
         return
     assert ((stored - number).abs() <= max(absolute, number * max(relative, of_largest))).all()
     assert number != 0 or not stored.any()

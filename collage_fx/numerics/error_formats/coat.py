@@ -26,8 +26,8 @@ RANGE = LARGEST**2 / 2
 #: Powers are multiples of 1/16, up to this: with more, float32's own roundings would show.
 LARGEST_POWER = 1024
 
-#: ``base ** exponents``, which compiled code calls as it is. Inductor would write the C library's function into
-#: one loop and that of vectors into another, an ulp apart.
+#: ``base ** exponents``, which compiled code calls as it is. Inductor would write the C library's function
+#: into one loop and that of vectors into another, an ulp apart.
 POWER = define_operator("power(Tensor base, Tensor exponents) -> Tensor", torch.pow)
 
 
