@@ -11,7 +11,11 @@ were a divisor zero beside a dividend that is not, the update would have no boun
 * whose old value is multiplied by what is no number, or by more than 1: rounding errors would grow with it;
 * that stands for parameters (Lookahead's slow weights, averages), or into which goes what they lose (Kahan's
   term): what a moment may lose in relation to its own size is not what a parameter may lose of a step;
-* that is of few elements, or of no rows of whole blocks.
+* that is of few elements, or of no rows of whole blocks;
+* that is in pieces, where the format is one of whole tensors.
+
+The formats of other systems, for comparison, are given the same state: theirs do not keep every divisor from
+becoming zero.
 """
 
 from __future__ import annotations
@@ -68,6 +72,8 @@ class PackState(Pass):
             why_not = _why_not(program, state, divided_by)
             fmt = positive if is_positive else signed
             why_not = why_not or fmt.why_not(state.value)
+            if not why_not and state.info.is_cut and not fmt.by_rows:
+                why_not = f"it is in pieces, and {fmt.name} is of whole tensors"
             if why_not:
                 state.selection += f"; not packed: {why_not}"
             else:

@@ -33,10 +33,8 @@ from benchmarks.formats.peers import (
     DynamicMap,
     ErrorInUlps,
     Kahan,
-    RangeExpansion,
     Remainder,
     StochasticBFloat16,
-    TensorScaled,
     dynamic_map,
 )
 from benchmarks.formats.replay import (
@@ -285,33 +283,6 @@ def test_e4m3_is_off_by_half_an_ulp() -> None:
     unit = block_largest(value, 256) / 448
     error = (back(BlockFloat8(), value) - value).abs()
     assert (error <= torch.maximum(value.abs() * 2**-4, unit * 2**-10) * (1 + 2**-20)).all()
-
-
-def test_an_expanded_range_is_filled() -> None:
-    value = values(spread=1.0)
-    code, scale, power, middle = RangeExpansion().store(value, None)
-    assert (code.float().abs().amax(-1) == 448).all()
-    # No multiple of 1/16 more would leave the range of a group within e4m3's, 448**2 / 2.
-    low, high = value.abs().unflatten(-1, (-1, 128)).aminmax(dim=-1, keepdim=True)
-    spans = [((high / low).double() ** (power + more)).log2() for more in (0, 1 / 16)]
-    assert ((spans[0] <= math.log2(448**2 / 2) + 2**-16) & (spans[1] > math.log2(448**2 / 2) - 2**-16)).all()
-    expanded = (value.unflatten(-1, (-1, 128)).abs() / middle) ** power / scale
-    # Half an ulp of e4m3 in the expanded number; float32's powers of 32 are worth some 2**-18.
-    ratio = torch.maximum(torch.tensor(2.0**-4), 2.0**-10 / expanded) + 2**-16
-    stored = RangeExpansion().load((code, scale, power, middle)).unflatten(-1, (-1, 128))
-    error = (stored / value.unflatten(-1, (-1, 128))).log().abs()
-    assert (error <= -(1 - ratio).log() / power).all()
-
-
-@pytest.mark.parametrize("dtype", [E4M3, torch.float16])
-def test_the_scale_of_a_tensor_is_the_largest_power_of_two_that_fits(dtype: torch.dtype) -> None:
-    code, scale = TensorScaled(dtype).store(values(), None)
-    most = torch.finfo(dtype).max
-    assert (scale.log2() == scale.log2().round()).all()
-    largest = values().abs().amax(-1, keepdim=True) * scale
-    assert ((largest <= most) & (2 * largest > most)).all()
-    assert torch.isfinite(code.float()).all()
-    assert (back(TensorScaled(dtype), torch.zeros(1, 256)) == 0).all()
 
 
 @pytest.mark.parametrize(

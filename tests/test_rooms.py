@@ -100,7 +100,17 @@ def test_names_of_another_room_come_through_its_door(path: Path) -> None:
 
 
 #: Names of a room that are for users alone.
-FOR_USERS = {"AuxiliarySpec", "Blocks", "Dither", "ErrorBound", "Exact", "Fp32", "Mcf"}
+FOR_USERS = {
+    "AuxiliarySpec",
+    "Blocks",
+    "Coat",
+    "Dither",
+    "ErrorBound",
+    "Exact",
+    "Fp32",
+    "Mcf",
+    "TensorScaled",
+}
 
 
 @pytest.mark.parametrize(

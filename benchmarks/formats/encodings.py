@@ -81,7 +81,10 @@ class Plain(Encoding):
 
 @dataclass(frozen=True)
 class Registered(Encoding):
-    """A format of the library, beside bfloat16 or in its place."""
+    """A format of the library, beside bfloat16 or in its place.
+
+    One that is of whole tensors has as a tensor what the trace has of it, the last dimension's elements.
+    """
 
     format: str
 
@@ -103,6 +106,11 @@ class Registered(Encoding):
 
     def store(self, value: Tensor, before: State | None) -> State:
         fmt = self._format
+        if not fmt.by_rows and not fmt.is_elementwise:
+            each = [fmt.split(tensor, torch.bfloat16) for tensor in value.flatten(0, -2)]
+            return tuple(
+                torch.stack(parts).unflatten(0, value.shape[:-1]) for parts in zip(*each, strict=True)
+            )
         if before is None:
             return fmt.split(value, torch.bfloat16)
         start = [torch.zeros((), dtype=torch.int32)] if fmt.is_dithered else []

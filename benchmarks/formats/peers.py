@@ -1,8 +1,10 @@
-"""Encodings of other projects, simulated from what they have published (:data:`SOURCES`), not copied."""
+"""Encodings of other projects, simulated from what they have published (:data:`SOURCES`), not copied.
+
+Those of COAT and FP8-LM are registered in the library, for comparison.
+"""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cache
 
@@ -246,63 +248,3 @@ class BlockFloat8(Encoding):
     def load(self, state: State) -> Tensor:
         code, scale = state
         return (code.float() * scale).flatten(-2)
-
-
-@dataclass(frozen=True)
-class RangeExpansion(Encoding):
-    """e4m3 of a power of the value, such that a group of 128 fills its range [COAT].
-
-    With a and b the smallest and the largest magnitude of a group, ``x = (|value| / sqrt(a b)) ** k`` spans
-    448**2 / 2 at most for ``k = log(448**2 / 2) / log(b / a)``, rounded down to a multiple of 1/16.
-    """
-
-    @property
-    def name(self) -> str:
-        return "e4m3 expanded per 128"
-
-    @property
-    def bytes(self) -> float:
-        return 1 + 3 * 4 / 128
-
-    def store(self, value: Tensor, before: State | None) -> State:
-        value = by_block(value, 128)
-        magnitude = value.abs()
-        least, most = (magnitude.aminmax(dim=-1, keepdim=True)[i] + 1e-20 for i in range(2))
-        middle = (least * most).sqrt()
-        power = (math.log2(448**2 / 2) / (most / least).log2() * 16).floor() / 16
-        scale = (most / middle) ** power / 448
-        return (value.sign() * (magnitude / middle) ** power / scale).to(E4M3), scale, power, middle
-
-    def load(self, state: State) -> Tensor:
-        code, scale, power, middle = state
-        x = code.float() * scale
-        return (x.sign() * x.abs() ** (1 / power) * middle).flatten(-2)
-
-
-@dataclass(frozen=True)
-class TensorScaled(Encoding):
-    """A float of 8 or 16 bits, with one scale a tensor [FP8-LM].
-
-    The scale is the power of two that brings the largest magnitude nearest to the dtype's largest number from
-    below. Its bytes are not counted, and a tensor is what the trace has of it, the last dimension's elements.
-    """
-
-    dtype: torch.dtype
-
-    @property
-    def name(self) -> str:
-        return f"{'e4m3' if self.dtype == E4M3 else str(self.dtype).removeprefix('torch.')}, tensor scale"
-
-    @property
-    def bytes(self) -> float:
-        return self.dtype.itemsize
-
-    def store(self, value: Tensor, before: State | None) -> State:
-        most = value.abs().amax(-1, keepdim=True)
-        exponent = (torch.finfo(self.dtype).max / most).log2().floor()
-        scale = torch.where(most > 0, exponent.exp2(), 1.0).clamp(max=2.0**126)
-        return (value * scale).to(self.dtype), scale
-
-    def load(self, state: State) -> Tensor:
-        code, scale = state
-        return code.float() / scale

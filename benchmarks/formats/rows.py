@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.formats.encodings import (
-    E4M3,
     Encoding,
     Float8Components,
     Float8WithPlanes,
@@ -21,10 +20,8 @@ from benchmarks.formats.peers import (
     DynamicMap,
     ErrorInUlps,
     Kahan,
-    RangeExpansion,
     Remainder,
     StochasticBFloat16,
-    TensorScaled,
 )
 
 #: Whose a row is, if it is not one of the SOURCES of other projects.
@@ -58,7 +55,9 @@ HEAVYBALL = ErrorInUlps(8, stochastic=True)
 FLASHOPTIM = Companded(signed=True), Companded(signed=False)
 BITSANDBYTES = DynamicMap(signed=True), DynamicMap(signed=False)
 TORCHAO = DynamicMap(signed=True, least=1e-12), DynamicMap(signed=False, least=1e-12)
-FP8_LM = TensorScaled(E4M3), TensorScaled(torch.float16)
+COAT = Registered("coat"), Registered("coat")
+FP8_LM = Registered("fp8_lm"), Registered("fp8_lm_positive")
+FP8_LM_WEIGHT = Registered("fp8_lm_positive")  # float16, too, and a scale for the tensor
 
 #: States. The library's are a format and a strategy: ``light`` is for weights, ``plus`` for second moments
 #: as well, ``full`` for all.
@@ -82,8 +81,8 @@ STATES = (
     Row("torchao 8-bit, stochastic weights", "torchao", StochasticBFloat16(), *TORCHAO),
     Row("torchao fp8", "torchao", BFLOAT16, BlockFloat8(), BlockFloat8()),
     Row("torchao fp8, stochastic weights", "torchao", StochasticBFloat16(), BlockFloat8(), BlockFloat8()),
-    Row("COAT, float32 weights", "COAT", FLOAT32, RangeExpansion(), RangeExpansion()),
-    Row("FP8-LM", "FP8-LM", TensorScaled(torch.float16), *FP8_LM),
+    Row("COAT, float32 weights", "COAT", FLOAT32, *COAT),
+    Row("FP8-LM", "FP8-LM", FP8_LM_WEIGHT, *FP8_LM),
     Row("HeavyBall bf16+8", "HeavyBall", HEAVYBALL, HEAVYBALL, HEAVYBALL),
     Row("stochastic rounding", "Zamirai", StochasticBFloat16(), BFLOAT16, BFLOAT16),
     Row("Kahan sum", "Zamirai", Kahan(), BFLOAT16, BFLOAT16),
@@ -108,7 +107,7 @@ WEIGHTS = (
     weight(StochasticBFloat16(), "Zamirai"),
     weight(Kahan(), "Zamirai"),
     weight(Remainder(), "TE"),
-    weight(TensorScaled(torch.float16), "FP8-LM"),
+    Row("float16, tensor scale", "FP8-LM", FP8_LM_WEIGHT, FLOAT32, FLOAT32),
     *(weight(Float8Components(count, block), CANDIDATE) for block in (None, 32) for count in (2, 3, 4)),
     *(weight(StaticScale(Float8WithPlanes(planes)), CANDIDATE) for planes in (1, 2)),
 )
@@ -131,7 +130,7 @@ MOMENTS = (
     moments("bitsandbytes 8-bit", "bitsandbytes", *BITSANDBYTES),
     moments("torchao 8-bit", "torchao", *TORCHAO),
     moments("torchao fp8", "torchao", BlockFloat8(), BlockFloat8()),
-    moments("COAT", "COAT", RangeExpansion(), RangeExpansion()),
+    moments("COAT", "COAT", *COAT),
     moments("FP8-LM", "FP8-LM", *FP8_LM),
     moments("HeavyBall bf16+8", "HeavyBall", HEAVYBALL, HEAVYBALL),
 )

@@ -13,7 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from collage_fx.graph import InputInfo, Role
 from collage_fx.runtime import KnownTensor
-from collage_fx.torch_compat import aot_input_of, symbol_source
+from collage_fx.torch_compat import aot_input_of, pieces_of, symbol_source
 
 __all__ = ["describe_input", "describe_inputs"]
 
@@ -65,15 +65,17 @@ def describe_input(value: Any, fallback: str, known: Mapping[int, KnownTensor], 
     """
     if not isinstance(value, Tensor):
         return _describe_number(fallback, value)
+    pieces = pieces_of(value)
+    is_cut = pieces is not None and pieces.are_cut
     if id(value) in known:
         entry = known[id(value)]
-        return InputInfo(entry.name, entry.symbol, entry.role, value, bound)
+        return InputInfo(entry.name, entry.symbol, entry.role, value, bound, is_cut)
     name = re.sub(r"^L_+|_+$", "", fallback, flags=re.IGNORECASE)
     if isinstance(value, torch.nn.Parameter):
         role = Role.PARAMETER
     else:
         role = Role.CARRIED if value in carried else Role.STATE
-    return InputInfo(name, name.rpartition("___")[2] or name, role, value, bound)
+    return InputInfo(name, name.rpartition("___")[2] or name, role, value, bound, is_cut)
 
 
 def _describe_number(fallback: str, value: Any) -> InputInfo:

@@ -57,6 +57,7 @@ class InputInfo:
         role: parameter, optimizer state, gradient or other.
         tensor: the real tensor met while compiling, None for numbers and for what AOTAutograd made up.
         bound: whether it is an attribute of the captured module, so the same tensor in every call.
+        is_cut: whether it is a DTensor of which this process has some elements, and others have the rest.
     """
 
     name: str
@@ -64,6 +65,7 @@ class InputInfo:
     role: Role
     tensor: torch.Tensor | None = None
     bound: bool = False
+    is_cut: bool = False
 
 
 class Kind(enum.Enum):

@@ -61,6 +61,7 @@ LARGEST = {(8, True): 127, (8, False): 255, (16, True): 32767, (16, False): 6553
 #: A scale's byte and this, times 2**22, is the bit pattern of a float32 number: 1 is that of 2**-80, 254 that
 #: of 1.5 * 2**46. The root of a float32 number that isn't zero is no smaller than 2**-75.
 _FIRST_SCALE = 93
+SMALLEST_SCALE = 2.0**-80
 _NOT_FINITE = 255
 
 
@@ -147,20 +148,32 @@ def memory_order(tensor: Tensor) -> list[int]:
     return sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))
 
 
-def _as_blocks(tensor: Tensor, like: Tensor) -> Tensor:
-    """The elements in the order in which those of a dense tensor ``like`` lie in memory, [blocks, 32]."""
-    return tensor.permute(memory_order(like)).reshape(-1, BLOCK)
+def why_no_blocks(tensor: Tensor, size: int) -> str:
+    """The reason why the rows of a tensor are not made of blocks of so many neighbours; empty if they are."""
+    expected = 1
+    for dim in reversed(memory_order(tensor)):
+        if tensor.shape[dim] > 1 and tensor.stride(dim) != expected:
+            return "its elements are not neighbours in memory"
+        expected *= tensor.shape[dim]
+    if tensor.dim() < 2 or tensor.stride(0) * tensor.shape[0] != tensor.numel():
+        return "it has no rows"
+    return "" if tensor.stride(0) % size == 0 else f"its rows are no multiples of {size} elements"
 
 
-def _as_before(blocks: Tensor, like: Tensor) -> Tensor:
-    """The inverse of :func:`_as_blocks`."""
+def blocks_of(tensor: Tensor, like: Tensor, size: int = BLOCK) -> Tensor:
+    """The elements in the order in which those of a dense tensor ``like`` lie in memory, [blocks, size]."""
+    return tensor.permute(memory_order(like)).reshape(-1, size)
+
+
+def from_blocks(blocks: Tensor, like: Tensor) -> Tensor:
+    """The inverse of :func:`blocks_of`."""
     order = memory_order(like)
     back = sorted(range(len(order)), key=order.__getitem__)
     return blocks.reshape([like.shape[dim] for dim in order]).permute(back)
 
 
 def _scales(value: Tensor, like: Tensor, signed: bool) -> Tensor:
-    largest = _as_blocks(value, like).abs().amax(1)
+    largest = blocks_of(value, like).abs().amax(1)
     return block_scale(largest, signed).reshape(like.shape[0], -1)
 
 
@@ -168,14 +181,14 @@ def _codes(
     value: Tensor, scales: Tensor, phases: Tensor | None, like: Tensor, bits: int, signed: bool
 ) -> Tensor:
     nearest = torch.full_like(value, -(2**31), dtype=torch.int32)
-    of_blocks = _as_blocks(nearest if phases is None else phases, like)
-    codes = block_code(_as_blocks(value, like), scales.reshape(-1, 1), of_blocks, bits, signed)
-    return _as_before(codes, like)
+    of_blocks = blocks_of(nearest if phases is None else phases, like)
+    codes = block_code(blocks_of(value, like), scales.reshape(-1, 1), of_blocks, bits, signed)
+    return from_blocks(codes, like)
 
 
 def _values(codes: Tensor, scales: Tensor, bits: int, signed: bool) -> Tensor:
-    values = block_value(_as_blocks(codes, codes), scales.reshape(-1, 1), bits, signed)
-    return _as_before(values, codes)
+    values = block_value(blocks_of(codes, codes), scales.reshape(-1, 1), bits, signed)
+    return from_blocks(values, codes)
 
 
 def _fake_scales(value: Tensor, like: Tensor, signed: bool) -> Tensor:

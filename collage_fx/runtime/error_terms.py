@@ -159,7 +159,7 @@ class Expansion:
         record_memory(hi, self)
 
     def _encode(self, hi: Tensor) -> None:
-        rows = max(1, PART * len(hi) // max(1, hi.numel()))
+        rows = max(1, PART * len(hi) // hi.numel()) if self.format.by_rows else len(hi)
         with real_tensors(), torch.no_grad():
             for first in range(0, len(hi), rows):
                 part = slice(first, first + rows)

@@ -116,12 +116,17 @@ class Pieces(NamedTuple):
     def sum(self, numbers: torch.Tensor) -> torch.Tensor:
         """Numbers that each process has for its piece, summed over all pieces."""
         summed = numbers.to(self.mesh.device_type, copy=True)
-        for i in self._are_cut:
+        for i in self._cut_by:
             torch.distributed.all_reduce(summed, group=self.mesh.get_group(i))
         return summed.to(numbers.device)
 
     @property
-    def _are_cut(self) -> list[int]:
+    def are_cut(self) -> bool:
+        """Whether elements are shared out among processes, rather than that each has a copy of all."""
+        return bool(self._cut_by)
+
+    @property
+    def _cut_by(self) -> list[int]:
         """The dimensions of the mesh by which elements are shared out; the others hold copies."""
         # A strided one, of FSDP2 with tensor parallelism, says no to is_shard().
         return [i for i, placement in enumerate(self.placements) if not placement.is_replicate()]
@@ -131,7 +136,7 @@ class Pieces(NamedTuple):
         """Rows shared out among the processes among which elements are."""
         distributed = sys.modules["torch.distributed.tensor"]
         placements = (
-            distributed.Shard(0) if i in self._are_cut else distributed.Replicate()
+            distributed.Shard(0) if i in self._cut_by else distributed.Replicate()
             for i in range(len(self.placements))
         )
         return Pieces(self.mesh, tuple(placements))
@@ -139,7 +144,7 @@ class Pieces(NamedTuple):
     def have_rows(self, rows: int) -> bool:
         """Whether each process would have one of that many rows shared out among them as elements are."""
         counts = {rows}
-        for i in self._are_cut:
+        for i in self._cut_by:
             n = self.mesh.size(i)
             counts = {
                 max(0, min(-(-count // n), count - k * -(-count // n))) for count in counts for k in range(n)

@@ -119,6 +119,9 @@ class ErrorFormat(ABC):
     #: Whether hi itself is kept. If not, the value is in the auxiliaries alone, of hi only sizes, strides and
     #: dtype count, and its memory is given back: a *packed* tensor.
     keeps_hi: ClassVar[bool] = True
+    #: Whether some rows of a tensor are kept as they are in the whole, and each auxiliary that is no number
+    #: has rows like hi. If not, a packed tensor can't be in pieces, of which each process has one.
+    by_rows: ClassVar[bool] = False
     #: Whether :meth:`store` is given the index of hi's first element in the whole tensor.
     is_dithered: ClassVar[bool] = False
 

@@ -8,7 +8,16 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from collage_fx.numerics.blocks import BLOCK, BLOCK_CODES, BLOCK_SCALES, BLOCK_VALUES, CODES, LARGEST
+from collage_fx.numerics.blocks import (
+    BLOCK,
+    BLOCK_CODES,
+    BLOCK_SCALES,
+    BLOCK_VALUES,
+    CODES,
+    LARGEST,
+    SMALLEST_SCALE,
+    why_no_blocks,
+)
 from collage_fx.numerics.dither import PHASES, phase
 from collage_fx.numerics.error_formats.base import AuxiliarySpec, ErrorBound, ErrorFormat
 
@@ -25,6 +34,7 @@ class Blocks(ErrorFormat):
 
     keeps_hi = False
     keeps_error = False
+    by_rows = True
     is_dithered = True
 
     def __init__(self, bits: int, *, signed: bool) -> None:
@@ -34,15 +44,7 @@ class Blocks(ErrorFormat):
         self.precision = f"{what} in {bits} bits, {BLOCK} of them with a scale"  # type: ignore[misc]
 
     def why_not(self, hi: Tensor) -> str:
-        dims = sorted(range(hi.dim()), key=lambda dim: hi.stride(dim))
-        expected = 1
-        for dim in dims:
-            if hi.shape[dim] > 1 and hi.stride(dim) != expected:
-                return "its elements are not neighbours in memory"
-            expected *= hi.shape[dim]
-        if hi.dim() < 2 or hi.stride(0) * hi.shape[0] != hi.numel():
-            return "it has no rows"
-        return "" if hi.stride(0) % BLOCK == 0 else f"its rows are no multiples of {BLOCK} elements"
+        return why_no_blocks(hi, BLOCK)
 
     def auxiliaries(self, hi: Tensor) -> Sequence[AuxiliarySpec]:
         rows = hi.shape[0]
@@ -56,13 +58,14 @@ class Blocks(ErrorFormat):
         """Half a distance of the grid at its end, where the scale is 1.5 times the largest number at most.
 
         In its root, where it isn't negative: e there is 2 e + e**2 of the number. Some roundings of float32
-        come to it.
+        come to it. The smallest scale is no root's.
         """
         largest = LARGEST[self.bits, self.signed]
         distance = Fraction(2 * largest - 1, largest**2) if self.bits == 8 else Fraction(1, largest)
         half = Fraction(3, 2) * distance / 2
         of_largest = half if self.signed else 2 * half + half**2
-        return ErrorBound(of_largest=of_largest + Fraction(1, 2**20))
+        absolute = distance / 2 * Fraction(SMALLEST_SCALE) if self.signed else Fraction(0)
+        return ErrorBound(absolute=absolute, of_largest=of_largest + Fraction(1, 2**20))
 
     def join(self, hi: Tensor, *auxiliaries: Tensor) -> Tensor:
         codes, scales, _ = auxiliaries
