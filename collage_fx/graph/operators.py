@@ -43,23 +43,31 @@ from collage_fx import numerics, torch_compat
 from collage_fx.graph.operator_facts import facts_of
 from collage_fx.numerics import (
     DITHERED,
+    DITHERED_BYTE,
+    DITHERED_UPPER,
     LOWER_HALF,
     PHASES,
     SPACING,
     ULP_PARTS,
     UPPER_HALF,
+    WITH_BYTE,
     WITH_LOWER_HALF,
     WITH_ULP_PARTS,
     arithmetic,
     define_operator,
     dithered,
+    dithered_byte,
+    dithered_upper,
     phase_at,
+    with_byte,
 )
 from collage_fx.numerics import update_sums as measures
 from collage_fx.torch_compat import (
     FakeTensorMode,
     Sums,
+    dithered_byte_in_cpp,
     dithered_in_cpp,
+    dithered_upper_in_cpp,
     functional_decompositions,
     lower_half_in_cpp,
     make_fx,
@@ -76,6 +84,7 @@ from collage_fx.torch_compat import (
     takes_our_cpp,
     ulp_parts_in_cpp,
     upper_half_in_cpp,
+    with_byte_in_cpp,
     with_lower_half_in_cpp,
     with_ulp_parts_in_cpp,
 )
@@ -224,6 +233,9 @@ ELEMENTWISE = (
         torch.float32,
     ),
     (DITHERED, dithered, (torch.float32, torch.int32), dithered_in_cpp, torch.float32),
+    (DITHERED_UPPER, dithered_upper, (torch.float32, torch.int32), dithered_upper_in_cpp, torch.float32),
+    (DITHERED_BYTE, dithered_byte, (torch.float32, torch.int32), dithered_byte_in_cpp, torch.int8),
+    (WITH_BYTE, with_byte, (torch.float32, torch.int8), with_byte_in_cpp, torch.float32),
     (ULP_PARTS, arithmetic.ulp_parts, FLOATS[:2], ulp_parts_in_cpp, torch.int16),
     (
         WITH_ULP_PARTS,

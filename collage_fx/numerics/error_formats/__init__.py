@@ -8,6 +8,7 @@ trace both into the graph. Another format is another file here, and a place in t
 from __future__ import annotations
 
 from collage_fx.numerics.error_formats.base import AuxiliarySpec, ErrorBound, ErrorFormat
+from collage_fx.numerics.error_formats.byte import Byte
 from collage_fx.numerics.error_formats.dither import Dither
 from collage_fx.numerics.error_formats.exact import (
     LOWER_HALF,
@@ -28,6 +29,7 @@ __all__ = [
     "WITH_LOWER_HALF",
     "WITH_ULP_PARTS",
     "AuxiliarySpec",
+    "Byte",
     "Dither",
     "ErrorBound",
     "ErrorFormat",
@@ -37,4 +39,4 @@ __all__ = [
 ]
 
 #: The registered formats by name. The first that the arithmetic can use is the default.
-ERROR_FORMATS: dict[str, ErrorFormat] = {fmt.name: fmt for fmt in (Exact(), Mcf(), Fp32(), Dither())}
+ERROR_FORMATS: dict[str, ErrorFormat] = {fmt.name: fmt for fmt in (Exact(), Mcf(), Fp32(), Byte(), Dither())}
