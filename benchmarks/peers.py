@@ -134,6 +134,8 @@ _PEERS: Sequence[Peer] = (
     Peer("plus, mcf", ours("plus", error_format="mcf"), 22, compiles=True),
     Peer("light, dithered", ours("light", rounding="dither"), 18, compiles=True),
     Peer("plus, dithered", ours("plus", rounding="dither"), 22, compiles=True),
+    Peer("light, byte", ours("light", error_format="byte"), 16, compiles=True),
+    Peer("light, byte, dithered", ours("light", error_format="byte", rounding="dither"), 16, compiles=True),
     Peer("torch fp32 fused", torch_adamw(fused=True), 28, torch.float32),
     Peer("torch bf16 foreach", torch_adamw(foreach=True), 14),
     Peer("torch bf16 fused", torch_adamw(fused=True), 14),

@@ -51,7 +51,7 @@ class Row:
 
 FLOAT32 = Plain(torch.float32)
 BFLOAT16 = Plain(torch.bfloat16)
-MCF, EXACT, DITHER = Registered("mcf"), Registered("exact"), Registered("dither")
+MCF, EXACT, BYTE, DITHER = map(Registered, ("mcf", "exact", "byte", "dither"))
 HEAVYBALL = ErrorInUlps(8, stochastic=True)
 FLASHOPTIM = Companded(signed=True), Companded(signed=False)
 BITSANDBYTES = DynamicMap(signed=True), DynamicMap(signed=False)
@@ -69,6 +69,8 @@ STATES = (
     Row("none, dithered", OURS, DITHER, DITHER, DITHER),
     Row("light, exact", OURS, EXACT, BFLOAT16, BFLOAT16),
     Row("light, exact, dithered", OURS, EXACT, DITHER, DITHER),
+    Row("light, byte", OURS, BYTE, BFLOAT16, BFLOAT16),
+    Row("light, byte, dithered", OURS, BYTE, DITHER, DITHER),
     Row("plus, exact", OURS, EXACT, BFLOAT16, EXACT),
     Row("plus, exact, dithered", OURS, EXACT, DITHER, EXACT),
     Row("full, exact", OURS, EXACT, EXACT, EXACT),
@@ -97,6 +99,7 @@ WEIGHTS = (
     weight(BFLOAT16, TORCH),
     weight(MCF, OURS),
     weight(EXACT, OURS),
+    weight(BYTE, OURS),
     weight(DITHER, OURS),
     weight(ErrorInUlps(8), "FlashOptim"),
     weight(ErrorInUlps(16), "FlashOptim"),
@@ -131,4 +134,4 @@ MOMENTS = (
 )
 
 #: Weights over runs of different length.
-LENGTHS = (FLOAT32, EXACT, MCF, DITHER, ErrorInUlps(8), HEAVYBALL, StochasticBFloat16())
+LENGTHS = (FLOAT32, EXACT, MCF, BYTE, DITHER, ErrorInUlps(8), HEAVYBALL, StochasticBFloat16())

@@ -118,3 +118,52 @@ def test_float16() -> None:
     assert found["beyond half an ulp"] == 0
     assert found["NaN"] == NANS
     assert found["finite"] + found["infinite"] + NANS == 2**32
+
+
+def test_every_byte_beside_bfloat16() -> None:
+    """All 24-bit floats, by the least phase and by the largest; no NaN becomes a number."""
+
+    def count(bits: Tensor) -> dict[str, Tensor]:
+        is_float24 = (bits & 0xFF) == 0
+        x, turns = bits.view(torch.float32), torch.where((bits & 0x100) == 0, 0, -1).to(torch.int32)
+        hi = DITHERED_UPPER(x, turns, torch.bfloat16)
+        again = WITH_BYTE(hi, DITHERED_BYTE(x, turns, torch.bfloat16), torch.bfloat16)
+        is_finite, cut_off = hi.abs() < torch.inf, bits & 0xFF
+        is_up = (turns < 0) & (cut_off > 0)
+        return {
+            "back": (is_float24 & is_finite & (_bits(again) == bits)).sum(),
+            "not back": (is_float24 & is_finite & (_bits(again) != bits)).sum(),
+            "neighbours": (is_finite & (_bits(again) == bits - cut_off + torch.where(is_up, 256, 0))).sum(),
+            "finite": is_finite.sum(),
+            "NaN": ((x != x) & (hi != hi) & (again != again)).sum(),
+            "infinite": ((hi.abs() == torch.inf) & (again == hi)).sum(),
+        }
+
+    found = _count_all(count)
+    # Of each sign 0x7f7f80 patterns of 23 bits are below what rounds to infinity.
+    assert (found["back"], found["not back"]) == (2 * 0x7F7F80, 0) == (16_711_424, 0)
+    assert found["neighbours"] == found["finite"]
+    assert found["NaN"] == NANS
+    assert found["finite"] + found["infinite"] + NANS == 2**32
+
+
+def test_every_byte_beside_float16() -> None:
+    """Every finite number with every byte: what is normalised comes back, by any phase."""
+
+    def count(bits: Tensor) -> dict[str, Tensor]:
+        hi, rest = (bits >> 8).to(torch.int16).view(torch.float16).float(), (bits << 24 >> 24).to(torch.int8)
+        value, turns = WITH_BYTE(hi, rest, torch.float16), (bits * -0x61C88647).to(torch.int32)
+        upper = DITHERED_UPPER(value, turns, torch.float16)
+        same = (upper == hi) & (DITHERED_BYTE(value, turns, torch.float16) == rest)
+        is_finite = hi.abs() < torch.inf
+        return {
+            "finite": is_finite.sum(),
+            "back": (is_finite & same).sum(),
+            "infinite": (is_finite & (upper.abs() == torch.inf)).sum(),
+            "not finite, and hi": (~is_finite & ((value == hi) | ((value != value) & (hi != hi)))).sum(),
+        }
+
+    found = _count_all(count, patterns=2**24)
+    assert found["finite"] == 2 * 0x7C00 * 2**8
+    assert found["not finite, and hi"] == 2**24 - found["finite"]
+    assert found["back"] == found["finite"] - found["infinite"] - found["beside another"]
