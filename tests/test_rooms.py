@@ -100,7 +100,7 @@ def test_names_of_another_room_come_through_its_door(path: Path) -> None:
 
 
 #: Names of a room that are for users alone.
-FOR_USERS = {"AuxiliarySpec", "Dither", "ErrorBound", "Exact", "Fp32", "Mcf"}
+FOR_USERS = {"AuxiliarySpec", "Byte", "Dither", "ErrorBound", "Exact", "Fp32", "Mcf"}
 
 
 @pytest.mark.parametrize(
