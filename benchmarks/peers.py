@@ -134,6 +134,7 @@ _PEERS: Sequence[Peer] = (
     Peer("plus, mcf", ours("plus", error_format="mcf"), 22, compiles=True),
     Peer("light, to nearest", ours("light", rounding="nearest"), 18, compiles=True),
     Peer("plus, to nearest", ours("plus", rounding="nearest"), 22, compiles=True),
+    Peer("light, byte", ours("light", error_format="byte"), 16, compiles=True),
     Peer("torch fp32 fused", torch_adamw(fused=True), 28, torch.float32),
     Peer("torch bf16 foreach", torch_adamw(foreach=True), 14),
     Peer("torch bf16 fused", torch_adamw(fused=True), 14),

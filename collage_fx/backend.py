@@ -38,7 +38,8 @@ class CollageBackend(Backend):
             something from step to step.
         error_format: ``"exact"``: the other 16 bits of a float32 number, the default. ``"mcf"``: an error
             term of the tensor's own dtype, in as many bytes (the paper's; the default of ``native``).
-            ``"fp32"``: a float32 master copy, for comparison.
+            ``"byte"``: eight more bits of fraction in a byte, rounded up or down by dither. ``"fp32"``: a
+            float32 master copy, for comparison.
         arithmetic: ``"wide"``: the step is computed on float32 values of ``hi + lo`` and split once at the
             store. ``"native"``: the paper's algorithms in the storage format, every operation rounded; needs
             ``"mcf"``.

@@ -64,7 +64,10 @@ def _current(fmt: ErrorFormat, half_quantum: float, hi: Tensor, *auxiliaries: Te
     error = functools.reduce(operator.add, fmt.error_terms(hi, *auxiliaries))
     stale = (hi == 0) & (error.abs() > half_quantum)
     if fmt.is_elementwise:
-        return tuple(torch.where(stale, _zero(auxiliary), auxiliary) for auxiliary in auxiliaries)
+        return tuple(
+            torch.where(stale, _zero(auxiliary), auxiliary) if auxiliary.dim() == hi.dim() else auxiliary
+            for auxiliary in auxiliaries
+        )
     value = fmt.join(hi, *auxiliaries)
     return fmt.split(torch.where(stale, _zero(value), value), hi.dtype)[1:]
 

@@ -33,6 +33,7 @@ ARITHMETICS: tuple[tuple[Arithmetic, str], ...] = (
     ("wide", "mcf"),
     ("wide", "exact"),
     ("wide", "fp32"),
+    ("wide", "byte"),
     ("native", "mcf"),
 )
 CASES = [

@@ -1,10 +1,11 @@
-"""``rounding="dither"``: state without error terms, rounded so that nothing is lost on average."""
+"""Dither in whole steps: state without error terms (``rounding="dither"``), and ``error_format="byte"``."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
 from contextlib import nullcontext
+from fractions import Fraction
 from typing import Any
 from unittest import mock
 
@@ -15,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.nn import Parameter
 
-from collage_fx import CollageBackend, error_terms, explain
+from collage_fx import CollageBackend, error_terms, explain, full_value
 from collage_fx.graph import Reason, Unit
 from collage_fx.lowering.lower import inductor_settings
 from collage_fx.numerics.dither import dithered, phase, phases
@@ -23,6 +24,9 @@ from collage_fx.runtime.error_terms import expansion_of
 from collage_fx.torch_compat import local_tensor
 from tests.support import triton_offline as offline
 from tests.support.agreement import assert_same, trajectory
+from tests.support.exact import fractions
+from tests.support.float24 import nearest, rounded
+from tests.support.float24 import phase as phase_of
 from tests.support.optimizers import CompiledOptimizer, gradients
 from tests.support.processes import Processes
 from tests.support.training import (
@@ -46,15 +50,21 @@ def adamw(params: Any, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-3, weight_decay=0.1, **options)
 
 
+#: Moments that have no error terms; parameters, one moment or both with a byte; and both together.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "dither": {"strategy": "light", "rounding": "dither"},
+    "byte": {"strategy": "full", "error_format": "byte"},
+    "both": {"strategy": "light", "rounding": "dither", "error_format": "byte"},
+}
+each_kind = pytest.mark.parametrize("kind", OPTIONS)
+
+
 def counts(optimizer: torch.optim.Optimizer) -> list[int]:
-    """Of all state that is rounded by dither."""
-    return [
-        int(count)
-        for state in optimizer.state.values()
-        for tensor in state.values()
-        if tensor.dim() and (found := expansion_of(tensor)) is not None and found.format.name == "dither"
-        for count in found.auxiliaries
-    ]
+    """Of all state that is rounded by dither, parameters first."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    tensors = [*params, *(each for state in optimizer.state.values() for each in state.values())]
+    found = [expansion_of(tensor) for tensor in tensors if tensor.dim()]
+    return [int(each.auxiliaries[-1]) for each in found if each is not None and each.format.is_dithered]
 
 
 # The bits. ------------------------------------------------------------------------------------------------
@@ -62,9 +72,10 @@ def counts(optimizer: torch.optim.Optimizer) -> list[int]:
 
 @pytest.mark.parametrize("unit", ["by family", "in parts", "whole"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_compiled_bits_are_eager_bits(dtype: torch.dtype, unit: Unit) -> None:
+@each_kind
+def test_compiled_bits_are_eager_bits(kind: str, dtype: torch.dtype, unit: Unit) -> None:
     not_in_parts = mock.patch("collage_fx.lowering.lower.lower_in_parts", return_value=Reason("of the test"))
-    backend = TwinBackend(strategy="light", rounding="dither", passes=pipeline(by_family=unit == "by family"))
+    backend = TwinBackend(**OPTIONS[kind], passes=pipeline(by_family=unit == "by family"))
     rig = CompiledOptimizer(SHAPES, adamw, backend, dtype=dtype)
     with not_in_parts if unit == "whole" else nullcontext():
         start = rig.start()
@@ -100,11 +111,48 @@ def test_state_is_that_of_the_recurrence_rounded_by_the_definition(dtype: torch.
     assert counts(optimizer) == [4, 4, 4]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_parameters_are_those_of_the_recurrence_rounded_by_the_definition(dtype: torch.dtype) -> None:
+    """SGD, whose float32 arithmetic is one addition: each element is followed in exact numbers."""
+    params = parameters(dtype, shapes=((30, 20), (6, 4, 4, 2), (7,)))
+    params[0].data = params[0].data.t().contiguous().t()
+    params[1].data = params[1].data.to(memory_format=torch.channels_last)
+    step = compiled(torch.optim.SGD(params, lr=2.0**-10), error_format="byte")
+    values = [fractions(_in_memory(p)) for p in params]
+    for count in range(4):
+        set_gradients(params, count)
+        step()
+        for i, p in enumerate(params):
+            assert p.grad is not None
+            grad = torch.empty_like(p).copy_(p.grad)  # in the parameter's layout
+            changes = [-each / 2**10 for each in fractions(_in_memory(grad))]
+            values[i] = [
+                rounded(_as_float32(value + change), phase_of(place, count), dtype)
+                for place, (value, change) in enumerate(zip(values[i], changes, strict=True))
+            ]
+            assert fractions(_in_memory(p)) == [nearest(value, dtype) for value in values[i]]
+            (term,) = error_terms(p)
+            assert fractions(_in_memory(p.detach().float() + term)) == values[i]
+    assert [int(live_error_terms(p)[-1]) for p in params] == [4, 4, 4]
+
+
+def _in_memory(tensor: Tensor) -> Tensor:
+    """The elements in their order in memory."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+def _as_float32(value: Fraction) -> Fraction:
+    """Float64 holds the sum of two numbers that are less than 2**29 apart."""
+    assert Fraction(float(value)) == value
+    return Fraction(float(torch.tensor(float(value), dtype=torch.float64).float()))
+
+
 @pytest.mark.skipif(not offline.HAVE_TRITON, reason="needs triton (Linux only) and numpy")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_triton_gives_the_same_bits(dtype: torch.dtype) -> None:
+@each_kind
+def test_triton_gives_the_same_bits(kind: str, dtype: torch.dtype) -> None:
     shapes = ((33, 17), (70,))
-    backend = TwinBackend(strategy="light", rounding="dither", passes=pipeline(by_family=False))
+    backend = TwinBackend(**OPTIONS[kind], passes=pipeline(by_family=False))
     rig = CompiledOptimizer(
         shapes, lambda params: torch.optim.SGD(params, lr=1e-3, momentum=0.9), backend, dtype=dtype
     )
@@ -188,11 +236,12 @@ def test_what_needs_no_rounding_is_as_it_is() -> None:
     assert counts(optimizer) == [19] * 2  # the state is born in the first step
 
 
-def test_metrics_change_no_bit() -> None:
+@each_kind
+def test_metrics_change_no_bit(kind: str) -> None:
     grads = list(gradients(SHAPES, 2))
     ends = []
     for metrics in (False, True):
-        backend = TwinBackend(strategy="light", rounding="dither", metrics=metrics)
+        backend = TwinBackend(**OPTIONS[kind], metrics=metrics)
         rig = CompiledOptimizer(SHAPES, adamw, backend)
         ends.append(trajectory(rig, rig.start(), grads))
     assert_same(*ends)
@@ -219,6 +268,25 @@ def test_it_is_refused_in_native_arithmetic() -> None:
         CollageBackend(rounding="up")  # type: ignore[arg-type]
 
 
+def test_sums_may_be_in_bytes() -> None:
+    """Gradients are summed in place and zeroed by somebody else; the count goes on."""
+    total = torch.zeros(3, 1000).bfloat16()
+    grad = torch.full_like(total, 2.0**-17)  # a quarter of the byte's unit at 1
+
+    @torch.compile(backend=CollageBackend(error_format="byte"))
+    def accumulate(total: Tensor, grad: Tensor) -> None:
+        total.add_(grad)
+
+    for rounds in (1, 2):
+        total.zero_()
+        accumulate(total, torch.ones_like(total))
+        for _ in range(64):
+            accumulate(total, grad)
+        off = full_value(total) - (1 + 64 * 2.0**-17)
+        assert abs(float(off.mean())) < 2.0**-15 * (64 / off.numel()) ** 0.5  # of independent choices
+        assert int(live_error_terms(total)[-1]) == 65 * rounds
+
+
 def test_a_decay_goes_on_where_nearest_stands_still() -> None:
     """V' = 0.999 v is v in bfloat16. From 1, 500 steps of zero gradients are to leave 0.606."""
     left = {}
@@ -242,13 +310,13 @@ def test_a_decay_goes_on_where_nearest_stands_still() -> None:
 # Over and over. -------------------------------------------------------------------------------------------
 
 
-def interrupted(detour: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def interrupted(kind: str, detour: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """What an uninterrupted run leaves, and one that goes on with other objects."""
     left = []
     for resumed in (False, True):
         params = parameters()
         optimizer = adamw(params)
-        step = compiled(optimizer, strategy="light", rounding="dither")
+        step = compiled(optimizer, **OPTIONS[kind])
         run_steps(step, params, range(40))
         if resumed:
             saved = copy.deepcopy(optimizer.state_dict())
@@ -263,17 +331,18 @@ def interrupted(detour: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
             else:
                 optimizer = adamw(params)
                 optimizer.load_state_dict(saved)
-            step = compiled(optimizer, strategy="light", rounding="dither")
+            step = compiled(optimizer, **OPTIONS[kind])
         run_steps(step, params, range(40, 45))
-        assert counts(optimizer) == [45] * 4
+        assert set(counts(optimizer)) == {45}
         left.append(everything(optimizer))
     return left[0], left[1]
 
 
 @pytest.mark.parametrize("detour", ["state dict", "plain torch", "deep copy"])
-def test_a_resumed_run_is_the_uninterrupted_one(detour: str) -> None:
+@each_kind
+def test_a_resumed_run_is_the_uninterrupted_one(kind: str, detour: str) -> None:
     """The count is beyond what bfloat16 holds, to which plain torch casts what it loads."""
-    one, other = interrupted(detour)
+    one, other = interrupted(kind, detour)
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
 
@@ -288,15 +357,16 @@ def test_torchs_random_numbers_are_left_alone() -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_a_skipped_step_is_not_counted() -> None:
+@each_kind
+def test_a_skipped_step_is_not_counted(kind: str) -> None:
     params = parameters()
     optimizer = adamw(params, fused=True)
-    step = compiled(optimizer, strategy="light", rounding="dither")
+    step = compiled(optimizer, **OPTIONS[kind])
     run_steps(step, params, range(3))
     before = everything(optimizer)
     optimizer.grad_scale, optimizer.found_inf = torch.ones(()), torch.ones(())  # type: ignore[attr-defined]
     run_steps(step, params, [3])
-    assert counts(optimizer) == [3] * 4
+    assert set(counts(optimizer)) == {3}
     after = everything(optimizer)
     assert all(torch.equal(before[name], after[name]) for name in before)
 
@@ -326,7 +396,7 @@ def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processe
     processes.stop()
 
 
-def trained(placement: Placement | None) -> tuple[dict[str, Tensor], list[int]]:
+def trained(kind: str, placement: Placement | None) -> tuple[dict[str, Tensor], list[int]]:
     """All that some steps leave, in one piece each, with a save and a load in the middle; and the starts."""
     torch._dynamo.reset()
     mesh = None if placement is None else init_device_mesh("cpu", (2,))
@@ -339,7 +409,7 @@ def trained(placement: Placement | None) -> tuple[dict[str, Tensor], list[int]]:
             saved = copy.deepcopy(optimizer.state_dict())
             optimizer = adamw(params)
             optimizer.load_state_dict(saved)
-            backend = CollageBackend(strategy="light", rounding="dither")
+            backend = CollageBackend(**OPTIONS[kind])
             step: Any = torch.compile(optimizer.step, backend=backend)
         if mesh is None or placement is None:
             set_gradients(params, seed)
@@ -347,23 +417,25 @@ def trained(placement: Placement | None) -> tuple[dict[str, Tensor], list[int]]:
             set_gradients_in_pieces(params, mesh, placement, seed)
         step()
     left = {
-        f"{i}.{name}": in_one_piece(tensor.detach())
+        f"{i}.{name}.{part}": in_one_piece(each.detach())
         for i, p in enumerate(params)
         for name, tensor in {"p": p, **optimizer.state[p]}.items()
+        for part, each in enumerate((tensor, *error_terms(tensor)))
     }
     first = [expansion_of(optimizer.state[p]["exp_avg"]) for p in params]
-    assert all(found is not None and int(found.auxiliaries[0]) == 6 for found in first)
+    assert all(found is not None and int(found.auxiliaries[-1]) == 6 for found in first)
     starts = [int(found.start) for found in first if found is not None]
     assert all(local_tensor(each).dtype == torch.bfloat16 for each in params)
     return left, starts
 
 
 @pytest.mark.parametrize("placement", [Shard(0), Replicate()], ids=str)
-def test_pieces_have_the_bits_of_the_whole(two_processes: Processes, placement: Placement) -> None:
+@each_kind
+def test_pieces_have_the_bits_of_the_whole(two_processes: Processes, kind: str, placement: Placement) -> None:
     """Rows that two processes share, unevenly too, are dithered as those of one tensor."""
-    alone, starts = trained(None)
+    alone, starts = trained(kind, None)
     assert not any(starts)
-    found = two_processes.run(trained, placement)
+    found = two_processes.run(trained, kind, placement)
     for left, _ in found:
         assert left.keys() == alone.keys()
         assert all(torch.equal(left[name], alone[name]) for name in alone)

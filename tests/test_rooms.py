@@ -103,6 +103,7 @@ def test_names_of_another_room_come_through_its_door(path: Path) -> None:
 FOR_USERS = {
     "AuxiliarySpec",
     "Blocks",
+    "Byte",
     "Coat",
     "Dither",
     "ErrorBound",

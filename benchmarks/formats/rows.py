@@ -48,7 +48,7 @@ class Row:
 
 FLOAT32 = Plain(torch.float32)
 BFLOAT16 = Plain(torch.bfloat16)
-MCF, EXACT, DITHER = Registered("mcf"), Registered("exact"), Registered("dither")
+MCF, EXACT, BYTE, DITHER = map(Registered, ("mcf", "exact", "byte", "dither"))
 BLOCK8 = Registered("block8"), Registered("block8_positive")
 BLOCK16 = Registered("block16"), Registered("block16_positive")
 HEAVYBALL = ErrorInUlps(8, stochastic=True)
@@ -70,11 +70,14 @@ STATES = (
     Row("none, dithered", OURS, DITHER, DITHER, DITHER),
     Row("light, exact", OURS, EXACT, BFLOAT16, BFLOAT16),
     Row("light, exact, dithered", OURS, EXACT, DITHER, DITHER),
+    Row("light, byte", OURS, BYTE, BFLOAT16, BFLOAT16),
+    Row("light, byte, dithered", OURS, BYTE, DITHER, DITHER),
     Row("plus, exact", OURS, EXACT, BFLOAT16, EXACT),
     Row("plus, exact, dithered", OURS, EXACT, DITHER, EXACT),
     Row("full, exact", OURS, EXACT, EXACT, EXACT),
     Row("block16, exact", OURS, EXACT, *BLOCK16),
     Row("block8, exact", OURS, EXACT, *BLOCK8),
+    Row("block8, byte", OURS, BYTE, *BLOCK8),
     Row("FlashOptim, 24-bit weights", "FlashOptim", ErrorInUlps(8), *FLASHOPTIM),
     Row("FlashOptim, 32-bit weights", "FlashOptim", ErrorInUlps(16), *FLASHOPTIM),
     Row("bitsandbytes 8-bit", "bitsandbytes", BFLOAT16, *BITSANDBYTES),
@@ -100,6 +103,7 @@ WEIGHTS = (
     weight(BFLOAT16, TORCH),
     weight(MCF, OURS),
     weight(EXACT, OURS),
+    weight(BYTE, OURS),
     weight(DITHER, OURS),
     weight(ErrorInUlps(8), "FlashOptim"),
     weight(ErrorInUlps(16), "FlashOptim"),
@@ -136,4 +140,4 @@ MOMENTS = (
 )
 
 #: Weights over runs of different length.
-LENGTHS = (FLOAT32, EXACT, MCF, DITHER, ErrorInUlps(8), HEAVYBALL, StochasticBFloat16())
+LENGTHS = (FLOAT32, EXACT, MCF, BYTE, DITHER, ErrorInUlps(8), HEAVYBALL, StochasticBFloat16())

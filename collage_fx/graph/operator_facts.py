@@ -157,6 +157,7 @@ OPERATORS: dict[str, Facts] = {
     "aten.maximum": Facts(function=sympy.Max),
     "aten.minimum": Facts(function=sympy.Min),
     "aten.nextafter": Facts(transparent=False),
+    "collage_fx.phases": Facts(transparent=False),  # of a place in memory, which a conversion has none of
     "aten.clamp": Facts(with_number=_clamp),
     "aten.clamp_min": Facts(with_number=lambda x, bound: _clamp(x, min=bound)),
     "aten.clamp_max": Facts(with_number=lambda x, bound: _clamp(x, max=bound)),

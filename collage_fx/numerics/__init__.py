@@ -8,6 +8,7 @@ from collage_fx.numerics.arithmetic import *
 from collage_fx.numerics.blocks import *
 from collage_fx.numerics.dither import *
 from collage_fx.numerics.error_formats import *
+from collage_fx.numerics.float24 import *
 from collage_fx.numerics.formats import *
 from collage_fx.numerics.operators import *
 from collage_fx.numerics.update_sums import *

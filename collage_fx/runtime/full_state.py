@@ -233,8 +233,12 @@ def load_full_state_dict(
             if id(target) in stepped and is_low_precision(target.dtype):
                 expansion = ensure_expansion(target, kept_in, name=name)
                 expansion.drop_claim()
-                parts = parts_of if kept_in.is_elementwise else lambda tensor: (tensor,)
-                for part, *into in zip(*map(parts, (source, mine, *expansion.auxiliaries)), strict=True):
+                parts = parts_of(source) if kept_in.is_elementwise else (source,)
+                into_all = [
+                    parts_of(each) if kept_in.is_elementwise and each.dim() else [each] * len(parts)
+                    for each in (mine, *expansion.auxiliaries)
+                ]
+                for part, *into in zip(parts, *into_all, strict=True):
                     split = kept_in.split(part.to(mine.device, torch.float32), target.dtype)
                     for each, new in zip(into, split, strict=True):
                         each.copy_(new)

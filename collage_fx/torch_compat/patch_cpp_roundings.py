@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.codegen import cpp as cpp_module
 from torch._inductor.virtualized import V, ops
 
+from collage_fx.torch_compat.cpp_bytes import dithered_byte, dithered_upper, with_byte
 from collage_fx.torch_compat.cpp_dither import dithered, phases
 from collage_fx.torch_compat.cpp_halves import (
     lower_half,
@@ -28,7 +30,9 @@ from collage_fx.torch_compat.patch_cpp_sums import SUM, summand, summing
 from collage_fx.torch_compat.patching import Patch
 
 __all__ = [
+    "dithered_byte_in_cpp",
     "dithered_in_cpp",
+    "dithered_upper_in_cpp",
     "lower_half_in_cpp",
     "phases_in_cpp",
     "rest_in_cpp",
@@ -36,6 +40,7 @@ __all__ = [
     "takes_our_cpp",
     "ulp_parts_in_cpp",
     "upper_half_in_cpp",
+    "with_byte_in_cpp",
     "with_lower_half_in_cpp",
     "with_ulp_parts_in_cpp",
 ]
@@ -165,10 +170,9 @@ def with_ulp_parts_in_cpp(hi: Any, parts: Any) -> Any:
     return ops.inline_asm_elementwise(hi, parts, asm=_WITH_PARTS, dtype=torch.float32)
 
 
-#: The texts that stand for :func:`phases_in_cpp` and :func:`dithered_in_cpp`, less what follows.
-_PHASES, _DITHERED = (
-    "collage_fx: phases ",
-    {f"collage_fx: dither to {dtype}": dtype for dtype in (torch.bfloat16, torch.float16)},
+#: The texts that stand for :func:`phases_in_cpp` and for what depends on a storage dtype, less what follows.
+_PHASES, _DITHERED, _DITHERED_UPPER, _DITHERED_BYTE, _WITH_BYTE = (
+    f"collage_fx: {what} " for what in ("phases", "dither to", "dithered upper", "dithered byte", "with byte")
 )
 
 
@@ -179,8 +183,24 @@ def phases_in_cpp(place: Any, *phase_and_first: Any, spacing: int) -> Any:
 
 def dithered_in_cpp(value: Any, phases: Any, storage_dtype: torch.dtype) -> Any:
     """A float32 element rounded by its phase to a storage dtype, and returned as float32, in a C++ kernel."""
-    (name,) = (name for name, dtype in _DITHERED.items() if dtype == storage_dtype)
-    return ops.inline_asm_elementwise(value, phases, asm=name, dtype=torch.float32)
+    return ops.inline_asm_elementwise(value, phases, asm=f"{_DITHERED}{storage_dtype}", dtype=torch.float32)
+
+
+def dithered_upper_in_cpp(value: Any, phases: Any, storage_dtype: torch.dtype) -> Any:
+    """The same rounded to eight more bits and then to nearest."""
+    return ops.inline_asm_elementwise(
+        value, phases, asm=f"{_DITHERED_UPPER}{storage_dtype}", dtype=torch.float32
+    )
+
+
+def dithered_byte_in_cpp(value: Any, phases: Any, storage_dtype: torch.dtype) -> Any:
+    """What the second of those roundings leaves, as an integer of 8 bits, in a C++ kernel."""
+    return ops.inline_asm_elementwise(value, phases, asm=f"{_DITHERED_BYTE}{storage_dtype}", dtype=torch.int8)
+
+
+def with_byte_in_cpp(hi: Any, rest: Any, storage_dtype: torch.dtype) -> Any:
+    """The float32 element in a C++ kernel that both of them make."""
+    return ops.inline_asm_elementwise(hi, rest, asm=f"{_WITH_BYTE}{storage_dtype}", dtype=torch.float32)
 
 
 _WRITERS: dict[str, Callable[..., Any]] = {
@@ -190,6 +210,16 @@ _WRITERS: dict[str, Callable[..., Any]] = {
     _WHOLE: with_lower_half,
     _PARTS: ulp_parts,
     _WITH_PARTS: with_ulp_parts,
+    **{
+        f"{name}{dtype}": partial(writer, dtype=dtype)
+        for dtype in (torch.bfloat16, torch.float16)
+        for name, writer in (
+            (_DITHERED, dithered),
+            (_DITHERED_UPPER, dithered_upper),
+            (_DITHERED_BYTE, dithered_byte),
+            (_WITH_BYTE, with_byte),
+        )
+    },
 }
 
 
@@ -201,8 +231,6 @@ def _with_our_code(original: Callable[..., Any]) -> Callable[..., Any]:
             return _WRITERS[asm](*_all_vectors_or_none(inputs))
         if asm.startswith(_PHASES):
             return phases(*inputs, spacing=int(asm.removeprefix(_PHASES)))
-        if asm in _DITHERED:
-            return dithered(*_all_vectors_or_none(inputs), dtype=_DITHERED[asm])
         if asm.startswith(SUM):
             return summand(_all_vectors_or_none(inputs), asm)
         if asm in _ROUNDINGS:

@@ -208,9 +208,15 @@ def test_a_row_is_of_an_operator_that_torch_has(name: str) -> None:
 
 
 def test_every_row_is_run(calls: dict[Any, list[Call]]) -> None:
-    """Those of lists are in tests/passes/test_normalize.py; ``alias`` comes from functionalization alone."""
+    """Those of lists are in tests/passes/test_normalize.py; ``alias`` comes from functionalization alone.
+
+    That ``phases`` reads a parameter's layout, and no conversion's, shows in tests/test_dither.py.
+    """
     run = {str(name) for each in calls for name in (each, each.overloadpacket)}
-    assert {name for name in OPERATORS if "._foreach_" not in name} - run <= {"aten.alias"}
+    assert {name for name in OPERATORS if "._foreach_" not in name} - run <= {
+        "aten.alias",
+        "collage_fx.phases",
+    }
 
 
 def _drawing(*values: float) -> Callable[[Tensor], Tensor]:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from collage_fx.numerics.error_formats import ERROR_FORMATS, ErrorBound, ErrorFormat
+from collage_fx.numerics.formats import storage_format
 from tests.support.bit_patterns import examples, near_storage_numbers, sample, word_and_number
 from tests.support.exact import ENCODINGS, fractions, patterns, tensor
 from tests.support.float_bits import same_bits
@@ -145,10 +146,31 @@ def test_round_trip_of_a_double_word(fmt: ErrorFormat, dtype: torch.dtype, data:
         return
     (term,) = fmt.error_terms(high, *auxiliaries)
     is_tie = (high != hi) & ((value.double() - high).abs() == (value.double() - hi).abs())
-    assert fmt.name == "exact" or not is_tie.any()  # the others round ties to even, as the words do
+    to_even = fmt.name not in ("exact", "byte")  # as the words do
+    assert not to_even or not is_tie.any()
     assert same_numbers(high[~is_tie], hi[~is_tie])
+    if fmt.name == "byte":
+        relative, absolute = map(float, fmt.error_bound(dtype))
+        off = (high.double() + term - value.double()).abs()
+        assert (off <= torch.clamp(relative * value.double().abs(), min=absolute)).all()
+        return
     assert same_numbers(term.to(dtype)[~is_tie], lo[~is_tie])
     assert torch.equal((high.double() + term)[is_tie], value.double()[is_tie])
+
+
+@each_format
+@each_dtype
+def test_beside_a_given_hi_the_value_is_as_near_as_can_be(fmt: ErrorFormat, dtype: torch.dtype) -> None:
+    """Where an error term makes a tie, a split would take the other neighbour for hi."""
+    ulp = float(storage_format(dtype).ulp(Fraction(1)))
+    hi = (1.5 + ulp * torch.arange(4)).repeat(5).to(dtype)
+    hi = torch.cat([hi, -hi])
+    term = ulp * torch.tensor([0.5, -0.25, 0.25, -0.5, 0.0]).repeat_interleave(4).repeat(2)
+    exact = hi.double() + term
+    off = (fmt.join(hi, *fmt.beside(hi, term)).double() - exact).abs()
+    # The last number before a tie is one of float32's from it, and that is rounded.
+    bound = 2.0**-23 + float(fmt.error_bound(dtype).relative) * exact.abs()
+    assert (off <= bound).all()
 
 
 @each_format
@@ -175,6 +197,8 @@ def test_error_bound(fmt: ErrorFormat, dtype: torch.dtype) -> None:
         ("mcf", torch.float16, 2**-22, 2**-25),
         ("fp32", torch.bfloat16, 0, 0),
         ("fp32", torch.float16, 0, 0),
+        ("byte", torch.bfloat16, 2**-15, 2**-141),
+        ("byte", torch.float16, 2**-18, 2**-32),
     ],
 )
 def test_bounds_are_those_of_the_docs(fmt: str, dtype: torch.dtype, relative: float, absolute: float) -> None:

@@ -1,4 +1,4 @@
-"""The format ``exact``, compiled as it is in a step, on every float32 number there is."""
+"""The formats ``exact`` and ``byte``, compiled as in a step, on every float32 number, or pair, there is."""
 
 from __future__ import annotations
 
@@ -11,7 +11,16 @@ from torch import Tensor
 from torch._inductor import config
 
 from collage_fx.graph.operators import round_to_storage
-from collage_fx.numerics import LOWER_HALF, ULP_PARTS, UPPER_HALF, WITH_LOWER_HALF, WITH_ULP_PARTS
+from collage_fx.numerics import (
+    DITHERED_BYTE,
+    DITHERED_UPPER,
+    LOWER_HALF,
+    ULP_PARTS,
+    UPPER_HALF,
+    WITH_BYTE,
+    WITH_LOWER_HALF,
+    WITH_ULP_PARTS,
+)
 from collage_fx.torch_compat.patch_cpp_roundings import writing_our_cpp
 
 CHUNK = 1 << 24
@@ -20,14 +29,14 @@ NANS = 2 * (2**23 - 1)
 pytestmark = pytest.mark.slow
 
 
-def _count_all(count: Callable[[Tensor], dict[str, Tensor]]) -> dict[str, int]:
-    """The sums, over all patterns of 32 bits, of what a function finds in some of them."""
+def _count_all(count: Callable[[Tensor], dict[str, Tensor]], patterns: int = 1 << 32) -> dict[str, int]:
+    """The sums, over all integers of as many patterns, of what a function finds in some of them."""
     total: Counter[str] = Counter()
     torch._dynamo.reset()
     with writing_our_cpp(), config.patch("force_disable_caches", True):
         compiled = torch.compile(count, dynamic=False)
         first = torch.arange(CHUNK, dtype=torch.int32)
-        for start in range(-(2**31), 2**31, CHUNK):
+        for start in range(-patterns // 2, patterns // 2, CHUNK):
             found = compiled(first + start)
             total.update({name: int(each) for name, each in found.items()})
     return dict(total)
@@ -118,3 +127,53 @@ def test_float16() -> None:
     assert found["beyond half an ulp"] == 0
     assert found["NaN"] == NANS
     assert found["finite"] + found["infinite"] + NANS == 2**32
+
+
+def test_every_byte_beside_bfloat16() -> None:
+    """All 24-bit floats, by the least phase and by the largest; no NaN becomes a number."""
+
+    def count(bits: Tensor) -> dict[str, Tensor]:
+        is_float24 = (bits & 0xFF) == 0
+        x, turns = bits.view(torch.float32), torch.where((bits & 0x100) == 0, 0, -1).to(torch.int32)
+        hi = DITHERED_UPPER(x, turns, torch.bfloat16)
+        again = WITH_BYTE(hi, DITHERED_BYTE(x, turns, torch.bfloat16), torch.bfloat16)
+        is_finite, cut_off = hi.abs() < torch.inf, bits & 0xFF
+        is_up = (turns < 0) & (cut_off > 0)
+        return {
+            "back": (is_float24 & is_finite & (_bits(again) == bits)).sum(),
+            "not back": (is_float24 & is_finite & (_bits(again) != bits)).sum(),
+            "neighbours": (is_finite & (_bits(again) == bits - cut_off + torch.where(is_up, 256, 0))).sum(),
+            "finite": is_finite.sum(),
+            "NaN": ((x != x) & (hi != hi) & (again != again)).sum(),
+            "infinite": ((hi.abs() == torch.inf) & (again == hi)).sum(),
+        }
+
+    found = _count_all(count)
+    # Of each sign 0x7f7f80 patterns of 23 bits are below what rounds to infinity.
+    assert (found["back"], found["not back"]) == (2 * 0x7F7F80, 0) == (16_711_424, 0)
+    assert found["neighbours"] == found["finite"]
+    assert found["NaN"] == NANS
+    assert found["finite"] + found["infinite"] + NANS == 2**32
+
+
+def test_every_byte_beside_float16() -> None:
+    """Every finite number with every byte comes back, by phases of all kinds."""
+
+    def count(bits: Tensor) -> dict[str, Tensor]:
+        hi, rest = (bits >> 8).to(torch.int16).view(torch.float16).float(), (bits << 24 >> 24).to(torch.int8)
+        value, turns = WITH_BYTE(hi, rest, torch.float16), bits * -0x61C88647
+        upper = DITHERED_UPPER(value, turns, torch.float16)
+        same = (upper == hi) & (DITHERED_BYTE(value, turns, torch.float16) == rest)
+        is_finite = hi.abs() < torch.inf
+        return {
+            "finite": is_finite.sum(),
+            "back": (is_finite & same).sum(),
+            "not finite, and hi": (~is_finite & ((value == hi) | ((value != value) & (hi != hi)))).sum(),
+        }
+
+    finite = 2 * 0x7C00 * 2**8
+    assert _count_all(count, patterns=2**24) == {
+        "finite": finite,
+        "back": finite,
+        "not finite, and hi": 2**24 - finite,
+    }

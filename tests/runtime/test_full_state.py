@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ from collage_fx.numerics import ERROR_FORMATS
 from collage_fx.runtime.error_terms import PART, ensure_expansion
 from collage_fx.runtime.safetensors_file import SafetensorsFile
 from tests.support.memory import peak
-from tests.support.training import compiled, differences, everything, run_steps
+from tests.support.training import compiled, differences, everything, live_error_terms, run_steps
 
 
 class Model(nn.Module):
@@ -78,7 +79,7 @@ def trained(steps: int = 3, **options: Any) -> tuple[Model, torch.optim.Optimize
     return of, optimizer, step
 
 
-@pytest.mark.parametrize("error_format", ["mcf", "fp32"])
+@pytest.mark.parametrize("error_format", ["mcf", "fp32", "byte"])
 def test_it_holds_hi_and_error_terms(error_format: str) -> None:
     of, *_ = trained(error_format=error_format)
     plain = of.state_dict()
@@ -97,7 +98,7 @@ def test_it_holds_hi_and_error_terms(error_format: str) -> None:
         assert kept["out.weight"] is kept["embedding.weight"]
     with torch.no_grad():
         of.embedding.weight.fill_(1)  # what is read later is what is there then
-        for term in error_terms(of.embedding.weight):
+        for term in live_error_terms(of.embedding.weight):
             term.zero_()
     assert (full["embedding.weight"] == 1).all()
     assert kept["embedding.weight"].std() > 0
@@ -136,6 +137,20 @@ def test_a_run_goes_on_from_a_file_to_the_bit(error_format: str, tmp_path: Path)
     for each, run in ((of, step), (other, other_step)):
         run_steps(run, list(each.parameters()), range(5, 7))
     assert not differences(everything(optimizer), everything(other_optimizer))
+
+
+def test_what_is_loaded_in_several_parts_has_one_count(tmp_path: Path) -> None:
+    of, *_ = trained(error_format="byte")
+    save_full_state_dict(of, tmp_path / "model.safetensors")
+    other = model(seed=1)
+    other_optimizer, other_step = adamw(other, error_format="byte")
+    with mock.patch("collage_fx.runtime.error_terms.PART", 5):
+        load_full_state_dict(other, other_optimizer, tmp_path / "model.safetensors", error_format="byte")
+    for name, tensor in full_state_dict(of).items():
+        assert torch.equal(tensor, full_state_dict(other)[name]), name
+    run_steps(other_step, list(other.parameters()), range(2))
+    (_, count) = live_error_terms(other.embedding.weight)
+    assert int(count) == 2
 
 
 def test_a_file_is_of_the_format_and_holds_tied_weights_once(tmp_path: Path) -> None:

@@ -74,7 +74,8 @@ def assert_same(compiled: Sequence[Tensors], eager: Sequence[Tensors]) -> None:
 def assert_half_ulp(tensors: Tensors) -> None:
     """Assert ``|lo| <= ulp(hi)/2`` for every expansion, and lo = 0 where hi is not finite.
 
-    The integer of ``exact`` beside bfloat16 cannot be more; beside float16 half an ulp is 2**14.
+    The integers of ``exact`` beside bfloat16 and of ``byte`` cannot be more; of ``exact`` beside float16 half
+    an ulp is 2**14.
     """
     for name, lo in tensors.items():
         if not name.endswith((".lo", ".rest")):

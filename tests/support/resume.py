@@ -18,7 +18,7 @@ from tests.support.training import compiled, everything, parameters, run_steps
 RUNS = [
     (dtype, error_format)
     for dtype in (torch.bfloat16, torch.float16)
-    for error_format in ("mcf", "exact", "fp32")
+    for error_format in ("mcf", "exact", "fp32", "byte")
 ]
 FIRST, REST = range(3), range(3, 23)
 

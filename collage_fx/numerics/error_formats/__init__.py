@@ -11,6 +11,7 @@ import torch
 
 from collage_fx.numerics.error_formats.base import AuxiliarySpec, ErrorBound, ErrorFormat
 from collage_fx.numerics.error_formats.blocks import Blocks
+from collage_fx.numerics.error_formats.byte import Byte
 from collage_fx.numerics.error_formats.coat import Coat
 from collage_fx.numerics.error_formats.dither import Dither
 from collage_fx.numerics.error_formats.exact import (
@@ -35,6 +36,7 @@ __all__ = [
     "WITH_ULP_PARTS",
     "AuxiliarySpec",
     "Blocks",
+    "Byte",
     "Coat",
     "Dither",
     "ErrorBound",
@@ -47,7 +49,7 @@ __all__ = [
 ]
 
 #: The registered formats by name. The first that the arithmetic can use is the default.
-ERROR_FORMATS: dict[str, ErrorFormat] = {fmt.name: fmt for fmt in (Exact(), Mcf(), Fp32(), Dither())}
+ERROR_FORMATS: dict[str, ErrorFormat] = {fmt.name: fmt for fmt in (Exact(), Mcf(), Fp32(), Byte(), Dither())}
 
 #: The registered formats of packed state, which keep no hi, by the value of the option ``state``: for
 #: numbers of either sign, and for numbers that are not negative.

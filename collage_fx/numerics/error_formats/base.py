@@ -176,8 +176,17 @@ class ErrorFormat(ABC):
         return (arithmetic.rest(self.join(hi, *auxiliaries), hi.to(torch.float32)),)
 
     def beside(self, hi: Tensor, term: Tensor) -> tuple[Tensor, ...]:
-        """Auxiliaries with which the value is hi and a float32 error term, as near as the format can."""
-        return self.split(hi.to(torch.float32) + term, hi.dtype)[1:]
+        """Auxiliaries with which the value is hi and a float32 error term, as near as the format can.
+
+        Args:
+            hi: of which the term is half an ulp at most. Where that makes a tie of which :meth:`split` takes
+                the other neighbour, the value is the last before it.
+            term: float32, of hi's shape.
+        """
+        near = hi.to(torch.float32)
+        value = near + term
+        is_beyond = self.split(value, hi.dtype)[0] != hi
+        return self.split(torch.where(is_beyond, torch.nextafter(value, near), value), hi.dtype)[1:]
 
     def nbytes(self, hi: Tensor) -> int:
         """Bytes of the auxiliary tensors that go with ``hi``."""

@@ -1,0 +1,56 @@
+"""The error format ``byte``: 24-bit floats, kept as hi and a byte, and rounded by dither."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from collage_fx.numerics.dither import PHASES, phase
+from collage_fx.numerics.error_formats.base import AuxiliarySpec, ErrorBound, ErrorFormat
+from collage_fx.numerics.float24 import DITHERED_BYTE, DITHERED_UPPER, WITH_BYTE, nearest
+from collage_fx.numerics.formats import storage_format
+
+
+class Byte(ErrorFormat):
+    """A number with eight more bits of fraction than hi, in 3 bytes: ``numerics/float24.py``.
+
+    Each step rounds it up or down by dither, Note [Dither] in ``numerics/dither.py``, so that on average
+    nothing is lost, however small its updates are. Their errors shrink with the root of how many steps a sum
+    has; those of plain rounding, as of an error term in the tensor's own dtype, do not.
+
+    A number so large that it rounds to infinity is infinity, and a NaN is another NaN. Where hi is changed by
+    somebody else, the byte beside it is worth half an ulp of the new hi at most.
+    """
+
+    name = "byte"
+    precision = "one byte: 16 bits in bfloat16, 19 in float16, rounded up or down by dither"
+    is_elementwise = True
+    is_dithered = True
+
+    def auxiliaries(self, hi: Tensor) -> Sequence[AuxiliarySpec]:
+        return (AuxiliarySpec.like(hi, "rest", torch.int8), AuxiliarySpec("count", torch.int32, ()))
+
+    def error_bound(self, dtype: torch.dtype) -> ErrorBound:
+        """A unit of the byte, 2**-8 of an ulp, which is twice the unit roundoff of the value at most.
+
+        So far off is what a step stores, and beside the half of an ulp, where the byte ends, what
+        :meth:`split` gives. Elsewhere it gives what is nearest, within half of that.
+        """
+        fmt = storage_format(dtype)
+        return ErrorBound(fmt.unit_roundoff / 2**7, fmt.quantum / 2**8)
+
+    def join(self, hi: Tensor, *auxiliaries: Tensor) -> Tensor:
+        rest, _ = auxiliaries
+        return WITH_BYTE(hi.to(torch.float32), rest, hi.dtype)
+
+    def split(self, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        hi, rest = nearest(value, dtype)
+        return hi.to(dtype), rest, torch.zeros((), dtype=torch.int32, device=value.device)
+
+    def store(self, value: Tensor, hi: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        _, count, start = inputs
+        phases = PHASES(hi, phase(count, start))
+        upper = DITHERED_UPPER(value, phases, hi.dtype)
+        return upper.to(hi.dtype), DITHERED_BYTE(value, phases, hi.dtype), count + 1
