@@ -42,6 +42,7 @@ __all__ = [
     "block_code",
     "block_scale",
     "block_value",
+    "in_map",
     "memory_order",
 ]
 
@@ -63,6 +64,7 @@ LARGEST = {(8, True): 127, (8, False): 255, (16, True): 32767, (16, False): 6553
 #: A scale's byte and this, times 2**22, is the bit pattern of a float32 number: 1 is that of 2**-80, 254 that
 #: of 1.5 * 2**46. The root of a float32 number that isn't zero is no smaller than 2**-75.
 _FIRST_SCALE = 93
+_LARGEST_SCALE = 1.5 * 2.0**46
 _NOT_FINITE = 255
 
 
@@ -71,10 +73,11 @@ def block_scale(largest: Tensor, signed: bool) -> Tensor:
 
     Magnitudes below 2**-80 have that as their scale, those above 1.5 * 2**46 count as not finite.
     """
-    size = largest if signed else torch.sqrt(largest)
-    above = ((size.view(torch.int32) + 0x3FFFFF) >> 22) - _FIRST_SCALE
-    byte = torch.where(above > _NOT_FINITE, _of(_NOT_FINITE, above), torch.maximum(above, _of(1, above)))
-    return torch.where(largest == 0, _of(0, byte), byte).to(torch.uint8)
+    size = in_map(largest, signed)
+    bits = size.view(torch.int32)
+    byte = torch.maximum(((bits - 1) >> 22) - (_FIRST_SCALE - 1), _of(1, bits))
+    byte = torch.where(size <= _LARGEST_SCALE, byte, _of(_NOT_FINITE, bits))  # not that of a NaN
+    return torch.where(largest == 0, _of(0, bits), byte).to(torch.uint8)
 
 
 def _of(number: int | float, like: Tensor) -> Tensor:
@@ -82,10 +85,9 @@ def _of(number: int | float, like: Tensor) -> Tensor:
 
 
 def _scale(byte: Tensor) -> Tensor:
-    """The scale of a byte: 0 and NaN are those of the first and the last."""
+    """The scale of a byte: NaN is that of the last; of the first, some number: it is one of zeros."""
     bits = byte.to(torch.int32)
     scale = ((bits + _FIRST_SCALE) << 22).view(torch.float32)
-    scale = torch.where(bits == 0, _of(0.0, scale), scale)
     return torch.where(bits == _NOT_FINITE, _of(float("nan"), scale), scale)
 
 
@@ -108,34 +110,39 @@ def block_value(code: Tensor, byte: Tensor, bits: int, signed: bool) -> Tensor:
     return size if signed else size * size
 
 
-def block_code(value: Tensor, byte: Tensor, phases: Tensor, bits: int, signed: bool) -> Tensor:
+def in_map(value: Tensor, signed: bool) -> Tensor:
+    """What has the scale: a number of either sign itself, the root of one that isn't negative."""
+    return value if signed else torch.sqrt(value)
+
+
+def block_code(root: Tensor, byte: Tensor, phases: Tensor, bits: int, signed: bool) -> Tensor:
     """The integer of a float32 number: one of its two neighbours, the larger where rest and phase make one.
 
     Args:
-        value: float32, of the magnitude of its scale at most, or not finite.
+        root: float32, what :func:`in_map` makes of the number: of the magnitude of its scale at most, or not
+            finite.
         byte: of its scale.
         phases: int32; -2**31 rounds to nearest.
         bits: of the integer.
         signed: whether numbers may be negative.
     """
     largest = LARGEST[bits, signed]
-    size = value.abs() if signed else torch.sqrt(value)
-    inverse = _inverse(byte)
+    size = root.abs() * (_inverse(byte) * float(largest * largest if bits == 8 else largest))
     without = 1.0 - ((phases >> 8) & 0xFFFFFF).to(torch.float32) * 2.0**-24
     if bits == 8:
-        square = size * (inverse * float(largest * largest))
-        below = torch.floor(torch.sqrt(square))
-        up = square - below * below >= without * (2.0 * below + 1.0)
+        # The largest integer whose square is not above: by any root that is off by less than a half.
+        near = torch.floor(torch.sqrt(size) + 0.5)
+        below = torch.where(near * near > size, near - 1.0, near)
+        up = size - below * below >= without * (2.0 * below + 1.0)
     else:
-        number = size * (inverse * float(largest))
-        below = torch.floor(number)
-        up = number - below >= without
+        below = torch.floor(size)
+        up = size - below >= without
     code = torch.where(up, below + 1.0, below)
     code = torch.minimum(code, _of(float(largest), code))
     if signed:
-        code = torch.where(value < 0, -code, code)
+        code = torch.where(root < 0, -code, code)
     else:
-        code = torch.where(value > 0, torch.maximum(code, _of(1.0, code)), code)
+        code = torch.where(root > 0, torch.maximum(code, _of(1.0, code)), code)
     code = torch.where(byte.to(torch.int32) == _NOT_FINITE, _of(0.0, code), code)
     integer = code.to(torch.int32)
     if (bits, signed) == (16, False):
@@ -171,7 +178,8 @@ def _codes(
 ) -> Tensor:
     nearest = torch.full_like(value, -(2**31), dtype=torch.int32)
     of_blocks = _as_blocks(nearest if phases is None else phases, like)
-    codes = block_code(_as_blocks(value, like), scales.reshape(-1, 1), of_blocks, bits, signed)
+    root = in_map(_as_blocks(value, like), signed)
+    codes = block_code(root, scales.reshape(-1, 1), of_blocks, bits, signed)
     return _as_before(codes, like)
 
 
