@@ -26,7 +26,7 @@ LOADS = Patch(
     target="torch._inductor.codegen.cpp:CppVecKernel._get_vec_load_line(self, var, index, dtype, load_mask)",
     why="C++ kernels fetch ahead",
     during="lowerings",
-    relies_on=("torch._inductor.codegen.cpp:CppVecKernel has _get_vec_type, tail_size, tiling_factor",),
+    relies_on=("torch._inductor.codegen.cpp:CppVecKernel has tail_size, tiling_factor",),
 )
 
 #: How many bytes further on lies what a load asks for besides.
@@ -38,14 +38,14 @@ AHEAD = 512
 _PARTS_OF_VECTORS = {
     32: """
 #if defined(CPU_CAPABILITY_AVX512)
-{type}(_mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>({place}))))
+decltype({load})(_mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>({place}))))
 #else
 {load}
 #endif
 """,
     16: """
 #if defined(CPU_CAPABILITY_AVX2) && !defined(CPU_CAPABILITY_AVX512)
-{type}(_mm256_castsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>({place}))))
+decltype({load})(_mm256_castsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>({place}))))
 #else
 {load}
 #endif
@@ -69,7 +69,7 @@ def _with_prefetch(original: Callable[..., str]) -> Callable[..., str]:
             return load
         if dtype.itemsize == 1 and not load_mask and kernel.tiling_factor in _PARTS_OF_VECTORS:
             load = _PARTS_OF_VECTORS[kernel.tiling_factor].format(
-                load=load, type=kernel._get_vec_type(dtype), place=f"{var} + {cexpr_index(index)}"
+                load=load, place=f"{var} + {cexpr_index(index)}"
             )
         return f"(__builtin_prefetch((const char*)({var} + {cexpr_index(index)}) + {AHEAD}), {load})"
 
