@@ -66,6 +66,7 @@ from collage_fx.numerics import (
     dithered,
     dithered_byte,
     dithered_upper,
+    in_map,
     phase_at,
     with_byte,
 )
@@ -73,6 +74,8 @@ from collage_fx.numerics import update_sums as measures
 from collage_fx.torch_compat import (
     FakeTensorMode,
     Sums,
+    block_code_in_cpp,
+    block_value_in_cpp,
     dithered_byte_in_cpp,
     dithered_in_cpp,
     dithered_upper_in_cpp,
@@ -227,18 +230,24 @@ def _phase_of_element(device: torch.device, *values: Any) -> Any:
     return phase
 
 
-def _scale_of_block(largest: Any, signed: bool) -> Any:
-    (scale,) = _interpret(_trace(block_scale, FLOATS[:1], (signed,)), [largest])
+def _scale_of_block(device: torch.device, largest: Any, signed: bool) -> Any:
+    (root,) = _interpret(_trace(in_map, FLOATS[:1], (signed,)), [largest])
+    (scale,) = _interpret(_trace(block_scale, FLOATS[:1]), [root])
     return scale
 
 
-def _code_of_element(value: Any, scale: Any, phase: Any, *kind: Any) -> Any:
+def _code_of_element(device: torch.device, value: Any, scale: Any, phase: Any, *kind: Any) -> Any:
+    (root,) = _interpret(_trace(in_map, FLOATS[:1], kind[1:]), [value])
+    if takes_our_cpp(device):
+        return block_code_in_cpp(root, scale, phase, *kind)
     dtypes = (torch.float32, torch.uint8, torch.int32)
-    (code,) = _interpret(_trace(block_code, dtypes, kind), [value, scale, phase])
+    (code,) = _interpret(_trace(block_code, dtypes, kind), [root, scale, phase])
     return code
 
 
-def _value_of_element(code: Any, scale: Any, *kind: Any) -> Any:
+def _value_of_element(device: torch.device, code: Any, scale: Any, *kind: Any) -> Any:
+    if takes_our_cpp(device):
+        return block_value_in_cpp(code, scale, *kind)
     (value,) = _interpret(_trace(block_value, (CODES[kind], torch.uint8), kind), [code, scale])
     return value
 

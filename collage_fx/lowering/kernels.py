@@ -108,6 +108,11 @@ LONGEST_WITH_BUFFERS = 1 << 11
 FEW_HINT, MANY_HINT = 1 << 8, 1 << 24
 
 
+#: With blocks, whose largest numbers are known after a loop of its own: in the next one, all is computed anew
+#: from what the first has read, which is less than to keep it.
+INLINED = {"realize_opcount_threshold": 1 << 16, "realize_reads_threshold": 1 << 16}
+
+
 class _Length:
     """Stands for the symbolic length in the arguments of an operation."""
 
@@ -407,6 +412,8 @@ def compile_rule(rule: Rule, *, many: bool) -> Kernel | Reason:
         settings: dict[str, Any] = {"size_asserts": not (rule.flat or rule.independent)}
         if rule.flat and not many:
             settings["cpp.threads"] = 1
+        if rule.flat and rule.width > 1:
+            settings.update(INLINED)
         with inductor_config.patch(settings), fusing_distant_nodes() if rule.flat else nullcontext():
             attempt = compile_somehow(gm, inputs, is_inference=True)
     if not attempt.is_compiled:

@@ -41,6 +41,7 @@ __all__ = [
     "block_code",
     "block_scale",
     "block_value",
+    "in_map",
 ]
 
 #: Elements that have a scale in common.
@@ -62,18 +63,19 @@ LARGEST = {(8, True): 127, (8, False): 255, (16, True): 32767, (16, False): 6553
 #: of 1.5 * 2**46. The root of a float32 number that isn't zero is no smaller than 2**-75.
 _FIRST_SCALE = 93
 SMALLEST_SCALE = 2.0**-80
+_LARGEST_SCALE = 1.5 * 2.0**46
 _NOT_FINITE = 255
 
 
-def block_scale(largest: Tensor, signed: bool) -> Tensor:
-    """The byte of the scale for a largest magnitude, float32, not negative: Note [Blocks].
+def block_scale(largest: Tensor) -> Tensor:
+    """The byte of the scale for a largest magnitude, or its root, float32, not negative: Note [Blocks].
 
-    Magnitudes below 2**-80 have that as their scale, those above 1.5 * 2**46 count as not finite.
+    Those below 2**-80 have that as their scale, those above 1.5 * 2**46 count as not finite.
     """
-    size = largest if signed else torch.sqrt(largest)
-    above = ((size.view(torch.int32) + 0x3FFFFF) >> 22) - _FIRST_SCALE
-    byte = torch.where(above > _NOT_FINITE, _of(_NOT_FINITE, above), torch.maximum(above, _of(1, above)))
-    return torch.where(largest == 0, _of(0, byte), byte).to(torch.uint8)
+    bits = largest.view(torch.int32)
+    byte = torch.maximum(((bits - 1) >> 22) - (_FIRST_SCALE - 1), _of(1, bits))
+    byte = torch.where(largest <= _LARGEST_SCALE, byte, _of(_NOT_FINITE, bits))  # not that of a NaN
+    return torch.where(largest == 0, _of(0, bits), byte).to(torch.uint8)
 
 
 def _of(number: int | float, like: Tensor) -> Tensor:
@@ -81,10 +83,9 @@ def _of(number: int | float, like: Tensor) -> Tensor:
 
 
 def _scale(byte: Tensor) -> Tensor:
-    """The scale of a byte: 0 and NaN are those of the first and the last."""
+    """The scale of a byte: NaN is that of the last; of the first, some number: it is one of zeros."""
     bits = byte.to(torch.int32)
     scale = ((bits + _FIRST_SCALE) << 22).view(torch.float32)
-    scale = torch.where(bits == 0, _of(0.0, scale), scale)
     return torch.where(bits == _NOT_FINITE, _of(float("nan"), scale), scale)
 
 
@@ -107,34 +108,44 @@ def block_value(code: Tensor, byte: Tensor, bits: int, signed: bool) -> Tensor:
     return size if signed else size * size
 
 
-def block_code(value: Tensor, byte: Tensor, phases: Tensor, bits: int, signed: bool) -> Tensor:
+def in_map(value: Tensor, signed: bool) -> Tensor:
+    """What has the scale: a number of either sign itself, the root of one that isn't negative."""
+    return value if signed else torch.sqrt(value)
+
+
+def _in_map_rounded_once(value: Tensor, signed: bool) -> Tensor:
+    """:func:`in_map` where torch's own root, of float32 tensors on some CPUs, may be an ulp off."""
+    return in_map(value.to(torch.float64), signed).to(torch.float32)
+
+
+def block_code(root: Tensor, byte: Tensor, phases: Tensor, bits: int, signed: bool) -> Tensor:
     """The integer of a float32 number: one of its two neighbours, the larger where rest and phase make one.
 
     Args:
-        value: float32, of the magnitude of its scale at most, or not finite.
+        root: float32, what :func:`in_map` makes of the number: of the magnitude of its scale at most, or not
+            finite.
         byte: of its scale.
         phases: int32; -2**31 rounds to nearest.
         bits: of the integer.
         signed: whether numbers may be negative.
     """
     largest = LARGEST[bits, signed]
-    size = value.abs() if signed else torch.sqrt(value)
-    inverse = _inverse(byte)
+    size = root.abs() * (_inverse(byte) * float(largest * largest if bits == 8 else largest))
     without = 1.0 - ((phases >> 8) & 0xFFFFFF).to(torch.float32) * 2.0**-24
     if bits == 8:
-        square = size * (inverse * float(largest * largest))
-        below = torch.floor(torch.sqrt(square))
-        up = square - below * below >= without * (2.0 * below + 1.0)
+        # The largest integer whose square is not above: by any root that is off by less than a half.
+        near = torch.floor(torch.sqrt(size) + 0.5)
+        below = torch.where(near * near > size, near - 1.0, near)
+        up = size - below * below >= without * (2.0 * below + 1.0)
     else:
-        number = size * (inverse * float(largest))
-        below = torch.floor(number)
-        up = number - below >= without
+        below = torch.floor(size)
+        up = size - below >= without
     code = torch.where(up, below + 1.0, below)
     code = torch.minimum(code, _of(float(largest), code))
     if signed:
-        code = torch.where(value < 0, -code, code)
+        code = torch.where(root < 0, -code, code)
     else:
-        code = torch.where(value > 0, torch.maximum(code, _of(1.0, code)), code)
+        code = torch.where(root > 0, torch.maximum(code, _of(1.0, code)), code)
     code = torch.where(byte.to(torch.int32) == _NOT_FINITE, _of(0.0, code), code)
     integer = code.to(torch.int32)
     if (bits, signed) == (16, False):
@@ -174,7 +185,7 @@ def from_blocks(blocks: Tensor, like: Tensor) -> Tensor:
 
 def _scales(value: Tensor, like: Tensor, signed: bool) -> Tensor:
     largest = blocks_of(value, like).abs().amax(1)
-    return block_scale(largest, signed).reshape(like.shape[0], -1)
+    return block_scale(_in_map_rounded_once(largest, signed)).reshape(like.shape[0], -1)
 
 
 def _codes(
@@ -182,7 +193,8 @@ def _codes(
 ) -> Tensor:
     nearest = torch.full_like(value, -(2**31), dtype=torch.int32)
     of_blocks = blocks_of(nearest if phases is None else phases, like)
-    codes = block_code(blocks_of(value, like), scales.reshape(-1, 1), of_blocks, bits, signed)
+    root = _in_map_rounded_once(blocks_of(value, like), signed)
+    codes = block_code(root, scales.reshape(-1, 1), of_blocks, bits, signed)
     return from_blocks(codes, like)
 
 

@@ -15,7 +15,7 @@ A module for each part of torch; what its ``__all__`` names is imported from her
 - ``inductor``: calling it, its settings and its caches;
 - ``inductor_lowerings``: what our operators are lowered to;
 - ``inductor_libraries``: the functions of its C++ kernels, to be called from C++;
-- ``cpp_sums``: the C++ text of the sums of measured steps;
+- ``cpp_blocks``, ``cpp_dither``, ``cpp_halves``, ``cpp_sums``: the C++ text of our own elements and sums;
 - ``patching``: how something of torch's is replaced, and ``patches``: all that is;
 - ``patch_*``: what is replaced, in Dynamo (``conversions``, ``graph_breaks``, ``optimizers``, ``numbers``),
   outside of compilations (``steps``, ``averages``), in Inductor (``inductor``) and in its C++

@@ -15,7 +15,7 @@ from torch._inductor.virtualized import V, ops
 from torch.utils._sympy.functions import FloorDiv
 
 from collage_fx.torch_compat.cpp_sums import Sums
-from collage_fx.torch_compat.patch_cpp_roundings import takes_our_cpp
+from collage_fx.torch_compat.patch_cpp_roundings import takes_our_cpp, writes_cpp
 from collage_fx.torch_compat.patch_cpp_sums import part_of_sum
 from collage_fx.torch_compat.patch_inductor import computing_anew
 
@@ -118,9 +118,11 @@ def register_block_lowerings(
         scales = ir.Pointwise.create(
             device=values.get_device(),
             dtype=torch.uint8,
-            inner_fn=lambda index: scale(load(index), signed),
+            inner_fn=lambda index: scale(values.get_device(), load(index), signed),
             ranges=[blocks],
         )
+        if writes_cpp(values.get_device()):
+            scales.realize()  # else each element's code would have it computed anew
         return lowerings[torch.ops.aten.view.default](scales, [rows, FloorDiv(blocks, rows)])
 
     def load_of_scale(scales: Any, like: Any) -> Callable[[Any], Any]:
@@ -140,20 +142,21 @@ def register_block_lowerings(
         return of_element
 
     def codes_of(values: Any, scales: Any, phases: Any, like: Any, bits: int, signed: bool) -> Any:
-        load, load_phase, load_scale = values.make_loader(), phases.make_loader(), load_of_scale(scales, like)
+        loads = values.make_loader(), load_of_scale(scales, like), phases.make_loader()
+        device = values.get_device()
         return ir.Pointwise.create(
-            device=values.get_device(),
+            device=device,
             dtype=dtype_of_codes[bits, signed],
-            inner_fn=lambda index: code(load(index), load_scale(index), load_phase(index), bits, signed),
+            inner_fn=lambda index: code(device, *(load(index) for load in loads), bits, signed),
             ranges=list(values.get_size()),
         )
 
     def values_of(codes: Any, scales: Any, bits: int, signed: bool) -> Any:
-        load, load_scale = codes.make_loader(), load_of_scale(scales, codes)
+        loads, device = (codes.make_loader(), load_of_scale(scales, codes)), codes.get_device()
         return ir.Pointwise.create(
-            device=codes.get_device(),
+            device=device,
             dtype=torch.float32,
-            inner_fn=lambda index: value(load(index), load_scale(index), bits, signed),
+            inner_fn=lambda index: value(device, *(load(index) for load in loads), bits, signed),
             ranges=list(codes.get_size()),
         )
 

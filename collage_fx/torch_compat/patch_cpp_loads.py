@@ -26,11 +26,31 @@ LOADS = Patch(
     target="torch._inductor.codegen.cpp:CppVecKernel._get_vec_load_line(self, var, index, dtype, load_mask)",
     why="C++ kernels fetch ahead",
     during="lowerings",
-    relies_on=("torch._inductor.codegen.cpp:CppVecKernel has tail_size",),
+    relies_on=("torch._inductor.codegen.cpp:CppVecKernel has tail_size, tiling_factor",),
 )
 
 #: How many bytes further on lies what a load asks for besides.
 AHEAD = 512
+
+
+#: By how many there are at a time: the load of 8-bit integers that fill half of a vector. ATen's has a mask,
+#: or goes through memory.
+_PARTS_OF_VECTORS = {
+    32: """
+#if defined(CPU_CAPABILITY_AVX512)
+decltype({load})(_mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>({place}))))
+#else
+{load}
+#endif
+""",
+    16: """
+#if defined(CPU_CAPABILITY_AVX2) && !defined(CPU_CAPABILITY_AVX512)
+decltype({load})(_mm256_castsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>({place}))))
+#else
+{load}
+#endif
+""",
+}
 
 
 def fetching_ahead() -> contextlib.AbstractContextManager[None]:
@@ -47,6 +67,10 @@ def _with_prefetch(original: Callable[..., str]) -> Callable[..., str]:
         load = original(kernel, var, index, dtype, load_mask)
         if kernel.tail_size or index == 0:
             return load
+        if dtype.itemsize == 1 and not load_mask and kernel.tiling_factor in _PARTS_OF_VECTORS:
+            load = _PARTS_OF_VECTORS[kernel.tiling_factor].format(
+                load=load, place=f"{var} + {cexpr_index(index)}"
+            )
         return f"(__builtin_prefetch((const char*)({var} + {cexpr_index(index)}) + {AHEAD}), {load})"
 
     return line

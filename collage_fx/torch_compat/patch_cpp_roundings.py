@@ -15,6 +15,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.codegen import cpp as cpp_module
 from torch._inductor.virtualized import V, ops
 
+from collage_fx.torch_compat.cpp_blocks import code_in_block, value_in_block
 from collage_fx.torch_compat.cpp_bytes import dithered_byte, dithered_upper, with_byte
 from collage_fx.torch_compat.cpp_dither import dithered, phases
 from collage_fx.torch_compat.cpp_halves import (
@@ -30,6 +31,8 @@ from collage_fx.torch_compat.patch_cpp_sums import SUM, summand, summing
 from collage_fx.torch_compat.patching import Patch
 
 __all__ = [
+    "block_code_in_cpp",
+    "block_value_in_cpp",
     "dithered_byte_in_cpp",
     "dithered_in_cpp",
     "dithered_upper_in_cpp",
@@ -203,6 +206,30 @@ def with_byte_in_cpp(hi: Any, rest: Any, storage_dtype: torch.dtype) -> Any:
     return ops.inline_asm_elementwise(hi, rest, asm=f"{_WITH_BYTE}{storage_dtype}", dtype=torch.float32)
 
 
+#: The texts that stand for integers in blocks and for their values, less how many bits and whether signed.
+_BLOCK_CODE, _BLOCK_VALUE = "collage_fx: code in a block ", "collage_fx: value in a block "
+
+#: By bits and whether they may be negative: their dtype, and what follows.
+_BLOCKS = {
+    (8, True): (torch.int8, "8 signed"),
+    (8, False): (torch.uint8, "8"),
+    (16, True): (torch.int16, "16 signed"),
+    (16, False): (torch.int16, "16"),
+}
+
+
+def block_code_in_cpp(root: Any, byte: Any, phases: Any, bits: int, signed: bool) -> Any:
+    """The integer of an element in a C++ kernel, or of its root if it isn't signed, by its phase."""
+    dtype, kind = _BLOCKS[bits, signed]
+    return ops.inline_asm_elementwise(root, byte, phases, asm=f"{_BLOCK_CODE}{kind}", dtype=dtype)
+
+
+def block_value_in_cpp(code: Any, byte: Any, bits: int, signed: bool) -> Any:
+    """The float32 number in a C++ kernel of an integer and the byte of its block's scale."""
+    _, kind = _BLOCKS[bits, signed]
+    return ops.inline_asm_elementwise(code, byte, asm=f"{_BLOCK_VALUE}{kind}", dtype=torch.float32)
+
+
 _WRITERS: dict[str, Callable[..., Any]] = {
     _REST: rest,
     _UPPER: upper_half,
@@ -231,6 +258,10 @@ def _with_our_code(original: Callable[..., Any]) -> Callable[..., Any]:
             return _WRITERS[asm](*_all_vectors_or_none(inputs))
         if asm.startswith(_PHASES):
             return phases(*inputs, spacing=int(asm.removeprefix(_PHASES)))
+        for text, write in ((_BLOCK_CODE, code_in_block), (_BLOCK_VALUE, value_in_block)):
+            if asm.startswith(text):
+                bits, *sign = asm.removeprefix(text).split()
+                return write(*inputs, bits=int(bits), signed=bool(sign))
         if asm.startswith(SUM):
             return summand(_all_vectors_or_none(inputs), asm)
         if asm in _ROUNDINGS:
