@@ -54,6 +54,11 @@ class CollageBackend(Backend):
             or down, so that what is below an ulp arrives on average; the same in every run, and no byte more
             but a count for each tensor. The default of ``wide``. ``"nearest"``: what is below half an ulp is
             lost at every step. That of ``native``, and the only one there.
+        state: how state is kept that carries something from step to step. ``None``: as the optimizer makes
+            it. ``"block16"``, ``"block8"``: packed, as integers of so many bits, 32 neighbours with a scale;
+            which state is, follows from its recurrence. Errors are those of
+            :class:`~collage_fx.numerics.Blocks`. ``"fp8_lm"``, ``"coat"``: as those systems do, for
+            comparison. Needs ``wide``.
         passes: the pipeline, with passes of your own in it: see :func:`collage_fx.pipeline.inserted`. They
             run on steps that update a bfloat16 or float16 tensor; other graphs are lowered as they are.
 

@@ -27,11 +27,14 @@ from collage_fx.doctor import examine
 from collage_fx.errors import CollageError, did_you_mean
 from collage_fx.explain import explain
 from collage_fx.graph import Arithmetic, Rounding, Strategy
-from collage_fx.numerics import ERROR_FORMATS
+from collage_fx.numerics import ERROR_FORMATS, PACKED_FORMATS
 from collage_fx.report import CollageReport, treatments
 
 #: Exit statuses: what was asked for went wrong; it was asked for in the wrong way.
 FAILED, MISUSED = 1, 2
+#: The options of a backend that the command line has.
+OPTIONS = ("strategy", "error_format", "arithmetic", "rounding", "state")
+
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -114,6 +117,7 @@ def _add_optimizer_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--rounding", type=_one_of(get_args(Rounding)), help="dither (default of wide) or nearest (of native)"
     )
+    add("--state", type=_one_of(PACKED_FORMATS), help="how state is packed, if it is to be")
 
 
 def _add_explain_options(parser: argparse.ArgumentParser) -> None:
@@ -156,7 +160,7 @@ def _compiled(optimizer: Optimizer, choices: dict[str, Any]) -> CollageReport:
 
 def _choices(options: argparse.Namespace) -> dict[str, Any]:
     """The options of a backend."""
-    return {name: getattr(options, name) for name in ("strategy", "error_format", "arithmetic", "rounding")}
+    return {name: getattr(options, name) for name in OPTIONS}
 
 
 def _shapes(options: argparse.Namespace) -> list[tuple[int, ...]]:
