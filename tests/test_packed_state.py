@@ -18,6 +18,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.nn import Parameter
 
 from collage_fx import CollageBackend, explain, full_value
+from collage_fx.capture.recording import record
 from collage_fx.errors import CheckpointMismatchError, UncompensatedParameterError
 from collage_fx.graph import Reason, Unit
 from collage_fx.numerics import format_named
@@ -336,6 +337,46 @@ def test_a_refused_step_leaves_state_as_it_is() -> None:
     with pytest.raises(UncompensatedParameterError):
         step()
     assert not any(is_packed(each) for state in optimizer.state.values() for each in state.values())
+
+
+def test_a_step_that_comes_to_be_recorded_goes_on_with_the_value() -> None:
+    params = parameters(shapes=((64, 96),))
+    optimizer = adamw(params)
+    backend = CollageBackend(strategy="light", state="block8")
+    run_steps(torch.compile(optimizer.step, backend=backend), params, range(3))
+    moment = optimizer.state[params[0]]["exp_avg"]
+    assert is_packed(moment)
+    before = moment.clone()
+    record(optimizer, backend, {}, "of the test", strict=True)
+    run_steps(optimizer.step, params, [3])
+    assert not is_packed(moment)
+    assert params[0].grad is not None
+    expected = before.double() * 0.9 + params[0].grad.double() * 0.1
+    assert float((moment.double() - expected).norm() / expected.norm()) < 2.0**-8
+    assert expansion_of(params[0]) is not None
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "dither"])
+def test_two_compiled_steps_of_which_one_packs_take_turns(rounding: str) -> None:
+    """Code of the other one, which goes by addresses, is given tensors with memory."""
+    params = parameters(shapes=((64, 96), (300, 512)))
+    optimizer = adamw(params)
+    exact = [Parameter(p.detach().double()) for p in params]
+    start, reference = [p.detach().clone() for p in exact], adamw(exact)
+    options = ({"state": "block16"}, {"rounding": rounding})
+    steps = [compiled(optimizer, strategy="light", **each) for each in options]
+    for seed in range(6):
+        set_gradients(params, seed)
+        for p, x in zip(params, exact, strict=True):
+            assert p.grad is not None
+            x.grad = p.grad.double()
+        steps[seed % 2]()
+        reference.step()
+        if seed > 1:
+            assert is_packed(optimizer.state[params[1]]["exp_avg"]) == (seed % 2 == 0)
+    for p, x, before in zip(params, exact, start, strict=True):
+        moved = x.detach() - before
+        assert float((full_value(p) - before - moved).norm() / moved.norm()) < 2.0**-7
 
 
 def test_options_that_exclude_each_other() -> None:

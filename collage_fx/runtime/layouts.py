@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from collage_fx.errors import ChangedTensorError, UnsupportedTensorError
+from collage_fx.runtime.packed import unpack
 from collage_fx.torch_compat import laid_out_like
 
 __all__ = ["Expected", "refuse_layout"]
@@ -116,6 +117,8 @@ class Layouts:
             for each in copied:
                 each.fit(arguments)
         else:
+            for tensor in tensors:
+                unpack(tensor)  # which the code takes for one with memory
             copied = [each for each in self.expected if each.fit(arguments)]
             self._last = laid_out_like(tensors), copied
 

@@ -19,14 +19,14 @@ from collage_fx import full_value
 from tests.support.training import compiled, differences, everything, run_steps, set_as_own_step
 
 
-def model() -> nn.Module:
+def model(width: int = 6) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).bfloat16()
+    return nn.Sequential(nn.Linear(width, width), nn.Linear(width, width)).bfloat16()
 
 
-def adamw(of: nn.Module) -> tuple[Optimizer, Callable[[], Any]]:
+def adamw(of: nn.Module, **options: Any) -> tuple[Optimizer, Callable[[], Any]]:
     optimizer = torch.optim.AdamW(of.parameters(), lr=1e-3)
-    return optimizer, compiled(optimizer, strategy="plus")
+    return optimizer, compiled(optimizer, **{"strategy": "plus", **options})
 
 
 def save(of: nn.Module, optimizer: Optimizer, options: StateDictOptions, directory: Path) -> None:
@@ -81,6 +81,27 @@ def test_a_run_goes_on_to_the_bit(*, flatten: bool, has_stepped: bool, tmp_path:
     left = everything(optimizer)
     assert sum(".error." in name for name in left) == 8  # of four parameters and their second moments
     assert not differences(left, everything(other))
+
+
+@pytest.mark.parametrize("flatten", [False, True], ids=["nested", "flattened"])
+def test_packed_state_goes_on_to_the_bit(*, flatten: bool, tmp_path: Path) -> None:
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    packed = {"strategy": "light", "state": "block8"}
+    first = model(64)
+    optimizer, step = adamw(first, **packed)
+    run_steps(step, list(first.parameters()), range(3))
+    save(first, optimizer, options, tmp_path)
+    run_steps(step, list(first.parameters()), range(3, 5))
+
+    second = model(64)
+    other, other_step = adamw(second, **packed)
+    set_as_own_step(other, other_step)
+    run_steps(other_step, list(second.parameters()), range(7, 9))
+    load(second, other, options, tmp_path)
+    run_steps(other_step, list(second.parameters()), range(3, 5))
+    moments = [state["exp_avg"] for state in other.state.values()]
+    assert [type(each).__name__ for each in moments] == ["PackedTensor", "Tensor"] * 2  # weights, biases
+    assert not differences(everything(optimizer), everything(other))
 
 
 @pytest.mark.parametrize("flatten", [False, True], ids=["nested", "flattened"])
