@@ -33,7 +33,7 @@ from collage_fx.report import CollageReport, treatments
 #: Exit statuses: what was asked for went wrong; it was asked for in the wrong way.
 FAILED, MISUSED = 1, 2
 #: The options of a backend that the command line has.
-OPTIONS = ("strategy", "error_format", "arithmetic", "rounding", "state")
+OPTIONS = ("strategy", "error_format", "arithmetic", "rounding", "state", "bytes_per_parameter")
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -117,6 +117,7 @@ def _add_optimizer_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--rounding", type=_one_of(get_args(Rounding)), help="dither (default of wide) or nearest (of native)"
     )
+    add("--bytes-per-parameter", type=float, help="a budget: the best plan within it, beside the others")
     add("--state", type=_one_of(PACKED_FORMATS), help="how state is packed, if it is to be")
 
 

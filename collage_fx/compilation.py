@@ -63,9 +63,10 @@ from collage_fx.graph import (
     tensor_value,
 )
 from collage_fx.lowering import Lowered, interpreted, lower, why_not_compiled, without_sums
-from collage_fx.numerics import ERROR_FORMATS, PACKED_FORMATS, short_name
+from collage_fx.numerics import ERROR_FORMATS, PACKED_FORMATS, ErrorFormat, short_name
 from collage_fx.options import Options
 from collage_fx.pipeline import ANALYSIS, MEASUREMENT, Pass, Stage, run_pipeline
+from collage_fx.plans import Plan, best_plan, plans_for
 from collage_fx.report import GraphReport, TensorReport, open_dump, tensor_report, treatments
 from collage_fx.runtime import (
     MeasuredInput,
@@ -112,6 +113,7 @@ class Backend:
         options: checked.
         meter: counts and measures the steps that are compiled with ``metrics``.
         reports: one per compilation, oldest first.
+        plans: of optimizers, where there is a budget: the one that is followed, then all.
     """
 
     #: The word for what is done, in the log.
@@ -121,6 +123,7 @@ class Backend:
         self.options = options
         self.meter = Meter(options.metrics_every)
         self.reports: list[GraphReport] = []
+        self.plans: WeakKeyDictionary[Optimizer, tuple[Plan, ...]] = WeakKeyDictionary()
         self._labels: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()
         self._used_labels: list[str] = []
 
@@ -183,6 +186,7 @@ class Compilation:
         self.subject = backend.label(list(self.optimizers.values())) or traced_frame_name() or "step"
         self.recorded = next(filter(None, map(why_recorded, self.optimizers.values())), "")
         self.left_alone = False
+        self.plans: tuple[Plan, ...] = ()
 
     # -- From what Dynamo captured to what it calls
 
@@ -409,6 +413,7 @@ class Compilation:
             program=program.unrun(before),
             pipeline=self._pipeline,
             route=Route(made.unit, self.recorded, bool(program.measured), why, made.vectors),
+            plans=self.plans,
         )
         pass_log.lowered(report.code)
         self._keep(report, compensated=bool(program.compensated), started=started)
@@ -432,16 +437,35 @@ class Compilation:
         program.already_compensated = frozenset(
             i for i, info in enumerate(program.inputs) if _has_error_terms(info)
         )
+        if self.options.bytes_per_parameter is not None:
+            self._follow_plan(program, self.options.bytes_per_parameter)
         if self.options.strategy != "none":
             refuse_aliases(gm, program.inputs, self.known.values())
             try:
                 refuse_unsupported(gm, program.inputs)
             except UnsupportedTensorError as refusal:
                 self._refused(refusal)
-        self._refuse_other_error_terms(infos)
+        self._refuse_other_error_terms(infos, program.error_format)
         return program
 
-    def _refuse_other_error_terms(self, infos: Sequence[InputInfo]) -> None:
+    def _follow_plan(self, program: StepProgram, budget: float) -> None:
+        """Set the options of a program by a plan: the one for most state that the optimizer has had."""
+        plans = plans_for(program, self.options.passes)
+        self.plans = best_plan(plans, budget), *plans
+        for optimizer in self.optimizers.values():
+            known = self.backend.plans.get(optimizer, self.plans)
+            # Most optimizers make their state in the first step, which takes less.
+            self.plans = max(known, self.plans, key=lambda each: each[-1].bytes)
+            self.backend.plans[optimizer] = self.plans
+        plan = self.plans[0]
+        program.strategy, program.error_format = plan.strategy, ERROR_FORMATS[plan.error_format]
+        program.packed = None if plan.state is None else PACKED_FORMATS[plan.state]
+        for info in program.infos:
+            expansion = None if info.tensor is None else expansion_of(info.tensor)
+            if expansion is not None and expansion.format is not program.error_format:
+                expansion.is_used = False  # by a step that took less: they are converted
+
+    def _refuse_other_error_terms(self, infos: Sequence[InputInfo], error_format: ErrorFormat) -> None:
         """Raise for error terms that this backend could not keep up."""
         for info in infos:
             expansion = None if info.tensor is None else expansion_of(info.tensor)
@@ -455,7 +479,7 @@ class Compilation:
                     remedy="use the strategy the other compiled step uses, or drop the error terms first "
                     "with collage_fx.reset_error_terms(tensor)",
                 )
-            require_format(expansion, ERROR_FORMATS[self.options.error_format], name=info.name)
+            require_format(expansion, error_format, name=info.name)
 
     @property
     def _pipeline(self) -> tuple[Pass, ...]:

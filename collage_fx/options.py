@@ -36,6 +36,7 @@ class Options:
     mode: str | None
     rounding: Rounding
     state: str | None
+    bytes_per_parameter: float | None
     passes: tuple[Pass, ...] = PIPELINE
 
     @property
@@ -88,6 +89,7 @@ class Options:
                 where="state",
                 remedy="leave it out, or use arithmetic='wide' and another strategy",
             )
+        self._check_budget()
         refuse_incomplete(self.passes)
         if self.strategy == "none" and self.passes != PIPELINE:
             raise InvalidOptionError(
@@ -95,6 +97,31 @@ class Options:
                 where="passes",
                 remedy="use another strategy",
             )
+
+    def _check_budget(self) -> None:
+        budget = self.bytes_per_parameter
+        if budget is None:
+            return
+        if type(budget) not in (int, float) or not budget > 0:
+            raise InvalidOptionError(
+                f"bytes_per_parameter={budget!r} is not allowed",
+                where="bytes_per_parameter",
+                remedy="use a number of bytes, such as 8: of parameters, state and error terms together",
+            )
+        defaults: dict[str, str | None] = {
+            "strategy": "plus",
+            "error_format": DEFAULT_FORMATS["wide"],
+            "arithmetic": "wide",
+            "rounding": DEFAULT_ROUNDINGS["wide"],
+            "state": None,
+        }
+        for name, value in defaults.items():
+            if getattr(self, name) != value:
+                raise InvalidOptionError(
+                    f"bytes_per_parameter={budget!r} and {name}={getattr(self, name)!r} decide the same",
+                    where=name,
+                    remedy="give one of both",
+                )
 
 
 def refuse_unless(name: str, value: object, allowed: Sequence[object]) -> None:

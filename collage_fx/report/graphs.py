@@ -15,6 +15,7 @@ from collage_fx.errors import InvalidOptionError, did_you_mean
 from collage_fx.graph import Repetition, Role, Route, StepProgram, Strategy, copy_of, repeated_graph
 from collage_fx.numerics import ERROR_FORMATS
 from collage_fx.pipeline import CHOOSING, Pass, Stage, run_pipeline
+from collage_fx.plans import Plan
 from collage_fx.report.pictures import Picture, dot, picture, render
 from collage_fx.report.svg import side_by_side
 from collage_fx.report.tensors import TensorReport, Treatment, bytes_per_parameter, tensor_report
@@ -42,6 +43,7 @@ class GraphReport:
         code: what Inductor generated: Python with C++ or Triton kernels in it. Empty after ``explain``.
         program: the whole step before any pass, on another graph; None where nothing was rewritten.
         pipeline: the passes it went through.
+        plans: with a budget of bytes, the plan that it follows, then all that there are.
     """
 
     captured: GraphModule = field(repr=False)
@@ -55,6 +57,7 @@ class GraphReport:
     code: tuple[str, ...] = field(default=(), repr=False)
     program: StepProgram | None = field(default=None, repr=False)
     pipeline: tuple[Pass, ...] = field(default=(), repr=False)
+    plans: tuple[Plan, ...] = field(default=(), repr=False)
 
     @functools.cached_property
     def before(self) -> GraphModule:

@@ -12,7 +12,7 @@ from pathlib import Path
 from collage_fx.graph import Route
 from collage_fx.report.graphs import GraphReport
 from collage_fx.report.page import html_page
-from collage_fx.report.tables import markdown_section, text_section
+from collage_fx.report.tables import markdown_section, plan_table, text_section
 from collage_fx.report.tensors import TensorReport, bytes_per_parameter
 from collage_fx.runtime import Metrics
 
@@ -74,11 +74,11 @@ class CollageReport:
             full: one row per tensor and every recurrence to its end. Otherwise tensors that differ in name
                 and shape alone share a row, and what takes more than three lines is cut.
         """
-        return self._in_sections(text_section, full=full)
+        return self._in_sections(text_section, full=full, markdown=False)
 
     def to_markdown(self, *, full: bool = False) -> str:
         """The table as Markdown, for an issue or a pull request."""
-        return self._in_sections(markdown_section, full=full)
+        return self._in_sections(markdown_section, full=full, markdown=True)
 
     def to_html(self, *, kernels: bool = False) -> str:
         """One HTML file that needs no network: tables, typeset recurrences, graphs before and after.
@@ -99,11 +99,14 @@ class CollageReport:
     def _notes(self) -> list[str]:
         return list(dict.fromkeys(graph.note for graph in self.graphs if graph.note))
 
-    def _in_sections(self, section: Callable[..., str], *, full: bool) -> str:
+    def _in_sections(self, section: Callable[..., str], *, full: bool, markdown: bool) -> str:
         routes = self.routes()
-        sections = [
-            f"{section(subject, rows, full=full)}\n\n{routes[subject].sentence()}"
-            for subject, rows in self.by_subject().items()
-        ]
+        plans = {graph.subject: graph.plans for graph in self.graphs}
+        sections = []
+        for subject, rows in self.by_subject().items():
+            parts = [section(subject, rows, full=full)]
+            if plans[subject]:
+                parts.append(plan_table(plans[subject], markdown=markdown))
+            sections.append("\n\n".join([*parts, routes[subject].sentence()]))
         nothing = "nothing has been compiled yet: the report fills at the first call of the step"
         return "\n\n".join([*sections, *self._notes()]) or nothing

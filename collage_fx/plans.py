@@ -1,0 +1,159 @@
+"""Plans: what to keep of a step's tensors within so many bytes, with the least error that can be predicted.
+
+Note [The error of a plan]
+--------------------------
+Of each state tensor: the relative noise, root mean square, that storing it leaves in the long run. It follows
+from the recurrence (``Verdict.noise``, of dither) and grows with the distance of what a format can hold. Of
+the parameters: what is lost of their displacement in :data:`STEPS` steps that each move a weight by
+:data:`MOVE` of its size, as learning rates of 1e-5 move weights of 1. Roundings by dither add up like a
+random walk; those to nearest lose what is below half of a distance. The root of the sum of the squares is
+the error of the plan. It is a bound in size and no forecast, but puts plans in the order in which
+docs/formats.md measures them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from collage_fx.errors import InvalidOptionError
+from collage_fx.graph import Kind, Role, StateTensor, StepProgram, Strategy, copy_of
+from collage_fx.numerics import ERROR_FORMATS, PACKED_FORMATS, ErrorFormat
+from collage_fx.pipeline import CHOOSING, Pass, run_pipeline
+
+__all__ = ["PLANS", "Plan", "best_plan", "plans_for"]
+
+#: Of the run for which the error of parameters is predicted.
+STEPS, MOVE = 1500, 1e-5
+
+#: What a plan may take more than its budget: counts, tensors that are not packed.
+TOLERANCE = 0.015
+
+#: The relative distance of float32 numbers, in which steps compute.
+_FLOAT32 = 2.0**-23
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The options of a backend that a budget leads to.
+
+    Attributes:
+        strategy, error_format, state: see :class:`~collage_fx.CollageBackend`.
+        bytes: for each element of the low-precision parameters.
+        error: Note [The error of a plan].
+    """
+
+    strategy: Strategy
+    error_format: str
+    state: str | None = None
+    bytes: float = math.nan
+    error: float = math.nan
+
+    def __str__(self) -> str:
+        state = "" if self.state is None else f", state={self.state!r}"
+        return f"strategy={self.strategy!r}, error_format={self.error_format!r}{state}"
+
+
+#: All plans: with dither in the place of error terms.
+PLANS = (
+    *(
+        Plan("light", error_format, state)
+        for state in ("block8", "block16")
+        for error_format in ("byte", "exact")
+    ),
+    *(Plan(strategy, name) for strategy in ("light", "plus", "full") for name in ("byte", "exact")),
+)
+
+
+def plans_for(program: StepProgram, pipeline: Sequence[Pass]) -> list[Plan]:
+    """All plans with their bytes and errors for a captured step, the smallest first.
+
+    Args:
+        program: that no pass has seen. It is left as it is.
+        pipeline: that it will go through.
+    """
+    trial = replace(program, gm=copy_of(program.gm), rounding="dither")
+    names = [each.name for each in pipeline]
+    first, last = (names.index(each.name) for each in (CHOOSING[0], CHOOSING[-1]))
+    found = []
+    with torch.no_grad():
+        run_pipeline(trial, pipeline[:first])
+        for plan in PLANS:
+            trial.strategy, trial.error_format = plan.strategy, ERROR_FORMATS[plan.error_format]
+            trial.packed = None if plan.state is None else PACKED_FORMATS[plan.state]
+            run_pipeline(trial, pipeline[first : last + 1])
+            found.append(replace(plan, bytes=_bytes(trial), error=_error(trial)))
+    return sorted(found, key=lambda plan: (plan.bytes, plan.error))
+
+
+def best_plan(plans: Sequence[Plan], budget: float) -> Plan:
+    """The plan of the least error within a budget; of those that are alike the smallest.
+
+    Raises:
+        InvalidOptionError: none is that small.
+    """
+    within = [plan for plan in plans if plan.bytes <= budget * (1 + TOLERANCE)]
+    if not within:
+        raise InvalidOptionError(
+            f"bytes_per_parameter={budget:g}, where this step takes {plans[0].bytes:.3g} at least",
+            where="bytes_per_parameter",
+            remedy=f"give it {plans[0].bytes:.3g}; strategy='none' takes what the optimizer makes",
+        )
+    return min(within, key=lambda plan: (plan.error, plan.bytes))
+
+
+def _bytes(program: StepProgram) -> float:
+    held = elements = 0
+    for state in program.states:
+        copies, value = len(program.repetition.copies[state.position]), state.value
+        fmt = state.chosen_format
+        held += copies * (0 if state.packed else value.nbytes)
+        held += copies * (0 if fmt is None else fmt.nbytes(value))
+        elements += copies * value.numel() * (state.info.role is Role.PARAMETER)
+    return held / elements if elements else 0.0
+
+
+def _error(program: StepProgram) -> float:
+    """The error for the tensors that it is largest for, one of each kind of state and of the parameters."""
+    errors: dict[str, float] = {}
+    for state in program.states:
+        weight = state.value.numel() * len(program.repetition.copies[state.position])
+        is_parameter = state.info.role is Role.PARAMETER
+        error = _of_parameter(state) if is_parameter else _of_state(state)
+        key = "" if is_parameter else state.info.symbol
+        errors[key] = errors.get(key, 0.0) + weight * error**2
+    total = sum(
+        state.value.numel() * len(program.repetition.copies[state.position])
+        for state in program.states
+        if state.info.role is Role.PARAMETER
+    )
+    return math.sqrt(sum(errors.values()) / total) if total else 0.0
+
+
+def _distance(fmt: ErrorFormat, state: StateTensor) -> float:
+    """The relative distance of numbers that a format can hold; in blocks, of the largest."""
+    bound = fmt.error_bound(state.value.dtype)
+    return max(2 * float(max(bound.relative, bound.of_largest)), _FLOAT32)
+
+
+def _of_parameter(state: StateTensor) -> float:
+    fmt = state.chosen_format
+    if fmt is None:
+        return 1.0
+    distance = _distance(fmt, state)
+    if fmt.is_dithered:
+        return distance / (MOVE * math.sqrt(6 * STEPS))
+    return min(1.0, distance / (2 * MOVE))
+
+
+def _of_state(state: StateTensor) -> float:
+    fmt, unit, noise = state.chosen_format, 2 * float(state.format.unit_roundoff), state.verdict.noise
+    if fmt is None:
+        return unit if state.recurrence.kind is Kind.OVERWRITE else 1.0
+    if noise is None or math.isinf(noise):
+        # What grows by as much at each step has been smaller when it was rounded before.
+        return _distance(fmt, state) * math.sqrt(STEPS / 18)
+    return noise * _distance(fmt, state) / unit

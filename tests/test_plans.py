@@ -1,0 +1,176 @@
+"""``bytes_per_parameter``: a budget, and the plan that it leads to."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from collage_fx import CollageBackend, explain, full_value
+from collage_fx.plans import PLANS, TOLERANCE, Plan
+from collage_fx.runtime.error_terms import expansion_of
+from tests.support.training import parameters, run_steps, set_gradients
+
+SHAPES = ((256, 256), (256,))
+
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "formats" / "results.json"
+
+Make = Callable[[Any], torch.optim.Optimizer]
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-3)
+
+
+def momentum(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=1e-3, momentum=0.9)
+
+
+def adagrad(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(params, lr=1e-3)
+
+
+def plans(make: Make, budget: float) -> tuple[Plan, ...]:
+    """The plan that is followed, and all."""
+    graph = explain(make(parameters(shapes=SHAPES)), bytes_per_parameter=budget).graphs[-1]
+    return graph.plans
+
+
+@pytest.mark.parametrize(
+    ("make", "budget", "expected"),
+    [
+        (adamw, 5.1, ("light", "byte", "block8")),
+        (adamw, 6, ("light", "exact", "block8")),
+        (adamw, 7, ("light", "byte", "block16")),
+        (adamw, 8, ("light", "exact", "block16")),
+        (adamw, 10, ("light", "exact", "block16")),
+        (adamw, 12, ("full", "exact", None)),
+        (momentum, 4.1, ("light", "byte", "block8")),
+        (momentum, 5.1, ("light", "exact", "block8")),
+        (adagrad, 5.1, ("light", "byte", "block16")),
+        (adagrad, 8, ("plus", "exact", None)),
+    ],
+)
+def test_the_best_plan_within_a_budget(make: Make, budget: float, expected: tuple[str, ...]) -> None:
+    followed, *others = plans(make, budget)
+    assert (followed.strategy, followed.error_format, followed.state) == expected
+    assert followed.bytes <= budget * (1 + TOLERANCE)
+    assert len(others) == len(PLANS)
+    assert all(each.error >= followed.error for each in others if each.bytes <= followed.bytes)
+
+
+def test_order_is_that_of_the_study() -> None:
+    """Of plans whose predicted errors are twice apart, the better one is better over all cells of a beta2."""
+    results = json.loads(RESULTS.read_text())
+    names = {
+        ("light", "byte", "block8"): "block8, byte",
+        ("light", "exact", "block8"): "block8, exact",
+        ("light", "exact", "block16"): "block16, exact",
+        ("light", "byte", None): "light, byte, dithered",
+        ("light", "exact", None): "light, exact, dithered",
+        ("plus", "exact", None): "plus, exact, dithered",
+        ("full", "exact", None): "full, exact",
+    }
+    cells = {row["name"]: row["recorded"]["whole"][1] for row in results["states"]}  # beta2 = 0.999
+    compared = []
+    _, *found = plans(adamw, 12)
+    for plan in found:
+        if (name := names.get((plan.strategy, plan.error_format, plan.state))) is not None:
+            measured = math.prod(error for (error,) in cells[name]) ** (1 / len(cells[name]))
+            compared.append((plan.error, measured))
+    assert len(compared) == len(names)
+    apart = [(one, other) for one, other in itertools.permutations(compared, 2) if 2 * one[0] <= other[0]]
+    assert len(apart) > 10
+    assert all(one[1] < other[1] for one, other in apart)
+
+
+@pytest.mark.parametrize("budget", [5.1, 8, 12])
+@pytest.mark.parametrize("make", [adamw, momentum, adagrad])
+def test_a_run_within_a_budget(make: Make, budget: float) -> None:
+    """Some optimizers make state in the first step, after which parameters' terms may have another format."""
+    params = parameters(shapes=SHAPES)
+    exact = [Parameter(p.detach().double()) for p in params]
+    start = [p.detach().clone() for p in exact]
+    optimizer, reference = make(params), make(exact)
+    backend = CollageBackend(bytes_per_parameter=budget)
+    step: Any = torch.compile(optimizer.step, backend=backend)
+    for seed in range(12):
+        set_gradients(params, seed)
+        for p, x in zip(params, exact, strict=True):
+            assert p.grad is not None
+            x.grad = p.grad.double()
+        step()
+        reference.step()
+    per = backend.report().bytes_per_parameter()
+    assert per["total"] <= budget * (1 + TOLERANCE)
+    moved = exact[0].detach() - start[0]
+    assert float((full_value(params[0]) - start[0] - moved).norm() / moved.norm()) < 0.05
+    followed = backend.report().graphs[-1].plans[0]
+    found = expansion_of(params[0])
+    assert found is not None
+    assert found.format.name == followed.error_format
+
+
+def test_a_smaller_budget_for_more_state_converts_error_terms() -> None:
+    params = parameters(shapes=SHAPES)
+    optimizer = momentum(params)
+    step: Any = torch.compile(optimizer.step, backend=CollageBackend(bytes_per_parameter=4.1))
+    run_steps(step, params, [0])
+    first = expansion_of(params[0])
+    before = full_value(params[0])
+    assert first is not None
+    assert first.format.name == "exact"
+    run_steps(step, params, [1])
+    second = expansion_of(params[0])
+    assert second is not None
+    assert second.format.name == "byte"
+    assert params[0].grad is not None
+    moved = full_value(params[0]) - before
+    expected = -1e-3 * full_value(optimizer.state[params[0]]["momentum_buffer"])
+    # A rounding to 16 bits of fraction, of weights below 8, and one of momentum to 8 bits.
+    assert float((moved - expected).abs().max()) < 2.0**-13 + 3 / 2 / 127 * float(expected.abs().max())
+
+
+def test_what_is_too_small_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"bytes_per_parameter=3, where this step takes 5\.07 at least"):
+        explain(adamw(parameters(shapes=SHAPES)), bytes_per_parameter=3)
+
+
+@pytest.mark.parametrize("budget", [0, -1, "8", True, float("nan")])
+def test_what_is_no_number_of_bytes_is_refused(budget: Any) -> None:
+    with pytest.raises(ValueError, match=r"bytes_per_parameter=.* is not allowed"):
+        CollageBackend(bytes_per_parameter=budget)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strategy": "light"},
+        {"error_format": "byte"},
+        {"rounding": "nearest"},
+        {"state": "block8"},
+        {"arithmetic": "native"},
+    ],
+)
+def test_options_that_it_decides_are_refused_beside_it(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="decide the same"):
+        CollageBackend(bytes_per_parameter=8, **options)
+
+
+def test_the_report_shows_the_plan_beside_others() -> None:
+    report = explain(adamw(parameters(shapes=SHAPES)), bytes_per_parameter=8)
+    (marked,) = (line for line in str(report).splitlines() if line.startswith("→"))
+    assert marked.split()[1:4] == ["strategy='light',", "error_format='exact',", "state='block16'"]
+    assert any("→" in line and line.startswith("|") for line in report.to_markdown().splitlines())
+    shown = [line for line in str(report).splitlines() if "strategy='" in line]
+    sizes = [float(line.split()[-2]) for line in shown]
+    errors = [float(line.split()[-1]) for line in shown]
+    assert sizes == sorted(sizes)
+    assert errors == sorted(errors, reverse=True)
