@@ -82,8 +82,9 @@ def plans_for(program: StepProgram, pipeline: Sequence[Pass]) -> list[Plan]:
     with torch.no_grad():
         run_pipeline(trial, pipeline[:first])
         for plan in PLANS:
-            trial.strategy, trial.error_format = plan.strategy, ERROR_FORMATS[plan.error_format]
-            trial.packed = None if plan.state is None else PACKED_FORMATS[plan.state]
+            packed = None if plan.state is None else PACKED_FORMATS[plan.state]
+            error_format = ERROR_FORMATS[plan.error_format]
+            trial = replace(trial, strategy=plan.strategy, error_format=error_format, packed=packed)
             run_pipeline(trial, pipeline[first : last + 1])
             found.append(replace(plan, bytes=_bytes(trial), error=_error(trial)))
     return sorted(found, key=lambda plan: (plan.bytes, plan.error))

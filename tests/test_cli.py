@@ -67,7 +67,11 @@ def test_kernels_are_those_of_a_compiled_step(capsys: pytest.CaptureFixture[str]
         ("explain --optimizer SGD --kw momentum", 2, "--kw takes NAME=VALUE"),
         ("explain --optimizer SGD --strategy pluss", 2, "'pluss' is not allowed; did you mean plus?"),
         ("explain --optimizer SGD --dtype bf16", 2, "bfloat16"),
-        ("explain --optimizer SGD --stratgy plus", 2, "no option '--stratgy'; did you mean --strategy?"),
+        (
+            "explain --optimizer SGD --stratgy plus",
+            2,
+            "no option '--stratgy'; did you mean --strategy or --state?",
+        ),
         ("explain --optimizer SGD --shape 3x4", 2, "--shape takes numbers"),
         ("explain --optimizer Muon", 2, "--shape gives others"),
         ("explain", 2, "--optimizer"),

@@ -27,7 +27,8 @@ LAW: dict[str, set[str]] = {
     "runtime": {"torch_compat", "numerics", "errors", "graph"},
     "capture": {"torch_compat", "numerics", "errors", "graph", "runtime"},
     "lowering": {"torch_compat", "numerics", "errors", "graph", "runtime"},
-    "report": {"torch_compat", "numerics", "errors", "graph", "runtime", "pipeline"},
+    "plans": {"pipeline", "graph", "numerics", "errors"},
+    "report": {"torch_compat", "numerics", "errors", "graph", "runtime", "pipeline", "plans"},
 }
 LAW["compilation"] = {*LAW, "compilation"} - {"passes", "compilation"}
 LAW["backend"] = {*LAW} - {"passes", "backend"}
