@@ -16,6 +16,7 @@ from torch.nn import Parameter
 from collage_fx import CollageBackend, explain, full_value
 from collage_fx.plans import PLANS, TOLERANCE, Plan
 from collage_fx.runtime.error_terms import expansion_of
+from tests.support.memory import left, peak
 from tests.support.training import parameters, run_steps, set_gradients
 
 SHAPES = ((256, 256), (256,))
@@ -116,6 +117,27 @@ def test_a_run_within_a_budget(make: Make, budget: float) -> None:
     found = expansion_of(params[0])
     assert found is not None
     assert found.format.name == followed.error_format
+
+
+@pytest.mark.parametrize("budget", [5.1, 8, 12])
+def test_the_allocator_hands_out_what_the_report_says(budget: float) -> None:
+    backend = CollageBackend(bytes_per_parameter=budget)
+
+    def trained() -> tuple[Any, ...]:
+        params = [Parameter(torch.zeros(512, 256).bfloat16()) for _ in range(4)]
+        optimizer = adamw(params)
+        step: Any = torch.compile(optimizer.step, backend=backend)
+        run_steps(step, params, range(3))
+        optimizer.zero_grad(set_to_none=True)
+        return params, optimizer, step
+
+    elements = 4 * 512 * 256
+    bytes_held = left(trained)
+    assert bytes_held / elements == pytest.approx(backend.report().bytes_per_parameter()["total"], rel=0.01)
+
+    params, _, step = trained()
+    set_gradients(params)
+    assert peak(step) < 0.01 * bytes_held
 
 
 def test_a_smaller_budget_for_more_state_converts_error_terms() -> None:

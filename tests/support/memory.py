@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -10,11 +11,18 @@ import torch
 
 def peak(function: Callable[[], Any]) -> int:
     """The most bytes that torch's allocator has handed out while a function runs."""
+    return max(_handed_out(function))
+
+
+def left(function: Callable[[], Any]) -> int:
+    """The bytes that torch's allocator has handed out when a function has run, which returns what holds them."""
+    return _handed_out(function)[-1]
+
+
+def _handed_out(function: Callable[[], Any]) -> list[int]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as run:
-        function()
-    most = held = 0
-    for event in run.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            most = max(most, held)
-    return most
+        kept = function()
+    events = run.profiler.kineto_results.events()
+    held = [0, *accumulate(event.nbytes() for event in events if event.name() == "[memory]")]
+    del kept
+    return held
