@@ -15,7 +15,7 @@ def peak(function: Callable[[], Any]) -> int:
 
 
 def left(function: Callable[[], Any]) -> int:
-    """The bytes that torch's allocator has handed out when a function has run, which returns what holds them."""
+    """The bytes that torch's allocator has handed out when a function has run; it returns what has them."""
     return _handed_out(function)[-1]
 
 
