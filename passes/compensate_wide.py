@@ -62,7 +62,13 @@ class CompensateWide(Pass):
             _refuse_lost_value(program, state, order)
         for expansion in program.expansions:
             _load_expansion(editor, expansion)
-        terms = [fed_back(state, program.states) for state in program.expanded]
+        terms = [
+            # Other state, whose roundings nobody carries on, is read as it was computed.
+            fed_back(state, program.states)
+            if state.compensated or state.info.role is Role.PARAMETER
+            else set[Node]()
+            for state in program.expanded
+        ]
         for state, own_term in zip(program.expanded, terms, strict=True):
             _store_expansion(editor, state, own_term)
         for state, skip in zip(program.expanded, skips, strict=True):

@@ -100,7 +100,7 @@ def test_a_checkpoint_goes_on_where_it_was(fmt: ErrorFormat) -> None:
     (one, kept), (other, loaded) = ends
     assert all(same_bits(a, b).all() for a, b in zip(one, other, strict=True))
     for i, entries in kept.items():
-        own = [name for name in entries if name.startswith("collage_fx.")]
+        own = [name for name in entries if name.startswith("collage_fx.") and f".{fmt.name}." in name]
         slots = {name.split(".")[1] for name in own}
         assert slots == {"parameter", "exp_avg_sq"}
         assert len(own) == len(slots) * (len(fmt.auxiliaries(one[i])) + 1)  # and a fingerprint

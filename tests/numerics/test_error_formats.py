@@ -150,7 +150,7 @@ def test_round_trip_of_a_double_word(fmt: ErrorFormat, dtype: torch.dtype, data:
     assert not to_even or not is_tie.any()
     assert same_numbers(high[~is_tie], hi[~is_tie])
     if fmt.name == "byte":
-        relative, absolute = map(float, fmt.error_bound(dtype))
+        relative, absolute, _ = map(float, fmt.error_bound(dtype))
         off = (high.double() + term - value.double()).abs()
         assert (off <= torch.clamp(relative * value.double().abs(), min=absolute)).all()
         return
