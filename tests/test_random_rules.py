@@ -250,6 +250,13 @@ FOUND = {
     "the old value is kept": _rule(
         "old = s1.clone()\ns1.add_(g, alpha=1e-3)\ns2.copy_(old)\np.sub_(1e-4 * s2)", "s1", "s2"
     ),
+    # What dither rounds was read rounded, as what is compensated by hand has to be.
+    "two states without error terms that read each other": _rule(
+        "old = s1.clone()\ns1.copy_(0.9 * s1 + 0.1 * torch.sign(s2))\np.sub_(g, alpha=1e-3)\n"
+        "s2.copy_(0.99 * old.float() + s1.clamp(-1.0, 0.5).float() * 0.01)",
+        "s1",
+        "s2",
+    ),
     # Captured as set_, which was no store.
     "data is assigned": _rule("p.data = p.data - 1e-4 * g"),
     "data is assigned and updated": _rule("p.data = p.data.mul(0.9999)\np.data.add_(g, alpha=-1e-4)"),
