@@ -438,7 +438,7 @@ class Compilation:
             i for i, info in enumerate(program.inputs) if _has_error_terms(info)
         )
         if self.options.bytes_per_parameter is not None:
-            self._follow_plan(program, self.options.bytes_per_parameter)
+            program = self._following_plan(program, self.options.bytes_per_parameter)
         if self.options.strategy != "none":
             refuse_aliases(gm, program.inputs, self.known.values())
             try:
@@ -448,8 +448,8 @@ class Compilation:
         self._refuse_other_error_terms(infos, program.error_format)
         return program
 
-    def _follow_plan(self, program: StepProgram, budget: float) -> None:
-        """Set the options of a program by a plan: the one for most state that the optimizer has had."""
+    def _following_plan(self, program: StepProgram, budget: float) -> StepProgram:
+        """The program with the options of a plan: the one for most state that the optimizer has had."""
         plans = plans_for(program, self.options.passes)
         self.plans = best_plan(plans, budget), *plans
         for optimizer in self.optimizers.values():
@@ -457,13 +457,12 @@ class Compilation:
             # Most optimizers make their state in the first step, which takes less.
             self.plans = max(known, self.plans, key=lambda each: each[-1].bytes)
             self.backend.plans[optimizer] = self.plans
-        plan = self.plans[0]
-        program.strategy, program.error_format = plan.strategy, ERROR_FORMATS[plan.error_format]
-        program.packed = None if plan.state is None else PACKED_FORMATS[plan.state]
+        program = self.plans[0].followed_by(program)
         for info in program.infos:
             expansion = None if info.tensor is None else expansion_of(info.tensor)
             if expansion is not None and expansion.format is not program.error_format:
                 expansion.is_used = False  # by a step that took less: they are converted
+        return program
 
     def _refuse_other_error_terms(self, infos: Sequence[InputInfo], error_format: ErrorFormat) -> None:
         """Raise for error terms that this backend could not keep up."""

@@ -37,6 +37,7 @@ __all__ = [
     "inserted",
     "refuse_incomplete",
     "run_pipeline",
+    "up_to_choosing",
 ]
 
 PIPELINE: tuple[Pass, ...] = (
@@ -102,6 +103,13 @@ def refuse_incomplete(passes: Sequence[Pass]) -> None:
                 remedy="put passes of your own into the whole pipeline: "
                 "passes=collage_fx.pipeline.inserted(MyPass(), before='analyze')",
             )
+
+
+def up_to_choosing(passes: Sequence[Pass]) -> tuple[Sequence[Pass], Sequence[Pass]]:
+    """The passes before those of :data:`CHOOSING`, and these, with what is between them."""
+    names = [each.name for each in passes]
+    first, last = (names.index(each.name) for each in (CHOOSING[0], CHOOSING[-1]))
+    return passes[:first], passes[first : last + 1]
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ import torch
 from collage_fx.errors import InvalidOptionError
 from collage_fx.graph import Kind, Role, StateTensor, StepProgram, Strategy, copy_of
 from collage_fx.numerics import ERROR_FORMATS, PACKED_FORMATS, ErrorFormat
-from collage_fx.pipeline import CHOOSING, Pass, run_pipeline
+from collage_fx.pipeline import Pass, run_pipeline, up_to_choosing
 
 __all__ = ["PLANS", "Plan", "best_plan", "plans_for"]
 
@@ -52,6 +52,12 @@ class Plan:
     bytes: float = math.nan
     error: float = math.nan
 
+    def followed_by(self, program: StepProgram) -> StepProgram:
+        """The program with the options of the plan."""
+        packed = None if self.state is None else PACKED_FORMATS[self.state]
+        error_format = ERROR_FORMATS[self.error_format]
+        return replace(program, strategy=self.strategy, error_format=error_format, packed=packed)
+
     def __str__(self) -> str:
         state = "" if self.state is None else f", state={self.state!r}"
         return f"strategy={self.strategy!r}, error_format={self.error_format!r}{state}"
@@ -76,16 +82,13 @@ def plans_for(program: StepProgram, pipeline: Sequence[Pass]) -> list[Plan]:
         pipeline: that it will go through.
     """
     trial = replace(program, gm=copy_of(program.gm), rounding="dither")
-    names = [each.name for each in pipeline]
-    first, last = (names.index(each.name) for each in (CHOOSING[0], CHOOSING[-1]))
+    preparation, choosing = up_to_choosing(pipeline)
     found = []
     with torch.no_grad():
-        run_pipeline(trial, pipeline[:first])
+        run_pipeline(trial, preparation)
         for plan in PLANS:
-            packed = None if plan.state is None else PACKED_FORMATS[plan.state]
-            error_format = ERROR_FORMATS[plan.error_format]
-            trial = replace(trial, strategy=plan.strategy, error_format=error_format, packed=packed)
-            run_pipeline(trial, pipeline[first : last + 1])
+            trial = plan.followed_by(trial)
+            run_pipeline(trial, choosing)
             found.append(replace(plan, bytes=_bytes(trial), error=_error(trial)))
     return sorted(found, key=lambda plan: (plan.bytes, plan.error))
 

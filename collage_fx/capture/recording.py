@@ -23,11 +23,10 @@ from collage_fx.errors import CollageError, RecompileLimitError, raise_or_warn
 from collage_fx.runtime import (
     adopt,
     expansion_of,
-    known_tensors,
     note_held,
     note_replaced,
     parameter_names,
-    unpack,
+    unpack_state,
 )
 from collage_fx.torch_compat import (
     is_step_wrapper,
@@ -96,8 +95,7 @@ def record(
         level: of the message that says so.
     """
     adopt(optimizer)
-    for known in known_tensors({"self": optimizer}).values():
-        unpack(known.tensor)  # a recorded step's state is not packed
+    unpack_state(optimizer)  # a recorded step's state is not packed
     log.log(level, "%s: its steps are run by Python and recorded: %s", type(optimizer).__name__, reason)
     reroute_steps(type(optimizer), _switched)
     vars(optimizer)[RECORDING] = _Recording(optimizer, backend, keywords, reason, strict=strict)

@@ -76,7 +76,7 @@ from collage_fx.runtime import (
     optimizers_among,
     parameter_names,
     prepare_compiler,
-    unpack,
+    unpack_state,
 )
 from collage_fx.torch_compat import (
     ConvertAgain,
@@ -175,8 +175,7 @@ def _at_trace(strictness: Strictness, optimizer: Optimizer, backend: Any, keywor
     if strict is None:
         return False
     remember_state(optimizer, current_trace())
-    for known in known_tensors({"self": optimizer}).values():
-        unpack(known.tensor)  # Dynamo is to see ordinary tensors
+    unpack_state(optimizer)
     try:
         adopt(optimizer)
         refuse_optimizer(optimizer)

@@ -14,7 +14,7 @@ from torch.fx import Graph, GraphModule
 from collage_fx.errors import InvalidOptionError, did_you_mean
 from collage_fx.graph import Repetition, Role, Route, StepProgram, Strategy, copy_of, repeated_graph
 from collage_fx.numerics import ERROR_FORMATS
-from collage_fx.pipeline import CHOOSING, Pass, Stage, run_pipeline
+from collage_fx.pipeline import Pass, Stage, run_pipeline, up_to_choosing
 from collage_fx.plans import Plan
 from collage_fx.report.pictures import Picture, dot, picture, render
 from collage_fx.report.svg import side_by_side
@@ -116,9 +116,7 @@ class GraphReport:
         """The :attr:`tensors` as they would be under other strategies and error formats, a list each."""
         assert self.program is not None
         program = self.program.unrun(copy_of(self.before))
-        names = [each.name for each in self.pipeline]
-        first, last = (names.index(each.name) for each in (CHOOSING[0], CHOOSING[-1]))
-        preparation, choosing = self.pipeline[:first], self.pipeline[first : last + 1]
+        preparation, choosing = up_to_choosing(self.pipeline)
         rows = []
         with torch.no_grad():
             run_pipeline(program, preparation)

@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from collage_fx.graph import Role
+from collage_fx.runtime.packed import unpack
 from collage_fx.torch_compat import pytree
 
-__all__ = ["KnownTensor", "known_tensors", "optimizers_among", "parameter_names"]
+__all__ = ["KnownTensor", "known_tensors", "optimizers_among", "parameter_names", "unpack_state"]
 
 
 @dataclass(frozen=True)
@@ -113,3 +114,9 @@ def known_tensors(optimizers: Mapping[str, Optimizer]) -> dict[int, KnownTensor]
                 symbol = slot.rpartition(".")[2]
                 known[id(tensor)] = KnownTensor(f"{prefix}{name}.{slot}", symbol, Role.STATE, tensor)
     return known
+
+
+def unpack_state(optimizer: Optimizer) -> None:
+    """Give packed tensors of an optimizer memory of their own: something is to see ordinary ones."""
+    for known in known_tensors({"self": optimizer}).values():
+        unpack(known.tensor)

@@ -33,7 +33,7 @@ from collage_fx.torch_compat import (
     without_torch_function,
 )
 
-__all__ = ["unpack"]
+__all__: list[str] = []
 
 
 def _attribute(name: str) -> Any:
