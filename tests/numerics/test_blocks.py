@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,8 +14,8 @@ from collage_fx.numerics import BLOCK, BLOCK_CODES, BLOCK_SCALES, BLOCK_VALUES, 
 from collage_fx.numerics.blocks import LARGEST, block_scale
 from collage_fx.numerics.dither import phase, phases
 from collage_fx.numerics.error_formats.blocks import Blocks
-from collage_fx.torch_compat.patch_cpp_roundings import writing_our_cpp
 from tests.support.float_bits import same_bits
+from tests.support.our_cpp import compiled_by
 
 KINDS = list(CODES)
 each_kind = pytest.mark.parametrize(("bits", "signed"), KINDS, ids=lambda x: str(x))
@@ -49,16 +48,6 @@ def some_phases(shape: torch.Size) -> Tensor:
 # The bits. ------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _compiled_by(code: str) -> Iterator[None]:
-    torch._dynamo.reset()
-    with contextlib.ExitStack() as stack:
-        if code == "our code":
-            stack.enter_context(writing_our_cpp())
-            stack.enter_context(config.patch("force_disable_caches", True))
-        yield
-
-
 @pytest.mark.parametrize("simdlen", [1, 256, None])
 @pytest.mark.parametrize("code", ["elsewhere", "our code"])
 @pytest.mark.parametrize("rows", ["of a block", "of many"])
@@ -87,7 +76,7 @@ def test_compiled_bits_are_eager_bits(
         function(codes, of_blocks, x.reshape(shape), some_phases(shape), seen, near)
         return [seen, of_blocks, near]
 
-    with _compiled_by(code), config.patch({"cpp.simdlen": simdlen}):
+    with compiled_by(code), config.patch({"cpp.simdlen": simdlen}):
         compiled = run(torch.compile(step))
     for mine, expected in zip(compiled, run(step), strict=True):
         assert same_bits(mine.float(), expected.float()).all()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from fractions import Fraction
 from math import floor
 
@@ -15,10 +13,10 @@ from torch._inductor import config
 import collage_fx.graph.operators  # noqa: F401  # which has the lowerings
 from collage_fx.numerics import DITHERED, PHASES, storage_format
 from collage_fx.numerics.dither import GOLDEN, SPACING, dithered, phase, phases
-from collage_fx.torch_compat.patch_cpp_roundings import writing_our_cpp
 from tests.support.bit_patterns import near_storage_numbers, sample
 from tests.support.exact import ENCODINGS, fractions, tensor
 from tests.support.float_bits import same_bits
+from tests.support.our_cpp import compiled_by
 
 each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 
@@ -127,20 +125,10 @@ def test_compiled_bits_are_eager_bits(dtype: torch.dtype, code: str, simdlen: in
         function(x, count, start, *outputs)
         return outputs
 
-    with _compiled_by(code), config.patch({"cpp.simdlen": simdlen}):
+    with compiled_by(code), config.patch({"cpp.simdlen": simdlen}):
         compiled = run(torch.compile(step))
     for mine, expected in zip(compiled, run(step), strict=True):
         assert same_bits(mine.float(), expected.float()).all()
-
-
-@contextlib.contextmanager
-def _compiled_by(code: str) -> Iterator[None]:
-    torch._dynamo.reset()
-    with contextlib.ExitStack() as stack:
-        if code == "our code":
-            stack.enter_context(writing_our_cpp())
-            stack.enter_context(config.patch("force_disable_caches", True))
-        yield
 
 
 def test_operators_are_their_definitions() -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -21,12 +18,12 @@ from collage_fx.numerics import (
 )
 from collage_fx.numerics.dither import phase, phases
 from collage_fx.numerics.float24 import dithered_byte, dithered_upper, nearest, with_byte
-from collage_fx.torch_compat.patch_cpp_roundings import writing_our_cpp
 from tests.support.bit_patterns import near_storage_numbers, sample
 from tests.support.exact import ENCODINGS, fractions, tensor
 from tests.support.float24 import nearest as nearest_of
 from tests.support.float24 import rounded
 from tests.support.float_bits import same_bits
+from tests.support.our_cpp import compiled_by
 
 each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 
@@ -157,20 +154,10 @@ def test_compiled_bits_are_eager_bits(dtype: torch.dtype, code: str, simdlen: in
         function(x, torch.ones(()), torch.tensor(77).int(), *outputs)
         return outputs
 
-    with _compiled_by(code), config.patch({"cpp.simdlen": simdlen}):
+    with compiled_by(code), config.patch({"cpp.simdlen": simdlen}):
         compiled = run(torch.compile(step))
     for mine, expected in zip(compiled, run(step), strict=True):
         assert same_bits(mine.float(), expected.float()).all()
-
-
-@contextlib.contextmanager
-def _compiled_by(code: str) -> Iterator[None]:
-    torch._dynamo.reset()
-    with contextlib.ExitStack() as stack:
-        if code == "our code":
-            stack.enter_context(writing_our_cpp())
-            stack.enter_context(config.patch("force_disable_caches", True))
-        yield
 
 
 @each_dtype
