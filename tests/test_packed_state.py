@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -27,7 +28,15 @@ from collage_fx.runtime.packed import is_packed
 from tests.support.agreement import assert_same, trajectory
 from tests.support.optimizers import CompiledOptimizer, gradients
 from tests.support.processes import Processes
-from tests.support.training import Descent, compiled, everything, parameters, run_steps, set_gradients
+from tests.support.training import (
+    Descent,
+    compiled,
+    errors_beside_float64,
+    everything,
+    parameters,
+    run_steps,
+    set_gradients,
+)
 from tests.support.twin import TwinBackend
 from tests.support.whole import pipeline
 from tests.test_sharded import in_one_piece, in_pieces, set_gradients_in_pieces
@@ -98,23 +107,14 @@ def test_state_is_that_of_the_recurrence_encoded_by_the_definition(state: str) -
 @pytest.mark.parametrize(("state", "most"), [("block16", 2e-3), ("block8", 0.02)])
 def test_error_against_float64(state: str, most: float) -> None:
     """Figures of docs/formats.md: 1.1e-4 and .021 at most, of longer runs; here few steps weigh more."""
-    params = parameters(shapes=SHAPES)
-    exact = [Parameter(p.detach().double()) for p in params]
-    start = [p.detach().clone() for p in exact]
-    optimizer, reference = adamw(params), adamw(exact)
-    step = compiled(optimizer, strategy="light", state=state)
-    for seed in range(30):
-        set_gradients(params, seed)
-        for p, x in zip(params, exact, strict=True):
-            assert p.grad is not None
-            x.grad = p.grad.double()
-        step()
-        reference.step()
+    optimizer, errors = errors_beside_float64(
+        adamw,
+        lambda optimizer: compiled(optimizer, strategy="light", state=state),
+        parameters(shapes=SHAPES),
+        steps=30,
+    )
     assert is_all_packed(optimizer)
-    for i in PACKED:
-        wanted = exact[i].detach() - start[i]
-        error = (full_value(params[i]) - start[i] - wanted).norm() / wanted.norm()
-        assert float(error) < most
+    assert all(errors[i] < most for i in PACKED)
 
 
 # What becomes of memory. ----------------------------------------------------------------------------------
@@ -359,24 +359,22 @@ def test_a_step_that_comes_to_be_recorded_goes_on_with_the_value() -> None:
 @pytest.mark.parametrize("rounding", ["nearest", "dither"])
 def test_two_compiled_steps_of_which_one_packs_take_turns(rounding: str) -> None:
     """Code of the other one, which goes by addresses, is given tensors with memory."""
-    params = parameters(shapes=((64, 96), (300, 512)))
-    optimizer = adamw(params)
-    exact = [Parameter(p.detach().double()) for p in params]
-    start, reference = [p.detach().clone() for p in exact], adamw(exact)
     options = ({"state": "block16"}, {"rounding": rounding})
-    steps = [compiled(optimizer, strategy="light", **each) for each in options]
-    for seed in range(6):
-        set_gradients(params, seed)
-        for p, x in zip(params, exact, strict=True):
-            assert p.grad is not None
-            x.grad = p.grad.double()
-        steps[seed % 2]()
-        reference.step()
-        if seed > 1:
-            assert is_packed(optimizer.state[params[1]]["exp_avg"]) == (seed % 2 == 0)
-    for p, x, before in zip(params, exact, start, strict=True):
-        moved = x.detach() - before
-        assert float((full_value(p) - before - moved).norm() / moved.norm()) < 2.0**-7
+    met: list[bool] = []
+
+    def in_turns(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
+        turns = itertools.cycle([compiled(optimizer, strategy="light", **each) for each in options])
+
+        def step() -> None:
+            next(turns)()
+            *_, last = optimizer.state.values()
+            met.append(is_packed(last["exp_avg"]))
+
+        return step
+
+    _, errors = errors_beside_float64(adamw, in_turns, parameters(shapes=((64, 96), (300, 512))), steps=6)
+    assert met[2:] == [True, False, True, False]
+    assert all(error < 2.0**-7 for error in errors)
 
 
 def test_options_that_exclude_each_other() -> None:

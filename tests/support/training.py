@@ -126,3 +126,35 @@ def live_error_terms(tensor: Tensor) -> tuple[Tensor, ...]:
     """The buffers of a tensor's error terms, as its format has them."""
     expansion = expansion_of(tensor)
     return () if expansion is None else expansion.auxiliaries
+
+
+def errors_beside_float64(
+    make: Callable[[Any], Optimizer],
+    step_of: Callable[[Optimizer], Callable[[], Any]],
+    params: Sequence[torch.nn.Parameter],
+    steps: int,
+) -> tuple[Optimizer, list[float]]:
+    """Train with an optimizer, and in float64 with the same gradients: it, and ``‖d − d64‖ / ‖d64‖`` of each.
+
+    Args:
+        make: parameters -> optimizer.
+        step_of: gives the optimizer's step, compiled.
+        params: how far each moves is d, by its full value.
+        steps: how many are taken.
+    """
+    exact = [torch.nn.Parameter(p.detach().double()) for p in params]
+    start = [p.detach().clone() for p in exact]
+    optimizer, reference = make(params), make(exact)
+    step = step_of(optimizer)
+    for seed in range(steps):
+        set_gradients(params, seed)
+        for p, x in zip(params, exact, strict=True):
+            assert p.grad is not None
+            x.grad = p.grad.double()
+        step()
+        reference.step()
+    errors = []
+    for p, x, before in zip(params, exact, start, strict=True):
+        wanted = x.detach() - before
+        errors.append(float((collage_fx.full_value(p) - before - wanted).norm() / wanted.norm()))
+    return optimizer, errors
