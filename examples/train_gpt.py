@@ -11,6 +11,9 @@ batches:
     none          plain low precision (the paper's A)
     light         weights carry an error term (B)
     plus          weights and second moments do (C)
+    plus, mcf     the same in the paper's format, where the others hold float32 numbers in two pieces
+    8 bytes       what the backend chooses for so many bytes a parameter: moments in integers of 16 bits
+    5.1 bytes     the same for 5.1: moments in integers of 8 bits, and a byte beside each weight
     fp32 master   the usual remedy: hidden float32 copies of weights and optimizer state (D)
 
 Two things go wrong in plain bfloat16. It has 8 significant bits, so an update below about 1/256 of its
@@ -59,6 +62,7 @@ from tqdm import tqdm
 
 from collage_fx import CollageBackend, full_value
 from collage_fx.runtime.metrics import MeasuredTensor, Metrics
+from collage_fx.runtime.packed import is_packed
 
 VOCABULARY = 256  # bytes
 TRAINING_BYTES, VALIDATION_BYTES = 4 << 20, 1 << 19
@@ -94,7 +98,7 @@ class Recipe:
         return self.final_lr + (self.peak_lr - self.final_lr) * (1 + math.cos(math.pi * progress)) / 2
 
 
-QUICK = Recipe(steps=24, batch=4, context=32, width=32, layers=1, heads=2, evaluate_every=8, measure_every=8)
+QUICK = Recipe(steps=24, batch=4, context=32, width=64, layers=1, heads=2, evaluate_every=8, measure_every=8)
 
 
 @dataclass(frozen=True)
@@ -104,7 +108,7 @@ class Strategy:
     name: str
     options: dict[str, Any]
     colour: str
-    line: str
+    line: str | tuple[int, tuple[int, ...]]  # matplotlib's name of it, or an offset and lengths of dashes
 
 
 BASELINE = "fp32 master"
@@ -115,6 +119,8 @@ STRATEGIES = {
         Strategy("light", {"strategy": "light"}, "#56B4E9", "-"),
         Strategy("plus", {"strategy": "plus"}, "#0072B2", "--"),
         Strategy("plus, mcf", {"strategy": "plus", "error_format": "mcf"}, "#009E73", "-."),
+        Strategy("8 bytes", {"bytes_per_parameter": 8}, "#CC79A7", (0, (5, 1, 1, 1, 1, 1))),
+        Strategy("5.1 bytes", {"bytes_per_parameter": 5.1}, "#E69F00", (0, (3, 1))),
         Strategy(BASELINE, {"strategy": "full", "error_format": "fp32"}, "#000000", ":"),
     )
 }
@@ -301,10 +307,13 @@ class ExactSecondMoments:
 
 
 def bytes_per_parameter(optimizer: torch.optim.AdamW) -> float:
-    """Weights, optimizer state and all error terms; not the gradients, which every strategy has alike."""
+    """Weights, optimizer state and all error terms; not the gradients, which every strategy has alike.
+
+    Packed moments are held as codes and scales, which are saved beside them, and take no memory of their own.
+    """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     saved = (entry for state in optimizer.state_dict()["state"].values() for entry in state.items())
-    tensors = [t for name, t in saved if t.dim() > 0 and not name.endswith(".fingerprint")]
+    tensors = [t for name, t in saved if t.dim() > 0 and not (name.endswith(".fingerprint") or is_packed(t))]
     return sum(t.nbytes for t in (*parameters, *tensors)) / sum(p.numel() for p in parameters)
 
 
@@ -401,7 +410,7 @@ def table(runs: Sequence[Run]) -> str:
             f"{run.mean('lost_share_hi'):.1%}",
             f"{run.mean('edq_ratio'):.4f}",
             f"{run.second_moment_error:.2%}",
-            f"{run.bytes_per_parameter:.0f}",
+            f"{run.bytes_per_parameter:.3g}",
             f"{run.step_milliseconds():.1f} ms",
         ]
         for run in runs
@@ -443,9 +452,9 @@ def conclusion(runs: Sequence[Run]) -> str:
         lines += [
             f"Collage {run.strategy.name} loses {run.mean('lost_share'):.1%} and ends "
             f"{_apart(run, baseline)} it, "
-            f"with {run.bytes_per_parameter:.0f} bytes a parameter to its {baseline.bytes_per_parameter:.0f}."
+            f"with {run.bytes_per_parameter:.3g} bytes a parameter to its {baseline.bytes_per_parameter:.3g}."
             for run in runs
-            if run.strategy.name in ("light", "plus")
+            if run.strategy.name in ("light", "plus", "8 bytes", "5.1 bytes")
         ]
     return "\n".join(lines)
 
