@@ -24,7 +24,7 @@ from collage_fx.graph import Kind, Role, StateTensor, StepProgram, Strategy, cop
 from collage_fx.numerics import ERROR_FORMATS, PACKED_FORMATS, ErrorFormat
 from collage_fx.pipeline import Pass, run_pipeline, up_to_choosing
 
-__all__ = ["PLANS", "Plan", "best_plan", "plans_for"]
+__all__ = ["PLANS", "Plan", "best_plan", "frontier", "plans_for"]
 
 #: Of the run for which the error of parameters is predicted.
 STEPS, MOVE = 1500, 1e-5
@@ -107,6 +107,19 @@ def best_plan(plans: Sequence[Plan], budget: float) -> Plan:
             remedy=f"give it {plans[0].bytes:.3g}; strategy='none' takes what the optimizer makes",
         )
     return min(within, key=lambda plan: (plan.error, plan.bytes))
+
+
+def frontier(plans: Sequence[Plan]) -> list[Plan]:
+    """The plans that have a smaller error than each that takes no more.
+
+    Args:
+        plans: the smallest first.
+    """
+    best: list[Plan] = []
+    for plan in plans:
+        if not best or plan.error < best[-1].error:
+            best.append(plan)
+    return best
 
 
 def _bytes(program: StepProgram) -> float:

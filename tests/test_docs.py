@@ -15,7 +15,9 @@ from collage_fx.cli import main
 from collage_fx.graph.recurrence import TOLERATED_STALL, dithered_noise, representation_error, stall_band
 from collage_fx.graph.text import graph_text
 from collage_fx.numerics.formats import BFLOAT16, FLOAT16, FloatFormat
+from collage_fx.report.pareto import plan_picture
 from collage_fx.runtime.meter import WIDTH
+from tests.support.training import parameters
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -90,6 +92,13 @@ def test_the_graph_of_sgd_is_the_one_captured() -> None:
 def test_the_drawing_of_sgd_is_up_to_date(tmp_path: Path) -> None:
     drawn = explain(sgd()).graphs[0].draw(tmp_path / "sgd.svg")
     assert drawn.read_text() == (DOCS / "sgd.svg").read_text()
+
+
+@as_written
+def test_the_picture_of_plans_is_up_to_date() -> None:
+    weights = parameters(shapes=((256, 256), (256,)))
+    (graph,) = explain(torch.optim.AdamW(weights), bytes_per_parameter=8).graphs
+    assert plan_picture(graph.plans) + "\n" == (DOCS / "plans.svg").read_text()
 
 
 def test_the_own_pass_shown_is_the_examples() -> None:

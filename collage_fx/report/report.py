@@ -106,7 +106,7 @@ class CollageReport:
         for subject, rows in self.by_subject().items():
             parts = [section(subject, rows, full=full)]
             if plans[subject]:
-                parts.append(plan_table(plans[subject], markdown=markdown))
+                parts.append(plan_table(plans[subject], "github" if markdown else "simple"))
             sections.append("\n\n".join([*parts, routes[subject].sentence()]))
         nothing = "nothing has been compiled yet: the report fills at the first call of the step"
         return "\n\n".join([*sections, *self._notes()]) or nothing

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from tabulate import tabulate
 
-from collage_fx.plans import Plan
+from collage_fx.plans import Plan, frontier
 from collage_fx.report.tensors import TensorReport, Treatment, bytes_per_parameter, treatments
 
 #: Widest a printed line gets.
@@ -57,26 +57,22 @@ def markdown_section(subject: str, rows: Sequence[TensorReport], *, full: bool) 
 PLAN_HEADERS = ("", "plan", "bytes per parameter", "predicted error")
 
 
-def plan_table(plans: Sequence[Plan], *, markdown: bool) -> str:
+def plan_table(plans: Sequence[Plan], style: str) -> str:
     """The plans for a step, the one that is followed marked; those that cost more and gain nothing left out.
 
     Args:
         plans: the one that is followed, then all, the smallest first.
-        markdown: whether to write Markdown.
+        style: of tabulate.
     """
     followed, *others = plans
-    shown: list[Plan] = []
-    for plan in others:
-        if plan == followed or all(plan.error < smaller.error for smaller in shown):
-            shown.append(plan)
     cells = [
         ["→" if plan == followed else "", str(plan), f"{plan.bytes:.4g}", f"{plan.error:.2g}"]
-        for plan in shown
+        for plan in frontier(others)
     ]
     return tabulate(
         cells,
         headers=PLAN_HEADERS,
-        tablefmt="github" if markdown else "simple",
+        tablefmt=style,
         colalign=("left", "left", "right", "right"),
         disable_numparse=True,
     )
