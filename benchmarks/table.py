@@ -13,7 +13,7 @@ from tabulate import tabulate
 from benchmarks.peers import PEERS
 from benchmarks.sizes import SIZES
 
-__all__ = ["BEGIN", "END", "Results", "compile_table", "heading", "table", "write_document"]
+__all__ = ["BEGIN", "END", "Results", "compile_table", "heading", "put_between", "table", "write_document"]
 
 BEGIN = "<!-- written by ./dev bench -->"
 END = "<!-- end of what ./dev bench writes -->"
@@ -119,10 +119,15 @@ def write_document(document: Path, results: Path) -> None:
             sections += [f"#### {heading(found, size)}", table(found, size, "github")]
         if found.get("compile_times"):
             sections += ["#### Compilation, strategy `plus`", compile_table(found, "github")]
-    text = "\n\n".join(sections) or "Nothing has been measured yet."
-    old = document.read_text()
-    pattern = re.escape(BEGIN) + ".*" + re.escape(END)
-    new, replaced = re.subn(pattern, lambda match: f"{BEGIN}\n\n{text}\n\n{END}", old, flags=re.DOTALL)
+    put_between(document, BEGIN, END, "\n\n".join(sections) or "Nothing has been measured yet.")
+
+
+def put_between(document: Path, begin: str, end: str, text: str) -> None:
+    """Replace what stands between two marks of a document."""
+    pattern = re.escape(begin) + ".*" + re.escape(end)
+    new, replaced = re.subn(
+        pattern, lambda match: f"{begin}\n\n{text}\n\n{end}", document.read_text(), flags=re.DOTALL
+    )
     if replaced != 1:
-        raise ValueError(f"{document} must have the marks {BEGIN} and {END} once")
+        raise ValueError(f"{document} must have the marks {begin} and {end} once")
     document.write_text(new)
