@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
+from torch._dynamo.utils import get_static_address_type
 from torch._ops import OpOverload
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.overrides import _pop_mode_temporarily
@@ -30,8 +31,10 @@ __all__ = [
     "has_internal_overlap",
     "has_storage",
     "is_held_by_torch",
+    "is_known_by_identity",
     "is_made_of_tensors",
     "keep_sizes",
+    "known_by_identity",
     "laid_out_like",
     "local_tensor",
     "pieces_of",
@@ -50,6 +53,8 @@ __all__ = [
 
 RELIED_ON = (
     "torch:Tensor has _base, _make_wrapper_subclass, _use_count",
+    "torch._dynamo:mark_static_address(t, guard)",
+    "torch._dynamo.utils:get_static_address_type(t)",
     "torch._C:DisableTorchFunctionSubclass",
     "torch._C:_has_storage",
     "torch._C:_is_torch_function_mode_enabled",
@@ -69,6 +74,16 @@ def schema_of(operator: OpOverload) -> Any:
 def storage_of(tensor: torch.Tensor) -> int:
     """A number that identifies the memory of a tensor as long as that lives."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def known_by_identity(tensor: torch.Tensor) -> None:
+    """Have Dynamo ask, before a compiled call, whether a tensor is the same, and not of what class."""
+    torch._dynamo.mark_static_address(tensor, guard=True)
+
+
+def is_known_by_identity(value: object) -> bool:
+    """Whether :func:`known_by_identity`, or torch for its own optimizers, has said so of a tensor."""
+    return get_static_address_type(value) == "guarded"
 
 
 def version_of(tensor: torch.Tensor) -> int:
