@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch._dynamo.utils import get_static_address_type
 from torch._ops import OpOverload
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.overrides import _pop_mode_temporarily
@@ -18,6 +17,7 @@ from torch.utils._python_dispatch import (
     _disable_current_modes,
     is_traceable_wrapper_subclass,
 )
+from torch.utils.weak import WeakIdKeyDictionary
 
 __all__ = [
     "SET_GRAD_ENABLED",
@@ -31,7 +31,6 @@ __all__ = [
     "has_internal_overlap",
     "has_storage",
     "is_held_by_torch",
-    "is_known_by_identity",
     "is_made_of_tensors",
     "keep_sizes",
     "known_by_identity",
@@ -54,7 +53,6 @@ __all__ = [
 RELIED_ON = (
     "torch:Tensor has _base, _make_wrapper_subclass, _use_count",
     "torch._dynamo:mark_static_address(t, guard)",
-    "torch._dynamo.utils:get_static_address_type(t)",
     "torch._C:DisableTorchFunctionSubclass",
     "torch._C:_has_storage",
     "torch._C:_is_torch_function_mode_enabled",
@@ -79,11 +77,16 @@ def storage_of(tensor: torch.Tensor) -> int:
 def known_by_identity(tensor: torch.Tensor) -> None:
     """Have Dynamo ask, before a compiled call, whether a tensor is the same, and not of what class."""
     torch._dynamo.mark_static_address(tensor, guard=True)
+    _known[tensor] = True
+
+
+#: The tensors of which :func:`known_by_identity` has said so.
+_known: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def is_known_by_identity(value: object) -> bool:
-    """Whether :func:`known_by_identity`, or torch for its own optimizers, has said so of a tensor."""
-    return get_static_address_type(value) == "guarded"
+    """Whether :func:`known_by_identity` has said so of a tensor."""
+    return isinstance(value, torch.Tensor) and value in _known
 
 
 def version_of(tensor: torch.Tensor) -> int:
