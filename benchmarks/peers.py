@@ -135,6 +135,10 @@ _PEERS: Sequence[Peer] = (
     Peer("light, to nearest", ours("light", rounding="nearest"), 18, compiles=True),
     Peer("plus, to nearest", ours("plus", rounding="nearest"), 22, compiles=True),
     Peer("light, byte", ours("light", error_format="byte"), 16, compiles=True),
+    # a byte for a scale of 32 elements beside both moments, in and out
+    Peer("light, block16", ours("light", state="block16"), 18.125, compiles=True),
+    Peer("light, block8", ours("light", state="block8"), 14.125, compiles=True),
+    Peer("light, byte, block8", ours("light", error_format="byte", state="block8"), 12.125, compiles=True),
     Peer("torch fp32 fused", torch_adamw(fused=True), 28, torch.float32),
     Peer("torch bf16 foreach", torch_adamw(foreach=True), 14),
     Peer("torch bf16 fused", torch_adamw(fused=True), 14),

@@ -63,10 +63,8 @@ class CompensateWide(Pass):
         for expansion in program.expansions:
             _load_expansion(editor, expansion)
         terms = [
-            # Other state, whose roundings nobody carries on, is read as it was computed.
-            fed_back(state, program.states)
-            if state.compensated or state.info.role is Role.PARAMETER
-            else set[Node]()
+            # State, beside which nobody keeps a term, is read as it was computed.
+            fed_back(state, program.states) if state.info.role is Role.PARAMETER else set[Node]()
             for state in program.expanded
         ]
         for state, own_term in zip(program.expanded, terms, strict=True):

@@ -22,9 +22,11 @@ from collage_fx import CollageBackend, explain, full_value
 from collage_fx.capture.recording import record
 from collage_fx.errors import CheckpointMismatchError, UncompensatedParameterError
 from collage_fx.graph import Reason, Unit
+from collage_fx.lowering.lower import inductor_settings
 from collage_fx.numerics import format_named
 from collage_fx.runtime.error_terms import expansion_of
 from collage_fx.runtime.packed import is_packed
+from tests.support import triton_offline as offline
 from tests.support.agreement import assert_same, trajectory
 from tests.support.optimizers import CompiledOptimizer, gradients
 from tests.support.processes import Processes
@@ -76,6 +78,59 @@ def test_compiled_bits_are_eager_bits(state: str, dtype: torch.dtype, unit: Unit
     assert_same(states, trajectory(rig, start, grads, engine="eager"))
     assert int(states[-1]["4.exp_avg.count"]) == 4
     assert states[-1]["4.exp_avg_sq.codes"].any()
+
+
+class Lion(Descent):
+    """Its recurrence, in torch's operations."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if not state:
+                state["exp_avg"] = torch.zeros_like(p)
+            moment = state["exp_avg"]
+            p.mul_(1 - 1e-4).add_(torch.sign(moment * 0.9 + p.grad * 0.1), alpha=-1e-3)
+            moment.lerp_(p.grad, 0.01)
+
+
+@pytest.mark.skipif(not offline.HAVE_TRITON, reason="needs triton (Linux only) and numpy")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("make", "state"), [(adamw, "block8"), (adamw, "block16"), (Lion, "block8")], ids=str
+)
+def test_triton_gives_the_same_bits(make: Any, state: str, dtype: torch.dtype) -> None:
+    """With blocks of zeros, one that a NaN spoils, and tensors that are not packed."""
+    shapes = ((64, 96), (3, 2048), (65, 65), (70,))
+    backend = TwinBackend(strategy="light", state=state, passes=pipeline(by_family=False))
+    rig = CompiledOptimizer(shapes, make, backend, dtype=dtype)
+    start = rig.start()
+    for _ in range(
+        2
+    ):  # state that is born in the first step is packed with the second, and compiled once more
+        rig.step([torch.ones(shape) for shape in shapes])
+    start = {**rig.tensors(), **start}
+    with torch._inductor.config.patch(inductor_settings("wide", [torch.device("cuda")])):
+        source = offline.triton_source(offline.to_cuda(backend.graphs[-1]))
+    grads = list(gradients(shapes, 3))
+    for step in grads:
+        step[0][10:12] = 0
+    grads[0][1][1, :64] = 0
+    grads[1][0][3, 40] = torch.nan
+
+    def interpreted(arguments: list[Any]) -> Any:
+        """What is packed has no memory, and no place in the code."""
+        given = [None if isinstance(each, Tensor) and is_packed(each) else each for each in arguments]
+        return offline.run_in_interpreter(source, given)
+
+    found = trajectory(rig, start, grads, engine=interpreted)
+    assert_same(found, trajectory(rig, start, grads, engine="eager"))
+    first, second, *_ = (rig.optimizer.state[parameter]["exp_avg"] for parameter in rig.parameters)
+    assert is_packed(first)
+    assert is_packed(second)
+    spoilt = first.isnan()
+    assert spoilt[3, 32:64].all()
+    assert int(spoilt.sum()) == 32
 
 
 @each_state
@@ -317,6 +372,31 @@ def test_a_learning_rate_that_is_scheduled_compiles_nothing_more_than_else() -> 
         run_steps(step, params, [seed])
     assert len(backend.reports) == 2
     assert is_all_packed(optimizer)
+
+
+class Momentum(Descent):
+    """An optimizer as most outside torch.optim are: Dynamo goes by the class of the tensors in its state."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if not state:
+                state["m"] = torch.zeros_like(p)
+            torch._foreach_mul_([state["m"]], 0.9)
+            state["m"].add_(p.grad.to(state["m"].dtype), alpha=0.1)
+            p.add_(state["m"], alpha=-1e-3)
+
+
+def test_a_step_that_is_not_torchs_is_not_compiled_over_and_over() -> None:
+    """State is born in the first step, packed with the second, and taken for the same from the third on."""
+    params = parameters(shapes=((64, 96),))
+    optimizer = Momentum(params)
+    backend = CollageBackend(strategy="light", state="block8")
+    step: Any = torch.compile(optimizer.step, backend=backend)
+    run_steps(step, params, range(torch._dynamo.config.recompile_limit + 2))
+    assert is_packed(optimizer.state[params[0]]["m"])
+    assert len(backend.reports) == 3
 
 
 def test_a_refused_step_leaves_state_as_it_is() -> None:

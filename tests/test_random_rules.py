@@ -3,7 +3,7 @@
 Every optimizer of a bundle is a rule of :mod:`tests.support.rules`; one compiled function steps them all.
 After each step two things are compared with the rule run on bounded numbers, elementwise and within the bound
 that comes with them: the step itself, from the tensors as they really were, and all steps so far, from the
-start.
+start. In wide arithmetic the compiled bits are those of the eager twin besides.
 
 ``COLLAGE_FX_RULES=1000`` draws about so many rules with a random seed, instead of the 300 that are the same
 in every run of the same code. (Hypothesis also draws numbers that it finds in the project's modules.)
@@ -12,7 +12,8 @@ in every run of the same code. (Hypothesis also draws numbers that it finds in t
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -22,30 +23,74 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from collage_fx import CollageBackend, error_terms, full_value
-from collage_fx.errors import AliasedStateError, UncompensatedParameterError
+from collage_fx.errors import AliasedStateError, InvalidOptionError, UncompensatedParameterError
+from collage_fx.numerics import ERROR_FORMATS, ErrorFormat
 from collage_fx.runtime.error_terms import expansion_of
+from collage_fx.runtime.packed import is_packed
 from tests.support.bounded import SMALLEST, Bounded
 from tests.support.float_bits import unit_roundoff
-from tests.support.rules import STEPS, DrawnOptimizer, Rule, rounding_of, rules
+from tests.support.rules import IN_BLOCKS, LAYOUTS, STEPS, DrawnOptimizer, Rule, rounding_of, rules
+from tests.support.twin import TwinBackend
 
 #: Optimizers of one compiled function; the first is what a counter-example shrinks to.
 SIZES = (1, 5, *[12] * 16)
+FEW = SIZES[:2]
 ASKED = os.environ.get("COLLAGE_FX_RULES")
 RULES = int(ASKED or 300)
 
 
+@dataclass(frozen=True)
+class Way:
+    """Options of a backend under which drawn optimizers are compiled.
+
+    Attributes:
+        options: but for the strategy.
+        error_format: of the parameters; of several that a budget may lead to, the coarsest.
+        layouts: of the parameters.
+        strategies: of which one is drawn; None leaves it to a budget.
+    """
+
+    options: dict[str, Any] = field(default_factory=dict)
+    error_format: str = "exact"
+    layouts: Collection[str] = tuple(LAYOUTS)
+    strategies: Sequence[str] | None = ("plus", "light", "full")
+
+    @property
+    def arithmetic(self) -> str:
+        return str(self.options.get("arithmetic", "wide"))
+
+
+MIXED = (*LAYOUTS, *IN_BLOCKS)
+WAYS = {
+    "exact, dither": Way(),
+    "native": Way({"arithmetic": "native"}, "mcf"),
+    "mcf, nearest": Way({"error_format": "mcf", "rounding": "nearest"}, "mcf"),
+    "byte": Way({"error_format": "byte"}, "byte", MIXED),
+    "block16": Way({"state": "block16"}, layouts=IN_BLOCKS),
+    "block8": Way({"state": "block8"}, layouts=IN_BLOCKS),
+    "8 bytes": Way({"bytes_per_parameter": 8}, "byte", IN_BLOCKS, None),
+    "5.1 bytes": Way({"bytes_per_parameter": 5.1}, "byte", IN_BLOCKS, None),
+}
+
+
 @st.composite
-def bundles(draw: Any, arithmetic: str) -> tuple[str, str, list[Rule]]:
+def bundles(draw: Any, way: Way, sizes: Sequence[int] = SIZES) -> tuple[str | None, str, list[Rule]]:
     """A strategy, how steps are counted, and the rules."""
-    strategy = draw(st.sampled_from(["plus", "light", "full"]))
+    strategy = None if way.strategies is None else draw(st.sampled_from(way.strategies))
     counter = draw(st.sampled_from(["tensor"] * 7 + ["python"]))
-    size = draw(st.sampled_from(SIZES if counter == "tensor" else SIZES[:2]))  # which is compiled twice
-    return strategy, counter, draw(st.lists(rules(arithmetic), min_size=size, max_size=size))
+    size = draw(st.sampled_from(sizes if counter == "tensor" else FEW))  # which is compiled twice
+    each = rules(way.arithmetic, ERROR_FORMATS[way.error_format], way.layouts)
+    return strategy, counter, draw(st.lists(each, min_size=size, max_size=size))
 
 
 def step_all(optimizers: Sequence[DrawnOptimizer]) -> None:
     for optimizer in optimizers:
         optimizer.step()
+
+
+def format_of(tensor: Tensor) -> ErrorFormat | None:
+    found = expansion_of(tensor)
+    return None if found is None else found.format
 
 
 class Watched:
@@ -79,24 +124,39 @@ class Watched:
         exact, met = _tensors(self.exact), _tensors(self.optimizer)
         for numbers, since in ((self.this_step, "this step"), (self.since_start, "the start")):
             for name, tensor in met.items():
-                compensated = bool(error_terms(tensor))
-                numbers[name] = numbers[name].loaded(name, tensor.dtype, compensated=compensated)
+                fmt = format_of(tensor)
+                if step == 0 and fmt is not None and not fmt.keeps_hi:
+                    numbers[name] = numbers[name].encoded(tensor.dtype, fmt)
+                numbers[name] = numbers[name].loaded(name, tensor.dtype, fmt)
             self._run(numbers, step + 1)
             if since == "the start":
                 # The two float64 runs, torch's and the bounded one, differ by less than float32 runs do.
                 for name in numbers:
                     self._compare(exact[name], numbers[name], f"float64 {name} after step {step + 1}")
             for name, tensor in met.items():
-                found = expansion_of(tensor)
-                stored = numbers[name].stored(
-                    name,
-                    tensor.dtype,
-                    compensated=bool(error_terms(tensor)),
-                    dithered=found is not None and found.format.is_dithered,
-                )
-                numbers[name] = stored
-                self._compare(full_value(tensor), stored, f"{name} after step {step + 1}, since {since}")
+                numbers[name] = numbers[name].stored(name, tensor.dtype, format_of(tensor))
+                where = f"{name} after step {step + 1}, since {since}"
+                self._compare(full_value(tensor), numbers[name], where)
         self._tell_apart(met)
+
+    def is_out_of_range(self) -> bool:
+        """Whether a state that starts below zero is packed as one that no step makes negative."""
+        _, states = self.rule.start()
+        held = self.optimizer.state[self.optimizer.parameter]
+        packed = {name: fmt.name for name in states if (fmt := format_of(held[name])) is not None}
+        return any(
+            packed.get(name, "").endswith("_positive") and bool((states[name] < 0).any()) for name in states
+        )
+
+    def compare_bits(self, different: Sequence[Tensor]) -> None:
+        """With those of the eager twin, which computes everything alike but sums of many elements."""
+        if "norm" in self.rule.body:
+            return
+        others = {id(tensor) for tensor in different}
+        for name, tensor in _tensors(self.optimizer).items():
+            found = expansion_of(tensor)
+            mine = [tensor, *([] if found is None else found.auxiliaries)]
+            assert not any(id(each) in others for each in mine), f"{name} has other bits:\n{self.rule!r}"
 
     def _numbers(self, optimizer: DrawnOptimizer) -> dict[str, Bounded]:
         return {
@@ -164,27 +224,48 @@ def _tensors(optimizer: DrawnOptimizer) -> dict[str, Tensor]:
     return {"p": p, **({} if p.grad is None else {"g": p.grad}), **states}
 
 
-def check(strategy: str, counter: str, drawn_rules: Sequence[Rule], *, arithmetic: str = "wide") -> None:
-    """Compile, step and compare."""
+def check(
+    strategy: str | None, counter: str, drawn_rules: Sequence[Rule], way: Way = WAYS["exact, dither"]
+) -> bool:
+    """Compile, step and compare; False where there is nothing to compare.
+
+    That is where no plan is within the budget, as the error says, and where a state is packed as never
+    negative, which holds for the recurrence, and does not start so.
+    """
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    watched = [Watched(rule, counter, arithmetic) for rule in drawn_rules]
+    watched = [Watched(rule, counter, way.arithmetic) for rule in drawn_rules]
     optimizers = [each.optimizer for each in watched]
-    backend = CollageBackend(strategy, arithmetic=arithmetic)  # type: ignore[arg-type]
+    options = {**way.options} if strategy is None else {"strategy": strategy, **way.options}
+    backend = TwinBackend(**options)
+    is_wide = way.arithmetic == "wide"
+    backend.engine = "both" if is_wide else "compiled"
     compiled = torch.compile(step_all, backend=backend, fullgraph=True)
     for step in range(STEPS):
         for each in watched:
             each.before(step)
-        compiled(optimizers)
+        try:
+            compiled(optimizers)
+        except InvalidOptionError:
+            assert strategy is None
+            assert step == 0
+            return False
+        if any(each.is_out_of_range() for each in watched):
+            return False
         for each in watched:
             each.after(step)
+            each.compare_bits(backend.different)
     for each in watched:
-        assert not each.lacking(strategy), f"{each.lacking(strategy)} under {strategy}:\n{each.rule!r}"
+        lacking = each.lacking(strategy or "light")
+        assert not lacking, f"{lacking} under {options}:\n{each.rule!r}"
         assert each.told_apart, f"a rule that tests nothing:\n{each.rule!r}"
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (1 if counter == "tensor" else 2)
+    packed = any(is_packed(tensor) for each in watched for tensor in _tensors(each.optimizer).values())
+    compilations = 1 if counter == "tensor" and not packed else 2
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compilations
+    return True
 
 
-def draw_rules(examples: int, round_: int, arithmetic: str) -> int:
+def draw_rules(examples: int, round_: int, way: Way, sizes: Sequence[int] = SIZES) -> int:
     """Check so many bundles, the same in every run unless asked otherwise; how many rules they had."""
     drawn = 0
 
@@ -196,36 +277,36 @@ def draw_rules(examples: int, round_: int, arithmetic: str) -> int:
         suppress_health_check=list(HealthCheck),
         phases=(Phase.generate, Phase.shrink) if ASKED else (Phase.generate,),
     )
-    @given(bundles(arithmetic))
-    def bundle_by_bundle(bundle: tuple[str, str, list[Rule]]) -> None:
+    @given(bundles(way, sizes))
+    def bundle_by_bundle(bundle: tuple[str | None, str, list[Rule]]) -> None:
         nonlocal drawn
-        check(*bundle, arithmetic=arithmetic)
-        drawn += len(bundle[2])
+        drawn += len(bundle[2]) if check(*bundle, way) else 0
 
     (bundle_by_bundle if ASKED else seed(round_)(bundle_by_bundle))()
     return drawn
 
 
-def draw_so_many(count: int, arithmetic: str) -> None:
+def draw_so_many(count: int, way: Way) -> None:
     drawn, round_ = 0, 0
     while drawn < count:
-        drawn += draw_rules(-(-(count - drawn) // max(SIZES)), round_, arithmetic)
+        drawn += draw_rules(-(-(count - drawn) // max(SIZES)), round_, way)
         round_ += 1
 
 
 @pytest.mark.slow
 def test_random_rules() -> None:
     """300 drawn optimizers: some 3 minutes of one core, most of it Inductor's."""
-    draw_so_many(RULES, "wide")
+    draw_so_many(RULES, WAYS["exact, dither"])
 
 
 @pytest.mark.slow
-def test_random_rules_in_native_arithmetic() -> None:
-    """A few of them, whose graphs are ten times as large: a minute of one core.
+@pytest.mark.parametrize("way", [name for name in WAYS if name != "exact, dither"])
+def test_random_rules_in_other_formats(way: str) -> None:
+    """A few of them. In native arithmetic, whose graphs are ten times as large, it takes a minute of a core.
 
-    The bounds are those of the storage format, and of double words.
+    The bounds are those of the format, and of double words where the arithmetic has them.
     """
-    draw_so_many(RULES // 15, "native")
+    draw_so_many(RULES // 15, WAYS[way])
 
 
 # What it found. ---------------------------------------------------------------------------------------------
@@ -257,6 +338,10 @@ FOUND = {
         "s1",
         "s2",
     ),
+    # As what is compensated by hand has to be, the state's new value was read rounded to its byte.
+    "Nesterov by iterates of its own": _rule(
+        "g.add_(p, alpha=0.01)\nnew = p - 0.001 * g\np.copy_(new + 0.5 * (new - s1))\ns1.copy_(new)", "s1"
+    ),
     # Captured as set_, which was no store.
     "data is assigned": _rule("p.data = p.data - 1e-4 * g"),
     "data is assigned and updated": _rule("p.data = p.data.mul(0.9999)\np.data.add_(g, alpha=-1e-4)"),
@@ -274,6 +359,15 @@ def test_found(name: str, strategy: str) -> None:
     check(strategy, "tensor", [FOUND[name]])
 
 
+@pytest.mark.parametrize("way", [name for name in WAYS if name not in ("exact, dither", "native")])
+def test_a_few_in_other_formats(way: str) -> None:
+    """Some drawn rules, and what was found, in bytes."""
+    assert draw_rules(4, 0, WAYS[way], FEW)
+    if way == "byte":
+        for rule in FOUND.values():
+            check("full", "tensor", [rule], WAYS[way])
+
+
 FOUND_IN_NATIVE_ARITHMETIC = {
     # What torch promotes to float32 read hi, and the difference was taken for the whole new value.
     "a float32 step": _rule("p.copy_(p - 1e-3 * g.sign().float())"),
@@ -283,7 +377,7 @@ FOUND_IN_NATIVE_ARITHMETIC = {
 @pytest.mark.parametrize("name", FOUND_IN_NATIVE_ARITHMETIC)
 @pytest.mark.parametrize("strategy", ["plus", "full"])
 def test_found_in_native_arithmetic(name: str, strategy: str) -> None:
-    check(strategy, "tensor", [FOUND_IN_NATIVE_ARITHMETIC[name]], arithmetic="native")
+    check(strategy, "tensor", [FOUND_IN_NATIVE_ARITHMETIC[name]], WAYS["native"])
 
 
 #: ``p - step``, moved about and back by operators that used to round to the storage format.

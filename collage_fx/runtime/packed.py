@@ -8,7 +8,8 @@ its record. A program that looks at the tensor sees its value, decoded: it has a
 ``__torch_function__`` calls every operation of torch's with the decoded tensor in its place. Where that is
 written to, or its memory is seen by something else, it becomes the tensor's memory again, which is an
 ordinary tensor then, until the next compiled step packs it. So does a trace by Dynamo, which is to see an
-ordinary tensor (:func:`unpack`). What is still what it was decoded to is not encoded again.
+ordinary tensor (:func:`unpack`). What is still what it was decoded to is not encoded again. Of torch.optim's
+state Dynamo goes by the identity; of that of others by the class too, unless it is told not to.
 
 Code that goes past Python, as that of extensions in C++, reads NaNs, and can't write.
 """
@@ -25,6 +26,7 @@ from torch import Tensor
 from collage_fx.torch_compat import (
     distributed_like,
     has_storage,
+    known_by_identity,
     local_tensor,
     pytree,
     real_tensors,
@@ -126,6 +128,7 @@ def pack(tensor: Tensor, value: Value) -> None:
     with real_tensors(), torch.no_grad():
         nothing = torch.full((), float("nan"), dtype=piece.dtype, device=piece.device)
         piece.data = nothing.expand(piece.shape)
+    known_by_identity(tensor)
     _dress(tensor, value)
 
 

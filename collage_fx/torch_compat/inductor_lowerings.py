@@ -75,6 +75,10 @@ def register_placed_lowering(
         def element(index: Sequence[Any]) -> Any:
             place = sum((i * step for i, step in zip(index, strides, strict=True)), start=sympy.S.Zero)
             position = ops.index_expr(place, torch.int32)
+            if not writes_cpp(device):
+                # As bits. In a number's place Inductor would go on with the expression, and multiply its
+                # factors to some that Triton's int32 hasn't got.
+                position = ops.to_dtype_bitcast(position, torch.int32, torch.int32)
             return element_function(device, position, *(load([]) for load in loads))
 
         return ir.Pointwise.create(device=device, dtype=dtype, inner_fn=element, ranges=list(like.get_size()))

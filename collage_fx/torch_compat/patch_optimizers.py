@@ -22,6 +22,7 @@ from collage_fx.torch_compat.dynamo_trace import (
     output_being_traced,
 )
 from collage_fx.torch_compat.patching import Patch
+from collage_fx.torch_compat.tensors import is_known_by_identity
 
 __all__ = ["Thin", "ThinnedLists", "thinned_lists"]
 
@@ -39,6 +40,14 @@ STATE_LISTS = Patch(
     target="torch._dynamo.variables.optimizer:OptimizerVariable.call_method(self, tx, name, args, kwargs)",
     why="lists that an optimizer fills by keyword arguments are not taken to be empty",
     during="conversions",
+)
+
+TYPES = Patch(
+    name="types",
+    target="torch._dynamo.guards:GuardBuilder.TYPE_MATCH(self, guard)",
+    why="state that is packed, which makes it another class's, is known by its identity alone",
+    during="conversions",
+    relies_on=("torch._dynamo.guards:GuardBuilder.get(self, guard_or_source)",),
 )
 
 LISTS = Patch(
@@ -93,8 +102,20 @@ def watching_optimizers(
 
         return watched
 
-    with OPTIMIZERS.entered(watching), STATE_LISTS.entered(_with_positional_lists):
+    with (
+        OPTIMIZERS.entered(watching),
+        STATE_LISTS.entered(_with_positional_lists),
+        TYPES.entered(_but_of_known_tensors),
+    ):
         yield
+
+
+def _but_of_known_tensors(type_match: Callable[..., None]) -> Callable[..., None]:
+    def matched(self: Any, guard: Any) -> None:
+        if not is_known_by_identity(self.get(guard)):
+            type_match(self, guard)
+
+    return matched
 
 
 def _with_positional_lists(call_method: Callable[..., Any]) -> Callable[..., Any]:

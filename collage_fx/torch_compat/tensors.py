@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import (
     _disable_current_modes,
     is_traceable_wrapper_subclass,
 )
+from torch.utils.weak import WeakIdKeyDictionary
 
 __all__ = [
     "SET_GRAD_ENABLED",
@@ -32,6 +33,7 @@ __all__ = [
     "is_held_by_torch",
     "is_made_of_tensors",
     "keep_sizes",
+    "known_by_identity",
     "laid_out_like",
     "local_tensor",
     "pieces_of",
@@ -50,6 +52,7 @@ __all__ = [
 
 RELIED_ON = (
     "torch:Tensor has _base, _make_wrapper_subclass, _use_count",
+    "torch._dynamo:mark_static_address(t, guard)",
     "torch._C:DisableTorchFunctionSubclass",
     "torch._C:_has_storage",
     "torch._C:_is_torch_function_mode_enabled",
@@ -69,6 +72,21 @@ def schema_of(operator: OpOverload) -> Any:
 def storage_of(tensor: torch.Tensor) -> int:
     """A number that identifies the memory of a tensor as long as that lives."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def known_by_identity(tensor: torch.Tensor) -> None:
+    """Have Dynamo ask, before a compiled call, whether a tensor is the same, and not of what class."""
+    torch._dynamo.mark_static_address(tensor, guard=True)
+    _known[tensor] = True
+
+
+#: The tensors of which :func:`known_by_identity` has said so.
+_known: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def is_known_by_identity(value: object) -> bool:
+    """Whether :func:`known_by_identity` has said so of a tensor."""
+    return isinstance(value, torch.Tensor) and value in _known
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -248,8 +248,16 @@ def refuse_bf16(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
+def largest(x: Any, dim: int) -> Any:
+    """``triton_helpers.max2``, NaN if one is, at once: the interpreter goes by pairs of elements."""
+    values = x.handle.data.max(axis=dim)
+    kind = tl.block_type(x.dtype.scalar, list(values.shape))
+    return tl.tensor(TensorHandle(values, x.dtype.scalar), kind)
+
+
 def mend_interpreter() -> None:
     """Put the correct casts, fma and the libdevice functions into Triton's interpreter."""
+    triton_helpers.max2 = largest
     allowed = {"create_fp_to_si", "create_fp_to_ui", "create_fp_ext", "create_fp_trunc", "create_fp_to_fp"}
     allowed |= {"create_fabs"}  # masks the sign bit, which is right for bf16 too
     names = {n for n in vars(Builder) if n.startswith("create_f")} - allowed
@@ -313,7 +321,7 @@ SCALARS = {
     "fp64": (np.float64, tl.float64),
 }
 LARGEST_BLOCK = (
-    8192  # a pointwise kernel gives the same numbers at every block size, and large ones take fewer steps
+    8192  # a kernel of one index gives the same numbers at every block size, and large ones take fewer steps
 )
 
 
@@ -345,13 +353,10 @@ class _Kernel:
             names = [n for n in names if n not in self.constants]
         values = {**self.constants, **dict(zip(names + grid_names, arguments, strict=True)), **named}
         blocks = dict(self.blocks)
-        if (
-            self.inductor_meta["grid_type"] == "Grid1D"
-            and list(blocks) == ["XBLOCK"]
-            and "r0_numel" not in values
-        ):
-            length = max(int(values["xnumel"]), 1)
-            blocks["XBLOCK"] = min(LARGEST_BLOCK, 1 << (length - 1).bit_length())
+        if self.inductor_meta["grid_type"] == "Grid1D" and list(blocks) == ["XBLOCK"]:
+            length, of_each = (max(int(values.get(name, 1)), 1) for name in ("xnumel", "r0_numel"))
+            largest = 1 << (LARGEST_BLOCK // of_each).bit_length() - 1
+            blocks["XBLOCK"] = min(max(largest, 1), 1 << (length - 1).bit_length())
         grid_of = triton_heuristics.GridExpr.from_meta(self.inductor_meta, blocks)
         grid = grid_of.eval_slow({**blocks, **{n: v for n, v in values.items() if isinstance(v, int)}})
         bound = {n: self._argument(n, values[n]) for n in self.fn.arg_names if n in values}

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from collage_fx.numerics import ErrorFormat
 from tests.support.float_bits import SIGNIFICAND_BITS, unit_roundoff
 
 __all__ = ["BOUNDED_TORCH", "SMALLEST", "WIDE", "Bounded", "Rounding"]
@@ -66,7 +67,10 @@ class Rounding:
         return self.double * magnitude + ROUNDINGS * DOUBLE_PRODUCT * self.quantum / 2
 
 
-WIDE = Rounding(ROUNDINGS * unit_roundoff(torch.float32))
+#: In float32 there is no double word: a sum is rounded as for everybody, a product twice as much.
+WIDE = Rounding(
+    ROUNDINGS * unit_roundoff(torch.float32), ROUNDINGS * unit_roundoff(torch.float32) / DOUBLE_SUM
+)
 
 
 @dataclass(frozen=True)
@@ -85,9 +89,11 @@ class Bounded:
         own: the smaller bounds, by what the tensor is called.
         rounding: of an operation on it.
         name: of the tensor that it is the memory of, if any.
+        read_as: the dtype and the error format in which others may read what is stored here.
     """
 
     name: str = ""
+    read_as: tuple[torch.dtype, ErrorFormat] | None = None
 
     def __init__(
         self,
@@ -296,29 +302,58 @@ class Bounded:
         # Other tensors' paths end where this one's new value is made.
         kept = (name for name in source.own if self.name in ("", name))
         self.own = {name: source.own[name].expand(self.value.shape) for name in kept}
+        if self.read_as is not None:
+            self.own.setdefault(self.name, self.error)
+            self.error = self.error + _storage_error(self.value.abs() + self.error, *self.read_as)
         return self
 
     # -- memory
 
-    def loaded(self, name: str, dtype: torch.dtype, *, compensated: bool) -> Bounded:
-        """The value that a step computes with: hi + lo, in native arithmetic for the tensor itself alone."""
+    def loaded(self, name: str, dtype: torch.dtype, fmt: ErrorFormat | None) -> Bounded:
+        """The value that a step computes with: hi + lo, in native arithmetic for the tensor itself alone.
+
+        Others may read a parameter's new value as it is stored: Note [Kahan's own term].
+        """
         result = Bounded(self.value, self.error, rounding=self.rounding)
         result.name = name
-        if compensated and self.rounding is not WIDE:
+        if fmt is None or not fmt.keeps_error:
+            return result
+        if self.rounding is not WIDE:
             result.own = {name: self.error}
             result.error = self.error + unit_roundoff(dtype) * (self.value.abs() + self.error)
+        elif name == "p":
+            result.own, result.read_as = {name: self.error}, (dtype, fmt)
         return result
 
-    def stored(self, name: str, dtype: torch.dtype, *, compensated: bool, dithered: bool = False) -> Bounded:
-        """The value that memory keeps, off by the format's precision, or by its square for a pair.
-
-        A pair is off by ``max(u**2 |x|, q/2)``, a single number by ``max(u |x|, q/2)``, q the smallest
-        subnormal; by twice as much where dither chose the neighbour.
-        """
+    def stored(self, name: str, dtype: torch.dtype, fmt: ErrorFormat | None) -> Bounded:
+        """The value that memory keeps, off by what the format says, or by half an ulp where there is none."""
+        compensated = fmt is not None and fmt.keeps_error
         error = self.own.get(name, self.error) if compensated else self.error
-        u = unit_roundoff(dtype) ** (2 if compensated else 1)
-        rounding = (u * (self.value.abs() + error)).clamp(min=2.0 ** (SMALLEST[dtype] - 1))
-        return Bounded(self.value, error + (2 if dithered else 1) * rounding, rounding=self.rounding)
+        return Bounded(
+            self.value, error + _storage_error(self.value.abs() + error, dtype, fmt), rounding=self.rounding
+        )
+
+    def encoded(self, dtype: torch.dtype, fmt: ErrorFormat) -> Bounded:
+        """The value that memory keeps once it is first encoded, to nearest."""
+        error = _storage_error(self.value.abs(), dtype, fmt)
+        return Bounded(self.value, self.error + error, rounding=self.rounding)
+
+
+def _storage_error(magnitude: Tensor, dtype: torch.dtype, fmt: ErrorFormat | None) -> Tensor:
+    """How far off numbers up to such magnitudes are in memory.
+
+    Without a format by ``max(u |x|, q/2)``, q the smallest subnormal. In one by its bound (which
+    ``tests/numerics`` holds it to), where the elements that share a scale are taken to be those of a row.
+    Dither may choose the neighbour that is farther away, up to twice the bound; in a root that is off by e,
+    of whose number the bound is ``b = 2 e + e**2``, twice e are ``4 e + 4 e**2``, ``(2 + b) b`` at most.
+    """
+    if fmt is None:
+        return (unit_roundoff(dtype) * magnitude).clamp(min=2.0 ** (SMALLEST[dtype] - 1))
+    relative, absolute, of_largest = map(float, fmt.error_bound(dtype))
+    largest = magnitude.flatten(1).amax(1) if magnitude.dim() > 1 else magnitude.amax()
+    of_row = of_largest * largest.reshape(-1, *[1] * (magnitude.dim() - 1)) if magnitude.dim() else largest
+    error = torch.maximum((relative * magnitude).clamp(min=absolute), of_row)
+    return (2 + of_largest) * error if fmt.is_dithered else error
 
 
 def _where(condition: Decision, a: Bounded, b: Bounded) -> Bounded:

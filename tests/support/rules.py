@@ -14,7 +14,7 @@ again: see :func:`is_a_test`.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +22,10 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from collage_fx.numerics import ErrorFormat
 from tests.support.bounded import BOUNDED_TORCH, WIDE, Bounded, Rounding
 
-__all__ = ["STEPS", "DrawnOptimizer", "Rule", "rounding_of", "rules"]
+__all__ = ["IN_BLOCKS", "LAYOUTS", "STEPS", "DrawnOptimizer", "Rule", "rounding_of", "rules"]
 
 #: How often a drawn optimizer is stepped.
 STEPS = 4
@@ -42,6 +43,14 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 ELEMENTS = 24
 
+#: Of so many elements, in rows of whole blocks, that state is packed.
+IN_BLOCKS: dict[str, Callable[[Tensor], Tensor]] = {
+    "rows of blocks": lambda x: x.reshape(32, 128).clone(),
+    "rows of one block": lambda x: x.reshape(128, 32).clone(),
+    "channels last": lambda x: x.reshape(8, 16, 8, 4).contiguous(memory_format=torch.channels_last),
+}
+ELEMENTS_IN_BLOCKS = 4096
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -52,7 +61,7 @@ class Rule:
         states: name -> how it starts: ``"zeros"``, ``"positive"`` or ``"signed"`` (of the parameter's
             dtype), or ``"float32"`` (zeros of that dtype).
         dtype: of the parameter and its gradient.
-        layout: of the parameter: a key of ``LAYOUTS``.
+        layout: of the parameter: a key of ``LAYOUTS`` or ``IN_BLOCKS``.
         seed: of the initial values and the gradients.
     """
 
@@ -92,23 +101,33 @@ class Rule:
         """The parameter and its states before the first step."""
         generator = torch.Generator().manual_seed(self.seed)
 
+        elements, laid_out = self._layout
+
         def drawn(kind: str) -> Tensor:
-            magnitudes = torch.rand(ELEMENTS, generator=generator) * 1.75 + 0.25
-            signs = torch.randint(2, (ELEMENTS,), generator=generator) * 2 - 1
-            values = {"signed": magnitudes * signs, "positive": magnitudes}.get(kind, torch.zeros(ELEMENTS))
-            return LAYOUTS[self.layout](values.to(torch.float32 if kind == "float32" else self.dtype))
+            magnitudes = torch.rand(elements, generator=generator) * 1.75 + 0.25
+            signs = torch.randint(2, (elements,), generator=generator) * 2 - 1
+            values = {"signed": magnitudes * signs, "positive": magnitudes}.get(kind, torch.zeros(elements))
+            return laid_out(values.to(torch.float32 if kind == "float32" else self.dtype))
 
         return drawn("signed"), {name: drawn(kind) for name, kind in self.states}
 
     def gradients(self) -> list[Tensor]:
         """N(0, 1) times 2**-6 to 2, contiguous, one for each step."""
         generator = torch.Generator().manual_seed(self.seed + 1)
+        elements, laid_out = self._layout
         gradients = []
         for _ in range(STEPS):
-            scale = torch.exp2(torch.rand(ELEMENTS, generator=generator) * 7 - 6)
-            values = (torch.randn(ELEMENTS, generator=generator) * scale).to(self.dtype)
-            gradients.append(LAYOUTS[self.layout](values).contiguous())
+            scale = torch.exp2(torch.rand(elements, generator=generator) * 7 - 6)
+            values = (torch.randn(elements, generator=generator) * scale).to(self.dtype)
+            gradients.append(laid_out(values).contiguous())
         return gradients
+
+    @property
+    def _layout(self) -> tuple[int, Callable[[Tensor], Tensor]]:
+        """How many elements are drawn, and what they are made into."""
+        if self.layout in IN_BLOCKS:
+            return ELEMENTS_IN_BLOCKS, IN_BLOCKS[self.layout]
+        return ELEMENTS, LAYOUTS[self.layout]
 
 
 class DrawnOptimizer(torch.optim.Optimizer):
@@ -435,7 +454,7 @@ GRADIENT_FORMS = (
 
 
 @st.composite
-def any_rules(draw: Draw) -> Rule:
+def any_rules(draw: Draw, layouts: Collection[str] = LAYOUTS) -> Rule:
     """One rule: what it does to the gradient, to 0 to 3 states, to the parameter, in this order or not."""
     dtype = draw(st.sampled_from([torch.bfloat16, torch.float16]))
     kinds: Sequence[str] = draw(st.lists(st.sampled_from(list(STATE_KINDS)), max_size=3))
@@ -466,7 +485,7 @@ def any_rules(draw: Draw) -> Rule:
         "\n".join(lines),
         tuple(states),
         dtype,
-        draw(st.sampled_from(list(LAYOUTS))),
+        draw(st.sampled_from(list(layouts))),
         draw(st.integers(0, 999)),
     )
 
@@ -475,7 +494,7 @@ def rounding_of(rule: Rule, arithmetic: str) -> Rounding:
     return WIDE if arithmetic == "wide" else Rounding.native(rule.dtype)
 
 
-def is_a_test(rule: Rule, arithmetic: str = "wide") -> bool:
+def is_a_test(rule: Rule, arithmetic: str, fmt: ErrorFormat) -> bool:
     """Whether a rule moves its parameter so that the error term shows, in a middle range of numbers.
 
     Seen in float64: no tensor reaches 2**10, whose square float16 can not hold, and some element's step
@@ -488,12 +507,12 @@ def is_a_test(rule: Rule, arithmetic: str = "wide") -> bool:
     shows = False
     for step, gradient in enumerate(rule.gradients(), 1):
         p, *numbers = (
-            Bounded(tensor, rounding=rounding).loaded(name, dtypes[name], compensated=name == "p")
+            Bounded(tensor, rounding=rounding).loaded(name, dtypes[name], fmt if name == "p" else None)
             for name, tensor in tensors.items()
         )
         g = Bounded(gradient, rounding=rounding)
         rule.bounded()(p, g, *numbers, Bounded(step, rounding=rounding))
-        stored = p.stored("p", rule.dtype, compensated=True)
+        stored = p.stored("p", rule.dtype, fmt)
         lost = (stored.value.to(rule.dtype).double() - stored.value).abs()
         shows |= bool((lost > 2 * stored.error).any())
         tensors = dict(zip(tensors, (number.value for number in (p, *numbers)), strict=True))
@@ -502,6 +521,12 @@ def is_a_test(rule: Rule, arithmetic: str = "wide") -> bool:
     return shows
 
 
-def rules(arithmetic: str = "wide") -> st.SearchStrategy[Rule]:
-    """Rules that test something."""
-    return any_rules().filter(lambda rule: is_a_test(rule, arithmetic))
+def rules(arithmetic: str, fmt: ErrorFormat, layouts: Collection[str] = LAYOUTS) -> st.SearchStrategy[Rule]:
+    """Rules that test something.
+
+    Args:
+        arithmetic: what the roundings of a step are.
+        fmt: in which parameters are kept.
+        layouts: of the parameter, keys of ``LAYOUTS`` and ``IN_BLOCKS``.
+    """
+    return any_rules(layouts).filter(lambda rule: is_a_test(rule, arithmetic, fmt))

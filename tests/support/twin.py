@@ -9,13 +9,16 @@ from typing import Any, Literal, cast
 from unittest import mock
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule, Interpreter
 
 from collage_fx import CollageBackend
 from collage_fx.graph import Reason, StepProgram, repeated_graph
 from collage_fx.lowering import Lowered
 from collage_fx.pipeline import Pass, run_pipeline
+from collage_fx.runtime.packed import is_packed
 from collage_fx.runtime.step import CompensatedStep
+from tests.support.float_bits import same_bits
 from tests.support.triton_offline import copy_graph
 
 __all__ = ["Engine", "ExactInterpreter", "TwinBackend", "without_pinning"]
@@ -35,12 +38,12 @@ class ExactInterpreter(Interpreter):
     """Runs a functional graph with its ``copy_`` epilogue, float32 roots and powers rounded once."""
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
         if target in THROUGH_FLOAT64 and all(
             t.dtype == torch.float32 and t.device.type == "cpu" for t in tensors
         ):
             # A Python number beside a float32 tensor is a float32 number: 0.9 ** t is RN(0.9) ** t.
-            wide = [arg.double() if isinstance(arg, torch.Tensor) else _as_float32(arg) for arg in args]
+            wide = [arg.double() if isinstance(arg, Tensor) else _as_float32(arg) for arg in args]
             return super().call_function(target, tuple(wide), kwargs).float()
         if target is aten.pow.Scalar and args[1].device.type == "cuda":
             return _powers_of(args[0])(args[1])
@@ -72,15 +75,18 @@ class TwinBackend(CollageBackend):
         options: those of :class:`CollageBackend`.
 
     Attributes:
-        engine: what the next call of a step runs: Inductor's code, the eager twin, or a function.
+        engine: what the next call of a step runs: Inductor's code, the eager twin, both (the twin on copies),
+            or a function.
         graphs: the rewritten graphs, one per compilation.
+        different: arguments with memory, of the last step that ran both, of which the twin left other bits.
     """
 
     def __init__(self, *, compiles: bool = True, **options: Any) -> None:
         super().__init__(**options)
         self.compiles = compiles
-        self.engine: Literal["compiled", "eager"] | Engine = "compiled"
+        self.engine: Literal["compiled", "eager", "both"] | Engine = "compiled"
         self.graphs: list[GraphModule] = []
+        self.different: list[Tensor] = []
 
     def lower(
         self,
@@ -101,10 +107,31 @@ class TwinBackend(CollageBackend):
         def run(arguments: list[Any]) -> Any:
             if self.engine == "eager":
                 return interpreter.run(*arguments)
-            return compiled(arguments) if self.engine == "compiled" else self.engine(arguments)
+            if self.engine != "both":
+                return compiled(arguments) if self.engine == "compiled" else self.engine(arguments)
+            copies = [_copied(each) for each in arguments]
+            pairs = [
+                (one, other)
+                for one, other in zip(arguments, copies, strict=True)
+                if isinstance(one, Tensor) and not is_packed(one)
+            ]
+            result = compiled(arguments)  # which takes them out of the list
+            interpreter.run(*copies)
+            self.different = [one for one, other in pairs if not bool(same_bits(one, other).all())]
+            return result
 
         step.compiled = run
         return lowered
+
+
+def _copied(argument: Any) -> Any:
+    """A tensor of the same strides and bits; anything else itself."""
+    if not isinstance(argument, Tensor):
+        return argument
+    empty = torch.empty_strided(
+        argument.shape, argument.stride(), dtype=argument.dtype, device=argument.device
+    )
+    return empty.copy_(argument)
 
 
 @contextlib.contextmanager
