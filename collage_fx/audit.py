@@ -31,7 +31,6 @@ from collage_fx.graph import Role
 from collage_fx.install import install
 from collage_fx.runtime import known_tensors
 from collage_fx.runtime.error_terms import error_terms, expansion_of, full_value
-from collage_fx.runtime.packed import is_packed
 from collage_fx.torch_compat import conversions, forget_counts, graph_breaks, recompile_reasons
 
 #: Outcomes. Everything else than the first two is a fault.
@@ -369,9 +368,10 @@ def _bytes_held(optimizer: Optimizer) -> int:
     """The bytes of all tensors that an optimizer holds, gradients aside, with what is kept beside them."""
     known = known_tensors({"": optimizer}).values()
     tensors = [each.tensor for each in known if each.role is not Role.GRADIENT]
-    beside = (found.auxiliaries for tensor in tensors if (found := expansion_of(tensor)) is not None)
-    own = (tensor for tensor in tensors if not is_packed(tensor))
-    return sum(tensor.nbytes for tensor in itertools.chain(own, *beside))
+    beside = [(tensor, expansion_of(tensor)) for tensor in tensors]
+    own = (tensor for tensor, found in beside if found is None or found.format.keeps_hi)
+    kept = (found.auxiliaries for _, found in beside if found is not None)
+    return sum(tensor.nbytes for tensor in itertools.chain(own, *kept))
 
 
 def _describe_state(backend: CollageBackend, measured: Measurement) -> None:

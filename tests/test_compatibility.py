@@ -108,7 +108,7 @@ def test_what_a_line_says_of_budgets() -> None:
     measured[names[5.1]] = Measurement(REFUSED, "too much", plain=1.0)
     line = line_of(row, measured)
     assert (line.error, line.bytes) == ("0.02 (50×)", "10")
-    assert (line.error_8, line.bytes_8) == ("< 0.001 (> 1e+03×)", "8.06")
+    assert (line.error_8, line.bytes_8) == ("< 0.001 (> 1000×)", "8.06")
     assert (line.error_5, line.bytes_5) == ("refused {too much}", "")
     assert line.outcome == COMPENSATED
 

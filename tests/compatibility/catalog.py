@@ -39,7 +39,8 @@ class Subject:
         path: of the class, such as ``torch.optim.Adam``.
         lr: gives N(0, 1) weights steps of 1e-5 to 1e-4, which plain bfloat16 loses; None leaves the default.
         options: keyword arguments to try, each a row of its own.
-        under_budget: those of the options, beside the first, that are tried under budgets too.
+        under_budget: those of the options, beside the first, that are tried under budgets too; None: not even
+            that.
         dtypes: of parameters and gradients.
         foreach: settings to try within each row; empty where the class does not take it.
         always: keyword arguments that all rows share.
@@ -56,7 +57,7 @@ class Subject:
     path: str
     lr: float | None
     options: Sequence[Mapping[str, Any]] = ({},)
-    under_budget: Sequence[Mapping[str, Any]] = ()
+    under_budget: Sequence[Mapping[str, Any]] | None = ()
     dtypes: Sequence[str] = ("bf16",)
     foreach: Sequence[bool | None] = ()
     always: Mapping[str, Any] = field(default_factory=dict)
@@ -104,7 +105,8 @@ class Row:
             settings = [{}]
         for setting in settings:
             yield Variant(self, setting)
-        if self.options in (self.subject.options[0], *self.subject.under_budget):
+        others = self.subject.under_budget
+        if others is not None and self.options in (self.subject.options[0], *others):
             for budget in BUDGETS:
                 yield Variant(self, settings[0], budget)
 

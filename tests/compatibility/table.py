@@ -237,7 +237,8 @@ def _compensated(found: Sequence[Measurement]) -> str:
     largest = max((m.error for m in found if m.error is not None), default=0.0)
     if not error or not plain:
         return error
-    return f"{error} ({'> ' if largest < FLOOR else ''}{plain / max(largest, FLOOR):.2g}×)"
+    times = float(f"{plain / max(largest, FLOOR):.2g}")
+    return f"{error} ({'> ' if largest < FLOOR else ''}{times:g}×)"
 
 
 def _bytes(found: Iterable[Measurement]) -> str:

@@ -60,7 +60,7 @@ _KNOWN = (
     ),
     _subject("AdamW", 5e-5, {"amsgrad": True}, CAPTURABLE, FUSED),
     _subject("Adamax", 5e-5, CAPTURABLE),
-    replace(_subject("LBFGS", 1e-4), options=({},), foreach=(), closure=True),
+    replace(_subject("LBFGS", 1e-4), options=({},), foreach=(), closure=True, under_budget=None),
     replace(
         _subject("Muon", 2e-4, {"nesterov": False}, {"momentum": 0.0}, {"adjust_lr_fn": "match_rms_adamw"}),
         options=({}, DECAY, {"nesterov": False}, {"adjust_lr_fn": "match_rms_adamw"}),
@@ -89,7 +89,7 @@ _KNOWN = (
         FUSED,
         under_budget=({"momentum": 0.9},),
     ),
-    replace(_subject("SparseAdam", 5e-5), options=({},), foreach=(), sparse=True),
+    replace(_subject("SparseAdam", 5e-5), options=({},), foreach=(), sparse=True, under_budget=None),
 )
 
 
