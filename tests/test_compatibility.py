@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import math
 import re
 import signal
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
-from collage_fx.audit import COMPENSATED, FAILED, REFUSED, falls_short
+from collage_fx.audit import COMPENSATED, FAILED, REFUSED, Measurement, falls_short
+from collage_fx.plans import TOLERANCE
 from tests.compatibility import third_party, torch_optim
-from tests.compatibility.catalog import Row, Subject, rows_of
+from tests.compatibility.catalog import BUDGETS, Row, Subject, rows_of
 from tests.compatibility.measure import measure
-from tests.compatibility.table import Line, differences, document, key_of, line_of, read, torch_version
+from tests.compatibility.table import (
+    NOT_TRIED,
+    UNDER_A_BUDGET,
+    Line,
+    differences,
+    document,
+    key_of,
+    line_of,
+    read,
+    torch_version,
+)
 from tests.compatibility.worker import Worker
 
 ROOT = Path(__file__).parents[1]
@@ -30,18 +43,22 @@ def test_every_row_is_in_the_document_and_good(row: Row) -> None:
     line = WRITTEN[key_of(row)]
     assert line.outcomes <= {COMPENSATED, REFUSED}
     assert not line.falls_short
+    assert not line.worse_than_plain
 
 
 @pytest.mark.parametrize("subject", torch_optim.SUBJECTS, ids=lambda subject: subject.name)
 def test_default_options_measured_again(subject: Subject) -> None:
     row = next(iter(rows_of(subject)))
     measured = {variant.name: measure(variant) for variant in row.variants()}
-    for met in measured.values():
+    budgets = {variant.name: variant.budget for variant in row.variants() if variant.budget is not None}
+    for name, met in measured.items():
         assert met.outcome in (COMPENSATED, REFUSED), met.reason
         if met.outcome == COMPENSATED:
             assert met.plain is not None
             assert met.error is not None
             assert not falls_short(met.plain, met.error)
+            assert met.bytes is not None
+            assert met.bytes <= budgets.get(name, math.inf) * (1 + TOLERANCE)
     if torch_version() == WRITTEN_WITH:
         assert differences(WRITTEN[key_of(row)], line_of(row, measured)) == []
 
@@ -52,13 +69,53 @@ def test_the_document_reads_back_as_it_was_written() -> None:
 
 
 def test_differences_are_seen() -> None:
-    line = Line(
-        "torch 1", "A", "", "bf16", "", "1", "1", "9", "2", "", "", "1", "< 0.001", "0.010", "refused {x}"
-    )
+    line = example()
+    noise = {"error": "0.0105 (95×)", "single": "0.00105", "error_8": "0.021 (48×) inaccurate {x}"}
     assert differences(line, line) == []
-    assert differences(line, Line(**{**vars(line), "error": "0.0105", "single": "0.00105"})) == []
-    for cell, other in (("error", "0.012"), ("plain", ""), ("graphs", "2"), ("outcome", "refused {y}")):
-        assert len(differences(line, Line(**{**vars(line), cell: other}))) == 1
+    assert differences(line, replace(line, **noise)) == []
+    for cell, other in (
+        *(("error", "0.012 (83×)"), ("plain", ""), ("graphs", "2"), ("outcome", "refused {y}")),
+        *(("error_8", "0.03 (33×) inaccurate {x}"), ("error_8", "0.02 (50×)"), ("bytes_8", "10")),
+        *(("error_5", NOT_TRIED), ("error_5", "refused {z}"), ("error_5", "0.01 (100×)")),
+    ):
+        assert len(differences(line, replace(line, **{cell: other}))) == 1
+
+
+def test_a_budget_that_is_worse_than_plain_is_seen() -> None:
+    line = example()
+    assert line.worse_than_plain == []
+    assert replace(line, error_8="1.1 (0.91×)").worse_than_plain == ["8 B"]
+    assert replace(line, error_5="nan (nan×) silently plain {x}").worse_than_plain == ["5.1 B"]
+
+
+def example() -> Line:
+    """A line that is inaccurate under one budget and refuses the other."""
+    return Line(
+        *("torch 1", "A", "", "bf16", "", "1", "1", "9", "2", "", "", "1", "< 0.001", "0.010 (100×)", "10"),
+        *("0.02 (50×) inaccurate {x}", "8.1", "refused {y}", "", "refused {x}"),
+    )
+
+
+def test_what_a_line_says_of_budgets() -> None:
+    (row, *_) = rows_of(torch_optim.SUBJECTS[0])
+    measured = {
+        variant.name: Measurement(COMPENSATED, plain=1.0, single=0.0, error=0.02, bytes=10.0)
+        for variant in row.variants()
+    }
+    names = {variant.budget: variant.name for variant in row.variants() if variant.budget is not None}
+    assert list(names) == list(BUDGETS)
+    measured[names[8]] = Measurement(COMPENSATED, plain=1.0, error=1e-5, bytes=8.06)
+    measured[names[5.1]] = Measurement(REFUSED, "too much", plain=1.0)
+    line = line_of(row, measured)
+    assert (line.error, line.bytes) == ("0.02 (50×)", "10")
+    assert (line.error_8, line.bytes_8) == ("< 0.001 (> 1000×)", "8.06")
+    assert (line.error_5, line.bytes_5) == ("refused {too much}", "")
+    assert line.outcome == COMPENSATED
+
+
+def test_the_named_rows_are_under_a_budget() -> None:
+    for key in UNDER_A_BUDGET:
+        assert NOT_TRIED not in (WRITTEN[key].error_8, WRITTEN[key].error_5)
 
 
 @pytest.mark.parametrize(

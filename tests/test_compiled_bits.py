@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch._inductor.utils import fresh_cache, run_and_get_code
 
+from collage_fx.audit import audit
 from collage_fx.graph import Arithmetic, Reason, Strategy
 from collage_fx.runtime.batches import Batch
 from collage_fx.torch_compat import inductor_compile_inner
@@ -241,3 +242,15 @@ def test_everything_a_step_mutates_is_static() -> None:
     # Of each parameter: itself, the two moments, two error terms, a count of roundings, the step counter.
     assert len(mutated) == 2 * 7
     assert mutated <= static
+
+
+@pytest.mark.parametrize("shape", [(96, 32), (128, 64)])
+def test_products_of_a_transposed_matrix(shape: tuple[int, int]) -> None:
+    """Muon's, of a matrix with more rows than columns, are read in tiles and stored in two halves."""
+    found = audit(
+        lambda params: torch.optim.Muon(params, lr=2e-4),
+        shapes=[shape],
+        steps=6,
+        schedules={"constant": None},
+    )
+    assert found.is_good, str(found)

@@ -117,6 +117,8 @@ def main(argv: Sequence[str]) -> int:
     for line in lines:
         if line.falls_short:
             print(f"too inaccurate: {' '.join(line.key)}: {line.error}, where plain has {line.plain}")
+        for budget in line.worse_than_plain:
+            print(f"worse than plain: {' '.join(line.key)} with {budget}")
     if options.check:
         return check(lines)
     write(lines)

@@ -10,11 +10,17 @@ from typing import Any
 
 import torch
 
-from collage_fx.audit import SHAPES, STEPS, Parameters
+from collage_fx.audit import STEPS, Parameters
 
-__all__ = ["DTYPES", "STEPS", "TENSOR", "Row", "Subject", "Variant", "rows_of"]
+__all__ = ["BUDGETS", "DTYPES", "STEPS", "TENSOR", "Row", "Subject", "Variant", "rows_of"]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+#: Values of ``bytes_per_parameter`` that are tried beside the backend's defaults.
+BUDGETS = (8, 5.1)
+
+#: The smallest matrix whose state can be packed, and a vector, whose state cannot.
+SHAPES = ((128, 32), (32,))
 
 #: As the value of the option ``lr``: the subject's learning rate in a 0-d tensor.
 TENSOR = "tensor"
@@ -33,6 +39,8 @@ class Subject:
         path: of the class, such as ``torch.optim.Adam``.
         lr: gives N(0, 1) weights steps of 1e-5 to 1e-4, which plain bfloat16 loses; None leaves the default.
         options: keyword arguments to try, each a row of its own.
+        under_budget: those of the options, beside the first, that are tried under budgets too; None: not even
+            that.
         dtypes: of parameters and gradients.
         foreach: settings to try within each row; empty where the class does not take it.
         always: keyword arguments that all rows share.
@@ -49,6 +57,7 @@ class Subject:
     path: str
     lr: float | None
     options: Sequence[Mapping[str, Any]] = ({},)
+    under_budget: Sequence[Mapping[str, Any]] | None = ()
     dtypes: Sequence[str] = ("bf16",)
     foreach: Sequence[bool | None] = ()
     always: Mapping[str, Any] = field(default_factory=dict)
@@ -90,23 +99,30 @@ class Row:
         return ", ".join(f"{name}={value}" for name, value in self.options.items())
 
     def variants(self) -> Iterator[Variant]:
-        if "fused" in self.options or not self.subject.foreach:
-            yield Variant(self, {})
-        else:
-            for foreach in self.subject.foreach:
-                yield Variant(self, {"foreach": foreach})
+        """Each setting of ``foreach``, then the first of them under each budget."""
+        settings: list[dict[str, bool | None]] = [{"foreach": foreach} for foreach in self.subject.foreach]
+        if "fused" in self.options or not settings:
+            settings = [{}]
+        for setting in settings:
+            yield Variant(self, setting)
+        others = self.subject.under_budget
+        if others is not None and self.options in (self.subject.options[0], *others):
+            for budget in BUDGETS:
+                yield Variant(self, settings[0], budget)
 
 
 @dataclass(frozen=True)
 class Variant:
-    """The unit of measurement: a row with one setting of ``foreach``."""
+    """The unit of measurement: a row with one setting of ``foreach``, by default or under a budget."""
 
     row: Row
     foreach: Mapping[str, bool | None]
+    budget: float | None = None
 
     @property
     def name(self) -> str:
-        return self.row.name + "".join(f" foreach={value}" for value in self.foreach.values())
+        budget = "" if self.budget is None else f" {self.budget:g} B"
+        return self.row.name + "".join(f" foreach={value}" for value in self.foreach.values()) + budget
 
     def optimizer(self, parameters: Parameters, *, without: Sequence[str] = ()) -> torch.optim.Optimizer:
         """The optimizer under test.

@@ -26,6 +26,7 @@ def measure(variant: Variant) -> Measurement:
         sparse=subject.sparse,
         closure=subject.closure,
         why_inaccurate=subject.why_inaccurate,
+        options={} if variant.budget is None else {"bytes_per_parameter": variant.budget},
     )
     measured = measure_trial(trial)
     if subject.steps != STEPS:

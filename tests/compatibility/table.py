@@ -15,9 +15,20 @@ import torch
 from tabulate import tabulate
 
 from collage_fx.audit import COMPENSATED, UNSUPPORTED, Measurement, falls_short
-from tests.compatibility.catalog import STEPS, Row
+from tests.compatibility.catalog import BUDGETS, SHAPES, STEPS, Row
 
-__all__ = ["Key", "Line", "differences", "document", "key_of", "line_of", "read", "torch_version"]
+__all__ = [
+    "NOT_TRIED",
+    "UNDER_A_BUDGET",
+    "Key",
+    "Line",
+    "differences",
+    "document",
+    "key_of",
+    "line_of",
+    "read",
+    "torch_version",
+]
 
 #: Package, class, options, dtype.
 Key = tuple[str, str, str, str]
@@ -29,6 +40,23 @@ WITHIN = 0.1
 FLOOR = 1e-3
 
 LONGEST_NOTE = 400
+
+#: What stands where a row is not tried under budgets.
+NOT_TRIED = "–"
+
+#: The rows of the table at the top.
+UNDER_A_BUDGET: tuple[Key, ...] = (
+    ("torch", "AdamW", "defaults", "bf16"),
+    ("torch", "Adagrad", "defaults", "bf16"),
+    ("torch", "RMSprop", "centered=True", "bf16"),
+    ("torch", "Adam", "amsgrad=True", "bf16"),
+    ("torch-optimi", "Adan", "kahan_sum=False", "bf16"),
+    ("lion-pytorch", "Lion", "defaults", "bf16"),
+    ("torch", "Muon", "defaults", "bf16"),
+    ("torch", "Adafactor", "defaults", "bf16"),
+    ("transformers", "Adafactor", "lr=0.0001, relative_step=False, scale_parameter=False", "bf16"),
+    ("prodigyopt", "Prodigy", "defaults", "bf16"),
+)
 
 
 @dataclass(frozen=True)
@@ -47,7 +75,11 @@ class Line:
         state: low-precision state tensors found.
         error_terms: those that got error terms.
         left: those that did not, and why.
-        plain, single, error: relative errors of the net displacement; the largest over ``foreach``.
+        plain, single, error: relative errors of the net displacement; the largest over ``foreach``. The last
+            with how many times as large that of plain is.
+        bytes: held for each element of the parameters.
+        error_8, bytes_8, error_5, bytes_5: the same under budgets of 8 and 5.1 bytes, of one setting of
+            ``foreach``; instead of an error that there is not, the outcome.
         outcome: and its reason.
     """
 
@@ -65,6 +97,11 @@ class Line:
     plain: str
     single: str
     error: str
+    bytes: str
+    error_8: str
+    bytes_8: str
+    error_5: str
+    bytes_5: str
     outcome: str
 
     @property
@@ -80,6 +117,16 @@ class Line:
     def falls_short(self) -> bool:
         """Whether the errors of a row fall short: see :func:`collage_fx.audit.falls_short`."""
         return bool(self.plain and self.error) and falls_short(_value(self.plain), _value(self.error))
+
+    @property
+    def worse_than_plain(self) -> list[str]:
+        """The budgets under which the error is larger than plain low precision's."""
+        errors = {"8 B": self.error_8, "5.1 B": self.error_5}
+        return [
+            name
+            for name, error in errors.items()
+            if _ERROR.match(error) and self.plain and not _value(error) <= _value(self.plain)
+        ]
 
 
 HEADERS = (
@@ -97,9 +144,17 @@ HEADERS = (
     "plain",
     "fp32",
     "compensated",
+    "bytes",
+    "8 B",
+    "8 B: bytes",
+    "5.1 B",
+    "5.1 B: bytes",
     "outcome",
 )
-ERRORS = ("plain", "single", "error")
+ERRORS = ("plain", "single", "error", "error_8", "error_5")
+
+#: An error, and how many times as large plain's is.
+_ERROR = re.compile(r"(?:< )?([\d.]+(?:e[-+]\d+)?|nan|inf)(?: \([^)]*×\))?")
 
 
 def torch_version() -> str:
@@ -122,7 +177,11 @@ def line_of(row: Row, measured: Mapping[str, Measurement]) -> Line:
         row: the row.
         measured: by the name of its variants, all of them.
     """
-    tried = [(variant, measured[variant.name]) for variant in row.variants()]
+    every = [(variant, measured[variant.name]) for variant in row.variants()]
+    tried = [(variant, met) for variant, met in every if variant.budget is None]
+    under = {variant.budget: met for variant, met in every if variant.budget is not None}
+    budgets = [_under_budget(under.get(budget)) for budget in BUDGETS]
+    (error_8, bytes_8), (error_5, bytes_5) = budgets
     # A setting of foreach that the class refuses with these options is not a combination to report on.
     usable = [(v, m) for v, m in tried if m.outcome != UNSUPPORTED] or tried
     found = [m for _, m in usable]
@@ -142,7 +201,12 @@ def line_of(row: Row, measured: Mapping[str, Measurement]) -> Line:
         left=_counted([f"{slot} {_note(why)}" for slot, why in m.left] for m in found),
         plain=_error(m.plain for m in found),
         single=_error(m.single for m in found),
-        error=_error(m.error for m in found),
+        error=_compensated(found),
+        bytes=_bytes(found),
+        error_8=error_8,
+        bytes_8=bytes_8,
+        error_5=error_5,
+        bytes_5=bytes_5,
         outcome="; ".join(dict.fromkeys(map(_outcome, found))),
     )
 
@@ -164,6 +228,32 @@ def _error(values: Iterable[float | None]) -> str:
     if not known:
         return ""
     return f"< {FLOOR:g}" if max(known) < FLOOR else f"{max(known):.2g}"
+
+
+def _compensated(found: Sequence[Measurement]) -> str:
+    """The largest error of what was compiled, and how many times as large the largest of plain is."""
+    error = _error(m.error for m in found)
+    plain = max((m.plain for m in found if m.plain is not None), default=0.0)
+    largest = max((m.error for m in found if m.error is not None), default=0.0)
+    if not error or not plain:
+        return error
+    times = float(f"{plain / max(largest, FLOOR):.2g}")
+    return f"{error} ({'> ' if largest < FLOOR else ''}{times:g}×)"
+
+
+def _bytes(found: Iterable[Measurement]) -> str:
+    known = [m.bytes for m in found if m.bytes is not None]
+    return f"{max(known):.3g}" if known else ""
+
+
+def _under_budget(measured: Measurement | None) -> tuple[str, str]:
+    """The cells of a budget: the error, with the outcome if that is not what it should be, and the bytes."""
+    if measured is None:
+        return NOT_TRIED, NOT_TRIED
+    parts = [_compensated([measured])]
+    if measured.outcome != COMPENSATED:
+        parts.append(_outcome(measured))
+    return " ".join(filter(None, parts)), _bytes([measured])
 
 
 def _outcome(measured: Measurement) -> str:
@@ -204,6 +294,18 @@ def document(lines: Sequence[Line]) -> str:
         "Optimizers with Kahan summation (`kahan_sum=True`, `kahan_comp`) are at least as accurate as they "
         "are eagerly with their own term: what two numbers round off stays in it "
         "(`tests/test_self_compensating.py`).",
+        "Numbers in brackets say how many times as large the error of plain low precision is. *bytes* are "
+        "those of parameters, state and error terms, for each element of the parameters, as the optimizer "
+        "holds them in the end. *8 B* and *5.1 B* are errors of the same run with `bytes_per_parameter=8` "
+        "and `5.1`, and what it holds then: more than the budget where a "
+        "[recorded](limits.md#recorded-steps) step is not packed, or where the optimizer holds state of its "
+        "own in float32. *refused* says that no plan for the step is that small. They are measured with one "
+        "setting of `foreach`, and with the options that an optimizer is mostly used with; "
+        f"{NOT_TRIED} stands elsewhere. Parameters are a matrix of {'×'.join(map(str, SHAPES[0]))}, the "
+        f"smallest that is packed, and a vector of {SHAPES[1][0]}, which is too small for that and keeps "
+        "state of 16 bits, rounded by dither (of Muon, two matrices).",
+        "## Under a budget",
+        _budget_table(lines, notes),
         "## torch.optim",
         _summary(ours),
         _table(ours, notes),
@@ -227,11 +329,35 @@ def _summary(lines: Sequence[Line]) -> str:
 
 
 def _table(lines: Sequence[Line], notes: dict[str, int]) -> str:
+    return _tabulated([astuple(line) for line in lines], HEADERS, notes)
+
+
+def _budget_table(lines: Sequence[Line], notes: dict[str, int]) -> str:
+    """The named rows: errors, with plain's as a multiple, and bytes, by default and under budgets."""
+    known = {line.key: line for line in lines}
+    rows = [
+        (
+            f"{line.package.split()[0]} {line.optimizer}",
+            line.options,
+            line.plain,
+            *(line.bytes, line.error),
+            *(line.bytes_8, line.error_8),
+            *(line.bytes_5, line.error_5),
+        )
+        for line in (known[key] for key in UNDER_A_BUDGET if key in known)
+    ]
+    headers = ("optimizer", "options", "plain", "default: bytes", "error", "8 B: bytes", "error")
+    return _tabulated(rows, (*headers, "5.1 B: bytes", "error"), notes)
+
+
+def _tabulated(rows: Iterable[Sequence[str]], headers: Sequence[str], notes: dict[str, int]) -> str:
+    """A table in whose cells notes are numbers."""
+
     def numbered(match: re.Match[str]) -> str:
         return f"[{notes.setdefault(match[1], len(notes) + 1)}]"
 
-    rows = [[re.sub(r"\{(.*?)\}", numbered, cell) for cell in astuple(line)] for line in lines]
-    return tabulate(rows, headers=HEADERS, tablefmt="github", disable_numparse=True)
+    cells = [[re.sub(r"\{(.*?)\}", numbered, cell) for cell in row] for row in rows]
+    return tabulate(cells, headers=headers, tablefmt="github", disable_numparse=True)
 
 
 def read(text: str) -> dict[Key, Line]:
@@ -240,7 +366,7 @@ def read(text: str) -> dict[Key, Line]:
     lines = {}
     for row in re.findall(r"^\|(.*)\|$", text, flags=re.MULTILINE):
         cells = [re.sub(r"\[(\d+)\]", lambda m: f"{{{notes[m[1]]}}}", c.strip()) for c in row.split("|")]
-        if tuple(cells) != HEADERS and not cells[0].startswith("-"):
+        if len(cells) == len(HEADERS) and tuple(cells) != HEADERS and not cells[0].startswith("-"):
             line = Line(*cells)
             lines[line.key] = line
     return lines
@@ -257,11 +383,13 @@ def differences(written: Line, measured: Line) -> list[str]:
 
 
 def _same_error(old: str, new: str) -> bool:
-    if not old or not new:
+    if not (_ERROR.match(old) and _ERROR.match(new)) or _ERROR.sub("", old, 1) != _ERROR.sub("", new, 1):
         return False
     low, high = sorted(map(_value, (old, new)))
     return high - low <= WITHIN * high
 
 
 def _value(error: str) -> float:
-    return float(error.removeprefix("< "))
+    found = _ERROR.match(error)
+    assert found is not None, error
+    return float(found[1])

@@ -73,6 +73,7 @@ def _optimi() -> Iterator[Subject]:
             {name: lr},
             {"kahan_sum": True},
             {"kahan_sum": False},
+            under_budget=({"kahan_sum": False},),
             always={"triton": False},
             foreach=(False, True),
             why_inaccurate=OPTIMI_RANGER if name == "Ranger" else "",

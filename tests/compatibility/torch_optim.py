@@ -34,7 +34,8 @@ def _subject(name: str, lr: float, *options: Mapping[str, Any], **others: Any) -
     )
 
 
-MATRICES = ((24, 16), (16, 16))
+#: Not square and square.
+MATRICES = ((128, 32), (64, 64))
 
 _KNOWN = (
     _subject("ASGD", 5e-5, {"lambd": 0.5}, {"t0": 10.0}, CAPTURABLE),
@@ -55,10 +56,11 @@ _KNOWN = (
         {"amsgrad": True, "maximize": True, **DECAY},
         CAPTURABLE,
         FUSED,
+        under_budget=({"amsgrad": True},),
     ),
     _subject("AdamW", 5e-5, {"amsgrad": True}, CAPTURABLE, FUSED),
     _subject("Adamax", 5e-5, CAPTURABLE),
-    replace(_subject("LBFGS", 1e-4), options=({},), foreach=(), closure=True),
+    replace(_subject("LBFGS", 1e-4), options=({},), foreach=(), closure=True, under_budget=None),
     replace(
         _subject("Muon", 2e-4, {"nesterov": False}, {"momentum": 0.0}, {"adjust_lr_fn": "match_rms_adamw"}),
         options=({}, DECAY, {"nesterov": False}, {"adjust_lr_fn": "match_rms_adamw"}),
@@ -74,6 +76,7 @@ _KNOWN = (
         {"momentum": 0.9},
         {"centered": True, "momentum": 0.9},
         CAPTURABLE,
+        under_budget=({"centered": True},),
     ),
     _subject("Rprop", 2e-5, CAPTURABLE, always={"step_sizes": (1e-6, 1e-4)}),
     _subject(
@@ -84,8 +87,9 @@ _KNOWN = (
         {"momentum": 0.9, "nesterov": True},
         {"momentum": 0.9, "nesterov": True, "maximize": True, **DECAY},
         FUSED,
+        under_budget=({"momentum": 0.9},),
     ),
-    replace(_subject("SparseAdam", 5e-5), options=({},), foreach=(), sparse=True),
+    replace(_subject("SparseAdam", 5e-5), options=({},), foreach=(), sparse=True, under_budget=None),
 )
 
 
