@@ -97,7 +97,9 @@ class Lion(Descent):
 @pytest.mark.skipif(not offline.HAVE_TRITON, reason="needs triton (Linux only) and numpy")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
-    ("make", "state"), [(adamw, "block8"), (adamw, "block16"), (Lion, "block8")], ids=str
+    ("make", "state"),
+    [(adamw, "block8"), (adamw, "block16"), (Lion, "block8")],
+    ids=["AdamW-block8", "AdamW-block16", "Lion-block8"],
 )
 def test_triton_gives_the_same_bits(make: Any, state: str, dtype: torch.dtype) -> None:
     """With blocks of zeros, one that a NaN spoils, and tensors that are not packed."""

@@ -44,6 +44,12 @@ LONGEST_NOTE = 400
 #: What stands where a row is not tried under budgets.
 NOT_TRIED = "–"
 
+#: What is said of lines that are kept from when bytes and budgets were not measured yet.
+OLDER = (
+    "Where *bytes* is empty, in {} lines, the errors are older: of parameters of 24×16 and 24, and of state "
+    "that was rounded to nearest."
+)
+
 #: The rows of the table at the top.
 UNDER_A_BUDGET: tuple[Key, ...] = (
     ("torch", "AdamW", "defaults", "bf16"),
@@ -275,6 +281,7 @@ def document(lines: Sequence[Line]) -> str:
     """The whole document."""
     ours = [line for line in lines if line.package.startswith("torch ")]
     others = [line for line in lines if line not in ours]
+    older = [line for line in lines if line.error and not line.bytes]
     notes: dict[str, int] = {}
     paragraphs = [
         "# Which optimizers work",
@@ -304,6 +311,7 @@ def document(lines: Sequence[Line]) -> str:
         f"{NOT_TRIED} stands elsewhere. Parameters are a matrix of {'×'.join(map(str, SHAPES[0]))}, the "
         f"smallest that is packed, and a vector of {SHAPES[1][0]}, which is too small for that and keeps "
         "state of 16 bits, rounded by dither (of Muon, two matrices).",
+        *([OLDER.format(len(older))] if older else []),
         "## Under a budget",
         _budget_table(lines, notes),
         "## torch.optim",
