@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary, WeakIdRef, WeakTensorKeyDictionary
 
-from collage_fx.errors import ConflictingErrorFormatError
+from collage_fx.errors import ConflictingErrorFormatError, UnsupportedTensorError
 from collage_fx.numerics import ErrorFormat
 from collage_fx.runtime.packed import Value, is_packed, pack, unpack
 from collage_fx.torch_compat import (
@@ -129,12 +129,19 @@ class Expansion:
         if self._settle is not None:
             self._settle()
 
-    def use(self) -> Sequence[Tensor]:
-        """The buffers, for a step, as its format's ``store`` takes them."""
+    def use(self, name: str) -> Sequence[Tensor]:
+        """The buffers, for a step, as its format's ``store`` takes them.
+
+        Args:
+            name: for error messages.
+
+        Raises:
+            UnsupportedTensorError: a packed format cannot hold what the tensor has been given.
+        """
         self.is_used = True
         self.settle()
         if not self.format.keeps_hi:
-            self._pack()
+            self._pack(name)
         return (*self.auxiliaries, self.start) if self.format.is_dithered else self.auxiliaries
 
     @property
@@ -147,13 +154,19 @@ class Expansion:
         with real_tensors(), torch.no_grad():
             return torch.equal(self._decode(hi).view(torch.int16), hi.view(torch.int16))
 
-    def _pack(self) -> None:
+    def _pack(self, name: str) -> None:
         """Encode hi into the buffers, unless they hold it, and give its memory back."""
         tensor = self.owner()
         if tensor is None or is_packed(tensor):
             return
         hi = local_tensor(tensor)
         if not self.is_current:
+            if why_not := self.format.why_not_values(hi):
+                raise UnsupportedTensorError(
+                    f"{why_not} in a state that no step makes negative, and that is packed as such",
+                    where=name,
+                    remedy="let the state begin with what its optimizer makes, or leave state= out",
+                )
             self._encode(hi)
         pack(tensor, Value(self._decode, self.owner, self._unpacked))
         record_memory(hi, self)

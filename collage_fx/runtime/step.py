@@ -61,7 +61,11 @@ class CompensatedStep:
         return self.compiled(arguments)
 
     def _add_error_terms(self, arguments: list[Any], state: object) -> None:
-        found = [auxiliary for binding in self.bindings for auxiliary in binding.expansion(arguments).use()]
+        found = [
+            auxiliary
+            for binding in self.bindings
+            for auxiliary in binding.expansion(arguments).use(binding.name)
+        ]
         arguments += found
         self.added.fit(arguments)
         if all(binding.bound is not None for binding in self.bindings):

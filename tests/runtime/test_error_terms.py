@@ -130,7 +130,7 @@ def test_a_tensor_without_memory_of_its_own() -> None:
 
 def test_two_formats_for_one_tensor_are_refused() -> None:
     hi = torch.ones(3).bfloat16()
-    ensure_expansion(hi, MCF, name="hi").use()
+    ensure_expansion(hi, MCF, name="hi").use("tensor")
     with pytest.raises(
         ConflictingErrorFormatError, match=r"'fp32'[\s\S]*'mcf'[\s\S]*hi[\s\S]*reset_error_terms"
     ):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from collage_fx import error_terms, full_value, reset_error_terms
+from collage_fx.errors import UnsupportedTensorError
 from collage_fx.numerics import PACKED_FORMATS
 from collage_fx.runtime.error_terms import Expansion, ensure_expansion, expansion_of
 from collage_fx.runtime.packed import PackedTensor, is_packed, unpack
@@ -28,7 +29,7 @@ def packed(seed: int = 0) -> tuple[Tensor, Tensor, Expansion]:
     tensor = torch.randn(64, 64, generator=torch.Generator().manual_seed(seed)).bfloat16()
     value = BLOCK8.join(*BLOCK8.split(tensor.float(), tensor.dtype)).bfloat16()
     expansion = ensure_expansion(tensor, BLOCK8, name="tensor")
-    expansion.use()
+    expansion.use("tensor")
     assert is_packed(tensor)
     return tensor, value, expansion
 
@@ -101,7 +102,7 @@ def test_writes_unpack_and_are_packed_with_the_next_step(write: Callable[[Tensor
     assert type(tensor) is Tensor
     assert torch.equal(tensor, value)
     assert error_terms(tensor) == ()
-    expansion.use()
+    expansion.use("tensor")
     assert is_packed(tensor)
     assert torch.equal(tensor, BLOCK8.join(*BLOCK8.split(value.float(), value.dtype)).bfloat16())
 
@@ -152,7 +153,7 @@ def test_unpacked_and_packed_again_it_has_the_same_codes() -> None:
     unpack(tensor)
     assert type(tensor) is Tensor
     assert tensor.stride() == (64, 1)
-    expansion.use()
+    expansion.use("tensor")
     assert all(map(torch.equal, before, expansion.auxiliaries))
     encoded = BLOCK8.split(tensor.float(), value.dtype)[1]
     assert not torch.equal(encoded, before[0])
@@ -163,13 +164,13 @@ def test_a_large_tensor_is_encoded_in_parts(monkeypatch: pytest.MonkeyPatch) -> 
     tensor = torch.randn(100, 96, generator=torch.Generator().manual_seed(1)).half()
     expected = BLOCK8.split(tensor.float(), tensor.dtype)[1:]
     expansion = ensure_expansion(tensor, BLOCK8, name="tensor")
-    expansion.use()
+    expansion.use("tensor")
     assert all(map(torch.equal, expansion.auxiliaries, expected))
 
 
 def test_zeros_are_packed_as_they_are() -> None:
     tensor = torch.zeros(64, 64).bfloat16()
-    ensure_expansion(tensor, BLOCK8, name="tensor").use()
+    ensure_expansion(tensor, BLOCK8, name="tensor").use("tensor")
     assert not tensor.any()
 
 
@@ -198,3 +199,17 @@ def test_code_that_goes_past_python_reads_nans_and_cannot_write() -> None:
         with pytest.raises(RuntimeError, match="single memory location"):
             tensor.add_(1)
         assert storage_of(tensor)
+
+
+def test_negative_numbers_are_refused_where_none_can_be_stored() -> None:
+    _, positive = PACKED_FORMATS["block8"]
+    tensor = torch.rand(64, 64).bfloat16()
+    tensor[3, 5] = -1
+    before = tensor.clone()
+    with pytest.raises(UnsupportedTensorError, match=r"negative numbers.*\n.*exp_avg_sq"):
+        ensure_expansion(tensor, positive, name="exp_avg_sq").use("exp_avg_sq")
+    assert not is_packed(tensor)
+    assert torch.equal(tensor, before)
+    tensor[3, 5] = float("nan")
+    ensure_expansion(tensor, positive, name="exp_avg_sq").use("exp_avg_sq")
+    assert is_packed(tensor)

@@ -133,6 +133,10 @@ class ErrorFormat(ABC):
         """
         return ""
 
+    def why_not_values(self, hi: Tensor) -> str:
+        """The reason why what a tensor holds can't be encoded; empty if it can. NaNs are encoded."""
+        return ""
+
     @abstractmethod
     def auxiliaries(self, hi: Tensor) -> Sequence[AuxiliarySpec]:
         """Specifications of the auxiliary tensors that go with ``hi``.

@@ -46,6 +46,9 @@ class Blocks(ErrorFormat):
     def why_not(self, hi: Tensor) -> str:
         return why_no_blocks(hi, BLOCK)
 
+    def why_not_values(self, hi: Tensor) -> str:
+        return "" if self.signed or not bool((hi < 0).any()) else "negative numbers"
+
     def auxiliaries(self, hi: Tensor) -> Sequence[AuxiliarySpec]:
         rows = hi.shape[0]
         return (
