@@ -7,6 +7,7 @@ from collage_fx.explain import explain
 from collage_fx.install import backend_of, install, uninstall
 from collage_fx.report import CollageReport
 from collage_fx.runtime.checkpoint import install as _install_checkpoint_support
+from collage_fx.runtime.checkpoint import plain_state_dict
 from collage_fx.runtime.claims import install as _install_claims
 from collage_fx.runtime.error_terms import error_terms, full_value, reset_error_terms
 from collage_fx.runtime.full_state import full_state_dict, load_full_state_dict, save_full_state_dict
@@ -28,6 +29,7 @@ __all__ = [
     "full_value",
     "install",
     "load_full_state_dict",
+    "plain_state_dict",
     "reset_error_terms",
     "save_full_state_dict",
     "uninstall",

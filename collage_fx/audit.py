@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import itertools
 import re
 import sys
 import time
@@ -29,8 +28,8 @@ from collage_fx.backend import CollageBackend
 from collage_fx.errors import CollageError
 from collage_fx.graph import Role
 from collage_fx.install import install
-from collage_fx.runtime import known_tensors
-from collage_fx.runtime.error_terms import error_terms, expansion_of, full_value
+from collage_fx.runtime import bytes_held, known_tensors
+from collage_fx.runtime.error_terms import error_terms, full_value
 from collage_fx.torch_compat import conversions, forget_counts, graph_breaks, recompile_reasons
 
 #: Outcomes. Everything else than the first two is a fault.
@@ -360,18 +359,10 @@ def _compiled_displacement(trial: Trial, measured: Measurement) -> Tensor | None
     ours = [str(warning.message) for warning in caught if "collage_fx:" in str(warning.message)]
     measured.notes.extend(dict.fromkeys(ours))
     _judge(parameters, measured, warned=bool(ours))
-    measured.bytes = _bytes_held(optimizer) / sum(p.numel() for p in parameters)
-    return _values(parameters) - start
-
-
-def _bytes_held(optimizer: Optimizer) -> int:
-    """The bytes of all tensors that an optimizer holds, gradients aside, with what is kept beside them."""
     known = known_tensors({"": optimizer}).values()
-    tensors = [each.tensor for each in known if each.role is not Role.GRADIENT]
-    beside = [(tensor, expansion_of(tensor)) for tensor in tensors]
-    own = (tensor for tensor, found in beside if found is None or found.format.keeps_hi)
-    kept = (found.auxiliaries for _, found in beside if found is not None)
-    return sum(tensor.nbytes for tensor in itertools.chain(own, *kept))
+    held = bytes_held(each.tensor for each in known if each.role is not Role.GRADIENT)
+    measured.bytes = held / sum(p.numel() for p in parameters)
+    return _values(parameters) - start
 
 
 def _describe_state(backend: CollageBackend, measured: Measurement) -> None:

@@ -61,12 +61,13 @@ from collage_fx.graph import (
     not_taken,
     placeholders,
     tensor_value,
+    why_not_stored,
 )
 from collage_fx.lowering import Lowered, interpreted, lower, why_not_compiled, without_sums
 from collage_fx.numerics import ERROR_FORMATS, PACKED_FORMATS, ErrorFormat, short_name
 from collage_fx.options import Options
 from collage_fx.pipeline import ANALYSIS, MEASUREMENT, Pass, Stage, run_pipeline
-from collage_fx.plans import Plan, best_plan, plans_for
+from collage_fx.plans import Plan, best_plan, plans_for, plans_for_parts, refuse_excess
 from collage_fx.report import GraphReport, TensorReport, open_dump, tensor_report, treatments
 from collage_fx.runtime import (
     MeasuredInput,
@@ -76,10 +77,14 @@ from collage_fx.runtime import (
     WholeStep,
     expansion_of,
     has_error_terms,
+    held_per_parameter,
     known_tensors,
+    leave_unpacked,
     note_compiled,
     optimizers_among,
+    packed_format,
     require_format,
+    reset_error_terms,
 )
 from collage_fx.torch_compat import (
     OpOverload,
@@ -139,6 +144,11 @@ class Backend:
                 self._labels[optimizer] = f"{name} #{same + 1}" if same else name
                 self._used_labels.append(self._labels[optimizer])
         return ", ".join(self._labels[optimizer] for optimizer in optimizers)
+
+    def refuse_excess(self, optimizer: Optimizer) -> None:
+        """Refuse an optimizer of recorded steps that holds more than the budget, if there is one."""
+        if self.options.bytes_per_parameter is not None:
+            refuse_excess(held_per_parameter(optimizer), self.options.bytes_per_parameter)
 
     def lower(
         self, program: StepProgram, example_inputs: Sequence[Any], inductor_options: dict[str, Any]
@@ -353,12 +363,15 @@ class Compilation:
     def _describe(
         self, values: Sequence[Any], names: Sequence[str], bound: int
     ) -> list[tuple[InputInfo, Hashable]]:
-        """Describe inputs, and say whether they have error terms already."""
+        """Describe inputs, and say what they are already beyond what their optimizer makes them."""
         infos = [
             describe_input(value, name, self.known, bound=i < bound)
             for i, (value, name) in enumerate(zip(values, names, strict=True))
         ]
-        return [(info, _has_error_terms(info)) for info in infos]
+        return [
+            (info, (_has_error_terms(info), _packed_format(info), info.is_updated, info.stays))
+            for info in infos
+        ]
 
     # -- Refused, rewritten, lowered, reported
 
@@ -390,6 +403,8 @@ class Compilation:
         pass_log = _PassLog(self.subject, before)
         self._rewrite(program, before, pass_log)
         self._refuse_uncompensated(program)
+        _refuse_not_stored(program)
+        self._unpack(program)
         is_rewritten = bool(program.expansions or program.measured) or bool(self.options.own_passes)
         if not (is_rewritten or repetition.is_of_one):
             return Reason("no tensor of it needs an error term")
@@ -437,6 +452,9 @@ class Compilation:
         program.already_compensated = frozenset(
             i for i, info in enumerate(program.inputs) if _has_error_terms(info)
         )
+        if self.recorded:
+            formats = {i: _packed_format(info) for i, info in enumerate(program.inputs)}
+            program.packed_already = {i: fmt for i, fmt in formats.items() if fmt is not None}
         if self.options.bytes_per_parameter is not None:
             program = self._following_plan(program, self.options.bytes_per_parameter)
         if self.options.strategy != "none":
@@ -450,6 +468,12 @@ class Compilation:
 
     def _following_plan(self, program: StepProgram, budget: float) -> StepProgram:
         """The program with the options of a plan: the one for most state that the optimizer has had."""
+        if self.recorded:
+            values = map(tensor_value, filter(is_low_precision_tensor, placeholders(program.gm.graph)))
+            dtype = next((value.dtype for value in values if value is not None), torch.bfloat16)
+            of_parts = plans_for_parts(dtype, self.options.passes)
+            self.plans = best_plan(of_parts, budget), *of_parts
+            return self.plans[0].followed_by(program)
         plans = plans_for(program, self.options.passes)
         self.plans = best_plan(plans, budget), *plans
         for optimizer in self.optimizers.values():
@@ -504,6 +528,14 @@ class Compilation:
                 if self.options.strict and state.info.role is Role.PARAMETER:
                     raise refusal
                 warn(refusal)
+
+    def _unpack(self, program: StepProgram) -> None:
+        """Let nobody pack what this part of a recorded step can't do with packed."""
+        for position, why in program.to_unpack.items():
+            for index in program.repetition.copies[position]:
+                if (tensor := program.infos[index].tensor) is not None:
+                    leave_unpacked(tensor, why)
+                    reset_error_terms(tensor)
 
     def _lower(
         self,
@@ -611,18 +643,35 @@ class Compilation:
         warn(refusal)
 
 
+def _refuse_not_stored(program: StepProgram) -> None:
+    """Raise where code for the device can't be made for what is kept beside a tensor."""
+    for state in program.expansions:
+        for auxiliary in state.auxiliaries:
+            buffer = auxiliary.meta["val"]
+            if why_not := why_not_stored(buffer.dtype, buffer.device):
+                raise UnsupportedTensorError(
+                    f"a tensor in the format {state.error_format.name!r}: {why_not}",
+                    where=state.info.name,
+                    remedy="use state='block8', which is of integers and more precise, or leave state= out",
+                )
+
+
 def _reason_to_leave_alone(gm: GraphModule, infos: Sequence[InputInfo]) -> str | None:
     """The reason to leave a graph to plain Inductor; None if it updates something to compensate."""
     updated = copies_to_inputs(gm.graph)
     if any(is_low_precision_tensor(node) for node in updated):
         return None
-    if updated and any(map(_has_error_terms, infos)):
+    if updated and any(_has_error_terms(info) or _packed_format(info) is not None for info in infos):
         return None  # a float32 average of compensated parameters, say
     return "the graph updates no bfloat16 or float16 tensor"
 
 
 def _has_error_terms(info: InputInfo) -> bool:
     return info.tensor is not None and has_error_terms(info.tensor)
+
+
+def _packed_format(info: InputInfo) -> ErrorFormat | None:
+    return None if info.tensor is None else packed_format(info.tensor)
 
 
 def _never_called(*arguments: Any) -> Any:

@@ -9,22 +9,40 @@ the parameters: what is lost of their displacement in :data:`STEPS` steps that e
 random walk; those to nearest lose what is below half of a distance. The root of the sum of the squares is
 the error of the plan. It is a bound in size and no forecast, but puts plans in the order in which
 docs/formats.md measures them.
+
+A recorded step is compiled in parts, before all of its state is known. Its plan is that of a step which keeps
+two averages of gradients for each parameter, as Adam does; one that turns out to hold more than the budget is
+refused after its first step.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
+from functorch import make_fx
+from torch import Tensor
 
 from collage_fx.errors import InvalidOptionError
-from collage_fx.graph import Kind, Role, StateTensor, StepProgram, Strategy, copy_of
-from collage_fx.numerics import ERROR_FORMATS, PACKED_FORMATS, ErrorFormat
+from collage_fx.graph import (
+    InputInfo,
+    Kind,
+    Role,
+    StateTensor,
+    StepProgram,
+    Strategy,
+    copy_of,
+    placeholders,
+    tensor_value,
+)
+from collage_fx.numerics import ERROR_FORMATS, PACKED_FORMATS, ErrorFormat, is_low_precision
 from collage_fx.pipeline import Pass, run_pipeline, up_to_choosing
 
-__all__ = ["PLANS", "Plan", "best_plan", "frontier", "plans_for"]
+__all__ = ["PLANS", "Plan", "best_plan", "frontier", "plans_for", "plans_for_parts", "refuse_excess"]
 
 #: Of the run for which the error of parameters is predicted.
 STEPS, MOVE = 1500, 1e-5
@@ -84,13 +102,32 @@ def plans_for(program: StepProgram, pipeline: Sequence[Pass]) -> list[Plan]:
     trial = replace(program, gm=copy_of(program.gm), rounding="dither")
     preparation, choosing = up_to_choosing(pipeline)
     found = []
+    held = _wider_state(program)
     with torch.no_grad():
         run_pipeline(trial, preparation)
         for plan in PLANS:
             trial = plan.followed_by(trial)
             run_pipeline(trial, choosing)
-            found.append(replace(plan, bytes=_bytes(trial), error=_error(trial)))
+            found.append(replace(plan, bytes=_bytes(trial, held), error=_error(trial)))
     return sorted(found, key=lambda plan: (plan.bytes, plan.error))
+
+
+@functools.cache
+def plans_for_parts(dtype: torch.dtype, pipeline: tuple[Pass, ...]) -> tuple[Plan, ...]:
+    """All plans for the parts of a recorded step on parameters of ``dtype``: those for Adam's."""
+
+    def adam(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> None:
+        moment, square = m * 0.9 + g * 0.1, v * 0.999 + g * g * 0.001
+        p.copy_(p - moment / (square.sqrt() + 1e-8) * 1e-3)
+        m.copy_(moment)
+        v.copy_(square)
+
+    inputs = [torch.empty(256, 256, dtype=dtype) for _ in range(4)]
+    roles = (Role.PARAMETER, Role.GRADIENT, Role.STATE, Role.STATE)
+    infos = [InputInfo(name, name, role) for name, role in zip("pgmv", roles, strict=True)]
+    gm = make_fx(adam, tracing_mode="fake")(*inputs)
+    program = StepProgram(gm, infos, "light", "wide", ERROR_FORMATS["exact"])
+    return tuple(plans_for(program, pipeline))
 
 
 def best_plan(plans: Sequence[Plan], budget: float) -> Plan:
@@ -109,6 +146,16 @@ def best_plan(plans: Sequence[Plan], budget: float) -> Plan:
     return min(within, key=lambda plan: (plan.error, plan.bytes))
 
 
+def refuse_excess(held: float, budget: float) -> None:
+    """Raise ``InvalidOptionError`` if so many bytes for each parameter are more than a budget."""
+    if held > budget * (1 + TOLERANCE):
+        raise InvalidOptionError(
+            f"bytes_per_parameter={budget:g}, where this optimizer holds {held:.3g} by the plan for it",
+            where="bytes_per_parameter",
+            remedy=f"give it {held:.3g}, or strategy, error_format and state in its place",
+        )
+
+
 def frontier(plans: Sequence[Plan]) -> list[Plan]:
     """The plans that have a smaller error than each that takes no more.
 
@@ -122,8 +169,32 @@ def frontier(plans: Sequence[Plan]) -> list[Plan]:
     return best
 
 
-def _bytes(program: StepProgram) -> float:
-    held = elements = 0
+def _wider_state(program: StepProgram) -> int:
+    """The bytes of state of other dtypes, which is left as it is, but for that of parameters of such.
+
+    Numbers (0-d) are not counted.
+
+    In a recorded step's parts it is not told from values that one hands to another.
+    """
+    if program.is_recorded:
+        return 0
+    inputs = [
+        (program.infos[copy], value)
+        for node, copies in zip(placeholders(program.gm.graph), program.repetition.copies, strict=True)
+        if (value := tensor_value(node)) is not None and value.dim() and not is_low_precision(value.dtype)
+        for copy in copies
+    ]
+    wider = {info.name for info, _ in inputs if info.role is Role.PARAMETER}
+    return sum(
+        value.nbytes
+        for info, value in inputs
+        if info.role is Role.STATE and wider.isdisjoint(accumulate(info.name.split("."), "{}.{}".format))
+    )
+
+
+def _bytes(program: StepProgram, held: int) -> float:
+    """The bytes for each element of the low-precision parameters, with those that are held besides."""
+    elements = 0
     for state in program.states:
         copies, value = len(program.repetition.copies[state.position]), state.value
         fmt = state.chosen_format

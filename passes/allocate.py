@@ -16,7 +16,6 @@ from collage_fx.graph import (
     PASS_MARK,
     GraphEditor,
     ReadExpansion,
-    StateTensor,
     StepProgram,
     is_low_precision_tensor,
     placeholders,
@@ -35,7 +34,8 @@ class Allocate(Pass):
 
     Behind those of a dithered one, one for the index of its first element.
 
-    After them those of tensors that have error terms already and are only read. (``native`` reads their hi.)
+    After them those of tensors that have error terms already, or are packed, and are only read. (``native``
+    reads their hi.)
     """
 
     name = "allocate"
@@ -58,7 +58,7 @@ class Allocate(Pass):
                 last.meta[PASS_MARK] = self.name
                 added.append(last)
             state.auxiliaries = tuple(added[: len(specs)])
-            if isinstance(state, StateTensor) and len(added) > len(specs):
+            if len(added) > len(specs):
                 state.start = added[-1]
         editor.finish()
         return f"{sum(len(state.added) for state in program.expansions)} inputs added"
@@ -66,6 +66,10 @@ class Allocate(Pass):
 
 def _reads(program: StepProgram) -> Iterator[ReadExpansion]:
     mutated = {state.position for state in program.states}
+    formats = {
+        **dict.fromkeys(program.already_compensated, program.error_format),
+        **{i: fmt for i, fmt in program.packed_already.items() if i not in program.to_unpack},
+    }
     for position, node in enumerate(placeholders(program.gm.graph)):
-        if position in program.already_compensated - mutated and is_low_precision_tensor(node):
-            yield ReadExpansion(node, position, program.inputs[position], program.error_format)
+        if position in formats and position not in mutated and is_low_precision_tensor(node):
+            yield ReadExpansion(node, position, program.inputs[position], formats[position])

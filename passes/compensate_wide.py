@@ -76,7 +76,10 @@ class CompensateWide(Pass):
             intend(editor, state, skip)
         for state in program.expanded:
             if state.packed:
-                _give_up_hi(editor, state)
+                editor.graph.erase_node(state.store)
+        for expansion in program.expansions:
+            if expansion.packed:
+                _give_up_hi(editor, expansion.placeholder)
         return program.compensation
 
 
@@ -112,11 +115,11 @@ def _load_expansion(editor: GraphEditor, state: StateTensor | ReadExpansion) -> 
             reader.replace_input_with(state.placeholder, rounded)
 
 
-def _give_up_hi(editor: GraphEditor, state: StateTensor) -> None:
-    """Have a packed tensor's own memory neither read nor written: it has none when the step runs."""
-    editor.graph.erase_node(state.store)
+def _give_up_hi(editor: GraphEditor, placeholder: Node) -> None:
+    """Note that a packed tensor, which is neither read nor written any more, has no memory in a step."""
+    value = placeholder.meta["val"]
     with editor.fake_mode:
-        state.placeholder.meta["val"] = state.value.new_empty(()).expand(state.value.shape)
+        placeholder.meta["val"] = value.new_empty(()).expand(value.shape)
 
 
 def _refuse_lost_value(program: StepProgram, state: StateTensor, order: Mapping[Node, int]) -> None:

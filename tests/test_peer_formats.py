@@ -9,23 +9,33 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import Parameter
 
 from collage_fx import CollageBackend, full_value
-from collage_fx.graph import Reason, Unit
+from collage_fx.errors import UnsupportedTensorError
+from collage_fx.graph import Reason, Unit, why_not_stored
 from collage_fx.numerics import PACKED_FORMATS
-from tests.support.agreement import differences
+from collage_fx.runtime.checkpoint import adopt
+from collage_fx.runtime.packed import is_packed
+from tests.support import triton_offline as offline
+from tests.support.agreement import assert_same, differences, trajectory
+from tests.support.detours import DETOURS, direct_and_by
 from tests.support.optimizers import CompiledOptimizer, gradients
 from tests.support.processes import Processes
-from tests.support.training import compiled, parameters, set_gradients
+from tests.support.refusals import refused
+from tests.support.training import compiled, parameters, run_steps, set_gradients
+from tests.support.triton_steps import triton_trajectory
 from tests.support.twin import TwinBackend
 from tests.support.whole import pipeline
 
 #: The least and the largest error of moments in a format, weights apart, that the study has on its recorded
 #: gradients (docs/formats.md).
 MEASURED = {"block8": (0.0063, 0.021), "fp8_lm": (0.016, 0.039), "coat": (0.025, 0.064)}
+
+each_state = pytest.mark.parametrize("state", ["fp8_lm", "coat"])
 
 SHAPES = ((32, 256), (32, 256), (16, 4, 128), (5,))
 
@@ -37,12 +47,19 @@ def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processe
     processes.stop()
 
 
+@pytest.fixture
+def operation_by_operation() -> Iterator[None]:
+    """Steps that torch runs: Inductor writes no vectors for these formats, and takes its time."""
+    with mock.patch("collage_fx.lowering.lower.why_not_compiled", return_value=Reason("of the test")):
+        yield
+
+
 def adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-3)
 
 
 @pytest.mark.parametrize("unit", ["by family", "in parts", "whole"])
-@pytest.mark.parametrize("state", ["fp8_lm", "coat"])
+@each_state
 def test_compiled_bits_are_eager_bits(state: str, unit: Unit) -> None:
     not_in_parts = mock.patch("collage_fx.lowering.lower.lower_in_parts", return_value=Reason("of the test"))
     ends = []
@@ -90,6 +107,111 @@ def test_a_run_is_as_far_off_as_the_study_says() -> None:
     for state, (least, most) in MEASURED.items():
         assert least / 2 <= found[state] <= 2 * most, found
     assert found["block8"] < min(found["fp8_lm"], found["coat"]), found
+
+
+# On a GPU. ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not offline.HAVE_TRITON, reason="needs triton (Linux only) and numpy")
+@pytest.mark.usefixtures("operation_by_operation")
+@each_state
+def test_triton_gives_the_same_bits(state: str) -> None:
+    """As interpreted, with e4m3 as a GPU of capability 8.9 converts it. ``coat``'s powers are torch's there.
+
+    What torch computes on the GPU for them, and Triton's logarithm, may be an ulp off: not seen here.
+    """
+    backend = TwinBackend(strategy="light", state=state, passes=pipeline(by_family=False))
+    rig = CompiledOptimizer(SHAPES[1:], adamw, backend)
+    start = rig.start()
+    for _ in range(2):  # what is packed from the second step on is compiled once more
+        rig.step([torch.ones(shape) for shape in SHAPES[1:]])
+    start = {**rig.tensors(), **start}
+    grads = list(gradients(SHAPES[1:], 3))
+    found = triton_trajectory(rig, start, grads)
+    assert_same(found, trajectory(rig, start, grads, engine="eager"))
+    assert is_packed(rig.optimizer.state[rig.parameters[0]]["exp_avg_sq"])
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (12, 0)])
+def test_numbers_of_8_bits_need_a_gpu_that_converts_them(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = mock.Mock(return_value=capability)
+    monkeypatch.setattr("torch.cuda.get_device_capability", asked)
+    cuda, cpu = torch.device("cuda", 1), torch.device("cpu")
+    why_not = why_not_stored(torch.float8_e4m3fn, cuda)
+    assert bool(why_not) == (capability < (8, 9))
+    asked.assert_called_once_with(cuda)
+    assert not why_not_stored(torch.float8_e4m3fn, cpu)
+    assert not why_not_stored(torch.float16, cuda)
+    asked.assert_called_once()
+
+
+@each_state
+def test_a_step_on_another_gpu_is_refused(state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (8, 6))
+    monkeypatch.setattr(
+        "collage_fx.compilation.why_not_stored",
+        lambda dtype, _: why_not_stored(dtype, torch.device("cuda", 0)),
+    )
+    params = parameters(shapes=((64, 256),))
+    optimizer = adamw(params)
+    set_gradients(params)
+    text = refused(optimizer, UnsupportedTensorError, compiled(optimizer, state=state))
+    assert (
+        f"{state!r}: Triton converts torch.float8_e4m3fn on GPUs of compute capability 8.9 or later" in text
+    )
+    assert "cuda:0 has 8.6" in text
+    assert "where: param_groups[0].params[0].exp_avg\n" in text
+    assert "state='block8'" in text
+
+
+# Saved, loaded, copied. -----------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("operation_by_operation")
+@pytest.mark.parametrize(
+    ("detour", "dtype"),
+    [*((detour, torch.bfloat16) for detour in DETOURS), ("plain torch", torch.float16)],
+    ids=str,
+)
+@each_state
+def test_a_resumed_run_is_the_uninterrupted_one(state: str, detour: str, dtype: torch.dtype) -> None:
+    """Bit for bit, also where plain torch casts what is saved: codes and scales are saved as bytes."""
+    one, other, resumed = direct_and_by(
+        detour, adamw, ((64, 256), (5,)), (6, 2), dtype, strategy="plus", state=state, rounding="nearest"
+    )
+    assert not differences(one, other)
+    assert list(map(is_packed, moments_of(resumed))) == [True, True, False, False]
+
+
+@pytest.mark.usefixtures("operation_by_operation")
+@each_state
+def test_moments_are_those_that_were_saved(state: str) -> None:
+    """As soon as they are loaded; also those that are not finite."""
+    params = parameters(shapes=((64, 256), (64, 256)))
+    optimizer = adamw(params)
+    step = compiled(optimizer, strategy="plus", state=state)
+    run_steps(step, params, range(2))
+    set_gradients(params, 2)
+    assert params[1].grad is not None
+    params[1].grad[3, 40] = float("nan")
+    step()
+    saved = list(map(full_value, moments_of(optimizer)))
+    assert [bool(each.isnan().any()) for each in saved] == [False, False, True, True]
+    for name, detour in DETOURS.items():
+        other = detour(optimizer, adamw)
+        adopt(other)
+        for moment, value in zip(moments_of(other), saved, strict=True):
+            assert torch.equal(full_value(moment).nan_to_num(7), value.nan_to_num(7)), name
+            assert torch.equal(moment.nan_to_num(7), value.to(moment.dtype).nan_to_num(7)), name
+
+
+def moments_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [each for state in optimizer.state.values() for name, each in state.items() if name != "step"]
+
+
+# In pieces. -----------------------------------------------------------------------------------------------
 
 
 def in_pieces(state: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import math
@@ -134,6 +135,35 @@ def test_the_allocator_hands_out_what_the_report_says(budget: float) -> None:
     assert peak(step) < 0.01 * bytes_held
 
 
+@pytest.mark.parametrize("budget", [5.1, 8, 10])
+def test_saving_and_loading_take_what_the_report_says(budget: float, tmp_path: Path) -> None:
+    """No more than a hundredth beside it: what is looked at in parts, and fingerprints."""
+    backend, file = CollageBackend(bytes_per_parameter=budget), tmp_path / "optimizer.pt"
+    params = [Parameter(torch.zeros(2048, 2048).bfloat16()) for _ in range(4)]
+    optimizer = adamw(params)
+    run_steps(torch.compile(optimizer.step, backend=backend), params, range(3))
+    optimizer.zero_grad(set_to_none=True)
+    per, elements = backend.report().bytes_per_parameter(), sum(p.numel() for p in params)
+    beside_parameters = (per["total"] - per["parameters"]) * elements
+    little = 0.01 * per["total"] * elements
+
+    def resumed() -> torch.optim.Optimizer:
+        other = adamw(params_there)
+        other.load_state_dict(torch.load(file, weights_only=True))
+        return other
+
+    assert peak(lambda: torch.save(optimizer.state_dict(), file)) < little
+    assert file.stat().st_size == pytest.approx(beside_parameters, abs=little)
+    copied = peak(lambda: copy.deepcopy(optimizer.state_dict()))
+    assert copied == pytest.approx(beside_parameters, abs=little)
+
+    params_there = [Parameter(p.detach().clone()) for p in params]
+    assert peak(resumed) == pytest.approx(beside_parameters, abs=little)
+    params_there = [Parameter(p.detach().clone()) for p in params]
+    assert left(resumed) == pytest.approx(beside_parameters, abs=little)
+    assert peak(lambda: optimizer.load_state_dict(optimizer.state_dict())) < little
+
+
 def test_a_smaller_budget_for_more_state_converts_error_terms() -> None:
     params = parameters(shapes=SHAPES)
     optimizer = momentum(params)
@@ -152,6 +182,44 @@ def test_a_smaller_budget_for_more_state_converts_error_terms() -> None:
     expected = -1e-3 * full_value(optimizer.state[params[0]]["momentum_buffer"])
     # A rounding to 16 bits of fraction, of weights below 8, and one of momentum to 8 bits.
     assert float((moved - expected).abs().max()) < 2.0**-13 + 3 / 2 / 127 * float(expected.abs().max())
+
+
+class WideMomentum(torch.optim.Optimizer):
+    """Its state is float32, as the optimizer makes it."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if not state:
+                state["m"] = torch.zeros_like(p, dtype=torch.float32)
+            state["m"].mul_(0.9).add_(p.grad)
+            p.add_(state["m"].to(p.dtype), alpha=-1e-3)
+
+
+@pytest.mark.parametrize(("budget", "error_format"), [(8, "exact"), (7, "byte")])
+def test_state_that_is_wider_counts(budget: float, error_format: str) -> None:
+    """And that of float32 parameters does not."""
+    params = [*parameters(shapes=SHAPES), Parameter(torch.zeros(256, 256))]
+    backend = CollageBackend(bytes_per_parameter=budget)
+    step: Any = torch.compile(WideMomentum(params).step, backend=backend)
+    run_steps(step, params, range(3))
+    followed = backend.report().graphs[-1].plans[0]
+    assert followed.error_format == error_format
+    assert followed.bytes == pytest.approx({"exact": 8, "byte": 7}[error_format], rel=1e-3)
+    found = expansion_of(params[0])
+    assert found is not None
+    assert found.format.name == error_format
+
+
+def test_wider_state_that_is_too_large_is_refused() -> None:
+    params = parameters(shapes=SHAPES)
+    step: Any = torch.compile(WideMomentum(params).step, backend=CollageBackend(bytes_per_parameter=6))
+    with pytest.raises(ValueError, match=r"bytes_per_parameter=6, where this step takes 7 at least"):
+        run_steps(step, params, range(2))
 
 
 def test_what_is_too_small_is_refused() -> None:

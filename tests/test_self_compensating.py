@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +14,9 @@ import torch
 from torch import Tensor
 
 from collage_fx import CollageBackend, full_value
+from collage_fx.errors import InvalidOptionError
+from collage_fx.numerics import ERROR_FORMATS
+from collage_fx.plans import TOLERANCE
 
 optimi = pytest.importorskip("optimi", reason="torch-optimi, of the extra 'compat', is not installed")
 
@@ -23,7 +28,8 @@ MODULES = {"AdamW": "adam", "Lion": "lion", "SGD": "sgd", "Ranger": "ranger"}
 CASES = [("AdamW", False), ("Lion", False), ("SGD", True), ("Ranger", False), ("Ranger", True)]
 cases = pytest.mark.parametrize(("name", "foreach"), CASES)
 
-START = torch.randn(24, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+#: Of as many elements as are packed.
+START = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
 
 
 def gradients() -> Iterator[Tensor]:
@@ -105,6 +111,51 @@ def test_compiled_is_no_worse_than_eagerly(name: str, foreach: bool, arithmetic:
     )
     print(f"{name}: {compiled:.4f}; eagerly {eager:.4f}, with its own term {eager_pair:.4f}")
     assert compiled <= min(eager, eager_pair)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"error_format": "mcf"},
+        {"error_format": "byte"},
+        {"strategy": "light", "error_format": "byte"},
+        {"strategy": "light", "state": "block16"},
+        {"strategy": "light", "state": "block8"},
+    ],
+    ids=lambda options: " ".join(options.values()),
+)
+@pytest.mark.parametrize(("name", "foreach"), [*CASES[:3], CASES[4]])
+def test_formats_of_fewer_bytes_are_no_worse_than_eagerly(
+    name: str, foreach: bool, options: dict[str, Any]
+) -> None:
+    """To within one rounding, to the pair or the byte, of which its own term has what is left."""
+    rule = in_float64(name, foreach=foreach)
+    backend = CollageBackend(**options)
+    compiled = error(displacement(name, torch.bfloat16, foreach=foreach, backend=backend), rule)
+    eager = error(displacement(name, torch.bfloat16, foreach=foreach, with_own_term=True), rule)
+    print(f"{name}, {options}: {compiled:.4f}; eagerly, with its own term, {eager:.4f}")
+    last = rounding(rule)
+    if options.get("error_format") == "byte":
+        distance = 2 * float(ERROR_FORMATS["byte"].error_bound(torch.bfloat16).relative)
+        last = float(distance * START.double().norm() / rule.norm())
+    assert compiled <= math.hypot(eager, last)
+    of_own_term = [row for row in backend.report().tensors if row.symbol == "kahan_comp"]
+    assert of_own_term
+    assert not any(row.packed for row in of_own_term)
+
+
+@pytest.mark.parametrize("budget", [8, 5.1])
+@pytest.mark.parametrize(("name", "foreach"), [("AdamW", False), ("Lion", False), ("SGD", True)])
+def test_a_budget_counts_the_optimizers_own_term(name: str, foreach: bool, budget: float) -> None:
+    """Which is not packed: a step is within the budget, or refused."""
+    backend = CollageBackend(bytes_per_parameter=budget)
+    try:
+        displacement(name, torch.bfloat16, foreach=foreach, backend=backend)
+    except InvalidOptionError as refusal:
+        needed = float(re.search(r"(?:takes|holds) ([\d.]+)", str(refusal)).group(1))  # type: ignore[union-attr]
+        assert needed > budget
+    else:
+        assert backend.report().bytes_per_parameter()["total"] <= budget * (1 + TOLERANCE)
 
 
 def test_ranger_has_another_rule_for_16_bits_without_foreach() -> None:

@@ -12,13 +12,17 @@ from torch.fx import GraphModule, Node
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from collage_fx.graph import InputInfo, Role
-from collage_fx.runtime import KnownTensor
+from collage_fx.runtime import KnownTensor, why_left_unpacked
 from collage_fx.torch_compat import aot_input_of, pieces_of, symbol_source
 
 __all__ = ["describe_input", "describe_inputs"]
 
 #: The tensors that recorded steps hand from one compiled graph to the next.
 carried = WeakTensorKeyDictionary()
+#: Those that graphs of a step that is being recorded have updated.
+updated = WeakTensorKeyDictionary()
+#: Those of whose memory such a step has another tensor.
+shared = WeakTensorKeyDictionary()
 
 
 def describe_inputs(
@@ -67,15 +71,17 @@ def describe_input(value: Any, fallback: str, known: Mapping[int, KnownTensor], 
         return _describe_number(fallback, value)
     pieces = pieces_of(value)
     is_cut = pieces is not None and pieces.are_cut
+    stays = "the step has another tensor of its memory" if value in shared else why_left_unpacked(value)
+    facts: dict[str, Any] = {"is_cut": is_cut, "is_updated": value in updated, "stays": stays}
     if id(value) in known:
         entry = known[id(value)]
-        return InputInfo(entry.name, entry.symbol, entry.role, value, bound, is_cut)
+        return InputInfo(entry.name, entry.symbol, entry.role, value, bound, **facts)
     name = re.sub(r"^L_+|_+$", "", fallback, flags=re.IGNORECASE)
     if isinstance(value, torch.nn.Parameter):
         role = Role.PARAMETER
     else:
         role = Role.CARRIED if value in carried else Role.STATE
-    return InputInfo(name, name.rpartition("___")[2] or name, role, value, bound, is_cut)
+    return InputInfo(name, name.rpartition("___")[2] or name, role, value, bound, **facts)
 
 
 def _describe_number(fallback: str, value: Any) -> InputInfo:

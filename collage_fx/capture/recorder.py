@@ -29,21 +29,30 @@ Recording costs Python time for each operation, on every step; captured steps co
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.fx.node import map_aggregate
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from collage_fx.capture.compiled import Compiled, CompileGraph, compiled_for
-from collage_fx.capture.inputs import carried
+from collage_fx.capture.inputs import carried, updated
 from collage_fx.capture.segment import Call, Deferred, Function, Segment, Spec, real
 from collage_fx.capture.signatures import Signature, draws_16_bits, is_index_of_integers, signature_of
 from collage_fx.graph import factorizes, foreach_calls
 from collage_fx.numerics import is_low_precision
-from collage_fx.runtime import change_layout, expansion_of
+from collage_fx.runtime import (
+    change_layout,
+    decoded,
+    expansion_of,
+    is_packed,
+    leave_unpacked,
+    packed_original,
+    recording,
+    unpack,
+)
 from collage_fx.torch_compat import (
     SymbolicScope,
     TorchDispatchMode,
@@ -94,7 +103,8 @@ class Recorder(TorchDispatchMode):
         self._last: dict[Any, Compiled] = {}
         self._at_once: set[Signature] = set()
         self._predicted: dict[Any, tuple[tuple[Any, ...], bool]] = {}
-        self._outer: list[bool] = []
+        self._noted: list[tuple[WeakTensorKeyDictionary, Tensor]] = []
+        self._outer: list[Callable[[Tensor], Tensor] | None] = []
 
     def finish(self, *, successfully: bool) -> None:
         """At the end of a step: execute what has been recorded, or drop it."""
@@ -106,6 +116,9 @@ class Recorder(TorchDispatchMode):
             self._segment = Segment()
             self._executed.clear()
             self._viewed.clear()
+            for table, tensor in self._noted:
+                table.pop(tensor, None)
+            self._noted.clear()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -118,24 +131,23 @@ class Recorder(TorchDispatchMode):
     def __enter__(self) -> Recorder:
         with compile_lock:
             super().__enter__()
-        self._outer.append(_recording.now)
-        _recording.now = True
+        self._outer.append(recording.replace(self._in_place_of))
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        _recording.now = self._outer.pop()
+        recording.replace(self._outer.pop())
         with compile_lock:
             super().__exit__(*exception)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Within a step, execute operations as if nobody recorded."""
-        was_recording, _recording.now = _recording.now, False
+        outer = recording.replace(None)
         try:
             with without_modes():
                 yield
         finally:
-            _recording.now = was_recording
+            recording.replace(outer)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -170,6 +182,9 @@ class Recorder(TorchDispatchMode):
         if self._depends_on_what_is_recorded(signature, list(_tensors_in([*args, *kwargs.values()]))):
             self.flush()
             args, kwargs = map_aggregate((args, kwargs), real)
+        if any(map(is_packed, _tensors_in([*args, *kwargs.values()]))):
+            with self.paused():
+                args, kwargs = _each_tensor(decoded, (args, kwargs))
         return signature.operator(*args, **kwargs)
 
     def _execute_now(self, signature: Signature, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -181,7 +196,8 @@ class Recorder(TorchDispatchMode):
         """
         func = signature.operator
         if torch.Tag.inplace_view in func.tags:
-            self.flush()
+            args = map_aggregate(args, self._segment.original)
+            self.keep_memory_of(args)
             tensor, *others = map_aggregate(args, real)
             if self._owner(tensor) is not tensor:  # its error terms are found as the owner's
                 return func(tensor, *others, **kwargs)
@@ -198,16 +214,24 @@ class Recorder(TorchDispatchMode):
         def rounded(made: Any, eager: Any) -> Any:
             for tensor, value in wide.values():
                 if made is real(value):
-                    return self._record(signature_of(aten.copy_.default), (tensor, made), {})
+                    return self._record(signature_of(aten.copy_.default), (real(tensor), made), {})
             # Integers are what they are; fake tensors of torch 2.11 take them for what they were found in.
             if isinstance(made, Tensor) and made.is_floating_point() and eager.is_floating_point():
                 return made if made.dtype == eager.dtype else self._converted(made, eager.dtype)
             return made
 
         results = self._call(signature, *_each_tensor(widened, (args, kwargs)))
-        if not wide:
+        if not wide or not any(isinstance(each, Tensor) for each in pytree.tree_leaves(results)):
             return results
         return pytree.tree_map(rounded, results, self._without_elements(signature, args, kwargs))
+
+    def keep_memory_of(self, arguments: Any) -> None:
+        """Let packed tensors among them have memory from now on: a step does more to it than operators do."""
+        self.flush()
+        with self.paused():
+            for tensor in map(real, _tensors_in(arguments)):
+                if is_packed(tensor):
+                    leave_unpacked(tensor, "the step looks at its memory")
 
     def _converted(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         return cast(Tensor, self._record(signature_of(aten._to_copy.default), (tensor,), {"dtype": dtype}))
@@ -293,7 +317,8 @@ class Recorder(TorchDispatchMode):
     def _value_of(self, tensor: Tensor) -> int:
         """The number of a tensor in the segment."""
         if type(tensor) is Deferred:
-            return tensor.value
+            value = tensor.value
+            return self._segment.base(value) if self._segment.is_input(value) else value
         inputs = self._segment.inputs
         key = (_storage_of(tensor), tensor.storage_offset(), *Spec.of(tensor))
         if key not in inputs:
@@ -314,8 +339,14 @@ class Recorder(TorchDispatchMode):
             value = segment.add_view(tensor, value, signature_of(aten.as_strided.default), *_layout(tensor))
         return value
 
+    def _in_place_of(self, tensor: Tensor) -> Tensor:
+        """A deferred tensor for all of a packed one, which C++ takes for one with memory."""
+        return self._segment.in_place_of(self._value_of(tensor))
+
     def _owner(self, tensor: Tensor) -> Tensor:
         """The tensor that has the memory of a real one, perhaps a view, to itself."""
+        if is_packed(tensor):
+            return packed_original(tensor)
         storage = _storage_of(tensor)
         original = self._viewed.get(storage, self._original_of(storage))
         return _whole(tensor) if original is None else original
@@ -335,8 +366,12 @@ class Recorder(TorchDispatchMode):
                 if base != value:
                     # Views that have a base to torch would keep us from swapping it; so they have it from us.
                     whole = real(segment.values[base].tensor)
+                    was_packed = is_packed(whole)
+                    view = segment.real(value)
+                    if was_packed and not is_packed(whole):
+                        leave_unpacked(whole, "the step goes on with a view of a part of it")
                     self._viewed[_storage_of(whole)] = whole
-                    self._become(segment.values[value].tensor, segment.real(value))
+                    self._become(segment.values[value].tensor, view)
 
     def _become(self, deferred: Tensor, tensor: Tensor) -> None:
         if not is_held_by_torch(deferred):
@@ -370,6 +405,8 @@ class Recorder(TorchDispatchMode):
         known = self._compiled.setdefault(key, [])
         compiled = next((each for each in known if each.fits(function)), None)
         if compiled is None:
+            for tensor in function.tensors:
+                unpack(tensor)  # a graph is made for tensors with memory
             takes_sizes = key is function.form
             # Numbers that change do so whether or not the tensors have got error terms by then.
             alike = function.described if takes_sizes else (function.described, *key[1:])
@@ -380,20 +417,18 @@ class Recorder(TorchDispatchMode):
             if len(known) >= BURNED_IN_AGAIN:
                 self._at_once |= function.operators_of(compiled.burned_in)
         compiled(function)
+        for tensor in function.written:
+            self.note(updated, tensor)
 
-
-class _Recording(threading.local):
-    """Whether operations that this thread calls are being recorded."""
-
-    now = False
-
-
-_recording = _Recording()
+    def note(self, table: WeakTensorKeyDictionary, tensor: Tensor) -> None:
+        """Put a tensor into a table until the step ends. Other threads have steps of their own."""
+        table[tensor] = None
+        self._noted.append((table, tensor))
 
 
 def is_recording() -> bool:
     """Whether operations that this thread calls are being recorded."""
-    return _recording.now
+    return recording.in_place_of is not None
 
 
 def _tensors_in(arguments: Any) -> Iterator[Tensor]:
@@ -410,11 +445,14 @@ def _each_tensor(function: Callable[[Tensor], Any], arguments: Any) -> Any:
 
 
 def _storage_of(tensor: Tensor) -> int:
-    return -1 if type(tensor) is Deferred else storage_of(tensor)
+    if type(tensor) is Deferred:
+        return -1
+    return storage_of(packed_original(tensor) if is_packed(tensor) else tensor)
 
 
 def _layout(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    return tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset())
+    spec = Spec.of(tensor)
+    return spec.size, spec.stride, int(tensor.storage_offset())
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from collage_fx.capture.inputs import carried
+from collage_fx.capture.inputs import carried, shared, updated
 from collage_fx.capture.new_state import forget_new_state, remember_state
 from collage_fx.capture.progress import telling
 from collage_fx.capture.recorder import Recorder, is_recording
@@ -23,15 +23,19 @@ from collage_fx.errors import CollageError, RecompileLimitError, raise_or_warn
 from collage_fx.runtime import (
     adopt,
     expansion_of,
+    is_packed,
     note_held,
     note_replaced,
+    packed_format,
     parameter_names,
     unpack_state,
+    why_left_unpacked,
 )
 from collage_fx.torch_compat import (
     is_step_wrapper,
     reroute_steps,
     running_compiled_functions_as_they_are_if,
+    shares_memory,
     storage_of,
 )
 
@@ -95,7 +99,7 @@ def record(
         level: of the message that says so.
     """
     adopt(optimizer)
-    unpack_state(optimizer)  # a recorded step's state is not packed
+    unpack_state(optimizer)  # what of it is packed from now on, its parts decide
     log.log(level, "%s: its steps are run by Python and recorded: %s", type(optimizer).__name__, reason)
     reroute_steps(type(optimizer), _switched)
     vars(optimizer)[RECORDING] = _Recording(optimizer, backend, keywords, reason, strict=strict)
@@ -120,6 +124,7 @@ class _Recording:
         self.reason = reason
         self._strict = strict
         self._label = type(optimizer).__name__
+        self._refuse_excess = backend.refuse_excess
         self._compile = lambda module, arguments: backend(module, arguments, **keywords)
         self._recorder = Recorder(self._compiled, self._kind_of, self._original_of)
         self._parameters: dict[int, Tensor] = {}
@@ -138,6 +143,8 @@ class _Recording:
             refuse_distributed(optimizer, self.reason)
         except CollageError as refusal:
             raise_or_warn(optimizer, refusal, strict=self._strict)
+        if self._steps_that_compiled:  # what is held by now has been decided in the last step
+            self._refuse_excess(optimizer)
         remember_state(optimizer, object())
         note_replaced(optimizer)
         self._look_at(optimizer)
@@ -199,7 +206,14 @@ class _Recording:
         role = self._roles.get(id(tensor))
         # A parameter that is updated gets error terms if it has none.
         has_error_terms = expansion_of(tensor) is not None or (role == "parameter" and is_written)
-        return role, tensor in carried, has_error_terms
+        is_updated = role == "parameter" and tensor in updated
+        stays: Any = why_left_unpacked(tensor)
+        if role is None and not stays and not is_packed(tensor) and shares_memory(tensor):
+            stays = True
+            self._recorder.note(shared, tensor)
+        else:
+            shared.pop(tensor, None)
+        return role, tensor in carried, has_error_terms, packed_format(tensor), is_updated, stays
 
     def _compiled(self, module: GraphModule, arguments: Any) -> Callable[..., Any]:
         if self._steps_that_compiled >= COMPILING_STEPS:
@@ -231,7 +245,7 @@ class _ReadsOfMemory(TorchFunctionMode):
         if func == _SET_DATA and Spec.of(args[0]) == Spec.of(args[1]):
             return args[0].copy_(args[1])
         if func in _OF_MEMORY or func == _SET_DATA:
-            self._recorder.flush()
+            self._recorder.keep_memory_of(args)
         return func(*args, **(kwargs or {}))
 
 

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from collage_fx.errors import AliasedStateError, UnsupportedOptimizerError, UnsupportedTensorError
 from collage_fx.graph import DEVICES, InputInfo, Role, assignments, copies_to_inputs, is_dense, placeholders
 from collage_fx.numerics import is_low_precision
-from collage_fx.runtime import KnownTensor, parameter_names, refuse_layout
+from collage_fx.runtime import KnownTensor, is_packed, parameter_names, refuse_layout
 from collage_fx.torch_compat import (
     aot_input_of,
     has_internal_overlap,
@@ -112,6 +112,8 @@ def refuse_overlaps(known: Iterable[KnownTensor]) -> None:
     regions: dict[int, list[tuple[int, int, str]]] = {}
     for entry in known:
         tensor = local_tensor(entry.tensor)
+        if is_packed(tensor):
+            continue  # in no memory
         if entry.role in (Role.PARAMETER, Role.STATE) and is_low_precision(tensor.dtype) and is_dense(tensor):
             start = int(tensor.storage_offset())
             region = (start, start + tensor.numel(), entry.name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -58,6 +58,8 @@ class InputInfo:
         tensor: the real tensor met while compiling, None for numbers and for what AOTAutograd made up.
         bound: whether it is an attribute of the captured module, so the same tensor in every call.
         is_cut: whether it is a DTensor of which this process has some elements, and others have the rest.
+        is_updated: whether another part of the recorded step that this is one of has updated it before.
+        stays: why it is not to be packed, whatever this step does with it; empty where it may be.
     """
 
     name: str
@@ -66,6 +68,8 @@ class InputInfo:
     tensor: torch.Tensor | None = None
     bound: bool = False
     is_cut: bool = False
+    is_updated: bool = False
+    stays: str = ""
 
 
 class Kind(enum.Enum):
@@ -195,7 +199,7 @@ class ReadExpansion:
     A parameter in the update of its moving average, say: the average is one of hi + lo, not of hi.
 
     Attributes:
-        placeholder, position, info, error_format, auxiliaries: as in :class:`StateTensor`.
+        placeholder, position, info, error_format, auxiliaries, start: as in :class:`StateTensor`.
     """
 
     placeholder: Node
@@ -203,11 +207,17 @@ class ReadExpansion:
     info: InputInfo
     error_format: ErrorFormat
     auxiliaries: tuple[Node, ...] = ()
+    start: Node | None = None
+
+    @property
+    def packed(self) -> bool:
+        """As in :class:`StateTensor`."""
+        return not self.error_format.keeps_hi
 
     @property
     def added(self) -> tuple[Node, ...]:
         """As in :class:`StateTensor`."""
-        return self.auxiliaries
+        return self.auxiliaries if self.start is None else (*self.auxiliaries, self.start)
 
 
 @dataclass
@@ -222,6 +232,8 @@ class StepProgram:
             callable, an earlier compilation or a checkpoint).
         is_recorded: whether it is a part of a recorded step: what it stores may have been computed, by
             another part, from what it overwrites.
+        packed_already: positions of inputs that another part of a recorded step packs, and the formats.
+        to_unpack: set by ``pack-state``: positions of those that this part does not let be packed, and why.
         rounded_at_random: set by ``undo-stochastic-rounding``: the inputs whose new values were.
         rounding: of state without error terms: see :class:`~collage_fx.CollageBackend`.
         packed: the formats of state that is to be packed, for numbers of either sign and for numbers that are
@@ -240,6 +252,8 @@ class StepProgram:
     repetition: Repetition = None  # type: ignore[assignment]  # made of the infos
     already_compensated: frozenset[int] = frozenset()
     is_recorded: bool = False
+    packed_already: Mapping[int, ErrorFormat] = field(default_factory=dict)
+    to_unpack: dict[int, str] = field(default_factory=dict)
     rounded_at_random: set[Node] = field(default_factory=set)
     rounding: Rounding = "nearest"
     packed: tuple[ErrorFormat, ErrorFormat] | None = None
@@ -294,6 +308,7 @@ class StepProgram:
             self.error_format,
             already_compensated=frozenset(index for i in self.already_compensated for index in copies[i]),
             is_recorded=self.is_recorded,
+            packed_already={index: fmt for i, fmt in self.packed_already.items() for index in copies[i]},
             captured=None if self.captured is None else copy_of(gm),
             rounding=self.rounding,
             packed=self.packed,

@@ -175,7 +175,7 @@ def _expected(
     nodes, stores = placeholders(program.gm.graph), copies_to_inputs(program.gm.graph)
     rows = sum(len(state.row) for state in program.measured) if program.rows else 0
     looked_at = nodes[: len(nodes) - rows]
-    packed = {state.position for state in program.states if state.packed}  # their own memory is not touched
+    packed = {each.position for each in program.expansions if each.packed}  # their own memory is not touched
     indices = sorted(
         (index, i) for i, _ in enumerate(looked_at) if i not in packed for index in extended.copies[i]
     )

@@ -10,7 +10,8 @@ error terms to each parameter's entry under keys of ours, and ``load_state_dict`
 torch loads the rest, and puts them beside the tensors that torch has made. Both are done by hooks of the
 optimizer's that are there during the call, nearest to torch: hooks of the user see a state dict with our
 keys, and an optimizer with its error terms. A checkpoint written with error terms is an ordinary one to a
-process without collage_fx, and the other way round. An optimizer class that overrides the two methods is
+process without collage_fx, and the other way round; one of packed state is not, see Note [Packed state in
+files]. An optimizer class that overrides the two methods is
 covered as far as it calls those of the base class.
 
 Keys: ``collage_fx.<slot>.<format>.<auxiliary>``, where the slot is ``parameter`` or the name of the state,
@@ -19,6 +20,22 @@ values they belong to: Note [What a fingerprint is of]. Tensors that belong to n
 ``param_groups``, or in ``state`` under a key of the optimizer's own) have theirs in one more entry of the
 state dict, ``"collage_fx"``. What torch's state dict doesn't hold, an attribute of the optimizer, has none in
 it either: ``state_dict`` warns.
+
+Note [What a load takes over]
+-----------------------------
+Torch puts the tensors of a state dict into ``optimizer.state`` as they are, where dtype and device fit, and
+steps write to them. The error terms that come with such state are taken over likewise, so that loading takes
+no memory beside that of the state dict. Those of a parameter of which torch takes nothing over are copied: a
+program may load such a state dict once more. So are those that are the buffers of something else.
+
+Note [Packed state in files]
+----------------------------
+A packed tensor in a state dict is the optimizer's own, which is decoded where it is looked at. Its pickle is
+a call of :func:`packed_tensor` with what its format keeps of it, the same memory as is there under our keys:
+a file holds it once, and nothing decoded. ``torch.load`` makes a packed tensor of it, which an optimizer
+takes over as it is. So the file names a function of ours, which is made known to ``torch.load``
+(``add_safe_globals``); a process without collage_fx is told its name. :func:`plain_state_dict` is for those.
+The entries under our keys are for what sees tensors alone, such as torch.distributed.checkpoint.
 
 Note [Loaded by plain torch]
 ----------------------------
@@ -56,7 +73,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -73,9 +90,11 @@ from collage_fx.runtime.error_terms import (
     ensure_expansion,
     expansion_of,
     has_error_terms,
+    memory_of_records,
+    packed_tensor,
     reset_error_terms,
 )
-from collage_fx.runtime.fingerprints import BYTES, ROWS, fingerprint, number_in, table_of
+from collage_fx.runtime.fingerprints import BYTES, ROWS, chunk_on, fingerprint, number_in, table_of
 from collage_fx.runtime.optimizers import (
     known_tensors,
     optimizers_among,
@@ -83,9 +102,17 @@ from collage_fx.runtime.optimizers import (
     shared_tensors,
     state_tensors,
 )
-from collage_fx.runtime.packed import decoded
+from collage_fx.runtime.packed import decoded, is_packed
 from collage_fx.runtime.replaced_state import format_before, remember, warn_of_replaced
-from collage_fx.torch_compat import distributed_like, local_tensor, pieces_of, real_tensors, wrap_states
+from collage_fx.torch_compat import (
+    distributed_like,
+    local_tensor,
+    pieces_of,
+    pytree,
+    real_tensors,
+    storage_of,
+    wrap_states,
+)
 
 __all__ = [
     "adopt",
@@ -128,6 +155,7 @@ class PickledExpansion:
     """One tensor with its auxiliaries, as the pickle of an optimizer holds them.
 
     Attributes:
+        auxiliaries: as a checkpoint holds them, for ``pickle`` knows not every dtype.
         claim: the fingerprint that they were loaded with, if no step has looked at it yet.
     """
 
@@ -159,6 +187,7 @@ Carried = PickledExpansion
 def install() -> None:
     """Wrap the methods of ``Optimizer`` that save, load, copy and pickle it."""
     wrap_states(_saving, _loading, _packing, _unpacking, _unflattening)
+    torch.serialization.add_safe_globals([packed_tensor])
 
 
 def note_compiled(optimizer: Optimizer, *, replaces_state: bool) -> None:
@@ -263,8 +292,11 @@ def _keyed_auxiliaries(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[
 def _fingerprint_of(tensor: Tensor, expansion: Expansion) -> Tensor:
     """The table for a checkpoint; the one that it had if no step has used it since it was loaded."""
     number = expansion.claim
-    if number is None:
-        number = fingerprint(local_tensor(decoded(tensor)), expansion.auxiliaries)
+    if number is None and is_packed(tensor):
+        parts = expansion.decoded_parts(chunk_on(tensor.device))
+        number = torch.stack([fingerprint(*part) for part in parts]).sum()
+    elif number is None:
+        number = fingerprint(local_tensor(tensor), expansion.auxiliaries)
     return table_of(number, tensor)
 
 
@@ -286,7 +318,9 @@ def _warn_unsaved(optimizer: Optimizer) -> None:
 def _packing(getstate: Callable[..., StateDict]) -> Callable[..., StateDict]:
     def with_error_terms(self: Optimizer) -> StateDict:
         pickled: list[PickledExpansion | PickledWider] = [
-            PickledExpansion(entry.tensor, expansion.format.name, expansion.auxiliaries, expansion.claim)
+            PickledExpansion(
+                entry.tensor, expansion.format.name, _as_saved(entry.tensor, expansion), expansion.claim
+            )
             for entry in known_tensors({"self": self}).values()
             if entry.role is not Role.GRADIENT
             and (expansion := expansion_of(entry.tensor)) is not None
@@ -298,6 +332,12 @@ def _packing(getstate: Callable[..., StateDict]) -> Callable[..., StateDict]:
         return {**getstate(self), **{key: value for key, value in ours.items() if value is not None}}
 
     return with_error_terms
+
+
+def _as_saved(tensor: Tensor, expansion: Expansion) -> tuple[Tensor, ...]:
+    """The buffers of this process as a checkpoint holds them."""
+    specs = expansion.format.auxiliaries(local_tensor(tensor))
+    return tuple(spec.saved(each) for spec, each in zip(specs, expansion.auxiliaries, strict=True))
 
 
 def _unpacking(setstate: Callable[..., None]) -> Callable[..., None]:
@@ -312,7 +352,12 @@ def _unpacking(setstate: Callable[..., None]) -> Callable[..., None]:
                 continue
             name = f"{type(self).__name__} in a pickle"
             expansion = ensure_expansion(each.tensor, _known_format(each.format_name, name), name=name)
-            expansion.replace_contents(each.auxiliaries)
+            specs = expansion.format.auxiliaries(each.tensor)
+            pairs = zip(specs, each.auxiliaries, strict=True)
+            # What is of the buffer's dtype is saved as it is, or comes from an earlier version.
+            expansion.replace_contents(
+                [saved if saved.dtype == spec.dtype else spec.loaded(saved) for spec, saved in pairs]
+            )
             if each.claim is not None:
                 claims.add(known[id(each.tensor)].name, expansion, each.claim)
         for name, (_, restore) in _carried_along.items():
@@ -359,6 +404,20 @@ def _unflattening(unflatten: Callable[..., StateDict]) -> Callable[..., StateDic
         return unflattened
 
     return with_error_terms
+
+
+def plain_state_dict(state_dict: Mapping[str, Any]) -> StateDict:
+    """An optimizer's state dict as plain PyTorch loads it: without entries of ours, packed state decoded.
+
+    Args:
+        state_dict: of an optimizer, its own or loaded from a file. It is not changed.
+
+    Returns:
+        a state dict that holds tensors of PyTorch's own classes alone: what a process without collage_fx
+        loads. What the error terms held is left out; decoded state has the parameter's 16 bits.
+    """
+    plain, _ = _separated(dict(state_dict))
+    return cast(StateDict, pytree.tree_map_only(Tensor, decoded, plain))
 
 
 def load_flat(
@@ -486,7 +545,8 @@ def _refuse_mismatch(saved: Auxiliaries, owner: Tensor, dtype: torch.dtype, wher
             raise _mismatch(
                 f"an error term of {tensor.dtype} where a {dtype} tensor has one of {spec.saved_dtype}", where
             )
-        if tensor.is_floating_point() and not local_tensor(tensor).isfinite().all():
+        is_error = error_format.keeps_hi and tensor.is_floating_point()
+        if is_error and not local_tensor(tensor).isfinite().all():
             raise _mismatch("an error term that is not finite", where)
     table = saved.get((name, FINGERPRINT))
     if table is not None and table.shape != (ROWS, BYTES):
@@ -519,14 +579,16 @@ def _mismatch(met: str, where: str) -> CheckpointMismatchError:
 
 def _restore(optimizer: Optimizer, plain: StateDict, saved: Saved) -> None:
     """Put saved error terms beside the loaded tensors; where there are none, live ones become zero."""
-    kind = type(optimizer)
-    claims = _claims_in(kind)
+    kind, in_use = type(optimizer), memory_of_records()
+    claims, taken_over = _claims_in(kind), _taken_over(optimizer, plain)
     waiting: list[_Waiting] = []
     unused: list[str] = []
     for owner, name, tensor in _held(optimizer, plain):
         live, auxiliaries = expansion_of(tensor), saved.get(owner)
-        if auxiliaries and is_low_precision(tensor.dtype):
-            _put_beside(tensor, auxiliaries, name, claims)
+        if is_packed(tensor) and live is not None:
+            live.drop_claim()  # it has come with what it is decoded from
+        elif auxiliaries and is_low_precision(tensor.dtype):
+            _put_beside(tensor, auxiliaries, name, claims, in_use if owner[0] in taken_over else None)
         elif auxiliaries:
             if not _add_to(tensor, auxiliaries):
                 unused.append(f"{name} ({tensor.dtype})")
@@ -548,23 +610,53 @@ def _restore(optimizer: Optimizer, plain: StateDict, saved: Saved) -> None:
     note_held(optimizer)
 
 
+def _taken_over(optimizer: Optimizer, plain: StateDict) -> set[Any]:
+    """The keys of the parameters of which torch has taken state as it is in the checkpoint, not a copy."""
+    loaded = {id(each) for entries in plain["state"].values() for _, each in _of_elements(entries)}
+    return {
+        key
+        for key, _, parameter in _keyed_parameters(optimizer, plain)
+        if any(id(each) in loaded for _, each in _of_elements(optimizer.state.get(parameter)))
+    }
+
+
+def _of_elements(entries: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of one parameter's state that are no numbers."""
+    held = state_tensors(entries if isinstance(entries, dict) else {})
+    return ((slot, each) for slot, each in held if each.dim())
+
+
 def _claims_in(kind: type[Optimizer]) -> Claims:
     """Claims of what is loaded into an optimizer, which they must not keep alive: parameters keep them."""
     return Claims(lambda names: _warn(kind, f"error terms of other values than {some(names)}, {WHY_OTHERS}"))
 
 
-def _put_beside(hi: Tensor, auxiliaries: Auxiliaries, name: str, claims: Claims) -> None:
-    """Make saved auxiliaries those of a tensor, until a step finds that they belong to other values."""
+def _put_beside(
+    hi: Tensor, auxiliaries: Auxiliaries, name: str, claims: Claims, in_use: set[int] | None
+) -> None:
+    """Make saved auxiliaries those of a tensor, until a step finds that they belong to other values.
+
+    Args:
+        hi: the tensor.
+        auxiliaries: those saved.
+        name: of the tensor.
+        claims: to which theirs is added.
+        in_use: the memory of buffers that there are already. What is in none of it is taken over, rather than
+            copied; and added. None to have all copied.
+    """
     error_format = _known_format(next(format_name for format_name, _ in auxiliaries), name)
     if (live := expansion_of(hi)) is not None and live.format is not error_format:
         reset_error_terms(hi)
-    expansion, pieces = ensure_expansion(hi, error_format, name=name), pieces_of(hi)
-    specs = error_format.auxiliaries(hi)
+    pieces = pieces_of(hi)
     loaded = []
-    for spec in specs:
-        saved = auxiliaries[error_format.name, spec.name]
-        loaded.append(spec.loaded(local_tensor(saved, pieces if spec.shape else None)))
-    expansion.replace_contents(loaded)
+    for spec in error_format.auxiliaries(hi):
+        saved = local_tensor(auxiliaries[error_format.name, spec.name], pieces if spec.shape else None)
+        loaded.append(spec.loaded(saved))
+    memory = {storage_of(each) for each in loaded}
+    take_over = in_use is not None and in_use.isdisjoint(memory)
+    expansion = ensure_expansion(hi, error_format, name=name, contents=loaded, take_over=take_over)
+    if in_use is not None:
+        in_use |= memory
     claims.add(name, expansion, _number_in(auxiliaries, hi))
 
 

@@ -30,15 +30,16 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary, WeakIdRef, WeakTensorKeyDictionary
 
-from collage_fx.errors import ConflictingErrorFormatError, UnsupportedTensorError
-from collage_fx.numerics import ErrorFormat
+from collage_fx.errors import CheckpointMismatchError, ConflictingErrorFormatError, UnsupportedTensorError
+from collage_fx.numerics import AuxiliarySpec, ErrorFormat, format_named, is_low_precision
 from collage_fx.runtime.packed import Value, is_packed, pack, unpack
 from collage_fx.torch_compat import (
     distributed_like,
@@ -50,7 +51,14 @@ from collage_fx.torch_compat import (
     without_torch_function,
 )
 
-__all__ = ["change_layout", "expansion_of", "has_error_terms", "require_format", "reset_error_terms"]
+__all__ = [
+    "change_layout",
+    "expansion_of",
+    "has_error_terms",
+    "packed_format",
+    "require_format",
+    "reset_error_terms",
+]
 
 
 class _Records:
@@ -168,8 +176,21 @@ class Expansion:
                     remedy="let the state begin with what its optimizer makes, or leave state= out",
                 )
             self._encode(hi)
-        pack(tensor, Value(self._decode, self.owner, self._unpacked))
-        record_memory(hi, self)
+        self._give_back(tensor)
+
+    def _give_back(self, tensor: Tensor) -> None:
+        """Give the memory of a tensor back, whose value the buffers are."""
+        pack(tensor, Value(self._decode, self.owner, self._unpacked, self._layout, self._recipe))
+        record_memory(local_tensor(tensor), self)
+
+    def _recipe(self) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
+        hi = self._layout()
+        specs = self.format.auxiliaries(hi)
+        saved = tuple(spec.saved(each) for spec, each in zip(specs, self.auxiliaries, strict=True))
+        return packed_tensor, (self.format.name, self.dtype, tuple(hi.shape), hi.stride(), saved)
+
+    def _layout(self) -> Tensor:
+        return _like(self.auxiliaries[0].shape, self.auxiliaries[0].stride(), self.dtype)
 
     def _encode(self, hi: Tensor) -> None:
         rows = max(1, PART * len(hi) // hi.numel()) if self.format.by_rows else len(hi)
@@ -183,6 +204,17 @@ class Expansion:
 
     def _decode(self, hi: Tensor) -> Tensor:
         return self.format.join(hi, *self.auxiliaries).to(hi.dtype)
+
+    def decoded_parts(self, elements: int) -> Iterator[tuple[Tensor, Sequence[Tensor]]]:
+        """Rows of a packed tensor, decoded, and of its auxiliaries, of about so many elements at a time."""
+        codes = self.auxiliaries[0]
+        rows = max(1, elements * len(codes) // codes.numel()) if self.format.by_rows else len(codes)
+        for first in range(0, len(codes), rows):
+            part = slice(first, first + rows)
+            auxiliaries = [each[part] if each.dim() else each for each in self.auxiliaries]
+            hi = _like(auxiliaries[0].shape, auxiliaries[0].stride(), self.dtype)
+            with real_tensors(), torch.no_grad():
+                yield self.format.join(hi, *auxiliaries).to(self.dtype), auxiliaries
 
     def _unpacked(self, tensor: Tensor) -> None:
         if self.owner() is not None:
@@ -219,6 +251,12 @@ def has_error_terms(tensor: Tensor) -> bool:
     """Whether a tensor has error terms, rather than none or a record without."""
     found = expansion_of(tensor)
     return found is not None and found.format.keeps_error
+
+
+def packed_format(tensor: Tensor) -> ErrorFormat | None:
+    """The format of a tensor that is packed whenever a compiled step has updated it; None of any other."""
+    found = expansion_of(tensor)
+    return None if found is None or found.format.keeps_hi else found.format
 
 
 def _in_memory_of(tensor: Tensor) -> Expansion | None:
@@ -260,13 +298,22 @@ def _forget_memory(expansion: Expansion) -> None:
             del by_region[region]
 
 
-def ensure_expansion(tensor: Tensor, error_format: ErrorFormat, *, name: str) -> Expansion:
+def ensure_expansion(
+    tensor: Tensor,
+    error_format: ErrorFormat,
+    *,
+    name: str,
+    contents: Sequence[Tensor] | None = None,
+    take_over: bool = False,
+) -> Expansion:
     """The tensor's record, made with zeros if there is none.
 
     Args:
         tensor: a real low-precision tensor (hi), maybe a DTensor: Note [Tensors in pieces].
         error_format: the format wanted.
         name: for error messages.
+        contents: what its buffers are to hold.
+        take_over: whether a new record may take these as its buffers.
 
     Raises:
         ConflictingErrorFormatError: the tensor has error terms in another format, which a step uses.
@@ -279,6 +326,8 @@ def ensure_expansion(tensor: Tensor, error_format: ErrorFormat, *, name: str) ->
             require_format(found, error_format, name=name)
             _follow(found, piece)
             record_memory(piece, found)
+            if contents is not None:
+                found.replace_contents(contents)
             return found
         if tensor in _BY_OBJECT:
             warnings.warn(
@@ -288,13 +337,92 @@ def ensure_expansion(tensor: Tensor, error_format: ErrorFormat, *, name: str) ->
                 stacklevel=2,
             )
         with real_tensors(), torch.no_grad():
-            zeros = tuple(spec.zeros(piece.device) for spec in error_format.auxiliaries(piece))
+            buffers = _buffers(error_format.auxiliaries(piece), piece.device, contents, take_over=take_over)
             start = torch.tensor(start_of_piece(tensor), dtype=torch.int64, device=piece.device)
             start = start.to(torch.int32)  # modulo 2**32
-        made = Expansion(error_format, tensor.dtype, zeros, start, TensorWeakRef(tensor))
+        made = Expansion(error_format, tensor.dtype, buffers, start, TensorWeakRef(tensor))
         _BY_OBJECT[tensor] = made
         record_memory(piece, made)
         return made
+
+
+def _buffers(
+    specs: Sequence[AuxiliarySpec],
+    device: torch.device,
+    contents: Sequence[Tensor] | None,
+    *,
+    take_over: bool,
+) -> tuple[Tensor, ...]:
+    """Buffers with these contents, or of zeros; what can be taken over is."""
+    if contents is None:
+        return tuple(spec.zeros(device) for spec in specs)
+    return tuple(
+        spec.fitted(each, device) if take_over else spec.zeros(device).copy_(each)
+        for spec, each in zip(specs, contents, strict=True)
+    )
+
+
+def memory_of_records() -> set[int]:
+    """The memory of the buffers of all records."""
+    return {storage_of(each) for record in _BY_OBJECT.values() for each in record.auxiliaries}
+
+
+def packed_tensor(
+    format_name: str,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    saved: tuple[Tensor, ...],
+) -> Tensor:
+    """A packed tensor of what a checkpoint holds of it. Files name this function: it is part of their format.
+
+    Args:
+        format_name: of a packed format.
+        dtype: of the tensor.
+        shape: its sizes.
+        stride: its strides.
+        saved: its auxiliaries as they are saved, which it takes over.
+
+    Raises:
+        CheckpointMismatchError: they are none of such a tensor.
+    """
+    error_format, hi = format_named(format_name), _like(shape, stride, dtype)
+    if why_not := _why_none(error_format, hi, saved):
+        raise CheckpointMismatchError(
+            why_not,
+            where=f"a tensor in the packed format {format_name!r}",
+            remedy="load the file with the version of collage_fx that wrote it; else it is damaged",
+        )
+    assert error_format is not None
+    specs, device = error_format.auxiliaries(hi), saved[0].device
+    with real_tensors(), torch.no_grad():
+        loaded = [spec.loaded(each) for spec, each in zip(specs, saved, strict=True)]
+        auxiliaries = _buffers(specs, device, loaded, take_over=True)
+        tensor = torch.empty((), dtype=dtype, device=device).expand(shape)
+        start = torch.zeros((), dtype=torch.int32, device=device)
+    made = Expansion(error_format, dtype, auxiliaries, start, TensorWeakRef(tensor))
+    with _LOCK:
+        _BY_OBJECT[tensor] = made
+        made._give_back(tensor)
+    return tensor
+
+
+def _like(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor without memory, for a format's specifications."""
+    return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device="meta")
+
+
+def _why_none(error_format: ErrorFormat | None, hi: Tensor, saved: Sequence[Tensor]) -> str:
+    """The reason why these are no saved auxiliaries of a packed tensor; empty if they are."""
+    if error_format is None or error_format.keeps_hi:
+        return "a format that this version does not know"
+    if not is_low_precision(hi.dtype):
+        return f"a dtype of {hi.dtype}"
+    if why_not := error_format.why_not(hi):
+        return f"a tensor of which {why_not}"
+    kept = [(tuple(each.shape), each.dtype) for each in saved]
+    expected = [(tuple(spec.saved_shape), spec.saved_dtype) for spec in error_format.auxiliaries(hi)]
+    return "" if kept == expected else f"{kept} where {expected} belong together"
 
 
 def change_layout(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:

@@ -30,7 +30,7 @@ ROWS = 256
 #: Of a row: a number of 64 bits.
 BYTES = 8
 
-#: Elements that are hashed at a time. On a CPU what is in between stays in the caches, and torch starts no
+#: As :func:`chunk_on`. On a CPU what is in between stays in the caches, and torch starts no
 #: threads for so few; elsewhere it is some 50 MB.
 _CHUNK_ON_CPU, _CHUNK = 1 << 15, 1 << 22
 
@@ -54,8 +54,7 @@ def fingerprint(hi: Tensor, auxiliaries: Sequence[Tensor]) -> Tensor:
     with real_tensors(), torch.no_grad():
         flat = [_bits(each.detach().permute(order).reshape(-1)) for each in alike]
         total = torch.zeros((), dtype=torch.int64, device=hi.device)
-        length = _CHUNK_ON_CPU if hi.device.type == "cpu" else _CHUNK
-        for chunks in zip(*(each.split(length) for each in flat), strict=True):
+        for chunks in zip(*(each.split(chunk_on(hi.device)) for each in flat), strict=True):
             words = torch.zeros_like(chunks[0], dtype=torch.int32)
             for chunk in chunks:
                 words.mul_(_PAIR).add_(chunk)
@@ -63,6 +62,11 @@ def fingerprint(hi: Tensor, auxiliaries: Sequence[Tensor]) -> Tensor:
             words ^= (words >> 15).bitwise_and_(0x1FFFF)
             total += words.mul_(_SECOND).sum(dtype=torch.int64)
         return total
+
+
+def chunk_on(device: torch.device) -> int:
+    """Elements that are hashed at a time."""
+    return _CHUNK_ON_CPU if device.type == "cpu" else _CHUNK
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,10 +11,20 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from collage_fx.graph import Role
+from collage_fx.numerics import is_low_precision
+from collage_fx.runtime.error_terms import expansion_of
 from collage_fx.runtime.packed import unpack
 from collage_fx.torch_compat import pytree
 
-__all__ = ["KnownTensor", "known_tensors", "optimizers_among", "parameter_names", "unpack_state"]
+__all__ = [
+    "KnownTensor",
+    "bytes_held",
+    "held_per_parameter",
+    "known_tensors",
+    "optimizers_among",
+    "parameter_names",
+    "unpack_state",
+]
 
 
 @dataclass(frozen=True)
@@ -114,6 +125,22 @@ def known_tensors(optimizers: Mapping[str, Optimizer]) -> dict[int, KnownTensor]
                 symbol = slot.rpartition(".")[2]
                 known[id(tensor)] = KnownTensor(f"{prefix}{name}.{slot}", symbol, Role.STATE, tensor)
     return known
+
+
+def bytes_held(tensors: Iterable[Tensor]) -> int:
+    """The bytes of tensors and of what is kept beside them; of packed ones of the latter alone."""
+    beside = [(tensor, expansion_of(tensor)) for tensor in tensors]
+    own = (tensor for tensor, found in beside if found is None or found.format.keeps_hi)
+    kept = (found.auxiliaries for _, found in beside if found is not None)
+    return sum(tensor.nbytes for tensor in itertools.chain(own, *kept))
+
+
+def held_per_parameter(optimizer: Optimizer) -> float:
+    """The bytes for each element of the low-precision parameters: of these, their state, and beside them."""
+    parameters = [p for _, p in parameter_names(optimizer) if is_low_precision(p.dtype)]
+    states = (each for p in parameters for _, each in state_tensors(optimizer.state.get(p)))
+    held = bytes_held([*parameters, *(each for each in states if each.dim())])
+    return held / max(1, sum(p.numel() for p in parameters))
 
 
 def unpack_state(optimizer: Optimizer) -> None:

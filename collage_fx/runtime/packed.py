@@ -11,17 +11,28 @@ ordinary tensor then, until the next compiled step packs it. So does a trace by 
 ordinary tensor (:func:`unpack`). What is still what it was decoded to is not encoded again. Of torch.optim's
 state Dynamo goes by the identity; of that of others by the class too, unless it is told not to.
 
+While a step is recorded, nothing is decoded: operations are given what the recorder has in the tensor's place
+(:data:`recording`). What a step does with a tensor that its error format can't do with it, such as to look at
+its memory, has it left unpacked for good (:func:`leave_unpacked`).
+
+Copies (``copy.deepcopy``), pickles and what is moved to another device are packed tensors too, of copies of
+the buffers: so a state dict that is copied, saved, loaded and moved takes what is kept, and nothing decoded.
+Those of a piece of a DTensor are decoded.
+
 Code that goes past Python, as that of extensions in C++, reads NaNs, and can't write.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
+import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from collage_fx.torch_compat import (
     distributed_like,
@@ -35,7 +46,37 @@ from collage_fx.torch_compat import (
     without_torch_function,
 )
 
-__all__: list[str] = []
+__all__ = [
+    "another_name",
+    "decoded",
+    "is_packed",
+    "leave_unpacked",
+    "packed_original",
+    "plain_class",
+    "recording",
+    "stride_of",
+    "unpack",
+    "why_left_unpacked",
+]
+
+
+class _Recording(threading.local):
+    """What records the operations that this thread calls.
+
+    Attributes:
+        in_place_of: from a packed tensor to the one that operations are to be recorded with in its place;
+            None while none are recorded.
+    """
+
+    in_place_of: Callable[[Tensor], Tensor] | None = None
+
+    def replace(self, in_place_of: Callable[[Tensor], Tensor] | None) -> Callable[[Tensor], Tensor] | None:
+        """Have another function from now on; the one before is returned."""
+        before, self.in_place_of = self.in_place_of, in_place_of
+        return before
+
+
+recording = _Recording()
 
 
 def _attribute(name: str) -> Any:
@@ -55,6 +96,8 @@ _FACTS = {
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.__len__),
     *(Tensor.is_floating_point, Tensor.is_complex, Tensor.is_neg, Tensor.is_conj, Tensor.__hash__),
 }
+#: What it tells as if it had memory.
+_LAYOUT = {Tensor.stride, Tensor.is_contiguous, Tensor.storage_offset}
 #: The same tensor as another object, as which it may be written to.
 _ALIASES = {Tensor.detach, _attribute("data").__get__, Tensor.view_as}
 #: What gives a tensor other memory.
@@ -70,6 +113,10 @@ _EXPOSURES = {
 }
 
 
+#: What is taken for a copy of a tensor's: not for its memory, even where it is on the CPU already.
+_COPIES = {Tensor.cpu}
+
+
 class Value:
     """What a packed tensor is decoded from.
 
@@ -77,6 +124,8 @@ class Value:
         decode: from a packed tensor, of which sizes and dtype count, to its value as a new ordinary tensor.
         tensor: gives the tensor that was packed; None when it is gone.
         unpacked: called with that, or another object of it, where it has got memory again.
+        layout: gives a tensor without memory of the tensor's sizes and strides.
+        recipe: gives a function, and the arguments of which it makes another packed tensor with the value.
     """
 
     def __init__(
@@ -84,10 +133,14 @@ class Value:
         decode: Callable[[Tensor], Tensor],
         tensor: Callable[[], Tensor | None],
         unpacked: Callable[[Tensor], None],
+        layout: Callable[[], Tensor],
+        recipe: Callable[[], tuple[Callable[..., Tensor], tuple[Any, ...]]],
     ) -> None:
         self.decode = decode
         self.tensor = tensor
         self.unpacked = unpacked
+        self.layout = layout
+        self.recipe = recipe
 
     def of(self, packed: Tensor) -> Tensor:
         """The value of the tensor, in pieces like it."""
@@ -106,8 +159,14 @@ class PackedTensor(Tensor):
         with without_torch_function():
             if func in _FACTS:
                 return func(*args, **(kwargs or {}))
+            if recording.in_place_of is not None:
+                return _recorded(recording.in_place_of, func, args, kwargs or {})
+            if func in _LAYOUT:
+                return func(_laid_out(args[0]), *args[1:], **(kwargs or {}))
             if func in _ALIASES and isinstance(args[0], PackedTensor):
-                return _alias(args[0])
+                return another_name(args[0])
+            if func in _REMADE and _is_whole(args[0]):
+                return _REMADE[func](*args, **(kwargs or {}))
             return _called(func, args, kwargs or {})
 
 
@@ -117,7 +176,7 @@ def _packed_class(plain: type[Tensor]) -> type[Tensor]:
     return PackedTensor if plain is Tensor else type(f"Packed{plain.__name__}", (PackedTensor, plain), {})
 
 
-def is_packed(tensor: Tensor) -> bool:
+def is_packed(tensor: Any) -> bool:
     """Whether a tensor has no memory of its own."""
     return isinstance(tensor, PackedTensor)
 
@@ -144,6 +203,41 @@ def decoded(tensor: Tensor) -> Tensor:
     return tensor.packed_value.of(tensor) if isinstance(tensor, PackedTensor) else tensor
 
 
+def plain_class(tensor: Tensor) -> type[Tensor]:
+    """The class of a tensor, of a packed one that which it has while it isn't."""
+    classes: Iterable[Any] = type(tensor).__mro__
+    return next(each for each in classes if not issubclass(each, PackedTensor))
+
+
+def stride_of(tensor: Tensor) -> tuple[int, ...]:
+    """The strides of a tensor, of a packed one those of its value."""
+    return _laid_out(tensor).stride()
+
+
+def packed_original(tensor: Tensor) -> Tensor:
+    """The tensor that a packed one, which may be another object of it, was packed as."""
+    assert isinstance(tensor, PackedTensor)
+    original = tensor.packed_value.tensor()
+    return tensor if original is None else original
+
+
+#: The tensors that stay unpacked, and why.
+_LEFT_UNPACKED = WeakTensorKeyDictionary()
+
+
+def leave_unpacked(tensor: Tensor, why: str) -> None:
+    """Have a tensor that is packed, or could be, stay an ordinary one from now on."""
+    if isinstance(tensor, PackedTensor):
+        tensor = packed_original(tensor)
+        unpack(tensor)
+    _LEFT_UNPACKED[tensor] = why
+
+
+def why_left_unpacked(tensor: Tensor) -> str:
+    """The reason why a tensor is not to be packed; empty if there is none."""
+    return str(_LEFT_UNPACKED.get(tensor, ""))
+
+
 def _objects(tensor: Tensor) -> Iterable[Tensor]:
     """The object of a tensor, and that of its piece."""
     return {id(each): each for each in (tensor, local_tensor(tensor))}.values()
@@ -161,19 +255,66 @@ def _undress(tensor: Tensor, memory: Tensor) -> None:
     for each in _objects(tensor):
         if isinstance(each, PackedTensor):
             del each.packed_value
-            plain: Any = next(base for base in type(each).__mro__ if not issubclass(base, PackedTensor))
-            each.__class__ = plain
+            each.__class__ = plain_class(each)  # type: ignore[assignment]
     local_tensor(tensor).data = local_tensor(memory)
 
 
-def _alias(tensor: PackedTensor) -> Tensor:
-    """Another object of a packed tensor."""
-    value, original = tensor.packed_value, tensor.packed_value.tensor()
-    alias = tensor.detach()
-    _dress(alias, value)
-    if original is not None and not is_packed(original):
-        _undress(alias, original)
+def another_name(tensor: Tensor) -> Tensor:
+    """Another object of a tensor, which may be packed."""
+    with without_torch_function():
+        alias = tensor.detach()
+        if isinstance(tensor, PackedTensor):
+            _dress(alias, tensor.packed_value)
+            _is_still_packed(alias)
     return alias
+
+
+def _laid_out(tensor: Tensor) -> Tensor:
+    """A tensor laid out as a packed one was, maybe itself: a DTensor's layout is its own."""
+    if isinstance(tensor, PackedTensor) and local_tensor(tensor) is tensor:
+        return tensor.packed_value.layout()
+    return tensor
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    """Whether an object is of a packed tensor, still, and of no DTensor."""
+    return isinstance(tensor, PackedTensor) and local_tensor(tensor) is tensor and _is_still_packed(tensor)
+
+
+def _reduced(tensor: PackedTensor, protocol: Any) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
+    """What a pickle holds of a packed tensor."""
+    return tensor.packed_value.recipe()
+
+
+def _deep_copy(tensor: PackedTensor, memo: dict[int, Any]) -> Tensor:
+    """Another packed tensor, of copies of the buffers."""
+    if id(tensor) not in memo:
+        make, arguments = tensor.packed_value.recipe()
+        memo[id(tensor)] = make(*copy.deepcopy(arguments, memo))
+    return cast(Tensor, memo[id(tensor)])
+
+
+def _moved(tensor: PackedTensor, *args: Any, **kwargs: Any) -> Any:
+    """What ``tensor.to(...)`` is: packed where its dtype and its strides stay."""
+    probe = torch.empty((), dtype=tensor.dtype, device=tensor.device)
+    if kwargs.get("memory_format") not in (None, torch.preserve_format):
+        return _called(Tensor.to, (tensor, *args), kwargs)
+    moved = probe.to(*args, **kwargs)
+    if moved is probe:
+        return tensor
+    if moved.dtype != tensor.dtype:
+        return _called(Tensor.to, (tensor, *args), kwargs)
+    make, arguments = tensor.packed_value.recipe()
+    to_there = functools.partial(torch.Tensor.to, device=moved.device, copy=True)
+    return make(*pytree.tree_map_only(Tensor, to_there, arguments))
+
+
+#: What makes of a packed tensor another one: a function like torch's.
+_REMADE: dict[Any, Callable[..., Any]] = {
+    Tensor.__reduce_ex__: _reduced,
+    Tensor.__deepcopy__: _deep_copy,
+    Tensor.to: _moved,
+}
 
 
 def _take(tensor: PackedTensor, memory: Tensor) -> None:
@@ -191,12 +332,9 @@ def _called(func: Any, args: Any, kwargs: Any) -> Any:
     replaced: dict[Value, tuple[PackedTensor, Tensor, int]] = {}
 
     def plain(each: Any) -> Any:
-        if not isinstance(each, PackedTensor):
+        if not _is_still_packed(each):
             return each
-        value, original = each.packed_value, each.packed_value.tensor()
-        if original is not None and not is_packed(original):
-            _undress(each, original)  # which has got memory since this object was made
-            return each
+        value = each.packed_value
         if value not in replaced:
             made = value.of(each)
             replaced[value] = each, made, version_of(local_tensor(made))
@@ -207,11 +345,38 @@ def _called(func: Any, args: Any, kwargs: Any) -> Any:
     originals: dict[int, Tensor] = {}
     for tensor, made, version in replaced.values():
         memory = local_tensor(made)
-        is_seen = func in _EXPOSURES or func in _REPLACEMENTS or storage_of(memory) in shown
+        is_shown = storage_of(memory) in shown and func not in _COPIES
+        is_seen = is_shown or func in _EXPOSURES or func in _REPLACEMENTS
         if is_seen or version_of(memory) != version:
             _take(tensor, made)
             originals[id(made)] = tensor
     return pytree.tree_map(lambda each: originals.get(id(each), each), result)
+
+
+def _recorded(in_place_of: Callable[[Tensor], Tensor], func: Any, args: Any, kwargs: Any) -> Any:
+    """Call a function with what the recorder has in the place of packed tensors."""
+    originals: dict[int, Tensor] = {}
+
+    def replaced(each: Any) -> Any:
+        if not _is_still_packed(each):
+            return each
+        found = in_place_of(each)
+        originals[id(found)] = each
+        return found
+
+    result = func(*pytree.tree_map(replaced, args), **pytree.tree_map(replaced, kwargs))
+    return pytree.tree_map(lambda each: originals.get(id(each), each), result)
+
+
+def _is_still_packed(each: Any) -> TypeGuard[PackedTensor]:
+    """Whether it is a packed tensor; an object from before its tensor got memory again is given that."""
+    if not isinstance(each, PackedTensor):
+        return False
+    original = packed_original(each)
+    if is_packed(original):
+        return True
+    _undress(each, original)
+    return False
 
 
 def _memory_of(result: Any) -> Iterator[Tensor]:

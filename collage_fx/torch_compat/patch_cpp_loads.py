@@ -67,7 +67,11 @@ def _with_prefetch(original: Callable[..., str]) -> Callable[..., str]:
         load = original(kernel, var, index, dtype, load_mask)
         if kernel.tail_size or index == 0:
             return load
-        if dtype.itemsize == 1 and not load_mask and kernel.tiling_factor in _PARTS_OF_VECTORS:
+        is_integer = dtype in (
+            torch.int8,
+            torch.uint8,
+        )  # of floats of 8 bits ATen's vectors are of another kind
+        if is_integer and not load_mask and kernel.tiling_factor in _PARTS_OF_VECTORS:
             load = _PARTS_OF_VECTORS[kernel.tiling_factor].format(
                 load=load, place=f"{var} + {cexpr_index(index)}"
             )

@@ -259,7 +259,7 @@ def _with_our_code(original: Callable[..., Any]) -> Callable[..., Any]:
             return _WRITERS[asm](*_all_vectors_or_none(inputs))
         if asm.startswith(_PHASES):
             return phases(*inputs, spacing=int(asm.removeprefix(_PHASES)))
-        for text, write in ((_BLOCK_CODE, code_in_block), (_BLOCK_VALUE, value_in_block)):
+        for text, write in ((_BLOCK_CODE, _any_code_in_block), (_BLOCK_VALUE, value_in_block)):
             if asm.startswith(text):
                 bits, *sign = asm.removeprefix(text).split()
                 return write(*inputs, bits=int(bits), signed=bool(sign))
@@ -271,6 +271,12 @@ def _with_our_code(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, *inputs, asm=asm, **options)
 
     return inline_asm_elementwise
+
+
+def _any_code_in_block(root: Any, byte: Any, phases: Any, **kind: Any) -> Any:
+    """:func:`code_in_block` of a number that may be a constant, the phases of which are no constants."""
+    root, phases = _all_vectors_or_none((root, phases))
+    return code_in_block(root, byte, phases, **kind)
 
 
 def _all_vectors_or_none(inputs: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -40,6 +40,7 @@ __all__ = [
     "pytree",
     "rename",
     "schema_of",
+    "shares_memory",
     "start_of_piece",
     "storage_of",
     "version_of",
@@ -55,6 +56,7 @@ RELIED_ON = (
     "torch._dynamo:mark_static_address(t, guard)",
     "torch._C:DisableTorchFunctionSubclass",
     "torch._C:_has_storage",
+    "torch._C:_storage_Use_Count",
     "torch._C:_is_torch_function_mode_enabled",
     "torch._C._dynamo.guards:TensorGuards",
     "torch.distributed.tensor._utils:compute_local_shape_and_global_offset",
@@ -71,7 +73,14 @@ def schema_of(operator: OpOverload) -> Any:
 
 def storage_of(tensor: torch.Tensor) -> int:
     """A number that identifies the memory of a tensor as long as that lives."""
-    return int(tensor.untyped_storage()._cdata)
+    with without_torch_function():
+        return int(tensor.untyped_storage()._cdata)
+
+
+def shares_memory(tensor: torch.Tensor) -> bool:
+    """Whether another tensor has the memory of this one, or some of it."""
+    # Of those who hold the storage, the tensor is one, and the object by which Python knows it another.
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 2
 
 
 def known_by_identity(tensor: torch.Tensor) -> None:

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.skipif(
 
 BF16, FP16 = torch.bfloat16, torch.float16
 INT_OF = {
+    torch.float8_e4m3fn: torch.int8,
     torch.bfloat16: torch.int16,
     torch.float16: torch.int16,
     torch.float32: torch.int32,
@@ -134,6 +135,28 @@ def test_conversions_are_those_of_torch(dtype: torch.dtype) -> None:
         torch.zeros(2**16),
         torch.zeros(2**16, dtype=dtype),
     )
+
+
+def test_conversions_of_e4m3_are_those_of_torch() -> None:
+    """From the format, every value; to it, from fp32 around every number and every tie, and beyond."""
+
+    def fn(values: Tensor, low: Tensor, every: Tensor, wide: Tensor) -> None:
+        low.copy_(values.to(low.dtype))
+        wide.copy_(every.float())
+
+    e4m3 = torch.float8_e4m3fn
+    every = torch.arange(256).to(torch.uint8).view(e4m3)
+    numbers = every.float()[:127]
+    ends = torch.cat([numbers, (numbers[1:] + numbers[:-1]) / 2])
+    around = [torch.nextafter(ends, torch.full((), towards)) for towards in (math.inf, -math.inf)]
+    values = torch.cat([ends, *around, torch.tensor([464.0, math.nan])])
+    values = torch.cat([values, -values])
+    low, wide = torch.zeros(len(values)).to(e4m3), torch.zeros(256)
+    found = check_against_eager(fn, values, low, every, wide)
+    beyond = torch.tensor([465.0, 1e30, -math.inf])  # which torch makes NaN, and a GPU the largest
+    inputs = [beyond, torch.zeros(3).to(e4m3), *found[2:]]
+    offline.run_in_interpreter(generate(fn, *inputs), inputs)
+    assert inputs[1].float().tolist() == [448, 448, -448]
 
 
 def test_fp64_and_integers_convert_to_bf16() -> None:

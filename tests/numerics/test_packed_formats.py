@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from fractions import Fraction
 
 import pytest
@@ -109,6 +110,22 @@ def test_equal_numbers_are_kept(fmt: ErrorFormat, number: float) -> None:
 def test_fresh_buffers_are_zeros(fmt: ErrorFormat) -> None:
     hi = torch.empty(2, 256, dtype=torch.bfloat16)
     assert not fmt.join(hi, *(spec.zeros(hi.device) for spec in fmt.auxiliaries(hi))).any()
+
+
+@each_format
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_what_is_saved_survives_what_plain_torch_does_to_state(fmt: ErrorFormat, dtype: torch.dtype) -> None:
+    """``Optimizer.load_state_dict`` casts everything to the parameter's dtype; a NaN is there, too."""
+    value = values(fmt)
+    value[7, 5] = math.nan
+    hi, *auxiliaries = fmt.split(value, dtype)
+    for spec, buffer in zip(fmt.auxiliaries(hi), auxiliaries, strict=True):
+        saved = spec.saved(buffer)
+        assert (saved.dtype, saved.shape) == (spec.saved_dtype, spec.saved_shape)
+        assert saved.data_ptr() == buffer.data_ptr()
+        assert saved.isfinite().all()
+        for each in (saved, saved.to(dtype), pickle.loads(pickle.dumps(saved))):
+            assert torch.equal(spec.saved(spec.loaded(each)), saved)
 
 
 def registered(name: str) -> ErrorFormat:

@@ -23,6 +23,7 @@ Measured on Triton 3.6.0, 3.7.1 and 3.9.0 (those of torch 2.11, 2.13 and 2.15), 
 * bf16 arithmetic, and casts between bf16 and int, fp16 or fp64, take the 16 *bits* as an integer: 1 + 1 =
   1.7e38.
 
+fp32 to e4m3 and back it converts in its own way, and computes with the bits as it does with those of bf16.
 fp32 to fp16 and back are right (NumPy's). Hardware rounds to nearest even (``cvt.rn.bf16.f32``; Triton's PTX
 says so), so this module replaces the casts by correct ones and refuses bf16 arithmetic (Inductor emits none:
 it computes in fp32 registers). All of it is held to torch's conversions by
@@ -82,6 +83,35 @@ def bf16_values(bits: Array) -> Array:
     return (np.ascontiguousarray(bits).astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
+def e4m3_values(bits: Array) -> Array:
+    """The fp32 values of e4m3 bit patterns: exact."""
+    exponent, fraction = (bits >> 3) & 15, bits & 7
+    sizes = np.ldexp(
+        np.where(exponent == 0, fraction, fraction + 8), np.maximum(exponent, 1).astype(int) - 10
+    )
+    sizes = np.where(bits & 0x7F == 0x7F, np.nan, sizes).astype(np.float32)
+    return np.copysign(sizes, np.where(bits & 0x80, -1, 1).astype(np.float32))
+
+
+#: The finite e4m3 numbers that are not negative, by their bits, fp64.
+E4M3 = e4m3_values(np.arange(127, dtype=np.uint8)).astype(np.float64)
+
+
+def e4m3_bits(x: Array) -> Array:
+    """Round fp16, fp32 or fp64 to e4m3, to nearest, ties to even; the result's bits as uint8.
+
+    As ``cvt.rn.satfinite.e4m3x2.f32`` does: what is too large becomes the largest finite number.
+    """
+    sizes = np.abs(x.astype(np.float64))
+    above = np.minimum(np.searchsorted(E4M3, sizes), len(E4M3) - 1)
+    below = np.maximum(above - 1, 0)
+    middle = (E4M3[below] + E4M3[above]) / 2
+    nearest = np.where(sizes > middle, above, below)
+    nearest = np.where((sizes == middle) & (above % 2 == 0), above, nearest)
+    bits = np.where(np.isnan(x), 0x7F, nearest | np.where(np.signbit(x), 0x80, 0))
+    return bits.astype(np.uint8)
+
+
 def to_odd_f32(x: Array) -> Array:
     """Round fp64 to fp32, to odd: rounding that once more, to at most 22 bits, is then a single rounding.
 
@@ -100,11 +130,14 @@ def to_odd_f32(x: Array) -> Array:
 def cast(self: Any, src: Any, dst_type: Any) -> Any:
     """A ``cast_impl`` that does what it should: see Note [Triton's interpreter rounds bf16 wrongly]."""
     source, target = src.dtype.scalar, dst_type.scalar
-    if target.is_fp8() or source.is_fp8():
-        raise NotImplementedError(
-            f"cast from {source} to {target}: fp8 in the interpreter has not been checked"
-        )
-    data = bf16_values(src.data) if source == tl.bfloat16 else src.data
+    if source == target:
+        return src
+    if any(kind.is_fp8() and kind != tl.float8e4nv for kind in (source, target)):
+        raise NotImplementedError(f"cast from {source} to {target}: add it to {__file__}")
+    decode = {tl.bfloat16: bf16_values, tl.float8e4nv: e4m3_values}.get(source)
+    data = src.data if decode is None else decode(src.data)
+    if target == tl.float8e4nv:
+        return TensorHandle(e4m3_bits(data), target)
     if target == tl.bfloat16:
         if data.dtype != np.float32:
             data = (
@@ -237,11 +270,12 @@ def inline_asm(
     return _AsmResult(TensorHandle(PTX_F32[form[1]](*operands), tl.float32))
 
 
-def refuse_bf16(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+def refuse_bits(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     def checked(self: Any, *arguments: Any, **options: Any) -> Any:
-        if any(isinstance(a, TensorHandle) and a.dtype.scalar == tl.bfloat16 for a in arguments):
+        kinds = [a.dtype.scalar for a in arguments if isinstance(a, TensorHandle)]
+        if any(kind == tl.bfloat16 or kind.is_fp8() for kind in kinds):
             raise NotImplementedError(
-                f"{name} on bf16: the interpreter would compute with the bits as integers"
+                f"{name} on {kinds}: the interpreter would compute with the bits as integers"
             )
         return method(self, *arguments, **options)
 
@@ -269,10 +303,10 @@ def mend_interpreter() -> None:
     }
     names |= {f"create_{n}" for n in ("cos", "sin", "erf", "ceil")}
     for name in sorted(names & set(vars(Builder))):
-        setattr(Builder, name, refuse_bf16(name, getattr(Builder, name)))
+        setattr(Builder, name, refuse_bits(name, getattr(Builder, name)))
     Builder.cast_impl = cast
     Builder.create_fp_to_fp = fp_to_fp
-    Builder.create_fma = refuse_bf16(
+    Builder.create_fma = refuse_bits(
         "create_fma", lambda self, x, y, z: TensorHandle(fma(x.data, y.data, z.data), z.dtype.scalar)
     )
     Builder.create_extern_elementwise = extern_elementwise

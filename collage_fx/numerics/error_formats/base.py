@@ -23,12 +23,14 @@ class AuxiliarySpec(NamedTuple):
         dtype: its dtype.
         shape: its sizes.
         stride: its strides; None if it is contiguous.
+        is_error_term: whether its numbers are what is added to hi.
     """
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...] | None = None
+    is_error_term: bool = False
 
     @classmethod
     def like(cls, hi: Tensor, name: str, dtype: torch.dtype) -> AuxiliarySpec:
@@ -51,10 +53,11 @@ class AuxiliarySpec(NamedTuple):
         return torch.uint8 if self._is_saved_as_bytes else self.dtype
 
     def saved(self, buffer: Tensor) -> Tensor:
-        """The buffer as a checkpoint holds it, in the same memory: wide integers as bytes, a dimension more.
+        """The buffer as a checkpoint holds it, in the same memory: maybe as bytes, a dimension more.
 
-        Plain PyTorch casts what it loads to the parameter's dtype: a floating-point format holds every byte,
-        and not every integer of 16 bits.
+        Plain PyTorch casts what it loads to the parameter's dtype. A floating-point format holds every byte,
+        but neither every integer of 16 bits nor the numbers of every other format. An error term is saved as
+        it is, for whoever reads the file.
         """
         return buffer.unsqueeze(-1).view(torch.uint8) if self._is_saved_as_bytes else buffer
 
@@ -62,11 +65,20 @@ class AuxiliarySpec(NamedTuple):
         """The inverse of :meth:`saved`, of an ordinary tensor: maybe the same memory."""
         if not self._is_saved_as_bytes:
             return saved.to(self.dtype)
-        return saved.to(torch.uint8).contiguous().view(self.dtype).squeeze(-1)
+        numbers = saved.to(torch.uint8)
+        if numbers.stride(-1) != 1:
+            numbers = numbers.contiguous()
+        return numbers.view(self.dtype).squeeze(-1)
 
     @property
     def _is_saved_as_bytes(self) -> bool:
-        return not self.dtype.is_floating_point and self.dtype.itemsize > 1
+        return not self.is_error_term and self.dtype not in (torch.int8, torch.uint8)
+
+    def fitted(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """A tensor with these contents that is of this kind: itself, if it is."""
+        strides = tensor.is_contiguous() if self.stride is None else tensor.stride() == self.stride
+        is_of_kind = (tensor.shape, tensor.dtype, tensor.device) == (self.shape, self.dtype, device)
+        return tensor if strides and is_of_kind else self.zeros(device).copy_(tensor)
 
     def zeros(self, device: torch.device) -> Tensor:
         """A new tensor of this kind, filled with zeros."""
@@ -207,7 +219,7 @@ class OneErrorTerm(ErrorFormat):
         """The dtype of lo beside a hi of ``dtype``."""
 
     def auxiliaries(self, hi: Tensor) -> Sequence[AuxiliarySpec]:
-        return (AuxiliarySpec.like(hi, "lo", self.lo_dtype(hi.dtype)),)
+        return (AuxiliarySpec.like(hi, "lo", self.lo_dtype(hi.dtype))._replace(is_error_term=True),)
 
     def error_bound(self, dtype: torch.dtype) -> ErrorBound:
         """That of rounding lo, which is u of the value at most; in float32 it is not rounded."""

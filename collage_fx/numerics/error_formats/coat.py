@@ -74,7 +74,7 @@ class Coat(ErrorFormat):
 
     def join(self, hi: Tensor, *auxiliaries: Tensor) -> Tensor:
         codes, scales, powers = auxiliaries
-        units = blocks_of(codes, codes, GROUP).to(torch.float32) / LARGEST
+        units = blocks_of(codes, codes, GROUP).to(torch.float32) * (1 / LARGEST)  # as Triton divides
         sizes = POWER(units.abs(), 1 / powers.reshape(-1, 1)) * scales.reshape(-1, 1)
         return from_blocks(units.sign() * sizes, codes)
 
