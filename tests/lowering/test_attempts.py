@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch.optim import Optimizer
 
 from collage_fx import CollageBackend
+from collage_fx.lowering import interpreted
 from collage_fx.torch_compat import inductor_compile_inner
 from tests.support.training import Descent, differences, everything, parameters, run_steps
 
@@ -79,6 +81,15 @@ def test_without_a_compiler_the_rewritten_graph_is_run(make: Any, arithmetic: An
         )
         == []
     )
+
+
+def test_roots_are_correctly_rounded_without_a_compiler() -> None:
+    """MKL's are not on every processor, and an ulp would be seen in the error terms."""
+    every_mantissa = torch.arange(0x3F800000, 0x40800000, dtype=torch.int32).view(torch.float32)
+    graph = torch.fx.Graph()
+    graph.output(graph.call_function(torch.ops.aten.sqrt.default, (graph.placeholder("x"),)))
+    root = interpreted(torch.fx.GraphModule({}, graph))([every_mantissa])
+    assert torch.equal(root, torch.from_numpy(np.sqrt(every_mantissa.numpy())))
 
 
 def test_a_fault_in_one_way_is_made_good_by_the_next() -> None:
