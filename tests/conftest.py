@@ -5,6 +5,26 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.support.slow import Times, left_out
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="slow tests, too: see tests/support/slow.py")
+    parser.addoption("--write-slow", action="store_true", help="write slow.txt from the times of this run")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # workers of pytest-xdist send their reports to this process
+        config.pluginmanager.register(Times(write=config.getoption("write_slow")))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    named = config.getoption("markexpr") or any("::" in each for each in config.args)
+    if not named and not config.getoption("all"):
+        slow = left_out(items)
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if item not in set(slow)]
+
 
 @pytest.fixture(autouse=True)
 def _fresh_dynamo() -> Iterator[None]:
