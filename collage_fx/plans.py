@@ -62,6 +62,7 @@ class Plan:
         strategy, error_format, state: see :class:`~collage_fx.CollageBackend`.
         bytes: for each element of the low-precision parameters.
         error: Note [The error of a plan].
+        not_packed: the state that most bytes are left in by a plan that packs state, and why; empty if none.
     """
 
     strategy: Strategy
@@ -69,6 +70,7 @@ class Plan:
     state: str | None = None
     bytes: float = math.nan
     error: float = math.nan
+    not_packed: str = ""
 
     def followed_by(self, program: StepProgram) -> StepProgram:
         """The program with the options of the plan."""
@@ -108,7 +110,9 @@ def plans_for(program: StepProgram, pipeline: Sequence[Pass]) -> list[Plan]:
         for plan in PLANS:
             trial = plan.followed_by(trial)
             run_pipeline(trial, choosing)
-            found.append(replace(plan, bytes=_bytes(trial, held), error=_error(trial)))
+            found.append(
+                replace(plan, bytes=_bytes(trial, held), error=_error(trial), not_packed=_not_packed(trial))
+            )
     return sorted(found, key=lambda plan: (plan.bytes, plan.error))
 
 
@@ -141,7 +145,8 @@ def best_plan(plans: Sequence[Plan], budget: float) -> Plan:
         raise InvalidOptionError(
             f"bytes_per_parameter={budget:g}, where this step takes {plans[0].bytes:.3g} at least",
             where="bytes_per_parameter",
-            remedy=f"give it {plans[0].bytes:.3g}; strategy='none' takes what the optimizer makes",
+            remedy=f"give it {plans[0].bytes:.3g}{plans[0].not_packed and f' ({plans[0].not_packed})'}; "
+            "strategy='none' takes what the optimizer makes",
         )
     return min(within, key=lambda plan: (plan.error, plan.bytes))
 
@@ -202,6 +207,18 @@ def _bytes(program: StepProgram, held: int) -> float:
         held += copies * (0 if fmt is None else fmt.nbytes(value))
         elements += copies * value.numel() * (state.info.role is Role.PARAMETER)
     return held / elements if elements else 0.0
+
+
+def _not_packed(program: StepProgram) -> str:
+    """The state that most bytes are left in where state is packed, and why; empty if there is none."""
+    held: dict[str, int] = {}
+    for state in program.states:
+        if state.not_packed:
+            left = f"{state.info.symbol} is not packed: {state.not_packed}"
+            held[left] = (
+                held.get(left, 0) + len(program.repetition.copies[state.position]) * state.value.nbytes
+            )
+    return max(held, key=held.__getitem__, default="")
 
 
 def _error(program: StepProgram) -> float:

@@ -1,6 +1,7 @@
 """Train the GPT of train_gpt.py in pure bfloat16 by FSDP2, killed and resumed without losing a bit.
 
-    torchrun --nproc-per-node 2 -m examples.train_fsdp [--steps 200] [--device cpu] [--quick] [--resume]
+    torchrun --nproc-per-node 2 -m examples.train_fsdp [--steps 200] [--bytes-per-parameter 5.1]
+        [--device cpu] [--quick] [--resume]
 
 Parameters, gradients, optimizer state and error terms are in pieces, of which each process has one. The
 learning rate warms up from 0, gradients are clipped, and torch.distributed.checkpoint saves all of it now
@@ -76,7 +77,14 @@ def lr_of(recipe: Recipe, step: int) -> float:
 
 
 def train(
-    recipe: Recipe, text: Text, device: str, folder: Path, *, save_every: int, resume: bool
+    recipe: Recipe,
+    text: Text,
+    device: str,
+    folder: Path,
+    *,
+    save_every: int,
+    resume: bool,
+    bytes_per_parameter: float | None = None,
 ) -> Iterator[tuple[int, float]]:
     """Pairs (number of the step, its loss over the whole batch)."""
     rank, world = 0, 1
@@ -87,7 +95,7 @@ def train(
     optimizer = torch.optim.AdamW(
         model.named_parameters(), lr=0.0, betas=recipe.betas, weight_decay=recipe.weight_decay
     )
-    install(optimizer)
+    install(optimizer, bytes_per_parameter=bytes_per_parameter)
 
     done = load_last(model, optimizer, folder) if resume else 0
     data = batches(text.training, recipe.batch, recipe.context, recipe.seed, device)
@@ -127,6 +135,7 @@ def load_last(model: nn.Module, optimizer: Optimizer, folder: Path) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a small GPT in pure bfloat16 by FSDP2.")
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--bytes-per-parameter", type=float, help="see CollageBackend")
     parser.add_argument("--save-every", type=int, default=20, help="steps (default 20)")
     parser.add_argument(
         "--resume", action="store_true", help="go on from the last checkpoint, if there is one"
@@ -146,7 +155,13 @@ def main() -> None:
     recipe = replace(QUICK if options.quick else Recipe(), steps=options.steps)
     text = Text.of_standard_library()
     steps = train(
-        recipe, text, options.device, options.out, save_every=options.save_every, resume=options.resume
+        recipe,
+        text,
+        options.device,
+        options.out,
+        save_every=options.save_every,
+        resume=options.resume,
+        bytes_per_parameter=options.bytes_per_parameter,
     )
     for number, loss in steps:
         if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:

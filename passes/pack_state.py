@@ -51,7 +51,8 @@ from collage_fx.passes.base import Pass
 
 aten = torch.ops.aten
 
-#: Elements from which on packing saves more than it costs.
+#: Elements from which on packing saves more than it costs; of a tensor in pieces, in all of them, so that its
+#: bits don't depend on how many there are.
 FEWEST = 4096
 
 #: Why what has symbols for sizes is not packed.
@@ -94,6 +95,7 @@ class PackState(Pass):
                 program.to_unpack[state.position] = why_not
             if not why_not and _is_only_scaled(program, state) and state.position not in already:
                 why_not = "another part of the step makes it what it is"
+            state.not_packed = why_not
             if why_not:
                 state.selection += f"; not packed: {why_not}"
             else:
@@ -125,9 +127,11 @@ def _why_not_ever(state: StateTensor, fmt: ErrorFormat) -> str:
         return state.info.stays
     if not _has_known_sizes(state.placeholder):
         return SIZES_CHANGE
-    if state.value.numel() < FEWEST:
+    if max(state.value.numel(), state.info.cut_from) < FEWEST:
         return f"it has less than {FEWEST} elements"
-    if state.info.is_cut and not fmt.by_rows:
+    if not state.value.numel():
+        return "this process has none of its elements"
+    if state.info.cut_from and not fmt.by_rows:
         return f"it is in pieces, and {fmt.name} is of whole tensors"
     return fmt.why_not(state.value)
 

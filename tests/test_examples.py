@@ -218,11 +218,15 @@ def killed_at(step: int, command: list[str], count: int) -> dict[int, str]:
     return fsdp_losses(printed)
 
 
-def test_train_fsdp_goes_on_to_the_bit_after_sigkill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("budget", [None, 5.1])
+def test_train_fsdp_goes_on_to_the_bit_after_sigkill(
+    budget: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two processes, killed and resumed, have the losses of one without interruption."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     command = ["-m", "examples.train_fsdp", "--quick", "--device=cpu", f"--steps={FSDP_STEPS}", "--resume"]
     command += [f"--save-every={FSDP_SAVE_EVERY}", f"--out={tmp_path}"]
+    command += [] if budget is None else [f"--bytes-per-parameter={budget}"]
     killed = killed_at(FSDP_SAVE_EVERY + 1, command, count=2)
     assert max(killed) < FSDP_STEPS - 1
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *command]
@@ -234,7 +238,15 @@ def test_train_fsdp_goes_on_to_the_bit_after_sigkill(tmp_path: Path, monkeypatch
     torch._dynamo.reset()
     recipe = replace(train_gpt.QUICK, steps=FSDP_STEPS)
     text = train_gpt.Text.of_standard_library()
-    steps = train_fsdp.train(recipe, text, "cpu", tmp_path / "one", save_every=FSDP_STEPS + 1, resume=False)
+    steps = train_fsdp.train(
+        recipe,
+        text,
+        "cpu",
+        tmp_path / "one",
+        save_every=FSDP_STEPS + 1,
+        resume=False,
+        bytes_per_parameter=budget,
+    )
     alone = {number: repr(loss) for number, loss in steps}
     assert alone.keys() == killed.keys() | resumed.keys() == set(range(FSDP_STEPS))
     assert killed.items() <= alone.items()

@@ -227,6 +227,13 @@ def test_what_is_too_small_is_refused() -> None:
         explain(adamw(parameters(shapes=SHAPES)), bytes_per_parameter=3)
 
 
+def test_it_is_said_what_is_not_packed() -> None:
+    with pytest.raises(
+        ValueError, match=r"give it 7\.01 \(exp_avg is not packed: it has less than 4096 elements\)"
+    ):
+        explain(adamw(parameters(shapes=[(32, 32)])), bytes_per_parameter=5.1)
+
+
 @pytest.mark.parametrize("budget", [0, -1, "8", True, float("nan")])
 def test_what_is_no_number_of_bytes_is_refused(budget: Any) -> None:
     with pytest.raises(ValueError, match=r"bytes_per_parameter=.* is not allowed"):

@@ -70,9 +70,9 @@ def describe_input(value: Any, fallback: str, known: Mapping[int, KnownTensor], 
     if not isinstance(value, Tensor):
         return _describe_number(fallback, value)
     pieces = pieces_of(value)
-    is_cut = pieces is not None and pieces.are_cut
+    cut_from = value.numel() if pieces is not None and pieces.are_cut else 0
     stays = "the step has another tensor of its memory" if value in shared else why_left_unpacked(value)
-    facts: dict[str, Any] = {"is_cut": is_cut, "is_updated": value in updated, "stays": stays}
+    facts: dict[str, Any] = {"cut_from": cut_from, "is_updated": value in updated, "stays": stays}
     if id(value) in known:
         entry = known[id(value)]
         return InputInfo(entry.name, entry.symbol, entry.role, value, bound, **facts)

@@ -57,7 +57,8 @@ class InputInfo:
         role: parameter, optimizer state, gradient or other.
         tensor: the real tensor met while compiling, None for numbers and for what AOTAutograd made up.
         bound: whether it is an attribute of the captured module, so the same tensor in every call.
-        is_cut: whether it is a DTensor of which this process has some elements, and others have the rest.
+        cut_from: the elements of a DTensor of which this process has some and others have the rest; 0 if it
+            has all.
         is_updated: whether another part of the recorded step that this is one of has updated it before.
         stays: why it is not to be packed, whatever this step does with it; empty where it may be.
     """
@@ -67,7 +68,7 @@ class InputInfo:
     role: Role
     tensor: torch.Tensor | None = None
     bound: bool = False
-    is_cut: bool = False
+    cut_from: int = 0
     is_updated: bool = False
     stays: str = ""
 
@@ -128,6 +129,7 @@ class StateTensor:
         recurrence, verdict: how its new value depends on its old one, and whether storing it loses bits.
         chosen_format: set by ``analyze``: the error format in which it becomes an expansion, if it does.
         selection: why it is, or is not, compensated under the chosen strategy.
+        not_packed: why it is not packed where state is; empty if it is, or none is.
         refusal: set by the compensating pass where it could not keep the error term, and why.
         auxiliaries: set by ``allocate``: placeholders of its error format's auxiliary tensors.
         start: likewise, where the format is dithered: that of the index of its first element.
@@ -143,6 +145,7 @@ class StateTensor:
     verdict: Verdict
     chosen_format: ErrorFormat | None = None
     selection: str = ""
+    not_packed: str = ""
     refusal: str = ""
     auxiliaries: tuple[Node, ...] = ()
     start: Node | None = None

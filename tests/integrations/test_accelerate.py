@@ -11,7 +11,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
-from tests.support.replay import Replay
+from tests.support.replay import KEPT, Kept, Replay
 from tests.support.training import compiled, differences, everything, set_as_own_step
 
 accelerate = pytest.importorskip("accelerate", reason="pip install 'collage-fx[trainers]'")
@@ -27,17 +27,17 @@ def data() -> Any:
     return torch.randint(0, 40, (4 * STEPS, 8), generator=torch.Generator().manual_seed(0))
 
 
-def train(folder: Path, *, resume: bool = False, by_hand: bool = False) -> Replay:
+def train(folder: Path, kept: Kept, *, resume: bool = False, by_hand: bool = False) -> Replay:
     """Train by ``prepare``, or with a compiled step that is set by hand."""
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATED)
     torch.manual_seed(0)
-    layers = torch.nn.Sequential(torch.nn.Embedding(64, 16), torch.nn.Linear(16, 64)).bfloat16()
+    layers = torch.nn.Sequential(torch.nn.Embedding(64, 64), torch.nn.Linear(64, 64)).bfloat16()
     own = AdamW(layers.parameters(), lr=1e-4, weight_decay=0.1, fused=True)
     replay = Replay(own)
     if by_hand:
-        set_as_own_step(own, compiled(own))
+        set_as_own_step(own, compiled(own, **kept.options))
     objects = layers, own, DataLoader(data(), batch_size=2), LambdaLR(own, lambda step: min(step, 4) / 4)
-    prepared = accelerator.prepare(*objects) if by_hand else prepare(accelerator, *objects)
+    prepared = accelerator.prepare(*objects) if by_hand else prepare(accelerator, *objects, **kept.options)
     model, optimizer, batches, warm_up = prepared
     if resume:
         accelerator.load_state(str(folder))
@@ -58,20 +58,22 @@ def train(folder: Path, *, resume: bool = False, by_hand: bool = False) -> Repla
     return replay
 
 
-def test_it_is_compensated_and_resumed_to_the_bit(tmp_path: Path) -> None:
-    replay = train(tmp_path)
+@pytest.mark.parametrize("kept", KEPT)
+def test_it_is_compensated_and_resumed_to_the_bit(kept: Kept, tmp_path: Path) -> None:
+    replay = train(tmp_path, kept)
     assert replay.learning_rates[0] == 0 < replay.learning_rates[1]
     assert len(replay.learning_rates) == STEPS
     replay.assert_clipped(CLIP)
-    replay.assert_compensated()
+    replay.assert_compensated(kept)
     whole = everything(replay.optimizer)
 
     torch._dynamo.reset()
-    resumed = train(tmp_path, resume=True)
+    resumed = train(tmp_path, kept, resume=True)
     assert len(resumed.learning_rates) == STEPS - SAVED_AFTER
     assert not differences(everything(resumed.optimizer), whole)
 
 
-def test_its_bits_are_those_of_the_compiled_step(tmp_path: Path) -> None:
-    ours, by_hand = (train(tmp_path, by_hand=by_hand) for by_hand in (False, True))
+@pytest.mark.parametrize("kept", KEPT)
+def test_its_bits_are_those_of_the_compiled_step(kept: Kept, tmp_path: Path) -> None:
+    ours, by_hand = (train(tmp_path, kept, by_hand=by_hand) for by_hand in (False, True))
     assert not differences(everything(ours.optimizer), everything(by_hand.optimizer))

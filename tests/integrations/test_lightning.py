@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 from collage_fx import backend_of
-from tests.support.replay import Replay
+from tests.support.replay import KEPT, Kept, Replay
 from tests.support.training import differences, everything
 
 lightning = pytest.importorskip("lightning", reason="pip install 'collage-fx[trainers]'")
@@ -29,12 +29,12 @@ def data() -> Any:
     return torch.randint(0, 40, (4 * STEPS_PER_EPOCH, 8), generator=torch.Generator().manual_seed(0))
 
 
-def train(folder: Path, resume_from: Path | None = None) -> Replay:
+def train(folder: Path, kept: Kept, resume_from: Path | None = None) -> Replay:
     class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]  # there are no types of it
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(0)
-            self.layers = torch.nn.Sequential(torch.nn.Embedding(64, 16), torch.nn.Linear(16, 64))
+            self.layers = torch.nn.Sequential(torch.nn.Embedding(64, 64), torch.nn.Linear(64, 64))
 
         def training_step(self, batch: Tensor, index: int) -> Tensor:
             return torch.nn.functional.cross_entropy(
@@ -50,7 +50,7 @@ def train(folder: Path, resume_from: Path | None = None) -> Replay:
     saving = lightning.pytorch.callbacks.ModelCheckpoint(
         folder, filename="{epoch}", every_n_epochs=1, save_top_k=-1
     )
-    callback = CollageCallback()
+    callback = CollageCallback(**kept.options)
     trainer = lightning.Trainer(
         max_epochs=EPOCHS,
         precision="bf16-true",
@@ -68,15 +68,16 @@ def train(folder: Path, resume_from: Path | None = None) -> Replay:
     return module.replay
 
 
-def test_it_is_compensated_and_resumed_to_the_bit(tmp_path: Path) -> None:
-    replay = train(tmp_path)
+@pytest.mark.parametrize("kept", KEPT)
+def test_it_is_compensated_and_resumed_to_the_bit(kept: Kept, tmp_path: Path) -> None:
+    replay = train(tmp_path, kept)
     assert replay.learning_rates[0] == 0 < replay.learning_rates[1]
     assert len(replay.learning_rates) == EPOCHS * STEPS_PER_EPOCH
     replay.assert_clipped(CLIP)
-    replay.assert_compensated()
+    replay.assert_compensated(kept)
     whole = everything(replay.optimizer)
 
     torch._dynamo.reset()
-    resumed = train(tmp_path, resume_from=tmp_path / "epoch=0.ckpt")
+    resumed = train(tmp_path, kept, resume_from=tmp_path / "epoch=0.ckpt")
     assert len(resumed.learning_rates) == STEPS_PER_EPOCH
     assert not differences(everything(resumed.optimizer), whole)

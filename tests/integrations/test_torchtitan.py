@@ -10,7 +10,7 @@ import torch
 from torch.distributed import checkpoint
 
 from collage_fx import backend_of
-from tests.support.replay import Replay
+from tests.support.replay import KEPT, Kept, Replay
 from tests.support.training import differences, everything
 
 optimizers = pytest.importorskip(
@@ -27,10 +27,10 @@ STEPS, SAVED_AFTER, ACCUMULATED, CLIP = 16, 8, 2, 0.25
 class Job:
     """What torchtitan's ``Trainer`` does with containers of optimizers and schedulers, and their states."""
 
-    def __init__(self) -> None:
+    def __init__(self, kept: Kept) -> None:
         torch.manual_seed(0)
-        self.model = torch.nn.Sequential(torch.nn.Embedding(64, 16), torch.nn.Linear(16, 64)).bfloat16()
-        config = collage(optimizers.default_adamw(lr=1e-4))
+        self.model = torch.nn.Sequential(torch.nn.Embedding(64, 64), torch.nn.Linear(64, 64)).bfloat16()
+        config = collage(optimizers.default_adamw(lr=1e-4), **kept.options)
         self.optimizers = config.build(model_parts=[self.model])
         self.schedulers = optimizers.LRSchedulersContainer(self.optimizers, lambda step: min(step, 4) / 4)
         self.replay = Replay(self.optimizers.optimizers[0])
@@ -67,19 +67,20 @@ class Job:
             self.schedulers.step()
 
 
-def test_its_container_is_compensated_and_resumed_to_the_bit(tmp_path: Path) -> None:
-    job = Job()
+@pytest.mark.parametrize("kept", KEPT)
+def test_its_container_is_compensated_and_resumed_to_the_bit(kept: Kept, tmp_path: Path) -> None:
+    job = Job(kept)
     job.train(range(SAVED_AFTER))
     job.save(tmp_path)
     job.train(range(SAVED_AFTER, STEPS))
     assert job.replay.learning_rates[0] == 0 < job.replay.learning_rates[1]
     job.replay.assert_clipped(CLIP)
-    job.replay.assert_compensated()
+    job.replay.assert_compensated(kept)
     assert job.replay.optimizer.param_groups[0]["fused"]
     assert backend_of(job.optimizers).report().graphs
 
     torch._dynamo.reset()
-    resumed = Job()
+    resumed = Job(kept)
     resumed.load(tmp_path)
     resumed.train(range(SAVED_AFTER, STEPS))
     whole, after = (everything(each.optimizers.optimizers[0]) for each in (job, resumed))

@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_fx import backend_of, full_value
-from tests.support.replay import Replay
+from tests.support.replay import DEFAULTS, KEPT, Kept, Replay
 from tests.support.training import differences, everything
 
 transformers = pytest.importorskip("transformers", reason="pip install 'collage-fx[trainers]'")
@@ -31,13 +31,13 @@ def data() -> list[dict[str, torch.Tensor]]:
 
 def tiny_gpt2() -> Any:
     torch.manual_seed(0)
-    shape = {"n_layer": 1, "n_head": 2, "n_embd": 16, "n_positions": 16, "vocab_size": 64}
+    shape = {"n_layer": 1, "n_head": 2, "n_embd": 64, "n_positions": 16, "vocab_size": 64}
     without = {"attn_pdrop": 0, "embd_pdrop": 0, "resid_pdrop": 0}
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape, **without)).to(torch.bfloat16)
 
 
 def train(
-    folder: Path, resume_from: Path | None = None, model: Callable[[], Any] = tiny_gpt2, **options: Any
+    folder: Path, kept: Kept, resume_from: Path | None = None, model: Callable[[], Any] = tiny_gpt2
 ) -> tuple[Replay, CollageCallback]:
     class Recorded(transformers.Trainer):  # type: ignore[misc, name-defined]  # there are no types of it
         def create_optimizer(self, *args: Any, **kwargs: Any) -> Optimizer:
@@ -59,26 +59,26 @@ def train(
         report_to=[],
         disable_tqdm=True,
         dataloader_pin_memory=False,
-        **options,
     )
-    callback = CollageCallback()
+    callback = CollageCallback(**kept.options)
     trainer = Recorded(model=model(), args=arguments, train_dataset=data(), callbacks=[callback])
     trainer.train(resume_from_checkpoint=resume_from and str(resume_from))
     return trainer.replay, callback
 
 
-def test_its_default_optimizer_is_compensated_and_resumed_to_the_bit(tmp_path: Path) -> None:
-    replay, callback = train(tmp_path)
+@pytest.mark.parametrize("kept", KEPT)
+def test_its_default_optimizer_is_compensated_and_resumed_to_the_bit(kept: Kept, tmp_path: Path) -> None:
+    replay, callback = train(tmp_path, kept)
     assert replay.optimizer.defaults["fused"]
     assert replay.learning_rates[0] == 0 < replay.learning_rates[1]
     assert len(replay.learning_rates) == STEPS
     replay.assert_clipped(CLIP)
-    replay.assert_compensated()
+    replay.assert_compensated(kept)
     assert backend_of(replay.optimizer) is callback.backend
     whole = everything(replay.optimizer)
 
     torch._dynamo.reset()
-    resumed, _ = train(tmp_path, resume_from=tmp_path / f"checkpoint-{SAVED_AFTER}")
+    resumed, _ = train(tmp_path, kept, resume_from=tmp_path / f"checkpoint-{SAVED_AFTER}")
     assert len(resumed.learning_rates) == STEPS - SAVED_AFTER
     assert not differences(everything(resumed.optimizer), whole)
 
@@ -92,12 +92,12 @@ def test_low_rank_adapters(tmp_path: Path) -> None:
     def model() -> Any:
         return peft.get_peft_model(tiny_gpt2(), adapters, autocast_adapter_dtype=False)
 
-    replay, _ = train(tmp_path, model=model)
+    replay, _ = train(tmp_path, DEFAULTS, model=model)
     replay.assert_clipped(CLIP)
     replay.assert_compensated()
 
     torch._dynamo.reset()
-    resumed, _ = train(tmp_path, resume_from=tmp_path / f"checkpoint-{SAVED_AFTER}", model=model)
+    resumed, _ = train(tmp_path, DEFAULTS, resume_from=tmp_path / f"checkpoint-{SAVED_AFTER}", model=model)
     assert {p.dtype for p in resumed.parameters} == {torch.float32}
     for p, q in zip(replay.parameters, resumed.parameters, strict=True):  # gradients are other ones since
         assert (q - full_value(p)).norm() < 0.1 * (q - p).norm()
