@@ -22,7 +22,7 @@ import pytest
 
 FILE = Path(__file__).parents[1] / "slow.txt"
 #: What the cases of one function may take in a usual run, but for the first.
-SECONDS = 4.0
+SECONDS = 2.0
 #: What the first may take.
 MOST_SECONDS = 30.0
 
