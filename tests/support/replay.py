@@ -118,7 +118,8 @@ class Replay:
 
         One to the unit in the last place is off by half of it in the mean at most.
         """
-        units = [torch.ldexp(torch.ones(()), start.float().frexp().exponent - bits) for start in self.start]
+        exponents = [start.float().frexp().exponent for start in self.start]
+        units = [torch.ldexp(torch.ones_like(each, dtype=torch.float32), each - bits) for each in exponents]
         exact = self._replayed(torch.float64)
         off, moved = (
             torch.cat([each.flatten() for each in many]).norm()
