@@ -514,14 +514,17 @@ class Momentum(Descent):
 
 
 def test_a_step_that_is_not_torchs_is_not_compiled_over_and_over() -> None:
-    """State is born in the first step, packed with the second, and taken for the same from the third on."""
+    """State is born in the first step, packed with the second, and taken for the same from the third on.
+
+    Torch 2.11 takes it for the same from the second on.
+    """
     params = parameters(shapes=((64, 96),))
     optimizer = Momentum(params)
     backend = CollageBackend(strategy="light", state="block8")
     step: Any = torch.compile(optimizer.step, backend=backend)
     run_steps(step, params, range(torch._dynamo.config.recompile_limit + 2))
     assert is_packed(optimizer.state[params[0]]["m"])
-    assert len(backend.reports) == 3
+    assert len(backend.reports) <= 3
 
 
 def test_a_refused_step_leaves_state_as_it_is() -> None:

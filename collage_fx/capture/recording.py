@@ -22,7 +22,7 @@ from collage_fx.capture.segment import Spec
 from collage_fx.errors import CollageError, RecompileLimitError, raise_or_warn
 from collage_fx.runtime import (
     adopt,
-    expansion_of,
+    has_error_terms,
     is_packed,
     note_held,
     note_replaced,
@@ -205,7 +205,7 @@ class _Recording:
     def _kind_of(self, tensor: Tensor, is_written: bool) -> Any:
         role = self._roles.get(id(tensor))
         # A parameter that is updated gets error terms if it has none.
-        has_error_terms = expansion_of(tensor) is not None or (role == "parameter" and is_written)
+        keeps_error = has_error_terms(tensor) or (role == "parameter" and is_written)
         is_updated = role == "parameter" and tensor in updated
         stays: Any = why_left_unpacked(tensor)
         if role is None and not stays and not is_packed(tensor) and shares_memory(tensor):
@@ -213,7 +213,7 @@ class _Recording:
             self._recorder.note(shared, tensor)
         else:
             shared.pop(tensor, None)
-        return role, tensor in carried, has_error_terms, packed_format(tensor), is_updated, stays
+        return role, tensor in carried, keeps_error, packed_format(tensor), is_updated, stays
 
     def _compiled(self, module: GraphModule, arguments: Any) -> Callable[..., Any]:
         if self._steps_that_compiled >= COMPILING_STEPS:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import sympy
@@ -26,6 +26,8 @@ _NEVER_NEGATIVE = {aten.abs, aten.exp, aten.sqrt, aten.rsqrt, aten.relu, aten.si
 _NEVER_NEGATIVE |= {aten.linalg_vector_norm, aten.norm}
 #: Operators whose results are never negative where no operand is.
 _KEEPS_SIGN = {aten.sum, aten.mean, aten.amax, aten.amin, aten.reciprocal, aten.expand, aten.index}
+#: Operators whose results have the elements of their operands, each in its place, in another dtype or memory.
+_IN_PLACE = {torch.ops.prims.convert_element_type, aten._to_copy, aten.clone, aten.alias}
 
 
 class Signs:
@@ -86,13 +88,35 @@ class Signs:
             return least if least is not None else self._sign(args[0])
         rules: dict[Any, Callable[[], int | None]] = {
             "+": lambda: None if None in signs else max(sign or 0 for sign in signs),
-            "*": lambda: 1 if args[0] is args[1] else 0 if 0 in signs else _weaker(*signs),
+            "*": lambda: self._of_product(node),
             "/": lambda: 0 if signs[0] == 0 else _weaker(*signs),
             "-": lambda: signs[0] if signs[1] == 0 else None,
         }
         if (rule := rules.get(facts_of(node.target).sign)) is not None:
             return rule()
         return _weaker(*signs) if function is sympy.Min else None
+
+    def _of_product(self, node: Node) -> int | None:
+        """The sign of a product; squares in it have one, in whatever order it is computed."""
+        factors: list[Any] = []
+        for factor in _factors_of(node):
+            if isinstance(factor, Node) and factor in factors:
+                factors.remove(factor)
+            else:
+                factors.append(factor)
+        signs = [self._sign(factor) for factor in factors]
+        return 0 if 0 in signs else None if None in signs else 1
+
+
+def _factors_of(value: Any) -> Iterator[Any]:
+    """What a product is a product of, behind conversions and copies: those leave elements in their places."""
+    while isinstance(value, Node) and getattr(value.target, "overloadpacket", None) in _IN_PLACE:
+        value = value.args[0]
+    if isinstance(value, Node) and facts_of(value.target).sign == "*":
+        for each in value.args[:2]:
+            yield from _factors_of(each)
+    else:
+        yield value
 
 
 def _weaker(first: int | None, second: int | None) -> int | None:

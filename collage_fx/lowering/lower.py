@@ -226,6 +226,11 @@ def _whole(program: StepProgram, example_inputs: Sequence[Any], inductor_options
     added = placeholders(program.gm.graph)[len(example_inputs) :]
     add_to_cache_key(program.gm, revision=REVISION)
     inputs = [*example_inputs, *(node.meta["val"] for node in added)]
+    for expansion in program.expansions:
+        if (
+            expansion.packed
+        ):  # which has no memory in a step, and so not the strides that it was captured with
+            inputs[expansion.position] = expansion.placeholder.meta["val"]
     return compile_somehow(program.gm, inputs, **{**inductor_options, "static_input_idxs": static})
 
 

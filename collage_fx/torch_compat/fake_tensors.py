@@ -128,8 +128,8 @@ class SymbolicScope:
         self._has_symbols |= has_symbols
         fake = self.fake_mode.from_tensor(value, static_shapes=not (is_float or has_symbols), source=source)
         self._fakes.append(fake)  # the mode forgets those that nobody refers to
-        number: Any = fake.item_memo
         if is_float:
+            number: Any = fake.item_memo
             self.floats.append(str(number.node.expr))
         self._inputs.append(number if is_float else fake)
         return value

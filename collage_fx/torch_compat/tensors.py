@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
     is_traceable_wrapper_subclass,
+    is_traceable_wrapper_subclass_type,
 )
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -30,6 +31,7 @@ __all__ = [
     "graph_module",
     "has_internal_overlap",
     "has_storage",
+    "is_class_of_made_ones",
     "is_held_by_torch",
     "is_made_of_tensors",
     "keep_sizes",
@@ -132,6 +134,11 @@ def has_storage(tensor: torch.Tensor) -> bool:
 def is_made_of_tensors(tensor: torch.Tensor) -> bool:
     """Whether a tensor stands for others that compiled code gets in its place, as a DTensor does."""
     return is_traceable_wrapper_subclass(tensor)
+
+
+def is_class_of_made_ones(kind: type) -> bool:
+    """Whether tensors of a class are made of others."""
+    return is_traceable_wrapper_subclass_type(kind)
 
 
 class Pieces(NamedTuple):

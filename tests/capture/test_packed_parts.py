@@ -58,7 +58,7 @@ class Adam(Recorded):
     def update(self, p: Tensor, g: Tensor, state: State) -> None:
         m, v = self.moments(p, g, state)
         self.branch(g * 2 + m)
-        p.addcdiv_(m, v.sqrt().add_(1e-8), value=-LR)
+        p.add_(m / v.sqrt().add_(1e-8), alpha=-LR)  # torch 2.11 has two orders of addcdiv
 
 
 class CapturedAdam(Adam):
@@ -143,7 +143,8 @@ def test_a_part_reads_what_another_packs(state: str) -> None:
     # The other part reads what has been rounded.
     assert error(Adam, optimizer) < 2 * error(Adam, captured) < 0.02
     _, without = run(Adam)
-    assert len(backend.reports) == len(without.reports)
+    # The other part is compiled twice: for state before it is packed, and after.
+    assert len(backend.reports) == len(without.reports) + 1
 
 
 def test_a_recorded_part_stores_the_bits_of_a_captured_step() -> None:

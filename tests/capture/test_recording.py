@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.torch_version import TorchVersion
 
 from collage_fx import CollageBackend, error_terms, full_value
@@ -185,6 +186,34 @@ class Transposes(Recorded):
             p.add_(turned.t().reshape(p.shape), alpha=-lr)
 
 
+class AddsToItsStateLater(Recorded):
+    """What has been a moving average, without error terms, is added to in a part that comes later."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
+        if not state:
+            state["m"] = torch.zeros_like(p)
+            state["step"] = 0
+        state["step"] += 1
+        state["m"].mul_(0.5).add_(g)
+        if p.norm() > 1e9:
+            return
+        if state["step"] == 4:
+            state["m"].sub_(p, alpha=1e-3)
+        p.add_(state["m"], alpha=-lr)
+
+
+class KeepsStateOfAnotherClass(Recorded):
+    """As torchao's 8-bit optimizers, whose state is made of codes and scales."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
+        if not state:
+            state["m"] = TwoTensor(torch.zeros_like(p), torch.zeros_like(p))
+        state["m"].mul_(0.9).add_(g, alpha=0.1)
+        if p.norm() > 1e9:
+            return
+        p.add_(state["m"].a + state["m"].b, alpha=-lr)
+
+
 RULES = [
     BranchesAfterItsState,
     BranchesBeforeItsState,
@@ -198,6 +227,8 @@ RULES = [
     Foreach,
     Factorizes,
     Transposes,
+    AddsToItsStateLater,
+    KeepsStateOfAnotherClass,
 ]
 
 

@@ -464,7 +464,9 @@ def run_in_interpreter(source: str, inputs: Sequence[Any]) -> list[Any]:
         _interpreter().run(paths)
         results, outputs = torch.load(paths["results"], weights_only=True)
     for tensor, result in zip(inputs, results, strict=True):
-        if isinstance(tensor, torch.Tensor):
+        if (
+            isinstance(tensor, torch.Tensor) and 0 not in tensor.stride()
+        ):  # one element is not written as many
             tensor.copy_(result)
     return list(outputs)
 

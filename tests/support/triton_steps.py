@@ -29,8 +29,13 @@ def triton_trajectory(
         source = f"import collage_fx\n{source}"
 
     def interpreted(arguments: list[Any]) -> Any:
-        """What is packed has no memory, and no place in the code."""
-        given = [None if isinstance(each, Tensor) and is_packed(each) else each for each in arguments]
+        """What is packed has no memory in the code, which may look at its shape."""
+        given = [
+            torch.empty((), dtype=each.dtype).expand(each.shape)
+            if isinstance(each, Tensor) and is_packed(each)
+            else each
+            for each in arguments
+        ]
         return offline.run_in_interpreter(source, given)
 
     return trajectory(rig, start, grads, engine=interpreted)
