@@ -36,6 +36,7 @@ from collage_fx.graph import (
     StepProgram,
     Strategy,
     copy_of,
+    moves_as_a_parameter,
     placeholders,
     tensor_value,
 )
@@ -197,10 +198,15 @@ def _wider_state(program: StepProgram) -> int:
     )
 
 
+def _kept(program: StepProgram) -> list[StateTensor]:
+    """What is there from step to step, unlike gradients, which some steps overwrite."""
+    return [state for state in program.states if state.info.role is not Role.GRADIENT]
+
+
 def _bytes(program: StepProgram, held: int) -> float:
     """The bytes for each element of the low-precision parameters, with those that are held besides."""
     elements = 0
-    for state in program.states:
+    for state in _kept(program):
         copies, value = len(program.repetition.copies[state.position]), state.value
         fmt = state.chosen_format
         held += copies * (0 if state.packed else value.nbytes)
@@ -224,10 +230,11 @@ def _not_packed(program: StepProgram) -> str:
 def _error(program: StepProgram) -> float:
     """The error for the tensors that it is largest for, one of each kind of state and of the parameters."""
     errors: dict[str, float] = {}
-    for state in program.states:
+    for state in _kept(program):
         weight = state.value.numel() * len(program.repetition.copies[state.position])
         is_parameter = state.info.role is Role.PARAMETER
-        error = _of_parameter(state) if is_parameter else _of_state(state)
+        moves = is_parameter or moves_as_a_parameter(program, state)
+        error = _of_parameter(state) if moves else _of_state(state)
         key = "" if is_parameter else state.info.symbol
         errors[key] = errors.get(key, 0.0) + weight * error**2
     total = sum(

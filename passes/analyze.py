@@ -25,6 +25,7 @@ from collage_fx.graph import (
     ignores_values,
     is_low_precision_tensor,
     judge,
+    moves_as_a_parameter,
     operands_of,
     passed_operand,
     placeholders,
@@ -163,6 +164,8 @@ def _select(program: StepProgram, state: StateTensor, flow: _Flow) -> tuple[bool
         return True, f"{program.strategy}: every parameter"
     if program.strategy == "plus" and state.verdict.lossy:
         return True, "plus: lossy state"
+    if moves_as_a_parameter(program, state):
+        return True, f"{program.strategy}: it accumulates numbers of either sign, as a parameter does"
     if any(_is_copied_into(other, state) for other in program.states):
         return True, f"{program.strategy}: a parameter is overwritten with it"
     if state.verdict.lossy and any(_stands_for(state, other, flow) for other in program.states):

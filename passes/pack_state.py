@@ -40,10 +40,12 @@ from collage_fx.graph import (
     StepProgram,
     facts_of,
     is_copy_to_input,
+    moves_as_a_parameter,
     new_value,
     operands_of,
     placeholders,
     reached,
+    stays_positive,
     tensor_value,
 )
 from collage_fx.numerics import ErrorFormat
@@ -78,7 +80,7 @@ class PackState(Pass):
         states = [state for state in program.states if state.info.role is Role.STATE]
         already = program.packed_already
         positive_states = [
-            state for state in states if already.get(state.position) is not signed and _stays_positive(state)
+            state for state in states if already.get(state.position) is not signed and stays_positive(state)
         ]
         read = _only_read(program)
         positive_reads = [node for i, node in read.items() if already[i] is positive]
@@ -144,6 +146,8 @@ def _why_not(program: StepProgram, state: StateTensor, divided_by: dict[Node, st
         return "its old value is not multiplied by numbers up to 1"
     if why_not := _given_to_a_parameter(program, state.placeholder):
         return why_not
+    if moves_as_a_parameter(program, state):
+        return "it accumulates numbers of either sign"
     value = new_value(state)
     made_of = {value, *reached([value], operands_of)}
     for other in program.states:
@@ -186,14 +190,6 @@ def _made_elsewhere(program: StepProgram, state: StateTensor, made_of: Collectio
         if not state.carries_its_old_value and info.role is not Role.GRADIENT:
             return "another part of the step computes it"
     return ""
-
-
-def _stays_positive(state: StateTensor) -> bool:
-    """Whether a state that is not negative is not after a step either."""
-    slopes = state.recurrence.slopes
-    if len(slopes) == 1 and slopes[0].is_number and slopes[0] >= 0:
-        return Signs((), [state.placeholder]).never_negative(new_value(state))
-    return Signs([state.placeholder]).never_negative(new_value(state))
 
 
 def _slopes(state: StateTensor) -> tuple[Expr, ...]:

@@ -9,15 +9,17 @@ import sympy
 import torch
 from torch.fx import Node
 
-from collage_fx.graph.nodes import is_number
+from collage_fx.graph.feedback import new_value
+from collage_fx.graph.nodes import is_number, operands_of, reached
 from collage_fx.graph.operator_facts import (
     facts_of,
     named_arguments,
     number_filling,
     passed_operand,
 )
+from collage_fx.graph.program import Kind, Role, StateTensor, StepProgram
 
-__all__ = ["Signs"]
+__all__ = ["Signs", "moves_as_a_parameter", "stays_positive"]
 
 aten = torch.ops.aten
 
@@ -106,6 +108,29 @@ class Signs:
                 factors.append(factor)
         signs = [self._sign(factor) for factor in factors]
         return 0 if 0 in signs else None if None in signs else 1
+
+
+def stays_positive(state: StateTensor) -> bool:
+    """Whether a state that is not negative is not after a step either."""
+    slopes = state.recurrence.slopes
+    if len(slopes) == 1 and slopes[0].is_number and slopes[0] >= 0:
+        return Signs((), [state.placeholder]).never_negative(new_value(state))
+    return Signs([state.placeholder]).never_negative(new_value(state))
+
+
+def moves_as_a_parameter(program: StepProgram, state: StateTensor) -> bool:
+    """Whether a state sums up numbers of either sign, as the z of schedule-free optimizers does.
+
+    Such a sum may be large beside what is added to it, and what it loses is lost for good. One of squares
+    starts from zero, and is no larger than they are; nor is the term of a Kahan sum, which is made of what the
+    parameter becomes. The parts of a recorded step do not show it.
+    """
+    is_sum = state.info.role is Role.STATE and state.recurrence.kind is Kind.ACCUMULATION
+    if not is_sum or program.is_recorded or stays_positive(state):
+        return False
+    made_of = reached([new_value(state)], operands_of)
+    parameters = (each for each in program.states if each.info.role is Role.PARAMETER)
+    return not any(new_value(parameter) in made_of for parameter in parameters)
 
 
 def _factors_of(value: Any) -> Iterator[Any]:

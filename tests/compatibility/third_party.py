@@ -94,7 +94,6 @@ PYTORCH_OPTIMIZER: Mapping[str, float | None] = {
     "APOLLO": ADAM,
     "AdEMAMix": ADAM,
     "AdaBelief": ADAM,
-    "AdamP": ADAM,
     "Adan": ADAM,
     "CAME": 2e-6,
     "DiffGrad": ADAM,
@@ -122,7 +121,6 @@ PYTORCH_OPTIMIZER: Mapping[str, float | None] = {
 
 TORCH_OPTIMIZER: Mapping[str, float | None] = {
     "AdaBelief": ADAM,
-    "AdamP": ADAM,
     "AggMo": 1e-5,
     "DiffGrad": ADAM,
     "Lamb": ADAM,
@@ -130,7 +128,6 @@ TORCH_OPTIMIZER: Mapping[str, float | None] = {
     "NovoGrad": ADAM,
     "QHAdam": ADAM,
     "RAdam": 2e-4,
-    "SGDP": SGD,
     "SGDW": SGD,
     "Shampoo": 1e-3,
     "Yogi": ADAM,
@@ -185,6 +182,9 @@ SUBJECTS: Sequence[Subject] = (
     # roots in the 1st, 10th, 20th, ... step.
     *_of("pytorch_optimizer", "pytorch_optimizer", {"SOAP": 1e-4, "ScalableShampoo": 1e-5}, steps=80),
     *_of("pytorch_optimizer", "pytorch_optimizer", {"DASH": 1e-4}, steps=60),
+    # They project some gradients, for the first time that of the 26th step.
+    *_of("pytorch_optimizer", "pytorch_optimizer", {"AdamP": ADAM}, steps=80),
+    *_of("torch-optimizer", "torch_optimizer", {"AdamP": ADAM, "SGDP": SGD}, steps=80),
     *_of("pytorch_optimizer", "pytorch_optimizer", {"AdaFactor": 1e-4}, always={"relative_step": False}),
     *_of("pytorch_optimizer", "pytorch_optimizer", {"DAdaptAdam": 1.0, "Prodigy": 1.0}, always=_SLOW),
     *_of("torch-optimizer", "torch_optimizer", TORCH_OPTIMIZER),

@@ -127,6 +127,11 @@ def slow_weights(p: Tensor, g: Tensor, z: Tensor) -> None:
     p.copy_(z)
 
 
+def schedule_free(p: Tensor, g: Tensor, z: Tensor) -> None:
+    z.sub_(g, alpha=1e-3)
+    p.lerp_(z, 0.1)
+
+
 def average_of_weights(p: Tensor, g: Tensor, a: Tensor) -> None:
     p.sub_(g, alpha=1e-3)
     a.lerp_(p, 0.1)
@@ -140,6 +145,7 @@ def average_of_weights(p: Tensor, g: Tensor, a: Tensor) -> None:
         (growing, "m", "not multiplied by numbers"),
         (kahan, "c", "made of what a parameter becomes"),
         (slow_weights, "z", "a parameter is overwritten with it"),
+        (schedule_free, "z", "accumulates numbers of either sign"),
         (average_of_weights, "a", "made of what a parameter becomes"),
     ],
 )
@@ -147,6 +153,13 @@ def test_what_is_left_alone(step: Callable[..., Any], symbol: str, reason: str) 
     program = packed(step, f"p g {symbol}")
     assert formats(program) == {symbol: ""}
     assert reason in why_not(program, symbol)
+
+
+def test_light_compensates_what_moves_as_a_parameter() -> None:
+    program = captured(schedule_free, "p g z", strategy="light")
+    assert [state.compensated for state in after(program, "analyze").states] == [True, True]
+    program = captured(kahan, "p g c", strategy="light")
+    assert [state.compensated for state in after(program, "analyze").states] == [True, False]
 
 
 def test_weight_decay_in_the_gradient_does_not_make_momentum_a_parameter() -> None:
