@@ -29,7 +29,7 @@ _NEVER_NEGATIVE |= {aten.linalg_vector_norm, aten.norm}
 #: Operators whose results are never negative where no operand is.
 _KEEPS_SIGN = {aten.sum, aten.mean, aten.amax, aten.amin, aten.reciprocal, aten.expand, aten.index}
 #: Operators whose results have the elements of their operands, each in its place, in another dtype or memory.
-_IN_PLACE = {torch.ops.prims.convert_element_type, aten._to_copy, aten.clone, aten.alias}
+_IN_PLACE = {torch.ops.prims.convert_element_type, aten.clone, aten.alias}
 
 
 class Signs:
@@ -122,8 +122,8 @@ def moves_as_a_parameter(program: StepProgram, state: StateTensor) -> bool:
     """Whether a state sums up numbers of either sign, as the z of schedule-free optimizers does.
 
     Such a sum may be large beside what is added to it, and what it loses is lost for good. One of squares
-    starts from zero, and is no larger than they are; nor is the term of a Kahan sum, which is made of what the
-    parameter becomes. The parts of a recorded step do not show it.
+    starts from zero, and is no larger than they are; nor is the term of a Kahan sum, of which the parameter
+    takes what it can. The parts of a recorded step do not show it.
     """
     is_sum = state.info.role is Role.STATE and state.recurrence.kind is Kind.ACCUMULATION
     if not is_sum or program.is_recorded or stays_positive(state):
