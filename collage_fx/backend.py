@@ -34,8 +34,8 @@ class CollageBackend(Backend):
     Args:
         strategy: which bfloat16 and float16 state tensors get error terms (the names are the paper's).
             ``"none"``: none, plain Inductor. ``"light"``: parameters, and sums of either sign beside them.
-            ``"plus"``: those, and optimizer state whose recurrence loses bits in its storage format. ``"full"``: every one that carries
-            something from step to step.
+            ``"plus"``: those, and optimizer state whose recurrence loses bits in its storage format.
+            ``"full"``: every one that carries something from step to step.
         error_format: ``"exact"``: the other 16 bits of a float32 number, the default. ``"mcf"``: an error
             term of the tensor's own dtype, in as many bytes (the paper's; the default of ``native``).
             ``"byte"``: eight more bits of fraction in a byte, rounded up or down by dither. ``"fp32"``: a

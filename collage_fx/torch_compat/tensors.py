@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
     is_traceable_wrapper_subclass,
-    is_traceable_wrapper_subclass_type,
 )
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -138,7 +137,7 @@ def is_made_of_tensors(tensor: torch.Tensor) -> bool:
 
 def is_class_of_made_ones(kind: type) -> bool:
     """Whether tensors of a class are made of others."""
-    return is_traceable_wrapper_subclass_type(kind)
+    return hasattr(kind, "__tensor_flatten__")
 
 
 class Pieces(NamedTuple):

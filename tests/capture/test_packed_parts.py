@@ -51,14 +51,15 @@ class Adam(Recorded):
         if not state:
             state["m"], state["v"] = torch.zeros_like(p), torch.zeros_like(p)
         m, v = state["m"], state["v"]
-        m.lerp_(g.to(m.dtype), 0.1)
-        v.mul_(0.95).addcmul_(g, g, value=0.05)
+        # Torch 2.11 takes lerp, addcmul and addcdiv apart in another way where Dynamo captures them.
+        m.mul_(0.9).add_(g.to(m.dtype), alpha=0.1)
+        v.mul_(0.95).add_(g * g, alpha=0.05)
         return m, v
 
     def update(self, p: Tensor, g: Tensor, state: State) -> None:
         m, v = self.moments(p, g, state)
         self.branch(g * 2 + m)
-        p.add_(m / v.sqrt().add_(1e-8), alpha=-LR)  # torch 2.11 has two orders of addcdiv
+        p.add_(m / v.sqrt().add_(1e-8), alpha=-LR)
 
 
 class CapturedAdam(Adam):
