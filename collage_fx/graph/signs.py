@@ -118,6 +118,18 @@ def stays_positive(state: StateTensor) -> bool:
     return Signs([state.placeholder]).never_negative(new_value(state))
 
 
+def _stay_positive(program: StepProgram) -> set[Node]:
+    """The state that is not negative after a step either if none of it is before, as a count of masks is."""
+    positive = {state.placeholder: state for state in program.states if state.info.role is Role.STATE}
+    while True:
+        signs = Signs(positive)
+        negative = [node for node, state in positive.items() if not signs.never_negative(new_value(state))]
+        if not negative:
+            return set(positive)
+        for node in negative:
+            del positive[node]
+
+
 def moves_as_a_parameter(program: StepProgram, state: StateTensor) -> bool:
     """Whether a state sums up numbers of either sign, as the z of schedule-free optimizers does.
 
@@ -126,7 +138,7 @@ def moves_as_a_parameter(program: StepProgram, state: StateTensor) -> bool:
     takes what it can. The parts of a recorded step do not show it.
     """
     is_sum = state.info.role is Role.STATE and state.recurrence.kind is Kind.ACCUMULATION
-    if not is_sum or program.is_recorded or stays_positive(state):
+    if not is_sum or program.is_recorded or state.placeholder in _stay_positive(program):
         return False
     made_of = reached([new_value(state)], operands_of)
     parameters = (each for each in program.states if each.info.role is Role.PARAMETER)
