@@ -198,18 +198,16 @@ def _wider_state(program: StepProgram) -> int:
     )
 
 
-def _kept(program: StepProgram) -> list[StateTensor]:
-    """What is there from step to step, unlike gradients, which some steps overwrite."""
-    return [state for state in program.states if state.info.role is not Role.GRADIENT]
-
-
 def _bytes(program: StepProgram, held: int) -> float:
-    """The bytes for each element of the low-precision parameters, with those that are held besides."""
+    """The bytes for each element of the low-precision parameters, with those that are held besides.
+
+    Of gradients, which some steps overwrite, the error terms alone.
+    """
     elements = 0
-    for state in _kept(program):
+    for state in program.states:
         copies, value = len(program.repetition.copies[state.position]), state.value
         fmt = state.chosen_format
-        held += copies * (0 if state.packed else value.nbytes)
+        held += copies * (0 if state.packed or state.info.role is Role.GRADIENT else value.nbytes)
         held += copies * (0 if fmt is None else fmt.nbytes(value))
         elements += copies * value.numel() * (state.info.role is Role.PARAMETER)
     return held / elements if elements else 0.0
@@ -230,7 +228,9 @@ def _not_packed(program: StepProgram) -> str:
 def _error(program: StepProgram) -> float:
     """The error for the tensors that it is largest for, one of each kind of state and of the parameters."""
     errors: dict[str, float] = {}
-    for state in _kept(program):
+    for state in program.states:
+        if state.info.role is Role.GRADIENT:
+            continue
         weight = state.value.numel() * len(program.repetition.copies[state.position])
         is_parameter = state.info.role is Role.PARAMETER
         moves = is_parameter or moves_as_a_parameter(program, state)

@@ -59,8 +59,8 @@ class CollageReport:
     def bytes_per_parameter(self) -> dict[str, float]:
         """Bytes per element of the low-precision parameters, by what they are for, and in ``total``.
 
-        ``state`` counts the low-precision state; wider state tensors are not collage_fx's to report on, apart
-        from their sum in :attr:`GraphReport.wider_bytes`.
+        ``state`` counts the low-precision state, without gradients, which some steps overwrite; wider state
+        tensors are not collage_fx's to report on, apart from their sum in :attr:`GraphReport.wider_bytes`.
         """
         return bytes_per_parameter(self.tensors)
 

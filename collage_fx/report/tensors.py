@@ -166,11 +166,17 @@ def _treatment(row: TensorReport) -> tuple[Any, ...]:
 
 
 def bytes_per_parameter(rows: Sequence[TensorReport]) -> dict[str, float]:
-    """Bytes per element of the low-precision parameters, by what they are for, and in ``total``."""
+    """Bytes per element of the low-precision parameters, by what they are for, and in ``total``.
+
+    Of gradients, which some steps overwrite, the error terms alone.
+    """
+    bytes_of = dict.fromkeys(Role, 0)
+    for row in rows:
+        bytes_of[row.role] += row.bytes
     parameters = sum(row.numel for row in rows if row.role is Role.PARAMETER)
     sums = {
-        "parameters": sum(row.bytes for row in rows if row.role is Role.PARAMETER),
-        "state": sum(row.bytes for row in rows if row.role is not Role.PARAMETER),
+        "parameters": bytes_of.pop(Role.PARAMETER),
+        "state": sum(bytes_of.values()) - bytes_of[Role.GRADIENT],
         "error terms": sum(row.error_bytes for row in rows),
     }
     sums["total"] = sum(sums.values())

@@ -83,6 +83,32 @@ def test_a_master_copy_is_four_bytes_a_tensor() -> None:
     assert report.bytes_per_parameter() == {"parameters": 2, "state": 0, "error terms": 4, "total": 6}
 
 
+def test_a_gradient_that_a_step_overwrites_is_not_what_the_optimizer_keeps() -> None:
+    class Scaled(Descent):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            with torch.no_grad():
+                for p in self.param_groups[0]["params"]:
+                    p.grad.mul_(0.5)
+            super().step(closure)
+
+    report = explain(Scaled(parameters()))
+    assert [row.role for row in report.tensors].count(Role.GRADIENT) == 2
+    assert report.bytes_per_parameter() == {"parameters": 2, "state": 0, "error terms": 2, "total": 4}
+
+
+def test_the_error_terms_of_a_gradient_that_accumulates_are_kept() -> None:
+    class Accumulating(Descent):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            with torch.no_grad():
+                for p in self.param_groups[0]["params"]:
+                    p.grad.add_(2.0**-12)
+            super().step(closure)
+
+    report = explain(Accumulating(parameters()), bytes_per_parameter=8)
+    assert report.bytes_per_parameter() == {"parameters": 2, "state": 0, "error terms": 4, "total": 6}
+    assert report.graphs[0].plans[0].bytes == 6
+
+
 def test_a_row_says_all_of_a_tensor(reports: dict[str, CollageReport]) -> None:
     rows = {row.name: row for row in reports["plus"].tensors}
     assert list(rows)[:4] == [NAMES[0], f"{NAMES[0]}.exp_avg", f"{NAMES[0]}.exp_avg_sq", NAMES[1]]
