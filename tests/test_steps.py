@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from collage_fx import CollageBackend, error_terms
+from collage_fx.torch_compat.version import version
 from tests.support.memory import peak
 from tests.support.race import Parameters, Race
 from tests.support.training import (
@@ -417,4 +418,7 @@ def test_a_step_with_reductions_takes_the_memory_of_one_update() -> None:
     set_gradients(params)
     step = compiled(torch.optim.Adafactor(params))
     step()
-    assert peak(step) <= 64 * 1024 * 4 + 16384  # the larger update, in float32
+    update, sums = 64 * 1024 * 2, 32768
+    # Inductor of torch 2.15 stores hi + lo, of which it makes the norm and the new value.
+    whole = 64 * 1024 * 4 if version() >= (2, 15) else 0
+    assert peak(step) <= update + sums + whole
