@@ -35,6 +35,7 @@ from collage_fx.capture import (
     refuse_overlaps,
     refuse_unsupported,
     why_recorded,
+    with_lists_apart,
 )
 from collage_fx.errors import (
     AliasedStateError,
@@ -236,7 +237,8 @@ class Compilation:
             return Reason("it computes something that is to be differentiated")
         if (reason := self.options.not_by_family()) is not None:
             return reason
-        families = families_of(self.module, self.arguments, self._describe, thinned_lists())
+        module = with_lists_apart(self.module)
+        families = families_of(module, self.arguments, self._describe, thinned_lists())
         if isinstance(families, Reason):
             return families
         made: WholeStep | Reason = Reason("AOTAutograd made no graph of it")

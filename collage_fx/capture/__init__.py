@@ -1,6 +1,7 @@
 """The capture of a step: an accepted graph whose inputs have names, in families of equal updates."""
 
 from collage_fx.capture.families import *
+from collage_fx.capture.foreach import *
 from collage_fx.capture.inputs import *
 from collage_fx.capture.new_state import *
 from collage_fx.capture.numbers import *

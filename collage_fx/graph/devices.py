@@ -18,21 +18,22 @@ class Device:
     """A kind of device.
 
     Attributes:
-        in_parts: Whether each part of a step is a call of its own, so that equal ones share a kernel. Where a
-            call is a launch, a step is compiled as one, of which Inductor makes few launches.
+        in_parts: Whether a step is compiled part by part, equal parts once; otherwise as one.
         compiles_cpp: Whether Inductor calls a C++ compiler for it.
+        is_launched: Whether its kernels are Triton's, of which each is launched once for many tensors.
         settings: Inductor's, while a step is lowered that has tensors there.
     """
 
     in_parts: bool = False
     compiles_cpp: bool = False
+    is_launched: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 #: The rows by ``torch.device.type``: of devices on which roundings are tested. Steps on others are refused.
 DEVICES: Mapping[str, Device] = {
     "cpu": Device(in_parts=True, compiles_cpp=True),
-    "cuda": Device(settings=COMBINED_LAUNCHES),
+    "cuda": Device(in_parts=True, is_launched=True, settings=COMBINED_LAUNCHES),
 }
 
 UNTESTED = Device()

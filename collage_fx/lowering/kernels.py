@@ -49,6 +49,7 @@ from collage_fx.graph import (
     REVISION,
     Reason,
     Reasons,
+    device_facts,
     is_dense,
     is_elementwise,
     is_number,
@@ -61,7 +62,7 @@ from collage_fx.graph import (
     update_sizes,
     update_sums,
 )
-from collage_fx.lowering.attempts import compile_somehow
+from collage_fx.lowering.attempts import Attempt, compile_somehow
 from collage_fx.lowering.parts import Part
 from collage_fx.numerics import BLOCK, BLOCK_OPERATORS, PHASES
 from collage_fx.runtime import (
@@ -70,12 +71,14 @@ from collage_fx.runtime import (
     MOST_ARGUMENTS,
     MOST_BUFFERS,
     SUMS_OF_PIECE,
+    Column,
     Kernel,
     buffer_at,
 )
 from collage_fx.torch_compat import (
     CFunction,
     SymbolicScope,
+    TableKernel,
     add_to_cache_key,
     c_function,
     fusing_distant_nodes,
@@ -84,11 +87,15 @@ from collage_fx.torch_compat import (
     innermost_callable,
     note_generated_code,
     pytree,
+    table_kernel,
+    without_triton,
 )
 
 __all__ = ["forget_kernels"]
 
 aten = torch.ops.aten
+
+HOST = torch.device("cpu")
 
 #: Elements from which on a kernel uses threads. An AdamW step takes about a nanosecond for each, threads that
 #: sleep 5 to 20 microseconds to begin.
@@ -98,7 +105,7 @@ MANY = 1 << 14
 #: strides).
 SHORTEST = 2
 
-#: Elements that a sum in a flat rule can count.
+#: Elements that a sum in a flat rule can count, or 32-bit indices.
 LONGEST = 1 << 31
 
 #: Elements of a piece whose kernel has buffers for all of them: these stay in the processor's first cache.
@@ -179,6 +186,13 @@ class Rule:
     def divisible(self) -> bool:
         """Whether a kernel may compute pieces of the tensors one by one; their sums add up to its sums."""
         return self.flat and self.independent and not any(line.target is update_sizes for line in self.lines)
+
+    @property
+    def device(self) -> torch.device:
+        """Where its kernel runs: where its tensors are, but for numbers of the host that go there with it."""
+        layouts = [line.args for line in self.lines if line.target is None and len(line.args) > 1]
+        devices = [device for _, device, *_ in layouts]
+        return next((device for device in devices if device != HOST), HOST)
 
     @property
     def is_placed(self) -> bool:
@@ -349,8 +363,9 @@ def _order_in_memory(value: Tensor) -> tuple[tuple[int, int], ...]:
 
 def kernel_of(rule: Rule) -> Kernel | Reason:
     """The kernel for a rule's part, compiled unless it is known, or why it cannot be compiled."""
-    if rule.length * rule.width < MANY or torch.get_num_threads() == 1:
-        return _kernel(rule, many=False)
+    is_launched = device_facts(rule.device).is_launched
+    if is_launched or rule.length * rule.width < MANY or torch.get_num_threads() == 1:
+        return _kernel(rule, many=is_launched)
     if rule.independent:
         few = _kernel(rule, many=False)
         if isinstance(few, Reason) or few.function is not None:
@@ -406,6 +421,7 @@ def compile_rule(rule: Rule, *, many: bool) -> Kernel | Reason:
         number).
     """
     scope = SymbolicScope()
+    is_launched = rule.independent and device_facts(rule.device).is_launched
     with scope:
         gm = _graph_of(rule, scope, MANY_HINT if many else FEW_HINT)
         inputs = [node.meta["val"] for node in placeholders(gm.graph)]
@@ -414,19 +430,26 @@ def compile_rule(rule: Rule, *, many: bool) -> Kernel | Reason:
             settings["cpp.threads"] = 1
         if rule.flat and rule.width > 1:
             settings.update(INLINED)
-        with inductor_config.patch(settings), fusing_distant_nodes() if rule.flat else nullcontext():
+        with (
+            inductor_config.patch(settings),
+            fusing_distant_nodes() if rule.flat else nullcontext(),
+            without_triton() if is_launched else nullcontext(),
+            generated_code() as code,
+        ):
             attempt = compile_somehow(gm, inputs, is_inference=True)
     if not attempt.is_compiled:
         return attempt.reasons[0][1]
-    if scope.has_guards():
+    if scope.has_guards(below=LONGEST):
         return Reason(
             "a kernel would not hold for every length or number", ", ".join(sorted(rule.operations))
         )
     call = innermost_callable(attempt.call)
+    if is_launched:
+        return _launched_kernel(rule, attempt, call, code, inputs)
     function = _batched_function(rule, call, len(inputs), many=many)
     if isinstance(function, Reason):
         reasons: Reasons = (("in one call for all tensors", function), *attempt.reasons)
-        return Kernel(call, reasons=reasons, vectors=attempt.vectors)
+        return Kernel(call, device=rule.device, reasons=reasons, vectors=attempt.vectors)
     lines = [i for i, line in enumerate(rule.lines) if line.target is None]
     before = rule.flat + rule.is_placed  # the length, and the first element's place
     sums = {index for index, line in enumerate(lines, start=before) if line in rule.sums}
@@ -439,13 +462,51 @@ def compile_rule(rule: Rule, *, many: bool) -> Kernel | Reason:
         if rule.is_placed and argument == 1:
             return FIRST_OF_PIECE
         value = inputs[argument]
-        if not isinstance(value, Tensor):
-            return LENGTH
-        per_unit = value.shape[1] if value.dim() == 2 and rule.width > 1 else 1
-        return value.dtype.itemsize * per_unit if value.dim() > 0 else 0
+        return bytes_of_a_unit(rule, value) if isinstance(value, Tensor) else LENGTH
 
     kinds = tuple(map(kind, function.arguments))
-    return Kernel(call, function, kinds, rule.divisible, rule.width, attempt.reasons, attempt.vectors)
+    return Kernel(
+        call,
+        function,
+        kinds,
+        divisible=rule.divisible,
+        width=rule.width,
+        reasons=attempt.reasons,
+        vectors=attempt.vectors,
+    )
+
+
+def bytes_of_a_unit(rule: Rule, value: Tensor) -> int:
+    """The bytes of a tensor for each unit of a rule's length; 0 if it is a number."""
+    of_unit = value.shape[1] if value.dim() == 2 and rule.width > 1 else 1
+    return value.dtype.itemsize * of_unit if value.dim() > 0 else 0
+
+
+def _launched_kernel(
+    rule: Rule, attempt: Attempt, call: Callable[[list[Any]], Any], code: Sequence[str], inputs: Sequence[Any]
+) -> Kernel:
+    """The kernel of a rule over a table, or, where there is none, one that is called for each tensor."""
+    what = ", ".join(sorted(rule.operations))
+    found: TableKernel | str = "its sums over all elements are no numbers of a table"
+    if not rule.sums:
+        units = {i: bytes_of_a_unit(rule, each) for i, each in enumerate(inputs) if isinstance(each, Tensor)}
+        elements = [i for i, unit in units.items() if unit]
+        found = table_kernel(code[-1], len(inputs), 0 if rule.flat else None, elements)
+    if isinstance(found, str):
+        reasons: Reasons = (("in one call for all tensors", Reason(found, what)), *attempt.reasons)
+        return Kernel(call, device=rule.device, reasons=reasons)
+    layouts = [line.args for line in rule.lines if line.target is None]
+    before = rule.flat + rule.is_placed
+
+    def column(argument: int) -> Column:
+        if rule.is_placed and argument == 1:
+            return Column(is_place=True)
+        at = argument - before
+        is_of_host = at < len(layouts) and layouts[at][1] == HOST
+        return Column(units[argument], inputs[argument].dtype.itemsize if is_of_host else 0)
+
+    columns = tuple(map(column, found.arguments))
+    return Kernel(call, found, columns=columns, device=rule.device, width=rule.width, reasons=attempt.reasons)
 
 
 def _batched_function(
@@ -472,12 +533,11 @@ def _graph_of(rule: Rule, scope: SymbolicScope, hint: int) -> GraphModule:
     length = _input(graph, "n", scope.length("n", hint)) if rule.flat else None
     first = None
     if rule.is_placed:
-        device = next(line.args[1] for line in rule.lines if line.target is None and len(line.args) > 1)
-        first = _input(graph, "first", scope.tensor((), (), torch.int32, device))
+        first = _input(graph, "first", scope.tensor((), (), torch.int32, rule.device))
     made: dict[int, Node] = {}
     for i, line in enumerate(rule.lines):
         if line.target is None:
-            made[i] = _input(graph, f"in{i}", _value_of_input(line.args, scope, f"s{i}", length))
+            made[i] = _input(graph, f"in{i}", _value_of_input(rule, line.args, scope, f"s{i}", length))
     results = [_input(graph, f"out{i}", None) for i, store in enumerate(rule.stores) if store[0] is None]
     for i, line in enumerate(rule.lines):
         if line.target is not None:
@@ -539,9 +599,13 @@ def _input(graph: Graph, name: str, value: Any) -> Node:
     return node
 
 
-def _value_of_input(layout: tuple[Any, ...], scope: SymbolicScope, name: str, length: Node | None) -> Any:
+def _value_of_input(
+    rule: Rule, layout: tuple[Any, ...], scope: SymbolicScope, name: str, length: Node | None
+) -> Any:
     if len(layout) == 1:
         return scope.number(name, layout[0])
     dtype, device, size, stride = layout
+    if rule.independent and not size:
+        device = rule.device  # where a number of the host is by then
     sizes = pytree.tree_map_only(_Length, lambda _: length.meta["val"] if length is not None else None, size)
     return scope.tensor(sizes, stride, dtype, device)

@@ -26,6 +26,8 @@ from collage_fx.torch_compat import pytree, real_tensors
 __all__ = ["rules_of"]
 
 
+HOST = torch.device("cpu")
+
 #: Stands for the place of the first element in a plan's list of values.
 FIRST = "first"
 
@@ -47,6 +49,8 @@ def lower_in_parts(gm: GraphModule, *, always: bool = False) -> StepInParts | Re
         kernel = kernel_of(rule)
         if isinstance(kernel, Reason):
             return kernel
+        if rule.device == HOST and any(given.meta["val"].device != HOST for given in part.given):
+            return Reason.at(next(iter(part.given)), "the host computes with a number that a device has made")
         earlier = [made[result] for result in part.given]
         earlier += [last_read.get(store.all_input_nodes[0], -1) for store in part.stores]
         wave = 1 + max(earlier, default=-1)
@@ -59,8 +63,7 @@ def lower_in_parts(gm: GraphModule, *, always: bool = False) -> StepInParts | Re
 def rules_of(gm: GraphModule, *, always: bool = False) -> list[tuple[Part, Rule]] | Reason:
     """The parts of a graph, in an order in which they can run, and the rule of each.
 
-    On the CPU. On a GPU each part would be a launch of its own: there the graph is compiled as one, in which
-    Inductor can combine them, and CUDA graphs (``mode="reduce-overhead"``) record it as one.
+    Equal parts are one kernel, which a CPU calls, and a GPU launches, once for all of them.
     """
     for node in placeholders(gm.graph):
         if (reason := _not_plain(node.meta["val"])) is not None:
@@ -80,7 +83,7 @@ def _not_plain(value: Any) -> str | None:
     if not isinstance(value, Tensor):
         return None
     if not device_facts(value.device).in_parts:
-        return f"on {value.device.type}, every part would be a launch of its own"
+        return f"on {value.device.type} a step is compiled as one"
     if not all(isinstance(number, int) for number in (*value.shape, *value.stride())):
         return "its sizes or strides are not known when it is compiled"
     return None

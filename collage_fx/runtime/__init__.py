@@ -4,6 +4,7 @@ from collage_fx.runtime.batches import *
 from collage_fx.runtime.calls import *
 from collage_fx.runtime.checkpoint import *
 from collage_fx.runtime.error_terms import *
+from collage_fx.runtime.launches import *
 from collage_fx.runtime.layouts import *
 from collage_fx.runtime.meter import *
 from collage_fx.runtime.metrics import *

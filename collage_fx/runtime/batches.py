@@ -42,6 +42,7 @@ __all__ = [
     "MOST_BUFFERS",
     "SUMS_OF_PIECE",
     "buffer_at",
+    "fill",
     "prepare_compiler",
 ]
 
@@ -81,6 +82,7 @@ _SOURCE = f"""
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <utility>
 #include <vector>
 
@@ -121,6 +123,29 @@ struct alignas(128) Sums {{
 extern "C" void gather(
     PyObject* values, Word count, const Word* places, void* (*address_of)(PyObject*), void** addresses) {{
   for (Word i = 0; i < count; ++i) addresses[i] = address_of(PyList_GET_ITEM(values, places[i]));
+}}
+
+// Words of a device's table, each made of the address at a place, of the number there, or of neither (-1);
+// below are cells of scratch memory. Returns whether any of them has changed.
+extern "C" Word fill(
+    Word count, const Word* places, const Word* sizes, const Word* offsets,
+    const Word* addresses, Word scratch, Word* words) {{
+  Word changed = 0;
+  for (Word i = 0; i < count; ++i) {{
+    Word word = offsets[i];
+    if (places[i] != -1) {{
+      const Word address = places[i] < 0 ? scratch + {CELL} * (-2 - places[i]) : addresses[places[i]];
+      if (sizes[i]) {{
+        word = 0;
+        std::memcpy(&word, reinterpret_cast<const void*>(address), sizes[i]);
+      }} else {{
+        word += address;
+      }}
+    }}
+    changed |= words[i] ^ word;
+    words[i] = word;
+  }}
+  return changed != 0;
 }}
 
 // Where kinds[j] is not negative, argument j is an address, and so many bytes for each element before the
@@ -176,6 +201,7 @@ class Library(NamedTuple):
 
     run: Callable[..., None]
     gather: Callable[..., None]
+    fill: Callable[..., int]
 
 
 @functools.cache
@@ -186,8 +212,11 @@ def load_library() -> Library:
     run, gather = library.run, ctypes.PyDLL(library._name).gather
     run.argtypes = [pointer, word, word, pointer, pointer, word, *[pointer] * 5, word, word]
     gather.argtypes = [ctypes.py_object, word, pointer, pointer, pointer]
+    fill = library.fill
+    fill.argtypes = [word, *[pointer] * 4, word, pointer]
     run.restype = gather.restype = None
-    return Library(run, gather)
+    fill.restype = word
+    return Library(run, gather, fill)
 
 
 @functools.cache
@@ -197,6 +226,29 @@ def prepare_compiler() -> None:
     A fault of the compiler is raised where the library or a kernel is needed.
     """
     prepare_cpp_compiler().add_done_callback(lambda _: load_library())
+
+
+def fill(
+    words: Tensor,
+    places: array[int],
+    sizes: array[int],
+    offsets: array[int],
+    addresses: array[int],
+    scratch: Tensor,
+) -> bool:
+    """Write the words of a device's table; returns whether any of them has changed.
+
+    Args:
+        words: the table, on the host.
+        places: where in ``addresses`` the address is that a word is made of; -1: nowhere; ``-2 - cell``: it
+            is that of a cell of scratch memory.
+        sizes: bytes of the number at that address, if that is what the word is.
+        offsets: what is added to addresses.
+        addresses: of a step's values.
+        scratch: memory.
+    """
+    tables = (table.buffer_info()[0] for table in (places, sizes, offsets, addresses))
+    return bool(load_library().fill(len(places), *tables, scratch.data_ptr(), words.data_ptr()))
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,13 @@ from torch import Tensor
 
 from collage_fx.graph import Reasons
 from collage_fx.runtime.batches import CELL, SUMS_OF_PIECE, Batch, Gather
-from collage_fx.torch_compat import CFunction, takes_a_list
+from collage_fx.runtime.launches import Column, Launch, Launches, Member
+from collage_fx.torch_compat import CFunction, TableKernel, takes_a_list
 
 __all__ = ["Call", "Kernel", "StepInParts", "ValueIndex"]
+
+
+HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -30,8 +34,11 @@ class Kernel:
 
     Attributes:
         call: takes, as one list, the length if the rule is flat, the inputs, and memory for the results.
-        function: the C++ function that this comes down to, where the rule is independent and that is so.
-        kinds: of the function's arguments, as in :class:`~collage_fx.runtime.batches.Batch`.
+        function: the C++ function that this comes down to, or the kernel over a table of a GPU's, where the
+            rule is independent and that is so.
+        kinds: of a C++ function's arguments, as in :class:`~collage_fx.runtime.batches.Batch`.
+        columns: of the rows of a kernel's table.
+        device: where it runs.
         divisible: whether the function may be called for a piece of the tensors.
         width: elements of a unit of length of its tensors.
         reasons: why it is not made, or not called, in a faster way.
@@ -39,8 +46,10 @@ class Kernel:
     """
 
     call: Callable[[list[Any]], Any]
-    function: CFunction | None = None
+    function: CFunction | TableKernel | None = None
     kinds: tuple[int, ...] = ()
+    columns: tuple[Column, ...] = ()
+    device: torch.device = HOST
     divisible: bool = False
     width: int = 1
     reasons: Reasons = ()
@@ -102,8 +111,29 @@ class StepInParts:
         in_python.update(index for call in calls if call.kernel.function is None for index in call.values)
         indices = range(first_result, first_result + len(results))
         self._allocated = [each for each in zip(indices, results, strict=True) if each[0] in in_python]
-        self._table = _Table(index for index in indices if index not in in_python)
-        self.stages = [self._table.batch(group) or group for group in _grouped(calls)]
+        cells: dict[torch.device, list[int]] = defaultdict(list)
+        for index, (_, _, _, device) in zip(indices, results, strict=True):
+            if index not in in_python:
+                cells[device].append(index)
+        self._table = _Table(cells[HOST])
+        self._launches = {
+            device: Launches(device, cells[device], self._table.of_value)
+            for device in dict.fromkeys(call.kernel.device for call in calls if call.kernel.columns)
+        }
+        groups = _grouped(calls)
+        #: What the host computes, which devices read; then what runs on those.
+        self.on_host = [
+            self._table.batch(group) or group for group in groups if group[0].kernel.device == HOST
+        ]
+        self.on_devices = [self._launch(group) or group for group in groups if group[0].kernel.device != HOST]
+
+    def _launch(self, calls: Sequence[Call]) -> Launch | None:
+        """Calls of one kernel as a launch, if it is one over a table."""
+        kernel = calls[0].kernel
+        if not isinstance(kernel.function, TableKernel):
+            return None
+        members = [Member(call.values, call.length) for call in calls]
+        return self._launches[kernel.device].add(kernel.function, kernel.columns, members, kernel.width)
 
     @property
     def kernels(self) -> list[Kernel]:
@@ -118,13 +148,24 @@ class StepInParts:
         for function, operands in self.numbers:
             values.append(function(*(values[o.index] if isinstance(o, ValueIndex) else o for o in operands)))
         addresses, scratch = self._table.of(values)
-        for stage in self.stages:
+        for stage in self.on_host:
             if isinstance(stage, Batch):
                 stage(addresses, scratch)
             else:
-                for call in stage:
-                    call.kernel.call([values[index] for index in call.values])
+                _call(stage, values)
+        for launches in self._launches.values():
+            launches.update(addresses, scratch)
+        for group in self.on_devices:
+            if isinstance(group, Launch):
+                group()
+            else:
+                _call(group, values)
         return tuple(None if index is None else values[index] for index in self.outputs)
+
+
+def _call(calls: Sequence[Call], values: Sequence[Any]) -> None:
+    for call in calls:
+        call.kernel.call([values[index] for index in call.values])
 
 
 def _grouped(calls: Sequence[Call]) -> list[list[Call]]:
@@ -149,13 +190,13 @@ class _Table:
     def batch(self, calls: Sequence[Call]) -> Batch | None:
         """Calls of one kernel as a batch, if the kernel is a C++ function."""
         kernel = calls[0].kernel
-        if kernel.function is None:
+        if not isinstance(kernel.function, CFunction):
             return None
 
         def entry(call: Call, argument: int, kind: int) -> int:
             # Neither a length nor a buffer is in the table.
             is_address = kind >= 0 or kind == SUMS_OF_PIECE
-            return self._of_value(call.values[argument]) if is_address else 0
+            return self.of_value(call.values[argument]) if is_address else 0
 
         arguments = list(zip(kernel.function.arguments, kernel.kinds, strict=True))
         return Batch(
@@ -167,7 +208,8 @@ class _Table:
             width=kernel.width,
         )
 
-    def _of_value(self, index: int) -> int:
+    def of_value(self, index: int) -> int:
+        """Where the address of a value is: a number in the table, or, negative, a cell."""
         if index in self._cells:
             return self._cells[index]
         return self._numbers.setdefault(index, len(self._numbers))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import sympy
 import torch
 from functorch import make_fx
 from torch._dynamo.source import ConstantSource
@@ -155,6 +156,12 @@ class SymbolicScope:
         with self.fake_mode:
             return node.target(*args, **kwargs)  # type: ignore[operator]
 
-    def has_guards(self) -> bool:
-        """Whether an operation had to look at the value of a symbol, so that the graph is for that alone."""
-        return bool(self.shape_env.guards)
+    def has_guards(self, *, below: int) -> bool:
+        """Whether an operation had to look at the value of a symbol, so that the graph is for that alone.
+
+        That a value is at most so large that ``below`` is not reached does not count.
+        """
+        return not all(
+            isinstance(guard.expr, sympy.Le) and guard.expr.rhs.is_number and guard.expr.rhs >= below - 1
+            for guard in self.shape_env.guards
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from torch._inductor.virtualized import V
 
 from collage_fx.torch_compat.patching import Patch
 
-__all__ = ["fusing_distant_nodes", "without_outer_loop_fusion"]
+__all__ = ["fusing_distant_nodes", "without_outer_loop_fusion", "without_triton"]
 
 
 DISTANT_NODES = Patch(
@@ -35,6 +36,13 @@ PATTERNS = Patch(
     why="no patterns of attention, padding and shuffled rows are made for steps on the CPU",
     during="lowerings",
     relies_on=("torch._inductor.fx_passes.joint_graph:joint_graph_passes has lazy_init",),
+)
+
+LOADED_KERNELS = Patch(
+    name="loaded-kernels",
+    target="torch._inductor.async_compile:AsyncCompile.triton(self, kernel_name, source_code, device_str)",
+    why="a Triton kernel whose body goes into another frame is compiled in that one alone",
+    during="lowerings",
 )
 
 KEPT_VALUES = Patch(
@@ -74,6 +82,33 @@ def without_patterns() -> contextlib.AbstractContextManager[None]:
     a step on the CPU there is nothing that they would make faster.
     """
     return PATTERNS.entered(lambda original: lambda *args: None)
+
+
+def without_triton() -> contextlib.AbstractContextManager[None]:
+    """Within, Triton kernels that Inductor writes are compiled when they are first run, if ever."""
+    return LOADED_KERNELS.entered(_deferring)
+
+
+def _deferring(original: Callable[..., Any]) -> Callable[..., Any]:
+    def triton(self: Any, kernel_name: str, source_code: str, device_str: str = "cuda") -> Any:
+        return _Deferred(functools.partial(original, self, kernel_name, source_code, device_str))
+
+    return triton
+
+
+class _Deferred:
+    """A kernel of Inductor's that is compiled when it is run."""
+
+    def __init__(self, compile_: Callable[[], Any]) -> None:
+        self._compile = compile_
+
+    @functools.cached_property
+    def _kernel(self) -> Any:
+        kernel = self._compile()
+        return kernel.result() if hasattr(kernel, "result") else kernel
+
+    def run(self, *arguments: Any, **named: Any) -> Any:
+        return self._kernel.run(*arguments, **named)
 
 
 @dataclass(frozen=True)

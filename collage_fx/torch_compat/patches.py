@@ -24,6 +24,7 @@ from collage_fx.torch_compat import (
     patch_optimizers,
     patch_steps,
     tensors,
+    triton_tables,
 )
 from collage_fx.torch_compat.patching import Patch, misfit
 
@@ -45,6 +46,7 @@ PATCHES: tuple[Patch, ...] = tuple(
 RELIED_ON: tuple[str, ...] = (
     *(*aot_autograd.RELIED_ON, *dynamo_trace.RELIED_ON, *fake_tensors.RELIED_ON),
     *(*inductor.RELIED_ON, *tensors.RELIED_ON, *own_steps.RELIED_ON, *dynamo_counts.RELIED_ON),
+    *triton_tables.RELIED_ON,
 )
 
 

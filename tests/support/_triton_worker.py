@@ -428,10 +428,10 @@ def load_module(source: str) -> types.ModuleType:
     return module
 
 
-def load_kernel(self: Any, name: str, source: str, device_str: str = "cuda") -> _Kernel:
-    if source not in _kernels:
-        _kernels[source] = getattr(load_module(source), name)
-    return _kernels[source]
+def load_kernel(self: Any, kernel_name: str, source_code: str, device_str: str = "cuda") -> _Kernel:
+    if source_code not in _kernels:
+        _kernels[source_code] = getattr(load_module(source_code), kernel_name)
+    return _kernels[source_code]
 
 
 class _Nothing(contextlib.AbstractContextManager[None]):

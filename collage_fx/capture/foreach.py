@@ -1,0 +1,76 @@
+"""Operations on lists of tensors, ``torch._foreach_add_`` and the like, taken apart.
+
+Note [Lists are no families]
+----------------------------
+torch.optim loops over a model's tensors on the CPU, and gives lists of them to ``_foreach_`` functions on a
+GPU: one operation for all tensors, by which all updates are one component. What such a function does to one
+element has a rule (:func:`~collage_fx.graph.foreach_rule`), so that it is as well written as an operation for
+each. Then the updates are components of their own, and equal ones a family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from collage_fx.graph import copy_of, foreach_calls, foreach_rule
+from collage_fx.torch_compat import detect_fake_mode
+
+__all__ = ["with_lists_apart"]
+
+PREFIX = "_foreach_"
+
+
+def with_lists_apart(gm: GraphModule) -> GraphModule:
+    """A captured graph with an operation for each element of its lists; itself if it has no lists.
+
+    A function that has no rule is left as it is.
+    """
+    if not any(_name(node) for node in gm.graph.nodes):
+        return gm
+    apart = copy_of(gm)
+    for node in list(apart.graph.nodes):
+        if name := _name(node):
+            _take_apart(node, name)
+    apart.recompile()
+    return apart
+
+
+def _name(node: Node) -> str:
+    """NAME, or NAME_, of a call of ``torch._foreach_NAME``; empty for others."""
+    name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+    return name.removeprefix(PREFIX) if name.startswith(PREFIX) else ""
+
+
+def _take_apart(node: Node, name: str) -> None:
+    rule, graph = foreach_rule(name.removesuffix("_")), node.graph
+    readers = [user for user in node.users if getattr(user.target, "__name__", "") == "getitem"]
+    if rule is None or len(readers) < len(node.users):
+        return
+    made = []
+    with graph.inserting_before(node):
+        for args, kwargs in foreach_calls(node.args, node.kwargs):
+            result = graph.call_function(rule, args, kwargs)
+            result.meta = {**node.meta, "example_value": _value(rule, args, kwargs)}
+            if name.endswith("_"):
+                written = cast("Node", args[0])
+                result = graph.call_method("copy_", (written, result))
+                result.meta = {**node.meta, "example_value": written.meta["example_value"]}
+            made.append(result)
+    for reader in readers:
+        reader.replace_all_uses_with(made[cast("int", reader.args[1])])
+        graph.erase_node(reader)
+    graph.erase_node(node)
+
+
+def _value(rule: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """The fake value that a rule makes of those of its operands."""
+    args, kwargs = map_arg((args, kwargs), lambda operand: operand.meta["example_value"])
+    mode = detect_fake_mode(each for each in args if isinstance(each, Tensor))
+    assert mode is not None, "what Dynamo captures are fake tensors"
+    with mode:
+        return rule(*args, **kwargs)

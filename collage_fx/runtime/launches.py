@@ -1,0 +1,250 @@
+"""The Triton kernels of a step, each launched once for all its tensors.
+
+Note [One launch for all tensors]
+---------------------------------
+A launch takes some microseconds of the host, and of the device, whatever it computes; a model has a hundred
+small tensors, of which each takes less. So a kernel finds its tensors in a table in the device's memory, as
+the C++ functions of ``batches.py`` find theirs in the host's. Here the table is one vector of 64-bit words
+for all the launches of a step:
+
+* the rows of each launch: a row for each of its tensors, with their addresses and the length;
+* *numbers* of the host that kernels read, such as a learning rate: so they are those of this step, also where
+  the launches are replayed, and no kernel is compiled anew for another;
+* behind what is uploaded, *cells*, for numbers that one launch computes and another reads.
+
+Most of it is the same at every step: gradients move, if anything does. So the words are made anew on the host
+by one C++ function, and uploaded, without waiting, from pinned memory if any of them has changed.
+
+A tensor of more elements than 32-bit indices reach is in several rows, a piece in each.
+"""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from collage_fx.runtime.batches import fill
+from collage_fx.torch_compat import TableKernel, launch
+
+__all__ = ["Column", "Launch", "Launches"]
+
+#: Elements of a piece at most.
+LONGEST = 1 << 30
+
+#: Bytes that the addresses of a launch's elements are multiples of, where all its tensors' are.
+ALIGNMENT = 16
+
+WORD = 8
+
+#: Pinned buffers: the uploads that can be waiting at once.
+UPLOADS = 4
+
+
+class Column(NamedTuple):
+    """What is in a column of a launch's rows.
+
+    Attributes:
+        unit: bytes of a unit of length of a tensor; 0 if it is a number.
+        host: bytes of a number that is in the host's memory; 0 if it is not.
+        is_place: whether it is the place of the first element of a piece, 32 bits.
+    """
+
+    unit: int = 0
+    host: int = 0
+    is_place: bool = False
+
+
+class Member(NamedTuple):
+    """A tensor's call of a kernel, as far as a launch has to know it.
+
+    Attributes:
+        values: its arguments, as indices into the list of the step's values.
+        length: of its tensors; 0 if they are numbers.
+    """
+
+    values: Sequence[int]
+    length: int
+
+
+class Launch:
+    """The launch of one kernel for all its tensors.
+
+    Args:
+        launches: to which it belongs, with the table.
+        kernel: what is launched.
+        columns: of its rows, but for the length.
+        start: where its rows begin in the table.
+        lengths: of the rows.
+    """
+
+    def __init__(
+        self,
+        launches: Launches,
+        kernel: TableKernel,
+        columns: Sequence[Column],
+        start: int,
+        lengths: Sequence[int],
+    ) -> None:
+        self._launches = launches
+        self.kernel = kernel
+        self.start = start
+        self.lengths = lengths
+        self.width = len(columns) + 1
+        self._of_elements = [i for i, column in enumerate(columns) if column.unit]
+        self._aligned: Tensor | None = None
+        self._programs: dict[bool, Tensor] = {}
+
+    def prepare(self, words: Tensor, device: torch.device) -> None:
+        """Find out which kernel each row is for, by its addresses, and the programs of each kernel."""
+        rows = words[self.start : self.start + len(self.lengths) * self.width].view(-1, self.width)
+        aligned = (rows[:, self._of_elements] % ALIGNMENT == 0).all(1)
+        if self._aligned is not None and torch.equal(aligned, self._aligned):
+            return
+        self._aligned = aligned
+        self._programs = {}
+        blocks = (torch.tensor(self.lengths) + self.kernel.size - 1) // self.kernel.size
+        for which in (True, False):
+            (chosen,) = torch.where(aligned == which)
+            if len(chosen):
+                self._programs[which] = programs(chosen, blocks[chosen].clamp(min=1), device)
+
+    def __call__(self) -> None:
+        table, device = self._launches.table, self._launches.device
+        for aligned, of_kernel in self._programs.items():
+            launch(self.kernel.loaded(aligned=aligned), table[self.start :], of_kernel, device)
+
+
+def programs(rows: Tensor, blocks: Tensor, device: torch.device) -> Tensor:
+    """A word for each program of a launch: ``row << 32 | block``, for so many blocks of each row."""
+    rows, blocks = rows.to(device), blocks.to(device)
+    starts = blocks.cumsum(0) - blocks
+    number = torch.arange(int(blocks.sum()), device=device) - starts.repeat_interleave(blocks)
+    return rows.repeat_interleave(blocks) << 32 | number
+
+
+class Launches:
+    """The launches of a step on one device, and their table.
+
+    Args:
+        device: where they run.
+        results: indices of the values that are numbers which one launch makes for another.
+        place_of: where the host has the address of a value: as ``Batch`` takes it.
+    """
+
+    def __init__(self, device: torch.device, results: Iterable[int], place_of: Callable[[int], int]) -> None:
+        self.device = device
+        self._cells = {index: i for i, index in enumerate(results)}
+        self._place_of = place_of
+        #: Of each word: where the address that it is made of is, or that of a number; how many bytes that
+        #: number has; and what is added.
+        self._sources, self._sizes, self._offsets = array("q"), array("q"), array("q")
+        #: Words that are addresses of cells, and which.
+        self._of_cells: list[tuple[int, int]] = []
+        #: Words that are addresses of numbers in the table, and those numbers, as above.
+        self._waiting: list[tuple[int, tuple[int, int, int]]] = []
+        #: Made at the first step.
+        self.table = torch.empty(0, dtype=torch.int64)
+        self.launches: list[Launch] = []
+
+    def add(
+        self, kernel: TableKernel, columns: Sequence[Column], members: Sequence[Member], width: int
+    ) -> Launch:
+        """Add the launch of a kernel, whose unit of length has so many elements."""
+        if len(self._sources) % 2:  # rows begin at multiples of 16 bytes, which kernels are told
+            self._word()
+        start, lengths = len(self._sources), list[int]()
+        longest = LONGEST // width
+        for member in members:
+            for offset in range(0, max(member.length, 1), longest):
+                for argument, column in zip(kernel.arguments, columns, strict=True):
+                    self._entry(member, argument, column, offset, width)
+                lengths.append(min(longest, member.length - offset))
+                self._word(offset=lengths[-1])
+        self.launches.append(Launch(self, kernel, columns, start, lengths))
+        return self.launches[-1]
+
+    def _word(self, source: int = -1, size: int = 0, offset: int = 0) -> int:
+        self._sources.append(source)
+        self._sizes.append(size)
+        self._offsets.append(offset)
+        return len(self._sources) - 1
+
+    def _entry(self, member: Member, argument: int, column: Column, offset: int, width: int) -> None:
+        if column.is_place:
+            self._waiting.append((self._word(), (-1, 0, offset * width)))
+            return
+        index = member.values[argument]
+        if column.host:
+            self._waiting.append((self._word(), (self._place(index), column.host, 0)))
+        elif index in self._cells:
+            self._of_cells.append((self._word(), self._cells[index]))
+        else:
+            self._word(self._place(index), offset=offset * column.unit)
+
+    def _place(self, index: int) -> int:
+        """What ``fill`` calls the place of an address: one of scratch memory is below -1, which is none."""
+        place = self._place_of(index)
+        return place if place >= 0 else place - 1
+
+    def _allocate(self) -> None:
+        """Give numbers and cells their words, and all of them memory."""
+        numbers: dict[tuple[int, int, int], int] = {}
+        of_words = []
+        for word, number in self._waiting:
+            if number not in numbers:
+                numbers[number] = self._word(*number)
+            of_words.append((word, numbers[number]))
+        count = len(self._sources)
+        first_cell = count + count % 2
+        self.table = torch.zeros(first_cell + 2 * len(self._cells), dtype=torch.int64, device=self.device)
+        base = self.table.data_ptr()
+        for word, other in of_words:
+            self._offsets[word] = base + WORD * other
+        for word, cell in self._of_cells:
+            self._offsets[word] = base + WORD * (first_cell + 2 * cell)
+        self._words = torch.zeros(count, dtype=torch.int64)
+        self._upload = Upload(count, self.device)
+
+    def update(self, addresses: array[int], scratch: Tensor) -> None:
+        """Bring the table up to date for a step: before its launches, behind all that the host computes."""
+        is_first = not self.table.numel()
+        if is_first:
+            self._allocate()
+        changed = fill(self._words, self._sources, self._sizes, self._offsets, addresses, scratch)
+        if is_first or changed:
+            for each in self.launches:
+                each.prepare(self._words, self.device)
+            self._upload(self._words, self.table)
+
+
+class Upload:
+    """Copies words to a device without waiting for it.
+
+    Each of some pinned buffers is written to when the device has read what was in it.
+    """
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        self._is_pinned = device.type == "cuda"
+        self._buffers = itertools.cycle(
+            [
+                (torch.empty(count, dtype=torch.int64, pin_memory=True), torch.cuda.Event())
+                for _ in range(UPLOADS * self._is_pinned)
+            ]
+        )
+
+    def __call__(self, words: Tensor, table: Tensor) -> None:
+        into = table[: len(words)]
+        if not self._is_pinned:
+            into.copy_(words)
+            return
+        with torch.cuda.device(table.device):
+            buffer, read = next(self._buffers)
+            read.synchronize()
+            buffer.copy_(words)
+            into.copy_(buffer, non_blocking=True)
+            read.record()
