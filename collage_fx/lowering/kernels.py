@@ -425,7 +425,10 @@ def compile_rule(rule: Rule, *, many: bool) -> Kernel | Reason:
     with scope:
         gm = _graph_of(rule, scope, MANY_HINT if many else FEW_HINT)
         inputs = [node.meta["val"] for node in placeholders(gm.graph)]
-        settings: dict[str, Any] = {"size_asserts": not (rule.flat or rule.independent)}
+        settings: dict[str, Any] = {
+            "size_asserts": not (rule.flat or rule.independent),
+            "triton.cudagraphs": False,
+        }
         if rule.flat and not many:
             settings["cpp.threads"] = 1
         if rule.flat and rule.width > 1:
@@ -506,6 +509,7 @@ def _launched_kernel(
         return Column(units[argument], inputs[argument].dtype.itemsize if is_of_host else 0)
 
     columns = tuple(map(column, found.arguments))
+    found.begin()
     return Kernel(call, found, columns=columns, device=rule.device, width=rule.width, reasons=attempt.reasons)
 
 

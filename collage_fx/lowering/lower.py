@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule
 
-from collage_fx.errors import FailedLoweringError, warn
+from collage_fx.errors import FailedLoweringError, InvalidOptionError, warn
 from collage_fx.graph import (
     REVISION,
     WAYS,
@@ -34,7 +34,7 @@ from collage_fx.graph import (
 from collage_fx.lowering.attempts import Attempt, compile_somehow, interpreted
 from collage_fx.lowering.plan import lower_in_parts, repeated_step
 from collage_fx.runtime import CompensatedStep, Expected, Kernel, StepInParts, bind
-from collage_fx.torch_compat import add_to_cache_key, inductor_config, local_tensor
+from collage_fx.torch_compat import FREEZES_NUMBERS, add_to_cache_key, inductor_config, local_tensor
 
 __all__ = ["JOINT_GRAPH_SETTINGS", "Lowered", "lower", "why_not_compiled", "without_sums"]
 
@@ -212,6 +212,8 @@ def inductor_settings(arithmetic: Arithmetic, devices: Iterable[torch.device] = 
 
 def _whole(program: StepProgram, example_inputs: Sequence[Any], inductor_options: dict[str, Any]) -> Attempt:
     """Compile the program's graph as one."""
+    if inductor_options.get("cudagraphs"):
+        _refuse_frozen_numbers(program)
     auxiliaries = [node for state in program.expansions for node in state.added]
     static = list(inductor_options.get("static_input_idxs", ()))
     owners = [state for state in program.expansions for _ in state.added]
@@ -232,6 +234,21 @@ def _whole(program: StepProgram, example_inputs: Sequence[Any], inductor_options
         ):  # which has no memory in a step, and so not the strides that it was captured with
             inputs[expansion.position] = expansion.placeholder.meta["val"]
     return compile_somehow(program.gm, inputs, **{**inductor_options, "static_input_idxs": static})
+
+
+def _refuse_frozen_numbers(program: StepProgram) -> None:
+    """Refuse a CUDA graph of code that reads a number of the host's: since torch 2.13 it is read once."""
+    inputs = [
+        (node, value) for node in placeholders(program.gm.graph) if (value := tensor_value(node)) is not None
+    ]
+    numbers = [node for node, value in inputs if not value.dim() and value.device.type == "cpu"]
+    if numbers and FREEZES_NUMBERS and any(device_facts(value.device).is_launched for _, value in inputs):
+        raise InvalidOptionError(
+            "mode='reduce-overhead', where a number in the host's memory changes from step to step, such as "
+            "a learning rate under a scheduler: the CUDA graph would go on with that of its first step",
+            where=str(numbers[0].name),
+            remedy="leave mode out, or keep it on the device: lr=torch.tensor(1e-3, device='cuda')",
+        )
 
 
 def without_sums(gm: GraphModule) -> GraphModule:

@@ -21,7 +21,7 @@ from collage_fx.graph import ONCE, Reason, Repetition, device_facts, is_copy_to_
 from collage_fx.lowering.kernels import Rule, kernel_of, rule_of, samples_first
 from collage_fx.lowering.parts import Part, parts_of
 from collage_fx.runtime import Call, Kernel, StepInParts, ValueIndex
-from collage_fx.torch_compat import pytree, real_tensors
+from collage_fx.torch_compat import inductor_config, pytree, real_tensors
 
 __all__ = ["rules_of"]
 
@@ -49,6 +49,10 @@ def lower_in_parts(gm: GraphModule, *, always: bool = False) -> StepInParts | Re
         kernel = kernel_of(rule)
         if isinstance(kernel, Reason):
             return kernel
+        if kernel.device != HOST and kernel.function is None and inductor_config.triton.cudagraphs:
+            return Reason(
+                "in a CUDA graph (mode='reduce-overhead') kernels of its own for each tensor are one"
+            )
         if rule.device == HOST and any(given.meta["val"].device != HOST for given in part.given):
             return Reason.at(next(iter(part.given)), "the host computes with a number that a device has made")
         earlier = [made[result] for result in part.given]

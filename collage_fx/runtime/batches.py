@@ -42,7 +42,6 @@ __all__ = [
     "MOST_BUFFERS",
     "SUMS_OF_PIECE",
     "buffer_at",
-    "fill",
     "prepare_compiler",
 ]
 

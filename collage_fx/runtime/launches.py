@@ -31,7 +31,7 @@ from torch import Tensor
 from collage_fx.runtime.batches import fill
 from collage_fx.torch_compat import TableKernel, launch
 
-__all__ = ["Column", "Launch", "Launches"]
+__all__ = ["Column"]
 
 #: Elements of a piece at most.
 LONGEST = 1 << 30
@@ -80,6 +80,9 @@ class Launch:
         columns: of its rows, but for the length.
         start: where its rows begin in the table.
         lengths: of the rows.
+
+    Attributes:
+        programs: the words of its programs, by whether the addresses of elements are aligned.
     """
 
     def __init__(
@@ -97,7 +100,7 @@ class Launch:
         self.width = len(columns) + 1
         self._of_elements = [i for i, column in enumerate(columns) if column.unit]
         self._aligned: Tensor | None = None
-        self._programs: dict[bool, Tensor] = {}
+        self.programs: dict[bool, Tensor] = {}
 
     def prepare(self, words: Tensor, device: torch.device) -> None:
         """Find out which kernel each row is for, by its addresses, and the programs of each kernel."""
@@ -106,16 +109,16 @@ class Launch:
         if self._aligned is not None and torch.equal(aligned, self._aligned):
             return
         self._aligned = aligned
-        self._programs = {}
+        self.programs = {}
         blocks = (torch.tensor(self.lengths) + self.kernel.size - 1) // self.kernel.size
         for which in (True, False):
             (chosen,) = torch.where(aligned == which)
             if len(chosen):
-                self._programs[which] = programs(chosen, blocks[chosen].clamp(min=1), device)
+                self.programs[which] = programs(chosen, blocks[chosen].clamp(min=1), device)
 
     def __call__(self) -> None:
         table, device = self._launches.table, self._launches.device
-        for aligned, of_kernel in self._programs.items():
+        for aligned, of_kernel in self.programs.items():
             launch(self.kernel.loaded(aligned=aligned), table[self.start :], of_kernel, device)
 
 

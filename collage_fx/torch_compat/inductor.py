@@ -25,9 +25,11 @@ from torch._inductor.runtime.triton_compat import triton_key
 from collage_fx.torch_compat.patch_cpp_roundings import writes_cpp, writing_our_cpp
 from collage_fx.torch_compat.patch_inductor import without_patterns
 from collage_fx.torch_compat.patch_numbers import keeping_numbers_symbolic
+from collage_fx.torch_compat.version import version
 
 __all__ = [
     "COMBINED_LAUNCHES",
+    "FREEZES_NUMBERS",
     "InductorFault",
     "add_to_cache_key",
     "compile_with_inductor",
@@ -205,6 +207,11 @@ COMBINED_LAUNCHES: dict[str, Any] = {"combo_kernels": True, "combo_kernels_point
 for _name, _value in (("combo_kernel_peak_memory_pct_threshold", None), ("combo_kernel_max_distance", -1)):
     if hasattr(inductor_config, _name):
         COMBINED_LAUNCHES[_name] = _value
+
+
+#: Whether a CUDA graph keeps the value that a 0-d tensor of the host had when it was recorded: the code for
+#: it reads that within what is recorded, where it was copied to the device before.
+FREEZES_NUMBERS = version() >= (2, 13)
 
 
 _PREPARING = "collage_fx: prepare the compiler"

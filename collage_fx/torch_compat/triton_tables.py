@@ -60,21 +60,25 @@ class TableKernel:
     size: int
     source: Mapping[bool, str]
 
+    def begin(self) -> None:
+        """Have Inductor compile the kernel for aligned addresses, which may go on in another process."""
+        _begun(self.name, self.source[True])
+
     def loaded(self, *, aligned: bool) -> Any:
-        """The kernel, compiled by Inductor: ``run(table, programs, *grid, stream=...)``."""
-        return _loaded(self.name, self.source[aligned])
+        """The compiled kernel: ``run(table, programs, *grid, stream=...)``."""
+        kernel = _begun(self.name, self.source[aligned])
+        return kernel.result() if hasattr(kernel, "result") else kernel
 
 
 @functools.cache
-def _loaded(name: str, source: str) -> Any:
-    kernel = AsyncCompile().triton(name, source, device_str="cuda")
-    return kernel.result() if hasattr(kernel, "result") else kernel
+def _begun(name: str, source: str) -> Any:
+    return AsyncCompile().triton(name, source, device_str="cuda")
 
 
 def launch(kernel: Any, table: torch.Tensor, programs: torch.Tensor, device: torch.device) -> None:
     """Launch a loaded kernel with as many programs as there are words for them, on the current stream."""
     with torch.cuda.device(device):
-        stream = torch._C._cuda_getCurrentRawStream(device.index or 0)
+        stream = torch.cuda.current_stream(device).cuda_stream
         kernel.run(table, programs, programs.numel(), 1, 1, stream=stream)
 
 

@@ -214,4 +214,4 @@ def test_elementwise_optimizers_are_batches(optimizer: Any, arithmetic: Any) -> 
         run_steps(step, params, [0, 1])
     steps = [call.args[0] for call in called.call_args_list]
     assert len(steps) == 2
-    assert all(isinstance(stage, Batch) for step in steps for stage in step.stages)
+    assert all(isinstance(stage, Batch) for step in steps for stage in step.on_host)

@@ -44,6 +44,7 @@ import functools
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -56,14 +57,18 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
+from collage_fx.torch_compat import TableKernel
+
 __all__ = [
     "HAVE_TRITON",
+    "compile_kernel",
     "compile_to_ptx",
     "copy_graph",
     "fake_cuda",
     "functional_graph",
     "kernels",
     "pretend_sm90",
+    "resources",
     "run_in_interpreter",
     "to_cuda",
     "triton_source",
@@ -316,6 +321,11 @@ def pretend_sm90() -> Iterator[None]:
         stack.enter_context(mock.patch.object(triton_helpers, "set_driver_to_gpu"))
         stack.enter_context(_without_card_errors())
         stack.enter_context(torch._inductor.config.patch(compile_threads=1))
+        # Generated modules import it, and kernels over tables are compiled ahead of their first launch.
+        stack.enter_context(
+            mock.patch.object(torch._C, "_cuda_getCurrentRawStream", return_value=0, create=True)
+        )
+        stack.enter_context(mock.patch.object(TableKernel, "begin"))
         yield
 
 
@@ -482,26 +492,41 @@ def compile_to_ptx(source: str, stage: str = "ptx") -> dict[str, str]:
     ``"sass"``: the machine code, which shows what ptxas contracted to FFMA (it needs the ``cuobjdump`` or
     ``nvdisasm`` that Triton ships).
     """
+    return {name: str(compile_kernel(name, text).asm[stage]) for name, text in kernels(source).items()}
+
+
+def compile_kernel(name: str, text: str, arch: int = 90) -> Any:
+    """Compile a kernel's module for ``sm_{arch}``: Triton's compiled kernel, with ``asm`` by stage."""
     _need_triton()
     import triton
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
     from triton.backends.compiler import GPUTarget
     from triton.compiler.compiler import ASTSource
 
-    compiled = {}
     with pretend_sm90(), tempfile.TemporaryDirectory(prefix="triton_offline_") as folder:
-        for name, text in kernels(source).items():
-            tuner = getattr(_import_text(text, os.path.join(folder, f"{name}.py")), name)
-            assert isinstance(tuner, CachingAutotuner)
-            config = tuner.configs[0]
-            meta = tuner._create_compile_meta(config)
-            binary = triton.compile(
-                ASTSource(tuner.fn, meta["signature"], meta["constants"], meta["configs"][0]),
-                target=GPUTarget("cuda", 90, 32),
-                options=tuner._create_compile_options(config, meta),
-            )
-            compiled[name] = str(binary.asm[stage])
-    return compiled
+        tuner = getattr(_import_text(text, os.path.join(folder, f"{name}.py")), name)
+        assert isinstance(tuner, CachingAutotuner)
+        config = tuner.configs[0]
+        meta = tuner._create_compile_meta(config)
+        return triton.compile(
+            ASTSource(tuner.fn, meta["signature"], meta["constants"], meta["configs"][0]),
+            target=GPUTarget("cuda", arch, 32),
+            options=tuner._create_compile_options(config, meta),
+        )
+
+
+def resources(binary: Any) -> dict[str, int]:
+    """Of a compiled kernel: registers (REG), bytes of stack (STACK) and of what has spilled (LOCAL)."""
+    import triton
+
+    tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary.asm["cubin"])
+        file.flush()
+        told = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    return {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", told)}
 
 
 def _import_text(text: str, path: str) -> ModuleType:

@@ -1,0 +1,143 @@
+"""A step as a GPU takes it: which kernels are launched, for how many tensors at once, and their bits.
+
+In Triton's interpreter, against the eager twin.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from collage_fx import CollageBackend
+from collage_fx.torch_compat import TableKernel
+from tests.support import triton_offline as offline
+from tests.support.launched import LaunchedSteps, step_on_cuda
+from tests.support.training import parameters, set_gradients
+
+pytestmark = pytest.mark.skipif(
+    not offline.HAVE_TRITON, reason="needs triton (Linux only) and numpy: pip install triton numpy"
+)
+
+#: Two alike; no multiple of a block's 1024; one that can be packed; several blocks and a rest.
+SHAPES = [(33, 17), (33, 17), (7,), (64, 128), (9001,)]
+
+
+@pytest.fixture(scope="module")
+def steps() -> Iterator[LaunchedSteps]:
+    with LaunchedSteps() as process:
+        yield process
+
+
+FORMATS: list[tuple[dict[str, Any], int]] = [
+    # Beside the step counters' kernel and the elements', there is one for the counters of dither, and for
+    # what is packed.
+    ({"strategy": "full"}, 2),
+    ({"strategy": "plus"}, 3),
+    ({"strategy": "light", "rounding": "nearest"}, 2),
+    ({"strategy": "light", "error_format": "mcf"}, 3),
+    ({"strategy": "full", "error_format": "fp32"}, 2),
+    ({"strategy": "light", "error_format": "byte"}, 3),
+    ({"strategy": "light", "state": "block8"}, 4),
+    ({"strategy": "light", "error_format": "byte", "state": "block16"}, 4),
+    ({"strategy": "light", "arithmetic": "native", "error_format": "mcf", "rounding": "nearest"}, 2),
+]
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize(("options", "launches"), FORMATS, ids=lambda value: str(value))
+def test_adamw_is_a_launch_for_each_rule(
+    steps: LaunchedSteps, options: dict[str, Any], launches: int, foreach: bool
+) -> None:
+    outcome = steps.run("AdamW", shapes=SHAPES, options=options, lr=1e-3, foreach=foreach)
+    assert outcome.different == {}
+    assert outcome.changed[0] == outcome.changed[1]
+    assert outcome.unaligned == 0
+    assert (outcome.launches, outcome.calls, outcome.on_host) == (launches, 0, 0), outcome.reasons
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "keywords", "launches"),
+    [
+        ("SGD", {"lr": 0.1, "momentum": 0.9}, 2),
+        ("RMSprop", {"lr": 1e-3}, 2),
+        ("Adagrad", {"lr": 1e-3}, 2),
+        ("Adadelta", {}, 3),
+        ("NAdam", {}, 3),
+        ("Rprop", {}, 2),
+    ],
+)
+def test_other_rules(steps: LaunchedSteps, optimizer: str, keywords: dict[str, Any], launches: int) -> None:
+    outcome = steps.run(optimizer, shapes=SHAPES, options={}, **keywords)
+    assert outcome.different == {}
+    assert (outcome.launches, outcome.calls) == (launches, 0), outcome.reasons
+
+
+def test_unaligned_gradients_have_a_kernel_of_their_own(steps: LaunchedSteps) -> None:
+    outcome = steps.run("AdamW", shapes=SHAPES, options={}, offset=1, lr=1e-3)
+    assert outcome.different == {}
+    assert outcome.unaligned == 1
+
+
+def test_a_learning_rate_of_the_host_is_current_at_every_step(steps: LaunchedSteps) -> None:
+    """It is a word of the table: the kernels are those of the first step."""
+    outcome = steps.run("AdamW", shapes=SHAPES, options={}, scheduled=True, lr=1e-3)
+    assert outcome.different == {}
+    assert outcome.calls == 0
+
+
+def test_counters_on_the_host(steps: LaunchedSteps) -> None:
+    outcome = steps.run("AdamW", shapes=SHAPES, options={}, host=["counters"], lr=1e-3)
+    assert outcome.different == {}
+    assert outcome.on_host == 1
+    assert outcome.calls == 0
+
+
+def test_reductions_are_called_for_each_tensor(steps: LaunchedSteps) -> None:
+    outcome = steps.run("Adafactor", shapes=SHAPES, options={})
+    assert outcome.calls > 0
+    assert all("neither elementwise" in reason for reason in outcome.reasons)
+
+
+# -- What a card is given
+
+
+@functools.cache
+def elements_kernel(strategy: Any) -> TableKernel:
+    """The kernel for the elements of AdamW's state."""
+    found: list[TableKernel] = []
+
+    class Backend(CollageBackend):
+        def lower(self, program: Any, example_inputs: Any, inductor_options: Any) -> Any:
+            found.extend(
+                kernel.function
+                for kernel in step_on_cuda(program).kernels
+                if any(column.unit for column in kernel.columns)
+            )
+            return super().lower(program, example_inputs, inductor_options)
+
+    params = parameters(shapes=((64, 128), (64, 128)))
+    set_gradients(params)
+    torch.compile(torch.optim.AdamW(params).step, backend=Backend(strategy=strategy))()
+    (kernel,) = found
+    return kernel
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize(("strategy", "loaded", "stored"), [("plus", 6, 5), ("light", 5, 4)])
+def test_full_blocks_are_accessed_16_bytes_at_a_time(
+    strategy: str, loaded: int, stored: int, arch: int
+) -> None:
+    """Eight elements a thread, of 2 bytes: an access for each tensor; and nothing spills."""
+    kernel = elements_kernel(strategy)
+    binary = offline.compile_kernel(kernel.name, kernel.source[True], arch)
+    ptx = binary.asm["ptx"]
+    assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) == loaded
+    assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == stored
+    used = offline.resources(binary)
+    assert used["REG"] <= 96
+    assert used["STACK"] == used["LOCAL"] == 0
