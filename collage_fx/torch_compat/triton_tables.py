@@ -172,6 +172,7 @@ _TYPES = {
     "*fp64": "float64",
     "*fp8e4nv": "float8e4nv",
     "*fp8e5": "float8e5",
+    "*i1": "int1",
     "*i8": "int8",
     "*i16": "int16",
     "*i32": "int32",

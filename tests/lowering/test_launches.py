@@ -45,6 +45,7 @@ FORMATS: list[tuple[dict[str, Any], int]] = [
     ({"strategy": "light", "state": "block8"}, 4),
     ({"strategy": "light", "error_format": "byte", "state": "block16"}, 4),
     ({"strategy": "light", "arithmetic": "native", "error_format": "mcf", "rounding": "nearest"}, 2),
+    ({"strategy": "full", "arithmetic": "native", "error_format": "mcf", "rounding": "nearest"}, 2),
 ]
 
 
@@ -69,6 +70,9 @@ def test_adamw_is_a_launch_for_each_rule(
         ("Adadelta", {}, 3),
         ("NAdam", {}, 3),
         ("Rprop", {}, 2),
+        ("RAdam", {}, 3),
+        ("Adamax", {}, 3),
+        ("Adam", {"amsgrad": True}, 3),
     ],
 )
 def test_other_rules(steps: LaunchedSteps, optimizer: str, keywords: dict[str, Any], launches: int) -> None:
