@@ -169,7 +169,9 @@ def launches(step: Step, device: str) -> int:
             torch.cuda.synchronize()
     events = profiler.events() or []
     if device == "cuda":
-        return sum(event.device_type == DeviceType.CUDA for event in events)
+        on_device = [event for event in events if event.device_type == DeviceType.CUDA]
+        of_others = ("Memcpy", "Memset")
+        return sum(not (e.is_user_annotation or e.name.startswith(of_others)) for e in on_device)
     return sum(event.name.startswith("aten::") and not _inside_operator(event) for event in events)
 
 

@@ -433,6 +433,8 @@ def compile_rule(rule: Rule, *, many: bool) -> Kernel | Reason:
             settings["cpp.threads"] = 1
         if rule.flat and rule.width > 1:
             settings.update(INLINED)
+        if is_launched:
+            settings["combo_kernels"] = False
         with (
             inductor_config.patch(settings),
             fusing_distant_nodes() if rule.flat else nullcontext(),

@@ -43,6 +43,7 @@ from collage_fx.graph import (
     Groups,
     Reason,
     copies_to_inputs,
+    device_facts,
     draws,
     is_copy_to_input,
     is_number,
@@ -157,7 +158,21 @@ class _Partition:
                 self.groups.join(node, operand)
         self.groups.find(node)
 
+    def _join_numbers_of_one_reader(self) -> None:
+        """Join the numbers on a device that launches kernels which one part reads, and no other."""
+        readers: dict[Node, set[Node]] = defaultdict(set)
+        for number, reader in self.cuts:
+            readers[self.groups.find(number)].add(self.groups.find(reader))
+        kept = set(map(self.groups.find, self.kept))
+        first: dict[Node, Node] = {}
+        for number, (reader, *others) in readers.items():
+            value = tensor_value(number)
+            is_launched = value is not None and device_facts(value.device).is_launched
+            if is_launched and not others and number not in kept:
+                self.groups.join(first.setdefault(reader, number), number)
+
     def _in_order(self) -> list[Part] | Reason:
+        self._join_numbers_of_one_reader()
         stores: dict[Node, list[Node]] = defaultdict(list)
         for store in self.stored.values():
             stores[self.groups.find(store)].append(store)

@@ -12,15 +12,15 @@ own, ``row << 32 | block``. The arithmetic is Inductor's to the letter:
 * where a block is full, its mask is one of ones, which Triton leaves out: then it loads and stores 16 bytes
   at a time, whatever the length of the tensor. The last block of a tensor keeps the mask.
 
-A kernel with other arguments, or more than one, is not taken: what calls Inductor's code tensor by tensor
-does the same.
+Several kernels of numbers alone are called one after the other in one program. Others, with other arguments,
+are not taken: what calls Inductor's code tensor by tensor does the same.
 """
 
 from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -95,44 +95,87 @@ def table_kernel(
     """The kernel over a table that does what Inductor's code does for one tensor, or why there is none.
 
     Args:
-        code: a module that launches one Triton kernel, whatever its arguments.
+        code: a module that launches a Triton kernel, whatever its arguments; or several, if of numbers alone.
         arguments: how many ``call`` takes.
         length: which of them is the length; None if it takes numbers alone.
         elements: which of them are tensors with elements.
     """
     try:
         module = ast.parse(code)
-        ((name, text),) = _kernels(module)
-        passed = _passed(module, name, arguments)
-        return _framed(name, ast.parse(text), passed, length, frozenset(elements))
+        kernels = {name: _Kernel.parsed(name, text) for name, text in _texts(module)}
+        runs = _runs(module, kernels, arguments)
+        if length is not None and len(runs) != 1:
+            raise _Unlike(f"Inductor's code launches {len(runs)} Triton kernels for each tensor")
+        return _framed(kernels, runs, length, frozenset(elements))
     except _Unlike as difference:
         return str(difference)
 
 
-def _kernels(module: ast.Module) -> list[tuple[str, str]]:
-    found = [
-        (ast.literal_eval(call.args[0]), ast.literal_eval(call.args[1]))
-        for call in ast.walk(module)
-        if isinstance(call, ast.Call) and ast.unparse(call.func) == "async_compile.triton"
-    ]
-    if len(found) != 1:
-        raise _Unlike(f"Inductor has written {len(found)} Triton kernels for it")
-    return found
+def _texts(module: ast.Module) -> Iterator[tuple[str, str]]:
+    """The Triton kernels of generated code: their names, and the modules that they are in."""
+    for call in ast.walk(module):
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "async_compile.triton":
+            yield ast.literal_eval(call.args[0]), ast.literal_eval(call.args[1])
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    """A Triton kernel of Inductor's, as syntax.
+
+    Attributes:
+        imports: what stands before it in its module.
+        function: the kernel.
+        triton_meta, inductor_meta: what Inductor knows of it.
+        signature: the types of its parameters, but for the size of a block.
+    """
+
+    imports: list[ast.stmt]
+    function: ast.FunctionDef
+    triton_meta: ast.Dict
+    inductor_meta: ast.Dict
+    signature: Mapping[str, str]
+
+    @classmethod
+    def parsed(cls, name: str, text: str) -> _Kernel:
+        *imports, function = ast.parse(text).body
+        assert isinstance(function, ast.FunctionDef)
+        (heuristic, _) = function.decorator_list
+        assert isinstance(heuristic, ast.Call)
+        meta = {each.arg: each.value for each in heuristic.keywords}
+        triton_meta, inductor_meta = meta["triton_meta"], meta["inductor_meta"]
+        assert isinstance(triton_meta, ast.Dict)
+        assert isinstance(inductor_meta, ast.Dict)
+        if ast.literal_eval(_item(inductor_meta, "grid_type")) != "Grid1D":
+            raise _Unlike(f"Inductor's kernel {name} has more than one dimension of blocks")
+        signature = ast.literal_eval(_item(triton_meta, "signature"))
+        signature.pop("XBLOCK", None)
+        return cls(imports, function, triton_meta, inductor_meta, signature)
 
 
 class _StandIn(int):
     """Stands for an argument of generated code, known again by its identity."""
 
 
-def _passed(module: ast.Module, name: str, arguments: int) -> list[Any]:
-    """What the one kernel is run with: stand-ins for arguments of the code, and constants."""
+def _runs(module: ast.Module, kernels: Collection[str], arguments: int) -> list[tuple[str, Sequence[Any]]]:
+    """The kernels that generated code runs, and with what: its arguments, by number, and constants."""
     functions = [
         node for node in ast.walk(module) if isinstance(node, ast.FunctionDef) and node.name == "call"
     ]
-    runs: list[tuple[Any, ...]] = []
+    runs: list[tuple[str, Sequence[Any]]] = []
+    given = [_StandIn(2 + i) for i in range(arguments)]
+    index = {id(each): i for i, each in enumerate(given)}
+
+    def noting(name: str) -> Any:
+        def run(*passed: Any, stream: Any) -> None:
+            runs.append(
+                (name, [_Argument(index[id(each)]) if id(each) in index else each for each in passed])
+            )
+
+        return SimpleNamespace(run=run)
+
     guard = SimpleNamespace(_DeviceGuard=lambda index: nullcontext(), set_device=lambda index: None)
     names: dict[str, Any] = {
-        name: SimpleNamespace(run=lambda *passed, stream: runs.append(passed)),
+        **{name: noting(name) for name in kernels},
         "torch": SimpleNamespace(cuda=guard),
         "get_raw_stream": lambda index: None,
         "copy_if_misaligned": lambda tensor: tensor,
@@ -142,16 +185,11 @@ def _passed(module: ast.Module, name: str, arguments: int) -> list[Any]:
     (function,) = functions
     own = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
     own -= {node.id for node in ast.walk(function) if isinstance(node, ast.Name) and _is_set(node)}
-    unknown = own - {*names, "args"}
-    if unknown:
+    if unknown := own - {*names, "args"}:
         raise _Unlike(f"Inductor's code uses {', '.join(sorted(unknown))}")
     exec(compile(ast.Module([function], []), "<Inductor's code>", "exec"), names)
-    given = [_StandIn(2 + i) for i in range(arguments)]
     names["call"](*[None] * (len(function.args.args) - 1), list(given))
-    if len(runs) != 1:
-        raise _Unlike(f"Inductor's code launches its kernel {len(runs)} times")
-    index = {id(each): i for i, each in enumerate(given)}
-    return [_Argument(index[id(each)]) if id(each) in index else each for each in runs[0]]
+    return runs
 
 
 def _is_set(node: ast.Name) -> bool:
@@ -185,67 +223,54 @@ _TYPES = {
 
 
 def _framed(
-    name: str, module: ast.Module, passed: Sequence[Any], length: int | None, elements: frozenset[int]
+    kernels: Mapping[str, _Kernel],
+    runs: Sequence[tuple[str, Sequence[Any]]],
+    length: int | None,
+    elements: frozenset[int],
 ) -> TableKernel:
-    *imports, function = module.body
-    assert isinstance(function, ast.FunctionDef)
-    (heuristic, _) = function.decorator_list
-    assert isinstance(heuristic, ast.Call)
-    meta = {each.arg: each.value for each in heuristic.keywords}
-    triton_meta, inductor_meta = meta["triton_meta"], meta["inductor_meta"]
-    assert isinstance(triton_meta, ast.Dict)
-    assert isinstance(inductor_meta, ast.Dict)
-    if ast.literal_eval(_item(inductor_meta, "grid_type")) != "Grid1D":
-        raise _Unlike("Inductor's kernel has more than one dimension of blocks")
-    signature = ast.literal_eval(_item(triton_meta, "signature"))
-    parameters = [each for each in signature if each != "XBLOCK"]
-    columns: list[int] = []
-    loads: list[str] = []
-    at_row: dict[int, str] = {}
-    for parameter, value in zip(parameters, passed, strict=True):
-        kind = signature[parameter]
-        if not isinstance(value, _Argument):
-            loads.append(f"{parameter} = {value!r}")
-        elif value.number == length:
-            loads.append(f"{parameter} = left")
-        elif kind not in _TYPES:
-            raise _Unlike(f"Inductor's kernel takes an argument of type {kind}")
-        elif value.number in at_row:  # Inductor has two names for what is read and written in place
-            loads.append(f"{parameter} = {at_row[value.number]}")
-        else:
-            address = f"tl.load(row + {len(columns)}).to(tl.pointer_type(tl.{_TYPES[kind]}))"
-            if value.number in elements:
-                address = f"tl.multiple_of({address}, ALIGNMENT)"
-            loads.append(f"{parameter} = {address}")
-            at_row[value.number] = parameter
-            columns.append(value.number)
-    size = 1 if length is None else max(1, BLOCK // _elements_of_a_unit(function))
-    body = _Body(masked=length is not None)
-    statements = "\n".join(ast.unparse(ast.fix_missing_locations(body.visit(each))) for each in function.body)
-    if not body.has_block or (length is not None and not body.has_mask):
-        raise _Unlike("Inductor's kernel has another frame than those that are known")
-    arguments = ", ".join(parameters)
-    calls = f"_{name}({arguments}, block, XBLOCK, True)"
-    if length is not None:
-        masked = f"_{name}({arguments}, block, XBLOCK, False)"
-        calls = f"if left >= (block + 1) * XBLOCK:\n    {calls}\nelse:\n    {masked}"
-    width = len(columns) + 1
+    """The runs of kernels for one tensor as one kernel, in which a tensor is a row of a table."""
+    columns: dict[int, str] = {}  # Inductor has two names for what is read and written in place: one address
+    calls = []
+    for name, passed in runs:
+        given = []
+        for value, kind in zip(passed, kernels[name].signature.values(), strict=True):
+            if not isinstance(value, _Argument):
+                given.append(repr(value))
+            elif value.number == length:
+                given.append("left")
+            elif kind in _TYPES:
+                columns.setdefault(value.number, kind)
+                given.append(f"p{value.number}")
+            else:
+                raise _Unlike(f"Inductor's kernel takes an argument of type {kind}")
+        arguments = ", ".join(given)
+        calls.append(f"_{name}({arguments}, block, XBLOCK, True)")
+        if length is not None:
+            masked = f"_{name}({arguments}, block, XBLOCK, False)"
+            calls[-1] = f"if left >= (block + 1) * XBLOCK:\n    {calls[-1]}\nelse:\n    {masked}"
+    loads = []
+    for i, (number, kind) in enumerate(columns.items()):
+        address = f"tl.load(row + {i}).to(tl.pointer_type(tl.{_TYPES[kind]}))"
+        loads.append(
+            f"p{number} = tl.multiple_of({address}, ALIGNMENT)"
+            if number in elements
+            else f"p{number} = {address}"
+        )
+    first = kernels[runs[0][0]]
+    name, size = runs[0][0], 1 if length is None else max(1, BLOCK // _elements_of_a_unit(first.function))
+    bodies = "\n\n".join(_body(each, kernels[each], masked=length is not None) for each in kernels)
     frame = f"""
-@triton.jit
-def _{name}({arguments}, block, XBLOCK: tl.constexpr, IS_FULL: tl.constexpr):
-{_indented(statements)}
-
 @decorator
 @triton.jit
 def {name}(table, programs, XBLOCK: tl.constexpr, ALIGNMENT: tl.constexpr):
     program = tl.load(programs + tl.program_id(0))
-    row = table + (program >> 32) * {width}
+    row = table + (program >> 32) * {len(columns) + 1}
     block = (program & 0xffffffff).to(tl.int32)
     left = tl.load(row + {len(columns)}).to(tl.int32)
 {_indented(chr(10).join(loads))}
-{_indented(calls)}
+{_indented((chr(10) + "tl.debug_barrier()" + chr(10)).join(calls))}
 """
-    head = "\n".join(map(ast.unparse, imports))
+    head = "\n".join(map(ast.unparse, first.imports))
     sources = {}
     for aligned in (True, False):
         config = {
@@ -254,9 +279,24 @@ def {name}(table, programs, XBLOCK: tl.constexpr, ALIGNMENT: tl.constexpr):
             "num_warps": WARPS if length is not None else 1,
             "num_stages": 1,
         }
-        decorator = _decorator(config, triton_meta, inductor_meta, name)
-        sources[aligned] = f"{head}\n{frame.replace('decorator', decorator, 1)}"
+        decorator = _decorator(config, first, name)
+        sources[aligned] = f"{head}\n\n{bodies}\n{frame.replace('decorator', decorator, 1)}"
     return TableKernel(name, tuple(columns), size, sources)
+
+
+def _body(name: str, kernel: _Kernel, *, masked: bool) -> str:
+    """The body of a kernel as a function of the number of its block, and of whether that is full."""
+    rewriting = _Rewriting(masked=masked)
+    statements = [
+        ast.unparse(ast.fix_missing_locations(rewriting.visit(each))) for each in kernel.function.body
+    ]
+    if not rewriting.has_block or (masked and not rewriting.has_mask):
+        raise _Unlike("Inductor's kernel has another frame than those that are known")
+    parameters = ", ".join(kernel.signature)
+    return f"""@triton.jit
+def _{name}({parameters}, block, XBLOCK: tl.constexpr, IS_FULL: tl.constexpr):
+{_indented(chr(10).join(statements))}
+"""
 
 
 def _indented(text: str) -> str:
@@ -287,7 +327,7 @@ else:
 """
 
 
-class _Body(ast.NodeTransformer):
+class _Rewriting(ast.NodeTransformer):
     """Rewrites the body of a kernel: which block it computes, and where it needs no mask."""
 
     def __init__(self, *, masked: bool) -> None:
@@ -307,15 +347,15 @@ class _Body(ast.NodeTransformer):
         return self.generic_visit(node)
 
 
-def _decorator(config: Mapping[str, int], triton_meta: ast.Dict, inductor_meta: ast.Dict, name: str) -> str:
+def _decorator(config: Mapping[str, int], kernel: _Kernel, name: str) -> str:
     """Inductor's decorator for a kernel of a known configuration, with what it knows of this one."""
     constants = [each for each in config if not each.startswith("num_")]
     signature = {"table": "*i64", "programs": "*i64", **dict.fromkeys(constants, "constexpr")}
     aligned = [{(i,): [["tt.divisibility", 16]] for i in range(2)}]
-    triton = _with(triton_meta, signature=signature, constants={}, configs=aligned)
+    triton = _with(kernel.triton_meta, signature=signature, constants={}, configs=aligned)
     grid = ["_grid_0", "_grid_1", "_grid_2"]
     inductor = _with(
-        inductor_meta,
+        kernel.inductor_meta,
         grid_type="FixedGrid",
         fixed_grid=grid,
         extra_launcher_args=grid,
@@ -329,10 +369,8 @@ def _decorator(config: Mapping[str, int], triton_meta: ast.Dict, inductor_meta: 
 
 
 def _with(mapping: ast.Dict, **changes: Any) -> str:
-    kept = {
-        ast.unparse(key): ast.unparse(value)
-        for key, value in zip(mapping.keys, mapping.values, strict=True)
-        if key
-    }
+    """The text of a dictionary with other values for these keys."""
+    items = zip(mapping.keys, mapping.values, strict=True)
+    kept = {ast.unparse(key): ast.unparse(value) for key, value in items if key is not None}
     kept |= {repr(name): repr(value) for name, value in changes.items()}
     return "{" + ", ".join(f"{name}: {value}" for name, value in kept.items()) + "}"
