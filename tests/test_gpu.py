@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from collage_fx import CollageBackend
+from benchmarks.timing import launches
+from collage_fx import CollageBackend, error_terms, full_value
 from collage_fx.runtime.fingerprints import fingerprint
 from tests.support.agreement import (
     AdamW,
@@ -140,6 +141,99 @@ def test_cuda_graphs(case: Case) -> None:
         assert counters["inductor"]["cudagraph_skips"] == 0
         results.append(rig.tensors())
     assert_same(results[1:], results[:1])
+
+
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+@pytest.mark.parametrize("foreach", [False, True])
+def test_a_learning_rate_is_that_of_each_step(foreach: bool, mode: Any) -> None:
+    """A Python number that a scheduler sets: with the bits of eager's, in a new compilation or in none."""
+
+    def make(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=1.0, foreach=foreach)
+
+    rig = CompiledOptimizer(SHAPES, make, CollageBackend(error_format="fp32", mode=mode), device=DEVICE)
+    expected = [p.detach().double() for p in rig.parameters]
+    for i, grads in enumerate(gradients(SHAPES, 8)):
+        rig.optimizer.param_groups[0]["lr"] = lr = 2.0**-i
+        rig.step(grads)
+        for value, grad in zip(expected, grads, strict=True):
+            value -= lr * grad.bfloat16().to(DEVICE).double()
+    for parameter, value in zip(rig.parameters, expected, strict=True):
+        assert float((full_value(parameter) - value).abs().max()) < 1e-4
+
+
+# ---------------------------------------------------------------------- launches
+
+
+def test_a_step_is_two_launches() -> None:
+    backend = CollageBackend()
+    rig = CompiledOptimizer([(33, 17)] * 20 + [(10_007,)], adamw, backend, device=DEVICE)
+    grads = list(gradients([tuple(p.shape) for p in rig.parameters], 3))
+    rig.step(grads[0])
+    rig.step(grads[1])
+    assert backend.report().graphs[-1].route.unit == "by family"
+    assert launches(rig.compiled, DEVICE) == 2
+
+
+def test_unaligned_gradients() -> None:
+    """They have a kernel of their own, of which the bits are those of the other."""
+    results = []
+    for offset in (0, 1):
+        rig = compiled_optimizer(Case("plus", "wide", "exact", torch.bfloat16))
+        for grads in gradients(SHAPES, 5):
+            for parameter, grad in zip(rig.parameters, grads, strict=True):
+                memory = torch.empty(grad.numel() + offset, dtype=parameter.dtype, device=DEVICE)
+                parameter.grad = memory[offset:].view(grad.shape).copy_(grad)
+            rig.compiled()
+        results.append(rig.tensors())
+    assert_same(results[:1], results[1:])
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_parameters_on_another_device_than_the_current_one() -> None:
+    results = []
+    for device in ("cuda:0", "cuda:1"):
+        rig = CompiledOptimizer(SHAPES, adamw, CollageBackend(), device=device)
+        for grads in gradients(SHAPES, 5):
+            rig.step(grads)
+        results.append({name: tensor.cpu() for name, tensor in rig.tensors().items()})
+    assert torch.cuda.current_device() == 0
+    assert_same(results[:1], results[1:])
+
+
+def test_on_another_stream() -> None:
+    rig = compiled_optimizer(Case("plus", "wide", "exact", torch.bfloat16))
+    grads = list(gradients(SHAPES, 6))
+    start = rig.start()
+    expected = trajectory(rig, start, grads)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        met = trajectory(rig, start, grads)
+        torch.cuda.synchronize()
+    assert_same(met, expected)
+
+
+def test_a_thousand_steps_take_no_more_memory() -> None:
+    rig = CompiledOptimizer(SHAPES, adamw, CollageBackend(), device=DEVICE)
+    (grads,) = gradients(SHAPES, 1)
+    for _ in range(3):
+        rig.step(grads)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for _ in range(1000):
+        rig.step(grads)
+    assert torch.cuda.memory_allocated() <= before
+
+
+def test_a_tensor_of_more_elements_than_32_bits_count() -> None:
+    """2**31 + 1, of which both ends and the middle are looked at: 24 GiB."""
+    parameter = torch.nn.Parameter(torch.ones(2**31 + 1, dtype=torch.bfloat16, device=DEVICE))
+    parameter.grad = torch.ones_like(parameter)
+    step = torch.compile(torch.optim.SGD([parameter], lr=2.0**-12).step, backend=CollageBackend("light"))
+    for _ in range(3):
+        step()
+    (rest,) = error_terms(parameter)
+    for at in (0, 2**30 - 1, 2**30, 2**31 - 1, 2**31):
+        assert (parameter.detach()[at].float() + rest[at]).item() == 1 - 3 * 2.0**-12, at
 
 
 # ------------------------------------------------------------------- checkpoints

@@ -156,44 +156,55 @@ class _StandIn(int):
     """Stands for an argument of generated code, known again by its identity."""
 
 
-def _runs(module: ast.Module, kernels: Collection[str], arguments: int) -> list[tuple[str, Sequence[Any]]]:
-    """The kernels that generated code runs, and with what: its arguments, by number, and constants."""
-    functions = [
+def _runs(module: ast.Module, kernels: Collection[str], arguments: int) -> list[_Run]:
+    """The kernels that generated code runs, and with what: its arguments, by number, and constants.
+
+    The code is executed with stand-ins for arguments and kernels. This is safe because nothing else has a
+    name in it. A number that it computes of an argument is another one for other arguments.
+    """
+    (function,) = (
         node for node in ast.walk(module) if isinstance(node, ast.FunctionDef) and node.name == "call"
-    ]
-    runs: list[tuple[str, Sequence[Any]]] = []
-    given = [_StandIn(2 + i) for i in range(arguments)]
+    )
+    names = [node for node in ast.walk(function) if isinstance(node, ast.Name)]
+    own = {node.id for node in names if isinstance(node.ctx, ast.Store)} | {"args"}
+    known = {*kernels, *_AROUND}
+    if unknown := {node.id for node in names} - own - known:
+        raise _Unlike(f"Inductor's code uses {', '.join(sorted(unknown))}")
+    noted, others = (
+        _noted(function, kernels, [_StandIn(number + i) for i in range(arguments)]) for number in (2, 1 << 40)
+    )
+    if noted != others:
+        raise _Unlike("Inductor's code computes a number that it runs a kernel with")
+    if not noted:
+        raise _Unlike("Inductor's code runs no kernel")
+    return noted
+
+
+_AROUND = {
+    "torch": SimpleNamespace(
+        cuda=SimpleNamespace(_DeviceGuard=lambda index: nullcontext(), set_device=lambda index: None)
+    ),
+    "get_raw_stream": lambda index: None,
+    "copy_if_misaligned": lambda tensor: tensor,
+    "assert_size_stride": lambda *layout: None,
+    "assert_size_stride_grouped": lambda *layout: None,
+}
+
+
+def _noted(function: ast.FunctionDef, kernels: Collection[str], given: Sequence[_StandIn]) -> list[_Run]:
+    runs: list[_Run] = []
     index = {id(each): i for i, each in enumerate(given)}
 
     def noting(name: str) -> Any:
         def run(*passed: Any, stream: Any) -> None:
-            runs.append(
-                (name, [_Argument(index[id(each)]) if id(each) in index else each for each in passed])
-            )
+            runs.append((name, [_Argument(index[id(p)]) if id(p) in index else p for p in passed]))
 
         return SimpleNamespace(run=run)
 
-    guard = SimpleNamespace(_DeviceGuard=lambda index: nullcontext(), set_device=lambda index: None)
-    names: dict[str, Any] = {
-        **{name: noting(name) for name in kernels},
-        "torch": SimpleNamespace(cuda=guard),
-        "get_raw_stream": lambda index: None,
-        "copy_if_misaligned": lambda tensor: tensor,
-        "assert_size_stride": lambda *layout: None,
-        "assert_size_stride_grouped": lambda *layout: None,
-    }
-    (function,) = functions
-    own = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
-    own -= {node.id for node in ast.walk(function) if isinstance(node, ast.Name) and _is_set(node)}
-    if unknown := own - {*names, "args"}:
-        raise _Unlike(f"Inductor's code uses {', '.join(sorted(unknown))}")
-    exec(compile(ast.Module([function], []), "<Inductor's code>", "exec"), names)
-    names["call"](*[None] * (len(function.args.args) - 1), list(given))
+    scope = {**_AROUND, **{name: noting(name) for name in kernels}}
+    exec(compile(ast.Module([function], []), "<Inductor's code>", "exec"), scope)
+    scope["call"](*[None] * (len(function.args.args) - 1), list(given))
     return runs
-
-
-def _is_set(node: ast.Name) -> bool:
-    return isinstance(node.ctx, ast.Store)
 
 
 @dataclass(frozen=True)
@@ -202,6 +213,9 @@ class _Argument:
 
     number: int
 
+
+#: A kernel's name, and what it is run with.
+_Run = tuple[str, list[Any]]
 
 _TYPES = {
     "*bf16": "bfloat16",
@@ -224,7 +238,7 @@ _TYPES = {
 
 def _framed(
     kernels: Mapping[str, _Kernel],
-    runs: Sequence[tuple[str, Sequence[Any]]],
+    runs: Sequence[_Run],
     length: int | None,
     elements: frozenset[int],
 ) -> TableKernel:

@@ -1,0 +1,60 @@
+"""What is read off Inductor's Triton code, and what is not."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import Tensor
+
+from collage_fx.torch_compat import TableKernel, table_kernel
+from tests.support import triton_offline as offline
+
+pytestmark = pytest.mark.skipif(
+    not offline.HAVE_TRITON, reason="needs triton (Linux only) and numpy: pip install triton numpy"
+)
+
+
+def update(weight: Tensor, grad: Tensor) -> None:
+    weight.copy_(weight - 0.5 * grad)
+
+
+@pytest.fixture(scope="module")
+def code() -> str:
+    graph = offline.functional_graph(update, torch.zeros(5000), torch.zeros(5000))
+    return offline.triton_source(offline.to_cuda(graph))
+
+
+def test_arguments_are_columns_each_once(code: str) -> None:
+    """What is updated in place has two names in Inductor's kernel, and one address."""
+    kernel = table_kernel(code, 2, None, [0, 1])
+    assert isinstance(kernel, TableKernel)
+    assert sorted(kernel.arguments) == [0, 1]
+    assert "tl.load(row + 1)" in kernel.source[True]
+    assert "tl.load(row + 3)" not in kernel.source[True]
+
+
+@pytest.mark.parametrize(
+    ("edited", "by", "why"),
+    [
+        (r"\.run\(", "run_twice(", "uses"),
+        (r", 5000, stream", ", int(arg0_1), stream", "uses int"),
+        (r", 5000, stream", ", 2 * arg0_1, stream", "computes a number"),
+        (r"'grid_type': 'Grid1D'", "'grid_type': 'Grid2D'", "more than one dimension"),
+        (r"tl\.program_id\(0\)", "tl.program_id(1)", "another frame"),
+    ],
+)
+def test_other_code_is_not_taken(code: str, edited: str, by: str, why: str) -> None:
+    changed = re.sub(edited, by, code)
+    assert changed != code
+    told = table_kernel(changed, 2, None, [0, 1])
+    assert isinstance(told, str)
+    assert why in told
+
+
+def test_a_kernel_for_each_tensor_is_one(code: str) -> None:
+    """More than one might hand each other what the table has no column for."""
+    twice = re.sub(r"(\n +)(\w+\.run\(.*\))", r"\1\2\1\2", code)
+    assert twice != code
+    assert table_kernel(twice, 2, 0, [0, 1]) == "Inductor's code launches 2 Triton kernels for each tensor"
