@@ -21,6 +21,7 @@ from tabulate import tabulate
 from torch import Tensor
 
 from collage_fx.backend import CollageBackend
+from collage_fx.graph import DEVICES
 from collage_fx.numerics import ERROR_FORMATS
 from collage_fx.runtime.error_terms import error_terms, full_value
 from collage_fx.torch_compat import PATCHES, cpp_compilers
@@ -39,12 +40,20 @@ class Finding:
     dtype: str
     ok: bool
     told: str
+    is_supported: bool = True
+
+    @property
+    def outcome(self) -> str:
+        """The outcome in a word or two: of a device that is not supported nothing was expected."""
+        if not self.is_supported:
+            return "none"
+        return "ok" if self.ok else "FAILED"
 
 
 def examine() -> tuple[str, bool]:
     """Examine the installation: the findings as text, and whether all is well."""
-    findings = [roundings_survive(d, dtype) for d in devices() for dtype in (torch.bfloat16, torch.float16)]
-    rows = [[f.device, f.dtype, "ok" if f.ok else "FAILED", f.told] for f in findings]
+    findings = [self_test(d, dtype) for d in devices() for dtype in (torch.bfloat16, torch.float16)]
+    rows = [[f.device, f.dtype, f.outcome, f.told] for f in findings]
     table = tabulate(rows, headers=["device", "dtype", "self-test", ""], maxcolwidths=[16, 10, 10, 60])
     replaced, fits = patches()
     ok = fits and all(finding.ok for finding in findings)
@@ -104,6 +113,14 @@ def _description(device: str) -> str:
         properties = torch.cuda.get_device_properties(device)
         return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
     return f"{torch.get_num_threads()} threads" if device == "cpu" else ""
+
+
+def self_test(device: str, dtype: torch.dtype) -> Finding:
+    """Whether roundings survive on a device; steps on one that is not supported are refused, not wrong."""
+    if torch.device(device).type in DEVICES:
+        return roundings_survive(device, dtype)
+    told = f"not supported: steps on it are refused; those on {', '.join(DEVICES)} are not"
+    return Finding(device, str(dtype).removeprefix("torch."), ok=True, told=told, is_supported=False)
 
 
 def roundings_survive(device: str, dtype: torch.dtype) -> Finding:

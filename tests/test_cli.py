@@ -131,6 +131,16 @@ def test_doctor_finds_a_compiler_that_drops_roundings(
     assert "error term is zero" in " ".join(printed.split())
 
 
+def test_doctor_asks_nothing_of_a_device_that_is_not_supported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "devices", lambda: ["cpu", "mps:0"])
+    assert main(["doctor"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "not supported: steps on it are refused; those on cpu, cuda are not" in out
+    assert "All is well." in out
+
+
 def test_doctor_gives_the_reason_where_nothing_compiles(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

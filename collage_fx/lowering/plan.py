@@ -20,8 +20,8 @@ from torch.fx import Graph, GraphModule, Node
 from collage_fx.graph import ONCE, Reason, Repetition, device_facts, is_copy_to_input, placeholders, reached
 from collage_fx.lowering.kernels import Rule, kernel_of, rule_of, samples_first
 from collage_fx.lowering.parts import Part, parts_of
-from collage_fx.runtime import Call, Kernel, StepInParts, ValueIndex
-from collage_fx.torch_compat import inductor_config, pytree, real_tensors
+from collage_fx.runtime import Call, Kernel, StepInParts, ValueIndex, load_library
+from collage_fx.torch_compat import InductorFault, inductor_config, inductor_faults, pytree, real_tensors
 
 __all__ = ["rules_of"]
 
@@ -42,6 +42,8 @@ def lower_in_parts(gm: GraphModule, *, always: bool = False) -> StepInParts | Re
     rules = rules_of(gm, always=always)
     if isinstance(rules, Reason):
         return rules
+    if any(device_facts(rule.device).is_launched for _, rule in rules) and (reason := _why_no_tables()):
+        return reason
     planned: list[_Planned] = []
     made: dict[Node, int] = {}
     last_read: dict[Node, int] = {}
@@ -62,6 +64,16 @@ def lower_in_parts(gm: GraphModule, *, always: bool = False) -> StepInParts | Re
         last_read |= dict.fromkeys(rule.operands, wave)
         planned.append(_Planned(part, rule, kernel, wave))
     return _plan(gm, planned)
+
+
+def _why_no_tables() -> Reason | None:
+    """Why the host can't write the tables that launches read; None if it can."""
+    try:
+        with inductor_faults():
+            load_library()
+    except InductorFault as fault:
+        return Reason(f"the C++ that writes tables of addresses is not compiled: {fault}")
+    return None
 
 
 def rules_of(gm: GraphModule, *, always: bool = False) -> list[tuple[Part, Rule]] | Reason:

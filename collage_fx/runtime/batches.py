@@ -42,6 +42,7 @@ __all__ = [
     "MOST_BUFFERS",
     "SUMS_OF_PIECE",
     "buffer_at",
+    "load_library",
     "prepare_compiler",
 ]
 

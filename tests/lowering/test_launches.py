@@ -16,8 +16,9 @@ import torch
 
 from collage_fx import CollageBackend
 from collage_fx.errors import InvalidOptionError
-from collage_fx.graph import placeholders
+from collage_fx.graph import Reason, placeholders
 from collage_fx.lowering.lower import _whole
+from collage_fx.lowering.plan import lower_in_parts
 from collage_fx.torch_compat import TableKernel
 from tests.support import triton_offline as offline
 from tests.support.launched import LaunchedSteps, step_on_cuda
@@ -128,6 +129,25 @@ def test_a_number_of_the_host_is_not_recorded_into_a_cuda_graph(monkeypatch: pyt
     set_gradients(params)
     torch.compile(torch.optim.AdamW(params).step, backend=Backend())()
     assert len(refused) == 1
+
+
+def test_without_a_cpp_compiler_a_step_on_a_gpu_is_compiled_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_library() -> None:
+        raise OSError("no compiler")
+
+    monkeypatch.setitem(lower_in_parts.__globals__, "load_library", load_library)
+    found: list[Any] = []
+
+    class Backend(CollageBackend):
+        def lower(self, program: Any, example_inputs: Any, inductor_options: Any) -> Any:
+            found.append(lower_in_parts(offline.to_cuda(program.gm), always=True))
+            return super().lower(program, example_inputs, inductor_options)
+
+    params = parameters()
+    set_gradients(params)
+    torch.compile(torch.optim.SGD(params).step, backend=Backend())()
+    told = "the C++ that writes tables of addresses is not compiled: OSError: no compiler"
+    assert found == [Reason(told)]
 
 
 # -- What a card is given
