@@ -170,7 +170,8 @@ def _forward_copy(editor: GraphEditor, node: Node) -> None:
 
     AOTAutograd writes it where an in-place result is laid out unlike its destination (a transposed weight
     with a contiguous gradient); the destination's old value plays no part in it. torch 2.11's ``lerp`` says
-    ``copy_strided(source, strides)`` there.
+    ``copy_strided(source, strides)`` there. What the graph returns stays in memory of its own: a state that
+    is born as a copy of a gradient is not that gradient.
     """
     if node.target not in (aten.copy.default, prims.copy_strided.default):
         return
@@ -181,6 +182,10 @@ def _forward_copy(editor: GraphEditor, node: Node) -> None:
         result = editor.convert(source, value.dtype)
         if result.meta["val"].shape != value.shape:
             result = editor.call(aten.expand.default, result, list(value.shape))
+    if any(user.op == "output" for user in node.users):
+        with editor.graph.inserting_after(result):
+            own = editor.call(aten.clone.default, result)
+        node.replace_all_uses_with(own, delete_user_cb=lambda user: user.op == "output")
     node.replace_all_uses_with(result)
     editor.graph.erase_node(node)
     editor.propagate_from(result)

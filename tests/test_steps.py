@@ -384,6 +384,36 @@ def test_two_threads_with_an_optimizer_each() -> None:
         assert sum("error" in name for name in met) == 2
 
 
+class LastGradient(Descent):
+    """Adan's change of the gradient: state that is born in the first step, as a copy of a gradient."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if not state:
+                state["last"], state["twice"] = torch.zeros_like(p), torch.zeros_like(p)
+            change = p.grad - state["last"]
+            state["last"].copy_(p.grad)
+            state["twice"].copy_(p.grad)
+            p.sub_(change, alpha=2.0**-10)
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+@pytest.mark.parametrize("strategy", ["light", "full"])
+def test_a_copy_of_a_gradient_has_memory_of_its_own(strategy: str, is_whole: bool) -> None:
+    params = parameters(shapes=((4, 6), (4, 6), (5,)))
+    set_gradients(params)
+    options: dict[str, Any] = {"passes": pipeline(by_family=False)} if is_whole else {}
+    optimizer = LastGradient(params)
+    compiled(optimizer, strategy=strategy, **options)()
+    grads = [p.grad for p in params if p.grad is not None]
+    kept = [[*optimizer.state[p].values()] for p in params]
+    assert len({tensor.data_ptr() for tensor in (*sum(kept, []), *grads)}) == 3 * len(params)
+    for grad, tensors in zip(grads, kept, strict=True):
+        assert all(torch.equal(tensor, grad) for tensor in tensors)
+
+
 # Memory. ----------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,283 @@
+"""``python -m tests.gpu_kernels``: compile steps for GPUs, without one, and write ``docs/gpu.md``.
+
+A step is captured on the CPU and its rewritten graph moved to "cuda"; Inductor's Triton kernels for it, over
+tables, are compiled for three generations of cards. What is counted is in the kernels themselves: in their
+source what is loaded and stored for each element, in their machine code registers and what has spilled.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tabulate import tabulate
+
+from collage_fx import CollageBackend
+from collage_fx.graph import Role
+from collage_fx.runtime import Kernel
+from tests.support import triton_offline as offline
+from tests.support.launched import step_on_cuda
+from tests.support.training import Descent, parameters, set_gradients
+
+PATH = Path(__file__).resolve().parent.parent / "docs" / "gpu.md"
+
+#: Compute capabilities: A100, H100 and H200, B200.
+ARCHITECTURES = (80, 90, 100)
+
+#: Four of a shape that can be packed.
+SHAPES = ((64, 128),) * 4
+
+
+class Lion(Descent):
+    """Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if not state:
+                state["momentum"] = torch.zeros_like(p)
+            momentum, lr = state["momentum"], self.param_groups[0]["lr"]
+            p.mul_(1 - lr * 0.1).add_(torch.sign(momentum * 0.9 + p.grad * 0.1), alpha=-lr)
+            momentum.mul_(0.99).add_(p.grad, alpha=0.01)
+
+
+class Adan(Descent):
+    """Xie et al., "Adan: Adaptive Nesterov Momentum Algorithm", 2022, without its restarts."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if not state:
+                for name in ("m", "v", "n", "last"):
+                    state[name] = torch.zeros_like(p)
+            m, v, n, last = (state[name] for name in ("m", "v", "n", "last"))
+            change = p.grad - last
+            last.copy_(p.grad)
+            m.lerp_(p.grad, 0.02)
+            v.lerp_(change, 0.08)
+            both = p.grad + 0.92 * change
+            n.mul_(0.99).addcmul_(both, both, value=0.01)
+            p.addcdiv_(m + 0.92 * v, n.sqrt().add_(1e-8), value=-self.param_groups[0]["lr"])
+
+
+def _adamw(**keywords: Any) -> Callable[[Any], torch.optim.Optimizer]:
+    return lambda params: torch.optim.AdamW(params, **keywords)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A step that is compiled.
+
+    Attributes:
+        optimizer: its name in the table.
+        make: parameters -> optimizer.
+        options: of the backend.
+    """
+
+    optimizer: str
+    make: Callable[[Any], torch.optim.Optimizer]
+    options: Mapping[str, Any]
+
+    @property
+    def words(self) -> str:
+        return ", ".join(map(str, self.options.values())) or "plus"
+
+
+def _rows() -> Iterator[Row]:
+    formats: list[dict[str, Any]] = [
+        {"strategy": "light"},
+        {},
+        {"strategy": "full"},
+        *({"strategy": "plus", "error_format": name} for name in ("mcf", "fp32")),
+        {"strategy": "light", "error_format": "byte"},
+        {"strategy": "light", "error_format": "exact", "state": "block16"},
+        {"strategy": "light", "error_format": "byte", "state": "block8"},
+        *({"strategy": name, "arithmetic": "native"} for name in ("light", "full")),
+    ]
+    for options in formats:
+        yield Row("AdamW", _adamw(), options)
+    yield Row("AdamW, foreach", _adamw(foreach=True), {})
+    yield Row("AdamW, amsgrad", _adamw(amsgrad=True), {})
+    yield Row("SGD, momentum", lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9), {})
+    yield Row("Lion", Lion, {})
+    yield Row("Adan", Adan, {})
+    yield Row("RMSprop, centred", lambda params: torch.optim.RMSprop(params, centered=True), {})
+    yield Row("Adagrad", torch.optim.Adagrad, {})
+
+
+#: The rows of the table.
+ROWS = tuple(_rows())
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was found out of a step.
+
+    Attributes:
+        launches: kernels that are launched, each once for all tensors.
+        calls: kernels that are launched for each tensor.
+        moved: bytes for each parameter that the kernels load and store, by their source.
+        held: the same by the report: all that is kept is read and written, and the gradient is read.
+        used: registers, and bytes of stack and of spilled registers, of the kernel of the elements, by
+            architecture.
+        wide: its accesses of 16 bytes, by its PTX, and those that 8 elements of each tensor take.
+    """
+
+    launches: int
+    calls: int
+    moved: float
+    held: float
+    used: Mapping[int, Mapping[str, int]]
+    wide: tuple[int, int]
+
+
+def measured(row: Row, architectures: Iterable[int] = ARCHITECTURES) -> Measured:
+    """Compile a row's step."""
+    steps: list[Any] = []
+
+    class Backend(CollageBackend):
+        def lower(self, program: Any, example_inputs: Any, inductor_options: Any) -> Any:
+            steps.append(step_on_cuda(program))
+            return super().lower(program, example_inputs, inductor_options)
+
+    params, backend = parameters(shapes=SHAPES), Backend(**row.options)
+    optimizer = row.make(params)
+    for each in (CollageBackend(**row.options), backend):  # state may be born in the first step
+        torch._dynamo.reset()
+        set_gradients(params)
+        torch.compile(optimizer.step, backend=each)()
+    kernels: list[Kernel] = steps[-1].kernels
+    (elements,) = (kernel for kernel in kernels if any(column.unit for column in kernel.columns))
+    assert elements.function is not None
+    name, source = elements.function.name, elements.function.source[True]  # type: ignore[union-attr]
+    binaries = {arch: offline.compile_kernel(name, source, arch) for arch in architectures}
+    accesses = [
+        re.findall(r"(?:ld|st)\.global(\S*)\.[bu](\d+)", each.asm["ptx"]) for each in binaries.values()
+    ]
+    wide = [sum((vector, bits) == (".v4", "32") for vector, bits in each) for each in accesses]
+    rows = backend.report().tensors
+    numel = sum(each.numel for each in rows if each.role is Role.PARAMETER)
+    counts = sum(each.error_bytes for each in rows if each.error_format == "dither")
+    held = sum((each.bytes + each.error_bytes) * (each.role is not Role.GRADIENT) for each in rows) - counts
+    return Measured(
+        sum(not isinstance(group, list) for group in steps[-1].on_devices),
+        sum(isinstance(group, list) for group in steps[-1].on_devices),
+        sum(_moved(elements)),
+        2 * held / numel + 2,
+        {arch: offline.resources(binary) for arch, binary in binaries.items()},
+        (min(wide), sum(math.ceil(unit / elements.width * 8 / 16) for unit in _accesses(elements))),
+    )
+
+
+def _accesses(kernel: Kernel) -> Iterator[int]:
+    """For each load and store of elements in a kernel's source, the bytes of a unit of length."""
+    function: Any = kernel.function
+    units = {number: column.unit for number, column in zip(function.arguments, kernel.columns, strict=True)}
+    body, frame = (
+        node for node in ast.parse(function.source[True]).body if isinstance(node, ast.FunctionDef)
+    )
+    call = next(
+        node for node in ast.walk(frame) if isinstance(node, ast.Call) and ast.unparse(node.func) == body.name
+    )
+    argument = {
+        parameter.arg: ast.unparse(given) for parameter, given in zip(body.args.args, call.args, strict=True)
+    }
+    for node in ast.walk(body):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("tl.load", "tl.store"):
+            address = node.args[0]
+            assert isinstance(address, ast.BinOp)
+            number = int(argument[ast.unparse(address.left)].removeprefix("p"))
+            if units[number]:
+                yield units[number]
+
+
+def _moved(kernel: Kernel) -> Iterator[float]:
+    return (unit / kernel.width for unit in _accesses(kernel))
+
+
+HEADERS = (
+    "optimizer",
+    "options",
+    "launches",
+    "bytes moved",
+    "held × 2, + 2",
+    "registers",
+    "spilled",
+    "16-byte accesses",
+)
+
+
+def table(rows: Sequence[tuple[Row, Measured]]) -> str:
+    cells = []
+    for row, found in rows:
+        registers = " / ".join(str(used["REG"]) for used in found.used.values())
+        spilled = sum(used["STACK"] + used["LOCAL"] for used in found.used.values())
+        launches = f"{found.launches}" + (f" + {found.calls} for each" if found.calls else "")
+        wide = f"{found.wide[0]} of {found.wide[1]}"
+        cells.append(
+            (
+                row.optimizer,
+                row.words,
+                launches,
+                f"{found.moved:.4g}",
+                f"{found.held:.4g}",
+                registers,
+                spilled,
+                wide,
+            )
+        )
+    return tabulate(cells, headers=HEADERS, tablefmt="github", disable_numparse=True)
+
+
+DOCUMENT = """# On a GPU
+
+No GPU has run this yet. What can be known without one is below: it is read off the kernels that a GPU would
+be given. Written by `python -m tests.gpu_kernels`; not to be edited.
+
+A step is launched once for each kind of update, whatever the number of tensors: once for the counters of
+all tensors, and once for their elements (Note [One launch for all tensors] in
+`collage_fx/runtime/launches.py`). The kernels are Inductor's; which tensor a program works on, it reads from
+a table of addresses.
+
+- **Launches** of a step of four tensors, as of four hundred. Tensors that are too small to be packed have a
+  kernel of their own beside those of packed ones.
+- **Bytes moved** for each parameter: what the source of the elements' kernel loads and stores. It is all that
+  is **held**, by the report, read once and written once, and the gradient.
+- **Registers** of a thread, and bytes **spilled**, in machine code for sm_80, sm_90 and sm_100.
+- **16-byte accesses** of a thread, where a block is full, among those that its 8 elements take. Bytes and
+  scales are accessed 8 or fewer bytes at a time.
+
+torch {torch}, Triton {triton}.
+
+{table}
+"""
+
+
+def document(rows: Sequence[tuple[Row, Measured]]) -> str:
+    import triton
+
+    return DOCUMENT.format(
+        torch=torch.__version__.partition("+")[0], triton=triton.__version__, table=table(rows)
+    )
+
+
+def main() -> int:
+    found = []
+    for row in ROWS:
+        found.append((row, measured(row)))
+        print(table(found[-1:]).splitlines()[-1], flush=True)
+    PATH.write_text(document(found), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
