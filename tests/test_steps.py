@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -409,7 +410,7 @@ def test_a_copy_of_a_gradient_has_memory_of_its_own(strategy: str, is_whole: boo
     compiled(optimizer, strategy=strategy, **options)()
     grads = [p.grad for p in params if p.grad is not None]
     kept = [[*optimizer.state[p].values()] for p in params]
-    assert len({tensor.data_ptr() for tensor in (*sum(kept, []), *grads)}) == 3 * len(params)
+    assert len({tensor.data_ptr() for tensor in chain(*kept, grads)}) == 3 * len(params)
     for grad, tensors in zip(grads, kept, strict=True):
         assert all(torch.equal(tensor, grad) for tensor in tensors)
 
