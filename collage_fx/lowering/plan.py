@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,14 +22,14 @@ from collage_fx.graph import ONCE, Reason, Repetition, device_facts, is_copy_to_
 from collage_fx.lowering.kernels import Rule, kernel_of, rule_of, samples_first
 from collage_fx.lowering.parts import Part, parts_of
 from collage_fx.runtime import Call, Kernel, StepInParts, ValueIndex, load_library
-from collage_fx.torch_compat import InductorFault, inductor_config, inductor_faults, pytree, real_tensors
+from collage_fx.torch_compat import InductorFault, inductor_config, inductor_faults, pytree
 
 __all__ = ["rules_of"]
 
 
 HOST = torch.device("cpu")
 
-#: Stands for the place of the first element in a plan's list of values.
+#: Stands, with a device, for the place of the first element of tensors as a whole in a plan's values.
 FIRST = "first"
 
 
@@ -120,12 +121,12 @@ def _plan(gm: GraphModule, planned: Sequence[_Planned]) -> StepInParts:
     outputs = list(pytree.tree_leaves(gm.graph.output_node().args))
     arguments = placeholders(gm.graph)
     lengths = list(dict.fromkeys(each.rule.length for each in planned if each.rule.flat))
-    with real_tensors():
-        first = torch.zeros((), dtype=torch.int32)  # the place of the first element of tensors as a whole
+    placed = list(dict.fromkeys(each.rule.device for each in planned if each.rule.is_placed))
     attributes = list(gm.graph.find_nodes(op="get_attr"))
     results = list(dict.fromkeys(value for each in planned for value in each.part.results))
     numbers = _numbers(gm.graph, outputs)
-    values: list[Any] = [*arguments, *lengths, FIRST, *attributes, *results, *numbers]
+    firsts = [(FIRST, device) for device in placed]
+    values: list[Any] = [*arguments, *lengths, *firsts, *attributes, *results, *numbers]
     indices = {value: index for index, value in enumerate(values)}
 
     def operand(argument: Any) -> Any:
@@ -133,7 +134,7 @@ def _plan(gm: GraphModule, planned: Sequence[_Planned]) -> StepInParts:
 
     def call(each: _Planned) -> Call:
         length = [indices[each.rule.length]] if each.rule.flat else []
-        place = [indices[FIRST]] if each.rule.is_placed else []
+        place = [indices[FIRST, each.rule.device]] if each.rule.is_placed else []
         inputs = [indices[node] for node in (*each.rule.operands, *each.part.results)]
         return Call(each.kernel, (*length, *place, *inputs), each.wave, each.rule.length)
 
@@ -143,7 +144,11 @@ def _plan(gm: GraphModule, planned: Sequence[_Planned]) -> StepInParts:
     memory = [result.meta["val"] for result in results]
     return StepInParts(
         len(arguments),
-        [*lengths, first, *(getattr(gm, str(node.target)) for node in attributes)],
+        [
+            *lengths,
+            *(partial(torch.zeros, (), dtype=torch.int32, device=device) for device in placed),
+            *(getattr(gm, str(node.target)) for node in attributes),
+        ],
         [(tuple(v.shape), tuple(v.stride()), v.dtype, v.device) for v in memory],
         [(node.target, tuple(map(operand, node.args))) for node in numbers],  # type: ignore[misc]
         list(map(call, planned)),

@@ -85,7 +85,8 @@ class StepInParts:
 
     Args:
         arguments: how many there are.
-        constants: lengths, and tensors that are attributes of the graph.
+        constants: lengths, tensors that are attributes of the graph, and functions that make tensors when
+            the step is called first.
         results: size, stride, dtype and device of tensors to be allocated.
         numbers: functions and their operands: ``ValueIndex`` or constant.
         calls: what is called, in an order in which it can be.
@@ -106,6 +107,7 @@ class StepInParts:
         self.numbers = numbers
         self.calls = calls
         self.outputs = outputs
+        self._is_called = False
         first_result = arguments + len(constants)
         in_python = {index for index in outputs if index is not None}
         in_python.update(index for call in calls if call.kernel.function is None for index in call.values)
@@ -141,6 +143,9 @@ class StepInParts:
         return list({id(call.kernel): call.kernel for call in self.calls}.values())
 
     def __call__(self, arguments: list[Any]) -> Any:
+        if not self._is_called:
+            self.constants = [each() if callable(each) else each for each in self.constants]
+            self._is_called = True
         values = [*arguments, *self.constants, *[None] * len(self.results)]
         arguments.clear()
         for index, (size, stride, dtype, device) in self._allocated:

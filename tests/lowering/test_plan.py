@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._inductor.utils import fresh_cache, run_and_get_code
 
 from collage_fx import CollageBackend, full_value
+from collage_fx.lowering import forget_kernels
 from collage_fx.lowering.kernels import MANY
 from collage_fx.runtime.batches import Batch
 from collage_fx.torch_compat import inductor_compile_inner, inductor_config
@@ -289,6 +290,7 @@ def test_numbers_are_computed_by_a_kernel_of_their_own() -> None:
 
 
 def test_scheduled_numbers_are_inputs_of_the_kernels() -> None:
+    forget_kernels()
     params = parameters(shapes=[(5,), (6,), (2, 2)])
     optimizer = torch.optim.AdamW(params, lr=1e-3)
     backend = CollageBackend()

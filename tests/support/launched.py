@@ -133,6 +133,8 @@ def _outcome(
         scheduled: whether the learning rate is another one at each step.
         keywords: of the optimizer.
     """
+    from functools import partial
+
     import torch
     from torch import Tensor
 
@@ -156,6 +158,9 @@ def _outcome(
             self.step = step_on_cuda(program, kept)
             # Where the tensors are in truth.
             self.step._allocated = [(i, (*memory[:3], cpu)) for i, memory in self.step._allocated]
+            self.step.constants = [
+                partial(each, device=cpu) if callable(each) else each for each in self.step.constants
+            ]
             for launches in self.step._launches.values():
                 launches.device = cpu
             lowered = super().lower(program, example_inputs, inductor_options)
