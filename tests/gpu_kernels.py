@@ -24,7 +24,7 @@ from collage_fx.graph import Role
 from collage_fx.runtime import Kernel
 from tests.support import triton_offline as offline
 from tests.support.launched import step_on_cuda
-from tests.support.training import Descent, parameters, set_gradients
+from tests.support.training import Descent, Lion, parameters, set_gradients
 
 PATH = Path(__file__).resolve().parent.parent / "docs" / "gpu.md"
 
@@ -33,20 +33,6 @@ ARCHITECTURES = (80, 90, 100)
 
 #: Four of a shape that can be packed.
 SHAPES = ((64, 128),) * 4
-
-
-class Lion(Descent):
-    """Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for p in self.param_groups[0]["params"]:
-            state = self.state[p]
-            if not state:
-                state["momentum"] = torch.zeros_like(p)
-            momentum, lr = state["momentum"], self.param_groups[0]["lr"]
-            p.mul_(1 - lr * 0.1).add_(torch.sign(momentum * 0.9 + p.grad * 0.1), alpha=-lr)
-            momentum.mul_(0.99).add_(p.grad, alpha=0.01)
 
 
 class Adan(Descent):

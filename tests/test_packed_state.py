@@ -34,6 +34,7 @@ from tests.support.optimizers import CompiledOptimizer, gradients
 from tests.support.processes import Processes
 from tests.support.training import (
     Descent,
+    Lion,
     compiled,
     differences,
     errors_beside_float64,
@@ -82,20 +83,6 @@ def test_compiled_bits_are_eager_bits(state: str, dtype: torch.dtype, unit: Unit
     assert_same(states, trajectory(rig, start, grads, engine="eager"))
     assert int(states[-1]["4.exp_avg.count"]) == 4
     assert states[-1]["4.exp_avg_sq.codes"].any()
-
-
-class Lion(Descent):
-    """Its recurrence, in torch's operations."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for p in self.param_groups[0]["params"]:
-            state = self.state[p]
-            if not state:
-                state["exp_avg"] = torch.zeros_like(p)
-            moment = state["exp_avg"]
-            p.mul_(1 - 1e-4).add_(torch.sign(moment * 0.9 + p.grad * 0.1), alpha=-1e-3)
-            moment.lerp_(p.grad, 0.01)
 
 
 @pytest.mark.skipif(not offline.HAVE_TRITON, reason="needs triton (Linux only) and numpy")

@@ -69,6 +69,7 @@ from collage_fx.lowering.parts import Part
 from collage_fx.numerics import BLOCK, BLOCK_OPERATORS, PHASES
 from collage_fx.runtime import (
     FIRST_OF_PIECE,
+    HOST,
     LENGTH,
     MOST_ARGUMENTS,
     MOST_BUFFERS,
@@ -96,8 +97,6 @@ from collage_fx.torch_compat import (
 __all__ = ["forget_kernels"]
 
 aten = torch.ops.aten
-
-HOST = torch.device("cpu")
 
 #: Elements from which on a kernel uses threads. An AdamW step takes about a nanosecond for each, threads that
 #: sleep 5 to 20 microseconds to begin.
@@ -491,18 +490,23 @@ def bytes_of_a_unit(rule: Rule, value: Tensor) -> int:
 
 def _launched_kernel(
     rule: Rule, attempt: Attempt, call: Callable[[list[Any]], Any], code: Sequence[str], inputs: Sequence[Any]
-) -> Kernel:
-    """The kernel of a rule over a table, or, where there is none, one that is called for each tensor."""
+) -> Kernel | Reason:
+    """The kernel of a rule over a table, or, where there is none, one that is called for each tensor.
+
+    That one has no table from which to read a number of the host: then there is a reason.
+    """
     what = ", ".join(sorted(rule.operations))
     found: TableKernel | str = "its sums over all elements are no numbers of a table"
     if not rule.sums:
         units = {i: bytes_of_a_unit(rule, each) for i, each in enumerate(inputs) if isinstance(each, Tensor)}
         elements = [i for i, unit in units.items() if unit]
         found = table_kernel(code[-1], len(inputs), 0 if rule.flat else None, elements)
+    layouts = [line.args for line in rule.lines if line.target is None]
     if isinstance(found, str):
+        if any(layout[1] == HOST for layout in layouts):
+            return Reason(f"it reads a number of the host's, and {found}", what)
         reasons: Reasons = (("in one call for all tensors", Reason(found, what)), *attempt.reasons)
         return Kernel(call, device=rule.device, reasons=reasons)
-    layouts = [line.args for line in rule.lines if line.target is None]
     before = rule.flat + rule.is_placed
 
     def column(argument: int) -> Column:

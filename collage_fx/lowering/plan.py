@@ -21,13 +21,11 @@ from torch.fx import Graph, GraphModule, Node
 from collage_fx.graph import ONCE, Reason, Repetition, device_facts, is_copy_to_input, placeholders, reached
 from collage_fx.lowering.kernels import Rule, kernel_of, rule_of, samples_first
 from collage_fx.lowering.parts import Part, parts_of
-from collage_fx.runtime import Call, Kernel, StepInParts, ValueIndex, load_library
+from collage_fx.runtime import HOST, Call, Kernel, StepInParts, ValueIndex, load_library
 from collage_fx.torch_compat import InductorFault, inductor_config, inductor_faults, pytree
 
 __all__ = ["rules_of"]
 
-
-HOST = torch.device("cpu")
 
 #: Stands, with a device, for the place of the first element of tensors as a whole in a plan's values.
 FIRST = "first"
@@ -53,9 +51,7 @@ def lower_in_parts(gm: GraphModule, *, always: bool = False) -> StepInParts | Re
         if isinstance(kernel, Reason):
             return kernel
         if kernel.device != HOST and kernel.function is None and inductor_config.triton.cudagraphs:
-            return Reason(
-                "in a CUDA graph (mode='reduce-overhead') kernels of its own for each tensor are one"
-            )
+            return Reason("a CUDA graph (mode='reduce-overhead') records kernels for single tensors as one")
         if rule.device == HOST and any(given.meta["val"].device != HOST for given in part.given):
             return Reason.at(next(iter(part.given)), "the host computes with a number that a device has made")
         earlier = [made[result] for result in part.given]

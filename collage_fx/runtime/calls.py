@@ -22,7 +22,7 @@ from collage_fx.runtime.batches import CELL, SUMS_OF_PIECE, Batch, Gather
 from collage_fx.runtime.launches import Column, Launch, Launches, Member
 from collage_fx.torch_compat import CFunction, TableKernel, takes_a_list
 
-__all__ = ["Call", "Kernel", "StepInParts", "ValueIndex"]
+__all__ = ["HOST", "Call", "Kernel", "StepInParts", "ValueIndex"]
 
 
 HOST = torch.device("cpu")

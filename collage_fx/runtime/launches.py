@@ -29,15 +29,12 @@ import torch
 from torch import Tensor
 
 from collage_fx.runtime.batches import fill
-from collage_fx.torch_compat import TableKernel, launch
+from collage_fx.torch_compat import ALIGNED_BYTES, TableKernel, launch
 
 __all__ = ["Column"]
 
 #: Elements of a piece at most.
 LONGEST = 1 << 30
-
-#: Bytes that the addresses of a launch's elements are multiples of, where all its tensors' are.
-ALIGNMENT = 16
 
 WORD = 8
 
@@ -105,7 +102,7 @@ class Launch:
     def prepare(self, words: Tensor, device: torch.device) -> None:
         """Find out which kernel each row is for, by its addresses, and the programs of each kernel."""
         rows = words[self.start : self.start + len(self.lengths) * self.width].view(-1, self.width)
-        aligned = (rows[:, self._of_elements] % ALIGNMENT == 0).all(1)
+        aligned = (rows[:, self._of_elements] % ALIGNED_BYTES == 0).all(1)
         if self._aligned is not None and torch.equal(aligned, self._aligned):
             return
         self._aligned = aligned

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch._inductor.async_compile import AsyncCompile
 
-__all__ = ["TableKernel", "launch", "table_kernel"]
+__all__ = ["ALIGNED_BYTES", "TableKernel", "launch", "table_kernel"]
 
 RELIED_ON = (
     "torch._inductor.async_compile:AsyncCompile.triton(self, kernel_name, source_code, device_str)",
@@ -40,7 +40,7 @@ RELIED_ON = (
 #: Elements of a block, and the threads of a program that computes one, in warps.
 BLOCK, WARPS = 1024, 4
 #: Bytes that addresses are multiples of in the kernel that accesses so many at once.
-ALIGNMENT = 16
+ALIGNED_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -289,7 +289,7 @@ def {name}(table, programs, XBLOCK: tl.constexpr, ALIGNMENT: tl.constexpr):
     for aligned in (True, False):
         config = {
             "XBLOCK": size,
-            "ALIGNMENT": ALIGNMENT if aligned else 1,
+            "ALIGNMENT": ALIGNED_BYTES if aligned else 1,
             "num_warps": WARPS if length is not None else 1,
             "num_stages": 1,
         }

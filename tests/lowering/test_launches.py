@@ -17,6 +17,7 @@ import torch
 from collage_fx import CollageBackend
 from collage_fx.errors import InvalidOptionError
 from collage_fx.graph import Reason, placeholders
+from collage_fx.lowering import forget_kernels
 from collage_fx.lowering.lower import _whole
 from collage_fx.lowering.plan import lower_in_parts
 from collage_fx.torch_compat import TableKernel
@@ -129,6 +130,27 @@ def test_a_number_of_the_host_is_not_recorded_into_a_cuda_graph(monkeypatch: pyt
     set_gradients(params)
     torch.compile(torch.optim.AdamW(params).step, backend=Backend())()
     assert len(refused) == 1
+
+
+def test_a_number_of_the_host_is_handed_to_no_kernel_without_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which would take its address for one of the device's."""
+    monkeypatch.setitem(lower_in_parts.__globals__["kernel_of"].__globals__, "table_kernel", lambda *_: "no")
+    forget_kernels()
+    found: list[Any] = []
+
+    class Backend(CollageBackend):
+        def lower(self, program: Any, example_inputs: Any, inductor_options: Any) -> Any:
+            numbers = [node.name for node in placeholders(program.gm.graph) if not node.meta["val"].dim()]
+            gm = offline.to_cuda(program.gm, keep_on_cpu=numbers)
+            with offline.pretend_sm90():
+                found.append(lower_in_parts(gm, always=True))
+            return super().lower(program, example_inputs, inductor_options)
+
+    params = parameters()
+    set_gradients(params)
+    torch.compile(torch.optim.AdamW(params).step, backend=Backend())()
+    forget_kernels()
+    assert "it reads a number of the host's, and no" in str(found)
 
 
 def test_without_a_cpp_compiler_a_step_on_a_gpu_is_compiled_as_one(monkeypatch: pytest.MonkeyPatch) -> None:

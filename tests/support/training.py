@@ -53,6 +53,20 @@ class LateMomentum(Optimizer):
                 p.addcdiv_(p.grad, second.sqrt().add_(1e-8), value=-group["lr"])
 
 
+class Lion(Descent):
+    """Its recurrence, in torch's operations."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if not state:
+                state["exp_avg"] = torch.zeros_like(p)
+            moment = state["exp_avg"]
+            p.mul_(1 - 1e-4).add_(torch.sign(moment * 0.9 + p.grad * 0.1), alpha=-1e-3)
+            moment.lerp_(p.grad, 0.01)
+
+
 def parameters(
     dtype: torch.dtype = torch.bfloat16, shapes: Iterable[Sequence[int]] = SHAPES, seed: int = 0
 ) -> list[torch.nn.Parameter]:
