@@ -152,7 +152,7 @@ def test_every_package_is_packed() -> None:
 # What is torch's, and private. ------------------------------------------------------------------------------
 
 #: How many private names of torch's the library may use. What has a public door comes through that.
-MOST_PRIVATE_NAMES = 101
+MOST_PRIVATE_NAMES = 103
 
 #: Names with a leading underscore that are not torch's.
 NOT_TORCHS = {

@@ -3,12 +3,14 @@
 Note [Numbers that change]
 --------------------------
 A learning rate that a scheduler sets and a step counter in ``optimizer.state`` are Python numbers. Dynamo
-burns such a number into the graph at first and makes it symbolic when it sees it change; AOTAutograd then
-replaces the operations on a symbolic float by operations on a 0-d float64 tensor, so that the compiled code
-takes the number as an input. It can do so for ``mul(tensor, number)`` and its like alone. Where a symbolic
-float is an ``alpha=`` or ``value=``, a bound of ``clamp`` or an element of a ``_foreach_`` list, the number
-is burned in after all, and the step compiled again each time it changes: SGD with a scheduler on a float
-``lr`` was compiled once a step, until Dynamo gave up on it.
+burns such a number into the graph at first and makes it symbolic when it sees it change. One that is known to
+be scheduled is symbolic from the first graph on, which is then the only one (:func:`scheduled_numbers`).
+
+AOTAutograd then replaces the operations on a symbolic float by operations on a 0-d float64 tensor, so that
+the compiled code takes the number as an input. It can do so for ``mul(tensor, number)`` and its like alone.
+Where a symbolic float is an ``alpha=`` or ``value=``, a bound of ``clamp`` or an element of a ``_foreach_``
+list, the number is burned in after all, and the step compiled again each time it changes: SGD with a
+scheduler on a float ``lr`` was compiled once a step, until Dynamo gave up on it.
 
 So, wherever a symbolic float meets an operator, the operator is taken apart while AOTAutograd traces it, into
 the multiplications and additions it stands for (:func:`decompositions`). Graphs without symbolic floats are
@@ -26,13 +28,28 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from collage_fx.graph import OPERATORS, composite_of, facts_of, foreach_calls, foreach_name, foreach_rule
-from collage_fx.torch_compat import functional_decompositions, pytree, schema_of
+from collage_fx.torch_compat import Place, functional_decompositions, pytree, schema_of
 
 __all__ = ["decompositions"]
 
 Decomposition = Callable[..., Any]
+
+
+def scheduled_numbers(optimizer: Optimizer) -> Iterator[Place]:
+    """Where the optimizer has numbers that a schedule is going to change, as far as one can know.
+
+    A scheduler of torch.optim leaves ``initial_lr`` in the groups, and ``base_momentum`` if it cycles the
+    momentum too. A program with a schedule of its own has set a learning rate that is not the default one.
+    """
+    for i, group in enumerate(optimizer.param_groups):
+        lr = group.get("lr")
+        if isinstance(lr, float) and ("initial_lr" in group or lr != optimizer.defaults.get("lr")):
+            yield i, "lr"
+        if "base_momentum" in group:
+            yield from ((i, "momentum"), (i, "betas", 0))
 
 
 def decompositions() -> dict[Any, Decomposition]:

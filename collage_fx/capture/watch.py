@@ -50,6 +50,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from collage_fx.capture.new_state import forget_new_state, remember_state
+from collage_fx.capture.numbers import scheduled_numbers
 from collage_fx.capture.progress import telling
 from collage_fx.capture.recording import (
     branches_on_values,
@@ -81,6 +82,7 @@ from collage_fx.runtime import (
 from collage_fx.torch_compat import (
     ConvertAgain,
     GraphBreak,
+    Place,
     RunAsItIs,
     Thin,
     Watch,
@@ -169,11 +171,13 @@ def note_forward(inputs: Iterable[Any]) -> None:
 # -- Dynamo begins to trace through an optimizer
 
 
-def _at_trace(strictness: Strictness, optimizer: Optimizer, backend: Any, keywords: dict[str, Any]) -> bool:
-    """Whether a trace is for a backend of ours; raise if its optimizer cannot be compensated."""
+def _at_trace(
+    strictness: Strictness, optimizer: Optimizer, backend: Any, keywords: dict[str, Any]
+) -> Iterable[Place] | None:
+    """The optimizer's scheduled numbers, if a trace is for a backend of ours; raise if it is refused."""
     strict = strictness(backend, keywords)
     if strict is None:
-        return False
+        return None
     remember_state(optimizer, current_trace())
     unpack_state(optimizer)
     try:
@@ -184,7 +188,7 @@ def _at_trace(strictness: Strictness, optimizer: Optimizer, backend: Any, keywor
     low = (p for _, p in parameter_names(optimizer) if is_low_precision(p.dtype))
     if any(device_facts(p.device).compiles_cpp for p in low):
         prepare_compiler()  # while Dynamo traces
-    return True
+    return scheduled_numbers(optimizer)
 
 
 # -- Dynamo compiles a function, maybe once more

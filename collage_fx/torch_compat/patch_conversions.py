@@ -7,7 +7,7 @@ import functools
 import gc
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import CodeType
@@ -25,6 +25,7 @@ from collage_fx.torch_compat.optim_frames import is_in_torchs_optimizer, optimiz
 from collage_fx.torch_compat.patch_graph_breaks import GraphBreak, watching_graph_breaks
 from collage_fx.torch_compat.patch_numbers import noticing_burned_in, tracing_powers
 from collage_fx.torch_compat.patch_optimizers import (
+    Place,
     Thin,
     thinned,
     thinning_lists,
@@ -105,7 +106,7 @@ class Watch:
     within: Callable[[CodeType, Mapping[str, Any]], AbstractContextManager[None]]
     after: Callable[[CodeType, Mapping[str, Any]], None]
     failed: Callable[[Any, dict[str, Any], CodeType, Mapping[str, Any], Exception], None]
-    at_optimizer: Callable[[Optimizer, Any, dict[str, Any]], bool]
+    at_optimizer: Callable[[Optimizer, Any, dict[str, Any]], Iterable[Place] | None]
     at_graph_break: Callable[[Any, dict[str, Any], CodeType, GraphBreak], None]
     rows_to_trace: Thin
     abandon: Callable[[Optimizer], None]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakSet
 
 import torch
+from torch._dynamo.pgo import auto_dynamic
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables.lists import ListVariable
 from torch.utils.weak import WeakIdKeyDictionary
@@ -24,7 +25,7 @@ from collage_fx.torch_compat.dynamo_trace import (
 from collage_fx.torch_compat.patching import Patch
 from collage_fx.torch_compat.tensors import is_known_by_identity
 
-__all__ = ["Thin", "ThinnedLists", "thinned_lists"]
+__all__ = ["Place", "Thin", "ThinnedLists", "thinned_lists"]
 
 
 OPTIMIZERS = Patch(
@@ -32,7 +33,23 @@ OPTIMIZERS = Patch(
     target="torch._dynamo.variables.optimizer:OptimizerVariable.__init__(self, value)",
     why="what cannot be compensated is refused before anything has run; a step's counters are kept",
     during="conversions",
-    relies_on=("torch._dynamo.side_effects:SideEffects has __contains__, track_object_existing",),
+    relies_on=(
+        "torch._dynamo.side_effects:SideEffects has __contains__, track_object_existing",
+        "torch._dynamo.variables.base:VariableTracker has source",
+        "torch._guards:Source has name",
+    ),
+)
+
+NUMBERS = Patch(
+    name="numbers",
+    target="torch._dynamo.variables.builder:process_automatic_dynamic(tx, name, entry)",
+    why="numbers that a schedule is going to change are inputs of the first graph already",
+    during="conversions",
+    relies_on=(
+        "torch._dynamo.variables.builder:VariableBuilder.wrap_symfloat has process_automatic_dynamic",
+        "torch._dynamo.pgo:FrameStateSizeEntry has scalar",
+        "torch._dynamo.pgo:auto_dynamic",
+    ),
 )
 
 STATE_LISTS = Patch(
@@ -73,9 +90,13 @@ UNFINISHED_STEPS = Patch(
 )
 
 
+#: Where a number of an optimizer is: keys that lead to it from ``param_groups``.
+Place = tuple[int | str, ...]
+
+
 @contextlib.contextmanager
 def watching_optimizers(
-    watch: Callable[[torch.optim.Optimizer, Any, dict[str, Any]], bool],
+    watch: Callable[[torch.optim.Optimizer, Any, dict[str, Any]], Iterable[Place] | None],
 ) -> Iterator[None]:
     """Within, ``watch(optimizer, backend, keywords)`` is called when Dynamo begins to trace an optimizer.
 
@@ -84,26 +105,31 @@ def watching_optimizers(
     reaches the user as it is, before anything has run: that is how an input can be refused for which Dynamo
     would fall back to eager execution without asking any backend.
 
-    Where ``watch`` returns True, two silent faults of Dynamo are made good. It forgets what a step assigns to
-    attributes of the optimizer (``self.steps += 1``), because it doesn't register optimizers for side
+    Where ``watch`` returns places, two silent faults of Dynamo are made good. It forgets what a step assigns
+    to attributes of the optimizer (``self.steps += 1``), because it doesn't register optimizers for side
     effects. And of the lists that ``_init_group`` fills, it sees those that are positional arguments filled
-    and those that are keyword arguments empty, so that nothing is updated.
+    and those that are keyword arguments empty, so that nothing is updated. The floats at these places are
+    inputs of the graph from the first on, where Dynamo would burn them in until it sees them change.
     """
 
     def watching(original: Callable[..., None]) -> Callable[..., None]:
         def watched(self: Any, value: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
-            is_ours = watch(value, *backend_being_traced_for())
+            places = watch(value, *backend_being_traced_for())
             original(self, value, *args, **kwargs)
-            if is_ours:
-                side_effects = InstructionTranslator.current_tx().output.side_effects
-                if value not in side_effects:
-                    side_effects.track_object_existing(value, self)
+            if places is not None:
+                output = InstructionTranslator.current_tx().output
+                if value not in output.side_effects:
+                    output.side_effects.track_object_existing(value, self)
                 _traced_for_us.add(value)
+                if self.source is not None:
+                    named = _changing.setdefault(output, set())
+                    named.update(_name(self.source, ("param_groups", *place)) for place in places)
 
         return watched
 
     with (
         OPTIMIZERS.entered(watching),
+        NUMBERS.entered(_changing_from_the_start),
         STATE_LISTS.entered(_with_positional_lists),
         TYPES.entered(_but_of_known_tensors),
     ):
@@ -129,6 +155,25 @@ def _with_positional_lists(call_method: Callable[..., Any]) -> Callable[..., Any
 
 
 _traced_for_us: WeakSet[torch.optim.Optimizer] = WeakSet()
+
+#: By trace, the names that Dynamo has for numbers that are going to change.
+_changing = WeakIdKeyDictionary()
+
+
+def _name(source: Any, place: Place) -> str:
+    """Dynamo's name of what is reached from ``source`` by an attribute and then by keys."""
+    attribute, *keys = place
+    return f"{source.name}.{attribute}" + "".join(f"[{key!r}]" for key in keys)
+
+
+def _changing_from_the_start(process: Callable[..., Any]) -> Callable[..., Any]:
+    def processed(tx: Any, name: str, entry: Any, **keywords: Any) -> Any:
+        found = process(tx, name, entry, **keywords)
+        if isinstance(entry.scalar, float) and name in _changing.get(tx.output, ()):
+            return replace(found, scalar=auto_dynamic)
+        return found
+
+    return processed
 
 
 @dataclass(frozen=True)

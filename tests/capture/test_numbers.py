@@ -120,7 +120,23 @@ def test_schedulers_on_a_float_learning_rate(
         set_gradients(params, seed=i)
         step()
         scheduler.step()
-    assert len(backend.report().graphs) <= COMPILATIONS
+    born_in_the_first = "momentum" in optimizer.defaults and isinstance(optimizer, torch.optim.SGD)
+    assert len(backend.report().graphs) == 1 + born_in_the_first
+
+
+@pytest.mark.parametrize("is_warming_up", [True, False])
+def test_a_schedule_of_the_programs_own(is_warming_up: bool) -> None:
+    """One whose first learning rate is that of the constructor is seen when it changes."""
+    params, rates = parameters(shapes=[(3, 4)]), [1e-3, 7e-4, 3e-4]
+    backend = CollageBackend()
+    optimizer = torch.optim.AdamW(params, lr=rates[0])
+    step = torch.compile(optimizer.step, backend=backend)
+    for seed, lr in enumerate([0.0, *rates] if is_warming_up else rates):
+        optimizer.param_groups[0]["lr"] = lr
+        set_gradients(params, seed)
+        step()
+    assert len(backend.report().graphs) == (1 if is_warming_up else 2)
+    assert all(torch.isfinite(full_value(p)).all() for p in params)
 
 
 def test_a_learning_rate_in_a_tensor_may_change() -> None:
