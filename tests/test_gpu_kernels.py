@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests import gpu_kernels
+from tests import gpu_kernels, gpu_steps
 from tests.support import triton_offline as offline
 
 pytestmark = pytest.mark.skipif(
@@ -27,3 +27,17 @@ def test_a_kernel_moves_what_is_held_once(row: gpu_kernels.Row) -> None:
     if torch.__version__.partition("+")[0] in told:  # registers are those of a version
         line = gpu_kernels.table([(row, found)]).splitlines()[-1]
         assert " ".join(line.split()) in " ".join(told.split())
+
+
+def test_what_a_step_costs_its_host_does_not_depend_on_the_number_of_tensors() -> None:
+    small, large = (gpu_steps.cost(shapes, foreach=True) for shapes in gpu_steps.MODELS.values())
+    print(small, large)
+    assert (small.tensors, large.tensors) == (148, 291)
+    assert small.launches == large.launches == 2
+    for what in ("operations", "moved", "allocations", "calls"):
+        assert getattr(small, what) == getattr(large, what), what
+    told = gpu_kernels.PATH.read_text(encoding="utf-8")
+    if torch.__version__.partition("+")[0] in told:
+        counted = (large.launches, large.operations, large.moved, large.allocations)
+        lines = [line.split("|") for line in told.splitlines() if line.startswith("| Llama-3-8B")]
+        assert [tuple(int(line[i]) for i in (4, 6, 7, 8)) for line in lines] == [counted, counted]

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["LaunchedSteps", "Outcome", "step_on_cuda"]
+__all__ = ["LaunchedSteps", "Outcome", "on_the_cpu", "step_on_cuda"]
 
 
 @dataclass(frozen=True)
@@ -111,6 +111,20 @@ def step_on_cuda(program: Any, keep_on_cpu: Sequence[str] = ()) -> Any:
     return repeated
 
 
+def on_the_cpu(step: Any) -> Any:
+    """The step, taken with tensors that are on the CPU in truth."""
+    from functools import partial
+
+    import torch
+
+    cpu = torch.device("cpu")
+    step._allocated = [(i, (*memory[:3], cpu)) for i, memory in step._allocated]
+    step.constants = [partial(each, device=cpu) if callable(each) else each for each in step.constants]
+    for launches in step._launches.values():
+        launches.device = cpu
+    return step
+
+
 def _outcome(
     optimizer: str,
     shapes: Sequence[tuple[int, ...]],
@@ -133,8 +147,6 @@ def _outcome(
         scheduled: whether the learning rate is another one at each step.
         keywords: of the optimizer.
     """
-    from functools import partial
-
     import torch
     from torch import Tensor
 
@@ -143,7 +155,7 @@ def _outcome(
     from tests.support.optimizers import CompiledOptimizer, Tensors, gradients
     from tests.support.twin import TwinBackend
 
-    cpu, aten = torch.device("cpu"), torch.ops.aten
+    aten = torch.ops.aten
 
     class LaunchedBackend(TwinBackend):
         """The twin's backend, which also makes the step that a GPU would take."""
@@ -156,13 +168,7 @@ def _outcome(
             of_host = {torch.float64, *([torch.float32] if "counters" in host else [])}
             kept = [node.name for node in numbers if node.meta["val"].dtype in of_host]
             self.step = step_on_cuda(program, kept)
-            # Where the tensors are in truth.
-            self.step._allocated = [(i, (*memory[:3], cpu)) for i, memory in self.step._allocated]
-            self.step.constants = [
-                partial(each, device=cpu) if callable(each) else each for each in self.step.constants
-            ]
-            for launches in self.step._launches.values():
-                launches.device = cpu
+            on_the_cpu(self.step)
             lowered = super().lower(program, example_inputs, inductor_options)
             # But on the CPU, Inductor multiplies by the reciprocal of a constant.
             for node in self.graphs[-1].graph.nodes if self.graphs else ():
