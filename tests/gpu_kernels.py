@@ -249,8 +249,8 @@ torch {torch}, Triton {triton}.
 
 ## What a step costs its host
 
-AdamW, `plus`, with the models' numbers of tensors in a sixteenth of their sizes, for sm_90. What is counted is
-the whole of `step()` but Dynamo's guards, with a stub in the place of Inductor's launcher and the driver.
+AdamW, `plus`, with the models' numbers of tensors in a sixteenth of their sizes, for sm_90. What is counted
+is the whole of `step()` but Dynamo's guards, with a stub in the place of Inductor's launcher and the driver.
 
 - **Processor s, cold**: the first step with nothing in Inductor's and Triton's caches, from Dynamo's capture
   to machine code. Not in it: imports, and the C++ that writes tables, which is compiled once a machine.

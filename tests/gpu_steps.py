@@ -1,8 +1,8 @@
 """What a whole step on a GPU costs its host: compilation, launches, and what Python does at each step.
 
 Models have their real numbers of tensors, in a sixteenth of their sizes: a kernel over a table is the same
-for all lengths. The step is captured on the CPU and lowered as for a card; in the place of Inductor's launcher
-is a stub that counts launches, and all tensors are on the CPU. ``tests/gpu_kernels.py`` writes the table.
+for all lengths. The step is captured on the CPU and lowered as for a card; all tensors are on the CPU, and in
+the place of Inductor's launcher is a stub. ``tests/gpu_kernels.py`` writes the table.
 """
 
 from __future__ import annotations
