@@ -89,7 +89,7 @@ class CheckpointMismatchError(CollageError):
 class ChangedTensorError(CollageError):
     """A tensor of a compiled step no longer has the layout, dtype or device that the step was compiled for.
 
-    Raised in the middle of a run, but before that step.
+    Or, while a CUDA graph is captured, the memory. Raised in the middle of a run, but before that step.
     """
 
 

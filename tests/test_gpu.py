@@ -17,6 +17,7 @@ from torch._dynamo.utils import counters
 
 from benchmarks.timing import launches
 from collage_fx import CollageBackend, error_terms, full_value
+from collage_fx.errors import ChangedTensorError
 from collage_fx.runtime.fingerprints import fingerprint
 from tests.support.agreement import (
     AdamW,
@@ -160,6 +161,35 @@ def test_a_learning_rate_is_that_of_each_step(foreach: bool, mode: Any) -> None:
             value -= lr * grad.bfloat16().to(DEVICE).double()
     for parameter, value in zip(rig.parameters, expected, strict=True):
         assert float((full_value(parameter) - value).abs().max()) < 1e-4
+
+
+def test_a_step_that_a_program_captures_itself() -> None:
+    """Replays of a CUDA graph are steps; where gradients have moved, nothing is captured."""
+    grads = list(gradients(SHAPES, 6))
+    results = []
+    for is_captured in (False, True):
+        rig = CompiledOptimizer(SHAPES, adamw, CollageBackend(), device=DEVICE)
+        rig.step(grads[0])
+        graph = torch.cuda.CUDAGraph()
+        for i, each in enumerate(grads[1:]):
+            for parameter, grad in zip(rig.parameters, each, strict=True):
+                assert parameter.grad is not None
+                parameter.grad.copy_(grad)
+            if not is_captured or i < 2:  # on a card, the first may still compile
+                rig.compiled()
+                continue
+            if i == 2:
+                with torch.cuda.graph(graph):
+                    rig.compiled()
+            graph.replay()
+        results.append(rig.tensors())
+    assert_same(results[1:], results[:1])
+    for parameter in rig.parameters:
+        parameter.grad = torch.ones_like(parameter)
+    before = rig.tensors()
+    with pytest.raises(ChangedTensorError), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        rig.compiled()
+    assert_same([rig.tensors()], [before])
 
 
 # ---------------------------------------------------------------------- launches

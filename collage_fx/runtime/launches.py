@@ -15,6 +15,9 @@ for all the launches of a step:
 Most of it is the same at every step: gradients move, if anything does. So the words are made anew on the host
 by one C++ function, and uploaded, without waiting, from pinned memory if any of them has changed.
 
+A program may capture a step into a CUDA graph of its own. What is recorded is the launches alone: they read
+the table as it is when they are replayed, which is that of the last step outside.
+
 A tensor of more elements than 32-bit indices reach is in several rows, a piece in each.
 """
 
@@ -28,6 +31,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from collage_fx.errors import ChangedTensorError
 from collage_fx.runtime.batches import fill
 from collage_fx.torch_compat import ALIGNED_BYTES, TableKernel, launch
 
@@ -149,6 +153,7 @@ class Launches:
         self._waiting: list[tuple[int, tuple[int, int, int]]] = []
         #: Made at the first step.
         self.table = torch.empty(0, dtype=torch.int64)
+        self._is_current = False
         self.launches: list[Launch] = []
 
     def add(
@@ -211,15 +216,38 @@ class Launches:
         self._upload = Upload(count, self.device)
 
     def update(self, addresses: array[int], scratch: Tensor) -> None:
-        """Bring the table up to date for a step: before its launches, behind all that the host computes."""
-        is_first = not self.table.numel()
-        if is_first:
+        """Bring the table up to date for a step: before its launches, behind all that the host computes.
+
+        Raises:
+            ChangedTensorError: a CUDA graph is being captured, which would write the words of this step into
+                the table each time that it is replayed.
+        """
+        if not self.table.numel():
             self._allocate()
-        changed = fill(self._words, self._sources, self._sizes, self._offsets, addresses, scratch)
-        if is_first or changed:
-            for each in self.launches:
-                each.prepare(self._words, self.device)
-            self._upload(self._words, self.table)
+        if fill(self._words, self._sources, self._sizes, self._offsets, addresses, scratch):
+            self._is_current = False
+        if self._is_current:
+            return
+        if _is_captured(self.device):
+            raise ChangedTensorError(
+                "while a CUDA graph is captured, a tensor is at another address than in the step before, or a "
+                "number is another one",
+                where=f"the table of what is launched on {self.device}",
+                remedy="take a step with these tensors before the capture; gradients stay where they are with "
+                "zero_grad(set_to_none=False)",
+            )
+        for each in self.launches:
+            each.prepare(self._words, self.device)
+        self._upload(self._words, self.table)
+        self._is_current = True
+
+
+def _is_captured(device: torch.device) -> bool:
+    """Whether what is launched on the device's current stream is recorded into a CUDA graph."""
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return bool(torch.cuda.is_current_stream_capturing())
 
 
 class Upload:
