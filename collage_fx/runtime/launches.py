@@ -230,11 +230,11 @@ class Launches:
             return
         if _is_captured(self.device):
             raise ChangedTensorError(
-                "while a CUDA graph is captured, a tensor is at another address than in the step before, or a "
-                "number is another one",
+                "while a CUDA graph is captured, a tensor is at another address than in the step before, "
+                "or a number is another one",
                 where=f"the table of what is launched on {self.device}",
-                remedy="take a step with these tensors before the capture; gradients stay where they are with "
-                "zero_grad(set_to_none=False)",
+                remedy="take a step with these tensors before the capture; gradients stay where they are "
+                "with zero_grad(set_to_none=False)",
             )
         for each in self.launches:
             each.prepare(self._words, self.device)
