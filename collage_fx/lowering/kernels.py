@@ -103,7 +103,7 @@ aten = torch.ops.aten
 MANY = 1 << 14
 
 #: A symbolic length is taken to be no less: of sizes 0 and 1 PyTorch has ideas of its own (broadcasting,
-#: strides).
+#: strides). A kernel over a table knows nothing of them: there one element is a row like others.
 SHORTEST = 2
 
 #: Elements that a sum in a flat rule can count, or 32-bit indices.
@@ -282,7 +282,8 @@ class _Writer:
         tensors = [value for value in self._elements() if not self._is_of_blocks(value)]
         if self.has_blocks and self.shape.numel() < SHORTEST * BLOCK:
             return False
-        if self.shape.numel() < SHORTEST or any(value.shape != self.shape for value in tensors):
+        shortest = 1 if any(device_facts(value.device).is_launched for value in tensors) else SHORTEST
+        if self.shape.numel() < shortest or any(value.shape != self.shape for value in tensors):
             return False
         if self.rows and self.shape.numel() >= LONGEST:
             return False

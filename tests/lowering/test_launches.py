@@ -66,6 +66,16 @@ def test_adamw_is_a_launch_for_each_rule(
     assert (outcome.launches, outcome.calls, outcome.on_host) == (launches, 0, 0), outcome.reasons
 
 
+@pytest.mark.parametrize("strategy", ["light", "plus"])
+def test_tensors_of_one_element(steps: LaunchedSteps, strategy: str) -> None:
+    """A row like others; scalars (``logit_scale``) are numbers to a kernel, and have a launch of their own."""
+    for shapes, launches in ([(1,), (5,), (1, 1)], 2), ([(1,)], 2), ([(), (5,), ()], 3):
+        outcome = steps.run("AdamW", shapes=shapes, options={"strategy": strategy}, lr=1e-3)
+        assert outcome.different == {}
+        assert outcome.changed[0] == outcome.changed[1]
+        assert (outcome.launches, outcome.calls) == (launches, 0), (shapes, outcome.reasons)
+
+
 @pytest.mark.parametrize(
     ("optimizer", "keywords", "launches"),
     [
