@@ -68,7 +68,7 @@ def test_adamw_is_a_launch_for_each_rule(
 
 @pytest.mark.parametrize("strategy", ["light", "plus"])
 def test_tensors_of_one_element(steps: LaunchedSteps, strategy: str) -> None:
-    """A row like others; scalars (``logit_scale``) are numbers to a kernel, and have a launch of their own."""
+    """A row like others; scalars (``logit_scale``) are numbers to a kernel, with a launch of their own."""
     for shapes, launches in ([(1,), (5,), (1, 1)], 2), ([(1,)], 2), ([(), (5,), ()], 3):
         outcome = steps.run("AdamW", shapes=shapes, options={"strategy": strategy}, lr=1e-3)
         assert outcome.different == {}
