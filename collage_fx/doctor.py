@@ -111,7 +111,14 @@ def devices() -> list[str]:
 def _description(device: str) -> str:
     if device.startswith("cuda"):
         properties = torch.cuda.get_device_properties(device)
-        return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+        told = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+        if torch.version.hip is None:
+            return told
+        return (
+            f"{told}, ROCm {torch.version.hip}, {properties.warp_size} threads a warp\n"
+            "assumed, and tested by nobody yet: that Triton rounds to nearest even, contracts nothing\n"
+            "that is pinned, and divides and takes roots as IEEE 754 has it; the self-test asks for it"
+        )
     return f"{torch.get_num_threads()} threads" if device == "cpu" else ""
 
 

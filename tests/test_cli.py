@@ -6,9 +6,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from collage_fx import doctor
 from collage_fx.cli import main
@@ -139,6 +141,15 @@ def test_doctor_asks_nothing_of_a_device_that_is_not_supported(
     out = " ".join(capsys.readouterr().out.split())
     assert "not supported: steps on it are refused; those on cpu, cuda are not" in out
     assert "All is well." in out
+
+
+def test_doctor_says_what_is_assumed_of_rocm(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = SimpleNamespace(name="a card", total_memory=64 << 30, warp_size=64)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    assert doctor._description("cuda:0") == "a card, 64 GiB"
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    told = doctor._description("cuda:0")
+    assert told.startswith("a card, 64 GiB, ROCm 7.0, 64 threads a warp\nassumed")
 
 
 def test_doctor_gives_the_reason_where_nothing_compiles(

@@ -37,8 +37,10 @@ RELIED_ON = (
     "torch._inductor.runtime.triton_heuristics:FixedGrid has generate",
 )
 
-#: Elements of a block, and the threads of a program that computes one, in warps.
-BLOCK, WARPS = 1024, 4
+#: Elements of a block, and the threads of a program that computes one: 16 bytes of bfloat16 for each of them.
+BLOCK, THREADS = 1024, 128
+#: Threads of a warp where Inductor says nothing of it.
+WARP = 32
 #: Bytes that addresses are multiples of in the kernel that accesses so many at once.
 ALIGNED_BYTES = 16
 
@@ -290,7 +292,7 @@ def {name}(table, programs, XBLOCK: tl.constexpr, ALIGNMENT: tl.constexpr):
         config = {
             "XBLOCK": size,
             "ALIGNMENT": ALIGNED_BYTES if aligned else 1,
-            "num_warps": WARPS if length is not None else 1,
+            "num_warps": THREADS // _warp(first) if length is not None else 1,
             "num_stages": 1,
         }
         decorator = _decorator(config, first, name)
@@ -323,6 +325,13 @@ def _item(mapping: ast.Dict, name: str) -> ast.expr:
         for key, value in zip(mapping.keys, mapping.values, strict=True)
         if isinstance(key, ast.Constant) and key.value == name
     )
+
+
+def _warp(kernel: _Kernel) -> int:
+    """The threads of a warp of the device that Inductor has generated the kernel for: 64 on some of AMD's."""
+    device = _item(kernel.triton_meta, "device")
+    told = [each.value for each in getattr(device, "keywords", []) if each.arg == "warp_size"]
+    return next((size for size in map(ast.literal_eval, told) if size), WARP)
 
 
 def _elements_of_a_unit(function: ast.FunctionDef) -> int:

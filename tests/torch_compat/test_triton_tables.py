@@ -58,3 +58,18 @@ def test_a_kernel_for_each_tensor_is_one(code: str) -> None:
     twice = re.sub(r"(\n +)(\w+\.run\(.*\))", r"\1\2\1\2", code)
     assert twice != code
     assert table_kernel(twice, 2, 0, [0, 1]) == "Inductor's code launches 2 Triton kernels for each tensor"
+
+
+@pytest.mark.parametrize(("size", "warps"), [(32, 4), (64, 2)])
+def test_a_thread_has_as_many_elements_whatever_the_size_of_a_warp(code: str, size: int, warps: int) -> None:
+    edits = {
+        "warp_size=32": f"warp_size={size}",
+        "arg0_1, arg1_1 = args": "arg0_1, arg1_1, arg2_1 = args",
+        ", 5000, stream": ", arg2_1, stream",
+    }
+    for old, new in edits.items():
+        assert old in code
+        code = code.replace(old, new)
+    kernel = table_kernel(code, 3, 2, [0, 1])
+    assert isinstance(kernel, TableKernel)
+    assert f"'num_warps': {warps}" in kernel.source[True]
