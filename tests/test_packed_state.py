@@ -474,7 +474,7 @@ def test_a_gradient_that_is_not_finite_spoils_its_own_block() -> None:
         assert int(spoilt.sum()) == 32
 
 
-def test_a_learning_rate_that_is_scheduled_compiles_nothing_more_than_else() -> None:
+def test_a_learning_rate_that_is_scheduled_compiles_nothing_more() -> None:
     params = parameters(shapes=SHAPES)
     optimizer = adamw(params)
     backend = CollageBackend(strategy="light", state="block8")
@@ -482,7 +482,7 @@ def test_a_learning_rate_that_is_scheduled_compiles_nothing_more_than_else() -> 
     for seed in range(5):
         optimizer.param_groups[0]["lr"] = 1e-3 * seed
         run_steps(step, params, [seed])
-    assert len(backend.reports) == 2
+    assert len(backend.reports) == 1
     assert is_all_packed(optimizer)
 
 
