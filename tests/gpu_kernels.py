@@ -76,7 +76,8 @@ class Row:
 
     @property
     def words(self) -> str:
-        return ", ".join(map(str, self.options.values())) or "plus"
+        named = {name: "measured" if name == "metrics" else str(each) for name, each in self.options.items()}
+        return ", ".join(named.values()) or "plus"
 
 
 def _rows() -> Iterator[Row]:
@@ -92,6 +93,9 @@ def _rows() -> Iterator[Row]:
     ]
     for options in formats:
         yield Row("AdamW", _adamw(), options)
+    for strategy in ("light", "plus", "full"):
+        yield Row("AdamW", _adamw(), {"strategy": strategy, "metrics": True})
+    yield Row("AdamW", _adamw(), {"strategy": "light", "state": "block8", "metrics": True})
     yield Row("AdamW, foreach", _adamw(foreach=True), {})
     yield Row("AdamW, amsgrad", _adamw(amsgrad=True), {})
     yield Row("SGD, momentum", lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9), {})
@@ -169,9 +173,9 @@ def _accesses(kernel: Kernel) -> Iterator[int]:
     """For each load and store of elements in a kernel's source, the bytes of a unit of length."""
     function: Any = kernel.function
     units = {number: column.unit for number, column in zip(function.arguments, kernel.columns, strict=True)}
-    body, frame = (
-        node for node in ast.parse(function.source[True]).body if isinstance(node, ast.FunctionDef)
-    )
+    nodes = ast.parse(function.source[True]).body
+    functions = {node.name: node for node in nodes if isinstance(node, ast.FunctionDef)}
+    frame, body = functions[function.name], functions[f"_{function.name}"]
     call = next(
         node for node in ast.walk(frame) if isinstance(node, ast.Call) and ast.unparse(node.func) == body.name
     )
@@ -236,12 +240,15 @@ all tensors, and once for their elements (Note [One launch for all tensors] in
 a table of addresses.
 
 - **Launches** of a step of four tensors, as of four hundred. Tensors that are too small to be packed have a
-  kernel of their own beside those of packed ones.
+  kernel of their own beside those of packed ones. A step that is *measured* (`metrics=True`) has one more,
+  which adds the sums that programs leave of their blocks: 8 bytes of each for 1024 elements, not in the bytes
+  moved (Note [Sums of a launch] in `collage_fx/torch_compat/triton_sums.py`).
 - **Bytes moved** for each parameter: what the source of the elements' kernel loads and stores. It is all that
   is **held**, by the report, read once and written once, and the gradient.
 - **Registers** of a thread, and bytes **spilled**, in machine code for sm_80, sm_90 and sm_100.
 - **16-byte accesses** of a thread, where a block is full, among those that its 8 elements take. Bytes and
-  scales are accessed 8 or fewer bytes at a time.
+  scales are accessed 8 or fewer bytes at a time, and so is all that is measured: there a thread has 4
+  elements.
 
 torch {torch}, Triton {triton}.
 

@@ -205,6 +205,25 @@ def test_a_step_is_two_launches() -> None:
     assert launches(rig.compiled, DEVICE) == 2
 
 
+def test_a_measured_step_is_three_launches_and_the_same_each_time() -> None:
+    """All bits of its sums, whatever order the card takes blocks in; and the step's are those of others."""
+    shapes = [(33, 17)] * 20 + [(100_007,)]
+    grads = list(gradients(shapes, 4))
+    found = []
+    for is_measured in (True, True, False):
+        backend = CollageBackend(metrics=is_measured)
+        rig = CompiledOptimizer(shapes, adamw, backend, device=DEVICE)
+        for each in grads:
+            rig.step(each)
+        measured = backend.metrics()
+        found.append((rig.tensors(), [measured[step] for step in measured]))
+        assert launches(rig.compiled, DEVICE) == 2 + is_measured
+    (tensors, one), (_, other), (plain, _) = found
+    assert one == other
+    assert len(one) == len(grads)
+    assert_same([tensors], [plain])
+
+
 def test_unaligned_gradients() -> None:
     """They have a kernel of their own, of which the bits are those of the other."""
     results = []
@@ -242,8 +261,9 @@ def test_on_another_stream() -> None:
     assert_same(met, expected)
 
 
-def test_a_thousand_steps_take_no_more_memory() -> None:
-    rig = CompiledOptimizer(SHAPES, adamw, CollageBackend(), device=DEVICE)
+@pytest.mark.parametrize("is_measured", [False, True])
+def test_a_thousand_steps_take_no_more_memory(is_measured: bool) -> None:
+    rig = CompiledOptimizer(SHAPES, adamw, CollageBackend(metrics=is_measured), device=DEVICE)
     (grads,) = gradients(SHAPES, 1)
     for _ in range(3):
         rig.step(grads)

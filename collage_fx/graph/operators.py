@@ -101,7 +101,17 @@ from collage_fx.torch_compat import (
     with_ulp_parts_in_cpp,
 )
 
-__all__ = ["REVISION", "once", "rest", "round_to_storage", "update_sizes", "update_sums"]
+__all__ = [
+    "REVISION",
+    "once",
+    "rest",
+    "round_to_storage",
+    "sums_of_update",
+    "update_size",
+    "update_sizes",
+    "update_sums",
+    "update_value",
+]
 
 
 def _row(columns: Sequence[str]) -> Callable[..., Tensor]:
@@ -141,6 +151,22 @@ update_sums = define_operator(
     "update_sums(Tensor old, Tensor? old_lo, Tensor intended, Tensor hi, Tensor? lo) -> Tensor",
     measures.sums,
     _row(measures.SUMS),
+)
+
+#: ``update_value(old, old_lo, intended, hi, lo, number)``: one of what ``update_sums.values`` returns.
+update_value = define_operator(
+    "update_value(Tensor old, Tensor? old_lo, Tensor intended, Tensor hi, Tensor? lo, int number) -> Tensor",
+    lambda *operands: measures.values(*operands[:5])[operands[5]],
+    None,
+    torch.Tag.pointwise,
+)
+
+#: ``update_size(old, old_lo, intended, dtype)``: which of the sizes each element is of, int32.
+update_size = define_operator(
+    "update_size(Tensor old, Tensor? old_lo, Tensor intended, ScalarType dtype) -> Tensor",
+    lambda *operands: _size(*(each for each in operands if each is not None)),
+    lambda old, *_: torch.empty_like(old, dtype=torch.int32),
+    torch.Tag.pointwise,
 )
 
 
@@ -202,9 +228,15 @@ def _terms(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(measures.terms(*_operands(tensors)).values())
 
 
+def _size(*operands: Any) -> Tensor:
+    """``update_sums.size_bin`` of an update, with or without an error term."""
+    old, *old_lo, intended, dtype = operands
+    return measures.size_bin(old, old_lo[0] if old_lo else torch.zeros_like(old), intended, dtype)
+
+
 @functools.cache
-def _sums(tensors: int) -> Sums:
-    """The description, for the C++ of a kernel, of what ``update_sums`` sums of so many tensors."""
+def sums_of_update(tensors: int) -> Sums:
+    """The description of what ``update_sums`` sums of so many tensors, those that are None left out."""
     trace = _trace(_values, FLOATS[:tensors])
     inputs = trace.graph.find_nodes(op="placeholder")
     text = {node: f"x{i}" for i, node in enumerate(inputs)}
@@ -282,6 +314,18 @@ ELEMENTWISE = (
 
 for _operator, _function, _dtypes, _in_cpp, _result in ELEMENTWISE:
     register_pointwise_lowering(_operator, _elementwise(_function, _dtypes, _in_cpp), dtype=_result)
+register_pointwise_lowering(
+    update_value,
+    lambda device, number: lambda inputs: _interpret(_trace(_values, FLOATS[: len(inputs)]), inputs)[number],
+    dtype=torch.float32,
+)
+register_pointwise_lowering(
+    update_size,
+    lambda device, dtype: (
+        lambda inputs: _interpret(_trace(_size, FLOATS[: len(inputs)], (dtype,)), inputs)[0]
+    ),
+    dtype=torch.int32,
+)
 register_placed_lowering(PHASES, _phase_of_element, dtype=torch.int32)
 register_block_lowerings(
     BLOCK_SCALES,
@@ -297,7 +341,7 @@ register_realizing_lowering(once)
 register_summing_lowering(
     update_sums,
     lambda inputs: _interpret(_trace(_terms, FLOATS[: len(inputs)]), inputs),
-    _sums,
+    sums_of_update,
     names=measures.SUMS,
     otherwise=measures.WITHOUT_LO,
 )

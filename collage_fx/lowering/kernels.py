@@ -23,7 +23,8 @@ tensors ``[n, 32]`` and scales ``[n, 1]``, with n the number of blocks, where ot
 
 Sums over all elements (``update_sums``, Note [Metrics]) leave a rule flat: the order in which they are taken
 is of no account. So do counts over a sample (``update_sizes``), but only of a tensor as a whole: they become
-a part of their own, before the one that overwrites what they are made of.
+a part of their own, before the one that overwrites what they are made of. A kernel over a table sums and
+counts block by block (Note [Sums of a launch]).
 
 A flat rule whose code is not one C++ function is compiled twice, if both are needed: for few elements, on
 which threads would wait longer for each other than they work, and for many.
@@ -37,12 +38,14 @@ come out the same in every process, which is what Inductor's cache goes by.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import sympy
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
@@ -60,28 +63,38 @@ from collage_fx.graph import (
     rest,
     size_argument,
     stored,
+    sums_of_update,
     tensor_value,
+    update_size,
     update_sizes,
     update_sums,
+    update_value,
 )
 from collage_fx.lowering.attempts import Attempt, compile_somehow
 from collage_fx.lowering.parts import Part
-from collage_fx.numerics import BLOCK, BLOCK_OPERATORS, PHASES
+from collage_fx.numerics import BLOCK, BLOCK_OPERATORS, PHASES, SIZES, SUMS
+from collage_fx.numerics import update_sums as measures
 from collage_fx.runtime import (
     FIRST_OF_PIECE,
     HOST,
     LENGTH,
+    LONGEST_PIECE,
     MOST_ARGUMENTS,
     MOST_BUFFERS,
     SUMS_OF_PIECE,
     Column,
     Kernel,
+    Summed,
     buffer_at,
 )
 from collage_fx.torch_compat import (
     CFunction,
+    Sampling,
+    SummedValues,
+    Sums,
     SymbolicScope,
     TableKernel,
+    TableSums,
     add_to_cache_key,
     c_function,
     fusing_distant_nodes,
@@ -196,6 +209,11 @@ class Rule:
         return next((device for device in devices if device != HOST), HOST)
 
     @property
+    def is_tabled(self) -> bool:
+        """Whether its kernel is one over a table, if its code allows that."""
+        return self.independent and device_facts(self.device).is_launched
+
+    @property
     def is_placed(self) -> bool:
         """Whether a flat rule goes by the places of its elements, too: it is given that of the first."""
         return self.flat and any(line.target is PHASES for line in self.lines)
@@ -204,6 +222,11 @@ class Rule:
     def operations(self) -> set[str]:
         """The names of the rule's operators."""
         return {str(line.target) for line in self.lines if line.target is not None}
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether it sums or counts."""
+        return any(line.target in (update_sums, update_sizes) for line in self.lines)
 
     @property
     def sums(self) -> set[int]:
@@ -282,10 +305,11 @@ class _Writer:
         tensors = [value for value in self._elements() if not self._is_of_blocks(value)]
         if self.has_blocks and self.shape.numel() < SHORTEST * BLOCK:
             return False
-        shortest = 1 if any(device_facts(value.device).is_launched for value in tensors) else SHORTEST
+        is_launched = any(device_facts(value.device).is_launched for value in tensors)
+        shortest, longest = (1, LONGEST_PIECE) if is_launched else (SHORTEST, LONGEST)
         if self.shape.numel() < shortest or any(value.shape != self.shape for value in tensors):
             return False
-        if self.rows and self.shape.numel() >= LONGEST:
+        if self.rows and self.shape.numel() >= longest:
             return False
         inputs = [node for node in self.nodes if self._is_input(node) and node not in self.rows]
         memory = [tensor_value(node) for node in (*self.part.results, *inputs)]
@@ -344,10 +368,16 @@ class _Writer:
 
 
 def samples_first(part: Part) -> list[Part]:
-    """A flat part cut into its samples and the rest, which runs after them; any other part as it is."""
+    """A flat part cut into its samples and the rest, which runs after them; any other part as it is.
+
+    So is one that is launched once for all tensors.
+    """
     samples = tuple(store for store in part.stores if stored(store).target is update_sizes)
     rest_of_part = replace(part, stores=tuple(store for store in part.stores if store not in samples))
-    if not samples or not (rest_of_part.stores or part.results) or not rule_of(part).flat:
+    if not samples or not (rest_of_part.stores or part.results):
+        return [part]
+    rule = rule_of(part)
+    if not rule.flat or rule.is_tabled:
         return [part]
     return [replace(part, stores=samples, results=()), rest_of_part]
 
@@ -422,10 +452,26 @@ def compile_rule(rule: Rule, *, many: bool) -> Kernel | Reason:
         the kernel, or a reason where the code would not hold for every length (or every value of a symbolic
         number).
     """
+    if not (rule.is_tabled and rule.flat and rule.is_measured):
+        return _compiled(rule, many=many)
+    kernel = _compiled(rule, many=many, by_element=True)
+    return kernel if isinstance(kernel, Kernel) else _compiled(rule, many=many, no_table=kernel)
+
+
+def _compiled(
+    rule: Rule, *, many: bool, by_element: bool = False, no_table: Reason | None = None
+) -> Kernel | Reason:
+    """The kernel of a rule.
+
+    Args:
+        rule: of any of the parts that it will serve.
+        many: whether a flat rule is compiled for many elements.
+        by_element: whether sums and counts are stored element by element, for a kernel over a table to take.
+        no_table: why there is no such kernel, if that is known.
+    """
     scope = SymbolicScope()
-    is_launched = rule.independent and device_facts(rule.device).is_launched
     with scope:
-        gm = _graph_of(rule, scope, MANY_HINT if many else FEW_HINT)
+        gm = _graph_of(rule, scope, MANY_HINT if many else FEW_HINT, by_element=by_element)
         inputs = [node.meta["val"] for node in placeholders(gm.graph)]
         settings: dict[str, Any] = {
             "size_asserts": not (rule.flat or rule.independent),
@@ -435,12 +481,12 @@ def compile_rule(rule: Rule, *, many: bool) -> Kernel | Reason:
             settings["cpp.threads"] = 1
         if rule.flat and rule.width > 1:
             settings.update(INLINED)
-        if is_launched:
+        if rule.is_tabled:
             settings["combo_kernels"] = False
         with (
             inductor_config.patch(settings),
             fusing_distant_nodes() if rule.flat else nullcontext(),
-            without_triton() if is_launched else nullcontext(),
+            without_triton() if rule.is_tabled else nullcontext(),
             generated_code() as code,
         ):
             attempt = compile_somehow(gm, inputs, is_inference=True)
@@ -451,8 +497,8 @@ def compile_rule(rule: Rule, *, many: bool) -> Kernel | Reason:
             "a kernel would not hold for every length or number", ", ".join(sorted(rule.operations))
         )
     call = innermost_callable(attempt.call)
-    if is_launched:
-        return _launched_kernel(rule, attempt, call, code, inputs)
+    if rule.is_tabled:
+        return _launched_kernel(rule, attempt, call, code, inputs, no_table, by_element=by_element)
     function = _batched_function(rule, call, len(inputs), many=many)
     if isinstance(function, Reason):
         reasons: Reasons = (("in one call for all tensors", function), *attempt.reasons)
@@ -490,18 +536,31 @@ def bytes_of_a_unit(rule: Rule, value: Tensor) -> int:
 
 
 def _launched_kernel(
-    rule: Rule, attempt: Attempt, call: Callable[[list[Any]], Any], code: Sequence[str], inputs: Sequence[Any]
+    rule: Rule,
+    attempt: Attempt,
+    call: Callable[[list[Any]], Any],
+    code: Sequence[str],
+    inputs: Sequence[Any],
+    no_table: Reason | None,
+    *,
+    by_element: bool,
 ) -> Kernel | Reason:
     """The kernel of a rule over a table, or, where there is none, one that is called for each tensor.
 
-    That one has no table from which to read a number of the host: then there is a reason.
+    That one has no table from which to read a number of the host, and does not sum: then there is a
+    reason.
     """
     what = ", ".join(sorted(rule.operations))
-    found: TableKernel | str = "its sums over all elements are no numbers of a table"
-    if not rule.sums:
-        units = {i: bytes_of_a_unit(rule, each) for i, each in enumerate(inputs) if isinstance(each, Tensor)}
+    units = {i: bytes_of_a_unit(rule, each) for i, each in enumerate(inputs) if isinstance(each, Tensor)}
+    found: TableKernel | str
+    if no_table is not None:
+        found = no_table.what
+    else:
         elements = [i for i, unit in units.items() if unit]
-        found = table_kernel(code[-1], len(inputs), 0 if rule.flat else None, elements)
+        sums = _table_sums(rule, len(inputs)) if by_element else None
+        found = table_kernel(code[-1], len(inputs), 0 if rule.flat else None, elements, sums)
+    if isinstance(found, str) and by_element:
+        return Reason(found, what)
     layouts = [line.args for line in rule.lines if line.target is None]
     if isinstance(found, str):
         if any(layout[1] == HOST for layout in layouts):
@@ -519,7 +578,86 @@ def _launched_kernel(
 
     columns = tuple(map(column, found.arguments))
     found.begin()
-    return Kernel(call, found, columns=columns, device=rule.device, width=rule.width, reasons=attempt.reasons)
+    return Kernel(
+        call,
+        found,
+        columns=columns,
+        device=rule.device,
+        width=rule.width,
+        sums=_summed(rule) if by_element else (),
+        reasons=attempt.reasons,
+    )
+
+
+def _measures(rule: Rule) -> list[tuple[int, _Line]]:
+    """The stores of sums and counts: the lines of the rows, and of what is stored into them."""
+    stores = [
+        (into, rule.lines[value])
+        for into, value in rule.stores
+        if rule.lines[value].target in (update_sums, update_sizes)
+    ]
+    assert all(into is not None for into, _ in stores)
+    return stores  # type: ignore[return-value]
+
+
+def _sums_of(line: _Line) -> Sums:
+    """The description of what a line sums."""
+    return sums_of_update(sum(each is not None for each in line.args))
+
+
+def _values(line: _Line) -> list[tuple[Any, tuple[Any, ...]]]:
+    """The operators, and their arguments, of what is stored for each element of a sum or a count."""
+    if line.target is update_sizes:
+        return [(update_size, line.args)]
+    return [(update_value, (*line.args, i)) for i, _ in enumerate(_sums_of(line).values)]
+
+
+def _table_sums(rule: Rule, inputs: int) -> TableSums:
+    """What the kernel over a table sums: the arguments of values are the last of its inputs."""
+    lines = [line for _, line in _measures(rule)]
+    arguments = iter(range(inputs - sum(len(_values(line)) for line in lines), inputs))
+    tensors, sizes = list[SummedValues](), list[int]()
+    for line in lines:
+        of_line = tuple(itertools.islice(arguments, len(_values(line))))
+        if line.target is update_sizes:
+            sizes += of_line
+        else:
+            sums = _sums_of(line)
+            tensors.append(SummedValues(of_line, tuple(sums.products.values()), tuple(sums.counts.values())))
+    number, place, elements = sympy.symbols("number place elements")
+    sampling = Sampling(
+        number=str(measures.nearest_sampled(place, elements, _quotient)),
+        place=str(measures.sampled(number, elements, _quotient)),
+        together=measures.TOGETHER,
+        counters=len(SIZES),
+    )
+    return TableSums(tensors, sizes, sampling, rule.width)
+
+
+def _quotient(dividend: Any, divisor: Any) -> sympy.Symbol:
+    """The text of a quotient, rounded down, as a part of expressions."""
+    return sympy.Symbol(f"(({dividend}) // ({divisor}))")
+
+
+def _summed(rule: Rule) -> tuple[Summed, ...]:
+    """Where the partial sums and the counters of a kernel over a table are wanted."""
+    lines = [i for i, line in enumerate(rule.lines) if line.target is None]
+    found = []
+    parts = counters = 0
+    for into, line in _measures(rule):
+        argument = lines.index(into) + rule.flat + rule.is_placed
+        if line.target is update_sizes:
+            found.append(Summed(argument, 0, counters, len(SIZES)))
+            counters += len(SIZES)
+            continue
+        sums = _sums_of(line)
+        names = [*sums.products, *sums.counts]
+        for place, name in enumerate(SUMS):
+            same = name if name in names else measures.WITHOUT_LO[name]
+            if same is not None:
+                found.append(Summed(argument, place, parts + names.index(same)))
+        parts += len(names)
+    return tuple(found)
 
 
 def _batched_function(
@@ -540,8 +678,10 @@ def _batched_function(
     return function
 
 
-def _graph_of(rule: Rule, scope: SymbolicScope, hint: int) -> GraphModule:
-    """The rule as a graph."""
+def _graph_of(rule: Rule, scope: SymbolicScope, hint: int, *, by_element: bool = False) -> GraphModule:
+    """The rule as a graph, in which sums and counts may be stored element by element."""
+    taken_apart = _measures(rule) if by_element else []
+    values = [value for _, line in taken_apart for value in _values(line)]
     graph = Graph()
     length = _input(graph, "n", scope.length("n", hint)) if rule.flat else None
     first = None
@@ -552,21 +692,28 @@ def _graph_of(rule: Rule, scope: SymbolicScope, hint: int) -> GraphModule:
         if line.target is None:
             made[i] = _input(graph, f"in{i}", _value_of_input(rule, line.args, scope, f"s{i}", length))
     results = [_input(graph, f"out{i}", None) for i, store in enumerate(rule.stores) if store[0] is None]
+    results += [_input(graph, f"value{i}", None) for i, _ in enumerate(values)]
+
+    def called(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
+        arguments = pytree.tree_map_only(_Reference, lambda r: made[r.line], (args, kwargs))
+        arguments = pytree.tree_map_only(_Length, lambda _: length, arguments)
+        arguments = pytree.tree_map_only(_First, lambda _: first, arguments)
+        node = graph.call_function(target, *arguments)
+        node.meta["val"] = scope.run(node)
+        return node
+
+    taken = [line for _, line in taken_apart]
     for i, line in enumerate(rule.lines):
-        if line.target is not None:
-            arguments = pytree.tree_map_only(
-                _Reference, lambda r: made[r.line], (line.args, dict(line.kwargs))
-            )
-            arguments = pytree.tree_map_only(_Length, lambda _: length, arguments)
-            arguments = pytree.tree_map_only(_First, lambda _: first, arguments)
-            made[i] = graph.call_function(line.target, *arguments)
-            made[i].meta["val"] = scope.run(made[i])
-    for destination, value in rule.stores:
-        stored = made[value].meta["val"]
+        if line.target is not None and line not in taken:
+            made[i] = called(line.target, line.args, dict(line.kwargs))
+    stores = [(into, made[value]) for into, value in rule.stores if rule.lines[value] not in taken]
+    stores += [(None, called(target, args, {})) for target, args in values]
+    for destination, value in stores:
+        stored = value.meta["val"]
         into = results.pop(0) if destination is None else made[destination]
         if destination is None:
             into.meta["val"] = scope.tensor(stored.shape, stored.stride(), stored.dtype, stored.device)
-        store = graph.call_function(aten.copy_.default, (into, made[value]))
+        store = graph.call_function(aten.copy_.default, (into, value))
         store.meta["val"] = into.meta["val"]
     graph.output(())
     _use_rest(graph)

@@ -199,15 +199,18 @@ def _settings(program: StepProgram) -> dict[str, Any]:
     """The Inductor settings for lowering a program's graph."""
     values = map(tensor_value, placeholders(program.gm.graph))
     devices = {value.device for value in values if value is not None}
-    settings = inductor_settings(program.arithmetic, devices) if program.strategy != "none" else {}
-    return {**settings, **MEASURING_SETTINGS} if program.rows else settings
+    if program.strategy != "none":
+        return inductor_settings(program.arithmetic, devices, is_measured=bool(program.rows))
+    return MEASURING_SETTINGS if program.rows else {}
 
 
-def inductor_settings(arithmetic: Arithmetic, devices: Iterable[torch.device] = ()) -> dict[str, Any]:
+def inductor_settings(
+    arithmetic: Arithmetic, devices: Iterable[torch.device] = (), *, is_measured: bool = False
+) -> dict[str, Any]:
     """The Inductor settings for lowering a graph of this arithmetic on these devices."""
     settings = NATIVE_SETTINGS if arithmetic == "native" else IEEE_SETTINGS
     of_devices = {name: value for each in devices for name, value in device_facts(each).settings.items()}
-    return {**settings, **of_devices}
+    return {**settings, **of_devices, **(MEASURING_SETTINGS if is_measured else {})}
 
 
 def _whole(program: StepProgram, example_inputs: Sequence[Any], inductor_options: dict[str, Any]) -> Attempt:

@@ -7,8 +7,9 @@ in :mod:`collage_fx.runtime.metrics` follows. What flows where:
 
 * :func:`terms` is the definition: what each element adds to each sum. ``operators.py`` makes one operator of
   it, ``update_sums``, whose eager implementation sums the terms and whose lowering sums them in the loop of
-  the update, so that nothing is read from memory a second time: by Inductor's reductions, and on CPUs as Note
-  [Sums in blocks] in ``torch_compat/cpp_sums.py`` says.
+  the update, so that nothing is read from memory a second time: by Inductor's reductions, on CPUs as Note
+  [Sums in blocks] in ``torch_compat/cpp_sums.py`` says, and in kernels over a table as Note [Sums of a
+  launch] in ``torch_compat/triton_sums.py``.
 * :func:`sizes` counts updates by their size against half an ulp of the weight, over a *sample*: to look at
   every element for it would cost more than the step. Its operator, ``update_sizes``, computes the updates of
   the sampled elements anew from what the step reads. (On CPUs before the update: a *part* of its own.)
@@ -16,7 +17,7 @@ in :mod:`collage_fx.runtime.metrics` follows. What flows where:
   compensation, and stores their results into further inputs of the graph, together a *row*. It adds readers
   to values that are there already and changes none. Without ``metrics=True`` the pass does not run.
 * ``runtime/meter.py`` owns the rows' memory, counts steps, picks the measured or the plain variant of a step
-  (``metrics_every``), and keeps a copy of the rows of each measured step, on the tensor's device.
+  (``metrics_every``), and keeps a copy of the rows of each measured step, in the host's memory.
 * ``runtime/metrics.py`` reads the copies when it is asked, and derives norms, EDQ and shares.
 
 Precision. An element's intended and effective update are differences of float32 numbers, each off by at most
@@ -149,6 +150,13 @@ def sampled(i: Any, elements: Any, divided: Callable[[Any, Any], Any] = operator
     group = divided(i, TOGETHER)
     spread = group * 633 - divided(group * 633, SAMPLE) * SAMPLE
     return (group * run + divided(spread * run, SAMPLE) - group) * TOGETHER + i
+
+
+def nearest_sampled(place: Any, elements: Any, divided: Callable[[Any, Any], Any] = operator.floordiv) -> Any:
+    """The i of :func:`sampled` of an element in the same run of groups: if it is sampled, its own."""
+    run = divided(elements + (SAMPLE - 1), SAMPLE)
+    group = divided(place, TOGETHER)
+    return divided(group, run) * TOGETHER + place - group * TOGETHER
 
 
 def size_bin(old: Tensor, old_lo: Tensor, intended: Tensor, dtype: torch.dtype) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from collage_fx.graph import Reasons
 from collage_fx.runtime.batches import CELL, SUMS_OF_PIECE, Batch, Gather
-from collage_fx.runtime.launches import Column, Launch, Launches, Member
+from collage_fx.runtime.launches import Column, Launch, Launches, Member, Summed
 from collage_fx.torch_compat import CFunction, TableKernel, takes_a_list
 
 __all__ = ["HOST", "Call", "Kernel", "StepInParts", "ValueIndex"]
@@ -39,6 +39,7 @@ class Kernel:
         kinds: of a C++ function's arguments, as in :class:`~collage_fx.runtime.batches.Batch`.
         columns: of the rows of a kernel's table.
         device: where it runs.
+        sums: what a kernel over a table leaves parts of.
         divisible: whether the function may be called for a piece of the tensors.
         width: elements of a unit of length of its tensors.
         reasons: why it is not made, or not called, in a faster way.
@@ -50,6 +51,7 @@ class Kernel:
     kinds: tuple[int, ...] = ()
     columns: tuple[Column, ...] = ()
     device: torch.device = HOST
+    sums: tuple[Summed, ...] = ()
     divisible: bool = False
     width: int = 1
     reasons: Reasons = ()
@@ -128,6 +130,11 @@ class StepInParts:
             self._table.batch(group) or group for group in groups if group[0].kernel.device == HOST
         ]
         self.on_devices = [self._launch(group) or group for group in groups if group[0].kernel.device != HOST]
+        for device, launches in self._launches.items():
+            functions = (call.kernel.function for call in calls if call.kernel.device == device)
+            adding = (each.adding for each in functions if isinstance(each, TableKernel))
+            if (kernel := next(filter(None, adding), None)) is not None:
+                self.on_devices.append(launches.add_sums(kernel))
 
     def _launch(self, calls: Sequence[Call]) -> Launch | None:
         """Calls of one kernel as a launch, if it is one over a table."""
@@ -135,7 +142,9 @@ class StepInParts:
         if not isinstance(kernel.function, TableKernel):
             return None
         members = [Member(call.values, call.length) for call in calls]
-        return self._launches[kernel.device].add(kernel.function, kernel.columns, members, kernel.width)
+        return self._launches[kernel.device].add(
+            kernel.function, kernel.columns, members, kernel.width, kernel.sums
+        )
 
     @property
     def kernels(self) -> list[Kernel]:

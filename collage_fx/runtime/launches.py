@@ -12,6 +12,9 @@ for all the launches of a step:
   the launches are replayed, and no kernel is compiled anew for another;
 * behind what is uploaded, *cells*, for numbers that one launch computes and another reads.
 
+What programs leave of sums over all elements, and counters, are in memory of their own, at the same addresses
+in all steps. The last launch of a step adds them.
+
 Most of it is the same at every step: gradients move, if anything does. So the words are made anew on the host
 by one C++ function, and uploaded, without waiting, from pinned memory if any of them has changed.
 
@@ -35,10 +38,10 @@ from collage_fx.errors import ChangedTensorError
 from collage_fx.runtime.batches import fill
 from collage_fx.torch_compat import ALIGNED_BYTES, TableKernel, launch
 
-__all__ = ["Column"]
+__all__ = ["LONGEST_PIECE", "Column", "Summed"]
 
 #: Elements of a piece at most.
-LONGEST = 1 << 30
+LONGEST_PIECE = 1 << 30
 
 WORD = 8
 
@@ -60,6 +63,22 @@ class Column(NamedTuple):
     is_place: bool = False
 
 
+class Summed(NamedTuple):
+    """A number, or some counters, that programs of a launch leave parts of: Note [Sums of a launch].
+
+    Attributes:
+        argument: the kernel's, which is the row that is to have it.
+        place: in the row.
+        part: which of the sums of a program it is the sum of, or of the counters of a tensor.
+        counters: how many counters; 0 if it is a sum.
+    """
+
+    argument: int
+    place: int
+    part: int
+    counters: int = 0
+
+
 class Member(NamedTuple):
     """A tensor's call of a kernel, as far as a launch has to know it.
 
@@ -78,7 +97,8 @@ class Launch:
     Args:
         launches: to which it belongs, with the table.
         kernel: what is launched.
-        columns: of its rows, but for the length.
+        columns: of its rows, but for the length and what is behind it.
+        width: words of a row.
         start: where its rows begin in the table.
         lengths: of the rows.
 
@@ -91,6 +111,7 @@ class Launch:
         launches: Launches,
         kernel: TableKernel,
         columns: Sequence[Column],
+        width: int,
         start: int,
         lengths: Sequence[int],
     ) -> None:
@@ -98,7 +119,7 @@ class Launch:
         self.kernel = kernel
         self.start = start
         self.lengths = lengths
-        self.width = len(columns) + 1
+        self.width = width
         self._of_elements = [i for i, column in enumerate(columns) if column.unit]
         self._aligned: Tensor | None = None
         self.programs: dict[bool, Tensor] = {}
@@ -151,27 +172,70 @@ class Launches:
         self._of_cells: list[tuple[int, int]] = []
         #: Words that are addresses of numbers in the table, and those numbers, as above.
         self._waiting: list[tuple[int, tuple[int, int, int]]] = []
+        #: Words that are addresses in the memory for sums, and where; how many words that has.
+        self._of_sums: list[tuple[int, int]] = []
+        self._words_of_sums = 0
+        #: What the last launch adds: the value that is to have it, which word of it, where in the memory for
+        #: sums the parts are, and how many; or counters, if that is negative.
+        self._added: list[tuple[int, int, int, int]] = []
         #: Made at the first step.
         self.table = torch.empty(0, dtype=torch.int64)
         self._is_current = False
         self.launches: list[Launch] = []
 
     def add(
-        self, kernel: TableKernel, columns: Sequence[Column], members: Sequence[Member], width: int
+        self,
+        kernel: TableKernel,
+        columns: Sequence[Column],
+        members: Sequence[Member],
+        width: int,
+        sums: Sequence[Summed] = (),
     ) -> Launch:
         """Add the launch of a kernel, whose unit of length has so many elements."""
-        if len(self._sources) % 2:  # rows begin at multiples of 16 bytes, which kernels are told
-            self._word()
-        start, lengths = len(self._sources), list[int]()
-        longest = LONGEST // width
+        start, lengths = self._start(), list[int]()
+        longest = LONGEST_PIECE // width
         for member in members:
             for offset in range(0, max(member.length, 1), longest):
                 for argument, column in zip(kernel.arguments, columns, strict=True):
                     self._entry(member, argument, column, offset, width)
                 lengths.append(min(longest, member.length - offset))
                 self._word(offset=lengths[-1])
-        self.launches.append(Launch(self, kernel, columns, start, lengths))
+                if sums:
+                    self._sum(member, sums, blocks=-(-lengths[-1] // kernel.size))
+        words = len(columns) + (3 if sums else 1)
+        self.launches.append(Launch(self, kernel, columns, words, start, lengths))
         return self.launches[-1]
+
+    def add_sums(self, kernel: TableKernel) -> Launch:
+        """Add the launch that adds what those so far leave of sums."""
+        start = self._start()
+        for index, place, at, count in self._added:
+            self._word(self._place(index), offset=WORD * place)
+            self._of_sums.append((self._word(), at))
+            self._word(offset=count)
+        self.launches.append(Launch(self, kernel, (), 3, start, [1] * len(self._added)))
+        return self.launches[-1]
+
+    def _start(self) -> int:
+        """Where rows begin: at multiples of 16 bytes, which kernels are told."""
+        if len(self._sources) % 2:
+            self._word()
+        return len(self._sources)
+
+    def _sum(self, member: Member, sums: Sequence[Summed], blocks: int) -> None:
+        """The words of a row for its sums, of which so many programs leave parts, and for its counters."""
+        first_part = self._words_of_sums
+        first_counter = first_part + blocks * (1 + max((s.part for s in sums if not s.counters), default=-1))
+        self._words_of_sums = first_counter + max(
+            (s.part + s.counters for s in sums if s.counters), default=0
+        )
+        for start in (first_part, first_counter):
+            self._of_sums.append((self._word(), start))
+        for each in sums:
+            at, count = first_part + each.part * blocks, blocks
+            if each.counters:
+                at, count = first_counter + each.part, -each.counters
+            self._added.append((member.values[each.argument], each.place, at, count))
 
     def _word(self, source: int = -1, size: int = 0, offset: int = 0) -> int:
         self._sources.append(source)
@@ -212,6 +276,10 @@ class Launches:
             self._offsets[word] = base + WORD * other
         for word, cell in self._of_cells:
             self._offsets[word] = base + WORD * (first_cell + 2 * cell)
+        #: Zeros, and each step leaves the counters so.
+        self._sums = torch.zeros(self._words_of_sums, dtype=torch.float64, device=self.device)
+        for word, other in self._of_sums:
+            self._offsets[word] = self._sums.data_ptr() + WORD * other
         self._words = torch.zeros(count, dtype=torch.int64)
         self._upload = Upload(count, self.device)
 
@@ -228,7 +296,7 @@ class Launches:
             self._is_current = False
         if self._is_current:
             return
-        if _is_captured(self.device):
+        if is_captured(self.device):
             raise ChangedTensorError(
                 "while a CUDA graph is captured, a tensor is at another address than in the step before, "
                 "or a number is another one",
@@ -242,7 +310,7 @@ class Launches:
         self._is_current = True
 
 
-def _is_captured(device: torch.device) -> bool:
+def is_captured(device: torch.device) -> bool:
     """Whether what is launched on the device's current stream is recorded into a CUDA graph."""
     if device.type != "cuda":
         return False

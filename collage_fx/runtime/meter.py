@@ -6,6 +6,7 @@ is updated that has been updated since the last one began.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,8 +16,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
+from collage_fx.errors import InvalidOptionError
 from collage_fx.graph import InputInfo, Role, StateTensor
 from collage_fx.numerics import SIZES, SUMS
+from collage_fx.runtime.launches import is_captured
 from collage_fx.runtime.metrics import MeasuredTensor, Metrics, UpdateQuality
 from collage_fx.runtime.optimizers import parameter_names, state_tensors
 from collage_fx.torch_compat import Pieces, pieces_of, real_tensors, takes_a_list
@@ -58,6 +61,40 @@ class _Clock:
         return self.step
 
 
+class _Copy:
+    """A copy of rows in the host's memory, which devices write without anyone waiting for them.
+
+    Args:
+        buffers: memory with a row for each measured tensor, by device.
+        devices: of the rows that are filled.
+    """
+
+    def __init__(self, buffers: Mapping[torch.device, Tensor], devices: Sequence[torch.device]) -> None:
+        self._devices = devices
+        self._written: list[torch.cuda.Event] = []
+        self._copies = {device: self._copied(buffer) for device, buffer in buffers.items()}
+
+    def _copied(self, buffer: Tensor) -> Tensor:
+        if not buffer.is_cuda:
+            return buffer.to("cpu", copy=True)
+        with torch.cuda.device(buffer.device):
+            copy = torch.empty_like(buffer, device="cpu", pin_memory=True)
+            copy.copy_(buffer, non_blocking=True)
+            self._written.append(torch.cuda.Event())
+            self._written[-1].record()
+        return copy
+
+    @property
+    def is_written(self) -> bool:
+        return all(event.query() for event in self._written)
+
+    def rows(self) -> Tensor:
+        """The rows, in memory that is not pinned; this waits for the devices."""
+        for event in self._written:
+            event.synchronize()
+        return torch.stack([self._copies[device][i] for i, device in enumerate(self._devices)])
+
+
 @dataclass
 class _Snapshot:
     """A copy of the rows that one measured call has filled."""
@@ -65,14 +102,20 @@ class _Snapshot:
     subject: str
     step: int
     tensors: Sequence[tuple[_Identity, MeasuredInput]]
-    rows: Tensor
+    copy: _Copy | None
+    rows: Tensor = field(init=False)
     is_summed: bool = False  # over the processes that have pieces of a tensor
+
+    def settle(self) -> None:
+        """Have the rows at hand."""
+        if self.copy is not None:
+            self.rows, self.copy = self.copy.rows(), None
 
     def sum_pieces(self) -> None:
         """Make the rows those of whole tensors: all processes of a mesh call it."""
         if self.is_summed:
             return
-        self.rows, self.is_summed = self.rows.cpu(), True
+        self.is_summed = True
         elements = torch.tensor([[measured.elements] for _, measured in self.tensors], dtype=self.rows.dtype)
         sizes = self.rows[:, SIZES_AT:][:, : len(SIZES)]
         sizes *= elements / sizes.sum(1, keepdim=True).clamp(min=1)  # of all elements, no longer of a sample
@@ -96,6 +139,7 @@ class Meter:
         self.every = every
         self._clocks: dict[str, _Clock] = {}
         self._snapshots: list[_Snapshot] = []
+        self._unsettled: deque[_Snapshot] = deque()
         self._identities = WeakTensorKeyDictionary()
         self._ranks: dict[str, int] = {}
 
@@ -123,11 +167,16 @@ class Meter:
         return self._clocks.setdefault(subject, _Clock())
 
     def keep(self, snapshot: _Snapshot) -> None:
+        """Keep what has been measured; pinned memory is given back as devices have written to it."""
         self._snapshots.append(snapshot)
+        self._unsettled.append(snapshot)
+        while self._unsettled and (copy := self._unsettled[0].copy) is not None and copy.is_written:
+            self._unsettled.popleft().settle()
 
     def forget(self) -> None:
         """Drop all measurements; the count of steps goes on."""
         self._snapshots.clear()
+        self._unsettled.clear()
 
     def metrics(self, model: torch.nn.Module | None = None) -> Metrics:
         """All that has been measured; this waits for the devices. With DTensors, all processes call it.
@@ -139,6 +188,8 @@ class Meter:
         several = len({snapshot.subject for snapshot in self._snapshots}) > 1
         steps: dict[int, dict[str, UpdateQuality]] = {}
         tensors: dict[str, MeasuredTensor] = {}
+        while self._unsettled:
+            self._unsettled.popleft().settle()
         for snapshot in self._snapshots:
             snapshot.sum_pieces()
             measured = steps.setdefault(snapshot.step, {})
@@ -199,6 +250,7 @@ class Rows:
     """Memory for the sums of one compiled step, at the same addresses in every call."""
 
     def __init__(self, measured: Sequence[MeasuredInput]) -> None:
+        self._devices = [each.device for each in measured]
         with real_tensors():
             self._buffers = {
                 device: torch.zeros(len(measured), WIDTH, dtype=torch.float64, device=device)
@@ -209,11 +261,14 @@ class Rows:
                 part for row in self._rows for part in (row[: len(SUMS)], row[SIZES_AT:][: len(SIZES)])
             ]
 
-    def copy(self) -> Tensor:
-        """A copy of the sums, one row per tensor, on their device if there is but one."""
-        if len(self._buffers) == 1:
-            return next(iter(self._buffers.values())).clone()
-        return torch.stack([row.cpu() for row in self._rows])
+    @property
+    def is_captured(self) -> bool:
+        """Whether what is launched where they are is recorded into a CUDA graph."""
+        return any(map(is_captured, self._buffers))
+
+    def copy(self) -> _Copy:
+        """A copy of the sums, one row per tensor."""
+        return _Copy(self._buffers, self._devices)
 
 
 @takes_a_list
@@ -251,6 +306,12 @@ class MeteredStep:
         self.identities = self._identities(bound) if len(bound) == len(inputs) else None
 
     def __call__(self, arguments: list[Any]) -> Any:
+        if self.rows.is_captured:
+            raise InvalidOptionError(
+                "metrics=True while a CUDA graph is captured: what its replays do would not be measured",
+                where=self.subject,
+                remedy="capture a step of a backend without metrics, or leave the capture out",
+            )
         keys, identities = self.keys, self.identities
         if identities is None:
             tensors = [arguments[each.index] for each in self.inputs]

@@ -15,7 +15,7 @@ A module for each part of torch; what its ``__all__`` names is imported from her
 - ``inductor``: calling it, its settings and its caches;
 - ``inductor_lowerings``: what our operators are lowered to;
 - ``inductor_libraries``: the functions of its C++ kernels, to be called from C++;
-- ``triton_tables``: its Triton kernels, for many tensors in one launch;
+- ``triton_tables``: its Triton kernels, for many tensors in one launch, and ``triton_sums``: with sums;
 - ``cpp_blocks``, ``cpp_dither``, ``cpp_halves``, ``cpp_sums``: the C++ text of our own elements and sums;
 - ``patching``: how something of torch's is replaced, and ``patches``: all that is;
 - ``patch_*``: what is replaced, in Dynamo (``conversions``, ``graph_breaks``, ``optimizers``, ``numbers``),
@@ -51,6 +51,7 @@ try:
     from collage_fx.torch_compat.patches import *
     from collage_fx.torch_compat.patches import misfits
     from collage_fx.torch_compat.tensors import *
+    from collage_fx.torch_compat.triton_sums import *
     from collage_fx.torch_compat.triton_tables import *
 except (ImportError, AttributeError) as error:
     raise unknown_version(error) from error

@@ -36,16 +36,17 @@ def register_pointwise_lowering(
     """Lower ``operator(*tensors, *constants)`` to an elementwise computation in the kernel that reads it.
 
     Args:
-        operator: an overload of tensors of one shape and constants.
+        operator: an overload of tensors of one shape, or None, and constants.
         element_function: ``(device, *constants) -> function of [values of the tensors]`` giving the value of
             the result, for one element.
         dtype: of the result.
     """
 
     def lowering(*arguments: Any) -> Any:
-        tensors = [argument for argument in arguments if isinstance(argument, ir.TensorBox)]
+        given = [argument for argument in arguments if argument is not None]
+        tensors = [argument for argument in given if isinstance(argument, ir.TensorBox)]
         loads = [tensor.make_loader() for tensor in tensors]
-        compute = element_function(tensors[0].get_device(), *arguments[len(tensors) :])
+        compute = element_function(tensors[0].get_device(), *given[len(tensors) :])
         return ir.Pointwise.create(
             device=tensors[0].get_device(),
             dtype=dtype,

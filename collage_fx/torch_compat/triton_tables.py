@@ -29,6 +29,8 @@ from typing import Any
 import torch
 from torch._inductor.async_compile import AsyncCompile
 
+from collage_fx.torch_compat.triton_sums import ADDING, TableSums
+
 __all__ = ["ALIGNED_BYTES", "TableKernel", "launch", "table_kernel"]
 
 RELIED_ON = (
@@ -39,6 +41,8 @@ RELIED_ON = (
 
 #: Elements of a block, and the threads of a program that computes one: 16 bytes of bfloat16 for each of them.
 BLOCK, THREADS = 1024, 128
+#: The same, of a program that sums elements: each has fewer, whose values are in registers until the end.
+MEASURING_THREADS = 256
 #: Threads of a warp where Inductor says nothing of it.
 WARP = 32
 #: Bytes that addresses are multiples of in the kernel that accesses so many at once.
@@ -55,16 +59,20 @@ class TableKernel:
             the column behind them.
         size: units of length of a block.
         source: of a module with the kernel, by whether all the addresses of elements are aligned.
+        adding: the kernel that adds the partial sums of this one, if it has any: Note [Sums of a launch].
     """
 
     name: str
     arguments: tuple[int, ...]
     size: int
     source: Mapping[bool, str]
+    adding: TableKernel | None = None
 
     def begin(self) -> None:
         """Have Inductor compile the kernel for aligned addresses, which may go on in another process."""
         _begun(self.name, self.source[True])
+        if self.adding is not None:
+            self.adding.begin()
 
     def loaded(self, *, aligned: bool) -> Any:
         """The compiled kernel: ``run(table, programs, *grid, stream=...)``."""
@@ -92,7 +100,11 @@ class _Unlike(Exception):
 
 
 def table_kernel(
-    code: str, arguments: int, length: int | None, elements: Collection[int]
+    code: str,
+    arguments: int,
+    length: int | None,
+    elements: Collection[int],
+    sums: TableSums | None = None,
 ) -> TableKernel | str:
     """The kernel over a table that does what Inductor's code does for one tensor, or why there is none.
 
@@ -101,6 +113,7 @@ def table_kernel(
         arguments: how many ``call`` takes.
         length: which of them is the length; None if it takes numbers alone.
         elements: which of them are tensors with elements.
+        sums: what is summed instead of stored. Their addresses are two columns behind the length.
     """
     try:
         module = ast.parse(code)
@@ -108,7 +121,7 @@ def table_kernel(
         runs = _runs(module, kernels, arguments)
         if length is not None and len(runs) != 1:
             raise _Unlike(f"Inductor's code launches {len(runs)} Triton kernels for each tensor")
-        return _framed(kernels, runs, length, frozenset(elements))
+        return _framed(kernels, runs, length, frozenset(elements), sums)
     except _Unlike as difference:
         return str(difference)
 
@@ -243,22 +256,29 @@ def _framed(
     runs: Sequence[_Run],
     length: int | None,
     elements: frozenset[int],
+    sums: TableSums | None,
 ) -> TableKernel:
     """The runs of kernels for one tensor as one kernel, in which a tensor is a row of a table."""
     columns: dict[int, str] = {}  # Inductor has two names for what is read and written in place: one address
     calls = []
+    summed: dict[str, int] = {}  # parameters of Inductor's kernel that nothing is stored into
     for name, passed in runs:
         given = []
-        for value, kind in zip(passed, kernels[name].signature.values(), strict=True):
+        for (parameter, kind), value in zip(kernels[name].signature.items(), passed, strict=True):
             if not isinstance(value, _Argument):
                 given.append(repr(value))
             elif value.number == length:
                 given.append("left")
+            elif sums is not None and value.number in sums.arguments:
+                summed[parameter] = value.number
+                given.append("0")
             elif kind in _TYPES:
                 columns.setdefault(value.number, kind)
                 given.append(f"p{value.number}")
             else:
                 raise _Unlike(f"Inductor's kernel takes an argument of type {kind}")
+        if sums is not None:
+            given += ["partials", "counters"]
         arguments = ", ".join(given)
         calls.append(f"_{name}({arguments}, block, XBLOCK, True)")
         if length is not None:
@@ -274,13 +294,24 @@ def _framed(
         )
     first = kernels[runs[0][0]]
     name, size = runs[0][0], 1 if length is None else max(1, BLOCK // _elements_of_a_unit(first.function))
-    bodies = "\n\n".join(_body(each, kernels[each], masked=length is not None) for each in kernels)
+    if sums is not None and {*summed.values()} != {*sums.arguments}:
+        raise _Unlike("Inductor's kernel does not store every value of a sum")
+    rewriting = functools.partial(_Rewriting, sums, summed, masked=length is not None)
+    bodies = "\n\n".join(_body(each, kernels[each], rewriting()) for each in kernels)
+    if sums is not None:
+        bodies = f"{sums.definitions}\n\n{bodies}"
+        loads += [
+            f"partials = tl.load(row + {len(columns) + 1}).to(tl.pointer_type(tl.float64)) + block",
+            f"counters = tl.load(row + {len(columns) + 2}).to(tl.pointer_type(tl.float64))",
+        ]
+    words = len(columns) + (1 if sums is None else 3)
+    threads = THREADS if sums is None or sums.width > 1 else MEASURING_THREADS
     frame = f"""
 @decorator
 @triton.jit
 def {name}(table, programs, XBLOCK: tl.constexpr, ALIGNMENT: tl.constexpr):
     program = tl.load(programs + tl.program_id(0))
-    row = table + (program >> 32) * {len(columns) + 1}
+    row = table + (program >> 32) * {words}
     block = (program & 0xffffffff).to(tl.int32)
     left = tl.load(row + {len(columns)}).to(tl.int32)
 {_indented(chr(10).join(loads))}
@@ -292,23 +323,32 @@ def {name}(table, programs, XBLOCK: tl.constexpr, ALIGNMENT: tl.constexpr):
         config = {
             "XBLOCK": size,
             "ALIGNMENT": ALIGNED_BYTES if aligned else 1,
-            "num_warps": THREADS // _warp(first) if length is not None else 1,
+            "num_warps": threads // _warp(first) if length is not None else 1,
             "num_stages": 1,
         }
         decorator = _decorator(config, first, name)
         sources[aligned] = f"{head}\n\n{bodies}\n{frame.replace('decorator', decorator, 1)}"
-    return TableKernel(name, tuple(columns), size, sources)
+    adding = None if sums is None else _adding(first, head)
+    return TableKernel(name, tuple(columns), size, sources, adding)
 
 
-def _body(name: str, kernel: _Kernel, *, masked: bool) -> str:
+def _adding(like: _Kernel, head: str) -> TableKernel:
+    """The kernel that adds partial sums, on the device of another one."""
+    name = "triton_add_partial_sums"
+    config = {"XBLOCK": BLOCK, "num_warps": THREADS // _warp(like), "num_stages": 1}
+    text = ADDING.format(name=name).replace("decorator", _decorator(config, like, name), 1)
+    return TableKernel(name, (), 1, dict.fromkeys((True, False), f"{head}\n{text}"))
+
+
+def _body(name: str, kernel: _Kernel, rewriting: _Rewriting) -> str:
     """The body of a kernel as a function of the number of its block, and of whether that is full."""
-    rewriting = _Rewriting(masked=masked)
     statements = [
         ast.unparse(ast.fix_missing_locations(rewriting.visit(each))) for each in kernel.function.body
     ]
-    if not rewriting.has_block or (masked and not rewriting.has_mask):
+    if not rewriting.has_block or (rewriting.masked and not rewriting.has_mask):
         raise _Unlike("Inductor's kernel has another frame than those that are known")
-    parameters = ", ".join(kernel.signature)
+    of_sums = ["partials", "counters"] if rewriting.sums is not None else []
+    parameters = ", ".join([*kernel.signature, *of_sums])
     return f"""@triton.jit
 def _{name}({parameters}, block, XBLOCK: tl.constexpr, IS_FULL: tl.constexpr):
 {_indented(chr(10).join(statements))}
@@ -351,9 +391,18 @@ else:
 
 
 class _Rewriting(ast.NodeTransformer):
-    """Rewrites the body of a kernel: which block it computes, and where it needs no mask."""
+    """Rewrites the body of a kernel: which block it computes, where it needs no mask, and what it sums.
 
-    def __init__(self, *, masked: bool) -> None:
+    Args:
+        sums: what is summed.
+        summed: the parameters that stand for what is summed or counted instead, with the arguments.
+        masked: whether it has tensors.
+    """
+
+    def __init__(self, sums: TableSums | None, summed: Mapping[str, int], *, masked: bool) -> None:
+        self.sums = sums
+        self.summed = summed
+        self.stored: dict[int, tuple[str, str, str]] = {}
         self.masked = masked
         self.has_block = self.has_mask = False
 
@@ -361,6 +410,13 @@ class _Rewriting(ast.NodeTransformer):
         if ast.unparse(node) == "tl.program_id(0)":
             self.has_block = True
             return ast.Name("block", ast.Load())
+        if self.sums is not None and ast.unparse(node.func) == "tl.store":
+            address, value, mask = map(ast.unparse, node.args)
+            pointer, _, place = address.partition(" + ")
+            if pointer in self.summed:
+                argument = self.summed[pointer]
+                self.stored[argument] = place, value, mask
+                return ast.parse(self.sums.call(self.stored, argument), mode="eval").body
         return self.generic_visit(node)
 
     def visit_Assign(self, node: ast.Assign) -> Any:

@@ -23,7 +23,7 @@ def test_a_captured_graph_uploads_nothing() -> None:
     here, there = array("q", [1 << 12]), array("q", [1 << 13])
     table.update(here, NOTHING)
     assert table.table[:2].tolist() == [1 << 12, 10]
-    with mock.patch.object(launches, "_is_captured", return_value=True):
+    with mock.patch.object(launches, "is_captured", return_value=True):
         table.update(here, NOTHING)
         with pytest.raises(ChangedTensorError, match="at another address"):
             table.update(there, NOTHING)

@@ -30,6 +30,7 @@ from collage_fx.numerics.update_sums import (
     SIZES,
     SUMS,
     TOGETHER,
+    nearest_sampled,
     sampled,
     size_bin,
     sizes,
@@ -331,6 +332,18 @@ LARGE_RULES: list[Callable[[Any], Optimizer]] = [
 ]
 
 
+def test_a_step_that_is_captured_into_a_cuda_graph_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    params, backend = parameters(shapes=[(64, 64)]), CollageBackend(metrics=True)
+    step = torch.compile(torch.optim.AdamW(params).step, backend=backend)
+    run_steps(step, params, range(2))
+    before = [p.detach().clone() for p in params]
+    monkeypatch.setattr("collage_fx.runtime.meter.is_captured", lambda device: True)
+    with pytest.raises(InvalidOptionError, match="would not be measured"):
+        step()
+    assert all(torch.equal(p, each) for p, each in zip(params, before, strict=True))
+    assert len(backend.metrics()) == 2
+
+
 @pytest.mark.parametrize(
     ("kind", "options"),
     [(kind, options) for kind in (Descent, torch.optim.AdamW) for options in OPTIONS]
@@ -359,6 +372,11 @@ def test_the_sample_is_spread_evenly(elements: int) -> None:
     assert [group[0] // (TOGETHER * run) for group in groups] == list(range(len(groups)))
     inside = [position for position in positions if position < elements]
     assert abs(len(inside) - elements / run) < TOGETHER
+    assert [nearest_sampled(position, elements) for position in inside] == [
+        i for i, position in enumerate(positions) if position < elements
+    ]
+    others = {*range(min(elements, 1 << 16))} - {*inside}
+    assert all(sampled(nearest_sampled(place, elements), elements) != place for place in others)
     if elements == 1 << 20:
         assert len({position % 1024 for position in inside}) == SAMPLE, "every column of a 1024 x 1024 matrix"
 

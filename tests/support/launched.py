@@ -35,6 +35,8 @@ class Outcome:
         unaligned: how many of the former have tensors at addresses that are not aligned.
         on_host: how many kernels run on the CPU.
         reasons: why kernels are called for each.
+        measured: of the sums that metrics are made of, which differ from the twin's, and by what share of the
+            most that their terms can add up to; and of counts, by how many.
     """
 
     different: dict[str, int] = field(default_factory=dict)
@@ -44,6 +46,7 @@ class Outcome:
     unaligned: int = 0
     on_host: int = 0
     reasons: tuple[str, ...] = ()
+    measured: dict[str, float] = field(default_factory=dict)
 
 
 class LaunchedSteps:
@@ -102,7 +105,7 @@ def step_on_cuda(program: Any, keep_on_cpu: Sequence[str] = ()) -> Any:
     from tests.support import triton_offline as offline
 
     gm = offline.to_cuda(program.gm, keep_on_cpu=keep_on_cpu)
-    settings = inductor_settings(program.arithmetic, [torch.device("cuda")])
+    settings = inductor_settings(program.arithmetic, [torch.device("cuda")], is_measured=bool(program.rows))
     with offline.pretend_sm90(), torch._inductor.config.patch(settings):
         step = lower_in_parts(gm, always=True)
     assert isinstance(step, StepInParts), step
@@ -196,14 +199,17 @@ def _outcome(
         rig.step(grad)
     start, graphs = rig.tensors(), len(backend.graphs)
 
-    def after(engine: Any) -> Tensors:
+    def after(engine: Any) -> tuple[Tensors, Any]:
         rig.restore(start)
         rig.taken, backend.engine = 2, engine
+        backend.forget_metrics()
         for grad in grads:
             rig.step(grad)
-        return rig.tensors()
+        measured = backend.metrics()
+        return rig.tensors(), [measured[step] for step in measured]
 
-    eager, launched = after("eager"), after(backend.step)
+    eager, of_eager = after("eager")
+    launched, of_launched = after(backend.step)
     assert len(backend.graphs) == graphs, "the step was compiled again"
     kernels = backend.step.on_devices
     each = [group for group in kernels if isinstance(group, list)]
@@ -215,7 +221,33 @@ def _outcome(
         sum(isinstance(group, Launch) and False in group.programs for group in kernels),
         len(backend.step.on_host),
         tuple(str(reason) for group in each for _, reason in group[0].kernel.reasons),
+        _different_sums(of_launched, of_eager),
     )
+
+
+def _different_sums(found: Sequence[dict[str, Any]], expected: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """The differences of measured steps."""
+    from collage_fx.numerics.update_sums import COUNTS, PRODUCTS
+
+    squares = {pair[0]: name for name, pair in PRODUCTS.items() if pair[0] == pair[1]}
+    different = {}
+    for i, (one, other) in enumerate(zip(found, expected, strict=True)):
+        assert one.keys() == other.keys()
+        for name, quality in other.items():
+            for what, pair in PRODUCTS.items():
+                most = 1.0
+                for factor in pair:
+                    most *= getattr(quality, squares[factor]) ** 0.5
+                apart = abs(getattr(one[name], what) - getattr(quality, what))
+                if apart:
+                    different[f"{name}, step {i}: {what}"] = apart / most
+            for what in COUNTS:
+                if apart := abs(getattr(one[name], what) - getattr(quality, what)):
+                    different[f"{name}, step {i}: {what}"] = apart
+            for size, (a, b) in enumerate(zip(one[name].sizes, quality.sizes, strict=True)):
+                if a != b:
+                    different[f"{name}, step {i}: size {size}"] = abs(a - b)
+    return different
 
 
 def _serve() -> None:
