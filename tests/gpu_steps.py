@@ -114,7 +114,7 @@ def cost(shapes: Shapes, *, foreach: bool) -> Cost:
 
     launched = []
     stub = mock.patch("collage_fx.runtime.launches.launch", lambda *launch: launched.append(launch))
-    loaded = mock.patch("collage_fx.torch_compat.TableKernel.loaded", return_value=None)
+    loaded = mock.patch("collage_fx.torch_compat.TableKernel.loaded", lambda kernel, aligned: None)
     first, moved = gradients(smaller, 2)
     with fresh_cache(), stub, loaded:
         forget_kernels()
