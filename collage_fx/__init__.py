@@ -4,6 +4,7 @@ from collage_fx.audit import audit
 from collage_fx.backend import CollageBackend, backend_for, collage_backend
 from collage_fx.errors import CollageError
 from collage_fx.explain import explain
+from collage_fx.gpu_code import gpu_code
 from collage_fx.install import backend_of, install, uninstall
 from collage_fx.report import CollageReport
 from collage_fx.runtime.checkpoint import install as _install_checkpoint_support
@@ -27,6 +28,7 @@ __all__ = [
     "explain",
     "full_state_dict",
     "full_value",
+    "gpu_code",
     "install",
     "load_full_state_dict",
     "plain_state_dict",

@@ -26,9 +26,11 @@ from collage_fx.backend import CollageBackend
 from collage_fx.doctor import examine
 from collage_fx.errors import CollageError, did_you_mean
 from collage_fx.explain import explain
+from collage_fx.gpu_code import gpu_code
 from collage_fx.graph import Arithmetic, Rounding, Strategy
 from collage_fx.numerics import ERROR_FORMATS, PACKED_FORMATS
 from collage_fx.report import CollageReport, treatments
+from collage_fx.torch_compat import imaginary_cuda
 
 #: Exit statuses: what was asked for went wrong; it was asked for in the wrong way.
 FAILED, MISUSED = 1, 2
@@ -130,14 +132,26 @@ def _add_explain_options(parser: argparse.ArgumentParser) -> None:
     add("--markdown", action="store_true", help="print Markdown")
     add("--html", type=Path, metavar="FILE", help="write a page with graphs before and after too")
     add("--kernels", action="store_true", help="compile the step, and show the kernels on the page")
+    add("--code", type=_one_of(("triton",)), help="print the code that a GPU would run, without one: triton")
+    add(
+        "--arch",
+        default="sm_90",
+        help=f"with --code, for which GPU: {', '.join(imaginary_cuda.ARCHITECTURES)} (sm_90)",
+    )
 
 
 def _explain(options: argparse.Namespace, _: list[str]) -> int:
     optimizer, choices = _maker(options)(_parameters(options)), _choices(options)
-    report = _compiled(optimizer, choices) if options.kernels else explain(optimizer, **choices)
+    code = gpu_code(optimizer, arch=options.arch, **choices) if options.code else None
+    if code is not None:
+        report = code.report
+    else:
+        report = _compiled(optimizer, choices) if options.kernels else explain(optimizer, **choices)
     print(report.to_markdown(full=options.full) if options.markdown else report.to_text(full=options.full))
     if options.why:
         print(f"\n{report.why()}")
+    if code is not None:
+        print(f"\n{code}")
     if options.graphs:
         for group in treatments(report.tensors):
             found = next(each for each in reversed(report.graphs) if group.example in each.tensors)

@@ -50,7 +50,13 @@ def explain(optimizer: Optimizer, **options: Any) -> CollageReport:
     Raises:
         CollageError: what compiling the step would raise.
     """
-    backend = _CaptureOnly(**options)
+    backend = CaptureOnly(**options)
+    captured(optimizer, backend)
+    return backend.report()
+
+
+def captured(optimizer: Optimizer, backend: CaptureOnly) -> None:
+    """Have a backend capture the step of a copy of an optimizer."""
     clone = _clone_of(optimizer)
     # The class's own step: an instance's may be wrapped by a scheduler and bound to the original.
     method = _with_code_of_its_own(type(clone).step)
@@ -59,10 +65,9 @@ def explain(optimizer: Optimizer, **options: Any) -> CollageReport:
         step(method, clone)
         if _has_state_not_met(clone, backend.report()):
             step(method, clone)  # now with the state among the graph's inputs
-    return backend.report()
 
 
-class _CaptureOnly(CollageBackend):
+class CaptureOnly(CollageBackend):
     """A backend that does everything but compile kernels: it runs the rewritten graph."""
 
     verb = "explained"

@@ -7,9 +7,7 @@ source what is loaded and stored for each element, in their machine code registe
 
 from __future__ import annotations
 
-import ast
 import math
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,18 +17,13 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
-from collage_fx import CollageBackend
+from collage_fx import gpu_code
 from collage_fx.graph import Role
-from collage_fx.runtime import Kernel
+from collage_fx.torch_compat.imaginary_cuda import ARCHITECTURES, MachineCode, machine_code
 from tests import gpu_steps
-from tests.support import triton_offline as offline
-from tests.support.launched import step_on_cuda
-from tests.support.training import Descent, Lion, parameters, set_gradients
+from tests.support.training import Descent, Lion, parameters
 
 PATH = Path(__file__).resolve().parent.parent / "docs" / "gpu.md"
-
-#: Compute capabilities: A100, H100 and H200, B200.
-ARCHITECTURES = (80, 90, 100)
 
 #: Four of a shape that can be packed.
 SHAPES = ((64, 128),) * 4
@@ -118,81 +111,38 @@ class Measured:
         calls: kernels that are launched for each tensor.
         moved: bytes for each parameter that the kernels load and store, by their source.
         held: the same by the report: all that is kept is read and written, and the gradient is read.
-        used: registers, and bytes of stack and of spilled registers, of the kernel of the elements, by
-            architecture.
-        wide: its accesses of 16 bytes, by its PTX, and those that 8 elements of each tensor take.
+        code: machine code of the kernel of the elements, by architecture.
+        wide: its accesses of 16 bytes, and those that 8 elements of each tensor take.
     """
 
     launches: int
     calls: int
     moved: float
     held: float
-    used: Mapping[int, Mapping[str, int]]
+    code: Mapping[str, MachineCode]
     wide: tuple[int, int]
 
 
-def measured(row: Row, architectures: Iterable[int] = ARCHITECTURES) -> Measured:
+def measured(row: Row, architectures: Iterable[str] = ARCHITECTURES) -> Measured:
     """Compile a row's step."""
-    steps: list[Any] = []
-
-    class Backend(CollageBackend):
-        def lower(self, program: Any, example_inputs: Any, inductor_options: Any) -> Any:
-            steps.append(step_on_cuda(program))
-            return super().lower(program, example_inputs, inductor_options)
-
-    params, backend = parameters(shapes=SHAPES), Backend(**row.options)
-    optimizer = row.make(params)
-    for each in (CollageBackend(**row.options), backend):  # state may be born in the first step
-        torch._dynamo.reset()
-        set_gradients(params)
-        torch.compile(optimizer.step, backend=each)()
-    kernels: list[Kernel] = steps[-1].kernels
-    (elements,) = (kernel for kernel in kernels if any(column.unit for column in kernel.columns))
-    assert elements.function is not None
-    name, source = elements.function.name, elements.function.source[True]  # type: ignore[union-attr]
-    binaries = {arch: offline.compile_kernel(name, source, arch) for arch in architectures}
-    accesses = [
-        re.findall(r"(?:ld|st)\.global(\S*)\.[bu](\d+)", each.asm["ptx"]) for each in binaries.values()
-    ]
-    wide = [sum((vector, bits) == (".v4", "32") for vector, bits in each) for each in accesses]
-    rows = backend.report().tensors
+    code = gpu_code(row.make(parameters(shapes=SHAPES)), **row.options)
+    (elements,) = (kernel for kernel in code.kernels if kernel.bytes_per_parameter)
+    found = {arch: machine_code(elements.name, elements.source, arch) for arch in architectures}
+    rows = code.report.tensors
     numel = sum(each.numel for each in rows if each.role is Role.PARAMETER)
     counts = sum(each.error_bytes for each in rows if each.error_format == "dither")
     held = sum((each.bytes + each.error_bytes) * (each.role is not Role.GRADIENT) for each in rows) - counts
     return Measured(
-        sum(not isinstance(group, list) for group in steps[-1].on_devices),
-        sum(isinstance(group, list) for group in steps[-1].on_devices),
-        sum(_moved(elements)),
+        sum(bool(kernel.name) for kernel in code.kernels),
+        sum(not kernel.name for kernel in code.kernels),
+        elements.bytes_per_parameter,
         2 * held / numel + 2,
-        {arch: offline.resources(binary) for arch, binary in binaries.items()},
-        (min(wide), sum(math.ceil(unit / elements.width * 8 / 16) for unit in _accesses(elements))),
+        found,
+        (
+            min(each.accesses.get(16, 0) for each in found.values()),
+            sum(math.ceil(8 * each / 16) for each in elements.accesses),
+        ),
     )
-
-
-def _accesses(kernel: Kernel) -> Iterator[int]:
-    """For each load and store of elements in a kernel's source, the bytes of a unit of length."""
-    function: Any = kernel.function
-    units = {number: column.unit for number, column in zip(function.arguments, kernel.columns, strict=True)}
-    nodes = ast.parse(function.source[True]).body
-    functions = {node.name: node for node in nodes if isinstance(node, ast.FunctionDef)}
-    frame, body = functions[function.name], functions[f"_{function.name}"]
-    call = next(
-        node for node in ast.walk(frame) if isinstance(node, ast.Call) and ast.unparse(node.func) == body.name
-    )
-    argument = {
-        parameter.arg: ast.unparse(given) for parameter, given in zip(body.args.args, call.args, strict=True)
-    }
-    for node in ast.walk(body):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("tl.load", "tl.store"):
-            address = node.args[0]
-            assert isinstance(address, ast.BinOp)
-            number = int(argument[ast.unparse(address.left)].removeprefix("p"))
-            if units[number]:
-                yield units[number]
-
-
-def _moved(kernel: Kernel) -> Iterator[float]:
-    return (unit / kernel.width for unit in _accesses(kernel))
 
 
 HEADERS = (
@@ -210,8 +160,8 @@ HEADERS = (
 def table(rows: Sequence[tuple[Row, Measured]]) -> str:
     cells = []
     for row, found in rows:
-        registers = " / ".join(str(used["REG"]) for used in found.used.values())
-        spilled = sum(used["STACK"] + used["LOCAL"] for used in found.used.values())
+        registers = " / ".join(str(code.registers) for code in found.code.values())
+        spilled = sum(code.spilled for code in found.code.values())
         launches = f"{found.launches}" + (f" + {found.calls} for each" if found.calls else "")
         wide = f"{found.wide[0]} of {found.wide[1]}"
         cells.append(
@@ -234,6 +184,9 @@ DOCUMENT = """# On a GPU
 No GPU has run this yet. What can be known without one is below: it is read off the kernels that a GPU would
 be given. Written by `python -m tests.gpu_kernels`; not to be edited.
 
+`collage-fx explain --optimizer AdamW --code triton --arch sm_90` shows the kernels of any optimizer, on any
+Linux machine, with what is in the first of these tables; so does `collage_fx.gpu_code(optimizer)`.
+
 A step is launched once for each kind of update, whatever the number of tensors: once for the counters of
 all tensors, and once for their elements (Note [One launch for all tensors] in
 `collage_fx/runtime/launches.py`). The kernels are Inductor's; which tensor a program works on, it reads from
@@ -245,7 +198,8 @@ a table of addresses.
   moved (Note [Sums of a launch] in `collage_fx/torch_compat/triton_sums.py`).
 - **Bytes moved** for each parameter: what the source of the elements' kernel loads and stores. It is all that
   is **held**, by the report, read once and written once, and the gradient.
-- **Registers** of a thread, and bytes **spilled**, in machine code for sm_80, sm_90 and sm_100.
+- **Registers** of a thread, and bytes **spilled**, in machine code for sm_80, sm_90, sm_100 and gfx942
+  (MI300: AMD's compiler, given the kernels that are written for NVIDIA's cards).
 - **16-byte accesses** of a thread, where a block is full, among those that its 8 elements take. Bytes and
   scales are accessed 8 or fewer bytes at a time, and so is all that is measured: there a thread has 4
   elements.

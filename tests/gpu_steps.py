@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.sizes import LLAMA_LAYER, Shapes, gpt
 from collage_fx.lowering.kernels import forget_kernels
-from tests.support import triton_offline as offline
+from collage_fx.torch_compat.imaginary_cuda import machine_code
 from tests.support.launched import on_the_cpu, step_on_cuda
 from tests.support.optimizers import CompiledOptimizer, gradients
 from tests.support.twin import TwinBackend
@@ -108,13 +108,13 @@ def cost(shapes: Shapes, *, foreach: bool) -> Cost:
         def lower(self, program: Any, example_inputs: Any, inductor_options: Any) -> Any:
             self.on_cuda = step_on_cuda(program)
             for kernel in self.on_cuda.kernels:
-                offline.compile_kernel(kernel.function.name, kernel.function.source[True])
+                machine_code(kernel.function.name, kernel.function.source[True])
             self.engine = on_the_cpu(self.on_cuda)
             return super().lower(program, example_inputs, inductor_options)
 
     launched = []
     stub = mock.patch("collage_fx.runtime.launches.launch", lambda *launch: launched.append(launch))
-    loaded = mock.patch("collage_fx.torch_compat.TableKernel.loaded", lambda kernel, aligned: None)
+    loaded = mock.patch("collage_fx.torch_compat.TableKernel.loaded", lambda kernel, *, aligned: kernel)
     first, moved = gradients(smaller, 2)
     with fresh_cache(), stub, loaded:
         forget_kernels()

@@ -36,7 +36,7 @@ from collage_fx.lowering.plan import lower_in_parts, repeated_step
 from collage_fx.runtime import CompensatedStep, Expected, Kernel, StepInParts, bind
 from collage_fx.torch_compat import FREEZES_NUMBERS, add_to_cache_key, inductor_config, local_tensor
 
-__all__ = ["JOINT_GRAPH_SETTINGS", "Lowered", "lower", "why_not_compiled", "without_sums"]
+__all__ = ["JOINT_GRAPH_SETTINGS", "Lowered", "lower", "step_in_parts", "why_not_compiled", "without_sums"]
 
 #: Nodes of a kernel, of which Inductor takes 64.
 MOST_NODES = 1024
@@ -107,9 +107,7 @@ def lower(
     made: Sequence[Kernel | Attempt]
     not_compiled = why_not_compiled(program.gm.graph, is_recorded=program.is_recorded)
     with inductor_config.patch(_settings(program)):
-        compiled = not_compiled or lower_in_parts(program.gm, always=not repetition.is_of_one)
-        if isinstance(compiled, StepInParts):
-            compiled = repeated_step(compiled, extended)
+        compiled = not_compiled or step_in_parts(program)
         if isinstance(compiled, Reason) and not repetition.is_of_one:
             return compiled
         if isinstance(compiled, StepInParts):
@@ -137,6 +135,13 @@ def lower(
     vectors = sum(each.vectors[0] for each in made), sum(each.vectors[1] for each in made)
     step = CompensatedStep(compiled, bindings, expected, program.rows)
     return Lowered(step, unit, tuple(dict.fromkeys(why)), vectors)
+
+
+def step_in_parts(program: StepProgram) -> StepInParts | Reason:
+    """Compile a program's graph part by part, for all members of its families, or say why not."""
+    with inductor_config.patch(_settings(program)):
+        step = lower_in_parts(program.gm, always=not program.repetition.is_of_one)
+    return repeated_step(step, program.extended) if isinstance(step, StepInParts) else step
 
 
 def why_not_compiled(graph: Graph, *, is_recorded: bool) -> Reason | None:

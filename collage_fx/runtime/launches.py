@@ -38,7 +38,7 @@ from collage_fx.errors import ChangedTensorError
 from collage_fx.runtime.batches import fill
 from collage_fx.torch_compat import ALIGNED_BYTES, TableKernel, launch
 
-__all__ = ["LONGEST_PIECE", "Column", "Summed"]
+__all__ = ["LONGEST_PIECE", "Column", "Launch", "Summed"]
 
 #: Elements of a piece at most.
 LONGEST_PIECE = 1 << 30
@@ -101,6 +101,7 @@ class Launch:
         width: words of a row.
         start: where its rows begin in the table.
         lengths: of the rows.
+        elements_of_unit: of length.
 
     Attributes:
         programs: the words of its programs, by whether the addresses of elements are aligned.
@@ -114,15 +115,20 @@ class Launch:
         width: int,
         start: int,
         lengths: Sequence[int],
+        elements_of_unit: int = 1,
     ) -> None:
         self._launches = launches
         self.kernel = kernel
         self.start = start
         self.lengths = lengths
+        self.elements_of_unit = elements_of_unit
         self.width = width
         self._of_elements = [i for i, column in enumerate(columns) if column.unit]
         self._aligned: Tensor | None = None
         self.programs: dict[bool, Tensor] = {}
+        units = {number: column.unit for number, column in zip(kernel.arguments, columns, strict=True)}
+        #: Of each load and store of the kernel's, the bytes of a unit of length; of numbers none.
+        self.accesses = [units[number] for number in kernel.accesses if units[number]]
 
     def prepare(self, words: Tensor, device: torch.device) -> None:
         """Find out which kernel each row is for, by its addresses, and the programs of each kernel."""
@@ -203,7 +209,7 @@ class Launches:
                 if sums:
                     self._sum(member, sums, blocks=-(-lengths[-1] // kernel.size))
         words = len(columns) + (3 if sums else 1)
-        self.launches.append(Launch(self, kernel, columns, words, start, lengths))
+        self.launches.append(Launch(self, kernel, columns, words, start, lengths, width))
         return self.launches[-1]
 
     def add_sums(self, kernel: TableKernel) -> Launch:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -54,11 +55,12 @@ class TableKernel:
     """A Triton kernel over a table.
 
     Attributes:
-        name: the kernel's.
+        name: the kernel's, as profilers show it: another one for each rule, the same in each process.
         arguments: which argument of Inductor's code the address in each column of a row is; the length is in
             the column behind them.
         size: units of length of a block.
         source: of a module with the kernel, by whether all the addresses of elements are aligned.
+        accesses: the arguments that it loads from and stores into, each as often as it does.
         adding: the kernel that adds the partial sums of this one, if it has any: Note [Sums of a launch].
     """
 
@@ -66,6 +68,7 @@ class TableKernel:
     arguments: tuple[int, ...]
     size: int
     source: Mapping[bool, str]
+    accesses: tuple[int, ...] = ()
     adding: TableKernel | None = None
 
     def begin(self) -> None:
@@ -261,6 +264,7 @@ def _framed(
     """The runs of kernels for one tensor as one kernel, in which a tensor is a row of a table."""
     columns: dict[int, str] = {}  # Inductor has two names for what is read and written in place: one address
     calls = []
+    accesses: list[int] = []
     summed: dict[str, int] = {}  # parameters of Inductor's kernel that nothing is stored into
     for name, passed in runs:
         given = []
@@ -277,6 +281,10 @@ def _framed(
                 given.append(f"p{value.number}")
             else:
                 raise _Unlike(f"Inductor's kernel takes an argument of type {kind}")
+        named = dict(zip(kernels[name].signature, passed, strict=True))
+        accessed = (named.get(parameter) for parameter in _accessed(kernels[name].function))
+        numbers = [each.number for each in accessed if isinstance(each, _Argument)]
+        accesses += [number for number in numbers if sums is None or number not in sums.arguments]
         if sums is not None:
             given += ["partials", "counters"]
         arguments = ", ".join(given)
@@ -293,7 +301,7 @@ def _framed(
             else f"p{number} = {address}"
         )
     first = kernels[runs[0][0]]
-    name, size = runs[0][0], 1 if length is None else max(1, BLOCK // _elements_of_a_unit(first.function))
+    size = 1 if length is None else max(1, BLOCK // _elements_of_a_unit(first.function))
     if sums is not None and {*summed.values()} != {*sums.arguments}:
         raise _Unlike("Inductor's kernel does not store every value of a sum")
     rewriting = functools.partial(_Rewriting, sums, summed, masked=length is not None)
@@ -304,6 +312,8 @@ def _framed(
             f"partials = tl.load(row + {len(columns) + 1}).to(tl.pointer_type(tl.float64)) + block",
             f"counters = tl.load(row + {len(columns) + 2}).to(tl.pointer_type(tl.float64))",
         ]
+    kind = "numbers" if length is None else "update" if sums is None else "measured_update"
+    name = f"collage_{kind}_{hashlib.sha256((bodies + str(calls)).encode()).hexdigest()[:8]}"
     words = len(columns) + (1 if sums is None else 3)
     threads = THREADS if sums is None or sums.width > 1 else MEASURING_THREADS
     frame = f"""
@@ -329,12 +339,19 @@ def {name}(table, programs, XBLOCK: tl.constexpr, ALIGNMENT: tl.constexpr):
         decorator = _decorator(config, first, name)
         sources[aligned] = f"{head}\n\n{bodies}\n{frame.replace('decorator', decorator, 1)}"
     adding = None if sums is None else _adding(first, head)
-    return TableKernel(name, tuple(columns), size, sources, adding)
+    return TableKernel(name, tuple(columns), size, sources, tuple(accesses), adding)
+
+
+def _accessed(function: ast.FunctionDef) -> Iterator[str]:
+    """The parameters of a kernel that it loads from and stores into, at each place."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("tl.load", "tl.store"):
+            yield ast.unparse(node.args[0]).partition(" + ")[0]
 
 
 def _adding(like: _Kernel, head: str) -> TableKernel:
     """The kernel that adds partial sums, on the device of another one."""
-    name = "triton_add_partial_sums"
+    name = "collage_add_sums"
     config = {"XBLOCK": BLOCK, "num_warps": THREADS // _warp(like), "num_stages": 1}
     text = ADDING.format(name=name).replace("decorator", _decorator(config, like, name), 1)
     return TableKernel(name, (), 1, dict.fromkeys((True, False), f"{head}\n{text}"))

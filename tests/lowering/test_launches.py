@@ -21,6 +21,7 @@ from collage_fx.lowering import forget_kernels
 from collage_fx.lowering.lower import _whole
 from collage_fx.lowering.plan import lower_in_parts
 from collage_fx.torch_compat import TableKernel
+from collage_fx.torch_compat.imaginary_cuda import machine_code
 from tests.support import triton_offline as offline
 from tests.support.launched import LaunchedSteps, step_on_cuda
 from tests.support.training import parameters, set_gradients
@@ -188,7 +189,7 @@ def test_a_number_of_the_host_is_handed_to_no_kernel_without_a_table(monkeypatch
         def lower(self, program: Any, example_inputs: Any, inductor_options: Any) -> Any:
             numbers = [node.name for node in placeholders(program.gm.graph) if not node.meta["val"].dim()]
             gm = offline.to_cuda(program.gm, keep_on_cpu=numbers)
-            with offline.pretend_sm90():
+            with offline.imaginary_cuda():
                 found.append(lower_in_parts(gm, always=True))
             return super().lower(program, example_inputs, inductor_options)
 
@@ -242,17 +243,17 @@ def elements_kernel(strategy: Any) -> TableKernel:
     return kernel
 
 
-@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
 @pytest.mark.parametrize(("strategy", "loaded", "stored"), [("plus", 6, 5), ("light", 5, 4)])
 def test_full_blocks_are_accessed_16_bytes_at_a_time(
-    strategy: str, loaded: int, stored: int, arch: int
+    strategy: str, loaded: int, stored: int, arch: str
 ) -> None:
     """Eight elements a thread, of 2 bytes: an access for each tensor; and nothing spills."""
     kernel = elements_kernel(strategy)
-    binary = offline.compile_kernel(kernel.name, kernel.source[True], arch)
-    ptx = binary.asm["ptx"]
+    code = machine_code(kernel.name, kernel.source[True], arch)
+    ptx = code.stages["ptx"]
     assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) == loaded
     assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == stored
-    used = offline.resources(binary)
-    assert used["REG"] <= 96
-    assert used["STACK"] == used["LOCAL"] == 0
+    assert code.accesses[16] == loaded + stored
+    assert code.registers <= 96
+    assert code.spilled == 0

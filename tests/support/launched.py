@@ -97,21 +97,17 @@ def step_on_cuda(program: Any, keep_on_cpu: Sequence[str] = ()) -> Any:
         program: after the pipeline; it is left as it is.
         keep_on_cpu: placeholders that are on the host there, too.
     """
-    import torch
+    from dataclasses import replace
 
-    from collage_fx.lowering.lower import inductor_settings
-    from collage_fx.lowering.plan import lower_in_parts, repeated_step
+    from collage_fx.lowering import step_in_parts
     from collage_fx.runtime import StepInParts
     from tests.support import triton_offline as offline
 
     gm = offline.to_cuda(program.gm, keep_on_cpu=keep_on_cpu)
-    settings = inductor_settings(program.arithmetic, [torch.device("cuda")], is_measured=bool(program.rows))
-    with offline.pretend_sm90(), torch._inductor.config.patch(settings):
-        step = lower_in_parts(gm, always=True)
+    with offline.imaginary_cuda():
+        step = step_in_parts(replace(program, gm=gm))
     assert isinstance(step, StepInParts), step
-    repeated = repeated_step(step, program.extended)
-    assert isinstance(repeated, StepInParts), repeated
-    return repeated
+    return step
 
 
 def on_the_cpu(step: Any) -> Any:

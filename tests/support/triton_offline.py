@@ -15,23 +15,11 @@ It works with a CPU build of torch and with a CUDA build on a machine without a 
 (Linux only): importing this module needs only torch, the functions need Triton. ``HAVE_TRITON`` says whether
 it is there.
 
-Note [Pretending to have an sm_90 card]
+The imaginary card is that of ``collage_fx/torch_compat/imaginary_cuda.py``. What differs between Triton's
+versions, besides:
 
-Inductor asks for the device at four places: ``torch.cuda`` (is there a card, which), Dynamo's
-``CudaInterface`` (whose static methods were bound when the class was made, so they are patched again),
-``torch.utils._triton.triton_backend`` (which would load libcuda) and ``fake_tensor.init_gpu_context`` (which
-would allocate on the card). Nearly every answer is cached by ``functools.cache``, so the caches are emptied
-on the way in and on the way out: an answer from one world must not be seen in the other. Inside
-:func:`pretend_sm90` nothing can run on "cuda"; fake tensors are all there is.
-
-Differences between torch versions that this module bridges:
-
-* 2.11's ``init_gpu_context`` asks ``torch.cuda.is_available``, 2.13's and 2.15's ask ``torch.accelerator``;
-* 2.11 starts a pool of compile workers during code generation, and shutting it down took until its timeout of
-  300 s on a machine without a driver: compilation is kept in this process;
 * Triton 3.6 (torch 2.11) converts an array of one element with ``int()``, which NumPy 2.5 refuses (the worker
-  mends it);
-* a CPU build has no ``torch._C._cuda_getCurrentRawStream``, which every generated wrapper imports.
+  mends it).
 """
 
 from __future__ import annotations
@@ -39,17 +27,12 @@ from __future__ import annotations
 import ast
 import atexit
 import contextlib
-import dataclasses
-import functools
-import importlib.util
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Sequence
-from types import ModuleType
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 from unittest import mock
 
@@ -57,25 +40,22 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
-from collage_fx.torch_compat import TableKernel
+from collage_fx.torch_compat.imaginary_cuda import CUDA, have_triton, imaginary_cuda, machine_code, to_cuda
 
 __all__ = [
     "HAVE_TRITON",
-    "compile_kernel",
     "compile_to_ptx",
     "copy_graph",
     "fake_cuda",
     "functional_graph",
+    "imaginary_cuda",
     "kernels",
-    "pretend_sm90",
-    "resources",
     "run_in_interpreter",
     "to_cuda",
     "triton_source",
 ]
 
-HAVE_TRITON = all(importlib.util.find_spec(name) is not None for name in ("triton", "numpy"))
-CUDA = torch.device("cuda", 0)
+HAVE_TRITON = have_triton()
 
 # ------------------------------------------------------------ graphs and fakes
 
@@ -131,204 +111,6 @@ def functional_graph(fn: Callable[..., Any], *inputs: torch.Tensor) -> GraphModu
     return gm
 
 
-def to_cuda(gm: GraphModule, *, keep_on_cpu: Collection[str] = ()) -> GraphModule:
-    """Copy a graph that was captured on CPU as the graph it would be on cuda:0.
-
-    Placeholders' fake values move to cuda (but for the ones named in ``keep_on_cpu``, such as a 0-d learning
-    rate that lives on the host), so do ``device`` arguments of nodes (``full``, ``empty``, ``device_put``),
-    and every other node's ``meta["val"]`` is computed anew. Constants (``get_attr``) of no dimension stay on
-    the CPU, as AOTAutograd leaves them; larger ones are refused, as there is no card to put them on.
-    """
-    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
-
-    gm = copy_graph(gm)
-    inputs = placeholders(gm)
-    modes = {
-        id(n.meta["val"].fake_mode): n.meta["val"].fake_mode for n in inputs if _is_fake(n.meta.get("val"))
-    }
-    if len(modes) != 1:
-        raise ValueError(
-            f"the placeholders' meta['val'] must be fake tensors of one mode, not of {len(modes)}"
-        )
-    (mode,) = modes.values()
-    unknown = set(keep_on_cpu) - {n.name for n in inputs}
-    if unknown:
-        raise ValueError(f"keep_on_cpu names no placeholders: {sorted(unknown)}")
-
-    for node in inputs:
-        value: Any = node.meta.get("val")
-        if _is_fake(value) and node.name not in keep_on_cpu:
-            with mode:
-                node.meta["val"] = torch.empty_strided(
-                    value.shape, value.stride(), dtype=value.dtype, device=CUDA
-                )
-    for node in gm.graph.nodes:
-        node.args = _moved(node.args)
-        node.kwargs = _moved(node.kwargs)
-        if node.op == "get_attr" and isinstance(getattr(gm, node.target, None), torch.Tensor):
-            constant = getattr(gm, node.target)
-            if constant.dim() > 0 and constant.device.type == "cpu":
-                raise ValueError(
-                    f"{node.name} is a constant of shape {tuple(constant.shape)}: it cannot move to cuda"
-                )
-    gm.recompile()
-    with _without_card_errors():
-        FakeTensorProp(gm, mode).propagate_dont_convert_inputs(*(n.meta.get("val") for n in inputs))
-    return gm
-
-
-def _is_fake(value: object) -> bool:
-    return isinstance(value, FakeTensor)
-
-
-def _moved(arguments: Any) -> Any:
-    def move(item: Any) -> Any:
-        if isinstance(item, torch.device):
-            return CUDA
-        if isinstance(item, (list, tuple)):
-            return type(item)(move(i) for i in item)
-        if isinstance(item, dict):
-            return {k: move(v) for k, v in item.items()}
-        return item
-
-    return move(arguments)
-
-
-# ----------------------------------------------------------- an imaginary card
-
-
-@dataclasses.dataclass(frozen=True)
-class DeviceProps:
-    """The answers of ``torch.cuda.get_device_properties`` for an H200, as far as Inductor asks."""
-
-    name: str = "NVIDIA H200"
-    major: int = 9
-    minor: int = 0
-    multi_processor_count: int = 132
-    warp_size: int = 32
-    regs_per_multiprocessor: int = 65536
-    max_threads_per_multi_processor: int = 2048
-    max_threads_per_block: int = 1024
-    shared_memory_per_block: int = 49152
-    shared_memory_per_block_optin: int = 232448
-    shared_memory_per_multiprocessor: int = 233472
-    L2_cache_size: int = 62914560
-    total_memory: int = 150_000_000_000
-    is_integrated: bool = False
-    gcnArchName: str = ""
-
-
-def _forget_cached_answers() -> None:
-    """Empty the ``functools`` caches of the modules that remember what the device is."""
-    import torch._inductor.codecache
-    import torch._inductor.codegen.triton
-    import torch._inductor.codegen.triton_utils
-    import torch._inductor.compile_fx
-    import torch._inductor.runtime.hints
-    import torch._inductor.runtime.runtime_utils
-    import torch._inductor.scheduler
-    import torch._inductor.utils
-    import torch.utils._triton
-
-    owners: list[Any] = [
-        torch.utils._triton,
-        torch._inductor.utils,
-        torch._inductor.codecache,
-        torch._inductor.codecache.CacheBase,
-        torch._inductor.codegen.triton,
-        torch._inductor.codegen.triton_utils,
-        torch._inductor.compile_fx,
-        torch._inductor.scheduler,
-        torch._inductor.runtime.hints,
-        torch._inductor.runtime.hints.DeviceProperties,
-        torch._inductor.runtime.runtime_utils,
-    ]
-    for owner in owners:
-        for value in list(vars(owner).values()):
-            function = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
-            if isinstance(function, functools._lru_cache_wrapper):
-                function.cache_clear()
-
-
-@contextlib.contextmanager
-def _without_card_errors() -> Iterator[None]:
-    """Let fake tensors be made on "cuda" although something says there is a card (see the Note above)."""
-    from torch._subclasses import fake_tensor
-
-    with mock.patch.object(fake_tensor, "init_gpu_context"):
-        yield
-
-
-def _pretend_backend() -> Any:
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler.compiler import make_backend
-
-    return make_backend(GPUTarget("cuda", 90, 32))
-
-
-@contextlib.contextmanager
-def pretend_sm90() -> Iterator[None]:
-    """Make torch, Inductor and Triton believe that cuda:0 is an H200, for code generation; undone on exit.
-
-    See Note [Pretending to have an sm_90 card].
-    """
-    import torch._inductor.compile_fx
-    import torch.utils._triton
-    from torch._dynamo import device_interface
-    from torch._inductor.runtime import triton_helpers
-
-    props = DeviceProps()
-    cuda, interface = torch.cuda, device_interface.CudaInterface
-    rng_state = torch.zeros(16, dtype=torch.uint8)
-    answers: dict[str, Callable[..., Any]] = {
-        "is_available": lambda: True,
-        "device_count": lambda: 1,
-        "current_device": lambda: 0,
-        "get_device_properties": lambda device=None: props,
-        "get_device_capability": lambda device=None: (props.major, props.minor),
-        "get_device_name": lambda device=None: props.name,
-        "is_bf16_supported": lambda including_emulation=True: True,
-        "get_rng_state": lambda device="cuda": rng_state,
-        "set_rng_state": lambda new_state, device="cuda": None,
-        "_exchange_device": lambda device: 0,
-        "_maybe_exchange_device": lambda device: 0,
-        "set_device": lambda device: None,
-        "synchronize": lambda device=None: None,
-    }
-    bound = {
-        "current_device": "current_device",
-        "set_device": "set_device",
-        "device_count": "device_count",
-        "synchronize": "synchronize",
-        "get_device_properties": "get_device_properties",
-        "exchange_device": "_exchange_device",
-        "maybe_exchange_device": "_maybe_exchange_device",
-        "is_bf16_supported": "is_bf16_supported",
-    }
-    with contextlib.ExitStack() as stack:
-        _forget_cached_answers()
-        stack.callback(_forget_cached_answers)
-        for name, answer in answers.items():
-            stack.enter_context(mock.patch.object(cuda, name, answer))
-        for name, source in bound.items():
-            stack.enter_context(mock.patch.object(interface, name, staticmethod(answers[source])))
-        stack.enter_context(mock.patch.object(interface, "get_raw_stream", staticmethod(lambda index: 0)))
-        # The workers' view of the devices is a module-level cache; start from nothing and put back what was
-        # there.
-        for cache in ("caching_worker_device_properties", "caching_worker_current_devices"):
-            stack.enter_context(mock.patch.dict(getattr(device_interface, cache), clear=True))
-        stack.enter_context(mock.patch.object(torch.utils._triton, "triton_backend", _pretend_backend))
-        stack.enter_context(mock.patch.object(triton_helpers, "set_driver_to_gpu"))
-        stack.enter_context(_without_card_errors())
-        stack.enter_context(torch._inductor.config.patch(compile_threads=1))
-        # Generated modules import it, and kernels over tables are compiled ahead of their first launch.
-        stack.enter_context(
-            mock.patch.object(torch._C, "_cuda_getCurrentRawStream", return_value=0, create=True)
-        )
-        stack.enter_context(mock.patch.object(TableKernel, "begin"))
-        yield
-
-
 # ------------------------------------------------------------- code generation
 
 
@@ -367,7 +149,7 @@ def triton_source(gm: GraphModule, example_inputs: Sequence[Any] | None = None) 
         raise _Captured(code.value)
 
     with (
-        pretend_sm90(),
+        imaginary_cuda(),
         mock.patch.object(GraphLowering, "compile_to_module", capture),
         torch._inductor.config.patch(fx_graph_cache=False, fx_graph_remote_cache=False, cpp_wrapper=False),
     ):
@@ -492,49 +274,4 @@ def compile_to_ptx(source: str, stage: str = "ptx") -> dict[str, str]:
     ``"sass"``: the machine code, which shows what ptxas contracted to FFMA (it needs the ``cuobjdump`` or
     ``nvdisasm`` that Triton ships).
     """
-    return {name: str(compile_kernel(name, text).asm[stage]) for name, text in kernels(source).items()}
-
-
-def compile_kernel(name: str, text: str, arch: int = 90) -> Any:
-    """Compile a kernel's module for ``sm_{arch}``: Triton's compiled kernel, with ``asm`` by stage."""
-    _need_triton()
-    import triton
-    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler.compiler import ASTSource
-
-    with pretend_sm90(), tempfile.TemporaryDirectory(prefix="triton_offline_") as folder:
-        tuner = getattr(_import_text(text, os.path.join(folder, f"{name}.py")), name)
-        assert isinstance(tuner, CachingAutotuner)
-        config = tuner.configs[0]
-        meta = tuner._create_compile_meta(config)
-        return triton.compile(
-            ASTSource(tuner.fn, meta["signature"], meta["constants"], meta["configs"][0]),
-            target=GPUTarget("cuda", arch, 32),
-            options=tuner._create_compile_options(config, meta),
-        )
-
-
-def resources(binary: Any) -> dict[str, int]:
-    """Of a compiled kernel: registers (REG), bytes of stack (STACK) and of what has spilled (LOCAL)."""
-    import triton
-
-    tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(binary.asm["cubin"])
-        file.flush()
-        told = subprocess.run(
-            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
-    return {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", told)}
-
-
-def _import_text(text: str, path: str) -> ModuleType:
-    with open(path, "w") as file:
-        file.write(text)
-    spec = importlib.util.spec_from_file_location(os.path.basename(path).removesuffix(".py"), path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return {name: str(machine_code(name, text).stages[stage]) for name, text in kernels(source).items()}

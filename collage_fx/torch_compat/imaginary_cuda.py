@@ -1,0 +1,372 @@
+"""Triton kernels for a GPU on a machine without one: a card that torch is made to believe in.
+
+    with imaginary_cuda("sm_90"):           # Inductor writes code as for that card; nothing can run
+        step = ...                          # of a graph that to_cuda() has put there
+    machine_code(name, source, "sm_90")     # registers, spilled bytes, accesses: by the real compilers
+
+For commands and tests: no training program needs it, and ``collage_fx.torch_compat`` does not import it.
+While it is in force, ``torch.cuda`` answers for the imaginary card in the whole process.
+
+It works with a CPU build of torch and with a CUDA build on a machine without a driver; checked with torch
+2.11, 2.13 and 2.15 and the Triton versions that these pin (3.6.0, 3.7.1, 3.9.0).
+
+Note [An imaginary card]
+------------------------
+Inductor asks for the device at four places: ``torch.cuda`` (is there a card, which), Dynamo's
+``CudaInterface`` (whose static methods were bound when the class was made, so they are patched again),
+``torch.utils._triton.triton_backend`` (which would load libcuda) and ``fake_tensor.init_gpu_context`` (which
+would allocate on the card). Nearly every answer is cached by ``functools.cache``, so the caches are emptied
+on the way in and on the way out: an answer from one world must not be seen in the other. Inside
+:func:`imaginary_cuda` nothing can run on "cuda"; fake tensors are all there is.
+
+What differs between torch versions:
+
+* 2.11's ``init_gpu_context`` asks ``torch.cuda.is_available``, 2.13's and 2.15's ask ``torch.accelerator``;
+* 2.11 starts a pool of compile workers during code generation, and shutting it down took until its timeout of
+  300 s on a machine without a driver: compilation is kept in this process;
+* a CPU build has no ``torch._C._cuda_getCurrentRawStream``, which every generated wrapper imports.
+
+The code is written as for a card of NVIDIA's, also where ``gfx942`` (MI300) is asked for: Inductor writes for
+ROCm in a torch that is built for it alone. Triton's compiler for AMD takes that code all the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import os
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Graph, GraphModule, Node
+
+from collage_fx.torch_compat.triton_tables import TableKernel
+
+CUDA = torch.device("cuda", 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceProps:
+    """The answers of ``torch.cuda.get_device_properties``, as far as Inductor asks."""
+
+    name: str
+    major: int
+    minor: int
+    multi_processor_count: int
+    shared_memory_per_block_optin: int
+    shared_memory_per_multiprocessor: int
+    L2_cache_size: int
+    total_memory: int
+    warp_size: int = 32
+    regs_per_multiprocessor: int = 65536
+    max_threads_per_multi_processor: int = 2048
+    max_threads_per_block: int = 1024
+    shared_memory_per_block: int = 49152
+    is_integrated: bool = False
+    gcnArchName: str = ""
+
+
+_H200 = DeviceProps("NVIDIA H200", 9, 0, 132, 232448, 233472, 62914560, 150_000_000_000)
+
+#: The cards that there are, by the name that compilers have for them.
+ARCHITECTURES: Mapping[str, DeviceProps] = {
+    "sm_80": DeviceProps("NVIDIA A100", 8, 0, 108, 166912, 167936, 41943040, 80_000_000_000),
+    "sm_90": _H200,
+    "sm_100": DeviceProps("NVIDIA B200", 10, 0, 148, 232448, 233472, 132644864, 180_000_000_000),
+    "gfx942": _H200,  # see the Note
+}
+
+
+def have_triton() -> bool:
+    """Whether Triton is installed, and what it imports."""
+    return all(importlib.util.find_spec(name) is not None for name in ("triton", "numpy"))
+
+
+def to_cuda(gm: GraphModule, *, keep_on_cpu: Collection[str] = ()) -> GraphModule:
+    """Copy a graph that was captured on CPU as the graph it would be on cuda:0.
+
+    Placeholders' fake values move to cuda (but for the ones named in ``keep_on_cpu``, such as a 0-d learning
+    rate that lives on the host), so do ``device`` arguments of nodes (``full``, ``empty``, ``device_put``),
+    and every other node's ``meta["val"]`` is computed anew. Constants (``get_attr``) of no dimension stay on
+    the CPU, as AOTAutograd leaves them; larger ones are refused, as there is no card to put them on.
+    """
+    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+    graph = Graph()
+    new: dict[Node, Node] = {}
+    for node in gm.graph.nodes:
+        new[node] = graph.node_copy(node, new.__getitem__)
+    gm = GraphModule(gm, graph)
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    modes = {
+        id(n.meta["val"].fake_mode): n.meta["val"].fake_mode for n in inputs if _is_fake(n.meta.get("val"))
+    }
+    if len(modes) != 1:
+        raise ValueError(
+            f"the placeholders' meta['val'] must be fake tensors of one mode, not of {len(modes)}"
+        )
+    (mode,) = modes.values()
+    unknown = set(keep_on_cpu) - {n.name for n in inputs}
+    if unknown:
+        raise ValueError(f"keep_on_cpu names no placeholders: {sorted(unknown)}")
+
+    for node in inputs:
+        value: Any = node.meta.get("val")
+        if _is_fake(value) and node.name not in keep_on_cpu:
+            with mode:
+                node.meta["val"] = torch.empty_strided(
+                    value.shape, value.stride(), dtype=value.dtype, device=CUDA
+                )
+    for node in gm.graph.nodes:
+        node.args = _moved(node.args)
+        node.kwargs = _moved(node.kwargs)
+        if node.op == "get_attr" and isinstance(getattr(gm, node.target, None), torch.Tensor):
+            constant = getattr(gm, node.target)
+            if constant.dim() > 0 and constant.device.type == "cpu":
+                raise ValueError(
+                    f"{node.name} is a constant of shape {tuple(constant.shape)}: it cannot move to cuda"
+                )
+    gm.recompile()
+    with _without_card_errors():
+        FakeTensorProp(gm, mode).propagate_dont_convert_inputs(*(n.meta.get("val") for n in inputs))
+    return gm
+
+
+def _is_fake(value: object) -> bool:
+    return isinstance(value, FakeTensor)
+
+
+def _moved(arguments: Any) -> Any:
+    def move(item: Any) -> Any:
+        if isinstance(item, torch.device):
+            return CUDA
+        if isinstance(item, (list, tuple)):
+            return type(item)(move(i) for i in item)
+        if isinstance(item, dict):
+            return {k: move(v) for k, v in item.items()}
+        return item
+
+    return move(arguments)
+
+
+def _forget_cached_answers() -> None:
+    """Empty the ``functools`` caches of the modules that remember what the device is."""
+    import torch._inductor.codecache
+    import torch._inductor.codegen.triton
+    import torch._inductor.codegen.triton_utils
+    import torch._inductor.compile_fx
+    import torch._inductor.runtime.hints
+    import torch._inductor.runtime.runtime_utils
+    import torch._inductor.scheduler
+    import torch._inductor.utils
+    import torch.utils._triton
+
+    owners: list[Any] = [
+        torch.utils._triton,
+        torch._inductor.utils,
+        torch._inductor.codecache,
+        torch._inductor.codecache.CacheBase,
+        torch._inductor.codegen.triton,
+        torch._inductor.codegen.triton_utils,
+        torch._inductor.compile_fx,
+        torch._inductor.scheduler,
+        torch._inductor.runtime.hints,
+        torch._inductor.runtime.hints.DeviceProperties,
+        torch._inductor.runtime.runtime_utils,
+    ]
+    for owner in owners:
+        for value in list(vars(owner).values()):
+            function = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
+            if isinstance(function, functools._lru_cache_wrapper):
+                function.cache_clear()
+
+
+@contextlib.contextmanager
+def _without_card_errors() -> Iterator[None]:
+    """Let fake tensors be made on "cuda" although something says there is a card (see the Note above)."""
+    from torch._subclasses import fake_tensor
+
+    with mock.patch.object(fake_tensor, "init_gpu_context"):
+        yield
+
+
+def _target(arch: str) -> Any:
+    from triton.backends.compiler import GPUTarget
+
+    if arch.startswith("gfx"):
+        return GPUTarget("hip", arch, 64)
+    return GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
+
+
+@contextlib.contextmanager
+def imaginary_cuda(arch: str = "sm_90") -> Iterator[None]:
+    """Make torch, Inductor and Triton believe that cuda:0 is there, for code generation; undone on exit.
+
+    Args:
+        arch: one of :data:`ARCHITECTURES`.
+    """
+    import torch._inductor.compile_fx
+    import torch.utils._triton
+    from torch._dynamo import device_interface
+    from torch._inductor.runtime import triton_helpers
+
+    props = ARCHITECTURES[arch]
+    cuda, interface = torch.cuda, device_interface.CudaInterface
+    rng_state = torch.zeros(16, dtype=torch.uint8)
+    answers: dict[str, Callable[..., Any]] = {
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "get_device_properties": lambda device=None: props,
+        "get_device_capability": lambda device=None: (props.major, props.minor),
+        "get_device_name": lambda device=None: props.name,
+        "is_bf16_supported": lambda including_emulation=True: True,
+        "get_rng_state": lambda device="cuda": rng_state,
+        "set_rng_state": lambda new_state, device="cuda": None,
+        "_exchange_device": lambda device: 0,
+        "_maybe_exchange_device": lambda device: 0,
+        "set_device": lambda device: None,
+        "synchronize": lambda device=None: None,
+    }
+
+    def backend() -> Any:
+        from triton.compiler.compiler import make_backend
+
+        return make_backend(_target(f"sm_{props.major}{props.minor}"))
+
+    bound = {
+        "current_device": "current_device",
+        "set_device": "set_device",
+        "device_count": "device_count",
+        "synchronize": "synchronize",
+        "get_device_properties": "get_device_properties",
+        "exchange_device": "_exchange_device",
+        "maybe_exchange_device": "_maybe_exchange_device",
+        "is_bf16_supported": "is_bf16_supported",
+    }
+    with contextlib.ExitStack() as stack:
+        _forget_cached_answers()
+        stack.callback(_forget_cached_answers)
+        for name, answer in answers.items():
+            stack.enter_context(mock.patch.object(cuda, name, answer))
+        for name, source in bound.items():
+            stack.enter_context(mock.patch.object(interface, name, staticmethod(answers[source])))
+        stack.enter_context(mock.patch.object(interface, "get_raw_stream", staticmethod(lambda index: 0)))
+        # The workers' view of the devices is a module-level cache; start from nothing and put back what was
+        # there.
+        for cache in ("caching_worker_device_properties", "caching_worker_current_devices"):
+            stack.enter_context(mock.patch.dict(getattr(device_interface, cache), clear=True))
+        stack.enter_context(mock.patch.object(torch.utils._triton, "triton_backend", backend))
+        stack.enter_context(mock.patch.object(triton_helpers, "set_driver_to_gpu"))
+        stack.enter_context(_without_card_errors())
+        stack.enter_context(torch._inductor.config.patch(compile_threads=1))
+        # Generated modules import it, and kernels over tables are compiled ahead of their first launch.
+        stack.enter_context(
+            mock.patch.object(torch._C, "_cuda_getCurrentRawStream", return_value=0, create=True)
+        )
+        stack.enter_context(mock.patch.object(TableKernel, "begin"))
+        yield
+
+
+@dataclasses.dataclass(frozen=True)
+class MachineCode:
+    """What compilers have made of a kernel.
+
+    Attributes:
+        registers: of a thread.
+        spilled: bytes of a thread's memory that registers have been spilled to, and of its stack.
+        accesses: of the memory for tensors, loads and stores together, by how many bytes a thread accesses.
+        stages: all texts and binaries that Triton keeps, by name: ``"ptx"``, ``"cubin"``, ``"amdgcn"``, ...
+    """
+
+    registers: int
+    spilled: int
+    accesses: Mapping[int, int]
+    stages: Mapping[str, Any]
+
+
+def machine_code(name: str, source: str, arch: str = "sm_90") -> MachineCode:
+    """Compile a kernel's module, as Inductor would have it compiled, for one of :data:`ARCHITECTURES`.
+
+    Args:
+        name: of the kernel.
+        source: of a module with it, in the decorator of the one configuration.
+        arch: what it is compiled for.
+    """
+    import triton
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+    from triton.compiler.compiler import ASTSource
+
+    target = _target(arch)
+    with (
+        imaginary_cuda("sm_90" if arch.startswith("gfx") else arch),
+        tempfile.TemporaryDirectory(prefix="collage_fx_") as folder,
+    ):
+        tuner = getattr(_import_text(source, os.path.join(folder, f"{name}.py")), name)
+        assert isinstance(tuner, CachingAutotuner)
+        config = tuner.configs[0]
+        meta = tuner._create_compile_meta(config)
+        options = tuner._create_compile_options(config, meta)
+        options["num_warps"] = max(1, options["num_warps"] * 32 // target.warp_size)
+        stages = triton.compile(
+            ASTSource(tuner.fn, meta["signature"], meta["constants"], meta["configs"][0]),
+            target=target,
+            options=options,
+        ).asm
+    return _of_amd(stages) if arch.startswith("gfx") else _of_nvidia(stages)
+
+
+def _of_nvidia(stages: Mapping[str, Any]) -> MachineCode:
+    import triton
+
+    tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(stages["cubin"])
+        file.flush()
+        told = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    used = {what: int(number) for what, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", told)}
+    accesses = Counter[int]()
+    for vector, bits in re.findall(r"(?:ld|st)\.global(?:\.\w+)*?(?:\.v(\d))?\.[bu](\d+)", stages["ptx"]):
+        accesses[int(vector or 1) * int(bits) // 8] += 1
+    return MachineCode(used["REG"], used["STACK"] + used["LOCAL"], accesses, stages)
+
+
+_AMDS_BYTES = {"dword": 4, "short": 2, "ushort": 2, "sshort": 2, "byte": 1, "ubyte": 1, "sbyte": 1}
+
+
+def _of_amd(stages: Mapping[str, Any]) -> MachineCode:
+    text = stages["amdgcn"]
+
+    def told(what: str) -> int:
+        (number,) = re.findall(rf"^[ -]+\.{what}: +(\d+)$", text, re.MULTILINE)
+        return int(number)
+
+    accesses = Counter[int]()
+    for kind, vector in re.findall(r"global_(?:load|store)_([us]?(?:byte|short)|dword)(?:x(\d))?", text):
+        accesses[_AMDS_BYTES[kind] * int(vector or 1)] += 1
+    return MachineCode(
+        told("vgpr_count") + told("agpr_count"), told("private_segment_fixed_size"), accesses, stages
+    )
+
+
+def _import_text(text: str, path: str) -> ModuleType:
+    with open(path, "w") as file:
+        file.write(text)
+    spec = importlib.util.spec_from_file_location(os.path.basename(path).removesuffix(".py"), path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

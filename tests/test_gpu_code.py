@@ -1,0 +1,94 @@
+"""What users see of the kernels that a GPU would be given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from collage_fx import gpu_code
+from collage_fx.cli import main
+from collage_fx.errors import InvalidOptionError
+from collage_fx.torch_compat import imaginary_cuda
+from tests.support.training import Descent, parameters
+
+needs_triton = pytest.mark.skipif(
+    not imaginary_cuda.have_triton(), reason="needs triton (Linux only) and numpy: pip install triton numpy"
+)
+
+
+class Normalized(Descent):
+    """Takes one norm over all tensors."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        group = self.param_groups[0]
+        norm = torch.stack([p.grad.float().norm() for p in group["params"]]).norm()
+        for p in group["params"]:
+            p.sub_(group["lr"] * p.grad / norm)
+
+
+@needs_triton
+@pytest.mark.parametrize("arch", imaginary_cuda.ARCHITECTURES)
+def test_kernels_of_a_step(arch: str) -> None:
+    optimizer = torch.optim.AdamW(parameters())
+    found = gpu_code(optimizer, arch=arch, strategy="light", metrics=True)
+    assert (found.launches, found.reason) == (3, "")
+    numbers, update, sums = found.kernels
+    assert (numbers.bytes_per_parameter, update.bytes_per_parameter) == (0, 18)
+    assert all(kernel.registers > 0 and not kernel.spilled for kernel in found.kernels)
+    assert (numbers.tensors, update.tensors, sums.tensors) == (2, 2, 2 * 12)
+    for kernel in found.kernels:
+        assert f"def {kernel.name}(" in kernel.source
+        assert kernel.name in found.to_table()
+        assert kernel.source.strip() in str(found)
+    assert not optimizer.state
+    assert not torch.cuda.is_available() or torch.cuda.get_device_name() != "NVIDIA H200"
+
+
+@needs_triton
+def test_the_same_kernel_has_the_same_name_and_others_have_others() -> None:
+    names = [
+        [kernel.name for kernel in gpu_code(kind(parameters())).kernels]
+        for kind in (torch.optim.Adagrad, torch.optim.Adagrad, torch.optim.RMSprop)
+    ]
+    assert names[0] == names[1]
+    assert not {*names[0]} & {*names[2]}
+
+
+@needs_triton
+def test_what_is_called_for_each_tensor_says_why() -> None:
+    found = gpu_code(torch.optim.Adafactor(parameters(shapes=((8, 8),) * 2)))
+    each = [kernel for kernel in found.kernels if not kernel.name]
+    assert each
+    assert all("neither elementwise" in kernel.reason for kernel in each)
+    assert "For each tensor, because" in found.to_table()
+
+
+@needs_triton
+def test_a_step_that_is_no_kernels_over_tables_says_why() -> None:
+    found = gpu_code(Normalized(parameters()))
+    assert found.kernels == ()
+    assert found.to_table().startswith("No kernels over tables for sm_90: ")
+
+
+def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidOptionError, match="did you mean sm_90"):
+        gpu_code(torch.optim.AdamW(parameters()), arch="sm90")
+    monkeypatch.setattr(imaginary_cuda, "have_triton", lambda: False)
+    with pytest.raises(InvalidOptionError, match="pip install triton numpy"):
+        gpu_code(torch.optim.AdamW(parameters()))
+
+
+@needs_triton
+def test_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["explain", "--optimizer", "AdamW", "--shape", "64,64", "--code", "triton"]
+    assert main([*asked, "--arch", "sm_80"]) == 0
+    told = capsys.readouterr().out
+    assert "For sm_80: 2 launches a step." in told
+    assert "@triton.jit" in told
+    assert main([*asked, "--arch", "sm_8"]) != 0
+    assert "sm_80" in capsys.readouterr().err
+    assert main([*asked[:-1], "ptx"]) != 0
+    assert "'ptx' is not allowed" in capsys.readouterr().err
