@@ -1,6 +1,7 @@
 """``./dev bench``: time optimizer steps on this machine, print tables and keep the results.
 
-Results are written after every row; --resume goes on where a run was broken off.
+Results are written after every row; --resume goes on where a run was broken off. On a GPU, where time may be
+lent, the rows that say most come first, and what the --deadline leaves out is named.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ from benchmarks.sizes import SIZES
 from benchmarks.table import MEASURED, Results, compile_table, heading, table, write_document
 
 HERE = Path(__file__).parent
+
+#: The status of a row that there was no time for.
+TOO_LATE = "not reached before the deadline"
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -81,7 +85,7 @@ class Effort:
         """So many, or what is left."""
         left = self.ends - time.monotonic()
         if left <= 0:
-            raise Failure("not reached before the deadline")
+            raise Failure(TOO_LATE)
         return min(seconds, left)
 
 
@@ -89,6 +93,8 @@ def effort_of(options: argparse.Namespace) -> Effort:
     budget = options.compile_budget or (45 if options.quick else 180)
     deadline = options.deadline or (450 if options.device == "cuda" else float("inf"))
     at_most, at_least, seconds = (50, 3, 3) if options.quick else (200, 5, 15)
+    if options.device == "cuda":
+        seconds = min(seconds, 5)  # 200 rounds at most sizes
     return Effort(budget, at_most, at_least, seconds, time.monotonic() + deadline)
 
 
@@ -150,6 +156,22 @@ def is_counting(options: argparse.Namespace) -> bool:
 
 def sizes_of(options: argparse.Namespace) -> list[str]:
     return options.sizes or [name for name, size in SIZES.items() if options.device in size.devices]
+
+
+#: What is measured first on a GPU.
+FIRST_SIZES, FIRST_PEERS = ("d", "c", "e", "f"), ("light", "plus", "torch fp32 fused", "torch bf16 fused")
+
+
+def stages(options: argparse.Namespace) -> list[tuple[str, list[str]]]:
+    """The sizes and the peers at each, in the order in which they are measured."""
+    sizes, names = sizes_of(options), list(options.peers or PEERS)
+    if options.device == "cpu":
+        return [(size, names) for size in sizes]
+    early = [size for size in FIRST_SIZES if size in sizes]
+    begun = [(size, [name for name in names if name in FIRST_PEERS]) for size in early]
+    rest = [name for name in names if name not in FIRST_PEERS]
+    others = [size for size in sizes if size not in early]
+    return [each for each in (*begun, *((s, rest) for s in early), *((s, names) for s in others)) if each[1]]
 
 
 # One size. --------------------------------------------------------------------------------------------------
@@ -323,18 +345,29 @@ def count(results: Results, peers: Sequence[Peer], limit: float) -> None:
 
 def measure(options: argparse.Namespace, effort: Effort, results: Results, path: Path) -> None:
     """All rows of all sizes, and instructions."""
-    peers = [PEERS[name] for name in options.peers or PEERS]
-    sizes = sizes_of(options)
-    for size in sizes:
-        Run(size, options.device, effort, results, path).all(peers)
+    for size, names in stages(options):
+        Run(size, options.device, effort, results, path).all([PEERS[name] for name in names])
         if size in results["parameters"]:
             say(f"\n{heading(results, size)}\n{table(results, size)}\n")
     if is_counting(options):
-        count(results, peers, limit=900)
+        count(results, [PEERS[name] for name in options.peers or PEERS], limit=900)
         save(path, results)
-    for size in sizes:
+    for size in sizes_of(options):
         if size in results["parameters"]:
             say(f"\n{heading(results, size)}\n{table(results, size)}")
+    if missing := left_out(options, results):
+        say(f"\nnot reached before the deadline (--resume goes on with them): {', '.join(missing)}")
+
+
+def left_out(options: argparse.Namespace, results: Results) -> list[str]:
+    """The rows that there was no time for."""
+    status = {(row["size"], row["peer"]): row["status"] for row in results["rows"]}
+    return [
+        f"({size}) {name}"
+        for size, names in stages(options)
+        for name in names
+        if status.get((size, name), TOO_LATE) == TOO_LATE
+    ]
 
 
 def main(argv: Sequence[str]) -> int:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
-from benchmarks.__main__ import main, opened, parse_arguments
+from benchmarks.__main__ import main, opened, parse_arguments, stages
 from benchmarks.by_hand import BETAS, EPS, LR, WEIGHT_DECAY, EagerCollage, KahanAdamW
 from benchmarks.compiling import OPTIMIZERS
 from benchmarks.measure import Failure, Process
@@ -73,6 +73,23 @@ def test_a_run_goes_on_where_it_was_broken_off(run: tuple[Path, str]) -> None:
     arguments = ["--device", "cpu", "--sizes", "toy", "--no-count", "--results", str(run[0]), "--resume"]
     assert main([*arguments, "--peers", *NAMES]) == 0
     assert json.loads(path.read_text())["rows"] == before
+
+
+def test_on_a_gpu_the_rows_that_say_most_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    options = parse_arguments(["--device", "cuda"])
+    planned = [(size, name) for size, names in stages(options) for name in names]
+    first = ("light", "plus", "torch fp32 fused", "torch bf16 fused")
+    assert planned[:16] == [(size, name) for size in ("d", "c", "e", "f") for name in first]
+    assert sorted(planned) == sorted((s, n) for s in SIZES if "cuda" in SIZES[s].devices for n in PEERS)
+    assert stages(parse_arguments(["--device", "cuda", "--peers", "full"]))[0] == ("d", ["full"])
+
+
+def test_what_the_deadline_leaves_out_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--device", "cpu", "--sizes", "toy", "--no-count", "--results", str(tmp_path)]
+    assert main([*arguments, "--peers", "light", "full", "--deadline", "1e-9"]) == 0
+    told = "not reached before the deadline (--resume goes on with them): (toy) light, (toy) full"
+    assert told in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
