@@ -7,7 +7,12 @@ kernels, approximate division and pow, CUDA graphs, and state that lives on a de
 from __future__ import annotations
 
 import io
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,6 +39,7 @@ from tests.support.update_error import decay_achieved, displacement, second_mome
 from tests.test_compiled_bits import CASES, EXPANSIONS
 
 DEVICE = "cuda"
+ROOT = Path(__file__).resolve().parent.parent
 
 pytestmark = [
     pytest.mark.gpu,
@@ -259,6 +265,33 @@ def test_on_another_stream() -> None:
         met = trajectory(rig, start, grads)
         torch.cuda.synchronize()
     assert_same(met, expected)
+
+
+#: A program whose every tensor has memory of its own, and ends somewhere in a block.
+ODD_LENGTHS = """
+import torch
+from collage_fx import CollageBackend
+
+packed = {"strategy": "light", "error_format": "byte", "state": "block8"}
+for options in ({}, {"metrics": True}, packed):
+    lengths = (1, 7, 1023, 1025, 4096, 10007)
+    params = [torch.nn.Parameter(torch.ones(n, dtype=torch.bfloat16, device="cuda")) for n in lengths]
+    step = torch.compile(torch.optim.AdamW(params).step, backend=CollageBackend(**options))
+    for _ in range(3):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        step()
+torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.skipif(
+    shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer, of NVIDIA's CUDA toolkit"
+)
+def test_nothing_is_accessed_beside_tensors() -> None:
+    command = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-c"]
+    env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    subprocess.run([*command, ODD_LENGTHS], env=env, cwd=ROOT, timeout=240, check=True)
 
 
 @pytest.mark.parametrize("is_measured", [False, True])
