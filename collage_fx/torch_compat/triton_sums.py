@@ -25,6 +25,10 @@ from dataclasses import dataclass
 __all__ = ["Sampling", "SummedValues", "TableSums"]
 
 
+#: Of a count of a block's elements, of which there are 1024: all counts of a tensor are one 64-bit number.
+BITS = 12
+
+
 @dataclass(frozen=True)
 class SummedValues:
     """Sums of one measured tensor.
@@ -48,13 +52,17 @@ class SummedValues:
         """Of the Triton function that stores the partial sums of a block, so many words apart."""
         values = [f"v{i}" for i in range(len(self.arguments))]
         lines = [f"{value} = tl.where(mask, {value}, 0.0)" for value in values]
-        sums = [f"{values[i]}.to(tl.float64) * {values[j]}.to(tl.float64)" for i, j in self.products]
-        for conditions in self.counts:
+        sums = [f"tl.sum({values[i]}.to(tl.float64) * {values[j]}.to(tl.float64))" for i, j in self.products]
+        lines.append("counts = tl.full(mask.shape, 0, tl.int64)")
+        for k, conditions in enumerate(self.counts):
             tests = [f"({values[i]} {'==' if zero else '!='} 0.0)" for i, zero in conditions.items()]
-            sums.append(f"({' & '.join(['mask', *tests])}).to(tl.int32)")
-        lines += [
-            f"tl.store(partials + {k} * blocks, tl.sum({each}).to(tl.float64))" for k, each in enumerate(sums)
-        ]
+            test = " & ".join(["mask", *tests])
+            lines.append(f"counts += tl.where({test}, {1 << BITS * k}, 0).to(tl.int64)")
+            sums.append(f"(counts >> {BITS * k} & {(1 << BITS) - 1}).to(tl.float64)")
+        lines.append("counts = tl.sum(counts)")
+        # Counts first: then what they are of is in fewer registers at a time, and none spills.
+        stores = [f"tl.store(partials + {k} * blocks, {each})" for k, each in enumerate(sums)]
+        lines += stores[len(self.products) :] + stores[: len(self.products)]
         body = "".join(f"    {line}\n" for line in lines)
         return f"@triton.jit\ndef {name}(partials, blocks, {', '.join(values)}, mask):\n{body}"
 

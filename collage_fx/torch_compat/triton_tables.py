@@ -42,7 +42,7 @@ RELIED_ON = (
 
 #: Elements of a block, and the threads of a program that computes one: 16 bytes of bfloat16 for each of them.
 BLOCK, THREADS = 1024, 128
-#: The same, of a program that sums elements: each has fewer, whose values are in registers until the end.
+#: The same, of a program that sums: each has fewer elements, whose values are in registers until the end.
 MEASURING_THREADS = 256
 #: Threads of a warp where Inductor says nothing of it.
 WARP = 32
@@ -315,7 +315,7 @@ def _framed(
     kind = "numbers" if length is None else "update" if sums is None else "measured_update"
     name = f"collage_{kind}_{hashlib.sha256((bodies + str(calls)).encode()).hexdigest()[:8]}"
     words = len(columns) + (1 if sums is None else 3)
-    threads = THREADS if sums is None or sums.width > 1 else MEASURING_THREADS
+    threads = THREADS if sums is None else MEASURING_THREADS
     frame = f"""
 @decorator
 @triton.jit
