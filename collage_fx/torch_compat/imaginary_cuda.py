@@ -295,6 +295,17 @@ class MachineCode:
     stages: Mapping[str, Any]
 
 
+@contextlib.contextmanager
+def imported_kernel(name: str, source: str, arch: str = "sm_90") -> Iterator[Any]:
+    """A kernel as Inductor has it, with its configurations; its file is there within, and so is the card."""
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    with imaginary_cuda(arch), tempfile.TemporaryDirectory(prefix="collage_fx_") as folder:
+        tuner = getattr(_import_text(source, os.path.join(folder, f"{name}.py")), name)
+        assert isinstance(tuner, CachingAutotuner)
+        yield tuner
+
+
 def machine_code(name: str, source: str, arch: str = "sm_90") -> MachineCode:
     """Compile a kernel's module, as Inductor would have it compiled, for one of :data:`ARCHITECTURES`.
 
@@ -304,16 +315,10 @@ def machine_code(name: str, source: str, arch: str = "sm_90") -> MachineCode:
         arch: what it is compiled for.
     """
     import triton
-    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
     from triton.compiler.compiler import ASTSource
 
     target = _target(arch)
-    with (
-        imaginary_cuda("sm_90" if arch.startswith("gfx") else arch),
-        tempfile.TemporaryDirectory(prefix="collage_fx_") as folder,
-    ):
-        tuner = getattr(_import_text(source, os.path.join(folder, f"{name}.py")), name)
-        assert isinstance(tuner, CachingAutotuner)
+    with imported_kernel(name, source, arch) as tuner:
         config = tuner.configs[0]
         meta = tuner._create_compile_meta(config)
         options = tuner._create_compile_options(config, meta)

@@ -202,7 +202,12 @@ def functional_decompositions() -> dict[Any, Callable[..., Any]]:
 #: Inductor's settings for few launches: one costs as much time as moving megabytes, and a model has a hundred
 #: small tensors. Elementwise kernels that do not depend on each other are combined, eight a launch or more.
 #: Newer versions look before whether that needs more memory, and count what a step writes in place as new.
-COMBINED_LAUNCHES: dict[str, Any] = {"combo_kernels": True, "combo_kernels_pointwise_only": True}
+#: And none is timed in several configurations, in the first step, on copies of what it writes.
+COMBINED_LAUNCHES: dict[str, Any] = {
+    "combo_kernels": True,
+    "combo_kernels_pointwise_only": True,
+    "triton.autotune_pointwise": False,
+}
 
 for _name, _value in (("combo_kernel_peak_memory_pct_threshold", None), ("combo_kernel_max_distance", -1)):
     if hasattr(inductor_config, _name):

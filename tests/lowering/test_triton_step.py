@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from collage_fx.lowering.lower import inductor_settings
+from collage_fx.torch_compat.imaginary_cuda import imported_kernel
 from tests.support import triton_offline as offline
 from tests.support.agreement import assert_half_ulp, assert_same, trajectory
 from tests.support.optimizers import Case, CompiledOptimizer, Tensors, gradients
@@ -175,6 +176,13 @@ def test_many_tensors_take_few_launches(error_format: str) -> None:
     source = many_tensors(error_format).source
     assert len(re.findall(r"\.run\(", source)) <= 3 * len(MANY) / 8
     assert len(offline.kernels(source)) <= 4
+
+
+def test_no_configurations_are_timed_in_the_first_step() -> None:
+    """For which copies would be made of all that a kernel writes."""
+    for name, text in offline.kernels(many_tensors("exact").source).items():
+        with imported_kernel(name, text) as kernel:
+            assert len(kernel.configs) == 1, name
 
 
 @each_format
