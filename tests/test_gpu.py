@@ -102,7 +102,7 @@ def test_compiled_agrees_with_eager(case: Case) -> None:
 
 @pytest.mark.parametrize("arithmetic", ["wide", "native"])
 def test_counters_that_begin_on_the_host(arithmetic: Any) -> None:
-    """Dynamo moves them to the device. (Those that stay are tested in Triton's interpreter.)"""
+    """Dynamo moves them to the device; those that stay are tested in Triton's interpreter."""
     case = Case("plus", arithmetic, "mcf", torch.bfloat16)
     rig = compiled_optimizer(case, adamw_with_state)
     assert rig.optimizer.state[rig.parameters[0]]["step"].device.type == "cpu"

@@ -2,7 +2,7 @@
 
 The phase between the passes and Inductor. What a part is, and why parts may run one after another, is in
 Note [Parts of a step] (``parts.py``); when two of them are one kernel in Note [One kernel for equal
-parts] (``kernels.py``). Reports show the whole graph. It is no pass: its result is no graph but a plan of
+parts] (``rules.py``). Reports show the whole graph. It is no pass: its result is no graph but a plan of
 calls (``runtime/calls.py``).
 """
 
@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from collage_fx.graph import ONCE, Reason, Repetition, device_facts, is_copy_to_input, placeholders, reached
-from collage_fx.lowering.kernels import Rule, kernel_of, rule_of, samples_first
+from collage_fx.lowering.kernels import kernel_of
 from collage_fx.lowering.parts import Part, parts_of
+from collage_fx.lowering.rules import Rule, rule_of, samples_first
 from collage_fx.runtime import HOST, Call, Kernel, StepInParts, ValueIndex, load_library
 from collage_fx.torch_compat import InductorFault, inductor_config, inductor_faults, pytree
 

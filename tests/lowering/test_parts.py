@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from collage_fx.graph import Reason, placeholders
-from collage_fx.lowering.kernels import Rule, rule_of
 from collage_fx.lowering.parts import Part, parts_of
+from collage_fx.lowering.rules import Rule, rule_of
 from tests.support.triton_offline import functional_graph
 
 aten = torch.ops.aten

@@ -13,6 +13,8 @@ import torch
 from collage_fx import CollageBackend
 from collage_fx.lowering import kernels
 from collage_fx.lowering.lower import inductor_settings
+from collage_fx.lowering.rule_graphs import graph_of
+from collage_fx.lowering.rules import Rule
 from collage_fx.torch_compat import SymbolicScope
 from tests.support import triton_offline as offline
 
@@ -21,11 +23,11 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def rule_with_blocks(state: str) -> kernels.Rule:
+def rule_with_blocks(state: str) -> Rule:
     """That of an AdamW step."""
-    rules: list[kernels.Rule] = []
+    rules: list[Rule] = []
 
-    def noting(rule: kernels.Rule, *, many: bool) -> Any:
+    def noting(rule: Rule, *, many: bool) -> Any:
         rules.append(rule)
         return compile_rule(rule, many=many)
 
@@ -48,7 +50,7 @@ def test_a_step_is_one_kernel_that_reads_each_byte_once(state: str) -> None:
     scope = SymbolicScope()
     rule = rule_with_blocks(state)
     with scope:
-        graph = kernels._graph_of(rule, scope, kernels.MANY_HINT)
+        graph = graph_of(rule, scope, kernels.MANY_HINT)
         with torch._inductor.config.patch(inductor_settings("wide", [torch.device("cuda")])):
             source = offline.triton_source(offline.to_cuda(graph))
     (kernel,) = offline.kernels(source).values()

@@ -1,0 +1,86 @@
+"""What a kernel over a table sums and counts, instead of storing it: Note [Sums of a launch]."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import sympy
+
+from collage_fx.graph import sums_of_update, update_size, update_sizes, update_sums, update_value
+from collage_fx.lowering.rules import Line, Rule
+from collage_fx.numerics import SIZES, SUMS
+from collage_fx.numerics import update_sums as measures
+from collage_fx.runtime import Summed
+from collage_fx.torch_compat import Sampling, SummedValues, Sums, TableSums
+
+
+def stores_of_measures(rule: Rule) -> list[tuple[int, Line]]:
+    """The stores of sums and counts: the lines of the rows, and of what is stored into them."""
+    stores = [
+        (into, rule.lines[value])
+        for into, value in rule.stores
+        if rule.lines[value].target in (update_sums, update_sizes)
+    ]
+    assert all(into is not None for into, _ in stores)
+    return stores  # type: ignore[return-value]
+
+
+def _sums_of(line: Line) -> Sums:
+    """The description of what a line sums."""
+    return sums_of_update(sum(each is not None for each in line.args))
+
+
+def values_of(line: Line) -> list[tuple[Any, tuple[Any, ...]]]:
+    """The operators, and their arguments, of what is stored for each element of a sum or a count."""
+    if line.target is update_sizes:
+        return [(update_size, line.args)]
+    return [(update_value, (*line.args, i)) for i, _ in enumerate(_sums_of(line).values)]
+
+
+def table_sums(rule: Rule, inputs: int) -> TableSums:
+    """What the kernel over a table sums: the arguments of values are the last of its inputs."""
+    lines = [line for _, line in stores_of_measures(rule)]
+    arguments = iter(range(inputs - sum(len(values_of(line)) for line in lines), inputs))
+    tensors, sizes = list[SummedValues](), list[int]()
+    for line in lines:
+        of_line = tuple(itertools.islice(arguments, len(values_of(line))))
+        if line.target is update_sizes:
+            sizes += of_line
+        else:
+            sums = _sums_of(line)
+            tensors.append(SummedValues(of_line, tuple(sums.products.values()), tuple(sums.counts.values())))
+    number, place, elements = sympy.symbols("number place elements")
+    sampling = Sampling(
+        number=str(measures.nearest_sampled(place, elements, _quotient)),
+        place=str(measures.sampled(number, elements, _quotient)),
+        together=measures.TOGETHER,
+        counters=len(SIZES),
+    )
+    return TableSums(tensors, sizes, sampling, rule.width)
+
+
+def _quotient(dividend: Any, divisor: Any) -> sympy.Symbol:
+    """The text of a quotient, rounded down, as a part of expressions."""
+    return sympy.Symbol(f"(({dividend}) // ({divisor}))")
+
+
+def summed(rule: Rule) -> tuple[Summed, ...]:
+    """Where the partial sums and the counters of a kernel over a table are wanted."""
+    lines = [i for i, line in enumerate(rule.lines) if line.target is None]
+    found = []
+    parts = counters = 0
+    for into, line in stores_of_measures(rule):
+        argument = lines.index(into) + rule.flat + rule.is_placed
+        if line.target is update_sizes:
+            found.append(Summed(argument, 0, counters, len(SIZES)))
+            counters += len(SIZES)
+            continue
+        sums = _sums_of(line)
+        names = [*sums.products, *sums.counts]
+        for place, name in enumerate(SUMS):
+            same = name if name in names else measures.WITHOUT_LO[name]
+            if same is not None:
+                found.append(Summed(argument, place, parts + names.index(same)))
+        parts += len(names)
+    return tuple(found)

@@ -1,0 +1,113 @@
+"""The graph of a rule, which Inductor is given.
+
+It is made anew, in a shape environment of its own: names of symbols and nodes come out the same in every
+process, which is what Inductor's cache goes by.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from collage_fx.graph import REVISION, rest
+from collage_fx.lowering.measured_rules import stores_of_measures, values_of
+from collage_fx.lowering.rules import First, Length, Reference, Rule
+from collage_fx.torch_compat import SymbolicScope, add_to_cache_key, pytree
+
+aten = torch.ops.aten
+
+
+def graph_of(rule: Rule, scope: SymbolicScope, hint: int, *, by_element: bool = False) -> GraphModule:
+    """The rule as a graph, in which sums and counts may be stored element by element."""
+    taken_apart = stores_of_measures(rule) if by_element else []
+    values = [value for _, line in taken_apart for value in values_of(line)]
+    graph = Graph()
+    length = _input(graph, "n", scope.length("n", hint)) if rule.flat else None
+    first = None
+    if rule.is_placed:
+        first = _input(graph, "first", scope.tensor((), (), torch.int32, rule.device))
+    made: dict[int, Node] = {}
+    for i, line in enumerate(rule.lines):
+        if line.target is None:
+            made[i] = _input(graph, f"in{i}", _value_of_input(rule, line.args, scope, f"s{i}", length))
+    results = [_input(graph, f"out{i}", None) for i, store in enumerate(rule.stores) if store[0] is None]
+    results += [_input(graph, f"value{i}", None) for i, _ in enumerate(values)]
+
+    def called(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
+        arguments = pytree.tree_map_only(Reference, lambda r: made[r.line], (args, kwargs))
+        arguments = pytree.tree_map_only(Length, lambda _: length, arguments)
+        arguments = pytree.tree_map_only(First, lambda _: first, arguments)
+        node = graph.call_function(target, *arguments)
+        node.meta["val"] = scope.run(node)
+        return node
+
+    taken = [line for _, line in taken_apart]
+    for i, line in enumerate(rule.lines):
+        if line.target is not None and line not in taken:
+            made[i] = called(line.target, line.args, dict(line.kwargs))
+    stores = [(into, made[value]) for into, value in rule.stores if rule.lines[value] not in taken]
+    stores += [(None, called(target, args, {})) for target, args in values]
+    for destination, value in stores:
+        stored = value.meta["val"]
+        into = results.pop(0) if destination is None else made[destination]
+        if destination is None:
+            into.meta["val"] = scope.tensor(stored.shape, stored.stride(), stored.dtype, stored.device)
+        store = graph.call_function(aten.copy_.default, (into, value))
+        store.meta["val"] = into.meta["val"]
+    graph.output(())
+    _use_rest(graph)
+    gm = GraphModule({}, graph)
+    add_to_cache_key(gm, revision=REVISION, hint=hint)
+    return gm
+
+
+def _use_rest(graph: Graph) -> None:
+    """Replace traces of ``arithmetic.rest`` by the operator ``rest``, whose code is shorter."""
+    for node in graph.find_nodes(op="call_function", target=aten.where.self):
+        operands = _operands_of_rest(*node.args)
+        if operands is not None:
+            with graph.inserting_before(node):
+                made = graph.call_function(rest, operands)
+            made.meta["val"] = node.meta["val"]
+            node.replace_all_uses_with(made)
+    graph.eliminate_dead_code()
+
+
+def _operands_of_rest(finite: Any, difference: Any, zero: Any) -> tuple[Node, Node] | None:
+    """``value`` and ``hi`` of ``where(abs(hi) < inf, value - hi, 0)``; None for any other ``where``."""
+    if not all(isinstance(node, Node) for node in (finite, difference, zero)):
+        return None
+    if difference.target is not aten.sub.Tensor or difference.kwargs:
+        return None
+    value, hi = difference.args
+    is_rest = (
+        (finite.target, finite.args[1:]) == (aten.lt.Scalar, (math.inf,))
+        and isinstance(magnitude := finite.args[0], Node)
+        and (magnitude.target, magnitude.args) == (aten.abs.default, (hi,))
+        and zero.target is aten.full.default
+        and zero.args[1] == 0
+        and all(isinstance(each, Node) and each.meta["val"].dtype == torch.float32 for each in (value, hi))
+        and value.meta["val"].shape == hi.meta["val"].shape
+    )
+    return (value, hi) if is_rest else None
+
+
+def _input(graph: Graph, name: str, value: Any) -> Node:
+    node = graph.placeholder(name)
+    node.meta["val"] = value
+    return node
+
+
+def _value_of_input(
+    rule: Rule, layout: tuple[Any, ...], scope: SymbolicScope, name: str, length: Node | None
+) -> Any:
+    if len(layout) == 1:
+        return scope.number(name, layout[0])
+    dtype, device, size, stride = layout
+    if rule.independent and not size:
+        device = rule.device  # where a number of the host is by then
+    sizes = pytree.tree_map_only(Length, lambda _: length.meta["val"] if length is not None else None, size)
+    return scope.tensor(sizes, stride, dtype, device)

@@ -1,0 +1,324 @@
+"""Rules: parts of a step in a form that is the same for equal parts.
+
+Note [One kernel for equal parts]
+---------------------------------
+A part is written down as a :class:`Rule`: its operations in the order of a walk from its stores, operands as
+numbers, constants literally. Two parts with one rule are the same function of different tensors, and one
+compiled kernel serves both.
+
+Where every operation is elementwise and every tensor has one shape and one dense layout, element *i* in
+memory of each result depends on element *i* in memory of each operand, whatever the shape. Such a *flat*
+rule leaves the shape out: it is compiled for vectors of a symbolic length *n* (2 at least), and its kernel is
+called with the tensors as they are. The code that Inductor's C++ backend generates takes addresses and *n*,
+so that no flat view has to be made. (Its own checks of sizes and strides are switched off for such kernels;
+:mod:`collage_fx.runtime.layouts` checks the arguments of a step against the layouts it was compiled for.)
+What one C++ function computes is not even called from Python (Note [One call for all tensors]). On a GPU
+the kernel of a flat rule, or of numbers, is launched once for all its tensors, which it finds in a table
+(Note [A kernel over a table], Note [One launch for all tensors]).
+
+Dither goes by the places of elements in memory: its kernels are given that of the first of their piece.
+
+So do blocks of elements that have a scale in common (Note [Blocks]): a flat rule with blocks is compiled for
+tensors ``[n, 32]`` and scales ``[n, 1]``, with n the number of blocks, where others have elements.
+
+Sums over all elements (``update_sums``, Note [Metrics]) leave a rule flat: the order in which they are taken
+is of no account. So do counts over a sample (``update_sizes``), but only of a tensor as a whole: they become
+a part of their own, before the one that overwrites what they are made of. A kernel over a table sums and
+counts block by block (Note [Sums of a launch]).
+
+Other rules (reductions, matrix products, views) name sizes and strides, and serve the tensors that agree in
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from collage_fx.graph import (
+    device_facts,
+    is_dense,
+    is_elementwise,
+    is_number,
+    may_raise,
+    size_argument,
+    stored,
+    tensor_value,
+    update_sizes,
+    update_sums,
+)
+from collage_fx.lowering.parts import Part
+from collage_fx.numerics import BLOCK, BLOCK_OPERATORS, PHASES
+from collage_fx.runtime import HOST, LONGEST_PIECE
+from collage_fx.torch_compat import pytree
+
+#: A symbolic length is taken to be no less: of sizes 0 and 1 PyTorch has ideas of its own (broadcasting,
+#: strides). A kernel over a table knows nothing of them: there one element is a row like others.
+SHORTEST = 2
+
+#: Elements that a sum in a flat rule can count, or 32-bit indices.
+LONGEST = 1 << 31
+
+
+class Length:
+    """Stands for the symbolic length in the arguments of an operation."""
+
+    def __repr__(self) -> str:
+        return "n"
+
+
+THE_LENGTH = Length()
+
+
+class First:
+    """Stands for the index of a piece's first element, 0-d, in the arguments of an operation."""
+
+    def __repr__(self) -> str:
+        return "first"
+
+
+THE_FIRST = First()
+
+
+@dataclass(frozen=True)
+class Reference:
+    """An operand: the value of an earlier line."""
+
+    line: int
+
+
+@dataclass(frozen=True)
+class Line:
+    """One value of a rule: an input (no target) or the result of an operation."""
+
+    target: Any
+    args: tuple[Any, ...] = ()
+    kwargs: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Rule:
+    """A part's computation, without saying of which tensors.
+
+    Attributes:
+        key: equal for equal rules.
+        flat: whether it is elementwise in one dense layout.
+        lines: inputs and operations.
+        stores: ``(destination, value)`` lines; a destination of None is a result, for which the caller brings
+            memory as a further input.
+        operands: of this part: what its inputs are, in their order.
+        length: elements of this part's tensors, or blocks of them, if it is flat.
+        width: elements of a unit of length: 1, or those of a block.
+        independent: whether a flat rule stores into no numbers, or a rule of numbers is of nothing else, and
+            nothing but memory goes in.
+    """
+
+    key: Hashable
+    flat: bool
+    lines: tuple[Line, ...]
+    stores: tuple[tuple[int | None, int], ...]
+    operands: tuple[Node, ...]
+    length: int
+    width: int
+    independent: bool
+
+    @property
+    def divisible(self) -> bool:
+        """Whether a kernel may compute pieces of the tensors one by one; their sums add up to its sums."""
+        return self.flat and self.independent and not any(line.target is update_sizes for line in self.lines)
+
+    @property
+    def device(self) -> torch.device:
+        """Where its kernel runs: where its tensors are, but for numbers of the host that go there with it."""
+        layouts = [line.args for line in self.lines if line.target is None and len(line.args) > 1]
+        devices = [device for _, device, *_ in layouts]
+        return next((device for device in devices if device != HOST), HOST)
+
+    @property
+    def is_tabled(self) -> bool:
+        """Whether its kernel is one over a table, if its code allows that."""
+        return self.independent and device_facts(self.device).is_launched
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether a flat rule goes by the places of its elements, too: it is given that of the first."""
+        return self.flat and any(line.target is PHASES for line in self.lines)
+
+    @property
+    def operations(self) -> set[str]:
+        """The names of the rule's operators."""
+        return {str(line.target) for line in self.lines if line.target is not None}
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether it sums or counts."""
+        return any(line.target in (update_sums, update_sizes) for line in self.lines)
+
+    @property
+    def sums(self) -> set[int]:
+        """The input lines that sums over all elements are stored into."""
+        return {into for into, value in self.stores if into is not None and self._is_sum(value)}
+
+    def _is_sum(self, line: int) -> bool:
+        return self.lines[line].target is update_sums
+
+
+def rule_of(part: Part) -> Rule:
+    """The rule of a part of a graph."""
+    return _Writer(part).rule()
+
+
+class _Writer:
+    """Walks a part from its stores back to its inputs.
+
+    ``rows`` are the sums over all elements, or counts over some, and the inputs that they are stored into.
+    """
+
+    def __init__(self, part: Part) -> None:
+        self.part = part
+        self.nodes = self._walk()
+        self.rows = {
+            node
+            for store in part.stores
+            if stored(store).target in (update_sums, update_sizes)
+            for node in store.all_input_nodes
+        }
+        self.has_blocks = any(node.target in BLOCK_OPERATORS for node in self.nodes)
+        self.shape = max((v.shape for v in self._elements()), key=torch.Size.numel, default=torch.Size())
+        self.flat = self._is_flat()
+
+    def rule(self) -> Rule:
+        numbers = {node: i for i, node in enumerate(self.nodes)}
+        lines = tuple(self._line(node, numbers) for node in self.nodes)
+        stores: list[tuple[int | None, int]] = []
+        for store in self.part.stores:
+            stores.append((numbers[store.all_input_nodes[0]], numbers[stored(store)]))
+        stores += [(None, numbers[value]) for value in self.part.results]
+        layouts = () if self.flat else tuple(self._layout(value) for value in self.part.results)
+        key = (self.flat, tuple(map(repr, lines)), tuple(stores), layouts)
+        operands = tuple(node for node in self.nodes if self._is_input(node))
+        width = BLOCK if self.has_blocks else 1
+        length = self.shape.numel() // width if self.flat else 0
+        independent = self._is_independent(operands)
+        return Rule(key, self.flat, lines, tuple(stores), operands, length, width, independent)
+
+    def _walk(self) -> list[Node]:
+        """Every node that the stores and results are computed from, operands first."""
+        found: dict[Node, None] = {}
+        roots = [*self.part.results]
+        for store in reversed(self.part.stores):
+            roots += reversed([n for n in store.args[:2] if isinstance(n, Node)])
+        stack = [(node, False) for node in roots]
+        while stack:
+            node, done = stack.pop()
+            if node in found:
+                continue
+            if done or self._is_input(node):
+                found[node] = None
+                continue
+            stack.append((node, True))
+            stack += [(operand, False) for operand in reversed(node.all_input_nodes)]
+        return list(found)
+
+    def _is_input(self, node: Node) -> bool:
+        return node.op in ("placeholder", "get_attr") or node in self.part.given
+
+    def _elements(self) -> list[Tensor]:
+        values = [tensor_value(node) for node in self.nodes if node not in self.rows]
+        return [value for value in values if value is not None and value.dim() > 0]
+
+    def _is_flat(self) -> bool:
+        tensors = [value for value in self._elements() if not self._is_of_blocks(value)]
+        if self.has_blocks and self.shape.numel() < SHORTEST * BLOCK:
+            return False
+        is_launched = any(device_facts(value.device).is_launched for value in tensors)
+        shortest, longest = (1, LONGEST_PIECE) if is_launched else (SHORTEST, LONGEST)
+        if self.shape.numel() < shortest or any(value.shape != self.shape for value in tensors):
+            return False
+        if self.rows and self.shape.numel() >= longest:
+            return False
+        inputs = [node for node in self.nodes if self._is_input(node) and node not in self.rows]
+        memory = [tensor_value(node) for node in (*self.part.results, *inputs)]
+        placed = [v for v in memory if v is not None and v.dim() > 0 and not self._is_of_blocks(v)]
+        layouts = {_order_in_memory(value) for value in placed}
+        return (
+            len(layouts) <= 1
+            and all(map(is_dense, placed))
+            and all(self._is_input(node) or self._is_elementwise(node) for node in self.nodes)
+        )
+
+    def _is_independent(self, inputs: Sequence[Node]) -> bool:
+        if any(tensor_value(node) is None for node in inputs) or any(map(may_raise, self.nodes)):
+            return False
+        written = [*self.part.results, *(store.all_input_nodes[0] for store in self.part.stores)]
+        if self.flat:
+            return not any(map(is_number, written))
+        return all(map(is_number, self.nodes))
+
+    def _is_of_blocks(self, value: Tensor) -> bool:
+        """Whether a tensor has one element for each block of the others."""
+        rows = self.shape[0] if self.shape else 1
+        return self.has_blocks and value.shape == (rows, self.shape.numel() // (rows * BLOCK))
+
+    def _is_elementwise(self, node: Node) -> bool:
+        return node in self.rows or node.target in BLOCK_OPERATORS or is_elementwise(node)
+
+    def _line(self, node: Node, numbers: dict[Node, int]) -> Line:
+        if self._is_input(node):
+            return Line(None, self._layout(node))
+        args: tuple[Any, ...] = node.args
+        kwargs = dict(node.kwargs)
+        if self.flat and not is_number(node):
+            kwargs.pop("memory_format", None)
+            if node.target is PHASES:
+                args = (*args[:2], THE_FIRST)
+            if (at := size_argument(node.target)) is not None:
+                args = (*args[:at], self._flat_layout(node.meta["val"])[0], *args[at + 1 :])
+        args, kwargs = pytree.tree_map_only(Node, lambda n: Reference(numbers[n]), (args, kwargs))
+        return Line(node.target, args, tuple(sorted(kwargs.items())))
+
+    def _layout(self, node: Node) -> tuple[Any, ...]:
+        """The description of an input in a rule: all that a kernel's code may depend on."""
+        value = tensor_value(node)
+        if value is None:
+            return (type(node.meta["val"]),)
+        if self.flat and value.dim() > 0 and node not in self.rows:
+            return value.dtype, value.device, *self._flat_layout(value)
+        return value.dtype, value.device, tuple(value.shape), tuple(value.stride())
+
+    def _flat_layout(self, value: Tensor) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+        """The sizes and strides with which a flat rule sees a tensor."""
+        if not self.has_blocks:
+            return (THE_LENGTH,), (1,)
+        return ((THE_LENGTH, 1), (1, 1)) if self._is_of_blocks(value) else ((THE_LENGTH, BLOCK), (BLOCK, 1))
+
+
+def samples_first(part: Part) -> list[Part]:
+    """A flat part cut into its samples and the rest, which runs after them; any other part as it is.
+
+    So is one that is launched once for all tensors.
+    """
+    samples = tuple(store for store in part.stores if stored(store).target is update_sizes)
+    rest_of_part = replace(part, stores=tuple(store for store in part.stores if store not in samples))
+    if not samples or not (rest_of_part.stores or part.results):
+        return [part]
+    rule = rule_of(part)
+    if not rule.flat or rule.is_tabled:
+        return [part]
+    return [replace(part, stores=samples, results=()), rest_of_part]
+
+
+def _order_in_memory(value: Tensor) -> tuple[tuple[int, int], ...]:
+    """The dimensions of more than one element with their strides: equal for equal orders in memory."""
+    if value.numel() == 0:
+        return ()
+    return tuple(
+        (i, stride)
+        for i, (size, stride) in enumerate(zip(value.shape, value.stride(), strict=True))
+        if size > 1
+    )
