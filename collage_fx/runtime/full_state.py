@@ -202,8 +202,7 @@ def load_full_state_dict(
             with a fraction belong, or no parameter of the optimizer is in ``model.state_dict()`` (FSDP1 has
             others there).
         ConflictingErrorFormatError: a parameter has error terms in another format.
-        InvalidOptionError: there is no such error format.
-        Nothing has been changed then.
+        InvalidOptionError: there is no such error format. Then nothing has been changed, nor in the others.
     """
     if error_format not in ERROR_FORMATS:
         raise InvalidOptionError(

@@ -73,7 +73,7 @@ INTRODUCTION = """# Reliability
 
 A run that is saved, killed, loaded elsewhere and gone on with has to have every bit of one that nothing has
 interrupted: parameters, state and error terms. `./dev soak --write` draws thousands of such runs, of several
-optimizers, formats and strategies ([`tests/reliability`](../tests/reliability)), compares, and writes this
+optimizers, formats and strategies (`tests/reliability`), compares, and writes this
 page; the tests take a hundred of them. A run goes one to three ways, one after the other, and counts for
 each.
 

@@ -1,0 +1,66 @@
+"""A hook of mkdocs: pages and files of the repository that stand outside of docs/ are part of the site.
+
+In the repository, README.md links to ``docs/x.md`` and a page here to ``../README.md``: on the site they are
+beside each other.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parent.parent
+
+#: Files outside, by where they are on the site. Others are added as pages link to them.
+PAGES = {
+    "readme.md": "README.md",
+    "CONTRIBUTING.md": "CONTRIBUTING.md",
+    "CHANGELOG.md": "CHANGELOG.md",
+    "benchmarks/README.md": "benchmarks/README.md",
+}
+NOTE = re.compile(r"\[(\d+)\]")
+LINK = re.compile(r"(\]\(|src=\")(?!https?:|#|mailto:)([^)#\"\s]+)")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add what is outside, and what it and the pages link to."""
+    for place, path in PAGES.items():
+        files.append(File.generated(config, place, abs_src_path=str(ROOT / path)))
+    known = {file.src_uri for file in files}
+    for file in [each for each in files if each.src_uri.endswith(".md")]:
+        for _, target in LINK.findall(Path(str(file.abs_src_path)).read_text(encoding="utf-8")):
+            place = _place(_repository_path(file.src_uri, target))
+            source = ROOT / _repository_path(file.src_uri, target)
+            if place not in known and source.is_file():
+                known.add(place)
+                files.append(File.generated(config, place, abs_src_path=str(source)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Let links lead to where things are on the site."""
+    here = page.file.src_uri
+
+    def moved(match: re.Match[str]) -> str:
+        place = _place(_repository_path(here, match[2]))
+        return match[1] + posixpath.relpath(place, posixpath.dirname(here) or ".")
+
+    # A note's number in a table, such as [7] [44], is no link.
+    lines = LINK.sub(moved, markdown).split("\n")
+    return "\n".join(NOTE.sub(r"\\[\1]", line) if line.startswith("|") else line for line in lines)
+
+
+def _repository_path(here: str, target: str) -> str:
+    """What a link on a page of the site names, from the repository's root."""
+    own = PAGES.get(here, f"docs/{here}")
+    return posixpath.normpath(posixpath.join(posixpath.dirname(own), target))
+
+
+def _place(path: str) -> str:
+    """Where on the site a file of the repository is."""
+    by_path = {outside: place for place, outside in PAGES.items()}
+    return by_path.get(path, path.removeprefix("docs/"))

@@ -1,0 +1,61 @@
+"""The documentation as a site: built with warnings as errors, whole, and from this folder alone."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import collage_fx
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("mkdocstrings")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_every_page_is_there(site: Path) -> None:
+    pages = {path.stem for path in (ROOT / "docs").glob("*.md")} | {"readme", "CONTRIBUTING", "CHANGELOG"}
+    assert pages <= {path.stem for path in site.glob("*.html")}
+
+
+def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
+    loading = re.compile(r"<(?:script|link|img|iframe)[^>]*(?:src|href)=\"?(https?:[^\"> ]+)")
+    for page in site.rglob("*.html"):
+        assert loading.findall(page.read_text()) == [], page
+
+
+@pytest.mark.parametrize("name", collage_fx.__all__)
+def test_the_reference_has_all_public_names(site: Path, name: str) -> None:
+    assert f'id="collage_fx.{name}"' in (site / "reference.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("question", "page", "answer"),
+    [
+        ("does it work with my optimizer?", "audit.html", "collage-fx audit"),
+        ("does it work with FSDP2 and Hugging Face?", "training.html", "fully_shard"),
+        ("what does it cost?", "strategies.html", "bytes per parameter"),
+        ("is bf16 hurting me?", "metrics.html", "Is bf16 hurting this training?"),
+        ("how do I save?", "checkpoints.html", "state_dict"),
+        ("what if it fails?", "limits.html", "refuse"),
+    ],
+)
+def test_a_question_is_answered_one_click_from_the_start(
+    site: Path, question: str, page: str, answer: str
+) -> None:
+    assert f'href="{page}' in (site / "readme.html").read_text(), question
+    assert answer in (site / page).read_text(), question
