@@ -22,6 +22,7 @@ PAGES = {
     "CHANGELOG.md": "CHANGELOG.md",
     "benchmarks/README.md": "benchmarks/README.md",
 }
+ROLE = re.compile(r":(?:attr|class|data|func|meth|mod):(<code>)~?([\w.]+)")
 NOTE = re.compile(r"\[(\d+)\]")
 LINK = re.compile(r"(\]\(|src=\")(?!https?:|#|mailto:)([^)#\"\s]+)")
 
@@ -52,6 +53,11 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     # A note's number in a table, such as [7] [44], is no link.
     lines = LINK.sub(moved, markdown).split("\n")
     return "\n".join(NOTE.sub(r"\\[\1]", line) if line.startswith("|") else line for line in lines)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Show what docstrings name by roles, ``:class:`~a.B```, as code."""
+    return ROLE.sub(lambda match: match[1] + match[2].rpartition(".")[2], html)
 
 
 def _repository_path(here: str, target: str) -> str:
