@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from collage_fx.audit import STEPS, audit
 from collage_fx.backend import CollageBackend
 from collage_fx.doctor import examine
-from collage_fx.errors import CollageError, did_you_mean
+from collage_fx.errors import CollageError, did_you_mean, error_kinds
 from collage_fx.explain import explain
 from collage_fx.gpu_code import gpu_code
 from collage_fx.graph import Arithmetic, Rounding, Strategy
@@ -301,6 +301,22 @@ def _audit(options: argparse.Namespace, _: list[str]) -> int:
     return 0 if found.is_good else FAILED
 
 
+# error ------------------------------------------------------------------------------------------------------
+
+
+def _add_error_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("code", help="as messages have it: CFX001")
+
+
+def _error(options: argparse.Namespace, _: list[str]) -> int:
+    kinds = error_kinds()
+    if options.code.upper() not in kinds:
+        raise UsageError(f"no error {options.code!r}; {did_you_mean(options.code, kinds)}")
+    kind = kinds[options.code.upper()]
+    print(f"{kind.code}: {kind.__name__}\n\n{inspect.getdoc(kind)}\n\nAn example is in docs/errors.md.")
+    return 0
+
+
 def _no_options(parser: argparse.ArgumentParser) -> None:
     pass
 
@@ -329,6 +345,7 @@ COMMANDS = {
         _add_audit_options,
     ),
     "doctor": Command("versions, compiler, devices, and whether roundings survive on each", _doctor),
+    "error": Command("what an error means, by the code in its message", _error, _add_error_options),
     "demo": Command(
         "train a small GPT in pure bf16 under every strategy; options go to examples/train_gpt.py",
         _demo,

@@ -37,6 +37,7 @@ __all__ = [
     "UnsupportedOptimizerError",
     "UnsupportedTensorError",
     "did_you_mean",
+    "error_kinds",
     "raise_or_warn",
     "warn",
 ]
@@ -49,13 +50,19 @@ class CollageError(ShortenTraceback, RuntimeError):
         met: what was seen, as a sentence.
         where: the tensor, graph node or option it was seen at.
         remedy: what the user can do about it.
+
+    Attributes:
+        code: of its kind, which stays; ``docs/errors.md`` has a section for each.
     """
+
+    code = "CFX000"
 
     def __init__(self, met: str, *, where: str, remedy: str) -> None:
         self.met = met
         self.where = where
         self.remedy = remedy
-        super().__init__(f"{met}\n  where: {where}\n  what to do: {remedy}", first_useful_frame=None)
+        text = f"{met}\n  where: {where}\n  what to do: {remedy}\n  more: collage-fx error {self.code}"
+        super().__init__(text, first_useful_frame=None)
 
 
 class InvalidOptionError(CollageError, ValueError):
@@ -65,25 +72,37 @@ class InvalidOptionError(CollageError, ValueError):
     first call, inside Dynamo.
     """
 
+    code = "CFX001"
+
 
 class UnsupportedOptimizerError(CollageError):
     """An optimizer, or an option of one, whose update can't be captured as operations on tensors."""
+
+    code = "CFX002"
 
 
 class UnsupportedTensorError(CollageError):
     """A state tensor or gradient whose layout, dtype or device compensated arithmetic is not defined for."""
 
+    code = "CFX003"
+
 
 class AliasedStateError(CollageError):
     """Two state tensors of one step share memory, so neither has an error term of its own."""
+
+    code = "CFX004"
 
 
 class ConflictingErrorFormatError(CollageError):
     """A tensor already has error terms in another format, or a plain step was asked for on such a tensor."""
 
+    code = "CFX005"
+
 
 class CheckpointMismatchError(CollageError):
     """A checkpoint's error terms do not fit the tensors they belong to. Raised before anything is loaded."""
+
+    code = "CFX006"
 
 
 class ChangedTensorError(CollageError):
@@ -92,9 +111,13 @@ class ChangedTensorError(CollageError):
     Or, while a CUDA graph is captured, the memory. Raised in the middle of a run, but before that step.
     """
 
+    code = "CFX007"
+
 
 class LostErrorTermsError(CollageError):
     """A compiled step was called after its error terms had been dropped. Raised before the step runs."""
+
+    code = "CFX008"
 
 
 class RecompileLimitError(CollageError):
@@ -103,9 +126,13 @@ class RecompileLimitError(CollageError):
     Raised in the middle of a run, but before that step.
     """
 
+    code = "CFX009"
+
 
 class GraphBreakError(CollageError):
     """Dynamo would run a part of an optimizer's update eagerly: without error terms."""
+
+    code = "CFX010"
 
 
 class EagerStepError(CollageError):
@@ -115,13 +142,19 @@ class EagerStepError(CollageError):
     backend, it is a warning.
     """
 
+    code = "CFX011"
+
 
 class UncompensatedParameterError(CollageError):
     """A parameter's update ends in an operation through which the arithmetic can't carry an error term."""
 
+    code = "CFX012"
+
 
 class FailedLoweringError(CollageError):
     """Inductor, or its compiler, failed at a rewritten step. A warning: the step is taken in a slower way."""
+
+    code = "CFX013"
 
 
 class GraphInvariantError(CollageError):
@@ -129,6 +162,8 @@ class GraphInvariantError(CollageError):
 
     A fault of collage_fx, not of the user's program.
     """
+
+    code = "CFX014"
 
     def __init__(self, met: str, *, where: str) -> None:
         super().__init__(
@@ -142,6 +177,8 @@ class FailedPassError(CollageError):
     A fault of collage_fx, unless the pass is one of the user's own.
     """
 
+    code = "CFX015"
+
     def __init__(self, name: str, error: Exception) -> None:
         at = traceback.extract_tb(error.__traceback__)[-1]
         super().__init__(
@@ -150,6 +187,12 @@ class FailedPassError(CollageError):
             remedy="a pass of your own has to be mended there; of others this is a bug in collage_fx; please "
             "report it with the graph (COLLAGE_FX_DUMP=directory writes it)",
         )
+
+
+def error_kinds() -> dict[str, type[CollageError]]:
+    """All kinds of errors, by their codes."""
+    kinds = (each for each in globals().values() if isinstance(each, type) and issubclass(each, CollageError))
+    return {each.code: each for each in kinds if each is not CollageError}
 
 
 def warn(refusal: CollageError) -> None:
