@@ -21,6 +21,7 @@ import torch
 from torch.nn import Parameter
 from collage_fx import CollageBackend, CollageError, error_terms, explain, install
 
+
 def parameter(*shape, **how):
     p = Parameter(torch.ones(*shape, **{"dtype": torch.bfloat16, **how}))
     p.grad = torch.ones_like(p)
@@ -78,11 +79,13 @@ EXAMPLES: dict[type[errors.CollageError], str] = {
                 for p in self.param_groups[0]["params"]:
                     p.copy_(p @ p.grad)
 
+
         explain(Own([parameter(8, 8)], lr=0.1))
     """,
     errors.GraphInvariantError: """\
         from collage_fx.passes.base import Pass
         from collage_fx.pipeline import inserted
+
 
         class Forgets(Pass):
             name = "forgets"
@@ -93,17 +96,20 @@ EXAMPLES: dict[type[errors.CollageError], str] = {
                     graph.call_function(torch.ops.aten.neg.default, (next(iter(graph.nodes)),))
                 return ""
 
+
         explain(torch.optim.SGD([parameter(8)], lr=0.1), passes=inserted(Forgets(), before="analyze"))
     """,
     errors.FailedPassError: """\
         from collage_fx.passes.base import Pass
         from collage_fx.pipeline import inserted
 
+
         class Fails(Pass):
             name = "fails"
 
             def run(self, program):
                 return program.no_such_attribute
+
 
         explain(torch.optim.SGD([parameter(8)], lr=0.1), passes=inserted(Fails(), before="analyze"))
     """,

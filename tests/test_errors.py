@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 
 import pytest
 
@@ -37,6 +38,7 @@ def test_codes_stay() -> None:
 @pytest.mark.parametrize("kind", EXAMPLES, ids=lambda kind: kind.code)
 def test_an_example_raises_what_the_page_shows(kind: type[CollageError]) -> None:
     told = message(kind)
+    assert textwrap.dedent(EXAMPLES[kind]) in PATH.read_text()
     assert told.endswith(f"more: collage-fx error {kind.code}")
     shown = re.sub(r"/[\w/.-]+\.py:\d+", "FILE", PATH.read_text())
     assert re.sub(r"/[\w/.-]+\.py:\d+", "FILE", told) in shown, "python -m tests.error_page writes the page"
