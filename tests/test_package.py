@@ -146,6 +146,20 @@ def test_who_is_cited_is_the_package_and_the_paper() -> None:
     assert "2405.03637" in json.dumps(cited["references"])
 
 
+@pytest.mark.parametrize(
+    ("schema", "path"),
+    [
+        ("vendor.github-workflows", ".github/workflows/ci.yml"),
+        ("vendor.citation-file-format", "CITATION.cff"),
+    ],
+)
+def test_files_that_others_read_are_as_they_expect(schema: str, path: str) -> None:
+    pytest.importorskip("check_jsonschema")
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", schema, str(ROOT / path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_the_workflow_runs_ci_on_every_version_that_is_named() -> None:
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
     (job,) = workflow["jobs"].values()
