@@ -133,10 +133,13 @@ def _add_explain_options(parser: argparse.ArgumentParser) -> None:
     add("--html", type=Path, metavar="FILE", help="write a page with graphs before and after too")
     add("--kernels", action="store_true", help="compile the step, and show the kernels on the page")
     add("--code", type=_one_of(("triton",)), help="print the code that a GPU would run, without one: triton")
+    architectures = imaginary_cuda.ARCHITECTURES
+    known = ", ".join(architectures)
     add(
         "--arch",
+        type=_one_of(architectures),
         default="sm_90",
-        help=f"with --code, for which GPU: {', '.join(imaginary_cuda.ARCHITECTURES)} (sm_90)",
+        help=f"with --code, for which: {known} (sm_90)",
     )
 
 

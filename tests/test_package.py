@@ -19,7 +19,8 @@ import pytest
 
 import collage_fx
 
-yaml = pytest.importorskip("yaml")
+#: What tests need that an environment without these tools lacks.
+NEEDED = "needs what ./dev installs: pip install -e '.[dev]'"
 
 ROOT = Path(__file__).resolve().parent.parent
 LISTS = ROOT / "tests" / "support" / "package_contents"
@@ -50,7 +51,7 @@ def contents(path: Path) -> str:
 
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    pytest.importorskip("build")
+    pytest.importorskip("build", reason=NEEDED)
     return build(tmp_path_factory.mktemp("packages"))
 
 
@@ -130,7 +131,7 @@ CHECKERS = {
 def test_types_are_seen_from_outside(
     installed: Path, tmp_path: Path, checker: str, edit: str, is_good: bool
 ) -> None:
-    pytest.importorskip(checker)
+    pytest.importorskip(checker, reason=NEEDED)
     (tmp_path / "user.py").write_text(f"{USER}\n{edit}\n")
     settings = {"extraPaths": [str(installed)], "typeCheckingMode": "standard"}
     (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
@@ -141,6 +142,7 @@ def test_types_are_seen_from_outside(
 
 
 def test_who_is_cited_is_the_package_and_the_paper() -> None:
+    yaml = pytest.importorskip("yaml", reason=NEEDED)
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert {"cff-version", "message", "title", "authors"} <= cited.keys()
     assert "2405.03637" in json.dumps(cited["references"])
@@ -154,13 +156,14 @@ def test_who_is_cited_is_the_package_and_the_paper() -> None:
     ],
 )
 def test_files_that_others_read_are_as_they_expect(schema: str, path: str) -> None:
-    pytest.importorskip("check_jsonschema")
+    pytest.importorskip("check_jsonschema", reason=NEEDED)
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", schema, str(ROOT / path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_workflow_runs_ci_on_every_version_that_is_named() -> None:
+    yaml = pytest.importorskip("yaml", reason=NEEDED)
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
     (job,) = workflow["jobs"].values()
     versions = [row["torch"].rpartition(".")[0] for row in job["strategy"]["matrix"]["include"]]

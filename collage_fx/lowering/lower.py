@@ -106,19 +106,18 @@ def lower(
     compiled: Any
     made: Sequence[Kernel | Attempt]
     not_compiled = why_not_compiled(program.gm.graph, is_recorded=program.is_recorded)
-    with inductor_config.patch(_settings(program)):
-        compiled = not_compiled or step_in_parts(program)
-        if isinstance(compiled, Reason) and not repetition.is_of_one:
-            return compiled
-        if isinstance(compiled, StepInParts):
-            made, not_in_parts = compiled.kernels, None
+    compiled = not_compiled or step_in_parts(program)
+    if isinstance(compiled, Reason) and not repetition.is_of_one:
+        return compiled
+    if isinstance(compiled, StepInParts):
+        made, not_in_parts = compiled.kernels, None
+    else:
+        not_in_parts = compiled
+        if not_compiled is None:
+            made = [_whole(program, example_inputs, inductor_options)]
         else:
-            not_in_parts = compiled
-            if not_compiled is None:
-                made = [_whole(program, example_inputs, inductor_options)]
-            else:
-                made = [Attempt(interpreted(copy_of(program.gm)))]
-            compiled = made[0].call
+            made = [Attempt(interpreted(copy_of(program.gm)))]
+        compiled = made[0].call
     why = [*not_taken(("in parts", not_in_parts)), *(reason for each in made for reason in each.reasons)]
     why.sort(key=lambda reason: WAYS.index(reason[0]))
     if (first := next((fault for way, fault in why if way == "by the usual code"), None)) is not None:
@@ -241,7 +240,8 @@ def _whole(program: StepProgram, example_inputs: Sequence[Any], inductor_options
             expansion.packed
         ):  # which has no memory in a step, and so not the strides that it was captured with
             inputs[expansion.position] = expansion.placeholder.meta["val"]
-    return compile_somehow(program.gm, inputs, **{**inductor_options, "static_input_idxs": static})
+    with inductor_config.patch(_settings(program)):
+        return compile_somehow(program.gm, inputs, **{**inductor_options, "static_input_idxs": static})
 
 
 def _refuse_frozen_numbers(program: StepProgram) -> None:

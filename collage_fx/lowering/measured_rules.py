@@ -17,13 +17,12 @@ from collage_fx.torch_compat import Sampling, SummedValues, Sums, TableSums
 
 def stores_of_measures(rule: Rule) -> list[tuple[int, Line]]:
     """The stores of sums and counts: the lines of the rows, and of what is stored into them."""
-    stores = [
-        (into, rule.lines[value])
-        for into, value in rule.stores
-        if rule.lines[value].target in (update_sums, update_sizes)
-    ]
-    assert all(into is not None for into, _ in stores)
-    return stores  # type: ignore[return-value]
+    found = []
+    for into, value in rule.stores:
+        if rule.lines[value].target in (update_sums, update_sizes):
+            assert into is not None, "rows are inputs of the step"
+            found.append((into, rule.lines[value]))
+    return found
 
 
 def _sums_of(line: Line) -> Sums:

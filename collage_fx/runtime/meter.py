@@ -92,6 +92,9 @@ class _Copy:
         """The rows, in memory that is not pinned; this waits for the devices."""
         for event in self._written:
             event.synchronize()
+        if len(self._copies) == 1:
+            (copy,) = self._copies.values()
+            return copy.clone() if self._written else copy
         return torch.stack([self._copies[device][i] for i, device in enumerate(self._devices)])
 
 

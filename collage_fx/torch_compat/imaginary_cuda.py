@@ -4,8 +4,8 @@
         step = ...                          # of a graph that to_cuda() has put there
     machine_code(name, source, "sm_90")     # registers, spilled bytes, accesses: by the real compilers
 
-For commands and tests: no training program needs it, and ``collage_fx.torch_compat`` does not import it.
-While it is in force, ``torch.cuda`` answers for the imaginary card in the whole process.
+For commands and tests: to import it changes nothing, and no training program enters it. While it is in force,
+``torch.cuda`` answers for the imaginary card in the whole process.
 
 It works with a CPU build of torch and with a CUDA build on a machine without a driver; checked with torch
 2.11, 2.13 and 2.15 and the Triton versions that these pin (3.6.0, 3.7.1, 3.9.0).
