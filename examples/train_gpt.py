@@ -138,17 +138,24 @@ class Text:
 
     @classmethod
     def of_standard_library(cls) -> Text:
-        """The sources of the Python that runs this, in an order that mixes packages but stays the same."""
+        """The sources of the Python that runs this, without its tests."""
         root = Path(sysconfig.get_paths()["stdlib"])
         names = []
         for folder, subfolders, files in os.walk(root):
             subfolders[:] = set(subfolders) - {"site-packages", "dist-packages", "test", "tests"}
             names += [Path(folder, file).relative_to(root) for file in files if file.endswith(".py")]
-        names.sort(key=lambda name: (zlib.crc32(name.as_posix().encode()), name.as_posix()))
+        return cls.of_files(root, names)
+
+    @classmethod
+    def of_files(cls, root: Path, names: Sequence[Path]) -> Text:
+        """Files below a folder, in an order that mixes packages but stays the same; a tenth is held out."""
+        names = sorted(names, key=lambda name: (zlib.crc32(name.as_posix().encode()), name.as_posix()))
         training = _read((root / name for i, name in enumerate(names) if i % 10), TRAINING_BYTES)
         validation = _read((root / name for name in names[::10]), VALIDATION_BYTES)
         if min(len(training), len(validation)) < 10_000:
-            raise SystemExit(f"{root} holds no Python sources to train on; run this with a complete Python")
+            raise SystemExit(
+                f"{root} holds no sources to train on; run this with a complete Python and torch"
+            )
         return cls(training, validation)
 
 

@@ -1,0 +1,491 @@
+"""``docs/paper.md`` and its pictures, from the files of results and nothing else."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from matplotlib.figure import Figure
+from tabulate import tabulate
+
+from benchmarks.paper.costs import MASTERS
+from benchmarks.paper.settings import (
+    BASELINE,
+    MASTER_FREE,
+    PAPERS_PRODUCT,
+    RELEASED,
+    STRATEGIES,
+    Plan,
+    Setting,
+)
+from benchmarks.paper.significance import Difference, holm, paired
+
+__all__ = ["Runs", "page", "write_page"]
+
+Record = dict[str, Any]
+LEVEL = 0.05
+TEMPLATE = Path(__file__).with_name("template.md")
+
+
+@dataclass
+class Runs:
+    """Records by setting, strategy and seed.
+
+    Attributes:
+        records: of all files.
+        costs: rows of the costs.
+    """
+
+    records: list[Record]
+    costs: list[Record]
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> Runs:
+        """All files of results."""
+        files = {
+            path.stem: json.loads(path.read_text())["runs"] for path in sorted(folder.glob("paper-*.json"))
+        }
+        costs = files.pop("paper-costs", [])
+        return cls([record for runs in files.values() for record in runs], costs)
+
+    def of(self, setting: Setting, strategy: str) -> dict[int, Record]:
+        """Seed -> record."""
+        key = {**asdict(setting), "strategy": strategy}
+        found = [r for r in self.records if {name: r[name] for name in key} == key]
+        return {r["seed"]: r for r in sorted(found, key=lambda r: int(r["seed"]))}
+
+    def gaps(self, setting: Setting, strategy: str, other: str = BASELINE) -> dict[int, float]:
+        """Seed -> how much higher the loss ends than another strategy's of the same seed."""
+        theirs = self.of(setting, other)
+        return {
+            seed: record["loss"] - theirs[seed]["loss"]
+            for seed, record in self.of(setting, strategy).items()
+            if seed in theirs
+        }
+
+
+# Tables. ----------------------------------------------------------------------------------------------------
+
+
+def _table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    alignment = ["left", *["right"] * (len(headers) - 1)]
+    return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True, colalign=alignment)
+
+
+def _spread(values: Iterable[float], digits: int = 4) -> str:
+    values = list(values)
+    if not values:
+        return "–"
+    if len(values) < 2:
+        return f"{values[0]:.{digits}f}"
+    return f"{statistics.fmean(values):.{digits}f} ± {statistics.stdev(values):.{digits}f}"
+
+
+def _signed(values: Iterable[float]) -> str:
+    values = list(values)
+    if not values:
+        return "–"
+    spread = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
+    return f"{_rounded(statistics.fmean(values)):+.4f}{spread}"
+
+
+def _rounded(value: float) -> float:
+    """To four decimals, and no negative zero."""
+    return round(value, 4) + 0.0
+
+
+def _mean(values: Iterable[float]) -> float:
+    values = list(values)
+    return statistics.fmean(values) if values else math.nan
+
+
+def _of_curve(record: Record, name: str) -> list[float]:
+    return [value for _, value in record["curves"][name]]
+
+
+def _named(strategy: str) -> str:
+    letter = STRATEGIES[strategy].letter
+    return f"{strategy} ({letter})" if letter else strategy
+
+
+def _strategies(runs: Runs, setting: Setting, *, product: bool = False) -> list[str]:
+    """Those that were trained in a setting."""
+    special = {PAPERS_PRODUCT, *RELEASED}
+    return [name for name in STRATEGIES if (name in special) == product and runs.of(setting, name)]
+
+
+def main_table(runs: Runs, setting: Setting) -> str:
+    """Everything measured of every strategy, in one setting."""
+    norms = {s: _of_curve(r, "weight_norm")[-1] for s, r in runs.of(setting, BASELINE).items()}
+    moments = {s: _of_curve(r, "v_mean")[-1] for s, r in runs.of(setting, BASELINE).items()}
+    rows = []
+    for name in (*_strategies(runs, setting), *_strategies(runs, setting, product=True)):
+        records = runs.of(setting, name)
+        rows.append(
+            [
+                _named(name),
+                f"{_mean(r['bytes'] for r in records.values()):.3g}",
+                _spread(r["loss"] for r in records.values()),
+                _signed(runs.gaps(setting, name).values()),
+                f"{_mean(_mean(_of_curve(r, 'edq_ratio')) for r in records.values()):.4f}",
+                f"{_mean(_mean(_of_curve(r, 'lost_share')) for r in records.values()):.1%}",
+                f"{_mean(_of_curve(r, 'weight_norm')[-1] / norms[s] for s, r in records.items()):.4f}",
+                f"{_mean(_of_curve(r, 'v_mean')[-1] / moments[s] for s, r in records.items()):.3f}",
+                f"{_mean(r['v_error'] for r in records.values()):.2%}",
+            ]
+        )
+    headers = (
+        "strategy",
+        "bytes",
+        "loss",
+        "over D's",
+        "EDQ ratio",
+        "updates lost",
+        "‖weights‖ ÷ D's",
+        "mean v ÷ D's",
+        "v off by",
+    )
+    return _table(headers, rows)
+
+
+def sweep_table(runs: Runs, plan: Plan) -> str:
+    """How much higher each strategy ends than D, by setting."""
+    names = _strategies(runs, plan.main)
+    rows = [
+        [_named(n), *(_signed(runs.gaps(s, n).values()) for s in plan.settings)]
+        for n in names
+        if n != BASELINE
+    ]
+    return _table(("over D's loss", *(_title(s, plan.main) for s in plan.settings)), rows)
+
+
+def _title(setting: Setting, main: Setting) -> str:
+    changes = setting.differs(main)
+    if not changes:
+        return f"main: {main.size}, β2 {main.beta2:g}, lr {main.lr:g}"
+    names = {"beta2": "β2", "batch": "batch ×"}
+    words = {"masked": "masked encoder", "tuning": "fine-tuning"}
+    return ", ".join(
+        words[value] if name == "task" else f"{names.get(name, name)} {value:g}" if name != "size" else value
+        for name, value in changes.items()
+    )
+
+
+# What the paper says, and what is found. --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A statement, and differences that are positive if it holds.
+
+    Attributes:
+        text: the statement.
+        gaps: differences of losses: for each setting, seed -> difference.
+        equal: that it says that there is no difference.
+    """
+
+    text: str
+    gaps: list[dict[int, float]]
+    equal: bool = False
+
+    def differences(self) -> list[float]:
+        """Of each seed, the mean over the settings."""
+        seeds = set.intersection(*map(set, self.gaps)) if self.gaps else set()
+        return [_mean(each[seed] for each in self.gaps) for seed in sorted(seeds)]
+
+    def cells(self) -> list[float]:
+        """Of each setting and seed."""
+        return [gap for each in self.gaps for gap in each.values()]
+
+
+def claims(runs: Runs, plan: Plan) -> list[Claim]:
+    """The paper's orderings, each with what it is tested by."""
+    main, every = plan.main, plan.settings
+    slow = [s for s in every if s.task != "tuning" and s.beta2 == main.beta2]
+    betas = sorted((s for s in every if set(s.differs(main)) <= {"beta2"}), key=lambda s: s.beta2)
+    rates = sorted((s for s in every if set(s.differs(main)) <= {"lr"}), key=lambda s: s.lr)
+    batches = sorted((s for s in every if set(s.differs(main)) <= {"batch"}), key=lambda s: s.batch)
+
+    def contrast(text: str, high: Setting, low: Setting) -> Claim:
+        first, second = runs.gaps(high, "none"), runs.gaps(low, "none")
+        return Claim(text, [{seed: first[seed] - second[seed] for seed in first.keys() & second.keys()}])
+
+    def ordering(text: str, worse: str, better: str, where: Sequence[Setting], equal: bool = False) -> Claim:
+        gaps = [runs.gaps(setting, worse, better) for setting in where]
+        return Claim(text, [each for each in gaps if each], equal)
+
+    return [
+        ordering("bf16 alone (A) ends above fp32 master weights (D)", "none", BASELINE, every),
+        ordering("fp32 moments without master weights (D⁻ᴹᵂ) end above D", MASTER_FREE, BASELINE, every),
+        ordering("light (B) ends below A", "none", "light, mcf", every),
+        ordering("plus (C) ends below A", "none", "plus, mcf", every),
+        ordering("plus (C) ends below D⁻ᴹᵂ", MASTER_FREE, "plus, mcf", every),
+        ordering(f"plus (C) ends below light (B) at β2 = {main.beta2:g}", "light, mcf", "plus, mcf", slow),
+        ordering("plus (C) ends where D does", "plus, mcf", BASELINE, every, True),
+        ordering("Kahan ends where light (B) does", "Kahan", "light, mcf", every, True),
+        ordering("exact error terms (plus) end where D does", "plus", BASELINE, every, True),
+        ordering("8 bytes a parameter end where D does", "8 bytes", BASELINE, every, True),
+        ordering("5.1 bytes a parameter end where D does", "5.1 bytes", BASELINE, every, True),
+        ordering("stochastic rounding ends above D", "stochastic", BASELINE, every),
+        contrast(f"A loses more at β2 = {betas[-1].beta2:g} than at {betas[0].beta2:g}", betas[-1], betas[0]),
+        contrast(
+            f"A loses more at a peak lr of {rates[0].lr:g} than at {rates[-1].lr:g}", rates[0], rates[-1]
+        ),
+        contrast(
+            f"a batch {batches[-1].batch} times as large hides some of A's loss", batches[0], batches[-1]
+        ),
+    ]
+
+
+def _verdict(claim: Claim, found: Difference, p: float) -> str:
+    if claim.equal:
+        bound = abs(found.mean) + found.half_width
+        within = f"at most {bound:.4f} apart" if math.isfinite(bound) else "one seed only"
+        return f"differs ({within})" if p < LEVEL else f"no difference found ({within})"
+    if p < LEVEL:
+        return "holds" if found.mean > 0 else "**the reverse holds**"
+    return "not shown" if found.mean > 0 else "not shown; the mean is the other way"
+
+
+def claim_table(runs: Runs, plan: Plan) -> str:
+    """Each claim, its mean difference, the test and the verdict."""
+    tested = [claim for claim in claims(runs, plan) if claim.differences()]
+    found = [paired(claim.differences()) for claim in tested]
+    corrected = holm([each.p for each in found])
+    rows = [
+        [
+            claim.text,
+            str(len(claim.gaps)),
+            f"{sum(gap > 0 for gap in claim.cells())} of {len(claim.cells())}",
+            f"{_rounded(each.mean):+.4f} ± {each.half_width:.4f}",
+            f"{each.p:.2g}",
+            f"{p:.2g}",
+            _verdict(claim, each, p),
+        ]
+        for claim, each, p in zip(tested, found, corrected, strict=True)
+    ]
+    return _table(("claim", "settings", "positive", "difference, 95 %", "p", "p, Holm", "found"), rows)
+
+
+def product_table(runs: Runs, plan: Plan) -> str:
+    """The released code's second moment beside the paper's, by β2."""
+    settings = sorted(
+        (s for s in plan.settings if runs.of(s, RELEASED[0]) and set(s.differs(plan.main)) <= {"beta2"}),
+        key=lambda s: s.beta2,
+    )
+    rows = []
+    for setting in settings:
+        for name in (PAPERS_PRODUCT, *RELEASED):
+            records = runs.of(setting, name)
+            final = [_of_curve(r, "v_mean")[-1] / _of_curve(r, "v_exact")[-1] for r in records.values()]
+            rows.append(
+                [
+                    f"{setting.beta2:g}",
+                    name,
+                    f"{_mean(final):.3f}",
+                    _spread(r["loss"] for r in records.values()),
+                    _signed(runs.gaps(setting, name).values()),
+                ]
+            )
+    return _table(("β2", "product", "mean v ÷ exact", "loss", "over D's"), rows)
+
+
+def cost_table(runs: Runs) -> str:
+    """Bytes and times over D's."""
+    masters = next(row for row in runs.costs if row["optimizer"] == MASTERS)
+    rows = [
+        [
+            row["optimizer"],
+            f"{row['bytes']:g}",
+            f"{row['bytes'] + 2:g}",
+            f"{1 - (row['bytes'] + 2) / (masters['bytes'] + 2):.0%}",
+            f"{row['step_ms']:.2f}",
+            f"{row['step_ratio']:.2f}",
+            f"{row['training_ratio']:.3f}",
+        ]
+        for row in runs.costs
+    ]
+    headers = (
+        "optimizer",
+        "bytes",
+        "with gradient",
+        "less than D",
+        "step, ms",
+        "step ÷ D's",
+        "forward, backward and step ÷ D's",
+    )
+    return _table(headers, rows)
+
+
+# Pictures. --------------------------------------------------------------------------------------------------
+
+
+def draw_main(runs: Runs, setting: Setting, path: Path) -> None:
+    """Loss over D's, EDQ ratio, and lost updates, by step: means over seeds."""
+    figure = Figure(figsize=(15, 5), layout="constrained")
+    panels = figure.subplots(1, 3)
+    baseline = _mean_curve(runs.of(setting, BASELINE).values(), "loss")
+    for name in _strategies(runs, setting):
+        style = {"color": STRATEGIES[name].colour, "linestyle": STRATEGIES[name].line, "linewidth": 2}
+        records = runs.of(setting, name).values()
+        losses = _mean_curve(records, "loss")
+        gaps = [(step, loss - theirs) for (step, loss), (_, theirs) in zip(losses, baseline, strict=True)]
+        for axes, points in zip(
+            panels,
+            (gaps, _mean_curve(records, "edq_ratio"), _mean_curve(records, "lost_share")),
+            strict=True,
+        ):
+            axes.plot(*zip(*points, strict=True), label=_named(name), **style)
+    titles = ("Validation loss over D's, nats per byte", "EDQ ratio", "Share of updates that are lost")
+    for axes, title in zip(panels, titles, strict=True):
+        axes.set_title(title)
+        axes.set_xlabel("step")
+        axes.grid(alpha=0.3)
+    panels[0].legend(fontsize=9)
+    figure.savefig(path, dpi=80)
+
+
+def _mean_curve(records: Iterable[Record], name: str) -> list[tuple[float, float]]:
+    curves = [record["curves"][name] for record in records]
+    return [(points[0][0], _mean(value for _, value in points)) for points in zip(*curves, strict=True)]
+
+
+def draw_sweeps(runs: Runs, plan: Plan, path: Path) -> None:
+    """The final loss over D's by setting, a dot for each seed."""
+    figure = Figure(figsize=(15, 6), layout="constrained")
+    axes = figure.subplots()
+    names = [name for name in _strategies(runs, plan.main) if name != BASELINE]
+    for position, name in enumerate(names):
+        offset = 0.8 * (position / max(1, len(names) - 1) - 0.5)
+        points = [
+            (column + offset, gap)
+            for column, setting in enumerate(plan.settings)
+            for gap in runs.gaps(setting, name).values()
+        ]
+        axes.plot(
+            *zip(*points, strict=True),
+            label=_named(name),
+            color=STRATEGIES[name].colour,
+            marker="osD^v<>PX*hp"[position % 12],
+            linestyle="",
+            markersize=6,
+        )
+    axes.axhline(0, color="black", linestyle=":")
+    axes.set_xticks(
+        range(len(plan.settings)), [_title(s, plan.main).replace(", ", "\n") for s in plan.settings]
+    )
+    axes.set_yscale("symlog", linthresh=0.003)
+    axes.set_ylabel("final loss over D's, nats per byte (linear up to 0.003)")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=9, ncols=2)
+    figure.savefig(path, dpi=80)
+
+
+def draw_product(runs: Runs, plan: Plan, path: Path) -> None:
+    """The product that was released beside the paper's: loss over D's, and second moments over the exact."""
+    figure = Figure(figsize=(15, 5), layout="constrained")
+    panels = figure.subplots(1, 2)
+    baseline = _mean_curve(runs.of(plan.main, BASELINE).values(), "loss")
+    for name in (PAPERS_PRODUCT, *RELEASED, "plus, mcf", "none"):
+        style = {"color": STRATEGIES[name].colour, "linestyle": STRATEGIES[name].line, "linewidth": 2}
+        records = list(runs.of(plan.main, name).values())
+        losses = _mean_curve(records, "loss")
+        gaps = [(step, loss - theirs) for (step, loss), (_, theirs) in zip(losses, baseline, strict=True)]
+        stored, exact = _mean_curve(records, "v_mean"), _mean_curve(records, "v_exact")
+        ratios = [(step, v / e) for (step, v), (_, e) in zip(stored, exact, strict=True)]
+        for axes, points in zip(panels, (gaps, ratios), strict=True):
+            axes.plot(*zip(*points, strict=True), label=name, **style)
+    for axes, title in zip(
+        panels,
+        (f"Validation loss over D's, β2 = {plan.main.beta2:g}", "Mean of the second moments over the exact"),
+        strict=True,
+    ):
+        axes.set_title(title)
+        axes.set_xlabel("step")
+        axes.grid(alpha=0.3)
+    panels[0].legend(fontsize=10)
+    figure.savefig(path, dpi=80)
+
+
+# The page. --------------------------------------------------------------------------------------------------
+
+
+def _sentence(runs: Runs, setting: Setting) -> str:
+    """What the main setting's numbers say, whichever way they fall."""
+    plain = _rounded(_mean(runs.gaps(setting, "none").values()))
+    names = ("light, mcf", "plus, mcf", "light", "plus", "8 bytes", "5.1 bytes")
+    gaps = [_mean(runs.gaps(setting, name).values()) for name in names]
+    return (
+        f"Plain bfloat16 ends {plain:+.4f} nats from D; those that are compiled with error terms,\n"
+        f"in 5.1 to 10 bytes each, between {_rounded(min(gaps)):+.4f} and {_rounded(max(gaps)):+.4f}."
+    )
+
+
+def _machines(runs: Runs) -> str:
+    found = {(r["machine"], r["torch"], r["python"]) for r in (*runs.records, *runs.costs)}
+    return "; ".join(f"{machine}, torch {torch}, Python {python}" for machine, torch, python in sorted(found))
+
+
+def _large(runs: Runs) -> str:
+    setting = Setting(size="124m")
+    if not _strategies(runs, setting):
+        return (
+            "Not run: no GPU has been at hand. `./dev paper --device cuda --size 124m` trains all of\n"
+            "them there, nine minutes a call, and goes on where it was; this section is then its table."
+        )
+    return main_table(runs, setting)
+
+
+def page(runs: Runs, plan: Plan) -> str:
+    """The document."""
+    costs = runs.costs[0]
+    many = len({r["seed"] for r in runs.records})
+    trained = [s for s in plan.settings if runs.of(s, BASELINE)]
+    shown = replace_settings(plan, trained)
+    sizes = ", ".join(dict.fromkeys(_size(runs, s) for s in trained))
+    return Template(TEMPLATE.read_text()).substitute(
+        trainings=sum(cell.seed in runs.of(cell.setting, cell.strategy) for cell in plan.cells),
+        planned=len(plan.cells),
+        seeds=many,
+        machines=_machines(runs),
+        sizes=sizes,
+        main_table=main_table(runs, shown.main),
+        main_result=_sentence(runs, shown.main),
+        sweep_table=sweep_table(runs, shown),
+        level=f"{LEVEL:g}",
+        claim_table=claim_table(runs, shown),
+        product_table=product_table(runs, shown),
+        millions=f"{costs['parameters'] / 1e6:.1f}",
+        tokens=costs["tokens"],
+        threads=costs["threads"],
+        cost_table=cost_table(runs),
+        passes_ms=f"{costs['passes_ms']:.0f}",
+        large=_large(runs),
+    )
+
+
+def replace_settings(plan: Plan, settings: Sequence[Setting]) -> Plan:
+    """The plan with those settings alone."""
+    return replace(plan, settings=tuple(settings))
+
+
+def _size(runs: Runs, setting: Setting) -> str:
+    parameters = next(iter(runs.of(setting, BASELINE).values()))["parameters"]
+    return f"{setting.size} ({parameters / 1e6:.2g} M parameters)"
+
+
+def write_page(results: Path, document: Path, plan: Plan) -> None:
+    """Write the document and, beside it, its pictures."""
+    runs = Runs.of_folder(results)
+    document.parent.mkdir(parents=True, exist_ok=True)
+    document.write_text(page(runs, plan))
+    shown = replace_settings(plan, [s for s in plan.settings if runs.of(s, BASELINE)])
+    draw_main(runs, shown.main, document.with_name("paper-main.png"))
+    draw_sweeps(runs, shown, document.with_name("paper-sweeps.png"))
+    draw_product(runs, shown, document.with_name("paper-product.png"))

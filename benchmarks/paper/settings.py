@@ -1,0 +1,246 @@
+"""What is trained: strategies, sizes, settings, and all the cells that are made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from benchmarks.paper.optimizers import (
+    Kahan,
+    Kept,
+    Making,
+    Master,
+    Pair,
+    ReleasedInBfloat16,
+    ReleasedInFloat32,
+    Stochastic,
+)
+
+__all__ = [
+    "BASELINE",
+    "MAIN",
+    "MASTER_FREE",
+    "PAPERS_PRODUCT",
+    "QUICK",
+    "RELEASED",
+    "SETTINGS",
+    "SIZES",
+    "STRATEGIES",
+    "Cell",
+    "Plan",
+    "Setting",
+    "Size",
+    "full_plan",
+    "large_plan",
+    "quick_plan",
+]
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One way to keep weights and moments.
+
+    Attributes:
+        name: in the tables.
+        letter: the paper's, where it has the same.
+        made: the backend's options, or how the eager optimizer keeps its tensors.
+        colour: in the pictures, of Okabe and Ito's.
+        line: matplotlib's style.
+    """
+
+    name: str
+    letter: str
+    made: dict[str, Any] | Making
+    colour: str
+    line: str = "-"
+
+
+BASELINE, MASTER_FREE = "fp32 master", "fp32 moments"
+PAPERS_PRODUCT = "the paper's product"
+RELEASED = ("released, bf16 default", "released, fp32 default")
+
+_FLOAT32 = torch.float32
+STRATEGIES = {
+    strategy.name: strategy
+    for strategy in (
+        Strategy("none", "A", {"strategy": "none"}, "#D55E00"),
+        Strategy(
+            "light, mcf",
+            "B",
+            {"strategy": "light", "error_format": "mcf", "rounding": "nearest"},
+            "#56B4E9",
+        ),
+        Strategy(
+            "plus, mcf", "C", {"strategy": "plus", "error_format": "mcf", "rounding": "nearest"}, "#0072B2"
+        ),
+        Strategy(BASELINE, "D", Making(Master, moments=_FLOAT32), "#000000", ":"),
+        Strategy(MASTER_FREE, "D⁻ᴹᵂ", Making(moments=_FLOAT32), "#999999"),
+        Strategy("Kahan", "", Making(Kahan), "#CC79A7"),
+        Strategy("stochastic weights", "", Making(Stochastic), "#F0E442"),
+        Strategy("stochastic", "", Making(Stochastic, Stochastic, Stochastic), "#E69F00"),
+        Strategy("light", "", {"strategy": "light"}, "#56B4E9", "--"),
+        Strategy("plus", "", {"strategy": "plus"}, "#009E73", "--"),
+        Strategy("8 bytes", "", {"bytes_per_parameter": 8}, "#CC79A7", "-."),
+        Strategy("5.1 bytes", "", {"bytes_per_parameter": 5.1}, "#E69F00", "-."),
+        Strategy(PAPERS_PRODUCT, "", Making(Pair, Kept, Pair), "#0072B2"),
+        Strategy(RELEASED[0], "", Making(Pair, Kept, ReleasedInBfloat16), "#D55E00"),
+        Strategy(RELEASED[1], "", Making(Pair, Kept, ReleasedInFloat32), "#E69F00", "--"),
+    )
+}
+_OF_THE_PRODUCT = (PAPERS_PRODUCT, *RELEASED)
+_OTHERS = tuple(name for name in STRATEGIES if name not in _OF_THE_PRODUCT)
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model, and for how long it is trained.
+
+    Attributes:
+        width, layers, heads: of a byte-level transformer; moments are packed in rows of 32 elements.
+        context: bytes that it sees.
+        batch: windows of that length a step, unless a setting says otherwise.
+        steps: of a training.
+        tuning_steps: of a fine-tuning.
+    """
+
+    width: int
+    layers: int
+    heads: int
+    context: int
+    batch: int
+    steps: int
+    tuning_steps: int = 0
+
+    def parameters(self) -> int:
+        """Elements of all weights."""
+        norms = (2 * self.layers + 1) * self.width
+        return 12 * self.layers * self.width**2 + (256 + self.context) * self.width + norms
+
+
+SIZES = {
+    "tiny": Size(width=64, layers=1, heads=2, context=32, batch=4, steps=24, tuning_steps=12),
+    "0.3m": Size(width=96, layers=3, heads=4, context=64, batch=12, steps=600, tuning_steps=300),
+    "1.4m": Size(width=192, layers=3, heads=6, context=64, batch=12, steps=400),
+    "5m": Size(width=320, layers=4, heads=5, context=64, batch=12, steps=300),
+    "124m": Size(width=832, layers=15, heads=13, context=512, batch=32, steps=2000),
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is varied beside the strategy and the seed.
+
+    Attributes:
+        task: ``bytes`` (predict the next), ``masked`` (an encoder, predict those that are masked) or
+            ``tuning`` (predict the next one of a second text, from a float32 checkpoint of the first).
+        size: of :data:`SIZES`.
+        beta2: of the second moment.
+        lr: the peak learning rate.
+        batch: times the size's own.
+    """
+
+    task: str = "bytes"
+    size: str = "0.3m"
+    beta2: float = 0.999
+    lr: float = 1e-3
+    batch: int = 1
+
+    def steps(self) -> int:
+        """How many a training takes."""
+        size = SIZES[self.size]
+        return size.tuning_steps if self.task == "tuning" else size.steps
+
+    def differs(self, other: Setting) -> dict[str, Any]:
+        """What of it is not as in another one."""
+        theirs = asdict(other)
+        return {name: value for name, value in asdict(self).items() if value != theirs[name]}
+
+
+MAIN = Setting()
+
+#: The sweeps: each varies one thing of :data:`MAIN`. Fine-tuning has a tenth of its learning rate, as usual.
+SETTINGS = (
+    MAIN,
+    *(replace(MAIN, beta2=beta2) for beta2 in (0.95, 0.98, 0.99)),
+    *(replace(MAIN, lr=lr) for lr in (3e-4, 3e-3)),
+    replace(MAIN, batch=2),
+    *(replace(MAIN, size=size) for size in ("1.4m", "5m")),
+    replace(MAIN, task="masked"),
+    replace(MAIN, task="tuning", lr=1e-4),
+)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One training."""
+
+    setting: Setting
+    strategy: str
+    seed: int
+
+    def key(self) -> dict[str, Any]:
+        """What identifies it in a file of results."""
+        return {**asdict(self.setting), "strategy": self.strategy, "seed": self.seed}
+
+    def cost(self) -> float:
+        """Predicted seconds on a core of a CPU: compiling, forward and backward passes, the optimizer."""
+        size = SIZES[self.setting.size]
+        tokens = size.batch * self.setting.batch * size.context
+        each = 0.003 + 20e-9 * tokens + 16e-12 * tokens * size.parameters() + 3e-9 * size.parameters()
+        return 4 + each * self.setting.steps()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Cells, and the settings that they are of.
+
+    Attributes:
+        settings: the main one first.
+        cells: all that is trained.
+    """
+
+    settings: tuple[Setting, ...]
+    cells: tuple[Cell, ...]
+
+    @property
+    def main(self) -> Setting:
+        return self.settings[0]
+
+
+def _cells(settings: tuple[Setting, ...], seeds: int, strategies: tuple[str, ...]) -> Iterator[Cell]:
+    for setting in settings:
+        for seed in range(seeds):
+            for strategy in strategies:
+                yield Cell(setting, strategy, seed)
+
+
+def full_plan(seeds: int = 3) -> Plan:
+    """What ``./dev paper`` trains."""
+    same_model = tuple(s for s in SETTINGS if set(s.differs(MAIN)) <= {"beta2"})
+    cells = (*_cells(SETTINGS, seeds, _OTHERS), *_cells(same_model, seeds, _OF_THE_PRODUCT))
+    return Plan(SETTINGS, cells)
+
+
+QUICK = Setting(size="tiny")
+
+
+def quick_plan() -> Plan:
+    """What ``--quick`` trains: a few steps of every strategy, and of three in settings of each kind."""
+    others = (
+        replace(QUICK, beta2=0.95),
+        replace(QUICK, lr=3e-3),
+        replace(QUICK, batch=2),
+        replace(QUICK, task="masked"),
+        replace(QUICK, task="tuning", lr=1e-4),
+    )
+    cells = (*_cells((QUICK,), 2, tuple(STRATEGIES)), *_cells(others, 2, ("none", "plus, mcf", BASELINE)))
+    return Plan((QUICK, *others), cells)
+
+
+def large_plan(size: str, seeds: int = 1) -> Plan:
+    """What ``--size`` trains: every strategy at one size."""
+    setting = replace(MAIN, size=size)
+    return Plan((setting,), tuple(_cells((setting,), seeds, _OTHERS)))
