@@ -104,8 +104,12 @@ def effort_of(options: argparse.Namespace) -> Effort:
 def machine(device: str) -> str:
     if device == "cuda":
         return str(torch.cuda.get_device_name())
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{cores} cores of {_processor()}"
+    return f"{cores()} cores of {_processor()}"
+
+
+def cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _processor() -> str:

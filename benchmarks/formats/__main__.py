@@ -109,17 +109,17 @@ def measure(quick: bool, progress: Callable[[str], None]) -> Results:
     return results
 
 
-def written(value: Any, depth: int = 2) -> str:
-    """JSON with line breaks down to a depth, and numbers of four digits."""
+def written(value: Any, depth: int = 2, digits: int = 4) -> str:
+    """JSON with line breaks down to a depth, and numbers of so many digits."""
     if isinstance(value, float):
-        return json.dumps(float(f"{value:.4g}"))
+        return json.dumps(float(f"{value:.{digits}g}"))
     if not isinstance(value, (dict, list, tuple)):
         return json.dumps(value)
     comma, (first, last) = (",\n", ("\n", "\n")) if depth > 0 else (", ", ("", ""))
     if isinstance(value, dict):
-        items = [f"{json.dumps(key)}: {written(each, depth - 1)}" for key, each in value.items()]
+        items = [f"{json.dumps(key)}: {written(each, depth - 1, digits)}" for key, each in value.items()]
         return "{" + first + comma.join(items) + last + "}"
-    return "[" + first + comma.join(written(each, depth - 1) for each in value) + last + "]"
+    return "[" + first + comma.join(written(each, depth - 1, digits) for each in value) + last + "]"
 
 
 def main(argv: Sequence[str]) -> int:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import os
 import platform
 import sys
 import time
@@ -31,7 +30,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from benchmarks.__main__ import machine, say
+from benchmarks.__main__ import cores, machine, say
+from benchmarks.formats.__main__ import written
 from benchmarks.paper.costs import measure_costs
 from benchmarks.paper.page import write_page
 from benchmarks.paper.settings import SIZES, Cell, Plan, full_plan, large_plan, quick_plan
@@ -75,18 +75,9 @@ class Files:
 def write_results(path: Path, runs: Sequence[Record]) -> None:
     """A line for each, numbers with six digits; as a whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = ",\n".join(json.dumps(_rounded(run)) for run in runs)
     half = path.with_suffix(".half")
-    half.write_text('{"runs": [\n' + lines + "\n]}\n")
+    half.write_text(written({"runs": runs}, digits=6) + "\n")
     half.replace(path)
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(f"{value:.6g}")
-    if isinstance(value, dict):
-        return {name: _rounded(each) for name, each in value.items()}
-    return [_rounded(each) for each in value] if isinstance(value, list) else value
 
 
 def run_cells(
@@ -125,9 +116,8 @@ def run_cells(
                 bar.set_postfix_str(f"{cell.strategy}, {cell.setting.task} {cell.setting.size}")
                 bar.update(round(cell.cost()))
         except BaseException:
-            pool.shutdown(
-                cancel_futures=True
-            )  # or it would train all that is left, and nobody would write it down
+            # Or it would train all that is left, and nobody would write it down.
+            pool.shutdown(cancel_futures=True)
             raise
     return left
 
@@ -138,7 +128,6 @@ def wait_for(futures: Iterable[Future[Any]]) -> None:
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     parser = argparse.ArgumentParser(prog="./dev paper", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="a few steps of everything, to see that it runs")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
@@ -162,7 +151,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     if options.minutes is None:
         options.minutes = 9 if options.device == "cuda" else 90
     if options.processes is None:
-        options.processes = 1 if options.device == "cuda" else cores
+        options.processes = 1 if options.device == "cuda" else cores()
     return options
 
 
@@ -185,7 +174,7 @@ def main(argv: Sequence[str]) -> int:
         say(f"{len(left)} of {len(plan.cells)} trainings are left: the same command goes on with them")
         return 0
     if not options.size:
-        write_page(options.results, options.page, quick_plan() if options.quick else full_plan())
+        write_page(options.results, options.page, plan)
         say(f"{options.page} is written")
     return 0
 

@@ -446,9 +446,8 @@ def page(runs: Runs, plan: Plan) -> str:
     """The document."""
     costs = runs.costs[0]
     many = len({r["seed"] for r in runs.records})
-    trained = [s for s in plan.settings if runs.of(s, BASELINE)]
-    shown = replace_settings(plan, trained)
-    sizes = ", ".join(dict.fromkeys(_size(runs, s) for s in trained))
+    shown = _shown(runs, plan)
+    sizes = ", ".join(dict.fromkeys(_size(runs, s) for s in shown.settings))
     return Template(TEMPLATE.read_text()).substitute(
         trainings=sum(cell.seed in runs.of(cell.setting, cell.strategy) for cell in plan.cells),
         planned=len(plan.cells),
@@ -470,9 +469,9 @@ def page(runs: Runs, plan: Plan) -> str:
     )
 
 
-def replace_settings(plan: Plan, settings: Sequence[Setting]) -> Plan:
-    """The plan with those settings alone."""
-    return replace(plan, settings=tuple(settings))
+def _shown(runs: Runs, plan: Plan) -> Plan:
+    """The plan with those settings alone that D has been trained in."""
+    return replace(plan, settings=tuple(s for s in plan.settings if runs.of(s, BASELINE)))
 
 
 def _size(runs: Runs, setting: Setting) -> str:
@@ -485,7 +484,7 @@ def write_page(results: Path, document: Path, plan: Plan) -> None:
     runs = Runs.of_folder(results)
     document.parent.mkdir(parents=True, exist_ok=True)
     document.write_text(page(runs, plan))
-    shown = replace_settings(plan, [s for s in plan.settings if runs.of(s, BASELINE)])
+    shown = _shown(runs, plan)
     draw_main(runs, shown.main, document.with_name("paper-main.png"))
     draw_sweeps(runs, shown, document.with_name("paper-sweeps.png"))
     draw_product(runs, shown, document.with_name("paper-product.png"))

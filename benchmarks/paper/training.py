@@ -86,9 +86,8 @@ def batch_at(text: Tensor, task: str, recipe: Recipe, size: int, number: int) ->
         return window[:, :-1], window[:, 1:]
     window = window[:, :-1]
     masked = torch.rand(window.shape, generator=generator) < MASKED_SHARE
-    return window.masked_fill(masked, MASK), window.masked_fill(
-        ~masked, -100
-    )  # cross_entropy leaves those out
+    asked = window.masked_fill(~masked, -100)  # which cross_entropy leaves out
+    return window.masked_fill(masked, MASK), asked
 
 
 @torch.no_grad()
@@ -163,9 +162,11 @@ class Compiled:
         self.parameters = list(model.parameters())
         self.backend = CollageBackend(metrics=True, metrics_every=measure_every, **options)
         self.compiled = torch.compile(self.optimizer.step, backend=self.backend)
-        self.steps_before = 0
+        self.steps_before: int | None = None  # that were taken before a resume
 
     def step(self, lr: float, number: int) -> None:
+        if self.steps_before is None:
+            self.steps_before = number - 1
         self.optimizer.param_groups[0]["lr"].fill_(lr)
         self.compiled()
 
@@ -177,7 +178,8 @@ class Compiled:
 
     def points(self) -> list[tuple[int, float, float]]:
         measured = self.backend.metrics(self.model).overall()
-        return [(self.steps_before + s, each.edq_ratio, each.lost_share) for s, each in measured.items()]
+        before = self.steps_before or 0
+        return [(before + s, each.edq_ratio, each.lost_share) for s, each in measured.items()]
 
     def bytes_per_parameter(self) -> float:
         return bytes_per_parameter(self.optimizer)
@@ -294,7 +296,11 @@ def train(cell: Cell, folder: Path, device: str, deadline: float) -> Record | No
     model = (Encoder if setting.task == "masked" else GPT)(recipe).to(device, torch.bfloat16)
     every = max(1, recipe.steps // POINTS)
     made = STRATEGIES[cell.strategy].made
-    stepper: Stepper = (Eager if isinstance(made, Making) else Compiled)(model, recipe, made, every)  # type: ignore[arg-type]
+    stepper: Stepper
+    if isinstance(made, Making):
+        stepper = Eager(model, recipe, made, every)
+    else:
+        stepper = Compiled(model, recipe, made, every)
     if setting.task == "tuning":
         base = pretrained(setting, cell.seed, folder, device)
         stepper.load_weights(torch.load(base, map_location=device))
@@ -353,8 +359,6 @@ def _go_on(path: Path, model: nn.Module, stepper: Stepper, curves: Curves) -> in
     state = torch.load(path, map_location=next(model.parameters()).device)
     model.load_state_dict(state["model"])
     stepper.load_state_dict(state["optimizer"])
-    if isinstance(stepper, Compiled):
-        stepper.steps_before = state["number"]
     curves.points, curves.exact = state["points"], state["exact"]
     number: int = state["number"]
     return number
