@@ -28,8 +28,18 @@ from benchmarks.paper.optimizers import (
     ReleasedInFloat32,
 )
 from benchmarks.paper.page import Runs, page
-from benchmarks.paper.settings import BASELINE, QUICK, SIZES, Cell, Plan, quick_plan
-from benchmarks.paper.significance import holm, paired
+from benchmarks.paper.settings import (
+    BASELINE,
+    QUICK,
+    SETTINGS,
+    SIZES,
+    Cell,
+    Plan,
+    Setting,
+    full_plan,
+    quick_plan,
+)
+from benchmarks.paper.significance import holm, sign_test, welch
 from benchmarks.paper.training import POINTS, train
 
 
@@ -94,13 +104,17 @@ def test_a_training_that_a_deadline_stops_goes_on_to_the_bit(
     assert whole is not None
 
     now = iter([0.0] * 8 + [1e9])  # it begins, and has time for some of the points
-    monkeypatch.setattr("benchmarks.paper.training.time", SimpleNamespace(time=lambda: next(now)))
+    clocks = SimpleNamespace(time=lambda: next(now), perf_counter=time.perf_counter)
+    monkeypatch.setattr("benchmarks.paper.training.time", clocks)
     assert train(cell, tmp_path / "parts", "cpu", 1.0) is None
     (left,) = (tmp_path / "parts").iterdir()
     assert 0 < torch.load(left)["number"] < 2 * POINTS
     monkeypatch.undo()
     monkeypatch.setitem(SIZES, "tiny", replace(SIZES["tiny"], steps=2 * POINTS))
-    assert train(cell, tmp_path / "parts", "cpu", math.inf) == whole
+    parts = train(cell, tmp_path / "parts", "cpu", math.inf)
+    assert parts is not None
+    assert parts["seconds"] > 0
+    assert {**parts, "seconds": whole["seconds"]} == whole
     assert not list((tmp_path / "parts").iterdir())
 
 
@@ -141,14 +155,43 @@ def test_the_released_product_settles_where_its_definition_says(beta: float) -> 
         assert settled(ReleasedInFloat32) > 3
 
 
-def test_students_test_and_holms_correction() -> None:
-    """Against tables: t = 4.303 and 2.776 are the 97.5 % points of 2 and 4 degrees of freedom."""
-    found = paired([1.0, 2.0, 3.0])
-    assert found.half_width == pytest.approx(4.3027 / math.sqrt(3), rel=1e-4)
-    assert found.p == pytest.approx(0.0742, abs=1e-4)  # t = 2 √3
-    assert paired([1.0, 2.0, 3.0, 4.0, 5.0]).half_width == pytest.approx(2.7764 * math.sqrt(0.5), rel=1e-4)
-    assert paired([0.5]).p == 1
+def test_the_sign_test() -> None:
+    """Against binomial tables: of 10 signs one or none is as likely as 11 / 1024."""
+    found = sign_test([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, -1.0])
+    assert found.p == pytest.approx(2 * 11 / 1024)
+    assert (found.low, found.value, found.high) == (1.0, 4.5, 8.0)  # the second and the ninth
+    assert sign_test([0.0, 0.0, 1.0]).p == 1
+    assert sign_test([1.0] * 5).high == math.inf
+    assert sign_test([1.0] * 6).p == pytest.approx(2 / 64)
+
+
+def test_the_interval_of_a_median_covers_it() -> None:
+    """At least 95 % of samples of 33, of a skewed distribution too, less four standard errors."""
+    draws = torch.rand(2000, 33, generator=torch.Generator().manual_seed(0), dtype=torch.float64) ** 3
+    found = [sign_test(row.tolist()) for row in draws]
+    covered = sum(each.low <= 0.5**3 <= each.high for each in found) / 2000
+    assert covered > 0.95 - 4 * math.sqrt(0.95 * 0.05 / 2000)
+    assert covered < 1
+
+
+def test_welchs_test_and_holms_correction() -> None:
+    """Against a table, t = 2.776 for 4 degrees of freedom, and R's ``t.test(extra ~ group, sleep)``."""
+    found = welch([1.0, 2.0, 3.0], [2.0, 3.0, 4.0])
+    assert (found.value, found.high - found.value) == pytest.approx((-1, 2.7764 * math.sqrt(2 / 3)), rel=1e-4)
+    first, second = [0.7, -1.6, -0.2, -1.2, -0.1, 3.4, 3.7, 0.8, 0.0, 2.0], [1.9, 0.8, 1.1, 0.1, -0.1, 4.4]
+    found = welch(first, [*second, 5.5, 1.6, 4.6, 3.4])
+    assert (found.p, found.low, found.high) == pytest.approx((0.07939, -3.3654832, 0.2054832), abs=1e-5)
+    assert welch([0.5], [0.1, 0.2]).p == 1
     assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+
+
+def test_settings_draw_independently_and_strategies_alike() -> None:
+    cells = full_plan().cells
+    draws: dict[int, set[tuple[Setting, int]]] = {}
+    for cell in cells:
+        draws.setdefault(cell.draw(), set()).add((cell.setting, cell.seed))
+    assert all(len(drawn) == 1 for drawn in draws.values())
+    assert len(draws) == 3 * len(SETTINGS)
 
 
 def test_measured_counts_what_is_asked_and_what_is_lost() -> None:

@@ -35,7 +35,7 @@ from benchmarks.formats.__main__ import written
 from benchmarks.paper.costs import measure_costs
 from benchmarks.paper.page import write_page
 from benchmarks.paper.settings import SIZES, Cell, Plan, full_plan, large_plan, quick_plan
-from benchmarks.paper.training import Record, one_thread, pretrained, train
+from benchmarks.paper.training import Record, one_thread, started, train
 
 __all__ = ["Files", "main"]
 
@@ -101,8 +101,8 @@ def run_cells(
             total=round(sum(c.cost() for c in cells)), unit="s", desc="of predicted time", leave=True
         ) as bar,
     ):
-        starts = {(c.setting, c.seed) for c in cells if c.setting.task == "tuning"}
-        wait_for(pool.submit(pretrained, setting, seed, checkpoints, device) for setting, seed in starts)
+        starts = {c.draw(): (c, start) for c in cells if (start := c.setting.start())}
+        wait_for(pool.submit(started, *each, checkpoints, device) for each in starts.values())
         trainings: dict[Future[Record | None], Cell] = {
             pool.submit(train, cell, checkpoints, device, deadline): cell for cell in cells
         }

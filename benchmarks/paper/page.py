@@ -18,18 +18,17 @@ from benchmarks.paper.costs import MASTERS
 from benchmarks.paper.settings import (
     BASELINE,
     MASTER_FREE,
-    PAPERS_PRODUCT,
+    OF_THE_PRODUCT,
     RELEASED,
     STRATEGIES,
     Plan,
     Setting,
 )
-from benchmarks.paper.significance import Difference, holm, paired
+from benchmarks.paper.significance import LEVEL, Difference, holm, sign_test, welch
 
 __all__ = ["Runs", "page", "write_page"]
 
 Record = dict[str, Any]
-LEVEL = 0.05
 TEMPLATE = Path(__file__).with_name("template.md")
 
 
@@ -116,8 +115,7 @@ def _named(strategy: str) -> str:
 
 def _strategies(runs: Runs, setting: Setting, *, product: bool = False) -> list[str]:
     """Those that were trained in a setting."""
-    special = {PAPERS_PRODUCT, *RELEASED}
-    return [name for name in STRATEGIES if (name in special) == product and runs.of(setting, name)]
+    return [name for name in STRATEGIES if (name in OF_THE_PRODUCT) == product and runs.of(setting, name)]
 
 
 def main_table(runs: Runs, setting: Setting) -> str:
@@ -182,26 +180,33 @@ def _title(setting: Setting, main: Setting) -> str:
 
 @dataclass(frozen=True)
 class Claim:
-    """A statement, and differences that are positive if it holds.
+    """A statement of the paper, or of this project, and what it is tested by.
 
     Attributes:
         text: the statement.
-        gaps: differences of losses: for each setting, seed -> difference.
-        equal: that it says that there is no difference.
+        settings: in how many it was tested.
+        positive: in how many trainings the difference is above zero.
+        trainings: of how many.
+        found: the difference, which is positive if the statement holds.
+        equal: that the statement is that there is none.
     """
 
     text: str
-    gaps: list[dict[int, float]]
+    settings: int
+    positive: int
+    trainings: int
+    found: Difference
     equal: bool = False
 
-    def differences(self) -> list[float]:
-        """Of each seed, the mean over the settings."""
-        seeds = set.intersection(*map(set, self.gaps)) if self.gaps else set()
-        return [_mean(each[seed] for each in self.gaps) for seed in sorted(seeds)]
-
-    def cells(self) -> list[float]:
-        """Of each setting and seed."""
-        return [gap for each in self.gaps for gap in each.values()]
+    def verdict(self, p: float) -> str:
+        """What can be said at the level of the page."""
+        if self.equal:
+            bound = max(abs(self.found.low), abs(self.found.high))
+            within = f"at most {bound:.4f} apart" if math.isfinite(bound) else "too few to say how far apart"
+            return f"differs ({within})" if p < LEVEL else f"no difference found ({within})"
+        if p < LEVEL:
+            return "holds" if self.found.value > 0 else "**the reverse holds**"
+        return "not shown" if self.found.value > 0 else "not shown; it is the other way round"
 
 
 def claims(runs: Runs, plan: Plan) -> list[Claim]:
@@ -212,76 +217,85 @@ def claims(runs: Runs, plan: Plan) -> list[Claim]:
     rates = sorted((s for s in every if set(s.differs(main)) <= {"lr"}), key=lambda s: s.lr)
     batches = sorted((s for s in every if set(s.differs(main)) <= {"batch"}), key=lambda s: s.batch)
 
-    def contrast(text: str, high: Setting, low: Setting) -> Claim:
-        first, second = runs.gaps(high, "none"), runs.gaps(low, "none")
-        return Claim(text, [{seed: first[seed] - second[seed] for seed in first.keys() & second.keys()}])
+    def ordering(
+        text: str, worse: str, better: str, where: Sequence[Setting], equal: bool = False
+    ) -> Iterable[Claim]:
+        gaps = [each for s in where if (each := list(runs.gaps(s, worse, better).values()))]
+        every_gap = [gap for each in gaps for gap in each]
+        if every_gap:
+            positive = sum(gap > 0 for gap in every_gap)
+            yield Claim(text, len(gaps), positive, len(every_gap), sign_test(every_gap), equal)
 
-    def ordering(text: str, worse: str, better: str, where: Sequence[Setting], equal: bool = False) -> Claim:
-        gaps = [runs.gaps(setting, worse, better) for setting in where]
-        return Claim(text, [each for each in gaps if each], equal)
+    def contrast(text: str, more: Setting, less: Setting) -> Iterable[Claim]:
+        first, second = (list(runs.gaps(s, "none").values()) for s in (more, less))
+        if more != less and first and second:
+            found = welch(first, second)
+            above = sum(x > y for x in first for y in second)
+            yield Claim(text, 2, above, len(first) * len(second), found)
 
     return [
-        ordering("bf16 alone (A) ends above fp32 master weights (D)", "none", BASELINE, every),
-        ordering("fp32 moments without master weights (D⁻ᴹᵂ) end above D", MASTER_FREE, BASELINE, every),
-        ordering("light (B) ends below A", "none", "light, mcf", every),
-        ordering("plus (C) ends below A", "none", "plus, mcf", every),
-        ordering("plus (C) ends below D⁻ᴹᵂ", MASTER_FREE, "plus, mcf", every),
-        ordering(f"plus (C) ends below light (B) at β2 = {main.beta2:g}", "light, mcf", "plus, mcf", slow),
-        ordering("plus (C) ends where D does", "plus, mcf", BASELINE, every, True),
-        ordering("Kahan ends where light (B) does", "Kahan", "light, mcf", every, True),
-        ordering("exact error terms (plus) end where D does", "plus", BASELINE, every, True),
-        ordering("8 bytes a parameter end where D does", "8 bytes", BASELINE, every, True),
-        ordering("5.1 bytes a parameter end where D does", "5.1 bytes", BASELINE, every, True),
-        ordering("stochastic rounding ends above D", "stochastic", BASELINE, every),
-        contrast(f"A loses more at β2 = {betas[-1].beta2:g} than at {betas[0].beta2:g}", betas[-1], betas[0]),
-        contrast(
+        *ordering("bf16 alone (A) ends above fp32 master weights (D)", "none", BASELINE, every),
+        *ordering("fp32 moments without master weights (D⁻ᴹᵂ) end above D", MASTER_FREE, BASELINE, every),
+        *ordering("light (B) ends below A", "none", "light, mcf", every),
+        *ordering("plus (C) ends below A", "none", "plus, mcf", every),
+        *ordering("plus (C) ends below D⁻ᴹᵂ", MASTER_FREE, "plus, mcf", every),
+        *ordering(f"plus (C) ends below light (B) at β2 = {main.beta2:g}", "light, mcf", "plus, mcf", slow),
+        *ordering("stochastic rounding ends above D", "stochastic", BASELINE, every),
+        *contrast(
+            f"A loses more at β2 = {betas[-1].beta2:g} than at {betas[0].beta2:g}", betas[-1], betas[0]
+        ),
+        *contrast(
             f"A loses more at a peak lr of {rates[0].lr:g} than at {rates[-1].lr:g}", rates[0], rates[-1]
         ),
-        contrast(
+        *contrast(
             f"a batch {batches[-1].batch} times as large hides some of A's loss", batches[0], batches[-1]
         ),
+        *ordering("plus (C) ends where D does", "plus, mcf", BASELINE, every, True),
+        *ordering("Kahan ends where light (B) does", "Kahan", "light, mcf", every, True),
+        *ordering("exact error terms (plus) end where D does", "plus", BASELINE, every, True),
+        *ordering("8 bytes a parameter end where D does", "8 bytes", BASELINE, every, True),
+        *ordering("5.1 bytes a parameter end where D does", "5.1 bytes", BASELINE, every, True),
     ]
-
-
-def _verdict(claim: Claim, found: Difference, p: float) -> str:
-    if claim.equal:
-        bound = abs(found.mean) + found.half_width
-        within = f"at most {bound:.4f} apart" if math.isfinite(bound) else "one seed only"
-        return f"differs ({within})" if p < LEVEL else f"no difference found ({within})"
-    if p < LEVEL:
-        return "holds" if found.mean > 0 else "**the reverse holds**"
-    return "not shown" if found.mean > 0 else "not shown; the mean is the other way"
 
 
 def claim_table(runs: Runs, plan: Plan) -> str:
-    """Each claim, its mean difference, the test and the verdict."""
-    tested = [claim for claim in claims(runs, plan) if claim.differences()]
-    found = [paired(claim.differences()) for claim in tested]
-    corrected = holm([each.p for each in found])
-    rows = [
-        [
-            claim.text,
-            str(len(claim.gaps)),
-            f"{sum(gap > 0 for gap in claim.cells())} of {len(claim.cells())}",
-            f"{_rounded(each.mean):+.4f} ± {each.half_width:.4f}",
-            f"{each.p:.2g}",
-            f"{p:.2g}",
-            _verdict(claim, each, p),
+    """Each claim, the difference, the test and the verdict; p-values corrected among claims of one kind."""
+    rows = []
+    for equal in (False, True):
+        tested = [claim for claim in claims(runs, plan) if claim.equal == equal]
+        corrected = holm([claim.found.p for claim in tested])
+        rows += [
+            [
+                claim.text,
+                str(claim.settings),
+                f"{claim.positive} of {claim.trainings}",
+                f"{_rounded(claim.found.value):+.4f}",
+                _interval(claim.found),
+                f"{claim.found.p:.2g}",
+                f"{p:.2g}",
+                claim.verdict(p),
+            ]
+            for claim, p in zip(tested, corrected, strict=True)
         ]
-        for claim, each, p in zip(tested, found, corrected, strict=True)
-    ]
-    return _table(("claim", "settings", "positive", "difference, 95 %", "p", "p, Holm", "found"), rows)
+    return _table(("claim", "settings", "positive", "difference", "95 %", "p", "p, Holm", "found"), rows)
+
+
+def _interval(found: Difference) -> str:
+    if math.isinf(found.low):
+        return "–"
+    return f"{_rounded(found.low):+.4f} to {_rounded(found.high):+.4f}"
+
+
+def _of_product(runs: Runs, plan: Plan) -> list[Setting]:
+    """Those that the released product was trained in, by β2."""
+    return sorted((s for s in plan.settings if runs.of(s, RELEASED[0])), key=lambda s: s.beta2)
 
 
 def product_table(runs: Runs, plan: Plan) -> str:
     """The released code's second moment beside the paper's, by β2."""
-    settings = sorted(
-        (s for s in plan.settings if runs.of(s, RELEASED[0]) and set(s.differs(plan.main)) <= {"beta2"}),
-        key=lambda s: s.beta2,
-    )
     rows = []
-    for setting in settings:
-        for name in (PAPERS_PRODUCT, *RELEASED):
+    for setting in _of_product(runs, plan):
+        for name in _strategies(runs, setting, product=True):
             records = runs.of(setting, name)
             final = [_of_curve(r, "v_mean")[-1] / _of_curve(r, "v_exact")[-1] for r in records.values()]
             rows.append(
@@ -328,27 +342,28 @@ def cost_table(runs: Runs) -> str:
 
 def draw_main(runs: Runs, setting: Setting, path: Path) -> None:
     """Loss over D's, EDQ ratio, and lost updates, by step: means over seeds."""
-    figure = Figure(figsize=(15, 5), layout="constrained")
+    figure = Figure(figsize=(15, 5.6), layout="constrained")
     panels = figure.subplots(1, 3)
-    baseline = _mean_curve(runs.of(setting, BASELINE).values(), "loss")
     for name in _strategies(runs, setting):
-        style = {"color": STRATEGIES[name].colour, "linestyle": STRATEGIES[name].line, "linewidth": 2}
-        records = runs.of(setting, name).values()
-        losses = _mean_curve(records, "loss")
-        gaps = [(step, loss - theirs) for (step, loss), (_, theirs) in zip(losses, baseline, strict=True)]
-        for axes, points in zip(
-            panels,
-            (gaps, _mean_curve(records, "edq_ratio"), _mean_curve(records, "lost_share")),
-            strict=True,
-        ):
-            axes.plot(*zip(*points, strict=True), label=_named(name), **style)
+        curves = (
+            _gap_curve(runs, setting, name),
+            *(_mean_curve(runs.of(setting, name).values(), key) for key in ("edq_ratio", "lost_share")),
+        )
+        for axes, points in zip(panels, curves, strict=True):
+            axes.plot(*zip(*points, strict=True), label=_named(name), **_style(name))
+    panels[0].set_yscale("symlog", linthresh=0.005)
+    panels[2].set_yscale("symlog", linthresh=0.001)
     titles = ("Validation loss over D's, nats per byte", "EDQ ratio", "Share of updates that are lost")
     for axes, title in zip(panels, titles, strict=True):
         axes.set_title(title)
         axes.set_xlabel("step")
         axes.grid(alpha=0.3)
-    panels[0].legend(fontsize=9)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=6)
     figure.savefig(path, dpi=80)
+
+
+def _style(name: str) -> dict[str, Any]:
+    return {"color": STRATEGIES[name].colour, "linestyle": STRATEGIES[name].line, "linewidth": 2}
 
 
 def _mean_curve(records: Iterable[Record], name: str) -> list[tuple[float, float]]:
@@ -356,9 +371,15 @@ def _mean_curve(records: Iterable[Record], name: str) -> list[tuple[float, float
     return [(points[0][0], _mean(value for _, value in points)) for points in zip(*curves, strict=True)]
 
 
+def _gap_curve(runs: Runs, setting: Setting, name: str) -> list[tuple[float, float]]:
+    """How much higher the loss is than D's."""
+    curves = (_mean_curve(runs.of(setting, each).values(), "loss") for each in (name, BASELINE))
+    return [(step, loss - theirs) for (step, loss), (_, theirs) in zip(*curves, strict=True)]
+
+
 def draw_sweeps(runs: Runs, plan: Plan, path: Path) -> None:
     """The final loss over D's by setting, a dot for each seed."""
-    figure = Figure(figsize=(15, 6), layout="constrained")
+    figure = Figure(figsize=(15, 6.5), layout="constrained")
     axes = figure.subplots()
     names = [name for name in _strategies(runs, plan.main) if name != BASELINE]
     for position, name in enumerate(names):
@@ -377,39 +398,37 @@ def draw_sweeps(runs: Runs, plan: Plan, path: Path) -> None:
             markersize=6,
         )
     axes.axhline(0, color="black", linestyle=":")
+    for column in range(1, len(plan.settings)):
+        axes.axvline(column - 0.5, color="black", alpha=0.15)
     axes.set_xticks(
         range(len(plan.settings)), [_title(s, plan.main).replace(", ", "\n") for s in plan.settings]
     )
     axes.set_yscale("symlog", linthresh=0.003)
     axes.set_ylabel("final loss over D's, nats per byte (linear up to 0.003)")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=9, ncols=2)
+    axes.grid(alpha=0.3, axis="y")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=6)
     figure.savefig(path, dpi=80)
 
 
 def draw_product(runs: Runs, plan: Plan, path: Path) -> None:
-    """The product that was released beside the paper's: loss over D's, and second moments over the exact."""
-    figure = Figure(figsize=(15, 5), layout="constrained")
-    panels = figure.subplots(1, 2)
-    baseline = _mean_curve(runs.of(plan.main, BASELINE).values(), "loss")
-    for name in (PAPERS_PRODUCT, *RELEASED, "plus, mcf", "none"):
-        style = {"color": STRATEGIES[name].colour, "linestyle": STRATEGIES[name].line, "linewidth": 2}
-        records = list(runs.of(plan.main, name).values())
-        losses = _mean_curve(records, "loss")
-        gaps = [(step, loss - theirs) for (step, loss), (_, theirs) in zip(losses, baseline, strict=True)]
-        stored, exact = _mean_curve(records, "v_mean"), _mean_curve(records, "v_exact")
-        ratios = [(step, v / e) for (step, v), (_, e) in zip(stored, exact, strict=True)]
-        for axes, points in zip(panels, (gaps, ratios), strict=True):
-            axes.plot(*zip(*points, strict=True), label=name, **style)
-    for axes, title in zip(
-        panels,
-        (f"Validation loss over D's, β2 = {plan.main.beta2:g}", "Mean of the second moments over the exact"),
-        strict=True,
-    ):
-        axes.set_title(title)
-        axes.set_xlabel("step")
-        axes.grid(alpha=0.3)
-    panels[0].legend(fontsize=10)
+    """The released product beside the paper's, for the least and the largest β2: loss and moments."""
+    settings = _of_product(runs, plan)
+    settings = [settings[0], settings[-1]] if len(settings) > 1 else settings
+    figure = Figure(figsize=(15, 4.6 * len(settings)), layout="constrained")
+    rows = figure.subplots(len(settings), 2, squeeze=False)
+    for setting, panels in zip(settings, rows, strict=True):
+        for name in _strategies(runs, setting, product=True):
+            records = list(runs.of(setting, name).values())
+            stored, exact = _mean_curve(records, "v_mean"), _mean_curve(records, "v_exact")
+            ratios = [(step, v / e) for (step, v), (_, e) in zip(stored, exact, strict=True)]
+            for axes, points in zip(panels, (_gap_curve(runs, setting, name), ratios), strict=True):
+                axes.plot(*zip(*points, strict=True), label=_named(name), **_style(name))
+        panels[0].set_title(f"Validation loss over D's, β2 = {setting.beta2:g}")
+        panels[1].set_title(f"Mean of the second moments over the exact, β2 = {setting.beta2:g}")
+        for axes in panels:
+            axes.set_xlabel("step")
+            axes.grid(alpha=0.3)
+    figure.legend(*rows[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     figure.savefig(path, dpi=80)
 
 
@@ -452,6 +471,7 @@ def page(runs: Runs, plan: Plan) -> str:
         trainings=sum(cell.seed in runs.of(cell.setting, cell.strategy) for cell in plan.cells),
         planned=len(plan.cells),
         seeds=many,
+        minutes=round(sum(r["seconds"] for r in runs.records) / 60),
         machines=_machines(runs),
         sizes=sizes,
         main_table=main_table(runs, shown.main),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -23,6 +24,7 @@ __all__ = [
     "BASELINE",
     "MAIN",
     "MASTER_FREE",
+    "OF_THE_PRODUCT",
     "PAPERS_PRODUCT",
     "QUICK",
     "RELEASED",
@@ -49,6 +51,7 @@ class Strategy:
         made: the backend's options, or how the eager optimizer keeps its tensors.
         colour: in the pictures, of Okabe and Ito's.
         line: matplotlib's style.
+        rate: times the setting's learning rate.
     """
 
     name: str
@@ -56,11 +59,13 @@ class Strategy:
     made: dict[str, Any] | Making
     colour: str
     line: str = "-"
+    rate: float = 1.0
 
 
 BASELINE, MASTER_FREE = "fp32 master", "fp32 moments"
 PAPERS_PRODUCT = "the paper's product"
 RELEASED = ("released, bf16 default", "released, fp32 default")
+LARGER_STEPS = "fp32 master, lr × √3"  # as a second moment makes them that is a third of what it should be
 
 _FLOAT32 = torch.float32
 STRATEGIES = {
@@ -88,10 +93,13 @@ STRATEGIES = {
         Strategy(PAPERS_PRODUCT, "", Making(Pair, Kept, Pair), "#0072B2"),
         Strategy(RELEASED[0], "", Making(Pair, Kept, ReleasedInBfloat16), "#D55E00"),
         Strategy(RELEASED[1], "", Making(Pair, Kept, ReleasedInFloat32), "#E69F00", "--"),
+        Strategy(LARGER_STEPS, "", Making(Master, moments=_FLOAT32), "#000000", "--", rate=3**0.5),
     )
 }
-_OF_THE_PRODUCT = (PAPERS_PRODUCT, *RELEASED)
-_OTHERS = tuple(name for name in STRATEGIES if name not in _OF_THE_PRODUCT)
+
+#: What the paper's product is about: trained in settings of each β2 alone.
+OF_THE_PRODUCT = (PAPERS_PRODUCT, *RELEASED, LARGER_STEPS)
+_OTHERS = tuple(name for name in STRATEGIES if name not in OF_THE_PRODUCT)
 
 
 @dataclass(frozen=True)
@@ -103,6 +111,7 @@ class Size:
         context: bytes that it sees.
         batch: windows of that length a step, unless a setting says otherwise.
         steps: of a training.
+        masked_start: steps of the float32 training that encoders go on from.
         tuning_steps: of a fine-tuning.
     """
 
@@ -112,6 +121,7 @@ class Size:
     context: int
     batch: int
     steps: int
+    masked_start: int = 0
     tuning_steps: int = 0
 
     def parameters(self) -> int:
@@ -121,12 +131,29 @@ class Size:
 
 
 SIZES = {
-    "tiny": Size(width=64, layers=1, heads=2, context=32, batch=4, steps=24, tuning_steps=12),
-    "0.3m": Size(width=96, layers=3, heads=4, context=64, batch=12, steps=600, tuning_steps=300),
+    "tiny": Size(
+        width=64, layers=1, heads=2, context=32, batch=4, steps=24, masked_start=24, tuning_steps=12
+    ),
+    "0.3m": Size(96, layers=3, heads=4, context=64, batch=12, steps=600, masked_start=1000, tuning_steps=300),
     "1.4m": Size(width=192, layers=3, heads=6, context=64, batch=12, steps=400),
     "5m": Size(width=320, layers=4, heads=5, context=64, batch=12, steps=300),
     "124m": Size(width=832, layers=15, heads=13, context=512, batch=32, steps=2000),
 }
+
+
+@dataclass(frozen=True)
+class Start:
+    """A training in float32 that all strategies of a setting and seed go on from.
+
+    Attributes:
+        task: as of a setting.
+        lr: the peak learning rate.
+        steps: how many.
+    """
+
+    task: str
+    lr: float
+    steps: int
 
 
 @dataclass(frozen=True)
@@ -135,7 +162,7 @@ class Setting:
 
     Attributes:
         task: ``bytes`` (predict the next), ``masked`` (an encoder, predict those that are masked) or
-            ``tuning`` (predict the next one of a second text, from a float32 checkpoint of the first).
+            ``tuning`` (predict the next one of a second text).
         size: of :data:`SIZES`.
         beta2: of the second moment.
         lr: the peak learning rate.
@@ -152,6 +179,19 @@ class Setting:
         """How many a training takes."""
         size = SIZES[self.size]
         return size.tuning_steps if self.task == "tuning" else size.steps
+
+    def start(self) -> Start | None:
+        """What it begins with, if not with nothing.
+
+        A fine-tuning does with a model of the first text. An encoder learns for hundreds of steps how
+        frequent bytes are, until it begins to look at their neighbours. When that is, is a matter of chance,
+        and moves the loss more than anything that is compared here: a start has it behind it.
+        """
+        size = SIZES[self.size]
+        return {
+            "tuning": Start("bytes", 1e-3, size.steps),
+            "masked": Start("masked", 3e-3, size.masked_start),
+        }.get(self.task)
 
     def differs(self, other: Setting) -> dict[str, Any]:
         """What of it is not as in another one."""
@@ -175,11 +215,23 @@ SETTINGS = (
 
 @dataclass(frozen=True)
 class Cell:
-    """One training."""
+    """One training.
+
+    Attributes:
+        setting, strategy: as they are.
+        seed: counted from 0 in each setting.
+    """
 
     setting: Setting
     strategy: str
     seed: int
+
+    def draw(self) -> int:
+        """What weights and batches are drawn by: the same for all strategies, and another in each setting.
+
+        So the differences between two strategies are independent of each other, over all settings and seeds.
+        """
+        return zlib.crc32(repr((self.setting, self.seed)).encode())
 
     def key(self) -> dict[str, Any]:
         """What identifies it in a file of results."""
@@ -220,7 +272,7 @@ def _cells(settings: tuple[Setting, ...], seeds: int, strategies: tuple[str, ...
 def full_plan(seeds: int = 3) -> Plan:
     """What ``./dev paper`` trains."""
     same_model = tuple(s for s in SETTINGS if set(s.differs(MAIN)) <= {"beta2"})
-    cells = (*_cells(SETTINGS, seeds, _OTHERS), *_cells(same_model, seeds, _OF_THE_PRODUCT))
+    cells = (*_cells(SETTINGS, seeds, _OTHERS), *_cells(same_model, seeds, OF_THE_PRODUCT))
     return Plan(SETTINGS, cells)
 
 

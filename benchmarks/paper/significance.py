@@ -1,4 +1,4 @@
-"""Whether a mean of few paired differences is other than zero: Student's t-test, and Holm's correction."""
+"""Whether differences are other than zero: the sign test, Welch's t-test, and Holm's correction."""
 
 from __future__ import annotations
 
@@ -9,37 +9,63 @@ from dataclasses import dataclass
 
 import mpmath  # comes with sympy
 
-__all__ = ["Difference", "holm", "paired"]
+__all__ = ["LEVEL", "Difference", "holm", "sign_test", "welch"]
+
+LEVEL = 0.05
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A mean of paired differences.
+    """How far apart two things are found to be.
 
     Attributes:
-        mean: of them.
-        half_width: of its 95 % confidence interval; infinite for one pair.
-        p: two-sided, of the hypothesis that the mean is zero; 1 for one pair.
+        value: of the difference.
+        low, high: between them the true one lies, with 95 % confidence; infinite where there are too few.
+        p: two-sided, of the hypothesis that there is none.
     """
 
-    mean: float
-    half_width: float
+    value: float
+    low: float
+    high: float
     p: float
 
 
-def paired(differences: Sequence[float]) -> Difference:
-    """Student's t-test of paired differences, one for each seed.
+def sign_test(differences: Sequence[float]) -> Difference:
+    """The median of independent differences, of which each may have a distribution of its own.
+
+    Under the hypothesis that is tested either sign is as likely. Differences of zero have none, and count for
+    the interval alone, whose ends are order statistics: infinite for fewer than six.
 
     Args:
         differences: at least one.
     """
-    mean, count = statistics.fmean(differences), len(differences)
-    if count < 2:
-        return Difference(mean, math.inf, 1.0)
-    error = statistics.stdev(differences) / math.sqrt(count)
-    if error == 0:
-        return Difference(mean, 0.0, 1.0 if mean == 0 else 0.0)
-    return Difference(mean, _quantile(count - 1) * error, _two_sided(abs(mean) / error, count - 1))
+    signs = [each > 0 for each in differences if each]
+    fewer = min(sum(signs), len(signs) - sum(signs))
+    ordered, count = sorted(differences), len(differences)
+    ranks = [rank for rank in range(1, count // 2 + 1) if _at_most(rank - 1, count) <= LEVEL / 2]
+    low, high = (ordered[ranks[-1] - 1], ordered[-ranks[-1]]) if ranks else (-math.inf, math.inf)
+    return Difference(statistics.median(ordered), low, high, min(1.0, 2 * _at_most(fewer, len(signs))))
+
+
+def welch(first: Sequence[float], second: Sequence[float]) -> Difference:
+    """The mean of one sample less that of another, which may have another variance.
+
+    Args:
+        first: independent of each other and of the second.
+        second: with fewer than two in either nothing is found.
+    """
+    value = statistics.fmean(first) - statistics.fmean(second)
+    if min(len(first), len(second)) < 2:
+        return Difference(value, -math.inf, math.inf, 1.0)
+    parts = [statistics.variance(each) / len(each) for each in (first, second)]
+    if sum(parts) == 0:
+        return Difference(value, value, value, 1.0 if value == 0 else 0.0)
+    error = math.sqrt(sum(parts))
+    freedom = sum(parts) ** 2 / sum(
+        part**2 / (len(each) - 1) for part, each in zip(parts, (first, second), strict=True)
+    )
+    width = error * _quantile(freedom)
+    return Difference(value, value - width, value + width, _two_sided(abs(value) / error, freedom))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -52,15 +78,20 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return corrected
 
 
-def _two_sided(t: float, freedom: int) -> float:
+def _at_most(heads: int, tosses: int) -> float:
+    """The probability of so many heads of a fair coin, or fewer."""
+    return sum(math.comb(tosses, k) for k in range(heads + 1)) / 2**tosses
+
+
+def _two_sided(t: float, freedom: float) -> float:
     """P(|T| > t) of Student's distribution, which is a regularized incomplete beta function."""
     return float(mpmath.betainc(freedom / 2, 0.5, 0, freedom / (freedom + t * t), regularized=True))
 
 
-def _quantile(freedom: int, level: float = 0.05) -> float:
-    """The t that is exceeded with this probability, on both sides together."""
+def _quantile(freedom: float) -> float:
+    """The t that is exceeded with a probability of :data:`LEVEL`, on both sides together."""
     low, high = 0.0, 1e3
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if _two_sided(middle, freedom) > level else (low, middle)
+        low, high = (middle, high) if _two_sided(middle, freedom) > LEVEL else (low, middle)
     return high

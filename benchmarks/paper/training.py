@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.paper.optimizers import EagerAdamW, Making, Measured
-from benchmarks.paper.settings import SIZES, STRATEGIES, Cell, Setting
+from benchmarks.paper.settings import SIZES, STRATEGIES, Cell, Setting, Start
 from collage_fx import CollageBackend, full_value, load_full_state_dict
 from examples.train_gpt import GPT, Recipe, Text, bytes_per_parameter, loss_of
 
-__all__ = ["Record", "one_thread", "pretrained", "recipe_of", "train"]
+__all__ = ["Record", "one_thread", "recipe_of", "started", "train"]
 
 Record = dict[str, Any]
 
@@ -100,20 +100,26 @@ def validate(model: nn.Module, text: Text, task: str, recipe: Recipe, device: st
     return statistics.fmean(losses)
 
 
-def pretrained(setting: Setting, seed: int, folder: Path, device: str) -> Path:
-    """The float32 checkpoint that a fine-tuning begins with, trained if it is not there yet."""
-    path = folder / f"pretrained-{setting.size}-{seed}.pt"
+def model_of(task: str, recipe: Recipe) -> GPT:
+    """A model with the recipe's weights, in float32."""
+    torch.manual_seed(recipe.seed)
+    return (Encoder if task == "masked" else GPT)(recipe)
+
+
+def started(cell: Cell, start: Start, folder: Path, device: str) -> Path:
+    """The float32 checkpoint that a cell begins with, trained if it is not there yet."""
+    path = folder / f"start-{cell.draw():08x}.pt"
     if path.exists():
         return path
-    recipe = recipe_of(replace(setting, task="bytes", lr=1e-3), seed)
-    torch.manual_seed(seed)
-    model = GPT(recipe).to(device)
+    recipe = recipe_of(replace(cell.setting, task=start.task, lr=start.lr), cell.draw())
+    recipe = replace(recipe, steps=start.steps)
+    model = model_of(start.task, recipe).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), betas=recipe.betas, weight_decay=WEIGHT_DECAY)
-    text = text_of("bytes")
+    text = text_of(start.task)
     for number in range(recipe.steps):
         optimizer.param_groups[0]["lr"] = recipe.lr(number)
         optimizer.zero_grad()
-        batch = batch_at(text.training, "bytes", recipe, recipe.batch, number)
+        batch = batch_at(text.training, start.task, recipe, recipe.batch, number)
         loss_of(model, *(each.to(device) for each in batch)).backward()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
@@ -290,38 +296,38 @@ def train(cell: Cell, folder: Path, device: str, deadline: float) -> Record | No
     """
     if time.time() > deadline:
         return None
-    setting, recipe = cell.setting, recipe_of(cell.setting, cell.seed)
+    begun_at = time.perf_counter()
+    setting, recipe = cell.setting, recipe_of(cell.setting, cell.draw())
     text = text_of(setting.task)
-    torch.manual_seed(cell.seed)
-    model = (Encoder if setting.task == "masked" else GPT)(recipe).to(device, torch.bfloat16)
+    model = model_of(setting.task, recipe).to(device, torch.bfloat16)
     every = max(1, recipe.steps // POINTS)
-    made = STRATEGIES[cell.strategy].made
+    strategy = STRATEGIES[cell.strategy]
     stepper: Stepper
-    if isinstance(made, Making):
-        stepper = Eager(model, recipe, made, every)
+    if isinstance(strategy.made, Making):
+        stepper = Eager(model, recipe, strategy.made, every)
     else:
-        stepper = Compiled(model, recipe, made, every)
-    if setting.task == "tuning":
-        base = pretrained(setting, cell.seed, folder, device)
-        stepper.load_weights(torch.load(base, map_location=device))
+        stepper = Compiled(model, recipe, strategy.made, every)
+    if start := setting.start():
+        stepper.load_weights(torch.load(started(cell, start, folder, device), map_location=device))
     parameters = list(model.parameters())
     curves = Curves(parameters, setting.beta2)
 
     left = folder / f"{zlib.crc32(repr(cell).encode()):08x}.pt"
     begun = 0
     if left.exists():
-        begun = _go_on(left, model, stepper, curves)
+        begun, seconds = _go_on(left, model, stepper, curves)
+        begun_at -= seconds
     for number in range(begun + 1, recipe.steps + 1):
         model.zero_grad()
         batch = batch_at(text.training, setting.task, recipe, recipe.batch, number)
         loss_of(model, *(each.to(device) for each in batch)).backward()
         nn.utils.clip_grad_norm_(parameters, CLIP)
         curves.follow(parameters)
-        stepper.step(recipe.lr(number - 1), number)
+        stepper.step(strategy.rate * recipe.lr(number - 1), number)
         if number % every == 0 or number == recipe.steps:
             curves.take(number, validate(model, text, setting.task, recipe, device), stepper)
             if time.time() > deadline and number < recipe.steps:
-                _leave(left, number, model, stepper, curves)
+                _leave(left, number, time.perf_counter() - begun_at, model, stepper, curves)
                 return None
     _take_measured(stepper, curves)
     left.unlink(missing_ok=True)
@@ -332,6 +338,7 @@ def train(cell: Cell, folder: Path, device: str, deadline: float) -> Record | No
         "bytes": stepper.bytes_per_parameter(),
         "loss": curves.points["loss"][-1][1],
         "v_error": curves.second_moment_error(stepper),
+        "seconds": time.perf_counter() - begun_at,
         "curves": curves.points,
     }
 
@@ -342,10 +349,13 @@ def _take_measured(stepper: Stepper, curves: Curves) -> None:
         curves.points["lost_share"].append([number, lost_share])
 
 
-def _leave(path: Path, number: int, model: nn.Module, stepper: Stepper, curves: Curves) -> None:
+def _leave(
+    path: Path, number: int, seconds: float, model: nn.Module, stepper: Stepper, curves: Curves
+) -> None:
     _take_measured(stepper, curves)
     state = {
         "number": number,
+        "seconds": seconds,
         "model": model.state_dict(),
         "optimizer": stepper.state_dict(),
         "points": curves.points,
@@ -354,11 +364,10 @@ def _leave(path: Path, number: int, model: nn.Module, stepper: Stepper, curves: 
     save(state, path)
 
 
-def _go_on(path: Path, model: nn.Module, stepper: Stepper, curves: Curves) -> int:
-    """Load what was left; the number of steps that have been taken."""
+def _go_on(path: Path, model: nn.Module, stepper: Stepper, curves: Curves) -> tuple[int, float]:
+    """Load what was left; how many steps have been taken, and in how many seconds."""
     state = torch.load(path, map_location=next(model.parameters()).device)
     model.load_state_dict(state["model"])
     stepper.load_state_dict(state["optimizer"])
     curves.points, curves.exact = state["points"], state["exact"]
-    number: int = state["number"]
-    return number
+    return state["number"], state["seconds"]

@@ -6,9 +6,9 @@ Compensation lives in the compiled graphs. There are six ways past them, and eac
 which costs nothing in a step that is compiled already:
 
 * *Dynamo gives up on a function* that has been compiled too often, and runs it as it is from then on, for
-  every optimizer of the class. It never does for this backend: each optimizer has a limit of its own. A step
-  that reaches Dynamo's ``recompile_limit`` is recorded from then on; any other function is refused at
-  :data:`COMPILATIONS` times the limit (:func:`_before_conversion`).
+  every optimizer of the class. It never does for this backend: each optimizer has a limit of its own, whose
+  count begins anew when it is loaded. A step that reaches Dynamo's ``recompile_limit`` is recorded from then
+  on; any other function is refused at :data:`COMPILATIONS` times the limit (:func:`_before_conversion`).
 * *A graph break inside an update* hands the operation it happened at, and in a loop the whole function, to
   eager execution. When Dynamo reports one, before anything has run, the optimizer is recorded from then on:
   Note [Recorded steps] in ``recorder.py`` (:func:`_at_graph_break`). So it is where Dynamo or AOTAutograd
@@ -77,6 +77,7 @@ from collage_fx.runtime import (
     optimizers_among,
     parameter_names,
     prepare_compiler,
+    times_loaded,
     unpack_state,
 )
 from collage_fx.torch_compat import (
@@ -215,7 +216,7 @@ def _before_conversion(
             keep_sizes(known.tensor)
     limit = dynamo_recompile_limit() * (1 if is_step_wrapper(code) else COMPILATIONS)
     for subject in _subjects(code, variables):
-        done = _conversions.get(subject, Counter())[code]
+        done = _conversions.get(subject, Counter())[_counted(subject, code)]
         if done >= limit:
             refusal = _too_many(subject, code, done)
             if isinstance(subject, Optimizer) and is_step_wrapper(code):
@@ -275,7 +276,12 @@ def record_instead(
 
 def _after_conversion(code: CodeType, variables: Mapping[str, Any]) -> None:
     for subject in _subjects(code, variables):
-        _conversions.setdefault(subject, Counter())[code] += 1
+        _conversions.setdefault(subject, Counter())[_counted(subject, code)] += 1
+
+
+def _counted(subject: Optimizer | CodeType, code: CodeType) -> tuple[CodeType, int]:
+    """What compilations are counted by: they begin anew when an optimizer is loaded, which calls for one."""
+    return code, times_loaded(subject) if isinstance(subject, Optimizer) else 0
 
 
 def _subjects(code: CodeType, variables: Mapping[str, Any]) -> list[Optimizer | CodeType]:

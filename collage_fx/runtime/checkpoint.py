@@ -123,6 +123,7 @@ __all__ = [
     "note_compiled",
     "note_held",
     "note_replaced",
+    "times_loaded",
 ]
 
 PREFIX = "collage_fx."
@@ -133,6 +134,7 @@ PARAMETER_SLOT = "parameter"
 FINGERPRINT = "fingerprint"
 
 _compiled: WeakSet[Optimizer] = WeakSet()
+_loads: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
 #: name -> (the value of an optimizer, what gives it to a copy), of what copies take along.
 _carried_along: dict[str, tuple[Callable[[Optimizer], Any], Callable[[Optimizer, Any], None]]] = {}
@@ -222,6 +224,11 @@ def note_held(optimizer: Optimizer) -> None:
 def forget_compiled(optimizer: Optimizer) -> None:
     """Undo :func:`note_compiled`: what is loaded into the optimizer needs no error terms."""
     _compiled.discard(optimizer)
+
+
+def times_loaded(optimizer: Optimizer) -> int:
+    """How often ``load_state_dict`` has given the optimizer other state tensors."""
+    return _loads.get(optimizer, 0)
 
 
 def carry_along(
@@ -385,6 +392,7 @@ def _loading(load_state_dict: Callable[..., None]) -> Callable[..., None]:
         )
         try:
             load_state_dict(self, state_dict, *args, **kwargs)
+            _loads[self] = times_loaded(self) + 1
         finally:
             last.remove()
             first.remove()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import itertools
@@ -567,6 +568,27 @@ def test_the_limit_is_each_optimizers_own() -> None:
             params = parameters(shapes=[(3,)], seed=seed)
             run_steps(compiled(Descent(params, lr=TINY)), params, [seed])
             assert bool(error_terms(params[0])[0].any())
+
+
+def test_loading_again_and_again_leaves_a_step_captured() -> None:
+    """State that is loaded is other tensors, for which a step is compiled once more: not one too many."""
+    params = parameters(shapes=[(3, 5)])
+    optimizer = torch.optim.Adafactor(params, lr=TINY)
+    step = compiled(optimizer)
+    run_steps(step, params, [0])
+    values, saved = [p.detach().clone() for p in params], copy.deepcopy(optimizer.state_dict())
+    run_steps(step, params, [1])
+    ends = [p.detach().clone() for p in params], [full_value(p) for p in params]
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for _ in range(5):
+            with torch.no_grad():
+                for p, value in zip(params, values, strict=True):
+                    p.copy_(value)
+            optimizer.load_state_dict(copy.deepcopy(saved))
+            run_steps(step, params, [1])
+            assert not is_recorded(optimizer)
+            for found, expected in zip((params, map(full_value, params)), ends, strict=True):
+                assert all(map(torch.equal, found, expected))
 
 
 def test_a_thread_waits_for_another_that_compiles() -> None:
