@@ -162,6 +162,8 @@ _PEERS: Sequence[Peer] = (
         package="torchao",
         compiles=True,
     ),
+    # the parameter, moments of 8 bits and a 32-bit scale for 256 of them, in and out, and the gradient
+    Peer("bitsandbytes 8 bit", packaged("bitsandbytes.optim", "AdamW8bit"), 10.0625, package="bitsandbytes"),
     # hi and its 8-bit rest of parameter and both moments, in and out, and the gradient
     Peer("heavyball bf16+8", heavyball, 20, package="heavyball", compiles=True),
     # 24-bit parameter, moments of 8 bits and a 16-bit scale for 32 of them, in and out, and the gradient

@@ -316,7 +316,8 @@ def _error(options: argparse.Namespace, _: list[str]) -> int:
     if options.code.upper() not in kinds:
         raise UsageError(f"no error {options.code!r}; {did_you_mean(options.code, kinds)}")
     kind = kinds[options.code.upper()]
-    print(f"{kind.code}: {kind.__name__}\n\n{inspect.getdoc(kind)}\n\nAn example is in docs/errors.md.")
+    page = f"Its page, with examples, is docs/errors/{kind.code}.md."
+    print(f"{kind.code}: {kind.__name__}\n\n{inspect.getdoc(kind)}\n\n{page}")
     return 0
 
 

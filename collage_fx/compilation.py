@@ -524,8 +524,8 @@ class Compilation:
                 refusal = UncompensatedParameterError(
                     f"{state.refusal} ({state.info.role.value} of dtype {state.format.name})",
                     where=program.infos[index].name,
-                    remedy=f"{REMEDIES[program.arithmetic]}, or leave it to plain low precision with "
-                    "strict=False",
+                    remedy=f"{state.remedy or REMEDIES[program.arithmetic]}, or leave it to plain low "
+                    "precision with strict=False",
                 )
                 if self.options.strict and state.info.role is Role.PARAMETER:
                     raise refusal

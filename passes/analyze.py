@@ -43,7 +43,11 @@ aten = torch.ops.aten
 
 DITHER = ERROR_FORMATS["dither"]
 
-ROUNDED_BITS = "its new value has been rounded by operations on its bits"
+#: Why such an update is refused, and what to do about it.
+ROUNDED_BITS = (
+    "its new value has been rounded by operations on its bits",
+    "round by x.to(p.dtype) in the optimizer, which is read as a rounding",
+)
 
 
 @dataclass(frozen=True)
@@ -95,10 +99,10 @@ class Analyze(Pass):
             elif program.is_recorded and program.strategy != "none":
                 _compensate(program, state, "a parameter, in a part of a recorded step")
                 if _is_made_of_bits(state):
-                    state.refusal = ROUNDED_BITS
+                    state.refusal, state.remedy = ROUNDED_BITS
         for state in program.compensated:
             if _is_rounded_in_bits(state):
-                state.refusal = ROUNDED_BITS
+                state.refusal, state.remedy = ROUNDED_BITS
         if program.rounding == "dither" and program.strategy != "none":
             for state in program.states:
                 if _may_be_dithered(program, state):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
+from benchmarks import comparison
 from benchmarks.__main__ import main, opened, parse_arguments, stages
 from benchmarks.by_hand import BETAS, EPS, LR, WEIGHT_DECAY, EagerCollage, KahanAdamW
 from benchmarks.compiling import OPTIMIZERS
@@ -254,3 +255,9 @@ def test_rounds_have_many_orders() -> None:
     # same one again where rounds meet, 1/16.
     for name, other in permutations(names, 2):
         assert abs(after[other, name] - 37.5) < 4 * 5.1
+
+
+def test_the_comparison_has_the_numbers_of_the_results() -> None:
+    text = comparison.PAGE.read_text()
+    assert text == comparison.written(text), "python -m benchmarks.comparison writes the table"
+    assert all(any(name in line for line in text.splitlines()) for name, *_ in comparison.ROWS)

@@ -128,7 +128,9 @@ def test_the_table_of_noise(decay: str) -> None:
     assert any(re.match(rf"\| {decay} \| {first} \| \S+ % \| {second} \|", row) for row in rows)
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted(DOCS.glob("*.md"))], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))], ids=lambda page: page.name
+)
 def test_links_lead_somewhere(page: Path) -> None:
     targets = [target.partition("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text())]
     missing = [each for each in targets if "://" not in each and each and not (page.parent / each).exists()]

@@ -234,3 +234,30 @@ def test_a_parameter_that_is_replaced_is_a_new_one() -> None:
     exact = params_of(plain)[0].detach()
     # The pair's precision; and float32's of the first update, which is lr times a quotient near 1.
     assert torch.all((full_value(fresh) - exact).abs() <= exact.abs() * 2.0**-16 + 1e-3 * 2.0**-20)
+
+
+WITHOUT_A_COMPILER = """
+import torch
+from collage_fx import error_terms
+from tests.support.training import compiled, parameters, run_steps
+
+params = parameters()
+run_steps(compiled(torch.optim.AdamW(params, lr=1e-3)), params, range(2))
+assert any(term.any() for p in params for term in error_terms(p))
+"""
+
+
+def test_a_machine_without_a_compiler_is_told_so_and_nothing_else(tmp_path: Path) -> None:
+    """The step is run operation by operation, with one warning: no traceback of what was begun ahead."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    env = {**os.environ, "CXX": "no-such-compiler", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_A_COMPILER],
+        env={**env, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "collage-fx error CFX013" in done.stderr
+    assert "Traceback" not in done.stderr

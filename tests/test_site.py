@@ -28,8 +28,10 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_page_is_there(site: Path) -> None:
-    pages = {path.stem for path in (ROOT / "docs").glob("*.md")} | {"readme", "CONTRIBUTING", "CHANGELOG"}
-    assert pages <= {path.stem for path in site.glob("*.html")}
+    docs = ROOT / "docs"
+    pages = {path.relative_to(docs).with_suffix(".html") for path in docs.rglob("*.md")}
+    pages |= {Path(f"{name}.html") for name in ("readme", "CONTRIBUTING", "CHANGELOG")}
+    assert pages <= {path.relative_to(site) for path in site.rglob("*.html")}
 
 
 def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:

@@ -81,7 +81,15 @@ def describe_input(value: Any, fallback: str, known: Mapping[int, KnownTensor], 
         role = Role.PARAMETER
     else:
         role = Role.CARRIED if value in carried else Role.STATE
-    return InputInfo(name, name.rpartition("___")[2] or name, role, value, bound, **facts)
+    return InputInfo(name, _symbol(name), role, value, bound, **facts)
+
+
+def _symbol(name: str) -> str:
+    """Of an attribute its last name; of a number in ``param_groups`` its key, with a later group's place."""
+    if in_group := re.fullmatch(r"self_param_groups_(\d+)_(.+)", name):
+        group, key = in_group.groups()
+        return key if group == "0" else f"{key}_{group}"
+    return name.rpartition("___")[2] or name
 
 
 def _describe_number(fallback: str, value: Any) -> InputInfo:

@@ -131,6 +131,7 @@ class StateTensor:
         selection: why it is, or is not, compensated under the chosen strategy.
         not_packed: why it is not packed where state is; empty if it is, or none is.
         refusal: set by the compensating pass where it could not keep the error term, and why.
+        remedy: likewise, what to do about it; the arithmetic's usual advice if empty.
         auxiliaries: set by ``allocate``: placeholders of its error format's auxiliary tensors.
         start: likewise, where the format is dithered: that of the index of its first element.
         intended: set by ``compensate-wide``: the float32 new value that is split and stored.
@@ -147,6 +148,7 @@ class StateTensor:
     selection: str = ""
     not_packed: str = ""
     refusal: str = ""
+    remedy: str = ""
     auxiliaries: tuple[Node, ...] = ()
     start: Node | None = None
     intended: Node | None = None

@@ -223,9 +223,9 @@ def load_library() -> Library:
 def prepare_compiler() -> None:
     """Have all that a first step compiles beside its own kernels compiled on another core, once a process.
 
-    A fault of the compiler is raised where the library or a kernel is needed.
+    A fault of the compiler is raised where the library or a kernel is needed, and not here.
     """
-    prepare_cpp_compiler().add_done_callback(lambda _: load_library())
+    prepare_cpp_compiler().add_done_callback(lambda done: done.exception() or load_library())
 
 
 def fill(

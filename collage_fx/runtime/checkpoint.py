@@ -581,7 +581,7 @@ def _mismatch(met: str, where: str) -> CheckpointMismatchError:
         met,
         where=where,
         remedy="load the checkpoint that belongs to this model, or delete its keys that start with "
-        "'collage_fx.' to start from zero error terms",
+        "'collage_fx' to start from zero error terms",
     )
 
 
