@@ -55,6 +55,15 @@ def test_lost_update() -> None:
     assert moved["float64"] == 100
 
 
+def test_own_format() -> None:
+    """It prints what the page shows: to nearest, a byte stands still where one that is dithered does not."""
+    page = (ROOT / "docs" / "writing-a-format.md").read_text()
+    printed = run_example("own_format.py")
+    assert f"$ python examples/own_format.py\n{printed}```" in page
+    errors = {line.split()[0]: float(line.split()[2]) for line in printed.splitlines()[2:]}
+    assert errors["nearest-byte"] > 10 * errors["byte"]
+
+
 def test_own_pass() -> None:
     printed = run_example("own_pass.py")
     assert re.search(r"clip-gradients +1 gradients", printed)

@@ -86,6 +86,15 @@ def test_names_are_the_users() -> None:
     assert [row.name for row in by_name.tensors] == ["weight", "weight.square_avg", "bias", "bias.square_avg"]
 
 
+def test_a_scheduled_number_is_called_by_its_key() -> None:
+    """In recurrences, where torch's name for an input is that of the whole way to it."""
+    groups = [{"params": [param]} for param in parameters(shapes=((3,), (5, 2)))]
+    optimizer = torch.optim.SGD(groups, lr=0.1, foreach=False)
+    torch.optim.lr_scheduler.ConstantLR(optimizer)
+    first, second = (str(row.expression) for row in explain(optimizer).tensors)
+    assert (first, second) == ("-g*lr + p", "-g*lr_1 + p")
+
+
 def test_options_are_the_backends() -> None:
     optimizer = rmsprop()
     assert [row.compensated for row in explain(optimizer, strategy="light").tensors] == [True, False] * 2

@@ -70,6 +70,12 @@ def test_a_quick_run_trains_every_cell_and_writes_the_page(quick: Path) -> None:
     )
 
 
+def test_the_page_has_the_numbers_of_the_results() -> None:
+    root = Path(__file__).resolve().parents[1]
+    written = page(Runs.of_folder(root / "benchmarks" / "results"), full_plan())
+    assert (root / "docs" / "paper.md").read_text() == written, "./dev paper --page-only writes the page"
+
+
 def test_what_is_measured_is_what_strategies_are_for(quick: Path) -> None:
     runs = Runs.of_folder(quick)
     seen = {

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from collage_fx.numerics import storage_format
 from collage_fx.numerics.error_formats import AuxiliarySpec, ErrorBound, ErrorFormat
+from examples.own_format import NearestByte
 
 __all__ = ["OWN_FORMATS", "BytePlanes", "RowScales"]
 
@@ -82,4 +83,5 @@ class RowScales(ErrorFormat):
         return hi, units.to(torch.int8), scale
 
 
-OWN_FORMATS: tuple[ErrorFormat, ...] = (BytePlanes(), RowScales())
+#: The last is the one that docs/writing-a-format.md shows.
+OWN_FORMATS: tuple[ErrorFormat, ...] = (BytePlanes(), RowScales(), NearestByte())
