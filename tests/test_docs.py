@@ -130,6 +130,38 @@ def test_the_table_of_noise(decay: str) -> None:
     assert any(re.match(rf"\| {decay} \| {first} \| \S+ % \| {second} \|", row) for row in rows)
 
 
+def bytes_in_tables() -> list[tuple[str, str, float]]:
+    """(page, options, bytes per parameter of AdamW) of each row that says how many there are."""
+    patterns = {
+        "strategies.md": (
+            r"\| `(none|light|plus|full)` \|[^|]*\| (\d+) \|",
+            r"\| `(state=[^`]*)` \| ([\d.]+) \|",
+        ),
+        "options.md": (r"\| `\"(none|light|plus|full)\"` \|[^|]*\| (\d+) \|",),
+        "choosing.md": (r"\| [^|]+ \| `([^`]+)` \| ([\d.]+) \|",),
+    }
+    found = []
+    for page, of_page in patterns.items():
+        for pattern in of_page:
+            rows = re.findall(f"^{pattern}", (DOCS / page).read_text(), re.MULTILINE)
+            assert rows, (page, pattern)
+            found += [(page, options, float(count)) for options, count in rows]
+    return found
+
+
+@pytest.mark.parametrize(("page", "options", "count"), bytes_in_tables())
+def test_bytes_are_those_of_a_report(page: str, options: str, count: float) -> None:
+    if "=" not in options:
+        given = {"strategy": options}
+    else:
+        given = eval(f"dict({options})", {"dict": dict})
+        if "state" in given:
+            given["strategy"] = "light"
+    weights = parameters(shapes=((1024, 1024), (1024,)))
+    report = explain(torch.optim.AdamW(weights), **given)
+    assert report.bytes_per_parameter()["total"] == pytest.approx(count, abs=0.0101)
+
+
 @pytest.mark.parametrize(
     "page", [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))], ids=lambda page: page.name
 )

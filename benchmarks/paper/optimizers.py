@@ -68,8 +68,10 @@ class Stochastic(Kept):
     """Rounded up or down at random, in proportion to the distance: right on average."""
 
     def store(self, value: Tensor) -> None:
-        noise = torch.randint(0, 1 << 16, value.shape, generator=self.generator, dtype=torch.int32)
-        bits = value.view(torch.int32) + noise.to(value.device)
+        noise = torch.randint(
+            0, 1 << 16, value.shape, generator=self.generator, dtype=torch.int32, device=value.device
+        )
+        bits = value.view(torch.int32) + noise
         self.hi.copy_((bits & -(1 << 16)).view(torch.float32))
 
 
@@ -224,8 +226,8 @@ class EagerAdamW:
     ) -> None:
         self.parameters, self.betas, self.weight_decay = parameters, betas, weight_decay
         self.steps = 0
-        self.generator = torch.Generator()
         values = [p.data for p in parameters]
+        self.generator = torch.Generator(values[0].device)
         self.weights = [making.weights(p, self.generator) for p in values]
         moments = [torch.zeros_like(p, dtype=making.moments or p.dtype) for p in values]
         self.first = [making.first(m, self.generator) for m in moments]

@@ -20,6 +20,7 @@ from benchmarks.paper.settings import (
     MASTER_FREE,
     OF_THE_PRODUCT,
     RELEASED,
+    SIZES,
     STRATEGIES,
     Plan,
     Setting,
@@ -205,7 +206,7 @@ class Claim:
             within = f"at most {bound:.4f} apart" if math.isfinite(bound) else "too few to say how far apart"
             return f"differs ({within})" if p < LEVEL else f"no difference found ({within})"
         if p < LEVEL:
-            return "holds" if self.found.value > 0 else "**the reverse holds**"
+            return "holds" if self.found.value > 0 else "the reverse holds"
         return "not shown" if self.found.value > 0 else "not shown; it is the other way round"
 
 
@@ -258,26 +259,39 @@ def claims(runs: Runs, plan: Plan) -> list[Claim]:
     ]
 
 
-def claim_table(runs: Runs, plan: Plan) -> str:
-    """Each claim, the difference, the test and the verdict; p-values corrected among claims of one kind."""
-    rows = []
+def judged(runs: Runs, plan: Plan) -> list[tuple[Claim, float]]:
+    """Each claim and its p-value, corrected among the claims of its kind."""
+    found: list[tuple[Claim, float]] = []
     for equal in (False, True):
         tested = [claim for claim in claims(runs, plan) if claim.equal == equal]
-        corrected = holm([claim.found.p for claim in tested])
-        rows += [
-            [
-                claim.text,
-                str(claim.settings),
-                f"{claim.positive} of {claim.trainings}",
-                f"{_rounded(claim.found.value):+.4f}",
-                _interval(claim.found),
-                f"{claim.found.p:.2g}",
-                f"{p:.2g}",
-                claim.verdict(p),
-            ]
-            for claim, p in zip(tested, corrected, strict=True)
+        found += zip(tested, holm([claim.found.p for claim in tested]), strict=True)
+    return found
+
+
+def claim_table(runs: Runs, plan: Plan) -> str:
+    """Each claim, the difference, the test and the verdict."""
+    rows = [
+        [
+            claim.text,
+            str(claim.settings),
+            f"{claim.positive} of {claim.trainings}",
+            f"{_rounded(claim.found.value):+.4f}",
+            _interval(claim.found),
+            f"{claim.found.p:.2g}",
+            f"{p:.2g}",
+            claim.verdict(p),
         ]
+        for claim, p in judged(runs, plan)
+    ]
     return _table(("claim", "settings", "positive", "difference", "95 %", "p", "p, Holm", "found"), rows)
+
+
+def summary(runs: Runs, plan: Plan) -> str:
+    """The claims by what has been found of them."""
+    by_verdict: dict[str, list[str]] = {}
+    for claim, p in judged(runs, plan):
+        by_verdict.setdefault(claim.verdict(p).partition(" (")[0], []).append(claim.text)
+    return "\n".join(f"- **{verdict}**: {'; '.join(texts)}." for verdict, texts in by_verdict.items())
 
 
 def _interval(found: Difference) -> str:
@@ -474,6 +488,8 @@ def page(runs: Runs, plan: Plan) -> str:
         minutes=round(sum(r["seconds"] for r in runs.records) / 60),
         machines=_machines(runs),
         sizes=sizes,
+        masked_start=SIZES[plan.main.size].masked_start,
+        summary=summary(runs, shown),
         main_table=main_table(runs, shown.main),
         main_result=_sentence(runs, shown.main),
         sweep_table=sweep_table(runs, shown),
