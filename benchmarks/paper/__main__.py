@@ -6,7 +6,7 @@ learning rate, the batch, the size and the task are varied one at a time. Result
 made from those files alone. A run that was stopped goes on where it was: trainings that a file has are not
 repeated, and those that a deadline cut short left a checkpoint.
 
-    ./dev paper                                      everything, some 60 minutes on 2 cores
+    ./dev paper                                      everything, some 80 minutes on 2 cores
     ./dev paper --minutes 30                         as much of it as that time allows; call it again
     ./dev paper --quick --results DIR --page FILE    a few steps of everything, to see that it runs
     ./dev paper --page-only                          write the page from the files

@@ -207,7 +207,7 @@ class Claim:
             return f"differs ({within})" if p < LEVEL else f"no difference found ({within})"
         if p < LEVEL:
             return "holds" if self.found.value > 0 else "the reverse holds"
-        return "not shown" if self.found.value > 0 else "not shown; it is the other way round"
+        return "not shown"
 
 
 def claims(runs: Runs, plan: Plan) -> list[Claim]:

@@ -241,8 +241,8 @@ class Cell:
         """Predicted seconds on a core of a CPU: compiling, forward and backward passes, the optimizer."""
         size = SIZES[self.setting.size]
         tokens = size.batch * self.setting.batch * size.context
-        each = 0.003 + 20e-9 * tokens + 16e-12 * tokens * size.parameters() + 3e-9 * size.parameters()
-        return 4 + each * self.setting.steps()
+        each = 0.006 + 40e-9 * tokens + 28e-12 * tokens * size.parameters() + 6e-9 * size.parameters()
+        return 6 + each * self.setting.steps()
 
 
 @dataclass(frozen=True)
