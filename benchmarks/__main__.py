@@ -136,11 +136,14 @@ def opened(path: Path, options: argparse.Namespace) -> Results:
         python=platform.python_version(),
         threads=torch.get_num_threads(),
     )
+    today = time.strftime("%Y-%m-%d")
     if options.compile_times:
-        known.setdefault("about", f"Compile times of {time.strftime('%Y-%m-%d')}, {where}")
+        known.setdefault("about", f"Compile times of {today}, {where}")
         return known
-    kind = "A quick run" if options.quick else "A full run"
-    known["about"] = f"{kind} on {time.strftime('%Y-%m-%d')}, {where}"
+    if not (options.resume and known["rows"]):
+        known["about"] = f"{'A quick run' if options.quick else 'A full run'} on {today}, {where}"
+    elif today not in known["about"]:
+        known["about"] += f"; gone on with on {today}"
     names = options.peers or list(PEERS)
     if options.resume:  # what there is no number for is tried again
         known["rows"] = [row for row in known["rows"] if row["status"] == MEASURED]

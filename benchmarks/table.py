@@ -110,6 +110,8 @@ def write_document(document: Path, results: Path) -> None:
     sections = []
     for path in sorted(results.glob("*.json")):
         found = json.loads(path.read_text())
+        if "rows" not in found:  # of another command
+            continue
         sizes = [size for size in found["parameters"] if SIZES[size].devices]
         if not sizes:
             continue

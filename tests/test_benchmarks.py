@@ -35,8 +35,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("bench")
     document = folder / "document.md"
     document.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    others = folder / "paper-costs.json"  # another command's, in the same folder
+    others.write_text(json.dumps({"runs": []}))
     arguments = ["--device", "cpu", "--sizes", "toy", "--quick", "--no-count", "--results", str(folder)]
     assert main([*arguments, "--document", str(document), "--peers", *NAMES]) == 0
+    others.unlink()
     return folder, document.read_text()
 
 
@@ -255,6 +258,16 @@ def test_rounds_have_many_orders() -> None:
     # same one again where rounds meet, 1/16.
     for name, other in permutations(names, 2):
         assert abs(after[other, name] - 37.5) < 4 * 5.1
+
+
+def test_a_run_that_goes_on_says_when_it_began(tmp_path: Path) -> None:
+    options = parse_arguments(["--device", "cpu", "--results", str(tmp_path), "--resume"])
+    path = tmp_path / "cpu.json"
+    path.write_text(json.dumps({"rows": [{"status": MEASURED}], "about": "A full run on 2020-02-02"}))
+    about = opened(path, options)["about"]
+    assert about.startswith("A full run on 2020-02-02; gone on with on ")
+    path.write_text(json.dumps({"rows": [{"status": MEASURED}], "about": about}))
+    assert opened(path, options)["about"] == about
 
 
 def test_the_comparison_has_the_numbers_of_the_results() -> None:

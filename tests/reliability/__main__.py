@@ -82,6 +82,9 @@ full disk, memory that runs out, two processes that compile at once, parameters 
 is in [`tests/test_faults.py`](../tests/test_faults.py): the step works, or it is refused and
 nothing has changed.
 
+DTensors that are cut by columns are rounded to nearest: the bits of dither go by places in memory
+([limits](limits.md#precision)).
+
 "Elements lost" counts those that are not, bit for bit, what they should be. Where a checkpoint has been
 spoiled, the error terms of the tensor concerned have to become zero, those of all others to stay, and a
 warning has to name the tensor.
