@@ -11,9 +11,10 @@ from typing import Any
 
 from tabulate import tabulate
 
-from benchmarks.formats.asked import HIGH, whole
+from benchmarks.formats.asked import HIGH, row, whole
+from benchmarks.table import put_between
 
-__all__ = ["PAGE", "table", "written"]
+__all__ = ["MARKS", "PAGE", "ROWS", "table"]
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "comparison.md"
@@ -46,9 +47,9 @@ def table() -> str:
     formats = json.loads((RESULTS / "formats" / "results.json").read_text())
     times: dict[str, list[dict[str, Any]]] = {}
     for path in sorted(RESULTS.glob("cpu-*.json")):
-        for row in json.loads(path.read_text())["rows"]:
-            if row["size"] == "d" and row.get("over_copy"):
-                times.setdefault(row["peer"], []).append(row)
+        for measured in json.loads(path.read_text())["rows"]:
+            if measured["size"] == "d" and measured.get("over_copy"):
+                times.setdefault(measured["peer"], []).append(measured)
     rows = []
     for name, state, peer in ROWS:
         errors = {j: e for e, i, j in whole(formats, state) if i == HIGH} if state else {}
@@ -56,7 +57,7 @@ def table() -> str:
         rows.append(
             [
                 name,
-                f"{next(s['bytes'] for s in formats['states'] if s['name'] == state):g}" if state else "–",
+                f"{row(formats, 'states', state)['bytes']:g}" if state else "–",
                 *(f"{errors[j]:.2g}" if errors else "–" for j in CELLS),
                 " / ".join(f"{each['over_copy']:.2g}" for each in over) or "–",
             ]
@@ -66,11 +67,5 @@ def table() -> str:
     return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True, colalign=alignment)
 
 
-def written(page: str) -> str:
-    """The page with the table between its marks."""
-    before, _, rest = page.partition(MARKS[0])
-    return f"{before}{MARKS[0]}\n\n{table()}\n\n{MARKS[1]}{rest.partition(MARKS[1])[2]}"
-
-
 if __name__ == "__main__":
-    PAGE.write_text(written(PAGE.read_text()))
+    put_between(PAGE, *MARKS, table())
