@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import os
 import re
 import signal
 import socket
@@ -26,6 +25,7 @@ from tqdm import tqdm  # noqa: E402
 
 from collage_fx.runtime.metrics import MeasuredTensor  # noqa: E402
 from examples import train_fsdp, train_gpt  # noqa: E402
+from tests.support.processes import environment  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -36,14 +36,6 @@ def run_example(name: str, *arguments: str) -> str:
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
-
-
-def environment() -> dict[str, str]:
-    """Ours, in which collage_fx is found also where it is not installed."""
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-    }
 
 
 def test_lost_update() -> None:

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from collage_fx import error_terms, full_value
 from collage_fx.numerics import AuxiliarySpec
+from tests.support.processes import environment
 from tests.support.training import compiled, differences, everything, parameters, run_steps, set_gradients
 
 ROOT = Path(__file__).parents[1]
@@ -249,11 +250,9 @@ assert any(term.any() for p in params for term in error_terms(p))
 
 def test_a_machine_without_a_compiler_is_told_so_and_nothing_else(tmp_path: Path) -> None:
     """The step is run operation by operation, with one warning: no traceback of what was begun ahead."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    env = {**os.environ, "CXX": "no-such-compiler", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_A_COMPILER],
-        env={**env, "PYTHONPATH": path},
+        env={**environment(), "CXX": "no-such-compiler", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)},
         capture_output=True,
         text=True,
         check=False,

@@ -1,4 +1,4 @@
-"""Functions that several processes run at once, which torch.distributed connects by gloo."""
+"""Functions that several processes run at once, connected by gloo; what they are given of the environment."""
 
 from __future__ import annotations
 
@@ -13,7 +13,17 @@ from typing import Any
 import torch
 import torch.distributed
 
-__all__ = ["Processes"]
+__all__ = ["Processes", "environment"]
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def environment() -> dict[str, str]:
+    """Ours, in which collage_fx is found also where it is not installed."""
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+    }
 
 
 class Processes:
