@@ -270,16 +270,18 @@ class UncompensatedParameterError(CollageError):
 
 
 class FailedLoweringError(CollageError):
-    """Inductor, or its compiler, failed at a rewritten step. A warning: the step is taken in a slower way.
+    """The rewritten step could not be compiled as usual. A warning if Inductor failed: the step is slower.
 
-    It is compiled in simpler ways, and if all of them fail, torch runs it operation by operation. Parameters,
-    state and error terms get the same bits in each way; only time is lost. The message begins with the first
-    line of what Inductor said, and ``backend.report()`` says how each step has been compiled.
+    Where Inductor or its compiler fails, the step is compiled in simpler ways, and if all of them fail, torch
+    runs it operation by operation, 10 to 50 times slower. Parameters, state and error terms get the same bits
+    in each way. The message begins with the first line of what Inductor said, and ``backend.report()`` says
+    how each step has been compiled. Where code of collage_fx fails that Inductor calls, that is an error, and
+    nothing has been run.
 
     What to do: run ``collage-fx doctor``, which says whether there is a compiler that works; if not, install
-    one, or name it by the variable ``CXX``. See to it that the cache can be written
-    (``TORCHINDUCTOR_CACHE_DIR``). Otherwise the fault is Inductor's, and may be mended in another version of
-    torch; until then, training goes on as it should, slower.
+    g++, or name a compiler by the variable ``CXX``. See to it that the cache can be written
+    (``TORCHINDUCTOR_CACHE_DIR``). Otherwise please report the message. Until an error of collage_fx's own is
+    mended, ``backend="inductor"`` takes the step without error terms.
     """
 
     code = "CFX013"

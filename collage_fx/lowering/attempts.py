@@ -6,19 +6,21 @@ Inductor fails now and then, at plain steps as at rewritten ones, and a machine 
 is no reason for a step that can be compensated to end in somebody else's traceback: what failed is tried
 again in ways that leave more and more of Inductor out. If all fail, the rewritten graph itself is run,
 operation by operation. Its roundings are operators, so the bits are right in each of these ways; they differ
-in time. The user gets one warning that names the fault and the price. Faults of our own are raised.
+in time. The user gets one warning that names the fault and the price. A fault that began in code of this
+package, a lowering or a writer of C++ that Inductor calls, is not made good but raised: it is a bug.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from collage_fx.errors import FailedLoweringError
 from collage_fx.graph import Reason, Reasons, copy_of, device_facts, not_taken
 from collage_fx.torch_compat import (
     InductorFault,
@@ -60,6 +62,22 @@ class Attempt(NamedTuple):
     is_compiled: bool = True
 
 
+@contextmanager
+def inductors_faults() -> Iterator[None]:
+    """Context manager: a fault of Inductor's is an :class:`InductorFault`, one of this package is refused."""
+    try:
+        with inductor_faults():
+            yield
+    except InductorFault as fault:
+        if not fault.ours:
+            raise
+        raise FailedLoweringError(
+            f"code of collage_fx that Inductor calls failed: {fault}",
+            where=fault.ours,
+            remedy="this is a bug in collage_fx; please report it with the traceback",
+        ) from fault.__cause__
+
+
 def compile_somehow(gm: GraphModule, inputs: Sequence[Any], **options: Any) -> Attempt:
     """Compile a graph in the first way that works, or else run it.
 
@@ -71,7 +89,7 @@ def compile_somehow(gm: GraphModule, inputs: Sequence[Any], **options: Any) -> A
     spare, faults = copy_of(gm), list[str]()
     for way, simplified in WAYS:
         try:
-            with simplified(), inductor_faults(), generated_code() as code:
+            with simplified(), inductors_faults(), generated_code() as code:
                 if any(
                     isinstance(each, Tensor) and device_facts(each.device).compiles_cpp for each in inputs
                 ):
@@ -84,7 +102,8 @@ def compile_somehow(gm: GraphModule, inputs: Sequence[Any], **options: Any) -> A
             return Attempt(compiled, why, vectors)
         except InductorFault as fault:
             faults.append(str(fault))
-    failed = Reason(f"Inductor failed: {faults[0]}; what is simplified fails, too: {faults[-1]}")
+    simplified_too = f"; simplified: {faults[-1]}" if faults[-1] != faults[0] else ""
+    failed = Reason(f"Inductor failed: {faults[0]}{simplified_too}")
     return Attempt(interpreted(spare), (("by the usual code", failed),), is_compiled=False)
 
 

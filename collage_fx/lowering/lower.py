@@ -110,18 +110,18 @@ def lower(
     if isinstance(compiled, Reason) and not repetition.is_of_one:
         return compiled
     if isinstance(compiled, StepInParts):
-        made, not_in_parts = compiled.kernels, None
+        made, not_in_parts, is_compiled = compiled.kernels, None, True
     else:
         not_in_parts = compiled
         if not_compiled is None:
-            made = [_whole(program, example_inputs, inductor_options)]
+            whole = _whole(program, example_inputs, inductor_options)
         else:
-            made = [Attempt(interpreted(copy_of(program.gm)))]
-        compiled = made[0].call
+            whole = Attempt(interpreted(copy_of(program.gm)), is_compiled=False)
+        made, compiled, is_compiled = [whole], whole.call, whole.is_compiled
     why = [*not_taken(("in parts", not_in_parts)), *(reason for each in made for reason in each.reasons)]
     why.sort(key=lambda reason: WAYS.index(reason[0]))
     if (first := next((fault for way, fault in why if way == "by the usual code"), None)) is not None:
-        warn(_failed(first, program.infos))
+        warn(_failed(first, program.infos, is_compiled=is_compiled))
     bindings = [
         bind(index, program.infos[index], state.error_format)
         for state in program.expansions
@@ -129,7 +129,7 @@ def lower(
     ]
     expected = _expected(program, extended, all_layouts=not_in_parts is None)
     unit: Unit = "whole" if not_in_parts is not None else "in parts" if repetition.is_of_one else "by family"
-    if not_compiled is not None:
+    if not is_compiled:
         unit = "operation by operation"
     vectors = sum(each.vectors[0] for each in made), sum(each.vectors[1] for each in made)
     step = CompensatedStep(compiled, bindings, expected, program.rows)
@@ -157,12 +157,13 @@ def why_not_compiled(graph: Graph, *, is_recorded: bool) -> Reason | None:
     return Reason.at(products[MOST_MATRIX_PRODUCTS], what)
 
 
-def _failed(fault: Reason, infos: Sequence[InputInfo]) -> FailedLoweringError:
+def _failed(fault: Reason, infos: Sequence[InputInfo], *, is_compiled: bool) -> FailedLoweringError:
+    slower = "slower" if is_compiled else "10 to 50 times slower"
     return FailedLoweringError(
-        f"{fault.what}. The step does the same, and takes longer",
+        f"{fault.what}. Results are the same; each step is {slower}",
         where=next((info.name for info in infos if info.role is Role.PARAMETER), "step"),
-        remedy="collage-fx doctor says whether there is a compiler that works; if there is, the fault is "
-        "Inductor's, and may be mended in another version of torch",
+        remedy="if collage-fx doctor finds no C++ compiler that works, install g++ or set CXX to one; "
+        "otherwise please report this message",
     )
 
 

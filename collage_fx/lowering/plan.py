@@ -19,11 +19,12 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from collage_fx.graph import ONCE, Reason, Repetition, device_facts, is_copy_to_input, placeholders, reached
+from collage_fx.lowering.attempts import inductors_faults
 from collage_fx.lowering.kernels import kernel_of
 from collage_fx.lowering.parts import Part, parts_of
 from collage_fx.lowering.rules import Rule, rule_of, samples_first
 from collage_fx.runtime import HOST, Call, Kernel, StepInParts, ValueIndex, load_library
-from collage_fx.torch_compat import InductorFault, inductor_config, inductor_faults, pytree
+from collage_fx.torch_compat import InductorFault, inductor_config, pytree
 
 __all__ = ["rules_of"]
 
@@ -67,7 +68,7 @@ def lower_in_parts(gm: GraphModule, *, always: bool = False) -> StepInParts | Re
 def _why_no_tables() -> Reason | None:
     """Why the host can't write the tables that launches read; None if it can."""
     try:
-        with inductor_faults():
+        with inductors_faults():
             load_library()
     except InductorFault as fault:
         return Reason(f"the C++ that writes tables of addresses is not compiled: {fault}")

@@ -8,6 +8,7 @@ import functools
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, cast
@@ -133,17 +134,40 @@ def note_generated_code(sources: Iterable[str]) -> None:
 
 
 class InductorFault(Exception):
-    """Inductor, or the compiler that it calls, failed at a graph; the message is the first line of theirs."""
+    """Inductor, or the compiler that it calls, failed at a graph; the message is the first line of theirs.
+
+    Attributes:
+        ours: file, line and function of this package's in which the fault began; empty if it is Inductor's.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        said = str(error).strip().splitlines() or [""]
+        super().__init__(f"{type(error).__name__}: {said[0]}")
+        self.ours = _ours(error)
 
 
 @contextlib.contextmanager
 def inductor_faults() -> Iterator[None]:
-    """Within, whatever Inductor raises is an :class:`InductorFault`, with its cause."""
+    """Context manager: what Inductor raises becomes an :class:`InductorFault`, with its cause."""
     try:
         yield
     except Exception as error:
-        said = str(error).strip().splitlines() or [""]
-        raise InductorFault(f"{type(error).__name__}: {said[0]}") from error
+        raise InductorFault(error) from error
+
+
+def _ours(error: BaseException) -> str:
+    """The place in this package, called by Inductor, at which an error began; empty if it began in torch.
+
+    Frames of other packages belong to whoever called them. A recursion that is too deep ends anywhere.
+    """
+    place, is_called = "", False
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if package == "torch":
+            place, is_called = "", True
+        elif package == __name__.partition(".")[0] and is_called:
+            place = f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"
+    return "" if "RecursionError" in str(error) else place
 
 
 def compile_with_inductor(

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from torch._inductor.codegen.cpp import CppVecKernel, TilingSelect
+from torch._inductor.utils import fresh_cache
 from torch.optim import Optimizer
 
 from collage_fx import CollageBackend
+from collage_fx.errors import FailedLoweringError
 from collage_fx.lowering import interpreted
 from collage_fx.torch_compat import inductor_compile_inner
 from tests.support.training import Descent, differences, everything, parameters, run_steps
@@ -55,7 +60,7 @@ def run(make: Any, backend: CollageBackend, shapes: list[tuple[int, ...]]) -> Op
 def test_a_fault_of_inductors_leaves_the_step_compiled_by_family() -> None:
     backend = CollageBackend()
     shapes: list[tuple[int, ...]] = [(4, 6), (4, 6), (5,), (3, 2, 2, 2)]
-    with pytest.warns(UserWarning, match=r"Inductor failed: .*KeyError.*takes longer"):
+    with pytest.warns(UserWarning, match=r"Inductor failed: .*KeyError.*each step is slower"):
         compiled = run(Centralized, backend, shapes)
     for graph in backend.report().graphs:
         assert graph.route.unit == "by family"
@@ -70,11 +75,15 @@ def test_a_fault_of_inductors_leaves_the_step_compiled_by_family() -> None:
 def test_without_a_compiler_the_rewritten_graph_is_run(make: Any, arithmetic: Any) -> None:
     backend, shapes = CollageBackend(arithmetic=arithmetic), [(4, 6), (4, 6), (5,)]
     with (
-        pytest.warns(UserWarning, match=r"OSError: no compiler here.*\n.*where: param_groups.*\n.*doctor"),
+        pytest.warns(
+            UserWarning,
+            match=r"OSError: no compiler here\. .* 10 to 50 times slower\n.*where: param_groups.*\n.*CXX",
+        ),
         mock.patch(INNER, side_effect=OSError("no compiler here")),
     ):
         run_without = run(make, backend, shapes)
-    assert {graph.route.unit for graph in backend.report().graphs} == {"whole"}
+    assert {graph.route.unit for graph in backend.report().graphs} == {"operation by operation"}
+    assert "Run operation by operation" in str(backend.report())
     assert (
         differences(
             everything(run_without), everything(run(make, CollageBackend(arithmetic=arithmetic), shapes))
@@ -107,3 +116,52 @@ def test_a_fault_in_one_way_is_made_good_by_the_next() -> None:
         optimizer = run(Descent, CollageBackend(), [(4, 6)])
     assert calls[0] == calls[1]
     assert differences(everything(optimizer), everything(run(Descent, CollageBackend(), [(4, 6)]))) == []
+
+
+def broken(*args: Any, **kwargs: Any) -> Any:
+    raise LookupError("a bug")
+
+
+def broken_in_a_library(*args: Any, **kwargs: Any) -> Any:
+    return json.loads("{")
+
+
+def broken_in_torch(*args: Any, **kwargs: Any) -> Any:
+    """Have the error begin in a frame of torch's."""
+    return exec("raise LookupError('a bug')", {"__name__": "torch._inductor.scheduler"})
+
+
+#: What Inductor calls in the middle of a compilation: a lowering, writers of C++, and replacements.
+OURS = {
+    "collage_fx.graph.operators.takes_our_cpp": "lowering",
+    "collage_fx.torch_compat.patch_cpp_roundings._all_vectors_or_none": "writer",
+    "collage_fx.torch_compat.patch_cpp_conversions.new_variable": "conversion",
+    "collage_fx.torch_compat.patch_cpp_roundings._has_our_code": "replacement",
+}
+
+
+@pytest.mark.parametrize("fault", [broken, broken_in_a_library])
+@pytest.mark.parametrize("name", OURS, ids=OURS.values())
+def test_a_fault_of_our_own_is_no_fault_of_inductors(name: str, fault: Any) -> None:
+    params = parameters(shapes=[(4, 64)])
+    before = [p.detach().clone() for p in params]
+    error = "JSONDecodeError" if fault is broken_in_a_library else "LookupError"
+    with (
+        mock.patch(name, fault),
+        fresh_cache(),
+        pytest.raises(FailedLoweringError, match=rf"collage_fx.* failed: .*{error}") as raised,
+    ):
+        run_steps(torch.compile(Descent(params).step, backend=CollageBackend()), params, range(1))
+    assert re.search(r"where: \S*collage_fx/\S*\.py:\d+ in ", str(raised.value))
+    assert "report it" in str(raised.value)
+    assert all(torch.equal(p, old) for p, old in zip(params, before, strict=True))
+
+
+@pytest.mark.parametrize("replaced", [(TilingSelect, "select_tiling"), (CppVecKernel, "_get_vec_load_line")])
+def test_a_fault_of_inductors_below_a_replacement_of_ours_is_inductors(replaced: tuple[Any, str]) -> None:
+    with (
+        mock.patch.object(*replaced, broken_in_torch),
+        fresh_cache(),
+        pytest.warns(UserWarning, match="Inductor failed: .*LookupError: a bug"),
+    ):
+        run(Descent, CollageBackend(), [(4, 64)])
