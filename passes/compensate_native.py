@@ -3,10 +3,19 @@
 A selected tensor's old value enters as a double word (hi, lo) and stays one along the tensor's own path, from
 its load to its store. Sums, products with a number (itself a double word: [Yu24], section 4.2), products with
 a tensor and negation have double-word algorithms; a decay such as 0.999 or 1 - lr*wd is a sum, too. Any
-other elementwise operation is computed on the joined float32 value and split again, so that no operation on
-the path drops the error term. Whatever leaves the path reads hi, which is the value rounded to nearest,
-since ``|lo| <= ulp(hi)/2``. Where an optimizer compensates by hand, what it computes from the new value is
-path too: Note [Kahan's own term] in ``graph/feedback.py``.
+other operation that means the same on float32 is computed on the joined float32 value and split again, so
+that no operation on the path drops the error term. Whatever leaves the path reads hi, which is the value
+rounded to nearest, since ``|lo| <= ulp(hi)/2``. Where an optimizer compensates by hand, what it computes from
+the new value is path too: Note [Kahan's own term] in ``graph/feedback.py``.
+
+Note [Operands that are not added]
+----------------------------------
+In ``p + y`` the roundings of y are relative to y, which is what p moves by. Elsewhere they are not: of
+``p * (1 - lr g)`` the factor is 1 in the storage format, and of ``p' = x0 - lr z`` nothing but ``x0`` may be
+left. So the other operand of a product, and of any operation but a sum, is computed in float32 from the
+inputs of the step and from whole double words. So are the terms of a sum where the old value is not kept as
+it is: its coefficient is no number within u of 1, or the new value is not made of the old one; and where
+there are several, which may cancel.
 
 Note [Decay is an increment]
 ----------------------------
@@ -20,8 +29,9 @@ increment, and their sum is what is rounded. c - 1 is exact in the arithmetic th
     |error| <= 3 |c x + y| + 3 |d x + y| + 8 |d x|, or 3 |c x| + 8 |d x| where nothing is added.
 
 Near 1 means ``|c - 1| <= |c|/2``, that is 2/3 <= c <= 2: where the latter is at most the 7 |c x| of the
-product itself. A number that the graph is given (a learning rate that changes) is compared when it is known:
-far from 1, d is c, beside no x, and the bound is the same. Its conversion to float32 adds 2**-24 |d x|.
+product itself. A number that the graph is given (a learning rate that changes), and each element of a
+tensor, is compared when it is known: far from 1, d is c, beside no x, and the bound is the same. Its
+conversion to float32 adds 2**-24 |d x|.
 
 Read in float32, as by an ``addcdiv`` that torch 2.11 has decomposed, ``c x`` is the float32 sum of x
 and (c-1) x, not the pair: off by 2**-24 |c x| instead of 3 u**2 |c x|.
@@ -40,15 +50,21 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from collage_fx.graph import (
+    PASS_MARK,
     GraphEditor,
+    Kind,
     StateTensor,
     StepProgram,
     copies_read_by,
+    facts_of,
     fed_back,
     intend,
     is_conversion,
     is_movement,
-    is_pointwise,
+    is_transparent,
+    keeps_grid,
+    operands_of,
+    reached,
     restore,
     set_aside,
     tensor_value,
@@ -88,20 +104,45 @@ class CompensateNative(Pass):
 
 
 def _shared_paths(program: StepProgram) -> list[tuple[list[StateTensor], set[Node]]]:
-    """The states whose paths have nodes in common, as slow and fast weights of one average have."""
-    found: list[tuple[list[StateTensor], set[Node]]] = []
+    """The states whose paths have nodes in common, as slow and fast weights of one average have.
+
+    Or of which one is made of another's path: Note [Operands that are not added].
+    """
+    found: list[tuple[list[StateTensor], set[Node], set[Node]]] = []
     for state in program.compensated:
         own_term = fed_back(state, program.states)
         path = own_term.union(state.recurrence.path, copies_read_by(own_term, state.placeholder))
+        made_of = (
+            path if _keeps_old_value(state) else path | {state.stored, *reached([state.stored], operands_of)}
+        )
         states = [state]
         apart = []
-        for others, other_path in found:
-            if path.isdisjoint(other_path) or others[0].value.dtype != state.value.dtype:
-                apart.append((others, other_path))
+        for others, other_path, others_made_of in found:
+            if made_of.isdisjoint(others_made_of) or others[0].value.dtype != state.value.dtype:
+                apart.append((others, other_path, others_made_of))
             else:
-                states, path = [*others, *states], path | other_path
-        found = [*apart, (states, path)]
-    return found
+                states, path, made_of = [*others, *states], path | other_path, made_of | others_made_of
+        found = [*apart, (states, path, made_of)]
+    return [(states, path) for states, path, _ in found]
+
+
+def _keeps_old_value(state: StateTensor) -> bool:
+    """Whether the new value is the old one, or a decayed average, and a single term that is added to it."""
+    recurrence = state.recurrence
+    if recurrence.kind is Kind.MOVING_AVERAGE:
+        return True
+    u, path = state.format.unit_roundoff, {state.placeholder, *recurrence.path}
+    terms = [
+        operand
+        for node in recurrence.path
+        if facts_of(node.target).sign in ("+", "-")
+        for operand in node.all_input_nodes
+        if operand not in path
+    ]
+    is_added_to = recurrence.kind is Kind.ACCUMULATION and (
+        len(terms) <= 1 or not any(map(_is_rounded, terms))
+    )
+    return is_added_to and all(slope.is_number and abs(slope - 1) <= u for slope in recurrence.slopes)
 
 
 class _PathRewriter:
@@ -120,13 +161,22 @@ class _PathRewriter:
         for state in states:
             (lo,) = state.auxiliaries
             self.words[state.placeholder] = state.placeholder, lo
+        #: Nodes of the path to which some way leads that no operator of the storage format is on.
+        self.whole = set(self.words)
         #: The hi node of ``c x``, where that is ``x + (c-1) x``, to the words of ``x`` and of ``(c-1) x``.
         self.increments: dict[Node, tuple[Word, Word]] = {}
+        #: Whether what is added to old values may have been rounded.
+        self.adds_rounded = all(map(_keeps_old_value, states))
+        self._unrounded: dict[Node, Node] = {}
 
     def run(self) -> None:
         for node in self.path:
+            if self.whole.isdisjoint(node.all_input_nodes):
+                continue
             with self.editor.graph.inserting_before(node):
                 result = self._rewritten(node)
+            if result is not None or node in self.words or is_transparent(node.target):
+                self.whole.add(result or node)
             if result is not None:
                 node.replace_all_uses_with(result)
         for state in self.states:
@@ -135,15 +185,15 @@ class _PathRewriter:
 
     def _store(self, state: StateTensor) -> None:
         stored = state.stored
-        if stored in self.words:
-            (lo,) = self.editor.inline(arithmetic.finite_or_zero, self.words[stored][1], stored)
-        else:
-            if state.carries_its_old_value:
-                state.refusal = (
-                    f"{stored.name} ({stored.target}) has no double-word algorithm; its error term stays zero"
-                )
-            (lo,) = self.editor.inline(_no_error, stored)
-        self.editor.store(state.auxiliaries[0], lo)
+        if stored not in self.whole and state.carries_its_old_value:
+            state.refusal = (
+                f"{stored.name} ({stored.target}) has no double-word algorithm; its error term stays zero"
+            )
+        hi, lo = (
+            self.words[stored] if stored in self.words else self.words[self._split(self.unrounded(stored))]
+        )
+        state.store.args = (state.placeholder, hi, *state.store.args[2:])
+        self.editor.store(state.auxiliaries[0], *self.editor.inline(arithmetic.finite_or_zero, lo, hi))
 
     def _rewritten(self, node: Node) -> Node | None:
         """The node that replaces ``node``; None to leave ``node`` as it is, reading hi."""
@@ -158,16 +208,18 @@ class _PathRewriter:
             return None
         if is_conversion(node):
             return self._converted(node, operands[0], value.dtype)
-        if not any(operand in self.words for operand in operands):
+        if not is_transparent(node.target):
             return None
         if value.dtype != self.dtype:
-            return self._on_whole_values(node) if is_pointwise(node.target) else None
-        packet = getattr(node.target, "overloadpacket", None)
-        if packet in RULES and (word := RULES[packet](self, *node.args)) is not None:
-            return self._defined(word)
-        if is_movement(node):
-            return self._defined((self._moved(node, lambda n: n), self._moved(node, self._low_part)))
-        return self._split(self._on_whole_values(node)) if is_pointwise(node.target) else None
+            is_rounded = any(self.unrounded(operand) is not operand for operand in operands)
+            return self._on_whole_values(node) if is_rounded else None
+        if any(operand in self.words for operand in operands):
+            packet = getattr(node.target, "overloadpacket", None)
+            if packet in RULES and (word := RULES[packet](self, *node.args)) is not None:
+                return self._defined(word)
+            if is_movement(node):
+                return self._defined((self._moved(node, lambda n: n), self._moved(node, self._low_part)))
+        return self._split(self._on_whole_values(node))
 
     def _moved(self, node: Node, part: Callable[[Node], Node]) -> Node:
         args, kwargs = map_arg((node.args, dict(node.kwargs)), part)
@@ -186,26 +238,40 @@ class _PathRewriter:
         """The result of a cast: of the whole value to a wider dtype; to the storage format a double word."""
         if source in self.words:
             return source if dtype == self.dtype else self.editor.convert(self._whole(source), dtype)
-        wide = tensor_value(source)
-        if dtype == self.dtype and wide is not None and wide.dtype.is_floating_point:
-            return self._split(source)
-        return None
+        return self._split(source) if dtype == self.dtype else None
 
     def _on_whole_values(self, node: Node) -> Node:
         """The operation on float32 operands, as torch promotes those of several dtypes itself."""
-
-        def widened(operand: Node) -> Node:
-            if operand in self.words:
-                return self._whole(operand)
-            value = tensor_value(operand)
-            return (
-                self.editor.convert(operand, torch.float32)
-                if value is not None and value.dtype == self.dtype
-                else operand
-            )
-
-        args, kwargs = map_arg((node.args, dict(node.kwargs)), widened)
+        args, kwargs = map_arg((node.args, dict(node.kwargs)), self.unrounded)
+        if kwargs.get("dtype") == self.dtype:
+            kwargs = {**kwargs, "dtype": torch.float32}
         return self.editor.call(node.target, *args, **kwargs)
+
+    def unrounded(self, node: Node) -> Node:
+        """An operand computed from inputs and whole double words in float32, nothing rounded on the way.
+
+        Of an operator that needs the storage format, the result as it is.
+        """
+        if node in self.words:
+            return self._whole(node)
+        if node not in self._unrounded:
+            self._unrounded[node] = self._without_roundings(node)
+        return self._unrounded[node]
+
+    def _without_roundings(self, node: Node) -> Node:
+        value = tensor_value(node)
+        if value is None:
+            return node
+        wanted = torch.float32 if value.dtype == self.dtype else value.dtype
+        is_captured = node.op == "call_function" and node.meta.get(PASS_MARK) != self.editor.made_by
+        if not is_captured or not is_transparent(node.target):
+            return self.editor.convert(node, wanted)
+        operands = node.all_input_nodes
+        if wanted == value.dtype and all(self.unrounded(operand) is operand for operand in operands):
+            return node
+        if is_conversion(node):
+            return self.editor.convert(self.unrounded(operands[0]), wanted)
+        return self.editor.convert(self._on_whole_values(node), wanted)
 
     def _whole(self, node: Node) -> Node:
         """The float32 value of a double word."""
@@ -232,7 +298,7 @@ class _PathRewriter:
     def operand(self, value: Any) -> Word | Node | None:
         """An operand as exactly as the algorithms can take it: a double word, or a storage-format tensor.
 
-        Numbers, and 0-d tensors of a wider dtype, become double words of 0-d tensors.
+        Numbers become double words of 0-d tensors, and tensors of a wider dtype double words.
         """
         if not isinstance(value, Node):
             hi, lo = arithmetic.double_word_constant(float(value), self.dtype)
@@ -247,7 +313,7 @@ class _PathRewriter:
         )
 
     def sum(self, x: Any, y: Any) -> Word | None:
-        first, second = self.operand(x), self.operand(y)
+        first, second = self.operand(self._term(x)), self.operand(self._term(y))
         if first is None or second is None:
             return None
         if isinstance(first, Node):
@@ -260,13 +326,21 @@ class _PathRewriter:
         base, increment = self.increments[first[0]]
         return self._added(base, self._added(increment, second))
 
+    def _term(self, x: Any) -> Any:
+        """A term of a sum: Note [Operands that are not added]."""
+        return x if self.adds_rounded else self._factor(x)
+
+    def _factor(self, x: Any) -> Any:
+        """An operand without the roundings that it has been computed with, if any."""
+        return self.unrounded(x) if isinstance(x, Node) and x not in self.words and _is_rounded(x) else x
+
     def _added(self, word: Word, other: Word | Node) -> Word:
         if isinstance(other, tuple):
             return self.inline(arithmetic.add_double_words, *word, *other)
         return self.inline(arithmetic.grow, *word, other)
 
     def difference(self, x: Any, y: Any) -> Word | None:
-        subtrahend = self.operand(y)
+        subtrahend = self.operand(self._term(y))
         if subtrahend is None:
             return None
         if isinstance(subtrahend, tuple):
@@ -277,6 +351,7 @@ class _PathRewriter:
 
     def product(self, x: Any, y: Any) -> Word | None:
         x, y = (y, x) if y in self.words else (x, y)
+        y = self._factor(y)
         if y not in self.words and (parts := self._parts_of_decay(self.words[x], y)) is not None:
             result = self._added(*parts)
             self.increments[result[0]] = parts
@@ -290,9 +365,9 @@ class _PathRewriter:
         return self.inline(arithmetic.scale_double_word, *first, second)
 
     def _parts_of_decay(self, word: Word, factor: Any) -> tuple[Word, Word] | None:
-        """The two double words whose sum is ``word`` times a number: see Note [Decay is an increment].
+        """The two double words whose sum is ``word`` times a factor: see Note [Decay is an increment].
 
-        None where it is a number that isn't near 1, or no number.
+        None where it is a number that isn't near 1, or a tensor of the storage format.
         """
         if not isinstance(factor, Node):
             if not abs(factor - 1) <= abs(factor) / 2:
@@ -322,8 +397,11 @@ RULES: dict[Any, Callable[..., Word | None]] = {
 }
 
 
-def _no_error(hi: Tensor) -> Tensor:
-    return arithmetic.finite_or_zero(hi - hi, hi)
+def _is_rounded(node: Node) -> bool:
+    """Whether an operand has been computed, rather than read, moved or filled with a number of its format."""
+    while is_movement(node) and len(node.all_input_nodes) == 1:
+        (node,) = node.all_input_nodes
+    return node.op == "call_function" and not keeps_grid(node)
 
 
 def _sum_of_joined(hi: Tensor, lo: Tensor, other_hi: Tensor, other_lo: Tensor) -> Tensor:
@@ -331,7 +409,7 @@ def _sum_of_joined(hi: Tensor, lo: Tensor, other_hi: Tensor, other_lo: Tensor) -
 
 
 def _decay(factor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """A number as ``kept + (hi + lo)``: near 1 that is 1 and the increment, elsewhere 0 and the number."""
+    """A factor as ``kept + (hi + lo)``: near 1 that is 1 and the increment, elsewhere 0 and the number."""
     increment = factor - 1
     near = increment.abs() <= factor.abs() / 2
     return near.to(dtype), *arithmetic.split(

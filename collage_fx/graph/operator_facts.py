@@ -44,6 +44,8 @@ __all__ = [
     "is_matrix_product",
     "is_movement",
     "is_pointwise",
+    "is_transparent",
+    "keeps_grid",
     "may_raise",
     "passed_operand",
     "size_argument",

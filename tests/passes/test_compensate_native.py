@@ -135,6 +135,13 @@ STEPS: dict[str, Callable[..., Any]] = {
     "reshaped on the way": lambda v, g: v.copy_((v.view(2, -1) * 0.999).view(-1) + g * 1e-3),
     "wide update": lambda v, g: v.add_(g.float().mul(1e-3).to(v.dtype)),
     "number added": lambda v, g: v.add_(1e-3),
+    "padded on the way": lambda v, g: v.copy_(pad(v, (0, 1), value=1.0)[:-1] + g * 1e-3),
+    "factor": lambda v, g: v.mul_(1 - 1e-3 * g),
+    "divisor": lambda v, g: v.div_(1 + 1e-3 * g),
+    "exponential": lambda v, g: v.mul_(torch.exp(-1e-3 * g)),
+    "factor of a float32 value": lambda v, g: v.copy_((v.float() * (1 - 1e-3 * g)).to(v.dtype)),
+    "old value among terms of its size": lambda v, g: v.copy_(0.5 * v + 0.5 * (v + g) - 0.499 * g),
+    "elements that are set": lambda v, g: v.index_add_(0, torch.arange(64), g, alpha=1e-3),
     "absolute value": lambda v, g: v.sub_(g, alpha=1e-3).abs_(),
 }
 
@@ -167,14 +174,56 @@ def test_no_operation_on_the_path_drops_the_error_term(name: str, dtype: torch.d
     assert (v.double() + lo.double() - exact).abs().max() <= bound
 
 
+def anchored(p: Tensor, z: Tensor, a: Tensor, g: Tensor) -> None:
+    z.add_(g)
+    p.copy_(a - 1e-3 * z)
+
+
+def anchored_by_a_factor(p: Tensor, z: Tensor, a: Tensor, g: Tensor) -> None:
+    z.add_(g)
+    p.copy_(a * torch.exp(-1e-3 * z))
+
+
+def pulled(p: Tensor, z: Tensor, a: Tensor, g: Tensor) -> None:
+    """Half of a number near p is added, whose own roundings are of the size of those of p."""
+    z.add_(g)
+    p.mul_(0.5).add_(0.5 * (a - 1e-3 * z))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("step", [anchored, anchored_by_a_factor, pulled])
+def test_a_value_that_is_not_added_to(step: Callable[..., None], dtype: torch.dtype) -> None:
+    """The parameter is off by the rounding to a pair in each step, and by what z is off, which is hi + lo."""
+    program = after(
+        captured(step, "p z a g", dtypes=dtype, arithmetic="native", shape=(64,), strategy="plus"),
+        "pin-roundings",
+    )
+    torch.manual_seed(0)
+    p = torch.rand(64).add(1).to(dtype)
+    z, a, g = torch.zeros_like(p), p.clone(), torch.rand(64).add(0.5).to(dtype)
+    z_lo, p_lo = torch.zeros_like(p), torch.zeros_like(p)
+    exact = [tensor.double() for tensor in (p, z, a, g)]
+    assert [state.info.name for state in program.compensated] == ["p", "z"]
+    for _ in range(20):
+        program.gm(p, z, a, g, p_lo, z_lo)
+        step(*exact)
+    u = float(storage_format(dtype).unit_roundoff)
+    # A pair of numbers below 4 is off by u**2 of them; z by 3 u**2 of up to 32 a step, and hi of it by u.
+    off_z = 20 * 3 * u**2 * 32
+    bound = 2 * 7 * u**2 * 4 + 1e-3 * off_z + 2.0**-23
+    assert (z.double() + z_lo.double() - exact[1]).abs().max() <= off_z
+    assert (p.double() + p_lo.double() - exact[0]).abs().max() <= bound
+    assert (p.double() - exact[0]).abs().max() > bound  # which hi alone is not within
+
+
 @pytest.mark.parametrize(
     "operation",
-    [lambda v, g: v @ g, lambda v, g: pad(v[1:], (0, 0, 1, 0), value=1.0) - g],
-    ids=["mm", "padded"],
+    [lambda v, g: v @ g, lambda v, g: v @ g - 1e-3 * g, lambda v, g: (v @ g).float() - 1e-3 * g],
+    ids=["product", "and a step", "and a float32 step"],
 )
-def test_what_has_no_double_word_algorithm_is_reported(operation: Callable[..., Tensor]) -> None:
-    """Padding with a number is no movement: hi and lo, both padded with it, would have it twice."""
-
+def test_an_operator_of_the_storage_format_on_the_path_is_reported(
+    operation: Callable[..., Tensor],
+) -> None:
     def step(v: Tensor, g: Tensor) -> None:
         v.copy_(operation(v, g))
 
