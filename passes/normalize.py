@@ -183,7 +183,7 @@ def _forward_copy(editor: GraphEditor, node: Node) -> None:
         if result.meta["val"].shape != value.shape:
             result = editor.call(aten.expand.default, result, list(value.shape))
     if any(user.op == "output" for user in node.users):
-        with editor.graph.inserting_after(result):
+        with editor.graph.inserting_before(node):
             own = editor.call(aten.clone.default, result)
         node.replace_all_uses_with(own, delete_user_cb=lambda user: user.op == "output")
     node.replace_all_uses_with(result)

@@ -333,14 +333,19 @@ def is_transparent(target: Any) -> bool:
 def passed_operand(node: Any) -> Node | None:
     """The operand whose elements a node has, in another shape, dtype or memory; None if there is none.
 
-    Not of a conversion of fractions to integers, which cuts them off.
+    Not of a conversion of fractions to integers or to a format of 8 bits, which cuts them off. (Inductor
+    drops conversions to another format of 16 bits and back.)
     """
     position = facts_of(node.target).passes if isinstance(node, Node) else None
     operand = None if position is None else node.args[position]
     value, source = tensor_value(node), tensor_value(operand)
-    if value is None or source is None or (source.is_floating_point() and not value.is_floating_point()):
+    if value is None or source is None or (value.dtype != source.dtype and _cuts_fractions(source, value)):
         return None
     return operand
+
+
+def _cuts_fractions(source: Tensor, value: Tensor) -> bool:
+    return source.is_floating_point() and (not value.is_floating_point() or value.itemsize < 2)
 
 
 def source_of(node: Any) -> Any:

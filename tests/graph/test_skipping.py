@@ -133,3 +133,42 @@ def test_a_choice_that_depends_on_the_value_itself_is_an_update_like_another() -
         (state,) = after(captured(function, "v g"), "analyze").states
         kinds.append(state.recurrence.kind)
     assert kinds == [Kind.OTHER, Kind.MOVING_AVERAGE]
+
+
+NARROW = [torch.float8_e4m3fn, torch.float8_e5m2, torch.int32, torch.int8, torch.bool]
+
+
+@pytest.mark.parametrize("arithmetic", [("wide", "mcf"), ("wide", "exact"), ("native", "mcf")])
+@pytest.mark.parametrize("kept", [1, 2])
+@pytest.mark.parametrize("narrow", NARROW, ids=str)
+def test_a_narrower_old_value_is_another_value(
+    narrow: torch.dtype, kept: int, arithmetic: tuple[str, str]
+) -> None:
+    def step(v: Tensor, g: Tensor) -> None:
+        branches = [v.to(narrow).to(v.dtype), v - 2.0**-12 * g]
+        v.copy_(torch.where(g > 0, *(branches if kept == 1 else branches[::-1])))
+
+    program = rewritten_as(step, arithmetic)
+    v = torch.randn(64).to(torch.bfloat16)
+    g = torch.randn(64).to(torch.bfloat16)
+    lo = torch.zeros(64, dtype=torch.int16 if arithmetic[1] == "exact" else torch.bfloat16)
+    before = v.clone()
+    program.gm(v, g, lo)
+    is_narrow = (g > 0) == (kept == 1)
+    assert torch.equal(v[is_narrow], before.to(narrow).to(torch.bfloat16)[is_narrow])
+    assert not lo[is_narrow].any()
+    assert lo[~is_narrow].any()
+
+
+def rewritten_as(function: Step, arithmetic: tuple[Any, str]) -> StepProgram:
+    return after(
+        captured(
+            function,
+            "v g",
+            shape=(64,),
+            strategy="full",
+            arithmetic=arithmetic[0],
+            error_format=arithmetic[1],
+        ),
+        "hoist-scalars",
+    )
