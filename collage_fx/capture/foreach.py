@@ -11,6 +11,7 @@ each. Then the updates are components of their own, and equal ones a family.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 from torch import Tensor
@@ -51,10 +52,11 @@ def _take_apart(node: Node, name: str) -> None:
     readers = [user for user in node.users if getattr(user.target, "__name__", "") == "getitem"]
     if rule is None or len(readers) < len(node.users):
         return
+    function, fixed = (rule.func, rule.keywords) if isinstance(rule, partial) else (rule, {})
     made = []
     with graph.inserting_before(node):
         for args, kwargs in foreach_calls(node.args, node.kwargs):
-            result = graph.call_function(rule, args, kwargs)
+            result = graph.call_function(function, args, {**fixed, **kwargs})
             result.meta = {**node.meta, "example_value": _value(rule, args, kwargs)}
             if name.endswith("_"):
                 written = cast("Node", args[0])

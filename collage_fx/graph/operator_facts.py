@@ -452,6 +452,11 @@ def foreach_rule(name: str) -> Callable[..., Any] | None:
     return of_lists.each or of_element.composite or getattr(torch, name, None)
 
 
+def _has_an_element_for_each(argument: Any) -> bool:
+    """Whether an argument is a list, or the tensor of numbers that ``_foreach_addcmul`` takes for a list."""
+    return isinstance(argument, (list, tuple)) or (isinstance(argument, Tensor) and argument.dim() == 1)
+
+
 def foreach_calls(
     args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
@@ -460,7 +465,7 @@ def foreach_calls(
     length = next(len(argument) for argument in arguments if isinstance(argument, (list, tuple)))
     for i in range(length):
         positional, keyword = (
-            [argument[i] if isinstance(argument, (list, tuple)) else argument for argument in group]
+            [argument[i] if _has_an_element_for_each(argument) else argument for argument in group]
             for group in (args, kwargs.values())
         )
         names = ("value" if name == "scalars" else name for name in kwargs)
