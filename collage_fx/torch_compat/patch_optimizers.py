@@ -7,8 +7,9 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from types import CodeType
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch._dynamo.pgo import auto_dynamic
@@ -43,11 +44,12 @@ OPTIMIZERS = Patch(
 NUMBERS = Patch(
     name="numbers",
     target="torch._dynamo.variables.builder:process_automatic_dynamic(tx, name, entry)",
-    why="numbers that a schedule is going to change are inputs of the first graph already",
+    why="numbers are inputs of a graph if they change in its optimizer, and not if they differ in others",
     during="conversions",
     relies_on=(
         "torch._dynamo.variables.builder:VariableBuilder.wrap_symfloat has process_automatic_dynamic",
-        "torch._dynamo.pgo:FrameStateSizeEntry has scalar",
+        "torch._dynamo.pgo:FrameStateSizeEntry has scalar, __ior__",
+        "torch._dynamo.symbolic_convert:InstructionTranslatorBase has f_code, output",
         "torch._dynamo.pgo:auto_dynamic",
     ),
 )
@@ -110,6 +112,9 @@ def watching_optimizers(
     effects. And of the lists that ``_init_group`` fills, it sees those that are positional arguments filled
     and those that are keyword arguments empty, so that nothing is updated. The floats at these places are
     inputs of the graph from the first on, where Dynamo would burn them in until it sees them change.
+
+    Dynamo keeps what it has seen of numbers and sizes by code object, for all optimizers of a class together.
+    Here each optimizer has a record of its own: what differs between two of them is constant in each.
     """
 
     def watching(original: Callable[..., None]) -> Callable[..., None]:
@@ -121,6 +126,7 @@ def watching_optimizers(
                 if value not in output.side_effects:
                     output.side_effects.track_object_existing(value, self)
                 _traced_for_us.add(value)
+                _first_traced.setdefault(output, value)
                 if self.source is not None:
                     named = _changing.setdefault(output, set())
                     named.update(_name(self.source, ("param_groups", *place)) for place in places)
@@ -129,7 +135,7 @@ def watching_optimizers(
 
     with (
         OPTIMIZERS.entered(watching),
-        NUMBERS.entered(_changing_from_the_start),
+        NUMBERS.entered(_by_optimizer),
         STATE_LISTS.entered(_with_positional_lists),
         TYPES.entered(_but_of_known_tensors),
     ):
@@ -158,6 +164,10 @@ _traced_for_us: WeakSet[torch.optim.Optimizer] = WeakSet()
 
 #: By trace, the names that Dynamo has for numbers that are going to change.
 _changing = WeakIdKeyDictionary()
+#: By trace, the optimizer that it met first: whose record of numbers and sizes holds.
+_first_traced = WeakIdKeyDictionary()
+#: By optimizer, what traces have seen of numbers and sizes, by the code that reads them and Dynamo's name.
+_seen: WeakKeyDictionary[torch.optim.Optimizer, dict[tuple[CodeType, str], Any]] = WeakKeyDictionary()
 
 
 def _name(source: Any, place: Place) -> str:
@@ -166,12 +176,16 @@ def _name(source: Any, place: Place) -> str:
     return f"{source.name}.{attribute}" + "".join(f"[{key!r}]" for key in keys)
 
 
-def _changing_from_the_start(process: Callable[..., Any]) -> Callable[..., Any]:
+def _by_optimizer(process: Callable[..., Any]) -> Callable[..., Any]:
     def processed(tx: Any, name: str, entry: Any, **keywords: Any) -> Any:
-        found = process(tx, name, entry, **keywords)
+        optimizer = _first_traced.get(tx.output)
+        if optimizer is None:
+            return process(tx, name, entry, **keywords)
+        seen = _seen.setdefault(optimizer, {}).setdefault((tx.f_code, name), replace(entry))
+        seen |= entry
         if isinstance(entry.scalar, float) and name in _changing.get(tx.output, ()):
-            return replace(found, scalar=auto_dynamic)
-        return found
+            return replace(seen, scalar=auto_dynamic)
+        return replace(seen)
 
     return processed
 

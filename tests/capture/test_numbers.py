@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LRScheduler, OneCycleLR
 
-from collage_fx import CollageBackend, full_value
+from collage_fx import CollageBackend, explain, full_value
 from tests.support.training import Descent, differences, everything, parameters, set_gradients
 
 STEPS = 24
@@ -177,3 +178,76 @@ def test_a_number_that_changes_gives_the_bits_of_one_that_is_known(foreach: bool
         return everything(optimizer)
 
     assert not differences(stepped(resumed=False), stepped(resumed=True))
+
+
+# Numbers of an optimizer are its own. ------------------------------------------------------------------------
+
+#: By class, the numbers that a drawn optimizer may have, the learning rate apart.
+NUMBERS: dict[str, dict[str, list[Any]]] = {
+    "AdamW": {
+        "betas": [(0.9, 0.95), (0.9, 0.999), (0.8, 0.99), (0.95, 0.98)],
+        "eps": [1e-8, 1e-6],
+        "weight_decay": [0.0, 1e-2, 0.1],
+    },
+    "RMSprop": {"alpha": [0.9, 0.99, 0.999], "momentum": [0.0, 0.9], "eps": [1e-8, 1e-5]},
+    "SGD": {"momentum": [0.0, 0.9, 0.999], "weight_decay": [0.0, 1e-4], "dampening": [0.0, 0.5]},
+    "Adadelta": {"rho": [0.9, 0.95, 0.999]},
+    "NAdam": {"betas": [(0.9, 0.99), (0.7, 0.999)], "momentum_decay": [4e-3, 1e-2]},
+}
+
+
+def drawn_optimizer(draw: random.Random) -> Callable[[], Optimizer]:
+    """A function that makes an optimizer of drawn numbers, each time the same, perhaps with a schedule."""
+    name = draw.choice(sorted(NUMBERS))
+    options = {key: draw.choice(values) for key, values in NUMBERS[name].items()}
+    options |= {"lr": draw.choice([1e-3, 3e-4, 2.0**-9]), "foreach": draw.choice([False, True])}
+    schedule = draw.choice([None, "decays", "cycles"])
+
+    def make() -> Optimizer:
+        optimizer: Optimizer = getattr(torch.optim, name)(parameters(), **options)
+        if schedule == "decays":
+            CosineAnnealingWarmRestarts(optimizer, 5)
+        elif schedule == "cycles":
+            has_momentum = not {"momentum", "betas"}.isdisjoint(optimizer.defaults)
+            OneCycleLR(optimizer, 1e-3, total_steps=9, cycle_momentum=has_momentum)
+        return optimizer
+
+    return make
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_optimizer_is_compiled_as_in_a_process_of_its_own(seed: int) -> None:
+    """Whatever the numbers of those before it: same recurrences, verdicts and plan."""
+    draw = random.Random(seed)
+    made = [drawn_optimizer(draw) for _ in range(5)]
+    together = [explain(make()) for make in made]
+    for make, found in zip(made, together, strict=True):
+        torch._dynamo.reset()
+        alone = explain(make())
+        assert found.tensors == alone.tensors
+        assert str(found) == str(alone)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["a backend each", "one backend"])
+def test_a_second_optimizer_takes_the_bytes_of_the_first(shared: bool) -> None:
+    """Its decay rates are constants, which a packed format and a budget need to know."""
+    one = CollageBackend(bytes_per_parameter=5.2)
+    for betas in ((0.9, 0.95), (0.9, 0.999), (0.8, 0.99)):
+        params = parameters(shapes=[(64, 64)])
+        backend = one if shared else CollageBackend(bytes_per_parameter=5.2)
+        optimizer = torch.optim.AdamW(params, betas=betas)
+        set_gradients(params)
+        torch.compile(optimizer.step, backend=backend)()
+        rows = {row.symbol: row for row in backend.report().tensors}
+        assert all(row.packed for symbol, row in rows.items() if symbol != "p")
+
+
+def test_a_number_that_changes_in_its_own_optimizer_becomes_an_input() -> None:
+    params = parameters(shapes=[(3,)])
+    optimizer, backend = torch.optim.RMSprop(params, alpha=0.9), CollageBackend()
+    step = torch.compile(optimizer.step, backend=backend)
+    for i, alpha in enumerate((0.9, 0.99, 0.999, 0.95)):
+        optimizer.param_groups[0]["alpha"] = alpha
+        set_gradients(params, i)
+        step()
+    assert len(backend.report().graphs) == 2
