@@ -33,6 +33,7 @@ from collage_fx.capture import (
     refuse_aliases,
     refuse_fused_operators,
     refuse_overlaps,
+    refuse_unknown_torch,
     refuse_unsupported,
     why_recorded,
     with_lists_apart,
@@ -209,6 +210,7 @@ class Compilation:
         optimizers = list(self.optimizers.values())
         try:
             if not is_plain:
+                refuse_unknown_torch()
                 refuse_fused_operators(self.module)  # before AOTAutograd fails at them
                 if needs_grad:
                     note_forward((*self.module.parameters(), *self.arguments))

@@ -40,6 +40,7 @@ __all__ = [
     "UncompensatedParameterError",
     "UnsupportedOptimizerError",
     "UnsupportedTensorError",
+    "UnsupportedTorchError",
     "did_you_mean",
     "error_kinds",
     "raise_or_warn",
@@ -330,6 +331,20 @@ class FailedPassError(CollageError):
             remedy="a pass of your own has to be mended there; of others this is a bug in collage_fx; please "
             "report it with the graph (COLLAGE_FX_DUMP=directory writes it)",
         )
+
+
+class UnsupportedTorchError(CollageError):
+    """This version of torch lacks a function that collage_fx replaces or calls, or has it in another shape.
+
+    Compensation rests on torch's compiler, whose inner functions change from version to version. The shapes
+    of all that are needed are looked at, and without one of them no step is compiled. Nothing has changed.
+    Where only time would be lost, there is no error, and ``collage-fx doctor`` names what is left out.
+
+    What to do: install one of the versions of torch that the message names, or a newer collage_fx. The table
+    of ``collage-fx doctor`` says what does not fit.
+    """
+
+    code = "CFX016"
 
 
 def error_kinds() -> dict[str, type[CollageError]]:

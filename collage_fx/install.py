@@ -22,7 +22,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_fx.backend import CollageBackend
-from collage_fx.capture import forget_compiled_step
+from collage_fx.capture import forget_compiled_step, refuse_unknown_torch
 from collage_fx.errors import InvalidOptionError, UnsupportedOptimizerError
 from collage_fx.graph import device_facts
 from collage_fx.numerics import is_low_precision
@@ -88,6 +88,7 @@ def install(optimizer: Installed, *, backend: CollageBackend | None = None, **op
     if isinstance(optimizer, type):
         return cast(Installed, _install_class(optimizer, backend, options))
     chosen = backend or CollageBackend(**options)
+    refuse_unknown_torch()
     stepped = list(_stepped_by(optimizer))
     for each in stepped:
         _refuse_foreign_step(each)

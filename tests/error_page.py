@@ -599,6 +599,23 @@ EXAMPLES: dict[type[errors.CollageError], tuple[Example, ...]] = {
             """,
         ),
     ),
+    errors.UnsupportedTorchError: (
+        Example(
+            "A torch that has renamed something (here no torch has).",
+            """\
+            from unittest import mock
+            import torch
+            from torch.nn import Parameter
+            from collage_fx import install
+
+            p = Parameter(torch.ones(8, dtype=torch.bfloat16))
+            optimizer = torch.optim.SGD([p], lr=0.1)
+            renamed = "torch._dynamo.guards:GuardBuilder.TYPE_MATCH: no such attribute"
+            with mock.patch("collage_fx.capture.refusals.misfits", lambda: [renamed]):
+                install(optimizer)
+            """,
+        ),
+    ),
 }
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch._inductor import config
 
 from collage_fx import doctor
 from collage_fx.cli import main
@@ -161,6 +163,19 @@ def test_doctor_gives_the_reason_where_nothing_compiles(
     monkeypatch.setattr(doctor, "_compiled_steps", broken)
     assert main(["doctor"]) == 1
     assert "RuntimeError: no working C++ compiler" in " ".join(capsys.readouterr().out.split())
+
+
+def test_doctor_is_not_content_without_a_compiler(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "devices", lambda: ["cpu"])
+    with config.patch({"cpp.cxx": (None, "no-such-compiler")}), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert main(["doctor"]) == 1
+    printed = capsys.readouterr().out
+    assert len(re.findall(r"^cpu +b?float16 +SLOW +Run operation by operation", printed, re.MULTILINE)) == 2
+    last = printed.splitlines()[-1]
+    assert last.endswith("each step is 10 to 50 times slower: install g++, or set CXX.")
 
 
 def test_demo_passes_its_options_on_to_the_example(capfd: pytest.CaptureFixture[str]) -> None:

@@ -28,6 +28,7 @@ CODES = {
     "CFX013": "FailedLoweringError",
     "CFX014": "GraphInvariantError",
     "CFX015": "FailedPassError",
+    "CFX016": "UnsupportedTorchError",
 }
 
 KINDS = list(error_kinds().values())

@@ -20,23 +20,46 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.optim import Optimizer
 
-from collage_fx.errors import AliasedStateError, UnsupportedOptimizerError, UnsupportedTensorError
+from collage_fx.errors import (
+    AliasedStateError,
+    UnsupportedOptimizerError,
+    UnsupportedTensorError,
+    UnsupportedTorchError,
+)
 from collage_fx.graph import DEVICES, InputInfo, Role, assignments, copies_to_inputs, is_dense, placeholders
 from collage_fx.numerics import is_low_precision
 from collage_fx.runtime import KnownTensor, is_packed, parameter_names, refuse_layout
 from collage_fx.torch_compat import (
+    OTHER_VERSIONS,
     aot_input_of,
     has_internal_overlap,
     is_made_of_tensors,
     local_tensor,
+    misfits,
     pieces_of,
     storage_of,
 )
 
-__all__ = ["refuse_aliases", "refuse_fused_operators", "refuse_overlaps", "refuse_unsupported"]
+__all__ = [
+    "refuse_aliases",
+    "refuse_fused_operators",
+    "refuse_overlaps",
+    "refuse_unknown_torch",
+    "refuse_unsupported",
+]
 
 #: torch's operators that are a whole update.
 FUSED = frozenset({"_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_"})
+
+
+def refuse_unknown_torch() -> None:
+    """Raise if this torch lacks something without which results would be other ones."""
+    for told in misfits():
+        raise UnsupportedTorchError(
+            f"collage_fx does not know torch {torch.__version__}: {told}",
+            where="torch",
+            remedy=OTHER_VERSIONS,
+        )
 
 
 def refuse_optimizer(optimizer: Optimizer) -> None:

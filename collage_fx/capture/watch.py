@@ -59,7 +59,7 @@ from collage_fx.capture.recording import (
     record,
     stop_recording,
 )
-from collage_fx.capture.refusals import refuse_optimizer
+from collage_fx.capture.refusals import refuse_optimizer, refuse_unknown_torch
 from collage_fx.errors import (
     CollageError,
     EagerStepError,
@@ -206,6 +206,7 @@ def _before_conversion(
     strict = strictness(backend, keywords)
     if strict is None:
         return False
+    refuse_unknown_torch()
     for optimizer in _stepped_by(code, variables):
         if not is_recorded(optimizer) and branches_on_values(optimizer):
             reason = "it branches on the value of lr, which is a tensor"

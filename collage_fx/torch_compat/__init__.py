@@ -1,8 +1,9 @@
 """Everything that rests on torch's private interfaces, and so may differ from version to version.
 
-Supported: torch 2.11 and newer (tested on 2.11, 2.13 and 2.15). A private name that has moved, or means
-something else, is reported by name at import, with the versions that are known to work, rather than by an
-AttributeError in the middle of a training run.
+Supported: torch 2.11 and newer (tested on 2.11, 2.13 and 2.15). A private name that a module imports and that
+has moved is reported at import, with the versions that are known to work. Whatever else has moved, or looks
+otherwise, is reported when a step is to be compiled (:func:`misfits`), not by an AttributeError in the middle
+of a training run; if only time is lost without it, ``collage-fx doctor`` alone reports it.
 
 A module for each part of torch; what its ``__all__`` names is imported from here:
 
@@ -49,12 +50,9 @@ try:
     from collage_fx.torch_compat.patch_optimizers import *
     from collage_fx.torch_compat.patch_steps import *
     from collage_fx.torch_compat.patches import *
-    from collage_fx.torch_compat.patches import misfits
     from collage_fx.torch_compat.tensors import *
     from collage_fx.torch_compat.triton_sums import *
     from collage_fx.torch_compat.triton_tables import *
+    from collage_fx.torch_compat.version import *
 except (ImportError, AttributeError) as error:
     raise unknown_version(error) from error
-
-if told := misfits():
-    raise unknown_version(told[0])

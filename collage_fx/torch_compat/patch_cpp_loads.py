@@ -25,6 +25,7 @@ LOADS = Patch(
     name="loads",
     target="torch._inductor.codegen.cpp:CppVecKernel._get_vec_load_line(self, var, index, dtype, load_mask)",
     why="C++ kernels fetch ahead",
+    needed_for="speed",
     during="lowerings",
     relies_on=("torch._inductor.codegen.cpp:CppVecKernel has tail_size, tiling_factor",),
 )

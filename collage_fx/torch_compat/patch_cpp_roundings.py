@@ -64,7 +64,8 @@ INLINE_CODE = Patch(
 TILINGS = Patch(
     name="tilings",
     target="torch._inductor.codegen.cpp:TilingSelect.select_tiling(self, fn_list)",
-    why="loops with such code handle as many elements at a time as fit a vector of what they store",
+    why="loops with such code handle as many elements at a time as fit a vector of what they store, but in "
+    "transposed tiles no more than GCC gets right",
     during="lowerings",
 )
 
@@ -72,6 +73,7 @@ FORMATS_OF_LOOPS = Patch(
     name="formats-of-loops",
     target="torch._inductor.codegen.cpp:get_loop_body_lowp_fp(_body)",
     why="the same: it is by this that Inductor counts",
+    needed_for="speed",
     during="lowerings",
     relies_on=("torch._inductor.codegen.cpp:TilingSelect.select_tiling has get_loop_body_lowp_fp",),
 )
@@ -81,8 +83,12 @@ DTYPES_OF_LOOPS = Patch(
     name="dtypes-of-loops",
     target="torch._inductor.codegen.cpp:_get_dtype_from_loopbodies(loop_bodies)",
     why="loops with such code may have vectors of 16-bit integers",
+    needed_for="speed",
     during="lowerings",
-    relies_on=("torch._inductor.codegen.cpp:TilingSelect.select_tiling has _get_dtype_from_loopbodies",),
+    relies_on=(
+        "torch._inductor.codegen.cpp:TilingSelect.select_tiling has _get_dtype_from_loopbodies",
+        *FORMATS_OF_LOOPS.shapes,
+    ),
 )
 
 TILE_STORES = Patch(

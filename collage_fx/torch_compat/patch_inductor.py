@@ -20,6 +20,7 @@ DISTANT_NODES = Patch(
     name="distant-nodes",
     target="torch._inductor.scheduler:Scheduler.are_long_distant_nodes(self, node1, node2)",
     why="elementwise nodes of one loop are fused, however many others are between them",
+    needed_for="speed",
     during="lowerings",
 )
 
@@ -27,6 +28,7 @@ OUTER_LOOPS = Patch(
     name="outer-loops",
     target="torch._inductor.codegen.cpp:CppScheduling.can_fuse_vertical_outer_loop(self, node1, node2)",
     why="where Inductor's C++ backend has failed, loops that agree in the outer dimensions alone stay apart",
+    needed_for="speed",
     during="lowerings",
 )
 
@@ -34,6 +36,7 @@ PATTERNS = Patch(
     name="patterns",
     target="torch._inductor.fx_passes.joint_graph:lazy_init",
     why="no patterns of attention, padding and shuffled rows are made for steps on the CPU",
+    needed_for="speed",
     during="lowerings",
     relies_on=("torch._inductor.fx_passes.joint_graph:joint_graph_passes has lazy_init",),
 )
@@ -42,22 +45,25 @@ LOADED_KERNELS = Patch(
     name="loaded-kernels",
     target="torch._inductor.async_compile:AsyncCompile.triton(self, kernel_name, source_code, device_str)",
     why="a Triton kernel whose body goes into another frame is compiled in that one alone",
+    needed_for="speed",
+    during="lowerings",
+)
+
+LOADED_VALUES = Patch(
+    name="loaded-values",
+    target="torch._inductor.virtualized:OpsWrapper._default(self, name, args, kwargs)",
+    why="what samples a few elements of a value does not have all of it kept in memory",
+    needed_for="speed",
     during="lowerings",
 )
 
 KEPT_VALUES = Patch(
     name="kept-values",
     target="torch._inductor.ir:ComputedBuffer.make_indexer(self)",
-    why="what samples a few elements of a value does not have all of it kept in memory",
+    why="the same, where it is decided to keep the value",
+    needed_for="speed",
     during="lowerings",
-    relies_on=("torch._inductor.ir:ComputedBuffer has data, get_name, get_size",),
-)
-
-LOADED_VALUES = Patch(
-    name="loaded-values",
-    target="torch._inductor.virtualized:OpsWrapper._default(self, name, args, kwargs)",
-    why="the same, where the value is loaded",
-    during="lowerings",
+    relies_on=("torch._inductor.ir:ComputedBuffer has data, get_name, get_size", *LOADED_VALUES.shapes),
 )
 
 

@@ -21,6 +21,7 @@ POWERS = Patch(
     name="powers",
     target="torch._dynamo.variables.torch:TorchInGraphFunctionVariable.call_function(self, tx, args, kwargs)",
     why="math.pow of a number that changes is traced, where Dynamo burns the number in",
+    needed_for="speed",
     during="conversions",
     relies_on=(
         "torch._dynamo.symbolic_convert:InstructionTranslatorBase.inline_user_function_return(self, fn)",
@@ -33,6 +34,7 @@ SYMBOLIC_FLOATS = Patch(
     name="symbolic-floats",
     target="torch._functorch._aot_autograd.graph_compile:tensorify_python_scalars(gm, shape_env, fake_mode)",
     why="a float that tensor operations have replaced everywhere is not burned in",
+    needed_for="speed",
     until=(2, 13),
     during="lowerings",
     relies_on=("torch._dynamo.symbolic_convert:TensorifyState has clear, force_specializations, specialize",),

@@ -69,6 +69,15 @@ TYPES = Patch(
     relies_on=("torch._dynamo.guards:GuardBuilder.get(self, guard_or_source)",),
 )
 
+UNFINISHED_STEPS = Patch(
+    name="unfinished-steps",
+    target="torch._dynamo.output_graph:OutputGraph.compile_subgraph(self, tx, reason)",
+    why="a step that Dynamo breaks is traced for all parameters",
+    needed_for="speed",
+    during="conversions",
+    relies_on=("torch._dynamo.output_graph:GraphCompileReason has graph_break",),
+)
+
 LISTS = Patch(
     name="lists",
     target=(
@@ -76,19 +85,13 @@ LISTS = Patch(
         "OptimizerVariable.update_list_args(self, tx, args, kwargs, py_args, py_kwargs)"
     ),
     why="the steps of torch.optim are traced for two parameters of each layout",
+    needed_for="speed",
     during="conversions",
     relies_on=(
         "torch._dynamo.variables.lists:ListVariable has items",
         "torch.optim:AdamW._init_group",
+        *UNFINISHED_STEPS.shapes,
     ),
-)
-
-UNFINISHED_STEPS = Patch(
-    name="unfinished-steps",
-    target="torch._dynamo.output_graph:OutputGraph.compile_subgraph(self, tx, reason)",
-    why="a step that Dynamo breaks is traced for all parameters",
-    during="conversions",
-    relies_on=("torch._dynamo.output_graph:GraphCompileReason has graph_break",),
 )
 
 

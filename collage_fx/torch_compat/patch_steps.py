@@ -7,8 +7,7 @@ from types import CellType
 from typing import Any, cast
 
 import torch.distributed
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim import Optimizer, optimizer
 from torch.utils.hooks import RemovableHandle
 
 from collage_fx.torch_compat.patching import Patch, Wrapper
@@ -106,7 +105,8 @@ def before_eager_steps(hook: Callable[[Optimizer, Any, Any], None]) -> None:
     global _hook
     if _hook is not None:
         _hook.remove()
-    _hook = register_optimizer_step_pre_hook(hook)
+    if EAGER_STEPS.applies:
+        _hook = optimizer.register_optimizer_step_pre_hook(hook)
 
 
 _hook: RemovableHandle | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import chain
+import functools
 
 from collage_fx.torch_compat import (
     aot_autograd,
@@ -28,7 +28,7 @@ from collage_fx.torch_compat import (
 )
 from collage_fx.torch_compat.patching import Patch, misfit
 
-__all__ = ["PATCHES"]
+__all__ = ["PATCHES", "misfits"]
 
 #: Every patch, module by module, roughly in the order in which a step meets them.
 PATCHES: tuple[Patch, ...] = tuple(
@@ -50,7 +50,8 @@ RELIED_ON: tuple[str, ...] = (
 )
 
 
-def misfits() -> list[str]:
-    """A sentence for each thing of torch that is not as this package needs it."""
-    told = chain((patch.check() for patch in PATCHES), map(misfit, RELIED_ON))
-    return [each for each in told if each is not None]
+@functools.cache
+def misfits() -> tuple[str, ...]:
+    """A sentence for each thing of torch that is not as compilations need it to be right."""
+    needed = (patch.misfit for patch in PATCHES if patch.needed_for == "bits")
+    return tuple(told for told in (*needed, *map(misfit, RELIED_ON)) if told is not None)

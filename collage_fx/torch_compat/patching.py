@@ -10,8 +10,9 @@ else's business:
   what was replaced.
 * What has to be there before any of that, or has nothing to do with compilations, is *installed* by the
   import (:meth:`Patch.install`), and asks first whether it is concerned.
-* Each says what it relies on. So it is when this package is imported, rather than in the middle of a training
-  run, that it is seen not to fit another version of torch (:meth:`Patch.check`).
+* Each says what it relies on (:attr:`Patch.misfit`). In a version of torch that it does not fit, it changes
+  nothing. If results depend on it, each compilation is refused; if only time and memory do, all goes on
+  without it. The import succeeds, so that ``collage-fx doctor`` can say which it is.
 * Somebody else's replacement of the same function is left alone, whether it came before or after.
 
 All of them are in ``patches.py``; ``collage-fx doctor`` lists them.
@@ -101,6 +102,8 @@ class Patch:
         during: when it is in force: around Dynamo's conversions of functions for this backend, around what
             AOTAutograd and Inductor make of a graph of this backend, around the steps of an optimizer that is
             recorded, or from the import on.
+        needed_for: "bits" if results would be other ones, or errors, without it; "speed" if all that is lost
+            is time or memory.
         affects: who else's objects it touches.
         until: the first version of torch that does without it.
         is_there: whether torch has been built with what it is a part of.
@@ -111,6 +114,7 @@ class Patch:
     target: str
     why: str
     during: Literal["conversions", "lowerings", "recorded steps", "the process"] = "the process"
+    needed_for: Literal["bits", "speed"] = "bits"
     affects: Literal["nobody else", "everybody"] = "nobody else"
     until: tuple[int, int] | None = None
     is_there: bool = True
@@ -121,10 +125,20 @@ class Patch:
         """Whether this torch needs it."""
         return self.is_there and (self.until is None or version() < self.until)
 
-    def check(self) -> str | None:
-        """What it relies on that is not so in this version of torch; None if all is."""
-        told = map(misfit, (self.target, *self.relies_on)) if self.is_needed else ()
-        return next(filter(None, told), None)
+    @property
+    def shapes(self) -> tuple[str, ...]:
+        """All that has to look how, its target first."""
+        return self.target, *self.relies_on
+
+    @functools.cached_property
+    def misfit(self) -> str | None:
+        """A sentence on the first shape that this version of torch does not have; None if it has all."""
+        return next(filter(None, map(misfit, self.shapes)), None) if self.is_needed else None
+
+    @property
+    def applies(self) -> bool:
+        """Whether this torch needs it, and it fits."""
+        return self.is_needed and self.misfit is None
 
     @property
     def is_in_place(self) -> bool:
@@ -141,7 +155,7 @@ class Patch:
 
         A second call replaces what the first had called, and leaves it where it stands.
         """
-        if not self.is_needed:
+        if not self.applies:
             return
         with _lock:
             if self not in _layers:
@@ -156,7 +170,7 @@ class Patch:
 
         ``original`` is what an outer one has put there, if there is one.
         """
-        if not self.is_needed:
+        if not self.applies:
             yield
             return
         with _lock:

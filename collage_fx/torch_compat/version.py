@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+__all__ = ["OTHER_VERSIONS"]
+
 OLDEST_TORCH = (2, 11)
 TESTED_TORCH = ("2.11", "2.13", "2.15")
 
@@ -23,10 +25,10 @@ def check_version() -> None:
         )
 
 
+#: What to do about a torch that is not known.
+OTHER_VERSIONS = f"install torch {', '.join(TESTED_TORCH)}, which are tested, or a newer collage_fx"
+
+
 def unknown_version(told: object) -> ImportError:
-    """Make the error for a torch that lacks a private name, or has it in another shape."""
-    return ImportError(
-        f"collage_fx does not know torch {torch.__version__}: {told}. "
-        f"It is tested with torch {', '.join(TESTED_TORCH)}; please install one of those or a newer "
-        "collage_fx"
-    )
+    """Make the error for a torch that lacks a private name that is imported."""
+    return ImportError(f"collage_fx does not know torch {torch.__version__}: {told}. Please {OTHER_VERSIONS}")

@@ -26,18 +26,7 @@ STRANGE = {
     "import torch._inductor.codegen.cpp as cpp; del cpp.CppVecKernel": [
         "does not know torch",
         "cannot import name 'CppVecKernel'",
-        "tested with torch 2.11, 2.13, 2.15",
-    ],
-    "import torch._dynamo.eval_frame as e; del e._callback_from_stance": [
-        "does not know torch",
-        "torch._dynamo.eval_frame:_callback_from_stance",
-    ],
-    "import torch; del torch._C._has_storage": [
-        "does not know torch",
-        "'_has_storage'",
-    ],
-    "from torch._inductor.scheduler import Scheduler as S; S.are_long_distant_nodes = lambda self: False": [
-        "are_long_distant_nodes takes self, not self, node1, node2"
+        "install torch 2.11, 2.13, 2.15",
     ],
 }
 
@@ -52,6 +41,101 @@ def test_a_torch_that_is_not_known_is_refused_by_name_at_import(before: str, imp
     last = run.stderr.splitlines()[-1]
     assert last.startswith("ImportError: collage_fx "), run.stderr
     assert all(said in last for said in STRANGE[before])
+
+
+#: Before collage_fx is imported, where results depend on it -> what a step says.
+UNFIT = {
+    "from torch._dynamo import eval_frame as e; f = e._callback_from_stance\n"
+    "e._callback_from_stance = lambda c: f(c)": ("_callback_from_stance takes c, not callback"),
+    "import torch; del torch._C._has_storage": "'_has_storage'",
+    "from torch.nn import Module; load = Module.load_state_dict; Module.load_state_dict = lambda self: load": (
+        "load_state_dict takes self, not self, state_dict"
+    ),
+    "from torch.optim import optimizer; del optimizer.register_optimizer_step_pre_hook": (
+        "torch.optim.optimizer:register_optimizer_step_pre_hook"
+    ),
+}
+
+STEPS = """
+import collage_fx, torch
+from collage_fx import CollageBackend, CollageError, doctor
+from tests.support.training import parameters, set_gradients
+params = parameters()
+set_gradients(params)
+before = [p.detach().clone() for p in params]
+optimizer = torch.optim.SGD(params)
+for ask in (lambda: collage_fx.install(optimizer), lambda: collage_fx.backend.collage_backend(
+        torch.fx.symbolic_trace(torch.nn.Identity()), [torch.ones(2)])):
+    try:
+        ask()
+    except CollageError as refusal:
+        print(refusal.code, refusal)
+assert all(map(torch.equal, params, before))
+print(*doctor.patches())
+"""
+
+
+@pytest.mark.parametrize("before", UNFIT)
+def test_what_results_depend_on_refuses_compilations_and_not_the_import(before: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", f"{before}\n{STEPS}"],
+        cwd=COMPAT.parent.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    refusals, table = done.stdout.split("replaced in torch", 1)
+    assert refusals.count("CFX016 collage_fx does not know torch") == 2
+    assert refusals.count(UNFIT[before]) == 2
+    assert refusals.count("what to do: install torch 2.11, 2.13, 2.15") == 2
+    assert "FAILED" in table
+    assert table.endswith(" False\n")
+
+
+SLOWER = """
+import torch
+from torch._inductor.codegen.cpp import CppVecKernel
+load = CppVecKernel._get_vec_load_line
+CppVecKernel._get_vec_load_line = lambda self, *arguments, **named: load(self, *arguments, **named)
+from collage_fx import CollageBackend, doctor
+from collage_fx.torch_compat import PATCHES
+from tests.support.training import Lion, compiled, parameters, run_steps
+from collage_fx import full_value
+
+def taken(make, **options):
+    torch._dynamo.reset()
+    params = parameters(shapes=[(8, 32), (8, 32), (7,)])
+    run_steps(compiled(make(params), **options), params, range(3))
+    return torch.cat([full_value(p).flatten() for p in params])
+
+kinds = [(torch.optim.AdamW, {}), (Lion, {"metrics": True}), (torch.optim.AdamW, {"error_format": "mcf"})]
+usual = [taken(make, **options) for make, options in kinds]
+(off,) = (patch.name for patch in PATCHES if patch.misfit)
+print(off, *doctor.patches())
+for patch in PATCHES:
+    if patch.needed_for == "speed":
+        vars(patch)["misfit"] = "renamed"
+CollageBackend().reset()
+for (make, options), bits in zip(kinds, usual, strict=True):
+    assert torch.equal(taken(make, **options), bits), make
+"""
+
+
+def test_what_only_speed_depends_on_is_left_out(tmp_path: Path) -> None:
+    """The patch that no longer fits, and then every one of that kind: the bits are the same without them."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", "-c", SLOWER],
+        cwd=COMPAT.parent.parent,
+        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("loads replaced in torch")
+    assert re.search(r"loads +lowerings +nobody else +off", done.stdout)
+    assert done.stdout.endswith(" True\n")
 
 
 def test_code_compiled_by_another_torch_compat_is_not_found_in_a_cache() -> None:
