@@ -14,7 +14,7 @@ from contextvars import ContextVar
 
 __all__ = ["untold"]
 
-log = logging.getLogger("collage_fx")
+logger = logging.getLogger("collage_fx")
 
 #: Seconds after which a terminal shows a clock, and between two looks at it.
 PATIENCE, PERIOD = 2.0, 0.5
@@ -23,12 +23,18 @@ _is_telling: ContextVar[bool] = ContextVar("is_telling", default=False)
 
 
 @contextlib.contextmanager
-def telling(subject: str) -> Iterator[None]:
-    """Within, the step of ``subject`` is compiled: once for what is nested in one thread."""
+def telling(subject: str, *, log: bool = True) -> Iterator[None]:
+    """Context manager: the step of ``subject`` is compiled. What is nested in it, in one thread, is not told.
+
+    Args:
+        subject: the optimizer's class.
+        log: whether a line of the log says so, too; it has if torch's wrapper around the step came before.
+    """
     if _is_telling.get():
         yield
         return
-    log.info("%s: compiling its step, some 10 s, or 2 s of what Inductor's cache holds", subject)
+    if log:
+        logger.info("%s: compiling its step, some 10 s, or 2 s of what Inductor's cache holds", subject)
     with untold(), _clock(f"collage_fx: compiling the step of {subject}"):
         yield
 

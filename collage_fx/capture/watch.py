@@ -228,8 +228,9 @@ def _before_conversion(
 
 
 def _within_conversion(code: CodeType, variables: Mapping[str, Any]) -> AbstractContextManager[None]:
-    stepped = _stepped_by(code, variables)
-    return telling(type(stepped[0]).__name__) if stepped else nullcontext()
+    """Tell of it if an optimizer is stepped: by torch's wrapper, by the step that it calls, or around both."""
+    stepped = next(iter(optimizers_among(variables).values()), None)
+    return nullcontext() if stepped is None else telling(type(stepped).__name__, log=is_step_wrapper(code))
 
 
 def _stepped_by(code: CodeType, variables: Mapping[str, Any]) -> list[Optimizer]:

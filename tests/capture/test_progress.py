@@ -9,12 +9,18 @@ import re
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch.optim import Optimizer
 
-from collage_fx import install
+from collage_fx import CollageBackend, install
+from collage_fx.capture import progress
 from collage_fx.capture.progress import telling
+from collage_fx.compilation import Compilation
 from tests.support.training import Descent, parameters, run_steps
 
 
@@ -80,6 +86,30 @@ def test_a_terminal_shows_a_clock() -> None:
     assert written.endswith(" \r")
     assert "another" not in written
     assert "Quick" not in written
+
+
+def around(optimizer: Optimizer) -> Callable[[], None]:
+    def train_step() -> None:
+        optimizer.step()
+
+    return train_step
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adafactor, Descent])
+@pytest.mark.parametrize("of", [lambda optimizer: optimizer.step, around], ids=["step", "around"])
+def test_the_clock_is_on_while_graphs_are_compiled(make: Any, of: Any) -> None:
+    """Whichever function of torch's they are captured from: the wrapper around a step, or that itself."""
+    run, is_on = Compilation.run, list[bool]()
+
+    def compiled(self: Compilation) -> Any:
+        is_on.append(progress._is_telling.get())
+        return run(self)
+
+    params = parameters()
+    with mock.patch.object(Compilation, "run", compiled):
+        run_steps(torch.compile(of(make(params)), backend=CollageBackend()), params, range(1))
+    assert is_on
+    assert all(is_on)
 
 
 def test_what_fails_is_not_said_to_be_compiled(caplog: pytest.LogCaptureFixture) -> None:
