@@ -10,7 +10,15 @@ import torch
 from torch.fx import GraphModule
 from torch.optim import Optimizer
 
-from collage_fx.capture import is_recording, rows_to_trace, watch
+from collage_fx.capture import (
+    forget_new_state,
+    give_up_rows,
+    has_stand_ins,
+    is_recording,
+    members_come_and_go,
+    rows_to_trace,
+    watch,
+)
 from collage_fx.compilation import Backend, Compilation
 from collage_fx.errors import InvalidOptionError
 from collage_fx.graph import Arithmetic, Rounding, Strategy, device_facts
@@ -20,6 +28,8 @@ from collage_fx.pipeline import PIPELINE, Pass
 from collage_fx.report import CollageReport, plot
 from collage_fx.runtime import Metrics, prepare_compiler
 from collage_fx.torch_compat import (
+    TracedRows,
+    TraceWhole,
     backend_being_traced_for,
     install_fused_updates,
     mode_options,
@@ -223,10 +233,16 @@ def _strictness(compiler: Any, keywords: dict[str, Any]) -> bool | None:
 
 def _rows_to_trace(
     optimizer: Optimizer, compiler: Any, keywords: dict[str, Any], rows: Sequence[tuple[Any, ...]]
-) -> Sequence[int] | None:
+) -> TracedRows | None:
     backend = _compensating(compiler, keywords)
     by_family = backend is not None and backend.options.not_by_family() is None
-    return rows_to_trace(rows) if by_family else None
+    come_and_go = has_stand_ins(optimizer) or members_come_and_go(optimizer)
+    traced = rows_to_trace(rows, come_and_go=come_and_go) if by_family else None
+    if traced is None and has_stand_ins(optimizer):
+        give_up_rows(optimizer)
+        forget_new_state(optimizer)
+        raise TraceWhole
+    return traced
 
 
 def _is_compensated_now() -> bool:

@@ -27,6 +27,7 @@ from collage_fx.capture import (
     describe_inputs,
     families_of,
     forget_new_state,
+    give_up_rows,
     note_compiled_step,
     note_forward,
     record_instead,
@@ -73,6 +74,7 @@ from collage_fx.plans import Plan, best_plan, plans_for, plans_for_parts, refuse
 from collage_fx.report import GraphReport, TensorReport, open_dump, tensor_report, treatments
 from collage_fx.runtime import (
     MeasuredInput,
+    Member,
     Meter,
     MeteredStep,
     Rows,
@@ -218,6 +220,8 @@ class Compilation:
             if not isinstance(step, Reason):
                 return step
             if thinned_lists():
+                for optimizer in optimizers:
+                    give_up_rows(optimizer)
                 raise TraceWhole
             if not is_plain:
                 try:
@@ -321,7 +325,13 @@ class Compilation:
         indices = sorted(index for position in updated for index in repetition.copies[position])
         bound, gradients = families.inputs[: families.bound], families.gradients
         passed = len(families.inputs) - len(bound) - len(gradients)
-        return WholeStep(step, bound, passed, indices, gradients, families.distributed)
+        members = [
+            Member(gradient, parameter, frozenset(repetition.inputs_of(family, member)))
+            for (gradient, parameter), (family, member) in zip(
+                families.members, repetition.turns, strict=bool(families.members)
+            )
+        ]
+        return WholeStep(step, bound, passed, indices, gradients, members, families.distributed)
 
     def _one(
         self,

@@ -3,6 +3,7 @@
 from collage_fx.capture.families import *
 from collage_fx.capture.foreach import *
 from collage_fx.capture.inputs import *
+from collage_fx.capture.members import *
 from collage_fx.capture.new_state import *
 from collage_fx.capture.numbers import *
 from collage_fx.capture.progress import *

@@ -75,6 +75,8 @@ class Families:
         bound: how many of them are attributes of the module, so the same tensors in every call.
         gradients: the indices of arguments that Dynamo does not pass, and of the parameters that have them.
         infos: what the inputs are to the user.
+        members: if they come and go, for each turn of the repetition the indices of its gradient and of its
+            parameter; else empty.
         distributed: the indices of inputs that are DTensors, and how; ``module`` has this process's pieces.
         origins: where the inputs of ``module`` come from, as :func:`~collage_fx.torch_compat.aot_input_of`
             tells it.
@@ -87,6 +89,7 @@ class Families:
     inputs: tuple[Any, ...]
     bound: int
     gradients: Mapping[int, int]
+    members: tuple[tuple[int, int], ...]
     infos: tuple[InputInfo, ...]
     distributed: Mapping[int, Pieces]
     origins: tuple[tuple[str, str | int], ...]
@@ -117,7 +120,8 @@ def families_of(
     for family in families:
         if (reason := found.not_in_pieces_alike(family[0])) is not None:
             return reason
-    if sum(map(len, families)) == len(families) and not found.pieces:  # of which families of one are a gain
+    gains = found.pieces or found.rows.come_and_go  # also from families of one
+    if sum(map(len, families)) == len(families) and not gains:
         return Reason("no two tensors are updated alike")
     if not found.adds_rows_left_out(families):
         return Reason("the rows that were traced do not show how the others are updated")
@@ -406,6 +410,9 @@ class _Search:
                     "it belongs to a row that was not traced and is no parameter's gradient",
                     self.names[index],
                 )
+        members = self._members()
+        if any(-1 in member for member in members):
+            return Reason("an update does not read its parameter and its gradient")
         results = [node for component in first for node in component.results]
         number = {node: i for i, node in enumerate(results)}
         outputs: dict[Node, tuple[int, int]] = {}
@@ -441,11 +448,25 @@ class _Search:
             self.inputs,
             self.bound,
             gradients,
+            members,
             infos,
             self.pieces,
             tuple(origins),
             repetition,
         )
+
+    def _members(self) -> tuple[tuple[int, int], ...]:
+        """For each component, in their order, the gradient without which it is not there, and its parameter.
+
+        -1 for what is no input.
+        """
+        if not self.rows.come_and_go:
+            return ()
+        index_by_id = {id(value): i for i, value in enumerate(self.inputs)}
+        parameters = (
+            self.rows.parameter_beside(self.inputs[component.inputs[0]]) for component in self.order
+        )
+        return tuple((index_by_id.get(id(p.grad), -1), index_by_id.get(id(p), -1)) for p in parameters)
 
     def _gradients(self) -> dict[int, int]:
         """The gradients of rows that were not traced, each with the index of its parameter."""

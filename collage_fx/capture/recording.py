@@ -43,7 +43,7 @@ __all__ = ["why_recorded"]
 
 log = logging.getLogger("collage_fx")
 
-#: So many steps in a row may each need something compiled.
+#: So many steps in a row may each need something compiled before it is said.
 COMPILING_STEPS = 32
 
 #: Attribute of an optimizer whose steps are recorded. Dynamo guards on an attribute, not on a table of ours.
@@ -91,15 +91,13 @@ def record(
     """Have each step of ``optimizer`` recorded from now on, also where it is called eagerly.
 
     Args:
-        optimizer: not one that is in the middle of a step.
+        optimizer: the step that it may be in the middle of is not recorded yet.
         backend: what ``torch.compile`` was given for the step.
         keywords: and with it: ``mode`` or ``options``.
         reason: why its step isn't captured.
         strict: whether to refuse a step that cannot be compensated, rather than warn and take it.
         level: of the message that says so.
     """
-    adopt(optimizer)
-    unpack_state(optimizer)  # what of it is packed from now on, its parts decide
     log.log(level, "%s: its steps are run by Python and recorded: %s", type(optimizer).__name__, reason)
     reroute_steps(type(optimizer), _switched)
     vars(optimizer)[RECORDING] = _Recording(optimizer, backend, keywords, reason, strict=strict)
@@ -129,6 +127,7 @@ class _Recording:
         self._recorder = Recorder(self._compiled, self._kind_of, self._original_of)
         self._parameters: dict[int, Tensor] = {}
         self._roles: dict[int, str] = {}
+        self._has_begun = False
         self._has_compiled = False
         self._steps_that_compiled = 0
         self._progress = ExitStack()
@@ -138,6 +137,10 @@ class _Recording:
         """One step."""
         if is_recording():  # of the inner optimizer of one that is being recorded
             return step(optimizer, *args, **kwargs)
+        if not self._has_begun:
+            adopt(optimizer)
+            unpack_state(optimizer)  # what of it is packed from now on, its parts decide
+            self._has_begun = True
         try:
             refuse_optimizer(optimizer)
             refuse_distributed(optimizer, self.reason)
@@ -217,13 +220,14 @@ class _Recording:
 
     def _compiled(self, module: GraphModule, arguments: Any) -> Callable[..., Any]:
         if self._steps_that_compiled >= COMPILING_STEPS:
-            raise RecompileLimitError(
+            refusal = RecompileLimitError(
                 f"each of the last {COMPILING_STEPS} steps of {self._label}, which are recorded, has brought "
-                "something new that had to be compiled",
+                "something new that had to be compiled, which takes most of a step's time",
                 where=f"{self._label}.step",
                 remedy="look for what differs from step to step besides numbers: shapes, or the order of "
                 "operations",
             )
+            raise_or_warn(self._recorder, refusal, strict=False)
         if not self._has_compiled:
             self._progress.enter_context(telling(self._label))
         self._has_compiled = True

@@ -15,16 +15,16 @@ from torch import Tensor
 
 from collage_fx.graph import device_facts
 from collage_fx.numerics import is_low_precision
-from collage_fx.torch_compat import ThinnedLists, local_tensor, pieces_of
+from collage_fx.torch_compat import ThinnedLists, TracedRows, local_tensor, pieces_of
 
 __all__ = ["rows_to_trace"]
 
 
-def rows_to_trace(rows: Sequence[tuple[Any, ...]]) -> list[int] | None:
+def rows_to_trace(rows: Sequence[tuple[Any, ...]], *, come_and_go: bool) -> TracedRows | None:
     """Two of the rows of each layout, of the lists that a step loops over.
 
-    None if that would be all of them, where nothing is compensated, where there are no families (on a GPU),
-    and where there is state that is still to be made, in the step, for each.
+    None if that would be all of them, unless their gradients come and go; where nothing is compensated, where
+    there are no families, and where there is state that is still to be made, in the step, for each.
     """
     values = [value for row in rows for value in row]
     if not all(isinstance(value, Tensor) and is_plain(value) for value in values):
@@ -35,7 +35,7 @@ def rows_to_trace(rows: Sequence[tuple[Any, ...]]) -> list[int] | None:
     for i, row in enumerate(rows):
         alike[tuple(map(layout_of, row))].append(i)
     kept = sorted(i for same in alike.values() for i in same[:2])
-    return kept if len(kept) < len(rows) else None
+    return TracedRows(kept, come_and_go) if come_and_go or len(kept) < len(rows) else None
 
 
 #: Where a tensor is in the lists that a step loops over: which lists, which of them, which row.
@@ -47,6 +47,7 @@ class ListRows:
 
     def __init__(self, thinned: Sequence[ThinnedLists]) -> None:
         self.thinned = thinned
+        self.come_and_go = any(lists.come_and_go for lists in thinned)
         self.cells: dict[int, Cell] = {
             id(value): (t, c, r)
             for t, lists in enumerate(thinned)
@@ -65,6 +66,11 @@ class ListRows:
                     self.stands_for.setdefault((t, of), []).append(r)
                 elif of != r:
                     self.second[t, of] = r
+
+    def parameter_beside(self, value: Any) -> Any:
+        """The parameter in the row of a tensor."""
+        t, _, r = self.cells[id(value)]
+        return self.thinned[t].rows[r][0]
 
     def are_understood(self) -> bool:
         """Whether no tensor is in two places."""

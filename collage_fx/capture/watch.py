@@ -8,7 +8,8 @@ which costs nothing in a step that is compiled already:
 * *Dynamo gives up on a function* that has been compiled too often, and runs it as it is from then on, for
   every optimizer of the class. It never does for this backend: each optimizer has a limit of its own, whose
   count begins anew when it is loaded. A step that reaches Dynamo's ``recompile_limit`` is recorded from then
-  on; any other function is refused at :data:`COMPILATIONS` times the limit (:func:`_before_conversion`).
+  on. So are the steps in another function at :data:`COMPILATIONS` times the limit, and Python runs that; one
+  that updates tensors of no optimizer's is refused (:func:`_before_conversion`).
 * *A graph break inside an update* hands the operation it happened at, and in a loop the whole function, to
   eager execution. When Dynamo reports one, before anything has run, the optimizer is recorded from then on:
   Note [Recorded steps] in ``recorder.py`` (:func:`_at_graph_break`). So it is where Dynamo or AOTAutograd
@@ -39,8 +40,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from types import CodeType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -49,6 +50,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
+from collage_fx.capture.members import note_gradients, stand_in, withdraw
 from collage_fx.capture.new_state import forget_new_state, remember_state
 from collage_fx.capture.numbers import scheduled_numbers
 from collage_fx.capture.progress import telling
@@ -92,14 +94,17 @@ from collage_fx.torch_compat import (
     current_trace,
     dynamo_recompile_limit,
     is_being_stepped,
+    is_step_of,
     is_step_wrapper,
+    is_torchs_step,
+    is_traced_whole,
     keep_sizes,
     watch_conversions,
 )
 
 __all__ = ["forget_compiled_step", "note_compiled_step", "note_forward", "record_instead"]
 
-#: The multiple of Dynamo's ``recompile_limit`` (8) at which a function that isn't just a step is refused.
+#: The multiple of Dynamo's ``recompile_limit`` (8) that is the limit of a function that isn't just a step.
 COMPILATIONS = 4
 
 #: Dynamo's settings while it traces for this backend: its own limits are out of reach, numbers read from
@@ -135,7 +140,7 @@ def install(is_ours: Callable[[Any], bool], strictness: Strictness, rows_to_trac
             is_ours,
             lambda *conversion: _before_conversion(strictness, *conversion),
             _within_conversion,
-            _after_conversion,
+            lambda *conversion: _after_conversion(strictness, *conversion),
             lambda *conversion: _at_failed_conversion(strictness, *conversion),
             lambda *traced: _at_trace(strictness, *traced),
             lambda *graph_break: _at_graph_break(strictness, *graph_break),
@@ -215,22 +220,33 @@ def _before_conversion(
             raise RunAsItIs
         for known in known_tensors({"self": optimizer}).values():
             keep_sizes(known.tensor)
-    limit = dynamo_recompile_limit() * (1 if is_step_wrapper(code) else COMPILATIONS)
-    for subject in _subjects(code, variables):
-        done = _conversions.get(subject, Counter())[_counted(subject, code)]
-        if done >= limit:
-            refusal = _too_many(subject, code, done)
-            if isinstance(subject, Optimizer) and is_step_wrapper(code):
-                record(subject, backend, keywords, refusal.met, strict=strict)
-                raise RunAsItIs
-            raise_or_warn(subject, refusal, strict=strict)
+    too_often = [subject for subject in _subjects(code, variables) if _is_at_limit(subject, code)]
+    for subject in too_often:
+        if not (isinstance(subject, Optimizer) and is_recordable(subject)):
+            raise_or_warn(subject, _too_many(subject, code), strict=strict)
+        elif not is_recorded(subject) and (is_step_wrapper(code) or not is_being_stepped(subject)):
+            record(subject, backend, keywords, _too_many(subject, code).met, strict=strict)
+    if any(isinstance(subject, Optimizer) and is_recorded(subject) for subject in too_often):
+        raise RunAsItIs
     return True
 
 
-def _within_conversion(code: CodeType, variables: Mapping[str, Any]) -> AbstractContextManager[None]:
+@contextmanager
+def _within_conversion(code: CodeType, variables: Mapping[str, Any]) -> Iterator[None]:
     """Tell of it if an optimizer is stepped: by torch's wrapper, by the step that it calls, or around both."""
-    stepped = next(iter(optimizers_among(variables).values()), None)
-    return nullcontext() if stepped is None else telling(type(stepped).__name__, log=is_step_wrapper(code))
+    optimizers = optimizers_among(variables).values()
+    stepped = next(iter(optimizers), None)
+    for optimizer in optimizers:
+        if is_torchs_step(optimizer, code, variables):
+            note_gradients(optimizer)
+            if not is_traced_whole():
+                stand_in(optimizer)
+    told = nullcontext() if stepped is None else telling(type(stepped).__name__, log=is_step_wrapper(code))
+    try:
+        with told:
+            yield
+    finally:
+        withdraw(optimizers)
 
 
 def _stepped_by(code: CodeType, variables: Mapping[str, Any]) -> list[Optimizer]:
@@ -276,9 +292,29 @@ def record_instead(
         raise ConvertAgain
 
 
-def _after_conversion(code: CodeType, variables: Mapping[str, Any]) -> None:
+def _after_conversion(
+    strictness: Strictness,
+    backend: Any,
+    keywords: dict[str, Any],
+    code: CodeType,
+    variables: Mapping[str, Any],
+) -> None:
+    """Count a compilation; at the limit, have the step that Python is in recorded from the next call on."""
     for subject in _subjects(code, variables):
+        if _is_at_limit(subject, code) and isinstance(subject, Optimizer) and is_recordable(subject):
+            strict = bool(strictness(backend, keywords))
+            record(subject, backend, keywords, _too_many(subject, code).met, strict=strict)
         _conversions.setdefault(subject, Counter())[_counted(subject, code)] += 1
+
+
+def _done(subject: Optimizer | CodeType, code: CodeType) -> int:
+    return int(_conversions.get(subject, Counter())[_counted(subject, code)])
+
+
+def _is_at_limit(subject: Optimizer | CodeType, code: CodeType) -> bool:
+    """Whether a function has been compiled as often for a subject as it may be."""
+    is_a_step = is_step_wrapper(code) or (isinstance(subject, Optimizer) and is_step_of(subject, code))
+    return _done(subject, code) >= dynamo_recompile_limit() * (1 if is_a_step else COMPILATIONS)
 
 
 def _counted(subject: Optimizer | CodeType, code: CodeType) -> tuple[CodeType, int]:
@@ -291,14 +327,13 @@ def _subjects(code: CodeType, variables: Mapping[str, Any]) -> list[Optimizer | 
     return list(optimizers_among(variables).values()) or [code]
 
 
-def _too_many(subject: Optimizer | CodeType, code: CodeType, done: int) -> CollageError:
+def _too_many(subject: Optimizer | CodeType, code: CodeType) -> CollageError:
     of = f"of {type(subject).__name__} " if isinstance(subject, Optimizer) else ""
     return RecompileLimitError(
-        f"this function {of}has been compiled {done} times, and would have to be once more",
+        f"this function {of}has been compiled {_done(subject, code)} times, and would have to be once more",
         where=f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})",
         remedy="find out what changes with TORCH_LOGS=recompiles. A number can be a tensor, as in "
-        "lr=torch.tensor(...); gradients that are None now and then can be zero instead, with "
-        "zero_grad(set_to_none=False). If the compilations are worth their time, raise "
+        "lr=torch.tensor(...). If the compilations are worth their time, raise "
         "torch._dynamo.config.recompile_limit",
     )
 

@@ -55,6 +55,10 @@ class Repetition:
         """The index, in the whole graph, of a member's copy of an input of the small graph."""
         return self.copies[position][0 if self.owners[position] is None else member]
 
+    def inputs_of(self, family: int, member: int) -> list[int]:
+        """The indices, in the whole graph, of the inputs that are a member's own."""
+        return [self.copies[i][member] for i, owner in enumerate(self.owners) if owner == family]
+
     def reordered(self, order: Sequence[int]) -> Repetition:
         """The repetition whose small graph has its inputs in another order."""
         return replace(

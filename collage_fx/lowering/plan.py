@@ -23,7 +23,7 @@ from collage_fx.lowering.attempts import inductors_faults
 from collage_fx.lowering.kernels import kernel_of
 from collage_fx.lowering.parts import Part, parts_of
 from collage_fx.lowering.rules import Rule, rule_of, samples_first
-from collage_fx.runtime import HOST, Call, Kernel, StepInParts, ValueIndex, load_library
+from collage_fx.runtime import EVERY_TURN, HOST, Call, Kernel, StepInParts, ValueIndex, load_library
 from collage_fx.torch_compat import InductorFault, inductor_config, pytree
 
 __all__ = ["rules_of"]
@@ -193,8 +193,8 @@ def repeated_step(step: StepInParts, repetition: Repetition) -> StepInParts | Re
         return results.setdefault(key, repetition.inputs + len(step.constants) + len(results))
 
     planned = [
-        replace(call, values=tuple(index_of(index, member) for index in call.values))
-        for family, member in (ONCE, *repetition.turns)
+        replace(call, values=tuple(index_of(index, member) for index in call.values), turn=turn)
+        for turn, (family, member) in enumerate((ONCE, *repetition.turns), EVERY_TURN)
         for call in families[family]
     ]
     return StepInParts(

@@ -148,19 +148,22 @@ extern "C" Word fill(
   return changed != 0;
 }}
 
+// Call i is made if its turn is negative, if present is null, or if the byte of its turn in it is not zero.
 // Where kinds[j] is not negative, argument j is an address, and so many bytes for each element before the
 // piece. which[i * arguments + j] says which address that is for call i: a number in the table, or, negative,
 // ~ the number of a cell of scratch memory.
 extern "C" void run(
     void* function, Word width, Word arguments, const Word* kinds, const Word* which, Word jobs,
-    const Word* first_piece, const Word* calls, const Word* offsets, const Word* lengths,
-    const Word* addresses, Word scratch, Word threads) {{
+    const Word* first_piece, const Word* calls, const Word* offsets, const Word* lengths, const Word* turns,
+    const Word* addresses, Word scratch, Word threads, const char* present) {{
   const Caller invoke = caller(arguments, std::make_index_sequence<most + 1>());
   const size_t vectors = std::count(kinds, kinds + arguments, {SUMS_OF_PIECE});
   std::vector<Sums> sums(vectors * first_piece[jobs]);
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
   for (Word job = 0; job < jobs; ++job) {{
     for (Word piece = first_piece[job]; piece < first_piece[job + 1]; ++piece) {{
+      const Word turn = turns[calls[piece]];
+      if (turn >= 0 && present && !present[turn]) continue;
       Word a[most + 1];
       alignas(64) char buffers[{MOST_BUFFERS}];
       const int32_t first = static_cast<int32_t>(width * offsets[piece]);
@@ -210,7 +213,7 @@ def load_library() -> Library:
     library = load_cpp_library(_SOURCE)
     pointer, word = ctypes.c_void_p, ctypes.c_int64
     run, gather = library.run, ctypes.PyDLL(library._name).gather
-    run.argtypes = [pointer, word, word, pointer, pointer, word, *[pointer] * 5, word, word]
+    run.argtypes = [pointer, word, word, pointer, pointer, word, *[pointer] * 6, word, word, pointer]
     gather.argtypes = [ctypes.py_object, word, pointer, pointer, pointer]
     fill = library.fill
     fill.argtypes = [word, *[pointer] * 4, word, pointer]
@@ -286,6 +289,7 @@ class Batch:
         calls: for each call, where the address of each argument is: a number in the table of addresses, or,
             negative, a cell of scratch memory: -1 for the first.
         lengths: of each call's tensors, if that is an argument.
+        turns: of each call, the number of the member for which it is made; negative if it is always made.
         kinds: of each argument: bytes of a unit of length of its tensor, 0 if it is a number, or one of the
             above.
         width: elements of a unit of length.
@@ -300,6 +304,7 @@ class Batch:
         function: CFunction,
         calls: Sequence[Sequence[int]],
         lengths: Sequence[int],
+        turns: Sequence[int],
         kinds: Sequence[int],
         *,
         width: int = 1,
@@ -322,16 +327,24 @@ class Batch:
                 (piece.call for piece in pieces),
                 (piece.offset for piece in pieces),
                 (piece.length for piece in pieces),
+                turns,
             )
         ]
         kinds_, which, *cuts = (table.buffer_info()[0] for table in self._tables)
         head = function.address, width, len(kinds), kinds_, which, self.jobs, *cuts
         self._run = functools.partial(load_library().run, *head)
 
-    def __call__(self, addresses: array[int], scratch: Tensor) -> None:
-        """Make the calls, with as many threads as PyTorch uses."""
+    def __call__(self, addresses: array[int], scratch: Tensor, present: array[int] | None = None) -> None:
+        """Make the calls, with as many threads as PyTorch uses.
+
+        Args:
+            addresses: of the step's values.
+            scratch: memory.
+            present: bytes, not zero for the turns whose calls are made; None for all.
+        """
         threads = min(self.jobs, torch.get_num_threads())
-        self._run(addresses.buffer_info()[0], scratch.data_ptr(), threads)
+        turns = None if present is None else present.buffer_info()[0]
+        self._run(addresses.buffer_info()[0], scratch.data_ptr(), threads, turns)
 
 
 def whole_calls(lengths: Sequence[int]) -> list[list[Piece]]:

@@ -12,7 +12,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,10 @@ from collage_fx.runtime.batches import CELL, SUMS_OF_PIECE, Batch, Gather
 from collage_fx.runtime.launches import Column, Launch, Launches, Member, Summed
 from collage_fx.torch_compat import CFunction, TableKernel, takes_a_list
 
-__all__ = ["HOST", "Call", "Kernel", "StepInParts", "ValueIndex"]
+__all__ = ["EVERY_TURN", "HOST", "Call", "Kernel", "Present", "StepInParts", "ValueIndex"]
+
+#: The turn of a call that is made whichever members are there.
+EVERY_TURN = -1
 
 
 HOST = torch.device("cpu")
@@ -68,12 +71,26 @@ class Call:
         wave: calls of one wave need no results of each other, only of earlier ones, and write to nothing that
             another one reads.
         length: of its tensors, if the kernel's rule is flat.
+        turn: the number of the member for which it is made, in the order of a repetition's turns.
     """
 
     kernel: Kernel
     values: tuple[int, ...]
     wave: int
     length: int
+    turn: int = EVERY_TURN
+
+
+class Present(NamedTuple):
+    """The members of a step that are there in a call: those whose parameters have a gradient.
+
+    Attributes:
+        turns: for each turn of the repetition a byte, which is not zero if its member is there.
+        absent: the indices of inputs of the whole graph that belong to the others.
+    """
+
+    turns: array[int]
+    absent: frozenset[int]
 
 
 @takes_a_list
@@ -141,7 +158,7 @@ class StepInParts:
         kernel = calls[0].kernel
         if not isinstance(kernel.function, TableKernel):
             return None
-        members = [Member(call.values, call.length) for call in calls]
+        members = [Member(call.values, call.length, call.turn) for call in calls]
         return self._launches[kernel.device].add(
             kernel.function, kernel.columns, members, kernel.width, kernel.sums
         )
@@ -151,7 +168,8 @@ class StepInParts:
         """The kernels that the step calls, each once."""
         return list({id(call.kernel): call.kernel for call in self.calls}.values())
 
-    def __call__(self, arguments: list[Any]) -> Any:
+    def __call__(self, arguments: list[Any], present: array[int] | None = None) -> Any:
+        """Make the calls: those of all turns, or of the turns that are present, whose bytes are not zero."""
         if not self._is_called:
             self.constants = [each() if callable(each) else each for each in self.constants]
             self._is_called = True
@@ -164,22 +182,23 @@ class StepInParts:
         addresses, scratch = self._table.of(values)
         for stage in self.on_host:
             if isinstance(stage, Batch):
-                stage(addresses, scratch)
+                stage(addresses, scratch, present)
             else:
-                _call(stage, values)
+                _call(stage, values, present)
         for launches in self._launches.values():
-            launches.update(addresses, scratch)
+            launches.update(addresses, scratch, present)
         for group in self.on_devices:
             if isinstance(group, Launch):
                 group()
             else:
-                _call(group, values)
+                _call(group, values, present)
         return tuple(None if index is None else values[index] for index in self.outputs)
 
 
-def _call(calls: Sequence[Call], values: Sequence[Any]) -> None:
+def _call(calls: Sequence[Call], values: Sequence[Any], present: array[int] | None) -> None:
     for call in calls:
-        call.kernel.call([values[index] for index in call.values])
+        if present is None or call.turn == EVERY_TURN or present[call.turn]:
+            call.kernel.call([values[index] for index in call.values])
 
 
 def _grouped(calls: Sequence[Call]) -> list[list[Call]]:
@@ -217,6 +236,7 @@ class _Table:
             kernel.function,
             [[entry(call, *argument) for argument in arguments] for call in calls],
             [call.length for call in calls],
+            [call.turn for call in calls],
             kernel.kinds,
             divisible=kernel.divisible,
             width=kernel.width,

@@ -85,10 +85,12 @@ class Member(NamedTuple):
     Attributes:
         values: its arguments, as indices into the list of the step's values.
         length: of its tensors; 0 if they are numbers.
+        turn: as of a :class:`~collage_fx.runtime.Call`.
     """
 
     values: Sequence[int]
     length: int
+    turn: int
 
 
 class Launch:
@@ -101,6 +103,7 @@ class Launch:
         width: words of a row.
         start: where its rows begin in the table.
         lengths: of the rows.
+        turns: of the rows; negative where a row is always launched.
         elements_of_unit: of length.
 
     Attributes:
@@ -115,32 +118,43 @@ class Launch:
         width: int,
         start: int,
         lengths: Sequence[int],
+        turns: Sequence[int],
         elements_of_unit: int = 1,
     ) -> None:
         self._launches = launches
         self.kernel = kernel
         self.start = start
         self.lengths = lengths
+        self.turns = torch.tensor(turns)
         self.elements_of_unit = elements_of_unit
         self.width = width
         self._of_elements = [i for i, column in enumerate(columns) if column.unit]
-        self._aligned: Tensor | None = None
+        self._rows: tuple[Tensor, Tensor] | None = None
         self.programs: dict[bool, Tensor] = {}
         units = {number: column.unit for number, column in zip(kernel.arguments, columns, strict=True)}
         #: Of each load and store of the kernel's, the bytes of a unit of length; of numbers none.
         self.accesses = [units[number] for number in kernel.accesses if units[number]]
 
-    def prepare(self, words: Tensor, device: torch.device) -> None:
-        """Find out which kernel each row is for, by its addresses, and the programs of each kernel."""
+    def prepare(self, words: Tensor, device: torch.device, present: array[int] | None) -> None:
+        """Find out which kernel each row is for, by its addresses, and the programs of each kernel.
+
+        Args:
+            words: of the table.
+            device: where it is.
+            present: bytes, not zero for the turns whose rows are launched; None for all.
+        """
         rows = words[self.start : self.start + len(self.lengths) * self.width].view(-1, self.width)
         aligned = (rows[:, self._of_elements] % ALIGNED_BYTES == 0).all(1)
-        if self._aligned is not None and torch.equal(aligned, self._aligned):
+        launched = self.turns < 0 if present is not None else torch.ones_like(aligned)
+        if present is not None:
+            launched |= torch.tensor(present, dtype=torch.bool)[self.turns]
+        if self._rows is not None and all(map(torch.equal, (aligned, launched), self._rows)):
             return
-        self._aligned = aligned
+        self._rows = aligned, launched
         self.programs = {}
         blocks = (torch.tensor(self.lengths) + self.kernel.size - 1) // self.kernel.size
         for which in (True, False):
-            (chosen,) = torch.where(aligned == which)
+            (chosen,) = torch.where((aligned == which) & launched)
             if len(chosen):
                 self.programs[which] = programs(chosen, blocks[chosen].clamp(min=1), device)
 
@@ -187,6 +201,7 @@ class Launches:
         #: Made at the first step.
         self.table = torch.empty(0, dtype=torch.int64)
         self._is_current = False
+        self._present: array[int] | None = None
         self.launches: list[Launch] = []
 
     def add(
@@ -198,18 +213,19 @@ class Launches:
         sums: Sequence[Summed] = (),
     ) -> Launch:
         """Add the launch of a kernel, whose unit of length has so many elements."""
-        start, lengths = self._start(), list[int]()
+        start, lengths, turns = self._start(), list[int](), list[int]()
         longest = LONGEST_PIECE // width
         for member in members:
             for offset in range(0, max(member.length, 1), longest):
                 for argument, column in zip(kernel.arguments, columns, strict=True):
                     self._entry(member, argument, column, offset, width)
                 lengths.append(min(longest, member.length - offset))
+                turns.append(member.turn)
                 self._word(offset=lengths[-1])
                 if sums:
                     self._sum(member, sums, blocks=-(-lengths[-1] // kernel.size))
         words = len(columns) + (3 if sums else 1)
-        self.launches.append(Launch(self, kernel, columns, words, start, lengths, width))
+        self.launches.append(Launch(self, kernel, columns, words, start, lengths, turns, width))
         return self.launches[-1]
 
     def add_sums(self, kernel: TableKernel) -> Launch:
@@ -219,7 +235,8 @@ class Launches:
             self._word(self._place(index), offset=WORD * place)
             self._of_sums.append((self._word(), at))
             self._word(offset=count)
-        self.launches.append(Launch(self, kernel, (), 3, start, [1] * len(self._added)))
+        rows = len(self._added)
+        self.launches.append(Launch(self, kernel, (), 3, start, [1] * rows, [-1] * rows))
         return self.launches[-1]
 
     def _start(self) -> int:
@@ -289,8 +306,13 @@ class Launches:
         self._words = torch.zeros(count, dtype=torch.int64)
         self._upload = Upload(count, self.device)
 
-    def update(self, addresses: array[int], scratch: Tensor) -> None:
+    def update(self, addresses: array[int], scratch: Tensor, present: array[int] | None = None) -> None:
         """Bring the table up to date for a step: before its launches, behind all that the host computes.
+
+        Args:
+            addresses: of the step's values.
+            scratch: memory of the host.
+            present: bytes, not zero for the turns that are launched; None for all.
 
         Raises:
             ChangedTensorError: a CUDA graph is being captured, which would write the words of this step into
@@ -300,7 +322,7 @@ class Launches:
             self._allocate()
         if fill(self._words, self._sources, self._sizes, self._offsets, addresses, scratch):
             self._is_current = False
-        if self._is_current:
+        if self._is_current and present == self._present:
             return
         if is_captured(self.device):
             raise ChangedTensorError(
@@ -311,7 +333,8 @@ class Launches:
                 "with zero_grad(set_to_none=False)",
             )
         for each in self.launches:
-            each.prepare(self._words, self.device)
+            each.prepare(self._words, self.device, present)
+        self._present = present
         self._upload(self._words, self.table)
         self._is_current = True
 

@@ -19,6 +19,7 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 from collage_fx.errors import InvalidOptionError
 from collage_fx.graph import InputInfo, Role, StateTensor
 from collage_fx.numerics import SIZES, SUMS
+from collage_fx.runtime.calls import Present
 from collage_fx.runtime.launches import is_captured
 from collage_fx.runtime.metrics import MeasuredTensor, Metrics, UpdateQuality
 from collage_fx.runtime.optimizers import parameter_names, state_tensors
@@ -31,7 +32,7 @@ __all__ = ["MeasuredInput", "Meter", "MeteredStep", "Rows"]
 WIDTH, SIZES_AT = 64, 16
 
 #: A compiled step, called with the list of its arguments.
-Step = Callable[[list[Any]], Any]
+Step = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -100,19 +101,20 @@ class _Copy:
 
 @dataclass
 class _Snapshot:
-    """A copy of the rows that one measured call has filled."""
+    """A copy of the rows that one measured call has filled, and which of them are of the tensors."""
 
     subject: str
     step: int
     tensors: Sequence[tuple[_Identity, MeasuredInput]]
     copy: _Copy | None
+    there: Sequence[int]
     rows: Tensor = field(init=False)
     is_summed: bool = False  # over the processes that have pieces of a tensor
 
     def settle(self) -> None:
         """Have the rows at hand."""
         if self.copy is not None:
-            self.rows, self.copy = self.copy.rows(), None
+            self.rows, self.copy = self.copy.rows()[self.there], None
 
     def sum_pieces(self) -> None:
         """Make the rows those of whole tensors: all processes of a mesh call it."""
@@ -308,7 +310,7 @@ class MeteredStep:
         self.keys = tuple(map(id, bound))
         self.identities = self._identities(bound) if len(bound) == len(inputs) else None
 
-    def __call__(self, arguments: list[Any]) -> Any:
+    def __call__(self, arguments: list[Any], present: Present | None = None) -> Any:
         if self.rows.is_captured:
             raise InvalidOptionError(
                 "metrics=True while a CUDA graph is captured: what its replays do would not be measured",
@@ -319,11 +321,15 @@ class MeteredStep:
         if identities is None:
             tensors = [arguments[each.index] for each in self.inputs]
             keys, identities = tuple(map(id, tensors)), self._identities(tensors)
+        some = () if present is None else (present,)
         step = self.clock.tick(keys)
         if self.plain is not None and step % self.meter.every:
-            return self.plain(arguments)
-        result = self.measured(arguments)
-        self.meter.keep(_Snapshot(self.subject, step, identities, self.rows.copy()))
+            return self.plain(arguments, *some)
+        result = self.measured(arguments, *some)
+        absent = frozenset() if present is None else present.absent
+        there = [i for i, each in enumerate(self.inputs) if each.index not in absent]
+        measured = [identities[i] for i in there]
+        self.meter.keep(_Snapshot(self.subject, step, measured, self.rows.copy(), there))
         return result
 
     def _identities(self, tensors: Sequence[Tensor]) -> list[tuple[_Identity, MeasuredInput]]:

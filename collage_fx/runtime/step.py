@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import weakref
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,11 +15,18 @@ from torch.utils.weak import TensorWeakRef
 from collage_fx.errors import LostErrorTermsError
 from collage_fx.graph import InputInfo
 from collage_fx.numerics import ErrorFormat
+from collage_fx.runtime.calls import Present
 from collage_fx.runtime.error_terms import Expansion, ensure_expansion, state_of_records
 from collage_fx.runtime.layouts import Expected, Layouts, picking, refuse_layout
 from collage_fx.torch_compat import Pieces, local_tensor, takes_a_list
 
-__all__ = ["CompensatedStep", "WholeStep", "bind"]
+__all__ = ["CompensatedStep", "Member", "WholeStep", "bind"]
+
+#: Patterns of gradients that a step remembers.
+MOST_PATTERNS = 256
+
+#: A function from a list of values to some of them.
+Picking = Callable[[Sequence[Any]], tuple[Any, ...]]
 
 
 @takes_a_list
@@ -50,7 +58,7 @@ class CompensatedStep:
         self._buffers: Sequence[weakref.ref[Tensor]] = ()
         self._state: object = None
 
-    def __call__(self, arguments: list[Any]) -> Any:
+    def __call__(self, arguments: list[Any], present: Present | None = None) -> Any:
         self.given.fit(arguments)
         state = state_of_records()
         if state is self._state:
@@ -58,7 +66,7 @@ class CompensatedStep:
         else:
             self._add_error_terms(arguments, state)
         arguments += self.rows
-        return self.compiled(arguments)
+        return self.compiled(arguments) if present is None else self.compiled(arguments, present.turns)
 
     def _add_error_terms(self, arguments: list[Any], state: object) -> None:
         found = [
@@ -72,25 +80,41 @@ class CompensatedStep:
             self._buffers, self._state = [weakref.ref(auxiliary) for auxiliary in found], state
 
 
+class Member(NamedTuple):
+    """A parameter that is left alone in a step if it has no gradient: Note [Members that come and go].
+
+    Attributes:
+        gradient, parameter: their indices among the inputs of the whole graph.
+        inputs: the indices of all that is its own.
+    """
+
+    gradient: int
+    parameter: int
+    inputs: frozenset[int]
+
+
 class WholeStep:
     """A step for Dynamo to call, in place of AOTAutograd's wrapper around the compiled graph.
 
     Args:
-        step: takes the inputs of the whole graph as one list.
+        step: takes the inputs of the whole graph as one list, and if some members are not there, those that
+            are, as :class:`~collage_fx.runtime.Present`.
         bound: the first of them, which are the same in every call.
         passed: how many of them Dynamo passes.
         updated: indices of those whose version counters have to say so.
         gradients: indices of those that it does not pass, and of the parameters that have them.
+        members: if they come and go, that of each turn of the repetition.
         distributed: indices of DTensors, and how they are in pieces; the step takes this process's pieces.
     """
 
     def __init__(
         self,
-        step: Callable[[list[Any]], Any],
+        step: Callable[..., Any],
         bound: Sequence[Tensor],
         passed: int,
         updated: Sequence[int],
         gradients: Mapping[int, int],
+        members: Sequence[Member],
         distributed: Mapping[int, Pieces],
     ) -> None:
         self.step = step
@@ -100,18 +124,39 @@ class WholeStep:
         known = [*(index for index in behind if index not in gradients), *gradients]
         order = {index: i for i, index in enumerate(known)}
         self.in_order = picking([order[index] for index in behind])
-        self.updated = picking(updated)
+        self.updated = updated
+        self.members = members
+        #: The gradients that may not be there, and of which parameter each is.
+        self.parameters = {each.gradient: each.parameter for each in members}
+        #: By the gradients that are not there: the members that are, and what they update.
+        self._known: dict[tuple[int, ...], tuple[Present | None, Picking]] = {(): (None, picking(updated))}
         # A bound one is in pieces as it was when it was captured.
         self.distributed = [(i, pieces if i >= len(bound) else None) for i, pieces in distributed.items()]
 
     def __call__(self, *arguments: Any) -> Any:
         gradients = [parameter.grad for parameter in self.owners]
         values = [*self.bound, *self.in_order([*arguments, *gradients])]
-        torch.autograd.graph.increment_version(self.updated(values))
+        absent = tuple([index for index in self.parameters if values[index] is None])
+        present, updated = self._known.get(absent) or self._without(absent)
+        if present is not None and not any(present.turns):
+            return ()
+        for index in absent:  # laid out like it, and not read
+            values[index] = values[self.parameters[index]].detach()
+        torch.autograd.graph.increment_version(updated(values))
         with torch.no_grad():
             for index, pieces in self.distributed:
                 values[index] = local_tensor(values[index], pieces)
-            return self.step(values)
+            return self.step(values) if present is None else self.step(values, present)
+
+    def _without(self, absent: tuple[int, ...]) -> tuple[Present | None, Picking]:
+        """The members that are there without some gradients, and what is updated."""
+        if len(self._known) > MOST_PATTERNS:
+            self._known = {(): self._known[()]}
+        turns = array("b", [each.gradient not in absent for each in self.members])
+        inputs = frozenset().union(*(each.inputs for each in self.members if each.gradient in absent))
+        updated = picking([index for index in self.updated if index not in inputs])
+        self._known[absent] = Present(turns, inputs), updated
+        return self._known[absent]
 
 
 def bind(index: int, info: InputInfo, error_format: ErrorFormat) -> Binding:

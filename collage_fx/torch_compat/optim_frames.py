@@ -11,7 +11,14 @@ from typing import Any
 
 import torch
 
-__all__ = ["calls_what_is_compiled", "is_being_stepped", "is_step_wrapper", "optimizer_being_stepped"]
+__all__ = [
+    "calls_what_is_compiled",
+    "is_being_stepped",
+    "is_step_of",
+    "is_step_wrapper",
+    "is_torchs_step",
+    "optimizer_being_stepped",
+]
 
 
 def optimizer_being_stepped() -> torch.optim.Optimizer | None:
@@ -23,6 +30,23 @@ def optimizer_being_stepped() -> torch.optim.Optimizer | None:
 def is_step_wrapper(code: CodeType) -> bool:
     """Whether code is that of the function that torch puts around the ``step`` of every optimizer's class."""
     return is_in_torchs_optimizer(code) and "func" in code.co_freevars and code.co_name == "wrapper"
+
+
+def is_step_of(optimizer: torch.optim.Optimizer, code: CodeType) -> bool:
+    """Whether code is that of a ``step`` of the optimizer's class, or of a base class, in torch's wrapper."""
+    steps = (vars(cls)["step"] for cls in type(optimizer).__mro__ if "step" in vars(cls))
+    return any(getattr(inspect.unwrap(step), "__code__", None) is code for step in steps)
+
+
+def is_torchs_step(optimizer: torch.optim.Optimizer, code: CodeType, variables: Mapping[str, Any]) -> bool:
+    """Whether a frame is that of the step of one of torch.optim's own classes, without closure."""
+    step = inspect.unwrap(type(optimizer).step)
+    return (
+        type(optimizer).__module__.startswith("torch.optim.")
+        and step.__module__.startswith("torch.optim.")
+        and code is step.__code__
+        and variables.get("closure") is None
+    )
 
 
 def is_being_stepped(optimizer: torch.optim.Optimizer) -> bool:

@@ -27,6 +27,7 @@ from collage_fx.torch_compat.patch_numbers import noticing_burned_in, tracing_po
 from collage_fx.torch_compat.patch_optimizers import (
     Place,
     Thin,
+    looked_for,
     thinned,
     thinning_lists,
     tracing_whole,
@@ -92,7 +93,7 @@ class Watch:
         before: ``(backend, keywords, code, variables)``, at the beginning of a conversion; an exception of it
             ends the conversion and reaches the user, True applies the following.
         within: ``(code, variables)``: the context of a conversion.
-        after: ``(code, variables)``, once a graph has been compiled.
+        after: ``(backend, keywords, code, variables)``, once a graph has been compiled.
         failed: like ``before``, and the exception that the conversion ended with, or the backend in it, other
             than a refusal; it is raised again after.
         at_optimizer: see :func:`watching_optimizers`.
@@ -104,7 +105,7 @@ class Watch:
     is_watched: Callable[[Any], bool]
     before: Callable[[Any, dict[str, Any], CodeType, Mapping[str, Any]], bool]
     within: Callable[[CodeType, Mapping[str, Any]], AbstractContextManager[None]]
-    after: Callable[[CodeType, Mapping[str, Any]], None]
+    after: Callable[[Any, dict[str, Any], CodeType, Mapping[str, Any]], None]
     failed: Callable[[Any, dict[str, Any], CodeType, Mapping[str, Any], Exception], None]
     at_optimizer: Callable[[Optimizer, Any, dict[str, Any]], Iterable[Place] | None]
     at_graph_break: Callable[[Any, dict[str, Any], CodeType, GraphBreak], None]
@@ -146,13 +147,14 @@ def watch_conversions(watch: Watch) -> None:
                 raise
             finally:
                 thinned.clear()
+                looked_for.clear()
         except RunAsItIs:
             return ConvertFrameReturn(apply_to_code=False)
         except (TraceWhole, ConvertAgain) as again:
             whole = isinstance(again, TraceWhole)
         else:
             if converted is not None and converted.guarded_code is not None:
-                watch.after(code, variables)
+                watch.after(*compiler, code, variables)
             return converted
         # Here nothing refers to the abandoned trace any more, nor to state that was made in it.
         token = tracing_whole.set(whole or tracing_whole.get())

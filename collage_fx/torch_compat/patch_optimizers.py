@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -23,10 +23,11 @@ from collage_fx.torch_compat.dynamo_trace import (
     backend_within,
     output_being_traced,
 )
+from collage_fx.torch_compat.optim_frames import is_torchs_step
 from collage_fx.torch_compat.patching import Patch
 from collage_fx.torch_compat.tensors import is_known_by_identity
 
-__all__ = ["Place", "Thin", "ThinnedLists", "thinned_lists"]
+__all__ = ["Place", "Thin", "ThinnedLists", "TracedRows", "is_traced_whole", "thinned_lists"]
 
 
 OPTIMIZERS = Patch(
@@ -76,6 +77,18 @@ UNFINISHED_STEPS = Patch(
     needed_for="speed",
     during="conversions",
     relies_on=("torch._dynamo.output_graph:GraphCompileReason has graph_break",),
+)
+
+GRADIENTS = Patch(
+    name="gradients",
+    target="torch._dynamo.guards:GuardBuilder.NOT_NONE_MATCH(self, guard)",
+    why="a step that looks for gradients itself is not compiled anew where one is None",
+    needed_for="speed",
+    during="conversions",
+    relies_on=(
+        "torch._dynamo.guards:GuardBuilder.get(self, guard_or_source)",
+        "torch._dynamo.variables.builder:VariableBuilder.wrap_tensor has NOT_NONE_MATCH",
+    ),
 )
 
 LISTS = Patch(
@@ -201,15 +214,24 @@ class ThinnedLists:
         optimizer: whose step loops over them.
         rows: for each parameter its entries in the lists that are not empty: itself, its gradient, its state.
         kept: which rows are traced.
+        come_and_go: whether the step looks for the rows' gradients itself.
     """
 
     optimizer: torch.optim.Optimizer
     rows: tuple[tuple[Any, ...], ...]
     kept: tuple[int, ...]
+    come_and_go: bool
 
 
-#: Row by row what a step will loop over -> the rows that are enough to trace, None for all.
-Thin = Callable[[torch.optim.Optimizer, Any, dict[str, Any], Sequence[tuple[Any, ...]]], Sequence[int] | None]
+class TracedRows(NamedTuple):
+    """The rows that are enough to trace, and whether the step looks for gradients of rows itself."""
+
+    kept: Sequence[int]
+    come_and_go: bool
+
+
+#: From what a step will loop over, row by row, to the rows to trace; None to leave the lists as they are.
+Thin = Callable[[torch.optim.Optimizer, Any, dict[str, Any], Sequence[tuple[Any, ...]]], TracedRows | None]
 
 
 @contextlib.contextmanager
@@ -229,7 +251,9 @@ def thinning_lists(choose: Thin, abandon: Callable[[torch.optim.Optimizer], None
             self: Any, tx: Any, args: Any, kwargs: Any, py_args: Any, py_kwargs: Any
         ) -> None:
             original(self, tx, args, kwargs, py_args, py_kwargs)
-            if tracing_whole.get() or not _is_traced_alone(self.value, tx.output.root_tx):
+            root = tx.output.root_tx
+            is_ours = self.value in _traced_for_us and is_torchs_step(self.value, root.f_code, root.f_locals)
+            if tracing_whole.get() or not is_ours:
                 return
             lists = [arg for arg in args if isinstance(arg, ListVariable) and arg.items]
             columns = [
@@ -238,13 +262,19 @@ def thinning_lists(choose: Thin, abandon: Callable[[torch.optim.Optimizer], None
             if not lists or any(len(column) != len(columns[0]) for column in columns):
                 return
             rows = tuple(zip(*columns, strict=True))
-            kept = choose(self.value, *backend_within(tx.output.compiler_fn), rows)
-            if kept is not None:
+            traced = choose(self.value, *backend_within(tx.output.compiler_fn), rows)
+            if traced is not None:
+                kept = traced.kept
+                if traced.come_and_go:
+                    for row in rows:
+                        looked_for.update({value: None for value in row if value is row[0].grad})
                 for each in lists:
                     for i in set(range(len(rows))).difference(kept):
                         each.items[i].realize()  # makes its guards
                     each.items[:] = [each.items[i] for i in kept]
-                thinned.setdefault(tx.output, []).append(ThinnedLists(self.value, rows, tuple(kept)))
+                thinned.setdefault(tx.output, []).append(
+                    ThinnedLists(self.value, rows, tuple(kept), traced.come_and_go)
+                )
 
         return update_list_args
 
@@ -258,8 +288,20 @@ def thinning_lists(choose: Thin, abandon: Callable[[torch.optim.Optimizer], None
 
         return compile_subgraph
 
-    with LISTS.entered(updating), UNFINISHED_STEPS.entered(breaking):
+    with (
+        LISTS.entered(updating),
+        UNFINISHED_STEPS.entered(breaking),
+        GRADIENTS.entered(_but_of_those_looked_for),
+    ):
         yield
+
+
+def _but_of_those_looked_for(not_none_match: Callable[..., None]) -> Callable[..., None]:
+    def matched(self: Any, guard: Any, *args: Any, **kwargs: Any) -> None:
+        if self.get(guard) not in looked_for:
+            not_none_match(self, guard, *args, **kwargs)
+
+    return matched
 
 
 tracing_whole: ContextVar[bool] = ContextVar("tracing_whole", default=False)
@@ -267,17 +309,13 @@ tracing_whole: ContextVar[bool] = ContextVar("tracing_whole", default=False)
 #: By trace.
 thinned = WeakIdKeyDictionary()
 
+#: Gradients that the step that is being compiled looks for itself.
+looked_for = WeakIdKeyDictionary()
 
-def _is_traced_alone(optimizer: torch.optim.Optimizer, root: Any) -> bool:
-    """Whether the frame that is converted is that of a step that torch.optim has written, without closure."""
-    step = inspect.unwrap(type(optimizer).step)
-    return (
-        optimizer in _traced_for_us
-        and type(optimizer).__module__.startswith("torch.optim.")
-        and step.__module__.startswith("torch.optim.")
-        and root.f_code is step.__code__
-        and root.f_locals.get("closure") is None
-    )
+
+def is_traced_whole() -> bool:
+    """Whether a step is converted for all rows as they are: some are not understood, or a patch does not fit."""
+    return tracing_whole.get() or not (LISTS.applies and GRADIENTS.applies)
 
 
 def thinned_lists() -> list[ThinnedLists]:

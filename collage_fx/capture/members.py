@@ -1,0 +1,120 @@
+"""Parameters whose gradients come and go: which of them a step has is known when it runs.
+
+Note [Members that come and go]
+-------------------------------
+Experts without tokens, layers that are dropped, heads of other tasks: a parameter without a gradient is left
+alone, its state and step counter too. Dynamo makes that part of a graph, and would compile each pattern of
+gradients that a run brings.
+
+The step of torch.optim's classes is known by rows, a parameter with its gradient and its state: Note [One of
+each family]. So once the gradients are others than in the compilation before, the step is compiled for all
+*members*, and no guard asks for their gradients. A compiled step looks at them, and calls the kernels of the
+rows that have one (:class:`~collage_fx.runtime.WholeStep`).
+
+* While it is compiled, members without a gradient have one that stands in for it (:func:`stand_in`), so that
+  the step loops over their rows, too. It is never read.
+* Members are parameters that have had a gradient or state. The second time that gradients are others, all
+  that require one: their state is made then, as for a first step, with a step counter of zero. Three
+  compilations are all that patterns cost.
+* A parameter that is no member is guarded on having no gradient.
+
+Where the rows are not understood, each pattern is compiled, and at Dynamo's limit the step is recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+__all__ = ["give_up_rows", "has_stand_ins", "members_come_and_go"]
+
+
+@dataclass
+class _Members:
+    """The gradients that the compilations of an optimizer's step have met.
+
+    Attributes:
+        present: by identity, the parameters that had one in the last compilation.
+        known: those that had one in any, and its dtype.
+        changes: compilations whose parameters with gradients were others than in the one before.
+        is_understood: whether the step is known by rows, as far as has been tried.
+        standing_in: the parameters whose gradients stand in for one right now.
+    """
+
+    present: frozenset[int] = frozenset()
+    known: dict[int, torch.dtype] = field(default_factory=dict)
+    changes: int = 0
+    is_understood: bool = True
+    standing_in: list[Tensor] = field(default_factory=list)
+
+
+_members: WeakKeyDictionary[Optimizer, _Members] = WeakKeyDictionary()
+
+
+def note_gradients(optimizer: Optimizer) -> None:
+    """Note which parameters have a gradient, at the beginning of a compilation of the optimizer's step."""
+    members = _members.setdefault(optimizer, _Members())
+    dtypes = {id(p): p.grad.dtype for p in _parameters(optimizer) if p.grad is not None}
+    present = frozenset(dtypes)
+    if members.present and members.present != present:
+        members.changes += 1
+    members.present = present
+    members.known |= dtypes
+
+
+def members_come_and_go(optimizer: Optimizer) -> bool:
+    """Whether the step of an optimizer is compiled for all members."""
+    members = _members.get(optimizer)
+    return members is not None and members.is_understood and members.changes > 0
+
+
+def has_stand_ins(optimizer: Optimizer) -> bool:
+    """Whether gradients of the optimizer's parameters stand in for those that are not there."""
+    return optimizer in _members and bool(_members[optimizer].standing_in)
+
+
+def stand_in(optimizer: Optimizer) -> None:
+    """Give each member without a gradient one that stands in for it, until :func:`withdraw`."""
+    if not members_come_and_go(optimizer):
+        return
+    members = _members[optimizer]
+    for p in _parameters(optimizer):
+        is_member = id(p) in members.known or bool(optimizer.state.get(p)) or members.changes > 1
+        if p.requires_grad and p.grad is None and is_member:
+            p.grad = torch.empty_like(p, dtype=members.known.get(id(p), p.dtype))
+            members.standing_in.append(p)
+    if type(optimizer) is torch.optim.SGD:
+        _begin_momentum(optimizer)
+
+
+def withdraw(optimizers: Iterable[Optimizer]) -> None:
+    """Take away the gradients that have stood in for others."""
+    for optimizer in optimizers:
+        if optimizer in _members:
+            for p in _members[optimizer].standing_in:
+                p.grad = None
+            _members[optimizer].standing_in.clear()
+
+
+def give_up_rows(optimizer: Optimizer) -> None:
+    """Note that the optimizer's step is not known by rows: each pattern of gradients is compiled."""
+    if optimizer in _members:
+        _members[optimizer].is_understood = False
+
+
+def _begin_momentum(optimizer: Optimizer) -> None:
+    """Make the momentum that SGD makes of a parameter's first gradient, ``momentum * 0 + gradient``."""
+    for group in optimizer.param_groups:
+        if group["momentum"] and not group["dampening"]:
+            for p in group["params"]:
+                if p.grad is not None and optimizer.state[p].get("momentum_buffer") is None:
+                    optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (p for group in optimizer.param_groups for p in group["params"])
