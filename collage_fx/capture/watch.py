@@ -233,7 +233,7 @@ def _before_conversion(
 
 @contextmanager
 def _within_conversion(code: CodeType, variables: Mapping[str, Any]) -> Iterator[None]:
-    """Tell of it if an optimizer is stepped: by torch's wrapper, by the step that it calls, or around both."""
+    """Context manager: tell of a step, have gradients stand in for missing ones."""
     optimizers = optimizers_among(variables).values()
     stepped = next(iter(optimizers), None)
     for optimizer in optimizers:

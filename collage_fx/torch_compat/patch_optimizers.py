@@ -314,7 +314,7 @@ looked_for = WeakIdKeyDictionary()
 
 
 def is_traced_whole() -> bool:
-    """Whether a step is converted for all rows as they are: some are not understood, or a patch does not fit."""
+    """Whether a step is converted for all its rows: some are not understood, or a patch does not fit."""
     return tracing_whole.get() or not (LISTS.applies and GRADIENTS.applies)
 
 

@@ -180,7 +180,7 @@ def test_a_number_that_changes_gives_the_bits_of_one_that_is_known(foreach: bool
     assert not differences(stepped(resumed=False), stepped(resumed=True))
 
 
-# Numbers of an optimizer are its own. ------------------------------------------------------------------------
+# Numbers of an optimizer are its own. -----------------------------------------------------------------------
 
 #: By class, the numbers that a drawn optimizer may have, the learning rate apart.
 NUMBERS: dict[str, dict[str, list[Any]]] = {

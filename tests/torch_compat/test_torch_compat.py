@@ -48,7 +48,7 @@ UNFIT = {
     "from torch._dynamo import eval_frame as e; f = e._callback_from_stance\n"
     "e._callback_from_stance = lambda c: f(c)": ("_callback_from_stance takes c, not callback"),
     "import torch; del torch._C._has_storage": "'_has_storage'",
-    "from torch.nn import Module; load = Module.load_state_dict; Module.load_state_dict = lambda self: load": (
+    "from torch.nn import Module; f = Module.load_state_dict; Module.load_state_dict = lambda self: f": (
         "load_state_dict takes self, not self, state_dict"
     ),
     "from torch.optim import optimizer; del optimizer.register_optimizer_step_pre_hook": (
