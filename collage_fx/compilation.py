@@ -63,6 +63,7 @@ from collage_fx.graph import (
     is_low_precision_tensor,
     not_taken,
     placeholders,
+    results_to_inputs,
     tensor_value,
     why_not_stored,
 )
@@ -73,12 +74,14 @@ from collage_fx.pipeline import ANALYSIS, MEASUREMENT, Pass, Stage, run_pipeline
 from collage_fx.plans import Plan, best_plan, plans_for, plans_for_parts, refuse_excess
 from collage_fx.report import GraphReport, TensorReport, open_dump, tensor_report, treatments
 from collage_fx.runtime import (
+    MakingStep,
     MeasuredInput,
     Member,
     Meter,
     MeteredStep,
     Rows,
     WholeStep,
+    choose_new,
     expansion_of,
     has_error_terms,
     held_per_parameter,
@@ -414,6 +417,9 @@ class Compilation:
         started = time.perf_counter()
         program = self._accepted(gm, infos, repetition)
         before = copy_of(gm)
+        as_captured = program.unrun(before)
+        made_anew = {} if program.strategy == "none" or self.recorded else results_to_inputs(program)
+        example_inputs = [*example_inputs, *_values_behind(program, len(example_inputs))]
         pass_log = _PassLog(self.subject, before)
         self._rewrite(program, before, pass_log)
         self._refuse_uncompensated(program)
@@ -423,6 +429,10 @@ class Compilation:
         if not (is_rewritten or repetition.is_of_one):
             return Reason("no tensor of it needs an error term")
         after = copy_of(program.gm) if is_rewritten else before  # Inductor edits the one it is given
+        for state in program.states:
+            for index in repetition.copies[state.position] if state.info.role is not Role.NEW else ():
+                if (tensor := program.infos[index].tensor) is not None:
+                    choose_new(tensor, keep=state.compensated)
         with generated_code() as code:
             if is_rewritten:
                 made = self._lower(program, example_inputs, inductor_options, gm)
@@ -430,6 +440,16 @@ class Compilation:
                 made = self._lower_as_captured(gm, example_inputs, inductor_options)
         if isinstance(made, Reason):
             return made
+        if made_anew:
+            layouts = {
+                index: placeholder.meta["val"]
+                for placeholder, copies in zip(
+                    placeholders(program.gm.graph), program.repetition.copies, strict=False
+                )
+                for index in copies
+            }
+            of_results = {result: (index, layouts[index]) for result, index in made_anew.items()}
+            made = made._replace(step=MakingStep(made.step, of_results))
         why = (*not_taken(("by family", not_by_family)), *made.reasons)
         report = GraphReport(
             captured=before,
@@ -439,7 +459,7 @@ class Compilation:
             tensors=self._rows(program),
             wider_bytes=_wider_bytes(before, repetition),
             code=tuple(dict.fromkeys(code)),  # of a kernel for several parts once
-            program=program.unrun(before),
+            program=as_captured,
             pipeline=self._pipeline,
             route=Route(made.unit, self.recorded, bool(program.measured), why, made.vectors),
             plans=self.plans,
@@ -463,8 +483,11 @@ class Compilation:
             rounding=self.options.rounding,
             packed=None if self.options.state is None else PACKED_FORMATS[self.options.state],
         )
+        inputs, stores = placeholders(program.gm.graph), copies_to_inputs(program.gm.graph)
         program.already_compensated = frozenset(
-            i for i, info in enumerate(program.inputs) if _has_error_terms(info)
+            i
+            for i, (node, info) in enumerate(zip(inputs, program.inputs, strict=True))
+            if _has_error_terms(info) and not (node in stores and _is_new(info))
         )
         if self.recorded:
             formats = {i: _packed_format(info) for i, info in enumerate(program.inputs)}
@@ -600,6 +623,8 @@ class Compilation:
         rows: list[TensorReport] = []
         repetition = program.repetition
         for state in program.states:
+            if state.info.role is Role.NEW:
+                continue
             row = tensor_report(state)
             suffixes = [name.removeprefix(state.placeholder.name) for name in row.inputs]
             for index in repetition.copies[state.position]:
@@ -682,6 +707,16 @@ def _reason_to_leave_alone(gm: GraphModule, infos: Sequence[InputInfo]) -> str |
 
 def _has_error_terms(info: InputInfo) -> bool:
     return info.tensor is not None and has_error_terms(info.tensor)
+
+
+def _is_new(info: InputInfo) -> bool:
+    expansion = None if info.tensor is None else expansion_of(info.tensor)
+    return expansion is not None and expansion.is_new
+
+
+def _values_behind(program: StepProgram, first: int) -> list[Any]:
+    """The fake tensors of the graph's inputs from the first of those on that it was not captured with."""
+    return [node.meta["val"] for node in placeholders(program.gm.graph)[first:]]
 
 
 def _packed_format(info: InputInfo) -> ErrorFormat | None:

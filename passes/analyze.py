@@ -63,7 +63,10 @@ class Analyze(Pass):
         stores = copies_to_inputs(graph)
         symbols = {node: info.symbol for node, info in zip(inputs, program.inputs, strict=True)}
         new_values: dict[Node, str] = {}
+        made = {node for node, info in zip(inputs, program.inputs, strict=True) if info.role is Role.NEW}
         for placeholder, store in stores.items():
+            if placeholder in made:
+                continue  # its value is no other state's old one
             for value in (stored(store), unless_skipped(placeholder, stored(store))):
                 new_values.setdefault(value, f"{symbols[placeholder]}'")
         kept_up = [node for i, node in enumerate(inputs) if i in program.already_compensated]
@@ -86,8 +89,9 @@ class Analyze(Pass):
             selected, state.selection = _select(program, state, flow)
             if selected:
                 state.chosen_format = program.error_format
-        sources = [*kept_up, *(state.placeholder for state in program.compensated)]
-        whole = {*sources, *map(_stored, program.compensated)}
+        lasting = [state for state in program.compensated if state.info.role is not Role.NEW]
+        sources = [*kept_up, *(state.placeholder for state in lasting)]
+        whole = {*sources, *map(_stored, lasting)}
         for state in program.states:
             if not _is_overwritten_parameter(state):
                 is_copy = state.info.role is Role.STATE and _stored(state) in whole
@@ -156,6 +160,8 @@ def _select(program: StepProgram, state: StateTensor, flow: _Flow) -> tuple[bool
         return True, "an error term replaces stochastic rounding"
     if state.position in program.already_compensated:
         return True, "it has error terms from another compiled step, which have to be kept up"
+    if state.info.role is Role.NEW:
+        return True, "made by this step: whether it keeps its error term is seen in the next"
     if state.info.role is Role.CARRIED:
         return True, "a value between two graphs of a recorded step"
     if state.recurrence.kind is Kind.OVERWRITE:

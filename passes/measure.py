@@ -19,6 +19,7 @@ from torch.fx.node import map_arg
 from collage_fx.graph import (
     PASS_MARK,
     GraphEditor,
+    Role,
     StateTensor,
     StepProgram,
     copies_to_inputs,
@@ -52,6 +53,7 @@ class Measure(Pass):
     def run(self, program: StepProgram) -> str:
         editor = GraphEditor(program.gm, self.name)
         states = program.compensated or (program.states if program.strategy == "none" else [])
+        states = [state for state in states if state.info.role is not Role.NEW]
         if any(state.intended is None for state in states):
             _intend(editor, program, states)
         last = placeholders(editor.graph)[-1]

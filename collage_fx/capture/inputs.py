@@ -19,6 +19,8 @@ __all__ = ["describe_input", "describe_inputs"]
 
 #: The tensors that recorded steps hand from one compiled graph to the next.
 carried = WeakTensorKeyDictionary()
+#: Those of them that are state which a parameter has got in this step.
+born = WeakTensorKeyDictionary()
 #: Those that graphs of a step that is being recorded have updated.
 updated = WeakTensorKeyDictionary()
 #: Those of whose memory such a step has another tensor.
@@ -75,7 +77,8 @@ def describe_input(value: Any, fallback: str, known: Mapping[int, KnownTensor], 
     facts: dict[str, Any] = {"cut_from": cut_from, "is_updated": value in updated, "stays": stays}
     if id(value) in known:
         entry = known[id(value)]
-        return InputInfo(entry.name, entry.symbol, entry.role, value, bound, **facts)
+        role = Role.CARRIED if value in born else entry.role
+        return InputInfo(entry.name, entry.symbol, role, value, bound, **facts)
     name = re.sub(r"^L_+|_+$", "", fallback, flags=re.IGNORECASE)
     if isinstance(value, torch.nn.Parameter):
         role = Role.PARAMETER

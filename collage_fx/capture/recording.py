@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from collage_fx.capture.inputs import carried, shared, updated
+from collage_fx.capture.inputs import born, carried, shared, updated
 from collage_fx.capture.new_state import forget_new_state, remember_state
 from collage_fx.capture.progress import telling
 from collage_fx.capture.recorder import Recorder, is_recording
@@ -25,9 +25,11 @@ from collage_fx.runtime import (
     has_error_terms,
     is_packed,
     note_held,
+    note_new,
     note_replaced,
     packed_format,
     parameter_names,
+    state_tensors,
     unpack_state,
     why_left_unpacked,
 )
@@ -127,6 +129,9 @@ class _Recording:
         self._recorder = Recorder(self._compiled, self._kind_of, self._original_of)
         self._parameters: dict[int, Tensor] = {}
         self._roles: dict[int, str] = {}
+        self._state: Mapping[Any, Any] = {}
+        self._without_state: list[Tensor] = []
+        self._born: list[Tensor] = []
         self._has_begun = False
         self._has_compiled = False
         self._steps_that_compiled = 0
@@ -151,6 +156,8 @@ class _Recording:
         remember_state(optimizer, object())
         note_replaced(optimizer)
         self._look_at(optimizer)
+        self._state = optimizer.state
+        self._without_state = [p for _, p in parameter_names(optimizer) if not optimizer.state.get(p)]
         self._has_compiled = False
         closures = self._outside(optimizer)
         args = [closures(value) for value in args]
@@ -165,11 +172,15 @@ class _Recording:
             ):
                 result = step(optimizer, *args, **kwargs)
                 self._recorder.finish(successfully=True)
+            for tensor in self._born:
+                note_new(tensor)
             note_held(optimizer)  # which may be others than before: a step replaces state too
         except BaseException:
             self._recorder.finish(successfully=False)
             forget_new_state(optimizer)
             raise
+        finally:
+            self._born.clear()
         self._steps_that_compiled = self._steps_that_compiled + 1 if self._has_compiled else 0
         return result
 
@@ -202,11 +213,29 @@ class _Recording:
 
         return outside
 
+    def _is_state(self, tensor: Tensor) -> bool:
+        """Whether a tensor is state of a parameter that had none before this step."""
+        return any(
+            each is tensor
+            for parameter in self._without_state
+            for _, each in state_tensors(self._state.get(parameter))
+        )
+
     def _original_of(self, storage: int) -> Tensor | None:
         return self._parameters.get(storage)
 
     def _kind_of(self, tensor: Tensor, is_written: bool) -> Any:
         role = self._roles.get(id(tensor))
+        is_carried = tensor in carried
+        if (
+            role is None
+            and is_carried
+            and self._without_state
+            and tensor not in born
+            and self._is_state(tensor)
+        ):
+            self._recorder.note(born, tensor)
+            self._born.append(tensor)
         # A parameter that is updated gets error terms if it has none.
         keeps_error = has_error_terms(tensor) or (role == "parameter" and is_written)
         is_updated = role == "parameter" and tensor in updated
@@ -216,7 +245,8 @@ class _Recording:
             self._recorder.note(shared, tensor)
         else:
             shared.pop(tensor, None)
-        return role, tensor in carried, keeps_error, packed_format(tensor), is_updated, stays
+        is_made = is_carried, tensor in born
+        return role, is_made, keeps_error, packed_format(tensor), is_updated, stays
 
     def _compiled(self, module: GraphModule, arguments: Any) -> Callable[..., Any]:
         if self._steps_that_compiled >= COMPILING_STEPS:

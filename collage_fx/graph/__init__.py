@@ -5,6 +5,7 @@ from collage_fx.graph.editor import *
 from collage_fx.graph.families import *
 from collage_fx.graph.feedback import *
 from collage_fx.graph.invariants import *
+from collage_fx.graph.new_tensors import *
 from collage_fx.graph.nodes import *
 from collage_fx.graph.operator_facts import *
 from collage_fx.graph.operators import *

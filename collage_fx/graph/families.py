@@ -138,7 +138,8 @@ def repeated_graph(gm: GraphModule, repetition: Repetition) -> GraphModule:
         if small[i] in stores:
             copy(stores[small[i]], member)
     results = pytree.tree_leaves(gm.graph.output_node().args)
-    graph.output(tuple(of(results[k], member) for k, member in repetition.outputs))
+    outputs = ((results[k], member) for k, member in repetition.outputs)
+    graph.output(tuple(None if node is None else of(node, member) for node, member in outputs))
     return GraphModule(gm, graph)
 
 

@@ -37,13 +37,15 @@ Rounding = Literal["nearest", "dither"]
 class Role(enum.Enum):
     """The role that an input of the step has for the user.
 
-    CARRIED is what a recorded step computes in one graph and uses in the next.
+    CARRIED is what a recorded step computes in one graph and uses in the next, NEW is what a captured step
+    makes and returns.
     """
 
     PARAMETER = "parameter"
     STATE = "state"
     GRADIENT = "gradient"
     CARRIED = "carried"
+    NEW = "new"
     OTHER = "other"
 
 

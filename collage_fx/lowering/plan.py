@@ -176,10 +176,9 @@ def repeated_step(step: StepInParts, repetition: Repetition) -> StepInParts | Re
     first_constant = len(repetition.copies)
     first_result = first_constant + len(step.constants)
     calls = _calls_by_family(step, repetition, first_result)
-    outputs = [index for index in step.outputs if index is not None and index >= first_result]
     if calls is None:
         return Reason("one kernel computes something of several families")
-    if step.numbers or len(outputs) < len(step.outputs):
+    if step.numbers or any(index is not None and index < first_result for index in step.outputs):
         return Reason("it returns something else than new tensors")
     families, owners = calls
     results: dict[tuple[int, int], int] = {}
@@ -203,7 +202,10 @@ def repeated_step(step: StepInParts, repetition: Repetition) -> StepInParts | Re
         [step.results[index - first_result] for index, _ in results],
         [],
         planned,
-        [index_of(outputs[k], member) for k, member in repetition.outputs],
+        [
+            None if (index := step.outputs[k]) is None else index_of(index, member)
+            for k, member in repetition.outputs
+        ],
     )
 
 

@@ -53,8 +53,10 @@ from collage_fx.torch_compat import (
 
 __all__ = [
     "change_layout",
+    "choose_new",
     "expansion_of",
     "has_error_terms",
+    "note_new",
     "packed_format",
     "require_format",
     "reset_error_terms",
@@ -96,6 +98,8 @@ class Expansion:
         claim: a fingerprint of hi and the buffers as they were saved, where they have been loaded and no step
             has looked yet whether they belong to this hi.
         is_used: whether a compiled step reads and writes the buffers, rather than that they have been loaded.
+        is_new: whether they come from the step that made the tensor, and no step that updates it has been
+            compiled.
     """
 
     format: ErrorFormat
@@ -106,6 +110,7 @@ class Expansion:
     memory: list[tuple[WeakIdRef, Hashable]] = field(default_factory=list)
     claim: Tensor | None = None
     is_used: bool = False
+    is_new: bool = False
     _settle: Callable[[], None] | None = None
 
     def __del__(self, records: _Records = _RECORDS) -> None:
@@ -251,6 +256,21 @@ def has_error_terms(tensor: Tensor) -> bool:
     """Whether a tensor has error terms, rather than none or a record without."""
     found = expansion_of(tensor)
     return found is not None and found.format.keeps_error
+
+
+def note_new(tensor: Tensor) -> None:
+    """Note that a tensor's error terms are those that it was made with, which no later step has chosen."""
+    if (found := expansion_of(tensor)) is not None:
+        found.is_new, found.is_used = True, False
+
+
+def choose_new(tensor: Tensor, *, keep: bool) -> None:
+    """Keep the error terms that a tensor was made with, or drop them, now that a step updates it."""
+    found = expansion_of(tensor)
+    if found is not None and found.is_new:
+        found.is_new = False
+        if not keep:
+            reset_error_terms(tensor)
 
 
 def packed_format(tensor: Tensor) -> ErrorFormat | None:

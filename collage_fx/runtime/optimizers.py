@@ -23,6 +23,7 @@ __all__ = [
     "known_tensors",
     "optimizers_among",
     "parameter_names",
+    "state_tensors",
     "unpack_state",
 ]
 
@@ -128,10 +129,13 @@ def known_tensors(optimizers: Mapping[str, Optimizer]) -> dict[int, KnownTensor]
 
 
 def bytes_held(tensors: Iterable[Tensor]) -> int:
-    """The bytes of tensors and of what is kept beside them; of packed ones of the latter alone."""
+    """The bytes of tensors and of what is kept beside them; of packed ones of the latter alone.
+
+    What is kept beside new tensors may be dropped when the next step is compiled, and is not counted.
+    """
     beside = [(tensor, expansion_of(tensor)) for tensor in tensors]
     own = (tensor for tensor, found in beside if found is None or found.format.keeps_hi)
-    kept = (found.auxiliaries for _, found in beside if found is not None)
+    kept = (found.auxiliaries for _, found in beside if found is not None and not found.is_new)
     return sum(tensor.nbytes for tensor in itertools.chain(own, *kept))
 
 

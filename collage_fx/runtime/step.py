@@ -16,11 +16,11 @@ from collage_fx.errors import LostErrorTermsError
 from collage_fx.graph import InputInfo
 from collage_fx.numerics import ErrorFormat
 from collage_fx.runtime.calls import Present
-from collage_fx.runtime.error_terms import Expansion, ensure_expansion, state_of_records
+from collage_fx.runtime.error_terms import Expansion, ensure_expansion, note_new, state_of_records
 from collage_fx.runtime.layouts import Expected, Layouts, picking, refuse_layout
 from collage_fx.torch_compat import Pieces, local_tensor, takes_a_list
 
-__all__ = ["CompensatedStep", "Member", "WholeStep", "bind"]
+__all__ = ["CompensatedStep", "MakingStep", "Member", "WholeStep", "bind"]
 
 #: Patterns of gradients that a step remembers.
 MOST_PATTERNS = 256
@@ -157,6 +157,35 @@ class WholeStep:
         updated = picking([index for index in self.updated if index not in inputs])
         self._known[absent] = Present(turns, inputs), updated
         return self._known[absent]
+
+
+@takes_a_list
+class MakingStep:
+    """Calls a step that is given memory for what it makes: Note [State is born with its error term].
+
+    Args:
+        step: takes its inputs, and the new tensors behind them, as one list.
+        made: for each result that is such a tensor, its index among the inputs and the tensor's layout.
+    """
+
+    def __init__(self, step: Callable[[list[Any]], Any], made: Mapping[int, tuple[int, Tensor]]) -> None:
+        self.step = step
+        self.made = [
+            (result, tuple(like.shape), like.stride(), like.dtype, like.device)
+            for result, (_, like) in sorted(made.items(), key=lambda each: each[1][0])
+        ]
+
+    def __call__(self, arguments: list[Any]) -> Any:
+        new = {
+            result: torch.empty_strided(shape, stride, dtype=dtype, device=device)
+            for result, shape, stride, dtype, device in self.made
+        }
+        results = list(self.step([*arguments, *new.values()]))
+        arguments.clear()
+        for result, tensor in new.items():
+            note_new(tensor)
+            results[result] = tensor
+        return tuple(results)
 
 
 def bind(index: int, info: InputInfo, error_format: ErrorFormat) -> Binding:
