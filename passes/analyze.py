@@ -8,7 +8,7 @@ do in the storage format.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -17,6 +17,7 @@ from torch.fx import Graph, Node
 
 from collage_fx.graph import (
     Kind,
+    Recurrence,
     Role,
     StateTensor,
     StepProgram,
@@ -70,20 +71,30 @@ class Analyze(Pass):
             for value in (stored(store), unless_skipped(placeholder, stored(store))):
                 new_values.setdefault(value, f"{symbols[placeholder]}'")
         kept_up = [node for i, node in enumerate(inputs) if i in program.already_compensated]
-        flow = _Flow(graph, stores, [node for node in kept_up if node not in stores])
+        parameters = [
+            node
+            for node, info in zip(inputs, program.inputs, strict=True)
+            if info.role is Role.PARAMETER and is_low_precision_tensor(node)
+        ]
+        read = dict.fromkeys(node for node in (*kept_up, *parameters) if node not in stores)
+        flow = _Flow(graph, stores, [*read])
         program.states = []
         for position, (placeholder, info) in enumerate(zip(inputs, program.inputs, strict=True)):
             if placeholder not in stores or not is_low_precision_tensor(placeholder):
                 continue
             store, is_parameter = stores[placeholder], info.role is Role.PARAMETER
-            read = partial(read_recurrence, placeholder, stored(store), symbols, is_parameter=is_parameter)
-            recurrence = read(new_values)
+            of = partial(read_recurrence, placeholder, stored(store), symbols, is_parameter=is_parameter)
+            recurrence = of(new_values)
             if recurrence.kind is Kind.OVERWRITE and flow.returns_to(placeholder):
                 # By other tensors' new values: they are read through, and so is the next step.
-                recurrence = read({})
+                recurrence = of({})
                 if recurrence.kind is Kind.OVERWRITE:
                     recurrence = replace(recurrence, kind=Kind.OTHER)
-            verdict = judge(recurrence, storage_format(placeholder.meta["val"].dtype))
+            fmt = storage_format(placeholder.meta["val"].dtype)
+            if recurrence.kind is Kind.OVERWRITE and info.is_made and info.role is Role.STATE:
+                others = _recurrences_of_replaced(program, placeholder, stores, symbols)
+                recurrence = max(others, key=lambda each: judge(each, fmt).lossy, default=recurrence)
+            verdict = judge(recurrence, fmt)
             program.states.append(StateTensor(placeholder, position, info, store, recurrence, verdict))
         for state in program.states:
             selected, state.selection = _select(program, state, flow)
@@ -94,9 +105,16 @@ class Analyze(Pass):
         whole = {*sources, *map(_stored, lasting)}
         for state in program.states:
             if not _is_overwritten_parameter(state):
-                is_copy = state.info.role is Role.STATE and _stored(state) in whole
-                if is_copy and not state.compensated and program.strategy != "none":
+                if state.info.role is not Role.STATE or state.compensated or program.strategy == "none":
+                    continue
+                if _stored(state) in whole:
                     _compensate(program, state, "a copy of what has error terms")
+                elif state.recurrence.kind is Kind.OVERWRITE and any(
+                    _takes_on(program, state, source, symbols)
+                    for source in dict.fromkeys((*sources, *parameters))
+                    if flow.is_read(source, state.placeholder)
+                ):
+                    _compensate(program, state, "it takes on the value of what has error terms")
                 continue
             if _is_computed_from(sources, state, flow):
                 _compensate(program, state, "computed from state that is compensated")
@@ -112,6 +130,23 @@ class Analyze(Pass):
                 if _may_be_dithered(program, state):
                     _dither_unless_compensated(state)
         return f"{len(program.compensated)} of {len(program.states)} low-precision state tensors selected"
+
+
+def _recurrences_of_replaced(
+    program: StepProgram, placeholder: Node, stores: Mapping[Node, Node], symbols: Mapping[Node, str]
+) -> Iterator[Recurrence]:
+    """The recurrences of state that a recorded step makes anew, in each tensor that it may have replaced."""
+    value = tensor_value(placeholder)
+    assert value is not None
+    for node, info in zip(placeholders(program.gm.graph), program.inputs, strict=True):
+        old = tensor_value(node)
+        if node in stores or info.role is not Role.STATE or old is None:
+            continue
+        if old.shape == value.shape and is_low_precision_tensor(node):
+            named = {**symbols, node: symbols[placeholder]}
+            found = read_recurrence(node, stored(stores[placeholder]), named, {}, is_parameter=False)
+            if found.kind is not Kind.OVERWRITE:
+                yield found
 
 
 class _Flow:
@@ -187,8 +222,11 @@ def _may_be_dithered(program: StepProgram, state: StateTensor) -> bool:
     """Whether a state has old values, of which roundings would add up; numbers (0-d) are left.
 
     In a recorded step what overwrites it may be made of them, in another part. Where nothing is known of what
-    becomes of the old value, roundings to nearest stay: Rprop's step sizes are products of a few numbers.
+    becomes of the old value, roundings to nearest stay: Rprop's step sizes are products of a few numbers. So
+    they do in what a step makes anew: its count would begin again, and its phase be the same at each step.
     """
+    if state.info.is_made:
+        return False
     kind = state.recurrence.kind
     carries = program.is_recorded if kind is Kind.OVERWRITE else kind is not Kind.OTHER or state.verdict.noise
     return state.info.role is Role.STATE and bool(carries) and state.value.dim() > 0
@@ -212,6 +250,20 @@ def _dither_unless_compensated(state: StateTensor) -> None:
 
 def _compensate(program: StepProgram, state: StateTensor, why: str) -> None:
     state.chosen_format, state.selection = program.error_format, why
+
+
+def _takes_on(program: StepProgram, state: StateTensor, source: Node, symbols: Mapping[Node, str]) -> bool:
+    """Whether a state is given a parameter's value, or most of it, as an extrapolated point is.
+
+    Not where it is given little: a gradient with some weight decay. Nor what a moving average makes of
+    moments: the state begins anew at each step, and loses as much as any number of its size.
+    """
+    known = next((each for each in program.states if each.placeholder is source), None)
+    if known is not None and known.info.role is Role.STATE and known.recurrence.kind is Kind.MOVING_AVERAGE:
+        return False
+    found = read_recurrence(source, _stored(state), symbols, {}, is_parameter=False)
+    is_small = bool(found.slopes) and all(each.is_number and abs(each) < 0.5 for each in found.slopes)
+    return bool(found.path or source is _stored(state)) and not is_small
 
 
 def _is_overwritten_parameter(state: StateTensor) -> bool:

@@ -127,6 +127,8 @@ def _why_not_ever(state: StateTensor, fmt: ErrorFormat) -> str:
     """The reason why a state can't be packed, whatever the step does with it; empty if it can."""
     if state.info.stays:
         return state.info.stays
+    if state.info.is_made:
+        return "the step makes it anew"
     if not _has_known_sizes(state.placeholder):
         return SIZES_CHANGE
     if max(state.value.numel(), state.info.cut_from) < FEWEST:

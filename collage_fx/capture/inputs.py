@@ -17,8 +17,8 @@ from collage_fx.torch_compat import aot_input_of, pieces_of, symbol_source
 
 __all__ = ["describe_input", "describe_inputs"]
 
-#: The tensors that recorded steps hand from one compiled graph to the next.
-carried = WeakTensorKeyDictionary()
+#: Low-precision tensors that a step that is being recorded has made, and may hand from one graph to the next.
+made = WeakTensorKeyDictionary()
 #: Those of them that are state which a parameter has got in this step.
 born = WeakTensorKeyDictionary()
 #: Those that graphs of a step that is being recorded have updated.
@@ -74,7 +74,8 @@ def describe_input(value: Any, fallback: str, known: Mapping[int, KnownTensor], 
     pieces = pieces_of(value)
     cut_from = value.numel() if pieces is not None and pieces.are_cut else 0
     stays = "the step has another tensor of its memory" if value in shared else why_left_unpacked(value)
-    facts: dict[str, Any] = {"cut_from": cut_from, "is_updated": value in updated, "stays": stays}
+    is_made = value in made
+    facts = {"cut_from": cut_from, "is_updated": value in updated, "is_made": is_made, "stays": stays}
     if id(value) in known:
         entry = known[id(value)]
         role = Role.CARRIED if value in born else entry.role
@@ -83,7 +84,7 @@ def describe_input(value: Any, fallback: str, known: Mapping[int, KnownTensor], 
     if isinstance(value, torch.nn.Parameter):
         role = Role.PARAMETER
     else:
-        role = Role.CARRIED if value in carried else Role.STATE
+        role = Role.CARRIED if is_made else Role.STATE
     return InputInfo(name, _symbol(name), role, value, bound, **facts)
 
 

@@ -29,21 +29,23 @@ Recording costs Python time for each operation, on every step; captured steps co
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.fx.node import map_aggregate
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from collage_fx.capture.compiled import Compiled, CompileGraph, compiled_for
-from collage_fx.capture.inputs import carried, updated
+from collage_fx.capture.inputs import made, updated
 from collage_fx.capture.segment import Call, Deferred, Function, Segment, Spec, real
 from collage_fx.capture.signatures import Signature, draws_16_bits, is_index_of_integers, signature_of
+from collage_fx.errors import UnsupportedTensorError
 from collage_fx.graph import factorizes, foreach_calls
 from collage_fx.numerics import is_low_precision
 from collage_fx.runtime import (
+    KnownTensor,
     change_layout,
     decoded,
     expansion_of,
@@ -83,6 +85,7 @@ class Recorder(TorchDispatchMode):
             whether the graph overwrites it.
         original_of: a storage -> the tensor that the optimizer knows it by, if any: what ``p.data`` is a view
             of.
+        known: gives the tensors that the optimizer holds, by ``id``.
     """
 
     def __init__(
@@ -90,11 +93,13 @@ class Recorder(TorchDispatchMode):
         compile_graph: CompileGraph,
         kind_of: Callable[[Tensor, bool], Any],
         original_of: Callable[[int], Tensor | None],
+        known: Callable[[], Mapping[int, KnownTensor]],
     ) -> None:
         super().__init__()
         self._compile_graph = compile_graph
         self._kind_of = kind_of
         self._original_of = original_of
+        self._known = known
         self._segment = Segment()
         self._executed: list[Deferred] = []
         self._viewed: dict[int, Tensor] = {}
@@ -104,7 +109,7 @@ class Recorder(TorchDispatchMode):
         self._last: dict[Any, Compiled] = {}
         self._at_once: set[Signature] = set()
         self._predicted: dict[Any, tuple[tuple[Any, ...], bool]] = {}
-        self._noted: list[tuple[WeakTensorKeyDictionary, Tensor]] = []
+        self._noted: list[tuple[WeakTensorKeyDictionary, TensorWeakRef]] = []
         self._outer: list[Callable[[Tensor], Tensor] | None] = []
 
     def finish(self, *, successfully: bool) -> None:
@@ -117,8 +122,9 @@ class Recorder(TorchDispatchMode):
             self._segment = Segment()
             self._executed.clear()
             self._viewed.clear()
-            for table, tensor in self._noted:
-                table.pop(tensor, None)
+            for table, reference in self._noted:
+                if (tensor := reference()) is not None:
+                    table.pop(tensor, None)
             self._noted.clear()
 
     @classmethod
@@ -155,6 +161,8 @@ class Recorder(TorchDispatchMode):
             return NotImplemented  # its class calls operators on these, which are recorded
         kwargs = kwargs or {}
         signature = signature_of(func)
+        if signature.is_immediate and torch.Tag.inplace_view in func.tags:
+            return self._changed_in_place(func, args, kwargs)
         if self._executed:
             args, kwargs = map_aggregate((args, kwargs), real)
         if signature.is_immediate or signature in self._at_once:
@@ -188,7 +196,11 @@ class Recorder(TorchDispatchMode):
         if any(map(is_packed, _tensors_in([*args, *kwargs.values()]))):
             with self.paused():
                 args, kwargs = _each_tensor(decoded, (args, kwargs))
-        return signature.operator(*args, **kwargs)
+        result = signature.operator(*args, **kwargs)
+        if self._steps and signature.results == (("new", ""),) and isinstance(result, Tensor):
+            if is_low_precision(result.dtype):
+                self.note(made, result)  # not in a first step, which makes state that stays
+        return result
 
     def _execute_now(self, signature: Signature, args: Any, kwargs: dict[str, Any]) -> Any:
         """Execute an operation that cannot be recorded, such that no error term is left behind.
@@ -198,13 +210,6 @@ class Recorder(TorchDispatchMode):
         that are read, and factorizations, which 16-bit tensors don't have.
         """
         func = signature.operator
-        if torch.Tag.inplace_view in func.tags:
-            args = map_aggregate(args, self._segment.original)
-            self.keep_memory_of(args)
-            tensor, *others = map_aggregate(args, real)
-            if self._owner(tensor) is not tensor:  # its error terms are found as the owner's
-                return func(tensor, *others, **kwargs)
-            return change_layout(tensor, lambda each: func(each, *others, **kwargs))
         if signature.reads_no_values or factorizes(func) or func is aten._local_scalar_dense.default:
             return self._call(signature, args, kwargs)
         wide: dict[int, tuple[Tensor, Tensor]] = {}
@@ -227,6 +232,56 @@ class Recorder(TorchDispatchMode):
         if not wide or not any(isinstance(each, Tensor) for each in pytree.tree_leaves(results)):
             return results
         return pytree.tree_map(rounded, results, self._without_elements(signature, args, kwargs))
+
+    def _changed_in_place(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
+        """Give a tensor another layout, as ``t_`` does, or with ``set_`` another tensor's memory.
+
+        Error terms follow a layout. From memory that is laid out as the tensor's own, values are copied, error
+        terms and all. A parameter of another layout would no longer be that of its gradient.
+
+        Raises:
+            UnsupportedTensorError: the tensor's error terms cannot follow.
+        """
+        args = map_aggregate(args, self._segment.original)
+        with without_modes():
+            args = map_aggregate(args, self._tensor_of_storage)
+            self.keep_memory_of(args)
+            tensor, *others = map_aggregate(args, real)
+            others[:1] = [
+                each.untyped_storage() if "Storage" in func._overloadname else each for each in others[:1]
+            ]
+            storage, known = _storage_of(tensor), self._known()
+            if id(tensor) not in known:  # but perhaps another name of what is
+                names = (each.tensor for each in known.values() if _storage_of(each.tensor) == storage)
+                self._viewed.update({storage: each for each in names})
+            if self._owner(tensor) is not tensor:  # its error terms are found as the owner's
+                return cast(Tensor, func(tensor, *others, **kwargs))
+            takes_memory = func.overloadpacket is aten.set_
+            is_parameter = self._original_of(storage) is tensor
+            if is_low_precision(tensor.dtype) and (takes_memory or is_parameter):
+                changed = func(torch.empty_like(tensor), *others, **kwargs)
+                is_alike = Spec.of(changed) == Spec.of(tensor)
+                if takes_memory and is_alike and _whole(changed) is changed:
+                    self._record(signature_of(aten.copy_.default), (tensor, changed), {})
+                    return tensor
+                if (is_parameter and not is_alike) or (takes_memory and expansion_of(tensor) is not None):
+                    raise UnsupportedTensorError(
+                        f"{func} in a recorded step gives this tensor another layout, or memory of which other "
+                        "tensors are a part, where its error term cannot follow",
+                        where=known[id(tensor)].name if id(tensor) in known else "a tensor of the step",
+                        remedy="use a view, p.t() for p.t_(), or copy the values into the tensor with copy_",
+                    )
+            if takes_memory:
+                return cast(Tensor, func(tensor, *others, **kwargs))
+            return change_layout(tensor, lambda each: func(each, *others, **kwargs))
+
+    def _tensor_of_storage(self, argument: Any) -> Any:
+        """The tensor that has a storage, which a deferred one has none of; anything else is itself."""
+        if not isinstance(argument, torch.UntypedStorage):
+            return argument
+        tensors = [value.tensor for value in self._segment.values if type(value.tensor) is Deferred]
+        deferred = [each for each in tensors if storage_of(each) == argument._cdata]
+        return deferred[0] if deferred else torch.empty(0, dtype=torch.uint8).set_(argument)
 
     def keep_memory_of(self, arguments: Any) -> None:
         """Let packed tensors among them have memory from now on: a step does more to it than operators do."""
@@ -400,7 +455,7 @@ class Recorder(TorchDispatchMode):
             result = segment.values[value].tensor
             self._become(result, Spec.of(result).empty())
             if is_low_precision(result.dtype):
-                carried[real(result)] = None
+                self.note(made, real(result))
         function = Function(segment, calls, kept, self._kind_of)
         key = (function.form, function.shapes, *function.sizes)
         if key not in self._compiled and self._first_met.setdefault(function.form, self._steps) < self._steps:
@@ -426,7 +481,7 @@ class Recorder(TorchDispatchMode):
     def note(self, table: WeakTensorKeyDictionary, tensor: Tensor) -> None:
         """Put a tensor into a table until the step ends. Other threads have steps of their own."""
         table[tensor] = None
-        self._noted.append((table, tensor))
+        self._noted.append((table, TensorWeakRef(tensor)))
 
 
 def is_recording() -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.fx import GraphModule
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from collage_fx.capture.inputs import born, carried, shared, updated
+from collage_fx.capture.inputs import born, made, shared, updated
 from collage_fx.capture.new_state import forget_new_state, remember_state
 from collage_fx.capture.progress import telling
 from collage_fx.capture.recorder import Recorder, is_recording
@@ -21,9 +22,11 @@ from collage_fx.capture.refusals import refuse_distributed, refuse_optimizer
 from collage_fx.capture.segment import Spec
 from collage_fx.errors import CollageError, RecompileLimitError, raise_or_warn
 from collage_fx.runtime import (
+    KnownTensor,
     adopt,
     has_error_terms,
     is_packed,
+    known_tensors,
     note_held,
     note_new,
     note_replaced,
@@ -126,10 +129,10 @@ class _Recording:
         self._label = type(optimizer).__name__
         self._refuse_excess = backend.refuse_excess
         self._compile = lambda module, arguments: backend(module, arguments, **keywords)
-        self._recorder = Recorder(self._compiled, self._kind_of, self._original_of)
+        self._recorder = Recorder(self._compiled, self._kind_of, self._original_of, self._known)
+        self._optimizer = weakref.ref(optimizer)
         self._parameters: dict[int, Tensor] = {}
         self._roles: dict[int, str] = {}
-        self._state: Mapping[Any, Any] = {}
         self._without_state: list[Tensor] = []
         self._born: list[Tensor] = []
         self._has_begun = False
@@ -156,7 +159,6 @@ class _Recording:
         remember_state(optimizer, object())
         note_replaced(optimizer)
         self._look_at(optimizer)
-        self._state = optimizer.state
         self._without_state = [p for _, p in parameter_names(optimizer) if not optimizer.state.get(p)]
         self._has_compiled = False
         closures = self._outside(optimizer)
@@ -215,25 +217,25 @@ class _Recording:
 
     def _is_state(self, tensor: Tensor) -> bool:
         """Whether a tensor is state of a parameter that had none before this step."""
-        return any(
+        optimizer = self._optimizer()
+        return optimizer is not None and any(
             each is tensor
             for parameter in self._without_state
-            for _, each in state_tensors(self._state.get(parameter))
+            for _, each in state_tensors(optimizer.state.get(parameter))
         )
 
     def _original_of(self, storage: int) -> Tensor | None:
         return self._parameters.get(storage)
 
+    def _known(self) -> dict[int, KnownTensor]:
+        optimizer = self._optimizer()
+        return {} if optimizer is None else known_tensors({"self": optimizer})
+
     def _kind_of(self, tensor: Tensor, is_written: bool) -> Any:
         role = self._roles.get(id(tensor))
-        is_carried = tensor in carried
-        if (
-            role is None
-            and is_carried
-            and self._without_state
-            and tensor not in born
-            and self._is_state(tensor)
-        ):
+        is_made = tensor in made
+        may_be_born = role is None and is_made and self._without_state and tensor not in born
+        if may_be_born and self._is_state(tensor):
             self._recorder.note(born, tensor)
             self._born.append(tensor)
         # A parameter that is updated gets error terms if it has none.
@@ -245,8 +247,7 @@ class _Recording:
             self._recorder.note(shared, tensor)
         else:
             shared.pop(tensor, None)
-        is_made = is_carried, tensor in born
-        return role, is_made, keeps_error, packed_format(tensor), is_updated, stays
+        return role, (is_made, tensor in born), keeps_error, packed_format(tensor), is_updated, stays
 
     def _compiled(self, module: GraphModule, arguments: Any) -> Callable[..., Any]:
         if self._steps_that_compiled >= COMPILING_STEPS:
@@ -267,8 +268,8 @@ class _Recording:
 class _ReadsOfMemory(TorchFunctionMode):
     """Sees to what a step does to tensors without calling an operator.
 
-    It may read their memory, for which they have to be up to date, and assign to ``.data``, which is an
-    update like another.
+    It may read their memory or change their layout, for which they have to be up to date, and assign to
+    ``.data``, which is an update like another.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -291,10 +292,20 @@ _OF_MEMORY = frozenset(
         "__deepcopy__",
         "__dlpack__",
         "__reduce_ex__",
+        "as_strided_",
         "data_ptr",
+        "detach_",
         "numpy",
+        "resize_",
+        "resize_as_",
         "share_memory_",
+        "squeeze_",
+        "swapaxes_",
+        "swapdims_",
+        "t_",
         "tolist",
+        "transpose_",
+        "unsqueeze_",
         "untyped_storage",
     )
 )

@@ -19,6 +19,7 @@ __all__ = [
     "InputInfo",
     "Kind",
     "ReadExpansion",
+    "Recurrence",
     "Role",
     "Rounding",
     "StateTensor",
@@ -62,6 +63,7 @@ class InputInfo:
         cut_from: the elements of a DTensor of which this process has some and others have the rest; 0 if it
             has all.
         is_updated: whether another part of the recorded step that this is one of has updated it before.
+        is_made: whether the recorded step has made it since it began, in the place of another tensor perhaps.
         stays: why it is not to be packed, whatever this step does with it; empty where it may be.
     """
 
@@ -72,6 +74,7 @@ class InputInfo:
     bound: bool = False
     cut_from: int = 0
     is_updated: bool = False
+    is_made: bool = False
     stays: str = ""
 
 
