@@ -15,8 +15,9 @@ files]. An optimizer class that overrides the two methods is
 covered as far as it calls those of the base class.
 
 Keys: ``collage_fx.<slot>.<format>.<auxiliary>``, where the slot is ``parameter`` or the name of the state,
-as ``collage_fx.exp_avg_sq.exact.rest``; beside them, ``collage_fx.<slot>.<format>.fingerprint`` tells which
-values they belong to: Note [What a fingerprint is of]. Tensors that belong to no single parameter (in
+as ``collage_fx.exp_avg_sq.exact.rest``. An attribute, an item or a nested key stands behind a dot, as
+``average.slow``; of two equal slots the later one gets a number, as a state that is called ``parameter``:
+``parameter#2``. Beside them, ``collage_fx.<slot>.<format>.fingerprint`` tells which values they belong to: Note [What a fingerprint is of]. Tensors that belong to no single parameter (in
 ``param_groups``, or in ``state`` under a key of the optimizer's own) have theirs in one more entry of the
 state dict, ``"collage_fx"``. What torch's state dict doesn't hold, an attribute of the optimizer, has none in
 it either: ``state_dict`` warns.
@@ -518,7 +519,7 @@ def _refuse_mismatches(optimizer: Optimizer, plain: StateDict, saved: Saved) -> 
         owners[None, slot] = tensor, tensor.dtype
     for key, name, parameter in _keyed_parameters(optimizer, plain):
         names[key] = f"{name}."
-        for slot, tensor in ((PARAMETER_SLOT, parameter), *state_tensors(plain["state"].get(key, {}))):
+        for slot, tensor in ((PARAMETER_SLOT, parameter), *_state_slots(plain["state"].get(key))):
             owners[key, slot] = tensor, parameter.dtype
     for (key, slot), auxiliaries in saved.items():
         if key in names and auxiliaries:  # torch refuses other numbers of parameters, in its own words
@@ -630,7 +631,7 @@ def _taken_over(optimizer: Optimizer, plain: StateDict) -> set[Any]:
 
 def _of_elements(entries: Any) -> Iterator[tuple[str, Tensor]]:
     """The tensors of one parameter's state that are no numbers."""
-    held = state_tensors(entries if isinstance(entries, dict) else {})
+    held = _state_slots(entries if isinstance(entries, dict) else {})
     return ((slot, each) for slot, each in held if each.dim())
 
 
@@ -699,7 +700,7 @@ def _add_to(value: Tensor, auxiliaries: Auxiliaries) -> bool:
 
 def _wider(plain: StateDict, owner: Owner) -> Tensor | None:
     """A state tensor as the checkpoint has it, where that is wider than 16 bits."""
-    found = dict(state_tensors(plain["state"].get(owner[0], {}))).get(owner[1])
+    found = dict(_state_slots(plain["state"].get(owner[0]))).get(owner[1])
     is_wider = found is not None and found.is_floating_point() and not is_low_precision(found.dtype)
     return found if is_wider else None
 
@@ -806,7 +807,12 @@ def _held(optimizer: Optimizer, state_dict: StateDict) -> Iterator[tuple[Owner, 
 def _slots(optimizer: Optimizer, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
     """The tensors that an optimizer keeps for one parameter: itself, then its state."""
     yield PARAMETER_SLOT, parameter
-    yield from state_tensors(optimizer.state.get(parameter, {}))
+    yield from _state_slots(optimizer.state.get(parameter))
+
+
+def _state_slots(state: Mapping[Any, Any] | None) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of one parameter's state, none of them in the slot of the parameter."""
+    return state_tensors(state, taken=[PARAMETER_SLOT])
 
 
 def _shared(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:

@@ -28,6 +28,7 @@ well. What a user gets, and a checkpoint holds, is a DTensor in pieces like hi.
 
 from __future__ import annotations
 
+import math
 import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -39,6 +40,7 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary, WeakIdRef, WeakTensorKeyDictionary
 
 from collage_fx.errors import CheckpointMismatchError, ConflictingErrorFormatError, UnsupportedTensorError
+from collage_fx.graph import is_dense
 from collage_fx.numerics import AuxiliarySpec, ErrorFormat, format_named, is_low_precision
 from collage_fx.runtime.packed import Value, is_packed, pack, unpack
 from collage_fx.torch_compat import (
@@ -528,15 +530,52 @@ def error_terms(tensor: Tensor) -> tuple[Tensor, ...]:
     Returns:
         tensors of its shape on its device; ``()`` where the tensor has none. In the formats "mcf" and "fp32"
         they are the live buffers themselves, in others float32 copies. Of a DTensor they are DTensors with
-        its mesh and placements, made of those of each process. After ``load_state_dict`` they are those of
-        the file until a step, or ``full_state_dict``, has looked whether they belong to the tensor.
+        its mesh and placements, made of those of each process. A view of a flat buffer that the optimizer
+        steps has a float32 copy of its part of the buffer's. After ``load_state_dict`` they are those of the
+        file until a step, or ``full_state_dict``, has looked whether they belong to the tensor.
     """
     expansion = expansion_of(tensor)
-    if expansion is None or not expansion.is_current:
+    if expansion is None:
+        return _terms_in_memory_of(tensor)
+    if not expansion.is_current:
         return ()
     piece = local_tensor(tensor.detach())
     terms = expansion.format.error_terms(piece, *expansion.auxiliaries)
     return tuple(distributed_like(tensor, term) for term in terms)
+
+
+def _terms_in_memory_of(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The error terms that other tensors have in the memory of this one, which has none of its own."""
+    piece = local_tensor(tensor.detach())
+    if not has_storage(piece) or not piece.numel():
+        return ()
+    first = piece.storage_offset()
+    length = 1 + sum((size - 1) * stride for size, stride in zip(piece.shape, piece.stride(), strict=True))
+    found: Tensor | None = None
+    for (dtype, start, size, stride), record in _BY_STORAGE.get(piece.untyped_storage(), {}).items():
+        owner, begin = record.owner(), max(start, first)
+        count = min(start + math.prod(size), first + length) - begin
+        whole = piece.as_strided(size, stride, start)
+        is_of_memory = owner is None or _is_same_memory(local_tensor(owner), whole)
+        if dtype != piece.dtype or count <= 0 or not is_of_memory or not record.format.keeps_error:
+            continue
+        buffers = [each for each in record.auxiliaries if each.dim()]
+        if any((each.size(), each.stride()) != (size, stride) for each in buffers) or not is_dense(
+            buffers[0]
+        ):
+            continue
+        record.settle()
+        found = piece.new_zeros((length,), dtype=torch.float32) if found is None else found
+        hi = piece.as_strided((count,), (1,), begin)
+        lo = [
+            each.as_strided((count,), (1,), each.storage_offset() + begin - start) if each.dim() else each
+            for each in record.auxiliaries
+        ]
+        for term in record.format.error_terms(hi, *lo):
+            found[begin - first :][:count] += term
+    if found is None:
+        return ()
+    return (distributed_like(tensor, found.as_strided(piece.size(), piece.stride(), 0)),)
 
 
 def full_value(tensor: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:

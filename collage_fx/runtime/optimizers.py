@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -66,22 +69,54 @@ def parameter_names(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
             yield (names[j] if j < len(names) else f"param_groups[{i}].params[{j}]"), parameter
 
 
-def state_tensors(state: Mapping[Any, Any] | None) -> Iterator[tuple[str, Tensor]]:
-    """Pairs ``(slot, tensor)`` of one parameter's optimizer state, containers within it included.
+def state_tensors(state: Mapping[Any, Any] | None, taken: Iterable[str] = ()) -> Iterator[tuple[str, Tensor]]:
+    """Pairs ``(slot, tensor)`` of one parameter's optimizer state, containers and objects within it included.
 
     None is the state of a parameter that another process steps (``ZeroRedundancyOptimizer``). Parameters that
-    are keys are numbered, as in a state dict.
+    are keys are numbered, as in a state dict. Where two tensors would have one slot, as those of ``"a.b"``
+    and of ``{"a": {"b": ...}}``, the later one gets a number: ``a.b#2``.
+
+    Args:
+        state: of one parameter.
+        taken: slots that stand for something else.
     """
+    used = Counter(taken)
+    for slot, tensor in _tensors_in(dict(state or {}), set()):
+        used[slot] += 1
+        yield slot if used[slot] == 1 else f"{slot}#{used[slot]}", tensor
+
+
+def _tensors_in(container: Any, met: set[int]) -> Iterator[tuple[str, Tensor]]:
+    """Pairs ``(path, tensor)`` of what a container holds, in objects that have not been met as well."""
     numbers: dict[int, int] = {}
 
     def text(key: Any) -> str:
         value = getattr(key, "key", getattr(key, "idx", key))
         return str(numbers.setdefault(id(value), len(numbers)) if isinstance(value, Tensor) else value)
 
-    for path, leaf in pytree.tree_flatten_with_path(dict(state or {}))[0]:
+    for path, leaf in pytree.tree_flatten_with_path(container)[0]:
         slot = ".".join(map(text, path))
         if isinstance(leaf, Tensor):
             yield slot, leaf
+        elif id(leaf) not in met and (attributes := _attributes(leaf)):
+            met.add(id(leaf))
+            yield from ((f"{slot}.{name}", tensor) for name, tensor in _tensors_in(attributes, met))
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """The attributes by which an object may hold tensors. An optimizer in it has a state dict of its own."""
+    if isinstance(value, torch.nn.Module):
+        return {**dict(value.named_parameters()), **dict(value.named_buffers())}
+    if isinstance(value, (type, Optimizer, ModuleType)):
+        return {}
+    slots = (name for kind in type(value).__mro__ for name in _names_of_slots(kind))
+    of_slots = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    return {**of_slots, **getattr(value, "__dict__", {})}
+
+
+def _names_of_slots(kind: type) -> Sequence[str]:
+    names = kind.__dict__.get("__slots__", ())
+    return (names,) if isinstance(names, str) else tuple(names)
 
 
 def shared_tensors(

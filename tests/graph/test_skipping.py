@@ -145,8 +145,8 @@ def test_a_narrower_old_value_is_another_value(
     narrow: torch.dtype, kept: int, arithmetic: tuple[str, str]
 ) -> None:
     def step(v: Tensor, g: Tensor) -> None:
-        branches = [v.to(narrow).to(v.dtype), v - 2.0**-12 * g]
-        v.copy_(torch.where(g > 0, *(branches if kept == 1 else branches[::-1])))
+        old, new = v.to(narrow).to(v.dtype), v - 2.0**-12 * g
+        v.copy_(torch.where(g > 0, old, new) if kept == 1 else torch.where(g > 0, new, old))
 
     program = rewritten_as(step, arithmetic)
     v = torch.randn(64).to(torch.bfloat16)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,6 +35,55 @@ from collage_fx.runtime.error_terms import PART, ensure_expansion
 from collage_fx.runtime.safetensors_file import SafetensorsFile
 from tests.support.memory import peak
 from tests.support.training import compiled, differences, everything, live_error_terms, run_steps
+
+#: Views of a flat buffer of 48 elements.
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "all": lambda flat: flat.view(6, 8),
+    "part": lambda flat: flat[5:25].view(4, 5),
+    "transposed": lambda flat: flat[8:40].view(4, 8).t(),
+    "columns": lambda flat: flat.view(6, 8)[:, 2:5],
+    "every third": lambda flat: flat[1::3],
+    "one element": lambda flat: flat[17],
+    "nothing": lambda flat: flat[3:3],
+}
+
+
+@pytest.mark.parametrize(
+    ("cuts", "error_format"),
+    [((0, 48), "exact"), ((0, 20, 48), "fp32"), ((8, 31), "mcf"), ((0, 20, 48), "byte")],
+)
+def test_views_of_flat_buffers_that_are_stepped(cuts: tuple[int, ...], error_format: str) -> None:
+    """As DeepSpeed, FSDP1 and Megatron have them; the optimizer steps the buffer, or slices of it."""
+    flat = torch.randn(48, generator=torch.Generator().manual_seed(0)).bfloat16()
+    stepped = [nn.Parameter(flat[first:last]) for first, last in pairwise(cuts)]
+    model = nn.Module()
+    for name, view in VIEWS.items():
+        model.register_parameter(name.replace(" ", "_"), nn.Parameter(view(flat)))
+    step = torch.compile(
+        torch.optim.SGD(stepped, lr=1e-4).step, backend=CollageBackend(error_format=error_format)
+    )
+    for _ in range(3):
+        for parameter in stepped:
+            parameter.grad = torch.linspace(-1, 1, parameter.numel()).bfloat16()
+        step()
+    whole = flat.double()
+    for parameter, (first, last) in zip(stepped, pairwise(cuts), strict=True):
+        whole[first:last] = full_value(parameter)
+    assert not torch.equal(whole, flat.double())
+    assert torch.equal(full_value(flat), whole)
+    state = full_state_dict(model, torch.float64)
+    for name, view in VIEWS.items():
+        assert torch.equal(state[name.replace(" ", "_")], view(whole)), name
+
+
+def test_a_view_of_memory_that_has_been_replaced_has_no_error_terms() -> None:
+    flat = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+    flat.grad = torch.full_like(flat, 1e-3)
+    view = flat.detach()[2:5]
+    torch.compile(torch.optim.SGD([flat], lr=1.0).step, backend=CollageBackend())()
+    assert full_value(view).ne(1).all()
+    flat.data = flat.data.clone()
+    assert full_value(view).eq(1).all()
 
 
 class Model(nn.Module):
