@@ -195,7 +195,8 @@ def _select(program: StepProgram, state: StateTensor, flow: _Flow) -> tuple[bool
         return True, "an error term replaces stochastic rounding"
     if state.position in program.already_compensated:
         return True, "it has error terms from another compiled step, which have to be kept up"
-    if state.info.role is Role.NEW:
+    is_filled = state.info.is_born and state.recurrence.kind is Kind.OVERWRITE
+    if state.info.role is Role.NEW or is_filled:
         return True, "made by this step: whether it keeps its error term is seen in the next"
     if state.info.role is Role.CARRIED:
         return True, "a value between two graphs of a recorded step"

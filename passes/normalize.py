@@ -105,13 +105,16 @@ def _open_matrix_sum(editor: GraphEditor, node: Node) -> bool:
 
 
 def _know_number(editor: GraphEditor, node: Node) -> None:
-    """Replace a 0-d node whose value is known while compiling by a ``full`` of its dtype and device."""
+    """Replace a 0-d node whose value is known while compiling by a ``full`` of its dtype and device.
+
+    The number is not rounded to a storage format: whether that is done, later passes decide.
+    """
     value = tensor_value(node)
     if value is None or value.shape or value.is_complex():
         return
     with editor.real_tensors():
         computed = _computed(editor, node)
-        number = None if computed is None else computed.to(value.dtype).item()
+        number = None if computed is None else computed.to(_dtype_of_number(node)).item()
     if number is not None:
         with editor.graph.inserting_before(node):
             options = {"dtype": value.dtype, "device": value.device}
@@ -149,7 +152,12 @@ def _is_number(node: Node) -> bool:
 def _number(node: Node) -> torch.Tensor:
     value = node.args[1]
     assert isinstance(value, (bool, int, float))
-    return torch.full([], value, dtype=node.meta["val"].dtype)
+    return torch.full([], value, dtype=_dtype_of_number(node))
+
+
+def _dtype_of_number(node: Node) -> torch.dtype:
+    dtype: torch.dtype = node.meta["val"].dtype
+    return torch.float64 if is_low_precision_tensor(node) else dtype
 
 
 def _choose_constant_branch(editor: GraphEditor, node: Node) -> None:

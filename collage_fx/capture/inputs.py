@@ -19,7 +19,7 @@ __all__ = ["describe_input", "describe_inputs"]
 
 #: Low-precision tensors that a step that is being recorded has made, and may hand from one graph to the next.
 made = WeakTensorKeyDictionary()
-#: Those of them that are state which a parameter has got in this step.
+#: The state that parameters have got in such a step.
 born = WeakTensorKeyDictionary()
 #: Those that graphs of a step that is being recorded have updated.
 updated = WeakTensorKeyDictionary()
@@ -78,8 +78,9 @@ def describe_input(value: Any, fallback: str, known: Mapping[int, KnownTensor], 
     facts = {"cut_from": cut_from, "is_updated": value in updated, "is_made": is_made, "stays": stays}
     if id(value) in known:
         entry = known[id(value)]
-        role = Role.CARRIED if value in born else entry.role
-        return InputInfo(entry.name, entry.symbol, role, value, bound, **facts)
+        is_born = value in born
+        role = Role.CARRIED if is_born and is_made else entry.role
+        return InputInfo(entry.name, entry.symbol, role, value, bound, **facts, is_born=is_born)
     name = re.sub(r"^L_+|_+$", "", fallback, flags=re.IGNORECASE)
     if isinstance(value, torch.nn.Parameter):
         role = Role.PARAMETER

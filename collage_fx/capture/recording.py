@@ -215,7 +215,7 @@ class _Recording:
 
         return outside
 
-    def _is_state(self, tensor: Tensor) -> bool:
+    def _is_new_state(self, tensor: Tensor) -> bool:
         """Whether a tensor is state of a parameter that had none before this step."""
         optimizer = self._optimizer()
         return optimizer is not None and any(
@@ -233,9 +233,8 @@ class _Recording:
 
     def _kind_of(self, tensor: Tensor, is_written: bool) -> Any:
         role = self._roles.get(id(tensor))
-        is_made = tensor in made
-        may_be_born = role is None and is_made and self._without_state and tensor not in born
-        if may_be_born and self._is_state(tensor):
+        may_be_born = role is None and (is_written or tensor in made) and tensor not in born
+        if may_be_born and self._is_new_state(tensor):
             self._recorder.note(born, tensor)
             self._born.append(tensor)
         # A parameter that is updated gets error terms if it has none.
@@ -247,7 +246,8 @@ class _Recording:
             self._recorder.note(shared, tensor)
         else:
             shared.pop(tensor, None)
-        return role, (is_made, tensor in born), keeps_error, packed_format(tensor), is_updated, stays
+        kind_of_new = tensor in made, tensor in born
+        return role, kind_of_new, keeps_error, packed_format(tensor), is_updated, stays
 
     def _compiled(self, module: GraphModule, arguments: Any) -> Callable[..., Any]:
         if self._steps_that_compiled >= COMPILING_STEPS:

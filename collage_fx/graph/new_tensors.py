@@ -47,7 +47,7 @@ def results_to_inputs(program: StepProgram) -> dict[int, int]:
     graph, repetition = program.gm.graph, program.repetition
     results = list(pytree.tree_leaves(graph.output_node().args))
     owners = {
-        k: owner for k in _rounded(program, results) if (owner := _owner(program, results[k])) is not None
+        k: owner for k in _rounded(program, results) if (owner := _owner(program, results, k)) is not None
     }
     order = sorted(owners, key=owners.__getitem__)  # those of one owner are one after the other
     first, last = len(placeholders(graph)), placeholders(graph)[-1]
@@ -103,16 +103,13 @@ def _is_rounded(node: Node, kept_up: set[Node]) -> bool:
     return is_computed or node in kept_up
 
 
-def _owner(program: StepProgram, result: Node | None) -> int | None:
-    """The position of an input of the family that a result is of; None where it is of none."""
+def _owner(program: StepProgram, results: list[Node | None], k: int) -> int | None:
+    """The position of an input of the family that a result is of, or, of constants alone, may be of."""
+    result, repetition = results[k], program.repetition
     assert result is not None
     made_of = reached([result], operands_of)
-    owners = program.repetition.owners
-    return next(
-        (
-            i
-            for i, node in enumerate(placeholders(program.gm.graph))
-            if node in made_of and owners[i] is not None
-        ),
-        None,
-    )
+    inputs = placeholders(program.gm.graph)
+    owned = [i for i in range(len(inputs)) if repetition.owners[i] is not None]
+    members = max(1, sum(each == k for each, _ in repetition.outputs))
+    alike = [i for i in owned if made_of.isdisjoint(inputs) and len(repetition.copies[i]) == members]
+    return next((i for i in owned if inputs[i] in made_of), next(iter(alike), None))

@@ -64,6 +64,7 @@ class InputInfo:
             has all.
         is_updated: whether another part of the recorded step that this is one of has updated it before.
         is_made: whether the recorded step has made it since it began, in the place of another tensor perhaps.
+        is_born: whether it is state that its parameter gets in the recorded step that this is a part of.
         stays: why it is not to be packed, whatever this step does with it; empty where it may be.
     """
 
@@ -75,6 +76,7 @@ class InputInfo:
     cut_from: int = 0
     is_updated: bool = False
     is_made: bool = False
+    is_born: bool = False
     stays: str = ""
 
 

@@ -17,9 +17,10 @@ covered as far as it calls those of the base class.
 Keys: ``collage_fx.<slot>.<format>.<auxiliary>``, where the slot is ``parameter`` or the name of the state,
 as ``collage_fx.exp_avg_sq.exact.rest``. An attribute, an item or a nested key stands behind a dot, as
 ``average.slow``; of two equal slots the later one gets a number, as a state that is called ``parameter``:
-``parameter#2``. Beside them, ``collage_fx.<slot>.<format>.fingerprint`` tells which values they belong to: Note [What a fingerprint is of]. Tensors that belong to no single parameter (in
-``param_groups``, or in ``state`` under a key of the optimizer's own) have theirs in one more entry of the
-state dict, ``"collage_fx"``. What torch's state dict doesn't hold, an attribute of the optimizer, has none in
+``parameter#2``. Beside them, ``collage_fx.<slot>.<format>.fingerprint`` tells which values they belong to:
+Note [What a fingerprint is of]. Tensors that belong to no single parameter (in ``param_groups``, or in
+``state`` under a key of the optimizer's own) have theirs in one more entry of the state dict,
+``"collage_fx"``. What torch's state dict doesn't hold, an attribute of the optimizer, has none in
 it either: ``state_dict`` warns.
 
 Note [What a load takes over]
