@@ -398,7 +398,7 @@ def _parameter_update(draw: Draw, names: _Names, dtype: torch.dtype) -> list[str
     if draw(st.integers(0, 2)):
         lines.append(draw(st.sampled_from(decays)))
     depth = draw(st.integers(0, 3))
-    form = draw(st.integers(0, 9))
+    form = draw(st.integers(0, 10))
     if form == 0:
         lines += _quotient_sum(
             draw,
@@ -429,11 +429,37 @@ def _parameter_update(draw: Draw, names: _Names, dtype: torch.dtype) -> list[str
         last = draw(st.sampled_from(names.plain))
         lines.append(f"new = p - {lr} * {_signed(draw, names, depth)}")
         lines += [f"p.copy_(new + 0.5 * (new - {last}))", f"{last}.copy_(new)"]
+    elif form == 5:
+        lines.append(draw(st.sampled_from(_factors(lr, _signed(draw, names, depth)))))
     else:
         lines += _scaled_sum(draw, "p", 1, -lr, _signed(draw, names, depth), names.mixed)
     if draw(st.integers(0, 5)) == 5:
         lines.append("p.clamp_(-1.9, 1.9)")
     return lines
+
+
+def _factors(lr: float, x: str) -> list[str]:
+    """Ways to move the parameter in proportion to itself."""
+    return [
+        f"p.mul_(1 - {lr} * {x})",
+        f"p.copy_(p * (1.0 - {lr} * {x}))",
+        f"p.div_(1 + {lr} * {x}.clamp(-1.0, 1.0))",
+        f"torch._foreach_mul_([p], [(1 - {lr} * {x}).to(p.dtype)])",
+        f"p.sub_({lr} * (p * {x}))",
+    ]
+
+
+def _anchored(draw: Draw, names: _Names, dtype: torch.dtype) -> list[str]:
+    """A parameter that is what it was once, less a sum of all moves: dual averaging."""
+    lr = draw(st.sampled_from(LEARNING_RATES[dtype]))
+    summed = _scaled_sum(draw, "z", 1, 1.0, _signed(draw, names, draw(st.integers(0, 2))), names.mixed)
+    forms = [
+        f"p.copy_(a - {lr} * z)",
+        f"p.copy_(a.sub(z, alpha={lr}))",
+        f"p.data = torch.add(a, z, alpha=-{lr})",
+        f"p.copy_(torch.addcmul(a, z, z.abs(), value=-{lr}))",
+    ]
+    return [*summed, draw(st.sampled_from(forms))]
 
 
 #: What a rule may do to the gradient first; the last three change ``p.grad`` itself.
@@ -474,7 +500,11 @@ def any_rules(draw: Draw, layouts: Collection[str] = LAYOUTS) -> Rule:
         (late if draw(st.booleans()) and kind != "second moment" else updates).extend(
             _state_update(draw, name, kind, names)
         )
-    lines += [*updates, *_parameter_update(draw, names, dtype), *late]
+    if draw(st.integers(0, 9)) == 9:
+        states += [("a", "signed"), ("z", "zeros")]
+        lines += [*updates, *_anchored(draw, names, dtype), *late]
+    else:
+        lines += [*updates, *_parameter_update(draw, names, dtype), *late]
     exchange = len(names.plain) >= 2 and draw(st.integers(0, 3)) == 3
     # Data that is assigned and then overwritten with another tensor's arrives as an alias of that, and is
     # refused.
