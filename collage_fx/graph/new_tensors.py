@@ -61,7 +61,7 @@ def results_to_inputs(program: StepProgram) -> dict[int, int]:
         results[k] = None
     if not order:
         return {}
-    graph.output_node().args = (tuple(results),)
+    graph.output_node().update_arg(0, tuple(results))
     program.gm.recompile()
     program.repetition = repetition.extended([owners[k] for k in order])
     made = program.repetition.inputs - repetition.inputs
