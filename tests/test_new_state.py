@@ -90,6 +90,23 @@ def power(p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
     p.sub_((1 - state["power"]) * g)
 
 
+def counted(p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
+    if "t" not in state:
+        state["t"] = torch.zeros(())
+    state["t"] += 1
+    p.sub_(g, alpha=LR)
+
+
+def test_equal_counters_are_a_tensor_for_each_parameter() -> None:
+    torch._dynamo.reset()
+    optimizer = Stepped([counted, counted, counted], torch.bfloat16)
+    step = torch.compile(optimizer.step, backend=CollageBackend())
+    for i in range(3):
+        optimizer.give_gradients(i)
+        step()
+    assert [float(optimizer.state[p]["t"]) for p in optimizer.parameters] == [3, 3, 3]
+
+
 UPDATES: list[Update] = [slow_weights, iterate, made_by_the_update, in_a_list, power]
 STEPS = 6
 

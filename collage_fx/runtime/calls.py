@@ -126,6 +126,10 @@ class StepInParts:
         self.numbers = numbers
         self.calls = calls
         self.outputs = outputs
+        #: Where a result is returned once more: equal numbers, of which each parameter has its own.
+        self._returned_before = [
+            i for i, index in enumerate(outputs) if index is not None and index in outputs[:i]
+        ]
         self._is_called = False
         first_result = arguments + len(constants)
         in_python = {index for index in outputs if index is not None}
@@ -192,7 +196,10 @@ class StepInParts:
                 group()
             else:
                 _call(group, values, present)
-        return tuple(None if index is None else values[index] for index in self.outputs)
+        returned = [None if index is None else values[index] for index in self.outputs]
+        for place in self._returned_before:
+            returned[place] = returned[place].clone()
+        return tuple(returned)
 
 
 def _call(calls: Sequence[Call], values: Sequence[Any], present: array[int] | None) -> None:
