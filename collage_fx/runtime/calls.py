@@ -196,7 +196,7 @@ class StepInParts:
                 group()
             else:
                 _call(group, values, present)
-        returned = [None if index is None else values[index] for index in self.outputs]
+        returned: list[Any] = [None if index is None else values[index] for index in self.outputs]
         for place in self._returned_before:
             returned[place] = returned[place].clone()
         return tuple(returned)
