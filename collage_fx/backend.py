@@ -215,6 +215,9 @@ def backend_for(**options: Any) -> CollageBackend:
     return _by_options.setdefault(backend.options, backend)
 
 
+collage.stands_for = backend_for  # type: ignore[attr-defined]  # of what a step is recorded for
+
+
 def _compensating(compiler: Any, keywords: dict[str, Any]) -> CollageBackend | None:
     """The backend that ``torch.compile`` was given, if it is one of ours that compensates something."""
     backend = backend_for(**(keywords.get("options") or {})) if compiler is collage else compiler

@@ -5,14 +5,13 @@ calls ``optimizer.step(closure)``, a scheduler puts a function around that metho
 it. So :func:`install` sets a method on the one optimizer. Its class, its hooks and what it saves stay as they
 are, and torch does.
 
-A closure is called before the compiled step, eagerly, as the trainer means it: Dynamo does not trace a
-forward and a backward pass in the middle of an update. The optimizer's own hooks run around the step, too.
+A closure that the step calls first is called before the compiled step, eagerly, as the trainer means it: Dynamo
+does not trace a forward and a backward pass. The optimizer's own hooks run around the step, too.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 from collections.abc import Callable, Iterator
 from types import MethodType
@@ -22,7 +21,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_fx.backend import CollageBackend
-from collage_fx.capture import forget_compiled_step, refuse_unknown_torch
+from collage_fx.capture import calls_closure_first, forget_compiled_step, refuse_unknown_torch
 from collage_fx.errors import InvalidOptionError, UnsupportedOptimizerError
 from collage_fx.graph import device_facts
 from collage_fx.numerics import is_low_precision
@@ -72,8 +71,8 @@ def install(optimizer: Installed, *, backend: CollageBackend | None = None, **op
         options: those of :class:`CollageBackend`, such as ``strategy="light"``, for a backend of its own.
 
     Returns:
-        ``optimizer``, installed anew if it was before. Its step calls a closure once, before the update,
-        unless it is a required argument, as of an optimizer that calls it several times.
+        ``optimizer``, installed anew if it was before. A closure is called once, before the compiled step, if
+        the class's own step does so; a step that calls it later or several times is given it, as SAM's is.
 
     Raises:
         CollageError: somebody else has given the optimizer a step of its own, which would no longer be
@@ -141,14 +140,13 @@ class CompiledStep:
     def __init__(self, optimizer: Optimizer, backend: CollageBackend) -> None:
         self.backend = backend
         self._step = torch.compile(MethodType(type(optimizer).step, optimizer), backend=backend)
-        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-        self._takes_closure = closure is not None and closure.default is inspect.Parameter.empty
+        self._calls_closure_first = calls_closure_first(type(optimizer))
 
     def __call__(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         """The closure's result, or without one what ``step`` returns."""
         if closure is None:
             return self._step(*args, **kwargs)
-        if self._takes_closure:
+        if not self._calls_closure_first:
             return self._step(closure, *args, **kwargs)
         with torch.enable_grad():
             loss = closure()

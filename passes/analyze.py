@@ -200,6 +200,8 @@ def _select(program: StepProgram, state: StateTensor, flow: _Flow) -> tuple[bool
         return True, "made by this step: whether it keeps its error term is seen in the next"
     if state.info.role is Role.CARRIED:
         return True, "a value between two graphs of a recorded step"
+    if state.recurrence.kind is Kind.OVERWRITE and state.info.spans_closure:
+        return True, "a value that a recorded step keeps while its closure runs"
     if state.recurrence.kind is Kind.OVERWRITE:
         return False, "overwritten: there is nothing to carry from step to step"
     if state.info.role is Role.GRADIENT:

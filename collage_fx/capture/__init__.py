@@ -1,5 +1,6 @@
 """The capture of a step: an accepted graph whose inputs have names, in families of equal updates."""
 
+from collage_fx.capture.closures import *
 from collage_fx.capture.families import *
 from collage_fx.capture.foreach import *
 from collage_fx.capture.inputs import *

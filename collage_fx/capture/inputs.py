@@ -23,6 +23,8 @@ made = WeakTensorKeyDictionary()
 born = WeakTensorKeyDictionary()
 #: Those that graphs of a step that is being recorded have updated.
 updated = WeakTensorKeyDictionary()
+#: Those that such a step has written before it calls its closure.
+spanning = WeakTensorKeyDictionary()
 #: Those of whose memory such a step has another tensor.
 shared = WeakTensorKeyDictionary()
 
@@ -75,7 +77,13 @@ def describe_input(value: Any, fallback: str, known: Mapping[int, KnownTensor], 
     cut_from = value.numel() if pieces is not None and pieces.are_cut else 0
     stays = "the step has another tensor of its memory" if value in shared else why_left_unpacked(value)
     is_made = value in made
-    facts = {"cut_from": cut_from, "is_updated": value in updated, "is_made": is_made, "stays": stays}
+    facts = {
+        "cut_from": cut_from,
+        "is_updated": value in updated,
+        "spans_closure": value in spanning,
+        "is_made": is_made,
+        "stays": stays,
+    }
     if id(value) in known:
         entry = known[id(value)]
         is_born = value in born

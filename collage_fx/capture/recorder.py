@@ -39,7 +39,7 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from collage_fx.capture.compiled import Compiled, CompileGraph, compiled_for
 from collage_fx.capture.inputs import made, updated
-from collage_fx.capture.segment import Call, Deferred, Function, Segment, Spec, real
+from collage_fx.capture.segment import Call, Deferred, Function, Segment, Spec, left_uncomputed, real
 from collage_fx.capture.signatures import Signature, draws_16_bits, is_index_of_integers, signature_of
 from collage_fx.errors import UnsupportedTensorError
 from collage_fx.graph import factorizes, foreach_calls
@@ -117,10 +117,13 @@ class Recorder(TorchDispatchMode):
         try:
             if successfully:
                 self.flush()
+                with self.paused(), torch.no_grad():
+                    self._settle()  # what views of it have held on to, which are gone with their segment
+            else:
+                self._executed.clear()
         finally:
             self._steps += 1
             self._segment = Segment()
-            self._executed.clear()
             self._viewed.clear()
             for table, reference in self._noted:
                 if (tensor := reference()) is not None:
@@ -376,6 +379,8 @@ class Recorder(TorchDispatchMode):
         """The number of a tensor in the segment."""
         if type(tensor) is Deferred:
             value = tensor.value
+            if not self._segment.has(tensor):
+                raise left_uncomputed("an operation")
             return self._segment.base(value) if self._segment.is_input(value) else value
         inputs = self._segment.inputs
         key = (_storage_of(tensor), tensor.storage_offset(), *Spec.of(tensor))

@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from collage_fx.capture.inputs import born, made, shared, updated
+from collage_fx.capture.inputs import born, made, shared, spanning, updated
 from collage_fx.capture.new_state import forget_new_state, remember_state
 from collage_fx.capture.progress import telling
 from collage_fx.capture.recorder import Recorder, is_recording
@@ -103,6 +103,9 @@ def record(
         strict: whether to refuse a step that cannot be compensated, rather than warn and take it.
         level: of the message that says so.
     """
+    if (backend_for := getattr(backend, "stands_for", None)) is not None:  # it was given by name
+        backend = backend_for(**(keywords.get("options") or {}))
+        keywords = {name: value for name, value in keywords.items() if name != "options"}
     log.log(level, "%s: its steps are run by Python and recorded: %s", type(optimizer).__name__, reason)
     reroute_steps(type(optimizer), _switched)
     vars(optimizer)[RECORDING] = _Recording(optimizer, backend, keywords, reason, strict=strict)
@@ -136,6 +139,7 @@ class _Recording:
         self._without_state: list[Tensor] = []
         self._born: list[Tensor] = []
         self._has_begun = False
+        self._calls_closure = False
         self._has_compiled = False
         self._steps_that_compiled = 0
         self._progress = ExitStack()
@@ -204,7 +208,11 @@ class _Recording:
                 return argument
 
             def closure(*args: Any, **kwargs: Any) -> Any:
-                self._recorder.flush()
+                self._calls_closure = True
+                try:
+                    self._recorder.flush()
+                finally:
+                    self._calls_closure = False
                 has_gradients = had_gradients or torch.is_grad_enabled()
                 with self._recorder.paused(), torch.set_grad_enabled(has_gradients):
                     result = argument(*args, **kwargs)
@@ -246,7 +254,12 @@ class _Recording:
             self._recorder.note(shared, tensor)
         else:
             shared.pop(tensor, None)
-        kind_of_new = tensor in made, tensor in born
+        spans = role is None and self._calls_closure and (is_written or tensor in made)
+        if spans:
+            self._recorder.note(spanning, tensor)
+        else:
+            spanning.pop(tensor, None)
+        kind_of_new = spans, tensor in made, tensor in born
         return role, kind_of_new, keeps_error, packed_format(tensor), is_updated, stays
 
     def _compiled(self, module: GraphModule, arguments: Any) -> Callable[..., Any]:

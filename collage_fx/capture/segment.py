@@ -68,10 +68,15 @@ class Deferred(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        raise RuntimeError(
-            f"{func} has been called on a tensor that a step of an optimizer has left uncomputed: the step "
-            "ended with an exception, or handed the tensor to another thread"
-        )
+        raise left_uncomputed(func)
+
+
+def left_uncomputed(func: Any) -> RuntimeError:
+    """The error of an operation on a deferred tensor that nobody records any more."""
+    return RuntimeError(
+        f"{func} has been called on a tensor that a step of an optimizer has left uncomputed: the step "
+        "ended with an exception, or handed the tensor to another thread"
+    )
 
 
 def real(argument: Any) -> Any:
@@ -233,6 +238,10 @@ class Segment:
         if type(argument) is Deferred and argument.value in self.in_place.values():
             return self.values[self.base(argument.value)].tensor
         return argument
+
+    def has(self, deferred: Deferred) -> bool:
+        """Whether a deferred tensor is the segment's own, rather than one that an earlier one has left."""
+        return deferred.value < len(self.values) and self.values[deferred.value].tensor is deferred
 
     def base(self, value: int) -> int:
         return self.values[value].base

@@ -63,6 +63,7 @@ class InputInfo:
         cut_from: the elements of a DTensor of which this process has some and others have the rest; 0 if it
             has all.
         is_updated: whether another part of the recorded step that this is one of has updated it before.
+        spans_closure: whether the step writes it before it calls its closure, and may read it after that.
         is_made: whether the recorded step has made it since it began, in the place of another tensor perhaps.
         is_born: whether it is state that its parameter gets in the recorded step that this is a part of.
         stays: why it is not to be packed, whatever this step does with it; empty where it may be.
@@ -75,6 +76,7 @@ class InputInfo:
     bound: bool = False
     cut_from: int = 0
     is_updated: bool = False
+    spans_closure: bool = False
     is_made: bool = False
     is_born: bool = False
     stays: str = ""
