@@ -5,8 +5,8 @@ calls ``optimizer.step(closure)``, a scheduler puts a function around that metho
 it. So :func:`install` sets a method on the one optimizer. Its class, its hooks and what it saves stay as they
 are, and torch does.
 
-A closure that the step calls first is called before the compiled step, eagerly, as the trainer means it: Dynamo
-does not trace a forward and a backward pass. The optimizer's own hooks run around the step, too.
+A closure that the step calls first is called before the compiled step, eagerly, as the trainer means it:
+Dynamo does not trace a forward and a backward pass. The optimizer's own hooks run around the step, too.
 """
 
 from __future__ import annotations

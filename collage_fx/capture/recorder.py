@@ -200,9 +200,9 @@ class Recorder(TorchDispatchMode):
             with self.paused():
                 args, kwargs = _each_tensor(decoded, (args, kwargs))
         result = signature.operator(*args, **kwargs)
-        if self._steps and signature.results == (("new", ""),) and isinstance(result, Tensor):
-            if is_low_precision(result.dtype):
-                self.note(made, result)  # not in a first step, which makes state that stays
+        is_new = signature.results == (("new", ""),) and isinstance(result, Tensor)
+        if self._steps and is_new and is_low_precision(result.dtype):
+            self.note(made, result)  # not in a first step, which makes state that stays
         return result
 
     def _execute_now(self, signature: Signature, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -239,8 +239,8 @@ class Recorder(TorchDispatchMode):
     def _changed_in_place(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
         """Give a tensor another layout, as ``t_`` does, or with ``set_`` another tensor's memory.
 
-        Error terms follow a layout. From memory that is laid out as the tensor's own, values are copied, error
-        terms and all. A parameter of another layout would no longer be that of its gradient.
+        Error terms follow a layout. From memory that is laid out as the tensor's own, values are copied,
+        error terms and all. A parameter of another layout would no longer be that of its gradient.
 
         Raises:
             UnsupportedTensorError: the tensor's error terms cannot follow.
@@ -255,8 +255,9 @@ class Recorder(TorchDispatchMode):
             ]
             storage, known = _storage_of(tensor), self._known()
             if id(tensor) not in known:  # but perhaps another name of what is
-                names = (each.tensor for each in known.values() if _storage_of(each.tensor) == storage)
-                self._viewed.update({storage: each for each in names})
+                for each in known.values():
+                    if _storage_of(each.tensor) == storage:
+                        self._viewed[storage] = each.tensor
             if self._owner(tensor) is not tensor:  # its error terms are found as the owner's
                 return cast(Tensor, func(tensor, *others, **kwargs))
             takes_memory = func.overloadpacket is aten.set_
@@ -269,8 +270,8 @@ class Recorder(TorchDispatchMode):
                     return tensor
                 if (is_parameter and not is_alike) or (takes_memory and expansion_of(tensor) is not None):
                     raise UnsupportedTensorError(
-                        f"{func} in a recorded step gives this tensor another layout, or memory of which other "
-                        "tensors are a part, where its error term cannot follow",
+                        f"{func} in a recorded step gives this tensor another layout, or memory of which "
+                        "other tensors are a part, where its error term cannot follow",
                         where=known[id(tensor)].name if id(tensor) in known else "a tensor of the step",
                         remedy="use a view, p.t() for p.t_(), or copy the values into the tensor with copy_",
                     )
