@@ -215,7 +215,7 @@ def backend_for(**options: Any) -> CollageBackend:
     return _by_options.setdefault(backend.options, backend)
 
 
-collage.stands_for = backend_for  # type: ignore[attr-defined]  # of what a step is recorded for
+vars(collage)["stands_for"] = backend_for  # what a recorded step calls in its place
 
 
 def _compensating(compiler: Any, keywords: dict[str, Any]) -> CollageBackend | None:

@@ -247,12 +247,12 @@ class Recorder(TorchDispatchMode):
         """
         args = map_aggregate(args, self._segment.original)
         with without_modes():
+            takes_storage = any(isinstance(each, torch.UntypedStorage) for each in args)
             args = map_aggregate(args, self._tensor_of_storage)
             self.keep_memory_of(args)
             tensor, *others = map_aggregate(args, real)
-            others[:1] = [
-                each.untyped_storage() if "Storage" in func._overloadname else each for each in others[:1]
-            ]
+            if takes_storage:
+                others[0] = others[0].untyped_storage()
             storage, known = _storage_of(tensor), self._known()
             if id(tensor) not in known:  # but perhaps another name of what is
                 for each in known.values():
@@ -283,9 +283,9 @@ class Recorder(TorchDispatchMode):
         """The tensor that has a storage, which a deferred one has none of; anything else is itself."""
         if not isinstance(argument, torch.UntypedStorage):
             return argument
+        whole = torch.empty(0, dtype=torch.uint8, device=argument.device).set_(argument)
         tensors = [value.tensor for value in self._segment.values if type(value.tensor) is Deferred]
-        deferred = [each for each in tensors if storage_of(each) == argument._cdata]
-        return deferred[0] if deferred else torch.empty(0, dtype=torch.uint8).set_(argument)
+        return next((each for each in tensors if storage_of(each) == storage_of(whole)), whole)
 
     def keep_memory_of(self, arguments: Any) -> None:
         """Let packed tensors among them have memory from now on: a step does more to it than operators do."""
