@@ -28,6 +28,7 @@ from collage_fx.capture import (
     families_of,
     forget_new_state,
     give_up_rows,
+    has_stand_ins,
     note_compiled_step,
     note_forward,
     record_instead,
@@ -220,12 +221,14 @@ class Compilation:
                 if needs_grad:
                     note_forward((*self.module.parameters(), *self.arguments))
             step = self._by_family(needs_grad=needs_grad)
-            if not isinstance(step, Reason):
+            stand_in = any(map(has_stand_ins, optimizers))
+            if not isinstance(step, Reason) and (thinned_lists() or not stand_in):
                 return step
-            if thinned_lists():
+            if thinned_lists() or stand_in:
                 for optimizer in optimizers:
                     give_up_rows(optimizer)
                 raise TraceWhole
+            assert isinstance(step, Reason)
             if not is_plain:
                 try:
                     refuse_overlaps(self.known.values())  # before AOTAutograd does it in its own words

@@ -179,8 +179,8 @@ class ChangedTensorError(CollageError):
 
     What to do: copy new values, ``p.data.copy_(...)``. After a change to another kind of tensor, have the
     step compiled anew, ``torch._dynamo.reset()``; if its dtype or shape has changed, its error terms start
-    from zero, with a warning. Before a capture, take a step with the same tensors;
-    ``zero_grad(set_to_none=False)`` leaves gradients where they are.
+    from zero, with a warning. Before a capture, take a step with the same tensors, and have each backward
+    pass write gradients to the same memory.
     """
 
     code = "CFX007"
@@ -201,18 +201,18 @@ class LostErrorTermsError(CollageError):
 
 
 class RecompileLimitError(CollageError):
-    """A function that steps an optimizer has been compiled again and again.
+    """A function has been compiled again and again, and updates tensors without an optimizer.
 
-    What changes at each call will change at the next, and compiling takes seconds. A step by itself is
-    recorded once it has been compiled ``torch._dynamo.config.recompile_limit`` times (8); a function around
-    it is refused at four times as many, and a recorded step when 32 in a row have brought something new. What
-    would have been compiled has not been run; what stands before it in the function, or in the recorded step,
-    has. With ``strict=False`` it is a warning for a function, which is compiled once more.
+    What changes at each call will change at the next, and compiling takes seconds. An optimizer's step is
+    recorded once it has been compiled ``torch._dynamo.config.recompile_limit`` times (8), and the steps in
+    another function at four times as many: no limit ends a run of theirs. A function in which no optimizer
+    is stepped cannot be recorded, and is refused at four times the limit, before that call has done anything.
+    With ``strict=False`` it is a warning, and the function is compiled once more. So is, with a warning, what
+    32 steps in a row of a recorded optimizer have each brought anew.
 
     What to do: find out what changes with ``TORCH_LOGS=recompiles``. Let a number be a tensor,
-    ``lr=torch.tensor(...)``, and gradients that are None now and then be zero,
-    ``zero_grad(set_to_none=False)``. Compile ``optimizer.step`` alone. If the compilations are worth their
-    time, raise ``torch._dynamo.config.recompile_limit``.
+    ``torch.tensor(...)``. If the compilations are worth their time, raise
+    ``torch._dynamo.config.recompile_limit``.
     """
 
     code = "CFX009"

@@ -347,56 +347,25 @@ EXAMPLES: dict[type[errors.CollageError], tuple[Example, ...]] = {
     ),
     errors.RecompileLimitError: (
         Example(
-            "A function around a step, of which an argument is another one at each call.",
+            "A function without an optimizer, of which an argument is another one at each call.",
             """\
             import torch
-            from torch.nn import Parameter
             from collage_fx import CollageBackend
 
-            p = Parameter(torch.ones(8, dtype=torch.bfloat16))
-            p.grad = torch.ones_like(p)
-            optimizer = torch.optim.SGD([p], lr=0.1)
+            weight = torch.ones(8, dtype=torch.bfloat16)
+            average = torch.ones(8, dtype=torch.bfloat16)
 
 
             @torch.compile(backend=CollageBackend())
-            def train(phase):
+            def follow(phase):
                 if phase != "frozen":
-                    optimizer.step()
+                    average.lerp_(weight, 0.01)
 
 
             torch._dynamo.config.recompile_limit = 1  # 8, if it is not set: the 33rd phase would be refused
             for phase in "abcd":
-                train(phase)
-            train("e")
-            """,
-        ),
-        Example(
-            "Gradients that are there in one step and None in another.",
-            """\
-            import torch
-            from torch.nn import Parameter
-            from collage_fx import CollageBackend
-
-            params = [Parameter(torch.ones(8, dtype=torch.bfloat16)) for _ in range(5)]
-            optimizer = torch.optim.SGD(params, lr=0.1)
-
-
-            @torch.compile(backend=CollageBackend())
-            def train():
-                optimizer.step()
-
-
-            def leave_out(which):
-                for p in params:
-                    p.grad = None if p is params[which] else torch.ones_like(p)
-
-
-            torch._dynamo.config.recompile_limit = 1  # 8, if it is not set
-            for which in range(4):
-                leave_out(which)
-                train()
-            leave_out(4)
-            train()
+                follow(phase)
+            follow("e")
             """,
         ),
     ),

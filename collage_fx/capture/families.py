@@ -224,8 +224,8 @@ class _Search:
                 continue
             if node.op not in ("call_function", "call_method"):
                 return Reason.at(node, "it is no call of a function")
-            if not (node.all_input_nodes or node.target in MODES or _is_tensor(node)):
-                return Reason.at(node, "it has no operands and makes no tensor")
+            if not (node.all_input_nodes or node.target in MODES or _is_tensor(node) or _is_number(node)):
+                return Reason.at(node, "it has no operands and makes neither a tensor nor a number")
         for result in self._returned():
             if not (isinstance(result, Node) and _is_tensor(result)):
                 return Reason("the step returns something else than tensors", str(result))
@@ -499,7 +499,8 @@ def _is_tensor(node: Node) -> bool:
 
 
 def _is_number(node: Node) -> bool:
-    return isinstance(node.meta.get("example_value"), (torch.SymInt, torch.SymFloat, torch.SymBool))
+    numbers = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)
+    return isinstance(node.meta.get("example_value"), numbers)
 
 
 def _seems_to_change(node: Node) -> bool:

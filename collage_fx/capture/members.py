@@ -84,8 +84,8 @@ def stand_in(optimizer: Optimizer) -> None:
         return
     members = _members[optimizer]
     for p in _parameters(optimizer):
-        is_member = id(p) in members.known or bool(optimizer.state.get(p)) or members.changes > 1
-        if p.requires_grad and p.grad is None and is_member:
+        is_known = id(p) in members.known or bool(optimizer.state.get(p))
+        if p.grad is None and (is_known or (p.requires_grad and members.changes > 1)):
             p.grad = torch.empty_like(p, dtype=members.known.get(id(p), p.dtype))
             members.standing_in.append(p)
     if type(optimizer) is torch.optim.SGD:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from collage_fx.graph import device_facts
 from collage_fx.numerics import is_low_precision
+from collage_fx.runtime import has_error_terms, packed_format
 from collage_fx.torch_compat import ThinnedLists, TracedRows, local_tensor, pieces_of
 
 __all__ = ["rows_to_trace"]
@@ -24,9 +25,9 @@ def rows_to_trace(rows: Sequence[tuple[Any, ...]], *, come_and_go: bool) -> Trac
     """Two of the rows of each layout, of the lists that a step loops over.
 
     None if that would be all of them, unless their gradients come and go; where nothing is compensated, where
-    there are no families, and where there is state that is still to be made, in the step, for each.
+    there are no families, and where there may be state that is still to be made, in the step, for each.
     """
-    values = [value for row in rows for value in row]
+    values = [value for row in rows for value in row if not (value is None and come_and_go)]
     if not all(isinstance(value, Tensor) and is_plain(value) for value in values):
         return None
     if not any(is_low_precision(value.dtype) for value in values):
@@ -53,7 +54,9 @@ class ListRows:
             for t, lists in enumerate(thinned)
             for r, row in enumerate(lists.rows)
             for c, value in enumerate(row)
+            if value is not None
         }
+        self._values = sum(value is not None for lists in thinned for row in lists.rows for value in row)
         #: Rows that were traced -> those that they stand for.
         self.stands_for: dict[tuple[int, int], list[int]] = {}
         #: The first row of each layout -> the second.
@@ -74,7 +77,7 @@ class ListRows:
 
     def are_understood(self) -> bool:
         """Whether no tensor is in two places."""
-        return len(self.cells) == sum(len(lists.rows) * len(lists.rows[0]) for lists in self.thinned)
+        return len(self.cells) == self._values
 
     def value(self, cell: Cell) -> Any:
         t, c, r = cell
@@ -118,11 +121,14 @@ def is_plain(value: Tensor) -> bool:
     )
 
 
-def layout_of(value: Tensor) -> tuple[Any, ...]:
-    """All that tracing may ask of a tensor, but where it lies."""
+def layout_of(value: Tensor | None) -> tuple[Any, ...]:
+    """All that a compilation may ask of a tensor, but where it lies; empty for the None in the place of one."""
+    if value is None:
+        return ()
     pieces = pieces_of(value)
     return (
         *((pieces, *layout_of(local_tensor(value))) if pieces is not None else ()),
         *(type(value), value.dtype, tuple(value.shape), value.stride()),
         *(value.requires_grad, value.is_leaf, value.is_inference(), value.is_conj(), value.is_neg()),
+        *(has_error_terms(value), packed_format(value)),
     )

@@ -332,8 +332,8 @@ def _too_many(subject: Optimizer | CodeType, code: CodeType) -> CollageError:
     return RecompileLimitError(
         f"this function {of}has been compiled {_done(subject, code)} times, and would have to be once more",
         where=f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})",
-        remedy="find out what changes with TORCH_LOGS=recompiles. A number can be a tensor, as in "
-        "lr=torch.tensor(...). If the compilations are worth their time, raise "
+        remedy="find out what changes with TORCH_LOGS=recompiles. A number can be a tensor, "
+        "torch.tensor(...). If the compilations are worth their time, raise "
         "torch._dynamo.config.recompile_limit",
     )
 

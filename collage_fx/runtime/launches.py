@@ -329,8 +329,8 @@ class Launches:
                 "while a CUDA graph is captured, a tensor is at another address than in the step before, "
                 "or a number is another one",
                 where=f"the table of what is launched on {self.device}",
-                remedy="take a step with these tensors before the capture; gradients stay where they are "
-                "with zero_grad(set_to_none=False)",
+                remedy="take a step with these tensors before the capture, and have each backward pass write "
+                "gradients to the same memory",
             )
         for each in self.launches:
             each.prepare(self._words, self.device, present)

@@ -259,9 +259,10 @@ def thinning_lists(choose: Thin, abandon: Callable[[torch.optim.Optimizer], None
             columns = [
                 py for arg, py in zip(args, py_args, strict=True) if any(arg is each for each in lists)
             ]
-            if not lists or any(len(column) != len(columns[0]) for column in columns):
+            if not lists:
                 return
-            rows = tuple(zip(*columns, strict=True))
+            are_rows = all(len(column) == len(columns[0]) for column in columns)
+            rows = tuple(zip(*columns, strict=True)) if are_rows else ()
             traced = choose(self.value, *backend_within(tx.output.compiler_fn), rows)
             if traced is not None:
                 kept = traced.kept

@@ -542,23 +542,41 @@ def test_steps_that_go_by_remainders_are_compensated() -> None:
     assert torch.allclose(full_value(p), q, rtol=0, atol=6 * (2.0**-23 + 2.0**-9 * moved))
 
 
-def test_a_function_that_is_compiled_again_and_again_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that does more than a step: what is recorded is the step alone."""
+def test_the_step_in_a_function_that_is_compiled_again_and_again_is_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Python runs the function from then on: no limit ends a run of an optimizer."""
     monkeypatch.setattr(watch, "COMPILATIONS", 1)
     params = parameters(shapes=[(3,)])
-    set_gradients(params)
-    optimizer = Counts(params)
-    step: Callable[[], Any] = torch.compile(lambda: optimizer.step(), backend=CollageBackend())
-    lenient: Callable[[], Any] = torch.compile(lambda: optimizer.step(), backend=CollageBackend(strict=False))
+    optimizer, backend = Counts(params), CollageBackend()
+    step: Callable[[], Any] = torch.compile(lambda: optimizer.step(), backend=backend)
     with torch._dynamo.config.patch(recompile_limit=3):
-        for _ in range(3):
-            step()
-        text = refused(optimizer, RecompileLimitError, step)
-        assert "has been compiled 3 times" in text
-        assert "TORCH_LOGS=recompiles" in text
-        refused(optimizer, RecompileLimitError, step)  # and again, not only once
-        lenient()
-    assert error_terms(params[0])
+        run_steps(step, params, range(3))
+        assert not is_recorded(optimizer)
+        run_steps(step, params, range(3, 9))
+    assert is_recorded(optimizer)
+    assert len(optimizer.count) == 9
+    assert bool(error_terms(params[0])[0].any())
+
+
+def test_a_function_without_an_optimizer_is_refused_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "COMPILATIONS", 1)
+    average, weight = (p.detach() for p in parameters(shapes=[(3,), (3,)]))
+
+    def follow(phase: str) -> None:
+        if phase != "frozen":
+            average.lerp_(weight, 0.01)
+
+    strict: Callable[[str], Any] = torch.compile(follow, backend=CollageBackend())
+    lenient: Callable[[str], Any] = torch.compile(follow, backend=CollageBackend(strict=False))
+    with torch._dynamo.config.patch(recompile_limit=3):
+        for phase in "abc":
+            strict(phase)
+        for _ in range(2):  # and again, not only once
+            with pytest.raises(RecompileLimitError, match="has been compiled 3 times"):
+                strict("d")
+        with pytest.warns(UserWarning, match="has been compiled 3 times"):
+            lenient("e")
 
 
 def test_the_limit_is_each_optimizers_own() -> None:
