@@ -272,13 +272,14 @@ ASSIGNED = {
     ("runtime/batches.py", "gather.restype"): "of functions that ctypes has made for us",
     ("runtime/batches.py", "fill.argtypes"): "of functions that ctypes has made for us",
     ("runtime/batches.py", "fill.restype"): "of functions that ctypes has made for us",
+    ("capture/members.py", "p.grad"): "None, while a step is compiled for which something stands in for it",
     ("capture/foreach.py", "result.meta"): "of nodes of a copy of the graph",
 }
 
 #: Objects of classes of ours, and nodes of the graphs that passes are given to edit: anybody may change them.
 OURS = {
-    "component", "deferred", "expansion", "found", "measured", "node", "other", "place", "program", "records",
-    "snapshot", "state", "state.store", "store", "_RECORDS", "_recording",
+    "component", "deferred", "expansion", "found", "measured", "members", "node", "other", "place", "program",
+    "records", "snapshot", "state", "state.store", "store", "_RECORDS", "_recording",
 }  # fmt: skip
 
 

@@ -103,8 +103,8 @@ def withdraw(optimizers: Iterable[Optimizer]) -> None:
 
 def give_up_rows(optimizer: Optimizer) -> None:
     """Note that the optimizer's step is not known by rows: each pattern of gradients is compiled."""
-    if optimizer in _members:
-        _members[optimizer].is_understood = False
+    if (members := _members.get(optimizer)) is not None:
+        members.is_understood = False
 
 
 def _begin_momentum(optimizer: Optimizer) -> None:

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -46,7 +47,11 @@ def scheduled_numbers(optimizer: Optimizer) -> Iterator[Place]:
     """
     for i, group in enumerate(optimizer.param_groups):
         lr = group.get("lr")
-        if isinstance(lr, float) and ("initial_lr" in group or lr != optimizer.defaults.get("lr")):
+        if (
+            isinstance(lr, Real)
+            and not isinstance(lr, Integral)
+            and ("initial_lr" in group or lr != optimizer.defaults.get("lr"))
+        ):
             yield i, "lr"
         if "base_momentum" in group:
             yield from ((i, "momentum"), (i, "betas", 0))

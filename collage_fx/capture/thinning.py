@@ -122,7 +122,7 @@ def is_plain(value: Tensor) -> bool:
 
 
 def layout_of(value: Tensor | None) -> tuple[Any, ...]:
-    """All that a compilation may ask of a tensor, but where it lies; empty for the None in the place of one."""
+    """All that a compilation may ask of a tensor, but where it lies; empty for None in the place of one."""
     if value is None:
         return ()
     pieces = pieces_of(value)

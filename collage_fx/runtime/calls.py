@@ -22,7 +22,7 @@ from collage_fx.runtime.batches import CELL, SUMS_OF_PIECE, Batch, Gather
 from collage_fx.runtime.launches import Column, Launch, Launches, Member, Summed
 from collage_fx.torch_compat import CFunction, TableKernel, takes_a_list
 
-__all__ = ["EVERY_TURN", "HOST", "Call", "Kernel", "Present", "StepInParts", "ValueIndex"]
+__all__ = ["EVERY_TURN", "HOST", "Call", "Kernel", "StepInParts", "ValueIndex"]
 
 #: The turn of a call that is made whichever members are there.
 EVERY_TURN = -1

@@ -98,7 +98,7 @@ class WholeStep:
 
     Args:
         step: takes the inputs of the whole graph as one list, and if some members are not there, those that
-            are, as :class:`~collage_fx.runtime.Present`.
+            are, as :class:`~collage_fx.runtime.calls.Present`.
         bound: the first of them, which are the same in every call.
         passed: how many of them Dynamo passes.
         updated: indices of those whose version counters have to say so.

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from collage_fx.torch_compat.dynamo_trace import ConvertAgain, RunAsItIs, TraceWhole, backend_within
 from collage_fx.torch_compat.optim_frames import is_in_torchs_optimizer, optimizer_of_method
 from collage_fx.torch_compat.patch_graph_breaks import GraphBreak, watching_graph_breaks
-from collage_fx.torch_compat.patch_numbers import noticing_burned_in, tracing_powers
+from collage_fx.torch_compat.patch_numbers import noticing_burned_in, tracing_numbers
 from collage_fx.torch_compat.patch_optimizers import (
     Place,
     Thin,
@@ -215,7 +215,7 @@ def _patched(watch: Watch, code: CodeType, variables: Mapping[str, Any]) -> Iter
         watching_optimizers(watch.at_optimizer),
         thinning_lists(watch.rows_to_trace, watch.abandon),
         watching_graph_breaks(watch.at_graph_break),
-        tracing_powers(),
+        tracing_numbers(),
     ):
         yield
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+from torch._dynamo.source import CallMethodItemSource, is_from_optimizer_source
 from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.variables.base import VariableTracker
 
@@ -30,6 +32,14 @@ POWERS = Patch(
     ),
 )
 
+SCALARS = Patch(
+    name="scalars",
+    target="torch._dynamo.variables.builder:VariableBuilder._wrap(self, value)",
+    why="a number of NumPy's that an optimizer has, np.float64(0.1), is one of Python's",
+    during="conversions",
+    relies_on=("torch._dynamo.variables.builder:VariableBuilder.__init__(self, tx, source)",),
+)
+
 SYMBOLIC_FLOATS = Patch(
     name="symbolic-floats",
     target="torch._functorch._aot_autograd.graph_compile:tensorify_python_scalars(gm, shape_env, fake_mode)",
@@ -41,9 +51,26 @@ SYMBOLIC_FLOATS = Patch(
 )
 
 
-def tracing_powers() -> contextlib.AbstractContextManager[None]:
-    """Within, Dynamo traces ``math.pow`` of symbolic numbers."""
-    return POWERS.entered(_inlining)
+@contextlib.contextmanager
+def tracing_numbers() -> Iterator[None]:
+    """Context manager: Dynamo traces ``math.pow`` of symbolic numbers, and takes NumPy's for Python's."""
+    with POWERS.entered(_inlining), SCALARS.entered(_as_numbers_of_python):
+        yield
+
+
+def _as_numbers_of_python(wrap: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapped(self: Any, value: Any) -> Any:
+        if _is_of_numpy(value) and is_from_optimizer_source(self.source):
+            return type(self)(self.tx, CallMethodItemSource(self.source))(value.item())
+        return wrap(self, value)
+
+    return wrapped
+
+
+def _is_of_numpy(value: Any) -> bool:
+    """Whether a value is a number of NumPy's, which need not be installed."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, (numpy.number, numpy.bool_))
 
 
 def _inlining(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -199,7 +199,8 @@ def _by_optimizer(process: Callable[..., Any]) -> Callable[..., Any]:
             return process(tx, name, entry, **keywords)
         seen = _seen.setdefault(optimizer, {}).setdefault((tx.f_code, name), replace(entry))
         seen |= entry
-        if isinstance(entry.scalar, float) and name in _changing.get(tx.output, ()):
+        place = name.removesuffix(".item()")  # of a number of NumPy's
+        if isinstance(entry.scalar, float) and place in _changing.get(tx.output, ()):
             return replace(seen, scalar=auto_dynamic)
         return replace(seen)
 

@@ -27,13 +27,16 @@ COMPILATIONS = 3
 
 Make = Callable[[Sequence[Tensor]], Optimizer]
 
+
+def in_two_groups(params: Sequence[Tensor]) -> list[dict[str, Any]]:
+    return [{"params": params[:2]}, {"params": params[2:], "lr": 3e-4}]
+
+
 MAKERS: dict[str, Make] = {
     "AdamW": lambda ps: torch.optim.AdamW(ps, lr=1e-4),
     "Adam foreach amsgrad": lambda ps: torch.optim.Adam(ps, lr=1e-4, amsgrad=True, foreach=True),
     "SGD momentum": lambda ps: torch.optim.SGD(ps, lr=1e-3, momentum=0.9, weight_decay=0.1),
-    "RMSprop in two groups": lambda ps: torch.optim.RMSprop(
-        [{"params": ps[:2]}, {"params": ps[2:], "lr": 3e-4}], lr=1e-4
-    ),
+    "RMSprop in two groups": lambda ps: torch.optim.RMSprop(in_two_groups(ps), lr=1e-4),
     "Adadelta foreach": lambda ps: torch.optim.Adadelta(ps, lr=1e-2, foreach=True),
 }
 

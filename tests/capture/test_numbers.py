@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -180,7 +181,7 @@ def test_a_number_that_changes_gives_the_bits_of_one_that_is_known(foreach: bool
     assert not differences(stepped(resumed=False), stepped(resumed=True))
 
 
-# Numbers of an optimizer are its own. -----------------------------------------------------------------------
+# Numbers of an optimizer are its own. ---------------------------------------------------------------------
 
 #: By class, the numbers that a drawn optimizer may have, the learning rate apart.
 NUMBERS: dict[str, dict[str, list[Any]]] = {
@@ -251,3 +252,33 @@ def test_a_number_that_changes_in_its_own_optimizer_becomes_an_input() -> None:
         set_gradients(params, i)
         step()
     assert len(backend.report().graphs) == 2
+
+
+@pytest.mark.parametrize("kind", [np.float64, np.float32])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda params: torch.optim.AdamW(params, lr=2.0**-10, weight_decay=0.125),
+        lambda params: torch.optim.SGD(params, lr=2.0**-10, weight_decay=0.125, foreach=True),
+        lambda params: WithNumbers(params, 2.0**-10, USES["add alpha"]),
+    ],
+    ids=["AdamW", "SGD foreach", "of one's own"],
+)
+def test_numbers_of_numpy_are_numbers(make: Callable[[list[Tensor]], Optimizer], kind: Any) -> None:
+    """As a schedule that is computed with NumPy leaves them in the groups. All here are exact in float32."""
+
+    def stepped(of: Callable[[float], Any]) -> tuple[dict[str, Tensor], int]:
+        params, backend = parameters(shapes=[(3, 4)]), CollageBackend()
+        optimizer = make(list(params))
+        step = torch.compile(optimizer.step, backend=backend)
+        for i in range(6):
+            for key in ("lr", "weight_decay"):
+                if key in optimizer.param_groups[0]:
+                    optimizer.param_groups[0][key] = of(2.0**-10 * (8 - i))
+            set_gradients(params, i)
+            step()
+        return everything(optimizer), len(backend.report().graphs)
+
+    (found, compilations), (expected, of_python) = stepped(kind), stepped(float)
+    assert not differences(found, expected)
+    assert compilations == of_python
