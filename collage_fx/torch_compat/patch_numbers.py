@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
-from torch._dynamo.source import CallMethodItemSource, is_from_optimizer_source
+from torch._dynamo.source import AttrSource, CallFunctionNoArgsSource, is_from_optimizer_source
 from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.variables.base import VariableTracker
 
@@ -61,7 +61,8 @@ def tracing_numbers() -> Iterator[None]:
 def _as_numbers_of_python(wrap: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(self: Any, value: Any) -> Any:
         if _is_of_numpy(value) and is_from_optimizer_source(self.source):
-            return type(self)(self.tx, CallMethodItemSource(self.source))(value.item())
+            source = CallFunctionNoArgsSource(AttrSource(self.source, "item"))
+            return type(self)(self.tx, source)(value.item())
         return wrap(self, value)
 
     return wrapped
