@@ -39,14 +39,14 @@ class _Members:
     """The gradients that the compilations of an optimizer's step have met.
 
     Attributes:
-        present: by identity, the parameters that had one in the last compilation.
+        present: by identity, whether each parameter had one in the last compilation.
         known: those that had one in any, and its dtype.
         changes: compilations whose parameters with gradients were others than in the one before.
         is_understood: whether the step is known by rows, as far as has been tried.
         standing_in: the parameters whose gradients stand in for one right now.
     """
 
-    present: frozenset[int] = frozenset()
+    present: dict[int, bool] = field(default_factory=dict)
     known: dict[int, torch.dtype] = field(default_factory=dict)
     changes: int = 0
     is_understood: bool = True
@@ -59,12 +59,11 @@ _members: WeakKeyDictionary[Optimizer, _Members] = WeakKeyDictionary()
 def note_gradients(optimizer: Optimizer) -> None:
     """Note which parameters have a gradient, at the beginning of a compilation of the optimizer's step."""
     members = _members.setdefault(optimizer, _Members())
-    dtypes = {id(p): p.grad.dtype for p in _parameters(optimizer) if p.grad is not None}
-    present = frozenset(dtypes)
-    if members.present and members.present != present:
+    present = {id(p): p.grad is not None for p in _parameters(optimizer)}
+    if any(members.present.get(p, is_there) != is_there for p, is_there in present.items()):
         members.changes += 1
     members.present = present
-    members.known |= dtypes
+    members.known |= {id(p): p.grad.dtype for p in _parameters(optimizer) if p.grad is not None}
 
 
 def members_come_and_go(optimizer: Optimizer) -> bool:

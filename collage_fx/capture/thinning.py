@@ -21,7 +21,7 @@ from collage_fx.torch_compat import ThinnedLists, TracedRows, local_tensor, piec
 __all__ = ["rows_to_trace"]
 
 
-def rows_to_trace(rows: Sequence[tuple[Any, ...]], *, come_and_go: bool) -> TracedRows | None:
+def rows_to_trace(rows: Sequence[tuple[Any, ...]], *, come_and_go: bool = False) -> TracedRows | None:
     """Two of the rows of each layout, of the lists that a step loops over.
 
     None if that would be all of them, unless their gradients come and go; where nothing is compensated, where

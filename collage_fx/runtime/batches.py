@@ -289,9 +289,10 @@ class Batch:
         calls: for each call, where the address of each argument is: a number in the table of addresses, or,
             negative, a cell of scratch memory: -1 for the first.
         lengths: of each call's tensors, if that is an argument.
-        turns: of each call, the number of the member for which it is made; negative if it is always made.
         kinds: of each argument: bytes of a unit of length of its tensor, 0 if it is a number, or one of the
             above.
+        turns: of each call, the number of the member for which it is made; negative if it is always made, as
+            all are by default.
         width: elements of a unit of length.
         divisible: whether the function may be called for a piece of the tensors.
 
@@ -304,8 +305,8 @@ class Batch:
         function: CFunction,
         calls: Sequence[Sequence[int]],
         lengths: Sequence[int],
-        turns: Sequence[int],
         kinds: Sequence[int],
+        turns: Sequence[int] | None = None,
         *,
         width: int = 1,
         divisible: bool,
@@ -327,7 +328,7 @@ class Batch:
                 (piece.call for piece in pieces),
                 (piece.offset for piece in pieces),
                 (piece.length for piece in pieces),
-                turns,
+                [-1] * len(calls) if turns is None else turns,
             )
         ]
         kinds_, which, *cuts = (table.buffer_info()[0] for table in self._tables)

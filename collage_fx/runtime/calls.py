@@ -243,8 +243,8 @@ class _Table:
             kernel.function,
             [[entry(call, *argument) for argument in arguments] for call in calls],
             [call.length for call in calls],
-            [call.turn for call in calls],
             kernel.kinds,
+            [call.turn for call in calls],
             divisible=kernel.divisible,
             width=kernel.width,
         )

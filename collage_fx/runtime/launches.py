@@ -90,7 +90,7 @@ class Member(NamedTuple):
 
     values: Sequence[int]
     length: int
-    turn: int
+    turn: int = -1
 
 
 class Launch:

@@ -10,8 +10,8 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+from torch._dynamo import source as sources
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
-from torch._dynamo.source import AttrSource, CallFunctionNoArgsSource, is_from_optimizer_source
 from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.variables.base import VariableTracker
 
@@ -37,7 +37,10 @@ SCALARS = Patch(
     target="torch._dynamo.variables.builder:VariableBuilder._wrap(self, value)",
     why="a number of NumPy's that an optimizer has, np.float64(0.1), is one of Python's",
     during="conversions",
-    relies_on=("torch._dynamo.variables.builder:VariableBuilder.__init__(self, tx, source)",),
+    relies_on=(
+        "torch._dynamo.variables.builder:VariableBuilder.__init__(self, tx, source)",
+        "torch._dynamo:source has AttrSource, CallFunctionNoArgsSource, is_from_optimizer_source",
+    ),
 )
 
 SYMBOLIC_FLOATS = Patch(
@@ -60,8 +63,8 @@ def tracing_numbers() -> Iterator[None]:
 
 def _as_numbers_of_python(wrap: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(self: Any, value: Any) -> Any:
-        if _is_of_numpy(value) and is_from_optimizer_source(self.source):
-            source = CallFunctionNoArgsSource(AttrSource(self.source, "item"))
+        if _is_of_numpy(value) and sources.is_from_optimizer_source(self.source):
+            source = sources.CallFunctionNoArgsSource(sources.AttrSource(self.source, "item"))
             return type(self)(self.tx, source)(value.item())
         return wrap(self, value)
 

@@ -338,7 +338,7 @@ def test_rows_left_out_are_stepped(
 
 def test_where_nothing_is_compensated_all_rows_are_traced() -> None:
     rows = [(p, torch.zeros_like(p)) for p in parameters(shapes=ROWS)]
-    assert rows_to_trace(rows) == TWO_EACH
+    assert rows_to_trace(rows) == (TWO_EACH, False)
     for in_vain in (torch.Tensor.float, torch.Tensor.to_sparse, lambda x: x.to("meta")):
         assert rows_to_trace([tuple(map(in_vain, row)) for row in rows]) is None
 
