@@ -32,3 +32,20 @@ def test_a_captured_graph_uploads_nothing() -> None:
     assert table.table[:2].tolist() == [1 << 12, 10]
     table.update(there, NOTHING)
     assert table.table[:2].tolist() == [1 << 13, 10]
+
+
+def test_only_the_members_that_are_there_are_launched() -> None:
+    """Their rows stay in the table, and what is made whichever members are there is launched always."""
+    table = Launches(torch.device("cpu"), [], lambda index: index)
+    members = [Member([i], 10, turn) for i, turn in enumerate((-1, 0, 1))]
+    launch = table.add(TableKernel("kernel", (0,), 1024, {}), [Column(unit=2)], members, 1)
+    addresses = array("q", [1 << 12, 1 << 13, 1 << 14])
+
+    def launched(present: array[int] | None) -> list[int]:
+        table.update(addresses, NOTHING, present)
+        return sorted(word >> 32 for words in launch.programs.values() for word in words.tolist())
+
+    assert launched(None) == [0, 1, 2]
+    assert launched(array("b", [0, 1])) == [0, 2]
+    assert launched(array("b", [0, 0])) == [0]
+    assert launched(None) == [0, 1, 2]
