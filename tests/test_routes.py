@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.optim import Optimizer
 from collage_fx import CollageBackend, explain
 from collage_fx.graph import Reason, Route
 from collage_fx.torch_compat import inductor_config
-from tests.support.training import Descent, parameters, run_steps, set_gradients
+from tests.support.training import Descent, Lion, everything, parameters, run_steps, set_gradients
 from tests.support.whole import WHOLE
 
 ALIKE = [(4, 6), (4, 6), (4, 6), (5,)]
@@ -79,6 +80,84 @@ def test_the_way_and_its_reasons(make: Any, options: Any, words: str, reasons: l
     explained = found.explained()
     assert len(explained) == len(reasons)
     assert all(line.startswith(reason) for line, reason in zip(explained, reasons, strict=True))
+
+
+def in_a_buffer(values: list[Tensor]) -> list[Tensor]:
+    """One after another, behind an element that makes all of them unaligned."""
+    buffer = torch.cat([torch.zeros(1, dtype=values[0].dtype), *(value.flatten() for value in values)])
+    ends = itertools.accumulate((value.numel() for value in values), initial=1)
+    return [buffer[i : i + value.numel()].view_as(value) for i, value in zip(ends, values, strict=False)]
+
+
+def transposed(values: list[Tensor]) -> list[Tensor]:
+    return [value.t().contiguous().t() for value in values]
+
+
+def every_other(values: list[Tensor]) -> list[Tensor]:
+    return [torch.stack([value, value], -1)[..., 1] for value in values]
+
+
+def rows_of_a_matrix(values: list[Tensor]) -> list[Tensor]:
+    return [torch.cat([value, value])[len(value) :] for value in values]
+
+
+def expanded(values: list[Tensor]) -> list[Tensor]:
+    return [value.flatten()[0].expand_as(value) for value in values]
+
+
+def views_of_views(values: list[Tensor]) -> list[Tensor]:
+    return [value.view(1, -1)[:, :][0].view_as(value) for value in in_a_buffer(values)]
+
+
+def left_with(
+    kind: type[Optimizer], laid_out: Callable[[list[Tensor]], list[Tensor]], *, own: bool
+) -> tuple[list[Tensor], list[str]]:
+    """Take steps with such gradients, or with copies in memory of their own: tensors after them, units."""
+    torch._dynamo.reset()
+    params, backend = parameters(shapes=ALIKE), CollageBackend()
+    optimizer = kind(params)  # type: ignore[call-arg]
+    step = torch.compile(optimizer.step, backend=backend)
+    for seed in range(4):
+        optimizer.zero_grad()
+        set_gradients(params, seed)
+        views = laid_out([parameter.grad for parameter in params if parameter.grad is not None])
+        given = [view.clone(memory_format=torch.contiguous_format) for view in views] if own else views
+        for parameter, gradient in zip(params, given, strict=True):
+            parameter.grad = gradient
+        step()
+        assert all(parameter.grad is gradient for parameter, gradient in zip(params, given, strict=True))
+        del views, given  # those of the next step are elsewhere
+    return [*everything(optimizer).values()], [graph.route.unit for graph in backend.report().graphs]
+
+
+@pytest.mark.parametrize(
+    ("kind", "laid_out"),
+    [
+        (torch.optim.AdamW, in_a_buffer),
+        *((Lion, each) for each in (in_a_buffer, transposed, every_other, rows_of_a_matrix, expanded)),
+        (Lion, views_of_views),
+    ],
+)
+def test_gradients_that_are_views_take_the_way_of_others(kind: Any, laid_out: Any) -> None:
+    views, of_views = left_with(kind, laid_out, own=False)
+    plain, of_plain = left_with(kind, laid_out, own=True)
+    assert of_views == of_plain
+    assert set(of_plain) == {"by family"}
+    assert all(torch.equal(view, other) for view, other in zip(views, plain, strict=True))
+
+
+def test_gradients_that_are_views_in_a_function_that_steps_a_global_optimizer() -> None:
+    params, backend = parameters(shapes=ALIKE), CollageBackend()
+    optimizer = Lion(params)
+    set_gradients(params)
+    for parameter, gradient in zip(
+        params, in_a_buffer([p.grad for p in params if p.grad is not None]), strict=True
+    ):
+        parameter.grad = gradient
+    names: dict[str, Any] = {"optimizer": optimizer}
+    exec("def function():\n    optimizer.step()", names)
+    torch.compile(names["function"], backend=backend)()
+    assert {graph.route.unit for graph in backend.report().graphs} == {"by family"}
 
 
 def test_what_is_returned_is_a_reason() -> None:

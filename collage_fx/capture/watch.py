@@ -41,12 +41,14 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from types import CodeType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
@@ -89,6 +91,7 @@ from collage_fx.torch_compat import (
     RunAsItIs,
     Thin,
     Watch,
+    base_of,
     before_eager_steps,
     calls_what_is_compiled,
     current_trace,
@@ -194,6 +197,7 @@ def _at_trace(
     low = (p for _, p in parameter_names(optimizer) if is_low_precision(p.dtype))
     if any(device_facts(p.device).compiles_cpp for p in low):
         prepare_compiler()  # while Dynamo traces
+    _conversion.get().enter_context(_gradients_with_sizes(optimizer))
     return scheduled_numbers(optimizer)
 
 
@@ -236,17 +240,45 @@ def _within_conversion(code: CodeType, variables: Mapping[str, Any]) -> Iterator
     """Context manager: tell of a step, have gradients stand in for missing ones."""
     optimizers = optimizers_among(variables).values()
     stepped = next(iter(optimizers), None)
-    for optimizer in optimizers:
-        if is_torchs_step(optimizer, code, variables):
-            note_gradients(optimizer)
-            if not is_traced_whole():
-                stand_in(optimizer)
-    told = nullcontext() if stepped is None else telling(type(stepped).__name__, log=is_step_wrapper(code))
+    with ExitStack() as stack:
+        stack.callback(withdraw, optimizers)
+        for optimizer in optimizers:
+            if is_torchs_step(optimizer, code, variables):
+                note_gradients(optimizer)
+                if not is_traced_whole():
+                    stand_in(optimizer)
+        if stepped is not None:
+            stack.enter_context(telling(type(stepped).__name__, log=is_step_wrapper(code)))
+        token = _conversion.set(stack)
+        stack.callback(_conversion.reset, token)
+        yield
+
+
+#: The contexts of the conversion that this thread is at.
+_conversion: ContextVar[ExitStack] = ContextVar("_conversion")
+
+
+@contextmanager
+def _gradients_with_sizes(optimizer: Optimizer) -> Iterator[None]:
+    """Context manager: gradients that are views, as of a flat buffer, do not look like views.
+
+    Since torch 2.13 the sizes of a gradient are symbols, for Dynamo and for AOTAutograd, if it is a view and
+    its parameter is not. In its place stands, meanwhile, another tensor of the same memory.
+    """
+    parameters = [parameter for _, parameter in parameter_names(optimizer)]
+    views = [(p, p.grad) for p in parameters if p.grad is not None and _is_view_of_its_own(p.grad, p)]
+    for parameter, gradient in views:
+        parameter.grad = gradient.detach()
     try:
-        with told:
-            yield
+        yield
     finally:
-        withdraw(optimizers)
+        for parameter, gradient in views:
+            parameter.grad = gradient
+
+
+def _is_view_of_its_own(gradient: Tensor, parameter: Tensor) -> bool:
+    """Tell whether a gradient, not itself to be differentiated, is a view although its parameter is none."""
+    return not gradient.requires_grad and base_of(gradient) is not None and base_of(parameter) is None
 
 
 def _stepped_by(code: CodeType, variables: Mapping[str, Any]) -> list[Optimizer]:
