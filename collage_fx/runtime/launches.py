@@ -107,6 +107,7 @@ class Launch:
         elements_of_unit: of length.
 
     Attributes:
+        rows: its rows and what is behind them in the table; made with that.
         programs: the words of its programs, by whether the addresses of elements are aligned.
     """
 
@@ -129,14 +130,15 @@ class Launch:
         self.elements_of_unit = elements_of_unit
         self.width = width
         self._of_elements = [i for i, column in enumerate(columns) if column.unit]
-        self._rows: tuple[Tensor, Tensor] | None = None
+        self._prepared: tuple[Tensor, Tensor] | None = None
+        self.rows = launches.table
         self.programs: dict[bool, Tensor] = {}
         units = {number: column.unit for number, column in zip(kernel.arguments, columns, strict=True)}
         #: Of each load and store of the kernel's, the bytes of a unit of length; of numbers none.
         self.accesses = [units[number] for number in kernel.accesses if units[number]]
 
     def prepare(self, words: Tensor, device: torch.device, present: array[int] | None) -> None:
-        """Find out which kernel each row is for, by its addresses, and the programs of each kernel.
+        """Find the kernel of each row, by its addresses, and the programs of each kernel.
 
         Args:
             words: of the table.
@@ -148,9 +150,9 @@ class Launch:
         launched = self.turns < 0 if present is not None else torch.ones_like(aligned)
         if present is not None:
             launched |= torch.tensor(present, dtype=torch.bool)[self.turns]
-        if self._rows is not None and all(map(torch.equal, (aligned, launched), self._rows)):
+        if self._prepared is not None and all(map(torch.equal, (aligned, launched), self._prepared)):
             return
-        self._rows = aligned, launched
+        self._prepared = aligned, launched
         self.programs = {}
         blocks = (torch.tensor(self.lengths) + self.kernel.size - 1) // self.kernel.size
         for which in (True, False):
@@ -159,17 +161,18 @@ class Launch:
                 self.programs[which] = programs(chosen, blocks[chosen].clamp(min=1), device)
 
     def __call__(self) -> None:
-        table, device = self._launches.table, self._launches.device
         for aligned, of_kernel in self.programs.items():
-            launch(self.kernel.loaded(aligned=aligned), table[self.start :], of_kernel, device)
+            kernel = self.kernel.loaded(aligned=aligned)
+            launch(kernel, self.rows, of_kernel, self._launches.device)
 
 
 def programs(rows: Tensor, blocks: Tensor, device: torch.device) -> Tensor:
     """A word for each program of a launch: ``row << 32 | block``, for so many blocks of each row."""
+    count = int(blocks.sum())
     rows, blocks = rows.to(device), blocks.to(device)
     starts = blocks.cumsum(0) - blocks
-    number = torch.arange(int(blocks.sum()), device=device) - starts.repeat_interleave(blocks)
-    return rows.repeat_interleave(blocks) << 32 | number
+    row, start = (each.repeat_interleave(blocks, output_size=count) for each in (rows, starts))
+    return row << 32 | torch.arange(count, device=device) - start
 
 
 class Launches:
@@ -294,6 +297,8 @@ class Launches:
         count = len(self._sources)
         first_cell = count + count % 2
         self.table = torch.zeros(first_cell + 2 * len(self._cells), dtype=torch.int64, device=self.device)
+        for each in self.launches:
+            each.rows = self.table[each.start :]
         base = self.table.data_ptr()
         for word, other in of_words:
             self._offsets[word] = base + WORD * other

@@ -78,14 +78,20 @@ class TableKernel:
             self.adding.begin()
 
     def loaded(self, *, aligned: bool) -> Any:
-        """The compiled kernel: ``run(table, programs, *grid, stream=...)``."""
-        kernel = _begun(self.name, self.source[aligned])
-        return kernel.result() if hasattr(kernel, "result") else kernel
+        """Return the compiled kernel: ``run(table, programs, *grid, stream=...)``."""
+        return _loaded(self.name, self.source[aligned])
 
 
 @functools.cache
 def _begun(name: str, source: str) -> Any:
     return AsyncCompile().triton(name, source, device_str="cuda")
+
+
+@functools.cache
+def _loaded(name: str, source: str) -> Any:
+    """Wait for a kernel, once: a future of Inductor's loads it anew each time that it is asked."""
+    kernel = _begun(name, source)
+    return kernel.result() if hasattr(kernel, "result") else kernel
 
 
 def launch(kernel: Any, table: torch.Tensor, programs: torch.Tensor, device: torch.device) -> None:
@@ -444,11 +450,16 @@ class _Rewriting(ast.NodeTransformer):
 
 
 def _decorator(config: Mapping[str, int], kernel: _Kernel, name: str) -> str:
-    """Inductor's decorator for a kernel of a known configuration, with what it knows of this one."""
+    """Make Inductor's decorator for a kernel of one configuration, with the facts that it has of this kernel.
+
+    No product and sum become an fma: LLVM would choose for each copy of an expression (the full block, the
+    last one, each element of a thread) which of two products that is, and bits would depend on the place.
+    """
     constants = [each for each in config if not each.startswith("num_")]
     signature = {"table": "*i64", "programs": "*i64", **dict.fromkeys(constants, "constexpr")}
     aligned = [{(i,): [["tt.divisibility", 16]] for i in range(2)}]
-    triton = _with(kernel.triton_meta, signature=signature, constants={}, configs=aligned)
+    changes = {"signature": signature, "constants": {}, "configs": aligned, "enable_fp_fusion": False}
+    triton = _with(kernel.triton_meta, **changes)
     grid = ["_grid_0", "_grid_1", "_grid_2"]
     inductor = _with(
         kernel.inductor_meta,

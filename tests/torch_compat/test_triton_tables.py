@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor.async_compile import AsyncCompile
 
 from collage_fx.torch_compat import TableKernel, table_kernel
 from tests.support import triton_offline as offline
@@ -73,3 +74,26 @@ def test_a_thread_has_as_many_elements_whatever_the_size_of_a_warp(code: str, si
     kernel = table_kernel(code, 3, 2, [0, 1])
     assert isinstance(kernel, TableKernel)
     assert f"'num_warps': {warps}" in kernel.source[True]
+
+
+class Future:
+    """A kernel that a worker process compiles; like Inductor's, it is made anew at each ``result()``."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def result(self) -> object:
+        self.asked += 1
+        return object()
+
+
+def test_a_kernel_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    futures: dict[str, Future] = {}
+    monkeypatch.setattr(
+        AsyncCompile, "triton", lambda self, name, source, device_str: futures.setdefault(source, Future())
+    )
+    kernel = TableKernel("waited_for_once", (), 1024, {True: "aligned", False: "unaligned"})
+    kernel.begin()
+    for aligned in (True, False):
+        assert len({id(kernel.loaded(aligned=aligned)) for _ in range(50)}) == 1
+    assert {source: future.asked for source, future in futures.items()} == {"aligned": 1, "unaligned": 1}
