@@ -208,6 +208,10 @@ torch {torch}, Triton {triton}.
 
 {table}
 
+No product and sum are one operation (fma) in any of these kernels, so that bits do not depend on where in a
+block an element is: a measured step, a gradient at an unaligned address and a tensor in other shards have the
+bits of the usual step.
+
 ## What a step costs its host
 
 AdamW, `plus`, with the models' numbers of tensors in a sixteenth of their sizes, for sm_90. What is counted
@@ -217,7 +221,8 @@ is the whole of `step()` but Dynamo's guards, with a stub in the place of Induct
   to machine code. Not in it: imports, and the C++ that writes tables, which is compiled once a machine.
 - **Operations** of torch in a later step, and **allocations** among them; with gradients that have moved, the
   table is written anew and uploaded.
-- **Python calls** of a later step. None of these depends on the number of tensors: what does is in C++.
+- **Python calls** of a later step, without those of Inductor's launcher. None of these depends on the number
+  of tensors: what does is in C++.
 
 {costs}
 """

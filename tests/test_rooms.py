@@ -260,6 +260,7 @@ ASSIGNED = {
     ("torch_compat/own_steps.py", "setattr"): "a mark on a function of ours",
     ("install.py", "cls.__init__"): "of a class that the user has asked to change",
     ("install.py", "setattr"): "a mark on a function of ours",
+    ("capture/watch.py", "parameter.grad"): "the same memory in another tensor, while Dynamo traces",
     ("audit.py", "parameter.grad"): "of parameters that the audit has made",
     ("cli.py", "p.grad"): "of parameters that the command has made",
     ("doctor.py", "p.grad"): "of a parameter that the self-test has made",

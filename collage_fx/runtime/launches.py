@@ -26,6 +26,7 @@ A tensor of more elements than 32-bit indices reach is in several rows, a piece 
 
 from __future__ import annotations
 
+import functools
 import itertools
 from array import array
 from collections.abc import Callable, Iterable, Sequence
@@ -107,7 +108,6 @@ class Launch:
         elements_of_unit: of length.
 
     Attributes:
-        rows: its rows and what is behind them in the table; made with that.
         programs: the words of its programs, by whether the addresses of elements are aligned.
     """
 
@@ -131,7 +131,6 @@ class Launch:
         self.width = width
         self._of_elements = [i for i, column in enumerate(columns) if column.unit]
         self._prepared: tuple[Tensor, Tensor] | None = None
-        self.rows = launches.table
         self.programs: dict[bool, Tensor] = {}
         units = {number: column.unit for number, column in zip(kernel.arguments, columns, strict=True)}
         #: Of each load and store of the kernel's, the bytes of a unit of length; of numbers none.
@@ -163,7 +162,12 @@ class Launch:
     def __call__(self) -> None:
         for aligned, of_kernel in self.programs.items():
             kernel = self.kernel.loaded(aligned=aligned)
-            launch(kernel, self.rows, of_kernel, self._launches.device)
+            launch(kernel, self._table, of_kernel, self._launches.device)
+
+    @functools.cached_property
+    def _table(self) -> Tensor:
+        """The table, from the launch's rows on."""
+        return self._launches.table[self.start :]
 
 
 def programs(rows: Tensor, blocks: Tensor, device: torch.device) -> Tensor:
@@ -297,8 +301,6 @@ class Launches:
         count = len(self._sources)
         first_cell = count + count % 2
         self.table = torch.zeros(first_cell + 2 * len(self._cells), dtype=torch.int64, device=self.device)
-        for each in self.launches:
-            each.rows = self.table[each.start :]
         base = self.table.data_ptr()
         for word, other in of_words:
             self._offsets[word] = base + WORD * other

@@ -24,7 +24,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.runtime.triton_compat import triton_key
 
 from collage_fx.torch_compat.patch_cpp_roundings import writes_cpp, writing_our_cpp
-from collage_fx.torch_compat.patch_inductor import without_patterns
+from collage_fx.torch_compat.patch_inductor import without_contraction, without_patterns
 from collage_fx.torch_compat.patch_numbers import keeping_numbers_symbolic
 from collage_fx.torch_compat.version import version
 
@@ -85,7 +85,7 @@ def copy_cache_facts(source: torch.fx.GraphModule, to: torch.fx.GraphModule) -> 
 
 def inductor_compile_inner(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
     """Compile a rewritten graph with Inductor, whose C++ may contain code of ours: a callable of one list."""
-    with writing_our_cpp():
+    with writing_our_cpp(), without_contraction():
         return inductor_compile_as_it_is(gm, example_inputs, **kwargs)
 
 

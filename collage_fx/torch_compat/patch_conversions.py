@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
+from torch import Tensor
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import convert_frame, decorators, eval_frame
 from torch._dynamo.exc import BackendCompilerFailed, ShortenTraceback, Unsupported
@@ -67,6 +68,14 @@ FRAMES = Patch(
     why="methods of optimizers are compiled also where Dynamo sees no tensor in them",
     during="conversions",
     relies_on=("torch._dynamo.convert_frame:ConvertFrameAssert.__call__ has has_tensor_in_frame",),
+)
+
+TEXTS = Patch(
+    name="texts",
+    target="torch:Tensor.__repr__(self)",
+    why="tensors whose text becomes part of a guard's are not copied from a GPU, element by element, for it",
+    during="conversions",
+    until=(2, 13),
 )
 
 COMPILED_CALLS = Patch(
@@ -212,12 +221,18 @@ def _patched(watch: Watch, code: CodeType, variables: Mapping[str, Any]) -> Iter
         _fewer_objects_to_look_at(),
         _silent_about_profiling(),
         FRAMES.entered(has_tensor),
+        TEXTS.entered(lambda original: _without_elements),
         watching_optimizers(watch.at_optimizer),
         thinning_lists(watch.rows_to_trace, watch.abandon),
         watching_graph_breaks(watch.at_graph_break),
         tracing_numbers(),
     ):
         yield
+
+
+def _without_elements(tensor: Tensor, **keywords: Any) -> str:
+    """Write down a tensor without its elements."""
+    return f"tensor(..., device='{tensor.device}', size={tuple(tensor.shape)}, dtype={tensor.dtype})"
 
 
 @contextlib.contextmanager

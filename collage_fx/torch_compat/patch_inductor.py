@@ -44,8 +44,7 @@ PATTERNS = Patch(
 LOADED_KERNELS = Patch(
     name="loaded-kernels",
     target="torch._inductor.async_compile:AsyncCompile.triton(self, kernel_name, source_code, device_str)",
-    why="a Triton kernel whose body goes into another frame is compiled in that one alone",
-    needed_for="speed",
+    why="a Triton kernel whose body goes into a frame of ours is compiled there alone, others without fma",
     during="lowerings",
 )
 
@@ -93,6 +92,26 @@ def without_patterns() -> contextlib.AbstractContextManager[None]:
 def without_triton() -> contextlib.AbstractContextManager[None]:
     """Within, Triton kernels that Inductor writes are compiled when they are first run, if ever."""
     return LOADED_KERNELS.entered(_deferring)
+
+
+#: In the text of a kernel: whether LLVM may make an fma of a product and a sum.
+CONTRACTS, DOES_NOT = "'enable_fp_fusion': True", "'enable_fp_fusion': False"
+
+
+def without_contraction() -> contextlib.AbstractContextManager[None]:
+    """Context manager: Triton kernels that Inductor writes round each product before it is added.
+
+    Else LLVM chooses, for each element of a thread, which of two products goes into an fma with the other:
+    bits would depend on where in a block an element is.
+    """
+    return LOADED_KERNELS.entered(_rounding_products)
+
+
+def _rounding_products(original: Callable[..., Any]) -> Callable[..., Any]:
+    def triton(self: Any, kernel_name: str, source_code: str, device_str: str = "cuda") -> Any:
+        return original(self, kernel_name, source_code.replace(CONTRACTS, DOES_NOT), device_str)
+
+    return triton
 
 
 def _deferring(original: Callable[..., Any]) -> Callable[..., Any]:

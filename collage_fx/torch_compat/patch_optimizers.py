@@ -58,8 +58,9 @@ NUMBERS = Patch(
 STATE_LISTS = Patch(
     name="state-lists",
     target="torch._dynamo.variables.optimizer:OptimizerVariable.call_method(self, tx, name, args, kwargs)",
-    why="lists that an optimizer fills by keyword arguments are not taken to be empty",
+    why="lists that an optimizer fills by keyword arguments are not taken to be empty, and counters stay put",
     during="conversions",
+    relies_on=("torch._dynamo.variables.optimizer:OptimizerVariable.move_step_if_cpu(self)",),
 )
 
 TYPES = Patch(
@@ -168,12 +169,33 @@ def _but_of_known_tensors(type_match: Callable[..., None]) -> Callable[..., None
 
 def _with_positional_lists(call_method: Callable[..., Any]) -> Callable[..., Any]:
     def called(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
-        if name == "_init_group" and kwargs and self.value in _traced_for_us:
+        if name != "_init_group" or self.value not in _traced_for_us:
+            return call_method(self, tx, name, args, kwargs)
+        if kwargs:
             bound = inspect.signature(self.value._init_group).bind(*args, **kwargs)
             args, kwargs = list(bound.args), bound.kwargs
-        return call_method(self, tx, name, args, kwargs)
+        if any("capturable" in group for group in self.value.param_groups):
+            return call_method(self, tx, name, args, kwargs)
+        _return_counters(self.value)
+        self.move_step_if_cpu = lambda: None
+        try:
+            return call_method(self, tx, name, args, kwargs)
+        finally:
+            del self.move_step_if_cpu
 
     return called
+
+
+def _return_counters(optimizer: torch.optim.Optimizer) -> None:
+    """Put counters on the host where an optimizer of torch.optim would make them there.
+
+    One without ``capturable`` reads them by ``.item()``. Dynamo would move those that there are, of a loaded
+    optimizer or after an eager step, to the device, and the step would be another one than in a first run.
+    """
+    for state in optimizer.state.values() if type(optimizer).__module__.startswith("torch.optim.") else ():
+        counter = state.get("step")
+        if isinstance(counter, torch.Tensor) and not any(g.get("fused") for g in optimizer.param_groups):
+            state["step"] = counter.cpu()
 
 
 _traced_for_us: WeakSet[torch.optim.Optimizer] = WeakSet()

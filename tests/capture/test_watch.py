@@ -40,6 +40,23 @@ from tests.support.training import Descent, compiled, parameters, run_steps, set
 TINY = 2.0**-20
 
 
+def test_no_tensor_is_printed_while_a_step_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch 2.11 does for its guards: on a GPU, a copy and a wait for each element that is shown."""
+    printed = []
+    original = torch._tensor_str._tensor_str
+
+    def noting(tensor: Tensor, *args: Any, **kwargs: Any) -> str:
+        printed.append(tensor)
+        return original(tensor, *args, **kwargs)
+
+    monkeypatch.setattr(torch._tensor_str, "_tensor_str", noting)
+    params = parameters()
+    run_steps(compiled(torch.optim.AdamW(params)), params, range(2))
+    assert not printed
+    assert repr(params[0])
+    assert printed
+
+
 class Unusual(Descent):
     """One parameter, moved by a tiny amount, after something that Dynamo can't capture."""
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._inductor.async_compile import AsyncCompile
 
 from collage_fx.torch_compat import TableKernel, table_kernel
+from collage_fx.torch_compat.patch_inductor import without_contraction
 from tests.support import triton_offline as offline
 
 pytestmark = pytest.mark.skipif(
@@ -74,6 +75,20 @@ def test_a_thread_has_as_many_elements_whatever_the_size_of_a_warp(code: str, si
     kernel = table_kernel(code, 3, 2, [0, 1])
     assert isinstance(kernel, TableKernel)
     assert f"'num_warps': {warps}" in kernel.source[True]
+
+
+def test_no_product_goes_into_an_fma(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither in kernels over tables nor in those that Inductor's code launches for each tensor."""
+    loaded = []
+    monkeypatch.setattr(AsyncCompile, "triton", lambda self, name, source, device_str: loaded.append(source))
+    assert "'enable_fp_fusion': True" in code
+    with without_contraction():
+        AsyncCompile().triton("kernel", code, device_str="cuda")
+    kernel = table_kernel(code, 2, None, [0, 1])
+    assert isinstance(kernel, TableKernel)
+    for text in (*loaded, *kernel.source.values()):
+        assert "'enable_fp_fusion': False" in text
+        assert "'enable_fp_fusion': True" not in text
 
 
 class Future:
