@@ -29,6 +29,7 @@ from torch import Tensor
 
 from collage_fx.errors import InvalidOptionError
 from collage_fx.graph import (
+    MOVE,
     InputInfo,
     Kind,
     Role,
@@ -46,7 +47,7 @@ from collage_fx.pipeline import Pass, run_pipeline, up_to_choosing
 __all__ = ["PLANS", "Plan", "best_plan", "frontier", "plans_for", "plans_for_parts", "refuse_excess"]
 
 #: Of the run for which the error of parameters is predicted.
-STEPS, MOVE = 1500, 1e-5
+STEPS = 1500
 
 #: What a plan may take more than its budget: counts, tensors that are not packed.
 TOLERANCE = 0.015
@@ -262,10 +263,13 @@ def _of_parameter(state: StateTensor) -> float:
 
 
 def _of_state(state: StateTensor) -> float:
+    """The relative noise of a state, or that of the update of a parameter where it is more there."""
     fmt, unit, noise = state.chosen_format, 2 * float(state.format.unit_roundoff), state.verdict.noise
     if fmt is None:
-        return unit if state.recurrence.kind is Kind.OVERWRITE else 1.0
-    if noise is None or math.isinf(noise):
+        left = unit if state.recurrence.kind is Kind.OVERWRITE else 1.0
+    elif noise is None or math.isinf(noise):
         # What grows by as much at each step has been smaller when it was rounded before.
-        return _distance(fmt, state) * math.sqrt(STEPS / 18)
-    return noise * _distance(fmt, state) / unit
+        left = _distance(fmt, state) * math.sqrt(STEPS / 18)
+    else:
+        left = noise * _distance(fmt, state) / unit
+    return left * max(1.0, state.amplification)

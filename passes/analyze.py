@@ -23,6 +23,7 @@ from collage_fx.graph import (
     StepProgram,
     copies_to_inputs,
     facts_of,
+    find_cancellation,
     ignores_values,
     is_low_precision_tensor,
     judge,
@@ -33,6 +34,7 @@ from collage_fx.graph import (
     reached,
     read_recurrence,
     source_of,
+    spoils_an_update,
     stored,
     tensor_value,
     unless_skipped,
@@ -96,6 +98,7 @@ class Analyze(Pass):
                 recurrence = max(others, key=lambda each: judge(each, fmt).lossy, default=recurrence)
             verdict = judge(recurrence, fmt)
             program.states.append(StateTensor(placeholder, position, info, store, recurrence, verdict))
+        find_cancellation(program)
         for state in program.states:
             selected, state.selection = _select(program, state, flow)
             if selected:
@@ -214,6 +217,8 @@ def _select(program: StepProgram, state: StateTensor, flow: _Flow) -> tuple[bool
         return True, "plus: lossy state"
     if moves_as_a_parameter(program, state):
         return True, f"{program.strategy}: it accumulates numbers of either sign, as a parameter does"
+    if spoils_an_update(state):
+        return True, f"{program.strategy}: an update is a small difference of it and a parameter"
     if any(_is_copied_into(other, state) for other in program.states):
         return True, f"{program.strategy}: a parameter is overwritten with it"
     if state.verdict.lossy and any(_stands_for(state, other, flow) for other in program.states):

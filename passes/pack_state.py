@@ -155,6 +155,8 @@ def _why_not(program: StepProgram, state: StateTensor, divided_by: dict[Node, st
     for other in program.states:
         if other.info.role is Role.PARAMETER and new_value(other) in made_of:
             return "it is made of what a parameter becomes"
+    if state.is_weight_sized or state.amplification > 1:
+        return "it is as large as weights, beside which their updates are small"
     if program.packed_already.get(state.position, fmt) is not fmt:
         return "elsewhere in the step it is never negative"
     return _made_elsewhere(program, state, made_of) if program.is_recorded else ""

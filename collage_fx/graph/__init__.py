@@ -1,5 +1,6 @@
 """A captured step as data, and the tools that edit it: all that the author of a pass needs to import."""
 
+from collage_fx.graph.cancellation import *
 from collage_fx.graph.devices import *
 from collage_fx.graph.editor import *
 from collage_fx.graph.families import *

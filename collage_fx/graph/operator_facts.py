@@ -16,7 +16,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import sympy
 import torch
@@ -349,10 +349,19 @@ def _cuts_fractions(source: Tensor, value: Tensor) -> bool:
 
 
 def source_of(node: Any) -> Any:
-    """The node that a node has its elements from, behind casts, copies and views."""
-    while (operand := passed_operand(node)) is not None:
+    """The node that a node has its elements from, behind casts, copies, views and double negations."""
+    while (operand := passed_operand(node) or _twice_negated(node)) is not None:
         node = operand
     return node
+
+
+def _twice_negated(node: Any) -> Node | None:
+    """The operand of a negation of a negation, as which ``normalize`` keeps an old value; else None."""
+    for _ in range(2):
+        if not isinstance(node, Node) or node.target is not aten.neg.default:
+            return None
+        node = node.args[0]
+    return cast("Node", node)
 
 
 def number_filling(node: Node) -> Any:

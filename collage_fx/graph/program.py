@@ -136,6 +136,9 @@ class StateTensor:
         info: name and role.
         store: its ``copy_`` in the epilogue.
         recurrence, verdict: how its new value depends on its old one, and whether storing it loses bits.
+        is_weight_sized: set by ``analyze``: whether it is as large as weights, as their average is.
+        amplification: set by ``analyze``: of its noise, relative to the update of a parameter:
+            Note [State of the size of weights] in ``graph/cancellation.py``.
         chosen_format: set by ``analyze``: the error format in which it becomes an expansion, if it does.
         selection: why it is, or is not, compensated under the chosen strategy.
         not_packed: why it is not packed where state is; empty if it is, or none is.
@@ -153,6 +156,8 @@ class StateTensor:
     store: Node
     recurrence: Recurrence
     verdict: Verdict
+    is_weight_sized: bool = False
+    amplification: float = 0.0
     chosen_format: ErrorFormat | None = None
     selection: str = ""
     not_packed: str = ""
