@@ -6,12 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.slow import Times, left_out
+from tests.support.slow import TODAYS_THIRD, Times, left_out
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="slow tests, too: see tests/support/slow.py")
+    parser.addoption("--third", type=int, default=TODAYS_THIRD, help="of the rotating tests: 0, 1 or 2")
     parser.addoption("--write-slow", action="store_true", help="write slow.txt from the times of this run")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"rotating tests: --third {config.getoption('third')}"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -29,7 +34,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     named = config.getoption("markexpr") or any("::" in each for each in config.args)
     if not named and not config.getoption("all"):
-        slow = left_out(items)
+        slow = left_out(items, config.getoption("third"))
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if item not in set(slow)]
 

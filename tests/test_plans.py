@@ -6,7 +6,7 @@ import copy
 import itertools
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from collage_fx import CollageBackend, explain, full_value
 from collage_fx.plans import PLANS, TOLERANCE, Plan
 from collage_fx.runtime.error_terms import expansion_of
 from tests.support.memory import left, peak
+from tests.support.rules import PULLS, WEIGHTS
 from tests.support.training import errors_beside_float64, parameters, run_steps, set_gradients
 
 SHAPES = ((256, 256), (256,))
@@ -232,6 +233,48 @@ def test_it_is_said_what_is_not_packed() -> None:
         ValueError, match=r"give it 7\.01 \(exp_avg is not packed: it has less than 4096 elements\)"
     ):
         explain(adamw(parameters(shapes=[(32, 32)])), bytes_per_parameter=5.1)
+
+
+class WithWeights(torch.optim.Optimizer):
+    """A step of descent, and one that a state of the size of weights is subtracted in, in some order."""
+
+    def __init__(self, params: Any, lines: Sequence[str], lr: float) -> None:
+        super().__init__(params, {})
+        self.update: dict[str, Any] = {}
+        body = "".join(f"    {line}\n" for line in lines if line)
+        exec(
+            f"def update(p, g, m, s):\n    m.mul_(0.9).add_(g)\n    p.sub_(m, alpha={lr})\n{body}",
+            self.update,
+        )
+        for p in self.param_groups[0]["params"]:
+            self.state[p].update(m=torch.zeros_like(p), s=p.detach().clone())
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            self.update["update"](p, p.grad, self.state[p]["m"], self.state[p]["s"])
+
+
+@pytest.mark.parametrize("options", [{"bytes_per_parameter": 8}, {"bytes_per_parameter": 7.1}, {}], ids=str)
+@pytest.mark.parametrize("pull", PULLS)
+@pytest.mark.parametrize("state", WEIGHTS)
+def test_state_of_the_size_of_weights(state: str, pull: str, options: dict[str, Any]) -> None:
+    """No error is larger than predicted, where weights move by about what predictions are made for.
+
+    A pull of -0.1 outwards doubles what moves them, and roundings, in eight steps; plain bfloat16 loses all.
+    """
+    lines = [pull.format(s="s"), WEIGHTS[state].format(s="s")]
+    lines = lines if len(state) % 2 else lines[::-1]
+    params = parameters(shapes=SHAPES[:1])
+    backend = CollageBackend(**options or {"strategy": "light"})
+
+    def step_of(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
+        step: Callable[[], Any] = torch.compile(optimizer.step, backend=backend)
+        return step
+
+    _, (error,) = errors_beside_float64(lambda p: WithWeights(p, lines, lr=1e-4), step_of, params, steps=8)
+    plans = backend.report().graphs[-1].plans
+    assert error <= (plans[0].error if plans else 0.05)
 
 
 @pytest.mark.parametrize("budget", [0, -1, "8", True, float("nan")])

@@ -373,6 +373,11 @@ def test_a_few_in_other_formats(way: str) -> None:
 FOUND_IN_NATIVE_ARITHMETIC = {
     # What torch promotes to float32 read hi, and the difference was taken for the whole new value.
     "a float32 step": _rule("p.copy_(p - 1e-3 * g.sign().float())"),
+    # What was stored into the state, and read of it, was hi: neither was on p's own path.
+    "the last parameter": _rule(
+        "move = p - s1\ns1.copy_(p)\np.add_(move, alpha=0.5).sub_(g, alpha=1e-4)", "s1"
+    ),
+    "a scaled average": _rule("s1.lerp_(p, 0.1)\np.copy_(0.9 * p + 0.1 * s1 - 1e-4 * g)", "s1"),
 }
 
 

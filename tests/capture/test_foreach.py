@@ -52,7 +52,8 @@ def calls_of(name: str) -> Iterator[tuple[str, Callable[[list[Tensor]], Any]]]:
 
 def takes_more_than_a_list(name: str) -> bool:
     packet = getattr(torch.ops.aten, name)
-    return any(len(getattr(packet, overload)._schema.arguments) > 1 for overload in packet.overloads())
+    schemas = (getattr(packet, overload)._schema.arguments for overload in packet.overloads())
+    return any(len(each) > 1 and not any(argument.is_out for argument in each) for each in schemas)
 
 
 def _kind(argument: Any) -> str:

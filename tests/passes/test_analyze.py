@@ -250,3 +250,113 @@ def test_state_that_is_overwritten_carries_nothing_but_in_a_recorded_step(is_rec
     program.rounding, program.is_recorded = "dither", is_recorded
     (state,) = after(program, "analyze").states
     assert (state.chosen_format is not None) is is_recorded
+
+
+def _pulled_to_an_average(p: Tensor, g: Tensor, s: Tensor) -> None:
+    p.sub_(g, alpha=1e-4)
+    s.lerp_(p, 0.5)
+    p.add_(p - s, alpha=-0.1)
+
+
+def _by_the_last_move(p: Tensor, g: Tensor, s: Tensor) -> None:
+    move = p - s
+    s.copy_(p)
+    p.add_(move, alpha=0.9).sub_(g, alpha=1e-4)
+
+
+def _by_the_direction_of_the_last_move(p: Tensor, g: Tensor, s: Tensor) -> None:
+    move = p - s
+    s.copy_(p)
+    p.sub_(g + move / (move.norm() + 1e-8), alpha=1e-4)
+
+
+def _towards_slow_weights(p: Tensor, g: Tensor, s: Tensor) -> None:
+    s.add_(p - s, alpha=0.5)
+    p.copy_(0.5 * p + 0.5 * s - 1e-4 * g)
+
+
+def _by_a_rate_that_changes(p: Tensor, g: Tensor, s: Tensor, lr: Tensor) -> None:
+    s.mul_(1 - lr).add_(lr * p)
+    p.sub_(lr * (p - s)).sub_(g, alpha=1e-4)
+
+
+def _a_moment_of_the_distance(p: Tensor, g: Tensor, s: Tensor, m: Tensor) -> None:
+    m.mul_(0.9).add_(g + 0.1 * (p - s))
+    p.sub_(m, alpha=1e-2)
+    s.lerp_(p, 0.5)
+
+
+def _a_decaying_iterate(p: Tensor, g: Tensor, s: Tensor) -> None:
+    s.mul_(0.9999).sub_(g, alpha=1e-4)
+    p.lerp_(s, 0.1)
+
+
+@pytest.mark.parametrize("arithmetic", ["wide", "native"])
+@pytest.mark.parametrize("strategy", ["light", "plus"])
+@pytest.mark.parametrize(
+    ("step", "symbols"),
+    [
+        (_pulled_to_an_average, "p g s"),
+        (_by_the_last_move, "p g s"),
+        (_by_the_direction_of_the_last_move, "p g s"),
+        (_towards_slow_weights, "p g s"),
+        (_by_a_rate_that_changes, "p g s lr"),
+        (_a_moment_of_the_distance, "p g s m"),
+        (_a_decaying_iterate, "p g s"),
+    ],
+)
+def test_state_that_an_update_is_a_small_difference_of_is_compensated(
+    step: Callable[..., Any], symbols: str, strategy: Strategy, arithmetic: Any
+) -> None:
+    """Though its recurrence loses little of it: decays of 0.5 are not lossy."""
+    state = _state(step, symbols, "s", strategy=strategy, arithmetic=arithmetic)
+    assert state.compensated
+    assert state.amplification * 2.0**-8 > 1
+
+
+def _weight_decay_in_a_moment(p: Tensor, g: Tensor, s: Tensor) -> None:
+    s.mul_(0.9).add_(g + 0.1 * p)
+    p.sub_(s, alpha=1e-3)
+
+
+def _nesterov_with_weight_decay(p: Tensor, g: Tensor, s: Tensor) -> None:
+    g = g + 0.1 * p
+    s.mul_(0.9).add_(g)
+    p.sub_(g + 0.9 * s, alpha=1e-3)
+
+
+def _differences_of_gradients(p: Tensor, g: Tensor, s: Tensor) -> None:
+    g = g + 0.01 * p
+    p.sub_((g + 0.5 * (g - s)).sign(), alpha=1e-4)
+    s.copy_(g)
+
+
+def _average_that_is_not_read(p: Tensor, g: Tensor, s: Tensor) -> None:
+    p.sub_(g, alpha=1e-4)
+    s.lerp_(p, 0.5)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        _weight_decay_in_a_moment,
+        _nesterov_with_weight_decay,
+        _differences_of_gradients,
+        _average_that_is_not_read,
+    ],
+)
+def test_state_that_no_update_is_a_small_difference_of_is_not(step: Callable[..., Any]) -> None:
+    state = _state(step, "p g s", "s", strategy="light")
+    assert not state.compensated
+    assert state.amplification <= 1
+
+
+def test_the_last_parameter_is_a_copy_of_what_has_error_terms() -> None:
+    """``normalize`` writes the old value, which the store of the new one would overwrite, negated twice."""
+
+    def step(p: Tensor, g: Tensor, s: Tensor) -> None:
+        s.copy_(p)
+        p.sub_(g, alpha=1e-4)
+
+    state = _state(step, "p g s", "s", strategy="light")
+    assert state.selection == "a copy of what has error terms"

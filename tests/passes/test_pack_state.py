@@ -137,9 +137,29 @@ def average_of_weights(p: Tensor, g: Tensor, a: Tensor) -> None:
     a.lerp_(p, 0.1)
 
 
+def average_before_the_last_change(p: Tensor, g: Tensor, a: Tensor) -> None:
+    p.sub_(g, alpha=1e-3)
+    a.lerp_(p, 0.1)
+    p.mul_(0.999)
+
+
+def pulled_to_an_average(p: Tensor, g: Tensor, a: Tensor) -> None:
+    a.lerp_(p, 0.1)
+    p.sub_(g + 0.1 * (p - a), alpha=1e-3)
+
+
+def last_weights(p: Tensor, g: Tensor, a: Tensor) -> None:
+    move = p - a
+    a.copy_(p)
+    p.add_(move, alpha=0.9).sub_(g, alpha=1e-3)
+
+
 @pytest.mark.parametrize(
     ("step", "symbol", "reason"),
     [
+        (average_before_the_last_change, "a", "as large as weights"),
+        (pulled_to_an_average, "a", "as large as weights"),
+        (last_weights, "a", "as large as weights"),
         (divided, "m", "the divisor"),
         (scaled_by_a_tensor, "s", "not multiplied by numbers"),
         (growing, "m", "not multiplied by numbers"),

@@ -25,7 +25,17 @@ from torch import Tensor
 from collage_fx.numerics import ErrorFormat
 from tests.support.bounded import BOUNDED_TORCH, WIDE, Bounded, Rounding
 
-__all__ = ["IN_BLOCKS", "LAYOUTS", "STEPS", "DrawnOptimizer", "Rule", "rounding_of", "rules"]
+__all__ = [
+    "IN_BLOCKS",
+    "LAYOUTS",
+    "PULLS",
+    "STEPS",
+    "WEIGHTS",
+    "DrawnOptimizer",
+    "Rule",
+    "rounding_of",
+    "rules",
+]
 
 #: How often a drawn optimizer is stepped.
 STEPS = 4
@@ -58,8 +68,8 @@ class Rule:
 
     Attributes:
         body: statements that update ``p``, the states and perhaps ``g`` in place.
-        states: name -> how it starts: ``"zeros"``, ``"positive"`` or ``"signed"`` (of the parameter's
-            dtype), or ``"float32"`` (zeros of that dtype).
+        states: name -> how it starts: ``"zeros"``, ``"positive"``, ``"signed"`` or as ``"p"`` (of the
+            parameter's dtype), or ``"float32"`` (zeros of that dtype).
         dtype: of the parameter and its gradient.
         layout: of the parameter: a key of ``LAYOUTS`` or ``IN_BLOCKS``.
         seed: of the initial values and the gradients.
@@ -109,7 +119,8 @@ class Rule:
             values = {"signed": magnitudes * signs, "positive": magnitudes}.get(kind, torch.zeros(elements))
             return laid_out(values.to(torch.float32 if kind == "float32" else self.dtype))
 
-        return drawn("signed"), {name: drawn(kind) for name, kind in self.states}
+        p = drawn("signed")
+        return p, {name: p.clone() if kind == "p" else drawn(kind) for name, kind in self.states}
 
     def gradients(self) -> list[Tensor]:
         """N(0, 1) times 2**-6 to 2, contiguous, one for each step."""
@@ -336,7 +347,25 @@ STATE_KINDS = {
     "clipped": ("signed", False),
     "limited": ("signed", False),
     "average, late": ("signed", False),
+    "weights": ("p", False),
 }
+
+#: Updates of state of the size of weights.
+WEIGHTS = {
+    "average": "{s}.lerp_(p, 0.01)",
+    "slow weights": "{s}.add_(p - {s}, alpha=0.5)",
+    "last p": "{s}.copy_(p)",
+    "average of its own way": "{s}.mul_(0.9).add_(p, alpha=0.1)",
+    "anchor": "",
+}
+#: Updates of p that such state is subtracted in.
+PULLS = (
+    "p.add_(p - {s}, alpha=-0.1)",
+    "p.lerp_({s}, 0.2)",
+    "p.copy_(0.75 * p + 0.25 * {s})",
+    "p.sub_(0.1 * p).add_({s}, alpha=0.1)",
+    "p.add_(p - {s}, alpha=0.5)",
+)
 
 
 def _state_update(draw: Draw, state: str, kind: str, names: _Names) -> list[str]:
@@ -366,6 +395,10 @@ def _state_update(draw: Draw, state: str, kind: str, names: _Names) -> list[str]
         return list(draw(st.sampled_from(forms)))
     if kind == "average of p":
         return _scaled_sum(draw, state, decay, rest, "p", mixed)
+    if kind == "weights":
+        pull = draw(st.sampled_from(PULLS)).format(s=state)
+        update = draw(st.sampled_from(sorted(WEIGHTS.values()))).format(s=state)
+        return [line for line in draw(st.permutations([pull, update])) if line]
     if kind == "previous":
         return [f"{state}.copy_({_signed(draw, names, depth)})"]
     if kind == "limited":

@@ -7,11 +7,14 @@ A usual run, as in continuous integration, has every test function but only a fe
 all of them. The cases that wait for `--all` are listed in slow.txt by the names that pytest gives them;
 `--all --write-slow` writes that file from the times it has measured: of each function, cases in an order
 drawn from their names (so that each value of a parameter is met in some function) run until they have taken
-SECONDS, one at least. What is slow on any machine is marked with pytest.mark.slow instead.
+SECONDS, one at least. What is slow on any machine is marked with pytest.mark.slow instead. Of tests that are
+marked with pytest.mark.rotating a usual run has a third, the next one each day: `--third N` has the N-th, 0
+to 2, and the header of a run says which it was.
 """
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 from collections import defaultdict
 from collections.abc import Mapping
@@ -27,10 +30,20 @@ SECONDS = 2.0
 MOST_SECONDS = 30.0
 
 
-def left_out(items: list[Any]) -> list[Any]:
-    """The tests that a usual run leaves out."""
+#: The third of the rotating tests whose turn is today.
+TODAYS_THIRD = datetime.date.today().toordinal() % 3
+
+
+def left_out(items: list[Any], third: int) -> list[Any]:
+    """The tests that a usual run leaves out, of the rotating ones all but a third."""
     names = set(FILE.read_text().splitlines())
-    return [item for item in items if item.nodeid in names or item.get_closest_marker("slow") is not None]
+    rotating = [item for item in items if item.get_closest_marker("rotating") is not None]
+    others = {item for i, item in enumerate(rotating) if i % 3 != third}
+    return [
+        item
+        for item in items
+        if item in others or item.nodeid in names or item.get_closest_marker("slow") is not None
+    ]
 
 
 def slow_ones(seconds: Mapping[str, float]) -> list[str]:
