@@ -10,8 +10,9 @@ from collage_fx.report import CollageReport
 from collage_fx.runtime.checkpoint import install as _install_checkpoint_support
 from collage_fx.runtime.checkpoint import plain_state_dict
 from collage_fx.runtime.claims import install as _install_claims
-from collage_fx.runtime.error_terms import error_terms, full_value, reset_error_terms
+from collage_fx.runtime.error_terms import assign, error_terms, full_value, reset_error_terms
 from collage_fx.runtime.full_state import full_state_dict, load_full_state_dict, save_full_state_dict
+from collage_fx.runtime.replaced_state import offload
 from collage_fx.torch_compat.patch_averages import install as _install_averaging_support
 
 __version__ = "0.1.0"
@@ -20,6 +21,7 @@ __all__ = [
     "CollageBackend",
     "CollageError",
     "CollageReport",
+    "assign",
     "audit",
     "backend_for",
     "backend_of",
@@ -31,6 +33,7 @@ __all__ = [
     "gpu_code",
     "install",
     "load_full_state_dict",
+    "offload",
     "plain_state_dict",
     "reset_error_terms",
     "save_full_state_dict",

@@ -89,6 +89,7 @@ from collage_fx.runtime import (
     known_tensors,
     leave_unpacked,
     note_compiled,
+    noting_steps,
     optimizers_among,
     packed_format,
     require_format,
@@ -223,7 +224,7 @@ class Compilation:
             step = self._by_family(needs_grad=needs_grad)
             stand_in = any(map(has_stand_ins, optimizers))
             if not isinstance(step, Reason) and (thinned_lists() or not stand_in):
-                return step
+                return noting_steps(step, optimizers)
             if thinned_lists() or stand_in:
                 for optimizer in optimizers:
                     give_up_rows(optimizer)
@@ -235,7 +236,7 @@ class Compilation:
                 except AliasedStateError as refusal:
                     self._refused(refusal)
             with torch.set_grad_enabled(needs_grad):
-                return self._whole(step)
+                return noting_steps(self._whole(step), optimizers)
         except (CollageError, TraceWhole):
             for (
                 optimizer
@@ -668,7 +669,7 @@ class Compilation:
     def _keep(self, report: GraphReport, *, compensated: bool, started: float) -> None:
         if compensated:
             for optimizer in self.optimizers.values():
-                note_compiled(optimizer, replaces_state=bool(self.recorded))
+                note_compiled(optimizer)
                 note_compiled_step(optimizer, strict=self.options.strict)
         self.backend.reports.append(report)
         log.info("%s, %s in %.1f s", report.headline, self.backend.verb, time.perf_counter() - started)

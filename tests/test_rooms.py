@@ -244,6 +244,8 @@ PATCHING = "torch_compat/patching.py"
 ASSIGNED = {
     ("runtime/packed.py", "piece.data"): "the memory of a state that is packed",
     ("runtime/packed.py", "local_tensor(tensor).data"): "likewise, given back to it",
+    ("runtime/error_terms.py", "local_tensor(tensor).data"): "of state whose object the program has replaced",
+    ("runtime/replaced_state.py", "piece.data"): "of state that is moved to another device, as is asked for",
     ("runtime/packed.py", "each.__class__"): "of a packed tensor: Note [A packed tensor]",
     ("runtime/packed.py", "each.packed_value"): "a mark of ours on it",
     ("torch_compat/aot_autograd.py", "called._boxed_call"): "a mark on a function, or class, of ours",
@@ -271,6 +273,8 @@ ASSIGNED = {
     ("runtime/batches.py", "run.restype"): "of functions that ctypes has made for us",
     ("runtime/batches.py", "gather.argtypes"): "of functions that ctypes has made for us",
     ("runtime/batches.py", "gather.restype"): "of functions that ctypes has made for us",
+    ("runtime/batches.py", "peek.argtypes"): "of functions that ctypes has made for us",
+    ("runtime/batches.py", "peek.restype"): "of functions that ctypes has made for us",
     ("runtime/batches.py", "fill.argtypes"): "of functions that ctypes has made for us",
     ("runtime/batches.py", "fill.restype"): "of functions that ctypes has made for us",
     ("capture/members.py", "p.grad"): "None, while a step is compiled for which something stands in for it",

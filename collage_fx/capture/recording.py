@@ -29,9 +29,10 @@ from collage_fx.runtime import (
     known_tensors,
     note_held,
     note_new,
-    note_replaced,
+    note_step,
     packed_format,
     parameter_names,
+    settle_replaced,
     state_tensors,
     unpack_state,
     why_left_unpacked,
@@ -161,7 +162,7 @@ class _Recording:
         if self._steps_that_compiled:  # what is held by now has been decided in the last step
             self._refuse_excess(optimizer)
         remember_state(optimizer, object())
-        note_replaced(optimizer)
+        settle_replaced(optimizer)
         self._look_at(optimizer)
         self._without_state = [p for _, p in parameter_names(optimizer) if not optimizer.state.get(p)]
         self._has_compiled = False
@@ -181,6 +182,7 @@ class _Recording:
             for tensor in self._born:
                 note_new(tensor)
             note_held(optimizer)  # which may be others than before: a step replaces state too
+            note_step(optimizer)
         except BaseException:
             self._recorder.finish(successfully=False)
             forget_new_state(optimizer)

@@ -45,7 +45,7 @@ from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from types import CodeType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
@@ -78,9 +78,11 @@ from collage_fx.runtime import (
     expansion_of,
     forget_wider_state,
     known_tensors,
+    note_held,
     optimizers_among,
     parameter_names,
     prepare_compiler,
+    settle_replaced,
     times_loaded,
     unpack_state,
 )
@@ -125,6 +127,8 @@ Strictness = Callable[[Any, dict[str, Any]], bool | None]
 
 #: Counts of compilations by identity: functions that do the same are equal as code.
 _conversions = WeakIdKeyDictionary()
+#: By what Dynamo compiles with, of which each call of ``torch.compile`` has its own: the optimizers stepped.
+_stepped = WeakIdKeyDictionary()
 _compiled: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
 #: The low-precision parameters that a graph to be differentiated reads: whether one has been stepped eagerly.
 _read_forward = WeakTensorKeyDictionary()
@@ -144,6 +148,7 @@ def install(is_ours: Callable[[Any], bool], strictness: Strictness, rows_to_trac
             lambda *conversion: _before_conversion(strictness, *conversion),
             _within_conversion,
             lambda *conversion: _after_conversion(strictness, *conversion),
+            _before_call,
             lambda *conversion: _at_failed_conversion(strictness, *conversion),
             lambda *traced: _at_trace(strictness, *traced),
             lambda *graph_break: _at_graph_break(strictness, *graph_break),
@@ -328,6 +333,7 @@ def _after_conversion(
     strictness: Strictness,
     backend: Any,
     keywords: dict[str, Any],
+    compiler: Any,
     code: CodeType,
     variables: Mapping[str, Any],
 ) -> None:
@@ -337,6 +343,15 @@ def _after_conversion(
             strict = bool(strictness(backend, keywords))
             record(subject, backend, keywords, _too_many(subject, code).met, strict=strict)
         _conversions.setdefault(subject, Counter())[_counted(subject, code)] += 1
+        if isinstance(subject, Optimizer):
+            _stepped.setdefault(compiler, WeakSet()).add(subject)
+            note_held(subject)
+
+
+def _before_call(compiler: Any) -> None:
+    for optimizer in _stepped.get(compiler, ()):
+        if not is_recorded(optimizer):  # which see to it themselves
+            settle_replaced(optimizer)
 
 
 def _done(subject: Optimizer | CodeType, code: CodeType) -> int:

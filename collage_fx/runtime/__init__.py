@@ -10,4 +10,5 @@ from collage_fx.runtime.meter import *
 from collage_fx.runtime.metrics import *
 from collage_fx.runtime.optimizers import *
 from collage_fx.runtime.packed import *
+from collage_fx.runtime.replaced_state import *
 from collage_fx.runtime.step import *

@@ -105,7 +105,7 @@ from collage_fx.runtime.optimizers import (
     state_tensors,
 )
 from collage_fx.runtime.packed import decoded, is_packed
-from collage_fx.runtime.replaced_state import format_before, remember, warn_of_replaced
+from collage_fx.runtime.replaced_state import format_before, note_held
 from collage_fx.torch_compat import (
     distributed_like,
     local_tensor,
@@ -123,8 +123,6 @@ __all__ = [
     "forget_wider_state",
     "load_flat",
     "note_compiled",
-    "note_held",
-    "note_replaced",
     "times_loaded",
 ]
 
@@ -194,33 +192,13 @@ def install() -> None:
     torch.serialization.add_safe_globals([packed_tensor])
 
 
-def note_compiled(optimizer: Optimizer, *, replaces_state: bool) -> None:
+def note_compiled(optimizer: Optimizer) -> None:
     """Note that the backend has compiled a step of ``optimizer``, which has made its error terms.
 
     Fill those for which its checkpoint had wider state, and warn of those for which it had nothing.
-
-    Args:
-        optimizer: itself.
-        replaces_state: whether a step of it is being run, so that what is found in the place of its state may
-            be the step's own, with error terms of what was computed.
     """
     _compiled.add(optimizer)
     _fill(optimizer, _waiting.pop(optimizer, ()))
-    if not replaces_state:
-        note_replaced(optimizer)
-    note_held(optimizer)
-
-
-def note_replaced(optimizer: Optimizer) -> None:
-    """Warn of state that had error terms at :func:`note_held`, and that the program has replaced since."""
-    held = _held(optimizer, vars(optimizer))
-    state = {name: each for (key, slot), name, each in held if key is not None and slot != PARAMETER_SLOT}
-    warn_of_replaced(state, optimizer)
-
-
-def note_held(optimizer: Optimizer) -> None:
-    """Note which of an optimizer's tensors have error terms now."""
-    remember({name: each for _, name, each in _held(optimizer, vars(optimizer))}, optimizer)
 
 
 def forget_compiled(optimizer: Optimizer) -> None:

@@ -41,15 +41,18 @@ from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary, WeakIdRef, Weak
 
 from collage_fx.errors import CheckpointMismatchError, ConflictingErrorFormatError, UnsupportedTensorError
 from collage_fx.graph import is_dense
-from collage_fx.numerics import AuxiliarySpec, ErrorFormat, format_named, is_low_precision
-from collage_fx.runtime.packed import Value, is_packed, pack, unpack
+from collage_fx.numerics import ERROR_FORMATS, AuxiliarySpec, ErrorFormat, format_named, is_low_precision
+from collage_fx.runtime.packed import Value, is_packed, move_packed, pack, unpack
 from collage_fx.torch_compat import (
     distributed_like,
     has_storage,
     local_tensor,
+    pieces_of,
     real_tensors,
     start_of_piece,
     storage_of,
+    version_of,
+    whole_tensor,
     without_torch_function,
 )
 
@@ -77,6 +80,9 @@ class _Records:
 
 _RECORDS = _Records()
 
+#: The format of error terms of a parameter that no step has asked for in another one.
+_DEFAULT = ERROR_FORMATS["exact"]
+
 #: Elements that are handled at once where a tensor is too large to be converted as a whole.
 PART = 1 << 20
 
@@ -102,6 +108,7 @@ class Expansion:
         is_used: whether a compiled step reads and writes the buffers, rather than that they have been loaded.
         is_new: whether they come from the step that made the tensor, and no step that updates it has been
             compiled.
+        accepted: the version of hi that the buffers have been said to belong to, other than by a step.
     """
 
     format: ErrorFormat
@@ -113,6 +120,7 @@ class Expansion:
     claim: Tensor | None = None
     is_used: bool = False
     is_new: bool = False
+    accepted: int = -1
     _settle: Callable[[], None] | None = None
 
     def __del__(self, records: _Records = _RECORDS) -> None:
@@ -138,6 +146,8 @@ class Expansion:
     def drop_claim(self) -> None:
         """Let the error terms belong to hi as it is: it has been looked at, or they are others now."""
         self.claim = self._settle = None
+        if (tensor := self.owner()) is not None:
+            self.accepted = version_of(tensor)
 
     def settle(self) -> None:
         """See to it that the error terms belong to hi, if nobody has looked since they were loaded."""
@@ -155,6 +165,8 @@ class Expansion:
         """
         self.is_used = True
         self.settle()
+        if (owner := self.owner()) is not None:
+            _follow(self, local_tensor(owner))
         if not self.format.keeps_hi:
             self._pack(name)
         return (*self.auxiliaries, self.start) if self.format.is_dithered else self.auxiliaries
@@ -184,6 +196,13 @@ class Expansion:
                 )
             self._encode(hi)
         self._give_back(tensor)
+
+    def move(self, device: torch.device) -> None:
+        """Have the buffers on a device; a packed tensor is there, too."""
+        self.start = self.start.to(device)
+        self.replace_buffers([each.to(device) for each in self.auxiliaries])
+        if (tensor := self.owner()) is not None and is_packed(tensor):
+            move_packed(tensor, device)
 
     def _give_back(self, tensor: Tensor) -> None:
         """Give the memory of a tensor back, whose value the buffers are."""
@@ -227,6 +246,17 @@ class Expansion:
         if self.owner() is not None:
             record_memory(local_tensor(tensor), self)
         _RECORDS.state = object()
+
+    def keep_where(self, same: Tensor) -> bool:
+        """Zero the buffers in place but where elements of hi are the same; whether all of them are."""
+        keeps_all = bool(same.all())
+        if not keeps_all and self.format.is_elementwise:
+            with real_tensors(), torch.no_grad():
+                for auxiliary in (each for each in self.auxiliaries if each.dim()):
+                    auxiliary.masked_fill_(~same.to(auxiliary.device), 0)
+        elif not keeps_all:
+            self.clear()
+        return keeps_all
 
     def clear(self) -> None:
         """Zero the buffers in place: the value becomes hi."""
@@ -521,6 +551,72 @@ def _follow(expansion: Expansion, tensor: Tensor) -> None:
     expansion.replace_buffers(moved)
 
 
+def move_into(tensor: Tensor, other: Tensor) -> bool:
+    """Give a tensor the memory of another one of its layout; error terms of elements that are the same stay.
+
+    Returns:
+        whether all error terms have been kept.
+    """
+    expansion, brought = expansion_of(tensor), expansion_of(other)
+    if expansion is None or expansion is brought:
+        local_tensor(tensor).data = local_tensor(other).detach()
+        return True
+    keeps_all = True
+    if brought is not None and brought.format is expansion.format:
+        expansion.drop_claim()
+        expansion.replace_buffers(brought.auxiliaries)
+    elif expansion.format.keeps_hi and expansion.claim is None:
+        keeps_all = expansion.keep_where(same_elements(local_tensor(tensor), local_tensor(other)))
+    if is_packed(tensor) and is_packed(other):
+        move_packed(tensor, other.device)
+    else:
+        local_tensor(tensor).data = local_tensor(other).detach()
+    record_memory(local_tensor(tensor), expansion)
+    _follow(expansion, local_tensor(tensor))
+    _RECORDS.state = object()
+    return keeps_all
+
+
+def hand_over(old: Tensor, new: Tensor, *, name: str) -> bool:
+    """Give a tensor the error terms of another one, of those elements that are the same in both.
+
+    Args:
+        old: the tensor that had them.
+        new: of other sizes, maybe; what is at the same indices is compared.
+        name: of the new one.
+
+    Returns:
+        whether no element of both has lost its error term.
+    """
+    expansion, found = expansion_of(old), expansion_of(new)
+    if expansion is None or not expansion.format.keeps_error or found not in (None, expansion):
+        return True
+    if found is expansion:  # another object in the same memory
+        _BY_OBJECT[new], expansion.owner = expansion, TensorWeakRef(new)
+        return True
+    piece, whole = local_tensor(old.detach()), local_tensor(new.detach())
+    if old.dtype != new.dtype or old.dim() != new.dim() or not expansion.format.is_elementwise:
+        return False
+    expansion.settle()
+    both = tuple(slice(min(sizes)) for sizes in zip(piece.shape, whole.shape, strict=True))
+    same = same_elements(piece[both], whole[both])
+    made = ensure_expansion(new, expansion.format, name=name)
+    with real_tensors(), torch.no_grad():
+        for mine, given in zip(made.auxiliaries, expansion.auxiliaries, strict=True):
+            if mine.dim():
+                mine[both].copy_(torch.where(same, given[both].to(same.device), torch.zeros_like(mine[both])))
+            else:
+                mine.copy_(given)
+    return bool(same.all())
+
+
+def same_elements(one: Tensor, other: Tensor) -> Tensor:
+    """Which elements of two tensors have the same bits; none where most have not, and few do by chance."""
+    with real_tensors(), torch.no_grad():
+        same = one.detach().to(other.device).view(torch.int16) == other.detach().view(torch.int16)
+        return same & (2 * same.sum() >= same.numel())
+
+
 def error_terms(tensor: Tensor) -> tuple[Tensor, ...]:
     """The error terms of a tensor: with them added, it is the value that the optimizer works with.
 
@@ -531,15 +627,18 @@ def error_terms(tensor: Tensor) -> tuple[Tensor, ...]:
         tensors of its shape on its device; ``()`` where the tensor has none. In the formats "mcf" and "fp32"
         they are the live buffers themselves, in others float32 copies. Of a DTensor they are DTensors with
         its mesh and placements, made of those of each process. A view of a flat buffer that the optimizer
-        steps has a float32 copy of its part of the buffer's. After ``load_state_dict`` they are those of the
-        file until a step, or ``full_state_dict``, has looked whether they belong to the tensor.
+        steps has a float32 copy of its part of the buffer's. Error terms that ``load_state_dict`` has loaded,
+        and no step has used yet, become zero where they belong to other values: load all first. Of DTensors
+        all processes have to ask then.
     """
     expansion = expansion_of(tensor)
     if expansion is None:
         return _terms_in_memory_of(tensor)
     if not expansion.is_current:
         return ()
+    expansion.settle()
     piece = local_tensor(tensor.detach())
+    _follow(expansion, piece)
     terms = expansion.format.error_terms(piece, *expansion.auxiliaries)
     return tuple(distributed_like(tensor, term) for term in terms)
 
@@ -592,6 +691,69 @@ def full_value(tensor: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     return distributed_like(tensor, value)
 
 
+def assign(tensor: Tensor, value: Tensor | float) -> None:
+    """Write a value to a tensor and its error terms, where ``copy_`` rounds to 16 bits.
+
+    ``assign(p, q)`` copies a tensor with its error terms, ``assign(p, full_value(p).clamp(-1, 1))``
+    writes a result of float64. Compiled steps go on from there.
+
+    Args:
+        tensor: a parameter or a state of an optimizer. A parameter that has no error terms yet gets them; any
+            other tensor without is rounded, and so is one that is packed.
+        value: of its shape, or of one that is expanded to it. Of a compensated tensor the error terms are
+            part of the value. Of a whole tensor each process takes its piece of a DTensor; a DTensor is sent
+            around as that needs. Numbers are taken as float32, as ``arithmetic="wide"`` does.
+    """
+    given = torch.as_tensor(value)
+    own, theirs = expansion_of(tensor), expansion_of(given)
+    with torch.no_grad():
+        if isinstance(tensor, torch.nn.Parameter) and own is None and is_low_precision(tensor.dtype):
+            wanted = theirs.format if theirs is not None and theirs.format.keeps_error else _DEFAULT
+            own = ensure_expansion(tensor, wanted, name="assign")
+        if own is not None and own is theirs:
+            return
+        if own is not None and theirs is not None and _are_alike(tensor, given, own, theirs):
+            theirs.settle()
+            local_tensor(tensor).copy_(local_tensor(given))
+            own.replace_contents(theirs.auxiliaries)
+        else:
+            write(tensor, (full_value(given) if theirs is not None else given).expand(tensor.shape), own)
+
+
+def _are_alike(tensor: Tensor, other: Tensor, own: Expansion, theirs: Expansion) -> bool:
+    """Whether the buffers of one tensor can be copied to those of another."""
+    shapes = [(each.shape, each.dtype, pieces_of(each)) for each in (tensor, other)]
+    return own.format is theirs.format and own.format.keeps_hi and shapes[0] == shapes[1]
+
+
+def write(tensor: Tensor, value: Tensor, expansion: Expansion | None) -> None:
+    """Write a value of more bits to a tensor, and what is left of it to its error terms.
+
+    Args:
+        tensor: the tensor, maybe a DTensor.
+        value: of its shape; whole, or a DTensor.
+        expansion: the record of the error terms; None to round.
+    """
+    pieces, mine = pieces_of(tensor), local_tensor(tensor)
+    source = whole_tensor(value) if pieces is None else local_tensor(value, pieces)
+    if expansion is None or not expansion.format.keeps_hi:
+        mine.copy_(source)
+        if expansion is not None:
+            expansion.clear()
+        return
+    error_format = expansion.format
+    parts = parts_of(source) if error_format.is_elementwise else (source,)
+    into_all = [
+        parts_of(each) if error_format.is_elementwise and each.dim() else [each] * len(parts)
+        for each in (mine, *expansion.auxiliaries)
+    ]
+    for part, *into in zip(parts, *into_all, strict=True):
+        split = error_format.split(part.to(mine.device, torch.float32), tensor.dtype)
+        for each, new in zip(into, split, strict=True):
+            each.copy_(new)
+    expansion.drop_claim()
+
+
 def parts_of(tensor: Tensor) -> Sequence[Tensor]:
     """Views of all rows of a tensor, of about ``PART`` elements each."""
     if tensor.dim() == 0 or not tensor.numel():
@@ -605,12 +767,9 @@ def reset_error_terms(tensor: Tensor) -> None:
     For use after overwriting a parameter by hand, or before compiling a step with another error format. A
     compiled step that used them goes on with new ones, from zero.
 
-    Overwriting hi (``p.data.copy_(...)``) leaves the error term as it is: it is added to the new value, which
-    is off by up to half an ulp of the old one until the tensor is reset. ``Module.load_state_dict`` and
-    ``Optimizer.load_state_dict`` see to it themselves, in any order. Elsewhere a stale error term is not
-    looked for: it betrays itself only where it exceeds half an ulp of the new hi, which for a value of the
-    same magnitude it never does, and the test would cost every step a rounding per element. (Sums that are
-    not parameters are the exception: they are zeroed all the time, see ``passes/drop_stale.py``.)
+    Overwriting hi in place (``p.data.copy_(...)``) keeps the old error term: half an ulp of the old value at
+    most. ``assign`` writes a value with all its bits. ``load_state_dict`` of a module or an optimizer drops
+    error terms of other values itself.
     """
     unpack(tensor)
     with _LOCK:

@@ -32,12 +32,12 @@ from collage_fx.runtime.error_terms import (
     expansion_of,
     full_value,
     has_error_terms,
-    parts_of,
     require_format,
+    write,
 )
 from collage_fx.runtime.optimizers import parameter_names
 from collage_fx.runtime.safetensors_file import NAMES, SafetensorsFile, write_safetensors
-from collage_fx.torch_compat import local_tensor, pieces_of, whole_tensor
+from collage_fx.torch_compat import pieces_of, whole_tensor
 
 
 def full_state_dict(
@@ -94,8 +94,6 @@ class _FullStateDict(Mapping[str, Any]):
         if made is None or self._made_as[id(tensor)] == name:
             made = tensor.detach()
             if _is_full(tensor):
-                if (expansion := expansion_of(tensor)) is not None:
-                    expansion.settle()
                 made = full_value(tensor, self._dtype)
             if self._gather:
                 made = whole_tensor(made)
@@ -226,25 +224,11 @@ def load_full_state_dict(
             if not isinstance(target, Tensor):
                 model.load_state_dict({name: sources[name]}, strict=False)
                 continue
-            pieces, source = pieces_of(target), sources[name]
-            mine = local_tensor(target)
-            source = whole_tensor(source) if pieces is None else local_tensor(source, pieces)
-            if id(target) in stepped and is_low_precision(target.dtype):
-                expansion = ensure_expansion(target, kept_in, name=name)
-                expansion.drop_claim()
-                parts = parts_of(source) if kept_in.is_elementwise else (source,)
-                into_all = [
-                    parts_of(each) if kept_in.is_elementwise and each.dim() else [each] * len(parts)
-                    for each in (mine, *expansion.auxiliaries)
-                ]
-                for part, *into in zip(parts, *into_all, strict=True):
-                    split = kept_in.split(part.to(mine.device, torch.float32), target.dtype)
-                    for each, new in zip(into, split, strict=True):
-                        each.copy_(new)
-            else:
-                mine.copy_(source)
-                if (expansion := expansion_of(target)) is not None:
-                    expansion.clear()
+            is_stepped = id(target) in stepped and is_low_precision(target.dtype)
+            expansion = ensure_expansion(target, kept_in, name=name) if is_stepped else None
+            write(target, sources[name], expansion)
+            if expansion is None and (live := expansion_of(target)) is not None:
+                live.clear()
 
 
 def _refuse_misfits(held: Mapping[str, Any], sources: Mapping[str, Any], stepped: set[int]) -> None:

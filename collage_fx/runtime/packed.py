@@ -183,12 +183,17 @@ def is_packed(tensor: Any) -> bool:
 
 def pack(tensor: Tensor, value: Value) -> None:
     """Give a tensor's memory back: its value is to be decoded from now on."""
-    piece = local_tensor(tensor)
-    with real_tensors(), torch.no_grad():
-        nothing = torch.full((), float("nan"), dtype=piece.dtype, device=piece.device)
-        piece.data = nothing.expand(piece.shape)
+    move_packed(tensor, local_tensor(tensor).device)
     known_by_identity(tensor)
     _dress(tensor, value)
+
+
+def move_packed(tensor: Tensor, device: torch.device) -> None:
+    """Let the one element that a packed tensor has of memory be on a device."""
+    piece = local_tensor(tensor)
+    with without_torch_function(), real_tensors(), torch.no_grad():
+        nothing = torch.full((), float("nan"), dtype=piece.dtype, device=device)
+        piece.data = nothing.expand(piece.shape)
 
 
 def unpack(tensor: Tensor) -> None:

@@ -9,6 +9,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
@@ -81,8 +82,8 @@ TEXTS = Patch(
 COMPILED_CALLS = Patch(
     name="compiled-calls",
     target="torch._dynamo.eval_frame:_callback_from_stance(callback)",
-    why="in a recorded step, functions that were compiled are run as they are",
-    during="recorded steps",
+    why="state that the program has replaced is seen before a step; recorded steps run compiled functions",
+    affects="everybody",
 )
 
 
@@ -102,7 +103,9 @@ class Watch:
         before: ``(backend, keywords, code, variables)``, at the beginning of a conversion; an exception of it
             ends the conversion and reaches the user, True applies the following.
         within: ``(code, variables)``: the context of a conversion.
-        after: ``(backend, keywords, code, variables)``, once a graph has been compiled.
+        after: ``(backend, keywords, compiler, code, variables)``, once a graph has been compiled.
+        before_call: ``(compiler)``, before each call of what ``torch.compile`` returned. The compiler is an
+            object that stands for one call of ``torch.compile``, the same that ``after`` is given.
         failed: like ``before``, and the exception that the conversion ended with, or the backend in it, other
             than a refusal; it is raised again after.
         at_optimizer: see :func:`watching_optimizers`.
@@ -114,7 +117,8 @@ class Watch:
     is_watched: Callable[[Any], bool]
     before: Callable[[Any, dict[str, Any], CodeType, Mapping[str, Any]], bool]
     within: Callable[[CodeType, Mapping[str, Any]], AbstractContextManager[None]]
-    after: Callable[[Any, dict[str, Any], CodeType, Mapping[str, Any]], None]
+    after: Callable[[Any, dict[str, Any], Any, CodeType, Mapping[str, Any]], None]
+    before_call: Callable[[Any], None]
     failed: Callable[[Any, dict[str, Any], CodeType, Mapping[str, Any], Exception], None]
     at_optimizer: Callable[[Optimizer, Any, dict[str, Any]], Iterable[Place] | None]
     at_graph_break: Callable[[Any, dict[str, Any], CodeType, GraphBreak], None]
@@ -163,7 +167,7 @@ def watch_conversions(watch: Watch) -> None:
             whole = isinstance(again, TraceWhole)
         else:
             if converted is not None and converted.guarded_code is not None:
-                watch.after(*compiler, code, variables)
+                watch.after(*compiler, _compiler_of(convert), code, variables)
             return converted
         # Here nothing refers to the abandoned trace any more, nor to state that was made in it.
         token = tracing_whole.set(whole or tracing_whole.get())
@@ -180,7 +184,27 @@ def watch_conversions(watch: Watch) -> None:
 
         return convert_frame_assert
 
+    def calling(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def callback_from_stance(callback: Any) -> Any:
+            if not callback:  # what is called is not compiled
+                return original(callback)
+            if _runs_as_it_is.get()():
+                _count_compiled(-1)
+                return None
+            watch.before_call(_compiler_of(callback))
+            return original(callback)
+
+        return callback_from_stance
+
     CONVERSIONS.install(converting)
+    COMPILED_CALLS.install(calling)
+
+
+def _compiler_of(callback: Any) -> Any:
+    """The innermost of the wrappers that Dynamo puts around a backend: one for each ``torch.compile``."""
+    while (inner := getattr(callback, "__dict__", {}).get("_torchdynamo_orig_backend")) is not None:
+        callback = inner
+    return callback
 
 
 class _Watched:
@@ -289,23 +313,23 @@ def dynamo_recompile_limit() -> int:
     return int(dynamo_config.recompile_limit)
 
 
+#: fullgraph=True counts what has been compiled; less than zero is "do not count". Since torch 2.13.
+_count_compiled: Callable[[int], object] = getattr(
+    eval_frame, "set_fullgraph_compiled_frame_count", lambda count: None
+)
+
+#: Whether what ``torch.compile`` returned is to call the original function, in this context.
+_runs_as_it_is: ContextVar[Callable[[], bool]] = ContextVar("_runs_as_it_is", default=lambda: False)
+
+
 @contextlib.contextmanager
 def running_compiled_functions_as_they_are_if(condition: Callable[[], bool]) -> Iterator[None]:
     """Within, in this thread, what ``torch.compile`` returned calls the original function if ``condition()``.
 
     As the stance ``"force_eager"`` has it, which is one for all threads.
     """
-    # fullgraph=True counts what has been compiled; less than zero is "do not count". Since torch 2.13.
-    count_compiled = getattr(eval_frame, "set_fullgraph_compiled_frame_count", lambda count: None)
-
-    def conditional(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def callback_from_stance(callback: Any) -> Any:
-            if not condition():
-                return original(callback)
-            count_compiled(-1)
-            return None
-
-        return callback_from_stance
-
-    with COMPILED_CALLS.entered(conditional):
+    token = _runs_as_it_is.set(condition)
+    try:
         yield
+    finally:
+        _runs_as_it_is.reset(token)

@@ -34,8 +34,9 @@ def test_what_hi_is_too_coarse_for_is_kept_with_fp32_terms() -> None:
     assert (total.double() + kept.double()).tolist() == [*error[:2].tolist(), 0, 0]
 
 
-def test_parameters_and_averages_are_left_alone() -> None:
-    for step, symbols in ((sgd, "p g"), (moving_average, "m g")):
-        program = captured(step, symbols, strategy="full")
+def test_parameters_and_averages_whose_error_is_a_fraction_of_hi_are_left_alone() -> None:
+    for step, symbols, error_format in ((sgd, "p g", "mcf"), (moving_average, "m g", "exact")):
+        program = captured(step, symbols, strategy="full", error_format=error_format)
         before = str(after(program, "compensate-wide").gm.graph)
-        assert str(after(captured(step, symbols, strategy="full"), "drop-stale").gm.graph) == before
+        program = captured(step, symbols, strategy="full", error_format=error_format)
+        assert str(after(program, "drop-stale").gm.graph) == before

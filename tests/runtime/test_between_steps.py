@@ -1,0 +1,404 @@
+"""What programs do to parameters and state between two steps: moved, replaced, written."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+import collage_fx
+from collage_fx import CollageBackend, assign, error_terms, full_value, offload
+from collage_fx.numerics import ERROR_FORMATS
+from tests.support.training import (
+    Descent,
+    LateMomentum,
+    compiled,
+    everything,
+    parameters,
+    run_steps,
+    set_gradients,
+)
+
+#: Rows of blocks for packed formats, and shapes of which one is there twice.
+SHAPES = ((64, 64), (5,), (64, 64))
+
+
+class Normed(Optimizer):
+    """State of two kinds; a step that branches on a value, so that it is recorded."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            if p.grad is None or float(p.grad.abs().max()) > 1e9:
+                continue
+            state = self.state[p]
+            if not state:
+                state["slow"], state["list"] = torch.zeros_like(p), [torch.zeros_like(p)]
+            state["slow"].mul_(0.999).add_(p.grad, alpha=0.001)
+            state["list"][0].lerp_(state["slow"], 0.01)
+            p.add_(state["slow"] + state["list"][0], alpha=-1e-2)
+
+
+def adamw(params: Any) -> Optimizer:
+    return torch.optim.AdamW(params, lr=1e-4)
+
+
+def tensors_of(optimizer: Optimizer) -> list[tuple[Any, Any]]:
+    """The ``(container, key)`` of each tensor in an optimizer's state."""
+    found: list[tuple[Any, Any]] = []
+    waiting: list[Any] = list(optimizer.state.values())
+    while waiting:
+        container = waiting.pop()
+        for key, value in container.items() if isinstance(container, dict) else enumerate(container):
+            if isinstance(value, Tensor):
+                found.append((container, key))
+            elif isinstance(value, (dict, list)):
+                waiting.append(value)
+    return found
+
+
+def move_away_and_back(optimizer: Optimizer) -> None:
+    for container, key in tensors_of(optimizer):
+        container[key] = container[key].clone()
+    for p in optimizer.param_groups[0]["params"]:
+        p.data = p.data.clone()
+
+
+def move_by_data(optimizer: Optimizer) -> None:
+    for container, key in tensors_of(optimizer):
+        container[key].data = container[key].data.clone()
+
+
+def replace_dictionaries(optimizer: Optimizer) -> None:
+    for p in optimizer.param_groups[0]["params"]:
+        optimizer.state[p] = copy.copy(optimizer.state[p])
+    move_away_and_back(optimizer)
+
+
+def take_offload(optimizer: Optimizer) -> None:
+    offload(optimizer)
+    for _, _, tensor in named(optimizer):
+        assert tensor.device.type == "cpu"
+
+
+def named(optimizer: Optimizer) -> list[tuple[Any, Any, Tensor]]:
+    return [(container, key, container[key]) for container, key in tensors_of(optimizer)]
+
+
+MOVES = [move_away_and_back, move_by_data, replace_dictionaries, take_offload]
+
+
+@pytest.mark.parametrize("move", MOVES, ids=lambda move: move.__name__)
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (adamw, {}),
+        (adamw, {"error_format": "mcf"}),
+        (adamw, {"bytes_per_parameter": 5.1}),
+        (LateMomentum, {"arithmetic": "native", "error_format": "mcf"}),
+        (Normed, {}),
+        (Normed, {"state": "block8"}),
+    ],
+    ids=["adamw", "mcf", "5.1", "native", "recorded", "recorded-block8"],
+)
+def test_what_is_moved_between_steps_is_as_if_it_had_stayed(
+    make: Callable[[Any], Optimizer], options: dict[str, Any], move: Callable[[Optimizer], None]
+) -> None:
+    """Bit for bit, error terms too, and without a compilation."""
+    runs = []
+    for moves in (False, True):
+        torch._dynamo.reset()
+        params = parameters(shapes=SHAPES)
+        optimizer = make(params)
+        backend = CollageBackend(**options)
+        step = torch.compile(optimizer.step, backend=backend)
+        run_steps(step, params, range(2))
+        compilations = len(backend.reports)
+        for seed in range(2, 7):
+            if moves:
+                move(optimizer)
+            run_steps(step, params, [seed])
+        assert len(backend.reports) == compilations
+        runs.append(everything(optimizer))
+    assert runs[0].keys() == runs[1].keys()
+    for name, value in runs[0].items():
+        assert torch.equal(value, runs[1][name]), name
+
+
+def test_moves_in_every_step_of_a_long_run_need_one_compilation() -> None:
+    """Two hundred phases, as of a program that trains by reinforcement, against float64."""
+    params = parameters(shapes=SHAPES)
+    start = [p.detach().double().clone() for p in params]
+    exact = [Parameter(p.clone()) for p in start]
+    optimizer, reference = adamw(params), adamw(exact)
+    step = compiled(optimizer, strategy="full")
+    for seed in range(200):
+        set_gradients(params, seed)
+        for p, q in zip(params, exact, strict=True):
+            q.grad = None if p.grad is None else p.grad.double()
+        with torch.compiler.set_stance("fail_on_recompile" if seed else "default"):
+            step()
+        reference.step()
+        move_away_and_back(optimizer)
+    assert distance(params, exact) / distance(start, exact) < 0.005
+
+
+def distance(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
+    """The distance of two models, whose error terms count."""
+    return (
+        sum(float((full_value(p) - full_value(q)).square().sum()) for p, q in zip(one, other, strict=True))
+        ** 0.5
+    )
+
+
+def test_a_backup_that_is_kept_by_reference_does_not_change() -> None:
+    params = parameters(shapes=SHAPES)
+    optimizer = adamw(params)
+    step = compiled(optimizer)
+    run_steps(step, params, range(2))
+    for seed in (2, 3):
+        backup = {p: dict(optimizer.state[p]) for p in params}
+        values = {p: optimizer.state[p]["exp_avg_sq"].clone() for p in params}
+        terms = {p: error_terms(optimizer.state[p]["exp_avg_sq"])[0].clone() for p in params}
+        for container, key in tensors_of(optimizer):
+            container[key] = container[key].clone()
+        run_steps(step, params, [seed])
+        for p in params:
+            moment = backup[p]["exp_avg_sq"]
+            assert torch.equal(moment, values[p])
+            assert torch.equal(error_terms(moment)[0], terms[p])
+            assert error_terms(optimizer.state[p]["exp_avg_sq"])[0].any()
+
+
+def test_elements_that_a_replacement_leaves_alone_keep_their_error_terms() -> None:
+    params = parameters(shapes=SHAPES)
+    optimizer = adamw(params)
+    step = compiled(optimizer)
+    run_steps(step, params, range(5))
+    state = optimizer.state[params[0]]
+    before, terms = full_value(state["exp_avg_sq"]), error_terms(state["exp_avg_sq"])[0]
+    assert terms.any()
+    replaced = state["exp_avg_sq"].clone()
+    replaced[3] = 0.5
+    state["exp_avg_sq"] = replaced
+    params[0].grad = torch.zeros_like(params[0])
+    with pytest.warns(UserWarning, match="exp_avg_sq.* has been replaced"):
+        step()
+    expected = before.clone()
+    expected[3] = 0.5
+    # A product by 0.999 in float32, which is split without an error.
+    assert torch.all((full_value(state["exp_avg_sq"]) - 0.999 * expected).abs() <= expected.abs() * 2.0**-22)
+
+
+def replaced_parameter(old: Tensor, rows: int) -> Parameter:
+    return Parameter(torch.cat([old.detach(), torch.zeros(rows, *old.shape[1:], dtype=old.dtype)]))
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_parameters_that_are_replaced_and_grow_keep_their_error_terms(rows: int) -> None:
+    """At each fifth of forty steps, against float64."""
+    start = parameters(shapes=[(4, 6)])
+    runs = []
+    for dtype in (torch.float64, torch.bfloat16):
+        params = [Parameter(p.detach().to(dtype)) for p in start]
+        optimizer = adamw(params)
+        if dtype is torch.bfloat16:
+            collage_fx.install(optimizer)
+        for seed in range(40):
+            gradient = torch.randn(64, 6, generator=torch.Generator().manual_seed(seed)).bfloat16()
+            params[0].grad = gradient[: len(params[0])].to(dtype)
+            optimizer.step()
+            if seed % 5 == 4 and seed < 16:
+                old = params[0]
+                new = params[0] = replaced_parameter(old, rows)
+                optimizer.state[new] = state = optimizer.state.pop(old)
+                if rows:
+                    for key in ("exp_avg", "exp_avg_sq"):
+                        state[key] = replaced_parameter(state[key], rows).data
+                optimizer.param_groups[0]["params"][0] = new
+        runs.append(full_value(params[0]))
+    exact, got = runs
+    moved = exact[:4] - start[0].double()
+    assert (got - exact)[:4].norm() / moved.norm() < 0.005
+
+
+# Values that are written. ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "options", [{}, {"error_format": "mcf"}, {"error_format": "fp32"}, {"error_format": "byte"}]
+)
+def test_assign_writes_all_bits(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    params = parameters(dtype, shapes=SHAPES)
+    optimizer = Descent(params)
+    step = compiled(optimizer, **options)
+    run_steps(step, params, range(2))
+    for p in params:
+        value = full_value(p) * (1 + 2.0**-12)
+        assign(p, value)
+        bound = ERROR_FORMATS[options.get("error_format", "exact")].error_bound(dtype)
+        relative = float(bound.relative) + 2.0**-24  # and of float32
+        assert torch.all((full_value(p) - value).abs() <= value.abs() * relative + float(bound.absolute))
+    other = parameters(dtype, shapes=SHAPES, seed=1)
+    for q, p in zip(other, params, strict=True):
+        assign(q, p)
+        assert torch.equal(q, p)
+        assert torch.equal(full_value(q), full_value(p))
+    assign(params[1], 0.3)
+    assert torch.equal(params[1], torch.full((5,), 0.3, dtype=dtype))
+
+
+def test_assign_rounds_what_has_no_error_terms() -> None:
+    moment, wide = torch.zeros(3).bfloat16(), torch.zeros(3)
+    assign(moment, torch.full((3,), 1 + 2.0**-9))
+    assert torch.equal(moment, torch.ones(3).bfloat16())
+    assert error_terms(moment) == ()
+    assign(wide, torch.full((3,), 0.1, dtype=torch.float64))
+    assert torch.equal(wide, torch.full((3,), 0.1))
+
+
+def test_values_are_settled_where_something_is_loaded() -> None:
+    """Error terms of other weights are not added to the ones that have been loaded."""
+    model = torch.nn.Linear(6, 4).bfloat16()
+    params = list(model.parameters())
+    optimizer = adamw(params)
+    run_steps(compiled(optimizer), params, range(3))
+    saved = optimizer.state_dict()
+    assert error_terms(params[0])[0].any()
+    model.load_state_dict({name: torch.ones_like(each) for name, each in model.state_dict().items()})
+    assert torch.equal(full_value(params[0]), torch.ones(4, 6, dtype=torch.float64))
+    assert not error_terms(params[0])[0].any()
+    optimizer.load_state_dict(saved)
+    with pytest.warns(UserWarning, match="error terms of other values"):
+        assert torch.equal(full_value(params[0]), torch.ones(4, 6, dtype=torch.float64))
+
+
+WRITES: dict[str, Callable[[Tensor], object]] = {
+    "zero_": lambda moment: moment.zero_(),
+    "data.zero_": lambda moment: moment.data.zero_(),
+    "mul_": lambda moment: moment.mul_(1e-3),
+    "copy_": lambda moment: moment.copy_(torch.full_like(moment, 1e-8)),
+}
+
+
+@pytest.mark.parametrize("write", list(WRITES))
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"error_format": "mcf"},
+        {"error_format": "fp32"},
+        {"arithmetic": "native"},
+        {"error_format": "byte"},
+    ],
+    ids=["exact", "mcf", "fp32", "native", "byte"],
+)
+def test_second_moments_that_are_written_stay_so(options: dict[str, Any], write: str) -> None:
+    """A stale error term is at most an ulp of what has been written: no second moment is negative."""
+    params = parameters(shapes=SHAPES)
+    optimizer = adamw(params)
+    step = compiled(optimizer, **options)
+    run_steps(step, params, range(5))
+    written = []
+    for p in params:
+        moment = optimizer.state[p]["exp_avg_sq"]
+        WRITES[write](moment)
+        written.append(moment.double())
+        p.grad = torch.zeros_like(p)
+    step()
+    for p, before in zip(params, written, strict=True):
+        value = full_value(optimizer.state[p]["exp_avg_sq"])
+        assert torch.all((value - 0.999 * before).abs() <= before * 2.0**-8 + 2.0**-133)
+        assert p.isfinite().all()
+
+
+# Parameters that somebody else writes to. -----------------------------------------------------------------
+
+PARAMETER_WRITES: dict[str, Callable[[Tensor], object]] = {
+    "copy_": lambda p: p.copy_(p * 1.5),
+    "data.copy_": lambda p: p.data.copy_(p.data * 1.5),
+    "mul_": lambda p: p.mul_(0.5),
+    "data.zero_": lambda p: p.data.zero_(),
+    "data": lambda p: setattr(p, "data", p.data * 1.5),
+}
+
+
+@pytest.mark.parametrize("write", list(PARAMETER_WRITES))
+@pytest.mark.parametrize("make", [adamw, Normed], ids=["captured", "recorded"])
+def test_parameters_that_are_written_to_lose_stale_error_terms(
+    make: Callable[[Any], Optimizer], write: str
+) -> None:
+    params = parameters(shapes=SHAPES)
+    optimizer = make(params)
+    step = compiled(optimizer)
+    run_steps(step, params, range(4))
+    with torch.no_grad():
+        PARAMETER_WRITES[write](params[0])
+    kept, written = full_value(params[1]), params[0].detach().double()
+    for p in params:
+        p.grad = None
+    params[1].grad = torch.zeros_like(params[1])
+    with pytest.warns(UserWarning, match=r"params\[0\] of .* has been written to between two steps"):
+        step()
+    assert torch.equal(full_value(params[0]), written)
+    assert (full_value(params[1]) - kept).norm() < 0.1 * (
+        full_value(params[1]) - params[1].double()
+    ).norm() + 1e-2
+
+
+def test_a_clamp_in_each_step_costs_one_warning_and_no_updates() -> None:
+    start = parameters(shapes=[(16, 16)])
+    runs = []
+    for dtype in (torch.float64, torch.bfloat16):
+        params = [Parameter(p.detach().to(dtype)) for p in start]
+        optimizer: Optimizer = torch.optim.SGD(params, lr=2.0**-14)
+        step = compiled(optimizer) if dtype is torch.bfloat16 else optimizer.step
+        told = 0
+        for seed in range(60):
+            gradient = torch.randn(16, 16, generator=torch.Generator().manual_seed(seed)).bfloat16() + 1
+            params[0].grad = gradient.to(dtype)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                step()
+            told += sum("written to" in str(each.message) for each in caught)
+            params[0].data.clamp_(-2, 2)
+            with torch.no_grad():
+                params[0].clamp_(-2, 2)
+        assert told == (dtype is torch.bfloat16)
+        runs.append(full_value(params[0]))
+    exact, got = runs
+    inside = exact.abs() < 1.98
+    first = 2.0**-14 * (torch.randn(16, 16, generator=torch.Generator().manual_seed(0)).bfloat16() + 1)
+    # The first time everything is dropped: the update of one step.
+    assert (got - exact)[inside].norm() <= 1.01 * first[inside].double().norm()
+
+
+def test_whole_values_and_loads_are_no_writes_of_somebody_else() -> None:
+    model = torch.nn.Linear(6, 4).bfloat16()
+    params = list(model.parameters())
+    optimizer = adamw(params)
+    step = compiled(optimizer)
+    run_steps(step, params, range(2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for p in params:
+            assign(p, full_value(p) * 1.5)
+        run_steps(step, params, [2])
+        model.load_state_dict({name: each * 1.5 for name, each in model.state_dict().items()})
+        run_steps(step, params, [3])
+        model.load_state_dict({name: each * 1.5 for name, each in model.state_dict().items()})
+        full_value(params[0])
+        run_steps(step, params, [4])
+        collage_fx.load_full_state_dict(model, optimizer, dict(collage_fx.full_state_dict(model)))
+        run_steps(step, params, [5])
