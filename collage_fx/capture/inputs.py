@@ -77,7 +77,7 @@ def describe_input(value: Any, fallback: str, known: Mapping[int, KnownTensor], 
     cut_from = value.numel() if pieces is not None and pieces.are_cut else 0
     stays = "the step has another tensor of its memory" if value in shared else why_left_unpacked(value)
     is_made = value in made
-    facts = {
+    facts: dict[str, Any] = {
         "cut_from": cut_from,
         "is_updated": value in updated,
         "spans_closure": value in spanning,
