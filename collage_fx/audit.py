@@ -10,7 +10,9 @@ error is ‖Δ - Δ64‖ / ‖Δ64‖: Δ is how far the parameters went, hi + l
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
+import math
 import re
 import sys
 import time
@@ -25,9 +27,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from collage_fx.backend import CollageBackend
-from collage_fx.errors import CollageError
+from collage_fx.errors import CollageError, InvalidOptionError
 from collage_fx.graph import Role
 from collage_fx.install import install
+from collage_fx.numerics import STORAGE_FORMATS
+from collage_fx.options import refuse_unknown
 from collage_fx.runtime import bytes_held, known_tensors
 from collage_fx.runtime.error_terms import error_terms, full_value
 from collage_fx.torch_compat import conversions, forget_counts, graph_breaks, recompile_reasons
@@ -36,6 +40,7 @@ from collage_fx.torch_compat import conversions, forget_counts, graph_breaks, re
 COMPENSATED = "compensated"
 REFUSED = "refused"
 UNSUPPORTED = "does not run eagerly"
+NOTHING_TO_COMPARE = "nothing to compare"
 RECOMPILES = "recompiles"
 SILENT = "silently plain"
 INACCURATE = "inaccurate"
@@ -45,6 +50,8 @@ FAILED = "fails"
 SHAPES = ((24, 16), (16,))
 #: Enough for a scheduled number to be seen to change, and for what happens in one step of five.
 STEPS = 40
+#: Under the second schedule, the first step and the last change nothing.
+FEWEST_STEPS = 3
 WARM_UP = 10
 
 Parameters = list[torch.nn.Parameter]
@@ -141,6 +148,8 @@ class Audit:
         bad = [
             f"{schedule}: {each.outcome}" for schedule, each in self.measured.items() if not _is_good(each)
         ]
+        if all(each.outcome == NOTHING_TO_COMPARE for each in self.measured.values()):
+            return f"none, for {next(iter(self.measured.values())).reason}"
         if bad:
             return f"not right ({'; '.join(bad)})"
         gains = [
@@ -176,7 +185,26 @@ def audit(
 
     Returns:
         Errors, compilations, seconds, error terms and a verdict, for each schedule.
+
+    Raises:
+        CollageError: an argument that is not allowed; nothing has been measured.
     """
+    refuse_unknown(options)
+    CollageBackend(**options)
+    if dtype not in STORAGE_FORMATS:
+        raise InvalidOptionError(
+            f"dtype={dtype} is not allowed: there is nothing to compensate in it",
+            where="dtype",
+            remedy=f"use one of {', '.join(map(str, STORAGE_FORMATS))}",
+        )
+    if not any(map(math.prod, shapes)):
+        raise InvalidOptionError(
+            "shapes without an element", where="shapes", remedy="give shapes such as (64, 64)"
+        )
+    if steps < FEWEST_STEPS:
+        raise InvalidOptionError(
+            f"steps={steps} is not allowed", where="steps", remedy=f"use {FEWEST_STEPS} or more"
+        )
     trial = Trial(make, tuple(map(tuple, shapes)), dtype, steps, options=options)
     with contextlib.redirect_stdout(io.StringIO()):  # some optimizers print what they are
         subject = make(_weights(trial, dtype))
@@ -224,9 +252,11 @@ def falls_short(plain: float, compensated: float) -> bool:
     """Whether a compensated error is more than plain low precision's deserves.
 
     It has to be a tenth, wherever plain low precision loses something worth mentioning, and nowhere larger
-    by more than what two ways of rounding may differ in.
+    by more than what two ways of rounding may differ in. One that is not finite always is.
     """
-    return compensated > 1.05 * plain or (plain >= 0.2 and compensated > plain / 10)
+    return (
+        math.isinf(compensated) or compensated > 1.05 * plain or (plain >= 0.2 and compensated > plain / 10)
+    )
 
 
 def measure_trial(trial: Trial) -> Measurement:
@@ -246,6 +276,11 @@ def measure_trial(trial: Trial) -> Measurement:
         measured.plain = _relative_error(runs[trial.dtype], exact)
         if torch.float32 in runs:
             measured.single = _relative_error(runs[torch.float32], exact)
+    if exact is not None and not (exact.any() and exact.isfinite().all()):
+        measured.outcome = NOTHING_TO_COMPARE
+        finite = "no parameter moves" if exact.isfinite().all() else "parameters become infinite or NaN"
+        measured.reason = f"{finite} in float64, too"
+        return measured
     moved = _compiled_displacement(trial, measured)
     if moved is not None and exact is not None:
         measured.error = _relative_error(moved, exact)
@@ -259,7 +294,8 @@ def _disappoints(measured: Measurement) -> bool:
     """Whether a compensated error is too large, and not because float32 is no better at this optimizer."""
     assert measured.plain is not None
     assert measured.error is not None
-    return falls_short(measured.plain, measured.error) and measured.error > 2 * (measured.single or 0)
+    is_as_float32 = measured.error <= 2 * (measured.single or 0) and math.isfinite(measured.error)
+    return falls_short(measured.plain, measured.error) and not is_as_float32
 
 
 # Runs. ------------------------------------------------------------------------------------------------------
@@ -291,6 +327,8 @@ def _take_steps(
 ) -> None:
     """All steps; ``after`` each."""
     lrs = [group.get("lr") for group in optimizer.param_groups]
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    needs_closure = trial.closure or (closure is not None and closure.default is inspect.Parameter.empty)
     for i, gradients in enumerate(_gradients(trial, parameters[0].dtype)):
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
@@ -298,7 +336,7 @@ def _take_steps(
             factor = trial.schedule(i, trial.steps)
             for group, lr in zip(optimizer.param_groups, lrs, strict=True):
                 group["lr"] = lr if lr is None else lr * factor
-        if trial.closure:
+        if needs_closure:
             optimizer.step(lambda: float(sum(p.detach().sum() for p in parameters)))
         else:
             optimizer.step()
@@ -319,7 +357,8 @@ def _values(parameters: Sequence[Tensor]) -> Tensor:
 
 
 def _relative_error(moved: Tensor, exact: Tensor) -> float:
-    return float((moved - exact).norm() / exact.norm())
+    error = float((moved - exact).norm() / exact.norm())
+    return error if math.isfinite(error) else math.inf
 
 
 def _compiled_displacement(trial: Trial, measured: Measurement) -> Tensor | None:

@@ -23,7 +23,14 @@ from collage_fx.compilation import Backend, Compilation
 from collage_fx.errors import InvalidOptionError
 from collage_fx.graph import Arithmetic, Rounding, Strategy, device_facts
 from collage_fx.lowering import JOINT_GRAPH_SETTINGS, forget_kernels
-from collage_fx.options import DEFAULT_FORMATS, DEFAULT_ROUNDINGS, MODES, Options, refuse_unless
+from collage_fx.options import (
+    DEFAULT_FORMATS,
+    DEFAULT_ROUNDINGS,
+    MODES,
+    Options,
+    refuse_unknown,
+    refuse_unless,
+)
 from collage_fx.pipeline import PIPELINE, Pass
 from collage_fx.report import CollageReport, plot
 from collage_fx.runtime import Metrics, prepare_compiler
@@ -203,14 +210,7 @@ def backend_for(**options: Any) -> CollageBackend:
     Raises:
         ValueError: an unknown option, or a value that is not allowed.
     """
-    allowed = list(Options.__dataclass_fields__)
-    unknown = [name for name in options if name not in allowed]
-    if unknown:
-        raise InvalidOptionError(
-            f"unknown option {unknown[0]!r}",
-            where=unknown[0],
-            remedy=f"options of the backend are {', '.join(allowed)}",
-        )
+    refuse_unknown(options)
     backend = CollageBackend(**options)
     return _by_options.setdefault(backend.options, backend)
 

@@ -7,6 +7,7 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import io
 import os
 import pkgutil
 import re
@@ -24,7 +25,7 @@ from torch.optim import Optimizer
 from collage_fx.audit import STEPS, audit
 from collage_fx.backend import CollageBackend
 from collage_fx.doctor import examine
-from collage_fx.errors import CollageError, did_you_mean, error_kinds
+from collage_fx.errors import CollageError, InvalidOptionError, did_you_mean, error_kinds
 from collage_fx.explain import explain
 from collage_fx.gpu_code import gpu_code
 from collage_fx.graph import Arithmetic, Rounding, Strategy
@@ -46,13 +47,21 @@ class UsageError(Exception):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return its exit status."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal may have another encoding than UTF-8
     try:
-        return _run(list(sys.argv[1:] if arguments is None else arguments))
-    except UsageError as error:
+        status = _run(list(sys.argv[1:] if arguments is None else arguments))
+        sys.stdout.flush()
+        return status
+    except (UsageError, InvalidOptionError) as error:
         print(f"collage-fx: {error}", file=sys.stderr)
         return MISUSED
     except CollageError as error:
         print(f"collage-fx: {error}", file=sys.stderr)
+        return FAILED
+    except BrokenPipeError:  # as of head, which reads no more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more
         return FAILED
 
 
@@ -102,6 +111,16 @@ def _one_of(known: Iterable[str]) -> Callable[[str], str]:
     return check
 
 
+def _file(text: str) -> Path:
+    """The type of an option that is a file to be written, for argparse."""
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {str(path.parent)!r}")
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is a folder; name a file in it")
+    return path
+
+
 # explain ----------------------------------------------------------------------------------------------------
 
 
@@ -130,7 +149,7 @@ def _add_explain_options(parser: argparse.ArgumentParser) -> None:
     add("--why", action="store_true", help="say which way each graph took, and why not a faster one")
     add("--graphs", action="store_true", help="print one tensor's update before and after")
     add("--markdown", action="store_true", help="print Markdown")
-    add("--html", type=Path, metavar="FILE", help="write a page with graphs before and after too")
+    add("--html", type=_file, metavar="FILE", help="write a page with graphs before and after too")
     add("--kernels", action="store_true", help="compile the step, and show the kernels on the page")
     add("--code", type=_one_of(("triton",)), help="print the code that a GPU would run, without one: triton")
     architectures = imaginary_cuda.ARCHITECTURES
@@ -160,7 +179,11 @@ def _explain(options: argparse.Namespace, _: list[str]) -> int:
             found = next(each for each in reversed(report.graphs) if group.example in each.tensors)
             print(f"\nThe update of {group.example.name}:\n\n{found.to_text(group.example.name)}")
     if options.html:
-        print(f"\nWritten: {report.save_html(options.html, kernels=options.kernels)}")
+        try:
+            written = report.save_html(options.html, kernels=options.kernels)
+        except OSError as error:
+            raise UsageError(f"--html {options.html} cannot be written: {error.strerror}") from error
+        print(f"\nWritten: {written}")
     return 0
 
 
@@ -234,8 +257,11 @@ def _module(name: str) -> ModuleType:
         whole = part if found is None else f"{found.__name__}.{part}"
         if importlib.util.find_spec(whole) is None:
             path = None if found is None else getattr(found, "__path__", [])
-            known = [each.name for each in pkgutil.iter_modules(path)]
-            raise UsageError(f"no module {whole!r}; {did_you_mean(part, known)}")
+            known = [each.name for each in pkgutil.iter_modules(path) if not each.name.startswith("_")]
+            hint = did_you_mean(part, known)
+            if found is None and not hint.startswith("did"):
+                hint = "is it installed, or its folder in PYTHONPATH?"
+            raise UsageError(f"no module {whole!r}; {hint}")
         found = importlib.import_module(whole)
     assert found is not None
     return found
@@ -257,10 +283,10 @@ def _keyword(kind: Any, text: str) -> tuple[str, Any]:
 
 
 def _shape(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(size) for size in text.split(","))
-    except ValueError:
-        raise UsageError(f"--shape takes numbers such as 64,64, got {text!r}") from None
+    sizes = text.split(",")
+    if not all(size.strip().isdecimal() and int(size) > 0 for size in sizes):
+        raise UsageError(f"--shape takes numbers from 1 on, such as 64,64, got {text!r}")
+    return tuple(map(int, sizes))
 
 
 # doctor and demo --------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from collage_fx.graph import (
 )
 from collage_fx.lowering import Lowered, interpreted, rules_of, why_not_compiled
 from collage_fx.numerics import is_low_precision
+from collage_fx.options import refuse_unknown
 from collage_fx.report import CollageReport
 from collage_fx.runtime import known_tensors
 from collage_fx.torch_compat import is_dynamos
@@ -50,6 +51,7 @@ def explain(optimizer: Optimizer, **options: Any) -> CollageReport:
     Raises:
         CollageError: what compiling the step would raise.
     """
+    refuse_unknown(options)
     backend = CaptureOnly(**options)
     captured(optimizer, backend)
     return backend.report()

@@ -15,6 +15,7 @@ from collage_fx.errors import InvalidOptionError, did_you_mean
 from collage_fx.explain import CaptureOnly, captured
 from collage_fx.graph import Reason, Role, StepProgram, placeholders, tensor_value
 from collage_fx.lowering import Lowered, step_in_parts, why_not_compiled
+from collage_fx.options import refuse_unknown
 from collage_fx.report import CollageReport
 from collage_fx.runtime import Kernel, Launch, StepInParts
 from collage_fx.torch_compat import imaginary_cuda, without_triton
@@ -135,6 +136,7 @@ def gpu_code(optimizer: Optimizer, *, arch: str = "sm_90", **options: Any) -> Gp
             where="the code for a GPU",
             remedy="pip install triton numpy (on Linux; a CUDA build of torch brings Triton along)",
         )
+    refuse_unknown(options)
     backend = _OnGpu(arch, **options)
     captured(optimizer, backend)
     report = backend.report()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from collage_fx.errors import InvalidOptionError
+from collage_fx.errors import InvalidOptionError, did_you_mean
 from collage_fx.graph import Arithmetic, Reason, Rounding, Strategy
 from collage_fx.numerics import ERROR_FORMATS, PACKED_FORMATS
 from collage_fx.pipeline import PIPELINE, Pass, refuse_incomplete
@@ -122,6 +122,19 @@ class Options:
                     where=name,
                     remedy="give one of both",
                 )
+
+
+def refuse_unknown(names: Iterable[str]) -> None:
+    """Refuse the name of an option that does not exist."""
+    known = list(Options.__dataclass_fields__)
+    for name in names:
+        if name not in known:
+            hint = did_you_mean(name, known)
+            raise InvalidOptionError(
+                f"unknown option {name!r}" + (f"; {hint}" if hint.startswith("did") else ""),
+                where=name,
+                remedy=f"options of the backend are {', '.join(known)}",
+            )
 
 
 def refuse_unless(name: str, value: object, allowed: Sequence[object]) -> None:

@@ -9,7 +9,8 @@ import torch
 from torch.optim import SGD, AdamW, Optimizer
 
 from collage_fx import audit
-from collage_fx.audit import FAILED, INACCURATE, UNSUPPORTED
+from collage_fx.audit import FAILED, INACCURATE, NOTHING_TO_COMPARE, REFUSED, falls_short
+from collage_fx.errors import InvalidOptionError
 from collage_fx.cli import main
 from tests.support.training import Descent
 
@@ -81,7 +82,7 @@ class Fails(Descent):
 
 
 @pytest.mark.parametrize(
-    ("kind", "outcome"), [(torch.optim.LBFGS, UNSUPPORTED), (LeavesTorch, INACCURATE), (Fails, FAILED)]
+    ("kind", "outcome"), [(torch.optim.LBFGS, REFUSED), (LeavesTorch, INACCURATE), (Fails, FAILED)]
 )
 def test_what_is_not_right_is_said(kind: type[Optimizer], outcome: str) -> None:
     found = audit(lambda params: kind(params, lr=1e-5), schedules={"constant": None})  # type: ignore[call-arg]
@@ -90,10 +91,57 @@ def test_what_is_not_right_is_said(kind: type[Optimizer], outcome: str) -> None:
     assert "Verdict: not right (constant: " in str(found)
 
 
+class Overflows(Descent):
+    """Right in float64 alone: float16 overflows when a gradient is multiplied and divided."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            p.add_(p.grad * 1e300 / 1e300, alpha=-self.defaults["lr"])
+
+
+def test_what_is_not_finite_is_not_right() -> None:
+    assert falls_short(1.0, float("inf"))
+    assert falls_short(float("inf"), float("inf"))
+    assert not falls_short(float("inf"), 0.01)
+    found = audit(lambda params: Overflows(params, lr=1e-4), schedules={"constant": None}, steps=4)
+    assert found.measured["constant"].outcome == INACCURATE
+
+
+@pytest.mark.parametrize("lr", [0.0, float("nan"), float("inf")])
+def test_where_there_is_nothing_to_compare_nothing_is_called_wrong(lr: float) -> None:
+    found = audit(lambda params: SGD(params, lr=lr), steps=3)
+    assert {each.outcome for each in found.measured.values()} == {NOTHING_TO_COMPARE}
+    told = "no parameter moves" if lr == 0 else "infinite or NaN"
+    assert found.verdict.startswith("none, for ")
+    assert told in found.verdict
+    assert not found.is_good
+
+
+@pytest.mark.parametrize(
+    ("options", "where"),
+    [
+        ({"stratgy": "plus"}, "stratgy"),
+        ({"strategy": "pluss"}, "strategy"),
+        ({"dtype": torch.float32}, "dtype"),
+        ({"shapes": []}, "shapes"),
+        ({"shapes": [(0, 3)]}, "shapes"),
+        ({"steps": 2}, "steps"),
+        ({"steps": -1}, "steps"),
+    ],
+)
+def test_arguments_are_refused_before_anything_is_measured(options: dict[str, Any], where: str) -> None:
+    made: list[Any] = []
+    with pytest.raises(InvalidOptionError) as raised:
+        audit(lambda params: made.append(params) or SGD(params), **options)
+    assert raised.value.where == where
+    assert not made
+
+
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["audit", "--optimizer", "torch.optim.SGD", "--lr", "1e-4", "--shape", "8,8", "--steps", "8"]
     assert main([*command, "--dtype", "float16", "--kw", "momentum=0.9"]) == 0
     assert "SGD, lr 0.0001: 8 steps of float16 parameters 8×8" in capsys.readouterr().out
     assert main(["audit", "--optimizer", "torch.optim.LBFGS"]) == 1
-    assert "does not run eagerly" in capsys.readouterr().out
+    assert "UnsupportedOptimizerError: LBFGS" in capsys.readouterr().out
     assert main(["audit", "--optimizer", "torch.optim.SGD", "--kw", "mometum=1"]) == 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import subprocess
 import sys
@@ -80,6 +82,17 @@ def test_kernels_are_those_of_a_compiled_step(capsys: pytest.CaptureFixture[str]
         ("explain --optimizer Muon", 2, "--shape gives others"),
         ("explain", 2, "--optimizer"),
         ("", 2, "COMMAND"),
+        ("explain --optimizer SGD --shape 0", 2, "--shape takes numbers from 1 on"),
+        ("explain --optimizer SGD --shape=-3", 2, "--shape takes numbers from 1 on"),
+        ("explain --optimizer SGD --shape 4,0", 2, "--shape takes numbers from 1 on"),
+        ("explain --optimizer nopkg.Adam", 2, "no module 'nopkg'; is it installed, or its folder in"),
+        ("explain --optimizer SGD --html /no/such/folder/x.html", 2, "there is no folder '/no/such/folder'"),
+        ("explain --optimizer SGD --html /", 2, "'/' is a folder; name a file in it"),
+        ("explain --optimizer SGD --bytes-per-parameter 2", 2, "CFX001"),
+        ("explain --optimizer SGD --bytes-per-parameter 8 --strategy light", 2, "CFX001"),
+        ("explain --optimizer SGD --state block8 --arithmetic native", 2, "CFX001"),
+        ("audit --optimizer SGD --dtype float32", 2, "there is nothing to compensate"),
+        ("audit --optimizer SGD --steps 1", 2, "steps=1 is not allowed"),
         ("explain --optimizer LBFGS", 1, "what to do"),
     ],
 )
@@ -91,6 +104,43 @@ def test_what_is_wrong_is_said_with_a_way_out(
     assert captured.out == ""
     assert captured.err.startswith("collage-fx: ")
     assert told in captured.err
+
+
+def test_a_page_that_cannot_be_written_is_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert main(f"explain --optimizer SGD --shape 4 --html {tmp_path}/x.html".split()) == 2
+    assert "x.html cannot be written: No space left on device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_terminal_that_is_not_utf8_gets_what_it_can_show(encoding: str) -> None:
+    """A budget's table has an arrow."""
+    command = "explain --optimizer SGD --shape 4 --bytes-per-parameter 4".split()
+    done = subprocess.run(
+        [sys.executable, "-m", "collage_fx", *command],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONIOENCODING": encoding},
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"\n?   strategy=" in done.stdout
+
+
+def test_a_pipe_that_is_closed_is_no_traceback() -> None:
+    command = [sys.executable, "-m", "collage_fx", "error", "CFX001"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        said = process.stderr.read()
+    assert process.returncode == 1
+    assert said == b""
 
 
 def test_doctor_is_content_here(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import gc
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor
 
 from collage_fx import CollageBackend, error_terms, explain
-from collage_fx.errors import UnsupportedTensorError
+from collage_fx.errors import InvalidOptionError, UnsupportedTensorError
+from collage_fx.gpu_code import gpu_code
 from tests.support.training import (
     Descent,
     LateMomentum,
@@ -102,6 +104,12 @@ def test_options_are_the_backends() -> None:
     assert not any(row.compensated for row in explain(optimizer, strategy="none").tensors)
     with pytest.raises(ValueError, match="'light'"):
         explain(optimizer, strategy="heavy")
+
+
+@pytest.mark.parametrize("asked", [explain, gpu_code])
+def test_an_option_that_does_not_exist_is_refused(asked: Callable[..., Any]) -> None:
+    with pytest.raises(InvalidOptionError, match="unknown option 'stratgy'; did you mean strategy"):
+        asked(torch.optim.SGD(parameters()), stratgy="plus")
 
 
 def test_it_can_be_called_more_often_than_dynamo_recompiles() -> None:
