@@ -16,6 +16,7 @@ from collage_fx.capture import (
     has_stand_ins,
     is_recording,
     members_come_and_go,
+    not_compiled_yet,
     rows_to_trace,
     watch,
 )
@@ -126,7 +127,8 @@ class CollageBackend(Backend):
 
         With what has been measured, for which it waits for the device.
         """
-        return CollageReport(list(self.reports), self.metrics())
+        waiting = not_compiled_yet(lambda *given: _compensating(*given) is self)
+        return CollageReport(list(self.reports), self.metrics(), waiting)
 
     def metrics(self, model: torch.nn.Module | None = None) -> Metrics:
         """The measurements so far: step -> tensor -> values, and their aggregates.

@@ -29,6 +29,7 @@ from collage_fx.capture import (
     forget_new_state,
     give_up_rows,
     has_stand_ins,
+    is_compiled,
     note_compiled_step,
     note_forward,
     record_instead,
@@ -204,6 +205,7 @@ class Compilation:
         self.known = known_tensors(self.optimizers)
         self.subject = backend.label(list(self.optimizers.values())) or traced_frame_name() or "step"
         self.recorded = next(filter(None, map(why_recorded, self.optimizers.values())), "")
+        self.is_compiled = all(map(is_compiled, self.optimizers.values()))
         self.left_alone = False
         self.plans: tuple[Plan, ...] = ()
 
@@ -483,6 +485,7 @@ class Compilation:
             ERROR_FORMATS[self.options.error_format],
             repetition,
             is_recorded=bool(self.recorded),
+            is_compiled=self.is_compiled,
             captured=copy_of(gm) if self.options.metrics else None,
             rounding=self.options.rounding,
             packed=None if self.options.state is None else PACKED_FORMATS[self.options.state],
@@ -618,7 +621,8 @@ class Compilation:
         self, gm: GraphModule, example_inputs: Sequence[Any], inductor_options: dict[str, Any]
     ) -> Lowered:
         """Lower a graph in which nothing is rewritten."""
-        if (reason := why_not_compiled(gm.graph, is_recorded=bool(self.recorded))) is not None:
+        reason = why_not_compiled(gm.graph, is_recorded=bool(self.recorded), is_compiled=self.is_compiled)
+        if reason is not None:
             return Lowered(interpreted(gm), "operation by operation", not_taken(("in parts", reason)))
         return Lowered(self.backend.lower_as_captured(gm, example_inputs, inductor_options), "as captured")
 
@@ -670,7 +674,7 @@ class Compilation:
         if compensated:
             for optimizer in self.optimizers.values():
                 note_compiled(optimizer)
-                note_compiled_step(optimizer, strict=self.options.strict)
+                note_compiled_step(optimizer, self.backend, strict=self.options.strict)
         self.backend.reports.append(report)
         log.info("%s, %s in %.1f s", report.headline, self.backend.verb, time.perf_counter() - started)
         for line in (str(report.route), *report.route.explained()):

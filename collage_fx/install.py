@@ -12,22 +12,25 @@ Dynamo does not trace a forward and a backward pass. The optimizer's own hooks r
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections.abc import Callable, Iterator
 from types import MethodType
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_args
 
 import torch
 from torch.optim import Optimizer
 
 from collage_fx.backend import CollageBackend
-from collage_fx.capture import calls_closure_first, forget_compiled_step, refuse_unknown_torch
+from collage_fx.capture import calls_closure_first, forget_compiled_step, note_installed, refuse_unknown_torch
 from collage_fx.errors import InvalidOptionError, UnsupportedOptimizerError
-from collage_fx.graph import device_facts
+from collage_fx.graph import Role, Strategy, device_facts
 from collage_fx.numerics import is_low_precision
+from collage_fx.options import Options, refuse_unknown
 from collage_fx.runtime import (
     carry_along,
     forget_compiled,
+    has_error_terms,
     known_tensors,
     optimizers_among,
     parameter_names,
@@ -42,12 +45,19 @@ log = logging.getLogger("collage_fx")
 #: Named, not imported: their packages need not be there.
 WRAPPERS = {
     "torch.distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer": "optim",
+    "torch.distributed.optim.post_localSGD_optimizer.PostLocalSGDOptimizer": "optim",
     "accelerate.optimizer.AcceleratedOptimizer": "optimizer",
     "lightning.pytorch.core.optimizer.LightningOptimizer": "optimizer",
     "pytorch_lightning.core.optimizer.LightningOptimizer": "optimizer",
     "torchtitan.components.optimizer.OptimizersContainer": "optimizers",
     "torchtitan.components.optimizer.optimizer.OptimizersContainer": "optimizers",
+    "transformers.trainer_pt_utils.LayerWiseDummyOptimizer": "optimizer_dict",
+    "deepspeed.runtime.base_optimizer.DeepSpeedOptimizer": "optimizer",
+    "deepspeed.runtime.DeepSpeedOptimizer": "optimizer",
 }
+
+#: Strategies, from no error terms to those of all state.
+STRATEGIES = get_args(Strategy)
 
 #: Attribute of the ``__init__`` of a class that is installed.
 MARK = "__collage_fx_installs__"
@@ -84,6 +94,7 @@ def install(optimizer: Installed, *, backend: CollageBackend | None = None, **op
             where=next(iter(options)),
             remedy="give the options to the backend: install(optimizer, backend=CollageBackend(...))",
         )
+    refuse_unknown(options)
     if isinstance(optimizer, type):
         return cast(Installed, _install_class(optimizer, backend, options))
     chosen = backend or CollageBackend(**options)
@@ -91,6 +102,7 @@ def install(optimizer: Installed, *, backend: CollageBackend | None = None, **op
     stepped = list(_stepped_by(optimizer))
     for each in stepped:
         _refuse_foreign_step(each)
+        _refuse_without_step(each)
     for each in stepped:
         _install(each, chosen)
     return optimizer
@@ -160,6 +172,7 @@ def _stepped_by(optimizer: Any) -> Iterator[Optimizer]:
     attribute = next((WRAPPERS[name] for name in names if name in WRAPPERS), None)
     if attribute is not None:
         inner = getattr(optimizer, attribute)
+        inner = list(inner.values()) if isinstance(inner, dict) else inner
         for each in inner if isinstance(inner, (list, tuple)) else [inner]:
             yield from _stepped_by(each)
     elif isinstance(optimizer, Optimizer):
@@ -181,10 +194,23 @@ def _refuse_foreign_step(optimizer: Optimizer) -> None:
         )
 
 
+def _refuse_without_step(optimizer: Optimizer) -> None:
+    if inspect.unwrap(type(optimizer).step) is inspect.unwrap(Optimizer.step):
+        raise UnsupportedOptimizerError(
+            f"{type(optimizer).__name__} has no step: it updates parameters elsewhere, as by hooks in the "
+            "backward pass, where nothing can be compensated",
+            where=f"{type(optimizer).__name__}.step",
+            remedy="train with an optimizer that updates parameters in its step",
+        )
+
+
 def _install(optimizer: Optimizer, backend: CollageBackend) -> None:
-    if own_step(optimizer) is not None:
+    if isinstance(before := own_step(optimizer), CompiledStep):
         forget_compiled_step(optimizer)
+        _drop_terms_of_state(optimizer, before.backend.options, backend.options)
     give_own_step(optimizer, CompiledStep(optimizer, backend))
+    if backend.options.strategy != "none":
+        note_installed(optimizer, backend, strict=backend.options.strict)
     parameters = [parameter for _, parameter in parameter_names(optimizer)]
     low = [parameter for parameter in parameters if is_low_precision(parameter.dtype)]
     if any(device_facts(parameter.device).compiles_cpp for parameter in low):
@@ -197,6 +223,25 @@ def _install(optimizer: Optimizer, backend: CollageBackend) -> None:
         len(low),
         len(parameters),
     )
+
+
+def _drop_terms_of_state(optimizer: Optimizer, before: Options, now: Options) -> None:
+    """Drop the error terms of state where the strategy before keeps more of them than the one from now on."""
+    if not 0 < STRATEGIES.index(now.strategy) < STRATEGIES.index(before.strategy):
+        return
+    known = known_tensors({"self": optimizer}).values()
+    state = [each for each in known if each.role is Role.STATE and has_error_terms(each.tensor)]
+    for each in state:
+        reset_error_terms(each.tensor)
+    if state:
+        log.info(
+            "%s: strategy=%r in place of %r: the error terms of %d state tensors are dropped, %s first",
+            type(optimizer).__name__,
+            now.strategy,
+            before.strategy,
+            len(state),
+            state[0].name,
+        )
 
 
 def _reinstall(optimizer: Optimizer, backend: CollageBackend) -> None:

@@ -120,7 +120,7 @@ def test_a_page_that_cannot_be_written_is_said(
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_a_terminal_that_is_not_utf8_gets_what_it_can_show(encoding: str) -> None:
     """A budget's table has an arrow."""
-    command = "explain --optimizer SGD --shape 4 --bytes-per-parameter 4".split()
+    command = ["explain", "--optimizer", "SGD", "--shape", "4", "--bytes-per-parameter", "4"]
     done = subprocess.run(
         [sys.executable, "-m", "collage_fx", *command],
         cwd=ROOT,

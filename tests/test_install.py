@@ -76,7 +76,7 @@ def test_options_are_those_of_the_backend() -> None:
     assert backend_of(install(adamw(), backend=shared)) is shared
     with pytest.raises(CollageError, match="a backend, and options"):
         install(optimizer, backend=shared, strategy="plus")
-    with pytest.raises(TypeError, match="strateggy"):
+    with pytest.raises(CollageError, match="strateggy'; did you mean strategy"):
         install(optimizer, strateggy="plus")
     assert backend_of(optimizer).options.strategy == "light"
 

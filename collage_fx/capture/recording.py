@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -40,12 +41,11 @@ from collage_fx.runtime import (
 from collage_fx.torch_compat import (
     is_step_wrapper,
     reroute_steps,
-    running_compiled_functions_as_they_are_if,
     shares_memory,
     storage_of,
 )
 
-__all__ = ["why_recorded"]
+__all__ = ["is_compiled", "why_recorded"]
 
 log = logging.getLogger("collage_fx")
 
@@ -65,6 +65,12 @@ def why_recorded(optimizer: Optimizer) -> str:
     """Why the optimizer's steps are recorded; empty where they are not."""
     recording = getattr(optimizer, RECORDING, None)
     return "" if recording is None else recording.reason
+
+
+def is_compiled(optimizer: Optimizer) -> bool:
+    """Whether the optimizer's step is compiled, rather than recorded and run operation by operation."""
+    recording = getattr(optimizer, RECORDING, None)
+    return recording is None or not recording.is_for_one_step
 
 
 def stop_recording(optimizer: Optimizer) -> None:
@@ -93,6 +99,7 @@ def record(
     *,
     strict: bool,
     level: int = logging.INFO,
+    for_one_step: bool = False,
 ) -> None:
     """Have each step of ``optimizer`` recorded from now on, also where it is called eagerly.
 
@@ -103,13 +110,23 @@ def record(
         reason: why its step isn't captured.
         strict: whether to refuse a step that cannot be compensated, rather than warn and take it.
         level: of the message that says so.
+        for_one_step: record the next step alone, and compile nothing: it is run operation by operation.
     """
     if (backend_for := getattr(backend, "stands_for", None)) is not None:  # it was given by name
         backend = backend_for(**(keywords.get("options") or {}))
         keywords = {name: value for name, value in keywords.items() if name != "options"}
-    log.log(level, "%s: its steps are run by Python and recorded: %s", type(optimizer).__name__, reason)
+    recording = _for_one_step.get(optimizer) if for_one_step else None
+    if recording is None:
+        log.log(level, "%s: its steps are run by Python and recorded: %s", type(optimizer).__name__, reason)
+        recording = _Recording(optimizer, backend, keywords, reason, strict=strict, for_one_step=for_one_step)
+    if for_one_step:
+        _for_one_step[optimizer] = recording
     reroute_steps(type(optimizer), _switched)
-    vars(optimizer)[RECORDING] = _Recording(optimizer, backend, keywords, reason, strict=strict)
+    vars(optimizer)[RECORDING] = recording
+
+
+#: The recordings that are used for a step now and then.
+_for_one_step: WeakKeyDictionary[Optimizer, _Recording] = WeakKeyDictionary()
 
 
 def _switched(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -117,7 +134,11 @@ def _switched(step: Callable[..., Any]) -> Callable[..., Any]:
         recording = getattr(self, RECORDING, None)
         if recording is None:
             return step(self, *args, **kwargs)
-        return recording.run(step, self, args, kwargs)
+        try:
+            return recording.run(step, self, args, kwargs)
+        finally:
+            if recording.is_for_one_step:
+                stop_recording(self)
 
     return switched
 
@@ -126,9 +147,17 @@ class _Recording:
     """The recorder of one optimizer's steps, and what it has to know of the optimizer."""
 
     def __init__(
-        self, optimizer: Optimizer, backend: Any, keywords: dict[str, Any], reason: str, *, strict: bool
+        self,
+        optimizer: Optimizer,
+        backend: Any,
+        keywords: dict[str, Any],
+        reason: str,
+        *,
+        strict: bool,
+        for_one_step: bool,
     ) -> None:
         self.reason = reason
+        self.is_for_one_step = for_one_step
         self._strict = strict
         self._label = type(optimizer).__name__
         self._refuse_excess = backend.refuse_excess
@@ -172,7 +201,6 @@ class _Recording:
         try:
             with (
                 self._progress,
-                running_compiled_functions_as_they_are_if(is_recording),
                 torch.no_grad(),
                 self._recorder,
                 _ReadsOfMemory(self._recorder),

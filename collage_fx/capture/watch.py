@@ -24,9 +24,14 @@ which costs nothing in a step that is compiled already:
 * *Something that Dynamo doesn't trace*: sparse gradients, optimizers whose step is disabled for Dynamo. See
   Note [Two doors] in ``refusals.py``. For ``fused=True`` it is given something else to trace: Note [A wish
   for speed] in ``torch_compat/patch_fused_updates.py``.
-* *Calling ``optimizer.step()`` itself* instead of the compiled callable. Every optimizer runs the global step
-  hooks when it is stepped eagerly; ours looks whether the optimizer's parameters have error terms
-  (:func:`_before_eager_step`).
+* *Steps that run eagerly.* Whoever has an optimizer's step compiled, or the optimizer installed, wishes for
+  compensated steps (:class:`_Wish`). Every optimizer runs torch's global hooks when it is stepped eagerly, in
+  whatever thread, and ours asks what that step was to be (:func:`_before_eager_step`). If Python is in a call
+  of what ``torch.compile`` returned, torch refuses to compile, for its stance or ``TORCH_COMPILE_DISABLE``:
+  the step is recorded, and run operation by operation, this once. If not, the program has called the step
+  itself, past the compiled one; or that of another optimizer (a new one, a copy, one that is loaded) with
+  parameters that belong to a compensated step. Both are refused, unless the optimizer whose step is
+  compensated holds the other: then that is recorded.
 * *Compiling the model with this backend*, and not the step. A forward pass is none of its business and left
   to Inductor; the second eager step of the parameters in it, without error terms, is reported
   (:func:`_look_at_plain_step`: a first one may be taken by something compiled within, or before the others).
@@ -38,13 +43,15 @@ business: see :func:`~collage_fx.reset_error_terms`.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from types import CodeType
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -56,6 +63,7 @@ from collage_fx.capture.members import note_gradients, stand_in, withdraw
 from collage_fx.capture.new_state import forget_new_state, remember_state
 from collage_fx.capture.numbers import scheduled_numbers
 from collage_fx.capture.progress import telling
+from collage_fx.capture.recorder import is_recording
 from collage_fx.capture.recording import (
     branches_on_values,
     is_recordable,
@@ -75,13 +83,17 @@ from collage_fx.graph import device_facts
 from collage_fx.numerics import is_low_precision
 from collage_fx.runtime import (
     adopt,
+    carry_along,
     expansion_of,
     forget_wider_state,
+    has_error_terms,
+    held_optimizers,
     known_tensors,
     note_held,
     optimizers_among,
     parameter_names,
     prepare_compiler,
+    records_there,
     settle_replaced,
     times_loaded,
     unpack_state,
@@ -93,21 +105,35 @@ from collage_fx.torch_compat import (
     RunAsItIs,
     Thin,
     Watch,
+    backend_within,
     base_of,
     before_eager_steps,
     calls_what_is_compiled,
+    compiled_callables_on_the_stack,
+    compiled_callables_within,
     current_trace,
     dynamo_recompile_limit,
+    heed_stances,
     is_being_stepped,
+    is_in_own_step,
     is_step_of,
     is_step_wrapper,
+    is_told_not_to_compile,
     is_torchs_step,
     is_traced_whole,
     keep_sizes,
     watch_conversions,
+    wrapped_steps_on_the_stack,
 )
 
-__all__ = ["forget_compiled_step", "note_compiled_step", "note_forward", "record_instead"]
+__all__ = [
+    "forget_compiled_step",
+    "not_compiled_yet",
+    "note_compiled_step",
+    "note_forward",
+    "note_installed",
+    "record_instead",
+]
 
 #: The multiple of Dynamo's ``recompile_limit`` (8) that is the limit of a function that isn't just a step.
 COMPILATIONS = 4
@@ -129,7 +155,6 @@ Strictness = Callable[[Any, dict[str, Any]], bool | None]
 _conversions = WeakIdKeyDictionary()
 #: By what Dynamo compiles with, of which each call of ``torch.compile`` has its own: the optimizers stepped.
 _stepped = WeakIdKeyDictionary()
-_compiled: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
 #: The low-precision parameters that a graph to be differentiated reads: whether one has been stepped eagerly.
 _read_forward = WeakTensorKeyDictionary()
 
@@ -148,31 +173,22 @@ def install(is_ours: Callable[[Any], bool], strictness: Strictness, rows_to_trac
             lambda *conversion: _before_conversion(strictness, *conversion),
             _within_conversion,
             lambda *conversion: _after_conversion(strictness, *conversion),
-            _before_call,
             lambda *conversion: _at_failed_conversion(strictness, *conversion),
             lambda *traced: _at_trace(strictness, *traced),
             lambda *graph_break: _at_graph_break(strictness, *graph_break),
+            lambda *hand_over: _at_hand_over(strictness, *hand_over),
             rows_to_trace,
             forget_new_state,
             SETTINGS,
         )
     )
-    before_eager_steps(_before_eager_step)
+    heed_stances(lambda *backend: strictness(*backend) is not None, is_recording, _before_call)
 
+    def before_eager_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not torch.compiler.is_compiling():  # else Dynamo traces this
+            _before_eager_step(strictness, optimizer)
 
-def note_compiled_step(optimizer: Optimizer, *, strict: bool) -> None:
-    """Note that a step of ``optimizer`` is compiled with error terms: it isn't to be run eagerly any more.
-
-    Unless it is the eager step that calls what is compiled.
-    """
-    if not calls_what_is_compiled(optimizer):
-        _compiled[optimizer] = strict or _compiled.get(optimizer, False)
-
-
-def forget_compiled_step(optimizer: Optimizer) -> None:
-    """Let the optimizer be stepped eagerly, or be compiled, as if it had not been compiled before."""
-    _compiled.pop(optimizer, None)
-    stop_recording(optimizer)
+    before_eager_steps(before_eager_step)
 
 
 def note_forward(inputs: Iterable[Any]) -> None:
@@ -433,29 +449,276 @@ def _is_captured_after_its_closure(optimizer: Optimizer) -> bool:
     return type(optimizer).step.__module__.startswith("torch.optim.") or is_being_stepped(optimizer)
 
 
-# -- a step is called without its compiled callable
+# -- compensated steps are asked for
 
 
-def _before_eager_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if torch.compiler.is_compiling() or is_recorded(optimizer):
+@dataclass(eq=False)
+class _Wish:
+    """A wish for compensated steps of one optimizer.
+
+    Attributes:
+        backend: what ``torch.compile``, or ``install``, was given.
+        keywords: and with it: ``mode`` or ``options``.
+        strict: whether steps that are not compensated are refused.
+        is_compiled: whether a step has been compiled with error terms.
+        is_called: whether the step itself has been called eagerly, in place of what is to be compiled.
+    """
+
+    backend: Any
+    keywords: dict[str, Any]
+    strict: bool
+    is_compiled: bool = False
+    is_called: bool = False
+
+
+class _Wishes:
+    """The wishes of a process.
+
+    Attributes:
+        by_optimizer: those for optimizers that are known.
+        are_there: whether ``torch.compile`` has been given a backend of ours.
+        are_strict: whether the newest step that was compiled is.
+    """
+
+    by_optimizer: ClassVar[WeakKeyDictionary[Optimizer, _Wish]] = WeakKeyDictionary()
+    are_there = False
+    are_strict = False
+
+
+def note_installed(optimizer: Optimizer, backend: Any, *, strict: bool) -> None:
+    """Note that all steps of ``optimizer`` are to be compensated from now on, by this backend."""
+    _Wishes.by_optimizer[optimizer] = _Wish(backend, {}, strict)
+
+
+def note_compiled_step(optimizer: Optimizer, backend: Any, *, strict: bool) -> None:
+    """Note that a step of ``optimizer`` is compiled with error terms: it isn't to be run eagerly any more.
+
+    Unless it is the eager step that calls what is compiled.
+    """
+    _Wishes.are_strict = strict
+    if calls_what_is_compiled(optimizer):
+        _calls_what_is_compiled.add(optimizer)
         return
-    if optimizer not in _compiled:
+    wish = _Wishes.by_optimizer.setdefault(optimizer, _Wish(backend, {}, strict))
+    wish.is_compiled, wish.strict = True, strict or wish.strict
+
+
+#: Optimizers with a step, run eagerly, that calls what is compiled.
+_calls_what_is_compiled: WeakSet[Optimizer] = WeakSet()
+
+
+def forget_compiled_step(optimizer: Optimizer) -> None:
+    """Let the optimizer be stepped eagerly, or be compiled, as if it had not been compiled before."""
+    _Wishes.by_optimizer.pop(optimizer, None)
+    stop_recording(optimizer)
+
+
+def not_compiled_yet(is_meant: Callable[[Any, dict[str, Any]], bool]) -> list[str]:
+    """The classes of optimizers whose steps are to be compiled and have not been, by the backends meant."""
+    return [
+        type(optimizer).__name__
+        for optimizer, wish in list(_Wishes.by_optimizer.items())
+        if not wish.is_compiled and is_meant(wish.backend, wish.keywords)
+    ]
+
+
+def _strict_in_copies(optimizer: Optimizer) -> bool | None:
+    wish = _Wishes.by_optimizer.get(optimizer)
+    return wish.strict if wish is not None and wish.is_compiled else None
+
+
+def _ask_for_copy(optimizer: Optimizer, strict: bool) -> None:
+    _Wishes.by_optimizer.setdefault(optimizer, _Wish(None, {}, strict, is_compiled=True))
+
+
+carry_along("strict", _strict_in_copies, _ask_for_copy)
+
+
+def _at_hand_over(strictness: Strictness, backend: Any, keywords: dict[str, Any], function: Any) -> None:
+    """Note that ``torch.compile`` was given an optimizer's step, or a function that names optimizers."""
+    _Wishes.are_there = True
+    try:
+        strict = strictness(backend, keywords)
+    except CollageError:
+        return  # of an option, which the first call raises
+    if strict is None:
+        return
+    for optimizer in _optimizers_of(function):
+        _Wishes.by_optimizer.setdefault(optimizer, _Wish(backend, keywords, strict))
+
+
+def _optimizers_of(function: Any) -> list[Optimizer]:
+    """The optimizer whose method a function is; or those among the variables around it."""
+    if isinstance(owner := getattr(function, "__self__", None), Optimizer):
+        return [owner]
+    try:
+        around = inspect.getclosurevars(function)
+    except (
+        TypeError,
+        ValueError,
+    ):  # not a function of Python's, or one with a variable that has no value yet
+        return []
+    return list(optimizers_among({**around.globals, **around.nonlocals}).values())
+
+
+# -- a step runs eagerly
+
+
+def _before_eager_step(strictness: Strictness, optimizer: Optimizer) -> None:
+    if is_recording() or is_recorded(optimizer):
+        return
+    wish = _Wishes.by_optimizer.get(optimizer)
+    call = next(_calls(strictness, optimizer, wish), None)
+    if call is not None:
+        _record_eager_step(optimizer, call)
+        return
+    if wish is None or not wish.is_compiled:
         forget_wider_state(optimizer)
+    if wish is not None:
+        _look_at_bypassing_step(optimizer, wish)
+    elif not _look_at_step_of_another(optimizer):
         _look_at_plain_step(optimizer)
+
+
+class _Call(NamedTuple):
+    """A call of what is to be compensated, which torch runs eagerly.
+
+    Attributes:
+        function: what was to be compiled.
+        backend: by which.
+        keywords: what goes with that.
+        strict: whether it is strict.
+    """
+
+    function: Any
+    backend: Any
+    keywords: dict[str, Any]
+    strict: bool
+
+
+def _calls(strictness: Strictness, optimizer: Optimizer, wish: _Wish | None) -> Iterator[_Call]:
+    """The calls, innermost first, that Python is in while the optimizer's step runs eagerly."""
+    if wish is not None and is_in_own_step(optimizer):
+        yield _Call(type(optimizer).step, wish.backend, wish.keywords, wish.strict)
+    found = list(compiled_callables_on_the_stack()) if _Wishes.are_there else []
+    if is_told_not_to_compile():
+        found += compiled_callables_within(type(optimizer).step)
+    for function, callback in found:
+        backend, keywords = backend_within(callback)
+        if (strict := strictness(backend, keywords)) is not None:
+            yield _Call(function, backend, keywords, strict)
+
+
+def _record_eager_step(optimizer: Optimizer, call: _Call) -> None:
+    """Have a step recorded that torch runs eagerly, or refuse it."""
+    low = (name for name, p in parameter_names(optimizer) if is_low_precision(p.dtype))
+    if (first := next(low, None)) is None:
         return
-    stepped = (name for name, p in parameter_names(optimizer) if p.grad is not None and expansion_of(p))
-    first = next(stepped, None)
-    if first is not None:
-        raise_or_warn(optimizer, _bypassed(optimizer, first), strict=_compiled[optimizer])
+    is_told = is_told_not_to_compile()
+    outer = getattr(call.function, "__self__", optimizer)
+    is_whole = not isinstance(outer, Optimizer) or outer is optimizer or is_recordable(outer)
+    if (
+        not is_recordable(optimizer)
+        or wrapped_steps_on_the_stack(optimizer) > 1
+        or (is_told and not is_whole)
+    ):
+        subject = optimizer if is_whole else outer
+        raise_or_warn(subject, _run_eagerly(subject, first), strict=call.strict)
+        return
+    reason = "torch has been told not to compile" if is_told else "torch runs them eagerly"
+    record(optimizer, call.backend, call.keywords, reason, strict=call.strict, for_one_step=is_told)
 
 
-def _bypassed(optimizer: Optimizer, name: str) -> CollageError:
+def _run_eagerly(optimizer: Any, name: str) -> CollageError:
     return EagerStepError(
-        f"{type(optimizer).__name__}.step() has been called eagerly, although a compiled step keeps error "
-        "terms of this optimizer's parameters, which an eager step would neither use nor keep up",
+        f"torch runs the compiled step of {type(optimizer).__name__} eagerly, without error terms",
         where=name,
-        remedy="call the compiled step: step = torch.compile(optimizer.step, backend=...). To go on without "
-        "it, drop the error terms with collage_fx.reset_error_terms(parameter)",
+        remedy="let torch compile it: leave out TORCH_COMPILE_DISABLE, torch.compiler.set_stance and "
+        "torch.utils' dispatch modes around it. Steps of classes that call Optimizer.__init__, and are not "
+        "compiled in the class itself, are compensated also there",
+    )
+
+
+def _look_at_bypassing_step(optimizer: Optimizer, wish: _Wish) -> None:
+    """Refuse a step that is called in the place of the compiled one; before that is there, the second."""
+    stepped = ((name, p) for name, p in parameter_names(optimizer) if p.grad is not None)
+    if wish.is_compiled:
+        first = next((name for name, p in stepped if expansion_of(p)), None)
+    else:
+        first = next((name for name, p in stepped if is_low_precision(p.dtype)), None)
+        if first is not None and not wish.is_called:
+            wish.is_called = True
+            return
+    if first is not None:
+        raise_or_warn(optimizer, _bypassed(optimizer, first, wish), strict=wish.strict)
+
+
+def _bypassed(optimizer: Optimizer, name: str, wish: _Wish) -> CollageError:
+    there = (
+        "although a compiled step keeps error terms of this optimizer's parameters, which an eager step "
+        "would neither use nor keep up"
+        if wish.is_compiled
+        else "twice, and the compiled step that torch.compile returned has not: nothing is compensated"
+    )
+    return EagerStepError(
+        f"{type(optimizer).__name__}.step() has been called eagerly, {there}",
+        where=name,
+        remedy="have optimizer.step() be the compiled step, collage_fx.install(optimizer); or call what "
+        "step = torch.compile(optimizer.step, backend=...) returned. To go on without it, drop the error "
+        "terms with collage_fx.reset_error_terms(parameter)",
+    )
+
+
+def _look_at_step_of_another(optimizer: Optimizer) -> bool:
+    """Look for parameters of another optimizer, whose steps are compensated: have these be, too, or refuse.
+
+    Returns:
+        whether there are such parameters.
+    """
+    if optimizer in _calls_what_is_compiled or compiled_callables_within(type(optimizer).step):
+        return False
+    state = records_there(), len(_Wishes.by_optimizer), sum(len(g["params"]) for g in optimizer.param_groups)
+    if _of_no_other.get(optimizer) == state:
+        return False
+    owners = {id(p): other for other in list(_Wishes.by_optimizer) for _, p in parameter_names(other)}
+    for name, p in parameter_names(optimizer):
+        owner = owners.get(id(p))
+        if p.grad is None or not is_low_precision(p.dtype) or (owner is None and not has_error_terms(p)):
+            continue
+        if not any(
+            inner in _Wishes.by_optimizer or is_recorded(inner) for inner in held_optimizers(optimizer)
+        ):
+            _take_over_or_refuse(optimizer, name, owner)
+        return True
+    _of_no_other[optimizer] = state
+    return False
+
+
+#: Optimizers none of whose parameters is in another's compensated step, and when that has been looked at.
+_of_no_other: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
+
+
+def _take_over_or_refuse(optimizer: Optimizer, name: str, owner: Optimizer | None) -> None:
+    """Have the steps of an optimizer compensated if the owner of its parameters holds it; refuse others."""
+    wish = None if owner is None else _Wishes.by_optimizer.get(owner)
+    if wish is not None and optimizer in held_optimizers(owner):
+        _Wishes.by_optimizer[optimizer] = wish
+        reason = f"{type(owner).__name__}, which holds it, calls them outside of its own step"
+        record(optimizer, wish.backend, wish.keywords, reason, strict=wish.strict)
+        return
+    strict = _Wishes.are_strict if wish is None else wish.strict
+    raise_or_warn(optimizer, _of_another(optimizer, name, owner), strict=strict)
+
+
+def _of_another(optimizer: Optimizer, name: str, owner: Optimizer | None) -> CollageError:
+    kind, of = type(optimizer).__name__, "" if owner is None else f" of {type(owner).__name__}"
+    return EagerStepError(
+        f"{kind}.step() updates parameters eagerly that belong to a compensated step{of}, whose error terms "
+        "it would neither use nor keep up",
+        where=name,
+        remedy=f"have this {kind} compensated as well, collage_fx.install(optimizer). To go on without it, "
+        "collage_fx.uninstall the other optimizer, or drop the error terms with "
+        "collage_fx.reset_error_terms(parameter)",
     )
 
 

@@ -251,6 +251,7 @@ class StepProgram:
             callable, an earlier compilation or a checkpoint).
         is_recorded: whether it is a part of a recorded step: what it stores may have been computed, by
             another part, from what it overwrites.
+        is_compiled: whether it is to be compiled, rather than run operation by operation.
         packed_already: positions of inputs that another part of a recorded step packs, and the formats.
         to_unpack: set by ``pack-state``: positions of those that this part does not let be packed, and why.
         rounded_at_random: set by ``undo-stochastic-rounding``: the inputs whose new values were.
@@ -271,6 +272,7 @@ class StepProgram:
     repetition: Repetition = None  # type: ignore[assignment]  # made of the infos
     already_compensated: frozenset[int] = frozenset()
     is_recorded: bool = False
+    is_compiled: bool = True
     packed_already: Mapping[int, ErrorFormat] = field(default_factory=dict)
     to_unpack: dict[int, str] = field(default_factory=dict)
     rounded_at_random: set[Node] = field(default_factory=set)

@@ -105,7 +105,9 @@ def lower(
     extended = program.extended
     compiled: Any
     made: Sequence[Kernel | Attempt]
-    not_compiled = why_not_compiled(program.gm.graph, is_recorded=program.is_recorded)
+    not_compiled = why_not_compiled(
+        program.gm.graph, is_recorded=program.is_recorded, is_compiled=program.is_compiled
+    )
     compiled = not_compiled or step_in_parts(program)
     if isinstance(compiled, Reason) and not repetition.is_of_one:
         return compiled
@@ -143,13 +145,17 @@ def step_in_parts(program: StepProgram) -> StepInParts | Reason:
     return repeated_step(step, program.extended) if isinstance(step, StepInParts) else step
 
 
-def why_not_compiled(graph: Graph, *, is_recorded: bool) -> Reason | None:
+def why_not_compiled(graph: Graph, *, is_recorded: bool, is_compiled: bool = True) -> Reason | None:
     """The reason to have torch run a step's graph, operation by operation; None if it is to be compiled.
+
+    Torch may have been told to compile nothing: then ``is_compiled`` is False.
 
     An iteration that a recorded step writes out (roots of matrices, orthogonalizations) is hundreds of
     operations. Inductor calls the same products of matrices as torch does, and takes half a minute to write
     loops for what stands between them, which costs little beside them; and again for numbers that change.
     """
+    if not is_compiled:
+        return Reason("torch has been told not to compile, by its stance or by TORCH_COMPILE_DISABLE")
     products = [node for node in graph.nodes if is_matrix_product(node.target)]
     if not is_recorded or len(products) <= MOST_MATRIX_PRODUCTS:
         return None

@@ -26,10 +26,12 @@ class CollageReport:
     Attributes:
         graphs: one per compilation, oldest first.
         metrics: what has been measured so far; shown by :meth:`to_html`.
+        waiting: the classes of optimizers whose steps are to be compiled, and have not been called.
     """
 
     graphs: list[GraphReport] = field(default_factory=list)
     metrics: Metrics = field(default_factory=lambda: Metrics({}, {}))
+    waiting: list[str] = field(default_factory=list)
 
     @property
     def tensors(self) -> list[TensorReport]:
@@ -97,7 +99,8 @@ class CollageReport:
         return path
 
     def _notes(self) -> list[str]:
-        return list(dict.fromkeys(graph.note for graph in self.graphs if graph.note))
+        waiting = (f"{name}: not compiled yet: call what torch.compile returned" for name in self.waiting)
+        return list(dict.fromkeys([*(graph.note for graph in self.graphs if graph.note), *waiting]))
 
     def _in_sections(self, section: Callable[..., str], *, full: bool, markdown: bool) -> str:
         routes = self.routes()

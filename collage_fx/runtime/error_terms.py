@@ -63,6 +63,7 @@ __all__ = [
     "has_error_terms",
     "note_new",
     "packed_format",
+    "records_there",
     "require_format",
     "reset_error_terms",
 ]
@@ -282,6 +283,11 @@ def expansion_of(tensor: Tensor) -> Expansion | None:
             if found is not None and _fits(found, local_tensor(tensor)):
                 return found
     return None
+
+
+def records_there() -> Hashable:
+    """A value that is another one once a record has been made or dropped."""
+    return state_of_records(), len(_BY_OBJECT)
 
 
 def has_error_terms(tensor: Tensor) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, ValuesView
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -22,6 +22,7 @@ from collage_fx.torch_compat import pytree
 __all__ = [
     "KnownTensor",
     "bytes_held",
+    "held_optimizers",
     "held_per_parameter",
     "known_tensors",
     "optimizers_among",
@@ -58,6 +59,24 @@ def optimizers_among(variables: Mapping[str, Any]) -> dict[str, Optimizer]:
                 candidate = getattr(candidate, "__dict__", {}).get("optimizer")
             if isinstance(candidate, Optimizer) and not any(candidate is known for known in found.values()):
                 found[variable if variable not in found else f"{variable}_{len(found)}"] = candidate
+    return found
+
+
+def held_optimizers(optimizer: Any) -> list[Optimizer]:
+    """The optimizers that an optimizer, or a wrapper around one, has as attributes, at any depth."""
+    found: list[Optimizer] = []
+    waiting = [optimizer]
+    while waiting:
+        for value in vars(waiting.pop()).values():
+            inside = value.values() if isinstance(value, dict) else value
+            for each in inside if isinstance(inside, (list, tuple, ValuesView)) else (inside,):
+                if (
+                    isinstance(each, Optimizer)
+                    and each is not optimizer
+                    and all(each is not f for f in found)
+                ):
+                    found.append(each)
+                    waiting.append(each)
     return found
 
 

@@ -18,6 +18,7 @@ __all__ = [
     "ShortenTraceback",
     "TraceWhole",
     "backend_being_traced_for",
+    "backend_within",
     "current_trace",
     "is_dynamos",
     "traced_frame_name",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -13,12 +13,17 @@ import torch
 
 __all__ = [
     "calls_what_is_compiled",
+    "compiled_callables_on_the_stack",
+    "compiled_callables_within",
     "is_being_stepped",
     "is_step_of",
     "is_step_wrapper",
     "is_torchs_step",
     "optimizer_being_stepped",
+    "wrapped_steps_on_the_stack",
 ]
+
+RELIED_ON = ("torch._dynamo.eval_frame:_TorchDynamoContext.__call__ has callback, fn, compile_wrapper",)
 
 
 def optimizer_being_stepped() -> torch.optim.Optimizer | None:
@@ -68,6 +73,40 @@ def calls_what_is_compiled(optimizer: torch.optim.Optimizer) -> bool:
             return True
         is_called_compiled |= code.co_filename == inspect.getfile(torch._dynamo.eval_frame)
     return False
+
+
+def wrapped_steps_on_the_stack(optimizer: torch.optim.Optimizer) -> int:
+    """How many of torch's wrappers around a step of this optimizer are running, one within another."""
+    return sum(
+        is_step_wrapper(code) and optimizer_of_method(code, variables) is optimizer
+        for code, variables in possible_steps_on_the_stack()
+    )
+
+
+def compiled_callables_on_the_stack() -> Iterator[tuple[Callable[..., Any], Any]]:
+    """Pairs ``(function, callback of Dynamo)`` of the running callables that ``torch.compile`` returned.
+
+    Innermost first, up to a function that is disabled for Dynamo.
+    """
+    frame: Any = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename == inspect.getfile(torch._dynamo.eval_frame):
+            if "callback" in frame.f_code.co_freevars:
+                yield frame.f_locals["fn"], frame.f_locals["callback"]
+            elif frame.f_code.co_name == "_fn":
+                return
+        frame = frame.f_back
+
+
+def compiled_callables_within(function: Any) -> list[tuple[Callable[..., Any], Any]]:
+    """The same pairs, of what ``torch.compile`` returned and ``function`` is a wrapper around."""
+    found = []
+    while function is not None and hasattr(function, "get_compiler_config"):  # which wrappers of it have, too
+        cells = inspect.getclosurevars(function).nonlocals
+        if "callback" in cells:
+            found.append((cells["fn"], cells["callback"]))
+        function = getattr(function, "__wrapped__", None)
+    return found
 
 
 def possible_steps_on_the_stack() -> Iterator[tuple[CodeType, Mapping[str, Any]]]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-__all__ = ["give_own_step", "has_foreign_step", "own_step", "take_own_step_back"]
+__all__ = ["give_own_step", "has_foreign_step", "is_in_own_step", "own_step", "take_own_step_back"]
 
 RELIED_ON = (
     "torch.optim:Optimizer.__init__ has _optimizer_step_pre_hooks, _optimizer_step_post_hooks",
@@ -33,6 +33,11 @@ _NO_HOOKS: OrderedDict[int, Any] = OrderedDict()
 def own_step(optimizer: Optimizer) -> Callable[..., Any] | None:
     """What :func:`give_own_step` was given for the optimizer; None where it has no step of its own."""
     return vars(optimizer).get(_RUN)
+
+
+def is_in_own_step(optimizer: Optimizer) -> bool:
+    """Whether what :func:`give_own_step` was given is running for the optimizer."""
+    return vars(optimizer).get(_PRE) is _NO_HOOKS
 
 
 def has_foreign_step(optimizer: Optimizer) -> bool:

@@ -9,11 +9,11 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import convert_frame, decorators, eval_frame
@@ -23,7 +23,11 @@ from torch._dynamo.types import ConvertFrameReturn
 from torch.optim import Optimizer
 
 from collage_fx.torch_compat.dynamo_trace import ConvertAgain, RunAsItIs, TraceWhole, backend_within
-from collage_fx.torch_compat.optim_frames import is_in_torchs_optimizer, optimizer_of_method
+from collage_fx.torch_compat.optim_frames import (
+    is_in_torchs_optimizer,
+    optimizer_being_stepped,
+    optimizer_of_method,
+)
 from collage_fx.torch_compat.patch_graph_breaks import GraphBreak, watching_graph_breaks
 from collage_fx.torch_compat.patch_numbers import noticing_burned_in, tracing_numbers
 from collage_fx.torch_compat.patch_optimizers import (
@@ -42,7 +46,8 @@ __all__ = [
     "compile_lock",
     "compiling",
     "dynamo_recompile_limit",
-    "running_compiled_functions_as_they_are_if",
+    "heed_stances",
+    "is_told_not_to_compile",
     "watch_conversions",
 ]
 
@@ -81,8 +86,8 @@ TEXTS = Patch(
 
 COMPILED_CALLS = Patch(
     name="compiled-calls",
-    target="torch._dynamo.eval_frame:_callback_from_stance(callback)",
-    why="state that the program has replaced is seen before a step; recorded steps run compiled functions",
+    target="torch._dynamo.eval_frame:_callback_from_stance(callback) has fail_callback",
+    why="steps are compensated whatever torch's stance, and whatever the program has put in place of state",
     affects="everybody",
 )
 
@@ -103,13 +108,13 @@ class Watch:
         before: ``(backend, keywords, code, variables)``, at the beginning of a conversion; an exception of it
             ends the conversion and reaches the user, True applies the following.
         within: ``(code, variables)``: the context of a conversion.
-        after: ``(backend, keywords, compiler, code, variables)``, once a graph has been compiled.
-        before_call: ``(compiler)``, before each call of what ``torch.compile`` returned. The compiler is an
-            object that stands for one call of ``torch.compile``, the same that ``after`` is given.
+        after: ``(backend, keywords, compiler, code, variables)``, once a graph has been compiled. The
+            compiler is an object that stands for one call of ``torch.compile``.
         failed: like ``before``, and the exception that the conversion ended with, or the backend in it, other
             than a refusal; it is raised again after.
         at_optimizer: see :func:`watching_optimizers`.
         at_graph_break: see :func:`watching_graph_breaks`.
+        handed_over: ``(backend, keywords, function)``, when ``torch.compile`` is given a function.
         rows_to_trace, abandon: see :func:`thinning_lists`.
         settings: of Dynamo's configuration, for a conversion.
     """
@@ -118,10 +123,10 @@ class Watch:
     before: Callable[[Any, dict[str, Any], CodeType, Mapping[str, Any]], bool]
     within: Callable[[CodeType, Mapping[str, Any]], AbstractContextManager[None]]
     after: Callable[[Any, dict[str, Any], Any, CodeType, Mapping[str, Any]], None]
-    before_call: Callable[[Any], None]
     failed: Callable[[Any, dict[str, Any], CodeType, Mapping[str, Any], Exception], None]
     at_optimizer: Callable[[Optimizer, Any, dict[str, Any]], Iterable[Place] | None]
     at_graph_break: Callable[[Any, dict[str, Any], CodeType, GraphBreak], None]
+    handed_over: Callable[[Any, dict[str, Any], Any], None]
     rows_to_trace: Thin
     abandon: Callable[[Optimizer], None]
     settings: dict[str, Any]
@@ -179,25 +184,16 @@ def watch_conversions(watch: Watch) -> None:
     def converting(original: Callable[..., Any]) -> Callable[..., Any]:
         def convert_frame_assert(compiler_fn: Any, *args: Any, **kwargs: Any) -> Any:
             convert = original(compiler_fn, *args, **kwargs)
-            backend, _ = backend_within(compiler_fn)
-            return _Watched(convert, watched) if watch.is_watched(backend) else convert
+            backend, keywords = backend_within(compiler_fn)
+            if not watch.is_watched(backend):
+                return convert
+            if (function := _given_to_compile()) is not None:
+                watch.handed_over(backend, keywords, function)
+            return _Watched(convert, watched)
 
         return convert_frame_assert
 
-    def calling(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def callback_from_stance(callback: Any) -> Any:
-            if not callback:  # what is called is not compiled
-                return original(callback)
-            if _runs_as_it_is.get()():
-                _count_compiled(-1)
-                return None
-            watch.before_call(_compiler_of(callback))
-            return original(callback)
-
-        return callback_from_stance
-
     CONVERSIONS.install(converting)
-    COMPILED_CALLS.install(calling)
 
 
 def _compiler_of(callback: Any) -> Any:
@@ -208,7 +204,7 @@ def _compiler_of(callback: Any) -> Any:
 
 
 class _Watched:
-    """Dynamo's converter for one backend, with a function of ours called around each conversion."""
+    """A converter of Dynamo's, with a function of ours called around each conversion."""
 
     def __init__(self, convert: Callable[..., Any], around: Callable[..., Any]) -> None:
         functools.update_wrapper(self, convert)
@@ -220,6 +216,14 @@ class _Watched:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._convert, name)
+
+
+def _given_to_compile() -> Any:
+    """The function that ``torch.compile`` has been called with, if it is what runs now."""
+    caller: Any = sys._getframe()
+    while caller is not None and caller.f_code is not torch.compile.__code__:
+        caller = caller.f_back
+    return None if caller is None else caller.f_locals["model"]
 
 
 def _is_not_to_be_converted() -> bool:
@@ -313,23 +317,63 @@ def dynamo_recompile_limit() -> int:
     return int(dynamo_config.recompile_limit)
 
 
-#: fullgraph=True counts what has been compiled; less than zero is "do not count". Since torch 2.13.
-_count_compiled: Callable[[int], object] = getattr(
-    eval_frame, "set_fullgraph_compiled_frame_count", lambda count: None
-)
-
-#: Whether what ``torch.compile`` returned is to call the original function, in this context.
-_runs_as_it_is: ContextVar[Callable[[], bool]] = ContextVar("_runs_as_it_is", default=lambda: False)
+def is_told_not_to_compile() -> bool:
+    """Whether torch has been told to compile nothing: by its stance, or ``TORCH_COMPILE_DISABLE``."""
+    unchanged = _converting_within_steps  # any function will do
+    return bool(dynamo_config.disable) or COMPILED_CALLS.replaced(unchanged) is not unchanged
 
 
-@contextlib.contextmanager
-def running_compiled_functions_as_they_are_if(condition: Callable[[], bool]) -> Iterator[None]:
-    """Within, in this thread, what ``torch.compile`` returned calls the original function if ``condition()``.
+def heed_stances(
+    compensates: Callable[[Any, dict[str, Any]], bool],
+    is_recording: Callable[[], bool],
+    before_call: Callable[[Any], None],
+) -> None:
+    """From now on, decide whether Dynamo is asked about a call of what ``torch.compile`` returned.
 
-    As the stance ``"force_eager"`` has it, which is one for all threads.
+    Where it is not, the original function runs; an optimizer's step hooks meet that. A second call replaces
+    the first.
+
+    - While this thread records a step, Dynamo is not asked.
+    - Stances that forbid compiling, and ``TORCH_COMPILE_DISABLE``: nor is it for a backend that compensates.
+      It would take note never to compile that code again.
+    - ``force_backend``: the same, as that backend would compensate nothing.
+    - ``"eager_on_recompile"``: what is compiled is called. Of the rest, Dynamo is asked about what a step
+      calls after its hooks, for then it is too late to take the step in another way.
+    - ``"eager_then_compile"`` has the first call compiled, and ``"fail_on_recompile"`` is torch's business.
+
+    Args:
+        compensates: ``(backend, keywords)``: whether it is a backend that compensates.
+        is_recording: whether this thread records a step.
+        before_call: ``(compiler)``, before each call. The compiler is the one that :class:`Watch` is told of.
     """
-    token = _runs_as_it_is.set(condition)
-    try:
-        yield
-    finally:
-        _runs_as_it_is.reset(token)
+    # fullgraph=True counts what has been compiled; less than zero is "do not count". Since torch 2.13.
+    count_compiled = getattr(eval_frame, "set_fullgraph_compiled_frame_count", lambda count: None)
+
+    def deciding(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def callback_from_stance(callback: Any) -> Any:
+            if is_recording():
+                count_compiled(-1)
+                return None
+            if callback:
+                before_call(_compiler_of(callback))
+            chosen = original(callback)
+            if chosen is callback and not dynamo_config.disable:
+                return chosen
+            if not callback or not compensates(*backend_within(callback)):
+                return chosen
+            if chosen is False:
+                return _Watched(callback, _converting_within_steps)
+            if chosen is None or chosen is callback or not compensates(*backend_within(chosen)):
+                count_compiled(-1)
+                return None
+            return chosen if chosen.__name__ == "fail_callback" else callback
+
+        return callback_from_stance
+
+    COMPILED_CALLS.install(deciding)
+
+
+def _converting_within_steps(convert: Callable[..., Any], frame: Any, *args: Any, **kwargs: Any) -> Any:
+    if is_in_torchs_optimizer(frame.f_code) or optimizer_being_stepped() is None:
+        return ConvertFrameReturn(apply_to_code=False)
+    return convert(frame, *args, **kwargs)

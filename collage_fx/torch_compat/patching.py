@@ -146,6 +146,11 @@ class Patch:
         return self in _layers and _layers[self].stands
 
     @property
+    def replaced(self) -> Callable[..., Any]:
+        """The function in whose place an installed patch is."""
+        return _layers[self].original
+
+    @property
     def is_entered(self) -> bool:
         """Whether it is in force in this thread, between entering and leaving."""
         return _layers.get(self) in _entered.get()
