@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -220,10 +221,11 @@ class _Watched:
 
 def _given_to_compile() -> Any:
     """The function that ``torch.compile`` has been called with, if it is what runs now."""
+    compiling = inspect.unwrap(torch.compile).__code__  # Lightning, for one, puts a function around it
     caller: Any = sys._getframe()
-    while caller is not None and caller.f_code is not torch.compile.__code__:
+    while caller is not None and caller.f_code is not compiling:
         caller = caller.f_back
-    return None if caller is None else caller.f_locals["model"]
+    return None if caller is None else caller.f_locals.get("model")
 
 
 def _is_not_to_be_converted() -> bool:
