@@ -90,6 +90,7 @@ class CompiledOptimizer:
         """Put back what :meth:`tensors` gave, in place."""
         for name, tensor in self.live():
             tensor.copy_(tensors[name])
+        self._accept()
 
     def start(self) -> Tensors:
         """Take a first step, in which states are born and the step is compiled, and take it back."""
@@ -100,7 +101,14 @@ class CompiledOptimizer:
                 tensor.zero_()
         for parameter, value in zip(self.parameters, before, strict=True):
             parameter.data.copy_(value)
+        self._accept()
         return self.tensors()
+
+    def _accept(self) -> None:
+        """Let error terms that have been written belong to the values beside them, which have been, too."""
+        for parameter in self.parameters:
+            if (expansion := expansion_of(parameter)) is not None:
+                expansion.drop_claim()
 
 
 def gradients(
