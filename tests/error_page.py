@@ -42,7 +42,7 @@ class Example:
     Attributes:
         caption: what it does, in a line.
         program: as a reader would paste it.
-        is_late: whether a part of the step has been taken when it is refused; the caption says which.
+        is_late: whether something has changed when the step is refused; the caption says what.
     """
 
     caption: str
@@ -297,7 +297,7 @@ EXAMPLES: dict[type[errors.CollageError], tuple[Example, ...]] = {
     ),
     errors.ChangedTensorError: (
         Example(
-            "A parameter that has been given memory with other strides.",
+            "A parameter that gets other strides: the error term of its old value is dropped.",
             """\
             import torch
             from torch.nn import Parameter
@@ -310,6 +310,7 @@ EXAMPLES: dict[type[errors.CollageError], tuple[Example, ...]] = {
             p.data = torch.ones(4, 8, dtype=torch.bfloat16).t()
             optimizer.step()
             """,
+            is_late=True,
         ),
         Example(
             "A parameter that has become one of another dtype.",

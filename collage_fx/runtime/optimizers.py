@@ -185,11 +185,12 @@ def known_tensors(optimizers: Mapping[str, Optimizer]) -> dict[int, KnownTensor]
 def bytes_held(tensors: Iterable[Tensor]) -> int:
     """The bytes of tensors and of what is kept beside them; of packed ones of the latter alone.
 
-    What is kept beside new tensors may be dropped when the next step is compiled, and is not counted.
+    Error terms of new tensors may be dropped when the next step is compiled, and are not counted.
     """
     beside = [(tensor, expansion_of(tensor)) for tensor in tensors]
     own = (tensor for tensor, found in beside if found is None or found.format.keeps_hi)
-    kept = (found.auxiliaries for _, found in beside if found is not None and not found.is_new)
+    records = (found for _, found in beside if found is not None)
+    kept = (each.auxiliaries for each in records if not (each.is_new and each.format.keeps_hi))
     return sum(tensor.nbytes for tensor in itertools.chain(own, *kept))
 
 

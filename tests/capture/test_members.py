@@ -67,11 +67,14 @@ def run_patterns(
         ]
         absent = tuple(name for i, name in enumerate(names) if not pattern >> i & 1)
         after = everything(optimizer)
+        # State that a step has made has an error term until the next compilation decides whether it keeps it.
+        compared = [
+            name
+            for name in before
+            if name.startswith(absent) and (name in after or "momentum_buffer.error" not in name)
+        ]
         assert not differences(
-            *(
-                {n: v for n, v in each.items() if n.startswith(absent) and n in before}
-                for each in (before, after)
-            )
+            {name: before[name] for name in compared}, {name: after[name] for name in compared}
         )
         for i, (p, version) in enumerate(zip(params, versions, strict=True)):
             assert (p._version > version) == bool(pattern >> i & 1)
