@@ -210,13 +210,13 @@ class _Recording:
             for tensor in self._born:
                 note_new(tensor)
             note_held(optimizer)  # which may be others than before: a step replaces state too
-            note_step(optimizer)
         except BaseException:
             self._recorder.finish(successfully=False)
             forget_new_state(optimizer)
             raise
         finally:
             self._born.clear()
+            note_step(optimizer)  # also of one that has failed half-way
         self._steps_that_compiled = self._steps_that_compiled + 1 if self._has_compiled else 0
         return result
 

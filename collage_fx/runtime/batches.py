@@ -237,6 +237,11 @@ def load_library() -> Library:
     return Library(run, gather, fill, peek)
 
 
+def is_library_loaded() -> bool:
+    """Whether a step has needed the functions above, and the machine could compile them."""
+    return load_library.cache_info().currsize > 0
+
+
 @functools.cache
 def prepare_compiler() -> None:
     """Have all that a first step compiles beside its own kernels compiled on another core, once a process.

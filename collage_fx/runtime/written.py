@@ -3,9 +3,10 @@
 Note [Written between two steps]
 --------------------------------
 Averages of local SGD, EMA weights that are swapped in, clamps and pruning write to hi and know of no error
-term. So what a step has left is looked at before the next one: the version counter of each parameter, and on
-a CPU four elements of each, as a write through ``.data`` does not count. That takes some 10 microseconds for
-148 parameters. On a GPU elements would have to be waited for: there writes through ``.data`` are not seen.
+term. So what a step has left is looked at before the next one: the version counter of each parameter and, as
+a write through ``.data`` does not count, four elements of each on a CPU with a C++ compiler. That takes some
+10 microseconds for 148 parameters. On a GPU elements would have to be waited for: there writes through
+``.data`` are not seen.
 
 Which elements have been written, nobody can tell the first time: all of the parameter's error terms become
 zero, half an ulp at most. From then on a copy of that parameter is kept, two bytes an element, and elements
@@ -21,7 +22,7 @@ from operator import is_
 
 from torch import Tensor
 
-from collage_fx.runtime.batches import Peek
+from collage_fx.runtime.batches import Peek, is_library_loaded
 from collage_fx.runtime.claims import some
 from collage_fx.runtime.error_terms import expansion_of, same_elements
 from collage_fx.torch_compat import local_tensor, version_of
@@ -53,7 +54,7 @@ class Written:
 
     def note(self) -> None:
         """Note what a step has left."""
-        if self._peek is None and _are_in_host_memory(self.tensors):
+        if self._peek is None and is_library_loaded() and _are_in_host_memory(self.tensors):
             self._peek = Peek(self.tensors)
         self._versions = [*map(version_of, self.tensors)]
         self._elements = None if self._peek is None else self._peek(self.tensors)
