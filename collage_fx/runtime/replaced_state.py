@@ -148,11 +148,12 @@ def noting_steps(step: Callable[..., Any], optimizers: Sequence[Optimizer]) -> C
     references = [*map(weakref.ref, optimizers)]
 
     def noting(*arguments: Any) -> Any:
-        result = step(*arguments)
-        for reference in references:
-            if (optimizer := reference()) is not None:
-                note_step(optimizer)
-        return result
+        try:
+            return step(*arguments)
+        finally:  # a refused step has counted versions, too
+            for reference in references:
+                if (optimizer := reference()) is not None:
+                    note_step(optimizer)
 
     return noting if references else step
 

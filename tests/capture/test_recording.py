@@ -1191,6 +1191,8 @@ def test_state_that_the_program_replaces_is_named() -> None:
     assert told() == told() == []
     assert is_recorded(optimizer)
     optimizer.state[params[2]]["m"] = optimizer.state[params[2]]["m"].clone()
+    assert told() == []
+    optimizer.state[params[2]]["m"] = 1.5 * optimizer.state[params[2]]["m"]
     (replaced,) = told()
     assert "param_groups[0].params[2].m of BranchesAfterItsState has been replaced by another" in replaced
     assert told() == []
