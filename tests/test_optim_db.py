@@ -136,18 +136,9 @@ def refused(case: str, error: type[CollageError], words: str) -> None:
         assert all(map(torch.equal, run.params, run.start)), each.desc
 
 
-ONLY_THE_FIRST = pytest.mark.xfail(
-    strict=True,
-    reason="torch disables these steps for Dynamo at the first compilation of a process; a second optimizer "
-    "of such a class is not refused, and steps plainly",
-)
-
-
-@ONLY_THE_FIRST
 def test_lbfgs_is_refused() -> None:
     refused("LBFGS", UnsupportedOptimizerError, "decides from step to step what to compute")
 
 
-@ONLY_THE_FIRST
 def test_sparse_gradients_are_refused() -> None:
     refused("SparseAdam", UnsupportedTensorError, "compensated updates are defined for dense tensors")

@@ -640,7 +640,16 @@ def _run_eagerly(optimizer: Any, name: str) -> CollageError:
 
 
 def _look_at_bypassing_step(optimizer: Optimizer, wish: _Wish) -> None:
-    """Refuse a step that is called in the place of the compiled one; before that is there, the second."""
+    """Refuse a step that is called in the place of the compiled one; before that is there, the second.
+
+    Steps that torch has disabled for Dynamo come here, too: they are refused for what they are.
+    """
+    if not wish.is_compiled:
+        try:
+            refuse_optimizer(optimizer)
+        except CollageError as refusal:
+            raise_or_warn(optimizer, refusal, strict=wish.strict)
+            return
     stepped = ((name, p) for name, p in parameter_names(optimizer) if p.grad is not None)
     if wish.is_compiled:
         first = next((name for name, p in stepped if expansion_of(p)), None)
