@@ -12,7 +12,7 @@ from collage_fx.runtime.checkpoint import plain_state_dict
 from collage_fx.runtime.claims import install as _install_claims
 from collage_fx.runtime.error_terms import assign, error_terms, full_value, reset_error_terms
 from collage_fx.runtime.full_state import full_state_dict, load_full_state_dict, save_full_state_dict
-from collage_fx.runtime.replaced_state import offload
+from collage_fx.runtime.replaced_state import move_state
 from collage_fx.torch_compat.patch_averages import install as _install_averaging_support
 
 __version__ = "0.1.0"
@@ -33,7 +33,7 @@ __all__ = [
     "gpu_code",
     "install",
     "load_full_state_dict",
-    "offload",
+    "move_state",
     "plain_state_dict",
     "reset_error_terms",
     "save_full_state_dict",

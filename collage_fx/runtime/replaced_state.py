@@ -165,10 +165,10 @@ def format_before(name: str, optimizer: Optimizer) -> ErrorFormat | None:
 
 
 #: By optimizer, the devices of what has been moved away from there: of its parameters' error terms, of state.
-_offloaded: WeakKeyDictionary[Optimizer, list[tuple[Tensor, torch.device]]] = WeakKeyDictionary()
+_moved_away: WeakKeyDictionary[Optimizer, list[tuple[Tensor, torch.device]]] = WeakKeyDictionary()
 
 
-def offload(optimizer: Optimizer, device: torch.device | str = "cpu") -> None:
+def move_state(optimizer: Optimizer, device: torch.device | str = "cpu") -> None:
     """Move an optimizer's state and all of its error terms to another device until its next step.
 
     That step brings them back. Tensors stay the same objects, so nothing is compiled anew; packed state is
@@ -178,7 +178,7 @@ def offload(optimizer: Optimizer, device: torch.device | str = "cpu") -> None:
         optimizer: one whose step is compensated, whether by :func:`install` or by ``torch.compile``.
         device: for what is moved.
     """
-    there, moved = torch.device(device), _offloaded.setdefault(optimizer, [])
+    there, moved = torch.device(device), _moved_away.setdefault(optimizer, [])
     for place in _places_of(optimizer):
         if place.name:
             is_state = not isinstance(place.value, Parameter)
@@ -203,7 +203,7 @@ def settle_replaced(optimizer: Optimizer) -> None:
 
     Warn of tensors that had error terms, and have other values now; not of those that begin with zeros.
     """
-    for tensor, device in _offloaded.pop(optimizer, ()):
+    for tensor, device in _moved_away.pop(optimizer, ()):
         _move(tensor, device, is_state=True)
     held = _held.get(optimizer)
     if held is not None:

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 import collage_fx
-from collage_fx import CollageBackend, assign, error_terms, full_value, offload
+from collage_fx import CollageBackend, assign, error_terms, full_value, move_state
 from collage_fx.numerics import ERROR_FORMATS
 from tests.support.training import (
     Descent,
@@ -86,7 +86,7 @@ def replace_dictionaries(optimizer: Optimizer) -> None:
 
 
 def take_offload(optimizer: Optimizer) -> None:
-    offload(optimizer)
+    move_state(optimizer)
     for _, _, tensor in named(optimizer):
         assert tensor.device.type == "cpu"
 
