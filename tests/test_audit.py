@@ -132,8 +132,13 @@ def test_where_there_is_nothing_to_compare_nothing_is_called_wrong(lr: float) ->
 )
 def test_arguments_are_refused_before_anything_is_measured(options: dict[str, Any], where: str) -> None:
     made: list[Any] = []
+
+    def make(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        made.append(params)
+        return SGD(params)
+
     with pytest.raises(InvalidOptionError) as raised:
-        audit(lambda params: made.append(params) or SGD(params), **options)
+        audit(make, **options)
     assert raised.value.where == where
     assert not made
 
