@@ -356,12 +356,13 @@ def heed_stances(
             if is_recording():
                 count_compiled(-1)
                 return None
-            if callback:
-                before_call(_compiler_of(callback))
+            if not callback:
+                return original(callback)
+            before_call(_compiler_of(callback))
             chosen = original(callback)
             if chosen is callback and not dynamo_config.disable:
                 return chosen
-            if not callback or not compensates(*backend_within(callback)):
+            if not compensates(*backend_within(callback)):
                 return chosen
             if chosen is False:
                 return _Watched(callback, _converting_within_steps)
