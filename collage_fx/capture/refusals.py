@@ -121,6 +121,15 @@ def _refuse_class(optimizer: Optimizer) -> None:
             where="LBFGS.step",
             remedy="step it eagerly on float32 parameters",
         )
+    if not hasattr(optimizer, "defaults"):
+        held = [name for name, value in vars(optimizer).items() if isinstance(value, Optimizer)]
+        raise UnsupportedOptimizerError(
+            f"{type(optimizer).__name__} does not call Optimizer.__init__, without which torch compiles no step",
+            where=f"{type(optimizer).__name__}.__init__",
+            remedy=f"install the optimizer that it holds: collage_fx.install(optimizer.{held[0]})"
+            if held
+            else "have it call super().__init__(parameters, defaults)",
+        )
 
 
 def refuse_overlaps(known: Iterable[KnownTensor]) -> None:

@@ -685,8 +685,14 @@ def _wider(plain: StateDict, owner: Owner) -> Tensor | None:
 
 
 def _has_been_stepped(plain: StateDict, owner: Owner) -> bool:
-    """Whether a checkpoint is of a time when the parameter had been stepped, as far as that can be seen."""
-    return owner[0] is None or owner[0] in plain["state"]
+    """Whether a checkpoint is of a time when the parameter had been stepped, as far as that can be seen.
+
+    Adagrad, for one, has state from its beginning, and a count of 0 steps in it.
+    """
+    if owner[0] is None:
+        return True
+    entries = plain["state"].get(owner[0])
+    return entries is not None and not (isinstance(entries, dict) and entries.get("step") == 0)
 
 
 class _Waiting(NamedTuple):
@@ -747,13 +753,17 @@ def _fill(optimizer: Optimizer, waiting: Iterable[_Waiting]) -> None:
                 rest = whole - hi.to(whole.dtype)
                 expansion.replace_contents(expansion.format.beside(hi, rest.float()))
     if missing:
-        _warn(type(optimizer), f"no error terms of {some(missing)} {WHY_NONE}")
+        warnings.warn(
+            f"collage_fx: no error terms of {some(missing)} have been loaded into "
+            f"{type(optimizer).__name__}; they start from zero. {WHY_NONE}",
+            stacklevel=3,
+        )
 
 
 WHY_NONE = (
-    "(it was saved by a plain optimizer, or torch.distributed.checkpoint has loaded it into one that had "
-    "none to load, for it had not taken a compiled step: collage_fx.install makes it take one); they start "
-    "from zero"
+    "Either a plain optimizer has saved the checkpoint, or torch.distributed.checkpoint has left out those in "
+    "the file: it loads only what an optimizer holds already, and this one had not taken a compiled step "
+    "(collage_fx.install makes it take one)"
 )
 WHY_OTHERS = (
     "which have been changed since they were saved, or come from another file, or this one is damaged; they "

@@ -6,7 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, ValuesView
 from dataclasses import dataclass
-from types import ModuleType
+from types import MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -50,11 +50,14 @@ class KnownTensor:
 def optimizers_among(variables: Mapping[str, Any]) -> dict[str, Optimizer]:
     """The optimizers among a frame's variables, by variable.
 
-    Itself, an element of ``*args``, or what a wrapper (a scheduler, a trainer) holds as ``.optimizer``.
+    Itself, an element of ``*args``, that of a method, or what a wrapper (a scheduler, a trainer) holds as
+    ``.optimizer``.
     """
     found: dict[str, Optimizer] = {}
     for variable, value in variables.items():
         for candidate in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(candidate, MethodType):
+                candidate = candidate.__self__
             if not isinstance(candidate, Optimizer):
                 candidate = getattr(candidate, "__dict__", {}).get("optimizer")
             if isinstance(candidate, Optimizer) and not any(candidate is known for known in found.values()):

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from collage_fx.numerics import ErrorFormat
+from collage_fx.numerics import ErrorFormat, is_low_precision
 from collage_fx.runtime.claims import some
 from collage_fx.runtime.error_terms import expansion_of, hand_over, move_into, record_memory
 from collage_fx.runtime.optimizers import parameter_names
@@ -68,7 +68,9 @@ class _Held:
         }
         low = ((place.name, place.value) for place in self.places if isinstance(place.value, Parameter))
         parameters = [each for each in low if each[0] in self.formats]
-        self.written = Written(parameters, type(optimizer).__name__)
+        named = ((place.name, place.value) for place in self.places if place.name)
+        state = [each for each in named if _is_plain_state(each[1])]
+        self.written = Written(parameters, state, type(optimizer).__name__)
         self._entries = list(optimizer.state.values())
         looked_at = [place for place in self.places if type(place.container) is not type(optimizer.state)]
         self._look = [place.container for place in looked_at], [place.key for place in looked_at]
@@ -94,6 +96,11 @@ class _Held:
             place.name or id(place.value) in now or sys.getrefcount(place.value) < count
             for place, count in zip(self.places, self.counts, strict=True)
         )
+
+
+def _is_plain_state(value: Tensor) -> bool:
+    is_state = not isinstance(value, Parameter) and is_low_precision(value.dtype)
+    return is_state and not is_packed(value)
 
 
 def _places_of(optimizer: Optimizer) -> Iterator[_Place]:
@@ -206,9 +213,11 @@ def settle_replaced(optimizer: Optimizer) -> None:
     for tensor, device in _moved_away.pop(optimizer, ()):
         _move(tensor, device, is_state=True)
     held = _held.get(optimizer)
-    if held is not None:
-        held.written.settle(lambda parameter: _is_held_by_another(parameter, optimizer))
-    if held is None or held.is_complete(optimizer):
+    if held is None:
+        return
+    is_complete = held.is_complete(optimizer)
+    held.written.settle(lambda tensor: _is_held_by_another(tensor, optimizer), is_in_place=is_complete)
+    if is_complete:
         return
     now = {place.name: place for place in _places_of(optimizer) if place.name}
     there, known = ({id(place.value) for place in places} for places in (now.values(), held.places))

@@ -1,4 +1,4 @@
-"""Parameters that the program writes to between two steps: their error terms are of values that are gone.
+"""Tensors that the program writes to between two steps: their error terms are of values that are gone.
 
 Note [Written between two steps]
 --------------------------------
@@ -11,6 +11,9 @@ a write through ``.data`` does not count, four elements of each on a CPU with a 
 Which elements have been written, nobody can tell the first time: all of the parameter's error terms become
 zero, half an ulp at most. From then on a copy of that parameter is kept, two bytes an element, and elements
 that are as the step has left them keep their error terms: a clamp in every step costs nothing of the rest.
+
+State is written to by other methods of an optimizer, such as the update of a Hessian: eagerly, so its format
+rounds that. The version counters of state tell, too; the first time they do, the user is told.
 """
 
 from __future__ import annotations
@@ -25,20 +28,29 @@ from torch import Tensor
 from collage_fx.runtime.batches import Peek, is_library_loaded
 from collage_fx.runtime.claims import some
 from collage_fx.runtime.error_terms import expansion_of, same_elements
+from collage_fx.runtime.packed import PackedTensor
 from collage_fx.torch_compat import local_tensor, version_of
 
 
 class Written:
-    """Sees which of an optimizer's parameters have been written to since its last step.
+    """Sees which of an optimizer's tensors have been written to since its last step.
 
     Args:
         parameters: with error terms, by name.
+        state: of low precision, by name.
         subject: the optimizer, for a warning.
     """
 
-    def __init__(self, parameters: Sequence[tuple[str, Tensor]], subject: str) -> None:
+    def __init__(
+        self, parameters: Sequence[tuple[str, Tensor]], state: Sequence[tuple[str, Tensor]], subject: str
+    ) -> None:
         self.names = [name for name, _ in parameters]
         self.tensors = [tensor for _, tensor in parameters]
+        self._state_names = [name for name, _ in state]
+        self._state = [tensor for _, tensor in state]
+        self._state_versions: list[int] = []
+        self._state_types: list[type] = []
+        self._is_state_told = False
         self._subject = subject
         self._copies: dict[int, Tensor] = {}
         self._versions: list[int] = []
@@ -47,6 +59,7 @@ class Written:
 
     def take_over(self, other: Written) -> None:
         """Go on from another one's knowledge, if it is of the same parameters."""
+        self._is_state_told = other._is_state_told
         is_of_same = len(self.tensors) == len(other.tensors)
         if is_of_same and all(map(is_, self.tensors, other.tensors)):
             self._copies, self._peek = other._copies, other._peek
@@ -57,16 +70,21 @@ class Written:
         if self._peek is None and is_library_loaded() and _are_in_host_memory(self.tensors):
             self._peek = Peek(self.tensors)
         self._versions = [*map(version_of, self.tensors)]
+        self._state_versions = [*map(version_of, self._state)]
+        self._state_types = [*map(type, self._state)]
         self._elements = None if self._peek is None else self._peek(self.tensors)
         for i, copy in self._copies.items():
             copy.copy_(local_tensor(self.tensors[i].detach()))
 
-    def settle(self, is_written_elsewhere: Callable[[Tensor], bool]) -> None:
+    def settle(self, is_written_elsewhere: Callable[[Tensor], bool], *, is_in_place: bool) -> None:
         """Drop the error terms of values that are gone, with a warning for each parameter once.
 
         Args:
-            is_written_elsewhere: whether another compensated step may have written to a parameter.
+            is_written_elsewhere: whether another compensated step may have written to a tensor.
+            is_in_place: whether the optimizer's state is what it was.
         """
+        if is_in_place and self._state_versions and [*map(version_of, self._state)] != self._state_versions:
+            self._settle_state(is_written_elsewhere)
         versions = [*map(version_of, self.tensors)]
         elements = None if self._peek is None else self._peek(self.tensors)
         if not self._versions or (versions == self._versions and elements == self._elements):
@@ -93,6 +111,32 @@ class Written:
                 "its error terms are of the values before: this time all of them begin again from zero, "
                 "later those of elements that have other values. collage_fx.assign(parameter, value) writes "
                 "a value with all its bits, and collage_fx.full_value(parameter) reads one",
+                stacklevel=2,
+            )
+
+    def _settle_state(self, is_written_elsewhere: Callable[[Tensor], bool]) -> None:
+        """Drop the error terms of state that has been written to; tell of values that are not zeros."""
+        written = []
+        for name, tensor, version, kind in zip(
+            self._state_names, self._state, self._state_versions, self._state_types, strict=True
+        ):
+            if version_of(tensor) == version or issubclass(kind, PackedTensor):
+                continue  # packed tensors have other memory whenever they are read
+            if is_written_elsewhere(tensor):
+                continue
+            expansion = expansion_of(tensor)
+            if expansion is not None:
+                if expansion.claim is not None or expansion.accepted == version_of(tensor):
+                    continue
+                expansion.clear()
+            if local_tensor(tensor.detach()).any():
+                written.append(name)
+        if written and not self._is_state_told:
+            self._is_state_told = True
+            warnings.warn(
+                f"collage_fx: {some(written)} of {self._subject} has been written to between two steps, "
+                "without compensation. If another method of the optimizer does that, have it compiled, too: "
+                "method = torch.compile(optimizer.method, backend=collage_fx.backend_of(optimizer))",
                 stacklevel=2,
             )
 

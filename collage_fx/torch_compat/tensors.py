@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -99,9 +100,8 @@ def is_known_by_identity(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value in _known
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """A number that grows whenever a tensor, or another object of it, is written to."""
-    return tensor._version
+#: Of a tensor: a number that grows whenever it, or another object of it, is written to.
+version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor | None:

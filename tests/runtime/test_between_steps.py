@@ -316,7 +316,11 @@ def test_second_moments_that_are_written_stay_so(options: dict[str, Any], write:
         WRITES[write](moment)
         written.append(moment.double())
         p.grad = torch.zeros_like(p)
-    step()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step()
+    told = [str(each.message) for each in caught if "without compensation" in str(each.message)]
+    assert len(told) == (write in ("mul_", "copy_"))
     for p, before in zip(params, written, strict=True):
         value = full_value(optimizer.state[p]["exp_avg_sq"])
         assert torch.all((value - 0.999 * before).abs() <= before * 2.0**-8 + 2.0**-133)
@@ -402,3 +406,62 @@ def test_whole_values_and_loads_are_no_writes_of_somebody_else() -> None:
         run_steps(step, params, [4])
         collage_fx.load_full_state_dict(model, optimizer, dict(collage_fx.full_state_dict(model)))
         run_steps(step, params, [5])
+
+
+# State that another method of the optimizer updates. -------------------------------------------------------
+
+
+class WithCurvature(Descent):
+    """A second moment that is updated now and then, by a method of its own, as Sophia's Hessian is."""
+
+    @torch.no_grad()
+    def update_curvature(self) -> None:
+        for p in self.param_groups[0]["params"]:
+            if "curvature" not in self.state[p]:
+                self.state[p]["curvature"] = torch.zeros_like(p)
+            self.state[p]["curvature"].mul_(0.999).addcmul_(p.grad, p.grad, value=0.001)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            p.addcdiv_(p.grad, self.state[p]["curvature"].sqrt() + 1e-2, value=-self.param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize("is_installed", [True, False])
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_other_methods_are_compensated_if_they_are_compiled_and_else_told_of(
+    is_compiled: bool, is_installed: bool
+) -> None:
+    params = parameters(shapes=[(16, 8)])
+    reference = [Parameter(p.detach().double()) for p in params]
+    optimizer, exact = WithCurvature(params), WithCurvature(reference)
+    backend = CollageBackend()
+    if is_installed:
+        step: Callable[[], Any] = collage_fx.install(optimizer, backend=backend).step
+    else:
+        step = torch.compile(optimizer.step, backend=backend)
+    update: Callable[[], Any] = optimizer.update_curvature
+    if is_compiled:
+        update = torch.compile(update, backend=backend)
+    told = []
+    for seed in range(40):
+        set_gradients(params, seed)
+        reference[0].grad = params[0].grad.double()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for each in (
+                (update, step, exact.update_curvature, exact.step) if seed % 4 == 0 else (step, exact.step)
+            ):
+                each()
+        told += [str(each.message) for each in caught if "without compensation" in str(each.message)]
+    met = full_value(optimizer.state[params[0]]["curvature"])
+    meant = exact.state[reference[0]]["curvature"]
+    error = float((met - meant).norm() / meant.norm())
+    if is_compiled:
+        assert not told
+        assert error < 1e-3
+    else:
+        assert len(told) == 1
+        assert "WithCurvature" in told[0]
+        assert "torch.compile(optimizer.method" in told[0]
+        assert error > 1e-3
