@@ -204,7 +204,9 @@ class Compilation:
         self.optimizers = optimizers_among(variables)
         self.known = known_tensors(self.optimizers)
         self.subject = backend.label(list(self.optimizers.values())) or traced_frame_name() or "step"
-        self.recorded = next(filter(None, map(why_recorded, self.optimizers.values())), "")
+        # An optimizer whose step is recorded may have other methods, which Dynamo captures.
+        recorded = () if traced_frame_name() else map(why_recorded, self.optimizers.values())
+        self.recorded = next(filter(None, recorded), "")
         self.is_compiled = all(map(is_compiled, self.optimizers.values()))
         self.left_alone = False
         self.plans: tuple[Plan, ...] = ()

@@ -19,6 +19,7 @@ import torch
 from torch.fx import Node
 
 from collage_fx.graph.nodes import (
+    copies_to_inputs,
     is_dense,
     is_low_precision_tensor,
     operands_of,
@@ -75,6 +76,7 @@ def _rounded(program: StepProgram, results: list[Node | None]) -> Iterator[int]:
     """The places of results with memory of their own whose values a rounding may have cut."""
     inputs = placeholders(program.gm.graph)
     kept_up = {node for i, node in enumerate(inputs) if i in program.already_compensated}
+    kept_up |= {each for each in copies_to_inputs(program.gm.graph) if is_low_precision_tensor(each)}
     memory = Counter(
         storage_of(value) for node in {*results, *inputs} if (value := tensor_value(node)) is not None
     )
@@ -94,7 +96,10 @@ def _rounded(program: StepProgram, results: list[Node | None]) -> Iterator[int]:
 
 
 def _is_rounded(node: Node, kept_up: set[Node]) -> bool:
-    """Whether a value is another than that of a low-precision input without an error term."""
+    """Whether a value is another than that of a low-precision input without an error term.
+
+    Those kept up are what has one, and what is updated, which will have one in the next step.
+    """
     while is_movement(node) and len(node.all_input_nodes) == 1:
         (node,) = node.all_input_nodes
     is_computed = (

@@ -761,8 +761,8 @@ def _fill(optimizer: Optimizer, waiting: Iterable[_Waiting]) -> None:
 
 
 WHY_NONE = (
-    "Either a plain optimizer has saved the checkpoint, or torch.distributed.checkpoint has left out those in "
-    "the file: it loads only what an optimizer holds already, and this one had not taken a compiled step "
+    "Either a plain optimizer has saved the checkpoint, or torch.distributed.checkpoint has left out those "
+    "in the file: it loads only what an optimizer holds already, and this one had not taken a compiled step "
     "(collage_fx.install makes it take one)"
 )
 WHY_OTHERS = (

@@ -25,7 +25,7 @@ from operator import is_
 
 from torch import Tensor
 
-from collage_fx.runtime.batches import Peek, is_library_loaded
+from collage_fx.runtime.batches import PEEKED, Peek, is_library_loaded
 from collage_fx.runtime.claims import some
 from collage_fx.runtime.error_terms import expansion_of, same_elements
 from collage_fx.runtime.packed import PackedTensor
@@ -76,11 +76,26 @@ class Written:
         for i, copy in self._copies.items():
             copy.copy_(local_tensor(self.tensors[i].detach()))
 
+    def is_as_left(self, tensor: Tensor) -> bool:
+        """Whether the optimizer's last step was the last to write to a parameter or state."""
+        for tensors, versions, elements in (
+            (self.tensors, self._versions, self._elements),
+            (self._state, self._state_versions, None),
+        ):
+            for i, (each, version) in enumerate(zip(tensors, versions, strict=False)):
+                if each is tensor:
+                    part = slice(PEEKED * i, PEEKED * (i + 1))
+                    is_same = elements is None or self._peek is None
+                    return version_of(tensor) == version and (
+                        is_same or self._peek(self.tensors)[part] == elements[part]
+                    )
+        return False
+
     def settle(self, is_written_elsewhere: Callable[[Tensor], bool], *, is_in_place: bool) -> None:
         """Drop the error terms of values that are gone, with a warning for each parameter once.
 
         Args:
-            is_written_elsewhere: whether another compensated step may have written to a tensor.
+            is_written_elsewhere: whether the last to write to a tensor was another compensated step.
             is_in_place: whether the optimizer's state is what it was.
         """
         if is_in_place and self._state_versions and [*map(version_of, self._state)] != self._state_versions:
@@ -94,7 +109,7 @@ class Written:
             expansion = expansion_of(tensor)
             if expansion is None or expansion.claim is not None or expansion.accepted == versions[i]:
                 continue
-            part = slice(4 * i, 4 * i + 4)
+            part = slice(PEEKED * i, PEEKED * (i + 1))
             is_same = elements is None or self._elements is None or elements[part] == self._elements[part]
             if (versions[i] == self._versions[i] and is_same) or is_written_elsewhere(tensor):
                 continue
@@ -110,7 +125,8 @@ class Written:
                 f"collage_fx: {some(new)} of {self._subject} has been written to between two steps, where "
                 "its error terms are of the values before: this time all of them begin again from zero, "
                 "later those of elements that have other values. collage_fx.assign(parameter, value) writes "
-                "a value with all its bits, and collage_fx.full_value(parameter) reads one",
+                "a value with all its bits, and collage_fx.full_value(parameter) reads one. A method of the "
+                "optimizer that writes to it has to be compiled, too",
                 stacklevel=2,
             )
 
