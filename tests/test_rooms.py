@@ -284,7 +284,7 @@ ASSIGNED = {
 #: Objects of classes of ours, and nodes of the graphs that passes are given to edit: anybody may change them.
 OURS = {
     "component", "deferred", "expansion", "found", "measured", "members", "node", "other", "place", "program",
-    "records", "snapshot", "state", "state.store", "store", "_RECORDS", "_recording",
+    "records", "snapshot", "state", "state.store", "store", "wish", "_RECORDS", "_Wishes", "_recording",
 }  # fmt: skip
 
 

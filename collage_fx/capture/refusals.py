@@ -124,7 +124,7 @@ def _refuse_class(optimizer: Optimizer) -> None:
     if not hasattr(optimizer, "defaults"):
         held = [name for name, value in vars(optimizer).items() if isinstance(value, Optimizer)]
         raise UnsupportedOptimizerError(
-            f"{type(optimizer).__name__} does not call Optimizer.__init__, and so torch cannot compile its step",
+            f"{type(optimizer).__name__} does not call Optimizer.__init__: torch cannot compile its step",
             where=f"{type(optimizer).__name__}.__init__",
             remedy=f"install the optimizer that it holds: collage_fx.install(optimizer.{held[0]})"
             if held

@@ -147,7 +147,7 @@ class Expansion:
     def drop_claim(self) -> None:
         """Let the error terms belong to hi as it is: it has been looked at, or they are others now."""
         self.claim = self._settle = None
-        if (tensor := self.owner()) is not None:
+        if (tensor := self.owner()) is not None and not is_packed(tensor):
             self.accepted = version_of(tensor)
 
     def settle(self) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, ValuesView
 from dataclasses import dataclass
 from types import MethodType, ModuleType
 from typing import Any
+from weakref import ReferenceType
 
 import torch
 from torch import Tensor
@@ -50,12 +51,14 @@ class KnownTensor:
 def optimizers_among(variables: Mapping[str, Any]) -> dict[str, Optimizer]:
     """The optimizers among a frame's variables, by variable.
 
-    Itself, an element of ``*args``, that of a method, or what a wrapper (a scheduler, a trainer) holds as
-    ``.optimizer``.
+    Itself, an element of ``*args``, that of a method, one that a weak reference is to (as in the function that
+    schedulers put around ``step``), or what a wrapper (a scheduler, a trainer) holds as ``.optimizer``.
     """
     found: dict[str, Optimizer] = {}
     for variable, value in variables.items():
         for candidate in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(candidate, ReferenceType):
+                candidate = candidate()
             if isinstance(candidate, MethodType):
                 candidate = candidate.__self__
             if not isinstance(candidate, Optimizer):

@@ -49,7 +49,6 @@ class Written:
         self._state_names = [name for name, _ in state]
         self._state = [tensor for _, tensor in state]
         self._state_versions: list[int] = []
-        self._state_types: list[type] = []
         self._is_state_told = False
         self._subject = subject
         self._copies: dict[int, Tensor] = {}
@@ -70,8 +69,7 @@ class Written:
         if self._peek is None and is_library_loaded() and _are_in_host_memory(self.tensors):
             self._peek = Peek(self.tensors)
         self._versions = [*map(version_of, self.tensors)]
-        self._state_versions = [*map(version_of, self._state)]
-        self._state_types = [*map(type, self._state)]
+        self._state_versions = _versions_of(self._state)
         self._elements = None if self._peek is None else self._peek(self.tensors)
         for i, copy in self._copies.items():
             copy.copy_(local_tensor(self.tensors[i].detach()))
@@ -98,8 +96,10 @@ class Written:
             is_written_elsewhere: whether the last to write to a tensor was another compensated step.
             is_in_place: whether the optimizer's state is what it was.
         """
-        if is_in_place and self._state_versions and [*map(version_of, self._state)] != self._state_versions:
-            self._settle_state(is_written_elsewhere)
+        if is_in_place and self._state_versions:
+            versions = _versions_of(self._state)
+            if versions != self._state_versions:
+                self._settle_state(versions, is_written_elsewhere)
         versions = [*map(version_of, self.tensors)]
         elements = None if self._peek is None else self._peek(self.tensors)
         if not self._versions or (versions == self._versions and elements == self._elements):
@@ -130,19 +130,17 @@ class Written:
                 stacklevel=2,
             )
 
-    def _settle_state(self, is_written_elsewhere: Callable[[Tensor], bool]) -> None:
+    def _settle_state(self, versions: Sequence[int], is_written_elsewhere: Callable[[Tensor], bool]) -> None:
         """Drop the error terms of state that has been written to; tell of values that are not zeros."""
         written = []
-        for name, tensor, version, kind in zip(
-            self._state_names, self._state, self._state_versions, self._state_types, strict=True
+        for name, tensor, now, before in zip(
+            self._state_names, self._state, versions, self._state_versions, strict=True
         ):
-            if version_of(tensor) == version or issubclass(kind, PackedTensor):
-                continue  # packed tensors have other memory whenever they are read
-            if is_written_elsewhere(tensor):
+            if now == before or _PACKED in (now, before) or is_written_elsewhere(tensor):
                 continue
             expansion = expansion_of(tensor)
             if expansion is not None:
-                if expansion.claim is not None or expansion.accepted == version_of(tensor):
+                if expansion.claim is not None or expansion.accepted == now:
                     continue
                 expansion.clear()
             if local_tensor(tensor.detach()).any():
@@ -155,6 +153,17 @@ class Written:
                 "method = torch.compile(optimizer.method, backend=collage_fx.backend_of(optimizer))",
                 stacklevel=2,
             )
+
+
+#: In place of the version of a packed tensor, which would be decoded for it.
+_PACKED = -1
+
+
+def _versions_of(tensors: Sequence[Tensor]) -> list[int]:
+    packed = {kind for kind in {*map(type, tensors)} if issubclass(kind, PackedTensor)}
+    if not packed:
+        return [*map(version_of, tensors)]
+    return [_PACKED if type(each) in packed else version_of(each) for each in tensors]
 
 
 def _are_in_host_memory(tensors: Sequence[Tensor]) -> bool:

@@ -210,9 +210,9 @@ def test_parameters_may_move() -> None:
 
 
 def test_a_step_may_run_while_new_tensors_go_to_another_device() -> None:
-    def on_cpu(batch: Batch, addresses: Any, scratch: Tensor) -> None:
+    def on_cpu(batch: Batch, addresses: Any, scratch: Tensor, present: Any) -> None:
         assert scratch.device.type == "cpu"  # or the kernels write to address 0
-        call(batch, addresses, scratch)
+        call(batch, addresses, scratch, present)
 
     found, call = [], Batch.__call__
     for device in ("cpu", "meta"):

@@ -248,7 +248,7 @@ def test_a_patch_is_there_for_the_process_or_while_a_step_is_compiled() -> None:
         thread.join()
 
     _compiled_while(look)
-    assert seen == [{patch.name for patch in PATCHES if patch.during == "conversions"}]
+    assert seen == [{patch.name for patch in PATCHES if patch.during == "conversions" and patch.applies}]
     assert in_another_thread == [False]
     in_place = {patch.name for patch in PATCHES if patch.is_in_place}
     assert in_place <= {patch.name for patch in PATCHES if patch.during == "the process"}
