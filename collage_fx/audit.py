@@ -418,7 +418,9 @@ def _describe_state(backend: CollageBackend, measured: Measurement) -> None:
 
 def _judge(parameters: Parameters, measured: Measurement, *, warned: bool) -> None:
     """The outcome of a run that got to its end."""
-    plain = [i for i, p in enumerate(parameters) if not any(bool(t.any()) for t in error_terms(p))]
+    # What has become infinite has nothing beside it.
+    finite = ((i, p) for i, p in enumerate(parameters) if p.isfinite().all())
+    plain = [i for i, p in finite if not any(bool(t.any()) for t in error_terms(p))]
     if plain and warned:
         measured.outcome = REFUSED  # for what is noted
     elif plain:

@@ -419,6 +419,11 @@ def _at_graph_break(
         return
     if graph_break.is_in_closure and _is_captured_after_its_closure(optimizer):
         return
+    try:
+        refuse_optimizer(optimizer)  # of which Dynamo may not have traced a line
+    except CollageError as refusal:
+        raise_or_warn(optimizer, refusal, strict=strict)
+        return
     can_be_recorded = is_recordable(optimizer) and not is_being_stepped(optimizer)
     if graph_break.is_around_a_step and not can_be_recorded:
         return  # its own step is like any function that steps an optimizer
@@ -428,7 +433,7 @@ def _at_graph_break(
         if is_step_wrapper(code):
             raise RunAsItIs
         return
-    refusal = GraphBreakError(
+    broken = GraphBreakError(
         f"Dynamo cannot capture the step of {type(optimizer).__name__}, and would run a part "
         f"of it eagerly, without error terms: {graph_break.reason}",
         where=graph_break.where,
@@ -438,7 +443,7 @@ def _at_graph_break(
     )
     if strict:
         forget_new_state(optimizer)
-    raise_or_warn(optimizer, refusal, strict=strict)
+    raise_or_warn(optimizer, broken, strict=strict)
 
 
 def _is_captured_after_its_closure(optimizer: Optimizer) -> bool:

@@ -51,7 +51,7 @@ class KnownTensor:
 def optimizers_among(variables: Mapping[str, Any]) -> dict[str, Optimizer]:
     """The optimizers among a frame's variables, by variable.
 
-    Itself, an element of ``*args``, that of a method, one that a weak reference is to (as in the function that
+    Itself, an element of ``*args``, that of a method, what a weak reference is to (as in the function that
     schedulers put around ``step``), or what a wrapper (a scheduler, a trainer) holds as ``.optimizer``.
     """
     found: dict[str, Optimizer] = {}

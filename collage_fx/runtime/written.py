@@ -55,19 +55,21 @@ class Written:
         self._versions: list[int] = []
         self._elements: array[int] | None = None
         self._peek: Peek | None = None
+        self._strides: list[tuple[int, ...]] = []
 
     def take_over(self, other: Written) -> None:
         """Go on from another one's knowledge, if it is of the same parameters."""
         self._is_state_told = other._is_state_told
         is_of_same = len(self.tensors) == len(other.tensors)
         if is_of_same and all(map(is_, self.tensors, other.tensors)):
-            self._copies, self._peek = other._copies, other._peek
+            self._copies, self._peek, self._strides = other._copies, other._peek, other._strides
             self._versions, self._elements = other._versions, other._elements
 
     def note(self) -> None:
         """Note what a step has left."""
         if self._peek is None and is_library_loaded() and _are_in_host_memory(self.tensors):
             self._peek = Peek(self.tensors)
+            self._strides = [each.stride() for each in self.tensors]
         self._versions = [*map(version_of, self.tensors)]
         self._state_versions = _versions_of(self._state)
         self._elements = None if self._peek is None else self._peek(self.tensors)
@@ -82,12 +84,15 @@ class Written:
         ):
             for i, (each, version) in enumerate(zip(tensors, versions, strict=False)):
                 if each is tensor:
-                    part = slice(PEEKED * i, PEEKED * (i + 1))
-                    is_same = elements is None or self._peek is None
-                    return version_of(tensor) == version and (
-                        is_same or self._peek(self.tensors)[part] == elements[part]
-                    )
+                    now = None if elements is None or self._peek is None else self._peek(self.tensors)
+                    return version_of(tensor) == version and self._has_same_elements(i, elements, now)
         return False
+
+    def _has_same_elements(self, i: int, before: array[int] | None, now: array[int] | None) -> bool:
+        """Whether those of a parameter are the same; of one that is laid out anew it is not known."""
+        part = slice(PEEKED * i, PEEKED * (i + 1))
+        is_known = before is not None and now is not None and self.tensors[i].stride() == self._strides[i]
+        return not is_known or before[part] == now[part]
 
     def settle(self, is_written_elsewhere: Callable[[Tensor], bool], *, is_in_place: bool) -> None:
         """Drop the error terms of values that are gone, with a warning for each parameter once.
@@ -109,8 +114,7 @@ class Written:
             expansion = expansion_of(tensor)
             if expansion is None or expansion.claim is not None or expansion.accepted == versions[i]:
                 continue
-            part = slice(PEEKED * i, PEEKED * (i + 1))
-            is_same = elements is None or self._elements is None or elements[part] == self._elements[part]
+            is_same = self._has_same_elements(i, self._elements, elements)
             if (versions[i] == self._versions[i] and is_same) or is_written_elsewhere(tensor):
                 continue
             hi = local_tensor(tensor.detach())

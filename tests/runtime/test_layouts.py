@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -66,14 +67,13 @@ def change_size_of_gradient(run: Run) -> str:
     return r"size \(6, 4\) .*, where .* size \(4, 6\) .*\s+where: param_groups\[0\].params\[1\].grad\n"
 
 
-def change_strides_of_error_terms(run: Run) -> str:
-    """Lay error terms out anew, as another compiled step does whose parameter had other strides."""
+def lay_error_terms_out_anew(run: Run) -> None:
+    """As another compiled step does whose parameter had other strides."""
     p = run.params[0]
     data = p.data
     p.data = transposed(data)
     ensure_expansion(p, ERROR_FORMATS["exact"], name="p")
     p.data = data
-    return r"strides \(1, 4\), where .* strides \(6, 1\)\s+where: an error term\n"
 
 
 CHANGES: list[Callable[[Run], str]] = [
@@ -81,7 +81,6 @@ CHANGES: list[Callable[[Run], str]] = [
     change_strides,
     change_strides_of_state,
     change_size_of_gradient,
-    change_strides_of_error_terms,
 ]
 
 
@@ -101,6 +100,16 @@ def test_a_tensor_that_compiled_code_would_misread_is_refused(
 
 
 @pytest.mark.parametrize("by_family", [True, False])
+def test_error_terms_of_another_layout_are_laid_out_again(by_family: bool) -> None:
+    runs = [Run(by_family=by_family), Run(by_family=by_family)]
+    lay_error_terms_out_anew(runs[0])
+    for run in runs:
+        set_gradients(run.params, 2)
+        run.step()
+    assert not differences(*(everything(run.optimizer) for run in runs))
+
+
+@pytest.mark.parametrize("by_family", [True, False])
 def test_memory_to_be_read_with_the_other_sign_is_refused(by_family: bool) -> None:
     """Also by a step compiled for it, which Inductor itself gets wrong."""
     run = Run(by_family=by_family)
@@ -113,7 +122,9 @@ def test_memory_to_be_read_with_the_other_sign_is_refused(by_family: bool) -> No
         torch._dynamo.reset()
     assert not differences(before, everything(run.optimizer))
     p.data = p.data.resolve_neg()
-    run.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of other elements in memory than the last step has left
+        run.step()
 
 
 def test_compiled_anew_the_step_goes_on() -> None:
