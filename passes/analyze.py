@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+import sympy
 import torch
 from torch.fx import Graph, Node
 
@@ -205,6 +206,8 @@ def _select(program: StepProgram, state: StateTensor, flow: _Flow) -> tuple[bool
         return True, "a value between two graphs of a recorded step"
     if state.recurrence.kind is Kind.OVERWRITE and state.info.spans_closure:
         return True, "a value that a recorded step keeps while its closure runs"
+    if state.recurrence.kind is Kind.OVERWRITE and _moves_a_parameter(program, state):
+        return True, "a parameter is moved by it, and may be moved back by it in another compiled function"
     if state.recurrence.kind is Kind.OVERWRITE:
         return False, "overwritten: there is nothing to carry from step to step"
     if state.info.role is Role.GRADIENT:
@@ -224,6 +227,16 @@ def _select(program: StepProgram, state: StateTensor, flow: _Flow) -> tuple[bool
     if state.verdict.lossy and any(_stands_for(state, other, flow) for other in program.states):
         return True, f"{program.strategy}: a parameter is overwritten with what it accumulates"
     return False, "not lossy" if program.strategy == "plus" else f"{program.strategy}: parameters only"
+
+
+def _moves_a_parameter(program: StepProgram, state: StateTensor) -> bool:
+    """Whether the new value of a state is added to a parameter in equal measure, as SAM's perturbation is."""
+    if program.is_recorded or state.info.role is not Role.STATE:
+        return False
+    new = sympy.Symbol(f"{state.info.symbol}'")
+    parameters = (each for each in program.states if each.info.role is Role.PARAMETER)
+    coefficients = (sympy.diff(each.recurrence.expression, new) for each in parameters)
+    return any(each.is_number and abs(each) >= 0.5 for each in coefficients)
 
 
 def _may_be_dithered(program: StepProgram, state: StateTensor) -> bool:

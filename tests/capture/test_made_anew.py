@@ -40,9 +40,12 @@ class TakesBack(Descent):
             self.away()
             with torch.enable_grad():
                 closure()
-            self.back()
-            for p in params_of(self):
-                p.add_(gradient_of(p), alpha=-LR)
+            self.finish()
+
+    def finish(self) -> None:
+        self.back()
+        for p in params_of(self):
+            p.add_(gradient_of(p), alpha=-LR)
 
     def away(self) -> None:
         for p in params_of(self):
@@ -139,6 +142,22 @@ def test_a_trial_step_is_taken_back_whole(kind: type[TakesBack]) -> None:
         seeds = iter(range(first, 1000))
         high.step(closure)  # type: ignore[arg-type]
     assert is_recorded(low)
+    assert largest_error(low, high, start) < ALLOWED
+
+
+@pytest.mark.parametrize("kind", [TakesBack, *TRIALS[1:-1]], ids=lambda kind: kind.__name__)
+def test_a_trial_step_of_two_captured_methods_is_taken_back_whole(kind: type[TakesBack]) -> None:
+    low, high = twins(kind, [(4, 3), (4, 3), (7,)])
+    start = [q.detach().clone() for q in params_of(high)]
+    away, finish = (torch.compile(each, backend=CollageBackend()) for each in (low.away, low.finish))
+    with torch.no_grad():
+        for seed in range(12):
+            give_gradients(low, high, 2 * seed)
+            away()
+            high.away()
+            give_gradients(low, high, 2 * seed + 1)
+            finish()
+            high.finish()
     assert largest_error(low, high, start) < ALLOWED
 
 
