@@ -109,6 +109,9 @@ LISTS = Patch(
 )
 
 
+#: How Dynamo's name of a learning rate ends.
+LEARNING_RATE = "['lr']"
+
 #: Where a number of an optimizer is: keys that lead to it from ``param_groups``.
 Place = tuple[int | str, ...]
 
@@ -131,7 +134,8 @@ def watching_optimizers(
     inputs of the graph from the first on, where Dynamo would burn them in until it sees them change.
 
     Dynamo keeps what it has seen of numbers and sizes by code object, for all optimizers of a class together.
-    Here each optimizer has a record of its own: what differs between two of them is constant in each.
+    Here each optimizer has a record of its own: what differs between two of them is constant in each. Not so
+    a learning rate, which does not decide what needs error terms: the optimizers of a sweep share their code.
     """
 
     def watching(original: Callable[..., None]) -> Callable[..., None]:
@@ -224,6 +228,8 @@ def _by_optimizer(process: Callable[..., Any]) -> Callable[..., Any]:
         place = name.removesuffix(".item()")  # of a number of NumPy's
         if isinstance(entry.scalar, float) and place in _changing.get(tx.output, ()):
             return replace(seen, scalar=auto_dynamic)
+        if place.endswith(LEARNING_RATE):
+            return process(tx, name, entry, **keywords)
         return replace(seen)
 
     return processed
