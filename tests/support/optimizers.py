@@ -107,8 +107,9 @@ class CompiledOptimizer:
     def _accept(self) -> None:
         """Let error terms that have been written belong to the values beside them, which have been, too."""
         for parameter in self.parameters:
-            if (expansion := expansion_of(parameter)) is not None:
-                expansion.drop_claim()
+            for tensor in (parameter, *self.optimizer.state[parameter].values()):
+                if isinstance(tensor, Tensor) and (expansion := expansion_of(tensor)) is not None:
+                    expansion.drop_claim()
 
 
 def gradients(
