@@ -427,6 +427,8 @@ class Compilation:
         before = copy_of(gm)
         as_captured = program.unrun(before)
         made_anew = {} if program.strategy == "none" or self.recorded else results_to_inputs(program)
+        if made_anew:
+            program.arithmetic = "wide"  # what a parameter is moved by is kept as it is made, unrounded
         example_inputs = [*example_inputs, *_values_behind(program, len(example_inputs))]
         pass_log = _PassLog(self.subject, before)
         self._rewrite(program, before, pass_log)
@@ -498,6 +500,8 @@ class Compilation:
             for i, (node, info) in enumerate(zip(inputs, program.inputs, strict=True))
             if _has_error_terms(info) and not (node in stores and _is_new(info))
         )
+        if any(i in program.already_compensated and node not in stores for i, node in enumerate(inputs)):
+            program.arithmetic = "wide"  # "native" reads hi of what a graph does not update
         if self.recorded:
             formats = {i: _packed_format(info) for i, info in enumerate(program.inputs)}
             program.packed_already = {i: fmt for i, fmt in formats.items() if fmt is not None}

@@ -204,7 +204,7 @@ def _select(program: StepProgram, state: StateTensor, flow: _Flow) -> tuple[bool
         return True, "made by this step: whether it keeps its error term is seen in the next"
     if state.info.role is Role.CARRIED:
         return True, "a value between two graphs of a recorded step"
-    if state.recurrence.kind is Kind.OVERWRITE and state.info.spans_closure:
+    if state.info.spans_closure and (state.recurrence.kind is Kind.OVERWRITE or state.info.is_made):
         return True, "a value that a recorded step keeps while its closure runs"
     if state.recurrence.kind is Kind.OVERWRITE and _moves_a_parameter(program, state):
         return True, "a parameter is moved by it, and may be moved back by it in another compiled function"

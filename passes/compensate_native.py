@@ -112,9 +112,9 @@ def _shared_paths(program: StepProgram) -> list[tuple[list[StateTensor], set[Nod
     for state in program.compensated:
         own_term = fed_back(state, program.states)
         path = own_term.union(state.recurrence.path, copies_read_by(own_term, state.placeholder))
-        made_of = (
-            path if _keeps_old_value(state) else path | {state.stored, *reached([state.stored], operands_of)}
-        )
+        made_of = path | {state.placeholder}
+        if not _keeps_old_value(state):
+            made_of |= {state.stored, *reached([state.stored], operands_of)}
         states = [state]
         apart = []
         for others, other_path, others_made_of in found:
