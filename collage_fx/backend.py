@@ -128,7 +128,7 @@ class CollageBackend(Backend):
         With what has been measured, for which it waits for the device.
         """
         waiting = not_compiled_yet(lambda *given: _compensating(*given) is self)
-        return CollageReport(list(self.reports), self.metrics(), waiting)
+        return CollageReport(list(self.reports), self.meter.metrics(), waiting)
 
     def metrics(self, model: torch.nn.Module | None = None) -> Metrics:
         """The measurements so far: step -> tensor -> values, and their aggregates.
@@ -140,7 +140,16 @@ class CollageBackend(Backend):
         Args:
             model: whose names for the parameters are used. Without it they are those that the optimizer was
                 given (``AdamW(model.named_parameters())``), or else positions, which name no modules.
+
+        Raises:
+            CollageError: nothing is measured, for want of ``metrics=True``.
         """
+        if not self.options.metrics:
+            raise InvalidOptionError(
+                "nothing is measured: metrics=False is the default",
+                where="metrics",
+                remedy="give metrics=True to install or CollageBackend, before the first step",
+            )
         return self.meter.metrics(model)
 
     def plot(

@@ -390,6 +390,13 @@ def _subjects(code: CodeType, variables: Mapping[str, Any]) -> list[Optimizer | 
     return list(optimizers_among(variables).values()) or [code]
 
 
+#: Where a trainer's step is a closure, torch.compile(optimizer.step) is called with the model within.
+_IN_A_TRAINER = (
+    ". In a trainer use its callback instead of torch.compile: CollageCallback of "
+    "collage_fx.integrations.lightning or .transformers"
+)
+
+
 def _too_many(subject: Optimizer | CodeType, code: CodeType) -> CollageError:
     of = f"of {type(subject).__name__} " if isinstance(subject, Optimizer) else ""
     return RecompileLimitError(
@@ -397,7 +404,7 @@ def _too_many(subject: Optimizer | CodeType, code: CodeType) -> CollageError:
         where=f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})",
         remedy="find out what changes with TORCH_LOGS=recompiles. A number can be a tensor, "
         "torch.tensor(...). If the compilations are worth their time, raise "
-        "torch._dynamo.config.recompile_limit",
+        f"torch._dynamo.config.recompile_limit{_IN_A_TRAINER if isinstance(subject, CodeType) else ''}",
     )
 
 

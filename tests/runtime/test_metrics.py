@@ -493,7 +493,8 @@ def test_off_leaves_no_trace() -> None:
     for operator in (update_sums, update_sizes):
         assert not graphs[0].find_nodes(op="call_function", target=operator)
         assert len(graphs[1].find_nodes(op="call_function", target=operator)) == len(params)
-    assert not CollageBackend(metrics=False).metrics()
+    with pytest.raises(InvalidOptionError, match="metrics=True"):
+        CollageBackend(metrics=False).metrics()
 
 
 def test_the_operator_is_its_definition() -> None:
