@@ -108,8 +108,10 @@ def _section(
     newest = own[-1]
     yield f"<h2>{escape(subject)}</h2><p>{escape(summary_line(rows))}</p>"
     yield _table(groups)
-    yield f"<h3>Bytes per parameter</h3>{_memory(own, rows)}"
-    yield from _plans(newest.plans)
+    if newest.plans:  # of which each packs state in its own way
+        yield from _plans(newest.plans)
+    else:
+        yield f"<h3>Bytes per parameter</h3>{_memory(own, rows)}"
     yield from _metrics(metrics, subject)
     yield f"<h3>Passes</h3>{_passes(newest)}"
     stages = {id(graph): [Stage("captured", "", graph.before.graph), *graph.stages()] for graph in own}
