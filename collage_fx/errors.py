@@ -237,17 +237,18 @@ class GraphBreakError(CollageError):
 
 
 class EagerStepError(CollageError):
-    """An optimizer was stepped without its compiled callable.
+    """Parameters of a compensated step were stepped eagerly, by the optimizer's own method or another's.
 
     An eager step would neither use the error terms of its parameters nor keep them up. It is refused before
-    it begins, and nothing has changed; with ``strict=False`` it is a warning, once. Where the model is
-    compiled with this backend, and the step is not, that is a warning, too: a forward pass is left to
-    Inductor, and no update has an error term.
+    it begins, and nothing has changed; with ``strict=False`` it is a warning, once. A step whose compiled
+    form has never been called is refused the second time. Where the model is compiled with this backend, and
+    the step is not, that is a warning, too: a forward pass is left to Inductor, and no update has an error
+    term.
 
-    What to do: call what ``torch.compile(optimizer.step, backend=...)`` has returned. Where a trainer,
-    scheduler or scaler calls ``optimizer.step``, make that the compiled one,
-    ``collage_fx.install(optimizer)``. To go on without error terms, ``collage_fx.uninstall(optimizer)`` what
-    was installed, or ``collage_fx.reset_error_terms(tensor)`` of each parameter.
+    What to do: make ``optimizer.step`` the compiled one, ``collage_fx.install(optimizer)``, for each
+    optimizer of the parameters. Or call what ``torch.compile(optimizer.step, backend=...)`` has returned. To
+    go on without error terms, ``collage_fx.uninstall(optimizer)`` what was installed, or
+    ``collage_fx.reset_error_terms(tensor)`` of each parameter.
     """
 
     code = "CFX011"

@@ -441,6 +441,36 @@ EXAMPLES: dict[type[errors.CollageError], tuple[Example, ...]] = {
             """,
         ),
         Example(
+            "A loop that calls the optimizer's own method, and never what `torch.compile` has returned.",
+            """\
+            import torch
+            from torch.nn import Parameter
+            from collage_fx import CollageBackend
+
+            p = Parameter(torch.ones(8, dtype=torch.bfloat16))
+            p.grad = torch.ones_like(p)
+            optimizer = torch.optim.SGD([p], lr=0.1)
+            step = torch.compile(optimizer.step, backend=CollageBackend())
+            optimizer.step()
+            optimizer.step()
+            """,
+            is_late=True,
+        ),
+        Example(
+            "Another optimizer of the same parameters that is not compiled.",
+            """\
+            import torch
+            from torch.nn import Parameter
+            from collage_fx import install
+
+            p = Parameter(torch.ones(8, dtype=torch.bfloat16))
+            p.grad = torch.ones_like(p)
+            sgd = install(torch.optim.SGD([p], lr=0.1))
+            sgd.step()
+            torch.optim.AdamW([p]).step()
+            """,
+        ),
+        Example(
             "A compiled model, and a step that is not compiled (a warning).",
             """\
             import torch
