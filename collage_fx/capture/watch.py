@@ -37,8 +37,8 @@ which costs nothing in a step that is compiled already:
   (:func:`_look_at_plain_step`: a first one may be taken by something compiled within, or before the others).
 
 ``strict`` backends raise a :class:`~collage_fx.errors.CollageError`; others warn once an optimizer and
-reason. Changes that a program makes to a parameter itself, by loading weights for instance, are its own
-business: see :func:`~collage_fx.reset_error_terms`.
+reason. What the program itself, or another method of the optimizer, writes to parameters and state between
+two steps is met at the next one: Note [Written between two steps] in ``runtime/written.py``.
 """
 
 from __future__ import annotations
