@@ -13,7 +13,8 @@ zero, half an ulp at most. From then on a copy of that parameter is kept, two by
 that are as the step has left them keep their error terms: a clamp in every step costs nothing of the rest.
 
 State is written to by other methods of an optimizer, such as the update of a Hessian: eagerly, so its format
-rounds that. The version counters of state tell, too; the first time they do, the user is told.
+rounds that. The version counters of state tell, too; the first time they do, the user is told. As such
+methods update what all parameters have, an eighth of it is looked at between two steps, in turn.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ from collage_fx.runtime.error_terms import expansion_of, same_elements
 from collage_fx.runtime.packed import PackedTensor
 from collage_fx.torch_compat import local_tensor, version_of
 
+#: Between two steps one of so many tensors of state is looked at.
+TURNS = 8
+
 
 class Written:
     """Sees which of an optimizer's tensors have been written to since its last step.
@@ -46,8 +50,9 @@ class Written:
     ) -> None:
         self.names = [name for name, _ in parameters]
         self.tensors = [tensor for _, tensor in parameters]
-        self._state_names = [name for name, _ in state]
-        self._state = [tensor for _, tensor in state]
+        self._state = [state[i::TURNS] for i in range(min(TURNS, len(state)))]
+        self._turn = 0
+        self._looked_at: list[Tensor] = []
         self._state_versions: list[int] = []
         self._is_state_told = False
         self._subject = subject
@@ -71,7 +76,10 @@ class Written:
             self._peek = Peek(self.tensors)
             self._strides = [each.stride() for each in self.tensors]
         self._versions = [*map(version_of, self.tensors)]
-        self._state_versions = _versions_of(self._state)
+        if self._state:
+            self._turn = (self._turn + 1) % len(self._state)
+            self._looked_at = [tensor for _, tensor in self._state[self._turn]]
+            self._state_versions = _versions_of(self._looked_at)
         self._elements = None if self._peek is None else self._peek(self.tensors)
         for i, copy in self._copies.items():
             copy.copy_(local_tensor(self.tensors[i].detach()))
@@ -80,7 +88,7 @@ class Written:
         """Whether the optimizer's last step was the last to write to a parameter or state."""
         for tensors, versions, elements in (
             (self.tensors, self._versions, self._elements),
-            (self._state, self._state_versions, None),
+            (self._looked_at, self._state_versions, None),
         ):
             for i, (each, version) in enumerate(zip(tensors, versions, strict=False)):
                 if each is tensor:
@@ -90,9 +98,10 @@ class Written:
 
     def _has_same_elements(self, i: int, before: array[int] | None, now: array[int] | None) -> bool:
         """Whether those of a parameter are the same; of one that is laid out anew it is not known."""
+        if before is None or now is None or self.tensors[i].stride() != self._strides[i]:
+            return True
         part = slice(PEEKED * i, PEEKED * (i + 1))
-        is_known = before is not None and now is not None and self.tensors[i].stride() == self._strides[i]
-        return not is_known or before[part] == now[part]
+        return before[part] == now[part]
 
     def settle(self, is_written_elsewhere: Callable[[Tensor], bool], *, is_in_place: bool) -> None:
         """Drop the error terms of values that are gone, with a warning for each parameter once.
@@ -102,7 +111,7 @@ class Written:
             is_in_place: whether the optimizer's state is what it was.
         """
         if is_in_place and self._state_versions:
-            versions = _versions_of(self._state)
+            versions = _versions_of(self._looked_at)
             if versions != self._state_versions:
                 self._settle_state(versions, is_written_elsewhere)
         versions = [*map(version_of, self.tensors)]
@@ -137,9 +146,8 @@ class Written:
     def _settle_state(self, versions: Sequence[int], is_written_elsewhere: Callable[[Tensor], bool]) -> None:
         """Drop the error terms of state that has been written to; tell of values that are not zeros."""
         written = []
-        for name, tensor, now, before in zip(
-            self._state_names, self._state, versions, self._state_versions, strict=True
-        ):
+        looked_at = zip(self._state[self._turn], versions, self._state_versions, strict=True)
+        for (name, tensor), now, before in looked_at:
             if now == before or _PACKED in (now, before) or is_written_elsewhere(tensor):
                 continue
             expansion = expansion_of(tensor)

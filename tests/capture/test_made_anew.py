@@ -140,7 +140,7 @@ def test_a_trial_step_is_taken_back_whole(kind: type[TakesBack]) -> None:
         seeds = iter(range(first, 1000))
         step(closure)
         seeds = iter(range(first, 1000))
-        high.step(closure)  # type: ignore[arg-type]
+        high.step(closure)
     assert is_recorded(low)
     assert largest_error(low, high, start) < ALLOWED
 

@@ -7,7 +7,7 @@ import pickle
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -22,6 +22,8 @@ from collage_fx.capture.recording import is_recorded
 from collage_fx.errors import UncompensatedParameterError, UnsupportedTensorError
 from collage_fx.graph import factorizes
 from tests.support.training import Descent, compiled, parameters, run_steps, set_gradients
+
+Kind = TypeVar("Kind", bound=Optimizer)
 
 LR = 1e-4
 #: Of equal shapes: what is meant for one of them can be done to another, and nothing else would tell.
@@ -233,10 +235,10 @@ RULES = [
 
 
 def twins(
-    kind: Callable[[list[torch.nn.Parameter]], Optimizer],
+    kind: Callable[[list[torch.nn.Parameter]], Kind],
     shapes: Sequence[Sequence[int]] = SHAPES,
     dtype: torch.dtype = torch.bfloat16,
-) -> tuple[Optimizer, Optimizer]:
+) -> tuple[Kind, Kind]:
     """The optimizer on low-precision parameters, and on the same in float64."""
     low = parameters(dtype, shapes)
     high = [torch.nn.Parameter(p.detach().double()) for p in low]

@@ -72,7 +72,8 @@ def by_the_class(optimizer: Optimizer, step: Callable[[], Any]) -> None:
 
 
 def by_a_new_one(optimizer: Optimizer, step: Callable[[], Any]) -> None:
-    new = type(optimizer)(optimizer.param_groups[0]["params"], lr=LR)
+    kind: Any = type(optimizer)
+    new = kind(optimizer.param_groups[0]["params"], lr=LR)
     new.load_state_dict(optimizer.state_dict())
     new.step()
 
@@ -144,7 +145,7 @@ class Ran(NamedTuple):
     at: int
 
 
-def ran(asked: Callable[..., Any], way: Way, kind: type[Optimizer], *, before: int, strict: bool) -> Ran:
+def ran(asked: Callable[..., Any], way: Way, kind: Any, *, before: int, strict: bool) -> Ran:
     """Take ``before`` steps as asked for, then others on a way."""
     params = parameters(shapes=[(16, 8), (24,)])
     reference = [torch.nn.Parameter(p.detach().double()) for p in params]

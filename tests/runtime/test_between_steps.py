@@ -446,6 +446,7 @@ def test_other_methods_are_compensated_if_they_are_compiled_and_else_told_of(
     told = []
     for seed in range(40):
         set_gradients(params, seed)
+        assert params[0].grad is not None
         reference[0].grad = params[0].grad.double()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
