@@ -297,7 +297,7 @@ EXAMPLES: dict[type[errors.CollageError], tuple[Example, ...]] = {
     ),
     errors.ChangedTensorError: (
         Example(
-            "A parameter that gets other strides: the error term of its old value is dropped.",
+            "A parameter that gets other strides.",
             """\
             import torch
             from torch.nn import Parameter
@@ -310,7 +310,6 @@ EXAMPLES: dict[type[errors.CollageError], tuple[Example, ...]] = {
             p.data = torch.ones(4, 8, dtype=torch.bfloat16).t()
             optimizer.step()
             """,
-            is_late=True,
         ),
         Example(
             "A parameter that has become one of another dtype.",
@@ -454,7 +453,6 @@ EXAMPLES: dict[type[errors.CollageError], tuple[Example, ...]] = {
             optimizer.step()
             optimizer.step()
             """,
-            is_late=True,
         ),
         Example(
             "Another optimizer of the same parameters that is not compiled.",

@@ -287,6 +287,7 @@ def test_sums_may_be_in_bytes() -> None:
         assert int(live_error_terms(total)[-1]) == 65 * rounds
 
 
+@pytest.mark.filterwarnings("ignore:.*exp_avg_sq of AdamW has been written to")
 def test_a_decay_goes_on_where_nearest_stands_still() -> None:
     """V' = 0.999 v is v in bfloat16. From 1, 500 steps of zero gradients are to leave 0.606."""
     left = {}

@@ -151,7 +151,7 @@ class Written:
             if now == before or _PACKED in (now, before) or is_written_elsewhere(tensor):
                 continue
             expansion = expansion_of(tensor)
-            if expansion is not None:
+            if expansion is not None and expansion.format.keeps_error:
                 if expansion.claim is not None or expansion.accepted == now:
                     continue
                 expansion.clear()
