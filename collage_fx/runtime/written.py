@@ -50,7 +50,10 @@ class Written:
     ) -> None:
         self.names = [name for name, _ in parameters]
         self.tensors = [tensor for _, tensor in parameters]
-        self._state = [state[i::TURNS] for i in range(min(TURNS, len(state)))]
+        parts = [state[i::TURNS] for i in range(min(TURNS, len(state)))]
+        self._state_names = [[name for name, _ in part] for part in parts]
+        # In lists for good: whether the program holds a tensor is told by the references to it.
+        self._state = [[tensor for _, tensor in part] for part in parts]
         self._turn = 0
         self._looked_at: list[Tensor] = []
         self._state_versions: list[int] = []
@@ -78,7 +81,7 @@ class Written:
         self._versions = [*map(version_of, self.tensors)]
         if self._state:
             self._turn = (self._turn + 1) % len(self._state)
-            self._looked_at = [tensor for _, tensor in self._state[self._turn]]
+            self._looked_at = self._state[self._turn]
             self._state_versions = _versions_of(self._looked_at)
         self._elements = None if self._peek is None else self._peek(self.tensors)
         for i, copy in self._copies.items():
@@ -146,8 +149,9 @@ class Written:
     def _settle_state(self, versions: Sequence[int], is_written_elsewhere: Callable[[Tensor], bool]) -> None:
         """Drop the error terms of state that has been written to; tell of values that are not zeros."""
         written = []
-        looked_at = zip(self._state[self._turn], versions, self._state_versions, strict=True)
-        for (name, tensor), now, before in looked_at:
+        names = self._state_names[self._turn]
+        looked_at = zip(names, self._looked_at, versions, self._state_versions, strict=True)
+        for name, tensor, now, before in looked_at:
             if now == before or _PACKED in (now, before) or is_written_elsewhere(tensor):
                 continue
             expansion = expansion_of(tensor)
