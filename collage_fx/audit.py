@@ -418,7 +418,7 @@ def _describe_state(backend: CollageBackend, measured: Measurement) -> None:
 
 def _judge(parameters: Parameters, measured: Measurement, *, warned: bool) -> None:
     """The outcome of a run that got to its end."""
-    # What has become infinite has nothing beside it.
+    # Infinite values have no error terms.
     finite = ((i, p) for i, p in enumerate(parameters) if p.isfinite().all())
     plain = [i for i, p in finite if not any(bool(t.any()) for t in error_terms(p))]
     if plain and warned:

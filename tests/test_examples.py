@@ -40,7 +40,7 @@ def run_example(name: str, *arguments: str) -> str:
 
 
 def test_lost_update() -> None:
-    """It prints what the README shows, to four digits: vectors of other processors have another pow()."""
+    """The README shows what it prints, to four digits: other processors compute another pow()."""
 
     def rounded(text: str) -> str:
         return re.sub(r"\d\.\d{6}", lambda number: f"{float(number[0]):.4f}", text)

@@ -222,6 +222,16 @@ def _at_trace(
     return scheduled_numbers(optimizer)
 
 
+def _is_refused(optimizer: Optimizer, *, strict: bool) -> bool:
+    """Raise if an optimizer's steps are refused and ``strict``; else whether that has been warned of."""
+    try:
+        refuse_optimizer(optimizer)
+    except CollageError as refusal:
+        raise_or_warn(optimizer, refusal, strict=strict)
+        return True
+    return False
+
+
 # -- Dynamo compiles a function, maybe once more
 
 
@@ -426,10 +436,7 @@ def _at_graph_break(
         return
     if graph_break.is_in_closure and _is_captured_after_its_closure(optimizer):
         return
-    try:
-        refuse_optimizer(optimizer)  # of which Dynamo may not have traced a line
-    except CollageError as refusal:
-        raise_or_warn(optimizer, refusal, strict=strict)
+    if _is_refused(optimizer, strict=strict):  # of which Dynamo may not have traced a line
         return
     can_be_recorded = is_recordable(optimizer) and not is_being_stepped(optimizer)
     if graph_break.is_around_a_step and not can_be_recorded:
@@ -440,7 +447,7 @@ def _at_graph_break(
         if is_step_wrapper(code):
             raise RunAsItIs
         return
-    broken = GraphBreakError(
+    refusal = GraphBreakError(
         f"Dynamo cannot capture the step of {type(optimizer).__name__}, and would run a part "
         f"of it eagerly, without error terms: {graph_break.reason}",
         where=graph_break.where,
@@ -450,7 +457,7 @@ def _at_graph_break(
     )
     if strict:
         forget_new_state(optimizer)
-    raise_or_warn(optimizer, broken, strict=strict)
+    raise_or_warn(optimizer, refusal, strict=strict)
 
 
 def _is_captured_after_its_closure(optimizer: Optimizer) -> bool:
@@ -656,12 +663,8 @@ def _look_at_bypassing_step(optimizer: Optimizer, wish: _Wish) -> None:
 
     Steps that torch has disabled for Dynamo come here, too: they are refused for what they are.
     """
-    if not wish.is_compiled:
-        try:
-            refuse_optimizer(optimizer)
-        except CollageError as refusal:
-            raise_or_warn(optimizer, refusal, strict=wish.strict)
-            return
+    if not wish.is_compiled and _is_refused(optimizer, strict=wish.strict):
+        return
     stepped = ((name, p) for name, p in parameter_names(optimizer) if p.grad is not None)
     if wish.is_compiled:
         first = next((name for name, p in stepped if expansion_of(p)), None)

@@ -216,7 +216,7 @@ def settle_replaced(optimizer: Optimizer) -> None:
     if held is None:
         return
     is_complete = held.is_complete(optimizer)
-    held.written.settle(lambda tensor: _is_as_another_left_it(tensor, optimizer), is_in_place=is_complete)
+    held.written.settle(lambda tensor: _may_be_of_another(tensor, optimizer), is_in_place=is_complete)
     if is_complete:
         return
     now = {place.name: place for place in _places_of(optimizer) if place.name}
@@ -240,8 +240,8 @@ def settle_replaced(optimizer: Optimizer) -> None:
     _warn(optimizer, written)
 
 
-def _is_as_another_left_it(tensor: Tensor, optimizer: Optimizer) -> bool:
-    return any(held.written.is_as_left(tensor) for other, held in _held.items() if other is not optimizer)
+def _may_be_of_another(tensor: Tensor, optimizer: Optimizer) -> bool:
+    return any(held.written.may_have_left(tensor) for other, held in _held.items() if other is not optimizer)
 
 
 def _in_the_same_object(replaced: Sequence[tuple[_Place, _Place, int]]) -> set[int]:

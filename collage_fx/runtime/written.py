@@ -87,17 +87,13 @@ class Written:
         for i, copy in self._copies.items():
             copy.copy_(local_tensor(self.tensors[i].detach()))
 
-    def is_as_left(self, tensor: Tensor) -> bool:
-        """Whether the optimizer's last step was the last to write to a parameter or state."""
-        for tensors, versions, elements in (
-            (self.tensors, self._versions, self._elements),
-            (self._looked_at, self._state_versions, None),
-        ):
-            for i, (each, version) in enumerate(zip(tensors, versions, strict=False)):
-                if each is tensor:
-                    now = None if elements is None or self._peek is None else self._peek(self.tensors)
-                    return version_of(tensor) == version and self._has_same_elements(i, elements, now)
-        return False
+    def may_have_left(self, tensor: Tensor) -> bool:
+        """Whether the optimizer's last step may have been the last to write to a tensor; to state, always."""
+        for i, (each, version) in enumerate(zip(self.tensors, self._versions, strict=False)):
+            if each is tensor:
+                now = None if self._peek is None else self._peek(self.tensors)
+                return version_of(tensor) == version and self._has_same_elements(i, self._elements, now)
+        return any(each is tensor for part in self._state for each in part)
 
     def _has_same_elements(self, i: int, before: array[int] | None, now: array[int] | None) -> bool:
         """Whether those of a parameter are the same; of one that is laid out anew it is not known."""
@@ -114,9 +110,9 @@ class Written:
             is_in_place: whether the optimizer's state is what it was.
         """
         if is_in_place and self._state_versions:
-            versions = _versions_of(self._looked_at)
-            if versions != self._state_versions:
-                self._settle_state(versions, is_written_elsewhere)
+            of_state = _versions_of(self._looked_at)
+            if of_state != self._state_versions:
+                self._settle_state(of_state, is_written_elsewhere)
         versions = [*map(version_of, self.tensors)]
         elements = None if self._peek is None else self._peek(self.tensors)
         if not self._versions or (versions == self._versions and elements == self._elements):

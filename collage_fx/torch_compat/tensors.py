@@ -100,7 +100,7 @@ def is_known_by_identity(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value in _known
 
 
-#: Of a tensor: a number that grows whenever it, or another object of it, is written to.
+#: Gives the version of a tensor: a number that grows whenever it, or another object of it, is written to.
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 
 
