@@ -121,6 +121,16 @@ def left_by(optimizer: Optimizer) -> dict[str, list[Tensor]]:
     return of_each(optimizer, lambda tensor: [whole(each) for each in (tensor, *error_terms(tensor))])
 
 
+def measured_by(backend: CollageBackend) -> list[dict[str, tuple[int, float, int]]]:
+    """What has been measured of each step, by tensor."""
+    if not backend.options.metrics:
+        return []
+    return [
+        {name: (each.elements, each.along, each.lost_hi) for name, each in of_step.items()}
+        for of_step in backend.metrics().values()
+    ]
+
+
 def trained(parallel: Callable[[nn.Sequential], nn.Module], path: Path | None = None) -> dict[str, Any]:
     """What some steps start from, are given and leave; of FSDP1 in this process, else in one piece.
 
@@ -149,10 +159,7 @@ def trained(parallel: Callable[[nn.Sequential], nn.Module], path: Path | None = 
         "left": left_by(optimizer),
         "full": of_each(optimizer, lambda tensor: whole(full_value(tensor))),
         "names": [row.name for row in backend.report().graphs[-1].tensors],
-        "metrics": [
-            {name: (each.elements, each.along, each.lost_hi) for name, each in of_step.items()}
-            for of_step in backend.metrics().values()
-        ],
+        "metrics": measured_by(backend),
     }
     if path is not None:
         save_full_state_dict(made, path)
@@ -183,10 +190,7 @@ def replayed(found: dict[str, Any]) -> dict[str, Any]:
     return {
         "left": left_by(optimizer),
         "names": [row.name for row in backend.report().graphs[-1].tensors],
-        "metrics": [
-            {name: (each.elements, each.along, each.lost_hi) for name, each in of_step.items()}
-            for of_step in backend.metrics().values()
-        ],
+        "metrics": measured_by(backend),
     }
 
 

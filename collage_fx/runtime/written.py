@@ -151,10 +151,11 @@ class Written:
             if now == before or _PACKED in (now, before) or is_written_elsewhere(tensor):
                 continue
             expansion = expansion_of(tensor)
-            if expansion is not None and expansion.format.keeps_error:
+            if expansion is not None:
                 if expansion.claim is not None or expansion.accepted == now:
                     continue
-                expansion.clear()
+                if expansion.format.keeps_error:
+                    expansion.clear()
             if local_tensor(tensor.detach()).any():
                 written.append(name)
         if written and not self._is_state_told:
