@@ -121,7 +121,7 @@ def left_by(optimizer: Optimizer) -> dict[str, list[Tensor]]:
     return of_each(optimizer, lambda tensor: [whole(each) for each in (tensor, *error_terms(tensor))])
 
 
-def measured_by(backend: CollageBackend) -> list[dict[str, tuple[int, float, int]]]:
+def measured_by(backend: CollageBackend) -> list[dict[str, tuple[int, float, float]]]:
     """What has been measured of each step, by tensor."""
     if not backend.options.metrics:
         return []

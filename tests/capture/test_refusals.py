@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.testing._internal.two_tensor import TwoTensor
 
-from collage_fx import CollageBackend, error_terms, full_value
-from collage_fx.errors import AliasedStateError, UnsupportedTensorError
+from collage_fx import CollageBackend, error_terms, full_value, install
+from collage_fx.errors import AliasedStateError, UnsupportedOptimizerError, UnsupportedTensorError
 from collage_fx.graph.program import Strategy
 from tests.support.refusals import refused
 from tests.support.training import (
@@ -111,6 +111,26 @@ def first(tensor: Tensor) -> Tensor:
     held = tensor.detach()
     assert isinstance(held, TwoTensor)
     return held.a.clone()
+
+
+class Holds(torch.optim.Optimizer):
+    """Takes the steps of another, and has no ``defaults``, as ``PostLocalSGDOptimizer``."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step(closure)
+
+
+def test_a_wrapper_that_torch_cannot_compile_is_refused_by_name() -> None:
+    params = parameters()
+    optimizer = Holds(torch.optim.SGD(params, lr=0.1))
+    before = [p.detach().clone() for p in params]
+    set_gradients(params)
+    with pytest.raises(UnsupportedOptimizerError, match=r"Holds does not call[^$]*install\(optimizer.inner\)"):
+        install(optimizer).step()
+    assert all(map(torch.equal, params, before))
 
 
 @pytest.mark.parametrize("strategy", ["light", "plus", "full"])

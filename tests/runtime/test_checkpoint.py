@@ -8,6 +8,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -432,6 +433,15 @@ def test_copies_of_what_no_step_has_used_say_what_their_terms_belong_to(copy_of:
         assert len(told) == (not is_model_loaded)
         assert is_model_loaded == (differences(everything(expected), everything(again)) == [])
     assert "of other values than param_groups[0].params[0], param_groups[0].params[1], which" in told[0]
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adagrad, partial(torch.optim.SGD, momentum=0.9)])
+def test_an_optimizer_that_loads_its_own_fresh_state_is_told_nothing(make: Any) -> None:
+    """As accelerate does when it prepares one; Adagrad has state before its first step."""
+    optimizer = make(params := parameters())
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    set_gradients(params)
+    assert warned(compiled(optimizer)) == []
 
 
 @pytest.mark.parametrize("is_running", [True, False])
