@@ -112,7 +112,7 @@ def _shared_paths(program: StepProgram) -> list[tuple[list[StateTensor], set[Nod
     for state in program.compensated:
         own_term = fed_back(state, program.states)
         path = own_term.union(state.recurrence.path, copies_read_by(own_term, state.placeholder))
-        made_of = path | {state.placeholder}
+        made_of = set(path)
         if not _keeps_old_value(state):
             made_of |= {state.stored, *reached([state.stored], operands_of)}
         states = [state]

@@ -128,7 +128,9 @@ def test_a_wrapper_that_torch_cannot_compile_is_refused_by_name() -> None:
     optimizer = Holds(torch.optim.SGD(params, lr=0.1))
     before = [p.detach().clone() for p in params]
     set_gradients(params)
-    with pytest.raises(UnsupportedOptimizerError, match=r"Holds does not call[^$]*install\(optimizer.inner\)"):
+    with pytest.raises(
+        UnsupportedOptimizerError, match=r"Holds does not call[^$]*install\(optimizer.inner\)"
+    ):
         install(optimizer).step()
     assert all(map(torch.equal, params, before))
 
