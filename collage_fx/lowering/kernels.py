@@ -6,6 +6,8 @@ which threads would wait longer for each other than they work, and for many.
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -13,8 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from collage_fx.codegen import FLAGS, NoSpelling, flat_kernel, number_kernel
 from collage_fx.graph import Reason, Reasons, device_facts, placeholders
-from collage_fx.lowering.attempts import Attempt, compile_somehow
+from collage_fx.lowering.attempts import Attempt, compile_somehow, inductors_faults
 from collage_fx.lowering.measured_rules import summed, table_sums
 from collage_fx.lowering.rule_graphs import graph_of
 from collage_fx.lowering.rules import LONGEST, Line, Rule
@@ -31,6 +34,7 @@ from collage_fx.runtime import (
 )
 from collage_fx.torch_compat import (
     CFunction,
+    InductorFault,
     SymbolicScope,
     TableKernel,
     c_function,
@@ -38,6 +42,7 @@ from collage_fx.torch_compat import (
     generated_code,
     inductor_config,
     innermost_callable,
+    load_cpp_library,
     note_generated_code,
     table_kernel,
     without_triton,
@@ -120,10 +125,63 @@ def compile_rule(rule: Rule, *, many: bool) -> Kernel | Reason:
         the kernel, or a reason where the code would not hold for every length (or every value of a symbolic
         number).
     """
+    if (printed := _printed(rule)) is not None:
+        return printed
     if not (rule.is_tabled and rule.flat and rule.is_measured):
         return _compiled(rule, many=many)
     kernel = _compiled(rule, many=many, by_element=True)
     return kernel if isinstance(kernel, Kernel) else _compiled(rule, many=many, no_table=kernel)
+
+
+def _printed(rule: Rule) -> Kernel | None:
+    """Print and compile the kernel of a rule on the host; None where Inductor has to write it.
+
+    That is where an operation has no spelling in C++, and where the compiler takes other flags, or fails: then
+    Inductor's attempt says why.
+    """
+    if rule.device != HOST or not rule.independent or sys.platform == "win32":
+        return None
+    scope = SymbolicScope()
+    with scope:
+        gm = graph_of(rule, scope, FEW_HINT)
+        inputs = [node.meta["val"] for node in placeholders(gm.graph)]
+        try:
+            source = flat_kernel(gm.graph, rule.width) if rule.flat else number_kernel(gm.graph)
+        except NoSpelling:
+            return None
+    try:
+        with inductors_faults():
+            library = load_cpp_library(source, FLAGS)
+    except InductorFault:
+        return None
+    note_generated_code([source])
+    address = ctypes.cast(library.kernel, ctypes.c_void_p).value
+    assert address is not None
+    tensors = range(rule.flat, len(inputs))
+    arguments = (*tensors, *range(rule.flat))  # the length is the last
+    function = CFunction(address, arguments, library)
+    kinds = _kinds(rule, inputs, arguments)
+    vectors = (1, 1) if rule.flat else (0, 0)
+    return Kernel(None, function, kinds, divisible=rule.divisible, width=rule.width, vectors=vectors)
+
+
+def _kinds(rule: Rule, inputs: Sequence[Any], arguments: Sequence[int]) -> tuple[int, ...]:
+    """Say of each argument of a C++ function what it is: see :class:`~collage_fx.runtime.batches.Batch`."""
+    before = rule.flat + rule.is_placed  # the length, and the first element's place
+    lines = [i for i, line in enumerate(rule.lines) if line.target is None]
+    of_sums = {index for index, line in enumerate(lines, start=before) if line in rule.sums}
+
+    def kind(argument: int) -> int:
+        if argument < 0:
+            return buffer_at(~argument)
+        if argument in of_sums:
+            return SUMS_OF_PIECE
+        if rule.is_placed and argument == 1:
+            return FIRST_OF_PIECE
+        value = inputs[argument]
+        return bytes_of_a_unit(rule, value) if isinstance(value, Tensor) else LENGTH
+
+    return tuple(map(kind, arguments))
 
 
 def _compiled(
@@ -171,21 +229,7 @@ def _compiled(
     if isinstance(function, Reason):
         reasons: Reasons = (("in one call for all tensors", function), *attempt.reasons)
         return Kernel(call, device=rule.device, reasons=reasons, vectors=attempt.vectors)
-    lines = [i for i, line in enumerate(rule.lines) if line.target is None]
-    before = rule.flat + rule.is_placed  # the length, and the first element's place
-    sums = {index for index, line in enumerate(lines, start=before) if line in rule.sums}
-
-    def kind(argument: int) -> int:
-        if argument < 0:
-            return buffer_at(~argument)
-        if argument in sums:
-            return SUMS_OF_PIECE
-        if rule.is_placed and argument == 1:
-            return FIRST_OF_PIECE
-        value = inputs[argument]
-        return bytes_of_a_unit(rule, value) if isinstance(value, Tensor) else LENGTH
-
-    kinds = tuple(map(kind, function.arguments))
+    kinds = _kinds(rule, inputs, function.arguments)
     return Kernel(
         call,
         function,

@@ -40,8 +40,13 @@ __all__ = [
     "CODES",
     "block_code",
     "block_scale",
+    "block_unit",
     "block_value",
+    "code_of_number",
     "in_map",
+    "most_of_block",
+    "number_of_code",
+    "units_of_block",
 ]
 
 #: Elements that have a scale in common.
@@ -96,16 +101,42 @@ def _inverse(byte: Tensor) -> Tensor:
     return torch.where((doubled & 1) == 1, power * (2 / 3), power)
 
 
-def block_value(code: Tensor, byte: Tensor, bits: int, signed: bool) -> Tensor:
-    """The float32 number of an integer and its scale's byte."""
+def _units(bits: int, signed: bool) -> int:
+    """The largest integer in a block's map, or its square where the map is one of squares."""
     largest = LARGEST[bits, signed]
+    return largest * largest if bits == 8 else largest
+
+
+def block_unit(byte: Tensor, bits: int, signed: bool) -> Tensor:
+    """Return the float32 factor that takes a block's integers, or their squares, to numbers of its map."""
+    return _scale(byte) * (1 / _units(bits, signed))
+
+
+def units_of_block(byte: Tensor, bits: int, signed: bool) -> Tensor:
+    """Return the float32 factor that takes numbers of a block's map to integers, or to their squares."""
+    return _inverse(byte) * float(_units(bits, signed))
+
+
+def most_of_block(byte: Tensor, bits: int, signed: bool) -> Tensor:
+    """Return the largest integer of a block, as float32: zero where one of its numbers is not finite."""
+    largest = torch.full_like(byte, LARGEST[bits, signed], dtype=torch.float32)
+    return torch.where(byte.to(torch.int32) == _NOT_FINITE, _of(0.0, largest), largest)
+
+
+def number_of_code(code: Tensor, unit: Tensor, bits: int, signed: bool) -> Tensor:
+    """Return the float32 number of an integer of a block with this :func:`block_unit`."""
     number = code.to(torch.float32)
     if (bits, signed) == (16, False):
         number = torch.where(number < 0, number + 65536.0, number)
     if bits == 8:
         number = number * number.abs()
-    size = number * (_scale(byte) * (1 / (largest * largest if bits == 8 else largest)))
+    size = number * unit
     return size if signed else size * size
+
+
+def block_value(code: Tensor, byte: Tensor, bits: int, signed: bool) -> Tensor:
+    """Return the float32 number of an integer and its scale's byte."""
+    return number_of_code(code, block_unit(byte, bits, signed), bits, signed)
 
 
 def in_map(value: Tensor, signed: bool) -> Tensor:
@@ -119,18 +150,26 @@ def _in_map_rounded_once(value: Tensor, signed: bool) -> Tensor:
 
 
 def block_code(root: Tensor, byte: Tensor, phases: Tensor, bits: int, signed: bool) -> Tensor:
+    """Return the integer of a float32 number in a block whose scale has this byte: :func:`code_of_number`."""
+    units, most = units_of_block(byte, bits, signed), most_of_block(byte, bits, signed)
+    return code_of_number(root, units, most, phases, bits, signed)
+
+
+def code_of_number(
+    root: Tensor, units: Tensor, most: Tensor, phases: Tensor, bits: int, signed: bool
+) -> Tensor:
     """The integer of a float32 number: one of its two neighbours, the larger where rest and phase make one.
 
     Args:
         root: float32, what :func:`in_map` makes of the number: of the magnitude of its scale at most, or not
             finite.
-        byte: of its scale.
+        units: float32, the :func:`units_of_block` of its scale.
+        most: float32, the :func:`most_of_block` of its scale.
         phases: int32; -2**31 rounds to nearest.
         bits: of the integer.
         signed: whether numbers may be negative.
     """
-    largest = LARGEST[bits, signed]
-    size = root.abs() * (_inverse(byte) * float(largest * largest if bits == 8 else largest))
+    size = root.abs() * units
     without = 1.0 - ((phases >> 8) & 0xFFFFFF).to(torch.float32) * 2.0**-24
     if bits == 8:
         # The largest integer whose square is not above: by any root that is off by less than a half.
@@ -141,12 +180,11 @@ def block_code(root: Tensor, byte: Tensor, phases: Tensor, bits: int, signed: bo
         below = torch.floor(size)
         up = size - below >= without
     code = torch.where(up, below + 1.0, below)
-    code = torch.minimum(code, _of(float(largest), code))
+    if not signed:
+        code = torch.where(root > 0, torch.maximum(code, _of(1.0, code)), code)
+    code = torch.where(code < most, code, most)  # also in place of a NaN
     if signed:
         code = torch.where(root < 0, -code, code)
-    else:
-        code = torch.where(root > 0, torch.maximum(code, _of(1.0, code)), code)
-    code = torch.where(byte.to(torch.int32) == _NOT_FINITE, _of(0.0, code), code)
     integer = code.to(torch.int32)
     if (bits, signed) == (16, False):
         integer = torch.where(integer > 32767, integer - 65536, integer)

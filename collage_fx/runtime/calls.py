@@ -36,7 +36,8 @@ class Kernel:
     """The compiled code of a rule.
 
     Attributes:
-        call: takes, as one list, the length if the rule is flat, the inputs, and memory for the results.
+        call: takes, as one list, the length if the rule is flat, the inputs, and memory for the results. None
+            where nothing but the function is called.
         function: the C++ function that this comes down to, or the kernel over a table of a GPU's, where the
             rule is independent and that is so.
         kinds: of a C++ function's arguments, as in :class:`~collage_fx.runtime.batches.Batch`.
@@ -49,7 +50,7 @@ class Kernel:
         vectors: as in :class:`~collage_fx.graph.Route`.
     """
 
-    call: Callable[[list[Any]], Any]
+    call: Callable[[list[Any]], Any] | None
     function: CFunction | TableKernel | None = None
     kinds: tuple[int, ...] = ()
     columns: tuple[Column, ...] = ()
@@ -205,6 +206,7 @@ class StepInParts:
 def _call(calls: Sequence[Call], values: Sequence[Any], present: array[int] | None) -> None:
     for call in calls:
         if present is None or call.turn == EVERY_TURN or present[call.turn]:
+            assert call.kernel.call is not None
             call.kernel.call([values[index] for index in call.values])
 
 

@@ -128,6 +128,11 @@ def _noted_call(
     return [each if isinstance(each, _Buffer) else places[id(each)] for each in calls[0]], sizes
 
 
-def load_cpp_library(source: str) -> ctypes.CDLL:
-    """A library of ``extern "C"`` functions, compiled as Inductor's kernels are, or found in its cache."""
-    return cast("ctypes.CDLL", CppCodeCache.load(source))
+def load_cpp_library(source: str, flags: Sequence[str] = ()) -> ctypes.CDLL:
+    """Compile ``extern "C"`` functions as Inductor's kernels are, or find the library in its cache.
+
+    Args:
+        source: C++.
+        flags: for the compiler, behind Inductor's.
+    """
+    return cast("ctypes.CDLL", CppCodeCache.load(source, extra_flags=tuple(flags)))

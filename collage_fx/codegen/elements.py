@@ -1,0 +1,352 @@
+"""A flat rule's graph in the terms of one element: eager functions, kinds of values, and when they are computed.
+
+Note [Early and late]
+---------------------
+The roundings of our operators ask whether a number is finite, which costs as much as the rounding. A kernel
+asks once for many elements: it computes what is to be rounded, the *early* values, and notes the largest
+magnitude. What follows from roundings is *late*. Where an early value is made of a rounded one, as in
+``native`` arithmetic, that rounding is computed as if its operand were finite; the operand's magnitude is
+noted, too, so that nothing is kept of it if that was wrong.
+
+:attr:`Elements.tested` are the values whose magnitude is noted. Of a value that is a rounding of another one,
+or the rest that a rounding leaves, the magnitude need not be known: it is the other one's, or less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from collage_fx.codegen.functions import CONVERT, Function, function_of, trace_of
+from collage_fx.codegen.spellings import STORED_AS_BITS, NoSpelling
+from collage_fx.graph import rest, round_to_storage, update_sizes, update_sums
+from collage_fx.numerics import (
+    BLOCK_CODES,
+    BLOCK_SCALES,
+    BLOCK_VALUES,
+    DITHERED,
+    DITHERED_BYTE,
+    DITHERED_UPPER,
+    LOWER_HALF,
+    PHASES,
+    ULP_PARTS,
+    UPPER_HALF,
+    WITH_BYTE,
+    WITH_LOWER_HALF,
+    WITH_ULP_PARTS,
+    arithmetic,
+    block_scale,
+    block_unit,
+    code_of_number,
+    dithered,
+    dithered_byte,
+    dithered_upper,
+    most_of_block,
+    number_of_code,
+    phase_at,
+    units_of_block,
+    with_byte,
+)
+from collage_fx.numerics import update_sums as measures
+from collage_fx.torch_compat import pytree
+
+__all__ = ["Elements", "Kind", "is_rounding", "largest_magnitude", "place", "reads_half", "sums_of"]
+
+aten = torch.ops.aten
+
+#: The eager function that an operator of ours is one node for.
+FUNCTIONS: dict[Any, Callable[..., Tensor]] = {
+    round_to_storage: arithmetic.round_to_storage,
+    rest: arithmetic.rest,
+    UPPER_HALF: arithmetic.upper_half,
+    LOWER_HALF: arithmetic.lower_half,
+    WITH_LOWER_HALF: arithmetic.with_lower_half,
+    DITHERED: dithered,
+    DITHERED_UPPER: dithered_upper,
+    DITHERED_BYTE: dithered_byte,
+    WITH_BYTE: with_byte,
+    ULP_PARTS: arithmetic.ulp_parts,
+    WITH_ULP_PARTS: arithmetic.with_ulp_parts,
+}
+
+#: Functions that join hi and an error term. Where their results are below a limit they are finite.
+JOINS = (arithmetic.with_lower_half, with_byte, arithmetic.with_ulp_parts)
+
+#: Functions whose results are numbers of the dtype that is their last argument.
+ON_GRID = (arithmetic.round_to_storage, dithered, dithered_upper)
+
+#: Functions whose results are finite, and no NaN, where their first operands are below a limit.
+NO_LARGER = (*ON_GRID, arithmetic.upper_half, arithmetic.rest)
+
+
+def place() -> Tensor:
+    """Stand for the index of an element in a kernel's tensors."""
+    raise NotImplementedError
+
+
+def largest_magnitude(value: Tensor) -> Tensor:
+    """Stand for the largest magnitude of a block's elements."""
+    raise NotImplementedError
+
+
+def sums_of(*values: Tensor) -> Tensor:
+    """Stand for the sums over all elements of what measures them: ``update_sums.values``."""
+    raise NotImplementedError
+
+
+class Kind(Enum):
+    """How many values of a node there are."""
+
+    NUMBER = auto()
+    OF_BLOCK = auto()
+    OF_ELEMENT = auto()
+    ROW = auto()
+
+
+class Elements:
+    """The values of a flat rule's graph.
+
+    Args:
+        graph: of the rule: placeholders, operations, ``copy_`` into placeholders. It is edited.
+        width: elements of a unit of its length: 1, or those of a block.
+
+    Attributes:
+        inputs: placeholders of tensors.
+        stores: ``copy_`` nodes of elements, and of values of blocks.
+        rows: ``copy_`` nodes of sums, and of counts, over the elements.
+        tested: elements' values whose magnitude tells whether roundings need to ask for infinity and NaN.
+        early: elements' values that are computed before that is known.
+    """
+
+    def __init__(self, graph: Graph, width: int) -> None:
+        self.graph, self.width = graph, width
+        _Rewriter(graph).run()
+        self.inputs = [
+            node for node in graph.find_nodes(op="placeholder") if isinstance(node.meta["val"], Tensor)
+        ]
+        stores = list(graph.find_nodes(op="call_function", target=aten.copy_.default))
+        self.rows = [store for store in stores if store.args[1].target in (sums_of, measures.size_bin)]
+        self.stores = [store for store in stores if store not in self.rows]
+        self.written = {store.args[0] for store in stores}
+        self._row_inputs = {store.args[0] for store in self.rows}
+        self.nodes = [node for node in graph.nodes if node.op in ("placeholder", "call_function")]
+        self.kinds: dict[Node, Kind] = {}
+        for node in self.nodes:
+            self.kinds[node] = self._kind(node)
+        roots = [root for node in self.nodes if (root := self._root_of_test(node)) is not None]
+        self.tested = list(dict.fromkeys(roots))
+        self.largest = [node for node in self.nodes if node.target is largest_magnitude]
+        read_by_rounding = [root for root in self.tested if root.target not in JOINS]
+        self.early = self._early([*read_by_rounding, *(node.args[0] for node in self.largest)])
+
+    def of_kind(self, kind: Kind, nodes: Iterable[Node]) -> list[Node]:
+        """Return those of some nodes that are of a kind."""
+        return [node for node in nodes if self.kinds[node] is kind]
+
+    def _kind(self, node: Node) -> Kind:
+        if node.op == "placeholder":
+            value = node.meta["val"]
+            if not isinstance(value, Tensor) or value.dim() == 0:
+                return Kind.NUMBER
+            if node in self._row_inputs:
+                return Kind.ROW
+            is_of_block = self.width > 1 and value.shape[1] == 1
+            return Kind.OF_BLOCK if is_of_block else Kind.OF_ELEMENT
+        if node.target is aten.copy_.default:
+            return self.kinds[node.args[0]]  # type: ignore[index]
+        special = {place: Kind.OF_ELEMENT, largest_magnitude: Kind.OF_BLOCK, sums_of: Kind.ROW}
+        if node.target in special:
+            return special[node.target]  # type: ignore[index]
+        kinds = [self.kinds[operand] for operand in node.all_input_nodes]
+        return max(kinds, default=Kind.NUMBER, key=lambda kind: kind.value)
+
+    def _root_of_test(self, node: Node) -> Node | None:
+        """Return the value whose magnitude a function's question for infinity and NaN comes down to."""
+        function = function_at(node)
+        if function is None or not function.tests or self.kinds[node] is not Kind.OF_ELEMENT:
+            return None
+        value: Any = node if node.target in JOINS else node.args[0]
+        while _is_no_larger(value):
+            value = value.args[0]
+        return value if self.kinds[value] is Kind.OF_ELEMENT else None
+
+    def _early(self, wanted: Sequence[Any]) -> set[Node]:
+        waiting, found = list(wanted), set[Node]()
+        while waiting:
+            node = waiting.pop()
+            if node in found:
+                continue
+            if node.target is largest_magnitude:
+                raise NoSpelling("a block's scale that other scales are made of")
+            if self.kinds[node] is Kind.OF_ELEMENT:
+                found.add(node)
+            waiting += node.all_input_nodes
+        return found
+
+    def kept(self, late: Iterable[Any]) -> list[Node]:
+        """Return the early values that late ones are made of; those that are as easily had again left out."""
+        waiting, seen = list(late), set[Node]()
+        while waiting:
+            node = waiting.pop()
+            if node not in seen:
+                seen.add(node)
+                waiting += [] if self._is_kept(node) else node.all_input_nodes
+        return [node for node in self.nodes if node in seen and self._is_kept(node)]
+
+    def _is_kept(self, node: Node) -> bool:
+        is_cheap = node.op == "placeholder" or node.target is place or is_load(node)
+        return node in self.early and not is_cheap
+
+
+def function_at(node: Node) -> Function | None:
+    """Return the C++ function that a node calls; None if it is no call of an eager function.
+
+    Raises:
+        NoSpelling: the function has none.
+    """
+    target: Any = node.target
+    if node.op != "call_function" or getattr(target, "__module__", "") == "torch._ops":
+        return None
+    if target in (place, largest_magnitude, sums_of) or not hasattr(target, "__code__"):
+        return None
+    tensors = [arg for arg in node.args if isinstance(arg, Node)]
+    dtypes = tuple(arg.meta["val"].dtype for arg in tensors)
+    return function_of(target, dtypes, tuple(node.args[len(tensors) :]))
+
+
+def _is_no_larger(value: Node) -> bool:
+    """Return whether a value is finite where its first operand, or what that is made of, is below a limit."""
+    operand: Any = value.args[0] if value.args else None
+    return value.target in NO_LARGER or (value.target in JOINS and operand.target in NO_LARGER)
+
+
+def is_load(node: Node) -> bool:
+    """Return whether a node is the conversion of an input."""
+    return node.target is CONVERT and node.args[0].op == "placeholder"  # type: ignore[union-attr]
+
+
+def reads_half(node: Node) -> bool:
+    """Return whether a node converts a float16 input to float32."""
+    return is_load(node) and (node.args[0].meta["val"].dtype, node.args[1]) == (torch.float16, torch.float32)  # type: ignore[union-attr]
+
+
+def is_rounding(node: Node) -> bool:
+    """Return whether a node converts to a low-precision float."""
+    return node.target is CONVERT and node.args[1] in STORED_AS_BITS
+
+
+def _is_on_grid(value: Any, dtype: torch.dtype) -> bool:
+    """Return whether a float32 value is known to be a number of a low-precision dtype."""
+    if value.target is arithmetic.upper_half:
+        return dtype is torch.bfloat16
+    if value.target in ON_GRID:
+        return bool(value.args[-1] is dtype)
+    if value.target is CONVERT:
+        return bool(value.args[0].meta["val"].dtype is dtype)
+    return value.target in (aten.neg.default, aten.abs.default) and _is_on_grid(value.args[0], dtype)
+
+
+class _Rewriter:
+    """Replaces our operators by calls of their eager functions, and writes every rounding out."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+
+    def run(self) -> None:
+        for node in list(self.graph.nodes):
+            if node.op == "call_function":
+                with self.graph.inserting_before(node):
+                    made = self._replacement(node)
+                if made is not None:
+                    node.replace_all_uses_with(made)
+                    self.graph.erase_node(node)
+        self._join_equal()
+        self.graph.eliminate_dead_code()
+
+    def _join_equal(self) -> None:
+        """Have equal operations computed once."""
+        known: dict[Any, Node] = {}
+        for node in list(self.graph.nodes):
+            if node.op == "call_function" and node.target is not aten.copy_.default:
+                first = known.setdefault((node.target, str(node.args), str(node.kwargs)), node)
+                if first is not node:
+                    node.replace_all_uses_with(first)
+                    self.graph.erase_node(node)
+
+    def _call(self, target: Any, args: Sequence[Any], like: Node, dtype: torch.dtype) -> Node:
+        made = self.graph.call_function(target, tuple(args))
+        made.meta["val"] = like.meta["val"].new_empty(like.meta["val"].shape, dtype=dtype)
+        return made
+
+    def _replacement(self, node: Node) -> Node | None:
+        target, args, dtype = node.target, node.args, node.meta["val"].dtype
+        if target in FUNCTIONS:
+            return self._call(FUNCTIONS[target], args, node, dtype)
+        if target is PHASES:
+            return self._call(phase_at, (self._call(place, (), node, dtype), *args[1:]), node, dtype)
+        if target is BLOCK_VALUES:
+            codes, scales, *of_kind = args
+            unit = self._call(block_unit, (scales, *of_kind), scales, torch.float32)  # type: ignore[arg-type]
+            return self._call(number_of_code, (codes, unit, *of_kind), node, dtype)
+        if target is BLOCK_SCALES:
+            value, _, is_signed = args
+            largest = self._call(largest_magnitude, (value,), node, torch.float32)
+            return self._call(block_scale, (largest if is_signed else self._root(largest),), node, dtype)
+        if target is BLOCK_CODES:
+            return self._codes(node, *args)
+        if target is update_sums:
+            made = self.graph.call_function(sums_of, tuple(self._values_of_sums(node)))
+            made.meta["val"] = node.meta["val"]
+            return made
+        if target is update_sizes:
+            old, old_lo, *others = args
+            zero = self._call(aten.full_like.default, (old, 0.0), old, torch.float32)  # type: ignore[arg-type]
+            return self._call(measures.size_bin, (old, old_lo or zero, *others), zero, torch.int32)
+        if is_rounding(node) and not _is_on_grid(args[0], dtype):
+            self._write_rounding(node)
+        return None
+
+    def _codes(
+        self, node: Node, value: Any, scales: Any, phases: Any, like: Any, bits: Any, is_signed: Any
+    ) -> Node:
+        of_kind = bits, is_signed
+        units = self._call(units_of_block, (scales, *of_kind), scales, torch.float32)
+        most = self._call(most_of_block, (scales, *of_kind), scales, torch.float32)
+        root = value if is_signed else self._root(value)
+        return self._call(
+            code_of_number, (root, units, most, phases, *of_kind), node, node.meta["val"].dtype
+        )
+
+    def _root(self, value: Node) -> Node:
+        """Return the square root of a value, which other nodes may compute, too."""
+        with self.graph.inserting_after(value):
+            return self._call(aten.sqrt.default, (value,), value, torch.float32)
+
+    def _write_rounding(self, node: Node) -> None:
+        value: Any = node.args[0]
+        dtype = node.meta["val"].dtype
+        if value.meta["val"].dtype is not torch.float32:
+            raise NoSpelling(f"a rounding of {value.meta['val'].dtype} to {dtype}")
+        node.update_arg(0, self._call(arithmetic.round_to_storage, (value, dtype), value, torch.float32))
+
+    def _values_of_sums(self, node: Node) -> list[Node]:
+        """Write what measures an element of an update, in elementary operations."""
+        given: list[Any] = [operand for operand in node.args if operand is not None]
+
+        def values(*tensors: Tensor) -> Any:
+            if len(given) == 5:
+                return measures.values(*tensors)
+            old, intended, hi = tensors
+            return measures.values(old, None, intended, hi, None)
+
+        trace = trace_of(values, (torch.float32,) * len(given))
+        copies = dict(zip(trace.graph.find_nodes(op="placeholder"), given, strict=True))
+        for each in trace.graph.nodes:
+            if each.op == "call_function":
+                copies[each] = self.graph.node_copy(each, copies.__getitem__)
+        return [copies[result] for result in pytree.tree_leaves(trace.graph.output_node().args)]

@@ -1,0 +1,159 @@
+"""C++ functions of our operators, written from the traces of their eager definitions in ``numerics/``."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import GraphModule, Node
+
+from collage_fx.codegen.spellings import (
+    CPP_TYPES,
+    NoSpelling,
+    bare,
+    constant,
+    converted,
+    in_register,
+    is_small_integer,
+    spelled,
+)
+from collage_fx.torch_compat import FakeTensorMode, OpOverload, functional_decompositions, make_fx, pytree
+
+__all__ = ["Function", "expression", "function_of", "trace_of"]
+
+aten = torch.ops.aten
+CONVERT = torch.ops.prims.convert_element_type.default
+
+
+class Function(NamedTuple):
+    """A C++ function of single numbers.
+
+    Attributes:
+        name: of the function.
+        definition: its C++ text.
+        tests: whether it asks if a number is finite, or a NaN: then it is a template, ``name<Finite>``, that
+            leaves the question out where the answer is known.
+        is_cut: False if bits beyond the dtype of the result, a small integer, are still to be cut off.
+    """
+
+    name: str
+    definition: str
+    tests: bool
+    is_cut: bool
+
+
+@functools.cache
+def trace_of(
+    function: Callable[..., Any], dtypes: tuple[torch.dtype, ...], constants: tuple[Any, ...] = ()
+) -> GraphModule:
+    """Trace a function of tensors of these dtypes, and of constants, into elementary operations."""
+    tracer = make_fx(lambda *x: function(*x, *constants), decomposition_table=functional_decompositions())
+    with FakeTensorMode(), torch.no_grad():
+        return tracer(*(torch.empty(2, dtype=dtype) for dtype in dtypes))
+
+
+@functools.cache
+def function_of(
+    function: Callable[..., Any], dtypes: tuple[torch.dtype, ...], constants: tuple[Any, ...] = ()
+) -> Function:
+    """Write an elementwise function of tensors as a C++ function of numbers.
+
+    Args:
+        function: eager, of tensors of one shape and of constants; returns a tensor.
+        dtypes: of its tensors.
+        constants: further arguments.
+
+    Raises:
+        NoSpelling: an operation of the function has none.
+    """
+    trace = trace_of(function, dtypes, constants)
+    parameters = list(inspect.signature(function).parameters)[: len(dtypes)]
+    texts = dict(zip(trace.graph.find_nodes(op="placeholder"), parameters, strict=True))
+    (result,) = pytree.tree_leaves(trace.graph.output_node().args)
+    is_cut = not (is_small_integer(result.meta["val"].dtype) and result.target is CONVERT)
+    if not is_cut:
+        (result, _) = result.args
+    lines = list[str]()
+    tests = False
+    for node in trace.graph.nodes:
+        if node.op != "call_function":
+            continue
+        text = expression(node, texts)
+        if _is_test(node):
+            text, tests = f"(Finite || {bare(text)})", True
+        if len(node.users) > 1 and node.all_input_nodes:
+            name = f"t{len(lines)}"
+            lines.append(f"const {in_register(node.meta['val'].dtype)} {name} = {bare(text)};")
+            text = name
+        texts[node] = text
+    name = "_".join([function.__name__, *map(_word, constants)])
+    arguments = ", ".join(f"{in_register(d)} {x}" for d, x in zip(dtypes, parameters, strict=True))
+    body = "\n".join(f"  {line}" for line in [*lines, f"return {bare(texts[result])};"])
+    head = f"inline {in_register(result.meta['val'].dtype)} {name}({arguments})"
+    template = "template <bool Finite>\n" if tests else ""
+    return Function(name, f"{template}{head} {{\n{body}\n}}\n", tests, is_cut)
+
+
+def _word(value: Any) -> str:
+    """Write a constant as a part of a function's name."""
+    if isinstance(value, bool):
+        return "signed" if value else "unsigned"
+    return str(value).removeprefix("torch.")
+
+
+def _is_test(node: Node) -> bool:
+    """Return whether a node asks if a float is finite (``abs(x) < inf``) or no NaN (``x == x``)."""
+    first, *others = node.args
+    if node.target is aten.eq.Tensor:
+        return others == [first]
+    is_below_infinity = node.target is aten.lt.Scalar and others == [float("inf")]
+    return is_below_infinity and isinstance(first, Node) and first.target is aten.abs.default
+
+
+def expression(node: Node, texts: Mapping[Node, str], *, is_number: bool = False) -> str:
+    """Write an elementary operation on the expressions of its operands.
+
+    Args:
+        node: the operation.
+        texts: expressions of the nodes before it.
+        is_number: whether it is computed once, and not for each element.
+
+    Raises:
+        NoSpelling: there is none.
+    """
+    target, dtype = node.target, node.meta["val"].dtype
+    if not isinstance(target, OpOverload) or dtype not in CPP_TYPES:
+        raise NoSpelling(str(target))
+    name = target.overloadpacket.__name__
+
+    def operand(value: Any) -> Any:
+        if isinstance(value, Node):
+            return texts[value], value.meta["val"].dtype, value.meta["val"].dim() == 0
+        if not isinstance(value, (bool, int, float)):
+            raise NoSpelling(f"{target} of {value}")
+        return value
+
+    if name in ("full", "scalar_tensor", "full_like") and not isinstance(node.args[-1], Node):
+        return constant(node.args[-1], dtype)
+    if name in ("alias", "clone", "once", "expand") and node.args[0].meta["val"].dtype is dtype:  # type: ignore[union-attr]
+        return texts[node.all_input_nodes[0]]
+    if target is CONVERT:
+        return converted(*operand(node.args[0])[:2], dtype)
+    if target is aten.view.dtype:
+        text, source, _ = operand(node.args[0])
+        if source.itemsize < 4:
+            raise NoSpelling(f"the bits of {source}")
+        return text if source is dtype else f"bits<{CPP_TYPES[dtype]}>({bare(text)})"
+    if target is aten.where.self:
+        condition, *choices = map(operand, node.args)
+        yes, no = (converted(*each[:2], dtype) for each in choices)
+        return f"({bare(condition[0])} ? {yes} : {no})"
+    if target is aten.pow.Tensor_Scalar and node.args[1] in (0.5, 2):
+        base = operand(node.args[0])
+        return spelled("mul", dtype, [base, base]) if node.args[1] == 2 else spelled("sqrt", dtype, [base])
+    if node.kwargs:
+        raise NoSpelling(f"{target} with {', '.join(node.kwargs)}")
+    return spelled(name, dtype, [operand(value) for value in node.args], is_number=is_number)

@@ -1,0 +1,337 @@
+"""The C++ function of a rule: loops over its tensors, or a few statements on numbers, printed from its graph.
+
+Note [Loops of a printed kernel]
+--------------------------------
+A kernel goes through its tensors in chunks of 256 elements, that stay in the processor's first cache:
+
+1. The first loop computes early values, keeps what later loops read in buffers of a chunk, and notes the
+   largest magnitude of what is to be rounded (Note [Early and late] in ``elements.py``).
+2. If it is below a power of two from which on nothing can become infinite (:data:`LIMITS`), the second loop
+   rounds and stores, and asks no number whether it is finite: ``Finite`` is true.
+3. Otherwise the chunk is computed anew, all questions asked. Nothing has been stored until then.
+
+The loops are of scalar C++; the compiler makes vectors of them, as long as the smallest elements in a loop
+allow. So bytes are read and written in loops of their own. A rule with blocks has 8 blocks of 32 elements in a
+chunk, and a loop over a block's elements in one over blocks.
+
+Every operation is IEEE 754's or an integer's, and nothing is contracted or reassociated (``FLAGS``), so that
+the bits are those of the eager functions with any compiler, any vectors and none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch.fx import Graph, Node
+
+from collage_fx.codegen.elements import Elements, Kind, is_rounding, reads_half
+from collage_fx.codegen.functions import bare
+from collage_fx.codegen.spellings import CPP_TYPES, in_register
+from collage_fx.codegen.statements import Names, Statements
+from collage_fx.codegen.sums import sums_function
+from collage_fx.numerics import SIZES, SUMS
+from collage_fx.numerics import update_sums as measures
+
+__all__ = ["FLAGS", "flat_kernel", "number_kernel"]
+
+#: Flags of the compiler, behind those that Inductor gives: loops become vectors, integers wrap around.
+FLAGS = ("-ftree-loop-vectorize", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fwrapv")
+
+#: Elements of a chunk.
+CHUNK = 256
+
+#: Magnitudes, as bits of a float32 number, below which rounding to a dtype meets no infinity and no NaN, nor
+#: does joining hi and an error term: 2**127 and 2**15.
+LIMITS = {torch.bfloat16: 0x7F000000, torch.float16: 0x47000000}
+
+PRELUDE = Path(__file__).with_name("prelude.h").read_text(encoding="utf-8")
+
+
+def number_kernel(graph: Graph) -> str:
+    """Print the kernel of a rule of numbers: a function of the addresses of its inputs, in their order.
+
+    Raises:
+        NoSpelling: it computes something that C++ has no expression for.
+    """
+    elements = Elements(graph, 1)
+    names = Names(elements)
+    computed = Statements(names, [store.args[1] for store in elements.stores], {})  # type: ignore[misc]
+    results = [f"const auto result{i} = {bare(computed.texts[store.args[1]])};" for i, store in enumerate(elements.stores)]  # type: ignore[index]
+    stores = [f"{store.args[0].name}[0] = result{i};" for i, store in enumerate(elements.stores)]  # type: ignore[union-attr]
+    return _source(names, [*computed.lines, *results, *stores], [])
+
+
+def flat_kernel(graph: Graph, width: int) -> str:
+    """Print the kernel of a flat rule: a function of the addresses of its inputs, in their order, and a length.
+
+    Args:
+        graph: of the rule; it is edited.
+        width: elements of a unit of length: 1, or those of a block.
+
+    Raises:
+        NoSpelling: it computes something that C++ has no expression for.
+    """
+    elements = Elements(graph, width)
+    if any(store.args[1].target is measures.size_bin for store in elements.rows):  # type: ignore[union-attr]
+        return _Sample(elements).source()
+    return _Flat(elements).source()
+
+
+def _source(names: Names, body: Sequence[str], more: Sequence[str]) -> str:
+    elements = names.elements
+    parameters = [
+        f"{'' if node in elements.written else 'const '}{CPP_TYPES[node.meta['val'].dtype]}* __restrict {node.name}"
+        for node in elements.inputs
+    ]
+    signature = ", ".join([*parameters, *more])
+    functions = "\n".join(names.functions.values())
+    lines = "\n".join(_indented(body))
+    return f'{PRELUDE}\n{functions}\n}}  // namespace\n\nextern "C" void kernel({signature}) {{\n{lines}\n}}\n'
+
+
+def _indented(lines: Iterable[str]) -> list[str]:
+    return [line if line.startswith("#") else f"  {line}" for line in lines]
+
+
+def _buffer(name: str, kind: str) -> str:
+    return f"alignas(64) {kind} {name}[{CHUNK}];"
+
+
+class _Flat:
+    """Writes the loops over the elements of a flat rule."""
+
+    def __init__(self, elements: Elements) -> None:
+        self.elements, self.names = elements, Names(elements)
+        self.stores = [store for store in elements.stores if self._kind(store) is Kind.OF_ELEMENT]
+        self.block_stores = [store for store in elements.stores if self._kind(store) is Kind.OF_BLOCK]
+        self.sums: list[tuple[str, Sequence[Node]]] = [
+            (store.args[0].name, store.args[1].args) for store in elements.rows  # type: ignore[union-attr, misc]
+        ]
+        self.bytes_read = [node for node in elements.inputs if self._is_byte(node) and self._is_read(node)]
+        self.halves_read = [
+            node for node in elements.nodes if reads_half(node) and elements.kinds[node] is Kind.OF_ELEMENT
+        ]
+        self.apart = {store: f"{store.args[0].name}_out" for store in self.stores if self._is_apart(store)}  # type: ignore[union-attr]
+        measured = [value for _, values in self.sums for value in values]
+        self.late: list[Node] = [*(store.args[1] for store in self.stores), *measured]  # type: ignore[misc]
+        self.kept = elements.kept(self.late)
+        self.read = {
+            **{node: f"{node.name}_in[j]" for node in self.bytes_read},
+            **{node: f"{node.args[0].name}_in[j]" for node in self.halves_read},  # type: ignore[union-attr]
+        }
+
+    def _kind(self, store: Node) -> Kind:
+        return self.elements.kinds[store.args[0]]  # type: ignore[index]
+
+    def _is_byte(self, node: Node) -> bool:
+        return self.elements.kinds[node] is Kind.OF_ELEMENT and node.meta["val"].dtype.itemsize == 1
+
+    def _is_read(self, node: Node) -> bool:
+        return any(user.target is not torch.ops.aten.copy_.default or user.args[1] is node for user in node.users)
+
+    def _is_apart(self, store: Node) -> bool:
+        """Return whether a loop of its own writes what is stored."""
+        dtype = store.args[0].meta["val"].dtype  # type: ignore[union-attr]
+        return dtype.itemsize == 1 or (dtype is torch.float16 and is_rounding(store.args[1]))  # type: ignore[arg-type]
+
+    def source(self) -> str:
+        """The text of the kernel."""
+        elements = self.elements
+        numbers = elements.of_kind(Kind.NUMBER, elements.nodes)
+        of_numbers = [node for node in numbers if isinstance(node.meta["val"], torch.Tensor)]
+        before = Statements(self.names, of_numbers, {})
+        self.known = before.texts
+        body = [*self._loaded(of_numbers), *before.lines, *self._buffers()]
+        chunk = [*self._reads(), *self._loops(), *self._writes()]
+        body += ["const auto chunk = [&](int64_t at, int count) __attribute__((always_inline)) {"]
+        body += [*_indented(chunk), "};", *self._run()]
+        return _source(self.names, body, ["int64_t n"])
+
+    def _loaded(self, numbers: Sequence[Node]) -> list[str]:
+        """Load each number once: the compiler does not know that no store changes it."""
+        lines = []
+        for node in numbers:
+            if node.op == "placeholder":
+                name = self.names.of(node)
+                lines.append(f"const {in_register(node.meta['val'].dtype)} {name} = {node.name}[0];")
+                self.known[node] = name
+        return lines
+
+    def _buffers(self) -> list[str]:
+        lines = [_buffer(f"{node.name}_in", "int32_t") for node in self.bytes_read]
+        lines += [_buffer(f"{node.args[0].name}_in", "float") for node in self.halves_read]  # type: ignore[union-attr]
+        lines += [
+            _buffer(f"{self.names.of(node)}_kept", in_register(node.meta["val"].dtype)) for node in self.kept
+        ]
+        for store, name in self.apart.items():
+            is_half = store.args[0].meta["val"].dtype is torch.float16  # type: ignore[union-attr]
+            lines.append(_buffer(name, "float" if is_half else "int32_t"))
+        for row, values in self.sums:
+            lines += [_buffer(f"{row}_of{k}", "float") for k, _ in enumerate(values)]
+            lines.append(f"for (int k = 0; k < {len(SUMS)}; ++k) {row}[k] = 0;")
+            self.names.functions[f"add_sums{len(values)}"] = sums_function(len(values), CHUNK)
+        return lines
+
+    def _reads(self) -> list[str]:
+        lines = []
+        for node in self.bytes_read:
+            lines += _loop([f"{node.name}_in[j] = {node.name}[at + j];"])
+        lines += [f"read_f16({node.args[0].name} + at, {node.args[0].name}_in, count);" for node in self.halves_read]  # type: ignore[union-attr]
+        return lines
+
+    def _writes(self) -> list[str]:
+        lines = []
+        for store, name in self.apart.items():
+            into = store.args[0]
+            kind = CPP_TYPES[into.meta["val"].dtype]  # type: ignore[union-attr]
+            if kind == "uint16_t":
+                lines.append(f"write_f16({into.name} + at, {name}, count);")  # type: ignore[union-attr]
+            else:
+                lines += _loop([f"{into.name}[at + j] = {kind}({name}[j]);"])  # type: ignore[union-attr]
+        for row, values in self.sums:
+            buffers = ", ".join(f"{row}_of{k}" for k, _ in enumerate(values))
+            lines.append(f"add_sums{len(values)}({row}, {buffers}, count);")
+        return lines
+
+    def _loops(self) -> list[str]:
+        first = self._first_loop()
+        if not first:
+            return self._late_loop(self.read, finite=False)
+        kept = {node: f"{self.names.of(node)}_kept[j]" for node in self.kept}
+        if not self.elements.tested:
+            return [*first, *self._late_loop({**self.read, **kept}, finite=False)]
+        quick, careful = (
+            _indented(self._late_loop(known, finite=finite))
+            for known, finite in (({**self.read, **kept}, True), (self.read, False))
+        )
+        limit = hex(self._limit())
+        return [*first, f"if (__builtin_expect(largest < {limit}u, 1)) {{", *quick, "} else {", *careful, "}"]
+
+    def _limit(self) -> int:
+        of_inputs = {node.meta["val"].dtype for node in self.elements.inputs}
+        of_roundings = {arg for node in self.elements.nodes for arg in node.args if isinstance(arg, torch.dtype)}
+        return min(limit for dtype, limit in LIMITS.items() if dtype in of_inputs | of_roundings)
+
+    def _first_loop(self) -> list[str]:
+        """Write the loop that computes early values, keeps some, and notes the largest magnitudes."""
+        elements, names = self.elements, self.names
+        if not elements.early:
+            return []
+        of_blocks: list[Node] = [node.args[0] for node in elements.largest]  # type: ignore[misc]
+        wanted = [*self.kept, *elements.tested, *of_blocks]
+        computed = Statements(names, wanted, {**self.known, **self.read}, finite=True)
+        lines = [*computed.lines, *(f"{names.of(node)}_kept[j] = {computed.texts[node]};" for node in self.kept)]
+        begin, end, noted, before = list(computed.of_block), list[str](), list[str](), list[str]()
+        if elements.tested:
+            largest = "largest"
+            for node in elements.tested:
+                largest = f"larger({largest}, magnitude({bare(computed.texts[node])}))"
+            lines.append(f"largest = {largest};")
+            noted.append("largest")
+            before.append("uint32_t largest = 0;")
+        for i, value in enumerate(of_blocks):
+            lines.append(f"largest{i} = larger(largest{i}, magnitude({bare(computed.texts[value])}));")
+            begin.append(f"uint32_t largest{i} = 0;")
+            end.append(f"block_largest{i}[block] = largest{i};")
+            noted.append(f"largest{i}")
+            before.append(f"uint32_t block_largest{i}[{CHUNK // elements.width}];")
+        return [*before, *self._loop(lines, begin, end, noted)]
+
+    def _late_loop(self, known: Mapping[Node, str], *, finite: bool) -> list[str]:
+        """Write the loop that rounds and stores."""
+        blocks = {node: f"bits<float>(block_largest{i}[block])" for i, node in enumerate(self.elements.largest)}
+        of_blocks: list[Node] = [store.args[1] for store in self.block_stores]  # type: ignore[misc]
+        wanted = [self._stored(store) for store in self.stores] + [v for _, values in self.sums for v in values]
+        done = Statements(self.names, [*wanted, *of_blocks], {**self.known, **known, **blocks}, finite=finite)
+        lines = list(done.lines)
+        for store in self.stores:
+            value = bare(done.texts[self._stored(store)])
+            into = f"{self.apart[store]}[j]" if store in self.apart else f"{store.args[0].name}[at + j]"  # type: ignore[union-attr]
+            lines.append(f"{into} = {value};")
+        for row, values in self.sums:
+            lines += [f"{row}_of{k}[j] = {bare(done.texts[value])};" for k, value in enumerate(values)]
+        at = f"at / {self.elements.width} + block"
+        end = [f"{store.args[0].name}[{at}] = {done.texts[store.args[1]]};" for store in self.block_stores]  # type: ignore[union-attr, index]
+        return self._loop(lines, done.of_block, end)
+
+    def _stored(self, store: Node) -> Node:
+        """Return what a loop leaves of a value that is stored: of float16 the number that is converted."""
+        value = store.args[1]
+        is_half = store in self.apart and is_rounding(value)  # type: ignore[arg-type]
+        return value.args[0] if is_half else value  # type: ignore[union-attr, return-value]
+
+    def _loop(
+        self, lines: Sequence[str], begin: Sequence[str] = (), end: Sequence[str] = (), noted: Sequence[str] = ()
+    ) -> list[str]:
+        width = self.elements.width
+        if width == 1:
+            return _loop(lines, noted)
+        inner = [_hint(noted), f"for (int i = 0; i < {width}; ++i) {{", f"  const int j = {width} * block + i;"]
+        inner += [*_indented(lines), "}"]
+        head = f"for (int block = 0; block < count / {width}; ++block) {{"
+        return [head, *_indented([*begin, *inner, *end]), "}"]
+
+    def _run(self) -> list[str]:
+        """Write the loop over chunks, which fetches the next one ahead."""
+        width = self.elements.width
+        fetched = self.elements.of_kind(Kind.OF_ELEMENT, self.elements.inputs)
+        return [
+            f"const int64_t elements = {f'{width} * n' if width > 1 else 'n'};",
+            "int64_t at = 0;",
+            f"for (; at + {CHUNK} <= elements; at += {CHUNK}) {{",
+            *(f"  fetch({node.name} + at + {CHUNK}, {CHUNK});" for node in fetched),
+            f"  chunk(at, {CHUNK});",
+            "}",
+            "if (at < elements) chunk(at, int(elements - at));",
+        ]
+
+
+def _hint(noted: Sequence[str] = ()) -> str:
+    reductions = f" reduction(max : {', '.join(noted)})" if noted else ""
+    return f"#pragma omp simd{reductions}"
+
+
+def _loop(lines: Iterable[str], noted: Sequence[str] = ()) -> list[str]:
+    return [_hint(noted), "for (int j = 0; j < count; ++j) {", *_indented(lines), "}"]
+
+
+class _Sample:
+    """Writes the loop over a sample of elements, whose updates are counted by their sizes."""
+
+    def __init__(self, elements: Elements) -> None:
+        self.elements, self.names = elements, Names(elements)
+
+    def source(self) -> str:
+        """The text of the kernel."""
+        width = self.elements.width
+        rows: list[tuple[Node, Node]] = [store.args for store in self.elements.rows]  # type: ignore[misc]
+        computed = Statements(self.names, [size for _, size in rows], {})
+        body = [f"const int64_t elements = {f'{width} * n' if width > 1 else 'n'};"]
+        body += [f"for (int k = 0; k < {len(SIZES)}; ++k) {row.name}[k] = 0;" for row, _ in rows]
+        counted = [f"{row.name}[{bare(computed.texts[size])}] += 1;" for row, size in rows]
+        inner = ["const int j = 0;", *(["const int block = 0;"] if width > 1 else [])]
+        inner += [*computed.of_block, *computed.lines, *counted]
+        at = measures.sampled(_Text("i"), _Text("elements"), _Text.divided)
+        body += [f"for (int64_t i = 0; i < {measures.SAMPLE}; ++i) {{", f"  const int64_t at = {at};"]
+        body += ["  if (at >= elements) continue;", *_indented(inner), "}"]
+        return _source(self.names, body, ["int64_t n"])
+
+
+class _Text(str):
+    """A C++ expression of integers that Python's arithmetic makes longer ones of."""
+
+    def __add__(self, other: object) -> _Text:
+        return _Text(f"({self} + {other})")
+
+    def __sub__(self, other: object) -> _Text:
+        return _Text(f"({self} - {other})")
+
+    def __mul__(self, other: object) -> _Text:  # type: ignore[override]
+        return _Text(f"({self} * {other})")
+
+    @staticmethod
+    def divided(dividend: object, divisor: object) -> _Text:
+        """Write a quotient of numbers that are not negative."""
+        return _Text(f"({dividend} / {divisor})")

@@ -1,0 +1,115 @@
+"""C++ statements that compute some values of a graph in one place: before all loops, or in the body of one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch.fx import Node
+
+from collage_fx.codegen.elements import Elements, Kind, function_at, is_rounding, place
+from collage_fx.codegen.functions import expression
+from collage_fx.codegen.spellings import CPP_TYPES, NoSpelling, bare, in_register
+
+__all__ = ["Names", "Statements"]
+
+aten = torch.ops.aten
+
+
+class Names:
+    """The names of a kernel's values, and the functions that it calls.
+
+    Attributes:
+        functions: C++ definitions, by name.
+    """
+
+    def __init__(self, elements: Elements) -> None:
+        self.elements = elements
+        self.functions: dict[str, str] = {}
+        self._names: dict[Node, str] = {}
+
+    def of(self, node: Node) -> str:
+        """Return the name of a value; that of an input is its pointer's, with ``_0`` for a single number."""
+        if node.op == "placeholder":
+            return f"{node.name}_0"
+        return self._names.setdefault(node, f"t{len(self._names)}")
+
+
+class Statements:
+    """The statements for some values.
+
+    Args:
+        names: of the kernel.
+        wanted: the values.
+        known: expressions of values that need no statement.
+        finite: whether numbers are known to be finite: Note [Early and late].
+
+    Attributes:
+        texts: the expression of each value.
+        lines: statements for each element.
+        of_block: statements for each block.
+    """
+
+    def __init__(
+        self, names: Names, wanted: Sequence[Node], known: Mapping[Node, str], *, finite: bool = False
+    ) -> None:
+        self._names, self._finite = names, finite
+        self.texts = dict(known)
+        self.lines: list[str] = []
+        self.of_block: list[str] = []
+        order = self._needed(wanted)
+        uses = Counter(wanted)
+        for node in order:
+            uses.update(node.all_input_nodes)
+        for node in order:
+            self._write(node, is_shared=uses[node] > 1)
+
+    def _needed(self, wanted: Sequence[Node]) -> list[Node]:
+        waiting, found = list(wanted), set[Node]()
+        while waiting:
+            node = waiting.pop()
+            if node not in found and node not in self.texts:
+                found.add(node)
+                waiting += node.all_input_nodes
+        return [node for node in self._names.elements.nodes if node in found]
+
+    def _write(self, node: Node, *, is_shared: bool) -> None:
+        if not isinstance(node.meta["val"], torch.Tensor):
+            self.texts[node] = node.name  # a length, of which tensors of constants are made
+            return
+        kind, dtype = self._names.elements.kinds[node], node.meta["val"].dtype
+        text = self._expression(node)
+        has_name = (is_shared and bool(node.all_input_nodes) and not text.isidentifier()) or kind is Kind.OF_BLOCK
+        if has_name:
+            line = f"const {in_register(dtype)} {self._names.of(node)} = {bare(text)};"
+            (self.of_block if kind is Kind.OF_BLOCK else self.lines).append(line)
+            text = self._names.of(node)
+        self.texts[node] = text
+
+    def _expression(self, node: Node) -> str:
+        elements = self._names.elements
+        kind, dtype = elements.kinds[node], node.meta["val"].dtype
+        if node.op == "placeholder":
+            places = {
+                Kind.NUMBER: "0",
+                Kind.OF_BLOCK: f"at / {elements.width} + block",
+                Kind.OF_ELEMENT: "at + j",
+            }
+            return f"{node.name}[{places[kind]}]"
+        if node.target is place:
+            return "int32_t(at + j)"
+        finite = "true" if self._finite and kind is Kind.OF_ELEMENT else "false"
+        if (function := function_at(node)) is not None:
+            self._names.functions[function.name] = function.definition
+            name = f"{function.name}<{finite}>" if function.tests else function.name
+            operands = ", ".join(bare(self.texts[arg]) for arg in node.args if isinstance(arg, Node))
+            is_stored_alone = all(user.target is aten.copy_.default for user in node.users)
+            cut = "" if function.is_cut or is_stored_alone else CPP_TYPES[dtype]
+            return f"{cut}({name}({operands}))" if cut else f"{name}({operands})"
+        if is_rounding(node):
+            operand = bare(self.texts[node.args[0]])  # type: ignore[index]
+            return f"float_to_bf16<{finite}>({operand})" if dtype is torch.bfloat16 else f"float_to_f16({operand})"
+        if callable(node.target) and not isinstance(node.target, torch._ops.OpOverload):
+            raise NoSpelling(str(node.target))
+        return expression(node, self.texts, is_number=kind is Kind.NUMBER)
