@@ -46,7 +46,9 @@ CHUNK = 256
 #: does joining hi and an error term: 2**127 and 2**15.
 LIMITS = {torch.bfloat16: 0x7F000000, torch.float16: 0x47000000}
 
-PRELUDE = Path(__file__).with_name("prelude.h").read_text(encoding="utf-8")
+PRELUDE, PRELUDE_F16 = (
+    Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("prelude.h", "prelude_f16.h")
+)
 
 
 def number_kernel(graph: Graph) -> str:
@@ -86,9 +88,20 @@ def _source(names: Names, body: Sequence[str], more: Sequence[str]) -> str:
         for node in elements.inputs
     ]
     signature = ", ".join([*parameters, *more])
+    dtypes = {node.meta["val"].dtype for node in elements.nodes if isinstance(node.meta["val"], torch.Tensor)}
+    prelude = f"{PRELUDE}\n{PRELUDE_F16}" if torch.float16 in dtypes else PRELUDE
     functions = "\n".join(names.functions.values())
     lines = "\n".join(_indented(body))
-    return f'{PRELUDE}\n{functions}\n}}  // namespace\n\nextern "C" void kernel({signature}) {{\n{lines}\n}}\n'
+    return f"""{prelude}
+namespace {{
+
+{functions}
+}}  // namespace
+
+extern "C" void kernel({signature}) {{
+{lines}
+}}
+"""
 
 
 def _indented(lines: Iterable[str]) -> list[str]:

@@ -95,6 +95,7 @@ def constant(value: Any, dtype: torch.dtype) -> str:
     return with_point if dtype is torch.float64 else f"{with_point}f"
 
 
+#: The least 32-bit integer: C++ takes ``-0x80000000`` for an unsigned number.
 _MINIMUM = "INT32_MIN"
 
 
@@ -147,14 +148,19 @@ def _called(name: str) -> Writer:
 
 
 def _of_floats(name: str) -> Writer:
-    """Write a call of a function of C++'s library."""
+    """Write a call of a function of C's library."""
 
     def written(dtype: torch.dtype, *operands: str) -> str:
         if not dtype.is_floating_point:
             raise NoSpelling(f"{name} of {dtype}")
-        return f"std::{name}({', '.join(map(bare, operands))})"
+        function = name if name in _IN_PRELUDE else f"__builtin_{name}{'f' if dtype is torch.float32 else ''}"
+        return f"{function}({', '.join(map(bare, operands))})"
 
     return written
+
+
+#: Functions of C's library that ``prelude.h`` has for every dtype.
+_IN_PRELUDE = ("abs", "sqrt")
 
 
 def _divided(dtype: torch.dtype, x: str, y: str) -> str:
@@ -171,7 +177,7 @@ def _negative(dtype: torch.dtype, x: str) -> str:
 def _absolute(dtype: torch.dtype, x: str) -> str:
     if not dtype.is_floating_point:
         return f"({x} < 0 ? {_negative(dtype, x)} : {x})"
-    return f"std::abs({bare(x)})"
+    return f"abs({bare(x)})"
 
 
 #: How an operation on operands of one dtype is written, by the name of its ATen operator.
