@@ -30,7 +30,7 @@ from collage_fx.codegen.elements import Elements, Kind, is_rounding, reads_half
 from collage_fx.codegen.functions import bare
 from collage_fx.codegen.spellings import CPP_TYPES, in_register
 from collage_fx.codegen.statements import Names, Statements
-from collage_fx.codegen.sums import sums_function
+from collage_fx.codegen.sums import sums_class
 from collage_fx.numerics import SIZES, SUMS
 from collage_fx.numerics import update_sums as measures
 
@@ -40,7 +40,7 @@ __all__ = ["FLAGS", "flat_kernel", "number_kernel"]
 FLAGS = ("-ftree-loop-vectorize", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fwrapv")
 
 #: Elements of a chunk.
-CHUNK = 256
+CHUNK = 128
 
 #: Magnitudes, as bits of a float32 number, below which rounding to a dtype meets no infinity and no NaN, nor
 #: does joining hi and an error term: 2**127 and 2**15.
@@ -184,7 +184,8 @@ class _Flat:
         for row, values in self.sums:
             lines += [_buffer(f"{row}_of{k}", "float") for k, _ in enumerate(values)]
             lines.append(f"for (int k = 0; k < {len(SUMS)}; ++k) {row}[k] = 0;")
-            self.names.functions[f"add_sums{len(values)}"] = sums_function(len(values), CHUNK)
+            lines.append(f"SumsOf{len(values)} sums_of_{row};")
+            self.names.functions[f"SumsOf{len(values)}"] = sums_class(len(values), CHUNK)
         return lines
 
     def _reads(self) -> list[str]:
@@ -205,7 +206,7 @@ class _Flat:
                 lines += _loop([f"{into.name}[at + j] = {kind}({name}[j]);"])  # type: ignore[union-attr]
         for row, values in self.sums:
             buffers = ", ".join(f"{row}_of{k}" for k, _ in enumerate(values))
-            lines.append(f"add_sums{len(values)}({row}, {buffers}, count);")
+            lines.append(f"sums_of_{row}.add({buffers}, count);")
         return lines
 
     def _loops(self) -> list[str]:
@@ -298,6 +299,7 @@ class _Flat:
             f"  chunk(at, {CHUNK});",
             "}",
             "if (at < elements) chunk(at, int(elements - at));",
+            *(f"sums_of_{row}.write({row});" for row, _ in self.sums),
         ]
 
 

@@ -56,11 +56,11 @@ inline float multiply_add(float x, float y, float sum) {
 
 // The sum of the products of every 16th number.
 template <int Count>
-inline float products(const float* x, const float* y) {
+inline float products_of(const float* x, const float* y) {
   if constexpr (Count == 1) {
     return *x * *y;
   } else {
-    return multiply_add(*x, *y, products<Count - 1>(x + 16, y + 16));
+    return multiply_add(*x, *y, products_of<Count - 1>(x + 16, y + 16));
   }
 }
 
