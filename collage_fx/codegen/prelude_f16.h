@@ -1,5 +1,5 @@
 // What kernels that read or write float16 begin with, behind prelude.h.
-#if defined(__F16C__)
+#if defined(__F16C__) || defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
