@@ -176,11 +176,11 @@ def test_jobs_that_threads_share(case: Case) -> None:
 
 @pytest.mark.usefixtures("two_threads")
 def test_loops_that_threads_share() -> None:
-    """Code that is not one C++ function divides its loops itself."""
+    """Code that Inductor writes divides its loops itself."""
     case = Case("plus", "wide", "mcf", torch.bfloat16)
     shapes = ((97, 211), (20_007,))
     backend = TwinBackend(**case.options())
-    with fresh_cache(), mock.patch("collage_fx.lowering.kernels.c_function", return_value=None):
+    with fresh_cache(), mock.patch("collage_fx.lowering.kernels.printed", return_value=None):
         (rig, start), codes = run_and_get_code(first_step, case, shapes, backend)
     assert any("#pragma omp for" in code for code in codes)
     grads = list(gradients(shapes, 5))

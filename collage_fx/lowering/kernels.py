@@ -1,7 +1,9 @@
 """The compilation of rules to kernels.
 
-A flat rule whose code is not one C++ function is compiled twice, if both are needed: for few elements, on
-which threads would wait longer for each other than they work, and for many.
+On the host the kernels of flat rules, and those of numbers, are printed (``codegen``). What has no spelling in
+C++, and what is neither (reductions, products of matrices, other layouts), Inductor compiles, and so it does
+everything on a device: a flat rule there twice, if both are needed: for few elements, on which threads would
+wait longer for each other than they work, and for many.
 """
 
 from __future__ import annotations
@@ -26,24 +28,22 @@ from collage_fx.runtime import (
     HOST,
     LENGTH,
     MOST_ARGUMENTS,
-    MOST_BUFFERS,
     SUMS_OF_PIECE,
     Column,
     Kernel,
-    buffer_at,
 )
 from collage_fx.torch_compat import (
     CFunction,
     InductorFault,
     SymbolicScope,
     TableKernel,
-    c_function,
     fusing_distant_nodes,
     generated_code,
     inductor_config,
     innermost_callable,
     load_cpp_library,
     note_generated_code,
+    prepare_cpp_compiler,
     table_kernel,
     without_triton,
 )
@@ -53,9 +53,6 @@ __all__ = ["forget_kernels"]
 #: Elements from which on a kernel uses threads. An AdamW step takes about a nanosecond for each, threads that
 #: sleep 5 to 20 microseconds to begin.
 MANY = 1 << 14
-
-#: Elements of a piece whose kernel has buffers for all of them: these stay in the processor's first cache.
-LONGEST_WITH_BUFFERS = 1 << 11
 
 #: Lengths that stand for few and many elements when Inductor decides about threads.
 FEW_HINT, MANY_HINT = 1 << 8, 1 << 24
@@ -71,22 +68,21 @@ def kernel_of(rule: Rule) -> Kernel | Reason:
     is_launched = device_facts(rule.device).is_launched
     if is_launched or rule.length * rule.width < MANY or torch.get_num_threads() == 1:
         return _kernel(rule, many=is_launched)
-    if rule.independent:
-        few = _kernel(rule, many=False)
-        if isinstance(few, Reason) or few.function is not None:
-            return few
     return _kernel(rule, many=True)
 
 
 def _kernel(rule: Rule, *, many: bool) -> Kernel | Reason:
-    is_deterministic = torch.are_deterministic_algorithms_enabled()
-    key = rule.key, many, torch.get_num_threads(), is_deterministic, inductor_config.get_hash()
-    if key in _made:
-        note_generated_code(_made[key].code)
-        return _made[key].kernel
+    by_inductor = many, torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    config = inductor_config.get_hash()
+    for key in ((rule.key, config), (rule.key, config, *by_inductor)):
+        if key in _made:
+            note_generated_code(_made[key].code)
+            return _made[key].kernel
     with generated_code() as code:
         kernel = compile_rule(rule, many=many)
     if isinstance(kernel, Kernel):
+        is_printed = kernel.call is None
+        key = (rule.key, config) if is_printed else (rule.key, config, *by_inductor)
         _made[key] = _Made(kernel, code, rule.lines)
     return kernel
 
@@ -125,15 +121,15 @@ def compile_rule(rule: Rule, *, many: bool) -> Kernel | Reason:
         the kernel, or a reason where the code would not hold for every length (or every value of a symbolic
         number).
     """
-    if (printed := _printed(rule)) is not None:
-        return printed
+    if (kernel := printed(rule)) is not None:
+        return kernel
     if not (rule.is_tabled and rule.flat and rule.is_measured):
         return _compiled(rule, many=many)
-    kernel = _compiled(rule, many=many, by_element=True)
-    return kernel if isinstance(kernel, Kernel) else _compiled(rule, many=many, no_table=kernel)
+    over_table = _compiled(rule, many=many, by_element=True)
+    return over_table if isinstance(over_table, Kernel) else _compiled(rule, many=many, no_table=over_table)
 
 
-def _printed(rule: Rule) -> Kernel | None:
+def printed(rule: Rule) -> Kernel | None:
     """Print and compile the kernel of a rule on the host; None where Inductor has to write it.
 
     That is where an operation has no spelling in C++, and where the compiler takes other flags, or fails: then
@@ -151,6 +147,7 @@ def _printed(rule: Rule) -> Kernel | None:
             return None
     try:
         with inductors_faults():
+            prepare_cpp_compiler().result()
             library = load_cpp_library(source, FLAGS)
     except InductorFault:
         return None
@@ -159,6 +156,8 @@ def _printed(rule: Rule) -> Kernel | None:
     assert address is not None
     tensors = range(rule.flat, len(inputs))
     arguments = (*tensors, *range(rule.flat))  # the length is the last
+    if len(arguments) > MOST_ARGUMENTS:
+        return None
     function = CFunction(address, arguments, library)
     kinds = _kinds(rule, inputs, arguments)
     vectors = (1, 1) if rule.flat else (0, 0)
@@ -172,8 +171,6 @@ def _kinds(rule: Rule, inputs: Sequence[Any], arguments: Sequence[int]) -> tuple
     of_sums = {index for index, line in enumerate(lines, start=before) if line in rule.sums}
 
     def kind(argument: int) -> int:
-        if argument < 0:
-            return buffer_at(~argument)
         if argument in of_sums:
             return SUMS_OF_PIECE
         if rule.is_placed and argument == 1:
@@ -225,20 +222,9 @@ def _compiled(
     call = innermost_callable(attempt.call)
     if rule.is_tabled:
         return _launched_kernel(rule, attempt, call, code, inputs, no_table, by_element=by_element)
-    function = _batched_function(rule, call, len(inputs), many=many)
-    if isinstance(function, Reason):
-        reasons: Reasons = (("in one call for all tensors", function), *attempt.reasons)
-        return Kernel(call, device=rule.device, reasons=reasons, vectors=attempt.vectors)
-    kinds = _kinds(rule, inputs, function.arguments)
-    return Kernel(
-        call,
-        function,
-        kinds,
-        divisible=rule.divisible,
-        width=rule.width,
-        reasons=attempt.reasons,
-        vectors=attempt.vectors,
-    )
+    why = Reason("its code is Inductor's, which Python calls", ", ".join(sorted(rule.operations)))
+    reasons: Reasons = (("in one call for all tensors", why), *attempt.reasons)
+    return Kernel(call, device=rule.device, reasons=reasons, vectors=attempt.vectors)
 
 
 def bytes_of_a_unit(rule: Rule, value: Tensor) -> int:
@@ -299,21 +285,3 @@ def _launched_kernel(
         sums=summed(rule) if by_element else (),
         reasons=attempt.reasons,
     )
-
-
-def _batched_function(
-    rule: Rule, call: Callable[[list[Any]], Any], inputs: int, *, many: bool
-) -> CFunction | Reason:
-    """The C++ function of a kernel that is called for many tensors at once, or why Python has to call it."""
-    what = ", ".join(sorted(rule.operations))
-    if not rule.independent:
-        return Reason(
-            "a kernel is neither elementwise in one layout nor of numbers alone, or may raise", what
-        )
-    longest = LONGEST_WITH_BUFFERS // rule.width if rule.divisible else 0
-    function = None if many else c_function(call, inputs, longest)
-    if function is None:
-        return Reason("a kernel's code is more than one C++ function", what)
-    if len(function.arguments) > MOST_ARGUMENTS or function.buffers > MOST_BUFFERS:
-        return Reason("a kernel has too many arguments or buffers", what)
-    return function

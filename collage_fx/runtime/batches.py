@@ -39,9 +39,7 @@ __all__ = [
     "FIRST_OF_PIECE",
     "LENGTH",
     "MOST_ARGUMENTS",
-    "MOST_BUFFERS",
     "SUMS_OF_PIECE",
-    "buffer_at",
     "load_library",
     "prepare_compiler",
 ]
@@ -65,18 +63,10 @@ PEEKED = 4
 CELL = 16
 #: Arguments that ``run`` can pass.
 MOST_ARGUMENTS = 96
-#: Bytes for the buffers of a function that is running: on a thread's stack.
-MOST_BUFFERS = 1 << 15
 
-#: What an argument is, if it is no address: the length of the piece; the sums over its elements, of as many
-#: numbers as there are in ``SUMS``; the address of the place of its first element, a 32-bit integer; or the
-#: first buffer.
-LENGTH, SUMS_OF_PIECE, FIRST_OF_PIECE, BUFFER = -1, -2, -3, -4
-
-
-def buffer_at(offset: int) -> int:
-    """What an argument is that is memory for the function alone, so many bytes behind the first buffer."""
-    return BUFFER - offset
+#: Values for an argument that is no address of a tensor: the length of the piece; the address of sums over its
+#: elements, as many as in ``SUMS``; the address of the index of its first element, a 32-bit integer.
+LENGTH, SUMS_OF_PIECE, FIRST_OF_PIECE = -1, -2, -3
 
 
 _SOURCE = f"""
@@ -177,7 +167,6 @@ extern "C" void run(
       const Word turn = turns[calls[piece]];
       if (turn >= 0 && present && !present[turn]) continue;
       Word a[most + 1];
-      alignas(64) char buffers[{MOST_BUFFERS}];
       const int32_t first = static_cast<int32_t>(width * offsets[piece]);
       Sums* sums_of_piece = sums.data() + vectors * piece;
       const Word* of_call = which + calls[piece] * arguments;
@@ -188,8 +177,6 @@ extern "C" void run(
           a[j] = reinterpret_cast<Word>((sums_of_piece++)->each);
         }} else if (kinds[j] == {FIRST_OF_PIECE}) {{
           a[j] = reinterpret_cast<Word>(&first);
-        }} else if (kinds[j] < 0) {{
-          a[j] = reinterpret_cast<Word>(buffers + ({BUFFER} - kinds[j]));
         }} else {{
           const Word start = of_call[j] < 0 ? scratch + {CELL} * ~of_call[j] : addresses[of_call[j]];
           a[j] = start + kinds[j] * offsets[piece];
@@ -353,7 +340,7 @@ class Batch:
         self._function = function  # stays loaded
         if divisible:
             job = job_size(sum(lengths), torch.get_num_threads(), width)
-            jobs = pieces_of(lengths, job, CLUMP // width, function.longest)
+            jobs = pieces_of(lengths, job, CLUMP // width)
         else:
             jobs = whole_calls(lengths)
         self.jobs = len(jobs)
@@ -394,10 +381,8 @@ def whole_calls(lengths: Sequence[int]) -> list[list[Piece]]:
     return [pieces[i : i + size] for i in range(0, len(pieces), size)]
 
 
-def pieces_of(
-    lengths: Sequence[int], job: int, clump: int = CLUMP, longest: int | None = None
-) -> list[list[Piece]]:
-    """Calls of these lengths cut into jobs of about a length of ``job`` each, of pieces up to ``longest``."""
+def pieces_of(lengths: Sequence[int], job: int, clump: int = CLUMP) -> list[list[Piece]]:
+    """Cut calls of these lengths into jobs of about a length of ``job`` each."""
     jobs: list[list[Piece]] = []
     size = 0
     for call, length in enumerate(lengths):
@@ -405,7 +390,6 @@ def pieces_of(
         while offset < length:
             # The last piece is no remainder of few elements: they go to the one before.
             take = length - offset if length - offset < job + clump else job
-            take = min(take, longest or take)
             if not jobs or size + take > job:
                 jobs.append([])
                 size = 0

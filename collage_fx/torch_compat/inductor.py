@@ -17,11 +17,9 @@ import torch
 from functorch.compile import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
-from torch._inductor.codecache import CppPythonBindingsCodeCache, torch_key
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.runtime.triton_compat import triton_key
 
 from collage_fx.torch_compat.patch_cpp_roundings import writes_cpp, writing_our_cpp
 from collage_fx.torch_compat.patch_inductor import without_contraction, without_patterns
@@ -248,16 +246,13 @@ _PREPARING = "collage_fx: prepare the compiler"
 
 @functools.cache
 def prepare_cpp_compiler() -> concurrent.futures.Future[Any]:
-    """Have what Inductor's C++ kernels need prepared on another core, once a process.
+    """Begin to find out, on another core, what the processor and the compiler can do; once a process.
 
-    On a machine that has compiled nothing yet, finding out what its processor can do and precompiling a
-    header takes longer than a kernel. On any machine, Inductor's cache wants the hashes of two packages,
-    hundreds of megabytes, before it can be asked. A fault of the compiler is raised by the future.
+    On a machine that has compiled nothing yet, that takes longer than a kernel. Whoever compiles waits for it,
+    as Inductor's answers differ where two threads ask at once. A fault of the compiler is raised by the future.
     """
-    executor = concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix=_PREPARING)
-    prefix = "#include <torch/csrc/inductor/cpp_prefix.h>\n"
-    future = executor.submit(CppPythonBindingsCodeCache.load_async, prefix, device_type="cpu")
-    executor.submit(lambda: (triton_key(), torch_key()))
+    executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=_PREPARING)
+    future = executor.submit(pick_vec_isa)
     executor.shutdown(wait=False)
     if sys.platform != "win32":
         os.register_at_fork(before=functools.partial(_finish, executor))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -21,6 +22,14 @@ from collage_fx.torch_compat import inductor_compile_inner
 from tests.support.training import Descent, differences, everything, parameters, run_steps
 
 INNER = "collage_fx.lowering.attempts.inductor_compile_inner"
+LIBRARY = "collage_fx.lowering.kernels.load_cpp_library"
+
+
+@pytest.fixture
+def by_inductor() -> Iterator[None]:
+    """Have Inductor write all kernels."""
+    with mock.patch("collage_fx.lowering.kernels.printed", return_value=None):
+        yield
 
 
 class Centralized(Optimizer):
@@ -80,6 +89,7 @@ def test_without_a_compiler_the_rewritten_graph_is_run(make: Any, arithmetic: An
             match=r"OSError: no compiler here\. .* 10 to 50 times slower\n.*where: param_groups.*\n.*CXX",
         ),
         mock.patch(INNER, side_effect=OSError("no compiler here")),
+        mock.patch(LIBRARY, side_effect=OSError("no compiler here")),
     ):
         run_without = run(make, backend, shapes)
     assert {graph.route.unit for graph in backend.report().graphs} == {"operation by operation"}
@@ -101,6 +111,7 @@ def test_roots_are_correctly_rounded_without_a_compiler() -> None:
     assert torch.equal(root, torch.from_numpy(np.sqrt(every_mantissa.numpy())))
 
 
+@pytest.mark.usefixtures("by_inductor")
 def test_a_fault_in_one_way_is_made_good_by_the_next() -> None:
     """The second attempt gets the graph as it was, and nothing but the first fails."""
     calls: list[str] = []
@@ -140,6 +151,7 @@ OURS = {
 }
 
 
+@pytest.mark.usefixtures("by_inductor")
 @pytest.mark.parametrize("fault", [broken, broken_in_a_library])
 @pytest.mark.parametrize("name", OURS, ids=OURS.values())
 def test_a_fault_of_our_own_is_no_fault_of_inductors(name: str, fault: Any) -> None:
@@ -157,6 +169,7 @@ def test_a_fault_of_our_own_is_no_fault_of_inductors(name: str, fault: Any) -> N
     assert all(torch.equal(p, old) for p, old in zip(params, before, strict=True))
 
 
+@pytest.mark.usefixtures("by_inductor")
 @pytest.mark.parametrize("replaced", [(TilingSelect, "select_tiling"), (CppVecKernel, "_get_vec_load_line")])
 def test_a_fault_of_inductors_below_a_replacement_of_ours_is_inductors(replaced: tuple[Any, str]) -> None:
     with (

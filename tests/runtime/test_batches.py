@@ -25,13 +25,12 @@ from collage_fx.runtime.batches import (
     WHOLE_CALLS,
     Batch,
     Gather,
-    buffer_at,
     job_size,
     pieces_of,
     whole_calls,
 )
 from collage_fx.runtime.calls import StepInParts
-from collage_fx.torch_compat import CFunction, c_function, load_cpp_library
+from collage_fx.torch_compat import CFunction, load_cpp_library
 from tests.support.training import parameters, run_steps
 
 FUNCTIONS = """
@@ -39,10 +38,8 @@ FUNCTIONS = """
 extern "C" void add(int32_t* x, const int16_t* y, const double* factor, int64_t n) {
   for (int64_t i = 0; i < n; ++i) x[i] += *factor * y[i];
 }
-extern "C" void kernel(const float* x, float* buffer) { *buffer = *x; }
 extern "C" void twice(const double* x, double* result) { *result = 2 * *x; }
-extern "C" void sums(const int32_t* x, double* sums, int64_t* rest, double* first, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) rest[i % 8] = first[0] = x[i];
+extern "C" void sums(const int32_t* x, double* sums, int64_t n) {
   for (int k = 0; k < SUMS; ++k) sums[k] = k;
   for (int64_t i = 0; i < n; ++i) sums[i % SUMS] += x[i];
 }
@@ -107,14 +104,13 @@ def test_a_function_of_numbers_is_called_once_for_each_call() -> None:
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("divisible", [True, False])
 def test_sums_are_those_of_the_pieces(divisible: bool) -> None:
-    """And each running function has buffers of its own."""
     lengths = [300_000, 3, 70_000, *[5] * WHOLE_CALLS]
     inputs = [torch.arange(n, dtype=torch.int32) for n in lengths]
     totals = torch.full((len(lengths), 16), torch.nan, dtype=torch.float64)
     table = array("q", [t.data_ptr() for pair in zip(inputs, totals, strict=True) for t in pair])
-    kinds = [4, SUMS_OF_PIECE, buffer_at(0), buffer_at(64), LENGTH]
-    calls = [[2 * i, 2 * i + 1, 0, 0, 0] for i in range(len(lengths))]
-    batch = Batch(function("sums", 5), calls, lengths, kinds, divisible=divisible)
+    kinds = [4, SUMS_OF_PIECE, LENGTH]
+    calls = [[2 * i, 2 * i + 1, 0] for i in range(len(lengths))]
+    batch = Batch(function("sums", 3), calls, lengths, kinds, divisible=divisible)
     assert batch.jobs > 1
     for _ in range(2):  # the second step's sums are not added to the first's
         batch(table, torch.empty(0))
@@ -146,40 +142,6 @@ def test_as_many_arguments_as_are_promised() -> None:
     kinds = [0] * MOST_ARGUMENTS
     Batch(function("last", MOST_ARGUMENTS), calls, [0], kinds, divisible=False)(table, numbers)
     assert numbers.tolist() == [*range(1, MOST_ARGUMENTS), 1]
-
-
-class Generated:
-    """A module of Inductor's with one function, and code around it that allocates a buffer."""
-
-    def __init__(self) -> None:
-        self.__file__ = load_cpp_library(FUNCTIONS)._name
-
-    def cpp_fused_add(self, *arguments: Any) -> None:
-        raise AssertionError("called only to see with what")
-
-    def code(self, size: str, dtype: str) -> Callable[[list[Any]], Any]:
-        text = f"""
-def call(args):
-    n, x = args
-    args.clear()
-    buffer = empty_strided_cpu(({size}, ), (1, ), torch.{dtype})
-    cpp_fused_add(x, buffer)
-"""
-        names = {"cpp_fused_add": self.cpp_fused_add, "torch": torch}
-        exec(text, names)
-        return cast("Callable[[list[Any]], Any]", names["call"])
-
-
-@pytest.mark.parametrize("size", ["n", "2*n", "n // 64", "1 + n // 4096", "min(n, 8)", "n % 2"])
-def test_a_buffer_whose_size_is_not_constant_is_seen(size: str) -> None:
-    """Also where a few elements more or less make no difference: memory is had in cache lines."""
-    assert c_function(Generated().code(size, "uint8"), 2) is None
-
-
-def test_buffers_are_a_function_s_own() -> None:
-    function = c_function(Generated().code("17", "float32"), 2)
-    assert function is not None
-    assert (function.arguments, function.buffers) == ((1, ~0), 128)
 
 
 def test_addresses_are_those_of_first_elements() -> None:
