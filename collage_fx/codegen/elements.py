@@ -1,4 +1,4 @@
-"""A flat rule's graph in the terms of one element: eager functions, kinds of values, and when they are computed.
+"""A rule's graph in terms of one element: eager functions, kinds of values, and when they are computed.
 
 Note [Early and late]
 ---------------------
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum, auto
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,7 +55,7 @@ from collage_fx.numerics import (
 from collage_fx.numerics import update_sums as measures
 from collage_fx.torch_compat import pytree
 
-__all__ = ["Elements", "Kind", "is_rounding", "largest_magnitude", "place", "reads_half", "sums_of"]
+__all__ = ["Elements", "Kind", "Store", "function_at", "is_rounding", "place", "reads_half"]
 
 aten = torch.ops.aten
 
@@ -108,17 +108,34 @@ class Kind(Enum):
     ROW = auto()
 
 
+#: The kinds of what stands for something in a graph.
+_KINDS: dict[Any, Kind] = {
+    place: Kind.OF_ELEMENT,
+    largest_magnitude: Kind.OF_BLOCK,
+    sums_of: Kind.ROW,
+}
+
+
+class Store(NamedTuple):
+    """A value that is stored into an input."""
+
+    into: Node
+    value: Node
+
+
 class Elements:
-    """The values of a flat rule's graph.
+    """The values of a rule's graph.
 
     Args:
-        graph: of the rule: placeholders, operations, ``copy_`` into placeholders. It is edited.
+        graph: of the rule: placeholders, operations, ``copy_`` into placeholders; it is edited.
         width: elements of a unit of its length: 1, or those of a block.
 
     Attributes:
         inputs: placeholders of tensors.
-        stores: ``copy_`` nodes of elements, and of values of blocks.
-        rows: ``copy_`` nodes of sums, and of counts, over the elements.
+        stores: of elements, of values of blocks, and of numbers.
+        rows: stores of sums, and of counts, over the elements.
+        written: inputs that something is stored into.
+        largest: the largest magnitudes of blocks.
         tested: elements' values whose magnitude tells whether roundings need to ask for infinity and NaN.
         early: elements' values that are computed before that is known.
     """
@@ -129,11 +146,12 @@ class Elements:
         self.inputs = [
             node for node in graph.find_nodes(op="placeholder") if isinstance(node.meta["val"], Tensor)
         ]
-        stores = list(graph.find_nodes(op="call_function", target=aten.copy_.default))
-        self.rows = [store for store in stores if store.args[1].target in (sums_of, measures.size_bin)]
+        copies: list[Any] = list(graph.find_nodes(op="call_function", target=aten.copy_.default))
+        stores = [Store(*copy.args) for copy in copies]
+        self.rows = [store for store in stores if store.value.target in (sums_of, measures.size_bin)]
         self.stores = [store for store in stores if store not in self.rows]
-        self.written = {store.args[0] for store in stores}
-        self._row_inputs = {store.args[0] for store in self.rows}
+        self.written = {store.into for store in stores}
+        self._row_inputs = {store.into for store in self.rows}
         self.nodes = [node for node in graph.nodes if node.op in ("placeholder", "call_function")]
         self.kinds: dict[Node, Kind] = {}
         for node in self.nodes:
@@ -141,8 +159,13 @@ class Elements:
         roots = [root for node in self.nodes if (root := self._root_of_test(node)) is not None]
         self.tested = list(dict.fromkeys(roots))
         self.largest = [node for node in self.nodes if node.target is largest_magnitude]
-        read_by_rounding = [root for root in self.tested if root.target not in JOINS]
-        self.early = self._early([*read_by_rounding, *(node.args[0] for node in self.largest)])
+        rounded = [root for root in self.tested if root.target not in JOINS]
+        self.early = self._early([*rounded, *self.in_blocks])
+
+    @property
+    def in_blocks(self) -> list[Node]:
+        """The values whose largest magnitudes are :attr:`largest`."""
+        return [_operand(node) for node in self.largest]
 
     def of_kind(self, kind: Kind, nodes: Iterable[Node]) -> list[Node]:
         """Return those of some nodes that are of a kind."""
@@ -158,10 +181,9 @@ class Elements:
             is_of_block = self.width > 1 and value.shape[1] == 1
             return Kind.OF_BLOCK if is_of_block else Kind.OF_ELEMENT
         if node.target is aten.copy_.default:
-            return self.kinds[node.args[0]]  # type: ignore[index]
-        special = {place: Kind.OF_ELEMENT, largest_magnitude: Kind.OF_BLOCK, sums_of: Kind.ROW}
-        if node.target in special:
-            return special[node.target]  # type: ignore[index]
+            return self.kinds[_operand(node)]
+        if node.target in _KINDS:
+            return _KINDS[node.target]
         kinds = [self.kinds[operand] for operand in node.all_input_nodes]
         return max(kinds, default=Kind.NUMBER, key=lambda kind: kind.value)
 
@@ -170,9 +192,9 @@ class Elements:
         function = function_at(node)
         if function is None or not function.tests or self.kinds[node] is not Kind.OF_ELEMENT:
             return None
-        value: Any = node if node.target in JOINS else node.args[0]
+        value = node if node.target in JOINS else _operand(node)
         while _is_no_larger(value):
-            value = value.args[0]
+            value = _operand(value)
         return value if self.kinds[value] is Kind.OF_ELEMENT else None
 
     def _early(self, wanted: Sequence[Any]) -> set[Node]:
@@ -203,6 +225,13 @@ class Elements:
         return node in self.early and not is_cheap
 
 
+def _operand(node: Node) -> Node:
+    """Return the first operand of an operation."""
+    operand = node.args[0]
+    assert isinstance(operand, Node)
+    return operand
+
+
 def function_at(node: Node) -> Function | None:
     """Return the C++ function that a node calls; None if it is no call of an eager function.
 
@@ -221,18 +250,21 @@ def function_at(node: Node) -> Function | None:
 
 def _is_no_larger(value: Node) -> bool:
     """Return whether a value is finite where its first operand, or what that is made of, is below a limit."""
-    operand: Any = value.args[0] if value.args else None
-    return value.target in NO_LARGER or (value.target in JOINS and operand.target in NO_LARGER)
+    is_joined = value.target in JOINS and _operand(value).target in NO_LARGER
+    return value.target in NO_LARGER or is_joined
 
 
 def is_load(node: Node) -> bool:
     """Return whether a node is the conversion of an input."""
-    return node.target is CONVERT and node.args[0].op == "placeholder"  # type: ignore[union-attr]
+    return node.target is CONVERT and _operand(node).op == "placeholder"
 
 
 def reads_half(node: Node) -> bool:
     """Return whether a node converts a float16 input to float32."""
-    return is_load(node) and (node.args[0].meta["val"].dtype, node.args[1]) == (torch.float16, torch.float32)  # type: ignore[union-attr]
+    if not is_load(node):
+        return False
+    dtypes = _operand(node).meta["val"].dtype, node.meta["val"].dtype
+    return dtypes == (torch.float16, torch.float32)
 
 
 def is_rounding(node: Node) -> bool:
@@ -284,43 +316,41 @@ class _Rewriter:
         return made
 
     def _replacement(self, node: Node) -> Node | None:
-        target, args, dtype = node.target, node.args, node.meta["val"].dtype
+        target, dtype = node.target, node.meta["val"].dtype
+        args: tuple[Any, ...] = node.args
         if target in FUNCTIONS:
             return self._call(FUNCTIONS[target], args, node, dtype)
         if target is PHASES:
             return self._call(phase_at, (self._call(place, (), node, dtype), *args[1:]), node, dtype)
         if target is BLOCK_VALUES:
             codes, scales, *of_kind = args
-            unit = self._call(block_unit, (scales, *of_kind), scales, torch.float32)  # type: ignore[arg-type]
+            unit = self._call(block_unit, (scales, *of_kind), scales, torch.float32)
             return self._call(number_of_code, (codes, unit, *of_kind), node, dtype)
         if target is BLOCK_SCALES:
             value, _, is_signed = args
             largest = self._call(largest_magnitude, (value,), node, torch.float32)
             return self._call(block_scale, (largest if is_signed else self._root(largest),), node, dtype)
         if target is BLOCK_CODES:
-            return self._codes(node, *args)
+            return self._codes(node, args)
         if target is update_sums:
             made = self.graph.call_function(sums_of, tuple(self._values_of_sums(node)))
             made.meta["val"] = node.meta["val"]
             return made
         if target is update_sizes:
             old, old_lo, *others = args
-            zero = self._call(aten.full_like.default, (old, 0.0), old, torch.float32)  # type: ignore[arg-type]
+            zero = self._call(aten.full_like.default, (old, 0.0), old, torch.float32)
             return self._call(measures.size_bin, (old, old_lo or zero, *others), zero, torch.int32)
         if is_rounding(node) and not _is_on_grid(args[0], dtype):
             self._write_rounding(node)
         return None
 
-    def _codes(
-        self, node: Node, value: Any, scales: Any, phases: Any, like: Any, bits: Any, is_signed: Any
-    ) -> Node:
-        of_kind = bits, is_signed
+    def _codes(self, node: Node, args: tuple[Any, ...]) -> Node:
+        value, scales, phases, _, *of_kind = args
+        (_, is_signed) = of_kind
         units = self._call(units_of_block, (scales, *of_kind), scales, torch.float32)
         most = self._call(most_of_block, (scales, *of_kind), scales, torch.float32)
         root = value if is_signed else self._root(value)
-        return self._call(
-            code_of_number, (root, units, most, phases, *of_kind), node, node.meta["val"].dtype
-        )
+        return self._call(code_of_number, (root, units, most, phases, *of_kind), node, node.meta["val"].dtype)
 
     def _root(self, value: Node) -> Node:
         """Return the square root of a value, which other nodes may compute, too."""

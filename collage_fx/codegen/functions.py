@@ -141,7 +141,8 @@ def expression(node: Node, texts: Mapping[Node, str], *, is_number: bool = False
     if name in ("alias", "clone", "once", "expand") and node.args[0].meta["val"].dtype is dtype:  # type: ignore[union-attr]
         return texts[node.all_input_nodes[0]]
     if target is CONVERT:
-        return converted(*operand(node.args[0])[:2], dtype)
+        text, source, _ = operand(node.args[0])
+        return converted(text, source, dtype)
     if target is aten.view.dtype:
         text, source, _ = operand(node.args[0])
         if source.itemsize < 4:
@@ -149,7 +150,7 @@ def expression(node: Node, texts: Mapping[Node, str], *, is_number: bool = False
         return text if source is dtype else f"bits<{CPP_TYPES[dtype]}>({bare(text)})"
     if target is aten.where.self:
         condition, *choices = map(operand, node.args)
-        yes, no = (converted(*each[:2], dtype) for each in choices)
+        yes, no = (converted(text, source, dtype) for text, source, _ in choices)
         return f"({bare(condition[0])} ? {yes} : {no})"
     if target is aten.pow.Tensor_Scalar and node.args[1] in (0.5, 2):
         base = operand(node.args[0])

@@ -2,7 +2,7 @@
 
 Note [Loops of a printed kernel]
 --------------------------------
-A kernel goes through its tensors in chunks of 256 elements, that stay in the processor's first cache:
+A kernel goes through its tensors in chunks of 128 elements, which stay in the processor's first cache:
 
 1. The first loop computes early values, keeps what later loops read in buffers of a chunk, and notes the
    largest magnitude of what is to be rounded (Note [Early and late] in ``elements.py``).
@@ -11,8 +11,8 @@ A kernel goes through its tensors in chunks of 256 elements, that stay in the pr
 3. Otherwise the chunk is computed anew, all questions asked. Nothing has been stored until then.
 
 The loops are of scalar C++; the compiler makes vectors of them, as long as the smallest elements in a loop
-allow. So bytes are read and written in loops of their own. A rule with blocks has 8 blocks of 32 elements in a
-chunk, and a loop over a block's elements in one over blocks.
+allow. So bytes are read and written in loops of their own. A rule with blocks has 4 blocks of 32 elements in
+a chunk, and a loop over a block's elements in one over blocks.
 
 Every operation is IEEE 754's or an integer's, and nothing is contracted or reassociated (``FLAGS``), so that
 the bits are those of the eager functions with any compiler, any vectors and none.
@@ -26,9 +26,8 @@ from pathlib import Path
 import torch
 from torch.fx import Graph, Node
 
-from collage_fx.codegen.elements import Elements, Kind, is_rounding, reads_half
-from collage_fx.codegen.functions import bare
-from collage_fx.codegen.spellings import CPP_TYPES, in_register
+from collage_fx.codegen.elements import ON_GRID, Elements, Kind, Store, is_rounding, reads_half
+from collage_fx.codegen.spellings import CPP_TYPES, bare, in_register
 from collage_fx.codegen.statements import Names, Statements
 from collage_fx.codegen.sums import sums_class
 from collage_fx.numerics import SIZES, SUMS
@@ -59,14 +58,15 @@ def number_kernel(graph: Graph) -> str:
     """
     elements = Elements(graph, 1)
     names = Names(elements)
-    computed = Statements(names, [store.args[1] for store in elements.stores], {})  # type: ignore[misc]
-    results = [f"const auto result{i} = {bare(computed.texts[store.args[1]])};" for i, store in enumerate(elements.stores)]  # type: ignore[index]
-    stores = [f"{store.args[0].name}[0] = result{i};" for i, store in enumerate(elements.stores)]  # type: ignore[union-attr]
+    computed = Statements(names, [store.value for store in elements.stores], {})
+    texts = [bare(computed.texts[store.value]) for store in elements.stores]
+    results = [f"const auto result{i} = {text};" for i, text in enumerate(texts)]
+    stores = [f"{store.into.name}[0] = result{i};" for i, store in enumerate(elements.stores)]
     return _source(names, [*computed.lines, *results, *stores], [])
 
 
 def flat_kernel(graph: Graph, width: int) -> str:
-    """Print the kernel of a flat rule: a function of the addresses of its inputs, in their order, and a length.
+    """Print the kernel of a flat rule: a function of the addresses of its inputs, and of a length.
 
     Args:
         graph: of the rule; it is edited.
@@ -76,7 +76,7 @@ def flat_kernel(graph: Graph, width: int) -> str:
         NoSpelling: it computes something that C++ has no expression for.
     """
     elements = Elements(graph, width)
-    if any(store.args[1].target is measures.size_bin for store in elements.rows):  # type: ignore[union-attr]
+    if any(store.value.target is measures.size_bin for store in elements.rows):
         return _Sample(elements).source()
     return _Flat(elements).source()
 
@@ -84,7 +84,9 @@ def flat_kernel(graph: Graph, width: int) -> str:
 def _source(names: Names, body: Sequence[str], more: Sequence[str]) -> str:
     elements = names.elements
     parameters = [
-        f"{'' if node in elements.written else 'const '}{CPP_TYPES[node.meta['val'].dtype]}* __restrict {node.name}"
+        "{}{}* __restrict {}".format(
+            "" if node in elements.written else "const ", CPP_TYPES[node.meta["val"].dtype], node.name
+        )
         for node in elements.inputs
     ]
     signature = ", ".join([*parameters, *more])
@@ -119,35 +121,29 @@ class _Flat:
         self.elements, self.names = elements, Names(elements)
         self.stores = [store for store in elements.stores if self._kind(store) is Kind.OF_ELEMENT]
         self.block_stores = [store for store in elements.stores if self._kind(store) is Kind.OF_BLOCK]
-        self.sums: list[tuple[str, Sequence[Node]]] = [
-            (store.args[0].name, store.args[1].args) for store in elements.rows  # type: ignore[union-attr, misc]
-        ]
+        self.sums = [(store.into.name, store.value.all_input_nodes) for store in elements.rows]
         self.bytes_read = [node for node in elements.inputs if self._is_byte(node) and self._is_read(node)]
         self.halves_read = [
             node for node in elements.nodes if reads_half(node) and elements.kinds[node] is Kind.OF_ELEMENT
         ]
-        self.apart = {store: f"{store.args[0].name}_out" for store in self.stores if self._is_apart(store)}  # type: ignore[union-attr]
+        self.apart = {store: f"{store.into.name}_out" for store in self.stores if _is_apart(store)}
         measured = [value for _, values in self.sums for value in values]
-        self.late: list[Node] = [*(store.args[1] for store in self.stores), *measured]  # type: ignore[misc]
-        self.kept = elements.kept(self.late)
+        self.kept = elements.kept([*(store.value for store in self.stores), *measured])
         self.read = {
             **{node: f"{node.name}_in[j]" for node in self.bytes_read},
-            **{node: f"{node.args[0].name}_in[j]" for node in self.halves_read},  # type: ignore[union-attr]
+            **{node: f"{_source_of(node)}_in[j]" for node in self.halves_read},
         }
 
-    def _kind(self, store: Node) -> Kind:
-        return self.elements.kinds[store.args[0]]  # type: ignore[index]
+    def _kind(self, store: Store) -> Kind:
+        return self.elements.kinds[store.into]
 
     def _is_byte(self, node: Node) -> bool:
         return self.elements.kinds[node] is Kind.OF_ELEMENT and node.meta["val"].dtype.itemsize == 1
 
     def _is_read(self, node: Node) -> bool:
-        return any(user.target is not torch.ops.aten.copy_.default or user.args[1] is node for user in node.users)
-
-    def _is_apart(self, store: Node) -> bool:
-        """Return whether a loop of its own writes what is stored."""
-        dtype = store.args[0].meta["val"].dtype  # type: ignore[union-attr]
-        return dtype.itemsize == 1 or (dtype is torch.float16 and is_rounding(store.args[1]))  # type: ignore[arg-type]
+        return any(
+            user.target is not torch.ops.aten.copy_.default or user.args[1] is node for user in node.users
+        )
 
     def source(self) -> str:
         """The text of the kernel."""
@@ -174,12 +170,12 @@ class _Flat:
 
     def _buffers(self) -> list[str]:
         lines = [_buffer(f"{node.name}_in", "int32_t") for node in self.bytes_read]
-        lines += [_buffer(f"{node.args[0].name}_in", "float") for node in self.halves_read]  # type: ignore[union-attr]
+        lines += [_buffer(f"{_source_of(node)}_in", "float") for node in self.halves_read]
         lines += [
             _buffer(f"{self.names.of(node)}_kept", in_register(node.meta["val"].dtype)) for node in self.kept
         ]
         for store, name in self.apart.items():
-            is_half = store.args[0].meta["val"].dtype is torch.float16  # type: ignore[union-attr]
+            is_half = store.into.meta["val"].dtype is torch.float16
             lines.append(_buffer(name, "float" if is_half else "int32_t"))
         for row, values in self.sums:
             lines += [_buffer(f"{row}_of{k}", "float") for k, _ in enumerate(values)]
@@ -192,18 +188,19 @@ class _Flat:
         lines = []
         for node in self.bytes_read:
             lines += _loop([f"{node.name}_in[j] = {node.name}[at + j];"])
-        lines += [f"read_f16({node.args[0].name} + at, {node.args[0].name}_in, count);" for node in self.halves_read]  # type: ignore[union-attr]
+        for name in map(_source_of, self.halves_read):
+            lines.append(f"read_f16({name} + at, {name}_in, count);")
         return lines
 
     def _writes(self) -> list[str]:
         lines = []
         for store, name in self.apart.items():
-            into = store.args[0]
-            kind = CPP_TYPES[into.meta["val"].dtype]  # type: ignore[union-attr]
+            into = store.into
+            kind = CPP_TYPES[into.meta["val"].dtype]
             if kind == "uint16_t":
-                lines.append(f"write_f16({into.name} + at, {name}, count);")  # type: ignore[union-attr]
+                lines.append(f"write_f16({into.name} + at, {name}, count);")
             else:
-                lines += _loop([f"{into.name}[at + j] = {kind}({name}[j]);"])  # type: ignore[union-attr]
+                lines += _loop([f"{into.name}[at + j] = {kind}({name}[j]);"])
         for row, values in self.sums:
             buffers = ", ".join(f"{row}_of{k}" for k, _ in enumerate(values))
             lines.append(f"sums_of_{row}.add({buffers}, count);")
@@ -225,18 +222,21 @@ class _Flat:
 
     def _limit(self) -> int:
         of_inputs = {node.meta["val"].dtype for node in self.elements.inputs}
-        of_roundings = {arg for node in self.elements.nodes for arg in node.args if isinstance(arg, torch.dtype)}
-        return min(limit for dtype, limit in LIMITS.items() if dtype in of_inputs | of_roundings)
+        dtypes = of_inputs.union(*(node.args for node in self.elements.nodes if node.target in ON_GRID))
+        return min(limit for dtype, limit in LIMITS.items() if dtype in dtypes)
 
     def _first_loop(self) -> list[str]:
         """Write the loop that computes early values, keeps some, and notes the largest magnitudes."""
         elements, names = self.elements, self.names
         if not elements.early:
             return []
-        of_blocks: list[Node] = [node.args[0] for node in elements.largest]  # type: ignore[misc]
+        of_blocks = elements.in_blocks
         wanted = [*self.kept, *elements.tested, *of_blocks]
         computed = Statements(names, wanted, {**self.known, **self.read}, finite=True)
-        lines = [*computed.lines, *(f"{names.of(node)}_kept[j] = {computed.texts[node]};" for node in self.kept)]
+        lines = [
+            *computed.lines,
+            *(f"{names.of(node)}_kept[j] = {computed.texts[node]};" for node in self.kept),
+        ]
         begin, end, noted, before = list(computed.of_block), list[str](), list[str](), list[str]()
         if elements.tested:
             largest = "largest"
@@ -255,34 +255,39 @@ class _Flat:
 
     def _late_loop(self, known: Mapping[Node, str], *, finite: bool) -> list[str]:
         """Write the loop that rounds and stores."""
-        blocks = {node: f"bits<float>(block_largest{i}[block])" for i, node in enumerate(self.elements.largest)}
-        of_blocks: list[Node] = [store.args[1] for store in self.block_stores]  # type: ignore[misc]
-        wanted = [self._stored(store) for store in self.stores] + [v for _, values in self.sums for v in values]
+        blocks = {
+            node: f"bits<float>(block_largest{i}[block])" for i, node in enumerate(self.elements.largest)
+        }
+        of_blocks = [store.value for store in self.block_stores]
+        wanted = [_stored(store) for store in self.stores]
+        wanted += [value for _, values in self.sums for value in values]
         done = Statements(self.names, [*wanted, *of_blocks], {**self.known, **known, **blocks}, finite=finite)
         lines = list(done.lines)
         for store in self.stores:
-            value = bare(done.texts[self._stored(store)])
-            into = f"{self.apart[store]}[j]" if store in self.apart else f"{store.args[0].name}[at + j]"  # type: ignore[union-attr]
+            value = bare(done.texts[_stored(store)])
+            into = f"{self.apart[store]}[j]" if store in self.apart else f"{store.into.name}[at + j]"
             lines.append(f"{into} = {value};")
         for row, values in self.sums:
             lines += [f"{row}_of{k}[j] = {bare(done.texts[value])};" for k, value in enumerate(values)]
         at = f"at / {self.elements.width} + block"
-        end = [f"{store.args[0].name}[{at}] = {done.texts[store.args[1]]};" for store in self.block_stores]  # type: ignore[union-attr, index]
+        end = [f"{store.into.name}[{at}] = {done.texts[store.value]};" for store in self.block_stores]
         return self._loop(lines, done.of_block, end)
 
-    def _stored(self, store: Node) -> Node:
-        """Return what a loop leaves of a value that is stored: of float16 the number that is converted."""
-        value = store.args[1]
-        is_half = store in self.apart and is_rounding(value)  # type: ignore[arg-type]
-        return value.args[0] if is_half else value  # type: ignore[union-attr, return-value]
-
     def _loop(
-        self, lines: Sequence[str], begin: Sequence[str] = (), end: Sequence[str] = (), noted: Sequence[str] = ()
+        self,
+        lines: Sequence[str],
+        begin: Sequence[str] = (),
+        end: Sequence[str] = (),
+        noted: Sequence[str] = (),
     ) -> list[str]:
         width = self.elements.width
         if width == 1:
             return _loop(lines, noted)
-        inner = [_hint(noted), f"for (int i = 0; i < {width}; ++i) {{", f"  const int j = {width} * block + i;"]
+        inner = [
+            _hint(noted),
+            f"for (int i = 0; i < {width}; ++i) {{",
+            f"  const int j = {width} * block + i;",
+        ]
         inner += [*_indented(lines), "}"]
         head = f"for (int block = 0; block < count / {width}; ++block) {{"
         return [head, *_indented([*begin, *inner, *end]), "}"]
@@ -303,6 +308,26 @@ class _Flat:
         ]
 
 
+def _is_apart(store: Store) -> bool:
+    """Return whether a loop of its own, or a function, writes what is stored."""
+    dtype = store.into.meta["val"].dtype
+    return dtype.itemsize == 1 or (dtype is torch.float16 and is_rounding(store.value))
+
+
+def _stored(store: Store) -> Node:
+    """Return what a loop leaves of a value that is stored: of float16 the float32 number."""
+    if store.into.meta["val"].dtype is torch.float16 and is_rounding(store.value):
+        (number,) = store.value.all_input_nodes
+        return number
+    return store.value
+
+
+def _source_of(node: Node) -> str:
+    """Return the name of the input that a node converts."""
+    (converted,) = node.all_input_nodes
+    return str(converted.name)
+
+
 def _hint(noted: Sequence[str] = ()) -> str:
     reductions = f" reduction(max : {', '.join(noted)})" if noted else ""
     return f"#pragma omp simd{reductions}"
@@ -321,7 +346,7 @@ class _Sample:
     def source(self) -> str:
         """The text of the kernel."""
         width = self.elements.width
-        rows: list[tuple[Node, Node]] = [store.args for store in self.elements.rows]  # type: ignore[misc]
+        rows = self.elements.rows
         computed = Statements(self.names, [size for _, size in rows], {})
         body = [f"const int64_t elements = {f'{width} * n' if width > 1 else 'n'};"]
         body += [f"for (int k = 0; k < {len(SIZES)}; ++k) {row.name}[k] = 0;" for row, _ in rows]
@@ -343,7 +368,7 @@ class _Text(str):
     def __sub__(self, other: object) -> _Text:
         return _Text(f"({self} - {other})")
 
-    def __mul__(self, other: object) -> _Text:  # type: ignore[override]
+    def __mul__(self, other: object) -> _Text:
         return _Text(f"({self} * {other})")
 
     @staticmethod

@@ -1,8 +1,8 @@
 """C++ expressions for single numbers: dtypes, constants, conversions and elementary operations.
 
-An operation has a spelling if IEEE 754 or integer arithmetic defines its result, so that a scalar loop, a vector
-and eager torch agree in all bits. Functions that every library rounds in its own way (``exp``, ``pow``) are
-spelled for single numbers alone, where they are the C++ library's, as in the code that Inductor writes; a loop
+An operation has a spelling if IEEE 754 or integer arithmetic defines its result, so that a scalar loop, a
+vector and eager torch agree in all bits. Functions that every library rounds in its own way (``exp``,
+``pow``) are spelled for single numbers alone, where they are C's, as in the code that Inductor writes; a loop
 with one of them in it is left to Inductor, which calls a library of vectors.
 """
 
@@ -78,7 +78,7 @@ def constant(value: Any, dtype: torch.dtype) -> str:
     if dtype is torch.bool:
         return "true" if value else "false"
     if dtype in STORED_AS_BITS:
-        return hex(torch.tensor(value, dtype=dtype).view(torch.int16).item() & 0xFFFF)
+        return hex(int(torch.tensor(value, dtype=dtype).view(torch.int16)) & 0xFFFF)
     if not dtype.is_floating_point:
         number = int(value)
         text = hex(number) if abs(number) >= 256 else str(number)
@@ -211,7 +211,21 @@ _ARITHMETIC: Mapping[str, Writer] = {
 #: What is written for single numbers alone.
 _OF_NUMBERS: Mapping[str, Writer] = {
     name: _of_floats(name)
-    for name in ("pow", "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "tanh", "atan")
+    for name in (
+        "pow",
+        "exp",
+        "exp2",
+        "expm1",
+        "log",
+        "log2",
+        "log10",
+        "log1p",
+        "sin",
+        "cos",
+        "tan",
+        "tanh",
+        "atan",
+    )
 }
 
 _COMPARISONS: Mapping[str, Writer] = {
@@ -237,7 +251,9 @@ def spelled(name: str, dtype: torch.dtype, operands: Sequence[Operand], *, is_nu
     Raises:
         NoSpelling: the operation, or one of the dtypes, has none.
     """
-    written = _COMPARISONS.get(name) or _ARITHMETIC.get(name) or (_OF_NUMBERS.get(name) if is_number else None)
+    written = (
+        _COMPARISONS.get(name) or _ARITHMETIC.get(name) or (_OF_NUMBERS.get(name) if is_number else None)
+    )
     if written is None:
         raise NoSpelling(name)
     computed_in = _compared_in(operands) if name in _COMPARISONS else dtype
@@ -252,7 +268,8 @@ def spelled(name: str, dtype: torch.dtype, operands: Sequence[Operand], *, is_nu
 
 def _compared_in(operands: Sequence[Operand]) -> torch.dtype:
     like: list[Any] = [
-        torch.empty(() if each[2] else 2, dtype=each[1]) if isinstance(each, tuple) else each for each in operands
+        torch.empty(() if each[2] else 2, dtype=each[1]) if isinstance(each, tuple) else each
+        for each in operands
     ]
     found: torch.dtype = torch.result_type(*like) if len(like) == 2 else like[0].dtype
     return found

@@ -1,4 +1,4 @@
-"""C++ statements that compute some values of a graph in one place: before all loops, or in the body of one."""
+"""C++ statements that compute some values of a graph: before all loops, or in the body of a loop."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ class Statements:
             return
         kind, dtype = self._names.elements.kinds[node], node.meta["val"].dtype
         text = self._expression(node)
-        has_name = (is_shared and bool(node.all_input_nodes) and not text.isidentifier()) or kind is Kind.OF_BLOCK
-        if has_name:
+        is_worth_a_name = is_shared and bool(node.all_input_nodes) and not text.isidentifier()
+        if is_worth_a_name or kind is Kind.OF_BLOCK:
             line = f"const {in_register(dtype)} {self._names.of(node)} = {bare(text)};"
             (self.of_block if kind is Kind.OF_BLOCK else self.lines).append(line)
             text = self._names.of(node)
@@ -108,8 +108,9 @@ class Statements:
             cut = "" if function.is_cut or is_stored_alone else CPP_TYPES[dtype]
             return f"{cut}({name}({operands}))" if cut else f"{name}({operands})"
         if is_rounding(node):
-            operand = bare(self.texts[node.args[0]])  # type: ignore[index]
-            return f"float_to_bf16<{finite}>({operand})" if dtype is torch.bfloat16 else f"float_to_f16({operand})"
+            (operand,) = node.all_input_nodes
+            name = f"float_to_bf16<{finite}>" if dtype is torch.bfloat16 else "float_to_f16"
+            return f"{name}({bare(self.texts[operand])})"
         if callable(node.target) and not isinstance(node.target, torch._ops.OpOverload):
             raise NoSpelling(str(node.target))
         return expression(node, self.texts, is_number=kind is Kind.NUMBER)

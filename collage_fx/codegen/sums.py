@@ -2,13 +2,14 @@
 
 Note [Sums in lanes]
 --------------------
-The loop of a chunk leaves each value that measures an element in a buffer; then the buffers are added up in 16
-lanes. A lane adds its 8 products in float32: each addition rounds once, by at most u = 2**-24 of the sum so far,
-or by 2**-126 if that is subnormal (which is zero to some processes), and so does each product where the processor
-does not multiply and add at once. From chunk to chunk lanes are float64. So a chunk's sum of squares, which only
-grows, is off by at most 9 u of itself, and by 2**-126 for each element. Where the latter might be more than u of
-it (second moments of small gradients), or the sum leaves float32's range, the chunk is added in float64, in which
-the products are exact. A cross product is off by at most as much of the root of the product of its two squares.
+The loop of a chunk leaves each value that measures an element in a buffer; then the buffers are added up in
+16 lanes. A lane adds its 8 products in float32: each addition rounds once, by at most u = 2**-24 of the sum
+so far, or by 2**-126 if that is subnormal (which is zero to some processes), and so does each product where
+the processor does not multiply and add at once. From chunk to chunk lanes are float64. So a chunk's sum of
+squares, which only grows, is off by at most 9 u of itself, and by 2**-126 for each element. Where the
+latter might be more than u of it (second moments of small gradients), or the sum leaves float32's range,
+the chunk is added in float64, in which the products are exact. A cross product is off by at most as much of
+the root of the product of its two squares.
 """
 
 from __future__ import annotations
@@ -97,6 +98,7 @@ def sums_class(values: int, chunk: int) -> str:
     }
     squares = {i: k for k, (i, j) in enumerate(products.values()) if i == j}
     order = [*products, *counts]
+    least = f"{chunk // LANES} * 0x1p-102f"
     written = []
     for column, name in enumerate(SUMS):
         same = name if name in order else measures.WITHOUT_LO[name]
@@ -121,7 +123,7 @@ def sums_class(values: int, chunk: int) -> str:
         ),
         test_squares=_lines(
             (
-                f"is_doubtful |= !(sums[{k}][lane] >= {chunk // LANES} * 0x1p-102f && sums[{k}][lane] < 0x1p123f);"
+                f"is_doubtful |= !(sums[{k}][lane] >= {least} && sums[{k}][lane] < 0x1p123f);"
                 for k in squares.values()
             ),
             6,

@@ -1,9 +1,9 @@
 """The compilation of rules to kernels.
 
-On the host the kernels of flat rules, and those of numbers, are printed (``codegen``). What has no spelling in
-C++, and what is neither (reductions, products of matrices, other layouts), Inductor compiles, and so it does
-everything on a device: a flat rule there twice, if both are needed: for few elements, on which threads would
-wait longer for each other than they work, and for many.
+On the host the kernels of flat rules, and those of numbers, are printed (``codegen``). Inductor compiles what
+has no spelling in C++, what is neither (reductions, products of matrices, other layouts), and everything on a
+device. A rule of the host that it compiles is compiled twice, if both are needed: for few elements, on which
+threads would wait longer for each other than they work, and for many.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ def compile_rule(rule: Rule, *, many: bool) -> Kernel | Reason:
 def printed(rule: Rule) -> Kernel | None:
     """Print and compile the kernel of a rule on the host; None where Inductor has to write it.
 
-    That is where an operation has no spelling in C++, and where the compiler takes other flags, or fails: then
-    Inductor's attempt says why.
+    So it is where an operation has no spelling in C++, and where the compiler takes other flags, or fails:
+    then Inductor's attempt says why.
     """
     if rule.device != HOST or not rule.independent or sys.platform == "win32":
         return None

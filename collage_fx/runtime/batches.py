@@ -64,8 +64,8 @@ CELL = 16
 #: Arguments that ``run`` can pass.
 MOST_ARGUMENTS = 96
 
-#: Values for an argument that is no address of a tensor: the length of the piece; the address of sums over its
-#: elements, as many as in ``SUMS``; the address of the index of its first element, a 32-bit integer.
+#: Values for an argument that is no address of a tensor: the length of the piece; the address of sums over
+#: its elements, as many as in ``SUMS``; the address of the index of its first element, a 32-bit integer.
 LENGTH, SUMS_OF_PIECE, FIRST_OF_PIECE = -1, -2, -3
 
 

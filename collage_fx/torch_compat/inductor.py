@@ -248,8 +248,8 @@ _PREPARING = "collage_fx: prepare the compiler"
 def prepare_cpp_compiler() -> concurrent.futures.Future[Any]:
     """Begin to find out, on another core, what the processor and the compiler can do; once a process.
 
-    On a machine that has compiled nothing yet, that takes longer than a kernel. Whoever compiles waits for it,
-    as Inductor's answers differ where two threads ask at once. A fault of the compiler is raised by the future.
+    On a machine that has compiled nothing yet, that takes longer than a kernel. Whoever compiles waits for
+    it, as Inductor's answers differ where two threads ask at once. The future raises a fault of the compiler.
     """
     executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=_PREPARING)
     future = executor.submit(pick_vec_isa)

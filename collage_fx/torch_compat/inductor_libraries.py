@@ -23,8 +23,7 @@ class CFunction:
 
     Attributes:
         address: of the function.
-        arguments: for each of its arguments, the index of the value that is passed, as an address if that is a
-            tensor.
+        arguments: for each of its arguments, the index of the value that is passed; of a tensor, its address.
         library: what has to stay loaded.
     """
 

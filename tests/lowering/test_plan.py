@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,7 +14,6 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
-from torch._inductor.utils import fresh_cache, run_and_get_code
 
 from collage_fx import CollageBackend, full_value
 from collage_fx.lowering import forget_kernels
@@ -203,7 +201,12 @@ def test_gradients_of_other_strides_make_a_rule_of_their_own() -> None:
     with counted() as rules:
         rig.step(grads[0])
     # Of the numbers, of the phases, of the rule with strides, of the flat one.
-    assert sorted((rule.flat, len(rule.operands)) for rule in rules) == [(False, 1), (False, 2), (False, 9), (True, 9)]
+    assert sorted((rule.flat, len(rule.operands)) for rule in rules) == [
+        (False, 1),
+        (False, 2),
+        (False, 9),
+        (True, 9),
+    ]
     start = rig.tensors()
     assert_same(*(trajectory(rig, start, grads, engine=engine) for engine in BOTH))
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from array import array
-from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 import pytest
