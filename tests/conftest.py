@@ -2,10 +2,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
+from collage_fx.graph import Reason
+from collage_fx.lowering import forget_kernels
 from tests.support.slow import TODAYS_THIRD, Times, left_out
 
 
@@ -54,3 +57,12 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def by_inductor() -> Iterator[None]:
+    """Have Inductor write all kernels."""
+    with mock.patch("collage_fx.lowering.kernels.printed", return_value=Reason("of the test")):
+        forget_kernels()
+        yield
+    forget_kernels()

@@ -169,6 +169,7 @@ def test_doctor_lists_what_is_replaced_in_torch_and_what_no_longer_fits(
     assert max(map(len, lines)) <= 100
 
 
+@pytest.mark.usefixtures("by_inductor")
 def test_doctor_finds_a_compiler_that_drops_roundings(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -180,7 +180,7 @@ def test_loops_that_threads_share() -> None:
     case = Case("plus", "wide", "mcf", torch.bfloat16)
     shapes = ((97, 211), (20_007,))
     backend = TwinBackend(**case.options())
-    with fresh_cache(), mock.patch("collage_fx.lowering.kernels.printed", return_value=None):
+    with fresh_cache(), mock.patch("collage_fx.lowering.kernels.printed", return_value=Reason("of the test")):
         (rig, start), codes = run_and_get_code(first_step, case, shapes, backend)
     assert any("#pragma omp for" in code for code in codes)
     grads = list(gradients(shapes, 5))

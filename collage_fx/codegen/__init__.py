@@ -1,4 +1,4 @@
 """Code that this package writes itself: the C++ of a rule's kernel, printed from its graph."""
 
 from collage_fx.codegen.kernels import *
-from collage_fx.codegen.spellings import NoSpelling as NoSpelling
+from collage_fx.codegen.spellings import *

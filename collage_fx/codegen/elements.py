@@ -53,9 +53,7 @@ from collage_fx.numerics import (
     with_byte,
 )
 from collage_fx.numerics import update_sums as measures
-from collage_fx.torch_compat import pytree
-
-__all__ = ["Elements", "Kind", "Store", "function_at", "is_rounding", "place", "reads_half"]
+from collage_fx.torch_compat import OpOverload, pytree
 
 aten = torch.ops.aten
 
@@ -239,7 +237,7 @@ def function_at(node: Node) -> Function | None:
         NoSpelling: the function has none.
     """
     target: Any = node.target
-    if node.op != "call_function" or getattr(target, "__module__", "") == "torch._ops":
+    if node.op != "call_function" or isinstance(target, OpOverload):
         return None
     if target in (place, largest_magnitude, sums_of) or not hasattr(target, "__code__"):
         return None

@@ -22,8 +22,6 @@ from collage_fx.codegen.spellings import (
 )
 from collage_fx.torch_compat import FakeTensorMode, OpOverload, functional_decompositions, make_fx, pytree
 
-__all__ = ["Function", "expression", "function_of", "trace_of"]
-
 aten = torch.ops.aten
 CONVERT = torch.ops.prims.convert_element_type.default
 

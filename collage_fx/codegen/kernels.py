@@ -223,7 +223,9 @@ class _Flat:
     def _limit(self) -> int:
         of_inputs = {node.meta["val"].dtype for node in self.elements.inputs}
         dtypes = of_inputs.union(*(node.args for node in self.elements.nodes if node.target in ON_GRID))
-        return min(limit for dtype, limit in LIMITS.items() if dtype in dtypes)
+        return min(
+            (limit for dtype, limit in LIMITS.items() if dtype in dtypes), default=min(LIMITS.values())
+        )
 
     def _first_loop(self) -> list[str]:
         """Write the loop that computes early values, keeps some, and notes the largest magnitudes."""
@@ -261,7 +263,8 @@ class _Flat:
         of_blocks = [store.value for store in self.block_stores]
         wanted = [_stored(store) for store in self.stores]
         wanted += [value for _, values in self.sums for value in values]
-        done = Statements(self.names, [*wanted, *of_blocks], {**self.known, **known, **blocks}, finite=finite)
+        given = {**self.known, **known, **blocks}
+        done = Statements(self.names, [*wanted, *of_blocks], given, finite=finite, before_stores=True)
         lines = list(done.lines)
         for store in self.stores:
             value = bare(done.texts[_stored(store)])

@@ -15,18 +15,7 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "CPP_TYPES",
-    "STORED_AS_BITS",
-    "NoSpelling",
-    "Operand",
-    "bare",
-    "constant",
-    "converted",
-    "in_register",
-    "is_small_integer",
-    "spelled",
-]
+__all__ = ["NoSpelling"]
 
 #: The C++ type of one element in memory. Low-precision floats are their bits.
 CPP_TYPES: Mapping[torch.dtype, str] = {

@@ -11,8 +11,7 @@ from torch.fx import Node
 from collage_fx.codegen.elements import Elements, Kind, function_at, is_rounding, place
 from collage_fx.codegen.functions import expression
 from collage_fx.codegen.spellings import CPP_TYPES, NoSpelling, bare, in_register
-
-__all__ = ["Names", "Statements"]
+from collage_fx.torch_compat import OpOverload
 
 aten = torch.ops.aten
 
@@ -44,6 +43,7 @@ class Statements:
         wanted: the values.
         known: expressions of values that need no statement.
         finite: whether numbers are known to be finite: Note [Early and late].
+        before_stores: whether stores follow: then what they overwrite is loaded first.
 
     Attributes:
         texts: the expression of each value.
@@ -52,9 +52,16 @@ class Statements:
     """
 
     def __init__(
-        self, names: Names, wanted: Sequence[Node], known: Mapping[Node, str], *, finite: bool = False
+        self,
+        names: Names,
+        wanted: Sequence[Node],
+        known: Mapping[Node, str],
+        *,
+        finite: bool = False,
+        before_stores: bool = False,
     ) -> None:
         self._names, self._finite = names, finite
+        self._overwritten = names.elements.written if before_stores else set()
         self.texts = dict(known)
         self.lines: list[str] = []
         self.of_block: list[str] = []
@@ -81,7 +88,7 @@ class Statements:
         kind, dtype = self._names.elements.kinds[node], node.meta["val"].dtype
         text = self._expression(node)
         is_worth_a_name = is_shared and bool(node.all_input_nodes) and not text.isidentifier()
-        if is_worth_a_name or kind is Kind.OF_BLOCK:
+        if is_worth_a_name or kind is Kind.OF_BLOCK or node in self._overwritten:
             line = f"const {in_register(dtype)} {self._names.of(node)} = {bare(text)};"
             (self.of_block if kind is Kind.OF_BLOCK else self.lines).append(line)
             text = self._names.of(node)
@@ -111,6 +118,6 @@ class Statements:
             (operand,) = node.all_input_nodes
             name = f"float_to_bf16<{finite}>" if dtype is torch.bfloat16 else "float_to_f16"
             return f"{name}({bare(self.texts[operand])})"
-        if callable(node.target) and not isinstance(node.target, torch._ops.OpOverload):
+        if callable(node.target) and not isinstance(node.target, OpOverload):
             raise NoSpelling(str(node.target))
         return expression(node, self.texts, is_number=kind is Kind.NUMBER)

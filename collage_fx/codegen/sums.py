@@ -20,8 +20,6 @@ from string import Template
 from collage_fx.numerics import SUMS
 from collage_fx.numerics import update_sums as measures
 
-__all__ = ["sums_class"]
-
 LANES = 16
 
 _CLASS = Template("""struct SumsOf$values {

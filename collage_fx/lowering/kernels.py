@@ -121,47 +121,53 @@ def compile_rule(rule: Rule, *, many: bool) -> Kernel | Reason:
         the kernel, or a reason where the code would not hold for every length (or every value of a symbolic
         number).
     """
-    if (kernel := printed(rule)) is not None:
-        return kernel
+    not_printed = None
+    if rule.device == HOST:
+        kernel = printed(rule)
+        if isinstance(kernel, Kernel):
+            return kernel
+        not_printed = kernel
     if not (rule.is_tabled and rule.flat and rule.is_measured):
-        return _compiled(rule, many=many)
+        return _compiled(rule, many=many, not_printed=not_printed)
     over_table = _compiled(rule, many=many, by_element=True)
     return over_table if isinstance(over_table, Kernel) else _compiled(rule, many=many, no_table=over_table)
 
 
-def printed(rule: Rule) -> Kernel | None:
-    """Print and compile the kernel of a rule on the host; None where Inductor has to write it.
-
-    So it is where an operation has no spelling in C++, and where the compiler takes other flags, or fails:
-    then Inductor's attempt says why.
-    """
-    if rule.device != HOST or not rule.independent or sys.platform == "win32":
-        return None
+def printed(rule: Rule) -> Kernel | Reason:
+    """Print and compile the kernel of a rule on the host, or say why Inductor has to write it."""
+    what = ", ".join(sorted(rule.operations))
+    if not rule.independent:
+        return Reason("it is neither elementwise in one layout nor of numbers alone, or may raise", what)
+    if sys.platform == "win32":
+        return Reason("the compiler takes other flags than those of printed kernels")
     scope = SymbolicScope()
     with scope:
         gm = graph_of(rule, scope, FEW_HINT)
         inputs = [node.meta["val"] for node in placeholders(gm.graph)]
         try:
             source = flat_kernel(gm.graph, rule.width) if rule.flat else number_kernel(gm.graph)
-        except NoSpelling:
-            return None
+        except NoSpelling as error:
+            return Reason(f"printed C++ has no {error}", what)
+    arguments = (*range(rule.flat, len(inputs)), *range(rule.flat))  # the length is the last
+    if len(arguments) > MOST_ARGUMENTS:
+        return Reason(f"it has more than {MOST_ARGUMENTS} arguments", what)
     try:
         with inductors_faults():
             prepare_cpp_compiler().result()
             library = load_cpp_library(source, FLAGS)
-    except InductorFault:
-        return None
+    except InductorFault as fault:
+        return Reason(f"printed C++ is not compiled: {fault}")
     note_generated_code([source])
     address = ctypes.cast(library.kernel, ctypes.c_void_p).value
     assert address is not None
-    tensors = range(rule.flat, len(inputs))
-    arguments = (*tensors, *range(rule.flat))  # the length is the last
-    if len(arguments) > MOST_ARGUMENTS:
-        return None
-    function = CFunction(address, arguments, library)
-    kinds = _kinds(rule, inputs, arguments)
-    vectors = (1, 1) if rule.flat else (0, 0)
-    return Kernel(None, function, kinds, divisible=rule.divisible, width=rule.width, vectors=vectors)
+    return Kernel(
+        None,
+        CFunction(address, arguments, library),
+        _kinds(rule, inputs, arguments),
+        divisible=rule.divisible,
+        width=rule.width,
+        vectors=(1, 1) if rule.flat else (0, 0),
+    )
 
 
 def _kinds(rule: Rule, inputs: Sequence[Any], arguments: Sequence[int]) -> tuple[int, ...]:
@@ -182,7 +188,12 @@ def _kinds(rule: Rule, inputs: Sequence[Any], arguments: Sequence[int]) -> tuple
 
 
 def _compiled(
-    rule: Rule, *, many: bool, by_element: bool = False, no_table: Reason | None = None
+    rule: Rule,
+    *,
+    many: bool,
+    by_element: bool = False,
+    no_table: Reason | None = None,
+    not_printed: Reason | None = None,
 ) -> Kernel | Reason:
     """The kernel of a rule.
 
@@ -191,6 +202,7 @@ def _compiled(
         many: whether a flat rule is compiled for many elements.
         by_element: whether sums and counts are stored element by element, for a kernel over a table to take.
         no_table: why there is no such kernel, if that is known.
+        not_printed: why its kernel is not printed, on the host.
     """
     scope = SymbolicScope()
     with scope:
@@ -222,8 +234,8 @@ def _compiled(
     call = innermost_callable(attempt.call)
     if rule.is_tabled:
         return _launched_kernel(rule, attempt, call, code, inputs, no_table, by_element=by_element)
-    why = Reason("its code is Inductor's, which Python calls", ", ".join(sorted(rule.operations)))
-    reasons: Reasons = (("in one call for all tensors", why), *attempt.reasons)
+    assert not_printed is not None
+    reasons: Reasons = (("in one call for all tensors", not_printed), *attempt.reasons)
     return Kernel(call, device=rule.device, reasons=reasons, vectors=attempt.vectors)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -23,13 +22,6 @@ from tests.support.training import Descent, differences, everything, parameters,
 
 INNER = "collage_fx.lowering.attempts.inductor_compile_inner"
 LIBRARY = "collage_fx.lowering.kernels.load_cpp_library"
-
-
-@pytest.fixture
-def by_inductor() -> Iterator[None]:
-    """Have Inductor write all kernels."""
-    with mock.patch("collage_fx.lowering.kernels.printed", return_value=None):
-        yield
 
 
 class Centralized(Optimizer):

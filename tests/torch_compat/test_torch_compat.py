@@ -154,6 +154,7 @@ def test_code_compiled_by_another_torch_compat_is_not_found_in_a_cache() -> None
         ("full", "native", torch.bfloat16),
     ],
 )
+@pytest.mark.usefixtures("by_inductor")
 def test_a_loop_is_as_wide_as_a_vector_of_what_it_stores(
     strategy: Strategy, arithmetic: Arithmetic, dtype: torch.dtype
 ) -> None:
@@ -169,6 +170,7 @@ def test_a_loop_is_as_wide_as_a_vector_of_what_it_stores(
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="its compiler has no __builtin_prefetch")
+@pytest.mark.usefixtures("by_inductor")
 def test_loops_fetch_ahead_and_remainders_do_not() -> None:
     params = parameters(shapes=[(64, 64)])
     backend = CollageBackend(strategy="light")
@@ -201,6 +203,7 @@ def test_a_forked_process_waits_for_no_thread_that_it_does_not_have() -> None:
     assert run.returncode == 0, run.stderr
 
 
+@pytest.mark.usefixtures("by_inductor")
 def test_code_for_another_machines_vectors_is_not_found_in_a_cache() -> None:
     """Which Inductor takes for its own: AVX-512 code that is compiled for AVX2 computes something else."""
     hits = []
