@@ -221,9 +221,7 @@ def test_a_step_without_vectors_says_why(arithmetic: Any) -> None:
     reason = dict(found.reasons)["with vectors"]
     assert reason.what == "torch._inductor.config.cpp.simdlen is 1"
     assert "aten.mul.Tensor" in reason.node
-    assert found.sentence().startswith(
-        "Compiled by family, vectors in 0 of 1 kernels with loops (not with vectors: torch._inductor.config."
-    )
+    assert found.sentence().startswith("Compiled by family, vectors in 0 of 1 kernels with loops (not ")
 
 
 def test_the_usual_vectors_are_not_worth_a_word_in_a_report(caplog: pytest.LogCaptureFixture) -> None:

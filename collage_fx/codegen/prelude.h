@@ -8,13 +8,13 @@
 
 namespace {
 
-constexpr float INFINITY = __builtin_inff();
-constexpr float NAN = __builtin_nanf("");
+constexpr float Infinity = __builtin_inff();
+constexpr float NotANumber = __builtin_nanf("");
 
-inline float abs(float x) { return __builtin_fabsf(x); }
-inline double abs(double x) { return __builtin_fabs(x); }
-inline float sqrt(float x) { return __builtin_sqrtf(x); }
-inline double sqrt(double x) { return __builtin_sqrt(x); }
+inline float absolute(float x) { return __builtin_fabsf(x); }
+inline double absolute(double x) { return __builtin_fabs(x); }
+inline float square_root(float x) { return __builtin_sqrtf(x); }
+inline double square_root(double x) { return __builtin_sqrt(x); }
 
 template <class To, class From>
 inline To bits(From x) {

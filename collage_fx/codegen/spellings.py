@@ -73,9 +73,9 @@ def constant(value: Any, dtype: torch.dtype) -> str:
         text = hex(number) if abs(number) >= 256 else str(number)
         return f"int64_t({text})" if dtype is torch.int64 else _MINIMUM if number == -(1 << 31) else text
     if math.isnan(value):
-        return "NAN"
+        return "NotANumber"
     if math.isinf(value):
-        return "-INFINITY" if value < 0 else "INFINITY"
+        return "-Infinity" if value < 0 else "Infinity"
     if dtype is torch.float64:
         text = repr(float(value))
     else:
@@ -142,14 +142,16 @@ def _of_floats(name: str) -> Writer:
     def written(dtype: torch.dtype, *operands: str) -> str:
         if not dtype.is_floating_point:
             raise NoSpelling(f"{name} of {dtype}")
-        function = name if name in _IN_PRELUDE else f"__builtin_{name}{'f' if dtype is torch.float32 else ''}"
+        function = f"__builtin_{name}{'f' if dtype is torch.float32 else ''}"
         return f"{function}({', '.join(map(bare, operands))})"
 
     return written
 
 
-#: Functions of C's library that ``prelude.h`` has for every dtype.
-_IN_PRELUDE = ("abs", "sqrt")
+def _square_root(dtype: torch.dtype, x: str) -> str:
+    if not dtype.is_floating_point:
+        raise NoSpelling(f"a root of {dtype}")
+    return f"square_root({bare(x)})"
 
 
 def _divided(dtype: torch.dtype, x: str, y: str) -> str:
@@ -166,7 +168,7 @@ def _negative(dtype: torch.dtype, x: str) -> str:
 def _absolute(dtype: torch.dtype, x: str) -> str:
     if not dtype.is_floating_point:
         return f"({x} < 0 ? {_negative(dtype, x)} : {x})"
-    return f"abs({bare(x)})"
+    return f"absolute({bare(x)})"
 
 
 #: How an operation on operands of one dtype is written, by the name of its ATen operator.
@@ -176,8 +178,8 @@ _ARITHMETIC: Mapping[str, Writer] = {
     "mul": _arithmetic("*"),
     **dict.fromkeys(("div", "true_divide"), _divided),
     "reciprocal": lambda dtype, x: _divided(dtype, constant(1, dtype), x),
-    "sqrt": _of_floats("sqrt"),
-    "rsqrt": lambda dtype, x: _divided(dtype, constant(1, dtype), _of_floats("sqrt")(dtype, x)),
+    "sqrt": _square_root,
+    "rsqrt": lambda dtype, x: _divided(dtype, constant(1, dtype), _square_root(dtype, x)),
     "fma": _of_floats("fma"),
     "floor": _of_floats("floor"),
     "ceil": _of_floats("ceil"),

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from collage_fx.codegen import FLAGS, NoSpelling, flat_kernel, number_kernel
+from collage_fx.errors import FailedLoweringError
 from collage_fx.graph import Reason, Reasons, device_facts, placeholders
 from collage_fx.lowering.attempts import Attempt, compile_somehow, inductors_faults
 from collage_fx.lowering.measured_rules import summed, table_sums
@@ -31,6 +32,7 @@ from collage_fx.runtime import (
     SUMS_OF_PIECE,
     Column,
     Kernel,
+    load_library,
 )
 from collage_fx.torch_compat import (
     CFunction,
@@ -41,6 +43,7 @@ from collage_fx.torch_compat import (
     generated_code,
     inductor_config,
     innermost_callable,
+    is_refused_by_compiler,
     load_cpp_library,
     note_generated_code,
     prepare_cpp_compiler,
@@ -122,7 +125,7 @@ def compile_rule(rule: Rule, *, many: bool) -> Kernel | Reason:
         number).
     """
     not_printed = None
-    if rule.device == HOST:
+    if not rule.is_tabled:
         kernel = printed(rule)
         if isinstance(kernel, Kernel):
             return kernel
@@ -156,6 +159,12 @@ def printed(rule: Rule) -> Kernel | Reason:
             prepare_cpp_compiler().result()
             library = load_cpp_library(source, FLAGS)
     except InductorFault as fault:
+        if is_refused_by_compiler(fault) and _compiles():
+            raise FailedLoweringError(
+                f"the C++ that collage_fx has printed is not compiled: {fault}",
+                where=what,
+                remedy="this is a bug in collage_fx; please report it with the traceback",
+            ) from fault.__cause__
         return Reason(f"printed C++ is not compiled: {fault}")
     note_generated_code([source])
     address = ctypes.cast(library.kernel, ctypes.c_void_p).value
@@ -168,6 +177,16 @@ def printed(rule: Rule) -> Kernel | Reason:
         width=rule.width,
         vectors=(1, 1) if rule.flat else (0, 0),
     )
+
+
+def _compiles() -> bool:
+    """Return whether the compiler takes other C++ of this package."""
+    try:
+        with inductors_faults():
+            load_library()
+    except InductorFault:
+        return False
+    return True
 
 
 def _kinds(rule: Rule, inputs: Sequence[Any], arguments: Sequence[int]) -> tuple[int, ...]:
@@ -202,7 +221,7 @@ def _compiled(
         many: whether a flat rule is compiled for many elements.
         by_element: whether sums and counts are stored element by element, for a kernel over a table to take.
         no_table: why there is no such kernel, if that is known.
-        not_printed: why its kernel is not printed, on the host.
+        not_printed: why its kernel is neither printed nor one over a table.
     """
     scope = SymbolicScope()
     with scope:

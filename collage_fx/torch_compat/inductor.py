@@ -20,6 +20,7 @@ from torch._inductor import list_mode_options
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.exc import CppCompileError
 
 from collage_fx.torch_compat.patch_cpp_roundings import writes_cpp, writing_our_cpp
 from collage_fx.torch_compat.patch_inductor import without_contraction, without_patterns
@@ -41,6 +42,7 @@ __all__ = [
     "inductor_config",
     "inductor_faults",
     "innermost_callable",
+    "is_refused_by_compiler",
     "mode_options",
     "note_generated_code",
     "prepare_cpp_compiler",
@@ -151,6 +153,11 @@ def inductor_faults() -> Iterator[None]:
         yield
     except Exception as error:
         raise InductorFault(error) from error
+
+
+def is_refused_by_compiler(fault: InductorFault) -> bool:
+    """Return whether a C++ compiler was there, and found an error in what it was given."""
+    return isinstance(fault.__cause__, CppCompileError)
 
 
 def _ours(error: BaseException) -> str:
