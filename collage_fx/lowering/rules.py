@@ -9,11 +9,10 @@ compiled kernel serves both.
 Where every operation is elementwise and every tensor has one shape and one dense layout, element *i* in
 memory of each result depends on element *i* in memory of each operand, whatever the shape. Such a *flat*
 rule leaves the shape out: it is compiled for vectors of a symbolic length *n* (2 at least), and its kernel is
-called with the tensors as they are. The code that Inductor's C++ backend generates takes addresses and *n*,
-so that no flat view has to be made. (Its own checks of sizes and strides are switched off for such kernels;
-:mod:`collage_fx.runtime.layouts` checks the arguments of a step against the layouts it was compiled for.)
-What one C++ function computes is not even called from Python (Note [One call for all tensors]). On a GPU
-the kernel of a flat rule, or of numbers, is launched once for all its tensors, which it finds in a table
+called with the tensors as they are. A printed kernel (``codegen``) takes addresses and *n*, so that no flat
+view has to be made, and is not called from Python (Note [One call for all tensors]). In code that Inductor
+writes for a flat rule its own checks of sizes and strides are switched off: :mod:`collage_fx.runtime.layouts`
+checks the arguments of a step against the layouts it was compiled for. On a GPU the kernel of a flat rule, or of numbers, is launched once for all its tensors, which it finds in a table
 (Note [A kernel over a table], Note [One launch for all tensors]).
 
 Dither goes by the places of elements in memory: its kernels are given that of the first of their piece.

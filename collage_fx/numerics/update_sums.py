@@ -8,7 +8,7 @@ in :mod:`collage_fx.runtime.metrics` follows. What flows where:
 * :func:`terms` is the definition: what each element adds to each sum. ``operators.py`` makes one operator of
   it, ``update_sums``, whose eager implementation sums the terms and whose lowering sums them in the loop of
   the update, so that nothing is read from memory a second time: by Inductor's reductions, on CPUs as Note
-  [Sums in blocks] in ``torch_compat/cpp_sums.py`` says, and in kernels over a table as Note [Sums of a
+  [Sums in lanes] in ``codegen/sums.py`` says, and in kernels over a table as Note [Sums of a
   launch] in ``torch_compat/triton_sums.py``.
 * :func:`sizes` counts updates by their size against half an ulp of the weight, over a *sample*: to look at
   every element for it would cost more than the step. Its operator, ``update_sizes``, computes the updates of

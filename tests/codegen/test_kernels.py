@@ -17,6 +17,7 @@ from collage_fx.codegen.functions import function_of
 from collage_fx.codegen.kernels import LIMITS, PRELUDE, PRELUDE_F16
 from collage_fx.numerics import arithmetic, dithered, dithered_byte, dithered_upper, with_byte
 from collage_fx.torch_compat import load_cpp_library
+from tests.printed_kernel import PAGE, page
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -294,3 +295,7 @@ def test_a_small_kernel() -> None:
       }
 """
     )
+
+
+def test_the_page_shows_the_kernel() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(), "python -m tests.printed_kernel writes it"
