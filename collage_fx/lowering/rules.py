@@ -13,8 +13,8 @@ called with the tensors as they are. A printed kernel (``codegen``) takes addres
 view has to be made, and is not called from Python (Note [One call for all tensors]). In code that Inductor
 writes for a flat rule its own checks of sizes and strides are switched off: :mod:`collage_fx.runtime.layouts`
 checks the arguments of a step against the layouts it was compiled for. On a GPU the kernel of a flat rule, or
-of numbers, is launched once for all its tensors, which it finds in a table (Note [A kernel over a table], Note
-[One launch for all tensors]).
+of numbers, is launched once for all its tensors, which it finds in a table (Note [A kernel over a table],
+Note [One launch for all tensors]).
 
 Dither goes by the places of elements in memory: its kernels are given that of the first of their piece.
 
