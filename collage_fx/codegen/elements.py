@@ -126,7 +126,7 @@ class Elements:
 
     Args:
         graph: of the rule: placeholders, operations, ``copy_`` into placeholders; it is edited.
-        width: elements of a unit of its length: 1, or those of a block.
+        width: elements of a unit of its length: 1, or those of a block; 0 of a rule of numbers.
 
     Attributes:
         inputs: placeholders of tensors.
@@ -170,6 +170,8 @@ class Elements:
         return [node for node in nodes if self.kinds[node] is kind]
 
     def _kind(self, node: Node) -> Kind:
+        if self.width == 0:
+            return Kind.NUMBER
         if node.op == "placeholder":
             value = node.meta["val"]
             if not isinstance(value, Tensor) or value.dim() == 0:

@@ -56,7 +56,7 @@ def number_kernel(graph: Graph) -> str:
     Raises:
         NoSpelling: it computes something that C++ has no expression for.
     """
-    elements = Elements(graph, 1)
+    elements = Elements(graph, 0)
     names = Names(elements)
     computed = Statements(names, [store.value for store in elements.stores], {})
     texts = [bare(computed.texts[store.value]) for store in elements.stores]
@@ -230,7 +230,7 @@ class _Flat:
     def _first_loop(self) -> list[str]:
         """Write the loop that computes early values, keeps some, and notes the largest magnitudes."""
         elements, names = self.elements, self.names
-        if not elements.early:
+        if not (elements.early or elements.largest):
             return []
         of_blocks = elements.in_blocks
         wanted = [*self.kept, *elements.tested, *of_blocks]

@@ -72,14 +72,13 @@ def constant(value: Any, dtype: torch.dtype) -> str:
         number = int(value)
         text = hex(number) if abs(number) >= 256 else str(number)
         return f"int64_t({text})" if dtype is torch.int64 else _MINIMUM if number == -(1 << 31) else text
+    if dtype is torch.float32:
+        value = torch.tensor(value, dtype=torch.float64).to(torch.float32).item()
     if math.isnan(value):
         return "NotANumber"
     if math.isinf(value):
         return "-Infinity" if value < 0 else "Infinity"
-    if dtype is torch.float64:
-        text = repr(float(value))
-    else:
-        text = _shortest(torch.tensor(value, dtype=torch.float64).to(torch.float32).item())
+    text = repr(float(value)) if dtype is torch.float64 else _shortest(value)
     with_point = text if any(mark in text for mark in ".e") else f"{text}.0"
     return with_point if dtype is torch.float64 else f"{with_point}f"
 

@@ -105,7 +105,7 @@ class Statements:
             }
             return f"{node.name}[{places[kind]}]"
         if node.target is place:
-            return "int32_t(at + j)"
+            return "int32_t(at + j)" if elements.width else "0"
         finite = "true" if self._finite and kind is Kind.OF_ELEMENT else "false"
         if (function := function_at(node)) is not None:
             self._names.functions[function.name] = function.definition

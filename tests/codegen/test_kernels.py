@@ -144,7 +144,7 @@ def test_a_root_is_correctly_rounded() -> None:
     assert same_bits(found, x.double().sqrt().float())
 
 
-@pytest.mark.parametrize("value", [0.1, 1 / 3, 1e-8, 2.0**-126, 1e-45, 3.4028234e38, 16777217.0, -0.0])
+@pytest.mark.parametrize("value", [0.1, 1 / 3, 1e-8, 2.0**-126, 1e-45, 3.4028234e38, 1e39, 16777217.0, -0.0])
 @pytest.mark.parametrize("dtype", [F32, torch.float64])
 def test_constants_are_those_of_torch(value: float, dtype: torch.dtype) -> None:
     found, expected = computed(aten.add.Tensor, [torch.full((LENGTH,), -0.0, dtype=dtype), value])
