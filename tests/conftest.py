@@ -61,7 +61,7 @@ def two_threads() -> Iterator[None]:
 
 @pytest.fixture
 def by_inductor() -> Iterator[None]:
-    """Have Inductor write all kernels."""
+    """Let Inductor write all kernels."""
     with mock.patch("collage_fx.lowering.kernels.printed", return_value=Reason("of the test")):
         forget_kernels()
         yield

@@ -11,7 +11,7 @@ from collage_fx import CollageBackend
 
 PAGE = Path(__file__).parents[1] / "docs" / "how-it-works.md"
 
-#: What stands around the listing.
+#: The listing on the page, between the lines around it.
 LISTING = re.compile(r"(<!-- kernel: .*? -->\n```cpp\n)(.*?)(```)", re.DOTALL)
 
 

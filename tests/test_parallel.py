@@ -122,7 +122,7 @@ def left_by(optimizer: Optimizer) -> dict[str, list[Tensor]]:
 
 
 def measured_by(backend: CollageBackend) -> list[dict[str, tuple[int, float, float]]]:
-    """What has been measured of each step, by tensor."""
+    """Return the measurements of each step, by tensor."""
     if not backend.options.metrics:
         return []
     return [

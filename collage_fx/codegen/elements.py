@@ -22,29 +22,19 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from collage_fx.codegen.functions import CONVERT, Function, function_of, trace_of
+from collage_fx.codegen.functions import CONVERT, Function, function_of
 from collage_fx.codegen.spellings import STORED_AS_BITS, NoSpelling
-from collage_fx.graph import rest, round_to_storage, update_sizes, update_sums
+from collage_fx.graph import ELEMENTWISE, trace_of, update_sizes, update_sums, values_of_update
 from collage_fx.numerics import (
     BLOCK_CODES,
     BLOCK_SCALES,
     BLOCK_VALUES,
-    DITHERED,
-    DITHERED_BYTE,
-    DITHERED_UPPER,
-    LOWER_HALF,
     PHASES,
-    ULP_PARTS,
-    UPPER_HALF,
-    WITH_BYTE,
-    WITH_LOWER_HALF,
-    WITH_ULP_PARTS,
     arithmetic,
     block_scale,
     block_unit,
     code_of_number,
     dithered,
-    dithered_byte,
     dithered_upper,
     most_of_block,
     number_of_code,
@@ -58,19 +48,7 @@ from collage_fx.torch_compat import OpOverload, pytree
 aten = torch.ops.aten
 
 #: The eager function that an operator of ours is one node for.
-FUNCTIONS: dict[Any, Callable[..., Tensor]] = {
-    round_to_storage: arithmetic.round_to_storage,
-    rest: arithmetic.rest,
-    UPPER_HALF: arithmetic.upper_half,
-    LOWER_HALF: arithmetic.lower_half,
-    WITH_LOWER_HALF: arithmetic.with_lower_half,
-    DITHERED: dithered,
-    DITHERED_UPPER: dithered_upper,
-    DITHERED_BYTE: dithered_byte,
-    WITH_BYTE: with_byte,
-    ULP_PARTS: arithmetic.ulp_parts,
-    WITH_ULP_PARTS: arithmetic.with_ulp_parts,
-}
+FUNCTIONS: dict[Any, Callable[..., Tensor]] = {operator: function for operator, function, *_ in ELEMENTWISE}
 
 #: Functions that join hi and an error term. Where their results are below a limit they are finite.
 JOINS = (arithmetic.with_lower_half, with_byte, arithmetic.with_ulp_parts)
@@ -301,7 +279,7 @@ class _Rewriter:
         self.graph.eliminate_dead_code()
 
     def _join_equal(self) -> None:
-        """Have equal operations computed once."""
+        """Merge equal operations."""
         known: dict[Any, Node] = {}
         for node in list(self.graph.nodes):
             if node.op == "call_function" and node.target is not aten.copy_.default:
@@ -367,14 +345,7 @@ class _Rewriter:
     def _values_of_sums(self, node: Node) -> list[Node]:
         """Write what measures an element of an update, in elementary operations."""
         given: list[Any] = [operand for operand in node.args if operand is not None]
-
-        def values(*tensors: Tensor) -> Any:
-            if len(given) == 5:
-                return measures.values(*tensors)
-            old, intended, hi = tensors
-            return measures.values(old, None, intended, hi, None)
-
-        trace = trace_of(values, (torch.float32,) * len(given))
+        trace = trace_of(values_of_update, (torch.float32,) * len(given))
         copies = dict(zip(trace.graph.find_nodes(op="placeholder"), given, strict=True))
         for each in trace.graph.nodes:
             if each.op == "call_function":

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from collage_fx.codegen.spellings import (
     CPP_TYPES,
@@ -20,7 +20,8 @@ from collage_fx.codegen.spellings import (
     is_small_integer,
     spelled,
 )
-from collage_fx.torch_compat import FakeTensorMode, OpOverload, functional_decompositions, make_fx, pytree
+from collage_fx.graph import trace_of
+from collage_fx.torch_compat import OpOverload, pytree
 
 aten = torch.ops.aten
 CONVERT = torch.ops.prims.convert_element_type.default
@@ -41,16 +42,6 @@ class Function(NamedTuple):
     definition: str
     tests: bool
     is_cut: bool
-
-
-@functools.cache
-def trace_of(
-    function: Callable[..., Any], dtypes: tuple[torch.dtype, ...], constants: tuple[Any, ...] = ()
-) -> GraphModule:
-    """Trace a function of tensors of these dtypes, and of constants, into elementary operations."""
-    tracer = make_fx(lambda *x: function(*x, *constants), decomposition_table=functional_decompositions())
-    with FakeTensorMode(), torch.no_grad():
-        return tracer(*(torch.empty(2, dtype=dtype) for dtype in dtypes))
 
 
 @functools.cache

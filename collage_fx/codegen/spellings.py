@@ -198,7 +198,7 @@ _ARITHMETIC: Mapping[str, Writer] = {
     **dict.fromkeys(("bitwise_left_shift", "__lshift__"), _arithmetic("<<")),
 }
 
-#: What is written for single numbers alone.
+#: Functions of C's library that are written for single numbers alone, by the name of their ATen operator.
 _OF_NUMBERS: Mapping[str, Writer] = {
     name: _of_floats(name)
     for name in (

@@ -10,8 +10,7 @@ from torch.fx import Node
 
 from collage_fx.codegen.elements import Elements, Kind, function_at, is_rounding, place
 from collage_fx.codegen.functions import expression
-from collage_fx.codegen.spellings import CPP_TYPES, NoSpelling, bare, in_register
-from collage_fx.torch_compat import OpOverload
+from collage_fx.codegen.spellings import CPP_TYPES, bare, in_register
 
 aten = torch.ops.aten
 
@@ -118,6 +117,4 @@ class Statements:
             (operand,) = node.all_input_nodes
             name = f"float_to_bf16<{finite}>" if dtype is torch.bfloat16 else "float_to_f16"
             return f"{name}({bare(self.texts[operand])})"
-        if callable(node.target) and not isinstance(node.target, OpOverload):
-            raise NoSpelling(str(node.target))
         return expression(node, self.texts, is_number=kind is Kind.NUMBER)

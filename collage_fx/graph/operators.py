@@ -102,15 +102,18 @@ from collage_fx.torch_compat import (
 )
 
 __all__ = [
+    "ELEMENTWISE",
     "REVISION",
     "once",
     "rest",
     "round_to_storage",
     "sums_of_update",
+    "trace_of",
     "update_size",
     "update_sizes",
     "update_sums",
     "update_value",
+    "values_of_update",
 ]
 
 
@@ -175,10 +178,10 @@ FLOATS = (torch.float32,) * 5
 
 
 @functools.cache
-def _trace(
+def trace_of(
     function: Callable[..., Any], dtypes: tuple[torch.dtype, ...], constants: tuple[Any, ...] = ()
 ) -> GraphModule:
-    """The trace of a function of tensors of these dtypes into elementary operations."""
+    """Trace a function of tensors of these dtypes, and of constants, into elementary operations."""
     tracer = make_fx(lambda *x: function(*x, *constants), decomposition_table=functional_decompositions())
     with FakeTensorMode(), torch.no_grad():
         return tracer(*(torch.empty(2, dtype=dtype) for dtype in dtypes))
@@ -207,7 +210,7 @@ def _elementwise(
     def lowered(device: torch.device, *constants: Any) -> Callable[[Sequence[Any]], Any]:
         if takes_our_cpp(device):
             return lambda inputs: in_cpp(*inputs, *constants)
-        return lambda inputs: _interpret(_trace(function, dtypes, constants), inputs)[0]
+        return lambda inputs: _interpret(trace_of(function, dtypes, constants), inputs)[0]
 
     return lowered
 
@@ -220,7 +223,8 @@ def _operands(tensors: Sequence[Any]) -> Sequence[Any]:
     return old, None, intended, hi, None
 
 
-def _values(*tensors: Tensor) -> tuple[Tensor, ...]:
+def values_of_update(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return ``update_sums.values`` of 5 tensors, or of 3 without error terms."""
     return measures.values(*_operands(tensors))
 
 
@@ -237,7 +241,7 @@ def _size(*operands: Any) -> Tensor:
 @functools.cache
 def sums_of_update(tensors: int) -> Sums:
     """The description of what ``update_sums`` sums of so many tensors, those that are None left out."""
-    trace = _trace(_values, FLOATS[:tensors])
+    trace = trace_of(values_of_update, FLOATS[:tensors])
     inputs = trace.graph.find_nodes(op="placeholder")
     text = {node: f"x{i}" for i, node in enumerate(inputs)}
     for node in trace.graph.nodes:
@@ -251,36 +255,36 @@ def sums_of_update(tensors: int) -> Sums:
 
 
 def _size_bin(inputs: Sequence[Any], dtype: torch.dtype) -> Any:
-    return _interpret(_trace(measures.size_bin, FLOATS[:3], (dtype,)), inputs)[0]
+    return _interpret(trace_of(measures.size_bin, FLOATS[:3], (dtype,)), inputs)[0]
 
 
 def _phase_of_element(device: torch.device, *values: Any) -> Any:
     """The phase of an element, given its place and the phase of the first element: Note [Dither]."""
     if takes_our_cpp(device):
         return phases_in_cpp(*values, spacing=SPACING)
-    (phase,) = _interpret(_trace(phase_at, (torch.int32,) * len(values)), values)
+    (phase,) = _interpret(trace_of(phase_at, (torch.int32,) * len(values)), values)
     return phase
 
 
 def _scale_of_block(device: torch.device, largest: Any, signed: bool) -> Any:
-    (root,) = _interpret(_trace(in_map, FLOATS[:1], (signed,)), [largest])
-    (scale,) = _interpret(_trace(block_scale, FLOATS[:1]), [root])
+    (root,) = _interpret(trace_of(in_map, FLOATS[:1], (signed,)), [largest])
+    (scale,) = _interpret(trace_of(block_scale, FLOATS[:1]), [root])
     return scale
 
 
 def _code_of_element(device: torch.device, value: Any, scale: Any, phase: Any, *kind: Any) -> Any:
-    (root,) = _interpret(_trace(in_map, FLOATS[:1], kind[1:]), [value])
+    (root,) = _interpret(trace_of(in_map, FLOATS[:1], kind[1:]), [value])
     if takes_our_cpp(device):
         return block_code_in_cpp(root, scale, phase, *kind)
     dtypes = (torch.float32, torch.uint8, torch.int32)
-    (code,) = _interpret(_trace(block_code, dtypes, kind), [root, scale, phase])
+    (code,) = _interpret(trace_of(block_code, dtypes, kind), [root, scale, phase])
     return code
 
 
 def _value_of_element(device: torch.device, code: Any, scale: Any, *kind: Any) -> Any:
     if takes_our_cpp(device):
         return block_value_in_cpp(code, scale, *kind)
-    (value,) = _interpret(_trace(block_value, (CODES[kind], torch.uint8), kind), [code, scale])
+    (value,) = _interpret(trace_of(block_value, (CODES[kind], torch.uint8), kind), [code, scale])
     return value
 
 
@@ -316,13 +320,15 @@ for _operator, _function, _dtypes, _in_cpp, _result in ELEMENTWISE:
     register_pointwise_lowering(_operator, _elementwise(_function, _dtypes, _in_cpp), dtype=_result)
 register_pointwise_lowering(
     update_value,
-    lambda device, number: lambda inputs: _interpret(_trace(_values, FLOATS[: len(inputs)]), inputs)[number],
+    lambda device, number: (
+        lambda inputs: _interpret(trace_of(values_of_update, FLOATS[: len(inputs)]), inputs)[number]
+    ),
     dtype=torch.float32,
 )
 register_pointwise_lowering(
     update_size,
     lambda device, dtype: (
-        lambda inputs: _interpret(_trace(_size, FLOATS[: len(inputs)], (dtype,)), inputs)[0]
+        lambda inputs: _interpret(trace_of(_size, FLOATS[: len(inputs)], (dtype,)), inputs)[0]
     ),
     dtype=torch.int32,
 )
@@ -340,7 +346,7 @@ register_block_lowerings(
 register_realizing_lowering(once)
 register_summing_lowering(
     update_sums,
-    lambda inputs: _interpret(_trace(_terms, FLOATS[: len(inputs)]), inputs),
+    lambda inputs: _interpret(trace_of(_terms, FLOATS[: len(inputs)]), inputs),
     sums_of_update,
     names=measures.SUMS,
     otherwise=measures.WITHOUT_LO,

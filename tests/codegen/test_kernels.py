@@ -49,7 +49,7 @@ def called(source: str, *arguments: Tensor | int) -> None:
 
 
 def computed(target: Any, operands: list[Any], *, is_number: bool = False) -> tuple[Tensor, Tensor]:
-    """What a printed kernel and eager torch make of an operation: tensors are inputs, all else constants."""
+    """Run an operation by a printed kernel and by eager torch: tensors are inputs, all else constants."""
     expected = target(*operands)
     graph = Graph()
     tensors = [operand for operand in operands if isinstance(operand, Tensor)]
@@ -237,7 +237,7 @@ def test_below_its_limit_a_rounding_needs_no_question(case: Any) -> None:
 
 @pytest.mark.parametrize("rest", ["0", "1", "-1", "32767", "-32768", "255", "-256"])
 def test_where_what_is_joined_is_below_the_limit_no_question_is_needed(rest: str) -> None:
-    """Of every bfloat16 number, with some rests."""
+    """Try every bfloat16 number with some rests."""
     case = arithmetic.with_lower_half, (F32, torch.int16), ()
     assert differing(*case, LIMITS[BF16], f", {rest}", step=1 << 16) == 0
     small = str(int(rest) % 256 - 128)

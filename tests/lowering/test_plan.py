@@ -122,7 +122,7 @@ class Squashed(Descent):
 def test_a_kernel_is_not_used_where_it_would_be_written_otherwise(
     two_threads: None, make: Any, with_one_thread: int
 ) -> None:
-    """What is printed knows nothing of threads."""
+    """Printed kernels do not depend on the number of threads; Inductor's do."""
 
     def compiled() -> int:
         params = parameters(shapes=((MANY, 1),))
@@ -200,7 +200,7 @@ def test_gradients_of_other_strides_make_a_rule_of_their_own() -> None:
     grads = [[torch.randn(4, 6).t(), torch.randn(4, 6)] for _ in range(3)]
     with counted() as rules:
         rig.step(grads[0])
-    # Of the numbers, of the phases, of the rule with strides, of the flat one.
+    # The rules of the phases, of the numbers, with strides, and the flat one.
     assert sorted((rule.flat, len(rule.operands)) for rule in rules) == [
         (False, 1),
         (False, 2),
