@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from collage_fx import CollageBackend
-from collage_fx.runtime.fingerprints import fingerprint
+from collage_fx.state.fingerprints import fingerprint
 
 
 def timed(function: Callable[[], Any], times: int) -> float:

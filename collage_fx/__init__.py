@@ -1,18 +1,18 @@
 """collage_fx: a torch.compile backend that makes any PyTorch optimizer precise in pure low precision."""
 
-from collage_fx.audit import audit
 from collage_fx.backend import CollageBackend, backend_for, collage_backend
 from collage_fx.errors import CollageError
-from collage_fx.explain import explain
-from collage_fx.gpu_code import gpu_code
 from collage_fx.install import backend_of, install, uninstall
 from collage_fx.report import CollageReport
-from collage_fx.runtime.checkpoint import install as _install_checkpoint_support
-from collage_fx.runtime.checkpoint import plain_state_dict
-from collage_fx.runtime.claims import install as _install_claims
-from collage_fx.runtime.error_terms import assign, error_terms, full_value, reset_error_terms
-from collage_fx.runtime.full_state import full_state_dict, load_full_state_dict, save_full_state_dict
-from collage_fx.runtime.replaced_state import move_state
+from collage_fx.state.checkpoint import install as _install_checkpoint_support
+from collage_fx.state.checkpoint import plain_state_dict
+from collage_fx.state.claims import install as _install_claims
+from collage_fx.state.error_terms import assign, error_terms, full_value, reset_error_terms
+from collage_fx.state.full_state import full_state_dict, load_full_state_dict, save_full_state_dict
+from collage_fx.state.replaced_state import move_state
+from collage_fx.tools.audit import audit
+from collage_fx.tools.explain import explain
+from collage_fx.tools.gpu_code import gpu_code
 from collage_fx.torch_compat.patch_averages import install as _install_averaging_support
 
 __version__ = "0.1.0"

@@ -20,10 +20,12 @@ from collage_fx.capture import (
     rows_to_trace,
     watch,
 )
+from collage_fx.codegen import prepare_compiler
 from collage_fx.compilation import Backend, Compilation
 from collage_fx.errors import InvalidOptionError
 from collage_fx.graph import Arithmetic, Rounding, Strategy, device_facts
 from collage_fx.lowering import JOINT_GRAPH_SETTINGS, forget_kernels
+from collage_fx.metrics import Metrics
 from collage_fx.options import (
     DEFAULT_FORMATS,
     DEFAULT_ROUNDINGS,
@@ -34,7 +36,6 @@ from collage_fx.options import (
 )
 from collage_fx.pipeline import PIPELINE, Pass
 from collage_fx.report import CollageReport, plot
-from collage_fx.runtime import Metrics, prepare_compiler
 from collage_fx.torch_compat import (
     TracedRows,
     TraceWhole,

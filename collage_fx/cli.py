@@ -22,15 +22,15 @@ from typing import Any, NoReturn, get_args
 import torch
 from torch.optim import Optimizer
 
-from collage_fx.audit import STEPS, audit
 from collage_fx.backend import CollageBackend
-from collage_fx.doctor import examine
 from collage_fx.errors import CollageError, InvalidOptionError, did_you_mean, error_kinds
-from collage_fx.explain import explain
-from collage_fx.gpu_code import gpu_code
 from collage_fx.graph import Arithmetic, Rounding, Strategy
 from collage_fx.numerics import ERROR_FORMATS, PACKED_FORMATS
 from collage_fx.report import CollageReport, treatments
+from collage_fx.tools import STEPS, examine
+from collage_fx.tools.audit import audit
+from collage_fx.tools.explain import explain
+from collage_fx.tools.gpu_code import gpu_code
 from collage_fx.torch_compat import imaginary_cuda
 
 #: Exit statuses: what was asked for went wrong; it was asked for in the wrong way.

@@ -70,19 +70,14 @@ from collage_fx.graph import (
     why_not_stored,
 )
 from collage_fx.lowering import Lowered, interpreted, lower, why_not_compiled, without_sums
+from collage_fx.metrics import MeasuredInput, Meter, MeteredStep, Rows
 from collage_fx.numerics import ERROR_FORMATS, PACKED_FORMATS, ErrorFormat, short_name
 from collage_fx.options import Options
 from collage_fx.pipeline import ANALYSIS, MEASUREMENT, Pass, Stage, run_pipeline
 from collage_fx.plans import Plan, best_plan, plans_for, plans_for_parts, refuse_excess
 from collage_fx.report import GraphReport, TensorReport, open_dump, tensor_report, treatments
-from collage_fx.runtime import (
-    MakingStep,
-    MeasuredInput,
-    Member,
-    Meter,
-    MeteredStep,
-    Rows,
-    WholeStep,
+from collage_fx.runtime import MakingStep, Member, WholeStep
+from collage_fx.state import (
     choose_new,
     expansion_of,
     has_error_terms,

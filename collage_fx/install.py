@@ -23,18 +23,18 @@ from torch.optim import Optimizer
 
 from collage_fx.backend import CollageBackend
 from collage_fx.capture import calls_closure_first, forget_compiled_step, note_installed, refuse_unknown_torch
+from collage_fx.codegen import prepare_compiler
 from collage_fx.errors import InvalidOptionError, UnsupportedOptimizerError
 from collage_fx.graph import Role, Strategy, device_facts
 from collage_fx.numerics import is_low_precision
 from collage_fx.options import Options, refuse_unknown
-from collage_fx.runtime import (
+from collage_fx.state import (
     carry_along,
     forget_compiled,
     has_error_terms,
     known_tensors,
     optimizers_among,
     parameter_names,
-    prepare_compiler,
     reset_error_terms,
 )
 from collage_fx.torch_compat import give_own_step, has_foreign_step, own_step, take_own_step_back

@@ -61,8 +61,8 @@ from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 
 from collage_fx import CollageBackend, full_value
-from collage_fx.runtime.metrics import MeasuredTensor, Metrics
-from collage_fx.runtime.packed import is_packed
+from collage_fx.metrics.quality import MeasuredTensor, Metrics
+from collage_fx.state.packed import is_packed
 
 VOCABULARY = 256  # bytes
 TRAINING_BYTES, VALIDATION_BYTES = 4 << 20, 1 << 19

@@ -1,7 +1,7 @@
 """The pass that makes the error terms of the selected tensors inputs of the graph.
 
 Only the graph's side of the allocation is done here: placeholders behind the existing ones, so that no
-position that AOTAutograd and Dynamo know of moves. The real buffers belong to ``runtime/error_terms.py``,
+position that AOTAutograd and Dynamo know of moves. The real buffers belong to ``state/error_terms.py``,
 which knows how long they live.
 """
 

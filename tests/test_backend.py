@@ -455,7 +455,7 @@ def test_importing_the_package_compiles_nothing_and_loads_little() -> None:
 def test_installing_the_hooks_again_leaves_one_layer() -> None:
     optimizer = Descent(parameters())
     for _ in range(3):
-        collage_fx.runtime.checkpoint.install()
+        collage_fx.state.checkpoint.install()
         collage_fx.torch_compat.patch_averages.install()
         watch.install(backend_module._is_ours, backend_module._strictness, backend_module._rows_to_trace)
     params = optimizer.param_groups[0]["params"]

@@ -22,8 +22,8 @@ from benchmarks.peers import OPTIONS, PEERS, Step, make_gradients, make_paramete
 from benchmarks.sizes import LLAMA_LAYER, SIZES, elements
 from benchmarks.table import BEGIN, END, MEASURED, compile_table, put_between
 from benchmarks.timing import Clock, Traffic, launches, peak_extra_memory, ratio, rounds
+from collage_fx.codegen.address_tables import CELL
 from collage_fx.numerics.arithmetic import join
-from collage_fx.runtime.batches import CELL
 
 #: Nothing of other packages, and what compiles in seconds.
 NAMES = ("light", "torch fp32 fused", "bf16 + fp32 master, fused", "eager Collage plus", "flashoptim 24 bit")

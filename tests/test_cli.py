@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch._inductor import config
 
-from collage_fx import doctor
 from collage_fx.cli import main
 from collage_fx.graph.program import StepProgram
 from collage_fx.passes.pin_roundings import PinRoundings
+from collage_fx.tools import doctor
 from collage_fx.torch_compat import PATCHES
 from collage_fx.torch_compat.patching import Patch
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch._inductor.utils import fresh_cache, run_and_get_code
 
-from collage_fx.audit import audit
 from collage_fx.graph import Arithmetic, Reason, Strategy
 from collage_fx.runtime.batches import Batch
+from collage_fx.tools.audit import audit
 from collage_fx.torch_compat import inductor_compile_inner
 from tests.support.agreement import assert_half_ulp, assert_same, differences, trajectory
 from tests.support.float_bits import same_bits

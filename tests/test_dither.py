@@ -20,7 +20,7 @@ from collage_fx import CollageBackend, error_terms, explain, full_value
 from collage_fx.graph import Reason, Unit
 from collage_fx.lowering.lower import inductor_settings
 from collage_fx.numerics.dither import dithered, phase, phases
-from collage_fx.runtime.error_terms import expansion_of
+from collage_fx.state.error_terms import expansion_of
 from collage_fx.torch_compat import local_tensor
 from tests.support import triton_offline as offline
 from tests.support.agreement import assert_same, trajectory

@@ -14,9 +14,9 @@ from collage_fx import CollageBackend, explain
 from collage_fx.cli import main
 from collage_fx.graph.recurrence import TOLERATED_STALL, dithered_noise, representation_error, stall_band
 from collage_fx.graph.text import graph_text
+from collage_fx.metrics.meter import WIDTH
 from collage_fx.numerics.formats import BFLOAT16, FLOAT16, FloatFormat
 from collage_fx.report.pareto import plan_picture
-from collage_fx.runtime.meter import WIDTH
 from tests.support.training import parameters
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -24,7 +24,7 @@ for module in ("matplotlib", "tqdm"):
 
 from tqdm import tqdm  # noqa: E402
 
-from collage_fx.runtime.metrics import MeasuredTensor  # noqa: E402
+from collage_fx.metrics.quality import MeasuredTensor  # noqa: E402
 from examples import train_fsdp, train_gpt  # noqa: E402
 from tests.support.processes import environment  # noqa: E402
 

@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from benchmarks.timing import launches
 from collage_fx import CollageBackend, error_terms, full_value
 from collage_fx.errors import ChangedTensorError
-from collage_fx.runtime.fingerprints import fingerprint
+from collage_fx.state.fingerprints import fingerprint
 from tests.support.agreement import (
     AdamW,
     assert_half_ulp,

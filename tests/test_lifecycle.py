@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from collage_fx import CollageBackend, error_terms, full_value
 from collage_fx.errors import CheckpointMismatchError
-from collage_fx.runtime.checkpoint import PickledExpansion
+from collage_fx.state.checkpoint import PickledExpansion
 from tests.support import resume
 from tests.support.race import Race
 from tests.support.training import (
@@ -173,7 +173,7 @@ def test_a_pickle_of_an_earlier_version_is_read(
 ) -> None:
     """Which had error terms in it as they are, and not as a checkpoint holds them."""
     optimizer, _ = running
-    monkeypatch.setattr("collage_fx.runtime.checkpoint._as_saved", lambda _, expansion: expansion.auxiliaries)
+    monkeypatch.setattr("collage_fx.state.checkpoint._as_saved", lambda _, expansion: expansion.auxiliaries)
     read = OfAnEarlierVersion(io.BytesIO(pickle.dumps(optimizer))).load()
     assert differences(everything(optimizer), everything(read)) == []
 

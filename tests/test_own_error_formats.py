@@ -17,7 +17,7 @@ from collage_fx.cli import main
 from collage_fx.errors import CheckpointMismatchError
 from collage_fx.graph import Reason, Unit
 from collage_fx.numerics.error_formats import ERROR_FORMATS, ErrorFormat
-from collage_fx.runtime.error_terms import change_layout, ensure_expansion
+from collage_fx.state.error_terms import change_layout, ensure_expansion
 from tests.support.agreement import assert_same, trajectory
 from tests.support.error_formats import OWN_FORMATS
 from tests.support.float_bits import same_bits

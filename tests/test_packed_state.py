@@ -25,8 +25,8 @@ from collage_fx.capture.recording import record
 from collage_fx.errors import CheckpointMismatchError, UncompensatedParameterError
 from collage_fx.graph import Reason, Unit
 from collage_fx.numerics import format_named
-from collage_fx.runtime.error_terms import expansion_of
-from collage_fx.runtime.packed import is_packed
+from collage_fx.state.error_terms import expansion_of
+from collage_fx.state.packed import is_packed
 from tests.support import triton_offline as offline
 from tests.support.agreement import assert_same, trajectory
 from tests.support.detours import DETOURS, direct_and_by, saved_and_loaded, through_a_file
@@ -371,7 +371,7 @@ def test_plain_torch_is_told_what_it_lacks_or_given_what_it_knows(tmp_path: Path
         [sys.executable, "-c", WITHOUT_US, *files], capture_output=True, text=True, check=True
     )
     refused, names = told.stdout.rsplit("\n", 2)[:2]
-    assert "GLOBAL collage_fx.runtime.error_terms.packed_tensor" in refused
+    assert "GLOBAL collage_fx.state.error_terms.packed_tensor" in refused
     assert names == "['exp_avg', 'exp_avg_sq', 'step']"
     plain = torch.load(files[1], weights_only=True)
     assert type(plain["state"][0]["exp_avg"]) is Tensor

@@ -37,7 +37,7 @@ from collage_fx import (
     save_full_state_dict,
 )
 from collage_fx.graph import Rounding
-from collage_fx.runtime.optimizers import state_tensors
+from collage_fx.state.optimizers import state_tensors
 from tests.support.processes import Processes
 from tests.support.training import compiled, differences, everything, run_steps
 

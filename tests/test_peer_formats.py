@@ -18,8 +18,8 @@ from collage_fx import CollageBackend, full_value
 from collage_fx.errors import UnsupportedTensorError
 from collage_fx.graph import Reason, Unit, why_not_stored
 from collage_fx.numerics import PACKED_FORMATS
-from collage_fx.runtime.checkpoint import adopt
-from collage_fx.runtime.packed import is_packed
+from collage_fx.state.checkpoint import adopt
+from collage_fx.state.packed import is_packed
 from tests.support import triton_offline as offline
 from tests.support.agreement import assert_same, differences, trajectory
 from tests.support.detours import DETOURS, direct_and_by

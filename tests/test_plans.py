@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from collage_fx import CollageBackend, explain, full_value
 from collage_fx.plans import PLANS, TOLERANCE, Plan
-from collage_fx.runtime.error_terms import expansion_of
+from collage_fx.state.error_terms import expansion_of
 from tests.support.memory import left, peak
 from tests.support.rules import PULLS, WEIGHTS
 from tests.support.training import errors_beside_float64, parameters, run_steps, set_gradients

@@ -29,8 +29,8 @@ from collage_fx.errors import (
     UnsupportedTensorError,
 )
 from collage_fx.numerics import ERROR_FORMATS, ErrorFormat
-from collage_fx.runtime.error_terms import expansion_of
-from collage_fx.runtime.packed import is_packed
+from collage_fx.state.error_terms import expansion_of
+from collage_fx.state.packed import is_packed
 from tests.support.bounded import SMALLEST, Bounded
 from tests.support.float_bits import unit_roundoff
 from tests.support.rules import IN_BLOCKS, LAYOUTS, STEPS, DrawnOptimizer, Rule, rounding_of, rules

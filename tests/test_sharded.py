@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from collage_fx import CollageBackend, CollageError, error_terms, full_value, load_full_state_dict
 from collage_fx.errors import UnsupportedTensorError
 from collage_fx.graph import Rounding, Strategy
-from collage_fx.runtime import expansion_of
+from collage_fx.state import expansion_of
 from collage_fx.torch_compat import local_tensor
 from tests.support.processes import Processes
 from tests.support.training import parameters, set_gradients

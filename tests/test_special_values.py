@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 
 from collage_fx import CollageBackend, error_terms
 from collage_fx.graph.program import Arithmetic
-from collage_fx.runtime.error_terms import expansion_of
-from collage_fx.runtime.optimizers import state_tensors
+from collage_fx.state.error_terms import expansion_of
+from collage_fx.state.optimizers import state_tensors
 from tests.support.twin import TwinBackend
 
 STEPS = 10

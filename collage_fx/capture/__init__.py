@@ -1,15 +1,58 @@
 """The capture of a step: an accepted graph whose inputs have names, in families of equal updates."""
 
-from collage_fx.capture.closures import *
-from collage_fx.capture.families import *
-from collage_fx.capture.foreach import *
-from collage_fx.capture.inputs import *
-from collage_fx.capture.members import *
-from collage_fx.capture.new_state import *
-from collage_fx.capture.numbers import *
-from collage_fx.capture.progress import *
-from collage_fx.capture.recorder import *
-from collage_fx.capture.recording import *
-from collage_fx.capture.refusals import *
-from collage_fx.capture.thinning import *
-from collage_fx.capture.watch import *
+from collage_fx.capture.closures import calls_closure_first
+from collage_fx.capture.families import Families, families_of
+from collage_fx.capture.foreach import with_lists_apart
+from collage_fx.capture.inputs import describe_input, describe_inputs
+from collage_fx.capture.members import give_up_rows, has_stand_ins, members_come_and_go
+from collage_fx.capture.new_state import forget_new_state
+from collage_fx.capture.numbers import decompositions
+from collage_fx.capture.progress import untold
+from collage_fx.capture.recorder import is_recording
+from collage_fx.capture.recording import is_compiled, why_recorded
+from collage_fx.capture.refusals import (
+    refuse_aliases,
+    refuse_fused_operators,
+    refuse_overlaps,
+    refuse_unknown_torch,
+    refuse_unsupported,
+)
+from collage_fx.capture.thinning import rows_to_trace
+from collage_fx.capture.watch import (
+    forget_compiled_step,
+    not_compiled_yet,
+    note_compiled_step,
+    note_forward,
+    note_installed,
+    record_instead,
+)
+
+__all__ = [
+    "Families",
+    "calls_closure_first",
+    "decompositions",
+    "describe_input",
+    "describe_inputs",
+    "families_of",
+    "forget_compiled_step",
+    "forget_new_state",
+    "give_up_rows",
+    "has_stand_ins",
+    "is_compiled",
+    "is_recording",
+    "members_come_and_go",
+    "not_compiled_yet",
+    "note_compiled_step",
+    "note_forward",
+    "note_installed",
+    "record_instead",
+    "refuse_aliases",
+    "refuse_fused_operators",
+    "refuse_overlaps",
+    "refuse_unknown_torch",
+    "refuse_unsupported",
+    "rows_to_trace",
+    "untold",
+    "why_recorded",
+    "with_lists_apart",
+]

@@ -16,8 +16,6 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-__all__ = ["calls_closure_first"]
-
 
 def calls_closure_first(kind: type[Optimizer]) -> bool:
     """Whether steps of a class of optimizers call their closure once, before anything else, or never."""

@@ -57,8 +57,6 @@ from collage_fx.torch_compat import (
     storage_of,
 )
 
-__all__ = ["Families", "families_of"]
-
 #: Nodes without operands that stand for no value but change how the following are captured.
 MODES = frozenset({SET_GRAD_ENABLED})
 

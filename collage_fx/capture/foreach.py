@@ -21,8 +21,6 @@ from torch.fx.node import map_arg
 from collage_fx.graph import copy_of, foreach_calls, foreach_rule
 from collage_fx.torch_compat import detect_fake_mode
 
-__all__ = ["with_lists_apart"]
-
 PREFIX = "_foreach_"
 
 

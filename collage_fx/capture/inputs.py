@@ -12,10 +12,8 @@ from torch.fx import GraphModule, Node
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from collage_fx.graph import InputInfo, Role
-from collage_fx.runtime import KnownTensor, why_left_unpacked
+from collage_fx.state import KnownTensor, why_left_unpacked
 from collage_fx.torch_compat import aot_input_of, pieces_of, symbol_source
-
-__all__ = ["describe_input", "describe_inputs"]
 
 #: Low-precision tensors that a step that is being recorded has made, and may hand from one graph to the next.
 made = WeakTensorKeyDictionary()

@@ -31,8 +31,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["give_up_rows", "has_stand_ins", "members_come_and_go"]
-
 
 @dataclass
 class _Members:

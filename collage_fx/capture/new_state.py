@@ -8,8 +8,6 @@ from weakref import WeakKeyDictionary
 
 from torch.optim import Optimizer
 
-__all__ = ["forget_new_state"]
-
 _with_state: WeakKeyDictionary[Optimizer, tuple[Any, frozenset[int]]] = WeakKeyDictionary()
 
 

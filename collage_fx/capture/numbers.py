@@ -34,8 +34,6 @@ from torch.optim import Optimizer
 from collage_fx.graph import OPERATORS, composite_of, facts_of, foreach_calls, foreach_name, foreach_rule
 from collage_fx.torch_compat import Place, functional_decompositions, pytree, schema_of
 
-__all__ = ["decompositions"]
-
 Decomposition = Callable[..., Any]
 
 

@@ -12,8 +12,6 @@ import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
 
-__all__ = ["untold"]
-
 logger = logging.getLogger("collage_fx")
 
 #: Seconds after which a terminal shows a clock, and between two looks at it.

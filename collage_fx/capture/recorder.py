@@ -44,7 +44,7 @@ from collage_fx.capture.signatures import Signature, draws_16_bits, is_index_of_
 from collage_fx.errors import UnsupportedTensorError
 from collage_fx.graph import factorizes, foreach_calls
 from collage_fx.numerics import is_low_precision
-from collage_fx.runtime import (
+from collage_fx.state import (
     KnownTensor,
     change_layout,
     decoded,
@@ -66,8 +66,6 @@ from collage_fx.torch_compat import (
     storage_of,
     without_modes,
 )
-
-__all__ = ["is_recording"]
 
 aten = torch.ops.aten
 

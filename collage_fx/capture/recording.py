@@ -22,7 +22,7 @@ from collage_fx.capture.recorder import Recorder, is_recording
 from collage_fx.capture.refusals import refuse_distributed, refuse_optimizer
 from collage_fx.capture.segment import Spec
 from collage_fx.errors import CollageError, RecompileLimitError, raise_or_warn
-from collage_fx.runtime import (
+from collage_fx.state import (
     KnownTensor,
     adopt,
     has_error_terms,
@@ -44,8 +44,6 @@ from collage_fx.torch_compat import (
     shares_memory,
     storage_of,
 )
-
-__all__ = ["is_compiled", "why_recorded"]
 
 log = logging.getLogger("collage_fx")
 

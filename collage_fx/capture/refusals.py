@@ -28,7 +28,8 @@ from collage_fx.errors import (
 )
 from collage_fx.graph import DEVICES, InputInfo, Role, assignments, copies_to_inputs, is_dense, placeholders
 from collage_fx.numerics import is_low_precision
-from collage_fx.runtime import KnownTensor, is_packed, parameter_names, refuse_layout
+from collage_fx.runtime import refuse_layout
+from collage_fx.state import KnownTensor, is_packed, parameter_names
 from collage_fx.torch_compat import (
     OTHER_VERSIONS,
     aot_input_of,
@@ -39,14 +40,6 @@ from collage_fx.torch_compat import (
     pieces_of,
     storage_of,
 )
-
-__all__ = [
-    "refuse_aliases",
-    "refuse_fused_operators",
-    "refuse_overlaps",
-    "refuse_unknown_torch",
-    "refuse_unsupported",
-]
 
 #: torch's operators that are a whole update.
 FUSED = frozenset({"_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_"})

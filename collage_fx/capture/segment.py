@@ -15,7 +15,7 @@ from torch.fx.node import map_aggregate
 
 from collage_fx.capture.signatures import Signature
 from collage_fx.graph import Groups
-from collage_fx.runtime import another_name, plain_class, stride_of, unpack
+from collage_fx.state import another_name, plain_class, stride_of, unpack
 from collage_fx.torch_compat import disabled_torch_function, wrapper_subclass
 
 aten = torch.ops.aten

@@ -15,10 +15,8 @@ from torch import Tensor
 
 from collage_fx.graph import device_facts
 from collage_fx.numerics import is_low_precision
-from collage_fx.runtime import has_error_terms, packed_format
+from collage_fx.state import has_error_terms, packed_format
 from collage_fx.torch_compat import ThinnedLists, TracedRows, local_tensor, pieces_of
-
-__all__ = ["rows_to_trace"]
 
 
 def rows_to_trace(rows: Sequence[tuple[Any, ...]], *, come_and_go: bool = False) -> TracedRows | None:

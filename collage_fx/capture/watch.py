@@ -38,7 +38,7 @@ which costs nothing in a step that is compiled already:
 
 ``strict`` backends raise a :class:`~collage_fx.errors.CollageError`; others warn once an optimizer and
 reason. What the program itself, or another method of the optimizer, writes to parameters and state between
-two steps is met at the next one: Note [Written between two steps] in ``runtime/written.py``.
+two steps is met at the next one: Note [Written between two steps] in ``state/written.py``.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ from collage_fx.capture.recording import (
     stop_recording,
 )
 from collage_fx.capture.refusals import refuse_optimizer, refuse_unknown_torch
+from collage_fx.codegen import prepare_compiler
 from collage_fx.errors import (
     CollageError,
     EagerStepError,
@@ -81,7 +82,7 @@ from collage_fx.errors import (
 )
 from collage_fx.graph import device_facts
 from collage_fx.numerics import is_low_precision
-from collage_fx.runtime import (
+from collage_fx.state import (
     adopt,
     carry_along,
     expansion_of,
@@ -92,7 +93,6 @@ from collage_fx.runtime import (
     note_held,
     optimizers_among,
     parameter_names,
-    prepare_compiler,
     records_there,
     settle_replaced,
     times_loaded,
@@ -125,15 +125,6 @@ from collage_fx.torch_compat import (
     watch_conversions,
     wrapped_steps_on_the_stack,
 )
-
-__all__ = [
-    "forget_compiled_step",
-    "not_compiled_yet",
-    "note_compiled_step",
-    "note_forward",
-    "note_installed",
-    "record_instead",
-]
 
 #: The multiple of Dynamo's ``recompile_limit`` (8) that is the limit of a function that isn't just a step.
 COMPILATIONS = 4

@@ -1,4 +1,37 @@
 """Code that this package writes itself: the C++ of a rule's kernel, printed from its graph."""
 
-from collage_fx.codegen.kernels import *
-from collage_fx.codegen.spellings import *
+from collage_fx.codegen.address_tables import (
+    CELL,
+    FIRST_OF_PIECE,
+    LENGTH,
+    MOST_ARGUMENTS,
+    PEEKED,
+    SUMS_OF_PIECE,
+    Gather,
+    Peek,
+    fill,
+    is_library_loaded,
+    load_library,
+    prepare_compiler,
+)
+from collage_fx.codegen.kernels import FLAGS, flat_kernel, number_kernel
+from collage_fx.codegen.spellings import NoSpelling
+
+__all__ = [
+    "CELL",
+    "FIRST_OF_PIECE",
+    "FLAGS",
+    "LENGTH",
+    "MOST_ARGUMENTS",
+    "PEEKED",
+    "SUMS_OF_PIECE",
+    "Gather",
+    "NoSpelling",
+    "Peek",
+    "fill",
+    "flat_kernel",
+    "is_library_loaded",
+    "load_library",
+    "number_kernel",
+    "prepare_compiler",
+]

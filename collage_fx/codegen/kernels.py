@@ -33,8 +33,6 @@ from collage_fx.codegen.sums import sums_class
 from collage_fx.numerics import SIZES, SUMS
 from collage_fx.numerics import update_sums as measures
 
-__all__ = ["FLAGS", "flat_kernel", "number_kernel"]
-
 #: Flags of the compiler, behind those that Inductor gives: loops become vectors, integers wrap around.
 FLAGS = ("-ftree-loop-vectorize", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fwrapv")
 

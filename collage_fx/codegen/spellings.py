@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["NoSpelling"]
-
 #: The C++ type of one element in memory. Low-precision floats are their bits.
 CPP_TYPES: Mapping[torch.dtype, str] = {
     torch.float64: "double",

@@ -1,19 +1,191 @@
 """A captured step as data, and the tools that edit it: all that the author of a pass needs to import."""
 
-from collage_fx.graph.cancellation import *
-from collage_fx.graph.devices import *
-from collage_fx.graph.editor import *
-from collage_fx.graph.families import *
-from collage_fx.graph.feedback import *
-from collage_fx.graph.invariants import *
-from collage_fx.graph.new_tensors import *
-from collage_fx.graph.nodes import *
-from collage_fx.graph.operator_facts import *
-from collage_fx.graph.operators import *
-from collage_fx.graph.program import *
-from collage_fx.graph.recurrence import *
-from collage_fx.graph.retype import *
-from collage_fx.graph.routes import *
-from collage_fx.graph.signs import *
-from collage_fx.graph.skipping import *
-from collage_fx.graph.text import *
+from collage_fx.graph.cancellation import MOVE, find_cancellation, spoils_an_update
+from collage_fx.graph.devices import DEVICES, device_facts, why_not_stored
+from collage_fx.graph.editor import GraphEditor
+from collage_fx.graph.families import ONCE, Repetition, input_name, repeated_graph
+from collage_fx.graph.feedback import copies_read_by, fed_back, new_value
+from collage_fx.graph.invariants import verify
+from collage_fx.graph.new_tensors import results_to_inputs
+from collage_fx.graph.nodes import (
+    PASS_MARK,
+    Groups,
+    assignments,
+    assignments_to_stores,
+    copies_to_inputs,
+    copy_of,
+    has_elements,
+    is_conversion,
+    is_copy_to_input,
+    is_dense,
+    is_low_precision_tensor,
+    is_number,
+    mark_new_nodes,
+    operands_of,
+    operator_name,
+    operator_of,
+    placeholders,
+    reached,
+    stored,
+    tensor_value,
+    unconverted,
+)
+from collage_fx.graph.operator_facts import (
+    OPERATORS,
+    composite_of,
+    depends_on_values,
+    drawn_range,
+    draws,
+    factorizes,
+    facts_of,
+    first_not_elementwise,
+    foreach_calls,
+    foreach_name,
+    foreach_rule,
+    ignores_values,
+    is_elementwise,
+    is_matrix_product,
+    is_movement,
+    is_pointwise,
+    is_transparent,
+    keeps_grid,
+    may_raise,
+    passed_operand,
+    size_argument,
+    source_of,
+    weighted_sum,
+)
+from collage_fx.graph.operators import (
+    ELEMENTWISE,
+    REVISION,
+    once,
+    rest,
+    round_to_storage,
+    sums_of_update,
+    trace_of,
+    update_size,
+    update_sizes,
+    update_sums,
+    update_value,
+    values_of_update,
+)
+from collage_fx.graph.program import (
+    Arithmetic,
+    InputInfo,
+    Kind,
+    ReadExpansion,
+    Recurrence,
+    Role,
+    Rounding,
+    StateTensor,
+    StepProgram,
+    Strategy,
+)
+from collage_fx.graph.recurrence import judge, read_recurrence
+from collage_fx.graph.retype import Retyper
+from collage_fx.graph.routes import WAYS, Reason, Reasons, Route, Unit, not_taken
+from collage_fx.graph.signs import Signs, moves_as_a_parameter, stays_positive
+from collage_fx.graph.skipping import intend, restore, set_aside, unless_skipped
+from collage_fx.graph.text import graph_text
+
+__all__ = [
+    "DEVICES",
+    "ELEMENTWISE",
+    "MOVE",
+    "ONCE",
+    "OPERATORS",
+    "PASS_MARK",
+    "REVISION",
+    "WAYS",
+    "Arithmetic",
+    "GraphEditor",
+    "Groups",
+    "InputInfo",
+    "Kind",
+    "ReadExpansion",
+    "Reason",
+    "Reasons",
+    "Recurrence",
+    "Repetition",
+    "Retyper",
+    "Role",
+    "Rounding",
+    "Route",
+    "Signs",
+    "StateTensor",
+    "StepProgram",
+    "Strategy",
+    "Unit",
+    "assignments",
+    "assignments_to_stores",
+    "composite_of",
+    "copies_read_by",
+    "copies_to_inputs",
+    "copy_of",
+    "depends_on_values",
+    "device_facts",
+    "drawn_range",
+    "draws",
+    "factorizes",
+    "facts_of",
+    "fed_back",
+    "find_cancellation",
+    "first_not_elementwise",
+    "foreach_calls",
+    "foreach_name",
+    "foreach_rule",
+    "graph_text",
+    "has_elements",
+    "ignores_values",
+    "input_name",
+    "intend",
+    "is_conversion",
+    "is_copy_to_input",
+    "is_dense",
+    "is_elementwise",
+    "is_low_precision_tensor",
+    "is_matrix_product",
+    "is_movement",
+    "is_number",
+    "is_pointwise",
+    "is_transparent",
+    "judge",
+    "keeps_grid",
+    "mark_new_nodes",
+    "may_raise",
+    "moves_as_a_parameter",
+    "new_value",
+    "not_taken",
+    "once",
+    "operands_of",
+    "operator_name",
+    "operator_of",
+    "passed_operand",
+    "placeholders",
+    "reached",
+    "read_recurrence",
+    "repeated_graph",
+    "rest",
+    "restore",
+    "results_to_inputs",
+    "round_to_storage",
+    "set_aside",
+    "size_argument",
+    "source_of",
+    "spoils_an_update",
+    "stays_positive",
+    "stored",
+    "sums_of_update",
+    "tensor_value",
+    "trace_of",
+    "unconverted",
+    "unless_skipped",
+    "update_size",
+    "update_sizes",
+    "update_sums",
+    "update_value",
+    "values_of_update",
+    "verify",
+    "weighted_sum",
+    "why_not_stored",
+]

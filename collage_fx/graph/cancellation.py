@@ -55,8 +55,6 @@ from collage_fx.graph.program import Role, StateTensor, StepProgram
 from collage_fx.graph.recurrence import TOLERATED_STALL
 from collage_fx.graph.skipping import unless_skipped
 
-__all__ = ["MOVE", "find_cancellation", "spoils_an_update"]
-
 aten = torch.ops.aten
 
 #: The part of its size by which a step moves a weight, as learning rates of 1e-5 move weights of 1.

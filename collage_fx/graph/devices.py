@@ -10,8 +10,6 @@ import torch
 
 from collage_fx.torch_compat import COMBINED_LAUNCHES
 
-__all__ = ["DEVICES", "device_facts", "why_not_stored"]
-
 
 @dataclass(frozen=True)
 class Device:

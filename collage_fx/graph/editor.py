@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from functorch import make_fx
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import Target, map_arg
 
@@ -25,13 +26,10 @@ from collage_fx.torch_compat import (
     another_fake,
     detect_fake_mode,
     functional_decompositions,
-    make_fx,
     pytree,
     real_tensors,
     storage_of,
 )
-
-__all__ = ["GraphEditor"]
 
 
 @dataclass

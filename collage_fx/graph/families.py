@@ -13,8 +13,6 @@ from torch.fx import Graph, GraphModule, Node
 from collage_fx.graph.nodes import is_copy_to_input, placeholders
 from collage_fx.torch_compat import pytree, rename
 
-__all__ = ["ONCE", "Repetition", "input_name", "repeated_graph"]
-
 #: A family, and a member of it; None and 0 for what is done once for all families.
 Turn = tuple[int | None, int]
 

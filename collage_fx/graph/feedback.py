@@ -27,8 +27,6 @@ from collage_fx.graph.nodes import is_copy_to_input, operands_of, reached, uncon
 from collage_fx.graph.operator_facts import is_movement
 from collage_fx.graph.program import StateTensor
 
-__all__ = ["copies_read_by", "fed_back", "new_value", "reached"]
-
 
 def new_value(state: StateTensor) -> Node:
     """The node of a tensor's new value, before the cast that rounds it to the storage format, if any."""

@@ -9,8 +9,6 @@ from collage_fx.graph.nodes import is_copy_to_input, placeholders
 from collage_fx.graph.program import ReadExpansion, StateTensor, StepProgram
 from collage_fx.torch_compat import OpOverload, schema_of
 
-__all__ = ["verify"]
-
 
 def verify(program: StepProgram, *, after: str, compensated: bool = False) -> None:
     """Raise :class:`~collage_fx.errors.GraphInvariantError` naming the first node that breaks an invariant.

@@ -31,8 +31,6 @@ from collage_fx.graph.operator_facts import ignores_values, is_movement
 from collage_fx.graph.program import InputInfo, Role, StepProgram
 from collage_fx.torch_compat import another_fake, pytree, storage_of
 
-__all__ = ["results_to_inputs"]
-
 aten = torch.ops.aten
 
 

@@ -18,30 +18,6 @@ from torch.fx import Graph, GraphModule, Node
 from collage_fx.numerics import is_low_precision
 from collage_fx.torch_compat import DATA_ASSIGNMENTS, OpOverload, copy_cache_facts, graph_module
 
-__all__ = [
-    "PASS_MARK",
-    "Groups",
-    "assignments",
-    "assignments_to_stores",
-    "copies_to_inputs",
-    "copy_of",
-    "has_elements",
-    "is_conversion",
-    "is_copy_to_input",
-    "is_dense",
-    "is_low_precision_tensor",
-    "is_number",
-    "mark_new_nodes",
-    "operands_of",
-    "operator_name",
-    "operator_of",
-    "placeholders",
-    "reached",
-    "stored",
-    "tensor_value",
-    "unconverted",
-]
-
 aten = torch.ops.aten
 prims = torch.ops.prims
 

@@ -27,32 +27,6 @@ from collage_fx.graph.nodes import is_copy_to_input, is_number, tensor_value
 from collage_fx.numerics import FloatFormat
 from collage_fx.torch_compat import OpOverload, schema_of
 
-__all__ = [
-    "OPERATORS",
-    "composite_of",
-    "depends_on_values",
-    "drawn_range",
-    "draws",
-    "factorizes",
-    "facts_of",
-    "first_not_elementwise",
-    "foreach_calls",
-    "foreach_name",
-    "foreach_rule",
-    "ignores_values",
-    "is_elementwise",
-    "is_matrix_product",
-    "is_movement",
-    "is_pointwise",
-    "is_transparent",
-    "keeps_grid",
-    "may_raise",
-    "passed_operand",
-    "size_argument",
-    "source_of",
-    "weighted_sum",
-]
-
 aten = torch.ops.aten
 
 

@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from functorch import make_fx
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
@@ -81,7 +82,6 @@ from collage_fx.torch_compat import (
     dithered_upper_in_cpp,
     functional_decompositions,
     lower_half_in_cpp,
-    make_fx,
     phases_in_cpp,
     pointwise_of,
     pytree,
@@ -100,21 +100,6 @@ from collage_fx.torch_compat import (
     with_lower_half_in_cpp,
     with_ulp_parts_in_cpp,
 )
-
-__all__ = [
-    "ELEMENTWISE",
-    "REVISION",
-    "once",
-    "rest",
-    "round_to_storage",
-    "sums_of_update",
-    "trace_of",
-    "update_size",
-    "update_sizes",
-    "update_sums",
-    "update_value",
-    "values_of_update",
-]
 
 
 def _row(columns: Sequence[str]) -> Callable[..., Tensor]:

@@ -14,19 +14,6 @@ from collage_fx.graph.families import Repetition
 from collage_fx.graph.nodes import copies_to_inputs, copy_of, placeholders, stored, tensor_value
 from collage_fx.numerics import ErrorFormat, FloatFormat, storage_format
 
-__all__ = [
-    "Arithmetic",
-    "InputInfo",
-    "Kind",
-    "ReadExpansion",
-    "Recurrence",
-    "Role",
-    "Rounding",
-    "StateTensor",
-    "StepProgram",
-    "Strategy",
-]
-
 if TYPE_CHECKING:
     import sympy
 

@@ -26,8 +26,6 @@ from collage_fx.graph.program import Kind, Recurrence, Verdict
 from collage_fx.graph.skipping import unless_skipped
 from collage_fx.numerics import FloatFormat
 
-__all__ = ["judge", "read_recurrence"]
-
 aten = torch.ops.aten
 
 #: A moving average may stall within this relative distance of its target before it counts as lossy: see

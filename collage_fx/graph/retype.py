@@ -21,8 +21,6 @@ from collage_fx.graph.operator_facts import filled_on_grid, is_transparent, keep
 from collage_fx.graph.operators import round_to_storage
 from collage_fx.numerics import is_low_precision, storage_format
 
-__all__ = ["Retyper"]
-
 
 class Retyper:
     """Rewrites a graph in place so that low-precision values are carried in float32.

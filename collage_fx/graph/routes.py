@@ -7,8 +7,6 @@ from typing import Literal, get_args
 
 from torch.fx import Node
 
-__all__ = ["WAYS", "Reason", "Reasons", "Route", "Unit", "not_taken"]
-
 #: The graph that is compiled at once: of one of each family of equal updates, or the whole graph; the latter
 #: part by part, as one, or as it was captured, because nothing in it is compensated. Or nothing is compiled:
 #: torch runs the graph.

@@ -19,8 +19,6 @@ from collage_fx.graph.operator_facts import (
 )
 from collage_fx.graph.program import Kind, Role, StateTensor, StepProgram
 
-__all__ = ["Signs", "moves_as_a_parameter", "stays_positive"]
-
 aten = torch.ops.aten
 
 #: Operators whose results are never negative, whatever their operands are.

@@ -32,8 +32,6 @@ from collage_fx.graph.nodes import (
 from collage_fx.graph.operator_facts import passed_operand
 from collage_fx.graph.program import StateTensor
 
-__all__ = ["intend", "restore", "set_aside", "unless_skipped"]
-
 aten = torch.ops.aten
 
 

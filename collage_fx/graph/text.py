@@ -9,8 +9,6 @@ from torch.fx import Graph, Node
 from collage_fx.graph.nodes import PASS_MARK, operator_name, tensor_value
 from collage_fx.torch_compat import pytree
 
-__all__ = ["graph_text"]
-
 
 def graph_text(graph: Graph) -> str:
     """A graph for people: one line a node, new nodes marked with the pass that made them."""

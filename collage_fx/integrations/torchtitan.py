@@ -9,7 +9,7 @@ from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.components.optimizer.utils import init_optim_state, load_flat_optim_state_dict
 
 from collage_fx.install import install
-from collage_fx.runtime import load_flat
+from collage_fx.state import load_flat
 
 __all__ = ["CollageOptimizers", "collage"]
 

@@ -1,6 +1,25 @@
 """The lowering of a rewritten program to kernels and a plan of calls, all of it at compile time."""
 
-from collage_fx.lowering.attempts import *
-from collage_fx.lowering.kernels import *
-from collage_fx.lowering.lower import *
-from collage_fx.lowering.plan import *
+from collage_fx.lowering.attempts import interpreted
+from collage_fx.lowering.kernels import forget_kernels
+from collage_fx.lowering.lower import (
+    JOINT_GRAPH_SETTINGS,
+    Lowered,
+    lower,
+    step_in_parts,
+    why_not_compiled,
+    without_sums,
+)
+from collage_fx.lowering.plan import rules_of
+
+__all__ = [
+    "JOINT_GRAPH_SETTINGS",
+    "Lowered",
+    "forget_kernels",
+    "interpreted",
+    "lower",
+    "rules_of",
+    "step_in_parts",
+    "why_not_compiled",
+    "without_sums",
+]

@@ -33,8 +33,6 @@ from collage_fx.torch_compat import (
     without_outer_loop_fusion,
 )
 
-__all__ = ["interpreted"]
-
 #: Ways to compile a graph, the fastest code first, by what they leave out.
 WAYS: tuple[tuple[str, Callable[[], AbstractContextManager[Any]]], ...] = (
     ("as usual", nullcontext),

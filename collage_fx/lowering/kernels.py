@@ -17,23 +17,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from collage_fx.codegen import FLAGS, NoSpelling, flat_kernel, number_kernel
+from collage_fx.codegen import (
+    FIRST_OF_PIECE,
+    FLAGS,
+    LENGTH,
+    MOST_ARGUMENTS,
+    SUMS_OF_PIECE,
+    NoSpelling,
+    flat_kernel,
+    load_library,
+    number_kernel,
+)
 from collage_fx.errors import FailedLoweringError
 from collage_fx.graph import Reason, Reasons, device_facts, placeholders
 from collage_fx.lowering.attempts import Attempt, compile_somehow, inductors_faults
 from collage_fx.lowering.measured_rules import summed, table_sums
 from collage_fx.lowering.rule_graphs import graph_of
 from collage_fx.lowering.rules import LONGEST, Line, Rule
-from collage_fx.runtime import (
-    FIRST_OF_PIECE,
-    HOST,
-    LENGTH,
-    MOST_ARGUMENTS,
-    SUMS_OF_PIECE,
-    Column,
-    Kernel,
-    load_library,
-)
+from collage_fx.runtime import HOST, Column, Kernel
 from collage_fx.torch_compat import (
     CFunction,
     InductorFault,
@@ -50,8 +51,6 @@ from collage_fx.torch_compat import (
     table_kernel,
     without_triton,
 )
-
-__all__ = ["forget_kernels"]
 
 #: Elements from which on a kernel uses threads. An AdamW step takes about a nanosecond for each, threads that
 #: sleep 5 to 20 microseconds to begin.

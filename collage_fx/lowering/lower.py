@@ -36,8 +36,6 @@ from collage_fx.lowering.plan import lower_in_parts, repeated_step
 from collage_fx.runtime import CompensatedStep, Expected, Kernel, StepInParts, bind
 from collage_fx.torch_compat import FREEZES_NUMBERS, add_to_cache_key, inductor_config, local_tensor
 
-__all__ = ["JOINT_GRAPH_SETTINGS", "Lowered", "lower", "step_in_parts", "why_not_compiled", "without_sums"]
-
 #: Nodes of a kernel, of which Inductor takes 64.
 MOST_NODES = 1024
 

@@ -18,16 +18,14 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from collage_fx.codegen import load_library
 from collage_fx.graph import ONCE, Reason, Repetition, device_facts, is_copy_to_input, placeholders, reached
 from collage_fx.lowering.attempts import inductors_faults
 from collage_fx.lowering.kernels import kernel_of
 from collage_fx.lowering.parts import Part, parts_of
 from collage_fx.lowering.rules import Rule, rule_of, samples_first
-from collage_fx.runtime import EVERY_TURN, HOST, Call, Kernel, StepInParts, ValueIndex, load_library
+from collage_fx.runtime import EVERY_TURN, HOST, Call, Kernel, StepInParts, ValueIndex
 from collage_fx.torch_compat import InductorFault, inductor_config, pytree
-
-__all__ = ["rules_of"]
-
 
 #: Stands, with a device, for the place of the first element of tensors as a whole in a plan's values.
 FIRST = "first"

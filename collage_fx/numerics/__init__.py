@@ -4,11 +4,119 @@ Ordinary eager functions of tensors, and facts about formats; nothing here knows
 compilers.
 """
 
-from collage_fx.numerics.arithmetic import *
-from collage_fx.numerics.blocks import *
-from collage_fx.numerics.dither import *
-from collage_fx.numerics.error_formats import *
-from collage_fx.numerics.float24 import *
-from collage_fx.numerics.formats import *
-from collage_fx.numerics.operators import *
-from collage_fx.numerics.update_sums import *
+from collage_fx.numerics.arithmetic import DoubleWord
+from collage_fx.numerics.blocks import (
+    BLOCK,
+    BLOCK_CODES,
+    BLOCK_OPERATORS,
+    BLOCK_SCALES,
+    BLOCK_VALUES,
+    CODES,
+    block_code,
+    block_scale,
+    block_unit,
+    block_value,
+    code_of_number,
+    in_map,
+    most_of_block,
+    number_of_code,
+    units_of_block,
+)
+from collage_fx.numerics.dither import DITHERED, PHASES, SPACING, dithered, phase_at
+from collage_fx.numerics.error_formats import (
+    ERROR_FORMATS,
+    LOWER_HALF,
+    PACKED_FORMATS,
+    ULP_PARTS,
+    UPPER_HALF,
+    WITH_LOWER_HALF,
+    WITH_ULP_PARTS,
+    AuxiliarySpec,
+    Blocks,
+    Byte,
+    Coat,
+    Dither,
+    ErrorBound,
+    ErrorFormat,
+    Exact,
+    Fp32,
+    Mcf,
+    TensorScaled,
+    format_named,
+)
+from collage_fx.numerics.float24 import (
+    DITHERED_BYTE,
+    DITHERED_UPPER,
+    WITH_BYTE,
+    dithered_byte,
+    dithered_upper,
+    with_byte,
+)
+from collage_fx.numerics.formats import (
+    STORAGE_FORMATS,
+    FloatFormat,
+    is_low_precision,
+    short_name,
+    storage_format,
+)
+from collage_fx.numerics.operators import define_operator
+from collage_fx.numerics.update_sums import OCTAVES, ROW, SIZES, SUMS
+
+__all__ = [
+    "BLOCK",
+    "BLOCK_CODES",
+    "BLOCK_OPERATORS",
+    "BLOCK_SCALES",
+    "BLOCK_VALUES",
+    "CODES",
+    "DITHERED",
+    "DITHERED_BYTE",
+    "DITHERED_UPPER",
+    "ERROR_FORMATS",
+    "LOWER_HALF",
+    "OCTAVES",
+    "PACKED_FORMATS",
+    "PHASES",
+    "ROW",
+    "SIZES",
+    "SPACING",
+    "STORAGE_FORMATS",
+    "SUMS",
+    "ULP_PARTS",
+    "UPPER_HALF",
+    "WITH_BYTE",
+    "WITH_LOWER_HALF",
+    "WITH_ULP_PARTS",
+    "AuxiliarySpec",
+    "Blocks",
+    "Byte",
+    "Coat",
+    "Dither",
+    "DoubleWord",
+    "ErrorBound",
+    "ErrorFormat",
+    "Exact",
+    "FloatFormat",
+    "Fp32",
+    "Mcf",
+    "TensorScaled",
+    "block_code",
+    "block_scale",
+    "block_unit",
+    "block_value",
+    "code_of_number",
+    "define_operator",
+    "dithered",
+    "dithered_byte",
+    "dithered_upper",
+    "format_named",
+    "in_map",
+    "is_low_precision",
+    "most_of_block",
+    "number_of_code",
+    "phase_at",
+    "short_name",
+    "storage_format",
+    "units_of_block",
+    "with_byte",
+]

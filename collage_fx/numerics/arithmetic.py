@@ -38,8 +38,6 @@ from torch import Tensor
 
 from collage_fx.numerics.formats import BFLOAT16, FLOAT16, storage_format
 
-__all__ = ["DoubleWord"]
-
 DoubleWord = tuple[Tensor, Tensor]
 
 

@@ -31,24 +31,6 @@ from torch import Tensor
 
 from collage_fx.numerics.operators import define_operator
 
-__all__ = [
-    "BLOCK",
-    "BLOCK_CODES",
-    "BLOCK_OPERATORS",
-    "BLOCK_SCALES",
-    "BLOCK_VALUES",
-    "CODES",
-    "block_code",
-    "block_scale",
-    "block_unit",
-    "block_value",
-    "code_of_number",
-    "in_map",
-    "most_of_block",
-    "number_of_code",
-    "units_of_block",
-]
-
 #: Elements that have a scale in common.
 BLOCK = 32
 

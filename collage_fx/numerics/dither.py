@@ -30,8 +30,6 @@ from torch import Tensor
 from collage_fx.numerics.formats import BFLOAT16, FLOAT16
 from collage_fx.numerics.operators import define_operator
 
-__all__ = ["DITHERED", "PHASES", "SPACING", "dithered", "phase_at"]
-
 #: Odd, and near 2**32 times the square root of 1/2, and the golden ratio less 1.
 SPACING, GOLDEN = 0xB504F333, 0x9E3779B9
 

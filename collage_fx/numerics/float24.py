@@ -19,8 +19,6 @@ from collage_fx.numerics.arithmetic import lower_half, upper_half, with_lower_ha
 from collage_fx.numerics.formats import BFLOAT16, FLOAT16
 from collage_fx.numerics.operators import define_operator
 
-__all__ = ["DITHERED_BYTE", "DITHERED_UPPER", "WITH_BYTE", "dithered_byte", "dithered_upper", "with_byte"]
-
 
 def nearest(value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Float32 ``value`` -> the number of ``dtype`` nearest to it, as float32, and the byte beside that, int8.

@@ -12,8 +12,6 @@ from math import copysign, inf, isfinite
 
 import torch
 
-__all__ = ["STORAGE_FORMATS", "FloatFormat", "is_low_precision", "short_name", "storage_format"]
-
 
 @dataclass(frozen=True)
 class FloatFormat:

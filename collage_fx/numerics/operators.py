@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["define_operator"]
-
 LIBRARY = torch.library.Library("collage_fx", "DEF")
 
 

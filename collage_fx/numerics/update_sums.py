@@ -3,7 +3,7 @@
 Note [Metrics]
 --------------
 A measured step computes, beside each tensor's update and in the same loop, the few sums from which everything
-in :mod:`collage_fx.runtime.metrics` follows. What flows where:
+in :mod:`collage_fx.metrics.quality` follows. What flows where:
 
 * :func:`terms` is the definition: what each element adds to each sum. ``operators.py`` makes one operator of
   it, ``update_sums``, whose eager implementation sums the terms and whose lowering sums them in the loop of
@@ -16,9 +16,9 @@ in :mod:`collage_fx.runtime.metrics` follows. What flows where:
 * The pass ``measure`` (``passes/measure.py``) puts both into the graph for each tensor, behind the
   compensation, and stores their results into further inputs of the graph, together a *row*. It adds readers
   to values that are there already and changes none. Without ``metrics=True`` the pass does not run.
-* ``runtime/meter.py`` owns the rows' memory, counts steps, picks the measured or the plain variant of a step
+* ``metrics/meter.py`` owns the rows' memory, counts steps, picks the measured or the plain variant of a step
   (``metrics_every``), and keeps a copy of the rows of each measured step, in the host's memory.
-* ``runtime/metrics.py`` reads the copies when it is asked, and derives norms, EDQ and shares.
+* ``metrics/quality.py`` reads the copies when it is asked, and derives norms, EDQ and shares.
 
 Precision. An element's intended and effective update are differences of float32 numbers, each off by at most
 u = 2**-24 of itself. Their products are exact in float64 (24 + 24 <= 53 bits), in which they are added: a sum
@@ -40,8 +40,6 @@ import torch
 from torch import Tensor
 
 from collage_fx.numerics.formats import storage_format
-
-__all__ = ["OCTAVES", "ROW", "SIZES", "SUMS"]
 
 #: The inner products, by name: of the intended update D with itself, of D with the effective update of hi
 #: alone, of that with itself, likewise for hi + lo, and of lo with itself. The numbers are indices into what

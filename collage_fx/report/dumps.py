@@ -18,8 +18,6 @@ from torch.fx import Graph
 from collage_fx.graph import graph_text
 from collage_fx.report.pictures import dot, whole_graph
 
-__all__ = ["open_dump"]
-
 VARIABLE = "COLLAGE_FX_DUMP"
 
 

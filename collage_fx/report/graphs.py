@@ -20,8 +20,6 @@ from collage_fx.report.pictures import Picture, dot, picture, render
 from collage_fx.report.svg import side_by_side
 from collage_fx.report.tensors import TensorReport, Treatment, bytes_per_parameter, tensor_report
 
-__all__ = ["GraphReport"]
-
 #: A rewritten graph, and what the passes did.
 Rewritten = tuple[GraphModule, tuple[tuple[str, str], ...]]
 

@@ -14,6 +14,7 @@ from typing import get_args
 import torch
 
 from collage_fx.graph import Strategy
+from collage_fx.metrics import Metrics, UpdateQuality
 from collage_fx.numerics import ERROR_FORMATS
 from collage_fx.pipeline import Stage
 from collage_fx.plans import Plan
@@ -24,7 +25,6 @@ from collage_fx.report.pictures import Picture, pass_color
 from collage_fx.report.svg import svg
 from collage_fx.report.tables import plan_table, summary_line
 from collage_fx.report.tensors import TensorReport, Treatment, bytes_per_parameter, treatments
-from collage_fx.runtime import Metrics, UpdateQuality
 
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; color: #1a1a1a; margin: 1.5rem auto; max-width: 1500px;

@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from collage_fx.errors import InvalidOptionError
-from collage_fx.runtime import Metrics, UpdateQuality
-
-__all__ = ["plot"]
+from collage_fx.metrics import Metrics, UpdateQuality
 
 #: Okabe and Ito's, for colour-blind readers; line styles tell the curves apart without any.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")

@@ -10,13 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from collage_fx.graph import Route
+from collage_fx.metrics import Metrics
 from collage_fx.report.graphs import GraphReport
 from collage_fx.report.page import html_page
 from collage_fx.report.tables import markdown_section, plan_table, text_section
 from collage_fx.report.tensors import TensorReport, bytes_per_parameter
-from collage_fx.runtime import Metrics
-
-__all__ = ["CollageReport"]
 
 
 @dataclass

@@ -15,8 +15,6 @@ from collage_fx.graph import Kind, Role, StateTensor
 from collage_fx.numerics import short_name
 from collage_fx.torch_compat import current_size
 
-__all__ = ["TensorReport", "tensor_report", "treatments"]
-
 
 @dataclass(frozen=True)
 class TensorReport:

@@ -1,14 +1,28 @@
-"""The objects that outlive a compilation: all that runs at every step, or between steps."""
+"""The compiled step: everything that runs at each step."""
 
-from collage_fx.runtime.batches import *
-from collage_fx.runtime.calls import *
-from collage_fx.runtime.checkpoint import *
-from collage_fx.runtime.error_terms import *
-from collage_fx.runtime.launches import *
-from collage_fx.runtime.layouts import *
-from collage_fx.runtime.meter import *
-from collage_fx.runtime.metrics import *
-from collage_fx.runtime.optimizers import *
-from collage_fx.runtime.packed import *
-from collage_fx.runtime.replaced_state import *
-from collage_fx.runtime.step import *
+from collage_fx.runtime.calls import EVERY_TURN, HOST, Call, Kernel, Present, StepInParts, ValueIndex
+from collage_fx.runtime.launches import LONGEST_PIECE, Column, Launch, Summed, is_captured
+from collage_fx.runtime.layouts import Expected, refuse_layout
+from collage_fx.runtime.step import CompensatedStep, MakingStep, Member, WholeStep, bind
+
+__all__ = [
+    "EVERY_TURN",
+    "HOST",
+    "LONGEST_PIECE",
+    "Call",
+    "Column",
+    "CompensatedStep",
+    "Expected",
+    "Kernel",
+    "Launch",
+    "MakingStep",
+    "Member",
+    "Present",
+    "StepInParts",
+    "Summed",
+    "ValueIndex",
+    "WholeStep",
+    "bind",
+    "is_captured",
+    "refuse_layout",
+]

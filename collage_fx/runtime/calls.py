@@ -17,12 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from collage_fx.codegen import CELL, SUMS_OF_PIECE, Gather
 from collage_fx.graph import Reasons
-from collage_fx.runtime.batches import CELL, SUMS_OF_PIECE, Batch, Gather
+from collage_fx.runtime.batches import Batch
 from collage_fx.runtime.launches import Column, Launch, Launches, Member, Summed
 from collage_fx.torch_compat import CFunction, TableKernel, takes_a_list
-
-__all__ = ["EVERY_TURN", "HOST", "Call", "Kernel", "StepInParts", "ValueIndex"]
 
 #: The turn of a call that is made whichever members are there.
 EVERY_TURN = -1

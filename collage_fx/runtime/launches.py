@@ -35,11 +35,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from collage_fx.codegen import fill
 from collage_fx.errors import ChangedTensorError
-from collage_fx.runtime.batches import fill
 from collage_fx.torch_compat import ALIGNED_BYTES, TableKernel, launch
-
-__all__ = ["LONGEST_PIECE", "Column", "Launch", "Summed"]
 
 #: Elements of a piece at most.
 LONGEST_PIECE = 1 << 30

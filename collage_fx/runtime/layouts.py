@@ -27,10 +27,8 @@ import torch
 from torch import Tensor
 
 from collage_fx.errors import ChangedTensorError, UnsupportedTensorError
-from collage_fx.runtime.packed import unpack
+from collage_fx.state import unpack
 from collage_fx.torch_compat import laid_out_like
-
-__all__ = ["Expected", "refuse_layout"]
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,9 @@ from collage_fx.errors import LostErrorTermsError
 from collage_fx.graph import InputInfo
 from collage_fx.numerics import ErrorFormat
 from collage_fx.runtime.calls import Present
-from collage_fx.runtime.error_terms import Expansion, ensure_expansion, note_new, state_of_records
 from collage_fx.runtime.layouts import Expected, Layouts, picking, refuse_layout
+from collage_fx.state import Expansion, ensure_expansion, note_new, state_of_records
 from collage_fx.torch_compat import Pieces, local_tensor, takes_a_list
-
-__all__ = ["CompensatedStep", "MakingStep", "Member", "WholeStep", "bind"]
 
 #: Patterns of gradients that a step remembers.
 MOST_PATTERNS = 256

@@ -16,9 +16,6 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._guards import TracingContext
 
-__all__ = ["DATA_ASSIGNMENTS", "aot_input_of", "needs_autograd", "takes_a_list", "versions_to_increment"]
-
-
 _SCHEMAS = "torch._functorch._aot_autograd.schemas"
 
 RELIED_ON = (

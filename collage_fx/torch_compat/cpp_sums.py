@@ -24,9 +24,6 @@ from dataclasses import dataclass
 from string import Template
 from typing import Any
 
-__all__ = ["Sums"]
-
-
 #: How many vectors of each value are added in float32, one after the other.
 BLOCK = 32
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torch._dynamo import utils
 
-__all__ = ["conversions", "forget_counts", "graph_breaks", "recompile_reasons"]
-
 RELIED_ON = ("torch._dynamo:utils has clear_compilation_metrics, counters, get_compilation_metrics",)
 
 #: How the reason begins of the graph break that torch itself puts around every optimizer's step.

@@ -8,23 +8,9 @@ from __future__ import annotations
 from types import FunctionType
 from typing import Any
 
-from torch._dynamo.exc import ShortenTraceback
+from torch._dynamo.exc import ShortenTraceback as ShortenTraceback
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._guards import CompileContext
-
-__all__ = [
-    "ConvertAgain",
-    "RunAsItIs",
-    "ShortenTraceback",
-    "TraceWhole",
-    "backend_being_traced_for",
-    "backend_within",
-    "current_trace",
-    "is_dynamos",
-    "traced_frame_name",
-    "traced_frame_variables",
-]
-
 
 RELIED_ON = (
     "torch._guards:CompileContext has current_compile_id",

@@ -9,23 +9,11 @@ from typing import Any
 
 import sympy
 import torch
-from functorch import make_fx
 from torch._dynamo.source import ConstantSource
 from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
-
-__all__ = [
-    "FakeTensorMode",
-    "SymbolicScope",
-    "another_fake",
-    "current_size",
-    "detect_fake_mode",
-    "make_fx",
-    "real_tensors",
-    "symbol_source",
-]
-
 
 RELIED_ON = (
     "torch.fx.experimental.symbolic_shapes:ShapeEnv has create_symfloatnode, create_symintnode",

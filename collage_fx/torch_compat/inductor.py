@@ -27,28 +27,6 @@ from collage_fx.torch_compat.patch_inductor import without_contraction, without_
 from collage_fx.torch_compat.patch_numbers import keeping_numbers_symbolic
 from collage_fx.torch_compat.version import version
 
-__all__ = [
-    "COMBINED_LAUNCHES",
-    "FREEZES_NUMBERS",
-    "InductorFault",
-    "add_to_cache_key",
-    "compile_with_inductor",
-    "copy_cache_facts",
-    "cpp_compilers",
-    "functional_decompositions",
-    "generated_code",
-    "inductor_compile_as_it_is",
-    "inductor_compile_inner",
-    "inductor_config",
-    "inductor_faults",
-    "innermost_callable",
-    "is_refused_by_compiler",
-    "mode_options",
-    "note_generated_code",
-    "prepare_cpp_compiler",
-]
-
-
 RELIED_ON = (
     (
         "torch._inductor.compile_fx:"

@@ -10,9 +10,6 @@ from typing import cast
 from torch._C._dynamo.guards import _torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
 from torch._inductor.codecache import CppCodeCache
 
-__all__ = ["ADDRESS_OF_TENSOR", "CFunction", "load_cpp_library"]
-
-
 #: The address of the C function that takes a Python tensor and returns the address of its memory.
 ADDRESS_OF_TENSOR: int = _torchinductor_pyobject_tensor_data_ptr
 

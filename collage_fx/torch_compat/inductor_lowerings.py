@@ -19,16 +19,6 @@ from collage_fx.torch_compat.patch_cpp_roundings import takes_our_cpp, writes_cp
 from collage_fx.torch_compat.patch_cpp_sums import part_of_sum
 from collage_fx.torch_compat.patch_inductor import computing_anew
 
-__all__ = [
-    "pointwise_of",
-    "register_block_lowerings",
-    "register_placed_lowering",
-    "register_pointwise_lowering",
-    "register_realizing_lowering",
-    "register_sampling_lowering",
-    "register_summing_lowering",
-]
-
 
 def register_pointwise_lowering(
     operator: Any, element_function: Callable[..., Callable[[Sequence[Any]], Any]], *, dtype: torch.dtype

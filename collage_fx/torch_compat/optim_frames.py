@@ -11,18 +11,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "calls_what_is_compiled",
-    "compiled_callables_on_the_stack",
-    "compiled_callables_within",
-    "is_being_stepped",
-    "is_step_of",
-    "is_step_wrapper",
-    "is_torchs_step",
-    "optimizer_being_stepped",
-    "wrapped_steps_on_the_stack",
-]
-
 RELIED_ON = ("torch._dynamo.eval_frame:_TorchDynamoContext.__call__ has callback, fn, compile_wrapper",)
 
 

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-__all__ = ["give_own_step", "has_foreign_step", "is_in_own_step", "own_step", "take_own_step_back"]
-
 RELIED_ON = (
     "torch.optim:Optimizer.__init__ has _optimizer_step_pre_hooks, _optimizer_step_post_hooks",
     "torch.optim.lr_scheduler:LRScheduler.__init__ has _opt_called",

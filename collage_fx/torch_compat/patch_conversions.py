@@ -42,17 +42,6 @@ from collage_fx.torch_compat.patch_optimizers import (
 )
 from collage_fx.torch_compat.patching import Patch
 
-__all__ = [
-    "Watch",
-    "compile_lock",
-    "compiling",
-    "dynamo_recompile_limit",
-    "heed_stances",
-    "is_told_not_to_compile",
-    "watch_conversions",
-]
-
-
 CONVERSIONS = Patch(
     name="conversions",
     target="torch._dynamo.convert_frame:convert_frame_assert(compiler_fn)",

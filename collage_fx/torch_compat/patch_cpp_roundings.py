@@ -31,25 +31,6 @@ from collage_fx.torch_compat.patch_cpp_loads import fetching_ahead
 from collage_fx.torch_compat.patch_cpp_sums import SUM, summand, summing
 from collage_fx.torch_compat.patching import Patch
 
-__all__ = [
-    "block_code_in_cpp",
-    "block_value_in_cpp",
-    "dithered_byte_in_cpp",
-    "dithered_in_cpp",
-    "dithered_upper_in_cpp",
-    "lower_half_in_cpp",
-    "phases_in_cpp",
-    "rest_in_cpp",
-    "rounded_in_cpp",
-    "takes_our_cpp",
-    "ulp_parts_in_cpp",
-    "upper_half_in_cpp",
-    "with_byte_in_cpp",
-    "with_lower_half_in_cpp",
-    "with_ulp_parts_in_cpp",
-]
-
-
 INLINE_CODE = Patch(
     name="inline-code",
     target="torch._inductor.codegen.cpp:CppOverrides.inline_asm_elementwise",

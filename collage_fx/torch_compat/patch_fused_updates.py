@@ -23,9 +23,6 @@ from torch import Tensor
 
 from collage_fx.torch_compat.patching import Patch
 
-__all__ = ["install_fused_updates"]
-
-
 #: Why each of torch.optim's functions with an argument ``fused`` is wrapped.
 WHY = "fused=True is a wish for speed: a compensated step makes the update of fused=False"
 

@@ -20,9 +20,6 @@ from collage_fx.torch_compat.optim_frames import (
 )
 from collage_fx.torch_compat.patching import Patch
 
-__all__ = ["GraphBreak"]
-
-
 GRAPH_BREAKS = Patch(
     name="graph-breaks",
     target=(

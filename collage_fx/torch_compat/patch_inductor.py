@@ -13,9 +13,6 @@ from torch._inductor.virtualized import V
 
 from collage_fx.torch_compat.patching import Patch
 
-__all__ = ["fusing_distant_nodes", "without_outer_loop_fusion", "without_triton"]
-
-
 DISTANT_NODES = Patch(
     name="distant-nodes",
     target="torch._inductor.scheduler:Scheduler.are_long_distant_nodes(self, node1, node2)",

@@ -17,8 +17,6 @@ from torch._dynamo.variables.base import VariableTracker
 
 from collage_fx.torch_compat.patching import Patch
 
-__all__ = ["BurnedIn"]
-
 POWERS = Patch(
     name="powers",
     target="torch._dynamo.variables.torch:TorchInGraphFunctionVariable.call_function(self, tx, args, kwargs)",

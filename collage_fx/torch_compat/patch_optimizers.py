@@ -27,9 +27,6 @@ from collage_fx.torch_compat.optim_frames import is_torchs_step
 from collage_fx.torch_compat.patching import Patch
 from collage_fx.torch_compat.tensors import is_known_by_identity
 
-__all__ = ["Place", "Thin", "ThinnedLists", "TracedRows", "is_traced_whole", "thinned_lists"]
-
-
 OPTIMIZERS = Patch(
     name="optimizers",
     target="torch._dynamo.variables.optimizer:OptimizerVariable.__init__(self, value)",

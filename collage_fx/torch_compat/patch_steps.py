@@ -12,9 +12,6 @@ from torch.utils.hooks import RemovableHandle
 
 from collage_fx.torch_compat.patching import Patch, Wrapper
 
-__all__ = ["before_eager_steps", "reroute_steps", "wrap_loading_of_modules", "wrap_states"]
-
-
 SAVING = Patch(
     name="saving",
     target="torch.optim:Optimizer.state_dict(self)",

@@ -28,8 +28,6 @@ from collage_fx.torch_compat import (
 )
 from collage_fx.torch_compat.patching import Patch, misfit
 
-__all__ = ["PATCHES", "misfits"]
-
 #: Every patch, module by module, roughly in the order in which a step meets them.
 PATCHES: tuple[Patch, ...] = tuple(
     value

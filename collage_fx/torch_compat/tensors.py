@@ -9,49 +9,16 @@ from operator import attrgetter
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch._ops import OpOverload
+from torch._ops import OpOverload as OpOverload
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.overrides import _pop_mode_temporarily
-from torch.utils import _pytree as pytree
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import (
-    TorchDispatchMode,
     _disable_current_modes,
     is_traceable_wrapper_subclass,
 )
 from torch.utils.weak import WeakIdKeyDictionary
-
-__all__ = [
-    "SET_GRAD_ENABLED",
-    "OpOverload",
-    "Pieces",
-    "TorchDispatchMode",
-    "base_of",
-    "disabled_torch_function",
-    "distributed_like",
-    "graph_module",
-    "has_internal_overlap",
-    "has_storage",
-    "is_class_of_made_ones",
-    "is_held_by_torch",
-    "is_made_of_tensors",
-    "keep_sizes",
-    "known_by_identity",
-    "laid_out_like",
-    "local_tensor",
-    "pieces_of",
-    "pytree",
-    "rename",
-    "schema_of",
-    "shares_memory",
-    "start_of_piece",
-    "storage_of",
-    "version_of",
-    "whole_tensor",
-    "without_modes",
-    "without_torch_function",
-    "wrapper_subclass",
-]
-
 
 RELIED_ON = (
     "torch:Tensor has _base, _make_wrapper_subclass, _use_count",
@@ -63,6 +30,9 @@ RELIED_ON = (
     "torch._C._dynamo.guards:TensorGuards",
     "torch.distributed.tensor._utils:compute_local_shape_and_global_offset",
 )
+
+#: torch's functions of nested containers, which have no public name in Python.
+pytree = _pytree
 
 #: The function that a graph calls for ``torch.set_grad_enabled``.
 SET_GRAD_ENABLED: Any = torch._C._set_grad_enabled

@@ -22,9 +22,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Sampling", "SummedValues", "TableSums"]
-
-
 #: Of a count of a block's elements, of which there are 1024: all counts of a tensor are one 64-bit number.
 BITS = 12
 

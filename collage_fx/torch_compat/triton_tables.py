@@ -32,8 +32,6 @@ from torch._inductor.async_compile import AsyncCompile
 
 from collage_fx.torch_compat.triton_sums import ADDING, TableSums
 
-__all__ = ["ALIGNED_BYTES", "TableKernel", "launch", "table_kernel"]
-
 RELIED_ON = (
     "torch._inductor.async_compile:AsyncCompile.triton(self, kernel_name, source_code, device_str)",
     "torch._inductor.runtime.triton_heuristics:fixed_config(config, filename, triton_meta, inductor_meta)",

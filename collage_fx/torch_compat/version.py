@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["OTHER_VERSIONS"]
-
 OLDEST_TORCH = (2, 11)
 TESTED_TORCH = ("2.11", "2.13", "2.15")
 

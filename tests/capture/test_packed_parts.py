@@ -11,8 +11,8 @@ from torch import Tensor
 
 from collage_fx import CollageBackend, full_value
 from collage_fx.errors import InvalidOptionError
-from collage_fx.runtime import held_per_parameter
-from collage_fx.runtime.packed import is_packed, why_left_unpacked
+from collage_fx.state import held_per_parameter
+from collage_fx.state.packed import is_packed, why_left_unpacked
 from tests.support.training import Descent, differences, everything, parameters, run_steps, set_gradients
 
 SHAPES = ((64, 96), (5,))

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError
 
-from collage_fx.audit import Measurement
+from collage_fx.tools.audit import Measurement
 from tests.compatibility import results
 from tests.compatibility.catalog import Row, Variant
 from tests.compatibility.rows import ROWS

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from collage_fx.audit import STEPS, Parameters
+from collage_fx.tools.audit import STEPS, Parameters
 
 __all__ = ["BUDGETS", "DTYPES", "STEPS", "TENSOR", "Row", "Subject", "Variant", "rows_of"]
 

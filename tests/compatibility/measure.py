@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from collage_fx.audit import Measurement, Trial, measure_trial
+from collage_fx.tools.audit import Measurement, Trial, measure_trial
 from tests.compatibility.catalog import DTYPES, STEPS, Variant
 
 __all__ = ["measure"]

@@ -14,7 +14,7 @@ from dataclasses import astuple, dataclass, fields
 import torch
 from tabulate import tabulate
 
-from collage_fx.audit import COMPENSATED, UNSUPPORTED, Measurement, falls_short
+from collage_fx.tools.audit import COMPENSATED, UNSUPPORTED, Measurement, falls_short
 from tests.compatibility.catalog import BUDGETS, SHAPES, STEPS, Row
 
 __all__ = [

@@ -7,6 +7,7 @@ from fractions import Fraction
 import pytest
 import sympy
 import torch
+from functorch import make_fx
 from torch import Tensor
 
 from collage_fx.graph.program import Kind
@@ -20,7 +21,6 @@ from collage_fx.graph.recurrence import (
 )
 from collage_fx.numerics.dither import dithered, phase, phases
 from collage_fx.numerics.formats import BFLOAT16, FLOAT16, FloatFormat
-from collage_fx.torch_compat import make_fx
 from tests.support.programs import after, captured
 
 

@@ -14,20 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collage_fx import CollageBackend
+from collage_fx.codegen.address_tables import CELL, LENGTH, MOST_ARGUMENTS, SUMS_OF_PIECE, Gather
 from collage_fx.numerics.update_sums import SUMS
-from collage_fx.runtime.batches import (
-    CELL,
-    CLUMP,
-    LENGTH,
-    MOST_ARGUMENTS,
-    SUMS_OF_PIECE,
-    WHOLE_CALLS,
-    Batch,
-    Gather,
-    job_size,
-    pieces_of,
-    whole_calls,
-)
+from collage_fx.runtime.batches import CLUMP, WHOLE_CALLS, Batch, job_size, pieces_of, whole_calls
 from collage_fx.runtime.calls import StepInParts
 from collage_fx.torch_compat import CFunction, load_cpp_library
 from tests.support.training import parameters, run_steps

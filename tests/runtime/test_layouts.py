@@ -18,8 +18,8 @@ from collage_fx import CollageBackend, error_terms, full_value
 from collage_fx.errors import ChangedTensorError, UnsupportedTensorError
 from collage_fx.numerics.error_formats import ERROR_FORMATS
 from collage_fx.runtime.calls import StepInParts
-from collage_fx.runtime.error_terms import ensure_expansion
 from collage_fx.runtime.layouts import Expected, Layouts
+from collage_fx.state.error_terms import ensure_expansion
 from tests.support.training import differences, everything, parameters, run_steps, set_gradients
 from tests.support.whole import pipeline
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from collage_fx import CollageBackend
 from collage_fx.graph.program import Arithmetic, Strategy
-from collage_fx.runtime.error_terms import expansion_of
+from collage_fx.state.error_terms import expansion_of
 
 __all__ = ["Case", "CompiledOptimizer", "Tensors", "gradients"]
 

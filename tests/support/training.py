@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 import collage_fx
 from collage_fx import CollageBackend
-from collage_fx.runtime.error_terms import expansion_of
+from collage_fx.state.error_terms import expansion_of
 
 SHAPES = ((4, 6), (5,))
 
@@ -108,7 +108,7 @@ def everything(optimizer: Optimizer) -> dict[str, Tensor]:
         for j, p in enumerate(group["params"]):
             tensors = {
                 "parameter": p,
-                **dict(collage_fx.runtime.optimizers.state_tensors(optimizer.state.get(p, {}))),
+                **dict(collage_fx.state.optimizers.state_tensors(optimizer.state.get(p, {}))),
             }
             for slot, tensor in tensors.items():
                 found[f"{i}.{j}.{slot}"] = tensor.detach().clone()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from collage_fx.lowering.lower import inductor_settings
-from collage_fx.runtime.packed import is_packed
+from collage_fx.state.packed import is_packed
 from tests.support import triton_offline as offline
 from tests.support.agreement import trajectory
 from tests.support.optimizers import CompiledOptimizer, Tensors

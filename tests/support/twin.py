@@ -16,8 +16,8 @@ from collage_fx import CollageBackend
 from collage_fx.graph import Reason, StepProgram, repeated_graph
 from collage_fx.lowering import Lowered
 from collage_fx.pipeline import Pass, run_pipeline
-from collage_fx.runtime.packed import is_packed
 from collage_fx.runtime.step import CompensatedStep
+from collage_fx.state.packed import is_packed
 from tests.support.float_bits import same_bits
 from tests.support.triton_offline import copy_graph
 

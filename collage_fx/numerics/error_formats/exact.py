@@ -13,8 +13,6 @@ from collage_fx.numerics.error_formats.base import AuxiliarySpec, ErrorBound, Er
 from collage_fx.numerics.formats import BFLOAT16
 from collage_fx.numerics.operators import define_operator
 
-__all__ = ["LOWER_HALF", "ULP_PARTS", "UPPER_HALF", "WITH_LOWER_HALF", "WITH_ULP_PARTS"]
-
 
 class Exact(ErrorFormat):
     """A float32 number in 4 bytes: hi, and what it leaves of the number, as a 16-bit integer.

@@ -26,10 +26,10 @@ from operator import is_
 
 from torch import Tensor
 
-from collage_fx.runtime.batches import PEEKED, Peek, is_library_loaded
-from collage_fx.runtime.claims import some
-from collage_fx.runtime.error_terms import expansion_of, same_elements
-from collage_fx.runtime.packed import PackedTensor
+from collage_fx.codegen import PEEKED, Peek, is_library_loaded
+from collage_fx.state.claims import some
+from collage_fx.state.error_terms import expansion_of, same_elements
+from collage_fx.state.packed import PackedTensor
 from collage_fx.torch_compat import local_tensor, version_of
 
 #: Between two steps one of so many tensors of state is looked at.

@@ -12,12 +12,12 @@ from torch.fx import GraphModule
 from torch.optim import Optimizer
 
 from collage_fx.errors import InvalidOptionError, did_you_mean
-from collage_fx.explain import CaptureOnly, captured
 from collage_fx.graph import Reason, Role, StepProgram, placeholders, tensor_value
 from collage_fx.lowering import Lowered, step_in_parts, why_not_compiled
 from collage_fx.options import refuse_unknown
 from collage_fx.report import CollageReport
 from collage_fx.runtime import Kernel, Launch, StepInParts
+from collage_fx.tools.explain import CaptureOnly, captured
 from collage_fx.torch_compat import imaginary_cuda, without_triton
 
 #: The widest access of a thread, bytes.

@@ -46,19 +46,6 @@ from collage_fx.torch_compat import (
     without_torch_function,
 )
 
-__all__ = [
-    "another_name",
-    "decoded",
-    "is_packed",
-    "leave_unpacked",
-    "packed_original",
-    "plain_class",
-    "recording",
-    "stride_of",
-    "unpack",
-    "why_left_unpacked",
-]
-
 
 class _Recording(threading.local):
     """What records the operations that this thread calls.

@@ -16,21 +16,9 @@ from torch.optim import Optimizer
 
 from collage_fx.graph import Role
 from collage_fx.numerics import is_low_precision
-from collage_fx.runtime.error_terms import expansion_of
-from collage_fx.runtime.packed import unpack
+from collage_fx.state.error_terms import expansion_of
+from collage_fx.state.packed import unpack
 from collage_fx.torch_compat import pytree
-
-__all__ = [
-    "KnownTensor",
-    "bytes_held",
-    "held_optimizers",
-    "held_per_parameter",
-    "known_tensors",
-    "optimizers_among",
-    "parameter_names",
-    "state_tensors",
-    "unpack_state",
-]
 
 
 @dataclass(frozen=True)

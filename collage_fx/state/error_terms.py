@@ -42,7 +42,7 @@ from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary, WeakIdRef, Weak
 from collage_fx.errors import CheckpointMismatchError, ConflictingErrorFormatError, UnsupportedTensorError
 from collage_fx.graph import is_dense
 from collage_fx.numerics import ERROR_FORMATS, AuxiliarySpec, ErrorFormat, format_named, is_low_precision
-from collage_fx.runtime.packed import Value, is_packed, move_packed, pack, unpack
+from collage_fx.state.packed import Value, is_packed, move_packed, pack, unpack
 from collage_fx.torch_compat import (
     distributed_like,
     has_storage,
@@ -55,18 +55,6 @@ from collage_fx.torch_compat import (
     whole_tensor,
     without_torch_function,
 )
-
-__all__ = [
-    "change_layout",
-    "choose_new",
-    "expansion_of",
-    "has_error_terms",
-    "note_new",
-    "packed_format",
-    "records_there",
-    "require_format",
-    "reset_error_terms",
-]
 
 
 class _Records:

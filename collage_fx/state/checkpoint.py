@@ -86,8 +86,8 @@ from torch.utils.weak import TensorWeakRef
 from collage_fx.errors import CheckpointMismatchError
 from collage_fx.graph import Role
 from collage_fx.numerics import STORAGE_FORMATS, ErrorFormat, format_named, is_low_precision
-from collage_fx.runtime.claims import Claims, some
-from collage_fx.runtime.error_terms import (
+from collage_fx.state.claims import Claims, some
+from collage_fx.state.error_terms import (
     Expansion,
     ensure_expansion,
     expansion_of,
@@ -96,16 +96,16 @@ from collage_fx.runtime.error_terms import (
     packed_tensor,
     reset_error_terms,
 )
-from collage_fx.runtime.fingerprints import BYTES, ROWS, chunk_on, fingerprint, number_in, table_of
-from collage_fx.runtime.optimizers import (
+from collage_fx.state.fingerprints import BYTES, ROWS, chunk_on, fingerprint, number_in, table_of
+from collage_fx.state.optimizers import (
     known_tensors,
     optimizers_among,
     parameter_names,
     shared_tensors,
     state_tensors,
 )
-from collage_fx.runtime.packed import decoded, is_packed
-from collage_fx.runtime.replaced_state import format_before, note_held
+from collage_fx.state.packed import decoded, is_packed
+from collage_fx.state.replaced_state import format_before, note_held
 from collage_fx.torch_compat import (
     distributed_like,
     local_tensor,
@@ -115,16 +115,6 @@ from collage_fx.torch_compat import (
     storage_of,
     wrap_states,
 )
-
-__all__ = [
-    "adopt",
-    "carry_along",
-    "forget_compiled",
-    "forget_wider_state",
-    "load_flat",
-    "note_compiled",
-    "times_loaded",
-]
 
 PREFIX = "collage_fx."
 #: Entry of a state dict for tensors that belong to no single parameter, and of what a pickle holds.
@@ -189,7 +179,9 @@ Carried = PickledExpansion
 def install() -> None:
     """Wrap the methods of ``Optimizer`` that save, load, copy and pickle it."""
     wrap_states(_saving, _loading, _packing, _unpacking, _unflattening)
-    torch.serialization.add_safe_globals([packed_tensor])
+    torch.serialization.add_safe_globals(
+        [packed_tensor, (packed_tensor, "collage_fx.runtime.error_terms.packed_tensor")]
+    )
 
 
 def note_compiled(optimizer: Optimizer) -> None:

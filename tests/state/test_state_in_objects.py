@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from collage_fx import error_terms, full_value
-from collage_fx.runtime.optimizers import state_tensors
+from collage_fx.state.optimizers import state_tensors
 from tests.support.twin import TwinBackend
 
 

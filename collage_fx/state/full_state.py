@@ -27,7 +27,7 @@ from collage_fx.errors import (
     did_you_mean,
 )
 from collage_fx.numerics import ERROR_FORMATS, is_low_precision
-from collage_fx.runtime.error_terms import (
+from collage_fx.state.error_terms import (
     ensure_expansion,
     expansion_of,
     full_value,
@@ -35,8 +35,8 @@ from collage_fx.runtime.error_terms import (
     require_format,
     write,
 )
-from collage_fx.runtime.optimizers import parameter_names
-from collage_fx.runtime.safetensors_file import NAMES, SafetensorsFile, write_safetensors
+from collage_fx.state.optimizers import parameter_names
+from collage_fx.state.safetensors_file import NAMES, SafetensorsFile, write_safetensors
 from collage_fx.torch_compat import pieces_of, whole_tensor
 
 

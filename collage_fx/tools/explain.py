@@ -30,7 +30,7 @@ from collage_fx.lowering import Lowered, interpreted, rules_of, why_not_compiled
 from collage_fx.numerics import is_low_precision
 from collage_fx.options import refuse_unknown
 from collage_fx.report import CollageReport
-from collage_fx.runtime import known_tensors
+from collage_fx.state import known_tensors
 from collage_fx.torch_compat import is_dynamos
 
 

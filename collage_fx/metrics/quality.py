@@ -27,8 +27,6 @@ from typing import ClassVar, TypeVar
 from collage_fx.errors import InvalidOptionError
 from collage_fx.numerics import OCTAVES, ROW, SIZES
 
-__all__ = ["Metrics", "UpdateQuality"]
-
 
 @dataclass(frozen=True)
 class MeasuredTensor:

@@ -32,8 +32,8 @@ from collage_fx.graph import Role
 from collage_fx.install import install
 from collage_fx.numerics import STORAGE_FORMATS
 from collage_fx.options import refuse_unknown
-from collage_fx.runtime import bytes_held, known_tensors
-from collage_fx.runtime.error_terms import error_terms, full_value
+from collage_fx.state import bytes_held, full_value, known_tensors
+from collage_fx.state.error_terms import error_terms
 from collage_fx.torch_compat import conversions, forget_counts, graph_breaks, recompile_reasons
 
 #: Outcomes. Everything else than the first two is a fault.

@@ -25,7 +25,8 @@ from torch import Tensor
 from collage_fx.backend import CollageBackend
 from collage_fx.graph import DEVICES
 from collage_fx.numerics import ERROR_FORMATS
-from collage_fx.runtime.error_terms import error_terms, full_value
+from collage_fx.state import full_value
+from collage_fx.state.error_terms import error_terms
 from collage_fx.torch_compat import PATCHES, cpp_compilers, misfits
 
 ELEMENTS = 1000

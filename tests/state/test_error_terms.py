@@ -15,7 +15,7 @@ import collage_fx
 from collage_fx import CollageBackend, CollageError, error_terms, full_value, reset_error_terms
 from collage_fx.errors import ConflictingErrorFormatError, LostErrorTermsError
 from collage_fx.numerics.error_formats import ERROR_FORMATS
-from collage_fx.runtime.error_terms import ensure_expansion, expansion_of
+from collage_fx.state.error_terms import ensure_expansion, expansion_of
 from tests.support.training import Descent, compiled, live_error_terms, parameters, run_steps, set_gradients
 
 MCF, FP32 = ERROR_FORMATS["mcf"], ERROR_FORMATS["fp32"]

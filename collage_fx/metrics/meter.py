@@ -18,14 +18,11 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from collage_fx.errors import InvalidOptionError
 from collage_fx.graph import InputInfo, Role, StateTensor
+from collage_fx.metrics.quality import MeasuredTensor, Metrics, UpdateQuality
 from collage_fx.numerics import SIZES, SUMS
-from collage_fx.runtime.calls import Present
-from collage_fx.runtime.launches import is_captured
-from collage_fx.runtime.metrics import MeasuredTensor, Metrics, UpdateQuality
-from collage_fx.runtime.optimizers import parameter_names, state_tensors
+from collage_fx.runtime import Present, is_captured
+from collage_fx.state import parameter_names, state_tensors
 from collage_fx.torch_compat import Pieces, pieces_of, real_tensors, takes_a_list
-
-__all__ = ["MeasuredInput", "Meter", "MeteredStep", "Rows"]
 
 #: Numbers of a row in memory, and where its sizes begin: each part begins at a multiple of 128 bytes, as GPU
 #: kernels may take for granted.

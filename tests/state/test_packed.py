@@ -16,8 +16,8 @@ from torch import Tensor
 from collage_fx import error_terms, full_value, reset_error_terms
 from collage_fx.errors import UnsupportedTensorError
 from collage_fx.numerics import PACKED_FORMATS
-from collage_fx.runtime.error_terms import Expansion, ensure_expansion, expansion_of
-from collage_fx.runtime.packed import PackedTensor, is_packed, unpack
+from collage_fx.state.error_terms import Expansion, ensure_expansion, expansion_of
+from collage_fx.state.packed import PackedTensor, is_packed, unpack
 from collage_fx.torch_compat import storage_of, without_torch_function
 
 BLOCK8, _ = PACKED_FORMATS["block8"]
@@ -159,7 +159,7 @@ def test_unpacked_and_packed_again_it_has_the_same_codes() -> None:
 
 
 def test_a_large_tensor_is_encoded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("collage_fx.runtime.error_terms.PART", 1 << 10)
+    monkeypatch.setattr("collage_fx.state.error_terms.PART", 1 << 10)
     tensor = torch.randn(100, 96, generator=torch.Generator().manual_seed(1)).half()
     expected = BLOCK8.split(tensor.float(), tensor.dtype)[1:]
     expansion = ensure_expansion(tensor, BLOCK8, name="tensor")

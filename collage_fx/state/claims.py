@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from collage_fx.runtime.error_terms import Expansion, expansion_of
-from collage_fx.runtime.fingerprints import fingerprint
+from collage_fx.state.error_terms import Expansion, expansion_of
+from collage_fx.state.fingerprints import fingerprint
 from collage_fx.torch_compat import Pieces, local_tensor, pieces_of, real_tensors, wrap_loading_of_modules
 
 log = logging.getLogger("collage_fx")

@@ -28,14 +28,12 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from collage_fx.numerics import ErrorFormat, is_low_precision
-from collage_fx.runtime.claims import some
-from collage_fx.runtime.error_terms import expansion_of, hand_over, move_into, record_memory
-from collage_fx.runtime.optimizers import parameter_names
-from collage_fx.runtime.packed import is_packed, plain_class, stride_of
-from collage_fx.runtime.written import Written
+from collage_fx.state.claims import some
+from collage_fx.state.error_terms import expansion_of, hand_over, move_into, record_memory
+from collage_fx.state.optimizers import parameter_names
+from collage_fx.state.packed import is_packed, plain_class, stride_of
+from collage_fx.state.written import Written
 from collage_fx.torch_compat import local_tensor, pieces_of, real_tensors
-
-__all__ = ["note_held", "note_step", "noting_steps", "settle_replaced"]
 
 
 class _Place(NamedTuple):

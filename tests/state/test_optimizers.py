@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from collage_fx.graph.program import Role
-from collage_fx.runtime.optimizers import (
+from collage_fx.state.optimizers import (
     known_tensors,
     optimizers_among,
     parameter_names,

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from collage_fx.runtime import fingerprints
-from collage_fx.runtime.fingerprints import BYTES, ROWS, fingerprint, number_in, table_of
+from collage_fx.state import fingerprints
+from collage_fx.state.fingerprints import BYTES, ROWS, fingerprint, number_in, table_of
 from tests.support.memory import peak
 from tests.support.training import compiled, run_steps
 

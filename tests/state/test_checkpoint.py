@@ -21,8 +21,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from collage_fx import CollageBackend, error_terms, full_value
 from collage_fx.capture.recording import record
 from collage_fx.errors import CheckpointMismatchError
-from collage_fx.runtime.checkpoint import adopt
-from collage_fx.runtime.optimizers import known_tensors
+from collage_fx.state.checkpoint import adopt
+from collage_fx.state.optimizers import known_tensors
 from tests.support import resume
 from tests.support.training import (
     Descent,

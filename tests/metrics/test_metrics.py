@@ -22,6 +22,7 @@ from collage_fx import CollageBackend, full_value
 from collage_fx.errors import InvalidOptionError
 from collage_fx.graph.nodes import PASS_MARK, placeholders
 from collage_fx.graph.operators import update_sizes, update_sums
+from collage_fx.metrics.quality import MeasuredTensor, Metrics, UpdateQuality
 from collage_fx.numerics.formats import storage_format
 from collage_fx.numerics.update_sums import (
     COUNTS,
@@ -37,7 +38,6 @@ from collage_fx.numerics.update_sums import (
     sums,
 )
 from collage_fx.report.plots import plot
-from collage_fx.runtime.metrics import MeasuredTensor, Metrics, UpdateQuality
 from collage_fx.torch_compat import inductor_config
 from collage_fx.torch_compat.cpp_sums import BLOCK
 from tests.support import triton_offline as offline
@@ -335,7 +335,7 @@ def test_a_step_that_is_captured_into_a_cuda_graph_is_refused(monkeypatch: pytes
     step = torch.compile(torch.optim.AdamW(params).step, backend=backend)
     run_steps(step, params, range(2))
     before = [p.detach().clone() for p in params]
-    monkeypatch.setattr("collage_fx.runtime.meter.is_captured", lambda device: True)
+    monkeypatch.setattr("collage_fx.metrics.meter.is_captured", lambda device: True)
     with pytest.raises(InvalidOptionError, match="would not be measured"):
         step()
     assert all(torch.equal(p, each) for p, each in zip(params, before, strict=True))

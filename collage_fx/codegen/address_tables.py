@@ -1,0 +1,142 @@
+"""Tables of addresses of tensors, and the C++ functions that read them (``address_tables.cpp``)."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from array import array
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from collage_fx.numerics import SUMS
+from collage_fx.torch_compat import ADDRESS_OF_TENSOR, load_cpp_library, prepare_cpp_compiler
+
+#: Elements of a tensor that are compared with those that the last step has left.
+PEEKED = 4
+
+#: Bytes of a cell of scratch memory: a number of any dtype.
+CELL = 16
+#: Arguments that ``run`` can pass.
+MOST_ARGUMENTS = 96
+
+#: Values for an argument that is no address of a tensor: the length of the piece; the address of sums over
+#: its elements, as many as in ``SUMS``; the address of the index of its first element, a 32-bit integer.
+LENGTH, SUMS_OF_PIECE, FIRST_OF_PIECE = -1, -2, -3
+
+
+def _source() -> str:
+    """Return the C++ source, with the constants above in front."""
+    constants = {
+        "PEEKED": PEEKED,
+        "CELL": CELL,
+        "MOST_ARGUMENTS": MOST_ARGUMENTS,
+        "LENGTH": LENGTH,
+        "SUMS_OF_PIECE": SUMS_OF_PIECE,
+        "FIRST_OF_PIECE": FIRST_OF_PIECE,
+        "SUMS": len(SUMS),
+    }
+    defined = "".join(f"#define {name} {value}\n" for name, value in constants.items())
+    return defined + Path(__file__).with_suffix(".cpp").read_text(encoding="utf-8")
+
+
+class Library(NamedTuple):
+    """The functions above, to be called with numbers; beside ``run``, other Python threads go on."""
+
+    run: Callable[..., None]
+    gather: Callable[..., None]
+    fill: Callable[..., int]
+    peek: Callable[..., None]
+
+
+@functools.cache
+def load_library() -> Library:
+    """Compiled, unless Inductor has it in its cache."""
+    library = load_cpp_library(_source())
+    pointer, word = ctypes.c_void_p, ctypes.c_int64
+    run, gather = library.run, ctypes.PyDLL(library._name).gather
+    run.argtypes = [pointer, word, word, pointer, pointer, word, *[pointer] * 6, word, word, pointer]
+    gather.argtypes = [ctypes.py_object, word, pointer, pointer, pointer]
+    fill = library.fill
+    fill.argtypes = [word, *[pointer] * 4, word, pointer]
+    peek = ctypes.PyDLL(library._name).peek
+    peek.argtypes = [word, pointer, pointer, pointer]
+    run.restype = gather.restype = peek.restype = None
+    fill.restype = word
+    return Library(run, gather, fill, peek)
+
+
+def is_library_loaded() -> bool:
+    """Whether a step has needed the functions above, and the machine could compile them."""
+    return load_library.cache_info().currsize > 0
+
+
+@functools.cache
+def prepare_compiler() -> None:
+    """Have all that a first step compiles beside its own kernels compiled on another core, once a process.
+
+    A fault of the compiler is raised where the library or a kernel is needed, and not here.
+    """
+    prepare_cpp_compiler().add_done_callback(lambda done: done.exception() or load_library())
+
+
+def fill(
+    words: Tensor,
+    places: array[int],
+    sizes: array[int],
+    offsets: array[int],
+    addresses: array[int],
+    scratch: Tensor,
+) -> bool:
+    """Write the words of a device's table; returns whether any of them has changed.
+
+    Args:
+        words: the table, on the host.
+        places: where in ``addresses`` the address is that a word is made of; -1: nowhere; ``-2 - cell``: it
+            is that of a cell of scratch memory.
+        sizes: bytes of the number at that address, if that is what the word is.
+        offsets: what is added to addresses.
+        addresses: of a step's values.
+        scratch: memory.
+    """
+    tables = (table.buffer_info()[0] for table in (places, sizes, offsets, addresses))
+    return bool(load_library().fill(len(places), *tables, scratch.data_ptr(), words.data_ptr()))
+
+
+class Gather:
+    """The addresses of some of the tensors in a list.
+
+    Args:
+        places: of these in any list.
+    """
+
+    def __init__(self, places: Sequence[int]) -> None:
+        self._places = array("q", places)
+        self._gather = load_library().gather
+
+    def __call__(self, values: list[Any]) -> array[int]:
+        """A table of addresses for batches, of a list whose values at the places are tensors."""
+        addresses, place = array("q", self._places), self._places.buffer_info()
+        self._gather(values, place[1], place[0], ADDRESS_OF_TENSOR, addresses.buffer_info()[0])
+        return addresses
+
+
+class Peek:
+    """Some elements of each of some 16-bit tensors in the host's memory, to see whether they are the same.
+
+    Args:
+        tensors: contiguous; it is given them again at each call, and their memory may be another then.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._gather = Gather(range(len(tensors)))
+        self._lengths = array("q", [each.numel() for each in tensors])
+
+    def __call__(self, tensors: list[Any]) -> array[int]:
+        """``PEEKED`` elements of each."""
+        found = array("h", bytes(2 * PEEKED * len(tensors)))
+        tables = self._gather(tensors), self._lengths, found
+        load_library().peek(len(tensors), *(table.buffer_info()[0] for table in tables))
+        return found

@@ -1,0 +1,9 @@
+"""Tools for people: audit, explain, doctor, and the code for a GPU."""
+
+from collage_fx.tools.audit import STEPS
+from collage_fx.tools.doctor import examine
+
+__all__ = [
+    "STEPS",
+    "examine",
+]
