@@ -1,12 +1,15 @@
 """Code that this package writes itself: the C++ of a rule's kernel, printed from its graph."""
 
 from collage_fx.codegen.address_tables import (
+    ADDED,
     CELL,
     FIRST_OF_PIECE,
     LENGTH,
+    MEAN,
     MOST_ARGUMENTS,
     PEEKED,
     SUMS_OF_PIECE,
+    TOTAL,
     Gather,
     Peek,
     fill,
@@ -14,22 +17,27 @@ from collage_fx.codegen.address_tables import (
     load_library,
     prepare_compiler,
 )
+from collage_fx.codegen.elements import has_spelling
 from collage_fx.codegen.kernels import FLAGS, flat_kernel, number_kernel
 from collage_fx.codegen.spellings import NoSpelling
 
 __all__ = [
+    "ADDED",
     "CELL",
     "FIRST_OF_PIECE",
     "FLAGS",
     "LENGTH",
+    "MEAN",
     "MOST_ARGUMENTS",
     "PEEKED",
     "SUMS_OF_PIECE",
+    "TOTAL",
     "Gather",
     "NoSpelling",
     "Peek",
     "fill",
     "flat_kernel",
+    "has_spelling",
     "is_library_loaded",
     "load_library",
     "number_kernel",

@@ -34,6 +34,10 @@ Caller caller(size_t arguments, std::index_sequence<N...>) {
 
 constexpr size_t most = MOST_ARGUMENTS;
 
+bool is_added(Word kind) {
+  return kind == SUMS_OF_PIECE || kind == TOTAL || kind == MEAN;
+}
+
 // Of a piece: no two threads write to neighbouring ones.
 struct alignas(128) Sums {
   double each[SUMS];
@@ -88,8 +92,9 @@ extern "C" void run(
     const Word* first_piece, const Word* calls, const Word* offsets, const Word* lengths, const Word* turns,
     const Word* addresses, Word scratch, Word threads, const char* present) {
   const Caller invoke = caller(arguments, std::make_index_sequence<most + 1>());
-  const size_t vectors = std::count(kinds, kinds + arguments, SUMS_OF_PIECE);
+  const size_t vectors = std::count_if(kinds, kinds + arguments, is_added);
   std::vector<Sums> sums(vectors * first_piece[jobs]);
+  const auto address_of = [&](Word value) { return value < 0 ? scratch + CELL * ~value : addresses[value]; };
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
   for (Word job = 0; job < jobs; ++job) {
     for (Word piece = first_piece[job]; piece < first_piece[job + 1]; ++piece) {
@@ -102,25 +107,37 @@ extern "C" void run(
       for (Word j = 0; j < arguments; ++j) {
         if (kinds[j] == LENGTH) {
           a[j] = lengths[piece];
-        } else if (kinds[j] == SUMS_OF_PIECE) {
+        } else if (is_added(kinds[j])) {
           a[j] = reinterpret_cast<Word>((sums_of_piece++)->each);
         } else if (kinds[j] == FIRST_OF_PIECE) {
           a[j] = reinterpret_cast<Word>(&first);
         } else {
-          const Word start = of_call[j] < 0 ? scratch + CELL * ~of_call[j] : addresses[of_call[j]];
-          a[j] = start + kinds[j] * offsets[piece];
+          a[j] = address_of(of_call[j]) + kinds[j] * offsets[piece];
         }
       }
       invoke(function, a);
     }
   }
-  const Sums* next = sums.data();
-  for (Word piece = 0; vectors && piece < first_piece[jobs]; ++piece) {
+  if (!vectors) return;
+  // Pieces of a call stand one after the other.
+  for (Word begin = 0, end = 0; begin < first_piece[jobs]; begin = end) {
+    Word length = 0;
+    for (; end < first_piece[jobs] && calls[end] == calls[begin]; ++end) length += width * lengths[end];
+    const Sums* of_first = sums.data() + vectors * begin;
     for (Word j = 0; j < arguments; ++j) {
-      if (kinds[j] != SUMS_OF_PIECE) continue;
-      double* total = reinterpret_cast<double*>(addresses[which[calls[piece] * arguments + j]]);
-      for (size_t k = 0; k < SUMS; ++k) total[k] = (offsets[piece] ? total[k] : 0) + next->each[k];
-      ++next;
+      if (!is_added(kinds[j])) continue;
+      Sums total{};
+      for (Word piece = 0; piece < end - begin; ++piece) {
+        for (size_t k = 0; k < SUMS; ++k) total.each[k] += of_first[vectors * piece].each[k];
+      }
+      ++of_first;
+      void* result = reinterpret_cast<void*>(address_of(which[calls[begin] * arguments + j]));
+      if (kinds[j] == SUMS_OF_PIECE) {
+        std::memcpy(result, total.each, sizeof total.each);
+      } else {
+        const float sum = static_cast<float>(kinds[j] == MEAN ? total.each[0] / length : total.each[0]);
+        std::memcpy(result, &sum, sizeof sum);
+      }
     }
   }
 }

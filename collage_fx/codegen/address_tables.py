@@ -24,7 +24,11 @@ MOST_ARGUMENTS = 96
 
 #: Values for an argument that is no address of a tensor: the length of the piece; the address of sums over
 #: its elements, as many as in ``SUMS``; the address of the index of its first element, a 32-bit integer.
-LENGTH, SUMS_OF_PIECE, FIRST_OF_PIECE = -1, -2, -3
+#: The address of a float64 sum over its elements, of which the call leaves the sum, or the mean, in float32.
+LENGTH, SUMS_OF_PIECE, FIRST_OF_PIECE, TOTAL, MEAN = -1, -2, -3, -4, -5
+
+#: Of these, those that pieces add to.
+ADDED = (SUMS_OF_PIECE, TOTAL, MEAN)
 
 
 def _source() -> str:
@@ -36,6 +40,8 @@ def _source() -> str:
         "LENGTH": LENGTH,
         "SUMS_OF_PIECE": SUMS_OF_PIECE,
         "FIRST_OF_PIECE": FIRST_OF_PIECE,
+        "TOTAL": TOTAL,
+        "MEAN": MEAN,
         "SUMS": len(SUMS),
     }
     defined = "".join(f"#define {name} {value}\n" for name, value in constants.items())

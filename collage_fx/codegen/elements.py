@@ -22,11 +22,12 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from collage_fx.codegen.functions import CONVERT, Function, function_of
+from collage_fx.codegen.functions import CONVERT, Function, expression, function_of
 from collage_fx.codegen.spellings import STORED_AS_BITS, NoSpelling
 from collage_fx.graph import ELEMENTWISE, trace_of, update_sizes, update_sums, values_of_update
 from collage_fx.numerics import (
     BLOCK_CODES,
+    BLOCK_OPERATORS,
     BLOCK_SCALES,
     BLOCK_VALUES,
     PHASES,
@@ -75,6 +76,10 @@ def sums_of(*values: Tensor) -> Tensor:
     raise NotImplementedError
 
 
+#: Operators that add all elements up.
+TOTALS = (aten.sum.default, aten.mean.default)
+
+
 class Kind(Enum):
     """How many values of a node there are."""
 
@@ -89,6 +94,7 @@ _KINDS: dict[Any, Kind] = {
     place: Kind.OF_ELEMENT,
     largest_magnitude: Kind.OF_BLOCK,
     sums_of: Kind.ROW,
+    **dict.fromkeys(TOTALS, Kind.ROW),
 }
 
 
@@ -110,6 +116,7 @@ class Elements:
         inputs: placeholders of tensors.
         stores: of elements, of values of blocks, and of numbers.
         rows: stores of sums, and of counts, over the elements.
+        totals: stores of the sums of all elements, of which the caller makes sums and means.
         written: inputs that something is stored into.
         largest: the largest magnitudes of blocks.
         tested: elements' values whose magnitude tells whether roundings need to ask for infinity and NaN.
@@ -125,9 +132,10 @@ class Elements:
         copies: list[Any] = list(graph.find_nodes(op="call_function", target=aten.copy_.default))
         stores = [Store(*copy.args) for copy in copies]
         self.rows = [store for store in stores if store.value.target in (sums_of, measures.size_bin)]
-        self.stores = [store for store in stores if store not in self.rows]
+        self.totals = [store for store in stores if store.value.target in TOTALS]
+        self.stores = [store for store in stores if store not in (*self.rows, *self.totals)]
         self.written = {store.into for store in stores}
-        self._row_inputs = {store.into for store in self.rows}
+        self._row_inputs = {store.into for store in (*self.rows, *self.totals)}
         self.nodes = [node for node in graph.nodes if node.op in ("placeholder", "call_function")]
         self.kinds: dict[Node, Kind] = {}
         for node in self.nodes:
@@ -152,10 +160,10 @@ class Elements:
             return Kind.NUMBER
         if node.op == "placeholder":
             value = node.meta["val"]
-            if not isinstance(value, Tensor) or value.dim() == 0:
-                return Kind.NUMBER
             if node in self._row_inputs:
                 return Kind.ROW
+            if not isinstance(value, Tensor) or value.dim() == 0:
+                return Kind.NUMBER
             is_of_block = self.width > 1 and value.shape[1] == 1
             return Kind.OF_BLOCK if is_of_block else Kind.OF_ELEMENT
         if node.target is aten.copy_.default:
@@ -201,6 +209,20 @@ class Elements:
     def _is_kept(self, node: Node) -> bool:
         is_cheap = node.op == "placeholder" or node.target is place or is_load(node)
         return node in self.early and not is_cheap
+
+
+def has_spelling(node: Node) -> bool:
+    """Return whether printed C++ has an expression for an operation, as far as its operands tell."""
+    if node.target in FUNCTIONS or node.target in (PHASES, *BLOCK_OPERATORS, update_sums, update_sizes):
+        return True
+    operands = dict.fromkeys(node.all_input_nodes, "x")
+    try:
+        if is_rounding(node):
+            return _operand(node).meta["val"].dtype in (torch.float32, node.args[1])
+        expression(node, operands, is_number=node.meta["val"].dim() == 0)
+    except NoSpelling:
+        return False
+    return True
 
 
 def _operand(node: Node) -> Node:

@@ -83,7 +83,7 @@ def _source(names: Names, body: Sequence[str], more: Sequence[str]) -> str:
     elements = names.elements
     parameters = [
         "{}{}* __restrict {}".format(
-            "" if node in elements.written else "const ", CPP_TYPES[node.meta["val"].dtype], node.name
+            "" if node in elements.written else "const ", _type_in_memory(elements, node), node.name
         )
         for node in elements.inputs
     ]
@@ -102,6 +102,12 @@ extern "C" void kernel({signature}) {{
 {lines}
 }}
 """
+
+
+def _type_in_memory(elements: Elements, node: Node) -> str:
+    """Return the C++ type of an argument's elements; that of a total is float64, of which the caller rounds."""
+    is_total = any(node is store.into for store in elements.totals)
+    return "double" if is_total else CPP_TYPES[node.meta["val"].dtype]
 
 
 def _indented(lines: Iterable[str]) -> list[str]:
@@ -125,7 +131,9 @@ class _Flat:
             node for node in elements.nodes if reads_half(node) and elements.kinds[node] is Kind.OF_ELEMENT
         ]
         self.apart = {store: f"{store.into.name}_out" for store in self.stores if _is_apart(store)}
+        self.totals = [(store.into.name, store.value.all_input_nodes[0]) for store in elements.totals]
         measured = [value for _, values in self.sums for value in values]
+        measured += [value for _, value in self.totals]
         self.kept = elements.kept([*(store.value for store in self.stores), *measured])
         self.read = {
             **{node: f"{node.name}_in[j]" for node in self.bytes_read},
@@ -180,6 +188,8 @@ class _Flat:
             lines.append(f"for (int k = 0; k < {len(SUMS)}; ++k) {row}[k] = 0;")
             lines.append(f"SumsOf{len(values)} sums_of_{row};")
             self.names.functions[f"SumsOf{len(values)}"] = sums_class(len(values), CHUNK)
+        for total, _ in self.totals:
+            lines += [_buffer(f"{total}_of", "float"), f"double {total}_lanes[16] = {{}};"]
         return lines
 
     def _reads(self) -> list[str]:
@@ -202,6 +212,7 @@ class _Flat:
         for row, values in self.sums:
             buffers = ", ".join(f"{row}_of{k}" for k, _ in enumerate(values))
             lines.append(f"sums_of_{row}.add({buffers}, count);")
+        lines += [f"add_up({total}_lanes, {total}_of, count);" for total, _ in self.totals]
         return lines
 
     def _loops(self) -> list[str]:
@@ -261,6 +272,7 @@ class _Flat:
         of_blocks = [store.value for store in self.block_stores]
         wanted = [_stored(store) for store in self.stores]
         wanted += [value for _, values in self.sums for value in values]
+        wanted += [value for _, value in self.totals]
         given = {**self.known, **known, **blocks}
         done = Statements(self.names, [*wanted, *of_blocks], given, finite=finite, before_stores=True)
         lines = list(done.lines)
@@ -270,6 +282,7 @@ class _Flat:
             lines.append(f"{into} = {value};")
         for row, values in self.sums:
             lines += [f"{row}_of{k}[j] = {bare(done.texts[value])};" for k, value in enumerate(values)]
+        lines += [f"{total}_of[j] = {bare(done.texts[value])};" for total, value in self.totals]
         at = f"at / {self.elements.width} + block"
         end = [f"{store.into.name}[{at}] = {done.texts[store.value]};" for store in self.block_stores]
         return self._loop(lines, done.of_block, end)
@@ -306,6 +319,7 @@ class _Flat:
             "}",
             "if (at < elements) chunk(at, int(elements - at));",
             *(f"sums_of_{row}.write({row});" for row, _ in self.sums),
+            *(f"{total}[0] = sum_of_lanes({total}_lanes);" for total, _ in self.totals),
         ]
 
 

@@ -64,6 +64,22 @@ inline float products_of(const float* x, const float* y) {
   }
 }
 
+// Add every 16th number of a chunk to a sum of its own.
+inline void add_up(double* lanes, const float* x, int count) {
+  int begin = 0;
+  for (; begin + 16 <= count; begin += 16) {
+#pragma omp simd
+    for (int lane = 0; lane < 16; ++lane) lanes[lane] += x[begin + lane];
+  }
+  for (; begin < count; ++begin) lanes[begin % 16] += x[begin];
+}
+
+inline double sum_of_lanes(const double* lanes) {
+  double sum = 0;
+  for (int lane = 0; lane < 16; ++lane) sum += lanes[lane];
+  return sum;
+}
+
 template <class T> inline T maximum(T x, T y) { return x > y || x != x ? x : y; }
 template <class T> inline T minimum(T x, T y) { return x < y || x != x ? x : y; }
 template <class T> inline T clamp_min(T x, T least) { return x < least ? least : x; }

@@ -21,8 +21,10 @@ from collage_fx.codegen import (
     FIRST_OF_PIECE,
     FLAGS,
     LENGTH,
+    MEAN,
     MOST_ARGUMENTS,
     SUMS_OF_PIECE,
+    TOTAL,
     NoSpelling,
     flat_kernel,
     load_library,
@@ -194,9 +196,16 @@ def _kinds(rule: Rule, inputs: Sequence[Any], arguments: Sequence[int]) -> tuple
     lines = [i for i, line in enumerate(rule.lines) if line.target is None]
     of_sums = {index for index, line in enumerate(lines, start=before) if line in rule.sums}
 
+    of_totals = {
+        before + len(lines) + i: MEAN if target is torch.ops.aten.mean.default else TOTAL
+        for i, target in rule.totals.items()
+    }
+
     def kind(argument: int) -> int:
         if argument in of_sums:
             return SUMS_OF_PIECE
+        if argument in of_totals:
+            return of_totals[argument]
         if rule.is_placed and argument == 1:
             return FIRST_OF_PIECE
         value = inputs[argument]

@@ -21,6 +21,7 @@ from torch.fx import Graph, GraphModule, Node
 from collage_fx.codegen import load_library
 from collage_fx.graph import ONCE, Reason, Repetition, device_facts, is_copy_to_input, placeholders, reached
 from collage_fx.lowering.attempts import inductors_faults
+from collage_fx.lowering.islands import cut
 from collage_fx.lowering.kernels import kernel_of
 from collage_fx.lowering.parts import Part, parts_of
 from collage_fx.lowering.rules import Rule, rule_of, samples_first
@@ -84,7 +85,7 @@ def rules_of(gm: GraphModule, *, always: bool = False) -> list[tuple[Part, Rule]
     parts = parts_of(gm.graph)
     if isinstance(parts, Reason):
         return parts
-    rules = [(part, rule_of(part)) for each in parts for part in samples_first(each)]
+    rules = [(part, rule_of(part)) for each in parts for some in cut(each) for part in samples_first(some)]
     is_worth_it = any(rule.flat for _, rule in rules) or len({rule.key for _, rule in rules}) < len(rules)
     if not (always or is_worth_it):
         return Reason("no two of its parts are equal, and none serves every length")

@@ -55,11 +55,16 @@ from collage_fx.graph import (
 from collage_fx.lowering.parts import Part
 from collage_fx.numerics import BLOCK, BLOCK_OPERATORS, PHASES
 from collage_fx.runtime import HOST, LONGEST_PIECE
-from collage_fx.torch_compat import pytree
+from collage_fx.torch_compat import OpOverload, pytree
 
 #: A symbolic length is taken to be no less: of sizes 0 and 1 PyTorch has ideas of its own (broadcasting,
 #: strides). A kernel over a table knows nothing of them: there one element is a row like others.
 SHORTEST = 2
+
+aten = torch.ops.aten
+
+#: The operators of totals in flat rules.
+TOTALS = (aten.sum.default, aten.mean.default)
 
 #: Elements that a sum in a flat rule can count, or 32-bit indices.
 LONGEST = 1 << 31
@@ -164,6 +169,13 @@ class Rule:
         """The input lines that sums over all elements are stored into."""
         return {into for into, value in self.stores if into is not None and self._is_sum(value)}
 
+    @property
+    def totals(self) -> dict[int, Any]:
+        """The operators of totals that a flat rule computes, by the numbers of its results."""
+        results = [value for into, value in self.stores if into is None]
+        targets = {i: self.lines[value].target for i, value in enumerate(results)}
+        return {i: target for i, target in targets.items() if self.flat and target in TOTALS}
+
     def _is_sum(self, line: int) -> bool:
         return self.lines[line].target is update_sums
 
@@ -171,6 +183,40 @@ class Rule:
 def rule_of(part: Part) -> Rule:
     """The rule of a part of a graph."""
     return _Writer(part).rule()
+
+
+def nodes_of(part: Part) -> list[Node]:
+    """Return every node that a part's stores and results are computed from, operands first."""
+    found: dict[Node, None] = {}
+    roots = [*part.results]
+    for store in reversed(part.stores):
+        roots += reversed([n for n in store.args[:2] if isinstance(n, Node)])
+    stack = [(node, False) for node in roots]
+    while stack:
+        node, done = stack.pop()
+        if node in found:
+            continue
+        if done or is_input(part, node):
+            found[node] = None
+            continue
+        stack.append((node, True))
+        stack += [(operand, False) for operand in reversed(node.all_input_nodes)]
+    return list(found)
+
+
+def is_total(node: Node) -> bool:
+    """Return whether a node is the float32 sum, or mean, of all elements of a float32 tensor."""
+    if node.target not in (*TOTALS, aten.sum.dim_IntList, aten.mean.dim):
+        return False
+    operand, value = tensor_value(node.all_input_nodes[0]), tensor_value(node)
+    assert operand is not None
+    assert value is not None
+    return value.dim() == 0 < operand.dim() and operand.dtype is value.dtype is torch.float32
+
+
+def is_input(part: Part, node: Node) -> bool:
+    """Return whether a part reads a value that it does not compute."""
+    return node.op in ("placeholder", "get_attr") or node in part.given
 
 
 class _Writer:
@@ -181,7 +227,7 @@ class _Writer:
 
     def __init__(self, part: Part) -> None:
         self.part = part
-        self.nodes = self._walk()
+        self.nodes = nodes_of(part)
         self.rows = {
             node
             for store in part.stores
@@ -190,6 +236,8 @@ class _Writer:
         }
         self.has_blocks = any(node.target in BLOCK_OPERATORS for node in self.nodes)
         self.shape = max((v.shape for v in self._elements()), key=torch.Size.numel, default=torch.Size())
+        on_host = not any(device_facts(value.device).is_launched for value in self._elements())
+        self.totals = {value for value in part.results if on_host and is_total(value)}
         self.flat = self._is_flat()
 
     def rule(self) -> Rule:
@@ -207,26 +255,8 @@ class _Writer:
         independent = self._is_independent(operands)
         return Rule(key, self.flat, lines, tuple(stores), operands, length, width, independent)
 
-    def _walk(self) -> list[Node]:
-        """Every node that the stores and results are computed from, operands first."""
-        found: dict[Node, None] = {}
-        roots = [*self.part.results]
-        for store in reversed(self.part.stores):
-            roots += reversed([n for n in store.args[:2] if isinstance(n, Node)])
-        stack = [(node, False) for node in roots]
-        while stack:
-            node, done = stack.pop()
-            if node in found:
-                continue
-            if done or self._is_input(node):
-                found[node] = None
-                continue
-            stack.append((node, True))
-            stack += [(operand, False) for operand in reversed(node.all_input_nodes)]
-        return list(found)
-
     def _is_input(self, node: Node) -> bool:
-        return node.op in ("placeholder", "get_attr") or node in self.part.given
+        return is_input(self.part, node)
 
     def _elements(self) -> list[Tensor]:
         values = [tensor_value(node) for node in self.nodes if node not in self.rows]
@@ -234,22 +264,26 @@ class _Writer:
 
     def _is_flat(self) -> bool:
         tensors = [value for value in self._elements() if not self._is_of_blocks(value)]
-        if self.has_blocks and self.shape.numel() < SHORTEST * BLOCK:
+        if self.has_blocks and self.shape.numel() < BLOCK:
             return False
         is_launched = any(device_facts(value.device).is_launched for value in tensors)
-        shortest, longest = (1, LONGEST_PIECE) if is_launched else (SHORTEST, LONGEST)
-        if self.shape.numel() < shortest or any(value.shape != self.shape for value in tensors):
+        longest = LONGEST_PIECE if is_launched else LONGEST
+        if not self.shape.numel() or any(value.shape != self.shape for value in tensors):
             return False
         if self.rows and self.shape.numel() >= longest:
             return False
         inputs = [node for node in self.nodes if self._is_input(node) and node not in self.rows]
         memory = [tensor_value(node) for node in (*self.part.results, *inputs)]
         placed = [v for v in memory if v is not None and v.dim() > 0 and not self._is_of_blocks(v)]
-        layouts = {_order_in_memory(value) for value in placed}
+        layouts = {order_in_memory(value) for value in placed}
         return (
             len(layouts) <= 1
             and all(map(is_dense, placed))
-            and all(self._is_input(node) or self._is_elementwise(node) for node in self.nodes)
+            and (not self.totals or self.shape.numel() < longest)
+            and all(
+                self._is_input(node) or node in self.totals or self._is_elementwise(node)
+                for node in self.nodes
+            )
         )
 
     def _is_independent(self, inputs: Sequence[Node]) -> bool:
@@ -257,7 +291,7 @@ class _Writer:
             return False
         written = [*self.part.results, *(store.all_input_nodes[0] for store in self.part.stores)]
         if self.flat:
-            return not any(map(is_number, written))
+            return not any(is_number(node) and node not in self.totals for node in written)
         return all(map(is_number, self.nodes))
 
     def _is_of_blocks(self, value: Tensor) -> bool:
@@ -273,6 +307,8 @@ class _Writer:
             return Line(None, self._layout(node))
         args: tuple[Any, ...] = node.args
         kwargs = dict(node.kwargs)
+        if self.flat and node in self.totals:
+            return Line(_total_of(node), (Reference(numbers[node.all_input_nodes[0]]),))
         if self.flat and not is_number(node):
             kwargs.pop("memory_format", None)
             if node.target is PHASES:
@@ -298,6 +334,11 @@ class _Writer:
         return ((THE_LENGTH, 1), (1, 1)) if self._is_of_blocks(value) else ((THE_LENGTH, BLOCK), (BLOCK, 1))
 
 
+def _total_of(node: Node) -> OpOverload:
+    """Return the operator of a total that names no dimensions."""
+    return aten.mean.default if node.target in (aten.mean.default, aten.mean.dim) else aten.sum.default
+
+
 def samples_first(part: Part) -> list[Part]:
     """A flat part cut into its samples and the rest, which runs after them; any other part as it is.
 
@@ -313,7 +354,7 @@ def samples_first(part: Part) -> list[Part]:
     return [replace(part, stores=samples, results=()), rest_of_part]
 
 
-def _order_in_memory(value: Tensor) -> tuple[tuple[int, int], ...]:
+def order_in_memory(value: Tensor) -> tuple[tuple[int, int], ...]:
     """The dimensions of more than one element with their strides: equal for equal orders in memory."""
     if value.numel() == 0:
         return ()

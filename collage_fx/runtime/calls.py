@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from collage_fx.codegen import CELL, SUMS_OF_PIECE, Gather
+from collage_fx.codegen import ADDED, CELL, Gather
 from collage_fx.graph import Reasons
 from collage_fx.runtime.batches import Batch
 from collage_fx.runtime.launches import Column, Launch, Launches, Member, Summed
@@ -132,9 +132,10 @@ class StepInParts:
         ]
         self._is_called = False
         first_result = arguments + len(constants)
-        in_python = {index for index in outputs if index is not None}
-        in_python.update(index for call in calls if call.kernel.function is None for index in call.values)
         indices = range(first_result, first_result + len(results))
+        in_python = {index for index in outputs if index is not None}
+        in_python |= {index for index, (size, *_) in zip(indices, results, strict=True) if size}
+        in_python.update(index for call in calls if call.kernel.function is None for index in call.values)
         self._allocated = [each for each in zip(indices, results, strict=True) if each[0] in in_python]
         cells: dict[torch.device, list[int]] = defaultdict(list)
         for index, (_, _, _, device) in zip(indices, results, strict=True):
@@ -236,7 +237,7 @@ class _Table:
 
         def entry(call: Call, argument: int, kind: int) -> int:
             # Neither a length nor a buffer is in the table.
-            is_address = kind >= 0 or kind == SUMS_OF_PIECE
+            is_address = kind >= 0 or kind in ADDED
             return self.of_value(call.values[argument]) if is_address else 0
 
         arguments = list(zip(kernel.function.arguments, kernel.kinds, strict=True))

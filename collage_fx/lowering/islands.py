@@ -1,0 +1,246 @@
+"""A part on the host, cut into what this package prints and what Inductor compiles.
+
+Note [Islands]
+--------------
+Inductor's C++ has no vector form of looking at the bits of a float, as our operators do, and drops roundings.
+So a part that has a reduction, a product of matrices or a function without a spelling is not given to it as a
+whole. It is cut where our operators begin and end:
+
+* A value is *printable* if printed C++ computes it for each element: an elementwise operation that has a
+  spelling, of tensors of one shape and one dense layout (its *space*), or of numbers.
+* All else are *islands*. Inductor compiles them, of plain arithmetic alone.
+
+Values have *levels*: even those of printable values, odd those of islands. A value is on the lowest level
+that is not below those of its operands. Values of one level and space are a part, which reads results of the parts
+of lower levels. What crosses over gets memory of its own:
+
+* each value of an island that a printed part reads, or an island of a higher level;
+* each printable value that an island reads, if our operators are behind it. Others are plain arithmetic on
+  the inputs and on other islands, and are computed in the island once more.
+
+Printed parts compute printable values anew, from the inputs: that costs no memory, and the bits are the same.
+
+Soundness. Inputs are stored by the parts of the last level alone: on lower levels they have their old values.
+On the last level a part reads inputs of its own space, numbers, and results; an input that two parts of
+the last level read and one of them stores would be a number, and the numbers are stored after all else.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import replace
+
+from torch.fx import Node
+
+from collage_fx.codegen import has_spelling
+from collage_fx.graph import (
+    ELEMENTWISE,
+    device_facts,
+    is_dense,
+    is_elementwise,
+    is_number,
+    may_raise,
+    stored,
+    tensor_value,
+    update_sizes,
+    update_sums,
+)
+from collage_fx.lowering.parts import Part
+from collage_fx.lowering.rules import is_total, nodes_of, order_in_memory, rule_of
+from collage_fx.numerics import BLOCK_OPERATORS, PHASES
+
+#: Sums and counts over all elements, which are stored into rows.
+ROWS = (update_sums, update_sizes)
+
+#: Operators of ours, which Inductor is not given.
+OURS = {*(operator for operator, *_ in ELEMENTWISE), PHASES, *BLOCK_OPERATORS, *ROWS}
+
+#: The space of numbers.
+NUMBERS = "numbers"
+
+#: The space of what has no element in a layout of its own: a constant.
+ANY = "any"
+
+
+def cut(part: Part) -> list[Part]:
+    """Return the parts, in an order in which they can run, that a part on the host is cut into.
+
+    A part that is printed or compiled as a whole is left as it is.
+    """
+    rule = rule_of(part)
+    if device_facts(rule.device).is_launched:
+        return [part]
+    found = _Cut(part)
+    is_whole = not found.has_ours or (rule.independent and not found.islands)
+    return [part] if is_whole else found.parts()
+
+
+class _Cut:
+    """The spaces and levels of a part's values, and what crosses between levels.
+
+    Attributes:
+        islands: values that Inductor computes.
+        has_ours: whether a printable value is the result of one of our operators.
+    """
+
+    def __init__(self, part: Part) -> None:
+        self._part = part
+        self._nodes = nodes_of(part)
+        self._order = {node: i for i, node in enumerate(self._nodes)}
+        self._space: dict[Node, Hashable | None] = {}
+        self._is_printable: dict[Node, bool] = {}
+        #: Levels of values; of a printable value that islands compute once more, that of its latest island.
+        self._level: dict[Node, int] = {}
+        self._inlined: dict[Node, int] = {}
+        for node in self._nodes:
+            self._visit(node)
+        self.islands = [node for node in self._nodes if self._is_island(node)]
+        self.has_ours = any(node.target in OURS for node in self._nodes)
+        self._kept: set[Node] = set()
+
+    def parts(self) -> list[Part]:
+        """Return the parts, in an order in which they can run."""
+        last = max(self._level.values(), default=0)
+        last += last % 2
+        stores: dict[Hashable | None, list[Node]] = defaultdict(list)
+        for store in self._part.stores:
+            stores[self._space_of_store(store)].append(store)
+        results: dict[tuple[int, Hashable | None], list[Node]] = defaultdict(list)
+        for value in self._part.results:
+            if self._is_island(value):
+                self._keep(value)
+            else:
+                results[last, self._space[value]].append(value)
+                self._keep_behind(value)
+        for each in stores.values():
+            for store in each:
+                self._keep_behind(stored(store))
+        for value in sorted(self._kept, key=self._order.__getitem__):
+            level = self._level[value]
+            if self._is_summed(value):
+                results[level - 1, self._space[value.all_input_nodes[0]]].append(value)
+            else:
+                results[level, None if level % 2 else self._space[value]].append(value)
+        of_last = dict.fromkeys([*stores, *(space for level, space in results if level == last)])
+        spaces = sorted(of_last, key=lambda space: (space is NUMBERS, space is None))
+        keys = sorted((key for key in results if key[0] < last), key=lambda key: key[0])
+        return [
+            self._part_of(level, stores[space] if level == last else [], results[level, space])
+            for level, space in (*keys, *((last, space) for space in spaces))
+        ]
+
+    def _part_of(self, level: int, stores: Sequence[Node], results: Sequence[Node]) -> Part:
+        """Make a part that is given what it reads of lower levels."""
+        lower = {value for value in self._kept if self._level[value] < level and value not in results}
+        part = Part(tuple(stores), tuple(results), frozenset({*self._part.given, *lower}))
+        return replace(part, given=part.given & set(nodes_of(part)))
+
+    def _visit(self, node: Node) -> None:
+        if self._is_input(node):
+            self._space[node], self._is_printable[node] = _layout(node), False
+            self._inlined[node] = 0
+            return
+        space = self._space_of_printable(node)
+        self._is_printable[node] = space is not None
+        if self._is_summed(node):
+            level = self._level.get(node.all_input_nodes[0], 0)
+            self._level[node] = self._inlined[node] = level + level % 2 + 1
+            self._space[node] = NUMBERS
+            return
+        self._space[node] = _layout(node) if space is None else space
+        operands = node.all_input_nodes
+        levels = [0]
+        if space is None:
+            for operand in operands:
+                if operand in self._inlined:
+                    levels.append(self._inlined[operand])
+                else:
+                    levels.append(self._level[operand] + (self._level[operand] % 2 == 0))
+            self._level[node] = self._inlined[node] = max(levels) | 1
+            return
+        levels += [self._level[operand] for operand in operands if operand in self._level]
+        self._level[node] = max(level + level % 2 for level in levels)
+        if node.target not in OURS and all(operand in self._inlined for operand in operands):
+            self._inlined[node] = max([0, *(self._inlined[operand] for operand in operands)])
+
+    def _is_input(self, node: Node) -> bool:
+        return node.op in ("placeholder", "get_attr") or node in self._part.given
+
+    def _is_island(self, node: Node) -> bool:
+        return not self._is_printable[node] and not self._is_input(node)
+
+    def _space_of_printable(self, node: Node) -> Hashable | None:
+        """Return the space of a printable value; None of an island."""
+        value = tensor_value(node)
+        values = [tensor_value(operand) for operand in node.all_input_nodes]
+        if value is None or None in values or may_raise(node) or not has_spelling(node):
+            return None
+        elements = [each for each in node.all_input_nodes if not is_number(each)]
+        if is_number(node):
+            return None if elements else NUMBERS
+        if node.target not in (*BLOCK_OPERATORS, *ROWS):
+            if not is_elementwise(node) or any(each.meta["val"].shape != value.shape for each in elements):
+                return None
+        elif node.target in BLOCK_OPERATORS:
+            elements = elements[:1]
+        spaces = {self._space[each] for each in elements} - {ANY}
+        return ANY if not spaces else spaces.pop() if len(spaces) == 1 else None
+
+    def _space_of_store(self, store: Node) -> Hashable | None:
+        """Return the space of the part that makes a store; None if Inductor does, of a value that is kept."""
+        into, value = store.all_input_nodes[0], stored(store)
+        is_of_space = self._is_printable[value] and value.target in (*BLOCK_OPERATORS, *ROWS)
+        if is_of_space or self._space[value] in (ANY, _layout(into)):
+            return self._space[value] if self._space[value] is not ANY else _layout(into)
+        if not self._is_input(value):
+            self._keep(value)
+        return None
+
+    def _keep(self, value: Node) -> None:
+        """Give a value memory, and what it is made of, if that crosses a level."""
+        if value not in self._kept:
+            self._kept.add(value)
+            self._keep_behind(value)
+
+    def _keep_behind(self, root: Node) -> None:
+        """Keep what crosses a level on the way to a value."""
+        if self._is_island(root) and root not in self._kept:
+            self._keep(root)
+            return
+        waiting, seen = [*self._computed_from(root)], set[Node]()
+        while waiting:
+            node = waiting.pop()
+            if node in seen or self._is_input(node):
+                continue
+            seen.add(node)
+            if self._crosses(node, root):
+                self._keep(node)
+            else:
+                waiting += self._computed_from(node)
+
+    def _computed_from(self, node: Node) -> Iterator[Node]:
+        return iter(() if self._is_input(node) else node.all_input_nodes)
+
+    def _is_summed(self, node: Node) -> bool:
+        """Return whether the total of a printable value, which is computed where that value is."""
+        if node.op != "call_function" or not is_total(node):
+            return False
+        operand = node.all_input_nodes[0]
+        return self._space[operand] not in (None, ANY)
+
+    def _crosses(self, node: Node, root: Node) -> bool:
+        """Return whether a value is given to the part that computes ``root``."""
+        if not self._is_island(root) or self._is_summed(root):
+            return self._is_island(node)
+        if self._is_island(node):
+            return self._level[node] < self._level[root]
+        return node not in self._inlined
+
+
+def _layout(node: Node) -> Hashable | None:
+    """Return the space that a tensor's elements in memory are; None if they are no dense layout."""
+    value = tensor_value(node)
+    if value is None or not value.numel() or not is_dense(value):
+        return None
+    return (tuple(value.shape), order_in_memory(value)) if value.dim() else NUMBERS
