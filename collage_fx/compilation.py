@@ -466,7 +466,7 @@ class Compilation:
             code=tuple(dict.fromkeys(code)),  # of a kernel for several parts once
             program=as_captured,
             pipeline=self._pipeline,
-            route=Route(made.unit, self.recorded, bool(program.measured), why, made.vectors),
+            route=Route(made.unit, self.recorded, bool(program.measured), why),
             plans=self.plans,
         )
         pass_log.lowered(report.code)

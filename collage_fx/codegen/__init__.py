@@ -19,6 +19,7 @@ from collage_fx.codegen.address_tables import (
 )
 from collage_fx.codegen.elements import has_spelling
 from collage_fx.codegen.kernels import FLAGS, flat_kernel, number_kernel
+from collage_fx.codegen.lowerings import REVISION
 from collage_fx.codegen.spellings import NoSpelling
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "MEAN",
     "MOST_ARGUMENTS",
     "PEEKED",
+    "REVISION",
     "SUMS_OF_PIECE",
     "TOTAL",
     "Gather",

@@ -49,7 +49,7 @@ from collage_fx.torch_compat import OpOverload, pytree
 aten = torch.ops.aten
 
 #: The eager function that an operator of ours is one node for.
-FUNCTIONS: dict[Any, Callable[..., Tensor]] = {operator: function for operator, function, *_ in ELEMENTWISE}
+FUNCTIONS: dict[Any, Callable[..., Tensor]] = {each.operator: each.function for each in ELEMENTWISE}
 
 #: Functions that join hi and an error term. Where their results are below a limit they are finite.
 JOINS = (arithmetic.with_lower_half, with_byte, arithmetic.with_ulp_parts)

@@ -30,6 +30,7 @@ from collage_fx.codegen.elements import ON_GRID, Elements, Kind, Store, is_round
 from collage_fx.codegen.spellings import CPP_TYPES, bare, in_register
 from collage_fx.codegen.statements import Names, Statements
 from collage_fx.codegen.sums import sums_class
+from collage_fx.graph import sums_of_values
 from collage_fx.numerics import SIZES, SUMS
 from collage_fx.numerics import update_sums as measures
 
@@ -105,7 +106,7 @@ extern "C" void kernel({signature}) {{
 
 
 def _type_in_memory(elements: Elements, node: Node) -> str:
-    """Return the C++ type of an argument's elements; that of a total is float64, of which the caller rounds."""
+    """Return the C++ type of an argument's elements; that of a total is float64."""
     is_total = any(node is store.into for store in elements.totals)
     return "double" if is_total else CPP_TYPES[node.meta["val"].dtype]
 
@@ -187,7 +188,7 @@ class _Flat:
             lines += [_buffer(f"{row}_of{k}", "float") for k, _ in enumerate(values)]
             lines.append(f"for (int k = 0; k < {len(SUMS)}; ++k) {row}[k] = 0;")
             lines.append(f"SumsOf{len(values)} sums_of_{row};")
-            self.names.functions[f"SumsOf{len(values)}"] = sums_class(len(values), CHUNK)
+            self.names.functions[f"SumsOf{len(values)}"] = sums_class(sums_of_values(len(values)), CHUNK)
         for total, _ in self.totals:
             lines += [_buffer(f"{total}_of", "float"), f"double {total}_lanes[16] = {{}};"]
         return lines

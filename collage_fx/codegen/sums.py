@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from string import Template
 
+from collage_fx.graph import Sums
 from collage_fx.numerics import SUMS
 from collage_fx.numerics import update_sums as measures
 
@@ -81,15 +82,14 @@ _CLASS = Template("""struct SumsOf$values {
 """)
 
 
-def sums_class(values: int, chunk: int) -> str:
+def sums_class(sums: Sums, chunk: int) -> str:
     """Write the C++ class that adds up what measures elements: of ``add``, and of ``write`` into a row.
 
     Args:
-        values: how many measure an element: 4, or 2 without error terms.
+        sums: what is added up.
         chunk: elements of a full chunk.
     """
-    products = {name: pair for name, pair in measures.PRODUCTS.items() if max(pair) < values}
-    counts = {name: zero for name, zero in measures.COUNTS.items() if max(zero) < values}
+    values, products, counts = sums
     truths = {
         name: " & ".join(f"(v{i}[i] {'==' if is_zero else '!='} 0)" for i, is_zero in zero.items())
         for name, zero in counts.items()
@@ -100,9 +100,11 @@ def sums_class(values: int, chunk: int) -> str:
     written = []
     for column, name in enumerate(SUMS):
         same = name if name in order else measures.WITHOUT_LO[name]
+        if same is None:
+            continue
         if same in products:
             written.append(f"row[{column}] += products[{order.index(same)}][lane];")
-        elif same is not None:
+        else:
             written.append(f"row[{column}] += counts[{order.index(same) - len(products)}][lane];")
     return _CLASS.substitute(
         values=values,

@@ -13,7 +13,7 @@ from torch.fx import Node
 Unit = Literal["by family", "in parts", "whole", "as captured", "operation by operation"]
 
 #: The faster ways that may not be taken, the costliest to miss first.
-Way = Literal["by family", "in parts", "in one call for all tensors", "by the usual code", "with vectors"]
+Way = Literal["by family", "in parts", "in one call for all tensors", "by the usual code"]
 WAYS: tuple[Way, ...] = get_args(Way)
 
 
@@ -56,36 +56,25 @@ class Route:
         recorded: why the step was recorded; empty where Dynamo captured it.
         is_measured: whether the step computes metrics.
         reasons: the faster ways that were not taken, and why, in the order of :data:`WAYS`.
-        vectors: how many of its C++ kernels with loops use the processor's vectors, and how many there are;
-            zeros where that is not known, or none are written.
     """
 
     unit: Unit
     recorded: str = ""
     is_measured: bool = False
     reasons: Reasons = ()
-    vectors: tuple[int, int] = (0, 0)
 
     def __str__(self) -> str:
         """The way in one line, without the reasons."""
         words = ["recorded" if self.recorded else "captured", f"{self._treated} {self.unit}"]
-        words += ["measured"] if self.is_measured else []
-        return ", ".join([*words, *([self._vectors] if self.vectors[1] else [])])
+        return ", ".join([*words, *(["measured"] if self.is_measured else [])])
 
     @property
     def _treated(self) -> str:
         return "run" if self.unit == "operation by operation" else "compiled"
 
-    @property
-    def _vectors(self) -> str:
-        return "vectors in {} of {} kernels with loops".format(*self.vectors)
-
     def sentence(self) -> str:
-        """The way as a sentence for the end of a report, with the first reason, and vectors if some lack."""
-        with_vectors, kernels = self.vectors
-        words = f"{self._treated.capitalize()} {self.unit}" + (
-            f", {self._vectors}" if with_vectors < kernels else ""
-        )
+        """Return the way as a sentence for the end of a report, with the first reason."""
+        words = f"{self._treated.capitalize()} {self.unit}"
         first = next(iter(self.explained()), "")
         return f"{words} ({first})." if first else f"{words}."
 

@@ -24,7 +24,6 @@ from collage_fx.errors import FailedLoweringError
 from collage_fx.graph import Reason, Reasons, copy_of, device_facts, not_taken
 from collage_fx.torch_compat import (
     InductorFault,
-    generated_code,
     inductor_compile_inner,
     inductor_config,
     inductor_faults,
@@ -49,14 +48,12 @@ class Attempt(NamedTuple):
 
     Attributes:
         call: takes the inputs as one list.
-        reasons: why it is not the code that Inductor usually writes, or has loops without vectors.
-        vectors: how many C++ kernels with loops use vectors, and how many there are.
+        reasons: why it is not the code that Inductor usually writes.
         is_compiled: whether Inductor compiled it in any way.
     """
 
     call: Callable[[list[Any]], Any]
     reasons: Reasons = ()
-    vectors: tuple[int, int] = (0, 0)
     is_compiled: bool = True
 
 
@@ -87,41 +84,19 @@ def compile_somehow(gm: GraphModule, inputs: Sequence[Any], **options: Any) -> A
     spare, faults = copy_of(gm), list[str]()
     for way, simplified in WAYS:
         try:
-            with simplified(), inductors_faults(), generated_code() as code:
+            with simplified(), inductors_faults():
                 if any(
                     isinstance(each, Tensor) and device_facts(each.device).compiles_cpp for each in inputs
                 ):
                     prepare_cpp_compiler().result()
                 compiled = inductor_compile_inner(copy_of(spare) if faults else gm, inputs, **options)
-                vectors = _vectors(code)
-                scalar = _why_without_vectors(spare) if vectors[0] < vectors[1] else None
             simpler = Reason(f"Inductor failed: {faults[0]}; compiled {way}") if faults else None
-            why = not_taken(("by the usual code", simpler), ("with vectors", scalar))
-            return Attempt(compiled, why, vectors)
+            return Attempt(compiled, not_taken(("by the usual code", simpler)))
         except InductorFault as fault:
             faults.append(str(fault))
     simplified_too = f"; simplified: {faults[-1]}" if faults[-1] != faults[0] else ""
     failed = Reason(f"Inductor failed: {faults[0]}{simplified_too}")
     return Attempt(interpreted(spare), (("by the usual code", failed),), is_compiled=False)
-
-
-def _vectors(code: Sequence[str]) -> tuple[int, int]:
-    """How many of the C++ kernels with loops in generated code use vectors, and how many there are."""
-    kernels = [kernel for source in code for kernel in source.split(".cpp_pybinding(")[1:]]
-    loops = [kernel for kernel in kernels if "for(" in kernel]
-    return sum("at::vec::" in kernel for kernel in loops), len(loops)
-
-
-def _why_without_vectors(gm: GraphModule) -> Reason:
-    """The reason why Inductor has written loops without vectors for a graph, as far as it can be known."""
-    operators = {str(node.target) for node in gm.graph.nodes if node.op == "call_function"}
-    if inductor_config.cpp.simdlen == 1:
-        what = "torch._inductor.config.cpp.simdlen is 1"
-    elif torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "NO AVX"):
-        what = "torch knows no vectors of this processor"
-    else:
-        what = "Inductor has written loops of single numbers"
-    return Reason(what, ", ".join(sorted(operators)))
 
 
 def interpreted(gm: GraphModule) -> Callable[[list[Any]], Any]:

@@ -11,8 +11,8 @@ whole. It is cut where our operators begin and end:
 * All else are *islands*. Inductor compiles them, of plain arithmetic alone.
 
 Values have *levels*: even those of printable values, odd those of islands. A value is on the lowest level
-that is not below those of its operands. Values of one level and space are a part, which reads results of the parts
-of lower levels. What crosses over gets memory of its own:
+that is not below those of its operands. Values of one level and space are a part, which reads results of the
+parts of lower levels. What crosses over gets memory of its own:
 
 * each value of an island that a printed part reads, or an island of a higher level;
 * each printable value that an island reads, if our operators are behind it. Others are plain arithmetic on
@@ -54,7 +54,7 @@ from collage_fx.numerics import BLOCK_OPERATORS, PHASES
 ROWS = (update_sums, update_sizes)
 
 #: Operators of ours, which Inductor is not given.
-OURS = {*(operator for operator, *_ in ELEMENTWISE), PHASES, *BLOCK_OPERATORS, *ROWS}
+OURS = {*(each.operator for each in ELEMENTWISE), PHASES, *BLOCK_OPERATORS, *ROWS}
 
 #: The space of numbers.
 NUMBERS = "numbers"

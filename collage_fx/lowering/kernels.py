@@ -1,9 +1,7 @@
 """The compilation of rules to kernels.
 
 On the host the kernels of flat rules, and those of numbers, are printed (``codegen``). Inductor compiles what
-has no spelling in C++, what is neither (reductions, products of matrices, other layouts), and everything on a
-device. A rule of the host that it compiles is compiled twice, if both are needed: for few elements, on which
-threads would wait longer for each other than they work, and for many.
+has no spelling in C++, what is neither (Note [Islands] in ``islands.py``), and everything on a device.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from collage_fx.codegen import (
     number_kernel,
 )
 from collage_fx.errors import FailedLoweringError
-from collage_fx.graph import Reason, Reasons, device_facts, placeholders
+from collage_fx.graph import Reason, Reasons, placeholders
 from collage_fx.lowering.attempts import Attempt, compile_somehow, inductors_faults
 from collage_fx.lowering.measured_rules import summed, table_sums
 from collage_fx.lowering.rule_graphs import graph_of
@@ -54,12 +52,8 @@ from collage_fx.torch_compat import (
     without_triton,
 )
 
-#: Elements from which on a kernel uses threads. An AdamW step takes about a nanosecond for each, threads that
-#: sleep 5 to 20 microseconds to begin.
-MANY = 1 << 14
-
-#: Lengths that stand for few and many elements when Inductor decides about threads.
-FEW_HINT, MANY_HINT = 1 << 8, 1 << 24
+#: A length that stands for many elements when Inductor decides about threads.
+HINT = 1 << 24
 
 
 #: With blocks, whose largest numbers are known after a loop of its own: in the next one, all is computed anew
@@ -68,22 +62,15 @@ INLINED = {"realize_opcount_threshold": 1 << 16, "realize_reads_threshold": 1 <<
 
 
 def kernel_of(rule: Rule) -> Kernel | Reason:
-    """The kernel for a rule's part, compiled unless it is known, or why it cannot be compiled."""
-    is_launched = device_facts(rule.device).is_launched
-    if is_launched or rule.length * rule.width < MANY or torch.get_num_threads() == 1:
-        return _kernel(rule, many=is_launched)
-    return _kernel(rule, many=True)
-
-
-def _kernel(rule: Rule, *, many: bool) -> Kernel | Reason:
-    by_inductor = many, torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    """Return the kernel for a rule's part, compiled unless it is known, or why it cannot be compiled."""
+    by_inductor = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     config = inductor_config.get_hash()
     for key in ((rule.key, config), (rule.key, config, *by_inductor)):
         if key in _made:
             note_generated_code(_made[key].code)
             return _made[key].kernel
     with generated_code() as code:
-        kernel = compile_rule(rule, many=many)
+        kernel = compile_rule(rule)
     if isinstance(kernel, Kernel):
         is_printed = kernel.call is None
         key = (rule.key, config) if is_printed else (rule.key, config, *by_inductor)
@@ -114,12 +101,11 @@ class _Made(NamedTuple):
 _made: dict[Hashable, _Made] = {}
 
 
-def compile_rule(rule: Rule, *, many: bool) -> Kernel | Reason:
-    """The kernel of a rule.
+def compile_rule(rule: Rule) -> Kernel | Reason:
+    """Compile the kernel of a rule.
 
     Args:
         rule: of any of the parts that it will serve.
-        many: whether a flat rule is compiled for many elements.
 
     Returns:
         the kernel, or a reason where the code would not hold for every length (or every value of a symbolic
@@ -132,9 +118,9 @@ def compile_rule(rule: Rule, *, many: bool) -> Kernel | Reason:
             return kernel
         not_printed = kernel
     if not (rule.is_tabled and rule.flat and rule.is_measured):
-        return _compiled(rule, many=many, not_printed=not_printed)
-    over_table = _compiled(rule, many=many, by_element=True)
-    return over_table if isinstance(over_table, Kernel) else _compiled(rule, many=many, no_table=over_table)
+        return _compiled(rule, not_printed=not_printed)
+    over_table = _compiled(rule, by_element=True)
+    return over_table if isinstance(over_table, Kernel) else _compiled(rule, no_table=over_table)
 
 
 def printed(rule: Rule) -> Kernel | Reason:
@@ -146,7 +132,7 @@ def printed(rule: Rule) -> Kernel | Reason:
         return Reason("the compiler takes other flags than those of printed kernels")
     scope = SymbolicScope()
     with scope:
-        gm = graph_of(rule, scope, FEW_HINT)
+        gm = graph_of(rule, scope, HINT)
         inputs = [node.meta["val"] for node in placeholders(gm.graph)]
         try:
             source = flat_kernel(gm.graph, rule.width) if rule.flat else number_kernel(gm.graph)
@@ -176,7 +162,6 @@ def printed(rule: Rule) -> Kernel | Reason:
         _kinds(rule, inputs, arguments),
         divisible=rule.divisible,
         width=rule.width,
-        vectors=(1, 1) if rule.flat else (0, 0),
     )
 
 
@@ -217,7 +202,6 @@ def _kinds(rule: Rule, inputs: Sequence[Any], arguments: Sequence[int]) -> tuple
 def _compiled(
     rule: Rule,
     *,
-    many: bool,
     by_element: bool = False,
     no_table: Reason | None = None,
     not_printed: Reason | None = None,
@@ -226,21 +210,18 @@ def _compiled(
 
     Args:
         rule: of any of the parts that it will serve.
-        many: whether a flat rule is compiled for many elements.
         by_element: whether sums and counts are stored element by element, for a kernel over a table to take.
         no_table: why there is no such kernel, if that is known.
         not_printed: why its kernel is neither printed nor one over a table.
     """
     scope = SymbolicScope()
     with scope:
-        gm = graph_of(rule, scope, MANY_HINT if many else FEW_HINT, by_element=by_element)
+        gm = graph_of(rule, scope, HINT, by_element=by_element)
         inputs = [node.meta["val"] for node in placeholders(gm.graph)]
         settings: dict[str, Any] = {
             "size_asserts": not (rule.flat or rule.independent),
             "triton.cudagraphs": False,
         }
-        if rule.flat and not many:
-            settings["cpp.threads"] = 1
         if rule.flat and rule.width > 1:
             settings.update(INLINED)
         if rule.is_tabled:
@@ -263,7 +244,7 @@ def _compiled(
         return _launched_kernel(rule, attempt, call, code, inputs, no_table, by_element=by_element)
     assert not_printed is not None
     reasons: Reasons = (("in one call for all tensors", not_printed), *attempt.reasons)
-    return Kernel(call, device=rule.device, reasons=reasons, vectors=attempt.vectors)
+    return Kernel(call, device=rule.device, reasons=reasons)
 
 
 def bytes_of_a_unit(rule: Rule, value: Tensor) -> int:

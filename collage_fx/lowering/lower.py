@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule
 
+from collage_fx.codegen import REVISION
 from collage_fx.errors import FailedLoweringError, InvalidOptionError, warn
 from collage_fx.graph import (
-    REVISION,
     WAYS,
     Arithmetic,
     InputInfo,
@@ -76,13 +76,11 @@ class Lowered(NamedTuple):
         step: takes the inputs of the whole graph as one list.
         unit: what was compiled at once, if anything was.
         reasons: the faster ways that were not taken, and why.
-        vectors: as in :class:`~collage_fx.graph.Route`.
     """
 
     step: Callable[[list[Any]], Any]
     unit: Unit
     reasons: Reasons = ()
-    vectors: tuple[int, int] = (0, 0)
 
 
 def lower(
@@ -131,9 +129,8 @@ def lower(
     unit: Unit = "whole" if not_in_parts is not None else "in parts" if repetition.is_of_one else "by family"
     if not is_compiled:
         unit = "operation by operation"
-    vectors = sum(each.vectors[0] for each in made), sum(each.vectors[1] for each in made)
     step = CompensatedStep(compiled, bindings, expected, program.rows)
-    return Lowered(step, unit, tuple(dict.fromkeys(why)), vectors)
+    return Lowered(step, unit, tuple(dict.fromkeys(why)))
 
 
 def step_in_parts(program: StepProgram) -> StepInParts | Reason:

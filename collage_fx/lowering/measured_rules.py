@@ -7,12 +7,12 @@ from typing import Any
 
 import sympy
 
-from collage_fx.graph import sums_of_update, update_size, update_sizes, update_sums, update_value
+from collage_fx.graph import Sums, sums_of_update, update_size, update_sizes, update_sums, update_value
 from collage_fx.lowering.rules import Line, Rule
 from collage_fx.numerics import SIZES, SUMS
 from collage_fx.numerics import update_sums as measures
 from collage_fx.runtime import Summed
-from collage_fx.torch_compat import Sampling, SummedValues, Sums, TableSums
+from collage_fx.torch_compat import Sampling, SummedValues, TableSums
 
 
 def stores_of_measures(rule: Rule) -> list[tuple[int, Line]]:
@@ -34,7 +34,7 @@ def values_of(line: Line) -> list[tuple[Any, tuple[Any, ...]]]:
     """The operators, and their arguments, of what is stored for each element of a sum or a count."""
     if line.target is update_sizes:
         return [(update_size, line.args)]
-    return [(update_value, (*line.args, i)) for i, _ in enumerate(_sums_of(line).values)]
+    return [(update_value, (*line.args, i)) for i in range(_sums_of(line).values)]
 
 
 def table_sums(rule: Rule, inputs: int) -> TableSums:

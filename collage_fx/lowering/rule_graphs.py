@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from collage_fx.graph import REVISION, rest
+from collage_fx.codegen import REVISION
+from collage_fx.graph import rest
 from collage_fx.lowering.measured_rules import stores_of_measures, values_of
 from collage_fx.lowering.rules import First, Length, Reference, Rule
 from collage_fx.torch_compat import SymbolicScope, add_to_cache_key, pytree

@@ -57,10 +57,6 @@ from collage_fx.numerics import BLOCK, BLOCK_OPERATORS, PHASES
 from collage_fx.runtime import HOST, LONGEST_PIECE
 from collage_fx.torch_compat import OpOverload, pytree
 
-#: A symbolic length is taken to be no less: of sizes 0 and 1 PyTorch has ideas of its own (broadcasting,
-#: strides). A kernel over a table knows nothing of them: there one element is a row like others.
-SHORTEST = 2
-
 aten = torch.ops.aten
 
 #: The operators of totals in flat rules.

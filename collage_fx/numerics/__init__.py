@@ -22,7 +22,7 @@ from collage_fx.numerics.blocks import (
     number_of_code,
     units_of_block,
 )
-from collage_fx.numerics.dither import DITHERED, PHASES, SPACING, dithered, phase_at
+from collage_fx.numerics.dither import DITHERED, PHASES, dithered, phase_at
 from collage_fx.numerics.error_formats import (
     ERROR_FORMATS,
     LOWER_HALF,
@@ -79,7 +79,6 @@ __all__ = [
     "PHASES",
     "ROW",
     "SIZES",
-    "SPACING",
     "STORAGE_FORMATS",
     "SUMS",
     "ULP_PARTS",

@@ -46,7 +46,6 @@ class Kernel:
         divisible: whether the function may be called for a piece of the tensors.
         width: elements of a unit of length of its tensors.
         reasons: why it is not made, or not called, in a faster way.
-        vectors: as in :class:`~collage_fx.graph.Route`.
     """
 
     call: Callable[[list[Any]], Any] | None
@@ -58,7 +57,6 @@ class Kernel:
     divisible: bool = False
     width: int = 1
     reasons: Reasons = ()
-    vectors: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.exc import CppCompileError
 
-from collage_fx.torch_compat.patch_cpp_roundings import writes_cpp, writing_our_cpp
 from collage_fx.torch_compat.patch_inductor import without_contraction, without_patterns
 from collage_fx.torch_compat.patch_numbers import keeping_numbers_symbolic
 from collage_fx.torch_compat.version import version
@@ -62,8 +61,8 @@ def copy_cache_facts(source: torch.fx.GraphModule, to: torch.fx.GraphModule) -> 
 
 
 def inductor_compile_inner(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
-    """Compile a rewritten graph with Inductor, whose C++ may contain code of ours: a callable of one list."""
-    with writing_our_cpp(), without_contraction():
+    """Compile a rewritten graph with Inductor to a callable of one list."""
+    with without_contraction():
         return inductor_compile_as_it_is(gm, example_inputs, **kwargs)
 
 
@@ -73,7 +72,7 @@ def inductor_compile_as_it_is(gm: torch.fx.GraphModule, example_inputs: Sequence
     Its cache of graphs does not ask for whose vectors code was written, and runs that of an AVX-512 machine
     on one with AVX2, where it computes something else. So what the processor has becomes part of its key.
     """
-    if any(isinstance(each, torch.Tensor) and writes_cpp(each.device) for each in example_inputs):
+    if any(isinstance(each, torch.Tensor) and each.device.type == "cpu" for each in example_inputs):
         isa = pick_vec_isa()
         add_to_cache_key(gm, vectors=(str(isa), isa.bit_width()))
     # What AOTAutograd decomposes by: newer Inductors refuse to call an operator in it that they write no

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,11 +13,6 @@ from torch._inductor.lowering import lowerings, register_lowering
 from torch._inductor.virtualized import V, ops
 from torch.utils._sympy.functions import FloorDiv
 
-from collage_fx.torch_compat.cpp_sums import Sums
-from collage_fx.torch_compat.patch_cpp_roundings import takes_our_cpp, writes_cpp
-from collage_fx.torch_compat.patch_cpp_sums import part_of_sum
-from collage_fx.torch_compat.patch_inductor import computing_anew
-
 
 def register_pointwise_lowering(
     operator: Any, element_function: Callable[..., Callable[[Sequence[Any]], Any]], *, dtype: torch.dtype
@@ -27,8 +21,8 @@ def register_pointwise_lowering(
 
     Args:
         operator: an overload of tensors of one shape, or None, and constants.
-        element_function: ``(device, *constants) -> function of [values of the tensors]`` giving the value of
-            the result, for one element.
+        element_function: ``(number of tensors, *constants) -> function of [values of the tensors]`` giving
+            the value of the result, for one element.
         dtype: of the result.
     """
 
@@ -36,7 +30,7 @@ def register_pointwise_lowering(
         given = [argument for argument in arguments if argument is not None]
         tensors = [argument for argument in given if isinstance(argument, ir.TensorBox)]
         loads = [tensor.make_loader() for tensor in tensors]
-        compute = element_function(tensors[0].get_device(), *given[len(tensors) :])
+        compute = element_function(len(tensors), *given[len(tensors) :])
         return ir.Pointwise.create(
             device=tensors[0].get_device(),
             dtype=dtype,
@@ -54,7 +48,7 @@ def register_placed_lowering(
 
     Args:
         operator: an overload of a tensor, of which nothing but the layout is looked at, and 0-d tensors.
-        element_function: ``(device, place, *values of the numbers)`` -> value of the result, for one element.
+        element_function: ``(place, *values of the numbers)`` -> value of the result, for one element.
         dtype: of the result.
     """
 
@@ -66,11 +60,12 @@ def register_placed_lowering(
         def element(index: Sequence[Any]) -> Any:
             place = sum((i * step for i, step in zip(index, strides, strict=True)), start=sympy.S.Zero)
             position = ops.index_expr(place, torch.int32)
-            if not writes_cpp(device):
+            if device.type != "cpu":
                 # As bits. In a number's place Inductor would go on with the expression, and multiply its
-                # factors to some that Triton's int32 hasn't got.
+                # factors to some that Triton's int32 hasn't got. In C++ the expression is of int64; products
+                # of the bits would overflow int32, of which a C++ compiler concludes that loops end before.
                 position = ops.to_dtype_bitcast(position, torch.int32, torch.int32)
-            return element_function(device, position, *(load([]) for load in loads))
+            return element_function(position, *(load([]) for load in loads))
 
         return ir.Pointwise.create(device=device, dtype=dtype, inner_fn=element, ranges=list(like.get_size()))
 
@@ -113,11 +108,9 @@ def register_block_lowerings(
         scales = ir.Pointwise.create(
             device=values.get_device(),
             dtype=torch.uint8,
-            inner_fn=lambda index: scale(values.get_device(), load(index), signed),
+            inner_fn=lambda index: scale(load(index), signed),
             ranges=[blocks],
         )
-        if writes_cpp(values.get_device()):
-            scales.realize()  # else each element's code would have it computed anew
         return lowerings[torch.ops.aten.view.default](scales, [rows, FloorDiv(blocks, rows)])
 
     def load_of_scale(scales: Any, like: Any) -> Callable[[Any], Any]:
@@ -138,20 +131,19 @@ def register_block_lowerings(
 
     def codes_of(values: Any, scales: Any, phases: Any, like: Any, bits: int, signed: bool) -> Any:
         loads = values.make_loader(), load_of_scale(scales, like), phases.make_loader()
-        device = values.get_device()
         return ir.Pointwise.create(
-            device=device,
+            device=values.get_device(),
             dtype=dtype_of_codes[bits, signed],
-            inner_fn=lambda index: code(device, *(load(index) for load in loads), bits, signed),
+            inner_fn=lambda index: code(*(load(index) for load in loads), bits, signed),
             ranges=list(values.get_size()),
         )
 
     def values_of(codes: Any, scales: Any, bits: int, signed: bool) -> Any:
-        loads, device = (codes.make_loader(), load_of_scale(scales, codes)), codes.get_device()
+        loads = codes.make_loader(), load_of_scale(scales, codes)
         return ir.Pointwise.create(
-            device=device,
+            device=codes.get_device(),
             dtype=torch.float32,
-            inner_fn=lambda index: value(device, *(load(index) for load in loads), bits, signed),
+            inner_fn=lambda index: value(*(load(index) for load in loads), bits, signed),
             ranges=list(codes.get_size()),
         )
 
@@ -204,7 +196,7 @@ def register_realizing_lowering(operator: Any) -> None:
 def register_summing_lowering(
     operator: Any,
     terms: Callable[[Sequence[Any]], Sequence[Any]],
-    sums_of: Callable[[int], Sums],
+    sums_of: Callable[[int], Any],
     *,
     names: Sequence[str],
     otherwise: Mapping[str, str | None],
@@ -215,7 +207,7 @@ def register_summing_lowering(
         operator: an overload of float32 tensors of one shape, or None, that returns a float64 vector.
         terms: from the values of one element of each tensor, without the Nones, to what it adds to each sum:
             float64 numbers, then truth values.
-        sums_of: what those sums are, given how many tensors there are.
+        sums_of: the names of these sums, ``products`` and ``counts``, given how many tensors there are.
         names: of the sums that the operator returns.
         otherwise: for one that isn't among those sums, the one that it is the same as, or None for zero.
     """
@@ -224,31 +216,26 @@ def register_summing_lowering(
         given = [_as_value_of_loop(tensor) for tensor in tensors if tensor is not None]
         size, device = given[0].get_size(), given[0].get_device()
         loaders = [tensor.make_loader() for tensor in given]
-        shared = _load_in_common(given[0])
         sums, elements = sums_of(len(given)), _product(size)
         hint = V.graph.sizevars.optimization_hint(elements, fallback=0)
         counter = torch.int64 if hint >= 1 << 31 else torch.int32
-        is_one = V.graph.sizevars.statically_known_equals(elements, 1)  # Inductor makes no sum of it
-        in_cpp = takes_our_cpp(device) and not is_one
 
         def term(number: int, dtype: torch.dtype) -> Callable[[Any, Any], Any]:
             def inner(index: Any, reduced: Any) -> Any:
-                shared(reduced)
-                loaded = [load(reduced) for load in loaders]
-                if in_cpp:
-                    return part_of_sum(sums, number, loaded)
-                value = terms(loaded)[number]
+                value = terms([load(reduced) for load in loaders])[number]
                 return value if dtype is torch.float64 else ops.to_dtype(value, dtype, src_dtype=torch.bool)
 
             return inner
 
+        order = [*sums.products, *sums.counts]
+
         def sum_of(name: str) -> Any:
-            dtype = torch.float64 if in_cpp or name in sums.products else counter
+            dtype = torch.float64 if name in sums.products else counter
             total = ir.Reduction.create(
                 device=device,
                 dst_dtype=dtype,
                 src_dtype=dtype,
-                inner_fn=term(sums.number(name), dtype),
+                inner_fn=term(order.index(name), dtype),
                 ranges=[],
                 reduction_ranges=list(size),
                 reduction_type="sum",
@@ -256,7 +243,7 @@ def register_summing_lowering(
             total.realize()
             return _to_float64(total).make_loader()
 
-        loads = {name: sum_of(name) for name in (*sums.products, *sums.counts)}
+        loads = {name: sum_of(name) for name in order}
         which = [name if name in loads else otherwise[name] for name in names]
 
         def result(index: Any) -> Any:
@@ -283,22 +270,6 @@ def _as_value_of_loop(tensor: Any) -> Any:
         tensor = lowerings[torch.ops.aten.clone.default](tensor)
     tensor.realize()
     return tensor
-
-
-#: For each graph that is being lowered, by size: the load that all its sums over tensors of the size make.
-_in_common: weakref.WeakKeyDictionary[Any, dict[Any, Callable[[Any], Any]]] = weakref.WeakKeyDictionary()
-
-
-def _load_in_common(tensor: Any) -> Callable[[Any], Any]:
-    """A load for every sum over this size, of its first tensor: its result isn't used, so it costs nothing.
-
-    For C++, Inductor makes one loop of sums only if they read something in common, and makes none of sums and
-    what they are computed from if there are other sums in it already.
-    """
-    if not takes_our_cpp(tensor.get_device()):
-        return lambda index: None
-    known = _in_common.setdefault(V.graph, {})
-    return known.setdefault(tuple(tensor.get_size()), tensor.make_loader())
 
 
 def register_sampling_lowering(
@@ -346,8 +317,7 @@ def register_sampling_lowering(
             within = ops.minimum(position, last)
             where: Any = indices([ops.indirect_indexing(within, elements, check=False, wrap_neg=False)])
             zero = ops.constant(0.0, torch.float32)
-            with computing_anew():
-                values = [zero if load is None else load(where) for load in loaders]
+            values = [zero if load is None else load(where) for load in loaders]
             return ops.where(ops.le(position, last), place(values, *constants), ops.constant(-1, torch.int32))
 
         load_place = of_each(torch.int32, placed)

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
-
-from torch._inductor import ir
-from torch._inductor.virtualized import V
 
 from collage_fx.torch_compat.patching import Patch
 
@@ -43,23 +39,6 @@ LOADED_KERNELS = Patch(
     target="torch._inductor.async_compile:AsyncCompile.triton(self, kernel_name, source_code, device_str)",
     why="a Triton kernel whose body goes into a frame of ours is compiled there alone, others without fma",
     during="lowerings",
-)
-
-LOADED_VALUES = Patch(
-    name="loaded-values",
-    target="torch._inductor.virtualized:OpsWrapper._default(self, name, args, kwargs)",
-    why="what samples a few elements of a value does not have all of it kept in memory",
-    needed_for="speed",
-    during="lowerings",
-)
-
-KEPT_VALUES = Patch(
-    name="kept-values",
-    target="torch._inductor.ir:ComputedBuffer.make_indexer(self)",
-    why="the same, where it is decided to keep the value",
-    needed_for="speed",
-    during="lowerings",
-    relies_on=("torch._inductor.ir:ComputedBuffer has data, get_name, get_size", *LOADED_VALUES.shapes),
 )
 
 
@@ -131,47 +110,3 @@ class _Deferred:
 
     def run(self, *arguments: Any, **named: Any) -> Any:
         return self._kernel.run(*arguments, **named)
-
-
-@dataclass(frozen=True)
-class _Element:
-    """An element of a value that Inductor has decided to keep in memory."""
-
-    buffer: Any
-    index: Any
-
-
-@contextlib.contextmanager
-def computing_anew() -> Iterator[None]:
-    """Within, elementwise values that Inductor keeps in memory are computed from what they are made of.
-
-    For a reader of a few elements: if it loaded them, whole tensors would have to be written for it. Loaded
-    are numbers, results of anything but elementwise operations, and what is read under a mask (a padded
-    tensor), where no value from elsewhere can be used, so that each reader's would be computed for itself.
-    """
-    block = V.get_ops_handler()
-    computed: dict[Any, Any] = {}
-
-    def indexing(make_indexer: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def indexer(buffer: Any) -> Any:
-            is_number = all(length == 1 for length in buffer.get_size())
-            if is_number or not isinstance(buffer.data, ir.Pointwise) or V.get_ops_handler() is not block:
-                return make_indexer(buffer)
-            return lambda index: _Element(buffer, index)
-
-        return indexer
-
-    def computing(operation: Callable[..., Any]) -> Callable[..., Any]:
-        def default(wrapper: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if name != "load" or not isinstance(args[1], _Element):
-                return operation(wrapper, name, args, kwargs)
-            element = args[1]
-            key = element.buffer.get_name(), tuple(element.index)
-            if key not in computed:
-                computed[key] = element.buffer.data.make_loader()(element.index)
-            return computed[key]
-
-        return default
-
-    with KEPT_VALUES.entered(indexing), LOADED_VALUES.entered(computing):
-        yield

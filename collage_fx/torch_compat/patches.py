@@ -13,10 +13,6 @@ from collage_fx.torch_compat import (
     own_steps,
     patch_averages,
     patch_conversions,
-    patch_cpp_conversions,
-    patch_cpp_loads,
-    patch_cpp_roundings,
-    patch_cpp_sums,
     patch_fused_updates,
     patch_graph_breaks,
     patch_inductor,
@@ -34,7 +30,7 @@ PATCHES: tuple[Patch, ...] = tuple(
     for module in (
         *(patch_steps, patch_averages, patch_fused_updates),
         *(patch_conversions, patch_optimizers, patch_graph_breaks, patch_numbers),
-        *(patch_inductor, patch_cpp_roundings, patch_cpp_conversions, patch_cpp_sums, patch_cpp_loads),
+        patch_inductor,
     )
     for value in vars(module).values()
     if isinstance(value, Patch)

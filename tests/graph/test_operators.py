@@ -1,14 +1,12 @@
 """The one-node operators: eager = definition, compiled = eager, whatever is fused around them."""
 
-import contextlib
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._inductor import config
-from torch._inductor.utils import run_and_get_code
 
 from collage_fx.graph.operators import rest, round_to_storage
 from collage_fx.numerics import (
@@ -19,21 +17,15 @@ from collage_fx.numerics import (
     WITH_ULP_PARTS,
     arithmetic,
 )
-from collage_fx.torch_compat.patch_cpp_roundings import writing_our_cpp
-from collage_fx.torch_compat.version import version
+from tests.support.printed import BACKENDS
 
 DTYPES = [torch.bfloat16, torch.float16]
 
 
-@pytest.fixture(autouse=True, params=["elsewhere", "our code"])
-def code(request: pytest.FixtureRequest) -> Iterator[str]:
+@pytest.fixture(params=[*BACKENDS])
+def backend(request: pytest.FixtureRequest) -> Any:
     """The operators are compiled by plain Inductor, or as in this library's own steps."""
-    with contextlib.ExitStack() as stack:
-        if request.param == "our code":
-            stack.enter_context(writing_our_cpp())
-            stack.enter_context(config.patch("force_disable_caches", True))  # which know nothing of it
-        torch._dynamo.reset()
-        yield request.param
+    return BACKENDS[request.param]
 
 
 def _patterns() -> Tensor:
@@ -52,7 +44,7 @@ def _bits(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_compiled_bits_equal_eager_bits(dtype: torch.dtype) -> None:
+def test_compiled_bits_equal_eager_bits(dtype: torch.dtype, backend: Any) -> None:
     def split(x: Tensor) -> tuple[Tensor, Tensor]:
         hi = round_to_storage(x * 1.5, dtype)
         return (
@@ -61,7 +53,7 @@ def test_compiled_bits_equal_eager_bits(dtype: torch.dtype) -> None:
         )  # the trap: with casts in place of the operator this difference is zero when compiled
 
     x = _patterns()
-    compiled = torch.compile(split)(x)
+    compiled = torch.compile(split, backend=backend)(x)
     eager = split(x)
     assert torch.equal(_bits(eager[0]), _bits((x * 1.5).to(dtype).float()))
     for mine, expected in zip(compiled, eager, strict=True):
@@ -84,7 +76,7 @@ VECTORS = [1, 256, None]
 
 @pytest.mark.parametrize("simdlen", VECTORS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_cpp_rounds_in_every_vector_length(dtype: torch.dtype, simdlen: int | None) -> None:
+def test_cpp_rounds_in_every_vector_length(dtype: torch.dtype, simdlen: int | None, backend: Any) -> None:
     def split(x: Tensor, factor: Tensor) -> tuple[Tensor, ...]:
         hi = round_to_storage(x * 1.5, dtype)
         scalar = round_to_storage(factor, dtype)  # not a vector in any of them
@@ -92,7 +84,7 @@ def test_cpp_rounds_in_every_vector_length(dtype: torch.dtype, simdlen: int | No
 
     x, factor = _patterns(), torch.tensor(1.1)
     with config.patch({"cpp.simdlen": simdlen}):
-        compiled = torch.compile(split)(x, factor)
+        compiled = torch.compile(split, backend=backend)(x, factor)
     for mine, expected in zip(compiled, split(x, factor), strict=True):
         assert torch.equal(_bits(mine.float()), _bits(expected.float()))
 
@@ -116,7 +108,9 @@ def _float16_halves(value: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("simdlen", VECTORS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_cpp_splits_and_joins_halves_in_every_vector_length(dtype: torch.dtype, simdlen: int | None) -> None:
+def test_cpp_splits_and_joins_halves_in_every_vector_length(
+    dtype: torch.dtype, simdlen: int | None, backend: Any
+) -> None:
     join, split = {
         torch.bfloat16: (WITH_LOWER_HALF, _bfloat16_halves),
         torch.float16: (WITH_ULP_PARTS, _float16_halves),
@@ -141,7 +135,7 @@ def test_cpp_splits_and_joins_halves_in_every_vector_length(dtype: torch.dtype, 
         return outputs
 
     with config.patch({"cpp.simdlen": simdlen}):
-        compiled = run(torch.compile(step))
+        compiled = run(torch.compile(step, backend=backend))
     for mine, expected in zip(compiled, run(step), strict=True):
         assert torch.equal(_bits(mine.float()), _bits(expected.float()))
 
@@ -187,7 +181,9 @@ def test_ulp_parts_are_the_rest_of_the_number() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("plain_first", [True, False])
-def test_a_number_stored_and_rounded_keeps_the_two_apart(dtype: torch.dtype, plain_first: bool) -> None:
+def test_a_number_stored_and_rounded_keeps_the_two_apart(
+    dtype: torch.dtype, plain_first: bool, backend: Any
+) -> None:
     """Inductor lets whoever reads a stored number again have it as it was before it was rounded."""
 
     def step(x: Tensor, plain: Tensor, stored: Tensor, lo: Tensor) -> None:
@@ -208,41 +204,17 @@ def test_a_number_stored_and_rounded_keeps_the_two_apart(dtype: torch.dtype, pla
         function(x, *outputs)
         return outputs
 
-    plain, stored, lo = run(torch.compile(step))
+    plain, stored, lo = run(torch.compile(step, backend=backend))
     expected = run(step)
     assert torch.equal(_bits(plain.float()), _bits(expected[0].float()))
     assert torch.equal(_bits(stored.float()), _bits(expected[1].float()))
     assert torch.equal(_bits(lo), _bits(expected[2]))
 
 
-@pytest.mark.parametrize("code", ["our code"], indirect=True)
-def test_cpp_converts_once_for_a_rounding_and_its_store(code: str) -> None:
-    def step(x: Tensor, hi: Tensor, lo: Tensor) -> None:
-        rounded = round_to_storage(x * 1.5, torch.bfloat16)
-        hi.copy_(rounded)
-        lo.copy_(x * 1.5 - rounded)
-
-    outputs = [torch.zeros(4096, dtype=torch.bfloat16) for _ in range(2)]
-    _, (text,) = run_and_get_code(torch.compile(step), torch.randn(4096), *outputs)
-    assert (
-        len(
-            re.findall(
-                r"auto tmp\d+ = \(?\s*(?:#if .*\s*\[&\]\(\) -> decltype\()?at::vec::convert<at::BFloat16\b",
-                text,
-            )
-        )
-        == 2
-    )
-    assert len(re.findall(r"\.store\(", text)) == 2
-    assert "bit_cast" not in text
-
-
-@pytest.mark.parametrize("code", ["our code"], indirect=True)
-def test_cpp_stores_no_more_integers_in_a_tile_than_it_has_computed(code: str) -> None:
-    """A vector holds twice as many 16-bit integers as float32, the last of which lie behind the tile."""
+def test_operands_of_two_layouts(backend: Any) -> None:
+    """Inductor's loop goes by the rows of most operands, what is printed by those of what it stores."""
 
     def step(x: Tensor, y: Tensor, z: Tensor, hi: Tensor, parts: Tensor) -> None:
-        # Float16 and bfloat16 at once: so the loop counts by float32. It goes by the rows of most operands.
         value = WITH_ULP_PARTS(hi.float(), parts) + (x.float() * y.float() + z.float()).t()
         rounded = round_to_storage(value, torch.float16)
         hi.copy_(rounded)
@@ -255,17 +227,13 @@ def test_cpp_stores_no_more_integers_in_a_tile_than_it_has_computed(code: str) -
         function(*operands, *outputs)
         return outputs
 
-    compiled, (text,) = run_and_get_code(run, torch.compile(step))
-    tiles = re.findall(r"int16_t (tmp\d+)\[", text)
-    stores = [found for tile in tiles for found in re.findall(rf"\.store\({tile} \+ (.*)\);", text)]
-    assert stores or version() >= (2, 15)  # which transposes float32, and has no such tile
-    assert all(re.search(r", static_cast<int64_t>\(\d+L?\)$", where) for where in stores)
+    compiled = run(torch.compile(step, backend=backend))
     for mine, expected in zip(compiled, run(step), strict=True):
         assert torch.equal(mine, expected)
 
 
 @pytest.mark.parametrize("where", [0, 15, 16, 31])
-def test_one_special_number_among_32(where: int) -> None:
+def test_one_special_number_among_32(where: int, backend: Any) -> None:
     """Each place of the two vectors that are converted together; subnormal numbers, ties and NaN."""
     special = torch.tensor(
         [2.0**-149, -(2.0**-133) * 1.5, 2.0**-126, 1 + 2.0**-8, 1 + 3 * 2.0**-8, 3.4e38, -0.0, float("nan")]
@@ -277,13 +245,13 @@ def test_one_special_number_among_32(where: int) -> None:
         out.copy_(x)
 
     out = torch.zeros(x.shape, dtype=torch.bfloat16)
-    torch.compile(store)(x, out)
+    torch.compile(store, backend=backend)(x, out)
     assert torch.equal(_bits(out.float()), _bits(x.bfloat16().float()))
     assert _bits(out.float())[2:6, where].count_nonzero() == 4
 
 
 @pytest.mark.parametrize("simdlen", VECTORS)
-def test_rest_in_every_vector_length(simdlen: int | None) -> None:
+def test_rest_in_every_vector_length(simdlen: int | None, backend: Any) -> None:
     """As float32 and stored in bfloat16, of one vector after the other with a special number in it."""
 
     def split(x: Tensor) -> tuple[Tensor, ...]:
@@ -295,7 +263,7 @@ def test_rest_in_every_vector_length(simdlen: int | None) -> None:
     special = torch.tensor([1e-45, -1e-39, 3.4e38, float("inf"), float("-inf"), float("nan"), 0.0, -0.0])
     x = torch.cat([x, *(torch.cat([torch.full((31,), 0.3), each[None]]) for each in special)])
     with config.patch({"cpp.simdlen": simdlen}):
-        compiled = torch.compile(split)(x)
+        compiled = torch.compile(split, backend=backend)(x)
     hi = x.to(torch.bfloat16).float()
     lo = torch.where(hi.isfinite(), x - hi, 0.0)
     for mine, eager, expected in zip(compiled, split(x), (hi, lo, lo.to(torch.bfloat16)), strict=True):
@@ -303,7 +271,7 @@ def test_rest_in_every_vector_length(simdlen: int | None) -> None:
         assert torch.equal(_bits(eager.float()), _bits(expected.float()))
 
 
-def test_rest_of_bfloat16_vectors() -> None:
+def test_rest_of_bfloat16_vectors(backend: Any) -> None:
     """Where memory has nothing but bfloat16, a vector with a special number in it takes another way."""
 
     def split(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
@@ -322,11 +290,11 @@ def test_rest_of_bfloat16_vectors() -> None:
     assert hi[where][1].isinf()
     assert x[where][1].isfinite()
     lo = torch.where(hi.isfinite(), x - hi.float(), 0.0).bfloat16()
-    for mine, expected in zip(torch.compile(split)(a, b), (hi, lo), strict=True):
+    for mine, expected in zip(torch.compile(split, backend=backend)(a, b), (hi, lo), strict=True):
         assert torch.equal(_bits(mine.float()), _bits(expected.float()))
 
 
-def test_bfloat16_is_read_as_it_is() -> None:
+def test_bfloat16_is_read_as_it_is(backend: Any) -> None:
     """Every bit pattern, through the kernel's own conversion to float32."""
     patterns = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16)
     compiled = torch.compile(lambda x: (x.float() * 1.0, -x))(patterns)

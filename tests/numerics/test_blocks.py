@@ -15,7 +15,7 @@ from collage_fx.numerics.blocks import LARGEST, block_scale
 from collage_fx.numerics.dither import phase, phases
 from collage_fx.numerics.error_formats.blocks import Blocks
 from tests.support.float_bits import same_bits
-from tests.support.our_cpp import compiled_by
+from tests.support.printed import BACKENDS
 
 KINDS = list(CODES)
 each_kind = pytest.mark.parametrize(("bits", "signed"), KINDS, ids=lambda x: str(x))
@@ -49,7 +49,7 @@ def some_phases(shape: torch.Size) -> Tensor:
 
 
 @pytest.mark.parametrize("simdlen", [1, 256, None])
-@pytest.mark.parametrize("code", ["elsewhere", "our code"])
+@pytest.mark.parametrize("code", [*BACKENDS])
 @pytest.mark.parametrize("rows", ["of a block", "of many"])
 @each_kind
 def test_compiled_bits_are_eager_bits(
@@ -76,8 +76,8 @@ def test_compiled_bits_are_eager_bits(
         function(codes, of_blocks, x.reshape(shape), some_phases(shape), seen, near)
         return [seen, of_blocks, near]
 
-    with compiled_by(code), config.patch({"cpp.simdlen": simdlen}):
-        compiled = run(torch.compile(step))
+    with config.patch({"cpp.simdlen": simdlen}):
+        compiled = run(torch.compile(step, backend=BACKENDS[code]))
     for mine, expected in zip(compiled, run(step), strict=True):
         assert same_bits(mine.float(), expected.float()).all()
 

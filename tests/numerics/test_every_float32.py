@@ -8,7 +8,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
-from torch._inductor import config
 
 from collage_fx.graph.operators import round_to_storage
 from collage_fx.numerics import (
@@ -21,7 +20,7 @@ from collage_fx.numerics import (
     WITH_LOWER_HALF,
     WITH_ULP_PARTS,
 )
-from collage_fx.torch_compat.patch_cpp_roundings import writing_our_cpp
+from tests.support.printed import in_parts
 
 CHUNK = 1 << 24
 NANS = 2 * (2**23 - 1)
@@ -32,13 +31,11 @@ pytestmark = pytest.mark.slow
 def _count_all(count: Callable[[Tensor], dict[str, Tensor]], patterns: int = 1 << 32) -> dict[str, int]:
     """The sums, over all integers of as many patterns, of what a function finds in some of them."""
     total: Counter[str] = Counter()
-    torch._dynamo.reset()
-    with writing_our_cpp(), config.patch("force_disable_caches", True):
-        compiled = torch.compile(count, dynamic=False)
-        first = torch.arange(CHUNK, dtype=torch.int32)
-        for start in range(-patterns // 2, patterns // 2, CHUNK):
-            found = compiled(first + start)
-            total.update({name: int(each) for name, each in found.items()})
+    compiled = torch.compile(count, dynamic=False, backend=in_parts)
+    first = torch.arange(CHUNK, dtype=torch.int32)
+    for start in range(-patterns // 2, patterns // 2, CHUNK):
+        found = compiled(first + start)
+        total.update({name: int(each) for name, each in found.items()})
     return dict(total)
 
 

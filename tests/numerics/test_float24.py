@@ -23,7 +23,7 @@ from tests.support.exact import ENCODINGS, fractions, tensor
 from tests.support.float24 import nearest as nearest_of
 from tests.support.float24 import rounded
 from tests.support.float_bits import same_bits
-from tests.support.our_cpp import compiled_by
+from tests.support.printed import BACKENDS
 
 each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 
@@ -129,7 +129,7 @@ VECTORS = [1, 256, None]
 
 
 @pytest.mark.parametrize("simdlen", VECTORS)
-@pytest.mark.parametrize("code", ["elsewhere", "our code"])
+@pytest.mark.parametrize("code", [*BACKENDS])
 @each_dtype
 def test_compiled_bits_are_eager_bits(dtype: torch.dtype, code: str, simdlen: int | None) -> None:
     def step(x: Tensor, one: Tensor, count: Tensor, hi: Tensor, rest: Tensor, *outputs: Tensor) -> None:
@@ -154,8 +154,8 @@ def test_compiled_bits_are_eager_bits(dtype: torch.dtype, code: str, simdlen: in
         function(x, torch.ones(()), torch.tensor(77).int(), *outputs)
         return outputs
 
-    with compiled_by(code), config.patch({"cpp.simdlen": simdlen}):
-        compiled = run(torch.compile(step))
+    with config.patch({"cpp.simdlen": simdlen}):
+        compiled = run(torch.compile(step, backend=BACKENDS[code]))
     for mine, expected in zip(compiled, run(step), strict=True):
         assert same_bits(mine.float(), expected.float()).all()
 

@@ -1,0 +1,158 @@
+"""What Inductor compiles our operators to: the integer operations of their eager functions.
+
+Note [Integer operations are immune]
+------------------------------------
+A lowering interprets a trace of the operator's eager function, element by element, in the kernel that reads
+it. Roundings are integer operations there, which no simplification of Inductor's, Triton's or a C++
+compiler's knows to be roundings: they are neither dropped nor merged. Kernels for a GPU are made of these. On
+a CPU such operations have no vectors in Inductor's C++: there parts are printed (``kernels.py``), and only a
+step that is compiled as one graph is made of these.
+
+Inductor's cache of compiled graphs knows an operator by name only. :data:`REVISION` goes into the modules
+that are compiled, so that code from an older definition is never found again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from collage_fx import graph, numerics, torch_compat
+from collage_fx.graph import (
+    ELEMENTWISE,
+    FLOATS,
+    once,
+    size_of_update,
+    sums_of_update,
+    terms_of_update,
+    trace_of,
+    update_size,
+    update_sizes,
+    update_sums,
+    update_value,
+    values_of_update,
+)
+from collage_fx.numerics import (
+    BLOCK,
+    BLOCK_CODES,
+    BLOCK_SCALES,
+    BLOCK_VALUES,
+    CODES,
+    PHASES,
+    block_code,
+    block_scale,
+    block_value,
+    in_map,
+    phase_at,
+)
+from collage_fx.numerics import update_sums as measures
+from collage_fx.torch_compat import (
+    pointwise_of,
+    pytree,
+    register_block_lowerings,
+    register_placed_lowering,
+    register_pointwise_lowering,
+    register_realizing_lowering,
+    register_sampling_lowering,
+    register_summing_lowering,
+)
+
+
+def _interpret(trace: GraphModule, inputs: Sequence[Any]) -> list[Any]:
+    """Run a trace on Inductor's element values, one ``ops`` call for each node."""
+    values: dict[Node, Any] = dict(zip(trace.graph.find_nodes(op="placeholder"), inputs, strict=True))
+    for node in trace.graph.nodes:
+        if node.op == "call_function":
+            values[node] = pointwise_of(node, values)
+    return [values[result] for result in pytree.tree_leaves(trace.graph.output_node().args)]
+
+
+def _of_elements(
+    function: Callable[..., Tensor], dtypes: tuple[torch.dtype, ...], constants: tuple[Any, ...] = ()
+) -> Callable[[Sequence[Any]], Any]:
+    """Return the code for one element of a function of tensors of these dtypes, and of constants."""
+    return lambda inputs: _interpret(trace_of(function, dtypes, constants), inputs)[0]
+
+
+def _phase_of_element(*values: Any) -> Any:
+    """Return the phase of an element, from its place and the phase of the first element: Note [Dither]."""
+    return _of_elements(phase_at, (torch.int32,) * len(values))(values)
+
+
+def _scale_of_block(largest: Any, signed: bool) -> Any:
+    root = _of_elements(in_map, FLOATS[:1], (signed,))([largest])
+    return _of_elements(block_scale, FLOATS[:1])([root])
+
+
+def _code_of_element(value: Any, scale: Any, phase: Any, *kind: Any) -> Any:
+    root = _of_elements(in_map, FLOATS[:1], kind[1:])([value])
+    return _of_elements(block_code, (torch.float32, torch.uint8, torch.int32), kind)([root, scale, phase])
+
+
+def _value_of_element(code: Any, scale: Any, *kind: Any) -> Any:
+    return _of_elements(block_value, (CODES[kind], torch.uint8), kind)([code, scale])
+
+
+for _each in ELEMENTWISE:
+    register_pointwise_lowering(
+        _each.operator,
+        lambda tensors, *constants, of=_each: _of_elements(of.function, of.dtypes, constants),
+        dtype=_each.result,
+    )
+register_pointwise_lowering(
+    update_value,
+    lambda tensors, number: (
+        lambda inputs: _interpret(trace_of(values_of_update, FLOATS[:tensors]), inputs)[number]
+    ),
+    dtype=torch.float32,
+)
+register_pointwise_lowering(
+    update_size,
+    lambda tensors, dtype: _of_elements(size_of_update, FLOATS[:tensors], (dtype,)),
+    dtype=torch.int32,
+)
+register_placed_lowering(PHASES, _phase_of_element, dtype=torch.int32)
+register_block_lowerings(
+    BLOCK_SCALES,
+    BLOCK_CODES,
+    BLOCK_VALUES,
+    _scale_of_block,
+    _code_of_element,
+    _value_of_element,
+    block=BLOCK,
+    dtype_of_codes=CODES,
+)
+register_realizing_lowering(once)
+register_summing_lowering(
+    update_sums,
+    lambda inputs: _interpret(trace_of(terms_of_update, FLOATS[: len(inputs)]), inputs),
+    sums_of_update,
+    names=measures.SUMS,
+    otherwise=measures.WITHOUT_LO,
+)
+register_sampling_lowering(
+    update_sizes,
+    lambda inputs, dtype: _of_elements(measures.size_bin, FLOATS[:3], (dtype,))(inputs),
+    measures.sampled,
+    sample=measures.SAMPLE,
+    places=len(measures.SIZES),
+)
+
+
+def _sources() -> Iterator[str]:
+    """The source text of all that decides what an operator is compiled to."""
+    yield Path(__file__).read_text(encoding="utf-8")
+    yield Path(str(graph.__file__)).with_name("operators.py").read_text(encoding="utf-8")
+    for room in (numerics, torch_compat):
+        for path in sorted(Path(str(room.__file__)).parent.rglob("*.py")):
+            yield path.read_text(encoding="utf-8")
+
+
+#: Identifies the definitions above and the lowering; part of the compile cache's key.
+REVISION = hashlib.sha256("".join(_sources()).encode()).hexdigest()

@@ -1,0 +1,32 @@
+"""Backends of torch.compile for functions with operators of ours: Inductor alone, or printed kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._inductor.compile_fx import compile_fx
+from torch.fx import GraphModule
+
+from collage_fx.graph import Reason
+from collage_fx.lowering.plan import lower_in_parts
+
+__all__ = ["BACKENDS", "in_parts"]
+
+
+def in_parts(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Compile a graph as steps on a CPU are: our operators are printed, Inductor has the rest."""
+
+    def inner(gm: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+        step = lower_in_parts(gm, always=True)
+        assert not isinstance(step, Reason), step
+        return step
+
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        compiled: Callable[..., Any] = compile_fx(gm, list(inputs), inner_compile=inner)  # type: ignore[arg-type]
+    return compiled
+
+
+#: What a test may have its kernels compiled by.
+BACKENDS: dict[str, Any] = {"inductor": "inductor", "in parts": in_parts}
