@@ -80,9 +80,10 @@ def _of_elements(
     return lambda inputs: _interpret(trace_of(function, dtypes, constants), inputs)[0]
 
 
-def _phase_of_element(*values: Any) -> Any:
+def _phase_of_element(dtype: torch.dtype, place: Any, *phase_and_first: Any) -> Any:
     """Return the phase of an element, from its place and the phase of the first element: Note [Dither]."""
-    return _of_elements(phase_at, (torch.int32,) * len(values))(values)
+    dtypes = dtype, *(torch.int32,) * len(phase_and_first)
+    return _of_elements(phase_at, dtypes)([place, *phase_and_first])
 
 
 def _scale_of_block(largest: Any, signed: bool) -> Any:

@@ -48,7 +48,8 @@ def register_placed_lowering(
 
     Args:
         operator: an overload of a tensor, of which nothing but the layout is looked at, and 0-d tensors.
-        element_function: ``(place, *values of the numbers)`` -> value of the result, for one element.
+        element_function: ``(dtype of the place, place, *values of the numbers)`` -> value of the result, of
+            the dtype of the place, for one element.
         dtype: of the result.
     """
 
@@ -59,13 +60,16 @@ def register_placed_lowering(
 
         def element(index: Sequence[Any]) -> Any:
             place = sum((i * step for i, step in zip(index, strides, strict=True)), start=sympy.S.Zero)
-            position = ops.index_expr(place, torch.int32)
-            if device.type != "cpu":
+            if device.type == "cpu":
+                # A product that overflows int32 is undefined in C++: the compiler takes the loop to end before.
+                position, kind = ops.index_expr(place, torch.int64), torch.int64
+            else:
                 # As bits. In a number's place Inductor would go on with the expression, and multiply its
-                # factors to some that Triton's int32 hasn't got. In C++ the expression is of int64; products
-                # of the bits would overflow int32, of which a C++ compiler concludes that loops end before.
+                # factors to some that Triton's int32 hasn't got.
+                position, kind = ops.index_expr(place, torch.int32), torch.int32
                 position = ops.to_dtype_bitcast(position, torch.int32, torch.int32)
-            return element_function(position, *(load([]) for load in loads))
+            result = element_function(kind, position, *(load([]) for load in loads))
+            return result if kind is dtype else ops.to_dtype(result, dtype, src_dtype=kind)
 
         return ir.Pointwise.create(device=device, dtype=dtype, inner_fn=element, ranges=list(like.get_size()))
 
