@@ -249,13 +249,6 @@ ASSIGNED = {
     ("state/packed.py", "each.packed_value"): "a mark of ours on it",
     ("torch_compat/aot_autograd.py", "called._boxed_call"): "a mark on a function, or class, of ours",
     ("torch_compat/inductor.py", "setattr"): "marks of ours, on a graph that is ours to edit",
-    ("torch_compat/patch_cpp_conversions.py", "variable.collage_fx_stored"): "a mark on a variable of ours",
-    (
-        "torch_compat/patch_cpp_roundings.py",
-        "kernel.tail_size",
-    ): "of a kernel, while TILE_STORES writes a line",
-    ("torch_compat/patch_cpp_sums.py", "kernel.is_reduction"): "of the kernel that a sum of ours is put into",
-    ("torch_compat/patch_cpp_sums.py", "variable.collage_fx_summand"): "a mark on a variable of ours",
     ("torch_compat/patch_steps.py", "cell.cell_contents"): "OWN_STEPS",
     ("torch_compat/patch_steps.py", "setattr"): "a mark on the switch of OWN_STEPS",
     ("torch_compat/own_steps.py", "setattr"): "a mark on a function of ours",

@@ -22,7 +22,8 @@ Printed parts compute printable values anew, from the inputs: that costs no memo
 
 Soundness. Inputs are stored by the parts of the last level alone: on lower levels they have their old values.
 On the last level a part reads inputs of its own space, numbers, and results; an input that two parts of
-the last level read and one of them stores would be a number, and the numbers are stored after all else.
+the last level read and one of them stores would be a number, and the numbers are stored after all else. What
+is stored in no dense layout, or another than its own, is computed before, and then copied by Inductor.
 """
 
 from __future__ import annotations
@@ -126,8 +127,8 @@ class _Cut:
         spaces = sorted(of_last, key=lambda space: (space is NUMBERS, space is None))
         keys = sorted((key for key in results if key[0] < last), key=lambda key: key[0])
         return [
-            self._part_of(level, stores[space] if level == last else [], results[level, space])
-            for level, space in (*keys, *((last, space) for space in spaces))
+            *(self._part_of(level, [], results[level, space]) for level, space in keys),
+            *(self._part_of(last + (space is None), stores[space], results[last, space]) for space in spaces),
         ]
 
     def _part_of(self, level: int, stores: Sequence[Node], results: Sequence[Node]) -> Part:

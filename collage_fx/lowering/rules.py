@@ -264,7 +264,7 @@ class _Writer:
             return False
         is_launched = any(device_facts(value.device).is_launched for value in tensors)
         longest = LONGEST_PIECE if is_launched else LONGEST
-        if not self.shape.numel() or any(value.shape != self.shape for value in tensors):
+        if not self.shape or not self.shape.numel() or any(value.shape != self.shape for value in tensors):
             return False
         if self.rows and self.shape.numel() >= longest:
             return False
