@@ -57,7 +57,8 @@ UNFIT = {
 
 STEPS = """
 import collage_fx, torch
-from collage_fx import CollageBackend, CollageError, doctor
+from collage_fx import CollageBackend, CollageError
+from collage_fx.tools import doctor
 from tests.support.training import parameters, set_gradients
 params = parameters()
 set_gradients(params)
