@@ -23,7 +23,7 @@ which costs nothing in a step that is compiled already:
   step goes on to branch on it.
 * *Something that Dynamo doesn't trace*: sparse gradients, optimizers whose step is disabled for Dynamo. See
   Note [Two doors] in ``refusals.py``. For ``fused=True`` it is given something else to trace: Note [A wish
-  for speed] in ``torch_compat/patch_fused_updates.py``.
+  for speed] in ``torch_compat/fused_updates.py``.
 * *Steps that run eagerly.* Whoever has an optimizer's step compiled, or the optimizer installed, wishes for
   compensated steps (:class:`_Wish`). Every optimizer runs torch's global hooks when it is stepped eagerly, in
   whatever thread, and ours asks what that step was to be (:func:`_before_eager_step`). If Python is in a call

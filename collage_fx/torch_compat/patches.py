@@ -17,7 +17,6 @@ from collage_fx.torch_compat import (
     patch_cpp_loads,
     patch_cpp_roundings,
     patch_cpp_sums,
-    patch_fused_updates,
     patch_graph_breaks,
     patch_inductor,
     patch_numbers,
@@ -32,7 +31,7 @@ from collage_fx.torch_compat.patching import Patch, misfit
 PATCHES: tuple[Patch, ...] = tuple(
     value
     for module in (
-        *(patch_steps, patch_averages, patch_fused_updates),
+        *(patch_steps, patch_averages),
         *(patch_conversions, patch_optimizers, patch_graph_breaks, patch_numbers),
         *(patch_inductor, patch_cpp_roundings, patch_cpp_conversions, patch_cpp_sums, patch_cpp_loads),
     )
