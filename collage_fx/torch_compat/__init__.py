@@ -161,8 +161,8 @@ try:
     from collage_fx.torch_compat.patch_steps import (
         before_eager_steps,
         reroute_steps,
+        wrap_flat_states,
         wrap_loading_of_modules,
-        wrap_states,
     )
     from collage_fx.torch_compat.patches import PATCHES, misfits
     from collage_fx.torch_compat.tensors import (
@@ -347,8 +347,8 @@ __all__ = [
     "without_outer_loop_fusion",
     "without_torch_function",
     "without_triton",
+    "wrap_flat_states",
     "wrap_loading_of_modules",
-    "wrap_states",
     "wrapped_steps_on_the_stack",
     "wrapper_subclass",
 ]
