@@ -14,7 +14,6 @@ from collage_fx.capture import (
     forget_new_state,
     give_up_rows,
     has_stand_ins,
-    is_recording,
     members_come_and_go,
     not_compiled_yet,
     rows_to_trace,
@@ -40,8 +39,8 @@ from collage_fx.torch_compat import (
     TracedRows,
     TraceWhole,
     backend_being_traced_for,
-    install_fused_updates,
     mode_options,
+    trace_unfused,
 )
 
 
@@ -261,9 +260,9 @@ def _rows_to_trace(
 
 
 def _is_compensated_now() -> bool:
-    """Whether the step that is being traced, or run, is compensated."""
-    return is_recording() or _compensating(*backend_being_traced_for()) is not None
+    """Whether the step that is being traced is compensated."""
+    return _compensating(*backend_being_traced_for()) is not None
 
 
 watch.install(_is_ours, _strictness, _rows_to_trace)
-install_fused_updates(_is_compensated_now)
+trace_unfused(_is_compensated_now)

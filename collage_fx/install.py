@@ -208,9 +208,9 @@ def _install(optimizer: Optimizer, backend: CollageBackend) -> None:
     if isinstance(before := own_step(optimizer), CompiledStep):
         forget_compiled_step(optimizer)
         _drop_terms_of_state(optimizer, before.backend.options, backend.options)
-    give_own_step(optimizer, CompiledStep(optimizer, backend))
     if backend.options.strategy != "none":
         note_installed(optimizer, backend, strict=backend.options.strict)
+    give_own_step(optimizer, CompiledStep(optimizer, backend))
     parameters = [parameter for _, parameter in parameter_names(optimizer)]
     low = [parameter for parameter in parameters if is_low_precision(parameter.dtype)]
     if any(device_facts(parameter.device).compiles_cpp for parameter in low):

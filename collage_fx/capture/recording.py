@@ -39,8 +39,10 @@ from collage_fx.state import (
     why_left_unpacked,
 )
 from collage_fx.torch_compat import (
+    fused_operator,
     is_step_wrapper,
     reroute_steps,
+    run_unfused,
     shares_memory,
     storage_of,
 )
@@ -201,7 +203,7 @@ class _Recording:
                 self._progress,
                 torch.no_grad(),
                 self._recorder,
-                _ReadsOfMemory(self._recorder),
+                _Functions(self._recorder),
             ):
                 result = step(optimizer, *args, **kwargs)
                 self._recorder.finish(successfully=True)
@@ -306,11 +308,11 @@ class _Recording:
         return self._compile(module, arguments)
 
 
-class _ReadsOfMemory(TorchFunctionMode):
-    """Sees to what a step does to tensors without calling an operator.
+class _Functions(TorchFunctionMode):
+    """Sees to what a step does to tensors without calling an operator, or by one of torch's fused operators.
 
     It may read their memory or change their layout, for which they have to be up to date, and assign to
-    ``.data``, which is an update like another.
+    ``.data``, which is an update like another. Note [A wish for speed] in ``torch_compat/fused_updates.py``.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -320,6 +322,8 @@ class _ReadsOfMemory(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _SET_DATA and Spec.of(args[0]) == Spec.of(args[1]):
             return args[0].copy_(args[1])
+        if (fused := fused_operator(func)) is not None:
+            return run_unfused(fused, args, kwargs or {})
         if func in _OF_MEMORY or func == _SET_DATA:
             self._recorder.keep_memory_of(args)
         return func(*args, **(kwargs or {}))

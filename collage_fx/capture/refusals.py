@@ -33,6 +33,7 @@ from collage_fx.state import KnownTensor, is_packed, parameter_names
 from collage_fx.torch_compat import (
     OTHER_VERSIONS,
     aot_input_of,
+    fused_operator,
     has_internal_overlap,
     is_made_of_tensors,
     local_tensor,
@@ -40,9 +41,6 @@ from collage_fx.torch_compat import (
     pieces_of,
     storage_of,
 )
-
-#: torch's operators that are a whole update.
-FUSED = frozenset({"_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_"})
 
 
 def refuse_unknown_torch() -> None:
@@ -198,14 +196,14 @@ def refuse_fused_operators(gm: GraphModule) -> None:
     """Raise if what Dynamo captured calls one of torch's fused updates itself, on low-precision tensors.
 
     AOTAutograd fails at them. Steps of torch.optim don't: Note [A wish for speed] in
-    ``torch_compat/patch_fused_updates.py``.
+    ``torch_compat/fused_updates.py``.
 
     Raises:
         UnsupportedOptimizerError: it does.
     """
     for node in gm.graph.nodes:
-        name = getattr(node.target, "__name__", "").partition(".")[0]
-        if name in FUSED and any(map(_is_low_precision, node.all_input_nodes)):
+        name = fused_operator(node.target)
+        if name is not None and any(map(_is_low_precision, node.all_input_nodes)):
             raise UnsupportedOptimizerError(
                 f"torch.{name} makes the whole update one opaque operator, which leaves nothing to "
                 "compensate",

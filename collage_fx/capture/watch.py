@@ -23,7 +23,7 @@ which costs nothing in a step that is compiled already:
   step goes on to branch on it.
 * *Something that Dynamo doesn't trace*: sparse gradients, optimizers whose step is disabled for Dynamo. See
   Note [Two doors] in ``refusals.py``. For ``fused=True`` it is given something else to trace: Note [A wish
-  for speed] in ``torch_compat/patch_fused_updates.py``.
+  for speed] in ``torch_compat/fused_updates.py``.
 * *Steps that run eagerly.* Whoever has an optimizer's step compiled, or the optimizer installed, wishes for
   compensated steps (:class:`_Wish`). Every optimizer runs torch's global hooks when it is stepped eagerly, in
   whatever thread, and ours asks what that step was to be (:func:`_before_eager_step`). If Python is in a call
@@ -86,10 +86,10 @@ from collage_fx.state import (
     adopt,
     carry_along,
     expansion_of,
-    forget_wider_state,
     has_error_terms,
     held_optimizers,
     known_tensors,
+    note_eager_step,
     note_held,
     optimizers_among,
     parameter_names,
@@ -497,6 +497,7 @@ class _Wishes:
 
 def note_installed(optimizer: Optimizer, backend: Any, *, strict: bool) -> None:
     """Note that all steps of ``optimizer`` are to be compensated from now on, by this backend."""
+    _adopt(optimizer, strict=strict)
     _Wishes.by_optimizer[optimizer] = _Wish(backend, {}, strict)
 
 
@@ -555,6 +556,14 @@ def _at_hand_over(strictness: Strictness, backend: Any, keywords: dict[str, Any]
         return
     for optimizer in _optimizers_of(function):
         _Wishes.by_optimizer.setdefault(optimizer, _Wish(backend, keywords, strict))
+        _adopt(optimizer, strict=strict)
+
+
+def _adopt(optimizer: Optimizer, *, strict: bool) -> None:
+    try:
+        adopt(optimizer)
+    except CollageError as refusal:
+        raise_or_warn(optimizer, refusal, strict=strict)
 
 
 def _optimizers_of(function: Any) -> list[Optimizer]:
@@ -583,7 +592,7 @@ def _before_eager_step(strictness: Strictness, optimizer: Optimizer) -> None:
         _record_eager_step(optimizer, call)
         return
     if wish is None or not wish.is_compiled:
-        forget_wider_state(optimizer)
+        note_eager_step(optimizer)
     if wish is not None:
         _look_at_bypassing_step(optimizer, wish)
     elif not _look_at_step_of_another(optimizer):

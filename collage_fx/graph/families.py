@@ -8,10 +8,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule, Node, map_arg
 
 from collage_fx.graph.nodes import is_copy_to_input, placeholders
-from collage_fx.torch_compat import pytree, rename
+from collage_fx.torch_compat import pytree
 
 #: A family, and a member of it; None and 0 for what is done once for all families.
 Turn = tuple[int | None, int]
@@ -120,8 +120,10 @@ def repeated_graph(gm: GraphModule, repetition: Repetition) -> GraphModule:
         return whole[node, 0 if families[node] is None else member]
 
     def copy(node: Node, member: int) -> None:
-        copied = graph.node_copy(node, lambda operand: of(operand, member))
-        rename(copied, re.sub(r"_\d+$", "", node.name))
+        args, kwargs = map_arg((node.args, node.kwargs), lambda operand: of(operand, member))
+        name = re.sub(r"_\d+$", "", node.name)
+        copied = graph.create_node(node.op, node.target, args, kwargs, name, node.type)
+        copied.meta = node.meta.copy()
         whole[node, member] = copied
 
     operations: dict[int | None, list[Node]] = defaultdict(list)

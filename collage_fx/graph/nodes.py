@@ -16,7 +16,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from collage_fx.numerics import is_low_precision
-from collage_fx.torch_compat import DATA_ASSIGNMENTS, OpOverload, copy_cache_facts, graph_module
+from collage_fx.torch_compat import DATA_ASSIGNMENTS, OpOverload, copy_cache_facts
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -191,7 +191,7 @@ def copy_of(gm: GraphModule) -> GraphModule:
 
     ``copy.deepcopy`` would copy the constants too, which newer versions refuse in a fake tensor mode.
     """
-    copied = graph_module(gm, copy.deepcopy(gm.graph))
+    copied = GraphModule(gm, copy.deepcopy(gm.graph))
     copied.meta.update(gm.meta)
     copy_cache_facts(gm, copied)
     return copied

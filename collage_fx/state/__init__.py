@@ -4,9 +4,9 @@ from collage_fx.state.checkpoint import (
     adopt,
     carry_along,
     forget_compiled,
-    forget_wider_state,
     load_flat,
     note_compiled,
+    note_eager_step,
     times_loaded,
 )
 from collage_fx.state.error_terms import (
@@ -62,7 +62,6 @@ __all__ = [
     "ensure_expansion",
     "expansion_of",
     "forget_compiled",
-    "forget_wider_state",
     "full_value",
     "has_error_terms",
     "held_optimizers",
@@ -72,6 +71,7 @@ __all__ = [
     "leave_unpacked",
     "load_flat",
     "note_compiled",
+    "note_eager_step",
     "note_held",
     "note_new",
     "note_step",

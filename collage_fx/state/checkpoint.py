@@ -2,17 +2,15 @@
 
 Note [Owning the round trip]
 ----------------------------
-Two facts force the design. A checkpoint is often loaded *before* the first step, when no backend has seen the
-optimizer, so per-instance hooks registered while compiling come too late. And ``Optimizer.load_state_dict``
-casts every tensor in ``state`` to its parameter's dtype (pytorch#43706), which ruins any error term of
-another dtype. So importing collage_fx wraps the two methods of the base class, once: ``state_dict`` adds the
-error terms to each parameter's entry under keys of ours, and ``load_state_dict`` takes them out again before
-torch loads the rest, and puts them beside the tensors that torch has made. Both are done by hooks of the
-optimizer's that are there during the call, nearest to torch: hooks of the user see a state dict with our
-keys, and an optimizer with its error terms. A checkpoint written with error terms is an ordinary one to a
-process without collage_fx, and the other way round; one of packed state is not, see Note [Packed state in
-files]. An optimizer class that overrides the two methods is
-covered as far as it calls those of the base class.
+An optimizer is adopted (:func:`adopt`) when its step is given to ``torch.compile`` or to ``install``, and at
+the latest when a step is first compiled or recorded. From then on it has three hooks of ours, registered by
+torch's public methods: ``state_dict`` adds the error terms to each parameter's entry under keys of ours, and
+``load_state_dict`` takes them out again before torch loads the rest, and puts them beside the tensors that
+torch has made. (``Optimizer.load_state_dict`` casts every tensor in ``state`` to its parameter's dtype,
+pytorch#43706.) Hooks that the user has registered before see a state dict with our keys, and an optimizer
+with its error terms. A checkpoint written with error terms is an ordinary one to a process without
+collage_fx, and the other way round; one of packed state is not, see Note [Packed state in files]. An
+optimizer class that overrides the two methods is covered as far as it calls those of the base class.
 
 Keys: ``collage_fx.<slot>.<format>.<auxiliary>``, where the slot is ``parameter`` or the name of the state,
 as ``collage_fx.exp_avg_sq.exact.rest``. An attribute, an item or a nested key stands behind a dot, as
@@ -41,12 +39,21 @@ The entries under our keys are for what sees tensors alone, such as torch.distri
 
 Note [Loaded by plain torch]
 ----------------------------
-With ``backend="collage"`` found by its entry point, this package is imported by the line that says
-``torch.compile``. A checkpoint loaded above it has gone through torch's own ``load_state_dict``: keys of ours
-stand in ``optimizer.state``, cast to the parameter's dtype, and the entry of what belongs to no single
-parameter is gone. So when a step is first to be compiled or recorded, :func:`adopt` makes error terms of
-what it finds there, as if it had been loaded now. What a cast has cut bits from is no longer what was saved,
-and starts from zero, as does what may be gone; both are warned about by name.
+A checkpoint that is loaded before the optimizer is adopted goes through torch's own ``load_state_dict``: keys
+of ours stand in ``optimizer.state``, cast to the parameter's dtype. Error terms of that dtype and bytes
+survive the cast, and all others are saved as bytes (:meth:`AuxiliarySpec.saved`). So :func:`adopt` makes
+error terms of what it finds there, to the bit, as if it had been loaded now. Four things are gone:
+
+* the entry of what belongs to no single parameter, which torch drops: named by a warning;
+* what torch.distributed.checkpoint has left out of its file, which it loads into what an optimizer holds
+  already: named by a warning when the step is compiled, if the optimizer has a count of more steps than it
+  has taken here;
+* what a float32 checkpoint holds beyond 16 bits: nothing is left to tell;
+* error terms in float32 in a file of collage_fx before this note was written: they start from zero, named by
+  a warning, as the cast has cut bits from them.
+
+An optimizer that nobody compiles is looked at before its first step, which torch's global hook tells of
+(:func:`note_eager_step`): a float32 model gets what was saved of a 16-bit one.
 
 Note [A checkpoint that is not what it says]
 --------------------------------------------
@@ -61,17 +68,19 @@ error term, if the step has one for it.
 
 Note [Copies and pickles]
 -------------------------
-``copy.deepcopy(opt)`` and ``pickle`` go through ``__getstate__`` and ``__setstate__``, which are wrapped in
-the same way: the state takes along a :class:`PickledExpansion` of each tensor that has error terms, and the
-memo of the copy or the pickle sees to it that these tensors are the copy's own parameters and states. A
-pickle thereby names a class of ours, so that unpickling it imports collage_fx, or fails where there is none.
+``copy.deepcopy(opt)`` and ``pickle`` ask ``copyreg`` for a function that takes objects of a class apart. Ours
+is registered for the class of each optimizer that is adopted: it adds a :class:`PickledExpansion` of each
+tensor that has error terms, and the memo of the copy or the pickle sees to it that these tensors are the
+copy's own parameters and states. What is put together again is adopted, as torch copies no hooks. A pickle
+thereby names functions of ours, so that unpickling it imports collage_fx, or fails where there is none.
 So ``copy.deepcopy((model, opt))`` is a pair that trains on like the first. A model copied or saved *alone* is
-made of the tensors that the user sees: its parameters have no error terms, the values are hi. Here too a
-class that overrides the methods is covered as far as it calls those of the base class.
+made of the tensors that the user sees: its parameters have no error terms, the values are hi.
 """
 
 from __future__ import annotations
 
+import copyreg
+import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -113,7 +122,7 @@ from collage_fx.torch_compat import (
     pytree,
     real_tensors,
     storage_of,
-    wrap_states,
+    wrap_flat_states,
 )
 
 PREFIX = "collage_fx."
@@ -123,7 +132,9 @@ PARAMETER_SLOT = "parameter"
 #: Stands beside the names of a format's auxiliaries.
 FINGERPRINT = "fingerprint"
 
+_adopted: WeakSet[Optimizer] = WeakSet()
 _compiled: WeakSet[Optimizer] = WeakSet()
+_eager_steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 _loads: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
 #: name -> (the value of an optimizer, what gives it to a copy), of what copies take along.
@@ -137,6 +148,9 @@ Owner = tuple[Any, str]
 #: (format, auxiliary) -> tensor, of one state tensor.
 Auxiliaries = dict[tuple[str, str], Tensor]
 Saved = dict[Owner, Auxiliaries]
+
+#: What an optimizer is being loaded with, between torch's two hooks. What torch refuses stays until the next.
+_loading: WeakKeyDictionary[Optimizer, tuple[StateDict, Saved]] = WeakKeyDictionary()
 
 #: Error terms for an optimizer that is being loaded, which the state dict that it is given lacks.
 _left_out: WeakKeyDictionary[Optimizer, Saved] = WeakKeyDictionary()
@@ -172,13 +186,9 @@ class PickledWider:
     wider: Tensor
 
 
-#: The class's name in pickles of earlier versions.
-Carried = PickledExpansion
-
-
 def install() -> None:
-    """Wrap the methods of ``Optimizer`` that save, load, copy and pickle it."""
-    wrap_states(_saving, _loading, _packing, _unpacking, _unflattening)
+    """Have flattened state dicts keep error terms, and make the function that files name known to torch."""
+    wrap_flat_states(_unflattening)
     torch.serialization.add_safe_globals(
         [packed_tensor, (packed_tensor, "collage_fx.runtime.error_terms.packed_tensor")]
     )
@@ -216,20 +226,9 @@ def carry_along(
     _carried_along[name] = value, restore
 
 
-def _saving(state_dict: Callable[..., StateDict]) -> Callable[..., StateDict]:
-    def with_error_terms(self: Optimizer, *args: Any, **kwargs: Any) -> StateDict:
-        _warn_unsaved(self)
-        first = self.register_state_dict_post_hook(_with_entries, prepend=True)
-        try:
-            return state_dict(self, *args, **kwargs)
-        finally:
-            first.remove()
-
-    return with_error_terms
-
-
 def _with_entries(optimizer: Optimizer, saved: StateDict) -> StateDict:
     """What torch saves of an optimizer, and its error terms."""
+    _warn_unsaved(optimizer)
     state = dict(saved["state"])
     for key, _, parameter in _keyed_parameters(optimizer, saved):
         if entries := {**_wider_entries(optimizer, parameter), **_entries(optimizer, parameter)}:
@@ -290,27 +289,39 @@ def _warn_unsaved(optimizer: Optimizer) -> None:
             warnings.warn(
                 f"collage_fx: the error terms of {type(optimizer).__name__}.{name} are not in its "
                 "state_dict (it holds what is in param_groups and state); they start from zero once loaded",
-                stacklevel=3,
+                stacklevel=5,  # above the hook, state_dict, and the function that torch puts around it
             )
 
 
-def _packing(getstate: Callable[..., StateDict]) -> Callable[..., StateDict]:
-    def with_error_terms(self: Optimizer) -> StateDict:
-        pickled: list[PickledExpansion | PickledWider] = [
-            PickledExpansion(
-                entry.tensor, expansion.format.name, _as_saved(entry.tensor, expansion), expansion.claim
-            )
-            for entry in known_tensors({"self": self}).values()
-            if entry.role is not Role.GRADIENT
-            and (expansion := expansion_of(entry.tensor)) is not None
-            and expansion.is_current
-        ]
-        pickled += [PickledWider(*each) for each in _still_wider(self)]
-        along = {PREFIX + name: value(self) for name, (value, _) in _carried_along.items()}
-        ours = {SHARED: pickled or None, **along}
-        return {**getstate(self), **{key: value for key, value in ours.items() if value is not None}}
+def _taken_apart(optimizer: Optimizer) -> Any:
+    """What ``copyreg`` asks for: how an optimizer is made anew, and what it is given then, ours last."""
+    before = _reducers[type(optimizer)]
+    reduced = optimizer.__reduce_ex__(4) if before is None else before(optimizer)
+    if isinstance(reduced, str) or not (along := _carried(optimizer)):
+        return reduced
+    make, args, state, *rest = reduced
+    return _made_anew, (make, args), (state, along), *rest
 
-    return with_error_terms
+
+#: For each class for which :func:`_taken_apart` is registered: what was registered before, if anything.
+_reducers: dict[type[Optimizer], Callable[[Any], Any] | None] = {}
+
+
+def _carried(optimizer: Optimizer) -> StateDict:
+    """What a copy of an optimizer is given besides what torch gives it."""
+    pickled: list[PickledExpansion | PickledWider] = [
+        PickledExpansion(
+            entry.tensor, expansion.format.name, _as_saved(entry.tensor, expansion), expansion.claim
+        )
+        for entry in known_tensors({"self": optimizer}).values()
+        if entry.role is not Role.GRADIENT
+        and (expansion := expansion_of(entry.tensor)) is not None
+        and expansion.is_current
+    ]
+    pickled += [PickledWider(*each) for each in _still_wider(optimizer)]
+    along = {name: value(optimizer) for name, (value, _) in _carried_along.items()}
+    ours = {SHARED: pickled or None, **along}
+    return {key: value for key, value in ours.items() if value is not None}
 
 
 def _as_saved(tensor: Tensor, expansion: Expansion) -> tuple[Tensor, ...]:
@@ -319,57 +330,53 @@ def _as_saved(tensor: Tensor, expansion: Expansion) -> tuple[Tensor, ...]:
     return tuple(spec.saved(each) for spec, each in zip(specs, expansion.auxiliaries, strict=True))
 
 
-def _unpacking(setstate: Callable[..., None]) -> Callable[..., None]:
-    def with_error_terms(self: Optimizer, state: StateDict) -> None:
-        setstate(self, {key: value for key, value in state.items() if not key.startswith(SHARED)})
-        pickled: Sequence[PickledExpansion | PickledWider] = state.get(SHARED, ())
-        known, claims = known_tensors({"self": self} if pickled else {}), _claims_in(type(self))
-        for each in pickled:
-            if isinstance(each, PickledWider):
-                waiting = _Waiting(each.name, TensorWeakRef(each.tensor), each.wider)
-                _waiting.setdefault(self, []).append(waiting)
-                continue
-            name = f"{type(self).__name__} in a pickle"
-            expansion = ensure_expansion(each.tensor, _known_format(each.format_name, name), name=name)
-            specs = expansion.format.auxiliaries(each.tensor)
-            pairs = zip(specs, each.auxiliaries, strict=True)
-            # What is of the buffer's dtype is saved as it is, or comes from an earlier version.
-            expansion.replace_contents(
-                [saved if saved.dtype == spec.dtype else spec.loaded(saved) for spec, saved in pairs]
-            )
-            if each.claim is not None:
-                claims.add(known[id(each.tensor)].name, expansion, each.claim)
-        for name, (_, restore) in _carried_along.items():
-            if (value := state.get(PREFIX + name)) is not None:
-                restore(self, value)
-
-    return with_error_terms
+def _made_anew(make: Callable[..., Optimizer], args: tuple[Any, ...]) -> Optimizer:
+    """Make the object that a copy or a pickle then gives its state, in a method of its own for that once."""
+    optimizer = make(*args)
+    vars(optimizer)["__setstate__"] = functools.partial(_set_state, optimizer)
+    return optimizer
 
 
-def _loading(load_state_dict: Callable[..., None]) -> Callable[..., None]:
-    def with_error_terms(self: Optimizer, state_dict: StateDict, *args: Any, **kwargs: Any) -> None:
-        plain: StateDict = {}
-        saved: Saved = {}
+def _set_state(optimizer: Any, state_and_ours: tuple[Any, StateDict]) -> None:
+    del vars(optimizer)["__setstate__"]
+    state, along = state_and_ours
+    optimizer.__setstate__(state)
+    _register(optimizer)
+    pickled: Sequence[PickledExpansion | PickledWider] = along.get(SHARED, ())
+    known, claims = known_tensors({"self": optimizer} if pickled else {}), _claims_in(type(optimizer))
+    for each in pickled:
+        if isinstance(each, PickledWider):
+            waiting = _Waiting(each.name, TensorWeakRef(each.tensor), each.wider)
+            _waiting.setdefault(optimizer, []).append(waiting)
+            continue
+        name = f"{type(optimizer).__name__} in a pickle"
+        expansion = ensure_expansion(each.tensor, _known_format(each.format_name, name), name=name)
+        specs = expansion.format.auxiliaries(each.tensor)
+        pairs = zip(specs, each.auxiliaries, strict=True)
+        expansion.replace_contents([spec.loaded(saved) for spec, saved in pairs])
+        if each.claim is not None:
+            claims.add(known[id(each.tensor)].name, expansion, each.claim)
+    for name, (_, restore) in _carried_along.items():
+        if (value := along.get(name)) is not None:
+            restore(optimizer, value)
 
-        def separate(_: Optimizer, given: StateDict) -> StateDict:
-            nonlocal plain, saved
-            plain, saved = _separated(given)
-            saved |= _left_out.get(self, {})
-            _refuse_mismatches(self, plain, saved)
-            return plain
 
-        last = self.register_load_state_dict_pre_hook(separate)
-        first = self.register_load_state_dict_post_hook(
-            lambda optimizer: _restore(optimizer, plain, saved), prepend=True
-        )
-        try:
-            load_state_dict(self, state_dict, *args, **kwargs)
-            _loads[self] = times_loaded(self) + 1
-        finally:
-            last.remove()
-            first.remove()
+def _before_load(optimizer: Optimizer, given: StateDict) -> StateDict | None:
+    """What torch is to load of a state dict, after what is ours in it has been found to fit."""
+    if not isinstance(given.get("state"), Mapping):
+        return None  # what a later hook of the user's understands: error terms in it are adopted once loaded
+    plain, saved = _separated(given)
+    saved |= _left_out.get(optimizer, {})
+    _refuse_mismatches(optimizer, plain, saved)
+    _loading[optimizer] = plain, saved
+    return plain
 
-    return with_error_terms
+
+def _after_load(optimizer: Optimizer) -> None:
+    _loads[optimizer] = times_loaded(optimizer) + 1
+    if (loading := _loading.pop(optimizer, None)) is not None:
+        _restore(optimizer, *loading)
+    adopt(optimizer)
 
 
 def _unflattening(unflatten: Callable[..., StateDict]) -> Callable[..., StateDict]:
@@ -413,6 +420,7 @@ def load_flat(
     Raises:
         CheckpointMismatchError: error terms do not fit; nothing has been loaded then.
     """
+    adopt(optimizer)
     saved: Saved = {}
     for key, name, _ in _keyed_parameters(optimizer, optimizer.state_dict()):
         prefix = f"state.{name}.{PREFIX}"
@@ -426,15 +434,43 @@ def load_flat(
 
 
 def adopt(optimizer: Optimizer) -> None:
-    """Make error terms of what plain torch has loaded into ``state``: Note [Loaded by plain torch].
+    """Have an optimizer, and those in it, save, load and copy error terms from now on.
+
+    Make error terms of what plain torch has loaded into ``state``: Note [Loaded by plain torch].
 
     Raises:
         CheckpointMismatchError: they do not fit; nothing has been changed then.
     """
-    held = {"state": optimizer.state, "param_groups": optimizer.param_groups}
-    plain, saved = _separated(held)
+    for each in (optimizer, *optimizers_among(vars(optimizer)).values()):
+        is_new = not is_adopted(each)
+        if is_new:
+            _register(each)
+        if not _take_up(each) and is_new:
+            _note_left_out(each)
+
+
+def is_adopted(optimizer: Optimizer) -> bool:
+    """Tell whether an optimizer saves and loads error terms."""
+    return optimizer in _adopted
+
+
+def _register(optimizer: Optimizer) -> None:
+    """Register our hooks with an optimizer, and our function for copies of its class."""
+    _adopted.add(optimizer)
+    optimizer.register_state_dict_post_hook(_with_entries, prepend=True)
+    optimizer.register_load_state_dict_pre_hook(_before_load)
+    optimizer.register_load_state_dict_post_hook(_after_load, prepend=True)
+    kind = type(optimizer)
+    if (registered := copyreg.dispatch_table.get(kind)) is not _taken_apart:
+        _reducers[kind] = registered
+        copyreg.pickle(kind, _taken_apart)
+
+
+def _take_up(optimizer: Optimizer) -> bool:
+    """Make error terms of the keys of ours that stand in an optimizer's state, if there are any."""
+    plain, saved = _separated(_contents(optimizer))
     if not saved:
-        return
+        return False
     lost = [
         f"{name} (if there were any)"
         for owner, name, tensor in _held(optimizer, plain)
@@ -449,11 +485,37 @@ def adopt(optimizer: Optimizer) -> None:
     _restore(optimizer, plain, saved)
     if lost:
         warnings.warn(
-            f"collage_fx: torch loaded a checkpoint into {type(optimizer).__name__} before collage_fx was "
-            f"imported, which has cost the error terms of {', '.join(lost)}; they start from zero. To keep "
-            "them, import collage_fx above load_state_dict",
-            stacklevel=2,
+            f"collage_fx: a checkpoint was loaded into {type(optimizer).__name__} before its step was given "
+            f"to torch.compile or install, which has cost the error terms of {', '.join(lost)}; they start "
+            "from zero. To keep them, call load_state_dict below that line",
+            stacklevel=3,
         )
+    return True
+
+
+def _contents(optimizer: Optimizer) -> StateDict:
+    return {"state": optimizer.state, "param_groups": optimizer.param_groups}
+
+
+def _note_left_out(optimizer: Optimizer) -> None:
+    """Note state of more steps than the optimizer has taken here: it was loaded, without error terms."""
+    steps, contents = _eager_steps.get(optimizer, 0), _contents(optimizer)
+    if steps:
+        _waiting[optimizer] = [
+            _Waiting(name, TensorWeakRef(tensor), None)
+            for (key, _), name, tensor in _held(optimizer, contents)
+            if key is not None
+            and is_low_precision(tensor.dtype)
+            and expansion_of(tensor) is None
+            and _counted_steps(contents, key) > steps
+        ]
+
+
+def _counted_steps(plain: StateDict, key: Any) -> float:
+    """The steps that the state of a parameter counts; 0 where it counts none."""
+    entries = plain["state"].get(key)
+    count = entries.get("step", 0) if isinstance(entries, dict) else 0
+    return float(count) if isinstance(count, (int, float, Tensor)) else 0
 
 
 def _separated(state_dict: StateDict) -> tuple[StateDict, Saved]:
@@ -515,18 +577,18 @@ def _refuse_mismatch(saved: Auxiliaries, owner: Tensor, dtype: torch.dtype, wher
         raise _mismatch(f"error terms {sorted(saved)} where {sorted(expected)} belong together", where)
     for spec in specs:
         tensor = saved[name, spec.name]
-        if tensor.shape != spec.saved_shape:
+        if (dtype_of_saved := spec.loadable.get(tuple(tensor.shape))) is None:
             raise _mismatch(
                 f"an error term of shape {tuple(tensor.shape)} where a tensor of shape {tuple(owner.shape)} "
                 f"has one of {tuple(spec.saved_shape)}",
                 where,
             )
-        if tensor.dtype != spec.saved_dtype and not _is_cast(saved):
+        if tensor.dtype is not dtype_of_saved and not _is_cast(saved):
             raise _mismatch(
-                f"an error term of {tensor.dtype} where a {dtype} tensor has one of {spec.saved_dtype}", where
+                f"an error term of {tensor.dtype} where a {dtype} tensor has one of {dtype_of_saved}", where
             )
-        is_error = error_format.keeps_hi and tensor.is_floating_point()
-        if is_error and not local_tensor(tensor).isfinite().all():
+        is_error = error_format.keeps_hi and spec.dtype.is_floating_point and spec.is_error_term
+        if is_error and not spec.loaded(local_tensor(tensor)).isfinite().all():
             raise _mismatch("an error term that is not finite", where)
     table = saved.get((name, FINGERPRINT))
     if table is not None and table.shape != (ROWS, BYTES):
@@ -659,7 +721,7 @@ def _add_to(value: Tensor, auxiliaries: Auxiliaries) -> bool:
         hi = here.to(dtype)
         specs = error_format.auxiliaries(torch.empty(value.shape, dtype=dtype, device="meta"))
         found = [(spec, auxiliaries.get((error_format.name, spec.name))) for spec in specs]
-        if all(each is not None and each.shape == spec.saved_shape for spec, each in found):
+        if all(each is not None and tuple(each.shape) in spec.loadable for spec, each in found):
             terms = [spec.loaded(local_tensor(each, pieces)) for spec, each in found if each is not None]
             differs = torch.stack([(hi.to(here.dtype) != here).sum(), number - fingerprint(hi, terms)])
             if not (differs if pieces is None else pieces.sum(differs)).any():
@@ -704,10 +766,23 @@ class _Waiting(NamedTuple):
 _waiting: WeakKeyDictionary[Optimizer, list[_Waiting]] = WeakKeyDictionary()
 
 
-def forget_wider_state(optimizer: Optimizer) -> None:
-    """Do not keep what was wider in a checkpoint for an optimizer that has taken a step of its own."""
+def note_eager_step(optimizer: Optimizer) -> None:
+    """Note that an optimizer, whose step is not compiled, is about to take one of its own.
+
+    What was wider in a checkpoint is not kept for it. Before the first, what plain torch has loaded of a
+    compensated optimizer is made error terms of.
+    """
+    if optimizer not in _eager_steps and _holds_ours(optimizer):
+        adopt(optimizer)
+    _eager_steps[optimizer] = _eager_steps.get(optimizer, 0) + 1
     if (waiting := _waiting.get(optimizer)) is not None:
         _waiting[optimizer] = [each._replace(wider=None) for each in waiting]
+
+
+def _holds_ours(optimizer: Optimizer) -> bool:
+    """Tell whether keys of ours stand in an optimizer's state."""
+    entries = (each for each in optimizer.state.values() if isinstance(each, dict))
+    return any(str(key).startswith(PREFIX) for each in entries for key in each)
 
 
 def _still_wider(optimizer: Optimizer) -> Iterator[tuple[str, Tensor, Tensor]]:

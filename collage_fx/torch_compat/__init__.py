@@ -11,6 +11,7 @@ A module for each part of torch; what its ``__all__`` names is imported from her
 - ``fake_tensors``: tensors without elements, numbers without values;
 - ``optim_frames``: torch.optim's wrapper around ``step``, in the frames that Python is running;
 - ``own_steps``: a step of one optimizer, in the place of its class's;
+- ``fused_updates``: ``fused=True``, computed as ``fused=False``;
 - ``dynamo_trace``: what is being traced, and ``dynamo_counts``: how often;
 - ``aot_autograd``: what the inputs of a graph are, what remains to be done around it;
 - ``inductor``: calling it, its settings and its caches;
@@ -65,6 +66,7 @@ try:
         real_tensors,
         symbol_source,
     )
+    from collage_fx.torch_compat.fused_updates import fused_operator, run_unfused, trace_unfused
     from collage_fx.torch_compat.inductor import (
         COMBINED_LAUNCHES,
         FREEZES_NUMBERS,
@@ -121,7 +123,6 @@ try:
         is_told_not_to_compile,
         watch_conversions,
     )
-    from collage_fx.torch_compat.patch_fused_updates import install_fused_updates
     from collage_fx.torch_compat.patch_graph_breaks import GraphBreak
     from collage_fx.torch_compat.patch_inductor import (
         fusing_distant_nodes,
@@ -140,8 +141,8 @@ try:
     from collage_fx.torch_compat.patch_steps import (
         before_eager_steps,
         reroute_steps,
+        wrap_flat_states,
         wrap_loading_of_modules,
-        wrap_states,
     )
     from collage_fx.torch_compat.patches import PATCHES, misfits
     from collage_fx.torch_compat.tensors import (
@@ -152,7 +153,6 @@ try:
         base_of,
         disabled_torch_function,
         distributed_like,
-        graph_module,
         has_internal_overlap,
         has_storage,
         is_class_of_made_ones,
@@ -164,7 +164,6 @@ try:
         local_tensor,
         pieces_of,
         pytree,
-        rename,
         schema_of,
         shares_memory,
         start_of_piece,
@@ -236,11 +235,11 @@ __all__ = [
     "dynamo_recompile_limit",
     "forget_counts",
     "functional_decompositions",
+    "fused_operator",
     "fusing_distant_nodes",
     "generated_code",
     "give_own_step",
     "graph_breaks",
-    "graph_module",
     "has_foreign_step",
     "has_internal_overlap",
     "has_storage",
@@ -250,7 +249,6 @@ __all__ = [
     "inductor_config",
     "inductor_faults",
     "innermost_callable",
-    "install_fused_updates",
     "is_being_stepped",
     "is_class_of_made_ones",
     "is_dynamos",
@@ -287,8 +285,8 @@ __all__ = [
     "register_realizing_lowering",
     "register_sampling_lowering",
     "register_summing_lowering",
-    "rename",
     "reroute_steps",
+    "run_unfused",
     "schema_of",
     "shares_memory",
     "start_of_piece",
@@ -298,6 +296,7 @@ __all__ = [
     "take_own_step_back",
     "takes_a_list",
     "thinned_lists",
+    "trace_unfused",
     "traced_frame_name",
     "traced_frame_variables",
     "version_of",
@@ -308,8 +307,8 @@ __all__ = [
     "without_outer_loop_fusion",
     "without_torch_function",
     "without_triton",
+    "wrap_flat_states",
     "wrap_loading_of_modules",
-    "wrap_states",
     "wrapped_steps_on_the_stack",
     "wrapper_subclass",
 ]

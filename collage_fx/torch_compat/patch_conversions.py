@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import convert_frame, decorators, eval_frame
-from torch._dynamo.exc import BackendCompilerFailed, ShortenTraceback, Unsupported
+from torch._dynamo.exc import ShortenTraceback, Unsupported
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.types import ConvertFrameReturn
 from torch.optim import Optimizer
@@ -52,6 +52,7 @@ CONVERSIONS = Patch(
         "torch._dynamo.convert_frame:ConvertFrameAssert has _torchdynamo_orig_backend",
         "torch._dynamo.convert_frame:ConvertFrame has convert_frame_assert, _torchdynamo_orig_backend",
         "torch._dynamo.eval_frame:_optimize_assert has convert_frame_assert",
+        "torch._dynamo.exc:BackendCompilerFailed has inner_exception",
         "torch._dynamo.types:ConvertFrameReturn has apply_to_code, guarded_code",
         "torch._dynamo:config has accumulated_recompile_limit, capture_scalar_outputs, recompile_limit",
         "torch._dynamo:config has record_runtime_overhead",
@@ -70,6 +71,7 @@ TEXTS = Patch(
     name="texts",
     target="torch:Tensor.__repr__(self)",
     why="tensors whose text becomes part of a guard's are not copied from a GPU, element by element, for it",
+    needed_for="speed",
     during="conversions",
     until=(2, 13),
 )
@@ -145,10 +147,10 @@ def watch_conversions(watch: Watch) -> None:
                     _patched(watch, code, variables),
                 ):
                     converted = convert(frame, *args, **kwargs)
-            except BackendCompilerFailed as error:
-                watch.failed(*compiler, code, variables, error.inner_exception)
-                raise
-            except (ShortenTraceback, Unsupported):  # refusals, and what fullgraph=True asks for
+            except (ShortenTraceback, Unsupported) as error:
+                # Refusals, and what fullgraph=True asks for; or what a backend has failed with.
+                if (failure := getattr(error, "inner_exception", None)) is not None:
+                    watch.failed(*compiler, code, variables, failure)
                 raise
             except Exception as error:
                 watch.failed(*compiler, code, variables, error)

@@ -14,7 +14,6 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch._dynamo.pgo import auto_dynamic
 from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._dynamo.variables.lists import ListVariable
 from torch.utils.weak import WeakIdKeyDictionary
 
 from collage_fx.torch_compat.dynamo_trace import (
@@ -24,6 +23,7 @@ from collage_fx.torch_compat.dynamo_trace import (
     output_being_traced,
 )
 from collage_fx.torch_compat.optim_frames import is_torchs_step
+from collage_fx.torch_compat.patch_graph_breaks import GRAPH_BREAKS
 from collage_fx.torch_compat.patching import Patch
 from collage_fx.torch_compat.tensors import is_known_by_identity
 
@@ -68,15 +68,6 @@ TYPES = Patch(
     relies_on=("torch._dynamo.guards:GuardBuilder.get(self, guard_or_source)",),
 )
 
-UNFINISHED_STEPS = Patch(
-    name="unfinished-steps",
-    target="torch._dynamo.output_graph:OutputGraph.compile_subgraph(self, tx, reason)",
-    why="a step that Dynamo breaks is traced for all parameters",
-    needed_for="speed",
-    during="conversions",
-    relies_on=("torch._dynamo.output_graph:GraphCompileReason has graph_break",),
-)
-
 GRADIENTS = Patch(
     name="gradients",
     target="torch._dynamo.guards:GuardBuilder.NOT_NONE_MATCH(self, guard)",
@@ -101,7 +92,7 @@ LISTS = Patch(
     relies_on=(
         "torch._dynamo.variables.lists:ListVariable has items",
         "torch.optim:AdamW._init_group",
-        *UNFINISHED_STEPS.shapes,
+        *GRAPH_BREAKS.shapes,
     ),
 )
 
@@ -281,12 +272,10 @@ def thinning_lists(choose: Thin, abandon: Callable[[torch.optim.Optimizer], None
             is_ours = self.value in _traced_for_us and is_torchs_step(self.value, root.f_code, root.f_locals)
             if tracing_whole.get() or not is_ours:
                 return
-            lists = [arg for arg in args if isinstance(arg, ListVariable) and arg.items]
-            columns = [
-                py for arg, py in zip(args, py_args, strict=True) if any(arg is each for each in lists)
-            ]
-            if not lists:
+            filled = [(arg, py) for arg, py in zip(args, py_args, strict=True) if isinstance(py, list) and py]
+            if not filled:
                 return
+            lists, columns = zip(*filled, strict=True)
             are_rows = all(len(column) == len(columns[0]) for column in columns)
             rows = tuple(zip(*columns, strict=True)) if are_rows else ()
             traced = choose(self.value, *backend_within(tx.output.compiler_fn), rows)
@@ -305,19 +294,19 @@ def thinning_lists(choose: Thin, abandon: Callable[[torch.optim.Optimizer], None
 
         return update_list_args
 
-    def breaking(original: Callable[..., Any]) -> Callable[..., Any]:
-        def compile_subgraph(self: Any, tx: Any, reason: Any, *args: Any, **kwargs: Any) -> Any:
-            if reason.graph_break and self in thinned:
-                for lists in thinned[self]:
+    def breaking(original: Callable[..., None]) -> Callable[..., None]:
+        def log_graph_break(self: Any, *args: Any, **kwargs: Any) -> None:
+            if self.output in thinned:
+                for lists in thinned[self.output]:
                     abandon(lists.optimizer)
                 raise TraceWhole
-            return original(self, tx, reason, *args, **kwargs)
+            original(self, *args, **kwargs)
 
-        return compile_subgraph
+        return log_graph_break
 
     with (
         LISTS.entered(updating),
-        UNFINISHED_STEPS.entered(breaking),
+        GRAPH_BREAKS.entered(breaking),
         GRADIENTS.entered(_but_of_those_looked_for),
     ):
         yield

@@ -1,4 +1,4 @@
-"""Optimizers outside of compilations: their steps, what they save and load, their copies and pickles."""
+"""Optimizers outside of compilations: their steps, and what they and their modules load."""
 
 from __future__ import annotations
 
@@ -12,34 +12,6 @@ from torch.utils.hooks import RemovableHandle
 
 from collage_fx.torch_compat.patching import Patch, Wrapper
 
-SAVING = Patch(
-    name="saving",
-    target="torch.optim:Optimizer.state_dict(self)",
-    why="error terms are saved with what they belong to",
-    affects="everybody",
-)
-
-LOADING = Patch(
-    name="loading",
-    target="torch.optim:Optimizer.load_state_dict(self, state_dict)",
-    why="error terms are loaded as they were saved",
-    affects="everybody",
-)
-
-PACKING = Patch(
-    name="packing",
-    target="torch.optim:Optimizer.__getstate__(self)",
-    why="copies and pickles of an optimizer take error terms along",
-    affects="everybody",
-)
-
-UNPACKING = Patch(
-    name="unpacking",
-    target="torch.optim:Optimizer.__setstate__(self, state)",
-    why="the same, where they are made",
-    affects="everybody",
-)
-
 FLAT_STATES = Patch(
     name="flat-states",
     target="torch.distributed.checkpoint.state_dict:_unflatten_optim_state_dict(optim, state_dict, info)",
@@ -51,13 +23,6 @@ LOADING_OF_MODULES = Patch(
     name="loading-of-modules",
     target="torch.nn:Module.load_state_dict(self, state_dict)",
     why="error terms of weights that are loaded over do not stay beside the new ones",
-    affects="everybody",
-)
-
-EAGER_STEPS = Patch(
-    name="eager-steps",
-    target="torch.optim.optimizer:register_optimizer_step_pre_hook(hook)",
-    why="a step past the compiled one is noticed (by torch's own hook)",
     affects="everybody",
 )
 
@@ -74,19 +39,9 @@ OWN_STEPS = Patch(
 _MARK = "__collage_fx__"
 
 
-def wrap_states(
-    saving: Wrapper, loading: Wrapper, packing: Wrapper, unpacking: Wrapper, flat: Wrapper
-) -> None:
-    """Have ``wrapper(original)`` called in the place of ``Optimizer``'s methods.
-
-    ``state_dict``, ``load_state_dict``, ``__getstate__`` and ``__setstate__``, in this order; and of what
-    makes a state dict of one that ``torch.distributed.checkpoint`` has flattened.
-    """
-    SAVING.install(saving)
-    LOADING.install(loading)
-    PACKING.install(packing)
-    UNPACKING.install(unpacking)
-    FLAT_STATES.install(flat)
+def wrap_flat_states(wrapper: Wrapper) -> None:
+    """Have ``wrapper(original)`` called for a state dict of one that torch.distributed has flattened."""
+    FLAT_STATES.install(wrapper)
 
 
 def wrap_loading_of_modules(wrapper: Wrapper) -> None:
@@ -102,8 +57,7 @@ def before_eager_steps(hook: Callable[[Optimizer, Any, Any], None]) -> None:
     global _hook
     if _hook is not None:
         _hook.remove()
-    if EAGER_STEPS.applies:
-        _hook = optimizer.register_optimizer_step_pre_hook(hook)
+    _hook = optimizer.register_optimizer_step_pre_hook(hook)
 
 
 _hook: RemovableHandle | None = None

@@ -13,7 +13,6 @@ from collage_fx.torch_compat import (
     own_steps,
     patch_averages,
     patch_conversions,
-    patch_fused_updates,
     patch_graph_breaks,
     patch_inductor,
     patch_numbers,
@@ -28,7 +27,7 @@ from collage_fx.torch_compat.patching import Patch, misfit
 PATCHES: tuple[Patch, ...] = tuple(
     value
     for module in (
-        *(patch_steps, patch_averages, patch_fused_updates),
+        *(patch_steps, patch_averages),
         *(patch_conversions, patch_optimizers, patch_graph_breaks, patch_numbers),
         patch_inductor,
     )

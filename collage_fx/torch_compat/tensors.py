@@ -10,25 +10,20 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch._ops import OpOverload as OpOverload
-from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.overrides import _pop_mode_temporarily
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import (
-    _disable_current_modes,
-    is_traceable_wrapper_subclass,
-)
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
 RELIED_ON = (
     "torch:Tensor has _base, _make_wrapper_subclass, _use_count",
     "torch._dynamo:mark_static_address(t, guard)",
     "torch._C:DisableTorchFunctionSubclass",
-    "torch._C:_has_storage",
     "torch._C:_storage_Use_Count",
     "torch._C:_is_torch_function_mode_enabled",
     "torch._C._dynamo.guards:TensorGuards",
-    "torch.distributed.tensor._utils:compute_local_shape_and_global_offset",
+    "torch.distributed.tensor:DTensor.__create_chunk_list__(self)",
 )
 
 #: torch's functions of nested containers, which have no public name in Python.
@@ -84,11 +79,6 @@ def is_held_by_torch(tensor: torch.Tensor) -> bool:
     return tensor._use_count() > 1  # type: ignore[attr-defined]
 
 
-def rename(node: torch.fx.Node, name: str) -> None:
-    """Give a node of a graph that name, or one that begins with it if there is one of that name."""
-    node._rename(name)
-
-
 def has_internal_overlap(tensor: torch.Tensor) -> bool:
     """Whether elements of a strided tensor are known to share memory, as those of ``x.expand(n)`` do."""
     repeated = (size > 1 and not step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
@@ -97,12 +87,16 @@ def has_internal_overlap(tensor: torch.Tensor) -> bool:
 
 def has_storage(tensor: torch.Tensor) -> bool:
     """Whether a tensor has memory of its own, as sparse tensors and some wrapper subclasses have not."""
-    return torch._C._has_storage(tensor)
+    try:
+        tensor.untyped_storage()
+    except NotImplementedError:  # torch's answer for a tensor without
+        return False
+    return True
 
 
 def is_made_of_tensors(tensor: torch.Tensor) -> bool:
     """Whether a tensor stands for others that compiled code gets in its place, as a DTensor does."""
-    return is_traceable_wrapper_subclass(tensor)
+    return is_class_of_made_ones(type(tensor))
 
 
 def is_class_of_made_ones(kind: type) -> bool:
@@ -173,11 +167,10 @@ def pieces_of(tensor: torch.Tensor) -> Pieces | None:
 
 def start_of_piece(tensor: torch.Tensor) -> int:
     """The index, in the whole tensor, of the first element of this process's piece."""
-    if (pieces := pieces_of(tensor)) is None:
+    if pieces_of(tensor) is None:
         return 0
-    offset_of: Any = sys.modules["torch.distributed.tensor"]._utils.compute_local_shape_and_global_offset
-    _, offsets = offset_of(tensor.shape, *pieces)
-    return sum(offset * step for offset, step in zip(offsets, tensor.stride(), strict=True))
+    (piece,) = cast(Any, tensor).__create_chunk_list__()  # as torch.distributed.checkpoint asks for it
+    return sum(offset * step for offset, step in zip(piece.offsets, tensor.stride(), strict=True))
 
 
 def keep_sizes(tensor: torch.Tensor) -> None:
@@ -278,8 +271,3 @@ def without_modes() -> Iterator[None]:
         if torch._C._is_torch_function_mode_enabled():
             stack.enter_context(_pop_mode_temporarily())
         yield
-
-
-def graph_module(root: Any, graph: torch.fx.Graph) -> torch.fx.GraphModule:
-    """Make a GraphModule that writes its Python code only when somebody calls it or asks for the code."""
-    return _LazyGraphModule(root, graph)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from collage_fx import CollageBackend, error_terms, full_value
 from collage_fx.capture.recording import is_recorded
 from collage_fx.errors import UncompensatedParameterError, UnsupportedOptimizerError
 from collage_fx.graph import graph_text
+from collage_fx.torch_compat import trace_unfused
 from tests.support.race import Race
 from tests.support.refusals import refused
 from tests.support.training import Descent, compiled, differences, everything, parameters, set_gradients
@@ -272,24 +274,39 @@ def test_state_goes_from_one_to_the_other_and_back() -> None:
     assert differences(everything(steady.optimizer), everything(changing.optimizer)) == []
 
 
-class Branching(AdamW):
-    """Looks at values in a loop: its steps are recorded."""
+def branching(cls: Any) -> Any:
+    """A class whose step looks at values in a loop, and is recorded for that."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for p in self.param_groups[0]["params"]:
-            if p.grad.isnan().any():
-                return None
-        return super().step(closure)
+    class Branching(cls):  # type: ignore[misc]
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            for p in self.param_groups[0]["params"]:
+                if p.grad.isnan().any():
+                    return None
+            return super().step(closure)
+
+    return Branching
 
 
-def branching(params: Parameters, fused: bool) -> Optimizer:
-    return Branching(params, lr=1e-4, fused=fused)
+RECORDED: dict[str, Callable[..., Optimizer]] = {
+    "adam": functools.partial(branching(Adam), lr=1e-4, amsgrad=True),
+    "adamw": functools.partial(branching(AdamW), lr=1e-4),
+    "sgd": functools.partial(branching(SGD), lr=2.0**-12),
+    "momentum": functools.partial(branching(SGD), lr=2.0**-12, momentum=0.9, nesterov=True),
+    "adagrad": functools.partial(branching(Adagrad), lr=1e-4, lr_decay=0.01),
+}
 
 
-def test_recorded_steps() -> None:
-    scaled, _ = race_with_a_scaler(branching, [CollageBackend() for _ in range(2)], few=True)
+@pytest.mark.parametrize("name", RECORDED)
+def test_recorded_steps(name: str) -> None:
+    """Python calls the operator, of which elementary operations are recorded."""
+
+    def make(params: Parameters, fused: bool) -> Optimizer:
+        return RECORDED[name](params, fused=fused)
+
+    scaled, _ = race_with_a_scaler(make, [CollageBackend() for _ in range(2)], few=True)
     assert is_recorded(scaled.optimizer)
+    assert all(term.any() for p in scaled.params for term in error_terms(p))
 
 
 # What is not for us. ----------------------------------------------------------------------------------------
@@ -324,6 +341,25 @@ def test_steps_of_others_call_the_fused_operator() -> None:
         assert "_fused_adamw_" in calls.names
     assert graphs == []
     assert differences(*map(everything, optimizers)) == []
+
+
+def test_a_substitute_of_somebody_elses_stays(caplog: pytest.LogCaptureFixture) -> None:
+    """As does ours, which stands for the functions of torch.optim since the import."""
+    trace_unfused(lambda: True)
+    told = [record.getMessage() for record in caplog.records]
+    assert [text.partition(" cannot")[0] for text in told] == [
+        f"steps with fused=True that call {name}" for name in ("adam", "adamw", "sgd", "adagrad")
+    ]
+    graphs: list[GraphModule] = []
+
+    def other(gm: GraphModule, example_inputs: Any) -> Any:
+        graphs.append(gm)
+        return gm
+
+    optimizer = AdamW(parameters(), lr=1e-4, fused=True)
+    set_gradients(optimizer.param_groups[0]["params"])
+    torch.compile(optimizer.step, backend=other)()
+    assert graphs == []
 
 
 class CallsTheOperator(Descent):

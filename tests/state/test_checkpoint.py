@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import pickle
 import subprocess
@@ -21,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from collage_fx import CollageBackend, error_terms, full_value
 from collage_fx.capture.recording import record
 from collage_fx.errors import CheckpointMismatchError
-from collage_fx.state.checkpoint import adopt
+from collage_fx.state.checkpoint import adopt, is_adopted
 from collage_fx.state.optimizers import known_tensors
 from tests.support import resume
 from tests.support.training import (
@@ -142,6 +143,7 @@ def test_an_optimizer_without_state_round_trips() -> None:
     again = torch.optim.SGD(other := parameters(), lr=2.0**-12)
     for p, value in zip(other, params, strict=True):
         p.data.copy_(value)
+    compiled(again)  # adopts it
     again.load_state_dict(saved)
     assert all(not state for state in again.state.values())
     assert differences(everything(optimizer), everything(again)) == []
@@ -158,6 +160,7 @@ def test_state_inside_containers_round_trips() -> None:
     key = "collage_fx.moments.second.0.exact.rest"
     assert ours(saved)[0] == ["collage_fx.parameter.exact.rest", key]
     again = LateMomentum(parameters())
+    compiled(again)
     again.load_state_dict(saved)
     moment = again.state[again.param_groups[0]["params"][0]]["moments"]["second"][0]
     assert torch.equal(as_saved(moment), saved["state"][0][key])
@@ -171,7 +174,9 @@ def test_several_groups_and_parameters_without_gradients() -> None:
     saved = copy.deepcopy(optimizer.state_dict())
     assert list(ours(saved)) == [0, 2]
     other = copied(params)
-    Descent([{"params": other[:2]}, {"params": other[2:]}]).load_state_dict(saved)
+    again = Descent([{"params": other[:2]}, {"params": other[2:]}])
+    compiled(again)
+    again.load_state_dict(saved)
     assert [len(error_terms(p)) for p in other] == [1, 0, 1]
     assert torch.equal(error_terms(other[2])[0], error_terms(params[2])[0])
 
@@ -194,21 +199,27 @@ def test_classes_that_override_and_call_super_are_covered() -> None:
     run_steps(compiled(optimizer), params, range(2))
     for p, q in zip(params, other, strict=True):
         q.data.copy_(p)
+    compiled(again)
     again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert all(torch.equal(error_terms(p)[0], error_terms(q)[0]) for p, q in zip(params, other, strict=True))
 
 
-def test_hooks_of_the_user_see_error_terms() -> None:
+@pytest.mark.parametrize("is_adopted_first", [True, False])
+def test_hooks_of_the_user_see_error_terms(*, is_adopted_first: bool) -> None:
     """A pair of hooks that packs a state dict and unpacks it does so with ours, too."""
     params, other = parameters(), parameters()
     optimizer, again = Descent(params), Descent(other)
     run_steps(compiled(optimizer), params, [0])
     loaded: list[tuple[Tensor, ...]] = []
+    if is_adopted_first:
+        compiled(again)
     optimizer.register_state_dict_post_hook(lambda _, saved: {**saved, "state": pickle.dumps(saved["state"])})
     again.register_load_state_dict_pre_hook(lambda _, saved: {**saved, "state": pickle.loads(saved["state"])})
     again.register_load_state_dict_post_hook(lambda optimizer: loaded.append(error_terms(other[0])))
     for p, q in zip(params, other, strict=True):
         q.data.copy_(p)
+    if not is_adopted_first:
+        compiled(again)
     saved = optimizer.state_dict()
     assert isinstance(saved["state"], bytes)
     again.load_state_dict(saved)
@@ -339,7 +350,7 @@ def changed_by_plain_torch(saved: dict[str, Any], params: list[torch.nn.Paramete
     loaded_by_plain_torch(plain, saved)
     for p in params[:1]:
         p.grad = torch.ones_like(p)
-    plain.step()
+    torch.optim.RMSprop.step.__wrapped__(plain)  # type: ignore[attr-defined]
     return torch.optim.Optimizer.state_dict.__wrapped__(plain)  # type: ignore[attr-defined]
 
 
@@ -400,10 +411,11 @@ def test_a_checkpoint_that_is_saved_again_before_a_step_still_says_what_its_term
 def test_a_checkpoint_that_another_is_loaded_over_is_not_warned_about() -> None:
     saved = copy.deepcopy(trained().state_dict())
     optimizer = torch.optim.RMSprop(params := parameters(seed=1), alpha=0.999)
+    step = compiled(optimizer)
     optimizer.load_state_dict(copy.deepcopy(saved))
     optimizer.load_state_dict(without_ours(saved))
     set_gradients(params)
-    (told,) = warned(compiled(optimizer))
+    (told,) = warned(step)
     assert "no error terms of" in told
 
 
@@ -422,6 +434,7 @@ def test_copies_of_what_no_step_has_used_say_what_their_terms_belong_to(copy_of:
     saved, values = copy.deepcopy(trained().state_dict()), copied(params_of(trained()))
     expected, _ = continued(saved, copied(values))
     optimizer = torch.optim.RMSprop(parameters(seed=1), alpha=0.999)
+    compiled(optimizer)
     optimizer.load_state_dict(saved)
     for is_model_loaded in (True, False):
         again = copy_of(optimizer)
@@ -533,7 +546,8 @@ def test_a_float32_model_gets_all_of_what_was_saved_in_16_bits() -> None:
     values = [full_value(x) for x in (*params_of(optimizer), *state)]
     wide = [torch.nn.Parameter(p.detach().float()) for p in params_of(optimizer)]
     again = torch.optim.RMSprop(wide, alpha=0.999)
-    assert warned(lambda: again.load_state_dict(copy.deepcopy(optimizer.state_dict()))) == []
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert warned(again.step) == []  # without gradients: of a plain optimizer's first step we are told
     found = [*wide, *(again.state[p]["square_avg"] for p in wide)]
     assert all(torch.equal(x.double(), value) for x, value in zip(found, values, strict=True))
 
@@ -541,7 +555,8 @@ def test_a_float32_model_gets_all_of_what_was_saved_in_16_bits() -> None:
 def test_error_terms_of_other_values_than_a_float32_models_are_left_out() -> None:
     saved = copy.deepcopy(trained().state_dict())
     again = torch.optim.RMSprop(wide := parameters(torch.float32), alpha=0.999)
-    (told,) = warned(lambda: again.load_state_dict(saved))
+    again.load_state_dict(saved)
+    (told,) = warned(again.step)
     assert f"RMSprop holds error terms of {names((0, 'parameter'))} (torch.float32)" in told
     assert "load the weights of a model before its optimizer" in told
     assert [error_terms(p) for p in wide] == [(), ()]
@@ -575,9 +590,11 @@ def test_a_copy_before_the_first_step_has_the_rest_of_float32_state(way: str) ->
     plain = torch.optim.RMSprop(wide := parameters(torch.float32), alpha=0.999)
     run_steps(plain.step, wide, range(3))
     optimizer = torch.optim.RMSprop([torch.nn.Parameter(p.detach().bfloat16()) for p in wide], alpha=0.999)
+    compiled(optimizer)
     optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))
     if way == "state_dict":
         other = torch.optim.RMSprop(copied(params_of(optimizer)), alpha=0.999)
+        compiled(other)
         other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     else:
         other = copy.deepcopy(optimizer) if way == "deepcopy" else pickle.loads(pickle.dumps(optimizer))
@@ -591,6 +608,7 @@ def test_wider_state_is_not_kept_for_an_optimizer_that_stays_plain() -> None:
     run_steps(plain.step, wide, range(3))
     params = [torch.nn.Parameter(p.detach().bfloat16()) for p in wide]
     optimizer = torch.optim.RMSprop(params, alpha=0.999)
+    compiled(optimizer)  # which is not called
     saved = copy.deepcopy(plain.state_dict())
     kept = weakref.ref(saved["state"][0]["square_avg"])
     optimizer.load_state_dict(saved)
@@ -605,12 +623,13 @@ def test_float32_state_from_which_eager_steps_have_gone_on_is_not_brought_back()
     run_steps(plain.step, wide, range(3))
     params = [torch.nn.Parameter(p.detach().bfloat16()) for p in wide]
     optimizer = torch.optim.RMSprop(params, alpha=0.5)
+    step = compiled(optimizer, strategy="full", strict=False)
     optimizer.load_state_dict(plain.state_dict())
-    run_steps(optimizer.step, params, range(3, 6))
+    warned(lambda: run_steps(optimizer.step, params, range(3, 6)))
     state = [optimizer.state[p]["square_avg"].double() for p in params]
     for p in params:
         p.grad = torch.zeros_like(p)
-    warned(compiled(optimizer, strategy="full"))
+    warned(step)
     for p, before in zip(params, state, strict=True):
         # Half an ulp of bfloat16, where an eager step has come back to the very hi that was loaded.
         error = (full_value(optimizer.state[p]["square_avg"]) - before / 2).abs()
@@ -703,6 +722,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_loaded(
     assert differences(before, everything(optimizer)) == []
     assert optimizer.param_groups[0]["lr"] != 5.0
     fresh = Descent(parameters())
+    compiled(fresh)
     with pytest.raises(CheckpointMismatchError):
         fresh.load_state_dict(saved)
     assert all(error_terms(p) == () for p in fresh.param_groups[0]["params"])
@@ -769,6 +789,7 @@ def test_a_process_without_collage_fx_can_use_the_checkpoint(tmp_path: Path) -> 
     written = torch.load(path, weights_only=True)
     assert all(torch.equal(p, q) for p, q in zip(written["parameters"], plain, strict=True))
     again = torch.optim.RMSprop(map(torch.nn.Parameter, written["parameters"]), alpha=0.999)
+    compiled(again)
     again.load_state_dict(written["optimizer"])  # the keys have survived there, and are understood here
     with pytest.warns(UserWarning, match="error terms of other values"):
         assert all(error_terms(p) for p in again.param_groups[0]["params"])
@@ -820,8 +841,9 @@ def test_a_run_whose_checkpoint_plain_torch_has_loaded_is_the_uninterrupted_run(
 
 
 def loaded_by_plain_torch(optimizer: torch.optim.Optimizer, checkpoint: dict[str, Any]) -> None:
-    """Load a state dict as ``load_state_dict`` does where nothing has wrapped it."""
-    torch.optim.Optimizer.load_state_dict.__wrapped__(optimizer, checkpoint)  # type: ignore[attr-defined]
+    """Load a state dict into an optimizer that nobody has adopted, as a process without collage_fx does."""
+    assert not is_adopted(optimizer)
+    optimizer.load_state_dict(checkpoint)
 
 
 def checkpoint_of_two_steps(optimizer: torch.optim.Optimizer, **options: Any) -> dict[str, Any]:
@@ -830,21 +852,55 @@ def checkpoint_of_two_steps(optimizer: torch.optim.Optimizer, **options: Any) ->
     return copy.deepcopy(optimizer.state_dict())
 
 
-def test_what_plain_torch_has_cast_is_named() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("error_format", ["exact", "mcf", "fp32", "byte", "dither"])
+def test_error_terms_loaded_before_a_step_is_compiled_are_restored_to_the_bit(
+    error_format: str, dtype: torch.dtype
+) -> None:
+    saved = torch.optim.RMSprop(params := parameters(dtype, [(4, 300)]), alpha=0.999)
+    checkpoint = checkpoint_of_two_steps(saved, error_format=error_format)
+    late, early = (torch.optim.RMSprop(copied(params), alpha=0.999) for _ in range(2))
+    loaded_by_plain_torch(late, copy.deepcopy(checkpoint))
+    assert not any(error_terms(p) for p in params_of(late))
+    steps = [compiled(each, error_format=error_format) for each in (late, early)]
+    early.load_state_dict(checkpoint)
+    for each in (late, early):  # as soon as the step is given to torch.compile, or loaded after that
+        assert differences(everything(saved), everything(each)) == []
+        assert warned(functools.partial(run_steps, steps.pop(0), params_of(each), [2])) == []
+    assert differences(everything(late), everything(early)) == []
+
+
+def test_what_earlier_versions_saved_in_float32_is_loaded() -> None:
+    saved = torch.optim.RMSprop(params := parameters(), alpha=0.999)
+    checkpoint = checkpoint_of_two_steps(saved, error_format="fp32")
+    for i, p in enumerate(params):
+        for slot, tensor in ("parameter", p), ("square_avg", saved.state[p]["square_avg"]):
+            key = f"collage_fx.{slot}.fp32.lo"
+            assert checkpoint["state"][i][key].dtype is torch.uint8
+            checkpoint["state"][i][key] = error_terms(tensor)[0].clone()
+    again, cast = (torch.optim.RMSprop(copied(params), alpha=0.999) for _ in range(2))
+    compiled(again, error_format="fp32")
+    again.load_state_dict(copy.deepcopy(checkpoint))
+    assert differences(everything(saved), everything(again)) == []
+    loaded_by_plain_torch(cast, checkpoint)
+    step = compiled(cast, error_format="fp32")
+    set_gradients(params_of(cast), 2)
+    (told,) = warned(step)
+    lost = [f"param_groups[0].params[{i}].{slot}" for i in range(2) for slot in ("parameter", "square_avg")]
+    assert f"holds error terms of other values than {', '.join(lost[:3])} and 1 more, which" in told
+
+
+def test_what_torch_drops_is_named() -> None:
     params = parameters()
-    checkpoint = checkpoint_of_two_steps(torch.optim.RMSprop(params, alpha=0.999), error_format="fp32")
+    checkpoint = checkpoint_of_two_steps(torch.optim.RMSprop(params, alpha=0.999))
     lr = torch.tensor(0.01).bfloat16()
-    optimizer = torch.optim.RMSprop(other := copied(params), alpha=0.999, lr=lr)
+    optimizer = torch.optim.RMSprop(copied(params), alpha=0.999, lr=lr)
     loaded_by_plain_torch(optimizer, checkpoint)
     optimizer.param_groups[0]["lr"] = lr
     (told,) = warned(lambda: adopt(optimizer))
     assert "cost the error terms of param_groups[0].lr (if there were any); they start from zero" in told
-    assert "import collage_fx above load_state_dict" in told
+    assert "call load_state_dict below that line" in told
     assert ours({"state": optimizer.state}).popitem()[1] == []
-    set_gradients(other)
-    (told,) = warned(compiled(optimizer, error_format="fp32"))
-    lost = [f"param_groups[0].params[{i}].{slot}" for i in range(2) for slot in ("parameter", "square_avg")]
-    assert f"holds error terms of other values than {', '.join(lost[:3])} and 1 more, which" in told
 
 
 def test_what_does_not_fit_is_refused_and_left_where_it_was() -> None:

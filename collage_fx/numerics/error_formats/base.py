@@ -52,18 +52,30 @@ class AuxiliarySpec(NamedTuple):
         """The dtype of :meth:`saved`."""
         return torch.uint8 if self._is_saved_as_bytes else self.dtype
 
+    @property
+    def loadable(self) -> dict[tuple[int, ...], torch.dtype]:
+        """The sizes and the dtype of what :meth:`loaded` takes.
+
+        Besides what :meth:`saved` gives, an error term as earlier versions have saved it, which is itself.
+        """
+        earlier = {tuple(self.shape): self.dtype} if self.is_error_term else {}
+        return {**earlier, tuple(self.saved_shape): self.saved_dtype}
+
     def saved(self, buffer: Tensor) -> Tensor:
         """The buffer as a checkpoint holds it, in the same memory: maybe as bytes, a dimension more.
 
         Plain PyTorch casts what it loads to the parameter's dtype. A floating-point format holds every byte,
-        but neither every integer of 16 bits nor the numbers of every other format. An error term is saved as
-        it is, for whoever reads the file.
+        but neither every integer of 16 bits nor the numbers of every other format. An error term of 16 bits
+        has the parameter's dtype, and is saved as it is, for whoever reads the file.
         """
         return buffer.unsqueeze(-1).view(torch.uint8) if self._is_saved_as_bytes else buffer
 
     def loaded(self, saved: Tensor) -> Tensor:
-        """The inverse of :meth:`saved`, of an ordinary tensor: maybe the same memory."""
-        if not self._is_saved_as_bytes:
+        """The inverse of :meth:`saved`, of an ordinary tensor: maybe the same memory.
+
+        Numbers that an earlier version has saved as they are become this kind of number, too.
+        """
+        if not self._is_saved_as_bytes or saved.shape == self.shape:
             return saved.to(self.dtype)
         numbers = saved.to(torch.uint8)
         if numbers.stride(-1) != 1:
@@ -72,7 +84,8 @@ class AuxiliarySpec(NamedTuple):
 
     @property
     def _is_saved_as_bytes(self) -> bool:
-        return not self.is_error_term and self.dtype not in (torch.int8, torch.uint8)
+        is_cast_to_itself = self.is_error_term and self.dtype.itemsize == 2
+        return not is_cast_to_itself and self.dtype not in (torch.int8, torch.uint8)
 
     def fitted(self, tensor: Tensor, device: torch.device) -> Tensor:
         """A tensor with these contents that is of this kind: itself, if it is."""
