@@ -67,7 +67,6 @@ from collage_fx.graph import (
     placeholders,
     results_to_inputs,
     tensor_value,
-    why_not_stored,
 )
 from collage_fx.lowering import Lowered, interpreted, lower, why_not_compiled, without_sums
 from collage_fx.metrics import MeasuredInput, Meter, MeteredStep, Rows
@@ -428,7 +427,6 @@ class Compilation:
         pass_log = _PassLog(self.subject, before)
         self._rewrite(program, before, pass_log)
         self._refuse_uncompensated(program)
-        _refuse_not_stored(program)
         self._unpack(program)
         is_rewritten = bool(program.expansions or program.measured) or bool(self.options.own_passes)
         if not (is_rewritten or repetition.is_of_one):
@@ -689,19 +687,6 @@ class Compilation:
         if self.options.strict:
             raise refusal
         warn(refusal)
-
-
-def _refuse_not_stored(program: StepProgram) -> None:
-    """Raise where code for the device can't be made for what is kept beside a tensor."""
-    for state in program.expansions:
-        for auxiliary in state.auxiliaries:
-            buffer = auxiliary.meta["val"]
-            if why_not := why_not_stored(buffer.dtype, buffer.device):
-                raise UnsupportedTensorError(
-                    f"a tensor in the format {state.error_format.name!r}: {why_not}",
-                    where=state.info.name,
-                    remedy="use state='block8', which is of integers and more precise, or leave state= out",
-                )
 
 
 def _reason_to_leave_alone(gm: GraphModule, infos: Sequence[InputInfo]) -> str | None:

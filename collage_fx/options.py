@@ -67,7 +67,13 @@ class Options:
         refuse_unless("strict", self.strict, (True, False))
         refuse_unless("mode", self.mode, (None, *MODES))
         refuse_unless("rounding", self.rounding, get_args(Rounding))
-        refuse_unless("state", self.state, (None, *PACKED_FORMATS))
+        refuse_unless(
+            "state",
+            self.state,
+            (None, *PACKED_FORMATS),
+            "or import the module that registers another: collage_fx.examples.peer_formats has 'fp8_lm' and "
+            "'coat'",
+        )
         if self.arithmetic == "native" and not ERROR_FORMATS[self.error_format].is_double_word:
             formats = ", ".join(repr(name) for name, fmt in ERROR_FORMATS.items() if fmt.is_double_word)
             raise InvalidOptionError(
@@ -137,11 +143,18 @@ def refuse_unknown(names: Iterable[str]) -> None:
             )
 
 
-def refuse_unless(name: str, value: object, allowed: Sequence[object]) -> None:
-    """Refuse a value that is none of those allowed; truth values are not numbers here."""
+def refuse_unless(name: str, value: object, allowed: Sequence[object], otherwise: str = "") -> None:
+    """Raise ``InvalidOptionError`` unless a value is one of those allowed. ``True`` is not equal to 1 here.
+
+    Args:
+        name: of the option.
+        value: its value.
+        allowed: the values.
+        otherwise: another remedy, for the message.
+    """
     if not any(value is choice or (isinstance(value, str) and value == choice) for choice in allowed):
         raise InvalidOptionError(
             f"{name}={value!r} is not allowed",
             where=name,
-            remedy=f"use one of {', '.join(map(repr, allowed))}",
+            remedy=", ".join(filter(None, (f"use one of {', '.join(map(repr, allowed))}", otherwise))),
         )

@@ -107,13 +107,14 @@ FOR_USERS = {
     "AuxiliarySpec",
     "Blocks",
     "Byte",
-    "Coat",
     "Dither",
     "ErrorBound",
     "Exact",
     "Fp32",
     "Mcf",
-    "TensorScaled",
+    "blocks_of",
+    "from_blocks",
+    "why_no_blocks",
 }
 
 

@@ -7,12 +7,9 @@ trace both into the graph. Another format is another file here, and a place in t
 
 from __future__ import annotations
 
-import torch
-
 from collage_fx.numerics.error_formats.base import AuxiliarySpec, ErrorBound, ErrorFormat
 from collage_fx.numerics.error_formats.blocks import Blocks
 from collage_fx.numerics.error_formats.byte import Byte
-from collage_fx.numerics.error_formats.coat import Coat
 from collage_fx.numerics.error_formats.dither import Dither
 from collage_fx.numerics.error_formats.exact import (
     LOWER_HALF,
@@ -22,7 +19,6 @@ from collage_fx.numerics.error_formats.exact import (
     WITH_ULP_PARTS,
     Exact,
 )
-from collage_fx.numerics.error_formats.fp8_lm import TensorScaled
 from collage_fx.numerics.error_formats.fp32 import Fp32
 from collage_fx.numerics.error_formats.mcf import Mcf
 
@@ -37,14 +33,12 @@ __all__ = [
     "AuxiliarySpec",
     "Blocks",
     "Byte",
-    "Coat",
     "Dither",
     "ErrorBound",
     "ErrorFormat",
     "Exact",
     "Fp32",
     "Mcf",
-    "TensorScaled",
     "format_named",
 ]
 
@@ -54,12 +48,7 @@ ERROR_FORMATS: dict[str, ErrorFormat] = {fmt.name: fmt for fmt in (Exact(), Mcf(
 #: The registered formats of packed state, which keep no hi, by the value of the option ``state``: for
 #: numbers of either sign, and for numbers that are not negative.
 PACKED_FORMATS: dict[str, tuple[ErrorFormat, ErrorFormat]] = {
-    **{f"block{bits}": (Blocks(bits, signed=True), Blocks(bits, signed=False)) for bits in (16, 8)},
-    "fp8_lm": (
-        TensorScaled("fp8_lm", torch.float8_e4m3fn),
-        TensorScaled("fp8_lm_positive", torch.float16),
-    ),
-    "coat": (Coat(),) * 2,
+    f"block{bits}": (Blocks(bits, signed=True), Blocks(bits, signed=False)) for bits in (16, 8)
 }
 
 
