@@ -145,7 +145,11 @@ def _add_optimizer_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--rounding", type=_one_of(get_args(Rounding)), help="dither (default of wide) or nearest (of native)"
     )
-    add("--bytes-per-parameter", type=float, help="a budget: the best plan within it, beside the others")
+    add(
+        "--bytes-per-parameter",
+        type=float,
+        help="a budget: the most precise options within it, beside others",
+    )
     add("--state", type=_one_of(PACKED_FORMATS), help="how state is packed, if it is to be")
 
 

@@ -30,8 +30,8 @@ LAW: dict[str, set[str]] = {
     "metrics": {"torch_compat", "numerics", "errors", "graph", "state", "runtime"},
     "capture": {"torch_compat", "numerics", "errors", "graph", "codegen", "state", "runtime"},
     "lowering": {"torch_compat", "numerics", "errors", "graph", "codegen", "runtime"},
-    "plans": {"pipeline", "graph", "numerics", "errors"},
-    "report": {"torch_compat", "numerics", "errors", "graph", "state", "metrics", "pipeline", "plans"},
+    "budgets": {"pipeline", "graph", "numerics", "errors"},
+    "report": {"torch_compat", "numerics", "errors", "graph", "state", "metrics", "pipeline", "budgets"},
 }
 LAW["compilation"] = {*LAW, "compilation"} - {"passes", "compilation"}
 LAW["backend"] = {*LAW} - {"passes", "backend"}

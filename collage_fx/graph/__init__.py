@@ -1,6 +1,6 @@
 """A captured step as data, and the tools that edit it: all that the author of a pass needs to import."""
 
-from collage_fx.graph.cancellation import MOVE, find_cancellation, spoils_an_update
+from collage_fx.graph.cancellation import find_cancellation, spoils_an_update
 from collage_fx.graph.devices import DEVICES, device_facts
 from collage_fx.graph.editor import GraphEditor
 from collage_fx.graph.families import ONCE, Repetition, input_name, repeated_graph
@@ -91,7 +91,6 @@ from collage_fx.graph.text import graph_text
 __all__ = [
     "DEVICES",
     "ELEMENTWISE",
-    "MOVE",
     "ONCE",
     "OPERATORS",
     "PASS_MARK",

@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 from torch.fx import Graph, GraphModule
 
+from collage_fx.budgets import Budget
 from collage_fx.errors import InvalidOptionError, did_you_mean
 from collage_fx.graph import Repetition, Role, Route, StepProgram, Strategy, copy_of, repeated_graph
 from collage_fx.numerics import ERROR_FORMATS
 from collage_fx.pipeline import Pass, Stage, run_pipeline, up_to_choosing
-from collage_fx.plans import Plan
 from collage_fx.report.pictures import Picture, dot, picture, render
 from collage_fx.report.svg import side_by_side
 from collage_fx.report.tensors import TensorReport, Treatment, bytes_per_parameter, tensor_report
@@ -41,7 +41,7 @@ class GraphReport:
         code: what Inductor generated: Python with C++ or Triton kernels in it. Empty after ``explain``.
         program: the whole step before any pass, on another graph; None where nothing was rewritten.
         pipeline: the passes it went through.
-        plans: with a budget of bytes, the plan that it follows, then all that there are.
+        budgets: with a limit on bytes, the budget that is used, then all, the smallest first.
     """
 
     captured: GraphModule = field(repr=False)
@@ -55,7 +55,7 @@ class GraphReport:
     code: tuple[str, ...] = field(default=(), repr=False)
     program: StepProgram | None = field(default=None, repr=False)
     pipeline: tuple[Pass, ...] = field(default=(), repr=False)
-    plans: tuple[Plan, ...] = field(default=(), repr=False)
+    budgets: tuple[Budget, ...] = field(default=(), repr=False)
 
     @functools.cached_property
     def before(self) -> GraphModule:

@@ -17,13 +17,11 @@ from collage_fx.graph import Strategy
 from collage_fx.metrics import Metrics, UpdateQuality
 from collage_fx.numerics import ERROR_FORMATS
 from collage_fx.pipeline import Stage
-from collage_fx.plans import Plan
 from collage_fx.report.graphs import GraphReport
 from collage_fx.report.mathml import recurrence_mathml
-from collage_fx.report.pareto import plan_picture
 from collage_fx.report.pictures import Picture, pass_color
 from collage_fx.report.svg import svg
-from collage_fx.report.tables import plan_table, summary_line
+from collage_fx.report.tables import BUDGET_CAPTION, budget_table, summary_line
 from collage_fx.report.tensors import TensorReport, Treatment, bytes_per_parameter, treatments
 
 STYLE = """
@@ -102,14 +100,14 @@ def _section(
     kernels: bool,
     metrics: Metrics,
 ) -> Iterator[str]:
-    """The page's section of one subject: table, memory, plans, metrics, passes, each treatment, the code."""
+    """The page's section of one subject: table, bytes, metrics, passes, each treatment, the code."""
     own = [graph for graph in graphs if graph.subject == subject and graph.tensors]
     groups = treatments(rows)
     newest = own[-1]
     yield f"<h2>{escape(subject)}</h2><p>{escape(summary_line(rows))}</p>"
     yield _table(groups)
-    if newest.plans:  # of which each packs state in its own way
-        yield from _plans(newest.plans)
+    if newest.budgets:
+        yield f"<h3>Budgets</h3><p class='names'>{BUDGET_CAPTION}</p>{budget_table(newest.budgets, 'html')}"
     else:
         yield f"<h3>Bytes per parameter</h3>{_memory(own, rows)}"
     yield from _metrics(metrics, subject)
@@ -168,22 +166,6 @@ def _memory(graphs: Sequence[GraphReport], rows: Sequence[TensorReport]) -> str:
         f"role='img' aria-label='bytes per parameter'>{lines}</svg>"
         f"<p class='names'>{escape(formats)}</p>"
     )
-
-
-def _plans(plans: Sequence[Plan]) -> Iterator[str]:
-    """The plans for a budget, if there is one: a picture of all, and a table of the frontier.
-
-    A step without low-precision parameters has a budget of nothing: all its plans are alike.
-    """
-    if not any(plan.bytes for plan in plans):
-        return
-    yield f"<h3>Plans</h3>{plan_picture(plans)}"
-    yield (
-        "<p class='names'>◆ followed; ● no plan as small has a smaller error; ○ another is as small and "
-        "as precise. The line is the least error for each budget. Errors are bounds, which tell plans "
-        "apart.</p>"
-    )
-    yield plan_table(plans, "html")
 
 
 #: The columns of a table of updates: heading -> attribute, as a share or a ratio.

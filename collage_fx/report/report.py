@@ -13,7 +13,7 @@ from collage_fx.graph import Route
 from collage_fx.metrics import Metrics
 from collage_fx.report.graphs import GraphReport
 from collage_fx.report.page import html_page
-from collage_fx.report.tables import markdown_section, plan_table, text_section
+from collage_fx.report.tables import BUDGET_CAPTION, budget_table, markdown_section, text_section
 from collage_fx.report.tensors import TensorReport, bytes_per_parameter
 
 
@@ -102,12 +102,13 @@ class CollageReport:
 
     def _in_sections(self, section: Callable[..., str], *, full: bool, markdown: bool) -> str:
         routes = self.routes()
-        plans = {graph.subject: graph.plans for graph in self.graphs}
+        budgets = {graph.subject: graph.budgets for graph in self.graphs}
         sections = []
         for subject, rows in self.by_subject().items():
             parts = [section(subject, rows, full=full)]
-            if plans[subject]:
-                parts.append(plan_table(plans[subject], "github" if markdown else "simple"))
+            if budgets[subject]:
+                table = budget_table(budgets[subject], "github" if markdown else "simple")
+                parts += [table, BUDGET_CAPTION]
             sections.append("\n\n".join([*parts, routes[subject].sentence()]))
         nothing = "nothing has been compiled yet: the report fills at the first call of the step"
         return "\n\n".join([*sections, *self._notes()]) or nothing

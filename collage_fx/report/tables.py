@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from tabulate import tabulate
 
-from collage_fx.plans import Plan, frontier
+from collage_fx.budgets import Budget, frontier
 from collage_fx.report.tensors import TensorReport, Treatment, bytes_per_parameter, treatments
 
 #: Widest a printed line gets.
@@ -54,26 +54,26 @@ def markdown_section(subject: str, rows: Sequence[TensorReport], *, full: bool) 
     return "\n".join([f"## {subject}\n", table, "", *notes, "", summary_line(rows)])
 
 
-PLAN_HEADERS = ("", "plan", "bytes per parameter", "predicted error")
+#: Caption of :func:`budget_table`.
+BUDGET_CAPTION = "Budgets: each row is more precise than the rows above it, as docs/formats.md measures."
 
 
-def plan_table(plans: Sequence[Plan], style: str) -> str:
-    """The plans for a step, the one that is followed marked; those that cost more and gain nothing left out.
+def budget_table(budgets: Sequence[Budget], style: str) -> str:
+    """Make the table of budgets for a step, with an arrow at the one that is used.
+
+    Budgets that take no fewer bytes than a more precise one are left out.
 
     Args:
-        plans: the one that is followed, then all, the smallest first.
-        style: of tabulate.
+        budgets: the one that is used, then all, the smallest first.
+        style: a table format of tabulate.
     """
-    followed, *others = plans
-    cells = [
-        ["→" if plan == followed else "", str(plan), f"{plan.bytes:.4g}", f"{plan.error:.2g}"]
-        for plan in frontier(others)
-    ]
+    used, *others = budgets
+    cells = [["→" if each == used else "", str(each), f"{each.bytes:.4g}"] for each in frontier(others)]
     return tabulate(
         cells,
-        headers=PLAN_HEADERS,
+        headers=("", "options", "bytes per parameter"),
         tablefmt=style,
-        colalign=("left", "left", "right", "right"),
+        colalign=("left", "left", "right"),
         disable_numparse=True,
     )
 
