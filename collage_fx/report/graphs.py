@@ -16,8 +16,8 @@ from collage_fx.errors import InvalidOptionError, did_you_mean
 from collage_fx.graph import Repetition, Role, Route, StepProgram, Strategy, copy_of, repeated_graph
 from collage_fx.numerics import ERROR_FORMATS
 from collage_fx.pipeline import Pass, Stage, run_pipeline, up_to_choosing
-from collage_fx.report.pictures import Picture, dot, picture, render
-from collage_fx.report.svg import side_by_side
+from collage_fx.report.pictures import Picture, picture
+from collage_fx.report.svg import svg
 from collage_fx.report.tensors import TensorReport, Treatment, bytes_per_parameter, tensor_report
 
 #: A rewritten graph, and what the passes did.
@@ -147,36 +147,29 @@ class GraphReport:
         return "\n\n".join(f"{when}\n{drawn.to_text()}" for when, drawn in pictures)
 
     def draw(self, path: str | Path, tensor: str | None = None) -> Path:
-        """One tensor's update before and after, in a file.
+        """Draw one tensor's update before and after the passes into an SVG file.
 
         Args:
-            path: its ending says what is written: ``.svg``, or ``.dot`` (Graphviz's language), which take no
-                further software; ``.png`` or ``.pdf``, which Graphviz renders.
+            path: of the file; it ends in ``.svg``.
             tensor: its name, as in :attr:`tensors`; the first of them if None.
 
         Returns:
             the path.
 
         Raises:
-            ValueError: no tensor of that name, or an ending that is not known.
-            ImportError: the ``graphviz`` package is needed and not there.
+            ValueError: there is no tensor of that name, or the path has another ending.
         """
         path = Path(path)
-        row = self._row(tensor)
-        before, after = self.pictures(row.name)
-        passes = [name for name, _ in self.passes]
-        titles = [f"{row.name} before", f"{row.name} after"]
-        if path.suffix == ".svg":
-            path.write_text(side_by_side([before, after], titles, passes), encoding="utf-8")
-        elif path.suffix in (".dot", ".png", ".pdf"):
-            text = dot([before, after], titles, passes)
-            path.write_bytes(text.encode() if path.suffix == ".dot" else render(text, path.suffix[1:]))
-        else:
+        if path.suffix != ".svg":
             raise InvalidOptionError(
                 f"no way to draw a {path.suffix or 'nameless'} file",
                 where=str(path),
-                remedy="let the path end in .svg, .dot, .png or .pdf",
+                remedy="let the path end in .svg; a browser prints such a file as PDF",
             )
+        row = self._row(tensor)
+        titles = [f"{row.name} before", f"{row.name} after"]
+        passes = [name for name, _ in self.passes]
+        path.write_text(svg(self.pictures(row.name), titles, passes), encoding="utf-8")
         return path
 
     def _row(self, tensor: str | None) -> TensorReport:

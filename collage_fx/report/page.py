@@ -39,10 +39,7 @@ td.short { white-space: nowrap; }
 .fine { color: #166534; }
 .formula { overflow-x: auto; padding: .4rem 0; }
 .formula math { font-size: 1.3rem; width: fit-content; margin: 0; }
-.panels { display: grid; grid-template-columns: repeat(2, minmax(0, max-content)); gap: 1rem;
-          align-items: start; }
-.panel { border: 1px solid #ddd; padding: .4rem; }
-.panel svg { max-width: 100%; height: auto; }
+details svg { max-width: 100%; height: auto; }
 .names { color: #555; font-size: .9rem; }
 .swatch { border: 1px solid #444; padding: 0 .4rem; }
 .bar { fill: #5b8db8; }
@@ -216,7 +213,6 @@ def _treatment(
 ) -> Iterator[str]:
     row = group.example
     passes = [name for name, _ in graph.passes]
-    before, after = graph.pictures(row.name)
     names = ", ".join(group.names)
     yield f"<h2>{number}. {escape(group.what)}</h2>"
     yield f"<div class='formula'>{recurrence_mathml(row.symbol, row.expression)}</div>"
@@ -224,9 +220,8 @@ def _treatment(
     if len(group.rows) > 1:
         yield f"<p class='names'>{escape(names)}; drawn here: {escape(row.name)}</p>"
     opened = " open='open'" if is_open else ""
-    yield f"<details{opened}><summary>Its update before and after</summary><div class='panels'>"
-    yield f"<div class='panel'><h4>before</h4>{svg(before, passes)}</div>"
-    yield f"<div class='panel'><h4>after</h4>{svg(after, passes)}</div></div></details>"
+    yield f"<details{opened}><summary>Its update before and after</summary>"
+    yield f"{svg(graph.pictures(row.name), ['before', 'after'], passes)}</details>"
     yield "<details><summary>What each pass changed</summary>"
     pictures = [graph.picture_of(stage.graph, row.inputs) for stage in stages]
     for stage, earlier, later in zip(stages[1:], pictures, pictures[1:], strict=False):

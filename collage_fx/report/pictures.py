@@ -1,4 +1,4 @@
-"""Graphs as boxes and arrows for people: one tensor's update out of hundreds, and DOT text of a whole graph.
+"""Pictures of graphs as boxes and arrows: one tensor's update out of hundreds, or a whole graph.
 
 A box says what is computed in the notation of arithmetic, with the names of other boxes as operands, so that
 it can be read without following the arrows. Casts and constants are part of the text of whoever reads them.
@@ -6,7 +6,6 @@ it can be read without following the arrows. Casts and constants are part of the
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -207,62 +206,3 @@ def _operand(arg: object, labels: Mapping[Node, str], hidden: Collection[Node]) 
 def _layout(node: Node) -> str:
     value = tensor_value(node)
     return "" if value is None else f"{short_name(value.dtype)}[{','.join(map(str, value.shape))}]"
-
-
-def dot(pictures: Sequence[Picture], titles: Sequence[str], passes: Sequence[str]) -> str:
-    """Pictures in Graphviz's language, each under its title.
-
-    Args:
-        pictures: side by side.
-        titles: one each.
-        passes: gives the boxes' colours, by the pass that made them.
-    """
-    lines = [
-        "digraph collage_fx {",
-        '  fontname="monospace"; node [shape=box, style=filled, fillcolor=white, fontname="monospace", '
-        "fontsize=10];",
-    ]
-    for i, (drawn, title) in enumerate(zip(pictures, titles, strict=True)):
-        lines += [f"  subgraph cluster_{i} {{", f'    label="{_quoted(title)}"; labelloc=t;']
-        lines += [f"    {_dot_box(box, i, passes)}" for box in drawn.boxes]
-        lines += [f'    "{i} {start}" -> "{i} {end}";' for start, end in drawn.arrows]
-        for name in drawn.passes:
-            color = pass_color(name, passes)
-            lines.append(f'    "{i} pass {name}" [label="{name}", shape=plaintext, fillcolor="{color}"];')
-        lines.append("  }")
-    return "\n".join([*lines, "}\n"])
-
-
-def _dot_box(box: Box, cluster: int, passes: Sequence[str]) -> str:
-    attributes = [f'label="{_quoted(box.text)}\\n{_quoted(box.layout)}"']
-    if box.made_by:
-        attributes.append(f'fillcolor="{pass_color(box.made_by, passes)}", tooltip="{box.made_by}"')
-    if box.role == "input":
-        attributes.append('style="filled,rounded"')
-    return f'"{cluster} {box.name}" [{", ".join(attributes)}];'
-
-
-def _quoted(text: str) -> str:
-    return re.sub(r'(["\\])', r"\\\1", text)
-
-
-def render(text: str, form: str) -> bytes:
-    """DOT as ``png`` or ``pdf``, by Graphviz.
-
-    Raises:
-        ImportError: the ``graphviz`` package isn't installed, or the program that it calls.
-    """
-    remedy = "write .svg or .dot, which need nothing"
-    try:
-        import graphviz
-    except ImportError as missing:
-        raise ImportError(
-            f"a .{form} is rendered by the graphviz package: pip install 'collage-fx[draw]', or {remedy}"
-        ) from missing
-    try:
-        return bytes(graphviz.Source(text).pipe(format=form))
-    except graphviz.ExecutableNotFound as missing:
-        raise ImportError(
-            "the graphviz package calls the program dot, which is not there: apt-get install graphviz or the "
-            f"like, or {remedy}"
-        ) from missing
