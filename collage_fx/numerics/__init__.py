@@ -1,6 +1,6 @@
-"""Numbers: storage formats, compensated arithmetic, error formats, and what measures an update.
+"""Numerics: storage formats, compensated arithmetic, error formats, and the sums that measure an update.
 
-Ordinary eager functions of tensors, and facts about formats; nothing here knows of graphs, optimizers or
+They are eager functions of tensors, and facts about formats. Nothing here knows of graphs, optimizers or
 compilers.
 """
 
