@@ -315,7 +315,7 @@ def test_what_is_no_number_of_bytes_is_refused(budget: Any) -> None:
     ],
 )
 def test_options_that_it_decides_are_refused_beside_it(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="decide the same"):
+    with pytest.raises(ValueError, match="give either bytes_per_parameter or"):
         CollageBackend(bytes_per_parameter=8, **options)
 
 

@@ -1,7 +1,7 @@
-"""The report as one HTML file that needs nothing else: no network, no script, no font.
+"""Report as one HTML file, without network, scripts or fonts, which is also well-formed XML.
 
-It is well-formed XML besides, so that a strict parser reads it. Of tensors that were treated alike the first
-is drawn: hundreds of tensors make a page of a few drawings.
+Tensors that were treated alike share a drawing, that of the first: hundreds of tensors make a page of a few
+drawings.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ del { background: #fbdcdc; text-decoration: none; }
 summary { cursor: pointer; padding: .2rem 0; }
 """
 
-#: Nothing may be fetched, and nothing may run.
+#: Content security policy: browsers load and run nothing.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
@@ -63,14 +63,14 @@ def html_page(
     kernels: bool,
     metrics: Metrics,
 ) -> str:
-    """The report as the text of an HTML page.
+    """Write the report as an HTML page.
 
     Args:
-        graphs: compilations, oldest first.
-        by_subject: the rows of each subject.
-        notes: of what was lowered as it was.
-        kernels: whether the generated code is shown.
-        metrics: what has been measured.
+        graphs: reports of compilations, oldest first.
+        by_subject: rows of tables by subject.
+        notes: why other graphs were lowered without changes.
+        kernels: whether to show the generated code.
+        metrics: metrics measured so far.
     """
     body = "".join(
         part
@@ -97,7 +97,7 @@ def _section(
     kernels: bool,
     metrics: Metrics,
 ) -> Iterator[str]:
-    """The page's section of one subject: table, bytes, metrics, passes, each treatment, the code."""
+    """Write the section of one subject: table, bytes, metrics, passes, each treatment, code."""
     own = [graph for graph in graphs if graph.subject == subject and graph.tensors]
     groups = treatments(rows)
     newest = own[-1]
@@ -139,7 +139,7 @@ def _verdict(group: Treatment) -> str:
 
 
 def _memory(graphs: Sequence[GraphReport], rows: Sequence[TensorReport]) -> str:
-    """A bar chart of bytes per parameter: as compiled, and under every strategy."""
+    """Draw a bar chart of bytes per parameter: as compiled, and under every strategy."""
     bars = [("as compiled", bytes_per_parameter(rows)["total"], True)]
     default, *others = ERROR_FORMATS
     choices: dict[str, tuple[Strategy, str]] = {
@@ -165,7 +165,7 @@ def _memory(graphs: Sequence[GraphReport], rows: Sequence[TensorReport]) -> str:
     )
 
 
-#: The columns of a table of updates: heading -> attribute, as a share or a ratio.
+#: Columns of the table of updates: heading -> attribute, a share or a ratio.
 MEASURED = {
     "EDQ ratio": "edq_ratio",
     "of hi alone": "edq_ratio_hi",
@@ -177,7 +177,7 @@ MEASURED = {
 
 
 def _metrics(metrics: Metrics, subject: str) -> Iterator[str]:
-    """The metrics of the last measured step as a table, by kind of tensor and module."""
+    """Write the metrics of the last measured step as a table by kind of tensor and module."""
     by_step = metrics.by(lambda tensor: (tensor.step_of == subject, tensor.kind, tensor.module), None)
     measured = [step for step, values in by_step.items() if any(key[0] for key in values)]
     if not measured:

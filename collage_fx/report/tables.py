@@ -1,7 +1,7 @@
 """Reports as text: for a terminal of 100 columns, and in Markdown.
 
-Tensors of equal treatment share a row, and what is said of them stands below the table once: the recurrence,
-the number that the verdict rests on, and why they have error terms or have none.
+Tensors of equal treatment share a row, and an explanation below the table: the recurrence, the number behind
+the verdict, and why they have error terms or have none.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from tabulate import tabulate
 from collage_fx.budgets import Budget, frontier
 from collage_fx.report.tensors import TensorReport, Treatment, bytes_per_parameter, treatments
 
-#: Widest a printed line gets.
+#: Largest width of a line.
 TEXT_WIDTH = 100
-#: Narrowest the column of names gets, so that a name is broken into few lines.
+#: Least width of the column of names, so that a name is broken into few lines.
 NAME_WIDTH = 16
-#: Length of a recurrence, or list of names, that is cut where the report is not printed in full.
+#: Length at which a recurrence or a list of names is cut unless the report is full.
 SHORTENED = 3 * TEXT_WIDTH
 HEADERS = ("tensor", "shape", "kind", "verdict", "error", "bytes")
 
 
 def text_section(subject: str, rows: Sequence[TensorReport], *, full: bool) -> str:
-    """One subject's heading, table, numbered explanations and totals."""
+    """Write heading, table, numbered explanations and totals of one subject."""
     groups = treatments(rows)
     cells = _cells(rows, groups, full=full)
     others = [max(len(header) + 2, *map(len, texts)) for header, *texts in zip(HEADERS, *cells, strict=True)]
@@ -41,7 +41,7 @@ def text_section(subject: str, rows: Sequence[TensorReport], *, full: bool) -> s
 
 
 def markdown_section(subject: str, rows: Sequence[TensorReport], *, full: bool) -> str:
-    """One subject's heading, table, explanations and totals in GitHub's Markdown."""
+    """Write heading, table, numbered explanations and totals of one subject in GitHub's Markdown."""
     groups = treatments(rows)
     table = tabulate(
         _cells(rows, groups, full=full),
@@ -79,7 +79,7 @@ def budget_table(budgets: Sequence[Budget], style: str) -> str:
 
 
 def summary_line(rows: Sequence[TensorReport]) -> str:
-    """How many tensors have error terms, and what that costs."""
+    """Count the tensors with error terms, and sum up bytes per parameter."""
     done = sum(row.compensated for row in rows)
     amounts = bytes_per_parameter(rows)
     total = amounts.pop("total")
