@@ -75,13 +75,13 @@ class CollageBackend(Backend):
         state: how state is kept that carries something from step to step. ``None``: as the optimizer makes
             it. ``"block16"``, ``"block8"``: packed, as integers of so many bits, 32 neighbours with a scale;
             which state is, follows from its recurrence. Errors are those of
-            :class:`~collage_fx.numerics.Blocks`. ``"fp8_lm"``, ``"coat"``: as those systems do, for
-            comparison. Needs ``wide``.
+            :class:`~collage_fx.numerics.Blocks`. Others are registered by plug-ins, such as
+            ``examples/peer_formats.py``. Needs ``wide``.
         bytes_per_parameter: a budget in the place of ``strategy``, ``error_format``, ``rounding`` and
-            ``state``: of the plans for an optimizer's step, that of the least predicted error that takes no
-            more, to 1.5 %, counting parameters, state and error terms (5.1 to 12 for AdamW). The report
-            shows it beside the others. For a recorded step, of which no part shows all state, that for
-            AdamW's.
+            ``state``: the most precise combination of these that takes no more, to 1.5 %, counting
+            parameters, state and error terms (5.1 to 12 for AdamW). The report shows it beside the others.
+            The order is that of AdamW's errors in docs/formats.md. For a recorded step, of which no part
+            shows all state, the bytes are those of AdamW.
         passes: the pipeline, with passes of your own in it: see :func:`collage_fx.pipeline.inserted`. They
             run on steps that update a bfloat16 or float16 tensor; other graphs are lowered as they are.
 

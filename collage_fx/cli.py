@@ -13,7 +13,7 @@ import pkgutil
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -99,13 +99,12 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}\n{self.format_usage().rstrip()}")
 
 
-def _one_of(known: Iterable[str]) -> Callable[[str], str]:
+def _one_of(known: Collection[str]) -> Callable[[str], str]:
     """The type of an option that is one of some names, for argparse."""
-    names = list(known)
 
     def check(value: str) -> str:
-        if value not in names:
-            raise argparse.ArgumentTypeError(f"{value!r} is not allowed; {did_you_mean(value, names)}")
+        if value not in known:
+            raise argparse.ArgumentTypeError(f"{value!r} is not allowed; {did_you_mean(value, known)}")
         return value
 
     return check
@@ -127,6 +126,14 @@ def _file(text: str) -> Path:
 def _add_optimizer_options(parser: argparse.ArgumentParser) -> None:
     formats = "; ".join(f"{fmt.name}: {fmt.precision}" for fmt in ERROR_FORMATS.values())
     add = parser.add_argument
+    add(
+        "--import",
+        type=_module,
+        action="append",
+        dest="imported",
+        metavar="MODULE",
+        help="a module to import before the options after it are read: it may register formats",
+    )
     add("--optimizer", required=True, help="its class, such as torch.optim.AdamW or package.module.Class")
     add("--lr", type=float, help="the class's own if left out")
     add("--kw", action="append", default=[], metavar="NAME=VALUE", help="any other argument of the class")
@@ -138,7 +145,11 @@ def _add_optimizer_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--rounding", type=_one_of(get_args(Rounding)), help="dither (default of wide) or nearest (of native)"
     )
-    add("--bytes-per-parameter", type=float, help="a budget: the best plan within it, beside the others")
+    add(
+        "--bytes-per-parameter",
+        type=float,
+        help="a budget: the most precise options within it, beside others",
+    )
     add("--state", type=_one_of(PACKED_FORMATS), help="how state is packed, if it is to be")
 
 
@@ -299,13 +310,11 @@ def _doctor(options: argparse.Namespace, _: list[str]) -> int:
 
 
 def _demo(options: argparse.Namespace, rest: list[str]) -> int:
-    """Run the example: as installed within the package, or beside it in a checkout."""
+    """Run the example as a program of its own."""
     missing = [name for name in ("matplotlib", "tqdm") if importlib.util.find_spec(name) is None]
     if missing:
         raise UsageError(f"the demo needs {' and '.join(missing)}: pip install 'collage-fx[demo]'")
-    package = Path(__file__).parent
-    folder = next(each for each in (package / "examples", package.parent / "examples") if each.is_dir())
-    command = [sys.executable, str(folder / "train_gpt.py"), *rest]
+    command = [sys.executable, str(Path(__file__).parent / "examples" / "train_gpt.py"), *rest]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}  # a checkout may not be installed
     return subprocess.run(command, env=environment, check=False).returncode
 

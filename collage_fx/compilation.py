@@ -20,6 +20,7 @@ import torch
 from torch.fx import Graph, GraphModule
 from torch.optim import Optimizer
 
+from collage_fx.budgets import Budget, best_budget, budgets_for, budgets_for_parts, refuse_excess
 from collage_fx.capture import (
     Families,
     decompositions,
@@ -67,14 +68,12 @@ from collage_fx.graph import (
     placeholders,
     results_to_inputs,
     tensor_value,
-    why_not_stored,
 )
 from collage_fx.lowering import Lowered, interpreted, lower, why_not_compiled, without_sums
 from collage_fx.metrics import MeasuredInput, Meter, MeteredStep, Rows
 from collage_fx.numerics import ERROR_FORMATS, PACKED_FORMATS, ErrorFormat, short_name
 from collage_fx.options import Options
 from collage_fx.pipeline import ANALYSIS, MEASUREMENT, Pass, Stage, run_pipeline
-from collage_fx.plans import Plan, best_plan, plans_for, plans_for_parts, refuse_excess
 from collage_fx.report import GraphReport, TensorReport, open_dump, tensor_report, treatments
 from collage_fx.runtime import MakingStep, Member, WholeStep
 from collage_fx.state import (
@@ -123,7 +122,7 @@ class Backend:
         options: checked.
         meter: counts and measures the steps that are compiled with ``metrics``.
         reports: one per compilation, oldest first.
-        plans: of optimizers, where there is a budget: the one that is followed, then all.
+        budgets: of optimizers, where there is a limit on bytes: the one that is used, then all.
     """
 
     #: The word for what is done, in the log.
@@ -133,7 +132,7 @@ class Backend:
         self.options = options
         self.meter = Meter(options.metrics_every)
         self.reports: list[GraphReport] = []
-        self.plans: WeakKeyDictionary[Optimizer, tuple[Plan, ...]] = WeakKeyDictionary()
+        self.budgets: WeakKeyDictionary[Optimizer, tuple[Budget, ...]] = WeakKeyDictionary()
         self._labels: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()
         self._used_labels: list[str] = []
 
@@ -204,7 +203,7 @@ class Compilation:
         self.recorded = next(filter(None, recorded), "")
         self.is_compiled = all(map(is_compiled, self.optimizers.values()))
         self.left_alone = False
-        self.plans: tuple[Plan, ...] = ()
+        self.budgets: tuple[Budget, ...] = ()
 
     # -- From what Dynamo captured to what it calls
 
@@ -428,7 +427,6 @@ class Compilation:
         pass_log = _PassLog(self.subject, before)
         self._rewrite(program, before, pass_log)
         self._refuse_uncompensated(program)
-        _refuse_not_stored(program)
         self._unpack(program)
         is_rewritten = bool(program.expansions or program.measured) or bool(self.options.own_passes)
         if not (is_rewritten or repetition.is_of_one):
@@ -467,7 +465,7 @@ class Compilation:
             program=as_captured,
             pipeline=self._pipeline,
             route=Route(made.unit, self.recorded, bool(program.measured), why),
-            plans=self.plans,
+            budgets=self.budgets,
         )
         pass_log.lowered(report.code)
         self._keep(report, compensated=bool(program.compensated), started=started)
@@ -501,7 +499,7 @@ class Compilation:
             formats = {i: _packed_format(info) for i, info in enumerate(program.inputs)}
             program.packed_already = {i: fmt for i, fmt in formats.items() if fmt is not None}
         if self.options.bytes_per_parameter is not None:
-            program = self._following_plan(program, self.options.bytes_per_parameter)
+            program = self._within_budget(program, self.options.bytes_per_parameter)
         if self.options.strategy != "none":
             refuse_aliases(gm, program.inputs, self.known.values())
             try:
@@ -511,22 +509,22 @@ class Compilation:
         self._refuse_other_error_terms(infos, program.error_format)
         return program
 
-    def _following_plan(self, program: StepProgram, budget: float) -> StepProgram:
-        """The program with the options of a plan: the one for most state that the optimizer has had."""
+    def _within_budget(self, program: StepProgram, limit: float) -> StepProgram:
+        """Return the program with the options of the best budget for the most state it has had so far."""
         if self.recorded:
             values = map(tensor_value, filter(is_low_precision_tensor, placeholders(program.gm.graph)))
             dtype = next((value.dtype for value in values if value is not None), torch.bfloat16)
-            of_parts = plans_for_parts(dtype, self.options.passes)
-            self.plans = best_plan(of_parts, budget), *of_parts
-            return self.plans[0].followed_by(program)
-        plans = plans_for(program, self.options.passes)
-        self.plans = best_plan(plans, budget), *plans
+            of_parts = budgets_for_parts(dtype, self.options.passes)
+            self.budgets = best_budget(of_parts, limit), *of_parts
+            return self.budgets[0].applied_to(program)
+        budgets = budgets_for(program, self.options.passes)
+        self.budgets = best_budget(budgets, limit), *budgets
         for optimizer in self.optimizers.values():
-            known = self.backend.plans.get(optimizer, self.plans)
+            known = self.backend.budgets.get(optimizer, self.budgets)
             # Most optimizers make their state in the first step, which takes less.
-            self.plans = max(known, self.plans, key=lambda each: each[-1].bytes)
-            self.backend.plans[optimizer] = self.plans
-        program = self.plans[0].followed_by(program)
+            self.budgets = max(known, self.budgets, key=lambda each: each[-1].bytes)
+            self.backend.budgets[optimizer] = self.budgets
+        program = self.budgets[0].applied_to(program)
         for info in program.infos:
             expansion = None if info.tensor is None else expansion_of(info.tensor)
             if expansion is not None and expansion.format is not program.error_format:
@@ -689,19 +687,6 @@ class Compilation:
         if self.options.strict:
             raise refusal
         warn(refusal)
-
-
-def _refuse_not_stored(program: StepProgram) -> None:
-    """Raise where code for the device can't be made for what is kept beside a tensor."""
-    for state in program.expansions:
-        for auxiliary in state.auxiliaries:
-            buffer = auxiliary.meta["val"]
-            if why_not := why_not_stored(buffer.dtype, buffer.device):
-                raise UnsupportedTensorError(
-                    f"a tensor in the format {state.error_format.name!r}: {why_not}",
-                    where=state.info.name,
-                    remedy="use state='block8', which is of integers and more precise, or leave state= out",
-                )
 
 
 def _reason_to_leave_alone(gm: GraphModule, infos: Sequence[InputInfo]) -> str | None:

@@ -1,4 +1,4 @@
-"""The options of a backend, checked."""
+"""Options of a backend, and the checks of their values."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from collage_fx.graph import Arithmetic, Reason, Rounding, Strategy
 from collage_fx.numerics import ERROR_FORMATS, PACKED_FORMATS
 from collage_fx.pipeline import PIPELINE, Pass, refuse_incomplete
 
-#: The error format in which each arithmetic computes by default.
+#: Default error format of each arithmetic.
 DEFAULT_FORMATS: dict[Arithmetic, str] = {
     "wide": next(iter(ERROR_FORMATS)),
     "native": next(name for name, fmt in ERROR_FORMATS.items() if fmt.is_double_word),
 }
 
-#: How each arithmetic rounds, by default, state that has no error terms.
+#: Default rounding of state without error terms, for each arithmetic.
 DEFAULT_ROUNDINGS: dict[Arithmetic, Rounding] = {"wide": "dither", "native": "nearest"}
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -25,7 +25,7 @@ MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagrap
 
 @dataclass(frozen=True)
 class Options:
-    """The options that a :class:`~collage_fx.CollageBackend` was given."""
+    """Options of a :class:`~collage_fx.CollageBackend`."""
 
     strategy: Strategy
     error_format: str
@@ -41,11 +41,11 @@ class Options:
 
     @property
     def own_passes(self) -> tuple[Pass, ...]:
-        """The passes that the user has put into the pipeline."""
+        """Passes that the user has added to the pipeline."""
         return tuple(each for each in self.passes if each not in PIPELINE)
 
     def not_by_family(self) -> Reason | None:
-        """Why these options rule out that one of equal updates is compiled for all; None if they don't."""
+        """Return why equal updates cannot be compiled once for all with these options; None if they can."""
         if self.strategy == "none":
             return Reason("strategy 'none' leaves the graph to Inductor")
         for each in self.own_passes:
@@ -67,7 +67,13 @@ class Options:
         refuse_unless("strict", self.strict, (True, False))
         refuse_unless("mode", self.mode, (None, *MODES))
         refuse_unless("rounding", self.rounding, get_args(Rounding))
-        refuse_unless("state", self.state, (None, *PACKED_FORMATS))
+        refuse_unless(
+            "state",
+            self.state,
+            (None, *PACKED_FORMATS),
+            "or import the module that registers another: collage_fx.examples.peer_formats has 'fp8_lm' and "
+            "'coat'",
+        )
         if self.arithmetic == "native" and not ERROR_FORMATS[self.error_format].is_double_word:
             formats = ", ".join(repr(name) for name, fmt in ERROR_FORMATS.items() if fmt.is_double_word)
             raise InvalidOptionError(
@@ -118,14 +124,15 @@ class Options:
         for name, value in defaults.items():
             if getattr(self, name) != value:
                 raise InvalidOptionError(
-                    f"bytes_per_parameter={budget!r} and {name}={getattr(self, name)!r} decide the same",
+                    f"bytes_per_parameter={budget!r} chooses {name}, but {name}={getattr(self, name)!r} is "
+                    "given, too",
                     where=name,
-                    remedy="give one of both",
+                    remedy=f"give either bytes_per_parameter or {name}, not both",
                 )
 
 
 def refuse_unknown(names: Iterable[str]) -> None:
-    """Refuse the name of an option that does not exist."""
+    """Raise ``InvalidOptionError`` for a name that is not an option's."""
     known = list(Options.__dataclass_fields__)
     for name in names:
         if name not in known:
@@ -137,11 +144,18 @@ def refuse_unknown(names: Iterable[str]) -> None:
             )
 
 
-def refuse_unless(name: str, value: object, allowed: Sequence[object]) -> None:
-    """Refuse a value that is none of those allowed; truth values are not numbers here."""
+def refuse_unless(name: str, value: object, allowed: Sequence[object], otherwise: str = "") -> None:
+    """Raise ``InvalidOptionError`` unless a value is one of those allowed. ``True`` is not equal to 1 here.
+
+    Args:
+        name: of the option.
+        value: its value.
+        allowed: the values.
+        otherwise: another remedy, for the message.
+    """
     if not any(value is choice or (isinstance(value, str) and value == choice) for choice in allowed):
         raise InvalidOptionError(
             f"{name}={value!r} is not allowed",
             where=name,
-            remedy=f"use one of {', '.join(map(repr, allowed))}",
+            remedy=", ".join(filter(None, (f"use one of {', '.join(map(repr, allowed))}", otherwise))),
         )

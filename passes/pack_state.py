@@ -18,8 +18,7 @@ Of a recorded step, a part sees what itself does with a state. It packs what it 
 gradients, and of no parameter that another part has updated. What another part packs and it only reads, it
 reads so, or has it unpacked for good where it divides by it or gives it to a parameter (``to_unpack``).
 
-The formats of other systems, for comparison, are given the same state: theirs do not keep every divisor from
-becoming zero.
+A plug-in's formats get the same state. Whether they keep a divisor from becoming zero is theirs to say.
 """
 
 from __future__ import annotations

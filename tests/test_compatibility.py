@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from collage_fx.plans import TOLERANCE
+from collage_fx.budgets import TOLERANCE
 from collage_fx.tools.audit import COMPENSATED, FAILED, REFUSED, Measurement, falls_short
 from tests.compatibility import third_party, torch_optim
 from tests.compatibility.catalog import BUDGETS, Row, Subject, rows_of

@@ -16,7 +16,6 @@ from collage_fx.graph.recurrence import TOLERATED_STALL, dithered_noise, represe
 from collage_fx.graph.text import graph_text
 from collage_fx.metrics.meter import WIDTH
 from collage_fx.numerics.formats import BFLOAT16, FLOAT16, FloatFormat
-from collage_fx.report.pareto import plan_picture
 from tests.support.training import parameters
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -93,13 +92,6 @@ def test_the_graph_of_sgd_is_the_one_captured() -> None:
 def test_the_drawing_of_sgd_is_up_to_date(tmp_path: Path) -> None:
     drawn = explain(sgd()).graphs[0].draw(tmp_path / "sgd.svg")
     assert drawn.read_text() == (DOCS / "sgd.svg").read_text()
-
-
-@as_written
-def test_the_picture_of_plans_is_up_to_date() -> None:
-    weights = parameters(shapes=((256, 256), (256,)))
-    (graph,) = explain(torch.optim.AdamW(weights), bytes_per_parameter=8).graphs
-    assert plan_picture(graph.plans) + "\n" == (DOCS / "plans.svg").read_text()
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,18 @@ def test_own_format() -> None:
     assert errors["nearest-byte"] > 10 * errors["byte"]
 
 
+def test_peer_formats() -> None:
+    """Each row is what the page shows, to a fifth: other processors compute another pow()."""
+    page = (ROOT / "docs" / "writing-a-format.md").read_text()
+    printed = run_example("peer_formats.py")
+    shown = page.partition("$ python examples/peer_formats.py\n")[2].partition("```")[0]
+    for line, expected in zip(printed.splitlines()[2:], shown.splitlines()[2:], strict=True):
+        *found, error = line.split()
+        *wanted, shown_error = expected.split()
+        assert found == wanted
+        assert float(error) == pytest.approx(float(shown_error), rel=0.2)
+
+
 def test_own_pass() -> None:
     printed = run_example("own_pass.py")
     assert re.search(r"clip-gradients +1 gradients", printed)

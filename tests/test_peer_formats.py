@@ -1,4 +1,4 @@
-"""State in the formats of other systems, ``state="fp8_lm"`` and ``"coat"``: compiled, trained, in pieces."""
+"""The plug-in ``examples/peer_formats.py``: compiled, trained, saved, in pieces, and how it is missed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import Parameter
 
 from collage_fx import CollageBackend, full_value
-from collage_fx.errors import UnsupportedTensorError
-from collage_fx.graph import Reason, Unit, why_not_stored
+from collage_fx.cli import main
+from collage_fx.errors import CheckpointMismatchError, InvalidOptionError, UnsupportedTensorError
+from collage_fx.examples import peer_formats
+from collage_fx.graph import Reason, Unit
 from collage_fx.numerics import PACKED_FORMATS
 from collage_fx.state.checkpoint import adopt
 from collage_fx.state.packed import is_packed
@@ -83,27 +85,9 @@ def test_compiled_bits_are_eager_bits(state: str, unit: Unit) -> None:
     assert {f"0.exp_avg.{spec.name}" for spec in signed.auxiliaries(rig.parameters[0])} < ends[0].keys()
 
 
-def off(state: str) -> float:
-    """How far off the way of a matrix is under AdamW, relative to that with float32 state."""
-    start, steps = parameters(shapes=[(64, 256)]), 50
-    mine = [Parameter(p.detach().clone()) for p in start]
-    step = compiled(adamw(mine), strategy="plus", state=state)
-    reference = [Parameter(p.detach().float()) for p in start]
-    optimizer = adamw(reference)
-    for seed in range(steps):
-        set_gradients(mine, seed)
-        step()
-        for p, q in zip(reference, mine, strict=True):
-            assert q.grad is not None
-            p.grad = q.grad.float()
-        optimizer.step()
-    exact, reached = reference[0].detach().double(), full_value(mine[0])
-    return float((reached - exact).norm() / (exact - start[0].detach().double()).norm())
-
-
 def test_a_run_is_as_far_off_as_the_study_says() -> None:
     """And farther than with blocks. Gradients are others than there: by a factor of 2 at most."""
-    found = {state: off(state) for state in MEASURED}
+    found = {state: peer_formats.displacement_error(state, 50, "cpu") for state in MEASURED}
     for state, (least, most) in MEASURED.items():
         assert least / 2 <= found[state] <= 2 * most, found
     assert found["block8"] < min(found["fp8_lm"], found["coat"]), found
@@ -139,30 +123,25 @@ def test_numbers_of_8_bits_need_a_gpu_that_converts_them(
     asked = mock.Mock(return_value=capability)
     monkeypatch.setattr("torch.cuda.get_device_capability", asked)
     cuda, cpu = torch.device("cuda", 1), torch.device("cpu")
-    why_not = why_not_stored(torch.float8_e4m3fn, cuda)
-    assert bool(why_not) == (capability < (8, 9))
+    is_too_old = capability < (8, 9)
+    with pytest.raises(UnsupportedTensorError) if is_too_old else nullcontext():
+        peer_formats.require_e4m3(cuda)
     asked.assert_called_once_with(cuda)
-    assert not why_not_stored(torch.float8_e4m3fn, cpu)
-    assert not why_not_stored(torch.float16, cuda)
+    peer_formats.require_e4m3(cpu)
     asked.assert_called_once()
 
 
 @each_state
 def test_a_step_on_another_gpu_is_refused(state: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (8, 6))
-    monkeypatch.setattr(
-        "collage_fx.compilation.why_not_stored",
-        lambda dtype, _: why_not_stored(dtype, torch.device("cuda", 0)),
-    )
+    require = peer_formats.require_e4m3
+    monkeypatch.setattr(peer_formats, "require_e4m3", lambda _: require(torch.device("cuda", 0)))
     params = parameters(shapes=((64, 256),))
     optimizer = adamw(params)
     set_gradients(params)
     text = refused(optimizer, UnsupportedTensorError, compiled(optimizer, state=state))
-    assert (
-        f"{state!r}: Triton converts torch.float8_e4m3fn on GPUs of compute capability 8.9 or later" in text
-    )
+    assert "Triton converts torch.float8_e4m3fn on GPUs of compute capability 8.9 or later" in text
     assert "cuda:0 has 8.6" in text
-    assert "where: param_groups[0].params[0].exp_avg\n" in text
     assert "state='block8'" in text
 
 
@@ -232,3 +211,40 @@ def test_state_in_pieces_is_packed_in_formats_that_are_by_rows(two_processes: Pr
     for first, second in two_processes.run(in_pieces, "fp8_lm"):
         assert first.endswith("not packed: it is in pieces, and fp8_lm is of whole tensors")
         assert second.endswith("not packed: it is in pieces, and fp8_lm_positive is of whole tensors")
+
+
+# Without the plug-in. -------------------------------------------------------------------------------------
+
+
+def explained(*options: str) -> list[str]:
+    return ["explain", "--optimizer", "torch.optim.AdamW", "--shape", "64,256", *options, "--state", "coat"]
+
+
+def test_the_error_of_an_option_says_what_to_import(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(PACKED_FORMATS, "coat")
+    with pytest.raises(
+        InvalidOptionError, match=r"import .* collage_fx\.examples\.peer_formats has .* 'coat'"
+    ):
+        CollageBackend(state="coat")
+    assert main(explained()) == 2
+    assert "'coat' is not allowed" in capsys.readouterr().err
+
+
+def test_a_command_imports_the_plug_in(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(explained("--import", "collage_fx.examples.peer_formats")) == 0
+    assert "moving average  fine (2)   coat" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("operation_by_operation")
+def test_the_error_of_a_checkpoint_says_that_the_format_is_not_registered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    params = parameters(shapes=((64, 256),))
+    optimizer = adamw(params)
+    run_steps(compiled(optimizer, state="coat"), params, range(2))
+    saved = optimizer.state_dict()
+    monkeypatch.delitem(PACKED_FORMATS, "coat")
+    with pytest.raises(CheckpointMismatchError, match=r"'coat'.*import the module that registers it"):
+        adamw(parameters(shapes=((64, 256),))).load_state_dict(saved)

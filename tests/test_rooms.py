@@ -30,8 +30,8 @@ LAW: dict[str, set[str]] = {
     "metrics": {"torch_compat", "numerics", "errors", "graph", "state", "runtime"},
     "capture": {"torch_compat", "numerics", "errors", "graph", "codegen", "state", "runtime"},
     "lowering": {"torch_compat", "numerics", "errors", "graph", "codegen", "runtime"},
-    "plans": {"pipeline", "graph", "numerics", "errors"},
-    "report": {"torch_compat", "numerics", "errors", "graph", "state", "metrics", "pipeline", "plans"},
+    "budgets": {"pipeline", "graph", "numerics", "errors"},
+    "report": {"torch_compat", "numerics", "errors", "graph", "state", "metrics", "pipeline", "budgets"},
 }
 LAW["compilation"] = {*LAW, "compilation"} - {"passes", "compilation"}
 LAW["backend"] = {*LAW} - {"passes", "backend"}
@@ -107,13 +107,14 @@ FOR_USERS = {
     "AuxiliarySpec",
     "Blocks",
     "Byte",
-    "Coat",
     "Dither",
     "ErrorBound",
     "Exact",
     "Fp32",
     "Mcf",
-    "TensorScaled",
+    "blocks_of",
+    "from_blocks",
+    "why_no_blocks",
 }
 
 

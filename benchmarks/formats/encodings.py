@@ -81,9 +81,9 @@ class Plain(Encoding):
 
 @dataclass(frozen=True)
 class Registered(Encoding):
-    """A format of the library, beside bfloat16 or in its place.
+    """A registered format, beside bfloat16 or in its place.
 
-    One that is of whole tensors has as a tensor what the trace has of it, the last dimension's elements.
+    For a format with a scale for the whole tensor, each row of the last dimension is a tensor.
     """
 
     format: str

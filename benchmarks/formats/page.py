@@ -45,10 +45,10 @@ moment is rounded to zero beside a first one that is not, it explodes. **v: rms*
 relative errors of stored second moments in the second half of a run.
 
 Rows of other projects are simulated from what they have published, in float32 on a CPU: none of their
-kernels has run. Moments of COAT and FP8-LM are registered formats, for comparison: `state="coat"` and
-`state="fp8_lm"` run any optimizer with them. Candidates are formats that this library does not have. It
-is one small model and one optimizer, and the error is no training loss: a larger one need not make a worse
-model.
+kernels has run. Moments of COAT and FP8-LM are the plug-in `examples/peer_formats.py`: where that is
+imported, `state="coat"` and `state="fp8_lm"` run any optimizer with them. Candidates are formats that this
+library does not have. It is one small model and one optimizer, and the error is no training loss: a larger
+one need not make a worse model.
 """
 
 

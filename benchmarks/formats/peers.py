@@ -1,6 +1,6 @@
 """Encodings of other projects, simulated from what they have published (:data:`SOURCES`), not copied.
 
-Those of COAT and FP8-LM are registered in the library, for comparison.
+Those of COAT and FP8-LM are the packed formats of ``examples/peer_formats.py``.
 """
 
 from __future__ import annotations

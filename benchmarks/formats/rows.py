@@ -23,6 +23,7 @@ from benchmarks.formats.peers import (
     Remainder,
     StochasticBFloat16,
 )
+from collage_fx.examples import peer_formats  # noqa: F401 (registers "coat" and "fp8_lm")
 
 #: Whose a row is, if it is not one of the SOURCES of other projects.
 OURS = "ours"

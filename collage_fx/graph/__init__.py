@@ -1,7 +1,7 @@
 """A captured step as data, and the tools that edit it: all that the author of a pass needs to import."""
 
-from collage_fx.graph.cancellation import MOVE, find_cancellation, spoils_an_update
-from collage_fx.graph.devices import DEVICES, device_facts, why_not_stored
+from collage_fx.graph.cancellation import find_cancellation, spoils_an_update
+from collage_fx.graph.devices import DEVICES, device_facts
 from collage_fx.graph.editor import GraphEditor
 from collage_fx.graph.families import ONCE, Repetition, input_name, repeated_graph
 from collage_fx.graph.feedback import copies_read_by, fed_back, new_value
@@ -96,7 +96,6 @@ __all__ = [
     "DEVICES",
     "ELEMENTWISE",
     "FLOATS",
-    "MOVE",
     "ONCE",
     "OPERATORS",
     "PASS_MARK",
@@ -195,5 +194,4 @@ __all__ = [
     "values_of_update",
     "verify",
     "weighted_sum",
-    "why_not_stored",
 ]

@@ -40,19 +40,3 @@ UNTESTED = Device()
 def device_facts(device: torch.device) -> Device:
     """The row of a device's kind."""
     return DEVICES.get(device.type, UNTESTED)
-
-
-#: The compute capability from which on Triton converts numbers of a dtype; of others it asks nothing here.
-CAPABILITIES: Mapping[torch.dtype, tuple[int, int]] = {torch.float8_e4m3fn: (8, 9)}
-
-
-def why_not_stored(dtype: torch.dtype, device: torch.device) -> str:
-    """The reason why compiled code can't store numbers of a dtype on a device; empty if it can."""
-    needed = CAPABILITIES.get(dtype)
-    if needed is None or device.type != "cuda" or torch.version.hip is not None:
-        return ""
-    met = torch.cuda.get_device_capability(device)
-    if met >= needed:
-        return ""
-    least, has = (".".join(map(str, each)) for each in (needed, met))
-    return f"Triton converts {dtype} on GPUs of compute capability {least} or later, and {device} has {has}"

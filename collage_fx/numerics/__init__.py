@@ -1,6 +1,6 @@
-"""Numbers: storage formats, compensated arithmetic, error formats, and what measures an update.
+"""Numerics: storage formats, compensated arithmetic, error formats, and the sums that measure an update.
 
-Ordinary eager functions of tensors, and facts about formats; nothing here knows of graphs, optimizers or
+They are eager functions of tensors, and facts about formats. Nothing here knows of graphs, optimizers or
 compilers.
 """
 
@@ -16,11 +16,14 @@ from collage_fx.numerics.blocks import (
     block_scale,
     block_unit,
     block_value,
+    blocks_of,
     code_of_number,
+    from_blocks,
     in_map,
     most_of_block,
     number_of_code,
     units_of_block,
+    why_no_blocks,
 )
 from collage_fx.numerics.dither import DITHERED, PHASES, dithered, phase_at
 from collage_fx.numerics.error_formats import (
@@ -34,14 +37,12 @@ from collage_fx.numerics.error_formats import (
     AuxiliarySpec,
     Blocks,
     Byte,
-    Coat,
     Dither,
     ErrorBound,
     ErrorFormat,
     Exact,
     Fp32,
     Mcf,
-    TensorScaled,
     format_named,
 )
 from collage_fx.numerics.float24 import (
@@ -89,7 +90,6 @@ __all__ = [
     "AuxiliarySpec",
     "Blocks",
     "Byte",
-    "Coat",
     "Dither",
     "DoubleWord",
     "ErrorBound",
@@ -98,17 +98,18 @@ __all__ = [
     "FloatFormat",
     "Fp32",
     "Mcf",
-    "TensorScaled",
     "block_code",
     "block_scale",
     "block_unit",
     "block_value",
+    "blocks_of",
     "code_of_number",
     "define_operator",
     "dithered",
     "dithered_byte",
     "dithered_upper",
     "format_named",
+    "from_blocks",
     "in_map",
     "is_low_precision",
     "most_of_block",
@@ -117,5 +118,6 @@ __all__ = [
     "short_name",
     "storage_format",
     "units_of_block",
+    "why_no_blocks",
     "with_byte",
 ]

@@ -1,11 +1,11 @@
-"""Compensated arithmetic, once, as ordinary eager functions, which the passes trace into the graph.
+"""Compensated arithmetic as eager functions, which the passes trace into the graph.
 
 Notation. RN is rounding to nearest even in the storage format (bfloat16 or float16), u its unit roundoff
 (2**-8, 2**-11). A *double word* is an unevaluated sum ``hi + lo`` of two storage-format tensors with
 ``hi = RN(hi + lo)``, so that ``|lo| <= ulp(hi)/2``. Every function takes tensors of any shape that broadcast,
 and returns tensors of the same dtype unless it says otherwise.
 
-Bounds hold barring overflow: past it, hi is infinite or NaN and lo is meaningless (:func:`finite_or_zero`).
+Bounds hold without overflow. With it, hi is infinite or NaN and lo is meaningless (:func:`finite_or_zero`).
 Sums do not underflow, because every sum of two finite numbers below the normal range is exact, so their
 bounds hold down to zero. A product that is not a multiple of the quantum, the smallest subnormal q, is off by
 up to q/2 more, or ``q/2 + 2**-150`` in bfloat16, whose products may be subnormal in float32 as well and are
@@ -42,7 +42,7 @@ DoubleWord = tuple[Tensor, Tensor]
 
 
 def two_sum(a: Tensor, b: Tensor) -> DoubleWord:
-    """``s + e == a + b`` exactly, with ``s = RN(a + b)``. No condition on the magnitudes.
+    """Compute s and e with ``s + e == a + b`` exactly and ``s = RN(a + b)``, for any magnitudes.
 
     TwoSum of [Knuth], 6 operations; exact for every finite pair unless ``s`` overflows or ``|b|`` is the
     largest finite number, where ``s - a`` may [BGM17]. The published Collage code uses Fast2Sum, which is
@@ -55,7 +55,7 @@ def two_sum(a: Tensor, b: Tensor) -> DoubleWord:
 
 
 def two_prod(a: Tensor, b: Tensor) -> DoubleWord:
-    """``p + e == a * b`` exactly, with ``p = RN(a * b)``.
+    """Compute p and e with ``p + e == a * b`` exactly and ``p = RN(a * b)``.
 
     The product of two p-bit significands has 2p <= 22 bits, so float32 holds it exactly, and the remainder
     has at most p bits. Exact if and only if the remainder ``a*b - RN(a*b)`` is a multiple of the quantum q
@@ -69,7 +69,7 @@ def two_prod(a: Tensor, b: Tensor) -> DoubleWord:
 
 
 def grow(hi: Tensor, lo: Tensor, y: Tensor) -> DoubleWord:
-    """The double word ``hi + lo`` plus the storage-format tensor ``y``: Collage's *Grow* [Yu24, algorithm 1].
+    """Add a storage-format tensor to a double word: Collage's *Grow* [Yu24, algorithm 1].
 
     DWPlusFP of [JMP17, algorithm 4] with TwoSum in place of the closing Fast2Sum: relative error at most 2
     u**2, for every ordering of the magnitudes, and no underflow.
@@ -79,7 +79,7 @@ def grow(hi: Tensor, lo: Tensor, y: Tensor) -> DoubleWord:
 
 
 def add_double_words(xh: Tensor, xl: Tensor, yh: Tensor, yl: Tensor) -> DoubleWord:
-    """Sum of two double words: relative error at most 3 u**2 + 13 u**3.
+    """Add two double words, with a relative error of at most 3 u**2 + 13 u**3.
 
     AccurateDWPlusDW [JMP17, algorithm 6] with TwoSum in place of both Fast2Sums; no underflow.
     """
@@ -90,9 +90,10 @@ def add_double_words(xh: Tensor, xl: Tensor, yh: Tensor, yl: Tensor) -> DoubleWo
 
 
 def multiply_double_words(xh: Tensor, xl: Tensor, yh: Tensor, yl: Tensor) -> DoubleWord:
-    """Product of two double words, DWTimesDW1 [JMP17, algorithm 10]: relative error at most 7 u**2.
+    """Multiply two double words, with a relative error of at most 7 u**2.
 
-    With TwoSum in place of Fast2Sum. The bound is [JMP17]'s; [MR22] mends its proof and improves it.
+    DWTimesDW1 [JMP17, algorithm 10] with TwoSum in place of Fast2Sum. The bound is from [JMP17]; [MR22]
+    corrects its proof and improves it.
 
     This is Collage's *Mul* [Yu24, algorithm 3], made right: the published code updates one factor in place
     while still reading it and takes the residual of the scalar against torch's default dtype.
@@ -102,7 +103,7 @@ def multiply_double_words(xh: Tensor, xl: Tensor, yh: Tensor, yl: Tensor) -> Dou
 
 
 def scale_double_word(xh: Tensor, xl: Tensor, y: Tensor) -> DoubleWord:
-    """Product of a double word and a storage-format tensor: relative error at most 3/2 u**2 + 4 u**3.
+    """Multiply a double word by a storage-format tensor, with a relative error of at most 3/2 u**2 + 4 u**3.
 
     DWTimesFP1 [JMP17, algorithm 7] with TwoSum in place of both Fast2Sums.
     """
@@ -112,28 +113,28 @@ def scale_double_word(xh: Tensor, xl: Tensor, y: Tensor) -> DoubleWord:
 
 
 def negate_double_word(xh: Tensor, xl: Tensor) -> DoubleWord:
-    """The double word ``-(xh + xl)``, exact."""
+    """Negate a double word, exactly."""
     return -xh, -xl
 
 
 def join(hi: Tensor, lo: Tensor) -> Tensor:
-    """The float32 value of an expansion, RN32(hi + lo): relative error at most 2**-24.
+    """Add hi and lo in float32, with a relative error of at most 2**-24.
 
-    Shapes: ``hi`` and ``lo`` alike. Exact for pairs that span at most 24 bits, as every pair from
-    :func:`split` does.
+    ``hi`` and ``lo`` have the same shape. The sum is exact for pairs that span at most 24 bits, as every pair
+    from :func:`split` does.
     """
     return hi.to(torch.float32) + lo.to(torch.float32)
 
 
 def split(value: Tensor, dtype: torch.dtype, lo_dtype: torch.dtype) -> DoubleWord:
-    """``hi = RN(value)`` in ``dtype`` and the rest, ``lo = value - hi``, rounded to ``lo_dtype``.
+    """Split a value into ``hi = RN(value)`` in ``dtype`` and ``lo = value - hi``, rounded to ``lo_dtype``.
 
-    ``value - hi`` is exact in float32. With ``lo_dtype == dtype`` the pair stands for ``value`` to within
-    ``max(u**2 |value|, q/2)``, q the format's smallest subnormal; with ``lo_dtype == float32`` it stands for
-    it exactly. ``|lo| <= ulp(hi)/2``, and ``hi = RN(hi + lo)`` unless rounding took ``lo`` up to exactly
-    ``ulp(hi)/2`` beside an odd hi: there hi is the nearest to ``value``, but ``hi + lo`` is a tie (which,
-    beside the largest number, rounds to infinity). Where ``hi`` is not finite (a large finite ``value``
-    included) ``lo`` is zero, so that one infinite or NaN update does not leave garbage behind in ``lo``.
+    ``value - hi`` is exact in float32. With ``lo_dtype == dtype`` the sum ``hi + lo`` differs from ``value``
+    by at most ``max(u**2 |value|, q/2)``, where q is the format's smallest subnormal. With ``lo_dtype ==
+    float32`` the sum is exact. ``|lo| <= ulp(hi)/2``, and ``hi = RN(hi + lo)`` unless rounding took ``lo`` up
+    to exactly ``ulp(hi)/2`` beside an odd hi: there hi is the nearest to ``value``, but ``hi + lo`` is a tie
+    (which rounds to infinity beside the largest number). Where ``hi`` is not finite, also from a large finite
+    ``value``, ``lo`` is zero, so that one infinite or NaN update leaves no garbage in ``lo``.
 
     Args:
         value: float32, any shape.
@@ -146,12 +147,12 @@ def split(value: Tensor, dtype: torch.dtype, lo_dtype: torch.dtype) -> DoubleWor
 
 
 def rest(value: Tensor, hi: Tensor) -> Tensor:
-    """The rest ``value - hi`` where ``hi`` is finite, zero elsewhere; all float32."""
+    """Compute ``value - hi`` where ``hi`` is finite, and zero elsewhere; all float32."""
     return finite_or_zero(value - hi, hi)
 
 
 def finite_or_zero(lo: Tensor, hi: Tensor) -> Tensor:
-    """``lo`` where ``hi`` is finite, zero elsewhere."""
+    """Replace ``lo`` by zero where ``hi`` is not finite."""
     zero = torch.zeros((), dtype=lo.dtype, device=lo.device)
     return torch.where(hi.abs() < float("inf"), lo, zero)
 
@@ -159,35 +160,38 @@ def finite_or_zero(lo: Tensor, hi: Tensor) -> Tensor:
 def upper_half(value: Tensor) -> Tensor:
     """Round float32 ``value`` to bfloat16, ties away from zero, *returned as float32*.
 
-    It is the upper half of the pattern ``b + 0x8000``, where b is the value's.
+    The result is the upper half of the bit pattern ``b + 0x8000``, where b is the pattern of the value.
     """
     near = ((value.view(torch.int32) + 0x8000) & -0x10000).view(torch.float32)
     return torch.where(value == value, near, value)
 
 
 def lower_half(value: Tensor) -> Tensor:
-    """What the pattern of float32 ``value`` exceeds that of :func:`upper_half` by, int16: its lower half.
+    """Return the lower half of the bit pattern of float32 ``value`` as a signed int16.
 
-    Zero where the upper half is not finite.
+    The pattern of the value is that of :func:`upper_half` plus this number. It is zero where the upper half
+    is not finite.
     """
     is_finite = upper_half(value).abs() < float("inf")
     return torch.where(is_finite, value.view(torch.int32), 0).to(torch.int16)
 
 
 def with_lower_half(hi: Tensor, rest: Tensor) -> Tensor:
-    """The float32 number of which ``hi``, float32 on the grid of bfloat16, and int16 ``rest`` are the halves.
+    """Return the float32 number with the halves ``hi``, float32 on the grid of bfloat16, and int16 ``rest``.
 
-    Inverts :func:`upper_half` and :func:`lower_half`. It is ``hi`` where that is not finite; and where it is
-    zero and ``rest`` less, as only somebody else can leave it: that would be the pattern of a NaN.
+    Inverse of :func:`upper_half` and :func:`lower_half`. The result is ``hi`` where ``hi`` is not finite, and
+    where ``hi`` is zero and ``rest`` negative, which is the pattern of a NaN. The library never stores such a
+    pair, but a program that writes to hi may leave one.
     """
     value = (hi.view(torch.int32) + rest.to(torch.int32)).view(torch.float32)
     return torch.where((value - hi).abs() < float("inf"), value, hi)
 
 
 def ulp_parts(value: Tensor, hi: Tensor) -> Tensor:
-    """What float32 ``value`` exceeds ``hi``, the float16 number nearest to it, by: in 2**-15 of hi's ulp.
+    """Return ``value - hi`` in units of 2**-15 of hi's ulp, where ``hi`` is the nearest float16 number.
 
-    Int16, to nearest even, at most 2**14 in magnitude; zero where ``hi``, given in float32, is not finite.
+    ``value`` and ``hi`` are float32. The result is int16, rounded to nearest even, at most 2**14 in
+    magnitude, and zero where ``hi`` is not finite.
     """
     scale = ((254 << 23) - _part_of_ulp(hi)).view(torch.float32)  # 1 / part
     parts = torch.round((value - hi) * scale)
@@ -195,15 +199,15 @@ def ulp_parts(value: Tensor, hi: Tensor) -> Tensor:
 
 
 def with_ulp_parts(hi: Tensor, parts: Tensor) -> Tensor:
-    """The float32 number that exceeds ``hi``, float32 on the grid of float16, by so many parts of its ulp.
+    """Add int16 ``parts``, in units of 2**-15 of hi's ulp, to ``hi``, float32 on the grid of float16.
 
-    Inverts :func:`ulp_parts`; exact. It is ``hi`` where that is not finite.
+    Inverse of :func:`ulp_parts`; exact. The result is ``hi`` where ``hi`` is not finite.
     """
     return hi + parts.to(torch.float32) * _part_of_ulp(hi).view(torch.float32)
 
 
 def _part_of_ulp(hi: Tensor) -> Tensor:
-    """The bits of 2**-15 of the ulp that a float16 number, given in float32, has in float16."""
+    """Return 2**-15 of the float16 ulp of ``hi``, as the bit pattern of a float32 number."""
     exponent = hi.view(torch.int32) & _FLOAT32_INFINITY
     exponent = torch.maximum(exponent, _int32(_float32_exponent(FLOAT16.min_exponent), hi))
     return exponent - ((FLOAT16.precision - 1 + 15) << 23)
@@ -216,21 +220,19 @@ def round_to_storage(x: Tensor, dtype: torch.dtype) -> Tensor:
     -------------------------------------
     ``x.to(bfloat16).to(float32)`` is not a rounding in compiled code. Inductor computes low-precision
     pointwise code in float32 registers and drops the pair of casts, so that ``lo = x - hi`` is exactly zero
-    and the compensation is gone without an error; which casts are dropped differs by version, by device and
-    by a debugging flag (``emulate_precision_casts``). The result of this function, by contrast, is an
-    ordinary float32 number that *happens to lie on the storage format's grid*. Two things follow, and
-    together they are the whole of the argument:
+    and the compensation is gone without an error. Which casts are dropped depends on the version, the device
+    and a debugging flag (``emulate_precision_casts``). The result of this function, by contrast, is an
+    ordinary float32 number that *happens to lie on the storage format's grid*. It survives for two reasons:
 
-    * the rounding itself is made of integer operations on the bits, and for float16 of one float addition
-      whose rounding is the point of it: nothing that a compiler which respects IEEE arithmetic may simplify;
+    * the rounding consists of integer operations on the bits, and for float16 of a float addition that
+      rounds: a compiler that respects IEEE arithmetic may simplify neither;
     * every later cast between float32 and the storage format is exact, so dropping it changes nothing.
 
     ``pin-roundings`` brings a graph into this form; tests check the graph, the eager bits and the compiled
     bits.
 
-    Exact for every float32: ties to even, subnormals, overflow to infinity, ±0 and ±infinity kept; a NaN
-    stays a NaN (which one is not defined). Kept to operations that Inductor vectorises in C++: 32-bit
-    integers, no variable shifts.
+    Exact for every float32: ties to even, subnormals, overflow to infinity; ±0 and ±infinity stay, and a NaN
+    is some NaN. All operations are ones that Inductor vectorizes in C++: 32-bit integers, no variable shifts.
     """
     return _round_to_bfloat16(x) if dtype == BFLOAT16.dtype else _round_to_float16(x)
 
@@ -238,9 +240,8 @@ def round_to_storage(x: Tensor, dtype: torch.dtype) -> Tensor:
 def _round_to_bfloat16(x: Tensor) -> Tensor:
     """Round the bits to a multiple of 2**16: bfloat16 is the upper half of float32, subnormals and all.
 
-    Add half an ulp minus one, plus the lowest kept bit (ties to even), and clear the lower half. The carry
-    into the exponent is what makes overflow come out as infinity; a NaN might carry too, so it is left as it
-    is.
+    Add half an ulp minus one, plus the lowest kept bit (ties to even), and clear the lower half. A carry into
+    the exponent makes overflow infinity. A NaN might carry, too, so NaNs are left alone.
     """
     bits = x.view(torch.int32)
     lowest_kept = (bits >> BFLOAT16.discarded_bits) & 1
@@ -250,12 +251,11 @@ def _round_to_bfloat16(x: Tensor) -> Tensor:
 
 
 def _round_to_float16(x: Tensor) -> Tensor:
-    """Add, and take away again, a power of two whose float32 ulp is float16's ulp at x: adding rounds there.
+    """Round by adding and subtracting a power of two whose float32 ulp is float16's ulp at x.
 
-    For x in the binade of 2**e that power is 2**(e + 13), with e at least -14, below which the grid no longer
-    changes, and at most 16, where everything is infinite. The sum stays in the power's binade, and the power
-    is an even multiple of the ulp, so evenness is that of the result. The subtraction is exact. A NaN comes
-    through by itself.
+    For x in the binade of 2**e the power is 2**(e + 13), with e at least -14, below which the grid is
+    constant, and at most 16, where everything is infinite. The sum stays in the power's binade, and the power
+    is an even multiple of the ulp, so ties go to the even result. The subtraction is exact. NaNs stay NaNs.
     """
     bits = x.view(torch.int32)
     exponent = bits & _FLOAT32_INFINITY
@@ -273,7 +273,7 @@ _FLOAT32_INFINITY = 0xFF << 23
 
 
 def _float32_exponent(exponent: int) -> int:
-    """The bits of the float32 number 2**exponent."""
+    """Return the bit pattern of the float32 number 2**exponent."""
     return (exponent + 127) << 23
 
 
@@ -282,10 +282,10 @@ def _int32(value: int, like: Tensor) -> Tensor:
 
 
 def double_word_constant(value: float, dtype: torch.dtype) -> tuple[float, float]:
-    """A Python number as a double word of ``dtype``: (RN(value), RN(value - RN(value))).
+    """Split a Python number into a double word of ``dtype``: (RN(value), RN(value - RN(value))).
 
-    Off by at most ``max(u**2 |value|, q/2)``, q the format's smallest subnormal. Where hi is not finite lo is
-    zero.
+    The error is at most ``max(u**2 |value|, q/2)``, where q is the format's smallest subnormal. lo is zero if
+    hi is not finite.
     """
     fmt = storage_format(dtype)
     hi = fmt.round(value)

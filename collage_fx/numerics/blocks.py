@@ -1,27 +1,26 @@
-"""Blocks: integers of 8 or 16 bits for numbers that have a scale in common, 32 neighbours in memory.
+"""Blocks: 32 neighbours in memory, stored as integers of 8 or 16 bits with a common scale.
 
 Note [Blocks]
 -------------
-A scale is a number 1 or 1.5 times a power of two, at or above the largest magnitude of its block, in a byte;
-0 is that of a block of zeros, 255 that of one in which a number isn't finite (all of its numbers are NaN
-then). It is coarse on purpose: with a finer one, the numbers of a block would lie on another grid after
-nearly every step, and be rounded each time.
+The scale of a block is 1 or 1.5 times a power of two, at or above the block's largest magnitude. It is stored
+in a byte: 0 = block of zeros, 255 = block with a number that is not finite (all of the block is NaN then). It
+is coarse on purpose: with a finer scale, the numbers of a block would lie on another grid after nearly every
+step, and be rounded each time.
 
-Integers stand for numbers between 0 and the scale, or their negatives, in one of four maps, by how many bits
-there are and whether numbers are negative:
+An integer c stands for a number in units of the scale, by one of four maps:
 
-* 8 bits, of either sign: ``+-(c / 127) ** 2`` scales. Squares, because moments of a block are of many sizes.
-* 8 bits, not negative: ``(c / 255) ** 4``: of what is a mean of squares, the root is of so many sizes.
-* 16 bits, of either sign: ``c / 32767``.
-* 16 bits, not negative: ``(c / 65535) ** 2``.
+* 8 bits, either sign: ``+-(c / 127) ** 2``. Squares, because the moments of a block differ in size.
+* 8 bits, non-negative: ``(c / 255) ** 4``. The root of a mean of squares differs in size as much.
+* 16 bits, either sign: ``c / 32767``.
+* 16 bits, non-negative: ``(c / 65535) ** 2``.
 
-What isn't negative has a scale of its root. There no number but zero becomes zero: such numbers are divided
-by. Rounding is by dither (Note [Dither]), right on average in the number, or in its root where it isn't
-negative. Rounded to nearest, a mean would stand still as soon as its steps are below half a distance of its
-grid, which is coarse here.
+For non-negative numbers the scale is that of their roots, and no number but zero becomes zero: a step divides
+by such numbers. Rounding is by dither (Note [Dither]). It is right on average for the number, or for the root
+of a non-negative number. If it were to nearest, a mean would stand still when its changes are below half a
+distance of the grid, which is coarse here.
 
-In a tensor, blocks are of elements that are neighbours in memory. They lie within its rows, so that a tensor
-in pieces, of which each is some of its rows, has the blocks of the whole.
+Blocks consist of elements that are neighbours in memory. They lie within the rows of a tensor, so that a
+shard, which has some of the rows, has the blocks of the whole tensor.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ from torch import Tensor
 
 from collage_fx.numerics.operators import define_operator
 
-#: Elements that have a scale in common.
+#: Number of elements in a block.
 BLOCK = 32
 
-#: The dtype of the integers, by bits and whether numbers may be negative. 16 bits that may not are stored as
-#: a signed integer of the same bits: few backends have another.
+#: Dtype of the integers, by bits and whether numbers may be negative. 16-bit integers of non-negative numbers
+#: are stored as int16 with the same bits: few backends have uint16.
 CODES = {
     (8, True): torch.int8,
     (8, False): torch.uint8,
@@ -43,11 +42,11 @@ CODES = {
     (16, False): torch.int16,
 }
 
-#: The largest integers.
+#: Largest integer, by bits and whether numbers may be negative.
 LARGEST = {(8, True): 127, (8, False): 255, (16, True): 32767, (16, False): 65535}
 
-#: A scale's byte and this, times 2**22, is the bit pattern of a float32 number: 1 is that of 2**-80, 254 that
-#: of 1.5 * 2**46. The root of a float32 number that isn't zero is no smaller than 2**-75.
+#: The byte of a scale plus this, times 2**22, is the bit pattern of the scale in float32: 1 = 2**-80, 254 =
+#: 1.5 * 2**46. Roots of non-zero float32 numbers are at least 2**-75.
 _FIRST_SCALE = 93
 SMALLEST_SCALE = 2.0**-80
 _LARGEST_SCALE = 1.5 * 2.0**46
@@ -55,13 +54,13 @@ _NOT_FINITE = 255
 
 
 def block_scale(largest: Tensor) -> Tensor:
-    """The byte of the scale for a largest magnitude, or its root, float32, not negative: Note [Blocks].
+    """Return the byte of the scale for a block's largest magnitude (or root), non-negative float32.
 
-    Those below 2**-80 have that as their scale, those above 1.5 * 2**46 count as not finite.
+    Magnitudes below 2**-80 have that scale; magnitudes above 1.5 * 2**46 count as not finite.
     """
     bits = largest.view(torch.int32)
     byte = torch.maximum(((bits - 1) >> 22) - (_FIRST_SCALE - 1), _of(1, bits))
-    byte = torch.where(largest <= _LARGEST_SCALE, byte, _of(_NOT_FINITE, bits))  # not that of a NaN
+    byte = torch.where(largest <= _LARGEST_SCALE, byte, _of(_NOT_FINITE, bits))  # also for a NaN
     return torch.where(largest == 0, _of(0, bits), byte).to(torch.uint8)
 
 
@@ -70,21 +69,21 @@ def _of(number: int | float, like: Tensor) -> Tensor:
 
 
 def _scale(byte: Tensor) -> Tensor:
-    """The scale of a byte: NaN is that of the last; of the first, some number: it is one of zeros."""
+    """Return the scale of a byte in float32: NaN for 255, any number for 0, a block of zeros."""
     bits = byte.to(torch.int32)
     scale = ((bits + _FIRST_SCALE) << 22).view(torch.float32)
     return torch.where(bits == _NOT_FINITE, _of(float("nan"), scale), scale)
 
 
 def _inverse(byte: Tensor) -> Tensor:
-    """The inverse of a scale, to a rounding of 2/3; of the first and the last byte, some number."""
+    """Return the inverse of the scale of a byte, with 2/3 rounded; any number for 0 and 255."""
     doubled = byte.to(torch.int32) + _FIRST_SCALE
     power = ((254 - (doubled >> 1)) << 23).view(torch.float32)
     return torch.where((doubled & 1) == 1, power * (2 / 3), power)
 
 
 def _units(bits: int, signed: bool) -> int:
-    """The largest integer in a block's map, or its square where the map is one of squares."""
+    """Return the largest integer of a map; its square for 8 bits, whose maps have squares."""
     largest = LARGEST[bits, signed]
     return largest * largest if bits == 8 else largest
 
@@ -122,12 +121,12 @@ def block_value(code: Tensor, byte: Tensor, bits: int, signed: bool) -> Tensor:
 
 
 def in_map(value: Tensor, signed: bool) -> Tensor:
-    """What has the scale: a number of either sign itself, the root of one that isn't negative."""
+    """Return the value that the block scale applies to: x if signed, else sqrt(x)."""
     return value if signed else torch.sqrt(value)
 
 
 def _in_map_rounded_once(value: Tensor, signed: bool) -> Tensor:
-    """:func:`in_map` where torch's own root, of float32 tensors on some CPUs, may be an ulp off."""
+    """Compute :func:`in_map` with a root that is rounded once; torch's float32 root is not on some CPUs."""
     return in_map(value.to(torch.float64), signed).to(torch.float32)
 
 
@@ -140,21 +139,22 @@ def block_code(root: Tensor, byte: Tensor, phases: Tensor, bits: int, signed: bo
 def code_of_number(
     root: Tensor, units: Tensor, most: Tensor, phases: Tensor, bits: int, signed: bool
 ) -> Tensor:
-    """The integer of a float32 number: one of its two neighbours, the larger where rest and phase make one.
+    """Return the integer of a float32 number: one of two neighbours, chosen by dither.
+
+    The result is the larger neighbour where the discarded fraction and the phase add up to 1.
 
     Args:
-        root: float32, what :func:`in_map` makes of the number: of the magnitude of its scale at most, or not
-            finite.
-        units: float32, the :func:`units_of_block` of its scale.
-        most: float32, the :func:`most_of_block` of its scale.
+        root: float32, :func:`in_map` of the number; no larger than the scale, or not finite.
+        units: float32, :func:`units_of_block` of the scale.
+        most: float32, :func:`most_of_block` of the scale.
         phases: int32; -2**31 rounds to nearest.
-        bits: of the integer.
+        bits: number of bits of the integer.
         signed: whether numbers may be negative.
     """
     size = root.abs() * units
     without = 1.0 - ((phases >> 8) & 0xFFFFFF).to(torch.float32) * 2.0**-24
     if bits == 8:
-        # The largest integer whose square is not above: by any root that is off by less than a half.
+        # The largest integer whose square is at most size. The root may be off by less than a half.
         near = torch.floor(torch.sqrt(size) + 0.5)
         below = torch.where(near * near > size, near - 1.0, near)
         up = size - below * below >= without * (2.0 * below + 1.0)
@@ -164,7 +164,7 @@ def code_of_number(
     code = torch.where(up, below + 1.0, below)
     if not signed:
         code = torch.where(root > 0, torch.maximum(code, _of(1.0, code)), code)
-    code = torch.where(code < most, code, most)  # also in place of a NaN
+    code = torch.where(code < most, code, most)  # most replaces a NaN, too
     if signed:
         code = torch.where(root < 0, -code, code)
     integer = code.to(torch.int32)
@@ -174,13 +174,13 @@ def code_of_number(
 
 
 def memory_order(tensor: Tensor) -> list[int]:
-    """The dimensions of a tensor as they lie in memory, the outermost first."""
+    """Return the dimensions of a tensor in the order of memory, outermost first."""
     strides = tensor.stride()
     return sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))
 
 
 def why_no_blocks(tensor: Tensor, size: int) -> str:
-    """The reason why the rows of a tensor are not made of blocks of so many neighbours; empty if they are."""
+    """Return why the rows of a tensor do not consist of blocks of ``size`` neighbours; empty if they do."""
     expected = 1
     for dim in reversed(memory_order(tensor)):
         if tensor.shape[dim] > 1 and tensor.stride(dim) != expected:
@@ -192,12 +192,12 @@ def why_no_blocks(tensor: Tensor, size: int) -> str:
 
 
 def blocks_of(tensor: Tensor, like: Tensor, size: int = BLOCK) -> Tensor:
-    """The elements in the order in which those of a dense tensor ``like`` lie in memory, [blocks, size]."""
+    """Return the elements as [blocks, size], in the order of memory of a dense tensor ``like``."""
     return tensor.permute(memory_order(like)).reshape(-1, size)
 
 
 def from_blocks(blocks: Tensor, like: Tensor) -> Tensor:
-    """The inverse of :func:`blocks_of`."""
+    """Return the elements of blocks in the shape of ``like``: the inverse of :func:`blocks_of`."""
     order = memory_order(like)
     back = sorted(range(len(order)), key=order.__getitem__)
     return blocks.reshape([like.shape[dim] for dim in order]).permute(back)
@@ -228,20 +228,20 @@ def _fake_scales(value: Tensor, like: Tensor, signed: bool) -> Tensor:
     return like.new_empty((rows, like.numel() // (rows * BLOCK)), dtype=torch.uint8)
 
 
-#: The bytes of the scales of a float32 tensor's blocks, which are as in a dense tensor ``like`` of its sizes:
-#: a row for each of its rows.
+#: Operator that computes the scales of a float32 tensor's blocks as bytes, a row for each row. The blocks are
+#: those of a dense tensor ``like`` with the same sizes.
 BLOCK_SCALES = define_operator(
     "block_scales(Tensor value, Tensor like, bool signed) -> Tensor", _scales, _fake_scales
 )
 
-#: :func:`block_code` of a tensor's elements. Without phases they are rounded to nearest.
+#: Operator that computes :func:`block_code` of a tensor's elements. Without phases it rounds to nearest.
 BLOCK_CODES = define_operator(
     "block_codes(Tensor value, Tensor scales, Tensor? phases, Tensor like, int bits, bool signed) -> Tensor",
     _codes,
     lambda value, scales, phases, like, bits, signed: torch.empty_like(like, dtype=CODES[bits, signed]),
 )
 
-#: :func:`block_value` of a tensor's elements.
+#: Operator that computes :func:`block_value` of a tensor's elements.
 BLOCK_VALUES = define_operator(
     "block_values(Tensor codes, Tensor scales, int bits, bool signed) -> Tensor",
     _values,

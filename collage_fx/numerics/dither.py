@@ -1,25 +1,25 @@
-"""Dither: rounding up or down by a phase that each element has at each step, where nearest would lose.
+"""Dither: rounding up or down by the phase of an element at a step, so that nothing is lost on average.
 
 Note [Dither]
 -------------
-A number that is rounded to nearest at every step stands still where a step is below half an ulp, and a decay
-towards zero ends early. Rounded up with a probability of what was left of it, in ulps, it arrives on average,
-and the noise of steps that follow one another adds up as a random walk. Here that choice is not random. It is
-made by a phase, a number of 32 bits, read as a fraction of 2**32: up where rest and phase make an ulp.
-Element i has at step t the phase
+A number that is rounded to nearest at every step stands still if its changes are below half an ulp, and a
+decay towards zero ends early. If it is rounded up with a probability equal to the discarded fraction of an
+ulp, changes arrive on average, and the noise of successive steps adds up as a random walk. Here the choice is
+not random. It is made by a phase, a 32-bit number read as a fraction of 2**32: the number is rounded up where
+the discarded fraction and the phase add up to an ulp. Element i has at step t the phase
 
     i * SPACING + t * GOLDEN + hash(t // 32)     (mod 2**32)
 
-* In t, multiples of the golden ratio: of a rest that hardly changes, the choices of n steps are up in a share
-  that is off by less than about 2/n, where n random ones are off by 1/sqrt(n).
-* Other phases after every 32 steps (the hash of any one number): a value whose grid moves at every 8 or 13
-  steps would otherwise meet the same phases again and again.
-* In i, multiples of the square root of 1/2: equal elements do not move together.
+* Multiples of the golden ratio in t: for a discarded fraction that hardly changes, the share of n steps that
+  round up is off by less than about 2/n. For n random choices it is off by 1/sqrt(n).
+* Other phases after every 32 steps, by a hash: a value whose grid moves every 8 or 13 steps would otherwise
+  meet the same phases again and again.
+* Multiples of the square root of 1/2 in i: equal elements do not move together.
 
-A phase is made of indices and a count of steps: the same in C++, in Triton and in eager torch, on every
-device, and again after a checkpoint that holds the count. torch's random numbers are not used. An index is
-the element's place in memory, counted from the first; where a tensor is in pieces, of which each is some of
-its rows, it is that of the whole tensor.
+A phase follows from an index and a count of steps. It is the same in C++, in Triton and in eager torch, on
+every device, and after loading a checkpoint, which holds the count. torch's random numbers are not used. The
+index of an element is its offset in memory from the first element. In a shard, which has some of a tensor's
+rows, it is the index in the whole tensor.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from torch import Tensor
 from collage_fx.numerics.formats import BFLOAT16, FLOAT16
 from collage_fx.numerics.operators import define_operator
 
-#: Odd, and near 2**32 times the square root of 1/2, and the golden ratio less 1.
+#: Odd numbers near 2**32 times the square root of 1/2, and near 2**32 times the golden ratio less 1.
 SPACING, GOLDEN = 0xB504F333, 0x9E3779B9
 
-#: The logarithm of how many steps there are between two sets of phases.
+#: Logarithm to base 2 of the number of steps with the same hash.
 WINDOW = 5
 
 _MASK = (1 << 32) - 1
 
 
 def phase(count: Tensor, start: Tensor) -> Tensor:
-    """The phase of a tensor's first element: int32, 0-d.
+    """Compute the phase of a tensor's first element: int32, 0-d.
 
     Args:
-        count: of the steps before, int32, 0-d.
-        start: the element's index in the whole tensor, modulo 2**32, int32, 0-d.
+        count: number of earlier steps, int32, 0-d.
+        start: index of the element in the whole tensor, modulo 2**32, int32, 0-d.
     """
-    # int64, of which nothing overflows: what C++ does then is undefined.
+    # int64, in which nothing overflows: overflow of signed integers is undefined in C++.
     steps = count.to(torch.int64)
     window = steps >> WINDOW
     for _ in range(2):
@@ -56,12 +56,12 @@ def phase(count: Tensor, start: Tensor) -> Tensor:
 
 
 def phases(like: Tensor, phase: Tensor, first: Tensor | None = None) -> Tensor:
-    """The phase of every element, int32: Note [Dither].
+    """Compute the phase of every element, int32: Note [Dither].
 
     Args:
-        like: a tensor whose sizes and strides count.
-        phase: of its first element in memory, int32, 0-d.
-        first: int32, 0-d: the index of that element, where ``phase`` is that of an element before it.
+        like: tensor with the sizes and strides of the result.
+        phase: phase of the first element in memory, int32, 0-d.
+        first: index of that element, int32, 0-d, if ``phase`` is the phase of index 0; None for index 0.
     """
     places = torch.zeros((), dtype=torch.int64, device=like.device)
     for dim, (size, step) in enumerate(zip(like.shape, like.stride(), strict=True)):
@@ -72,7 +72,7 @@ def phases(like: Tensor, phase: Tensor, first: Tensor | None = None) -> Tensor:
 
 
 def phase_at(place: Tensor, phase: Tensor, first: Tensor | None = None) -> Tensor:
-    """:func:`phases` of elements at these places in memory, counted from the first; all int32."""
+    """Compute :func:`phases` of elements by their offsets in memory from the first; all int32."""
     if first is not None:
         place = place + first
     return place * (SPACING - (1 << 32)) + phase
@@ -81,13 +81,13 @@ def phase_at(place: Tensor, phase: Tensor, first: Tensor | None = None) -> Tenso
 def dithered(value: Tensor, phases: Tensor, dtype: torch.dtype) -> Tensor:
     """Round float32 ``value`` to one of its two neighbours in ``dtype``, *returned as float32*.
 
-    To the one that is larger in magnitude where the rest, in ulps of 2**-16 (in float16 2**-13) that are cut
-    off, and the phase's upper bits make one ulp. What is in ``dtype`` stays as it is, NaN and infinity too.
-    Above the largest number there is infinity.
+    The result is the neighbour that is larger in magnitude where the discarded fraction of an ulp and the
+    upper 16 bits of the phase (float16: 13 bits) add up to one ulp. Numbers of ``dtype`` stay as they are,
+    NaN and infinity included. The upper neighbour of the largest number is infinity.
 
     Args:
         value: float32, any shape.
-        phases: int32, of that shape.
+        phases: int32, of the same shape.
         dtype: bfloat16 or float16.
     """
     if dtype == BFLOAT16.dtype:
@@ -107,7 +107,7 @@ def dithered(value: Tensor, phases: Tensor, dtype: torch.dtype) -> Tensor:
     return (magnitude.view(torch.int32) | (bits & -(2**31))).view(torch.float32)
 
 
-#: :func:`phases` as one operator.
+#: Operator of :func:`phases`.
 PHASES = define_operator(
     "phases(Tensor like, Tensor phase, Tensor? first=None) -> Tensor",
     phases,
@@ -115,7 +115,7 @@ PHASES = define_operator(
     torch.Tag.pointwise,
 )
 
-#: :func:`dithered` as one operator.
+#: Operator of :func:`dithered`.
 DITHERED = define_operator(
     "dithered(Tensor value, Tensor phases, ScalarType dtype) -> Tensor", dithered, None, torch.Tag.pointwise
 )

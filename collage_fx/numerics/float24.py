@@ -1,13 +1,14 @@
-"""24-bit floats: numbers with a storage dtype's exponents, and eight more bits of fraction than it has.
+"""24-bit floats: numbers with the exponents of a storage dtype and eight more bits of fraction.
 
-Beside bfloat16 these are float32 numbers without their last 8 bits, beside float16 numbers with 18 bits of
-fraction, a multiple of 2**-32 where they are below 2**-14. Such a number is hi, to which it rounds, and a
-byte, which is what it exceeds hi by in units of its own last place: from -128 to 127, as a number halfway
-between two of the storage dtype goes to the one above. Above is away from zero in bfloat16, of which the byte
-counts bit patterns, and towards infinity in float16.
+Beside bfloat16 these are float32 numbers without their last 8 bits. Beside float16 they have 18 bits of
+fraction, and are multiples of 2**-32 below 2**-14. A 24-bit float is stored as hi, the number of the storage
+dtype that it rounds to, and a byte, the difference from hi in units of the last place of the 24-bit float.
+The byte is between -128 and 127, because ties round up: away from zero in bfloat16, where the byte counts bit
+patterns, and towards infinity in float16.
 
-So every byte is used, and there is no number that a slow drift could not pass. With hi to nearest even the
-byte would have to be 128 now and then; kept at 127, a weight would stay there until one step is a unit long.
+So every value of the byte is used, and a slow drift can pass every number. If hi were rounded to nearest
+even, the byte would have to be 128 in some ties. Limited to 127, a weight would stay there until a step is a
+unit long.
 """
 
 from __future__ import annotations
@@ -21,34 +22,34 @@ from collage_fx.numerics.operators import define_operator
 
 
 def nearest(value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Float32 ``value`` -> the number of ``dtype`` nearest to it, as float32, and the byte beside that, int8.
+    """Split float32 ``value`` into the nearest number of ``dtype``, as float32, and the byte, int8.
 
-    They stand for the 24-bit float nearest to the value, or to the next one where that rounds to another
+    The pair is the 24-bit float nearest to the value, or its neighbour where the nearest rounds to another
     number of ``dtype``. The byte is zero where that number is not finite.
     """
     if dtype == BFLOAT16.dtype:
         hi, rest = upper_half(value), (lower_half(value).to(torch.int32) + 0x80) >> 8
     else:
-        hi, rest = _parted(value, *_in_units(value))
+        hi, rest = _split(value, *_in_units(value))
     return hi, torch.round(rest).clamp(max=127).to(torch.int8)
 
 
 def dithered_upper(value: Tensor, phases: Tensor, dtype: torch.dtype) -> Tensor:
-    """The number of ``dtype`` nearest to what float32 ``value`` is rounded to by dither, as float32.
+    """Round float32 ``value`` to a 24-bit float by dither; return the upper part, as float32.
 
-    That is one of the two 24-bit floats beside it: the upper one where the rest, in units of what is cut off,
-    and the phase make one unit. A value that is one stays what it is, and so do NaN and infinity.
+    The 24-bit float is one of the two neighbours of the value: the upper one where the discarded fraction of
+    a unit and the phase add up to one unit. 24-bit floats, NaN and infinity stay as they are.
 
     Args:
         value: float32, any shape.
-        phases: int32, of that shape: Note [Dither] in ``numerics/dither.py``.
+        phases: int32, of the same shape: Note [Dither] in ``numerics/dither.py``.
         dtype: bfloat16 or float16.
     """
     return _dithered(value, phases, dtype)[0]
 
 
 def dithered_byte(value: Tensor, phases: Tensor, dtype: torch.dtype) -> Tensor:
-    """What that 24-bit float exceeds :func:`dithered_upper` by, int8; zero where this is not finite."""
+    """Return the byte beside :func:`dithered_upper`, int8; zero where the upper part is not finite."""
     return _dithered(value, phases, dtype)[1]
 
 
@@ -59,38 +60,38 @@ def _dithered(value: Tensor, phases: Tensor, dtype: torch.dtype) -> tuple[Tensor
         return upper_half(rounded), (lower_half(rounded) >> 8).to(torch.int8)
     units, unit = _in_units(value)
     share = ((phases >> 8) & 0xFFFFFF).to(torch.float32) * 2.0**-24
-    hi, rest = _parted(value, _whole(units, 1 - share), unit)  # exact: the share added to units would not be
+    hi, rest = _split(value, _whole(units, 1 - share), unit)  # exact: units + share would not be
     return hi, rest.to(torch.int8)
 
 
 def with_byte(hi: Tensor, rest: Tensor, dtype: torch.dtype) -> Tensor:
-    """The 24-bit float of which these are the number of ``dtype``, in float32, and the byte; as float32.
+    """Join ``hi``, a number of ``dtype`` in float32, and a byte into the 24-bit float, as float32.
 
-    It is ``hi`` where that is not finite; and in bfloat16 where it is zero and the byte less, as only
-    somebody else can leave it.
+    The result is ``hi`` where ``hi`` is not finite, and in bfloat16 where ``hi`` is zero and the byte
+    negative. The library never stores such a pair, but a program that writes to hi may leave one.
     """
     if dtype == BFLOAT16.dtype:
         return with_lower_half(hi, rest.to(torch.int32) << 8)
     bits = hi.view(torch.int32)
-    towards_zero = (rest.to(torch.int32) ^ bits) >> 31  # -1 there: the number may have a smaller exponent
+    towards_zero = (rest.to(torch.int32) ^ bits) >> 31  # -1: maybe another exponent
     unit = _unit((bits & 0x7FFFFFFF) + towards_zero).view(torch.float32)
     return hi + rest.to(torch.float32) * unit
 
 
 def _in_units(value: Tensor) -> tuple[Tensor, Tensor]:
-    """A float32 number in units of the last place that it has among 24-bit floats, exact; and that unit."""
+    """Divide float32 numbers by the last place of the 24-bit float, exactly; return quotient and unit."""
     unit = _unit(value.view(torch.int32) & 0x7FFFFFFF)
     return value * ((254 << 23) - unit).view(torch.float32), unit.view(torch.float32)
 
 
 def _unit(magnitude: Tensor) -> Tensor:
-    """The bits of the last place of 24-bit floats beside float16, from the bits of a magnitude, int32."""
+    """Return the last place of 24-bit floats beside float16, as int32 bits, from the bits of a magnitude."""
     smallest = torch.full((), (127 + FLOAT16.min_exponent) << 23, dtype=torch.int32, device=magnitude.device)
     return (torch.maximum(magnitude, smallest) & 0x7F800000) - ((FLOAT16.precision - 1 + 8) << 23)
 
 
-def _parted(value: Tensor, units: Tensor, unit: Tensor) -> tuple[Tensor, Tensor]:
-    """So many units as a float16 number, of the value's sign, and what they exceed it by; both float32."""
+def _split(value: Tensor, units: Tensor, unit: Tensor) -> tuple[Tensor, Tensor]:
+    """Split a number of units into a float16 number with the sign of ``value``, and units; both float32."""
     ulps = _whole(units * 2.0**-8, 0.5)
     magnitude = (ulps * 256 * unit).abs()
     is_finite = magnitude <= float(FLOAT16.largest)
@@ -101,7 +102,7 @@ def _parted(value: Tensor, units: Tensor, unit: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _whole(x: Tensor, least: Tensor | float) -> Tensor:
-    """Round to a whole number: up where the fraction is ``least`` at least."""
+    """Round to a whole number: up where the fraction is at least ``least``."""
     below = torch.floor(x)
     return torch.where(x - below >= least, below + 1, below)
 
@@ -110,7 +111,7 @@ def _byte_like(value: Tensor, phases: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(value, dtype=torch.int8)
 
 
-#: :func:`dithered_upper` as one operator.
+#: Operator of :func:`dithered_upper`.
 DITHERED_UPPER = define_operator(
     "dithered_upper(Tensor value, Tensor phases, ScalarType dtype) -> Tensor",
     dithered_upper,
@@ -118,7 +119,7 @@ DITHERED_UPPER = define_operator(
     torch.Tag.pointwise,
 )
 
-#: :func:`dithered_byte` as one operator.
+#: Operator of :func:`dithered_byte`.
 DITHERED_BYTE = define_operator(
     "dithered_byte(Tensor value, Tensor phases, ScalarType dtype) -> Tensor",
     dithered_byte,
@@ -126,7 +127,7 @@ DITHERED_BYTE = define_operator(
     torch.Tag.pointwise,
 )
 
-#: :func:`with_byte` as one operator.
+#: Operator of :func:`with_byte`.
 WITH_BYTE = define_operator(
     "with_byte(Tensor hi, Tensor rest, ScalarType dtype) -> Tensor", with_byte, None, torch.Tag.pointwise
 )

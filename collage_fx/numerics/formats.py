@@ -1,7 +1,7 @@
-"""Storage formats: the facts about bfloat16 and float16 that everything else is derived from.
+"""Storage formats: facts about bfloat16 and float16 from which bounds and verdicts are derived.
 
-Nothing here touches a tensor's values. Numbers are exact (:class:`fractions.Fraction`) so that tolerances,
-verdicts and tests can be derived from them instead of typed in.
+Numbers are exact (:class:`fractions.Fraction`), so that tolerances, verdicts and tests can be derived instead
+of typed in. Nothing here reads the values of a tensor.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 @dataclass(frozen=True)
 class FloatFormat:
-    """A binary interchange format narrower than float32.
+    """Binary interchange format narrower than float32.
 
     Attributes:
         dtype: the torch dtype.
@@ -39,26 +39,26 @@ class FloatFormat:
 
     @property
     def unit_roundoff(self) -> Fraction:
-        """The largest relative error of rounding to nearest, barring underflow: u = 2**-p."""
+        """Largest relative error of rounding to nearest without underflow, u = 2**-p."""
         return Fraction(1, 2**self.precision)
 
     @property
     def quantum(self) -> Fraction:
-        """The smallest positive subnormal: every finite value is a multiple of it."""
+        """Smallest positive subnormal number, of which every finite number is a multiple."""
         return Fraction(2) ** (self.min_exponent - self.precision + 1)
 
     @property
     def largest(self) -> Fraction:
-        """The largest finite value."""
+        """Largest finite number."""
         return (2 - Fraction(2) ** (1 - self.precision)) * Fraction(2) ** self.max_exponent
 
     @property
     def discarded_bits(self) -> int:
-        """Significand bits of a float32 that this format has no room for."""
+        """Number of significand bits that a float32 number has beyond this format."""
         return 24 - self.precision
 
     def ulp(self, value: Fraction) -> Fraction:
-        """Distance of neighbouring values in the binade of ``value``; ``quantum`` for subnormals and zero."""
+        """Return the distance of neighbours in the binade of a value; the quantum for subnormals and zero."""
         if value == 0:
             return self.quantum
         magnitude = abs(value)
@@ -68,13 +68,13 @@ class FloatFormat:
         return max(Fraction(2) ** (exponent - self.precision + 1), self.quantum)
 
     def nearest(self, value: Fraction | float) -> Fraction:
-        """``value`` rounded to nearest, ties to even, without overflow (IEEE 754-2019, section 4.3.1)."""
+        """Round to nearest, ties to even, without overflow (IEEE 754-2019, section 4.3.1)."""
         exact = Fraction(value)
         ulp = self.ulp(exact)
         return round(exact / ulp) * ulp  # Fraction's round() takes ties to even
 
     def round(self, value: float) -> float:
-        """The number that is stored of a value: :meth:`nearest`, overflow to infinity; ±0, ±inf, NaN stay."""
+        """Round to nearest as a store does: overflow gives infinity; ±0, ±inf and NaN stay."""
         if value == 0 or not isfinite(value):
             return value
         nearest = self.nearest(value)
@@ -84,12 +84,12 @@ class FloatFormat:
 BFLOAT16 = FloatFormat(torch.bfloat16, precision=8, min_exponent=-126, max_exponent=127)
 FLOAT16 = FloatFormat(torch.float16, precision=11, min_exponent=-14, max_exponent=15)
 
-#: The formats whose state tensors collage_fx compensates. float32 and float64 state is left alone.
+#: Formats whose state tensors collage_fx compensates, by dtype. float32 and float64 state is left alone.
 STORAGE_FORMATS: dict[torch.dtype, FloatFormat] = {f.dtype: f for f in (BFLOAT16, FLOAT16)}
 
 
 def short_name(dtype: torch.dtype) -> str:
-    """The short name of a dtype: ``bf16``, ``f16``, ``f32``; of other dtypes the whole name."""
+    """Return the short name of a dtype (``bf16``, ``f16``, ``f32``, ``f64``), or else its whole name."""
     return _SHORT_NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
@@ -97,10 +97,10 @@ _SHORT_NAMES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f3
 
 
 def is_low_precision(dtype: torch.dtype) -> bool:
-    """Whether tensors of ``dtype`` are stored in one of :data:`STORAGE_FORMATS`."""
+    """Return whether a dtype is bfloat16 or float16."""
     return dtype in STORAGE_FORMATS
 
 
 def storage_format(dtype: torch.dtype) -> FloatFormat:
-    """The :class:`FloatFormat` of a low-precision ``dtype``."""
+    """Return the :class:`FloatFormat` of bfloat16 or float16."""
     return STORAGE_FORMATS[dtype]

@@ -1,4 +1,4 @@
-"""Operators of ours: functions of tensors that are one node in a graph."""
+"""Custom operators of the library: functions of tensors that are one node in a graph."""
 
 from __future__ import annotations
 
@@ -14,16 +14,14 @@ LIBRARY = torch.library.Library("collage_fx", "DEF")
 def define_operator(
     schema: str, eager: Callable[..., Tensor], result: Callable[..., Tensor] | None = None, *tags: Any
 ) -> Any:
-    """Define an operator of torch's.
+    """Define a custom operator in torch's namespace ``collage_fx`` and return its overload.
 
     Args:
-        schema: ``name(arguments) -> result``, as torch writes it.
-        eager: what it computes.
-        result: makes a tensor like what it returns, on fake tensors; by default one like the first argument.
-        tags: torch's.
-
-    Returns:
-        its overload.
+        schema: ``name(arguments) -> result``, in torch's notation.
+        eager: function that computes the result.
+        result: function of fake tensors that makes a tensor with the dtype and shape of the result; by
+            default those of the first argument.
+        tags: tags of torch's.
     """
     name = schema.partition("(")[0]
     LIBRARY.define(schema, tags=tags)

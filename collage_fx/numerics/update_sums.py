@@ -1,32 +1,32 @@
-"""The sums over the elements of one tensor's update that the metrics are derived from.
+"""Sums over the elements of one tensor's update, from which metrics are derived.
 
 Note [Metrics]
 --------------
-A measured step computes, beside each tensor's update and in the same loop, the few sums from which everything
-in :mod:`collage_fx.metrics.quality` follows. What flows where:
+A measured step computes a few sums beside each tensor's update, in the same loop. All of
+:mod:`collage_fx.metrics.quality` follows from them. The data flows like this:
 
-* :func:`terms` is the definition: what each element adds to each sum. ``operators.py`` makes one operator of
-  it, ``update_sums``, whose eager implementation sums the terms and whose lowering sums them in the loop of
-  the update, so that nothing is read from memory a second time: by Inductor's reductions, on CPUs as Note
-  [Sums in lanes] in ``codegen/sums.py`` says, and in kernels over a table as Note [Sums of a
-  launch] in ``torch_compat/triton_sums.py``.
-* :func:`sizes` counts updates by their size against half an ulp of the weight, over a *sample*: to look at
-  every element for it would cost more than the step. Its operator, ``update_sizes``, computes the updates of
-  the sampled elements anew from what the step reads. (On CPUs before the update: a *part* of its own.)
-* The pass ``measure`` (``passes/measure.py``) puts both into the graph for each tensor, behind the
-  compensation, and stores their results into further inputs of the graph, together a *row*. It adds readers
-  to values that are there already and changes none. Without ``metrics=True`` the pass does not run.
-* ``metrics/meter.py`` owns the rows' memory, counts steps, picks the measured or the plain variant of a step
-  (``metrics_every``), and keeps a copy of the rows of each measured step, in the host's memory.
-* ``metrics/quality.py`` reads the copies when it is asked, and derives norms, EDQ and shares.
+* :func:`terms` is the definition: the term of each element in each sum. ``operators.py`` makes the operator
+  ``update_sums`` of it. The eager implementation sums the terms. The lowered one sums them in the loop of the
+  update, so that nothing is read from memory twice: by Inductor's reductions; on CPUs by Note [Sums in lanes]
+  in ``codegen/sums.py``; in kernels over a table by Note [Sums of a launch] in
+  ``torch_compat/triton_sums.py``.
+* :func:`sizes` counts updates by their size against half an ulp of the weight, over a *sample*: for every
+  element it would cost more than the step. Its operator ``update_sizes`` computes the updates of the sampled
+  elements again from the inputs of the step. (On CPUs before the update, in a *part* of its own.)
+* The pass ``measure`` (``passes/measure.py``) adds both operators to the graph for each tensor, after the
+  compensation, and stores their results into additional inputs of the graph, together a *row*. It adds
+  readers to values and changes none. Without ``metrics=True`` the pass does not run.
+* ``metrics/meter.py`` owns the memory of the rows, counts steps, picks the measured or the plain variant of a
+  step (``metrics_every``), and keeps a copy of the rows of each measured step on the host.
+* ``metrics/quality.py`` reads the copies on request, and derives norms, EDQ and shares.
 
-Precision. An element's intended and effective update are differences of float32 numbers, each off by at most
-u = 2**-24 of itself. Their products are exact in float64 (24 + 24 <= 53 bits), in which they are added: a sum
-of n of them is off by at most ``2u + n * 2**-53`` of the sum of their absolute values. On CPUs they are added
-in float32 by blocks, which Note [Sums in blocks] bounds by 33u: in all, the sums are within 2.1e-6 of the sum
-of absolute values (cross products: of the root of the product of the two sums of squares) for any tensor that
-fits a machine, and within 1.2e-7 elsewhere. Counts are exact. The order of the additions, which threads and
-atomics change, is within that bound.
+Precision. The intended and the effective update of an element are differences of float32 numbers, with a
+relative error of at most u = 2**-24. Their products are exact in float64 (24 + 24 <= 53 bits), and are added
+in float64: a sum of n products has an error of at most ``2u + n * 2**-53`` of the sum of absolute values. On
+CPUs they are added in float32 by blocks, for which Note [Sums in blocks] gives a bound of 33u. In all, the
+error is at most 2.1e-6 of the sum of absolute values for any tensor that fits a machine, and 1.2e-7 elsewhere
+(for cross products: of the root of the product of both sums of squares). Counts are exact. The order of the
+additions, which threads and atomics change, is within that bound.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from torch import Tensor
 
 from collage_fx.numerics.formats import storage_format
 
-#: The inner products, by name: of the intended update D with itself, of D with the effective update of hi
-#: alone, of that with itself, likewise for hi + lo, and of lo with itself. The numbers are indices into what
-#: :func:`values` returns.
+#: Inner products by name, as pairs of indices into the result of :func:`values`: of the intended update D
+#: with itself, of D with the effective update of hi alone, of that with itself, the last two for hi + lo, and
+#: of lo with itself.
 PRODUCTS = {
     "intended": (0, 0),
     "along_hi": (0, 1),
@@ -53,8 +53,9 @@ PRODUCTS = {
     "error": (3, 3),
 }
 
-#: The counts of elements: D is not zero; and hi stayed as it was; and hi + lo did; hi stayed as it was,
-#: whatever D; lo is not zero. By index, whether the value has to be zero.
+#: Counts of elements by name, as conditions: index into the result of :func:`values` -> whether the value has
+#: to be zero. "asked": D is not zero; "lost_hi": and hi did not change; "lost": and hi + lo did not change;
+#: "unchanged": hi did not change, for any D; "held": lo is not zero.
 COUNTS = {
     "asked": {0: False},
     "lost_hi": {0: False, 1: True},
@@ -63,26 +64,26 @@ COUNTS = {
     "held": {3: False},
 }
 
-#: The names of all sums, in the order of a row.
+#: Names of all sums, in the order of a row.
 SUMS = (*PRODUCTS, *COUNTS)
 
-#: Sizes of D are told apart by octaves: 2**k halves of an ulp of hi and more, less than 2**(k + 1). What is
-#: smaller or larger counts as the first or the last.
+#: Octaves by which sizes of D are counted. Octave k has sizes from 2**k to 2**(k + 1) halves of an ulp of hi.
+#: Smaller and larger sizes count in the first and the last octave.
 OCTAVES = range(-16, 16)
 
-#: The counts over the sample: elements whose D is zero, then by octave.
+#: Names of the counts over the sample: elements whose D is zero, then elements by octave.
 SIZES = ("sizes_zero", *(f"sizes_2^{k}" for k in OCTAVES))
 
-#: The columns of a row.
+#: Names of the columns of a row.
 ROW = (*SUMS, *SIZES)
 
-#: The most elements of a sample.
+#: Largest number of elements in a sample.
 SAMPLE = 1024
 
-#: Elements of a sample that are neighbours.
+#: Number of neighbours in a group of a sample.
 TOGETHER = 16
 
-#: The sums that, without error terms, equal another one, or zero (None).
+#: Sums that are equal to another sum without error terms; None = zero.
 WITHOUT_LO = {
     "along": "along_hi",
     "effective": "effective_hi",
@@ -95,10 +96,16 @@ WITHOUT_LO = {
 def values(
     old: Tensor, old_lo: Tensor | None, intended: Tensor, hi: Tensor, lo: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """Float32 values that measure each element: its intended update, what hi and hi + lo moved by, and lo.
+    """Compute what is measured of each element: the intended update, changes of hi and hi + lo, and lo.
 
-    All are float32: ``old`` and ``old_lo`` are hi and error term before the step, ``intended`` is the new
-    value before it is stored, ``hi`` and ``lo`` are what is stored. Without error terms there are two.
+    Without error terms the result has the first two alone. All tensors are float32.
+
+    Args:
+        old: hi before the step.
+        old_lo: error term before the step; None if there is none.
+        intended: new value before it is stored.
+        hi: stored hi.
+        lo: stored error term; None if there is none.
     """
     moved_hi = hi - old
     if old_lo is None or lo is None:
@@ -109,9 +116,9 @@ def values(
 def terms(
     old: Tensor, old_lo: Tensor | None, intended: Tensor, hi: Tensor, lo: Tensor | None
 ) -> dict[str, Tensor]:
-    """The terms that each element adds to :data:`SUMS`: float64 products of :func:`values`, and truth values.
+    """Compute the terms of each element in :data:`SUMS`: float64 products of :func:`values`, and booleans.
 
-    Without error terms, those of :data:`WITHOUT_LO` are missing.
+    Without error terms, the sums of :data:`WITHOUT_LO` have none.
     """
     each = values(old, old_lo, intended, hi, lo)
     wide = [value.to(torch.float64) for value in each]
@@ -124,7 +131,7 @@ def terms(
 
 
 def sums(old: Tensor, old_lo: Tensor | None, intended: Tensor, hi: Tensor, lo: Tensor | None) -> Tensor:
-    """:data:`SUMS` of one tensor's update, float64."""
+    """Compute :data:`SUMS` of one tensor's update, float64."""
     found = {k: x.sum(dtype=torch.float64) for k, x in terms(old, old_lo, intended, hi, lo).items()}
     zero = torch.zeros((), dtype=torch.float64, device=old.device)
     found = {**{name: zero if same is None else found[same] for name, same in WITHOUT_LO.items()}, **found}
@@ -132,17 +139,17 @@ def sums(old: Tensor, old_lo: Tensor | None, intended: Tensor, hi: Tensor, lo: T
 
 
 def sampled(i: Any, elements: Any, divided: Callable[[Any, Any], Any] = operator.floordiv) -> Any:
-    """Position of the i-th sampled element; there is none if that is not below ``elements``.
+    """Return the index of the i-th sampled element; it does not exist if the index is ``elements`` or more.
 
-    All elements, if there are no more than :data:`SAMPLE`. Else groups of :data:`TOGETHER` neighbours, as far
-    memory comes in lines: one of each run of groups, evenly spread over the places in a run, so that a matrix
-    is not sampled in a few columns. The multiples of 633 go through all residues of 1024 (and of 64), in
-    steps near the golden ratio.
+    A tensor of at most :data:`SAMPLE` elements is sampled as a whole. Otherwise the sample consists of groups
+    of :data:`TOGETHER` neighbours, because memory comes in lines: one group of each run of groups. Its
+    position in the run varies evenly, so that a matrix is not sampled in a few columns: multiples of 633 go
+    through all residues of 1024 (and of 64), in steps near the golden ratio.
 
     Args:
-        i: below SAMPLE. It and ``elements`` are numbers, tensors or Inductor's expressions.
-        elements: of the tensor.
-        divided: floor division of what they are.
+        i: number below SAMPLE. ``i`` and ``elements`` are numbers, tensors or expressions of Inductor.
+        elements: number of elements of the tensor.
+        divided: floor division of such numbers, tensors or expressions.
     """
     run = divided(elements + (SAMPLE - 1), SAMPLE)  # in groups
     group = divided(i, TOGETHER)
@@ -151,17 +158,17 @@ def sampled(i: Any, elements: Any, divided: Callable[[Any, Any], Any] = operator
 
 
 def nearest_sampled(place: Any, elements: Any, divided: Callable[[Any, Any], Any] = operator.floordiv) -> Any:
-    """The i of :func:`sampled` of an element in the same run of groups: if it is sampled, its own."""
+    """Return the i of :func:`sampled` for the run of groups of an element; its own i if it is sampled."""
     run = divided(elements + (SAMPLE - 1), SAMPLE)
     group = divided(place, TOGETHER)
     return divided(group, run) * TOGETHER + place - group * TOGETHER
 
 
 def size_bin(old: Tensor, old_lo: Tensor, intended: Tensor, dtype: torch.dtype) -> Tensor:
-    """Which of :data:`SIZES` each element is counted in, int32; ``dtype`` is hi's.
+    """Return the index in :data:`SIZES` that each element counts in, int32; ``dtype`` is the dtype of hi.
 
-    An ulp is that of hi's binade before the step, the least one for zero. An infinite or undefined D counts
-    as the largest.
+    The ulp is that of hi's binade before the step; for zero, the smallest ulp. An infinite D or NaN counts in
+    the last octave.
     """
     storage = storage_format(dtype)
     update = intended - (old + old_lo)
@@ -176,12 +183,12 @@ def size_bin(old: Tensor, old_lo: Tensor, intended: Tensor, dtype: torch.dtype) 
 
 
 def _exponent(x: Tensor) -> Tensor:
-    """The exponent of a normal float32; -127 for zero and subnormals."""
+    """Return the exponent of float32 numbers; -127 for zero and subnormals."""
     return ((x.view(torch.int32) >> 23) & 255) - 127
 
 
 def sizes(old: Tensor, old_lo: Tensor, intended: Tensor, dtype: torch.dtype) -> Tensor:
-    """How many of the sampled elements are of each of :data:`SIZES`, float64."""
+    """Count the sampled elements by :data:`SIZES`, float64."""
     at = sampled(torch.arange(SAMPLE, device=old.device), old.numel())
     at = at[at < old.numel()]
     old, old_lo, intended = (each.flatten()[at] for each in (old, old_lo, intended))

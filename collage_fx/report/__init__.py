@@ -1,4 +1,4 @@
-"""Reports of compilations for people: tables, pages, pictures, files. Nothing here decides anything."""
+"""Reports of compilations: tables, pages, pictures, plots and dumps. Nothing here decides anything."""
 
 from collage_fx.report.dumps import open_dump
 from collage_fx.report.graphs import GraphReport

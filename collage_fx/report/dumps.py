@@ -1,8 +1,8 @@
-"""Dumps: with ``COLLAGE_FX_DUMP=directory``, files with every stage of each compilation as text and DOT.
+"""Dumps of every stage of each compilation as text and SVG, into the folder ``COLLAGE_FX_DUMP=folder``.
 
-A folder per compilation, named by whose step it is and a number (``AdamW-1``). In it two files a stage,
-numbered in order: ``05-compensate-wide.txt``, whose first line says what the pass did, and
-``05-compensate-wide.dot`` for Graphviz. Nothing is written, or copied, without the variable.
+A compilation gets a folder in it, named by whose step it is and a number (``AdamW-1``), and a stage two files
+there, numbered in order: ``05-compensate-wide.txt``, whose first line says what the pass did, and
+``05-compensate-wide.svg``. Without the variable nothing is written or copied.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from pathlib import Path
 from torch.fx import Graph
 
 from collage_fx.graph import graph_text
-from collage_fx.report.pictures import dot, whole_graph
+from collage_fx.report.pictures import whole_graph
+from collage_fx.report.svg import svg
 
 VARIABLE = "COLLAGE_FX_DUMP"
 
 
 def open_dump(subject: str) -> Dump | None:
-    """The dump of a compilation that begins; None where the variable is not set."""
+    """Make the dump of a compilation that begins; return None if the variable is not set."""
     directory = os.environ.get(VARIABLE)
     return Dump(_new_folder(Path(directory), re.sub(r"[^\w.]+", "_", subject))) if directory else None
 
 
 def _new_folder(directory: Path, name: str) -> Path:
-    """Make the folder with the first number that is free: several processes may share the directory."""
+    """Make the folder with the first free number. Several processes may share the directory."""
     for number in itertools.count(1):
         folder = directory / f"{name}-{number}"
         try:
@@ -40,19 +41,19 @@ def _new_folder(directory: Path, name: str) -> Path:
 
 
 class Dump:
-    """Writes the stages of one compilation into ``folder``."""
+    """Writer of the stages of one compilation into ``folder``."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._numbers = itertools.count()
 
     def stage(self, name: str, summary: str, graph: Graph) -> None:
-        """Write the graph as it is after ``name``."""
+        """Write the graph as the pass ``name`` left it."""
         stem = f"{next(self._numbers):02}-{name}"
         says = f"{name}: {summary}"
         drawn = whole_graph(graph)
         self._write(f"{stem}.txt", f"{says}\n\n{graph_text(graph)}\n")
-        self._write(f"{stem}.dot", f"// {says}\n{dot([drawn], [says], drawn.passes)}")
+        self._write(f"{stem}.svg", svg([drawn], [says], drawn.passes))
 
     def code(self, sources: Sequence[str]) -> None:
         """Write the code that Inductor generated."""

@@ -1,4 +1,4 @@
-"""The report of one compilation: graphs before and after, pictures, tables' rows."""
+"""Report of one compilation: graphs before and after, pictures, and rows of tables."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from pathlib import Path
 import torch
 from torch.fx import Graph, GraphModule
 
+from collage_fx.budgets import Budget
 from collage_fx.errors import InvalidOptionError, did_you_mean
 from collage_fx.graph import Repetition, Role, Route, StepProgram, Strategy, copy_of, repeated_graph
 from collage_fx.numerics import ERROR_FORMATS
 from collage_fx.pipeline import Pass, Stage, run_pipeline, up_to_choosing
-from collage_fx.plans import Plan
-from collage_fx.report.pictures import Picture, dot, picture, render
-from collage_fx.report.svg import side_by_side
+from collage_fx.report.pictures import Picture, picture
+from collage_fx.report.svg import svg
 from collage_fx.report.tensors import TensorReport, Treatment, bytes_per_parameter, tensor_report
 
-#: A rewritten graph, and what the passes did.
+#: A rewritten graph, and (name, summary) of each pass.
 Rewritten = tuple[GraphModule, tuple[tuple[str, str], ...]]
 
 
 @dataclass(frozen=True)
 class GraphReport:
-    """The record of one compilation.
+    """Record of one compilation.
 
     Attributes:
-        captured: the functional graph of one of each family of equal updates, before any pass.
-        repetition: how it recurs in the whole graph.
-        rewritten: :attr:`after` and :attr:`passes`; None where they are made again when they are asked for.
-        subject: whose step it is: the optimizer's class, numbered where a backend serves several, or the
-            function's name.
-        route: which way it took through the compiler, and why not a faster one.
-        tensors: its low-precision state tensors.
-        wider_bytes: bytes of its float32 and float64 state, which is left alone.
-        note: why the graph was lowered as it was, where nothing was rewritten.
-        code: what Inductor generated: Python with C++ or Triton kernels in it. Empty after ``explain``.
-        program: the whole step before any pass, on another graph; None where nothing was rewritten.
-        pipeline: the passes it went through.
-        plans: with a budget of bytes, the plan that it follows, then all that there are.
+        captured: functional graph with one update of each family of equal updates, before any pass.
+        repetition: how the updates recur in the whole graph.
+        rewritten: :attr:`after` and :attr:`passes`; None if they are computed again on request.
+        subject: the class of the optimizer, numbered if the backend serves several, or the name of the
+            function.
+        route: the way through the compiler, and the reasons against faster ways.
+        tensors: rows of the low-precision state tensors.
+        wider_bytes: bytes of float32 and float64 state, which is left alone.
+        note: why the graph was lowered without changes; empty if it was rewritten.
+        code: code that Inductor generated: Python with C++ or Triton kernels. Empty after ``explain``.
+        program: the whole step before any pass, on another graph; None if nothing was rewritten.
+        pipeline: passes that the step went through.
+        budgets: with a limit on bytes, the budget that is used, then all, the smallest first.
     """
 
     captured: GraphModule = field(repr=False)
@@ -55,21 +55,21 @@ class GraphReport:
     code: tuple[str, ...] = field(default=(), repr=False)
     program: StepProgram | None = field(default=None, repr=False)
     pipeline: tuple[Pass, ...] = field(default=(), repr=False)
-    plans: tuple[Plan, ...] = field(default=(), repr=False)
+    budgets: tuple[Budget, ...] = field(default=(), repr=False)
 
     @functools.cached_property
     def before(self) -> GraphModule:
-        """The whole graph as captured."""
+        """Whole graph as captured."""
         return repeated_graph(self.captured, self.repetition)
 
     @property
     def after(self) -> GraphModule:
-        """The whole graph after the passes."""
+        """Whole graph after the passes."""
         return self._rewritten[0]
 
     @property
     def passes(self) -> tuple[tuple[str, str], ...]:
-        """The ``(name, what it did)`` of every pass that ran."""
+        """Pairs of name and summary of every pass that ran."""
         return self._rewritten[1]
 
     @functools.cached_property
@@ -81,7 +81,7 @@ class GraphReport:
         return program.gm, tuple(passes)
 
     def _run(self, observe: Callable[[Stage], None]) -> StepProgram:
-        """Send the whole graph through the passes once more."""
+        """Run the passes on the whole graph once more."""
         assert self.program is not None
         program = self.program.unrun(copy_of(self.before))
         with torch.no_grad():
@@ -90,7 +90,7 @@ class GraphReport:
 
     @property
     def headline(self) -> str:
-        """The headline: ``AdamW: 148 parameters and 148 exp_avg_sq compensated, 4.0 extra bytes/param``."""
+        """Headline: ``AdamW: 148 parameters and 148 exp_avg_sq compensated, 4.0 extra bytes/param``."""
         counts: dict[tuple[Role, str], list[TensorReport]] = {}
         for row in self.tensors:
             if row.compensated:
@@ -104,14 +104,14 @@ class GraphReport:
         return f"{self.subject}: {listed} compensated{cost}{also}"
 
     def stages(self) -> list[Stage]:
-        """The graph after each pass, made again from :attr:`before`; compiling keeps none of them."""
+        """Run the passes again on :attr:`before`, and return the graph after each."""
         stages: list[Stage] = []
         if self.program is not None:
             self._run(lambda stage: stages.append(replace(stage, graph=copy.deepcopy(stage.graph))))
         return stages
 
     def rows_under(self, choices: Sequence[tuple[Strategy, str]]) -> list[list[TensorReport]]:
-        """The :attr:`tensors` as they would be under other strategies and error formats, a list each."""
+        """Return the rows of :attr:`tensors` for each of some strategies and error formats."""
         assert self.program is not None
         program = self.program.unrun(copy_of(self.before))
         preparation, choosing = up_to_choosing(self.pipeline)
@@ -125,58 +125,51 @@ class GraphReport:
         return rows
 
     def pictures(self, tensor: str | None = None) -> tuple[Picture, Picture]:
-        """One tensor's update before and after.
+        """Return pictures of one tensor's update before and after the passes.
 
         Args:
-            tensor: its name, as in :attr:`tensors`; the first of them if None.
+            tensor: name of the tensor, as in :attr:`tensors`; by default the first.
         """
         inputs = self._row(tensor).inputs
         return self.picture_of(self.before.graph, inputs), self.picture_of(self.after.graph, inputs)
 
     def picture_of(self, graph: Graph, inputs: tuple[str, ...]) -> Picture:
-        """The update of some inputs in a stage's graph."""
+        """Return a picture of the update of some inputs in a stage's graph."""
         return picture(graph, inputs, self._input_names())
 
     def to_text(self, tensor: str | None = None) -> str:
-        """One tensor's update before and after, a line a node, with the pass that made it.
+        """Describe one tensor's update before and after, in a line for each node with the pass that made it.
 
         Args:
-            tensor: its name, as in :attr:`tensors`; the first of them if None.
+            tensor: name of the tensor, as in :attr:`tensors`; by default the first.
         """
         pictures = zip(("before", "after"), self.pictures(tensor), strict=True)
         return "\n\n".join(f"{when}\n{drawn.to_text()}" for when, drawn in pictures)
 
     def draw(self, path: str | Path, tensor: str | None = None) -> Path:
-        """One tensor's update before and after, in a file.
+        """Draw one tensor's update before and after the passes into an SVG file.
 
         Args:
-            path: its ending says what is written: ``.svg``, or ``.dot`` (Graphviz's language), which take no
-                further software; ``.png`` or ``.pdf``, which Graphviz renders.
-            tensor: its name, as in :attr:`tensors`; the first of them if None.
+            path: path of the file, which ends in ``.svg``.
+            tensor: name of the tensor, as in :attr:`tensors`; by default the first.
 
         Returns:
             the path.
 
         Raises:
-            ValueError: no tensor of that name, or an ending that is not known.
-            ImportError: the ``graphviz`` package is needed and not there.
+            ValueError: there is no tensor of that name, or the path has another ending.
         """
         path = Path(path)
-        row = self._row(tensor)
-        before, after = self.pictures(row.name)
-        passes = [name for name, _ in self.passes]
-        titles = [f"{row.name} before", f"{row.name} after"]
-        if path.suffix == ".svg":
-            path.write_text(side_by_side([before, after], titles, passes), encoding="utf-8")
-        elif path.suffix in (".dot", ".png", ".pdf"):
-            text = dot([before, after], titles, passes)
-            path.write_bytes(text.encode() if path.suffix == ".dot" else render(text, path.suffix[1:]))
-        else:
+        if path.suffix != ".svg":
             raise InvalidOptionError(
                 f"no way to draw a {path.suffix or 'nameless'} file",
                 where=str(path),
-                remedy="let the path end in .svg, .dot, .png or .pdf",
+                remedy="let the path end in .svg; a browser prints such a file as PDF",
             )
+        row = self._row(tensor)
+        titles = [f"{row.name} before", f"{row.name} after"]
+        passes = [name for name, _ in self.passes]
+        path.write_text(svg(self.pictures(row.name), titles, passes), encoding="utf-8")
         return path
 
     def _row(self, tensor: str | None) -> TensorReport:
@@ -192,7 +185,7 @@ class GraphReport:
         return rows[tensor]
 
     def _input_names(self) -> dict[str, str]:
-        """A mapping: graph input -> its name in recurrences, ``p``, and ``p.lo`` for its error term."""
+        """Map graph inputs to their names in recurrences: ``p``, and ``p.lo`` for an error term."""
         symbols = (
             {}
             if self.program is None

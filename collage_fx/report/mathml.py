@@ -9,8 +9,8 @@ from sympy.printing.mathml import MathMLPresentationPrinter
 
 
 def recurrence_mathml(symbol: str, expression: sympy.Expr) -> str:
-    """The equation ``symbol' = expression`` as one displayed formula."""
-    printer = _Printer({"mul_symbol": "dot"})  # factors are words and decimals, which run into each other
+    """Typeset the equation ``symbol' = expression`` as a displayed formula."""
+    printer = _Printer({"mul_symbol": "dot"})  # factors are words and decimals
     left = printer.doprint(sympy.Symbol(f"{symbol}'"))
     right = printer.doprint(expression).replace("<mo>-</mo>", "<mo>−</mo>").replace("<mn>-", "<mn>−")
     return (
@@ -20,7 +20,7 @@ def recurrence_mathml(symbol: str, expression: sympy.Expr) -> str:
 
 
 class _Printer(MathMLPresentationPrinter):  # type: ignore[misc]  # sympy has no annotations
-    """A printer of symbols as they are spelt: the underscore in ``exp_avg`` begins no subscript."""
+    """Printer that spells symbols as they are: an underscore, as in ``exp_avg``, begins no subscript."""
 
     def _print_Symbol(self, symbol: sympy.Symbol, style: str = "plain") -> Any:
         element = self.dom.createElement("mi")

@@ -1,7 +1,7 @@
-"""The report as one HTML file that needs nothing else: no network, no script, no font.
+"""Report as one HTML file, without network, scripts or fonts, which is also well-formed XML.
 
-It is well-formed XML besides, so that a strict parser reads it. Of tensors that were treated alike the first
-is drawn: hundreds of tensors make a page of a few drawings.
+Tensors that were treated alike share a drawing, that of the first: hundreds of tensors make a page of a few
+drawings.
 """
 
 from __future__ import annotations
@@ -17,13 +17,11 @@ from collage_fx.graph import Strategy
 from collage_fx.metrics import Metrics, UpdateQuality
 from collage_fx.numerics import ERROR_FORMATS
 from collage_fx.pipeline import Stage
-from collage_fx.plans import Plan
 from collage_fx.report.graphs import GraphReport
 from collage_fx.report.mathml import recurrence_mathml
-from collage_fx.report.pareto import plan_picture
 from collage_fx.report.pictures import Picture, pass_color
 from collage_fx.report.svg import svg
-from collage_fx.report.tables import plan_table, summary_line
+from collage_fx.report.tables import BUDGET_CAPTION, budget_table, summary_line
 from collage_fx.report.tensors import TensorReport, Treatment, bytes_per_parameter, treatments
 
 STYLE = """
@@ -41,10 +39,7 @@ td.short { white-space: nowrap; }
 .fine { color: #166534; }
 .formula { overflow-x: auto; padding: .4rem 0; }
 .formula math { font-size: 1.3rem; width: fit-content; margin: 0; }
-.panels { display: grid; grid-template-columns: repeat(2, minmax(0, max-content)); gap: 1rem;
-          align-items: start; }
-.panel { border: 1px solid #ddd; padding: .4rem; }
-.panel svg { max-width: 100%; height: auto; }
+details svg { max-width: 100%; height: auto; }
 .names { color: #555; font-size: .9rem; }
 .swatch { border: 1px solid #444; padding: 0 .4rem; }
 .bar { fill: #5b8db8; }
@@ -56,7 +51,7 @@ del { background: #fbdcdc; text-decoration: none; }
 summary { cursor: pointer; padding: .2rem 0; }
 """
 
-#: Nothing may be fetched, and nothing may run.
+#: Content security policy: browsers load and run nothing.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
@@ -68,14 +63,14 @@ def html_page(
     kernels: bool,
     metrics: Metrics,
 ) -> str:
-    """The report as the text of an HTML page.
+    """Write the report as an HTML page.
 
     Args:
-        graphs: compilations, oldest first.
-        by_subject: the rows of each subject.
-        notes: of what was lowered as it was.
-        kernels: whether the generated code is shown.
-        metrics: what has been measured.
+        graphs: reports of compilations, oldest first.
+        by_subject: rows of tables by subject.
+        notes: why other graphs were lowered without changes.
+        kernels: whether to show the generated code.
+        metrics: metrics measured so far.
     """
     body = "".join(
         part
@@ -102,14 +97,14 @@ def _section(
     kernels: bool,
     metrics: Metrics,
 ) -> Iterator[str]:
-    """The page's section of one subject: table, memory, plans, metrics, passes, each treatment, the code."""
+    """Write the section of one subject: table, bytes, metrics, passes, each treatment, code."""
     own = [graph for graph in graphs if graph.subject == subject and graph.tensors]
     groups = treatments(rows)
     newest = own[-1]
     yield f"<h2>{escape(subject)}</h2><p>{escape(summary_line(rows))}</p>"
     yield _table(groups)
-    if newest.plans:  # of which each packs state in its own way
-        yield from _plans(newest.plans)
+    if newest.budgets:
+        yield f"<h3>Budgets</h3><p class='names'>{BUDGET_CAPTION}</p>{budget_table(newest.budgets, 'html')}"
     else:
         yield f"<h3>Bytes per parameter</h3>{_memory(own, rows)}"
     yield from _metrics(metrics, subject)
@@ -144,7 +139,7 @@ def _verdict(group: Treatment) -> str:
 
 
 def _memory(graphs: Sequence[GraphReport], rows: Sequence[TensorReport]) -> str:
-    """A bar chart of bytes per parameter: as compiled, and under every strategy."""
+    """Draw a bar chart of bytes per parameter: as compiled, and under every strategy."""
     bars = [("as compiled", bytes_per_parameter(rows)["total"], True)]
     default, *others = ERROR_FORMATS
     choices: dict[str, tuple[Strategy, str]] = {
@@ -170,23 +165,7 @@ def _memory(graphs: Sequence[GraphReport], rows: Sequence[TensorReport]) -> str:
     )
 
 
-def _plans(plans: Sequence[Plan]) -> Iterator[str]:
-    """The plans for a budget, if there is one: a picture of all, and a table of the frontier.
-
-    A step without low-precision parameters has a budget of nothing: all its plans are alike.
-    """
-    if not any(plan.bytes for plan in plans):
-        return
-    yield f"<h3>Plans</h3>{plan_picture(plans)}"
-    yield (
-        "<p class='names'>◆ followed; ● no plan as small has a smaller error; ○ another is as small and "
-        "as precise. The line is the least error for each budget. Errors are bounds, which tell plans "
-        "apart.</p>"
-    )
-    yield plan_table(plans, "html")
-
-
-#: The columns of a table of updates: heading -> attribute, as a share or a ratio.
+#: Columns of the table of updates: heading -> attribute, a share or a ratio.
 MEASURED = {
     "EDQ ratio": "edq_ratio",
     "of hi alone": "edq_ratio_hi",
@@ -198,7 +177,7 @@ MEASURED = {
 
 
 def _metrics(metrics: Metrics, subject: str) -> Iterator[str]:
-    """The metrics of the last measured step as a table, by kind of tensor and module."""
+    """Write the metrics of the last measured step as a table by kind of tensor and module."""
     by_step = metrics.by(lambda tensor: (tensor.step_of == subject, tensor.kind, tensor.module), None)
     measured = [step for step, values in by_step.items() if any(key[0] for key in values)]
     if not measured:
@@ -234,7 +213,6 @@ def _treatment(
 ) -> Iterator[str]:
     row = group.example
     passes = [name for name, _ in graph.passes]
-    before, after = graph.pictures(row.name)
     names = ", ".join(group.names)
     yield f"<h2>{number}. {escape(group.what)}</h2>"
     yield f"<div class='formula'>{recurrence_mathml(row.symbol, row.expression)}</div>"
@@ -242,9 +220,8 @@ def _treatment(
     if len(group.rows) > 1:
         yield f"<p class='names'>{escape(names)}; drawn here: {escape(row.name)}</p>"
     opened = " open='open'" if is_open else ""
-    yield f"<details{opened}><summary>Its update before and after</summary><div class='panels'>"
-    yield f"<div class='panel'><h4>before</h4>{svg(before, passes)}</div>"
-    yield f"<div class='panel'><h4>after</h4>{svg(after, passes)}</div></div></details>"
+    yield f"<details{opened}><summary>Its update before and after</summary>"
+    yield f"{svg(graph.pictures(row.name), ['before', 'after'], passes)}</details>"
     yield "<details><summary>What each pass changed</summary>"
     pictures = [graph.picture_of(stage.graph, row.inputs) for stage in stages]
     for stage, earlier, later in zip(stages[1:], pictures, pictures[1:], strict=False):

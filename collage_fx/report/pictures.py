@@ -1,12 +1,11 @@
-"""Graphs as boxes and arrows for people: one tensor's update out of hundreds, and DOT text of a whole graph.
+"""Pictures of graphs as boxes and arrows: one tensor's update out of hundreds, or a whole graph.
 
 A box says what is computed in the notation of arithmetic, with the names of other boxes as operands, so that
-it can be read without following the arrows. Casts and constants are part of the text of whoever reads them.
+it can be read without following the arrows. Casts and constants are part of the text of their readers.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -25,7 +24,7 @@ from collage_fx.graph import (
 )
 from collage_fx.numerics import short_name
 
-#: Light tints of Okabe and Ito's palette, told apart with any colour vision; black text is legible on each.
+#: Light tints of Okabe and Ito's palette, which differ for any colour vision; black text is legible on each.
 PASS_COLORS = ("#cfe8f7", "#ffe3b0", "#bfe8d8", "#f6d3e6", "#fbf6b4", "#f8cdb5", "#d5d9f5", "#e2e2e2")
 
 TYPESET = str.maketrans("-*", "−×")
@@ -35,13 +34,13 @@ ROUNDINGS = {"dithered", "round_to_storage", "upper_half"}
 
 @dataclass(frozen=True)
 class Box:
-    """One node of a graph as a box.
+    """Box for a node of a graph.
 
     Attributes:
-        name: of the graph node.
-        text: what it computes.
+        name: name of the node.
+        text: equation of the result.
         layout: data type and shape of the result.
-        made_by: the pass that made it; empty for what was captured.
+        made_by: pass that made the node; empty if it was captured.
         role: ``input``, ``operation``, or ``store`` into an input.
     """
 
@@ -54,44 +53,43 @@ class Box:
 
 @dataclass(frozen=True)
 class Picture:
-    """Boxes in the graph's order, and arrows between their names."""
+    """Boxes in the order of the graph, and arrows as pairs of their names."""
 
     boxes: tuple[Box, ...]
     arrows: tuple[tuple[str, str], ...]
 
     def to_text(self) -> str:
-        """The boxes as text, a line each, with the pass that made each."""
+        """Write a line for each box, with the pass that made it."""
         width = max((len(box.text) for box in self.boxes), default=0)
         lines = (f"    {box.layout:10}  {box.text:{width}}  {box.made_by}" for box in self.boxes)
         return "\n".join(line.rstrip() for line in lines)
 
     @property
     def passes(self) -> list[str]:
-        """Names of the passes that have made a box."""
+        """Names of the passes that made a box."""
         return list(dict.fromkeys(box.made_by for box in self.boxes if box.made_by))
 
 
 def pass_color(name: str, passes: Sequence[str]) -> str:
-    """The colour of what a pass has made, by its position among ``passes``."""
+    """Return the colour of boxes made by a pass, by its position among ``passes``."""
     return PASS_COLORS[passes.index(name) % len(PASS_COLORS)]
 
 
 def whole_graph(graph: Graph) -> Picture:
-    """A picture of every node of a graph but the output."""
+    """Make a picture of every node of a graph but the output."""
     nodes = [node for node in graph.nodes if node.op != "output"]
     return _picture(nodes, {}, {node: node.name for node in nodes}, frozenset())
 
 
 def picture(graph: Graph, inputs: Collection[str], names: Mapping[str, str]) -> Picture:
-    """The part of a graph that computes the new values of some inputs.
+    """Make a picture of the part of a graph that computes the new values of some inputs.
 
-    Where it reads another input's new value, that value is a box without operands, such as ``exp_avg'``: it
-    has a picture of its own.
+    The new value of another input is a box without operands, such as ``exp_avg'``, with a picture of its own.
 
     Args:
-        graph: a functional graph.
-        inputs: names of the inputs whose update is wanted; those that the graph doesn't have don't matter.
-        names: what the graph's inputs are called in the picture.
+        graph: functional graph.
+        inputs: names of the inputs to show the update of; names that the graph does not have are ignored.
+        names: names of the graph's inputs in the picture.
     """
     stores = copies_to_inputs(graph)
     roots = [store for placeholder, store in stores.items() if placeholder.name in inputs]
@@ -111,7 +109,7 @@ def picture(graph: Graph, inputs: Collection[str], names: Mapping[str, str]) -> 
 
 
 def _rounded_versions(store: Node) -> Iterator[Node]:
-    """The value that a store stores, and the nodes that it was before it was rounded and cast."""
+    """Yield the value that a store stores, and the nodes before its casts and rounding."""
     value = store.args[1]
     while isinstance(value, Node):
         yield value
@@ -120,7 +118,7 @@ def _rounded_versions(store: Node) -> Iterator[Node]:
 
 
 def _is_inlined(node: Node) -> bool:
-    """Whether a node is drawn as part of its readers: a cast, or a constant such as ``full([], 0)``."""
+    """Return whether a node is part of its readers' text: a cast, or a constant such as ``full([], 0)``."""
     return is_conversion(node) or (node.op == "call_function" and not node.all_input_nodes)
 
 
@@ -150,13 +148,13 @@ def _picture(
 
 
 def _read(node: Node) -> list[Node]:
-    """The nodes whose values a node reads; a store's destination is not among them."""
+    """Return the nodes whose values a node reads, without the destination of a store."""
     operands = node.args[1:2] if is_copy_to_input(node) else node.all_input_nodes
     return [operand for operand in operands if isinstance(operand, Node)]
 
 
 def _shown_operands(node: Node, hidden: Collection[Node]) -> list[Node]:
-    """The operands of a node that have boxes of their own, from which arrows come."""
+    """Return the operands of a node that have boxes of their own."""
     return [
         shown
         for operand in _read(node)
@@ -207,62 +205,3 @@ def _operand(arg: object, labels: Mapping[Node, str], hidden: Collection[Node]) 
 def _layout(node: Node) -> str:
     value = tensor_value(node)
     return "" if value is None else f"{short_name(value.dtype)}[{','.join(map(str, value.shape))}]"
-
-
-def dot(pictures: Sequence[Picture], titles: Sequence[str], passes: Sequence[str]) -> str:
-    """Pictures in Graphviz's language, each under its title.
-
-    Args:
-        pictures: side by side.
-        titles: one each.
-        passes: gives the boxes' colours, by the pass that made them.
-    """
-    lines = [
-        "digraph collage_fx {",
-        '  fontname="monospace"; node [shape=box, style=filled, fillcolor=white, fontname="monospace", '
-        "fontsize=10];",
-    ]
-    for i, (drawn, title) in enumerate(zip(pictures, titles, strict=True)):
-        lines += [f"  subgraph cluster_{i} {{", f'    label="{_quoted(title)}"; labelloc=t;']
-        lines += [f"    {_dot_box(box, i, passes)}" for box in drawn.boxes]
-        lines += [f'    "{i} {start}" -> "{i} {end}";' for start, end in drawn.arrows]
-        for name in drawn.passes:
-            color = pass_color(name, passes)
-            lines.append(f'    "{i} pass {name}" [label="{name}", shape=plaintext, fillcolor="{color}"];')
-        lines.append("  }")
-    return "\n".join([*lines, "}\n"])
-
-
-def _dot_box(box: Box, cluster: int, passes: Sequence[str]) -> str:
-    attributes = [f'label="{_quoted(box.text)}\\n{_quoted(box.layout)}"']
-    if box.made_by:
-        attributes.append(f'fillcolor="{pass_color(box.made_by, passes)}", tooltip="{box.made_by}"')
-    if box.role == "input":
-        attributes.append('style="filled,rounded"')
-    return f'"{cluster} {box.name}" [{", ".join(attributes)}];'
-
-
-def _quoted(text: str) -> str:
-    return re.sub(r'(["\\])', r"\\\1", text)
-
-
-def render(text: str, form: str) -> bytes:
-    """DOT as ``png`` or ``pdf``, by Graphviz.
-
-    Raises:
-        ImportError: the ``graphviz`` package isn't installed, or the program that it calls.
-    """
-    remedy = "write .svg or .dot, which need nothing"
-    try:
-        import graphviz
-    except ImportError as missing:
-        raise ImportError(
-            f"a .{form} is rendered by the graphviz package: pip install 'collage-fx[draw]', or {remedy}"
-        ) from missing
-    try:
-        return bytes(graphviz.Source(text).pipe(format=form))
-    except graphviz.ExecutableNotFound as missing:
-        raise ImportError(
-            "the graphviz package calls the program dot, which is not there: apt-get install graphviz or the "
-            f"like, or {remedy}"
-        ) from missing

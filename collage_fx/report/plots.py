@@ -9,29 +9,30 @@ from typing import Any
 from collage_fx.errors import InvalidOptionError
 from collage_fx.metrics import Metrics, UpdateQuality
 
-#: Okabe and Ito's, for colour-blind readers; line styles tell the curves apart without any.
+#: Okabe and Ito's palette, for colour-blind readers. Line styles differ, too.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 LINES = ("-", "--", ":", "-.")
 
 
 def plot(metrics: Metrics, path: str | Path, *, depth: int | None = None) -> Path:
-    """Plot EDQ ratio and share of lost updates over the steps, and sizes of updates, of parameters.
+    """Plot EDQ ratio, share of lost updates and sizes of updates of parameters, over the steps.
 
-    The curves are those of module prefixes: above for hi + lo, which the optimizer goes on from, below for hi
-    alone, which the model computes with; without error terms these are one. Under them is how large the
-    updates of the first and of the last measured step are against half an ulp of their weights: a plain
-    low-precision weight loses what is less.
+    There is a curve for each module prefix: above for hi + lo, which the optimizer continues from, below for
+    hi alone, which the model computes with (one row without error terms). A histogram below shows the sizes
+    of updates in the first and the last measured step against half an ulp of their weights. A plain
+    low-precision weight loses smaller updates.
 
     Args:
-        metrics: what has been measured.
-        path: its ending says what is written: .png, .svg or .pdf.
-        depth: how many parts of module names tell curves apart. If None, as many as leave seven curves.
+        metrics: metrics measured so far.
+        path: path of the file; the ending gives its kind: .png, .svg or .pdf.
+        depth: number of parts of module names that curves are grouped by; None = the most with up to seven
+            curves.
 
     Returns:
         the path.
 
     Raises:
-        ImportError: matplotlib is not there.
+        ImportError: matplotlib is not installed.
         ValueError: nothing has been measured.
     """
     try:
@@ -70,7 +71,7 @@ def _has_error_terms(metrics: Metrics) -> bool:
 
 
 def _depth(metrics: Metrics) -> int:
-    """The most parts of module names that leave no more curves than colours."""
+    """Return the largest number of parts of module names with no more curves than colours."""
     modules = {t.module for t in metrics.tensors.values() if t.kind == "parameter"}
     deepest = max((module.count(".") + 1 for module in modules), default=1)
     prefixes = [{".".join(m.split(".")[:depth]) for m in modules} for depth in range(deepest, 0, -1)]
@@ -122,7 +123,7 @@ def _draw_sizes(axes: Any, metrics: Metrics) -> None:
     top = {"transform": axes.get_xaxis_transform(), "va": "top", "fontsize": 12}
     axes.text(2**-0.3, 0.96, "a plain bf16 or fp16 weight loses these", ha="right", **top)
     axes.text(2**0.3, 0.96, "these change it", ha="left", **top)
-    axes.set_ylim(0, axes.get_ylim()[1] * 1.3)  # what is written in it stands above the bars
+    axes.set_ylim(0, axes.get_ylim()[1] * 1.3)  # room for text above the bars
     axes.legend(fontsize=11, loc="upper right")
     axes.set_title("Updates by size: share of them in each octave (of a sample)", fontsize=13)
     axes.set_xlabel("size of an update, in halves of an ulp of its weight", fontsize=12)

@@ -1,7 +1,7 @@
 """Reports as text: for a terminal of 100 columns, and in Markdown.
 
-Tensors of equal treatment share a row, and what is said of them stands below the table once: the recurrence,
-the number that the verdict rests on, and why they have error terms or have none.
+Tensors of equal treatment share a row, and an explanation below the table: the recurrence, the number behind
+the verdict, and why they have error terms or have none.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from collections.abc import Iterator, Sequence
 
 from tabulate import tabulate
 
-from collage_fx.plans import Plan, frontier
+from collage_fx.budgets import Budget, frontier
 from collage_fx.report.tensors import TensorReport, Treatment, bytes_per_parameter, treatments
 
-#: Widest a printed line gets.
+#: Largest width of a line.
 TEXT_WIDTH = 100
-#: Narrowest the column of names gets, so that a name is broken into few lines.
+#: Least width of the column of names, so that a name is broken into few lines.
 NAME_WIDTH = 16
-#: Length of a recurrence, or list of names, that is cut where the report is not printed in full.
+#: Length at which a recurrence or a list of names is cut unless the report is full.
 SHORTENED = 3 * TEXT_WIDTH
 HEADERS = ("tensor", "shape", "kind", "verdict", "error", "bytes")
 
 
 def text_section(subject: str, rows: Sequence[TensorReport], *, full: bool) -> str:
-    """One subject's heading, table, numbered explanations and totals."""
+    """Write heading, table, numbered explanations and totals of one subject."""
     groups = treatments(rows)
     cells = _cells(rows, groups, full=full)
     others = [max(len(header) + 2, *map(len, texts)) for header, *texts in zip(HEADERS, *cells, strict=True)]
@@ -41,7 +41,7 @@ def text_section(subject: str, rows: Sequence[TensorReport], *, full: bool) -> s
 
 
 def markdown_section(subject: str, rows: Sequence[TensorReport], *, full: bool) -> str:
-    """One subject's heading, table, explanations and totals in GitHub's Markdown."""
+    """Write heading, table, numbered explanations and totals of one subject in GitHub's Markdown."""
     groups = treatments(rows)
     table = tabulate(
         _cells(rows, groups, full=full),
@@ -54,32 +54,32 @@ def markdown_section(subject: str, rows: Sequence[TensorReport], *, full: bool) 
     return "\n".join([f"## {subject}\n", table, "", *notes, "", summary_line(rows)])
 
 
-PLAN_HEADERS = ("", "plan", "bytes per parameter", "predicted error")
+#: Caption of :func:`budget_table`.
+BUDGET_CAPTION = "Budgets: each row is more precise than the rows above it, as docs/formats.md measures."
 
 
-def plan_table(plans: Sequence[Plan], style: str) -> str:
-    """The plans for a step, the one that is followed marked; those that cost more and gain nothing left out.
+def budget_table(budgets: Sequence[Budget], style: str) -> str:
+    """Make the table of budgets for a step, with an arrow at the one that is used.
+
+    Budgets that take no fewer bytes than a more precise one are left out.
 
     Args:
-        plans: the one that is followed, then all, the smallest first.
-        style: of tabulate.
+        budgets: the one that is used, then all, the smallest first.
+        style: a table format of tabulate.
     """
-    followed, *others = plans
-    cells = [
-        ["→" if plan == followed else "", str(plan), f"{plan.bytes:.4g}", f"{plan.error:.2g}"]
-        for plan in frontier(others)
-    ]
+    used, *others = budgets
+    cells = [["→" if each == used else "", str(each), f"{each.bytes:.4g}"] for each in frontier(others)]
     return tabulate(
         cells,
-        headers=PLAN_HEADERS,
+        headers=("", "options", "bytes per parameter"),
         tablefmt=style,
-        colalign=("left", "left", "right", "right"),
+        colalign=("left", "left", "right"),
         disable_numparse=True,
     )
 
 
 def summary_line(rows: Sequence[TensorReport]) -> str:
-    """How many tensors have error terms, and what that costs."""
+    """Count the tensors with error terms, and sum up bytes per parameter."""
     done = sum(row.compensated for row in rows)
     amounts = bytes_per_parameter(rows)
     total = amounts.pop("total")

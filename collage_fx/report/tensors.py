@@ -1,4 +1,4 @@
-"""The report's rows: what was done to each state tensor, and which tensors were treated alike."""
+"""Rows of the report: the treatment of each state tensor, and groups of equal treatment."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from collage_fx.torch_compat import current_size
 
 @dataclass(frozen=True)
 class TensorReport:
-    """A row of the report: one state tensor of a step.
+    """Row of the report for one state tensor of a step.
 
     Attributes:
-        name: as the user knows it.
-        symbol: what it is in recurrences: ``p`` for a parameter, else such as ``exp_avg``.
-        shape, dtype, role: of the tensor; of sizes that change, those that it was compiled for.
+        name: name that the user knows.
+        symbol: name in recurrences: ``p`` for a parameter, or such as ``exp_avg``.
+        shape, dtype, role: those of the tensor. Sizes that change are those of this compilation.
         kind: ``accumulation``, ``moving average``, ``overwrite`` or ``other``.
-        expression: the new value; other state tensors' new values appear as primed symbols.
-        lossy: whether its storage format loses the update where it is rounded to nearest.
-        reason: the number that says so.
-        compensated: whether it has error terms.
-        selection: why, or why not.
-        error_format: name of the format in which it is stored, or an empty string.
-        packed: whether that format is all that is kept of it.
-        bytes: of the tensor itself, or of what its format keeps in its place.
-        error_bytes: of what the format keeps beside it.
-        inputs: names of the graph inputs that it and its error terms are.
+        expression: new value; new values of other state tensors are primed symbols.
+        lossy: whether the storage format loses the update when it is rounded to nearest.
+        reason: number behind ``lossy``, in words.
+        compensated: whether the tensor has error terms.
+        selection: why the tensor has error terms or is packed, or why not.
+        error_format: name of the format that the tensor is stored in; empty if it has none.
+        packed: whether the format keeps no hi.
+        bytes: bytes of the tensor, or of its packed form.
+        error_bytes: bytes of the auxiliaries beside the tensor.
+        inputs: names of the graph inputs of the tensor and its auxiliaries.
     """
 
     name: str
@@ -60,21 +60,21 @@ class TensorReport:
 
     @property
     def recurrence(self) -> str:
-        """The equation ``symbol' = expression`` as text."""
+        """Equation ``symbol' = expression`` as text."""
         return f"{self.symbol}' = {sympy.sstr(self.expression)}"
 
     @property
     def why(self) -> str:
-        """The reasons for the verdict and for the selection, in one line."""
+        """Reasons for the verdict and for the selection, in one line."""
         treated = "packed" if self.packed else "error terms" if self.compensated else "no error terms"
         return f"{self.reason}; {treated} ({self.selection})"
 
 
 def tensor_report(state: StateTensor) -> TensorReport:
-    """The row of one state tensor, free of references to graphs and tensors."""
+    """Make the row of one state tensor, without references to graphs and tensors."""
     value = state.value
     shape = tuple(map(current_size, value.shape))
-    like = torch.empty(shape, dtype=value.dtype, device="meta")  # of numbers where those of value are symbols
+    like = torch.empty(shape, dtype=value.dtype, device="meta")  # sizes of value may be symbols
     fmt = state.chosen_format
     is_dithered = fmt is not None and fmt.is_dithered
     return TensorReport(
@@ -98,14 +98,14 @@ def tensor_report(state: StateTensor) -> TensorReport:
 
 
 def _readable(expression: sympy.Expr) -> sympy.Expr:
-    """An expression whose computed numbers are shortened like those of the graph: 1/3e-4 is 3333.33."""
+    """Round the numbers of an expression to six digits: 1/3e-4 is 3333.33."""
     numbers = expression.atoms(sympy.Float)
     return expression.xreplace({number: sympy.Float(f"{float(number):.6g}") for number in numbers})
 
 
 @dataclass(frozen=True)
 class Treatment:
-    """Tensors that differ in name and shape alone: what holds for one of them holds for all."""
+    """Tensors with the same treatment, which differ only in name and shape."""
 
     rows: tuple[TensorReport, ...]
 
@@ -115,12 +115,12 @@ class Treatment:
 
     @property
     def what(self) -> str:
-        """The tensor's name, or number and kind of several: ``148 parameters``, ``148 × exp_avg``."""
+        """Name of the tensor, or number and kind of several: ``148 parameters``, ``148 × exp_avg``."""
         return self.example.name if len(self.rows) == 1 else self.counted
 
     @property
     def counted(self) -> str:
-        """The number and kind of the tensors, as in ``1 parameter``."""
+        """Number and kind of the tensors, as in ``1 parameter``."""
         number = len(self.rows)
         if self.example.role is Role.PARAMETER:
             return f"{number} parameter{'s' * (number > 1)}"
@@ -128,7 +128,7 @@ class Treatment:
 
     @property
     def layout(self) -> str:
-        """Data type and shape, or the number of elements in all where shapes differ."""
+        """Data type and shape; the number of all elements if shapes differ."""
         dtype = short_name(self.example.dtype)
         if len({row.shape for row in self.rows}) == 1:
             return f"{dtype}[{','.join(map(str, self.example.shape))}]"
@@ -136,12 +136,12 @@ class Treatment:
 
     @property
     def bytes(self) -> int:
-        """The bytes of the tensors and of their error terms."""
+        """Bytes of the tensors and their error terms."""
         return sum(row.bytes + row.error_bytes for row in self.rows)
 
     @property
     def names(self) -> list[str]:
-        """The tensors' names, those that differ in numbers alone as one: ``blocks.*.mlp.weight``."""
+        """Names of the tensors; names that differ only in numbers are one: ``blocks.*.mlp.weight``."""
         patterns: dict[str, list[str]] = {}
         for row in self.rows:
             patterns.setdefault(re.sub(r"\d+", "*", row.name), []).append(row.name)
@@ -149,7 +149,7 @@ class Treatment:
 
 
 def treatments(rows: Iterable[TensorReport]) -> list[Treatment]:
-    """Groups of equal treatment, in the order of their first tensors."""
+    """Group rows by equal treatment, in the order of their first tensors."""
     groups: dict[Any, list[TensorReport]] = {}
     for row in rows:
         groups.setdefault(_treatment(row), []).append(row)
@@ -164,9 +164,9 @@ def _treatment(row: TensorReport) -> tuple[Any, ...]:
 
 
 def bytes_per_parameter(rows: Sequence[TensorReport]) -> dict[str, float]:
-    """Bytes per element of the low-precision parameters, by what they are for, and in ``total``.
+    """Compute bytes per element of low-precision parameters: parameters, state, error terms, and total.
 
-    Of gradients, which some steps overwrite, the error terms alone.
+    Gradients, which some steps overwrite, count with their error terms alone.
     """
     bytes_of = dict.fromkeys(Role, 0)
     for row in rows:

@@ -606,7 +606,11 @@ def _is_cast(saved: Auxiliaries) -> bool:
 
 def _known_format(name: str, where: str) -> ErrorFormat:
     if (found := format_named(name)) is None:
-        raise _mismatch(f"error terms in the unknown format {name!r}", where)
+        raise _mismatch(
+            f"error terms in the unknown format {name!r} (import the module that registers it, if it is a "
+            "plug-in)",
+            where,
+        )
     return found
 
 

@@ -461,7 +461,7 @@ def _like(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Te
 def _why_none(error_format: ErrorFormat | None, hi: Tensor, saved: Sequence[Tensor]) -> str:
     """The reason why these are no saved auxiliaries of a packed tensor; empty if they are."""
     if error_format is None or error_format.keeps_hi:
-        return "a format that this version does not know"
+        return "a format that is not registered: import the module that has it"
     if not is_low_precision(hi.dtype):
         return f"a dtype of {hi.dtype}"
     if why_not := error_format.why_not(hi):

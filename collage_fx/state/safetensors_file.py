@@ -1,8 +1,9 @@
 """The safetensors file format, written and read a tensor at a time.
 
-A file is the length of a header (8 bytes, little-endian), the header (JSON: of each tensor its dtype, shape
-and place; texts under ``__metadata__``) and the tensors' bytes. It is written here rather than by the package
-``safetensors``, which wants all tensors in memory at once; files of either are read by the other.
+A file is the length of a header (8 bytes, little-endian), the header (JSON with the dtype, shape and byte
+offsets of each tensor, and texts under ``__metadata__``), and the bytes of the tensors. The package
+``safetensors`` is not used: its writer needs all tensors in memory at once, and refuses a mapping that makes
+them one by one. Each reads the files of the other.
 """
 
 from __future__ import annotations

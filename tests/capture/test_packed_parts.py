@@ -379,7 +379,7 @@ def test_a_budget_is_followed_as_by_adam_and_refuses_who_holds_more() -> None:
     optimizer, backend = run_within(Adam, 8)
     assert all(map(is_packed, state_of(optimizer).values()))
     assert held_per_parameter(optimizer) == pytest.approx(8.06, abs=0.01)
-    assert backend.report().graphs[-1].plans[0].state == "block16"
+    assert backend.report().graphs[-1].budgets[0].state == "block16"
     run_within(ThreeMoments, 16)
     with pytest.raises(InvalidOptionError, match=r"=5\.1, where this optimizer holds 6\.1"):
         run_within(ThreeMoments, 5.1)

@@ -10,13 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from collage_fx.numerics import PACKED_FORMATS, ErrorFormat, format_named
+from collage_fx.examples import peer_formats  # registers two of the formats
+from collage_fx.numerics import PACKED_FORMATS, ErrorFormat
 from tests.support.float_bits import same_bits
 
 FORMATS = {fmt.name: fmt for pair in PACKED_FORMATS.values() for fmt in pair}
 each_format = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
 #: How many elements have a scale in common; those of other formats are all of a tensor's.
-TOGETHER = {"coat": 128, **dict.fromkeys((name for name in FORMATS if name.startswith("block")), 32)}
+TOGETHER = {
+    "coat": peer_formats.Coat.GROUP,
+    **dict.fromkeys((name for name in FORMATS if name.startswith("block")), 32),
+}
 
 
 def values(fmt: ErrorFormat) -> Tensor:
@@ -128,17 +132,11 @@ def test_what_is_saved_survives_what_plain_torch_does_to_state(fmt: ErrorFormat,
             assert torch.equal(spec.saved(spec.loaded(each)), saved)
 
 
-def registered(name: str) -> ErrorFormat:
-    fmt = format_named(name)
-    assert fmt is not None
-    return fmt
-
-
 @pytest.mark.parametrize(
     ("name", "dtype"), [("fp8_lm", torch.float8_e4m3fn), ("fp8_lm_positive", torch.float16)]
 )
 def test_the_scale_of_a_tensor_is_the_largest_power_of_two_that_fits(name: str, dtype: torch.dtype) -> None:
-    fmt = registered(name)
+    fmt = FORMATS[name]
     for size in (1e-30, 1.0, 448.0, 65504.0, 65505.0):
         value = torch.tensor([[size, size / 3]])
         _, codes, scale = fmt.split(value, torch.bfloat16)
@@ -149,7 +147,7 @@ def test_the_scale_of_a_tensor_is_the_largest_power_of_two_that_fits(name: str, 
 
 
 def test_the_range_of_a_group_is_expanded_to_that_of_e4m3() -> None:
-    fmt = registered("coat")
+    fmt = FORMATS["coat"]
     value = values(fmt)[1::2]
     _, codes, scales, powers = fmt.split(value, torch.bfloat16)
     groups = value.double().abs().reshape(-1, 128)

@@ -50,7 +50,7 @@ def test_it_is_well_formed_and_has_all_parts(report: CollageReport) -> None:
     ):
         assert part in text
     assert len(list(root.iter(f"{MATH}math"))) == 3
-    assert len(list(root.iter(f"{SVG}svg"))) == 1 + 2 * 3  # the bars; before and after of each treatment
+    assert len(list(root.iter(f"{SVG}svg"))) == 1 + 3  # the bars; a drawing of each treatment
     bars = [element.text for element in root.iter(f"{SVG}text")][:14]
     own = f"{report.bytes_per_parameter()['total']:.4g}"
     light = f"{8 + 4 * 2 * 4 / sum(row.numel for row in report.tensors if row.symbol == 'p'):.4g}"

@@ -106,7 +106,7 @@ def test_the_error_terms_of_a_gradient_that_accumulates_are_kept() -> None:
 
     report = explain(Accumulating(parameters()), bytes_per_parameter=8)
     assert report.bytes_per_parameter() == {"parameters": 2, "state": 0, "error terms": 4, "total": 6}
-    assert report.graphs[0].plans[0].bytes == 6
+    assert report.graphs[0].budgets[0].bytes == 6
 
 
 def test_a_row_says_all_of_a_tensor(reports: dict[str, CollageReport]) -> None:

@@ -229,6 +229,22 @@ def test_a_file_is_of_the_format_and_holds_tied_weights_once(tmp_path: Path) -> 
         assert torch.equal(tensor, full[name]), name
 
 
+def test_the_package_safetensors_reads_our_files_and_we_read_its(tmp_path: Path) -> None:
+    theirs = pytest.importorskip("safetensors.torch", reason="transformers brings it")
+    (of, *_), other = trained(1), model(1)
+    path = tmp_path / "model.safetensors"
+    save_full_state_dict(of, path)
+    full = full_state_dict(of)
+    for name, tensor in theirs.load_file(path).items():
+        assert torch.equal(tensor, full[name]), name
+    assert theirs.load_model(other.float(), path) == (set(), [])
+    assert all(torch.equal(each, full[name].to(each.dtype)) for name, each in other.state_dict().items())
+    theirs.save_model(of, path)
+    plain = of.state_dict()
+    for name, tensor in SafetensorsFile(path).items():
+        assert torch.equal(tensor, plain[name]), name
+
+
 def test_a_file_whose_tensors_begin_anywhere(tmp_path: Path) -> None:
     """Which the format permits, and compilers of other languages do."""
     header = json.dumps(

@@ -17,6 +17,9 @@ from tests.support.twin import TwinBackend
 
 __all__ = ["triton_trajectory"]
 
+#: Namespace of operators -> the module whose import defines them.
+OPERATORS = {"collage_fx": "collage_fx", "collage_fx_examples": "collage_fx.examples.peer_formats"}
+
 
 def triton_trajectory(
     rig: CompiledOptimizer, start: Tensors, grads: Sequence[Sequence[Tensor]]
@@ -25,8 +28,9 @@ def triton_trajectory(
     assert isinstance(rig.backend, TwinBackend)
     with torch._inductor.config.patch(inductor_settings("wide", [torch.device("cuda")])):
         source = offline.triton_source(offline.to_cuda(rig.backend.graphs[-1]))
-    if "torch.ops.collage_fx." in source:
-        source = f"import collage_fx\n{source}"
+    for namespace, module in OPERATORS.items():
+        if f"torch.ops.{namespace}." in source:
+            source = f"import {module}\n{source}"
 
     def interpreted(arguments: list[Any]) -> Any:
         """What is packed has no memory in the code, which may look at its shape."""

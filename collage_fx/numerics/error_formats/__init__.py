@@ -1,18 +1,16 @@
-"""Error formats: how a value is split between what the user sees (hi) and what is kept beside it.
+"""Error formats: how a value is split between the tensor that the user sees (hi) and auxiliary tensors.
 
-A format is the only place that knows what its auxiliary tensors are. The passes ask it for their
-specifications, for the function that joins hi and auxiliaries into one float32 value and for its inverse, and
-trace both into the graph. Another format is another file here, and a place in the registry below.
+A format is the only place that knows its auxiliary tensors. The passes ask a format for their specifications,
+for the function that joins hi and auxiliaries into one float32 value, and for the inverse function, and trace
+both functions into the graph. Another format is another file here and an entry in a registry below; a plug-in
+adds the entry when it is imported.
 """
 
 from __future__ import annotations
 
-import torch
-
 from collage_fx.numerics.error_formats.base import AuxiliarySpec, ErrorBound, ErrorFormat
 from collage_fx.numerics.error_formats.blocks import Blocks
 from collage_fx.numerics.error_formats.byte import Byte
-from collage_fx.numerics.error_formats.coat import Coat
 from collage_fx.numerics.error_formats.dither import Dither
 from collage_fx.numerics.error_formats.exact import (
     LOWER_HALF,
@@ -22,7 +20,6 @@ from collage_fx.numerics.error_formats.exact import (
     WITH_ULP_PARTS,
     Exact,
 )
-from collage_fx.numerics.error_formats.fp8_lm import TensorScaled
 from collage_fx.numerics.error_formats.fp32 import Fp32
 from collage_fx.numerics.error_formats.mcf import Mcf
 
@@ -37,33 +34,26 @@ __all__ = [
     "AuxiliarySpec",
     "Blocks",
     "Byte",
-    "Coat",
     "Dither",
     "ErrorBound",
     "ErrorFormat",
     "Exact",
     "Fp32",
     "Mcf",
-    "TensorScaled",
     "format_named",
 ]
 
-#: The registered formats by name. The first that the arithmetic can use is the default.
+#: Registered formats that keep hi, by name. The first that an arithmetic can use is its default.
 ERROR_FORMATS: dict[str, ErrorFormat] = {fmt.name: fmt for fmt in (Exact(), Mcf(), Fp32(), Byte(), Dither())}
 
-#: The registered formats of packed state, which keep no hi, by the value of the option ``state``: for
-#: numbers of either sign, and for numbers that are not negative.
+#: Registered formats of packed state, which keep no hi, by the value of the option ``state``. A pair: for
+#: numbers of either sign, and for non-negative numbers.
 PACKED_FORMATS: dict[str, tuple[ErrorFormat, ErrorFormat]] = {
-    **{f"block{bits}": (Blocks(bits, signed=True), Blocks(bits, signed=False)) for bits in (16, 8)},
-    "fp8_lm": (
-        TensorScaled("fp8_lm", torch.float8_e4m3fn),
-        TensorScaled("fp8_lm_positive", torch.float16),
-    ),
-    "coat": (Coat(),) * 2,
+    f"block{bits}": (Blocks(bits, signed=True), Blocks(bits, signed=False)) for bits in (16, 8)
 }
 
 
 def format_named(name: str) -> ErrorFormat | None:
-    """The registered format of a name, of those that keep hi or of packed state; None if there is none."""
+    """Return the registered format of a name, packed or not; None if there is none."""
     packed = {fmt.name: fmt for pair in PACKED_FORMATS.values() for fmt in pair}
     return ERROR_FORMATS.get(name) or packed.get(name)

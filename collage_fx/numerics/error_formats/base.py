@@ -1,4 +1,4 @@
-"""The base class of error formats. Each format has a file of its own beside this one."""
+"""Base class of error formats, and the specifications and bounds that a format states."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from collage_fx.numerics.formats import storage_format
 
 
 class AuxiliarySpec(NamedTuple):
-    """One auxiliary tensor of an expansion.
+    """Specification of an auxiliary tensor.
 
     Attributes:
-        name: unique within the format; part of the name in checkpoints, so without a dot.
-        dtype: its dtype.
-        shape: its sizes.
-        stride: its strides; None if it is contiguous.
-        is_error_term: whether its numbers are what is added to hi.
+        name: unique within the format, without a dot, as it is part of the name in checkpoints.
+        dtype: dtype of the tensor.
+        shape: sizes.
+        stride: strides; None if the tensor is contiguous.
+        is_error_term: whether the value is hi plus this tensor.
     """
 
     name: str
@@ -34,46 +34,46 @@ class AuxiliarySpec(NamedTuple):
 
     @classmethod
     def like(cls, hi: Tensor, name: str, dtype: torch.dtype) -> AuxiliarySpec:
-        """The specification of an auxiliary with the sizes and strides of hi."""
+        """Make the specification of an auxiliary with the sizes and strides of hi."""
         return cls(name, dtype, hi.shape, hi.stride())
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the tensor's elements."""
+        """Number of bytes of the elements."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def saved_shape(self) -> tuple[int, ...]:
-        """The sizes of :meth:`saved`."""
+        """Sizes of :meth:`saved`."""
         return (*self.shape, self.dtype.itemsize) if self._is_saved_as_bytes else self.shape
 
     @property
     def saved_dtype(self) -> torch.dtype:
-        """The dtype of :meth:`saved`."""
+        """Dtype of :meth:`saved`."""
         return torch.uint8 if self._is_saved_as_bytes else self.dtype
 
     @property
     def loadable(self) -> dict[tuple[int, ...], torch.dtype]:
-        """The sizes and the dtype of what :meth:`loaded` takes.
+        """Sizes that :meth:`loaded` takes, each with its dtype.
 
-        Besides what :meth:`saved` gives, an error term as earlier versions have saved it, which is itself.
+        Those of :meth:`saved`, and those of an error term as earlier versions have saved it: as it is.
         """
         earlier = {tuple(self.shape): self.dtype} if self.is_error_term else {}
         return {**earlier, tuple(self.saved_shape): self.saved_dtype}
 
     def saved(self, buffer: Tensor) -> Tensor:
-        """The buffer as a checkpoint holds it, in the same memory: maybe as bytes, a dimension more.
+        """Return the buffer as a checkpoint holds it, in the same memory: as bytes, with one dimension more.
 
-        Plain PyTorch casts what it loads to the parameter's dtype. A floating-point format holds every byte,
-        but neither every integer of 16 bits nor the numbers of every other format. An error term of 16 bits
-        has the parameter's dtype, and is saved as it is, for whoever reads the file.
+        Plain PyTorch casts loaded state to the parameter's dtype. A cast keeps every byte, but not every
+        16-bit integer or number of another format. An error term of 16 bits has the parameter's dtype, and is
+        saved as it is, for programs that read the file.
         """
         return buffer.unsqueeze(-1).view(torch.uint8) if self._is_saved_as_bytes else buffer
 
     def loaded(self, saved: Tensor) -> Tensor:
-        """The inverse of :meth:`saved`, of an ordinary tensor: maybe the same memory.
+        """Return the buffer of a saved tensor, perhaps in the same memory: the inverse of :meth:`saved`.
 
-        Numbers that an earlier version has saved as they are become this kind of number, too.
+        Take also numbers that an earlier version has saved as they are.
         """
         if not self._is_saved_as_bytes or saved.shape == self.shape:
             return saved.to(self.dtype)
@@ -88,23 +88,23 @@ class AuxiliarySpec(NamedTuple):
         return not is_cast_to_itself and self.dtype not in (torch.int8, torch.uint8)
 
     def fitted(self, tensor: Tensor, device: torch.device) -> Tensor:
-        """A tensor with these contents that is of this kind: itself, if it is."""
+        """Return the tensor, or a copy of it with this shape, dtype and layout on ``device``."""
         strides = tensor.is_contiguous() if self.stride is None else tensor.stride() == self.stride
         is_of_kind = (tensor.shape, tensor.dtype, tensor.device) == (self.shape, self.dtype, device)
         return tensor if strides and is_of_kind else self.zeros(device).copy_(tensor)
 
     def zeros(self, device: torch.device) -> Tensor:
-        """A new tensor of this kind, filled with zeros."""
+        """Make a tensor of zeros by this specification."""
         if self.stride is None:
             return torch.zeros(self.shape, dtype=self.dtype, device=device)
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device).zero_()
 
 
 class ErrorBound(NamedTuple):
-    """How far ``join(split(x))`` may be from a float32 x of which hi is finite.
+    """Bound on the error of ``join(split(x))`` for a float32 x whose hi is finite.
 
-    ``max(relative * |x|, absolute, of_largest * |y|)``, with y the largest in magnitude of the elements that
-    have a scale in common with x.
+    The bound is ``max(relative * |x|, absolute, of_largest * |y|)``. y is the element with the largest
+    magnitude among those that share a scale with x.
     """
 
     relative: Fraction = Fraction(0)
@@ -113,103 +113,104 @@ class ErrorBound(NamedTuple):
 
 
 class ErrorFormat(ABC):
-    """A way for hi and auxiliary tensors to encode one value.
+    """Encoding of a value by hi and auxiliary tensors.
 
-    A format may own any number of auxiliary tensors, of any dtype and shape. The contract, which the tests
-    check for every registered format, the sign of zeros aside:
+    A format may have any number of auxiliary tensors, of any dtype and shape. Tests check this contract for
+    every registered format, except for the sign of zeros:
 
-    * auxiliaries of zeros mean that the value is hi, to a step that has taken none before;
-    * hi of a split is the value rounded to nearest (which neighbour of a tie is the format's choice); where
-      it is not finite, the value is hi;
-    * ``split(join(hi, *aux))`` gives hi and aux back bit for bit if the expansion is normalised: float32
-      holds its value, which rounds to hi. A split gives such expansions but for a tie (see
-      :func:`arithmetic.split`), of which only the value comes back, not hi.
+    * With auxiliaries of zeros, which a tensor has before its first step, the value is hi.
+    * hi of a split is the value rounded to nearest; a format may round ties either way. Where hi is not
+      finite, the value is hi.
+    * ``split(join(hi, *aux))`` returns hi and aux bit for bit if float32 holds the value exactly and the
+      value rounds to hi. Splits make such pairs, except in a tie (see :func:`arithmetic.split`), for which
+      the value comes back, but not hi.
 
-    ``join``, ``split`` and ``error_terms`` are called on real tensors, and traced into graphs: they are made
-    of functional operations, and views change no dtype of a 16-bit tensor.
+    ``join``, ``split`` and ``error_terms`` are called on real tensors, and are traced into graphs. So they
+    consist of functional operations, and no view changes the dtype of a 16-bit tensor.
     """
 
-    #: The name for ``CollageBackend(error_format=...)``, and in checkpoints; without a dot.
+    #: Name for ``CollageBackend(error_format=...)`` and in checkpoints, without a dot.
     name: ClassVar[str]
-    #: A phrase for ``collage-fx explain --help`` and pages: what it keeps, and how precise the value is.
+    #: Phrase for ``collage-fx explain --help`` and pages: what the format keeps, and its precision.
     precision: ClassVar[str]
-    #: Whether the expansion is a double word of the storage format, as ``arithmetic="native"`` needs it.
+    #: Whether hi and the auxiliary are a double word of the storage format, as ``arithmetic="native"`` needs.
     is_double_word: ClassVar[bool] = False
-    #: Whether all auxiliaries have hi's sizes and strides, or are numbers (0-d), and each element of a result
-    #: depends on the same element of the operands alone, and on its place. What holds for one shape then
-    #: holds for all: functions are traced once.
+    #: Whether each auxiliary is a scalar (0-d) or has the sizes and strides of hi, and each element of a
+    #: result depends only on its index, scalars, and the same element of the operands. The functions are then
+    #: traced once for all shapes.
     is_elementwise: ClassVar[bool] = False
-    #: Whether anything but hi is kept of a value.
+    #: Whether anything of a value is kept besides hi.
     keeps_error: ClassVar[bool] = True
-    #: Whether hi itself is kept. If not, the value is in the auxiliaries alone, of hi only sizes, strides and
-    #: dtype count, and its memory is given back: a *packed* tensor.
+    #: Whether hi itself is kept. If not, the tensor is *packed*: the value is in the auxiliaries alone, only
+    #: sizes, strides and dtype of hi count, and the memory of hi is freed.
     keeps_hi: ClassVar[bool] = True
-    #: Whether some rows of a tensor are kept as they are in the whole, and each auxiliary that is no number
-    #: has rows like hi. If not, a packed tensor can't be in pieces, of which each process has one.
+    #: Whether rows are encoded independently of other rows, and each auxiliary that is not 0-d has a row for
+    #: each row of hi. If not, shards of a tensor cannot be packed.
     by_rows: ClassVar[bool] = False
-    #: Whether :meth:`store` is given the index of hi's first element in the whole tensor.
+    #: Whether :meth:`store` gets the index of hi's first element in the whole tensor.
     is_dithered: ClassVar[bool] = False
 
     def why_not(self, hi: Tensor) -> str:
-        """The reason why a tensor of such sizes and strides can't be kept in this format; empty if it can.
+        """Return why a tensor of these sizes and strides cannot have this format; empty if it can.
 
-        A format whose scales belong to several elements asks for rows of whole blocks here: tensors in
-        pieces, of which each process has some rows, can then be split, saved and loaded in other pieces.
+        A format whose scales belong to several elements asks for rows of whole blocks here, so that shards,
+        each of which has some rows, can be split, saved, and loaded into other shards.
+
+        Raises:
+            UnsupportedTensorError: no tensor on this device can have the format; the step is refused.
         """
         return ""
 
     def why_not_values(self, hi: Tensor) -> str:
-        """The reason why what a tensor holds can't be encoded; empty if it can. NaNs are encoded."""
+        """Return why the numbers of a tensor cannot be encoded; empty if they can. NaNs are encoded."""
         return ""
 
     @abstractmethod
     def auxiliaries(self, hi: Tensor) -> Sequence[AuxiliarySpec]:
-        """Specifications of the auxiliary tensors that go with ``hi``.
+        """Return the specifications of the auxiliary tensors beside ``hi``.
 
         Args:
-            hi: a bfloat16 or float16 tensor, maybe a fake one or one on the meta device: only its dtype,
-                sizes and strides count.
+            hi: a bfloat16 or float16 tensor, perhaps fake or on the meta device. Only its dtype, sizes and
+                strides count.
         """
 
     @abstractmethod
     def error_bound(self, dtype: torch.dtype) -> ErrorBound:
-        """How near the value is to the number that was split, beside a hi of ``dtype``."""
+        """Return the bound on the error of a value that is split beside a hi of ``dtype``."""
 
     @abstractmethod
     def join(self, hi: Tensor, *auxiliaries: Tensor) -> Tensor:
-        """The float32 value, of hi's shape."""
+        """Join hi and auxiliaries into the float32 value, of hi's shape."""
 
     @abstractmethod
     def split(self, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Float32 value -> (hi in ``dtype``, *auxiliaries), :meth:`join`'s inverse."""
+        """Split a float32 value into (hi in ``dtype``, *auxiliaries): the inverse of :meth:`join`."""
 
     def store(self, value: Tensor, hi: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """What a step stores of a float32 value: (hi, *auxiliaries), from those that it has read.
-
-        Here what :meth:`split` makes of it.
+        """Return (hi, *auxiliaries) that a step stores for a float32 value; by default :meth:`split`.
 
         Args:
             value: float32.
-            hi: before the step.
-            inputs: the auxiliaries before the step; behind them, where ``is_dithered``, the index of hi's
-                first element in the whole tensor, of which this process may have a piece: int32, 0-d.
+            hi: hi before the step.
+            inputs: auxiliaries before the step. If ``is_dithered``, the last is the index of hi's first
+                element in the whole tensor, of which this process may have a shard: int32, 0-d.
         """
         return self.split(value, hi.dtype)
 
     def error_terms(self, hi: Tensor, *auxiliaries: Tensor) -> tuple[Tensor, ...]:
-        """Tensors of hi's shape with ``value = hi + sum(error terms)``: the live buffers if they are that.
+        """Return tensors of hi's shape with ``value = hi + sum(error terms)``; live buffers where possible.
 
-        Here: one float32 tensor, the value less hi, zero where hi is not finite. (The difference of a
-        normalised expansion is exact.)
+        By default a float32 tensor: the value minus hi, and zero where hi is not finite. The difference is
+        exact if hi is the value rounded to nearest.
         """
         return (arithmetic.rest(self.join(hi, *auxiliaries), hi.to(torch.float32)),)
 
     def beside(self, hi: Tensor, term: Tensor) -> tuple[Tensor, ...]:
-        """Auxiliaries with which the value is hi and a float32 error term, as near as the format can.
+        """Return the auxiliaries with which the value is nearest to hi plus a float32 error term.
 
         Args:
-            hi: of which the term is half an ulp at most. Where that makes a tie of which :meth:`split` takes
-                the other neighbour, the value is the last before it.
+            hi: float tensor. The term is at most half an ulp of it. If the sum is a tie that :meth:`split`
+                rounds to another hi, the last float32 number before the tie is used.
             term: float32, of hi's shape.
         """
         near = hi.to(torch.float32)
@@ -218,24 +219,24 @@ class ErrorFormat(ABC):
         return self.split(torch.where(is_beyond, torch.nextafter(value, near), value), hi.dtype)[1:]
 
     def nbytes(self, hi: Tensor) -> int:
-        """Bytes of the auxiliary tensors that go with ``hi``."""
+        """Return the number of bytes of the auxiliary tensors beside ``hi``."""
         return sum(spec.nbytes for spec in self.auxiliaries(hi))
 
 
 class OneErrorTerm(ErrorFormat):
-    """A format whose value is ``hi + lo``: its one auxiliary tensor is the error term, laid out like hi."""
+    """Base class of formats with the value ``hi + lo``: one auxiliary, the error term, laid out like hi."""
 
     is_elementwise = True
 
     @abstractmethod
     def lo_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of lo beside a hi of ``dtype``."""
+        """Return the dtype of lo beside a hi of ``dtype``."""
 
     def auxiliaries(self, hi: Tensor) -> Sequence[AuxiliarySpec]:
         return (AuxiliarySpec.like(hi, "lo", self.lo_dtype(hi.dtype))._replace(is_error_term=True),)
 
     def error_bound(self, dtype: torch.dtype) -> ErrorBound:
-        """That of rounding lo, which is u of the value at most; in float32 it is not rounded."""
+        """Return the error of rounding lo, which is at most u of the value; none if lo is float32."""
         if self.lo_dtype(dtype) == torch.float32:
             return ErrorBound()
         fmt = storage_format(dtype)

@@ -1,4 +1,4 @@
-"""The packed formats: integers of 8 or 16 bits, of which blocks of 32 have a scale in common."""
+"""Packed formats ``block8`` and ``block16``: integers of 8 or 16 bits, with a scale for each 32."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from collage_fx.numerics.error_formats.base import AuxiliarySpec, ErrorBound, Er
 
 
 class Blocks(ErrorFormat):
-    """A tensor as integers with scales, Note [Blocks] in ``numerics/blocks.py``, dithered at every step.
+    """Integers with scales for blocks, dithered at every step: Note [Blocks] in ``numerics/blocks.py``.
 
-    The value is in the auxiliaries alone: of hi only sizes, strides and dtype count.
+    The value is in the auxiliaries alone. Only sizes, strides and dtype of hi count.
 
     Args:
-        bits: of an integer, 8 or 16.
-        signed: whether numbers may be negative. If not, none but zero is stored as zero.
+        bits: number of bits of an integer, 8 or 16.
+        signed: whether numbers may be negative. If not, no number but zero is stored as zero.
     """
 
     keeps_hi = False
@@ -58,10 +58,10 @@ class Blocks(ErrorFormat):
         )
 
     def error_bound(self, dtype: torch.dtype) -> ErrorBound:
-        """Half a distance of the grid at its end, where the scale is 1.5 times the largest number at most.
+        """Return half the widest spacing of the grid; the scale is at most 1.5 times the largest number.
 
-        In its root, where it isn't negative: e there is 2 e + e**2 of the number. Some roundings of float32
-        come to it. The smallest scale is no root's.
+        For non-negative numbers that is the error of the root; an error of e in a root is 2 e + e**2 in the
+        number. 2**-20 is for the roundings of float32. No root has the smallest scale.
         """
         largest = LARGEST[self.bits, self.signed]
         distance = Fraction(2 * largest - 1, largest**2) if self.bits == 8 else Fraction(1, largest)

@@ -1,4 +1,4 @@
-"""The error format ``byte``: 24-bit floats, kept as hi and a byte, and rounded by dither."""
+"""Error format ``byte``: 24-bit floats, kept as hi and a byte, and rounded by dither."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from collage_fx.numerics.formats import storage_format
 
 
 class Byte(ErrorFormat):
-    """A number with eight more bits of fraction than hi, in 3 bytes: ``numerics/float24.py``.
+    """24-bit floats, with eight more bits of fraction than hi, in 3 bytes: ``numerics/float24.py``.
 
-    Each step rounds it up or down by dither, Note [Dither] in ``numerics/dither.py``, so that on average
-    nothing is lost, however small its updates are. Their errors shrink with the root of how many steps a sum
-    has; those of plain rounding, as of an error term in the tensor's own dtype, do not.
+    Each step rounds up or down by dither (Note [Dither] in ``numerics/dither.py``), so that nothing is lost
+    on average, however small updates are. The relative error of a sum shrinks with the root of the number of
+    steps. That of rounding to nearest, as in an error term of the tensor's own dtype, does not.
 
-    A number so large that it rounds to infinity is infinity, and a NaN is another NaN. Where hi is changed by
-    somebody else, the byte beside it is worth half an ulp of the new hi at most.
+    Numbers that round to infinity are infinity, and NaNs stay NaNs. If a program changes hi, the byte beside
+    it counts at most half an ulp of the new hi.
     """
 
     name = "byte"
@@ -33,10 +33,10 @@ class Byte(ErrorFormat):
         return (AuxiliarySpec.like(hi, "rest", torch.int8), AuxiliarySpec("count", torch.int32, ()))
 
     def error_bound(self, dtype: torch.dtype) -> ErrorBound:
-        """A unit of the byte, 2**-8 of an ulp, which is twice the unit roundoff of the value at most.
+        """Return a unit of the byte, 2**-8 of an ulp; an ulp is at most twice the unit roundoff of the value.
 
-        So far off is what a step stores, and beside the half of an ulp, where the byte ends, what
-        :meth:`split` gives. Elsewhere it gives what is nearest, within half of that.
+        That is the error of a step's stores, and of :meth:`split` next to half an ulp, where the byte ends.
+        Elsewhere the error of a split is half of it.
         """
         fmt = storage_format(dtype)
         return ErrorBound(fmt.unit_roundoff / 2**7, fmt.quantum / 2**8)

@@ -1,4 +1,4 @@
-"""The error format ``dither``: no error term, and roundings that lose nothing on average."""
+"""Error format ``dither``: no error term, and roundings that lose nothing on average."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from collage_fx.numerics.formats import storage_format
 class Dither(ErrorFormat):
     """hi alone, rounded up or down by dither at every step: Note [Dither] in ``numerics/dither.py``.
 
-    It keeps no error; it makes errors that do not add up. For state without error terms, by
-    ``rounding="dither"``. As a parameter's format it is better than plain rounding where updates come near an
-    ulp, and noise where they are far below.
+    No error is kept, but errors cancel on average. It is the format of state without error terms with
+    ``rounding="dither"``. For a parameter it is better than plain rounding if updates are near an ulp, and
+    noise if they are far below.
     """
 
     name = "dither"
@@ -30,7 +30,7 @@ class Dither(ErrorFormat):
         return (AuxiliarySpec("count", torch.int32, ()),)
 
     def error_bound(self, dtype: torch.dtype) -> ErrorBound:
-        """That of rounding to nearest, as :meth:`split` does; what a step stores may be twice as far off."""
+        """Return the error of rounding to nearest, as :meth:`split` does; a step's may be twice as large."""
         fmt = storage_format(dtype)
         return ErrorBound(fmt.unit_roundoff, fmt.quantum / 2)
 

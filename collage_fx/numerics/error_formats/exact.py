@@ -1,4 +1,4 @@
-"""The error format ``exact``: float32 numbers, kept as hi and the 16 bits that hi leaves of them."""
+"""Error format ``exact``: float32 numbers, kept as hi and the other 16 bits."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from collage_fx.numerics.operators import define_operator
 
 
 class Exact(ErrorFormat):
-    """A float32 number in 4 bytes: hi, and what it leaves of the number, as a 16-bit integer.
+    """Float32 numbers in 4 bytes: hi, and the difference from hi as a 16-bit integer.
 
-    The value is the float32 number, bit for bit, at half of what a hidden float32 copy takes. Exceptions: a
-    number so large that it rounds to infinity is infinity, and a NaN is another NaN; in float16, which has
-    fewer exponents, numbers below 2**-16 are off by 2**-40 at most. A zero's sign may be lost there.
+    The value is the float32 number, bit for bit, in half the memory of a hidden float32 copy. Exceptions:
+    numbers that round to infinity are infinity, and NaNs are other NaNs. In float16, which has fewer
+    exponents, numbers below 2**-16 have an error of at most 2**-40, and zeros may lose their sign.
 
-    Where hi is changed by somebody else, the integer beside it is worth half an ulp of the new hi at most.
-    Beside a bfloat16 zero that is nothing, where it is negative, or a number below the smallest of bfloat16.
+    If a program changes hi, the integer beside it counts at most half an ulp of the new hi. Beside a bfloat16
+    zero it counts nothing if it is negative, or else as a number below the smallest of bfloat16.
 
-    bfloat16. With the float32 pattern b, hi is the upper half of ``b + 0x8000`` and the integer is the lower
-    half of b, as a signed number: what b exceeds hi's pattern by. So hi is b rounded to nearest, ties away
-    from zero. They cannot go to even: an even hi would have the numbers between both of its ties, and the
-    ties, 2**16 + 1 patterns for 16 bits.
+    bfloat16. For the float32 pattern b, hi is the upper half of ``b + 0x8000``, and the integer is the lower
+    half of b as a signed number, the difference between b and hi's pattern. So hi is b rounded to nearest,
+    ties away from zero. Ties cannot go to even: an even hi would stand for the patterns between its two ties
+    and for both ties, 2**16 + 1 patterns for 16 bits.
 
-    float16. hi is b rounded to nearest even. The integer is b - hi in units of 2**-15 of hi's ulp, 2**14 of
-    them at most. float32 numbers from 2**-16 on are multiples of that.
+    float16. hi is b rounded to nearest even. The integer is b - hi in units of 2**-15 of hi's ulp, at most
+    2**14 of them. float32 numbers of at least 2**-16 are multiples of the unit.
     """
 
     name = "exact"
@@ -41,7 +41,7 @@ class Exact(ErrorFormat):
         return (AuxiliarySpec.like(hi, "rest", torch.int16),)
 
     def error_bound(self, dtype: torch.dtype) -> ErrorBound:
-        """None; below 2**-16 float16's ulp is 2**-24, of which half the integer's unit is 2**-40."""
+        """Return no error; for float16 2**-40, half a unit of the integer where the ulp is 2**-24."""
         return ErrorBound() if dtype == BFLOAT16.dtype else ErrorBound(absolute=Fraction(1, 2**40))
 
     def join(self, hi: Tensor, *auxiliaries: Tensor) -> Tensor:
@@ -58,12 +58,12 @@ class Exact(ErrorFormat):
         return hi, ULP_PARTS(value, hi.to(torch.float32))
 
 
-#: :func:`arithmetic.upper_half` as one operator.
+#: Operator of :func:`arithmetic.upper_half`.
 UPPER_HALF = define_operator(
     "upper_half(Tensor value) -> Tensor", arithmetic.upper_half, None, torch.Tag.pointwise
 )
 
-#: :func:`arithmetic.lower_half` as one operator.
+#: Operator of :func:`arithmetic.lower_half`.
 LOWER_HALF = define_operator(
     "lower_half(Tensor value) -> Tensor",
     arithmetic.lower_half,
@@ -71,7 +71,7 @@ LOWER_HALF = define_operator(
     torch.Tag.pointwise,
 )
 
-#: :func:`arithmetic.with_lower_half` as one operator.
+#: Operator of :func:`arithmetic.with_lower_half`.
 WITH_LOWER_HALF = define_operator(
     "with_lower_half(Tensor hi, Tensor rest) -> Tensor",
     arithmetic.with_lower_half,
@@ -79,7 +79,7 @@ WITH_LOWER_HALF = define_operator(
     torch.Tag.pointwise,
 )
 
-#: :func:`arithmetic.ulp_parts` as one operator.
+#: Operator of :func:`arithmetic.ulp_parts`.
 ULP_PARTS = define_operator(
     "ulp_parts(Tensor value, Tensor hi) -> Tensor",
     arithmetic.ulp_parts,
@@ -87,7 +87,7 @@ ULP_PARTS = define_operator(
     torch.Tag.pointwise,
 )
 
-#: :func:`arithmetic.with_ulp_parts` as one operator.
+#: Operator of :func:`arithmetic.with_ulp_parts`.
 WITH_ULP_PARTS = define_operator(
     "with_ulp_parts(Tensor hi, Tensor parts) -> Tensor",
     arithmetic.with_ulp_parts,

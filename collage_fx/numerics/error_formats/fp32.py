@@ -1,4 +1,4 @@
-"""The error format ``fp32``: a hidden float32 master copy, for comparison."""
+"""Error format ``fp32``: a hidden float32 master copy, for comparison."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ class Fp32(OneErrorTerm):
     """fp32 master copy, the paper's baseline D, for comparison and debugging.
 
     The float32 auxiliary holds ``master - hi``, which is exact: hi + lo *is* the float32 master copy, bit for
-    bit, at the same four bytes. Kept this way round, zeros mean "no error", and a user who overwrites hi (by
-    loading a model's weights, say) isn't overruled by a stale master at the next step.
+    bit, in the same four bytes. Zeros mean "no error", and a program that overwrites hi, as by loading a
+    model's weights, is not overruled by a stale master copy at the next step.
     """
 
     name = "fp32"

@@ -1,4 +1,4 @@
-"""The error format ``mcf``: an error term of the tensor's own dtype, as in the Collage paper."""
+"""Error format ``mcf``: an error term of the tensor's own dtype, as in the Collage paper."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collage_fx.numerics.error_formats.base import OneErrorTerm
 class Mcf(OneErrorTerm):
     """Multi-component float [Yu24]: one error term of hi's own dtype.
 
-    Relative precision u**2: 2**-16 for bfloat16, 2**-22 for float16. float16's error terms underflow below
-    2**-24, so the value's precision is never better than 2**-25 absolute there.
+    The relative error is at most u**2: 2**-16 for bfloat16, 2**-22 for float16. Error terms in float16
+    underflow below 2**-24, so that the absolute error may be 2**-25 there.
     """
 
     name = "mcf"

@@ -1,0 +1,237 @@
+"""Budgets: the options that are chosen for a limit on the bytes of a parameter and its state.
+
+Note [The order of budgets]
+---------------------------
+The bytes of each combination of options in :data:`BUDGETS` are computed for the captured step. The place in
+the table says how precise a combination is. The order is that of the study in docs/formats.md: the geometric
+mean of the errors measured for AdamW with beta2 = 0.999, three learning rates and two sizes of weights. The
+study has no ``byte`` with ``"block16"``, ``"plus"`` or ``"full"``. These stand just before ``byte`` with
+dithered state, as most of the error is that of the parameters there.
+
+One order for all is an approximation. Weights of 1 with a learning rate of 1e-5 lose more by ``byte`` than by
+``"block8"``, for example, and other optimizers may lose more by one format than AdamW does.
+
+A recorded step is compiled in parts, before all of its state is known. Its budget is that of a step which
+keeps two averages of gradients for each parameter, as Adam does. If it turns out to hold more than the limit,
+it is refused after its first step.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import get_args
+
+import torch
+from functorch import make_fx
+from torch import Tensor
+
+from collage_fx.errors import InvalidOptionError
+from collage_fx.graph import (
+    InputInfo,
+    Role,
+    StepProgram,
+    Strategy,
+    copy_of,
+    placeholders,
+    tensor_value,
+)
+from collage_fx.numerics import ERROR_FORMATS, PACKED_FORMATS, is_low_precision
+from collage_fx.pipeline import Pass, run_pipeline, up_to_choosing
+
+#: Share of the limit that a budget may exceed it by, for counts and tensors that are not packed.
+TOLERANCE = 0.015
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Options of a backend, and the bytes that a step takes with them.
+
+    Attributes:
+        strategy, error_format, state: see :class:`~collage_fx.CollageBackend`.
+        bytes: for each element of the low-precision parameters; 0 in :data:`BUDGETS`.
+        not_packed: the state with most bytes that is not packed although ``state`` is given, and why, or an
+            empty string.
+    """
+
+    strategy: Strategy
+    error_format: str
+    state: str | None = None
+    bytes: float = 0.0
+    not_packed: str = ""
+
+    def applied_to(self, program: StepProgram) -> StepProgram:
+        """Return the program with these options."""
+        packed = None if self.state is None else PACKED_FORMATS[self.state]
+        error_format = ERROR_FORMATS[self.error_format]
+        return replace(program, strategy=self.strategy, error_format=error_format, packed=packed)
+
+    def rank(self) -> int:
+        """Index in :data:`BUDGETS`: the smaller, the more precise."""
+        return BUDGETS.index(replace(self, bytes=0.0, not_packed=""))
+
+    def __str__(self) -> str:
+        state = "" if self.state is None else f", state={self.state!r}"
+        return f"strategy={self.strategy!r}, error_format={self.error_format!r}{state}"
+
+
+#: Combinations of options, the most precise first: Note [The order of budgets]. State without error terms is
+#: dithered.
+BUDGETS = (
+    Budget("full", "exact"),
+    Budget("light", "exact", "block16"),
+    Budget("plus", "exact"),
+    Budget("light", "exact"),
+    Budget("full", "byte"),
+    Budget("light", "byte", "block16"),
+    Budget("plus", "byte"),
+    Budget("light", "byte"),
+    Budget("light", "exact", "block8"),
+    Budget("light", "byte", "block8"),
+)
+
+
+def budgets_for(program: StepProgram, pipeline: Sequence[Pass]) -> list[Budget]:
+    """Compute the bytes of each budget for a captured step; the smallest comes first.
+
+    Args:
+        program: as captured, before any pass. It is not changed.
+        pipeline: the passes that it will go through.
+    """
+    trial = replace(program, gm=copy_of(program.gm), rounding="dither")
+    preparation, choosing = up_to_choosing(pipeline)
+    found = []
+    held = _wider_state(program)
+    with torch.no_grad():
+        run_pipeline(trial, preparation)
+        for budget in BUDGETS:
+            trial = budget.applied_to(trial)
+            run_pipeline(trial, choosing)
+            found.append(replace(budget, bytes=_bytes(trial, held), not_packed=_not_packed(trial)))
+    return sorted(found, key=lambda budget: (budget.bytes, budget.rank()))
+
+
+@functools.cache
+def budgets_for_parts(dtype: torch.dtype, pipeline: tuple[Pass, ...]) -> tuple[Budget, ...]:
+    """Return the budgets for the parts of a recorded step on parameters of ``dtype``: Adam's."""
+
+    def adam(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> None:
+        moment, square = m * 0.9 + g * 0.1, v * 0.999 + g * g * 0.001
+        p.copy_(p - moment / (square.sqrt() + 1e-8) * 1e-3)
+        m.copy_(moment)
+        v.copy_(square)
+
+    inputs = [torch.empty(256, 256, dtype=dtype) for _ in range(4)]
+    roles = (Role.PARAMETER, Role.GRADIENT, Role.STATE, Role.STATE)
+    infos = [InputInfo(name, name, role) for name, role in zip("pgmv", roles, strict=True)]
+    gm = make_fx(adam, tracing_mode="fake")(*inputs)
+    program = StepProgram(gm, infos, "light", "wide", ERROR_FORMATS["exact"])
+    return tuple(budgets_for(program, pipeline))
+
+
+def best_budget(budgets: Sequence[Budget], limit: float) -> Budget:
+    """Return the most precise budget within a limit.
+
+    Args:
+        budgets: the smallest first.
+        limit: bytes for each element of the low-precision parameters.
+
+    Raises:
+        InvalidOptionError: no budget is that small.
+    """
+    within = [budget for budget in frontier(budgets) if budget.bytes <= limit * (1 + TOLERANCE)]
+    if not within:
+        least = budgets[0]
+        raise InvalidOptionError(
+            f"bytes_per_parameter={limit:g}, where this step takes {least.bytes:.3g} at least",
+            where="bytes_per_parameter",
+            remedy=f"give it {least.bytes:.3g}{least.not_packed and f' ({least.not_packed})'}; "
+            "strategy='none' takes what the optimizer makes",
+        )
+    return within[-1]
+
+
+def refuse_excess(held: float, limit: float) -> None:
+    """Raise ``InvalidOptionError`` if a step holds more bytes for each parameter than a limit allows."""
+    if held > limit * (1 + TOLERANCE):
+        raise InvalidOptionError(
+            f"bytes_per_parameter={limit:g}, where this optimizer holds {held:.3g} by the plan for it",
+            where="bytes_per_parameter",
+            remedy=f"give it {held:.3g}, or strategy, error_format and state in its place",
+        )
+
+
+def frontier(budgets: Sequence[Budget]) -> list[Budget]:
+    """Return the budgets that are more precise than each that takes no more bytes.
+
+    Two budgets of as many bytes for the same error format treat all tensors alike: a strategy then adds no
+    error term, or a packed format packs nothing. The simpler one stands for both.
+
+    Args:
+        budgets: the smallest first.
+    """
+    alike: dict[tuple[float, str], list[Budget]] = {}
+    for budget in budgets:
+        alike.setdefault((budget.bytes, budget.error_format), []).append(budget)
+    best, least = [], len(BUDGETS)
+    for group in sorted(alike.values(), key=lambda group: (group[0].bytes, min(map(Budget.rank, group)))):
+        rank = min(map(Budget.rank, group))
+        if rank < least:
+            best.append(min(group, key=_complexity))
+            least = rank
+    return best
+
+
+def _complexity(budget: Budget) -> tuple[bool, int]:
+    return budget.state is not None, get_args(Strategy).index(budget.strategy)
+
+
+def _wider_state(program: StepProgram) -> int:
+    """Sum the bytes of float32 and float64 state, which no budget changes, of low-precision parameters.
+
+    Numbers (0-d) are not counted. Neither is any state in the parts of a recorded step, which cannot be told
+    from values that one part hands to another.
+    """
+    if program.is_recorded:
+        return 0
+    inputs = [
+        (program.infos[copy], value)
+        for node, copies in zip(placeholders(program.gm.graph), program.repetition.copies, strict=True)
+        if (value := tensor_value(node)) is not None and value.dim() and not is_low_precision(value.dtype)
+        for copy in copies
+    ]
+    wider = {info.name for info, _ in inputs if info.role is Role.PARAMETER}
+    return sum(
+        value.nbytes
+        for info, value in inputs
+        if info.role is Role.STATE and wider.isdisjoint(accumulate(info.name.split("."), "{}.{}".format))
+    )
+
+
+def _bytes(program: StepProgram, held: int) -> float:
+    """Compute the bytes for each element of the low-precision parameters, with ``held`` bytes added.
+
+    Gradients, which some steps overwrite, count with their error terms alone.
+    """
+    elements = 0
+    for state in program.states:
+        copies, value = len(program.repetition.copies[state.position]), state.value
+        fmt = state.chosen_format
+        held += copies * (0 if state.packed or state.info.role is Role.GRADIENT else value.nbytes)
+        held += copies * (0 if fmt is None else fmt.nbytes(value))
+        elements += copies * value.numel() * (state.info.role is Role.PARAMETER)
+    return held / elements if elements else 0.0
+
+
+def _not_packed(program: StepProgram) -> str:
+    """Describe the state with most bytes that is not packed, and why; empty if there is none."""
+    held: dict[str, int] = {}
+    for state in program.states:
+        if state.not_packed:
+            left = f"{state.info.symbol} is not packed: {state.not_packed}"
+            held[left] = (
+                held.get(left, 0) + len(program.repetition.copies[state.position]) * state.value.nbytes
+            )
+    return max(held, key=held.__getitem__, default="")
