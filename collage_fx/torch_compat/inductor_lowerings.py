@@ -61,7 +61,7 @@ def register_placed_lowering(
         def element(index: Sequence[Any]) -> Any:
             place = sum((i * step for i, step in zip(index, strides, strict=True)), start=sympy.S.Zero)
             if device.type == "cpu":
-                # A product that overflows int32 is undefined in C++: the compiler takes the loop to end before.
+                # A product that overflows int32 is undefined in C++: compilers take the loop to end before.
                 position, kind = ops.index_expr(place, torch.int64), torch.int64
             else:
                 # As bits. In a number's place Inductor would go on with the expression, and multiply its

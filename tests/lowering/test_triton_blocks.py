@@ -27,9 +27,9 @@ def rule_with_blocks(state: str) -> Rule:
     """That of an AdamW step."""
     rules: list[Rule] = []
 
-    def noting(rule: Rule, *, many: bool) -> Any:
+    def noting(rule: Rule) -> Any:
         rules.append(rule)
-        return compile_rule(rule, many=many)
+        return compile_rule(rule)
 
     compile_rule = kernels.compile_rule
     parameters = [torch.nn.Parameter(torch.randn(128, 64).bfloat16()) for _ in range(2)]
@@ -50,7 +50,7 @@ def test_a_step_is_one_kernel_that_reads_each_byte_once(state: str) -> None:
     scope = SymbolicScope()
     rule = rule_with_blocks(state)
     with scope:
-        graph = graph_of(rule, scope, kernels.MANY_HINT)
+        graph = graph_of(rule, scope, kernels.HINT)
         with torch._inductor.config.patch(inductor_settings("wide", [torch.device("cuda")])):
             source = offline.triton_source(offline.to_cuda(graph))
     (kernel,) = offline.kernels(source).values()

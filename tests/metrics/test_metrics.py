@@ -19,6 +19,8 @@ from torch._inductor.utils import fresh_cache
 from torch.optim import Optimizer
 
 from collage_fx import CollageBackend, full_value
+from collage_fx.codegen.kernels import CHUNK
+from collage_fx.codegen.sums import LANES
 from collage_fx.errors import InvalidOptionError
 from collage_fx.graph.nodes import PASS_MARK, placeholders
 from collage_fx.graph.operators import update_sizes, update_sums
@@ -39,7 +41,6 @@ from collage_fx.numerics.update_sums import (
 )
 from collage_fx.report.plots import plot
 from collage_fx.torch_compat import inductor_config
-from collage_fx.torch_compat.cpp_sums import BLOCK
 from tests.support import triton_offline as offline
 from tests.support.training import Descent, compiled, differences, everything, parameters, run_steps
 
@@ -54,8 +55,8 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 )
 
 
-#: Of Note [Sums in blocks], with room for the float64 additions of 2**28 blocks.
-LOSS = (BLOCK + 2) * 2.0**-24
+#: Bound of Note [Sums in lanes], 9 u, with room for the float64 additions of 2**28 chunks.
+LOSS = (CHUNK // LANES + 2) * 2.0**-24
 
 
 class Momentum(Optimizer):

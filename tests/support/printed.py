@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._inductor.compile_fx import compile_fx
@@ -24,8 +24,7 @@ def in_parts(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         return step
 
     with torch._functorch.config.patch(enable_autograd_cache=False):
-        compiled: Callable[..., Any] = compile_fx(gm, list(inputs), inner_compile=inner)  # type: ignore[arg-type]
-    return compiled
+        return cast("Callable[..., Any]", compile_fx(gm, list(inputs), inner_compile=inner))
 
 
 #: What a test may have its kernels compiled by.
