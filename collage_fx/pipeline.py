@@ -1,6 +1,6 @@
 """The pipeline: all graph passes, in order.
 
-What comes out is lowered by ``lowering/lower.py``; equal updates then share kernels (``lowering/plan.py``).
+The result is lowered by ``lowering/lower.py``; equal updates share kernels (``lowering/schedule.py``).
 """
 
 from __future__ import annotations

@@ -15,16 +15,37 @@ PAGE = Path(__file__).parents[1] / "docs" / "how-it-works.md"
 LISTING = re.compile(r"(<!-- kernel: .*? -->\n```cpp\n)(.*?)(```)", re.DOTALL)
 
 
+#: Arguments of the kernel, and what the page calls them.
+NAMES = {
+    "in0": "exp_avg",
+    "in2": "grad",
+    "in7_0": "phase_of_exp_avg",
+    "in11": "rest",
+    "in12": "p",
+    "in18": "exp_avg_sq",
+    "in23_0": "eps",
+    "in26_0": "step_size",
+    "in32_0": "phase_of_exp_avg_sq",
+    "first_0": "first",
+}
+
+
 def listing() -> str:
-    """Print the loops over a chunk of SGD's kernel."""
+    """Print the loops over a chunk of AdamW's kernel, up to the loop for numbers that are not finite."""
     p = torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
-    p.grad = torch.ones_like(p)
     backend = CollageBackend(strategy="light")
-    torch.compile(torch.optim.SGD([p], lr=1e-3).step, backend=backend)()
-    lines = backend.report().graphs[0].code[0].splitlines()
+    step = torch.compile(torch.optim.AdamW([p], lr=1e-3).step, backend=backend)
+    for _ in range(2):  # the first step makes state
+        p.grad = torch.ones_like(p)
+        step()
+    (text,) = (code for code in backend.report().graphs[-1].code if "const auto chunk" in code)
+    lines = text.splitlines()
     first = next(i for i, line in enumerate(lines) if "const auto chunk" in line)
-    last = next(i for i, line in enumerate(lines) if line == "  };")
-    return "".join(f"{line.removeprefix('  ')}\n" for line in lines[first : last + 1])
+    last = next(i for i, line in enumerate(lines) if line == "    } else {")
+    shown = "".join(
+        f"{line.removeprefix('  ')}\n" for line in [*lines[first:last], "    } else { ... }", "  };"]
+    )
+    return re.sub(r"\b(?:in\d+|first)(?:_0)?\b", lambda found: NAMES[found[0]], shown)
 
 
 def page() -> str:

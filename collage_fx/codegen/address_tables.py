@@ -49,7 +49,7 @@ def _source() -> str:
 
 
 class Library(NamedTuple):
-    """The functions above, to be called with numbers; beside ``run``, other Python threads go on."""
+    """Functions of ``address_tables.cpp``, called with numbers; ``run`` and ``fill`` release the GIL."""
 
     run: Callable[..., None]
     gather: Callable[..., None]
@@ -59,7 +59,7 @@ class Library(NamedTuple):
 
 @functools.cache
 def load_library() -> Library:
-    """Compiled, unless Inductor has it in its cache."""
+    """Compile the library, or take it from Inductor's cache."""
     library = load_cpp_library(_source())
     pointer, word = ctypes.c_void_p, ctypes.c_int64
     run, gather = library.run, ctypes.PyDLL(library._name).gather
@@ -75,13 +75,13 @@ def load_library() -> Library:
 
 
 def is_library_loaded() -> bool:
-    """Whether a step has needed the functions above, and the machine could compile them."""
+    """Return whether the library has been compiled and loaded in this process."""
     return load_library.cache_info().currsize > 0
 
 
 @functools.cache
 def prepare_compiler() -> None:
-    """Have all that a first step compiles beside its own kernels compiled on another core, once a process.
+    """Start to compile, on another core, the library that a first step needs, once a process.
 
     A fault of the compiler is raised where the library or a kernel is needed, and not here.
     """
@@ -96,7 +96,7 @@ def fill(
     addresses: array[int],
     scratch: Tensor,
 ) -> bool:
-    """Write the words of a device's table; returns whether any of them has changed.
+    """Write the words of a device's table; return whether any of them has changed.
 
     Args:
         words: the table, on the host.
@@ -112,7 +112,7 @@ def fill(
 
 
 class Gather:
-    """The addresses of some of the tensors in a list.
+    """Function that returns the addresses of some of the tensors in a list.
 
     Args:
         places: of these in any list.
@@ -123,14 +123,14 @@ class Gather:
         self._gather = load_library().gather
 
     def __call__(self, values: list[Any]) -> array[int]:
-        """A table of addresses for batches, of a list whose values at the places are tensors."""
+        """Return the address table of a list whose values at these indices are tensors."""
         addresses, place = array("q", self._places), self._places.buffer_info()
         self._gather(values, place[1], place[0], ADDRESS_OF_TENSOR, addresses.buffer_info()[0])
         return addresses
 
 
 class Peek:
-    """Some elements of each of some 16-bit tensors in the host's memory, to see whether they are the same.
+    """Function that reads a few elements of each of some 16-bit tensors in host memory.
 
     Args:
         tensors: contiguous; it is given them again at each call, and their memory may be another then.
@@ -141,7 +141,7 @@ class Peek:
         self._lengths = array("q", [each.numel() for each in tensors])
 
     def __call__(self, tensors: list[Any]) -> array[int]:
-        """``PEEKED`` elements of each."""
+        """Return ``PEEKED`` elements of each tensor."""
         found = array("h", bytes(2 * PEEKED * len(tensors)))
         tables = self._gather(tensors), self._lengths, found
         load_library().peek(len(tensors), *(table.buffer_info()[0] for table in tables))

@@ -62,17 +62,17 @@ NO_LARGER = (*ON_GRID, arithmetic.upper_half, arithmetic.rest)
 
 
 def place() -> Tensor:
-    """Stand for the index of an element in a kernel's tensors."""
+    """Mark the index of an element in a kernel's tensors."""
     raise NotImplementedError
 
 
 def largest_magnitude(value: Tensor) -> Tensor:
-    """Stand for the largest magnitude of a block's elements."""
+    """Mark the largest magnitude of a block's elements."""
     raise NotImplementedError
 
 
 def sums_of(*values: Tensor) -> Tensor:
-    """Stand for the sums over all elements of what measures them: ``update_sums.values``."""
+    """Mark the sums over all elements of ``update_sums.values``."""
     raise NotImplementedError
 
 
@@ -81,7 +81,7 @@ TOTALS = (aten.sum.default, aten.mean.default)
 
 
 class Kind(Enum):
-    """How many values of a node there are."""
+    """Number of values that a node has: one, one for each block, one for each element, or a row of sums."""
 
     NUMBER = auto()
     OF_BLOCK = auto()
@@ -99,14 +99,14 @@ _KINDS: dict[Any, Kind] = {
 
 
 class Store(NamedTuple):
-    """A value that is stored into an input."""
+    """Value that is stored into an input."""
 
     into: Node
     value: Node
 
 
 class Elements:
-    """The values of a rule's graph.
+    """Values of a rule's graph.
 
     Args:
         graph: of the rule: placeholders, operations, ``copy_`` into placeholders; it is edited.
@@ -148,11 +148,11 @@ class Elements:
 
     @property
     def in_blocks(self) -> list[Node]:
-        """The values whose largest magnitudes are :attr:`largest`."""
+        """Values whose largest magnitudes are :attr:`largest`."""
         return [_operand(node) for node in self.largest]
 
     def of_kind(self, kind: Kind, nodes: Iterable[Node]) -> list[Node]:
-        """Return those of some nodes that are of a kind."""
+        """Return the nodes of a kind, among some nodes."""
         return [node for node in nodes if self.kinds[node] is kind]
 
     def _kind(self, node: Node) -> Kind:
@@ -174,7 +174,7 @@ class Elements:
         return max(kinds, default=Kind.NUMBER, key=lambda kind: kind.value)
 
     def _root_of_test(self, node: Node) -> Node | None:
-        """Return the value whose magnitude a function's question for infinity and NaN comes down to."""
+        """Return the value whose magnitude decides a function's test for infinity and NaN."""
         function = function_at(node)
         if function is None or not function.tests or self.kinds[node] is not Kind.OF_ELEMENT:
             return None
@@ -197,7 +197,7 @@ class Elements:
         return found
 
     def kept(self, late: Iterable[Any]) -> list[Node]:
-        """Return the early values that late ones are made of; those that are as easily had again left out."""
+        """Return the early values that late values are made of, except values that are cheap to recompute."""
         waiting, seen = list(late), set[Node]()
         while waiting:
             node = waiting.pop()
@@ -284,7 +284,7 @@ def _is_on_grid(value: Any, dtype: torch.dtype) -> bool:
 
 
 class _Rewriter:
-    """Replaces our operators by calls of their eager functions, and writes every rounding out."""
+    """Replacement of our operators by calls of their eager functions, with every rounding written out."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -365,7 +365,7 @@ class _Rewriter:
         node.update_arg(0, self._call(arithmetic.round_to_storage, (value, dtype), value, torch.float32))
 
     def _values_of_sums(self, node: Node) -> list[Node]:
-        """Write what measures an element of an update, in elementary operations."""
+        """Write the values that measure an element of an update, in elementary operations."""
         given: list[Any] = [operand for operand in node.args if operand is not None]
         trace = trace_of(values_of_update, (torch.float32,) * len(given))
         copies = dict(zip(trace.graph.find_nodes(op="placeholder"), given, strict=True))

@@ -28,7 +28,7 @@ CONVERT = torch.ops.prims.convert_element_type.default
 
 
 class Function(NamedTuple):
-    """A C++ function of single numbers.
+    """C++ function of scalars.
 
     Attributes:
         name: of the function.
@@ -48,7 +48,7 @@ class Function(NamedTuple):
 def function_of(
     function: Callable[..., Any], dtypes: tuple[torch.dtype, ...], constants: tuple[Any, ...] = ()
 ) -> Function:
-    """Write an elementwise function of tensors as a C++ function of numbers.
+    """Write an elementwise function of tensors as a C++ function of scalars.
 
     Args:
         function: eager, of tensors of one shape and of constants; returns a tensor.

@@ -50,7 +50,7 @@ PRELUDE, PRELUDE_F16 = (
 
 
 def number_kernel(graph: Graph) -> str:
-    """Print the kernel of a rule of numbers: a function of the addresses of its inputs, in their order.
+    """Print the kernel of a rule of scalars: a function of the addresses of its inputs, in their order.
 
     Raises:
         NoSpelling: it computes something that C++ has no expression for.
@@ -120,7 +120,7 @@ def _buffer(name: str, kind: str) -> str:
 
 
 class _Flat:
-    """Writes the loops over the elements of a flat rule."""
+    """Writer of the loops over the elements of a flat rule."""
 
     def __init__(self, elements: Elements) -> None:
         self.elements, self.names = elements, Names(elements)
@@ -153,7 +153,7 @@ class _Flat:
         )
 
     def source(self) -> str:
-        """The text of the kernel."""
+        """Return the text of the kernel."""
         elements = self.elements
         numbers = elements.of_kind(Kind.NUMBER, elements.nodes)
         of_numbers = [node for node in numbers if isinstance(node.meta["val"], torch.Tensor)]
@@ -166,7 +166,7 @@ class _Flat:
         return _source(self.names, body, ["int64_t n"])
 
     def _loaded(self, numbers: Sequence[Node]) -> list[str]:
-        """Load each number once: the compiler does not know that no store changes it."""
+        """Load each scalar once: the compiler does not know that no store changes it."""
         lines = []
         for node in numbers:
             if node.op == "placeholder":
@@ -325,13 +325,13 @@ class _Flat:
 
 
 def _is_apart(store: Store) -> bool:
-    """Return whether a loop of its own, or a function, writes what is stored."""
+    """Return whether a separate loop, or a function, writes the stored values."""
     dtype = store.into.meta["val"].dtype
     return dtype.itemsize == 1 or (dtype is torch.float16 and is_rounding(store.value))
 
 
 def _stored(store: Store) -> Node:
-    """Return what a loop leaves of a value that is stored: of float16 the float32 number."""
+    """Return the value that a loop leaves for a store: for float16, the float32 number."""
     if store.into.meta["val"].dtype is torch.float16 and is_rounding(store.value):
         (number,) = store.value.all_input_nodes
         return number
@@ -354,13 +354,13 @@ def _loop(lines: Iterable[str], noted: Sequence[str] = ()) -> list[str]:
 
 
 class _Sample:
-    """Writes the loop over a sample of elements, whose updates are counted by their sizes."""
+    """Writer of the loop over a sample of elements, which counts updates by their sizes."""
 
     def __init__(self, elements: Elements) -> None:
         self.elements, self.names = elements, Names(elements)
 
     def source(self) -> str:
-        """The text of the kernel."""
+        """Return the text of the kernel."""
         width = self.elements.width
         rows = self.elements.rows
         computed = Statements(self.names, [size for _, size in rows], {})
@@ -376,7 +376,7 @@ class _Sample:
 
 
 class _Text(str):
-    """A C++ expression of integers that Python's arithmetic makes longer ones of."""
+    """C++ expression of integers that supports Python's arithmetic."""
 
     def __add__(self, other: object) -> _Text:
         return _Text(f"({self} + {other})")

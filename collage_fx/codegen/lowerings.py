@@ -147,7 +147,7 @@ register_sampling_lowering(
 
 
 def _sources() -> Iterator[str]:
-    """The source text of all that decides what an operator is compiled to."""
+    """Yield the source text of everything that decides how an operator is compiled."""
     yield Path(__file__).read_text(encoding="utf-8")
     yield Path(str(graph.__file__)).with_name("operators.py").read_text(encoding="utf-8")
     for room in (numerics, torch_compat):

@@ -37,7 +37,7 @@ Operand = tuple[str, torch.dtype, bool] | bool | int | float
 
 
 class NoSpelling(Exception):
-    """Raised for an operation, or a dtype of its operands, that has no spelling here."""
+    """Error for an operation, or a dtype of its operands, that has no spelling here."""
 
 
 def is_small_integer(dtype: torch.dtype) -> bool:

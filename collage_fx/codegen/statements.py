@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 
 class Names:
-    """The names of a kernel's values, and the functions that it calls.
+    """Names of a kernel's values, and the functions that it calls.
 
     Attributes:
         functions: C++ definitions, by name.
@@ -35,7 +35,7 @@ class Names:
 
 
 class Statements:
-    """The statements for some values.
+    """C++ statements that compute some values.
 
     Args:
         names: of the kernel.

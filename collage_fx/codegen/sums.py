@@ -83,7 +83,7 @@ _CLASS = Template("""struct SumsOf$values {
 
 
 def sums_class(sums: Sums, chunk: int) -> str:
-    """Write the C++ class that adds up what measures elements: of ``add``, and of ``write`` into a row.
+    """Write the C++ class that adds up the values that measure elements: ``add``, ``write`` into a row.
 
     Args:
         sums: what is added up.

@@ -125,7 +125,7 @@ def values_of_update(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def terms_of_update(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return what an element adds to each sum of ``update_sums``: products, then truth values."""
+    """Return the terms that an element adds to each sum of ``update_sums``: products, then truth values."""
     return tuple(measures.terms(*_operands(tensors)).values())
 
 
@@ -136,7 +136,7 @@ def size_of_update(*operands: Any) -> Tensor:
 
 
 class Sums(NamedTuple):
-    """What ``update_sums`` adds up.
+    """Sums that ``update_sums`` computes.
 
     Attributes:
         values: how many values measure an element: 4, or 2 without error terms.
@@ -162,7 +162,7 @@ def sums_of_values(values: int) -> Sums:
 
 
 class Elementwise(NamedTuple):
-    """An operator whose result has, for each element, a function of the same element of its operands.
+    """Elementwise operator of ours and its eager function.
 
     Attributes:
         operator: called with tensors, then constants.

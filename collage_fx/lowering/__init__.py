@@ -10,7 +10,7 @@ from collage_fx.lowering.lower import (
     why_not_compiled,
     without_sums,
 )
-from collage_fx.lowering.plan import rules_of
+from collage_fx.lowering.schedule import rules_of
 
 __all__ = [
     "JOINT_GRAPH_SETTINGS",

@@ -29,13 +29,11 @@ from collage_fx.torch_compat import (
     inductor_faults,
     prepare_cpp_compiler,
     takes_a_list,
-    without_outer_loop_fusion,
 )
 
 #: Ways to compile a graph, the fastest code first, by what they leave out.
 WAYS: tuple[tuple[str, Callable[[], AbstractContextManager[Any]]], ...] = (
     ("as usual", nullcontext),
-    ("without loops in common for what differs in inner loops", without_outer_loop_fusion),
     (
         "with a loop for each operation, and no vectors",
         lambda: inductor_config.patch({"max_fusion_size": 1, "cpp.simdlen": 1}),
@@ -44,7 +42,7 @@ WAYS: tuple[tuple[str, Callable[[], AbstractContextManager[Any]]], ...] = (
 
 
 class Attempt(NamedTuple):
-    """The outcome of the attempts to compile a graph.
+    """Outcome of the attempts to compile a graph.
 
     Attributes:
         call: takes the inputs as one list.
@@ -59,7 +57,7 @@ class Attempt(NamedTuple):
 
 @contextmanager
 def inductors_faults() -> Iterator[None]:
-    """Context manager: a fault of Inductor's is an :class:`InductorFault`, one of this package is refused."""
+    """Context manager: raise InductorFault for a fault of Inductor, FailedLoweringError for one of ours."""
     try:
         with inductor_faults():
             yield
@@ -100,7 +98,7 @@ def compile_somehow(gm: GraphModule, inputs: Sequence[Any], **options: Any) -> A
 
 
 def interpreted(gm: GraphModule) -> Callable[[list[Any]], Any]:
-    """A graph as a callable in AOTAutograd's convention that runs one operation after the other."""
+    """Return a callable, in AOTAutograd's convention, that runs a graph one operation after the other."""
     exact = copy_of(gm)
     for node in exact.graph.find_nodes(op="call_function", target=torch.ops.aten.sqrt.default):
         node.target = _correctly_rounded_sqrt
@@ -113,7 +111,7 @@ def interpreted(gm: GraphModule) -> Callable[[list[Any]], Any]:
 
 
 def _correctly_rounded_sqrt(x: Tensor) -> Tensor:
-    """The square root as IEEE 754 and compiled code have it, within half an ulp.
+    """Return the square root rounded to nearest, as IEEE 754 defines it and compiled code computes it.
 
     torch.sqrt of float32 is MKL's, which on processors with AVX-512 is an ulp off in a fifth of the elements.
     float64's root is right to more than twice float32's digits, so that rounding it again does no harm.

@@ -65,7 +65,7 @@ ANY = "any"
 
 
 def cut(part: Part) -> list[Part]:
-    """Return the parts, in an order in which they can run, that a part on the host is cut into.
+    """Cut a part on the host into parts that are printed and parts for Inductor, in a valid order.
 
     A part that is printed or compiled as a whole is left as it is.
     """
@@ -78,7 +78,7 @@ def cut(part: Part) -> list[Part]:
 
 
 class _Cut:
-    """The spaces and levels of a part's values, and what crosses between levels.
+    """Spaces and levels of a part's values, and the values that cross from level to level.
 
     Attributes:
         islands: values that Inductor computes.
@@ -132,7 +132,7 @@ class _Cut:
         ]
 
     def _part_of(self, level: int, stores: Sequence[Node], results: Sequence[Node]) -> Part:
-        """Make a part that is given what it reads of lower levels."""
+        """Make a part that is given the values of lower levels that it reads."""
         lower = {value for value in self._kept if self._level[value] < level and value not in results}
         part = Part(tuple(stores), tuple(results), frozenset({*self._part.given, *lower}))
         return replace(part, given=part.given & set(nodes_of(part)))
@@ -172,7 +172,7 @@ class _Cut:
         return not self._is_printable[node] and not self._is_input(node)
 
     def _space_of_printable(self, node: Node) -> Hashable | None:
-        """Return the space of a printable value; None of an island."""
+        """Return the space of a printable value; None if the value is an island."""
         value = tensor_value(node)
         values = [tensor_value(operand) for operand in node.all_input_nodes]
         if value is None or None in values or may_raise(node) or not has_spelling(node):
@@ -189,7 +189,7 @@ class _Cut:
         return ANY if not spaces else spaces.pop() if len(spaces) == 1 else None
 
     def _space_of_store(self, store: Node) -> Hashable | None:
-        """Return the space of the part that makes a store; None if Inductor does, of a value that is kept."""
+        """Return the space of the part that makes a store; None if Inductor makes the store."""
         into, value = store.all_input_nodes[0], stored(store)
         is_of_space = self._is_printable[value] and value.target in (*BLOCK_OPERATORS, *ROWS)
         if is_of_space or self._space[value] in (ANY, _layout(into)):
@@ -199,13 +199,13 @@ class _Cut:
         return None
 
     def _keep(self, value: Node) -> None:
-        """Give a value memory, and what it is made of, if that crosses a level."""
+        """Give memory to a value, and to the operands that cross a level."""
         if value not in self._kept:
             self._kept.add(value)
             self._keep_behind(value)
 
     def _keep_behind(self, root: Node) -> None:
-        """Keep what crosses a level on the way to a value."""
+        """Give memory to the values that cross a level on the way to a value."""
         if self._is_island(root) and root not in self._kept:
             self._keep(root)
             return
@@ -224,7 +224,7 @@ class _Cut:
         return iter(() if self._is_input(node) else node.all_input_nodes)
 
     def _is_summed(self, node: Node) -> bool:
-        """Return whether the total of a printable value, which is computed where that value is."""
+        """Return whether a value is the total of a printable value, computed in the same part."""
         if node.op != "call_function" or not is_total(node):
             return False
         operand = node.all_input_nodes[0]
@@ -240,7 +240,7 @@ class _Cut:
 
 
 def _layout(node: Node) -> Hashable | None:
-    """Return the space that a tensor's elements in memory are; None if they are no dense layout."""
+    """Return the space of a tensor in memory; None if its layout is not dense."""
     value = tensor_value(node)
     if value is None or not value.numel() or not is_dense(value):
         return None

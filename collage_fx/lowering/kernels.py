@@ -79,12 +79,12 @@ def kernel_of(rule: Rule) -> Kernel | Reason:
 
 
 def forget_kernels() -> None:
-    """Have equal rules of later steps compiled anew."""
+    """Forget all kernels: equal rules of later steps are compiled again."""
     _made.clear()
 
 
 class _Made(NamedTuple):
-    """A kernel that has been compiled.
+    """Compiled kernel in the cache.
 
     Attributes:
         kernel: itself.
@@ -124,7 +124,7 @@ def compile_rule(rule: Rule) -> Kernel | Reason:
 
 
 def printed(rule: Rule) -> Kernel | Reason:
-    """Print and compile the kernel of a rule on the host, or say why Inductor has to write it."""
+    """Print and compile the kernel of a rule on the host, or return why Inductor has to write it."""
     what = ", ".join(sorted(rule.operations))
     if not rule.independent:
         return Reason("it is neither elementwise in one layout nor of numbers alone, or may raise", what)
@@ -176,7 +176,7 @@ def _compiles() -> bool:
 
 
 def _kinds(rule: Rule, inputs: Sequence[Any], arguments: Sequence[int]) -> tuple[int, ...]:
-    """Say of each argument of a C++ function what it is: see :class:`~collage_fx.runtime.batches.Batch`."""
+    """Return the kind of each argument of a C++ function: see :class:`~collage_fx.runtime.batches.Batch`."""
     before = rule.flat + rule.is_placed  # the length, and the first element's place
     lines = [i for i, line in enumerate(rule.lines) if line.target is None]
     of_sums = {index for index, line in enumerate(lines, start=before) if line in rule.sums}
@@ -206,7 +206,7 @@ def _compiled(
     no_table: Reason | None = None,
     not_printed: Reason | None = None,
 ) -> Kernel | Reason:
-    """The kernel of a rule.
+    """Compile the kernel of a rule with Inductor.
 
     Args:
         rule: of any of the parts that it will serve.
@@ -248,7 +248,7 @@ def _compiled(
 
 
 def bytes_of_a_unit(rule: Rule, value: Tensor) -> int:
-    """The bytes of a tensor for each unit of a rule's length; 0 if it is a number."""
+    """Return the bytes of a tensor for each unit of a rule's length; 0 for a scalar."""
     of_unit = value.shape[1] if value.dim() == 2 and rule.width > 1 else 1
     return value.dtype.itemsize * of_unit if value.dim() > 0 else 0
 
@@ -263,7 +263,7 @@ def _launched_kernel(
     *,
     by_element: bool,
 ) -> Kernel | Reason:
-    """The kernel of a rule over a table, or, where there is none, one that is called for each tensor.
+    """Return the kernel of a rule over a table or, if it has none, a kernel for one tensor at a time.
 
     That one has no table from which to read a number of the host, and does not sum: then there is a
     reason.

@@ -32,7 +32,7 @@ from collage_fx.graph import (
     update_sums,
 )
 from collage_fx.lowering.attempts import Attempt, compile_somehow, interpreted
-from collage_fx.lowering.plan import lower_in_parts, repeated_step
+from collage_fx.lowering.schedule import lower_in_parts, repeated_step
 from collage_fx.runtime import CompensatedStep, Expected, Kernel, StepInParts, bind
 from collage_fx.torch_compat import FREEZES_NUMBERS, add_to_cache_key, inductor_config, local_tensor
 
@@ -70,7 +70,7 @@ ERROR_TERM = InputInfo("an error term", "lo", Role.OTHER)
 
 
 class Lowered(NamedTuple):
-    """A compiled step, and why it was not compiled in a faster way.
+    """Compiled step, and the reasons why it was not compiled in a faster way.
 
     Attributes:
         step: takes the inputs of the whole graph as one list.
@@ -134,14 +134,14 @@ def lower(
 
 
 def step_in_parts(program: StepProgram) -> StepInParts | Reason:
-    """Compile a program's graph part by part, for all members of its families, or say why not."""
+    """Compile a program's graph part by part, for all members of its families, or return why not."""
     with inductor_config.patch(_settings(program)):
         step = lower_in_parts(program.gm, always=not program.repetition.is_of_one)
     return repeated_step(step, program.extended) if isinstance(step, StepInParts) else step
 
 
 def why_not_compiled(graph: Graph, *, is_recorded: bool, is_compiled: bool = True) -> Reason | None:
-    """The reason to have torch run a step's graph, operation by operation; None if it is to be compiled.
+    """Return why torch runs a step's graph operation by operation; None if the graph is compiled.
 
     Torch may have been told to compile nothing: then ``is_compiled`` is False.
 
@@ -171,7 +171,7 @@ def _failed(fault: Reason, infos: Sequence[InputInfo], *, is_compiled: bool) -> 
 def _expected(
     program: StepProgram, extended: Repetition, *, all_layouts: bool
 ) -> tuple[list[Expected], list[Expected]]:
-    """The expected tensors: those that a step is called with, and the error terms that it adds to them.
+    """Return the layouts that a step expects: of its arguments, and of the error terms that it adds.
 
     Args:
         program: after the pipeline.
@@ -202,7 +202,7 @@ def _expected(
 
 
 def _settings(program: StepProgram) -> dict[str, Any]:
-    """The Inductor settings for lowering a program's graph."""
+    """Return the Inductor settings for lowering a program's graph."""
     values = map(tensor_value, placeholders(program.gm.graph))
     devices = {value.device for value in values if value is not None}
     if program.strategy != "none":
@@ -213,14 +213,14 @@ def _settings(program: StepProgram) -> dict[str, Any]:
 def inductor_settings(
     arithmetic: Arithmetic, devices: Iterable[torch.device] = (), *, is_measured: bool = False
 ) -> dict[str, Any]:
-    """The Inductor settings for lowering a graph of this arithmetic on these devices."""
+    """Return the Inductor settings for a graph of this arithmetic on these devices."""
     settings = NATIVE_SETTINGS if arithmetic == "native" else IEEE_SETTINGS
     of_devices = {name: value for each in devices for name, value in device_facts(each).settings.items()}
     return {**settings, **of_devices, **(MEASURING_SETTINGS if is_measured else {})}
 
 
 def _whole(program: StepProgram, example_inputs: Sequence[Any], inductor_options: dict[str, Any]) -> Attempt:
-    """Compile the program's graph as one."""
+    """Compile the program's graph as one graph."""
     if inductor_options.get("cudagraphs"):
         _refuse_frozen_numbers(program)
     auxiliaries = [node for state in program.expansions for node in state.added]
@@ -247,7 +247,7 @@ def _whole(program: StepProgram, example_inputs: Sequence[Any], inductor_options
 
 
 def _refuse_frozen_numbers(program: StepProgram) -> None:
-    """Refuse a CUDA graph of code that reads a number of the host's: since torch 2.13 it is read once."""
+    """Raise if a CUDA graph would read a scalar of the host, which torch 2.13 and later read only once."""
     inputs = [
         (node, value) for node in placeholders(program.gm.graph) if (value := tensor_value(node)) is not None
     ]
@@ -262,7 +262,7 @@ def _refuse_frozen_numbers(program: StepProgram) -> None:
 
 
 def without_sums(gm: GraphModule) -> GraphModule:
-    """A copy of a measured graph that measures nothing."""
+    """Return a copy of a measured graph without its sums and counts."""
     gm = copy_of(gm)
     for operator in (update_sums, update_sizes):
         for node in list(gm.graph.find_nodes(op="call_function", target=operator)):

@@ -16,7 +16,7 @@ from collage_fx.torch_compat import Sampling, SummedValues, TableSums
 
 
 def stores_of_measures(rule: Rule) -> list[tuple[int, Line]]:
-    """The stores of sums and counts: the lines of the rows, and of what is stored into them."""
+    """Return the stores of sums and counts: line of the row, and the line that is stored there."""
     found = []
     for into, value in rule.stores:
         if rule.lines[value].target in (update_sums, update_sizes):
@@ -26,19 +26,19 @@ def stores_of_measures(rule: Rule) -> list[tuple[int, Line]]:
 
 
 def _sums_of(line: Line) -> Sums:
-    """The description of what a line sums."""
+    """Return the description of the sums of a line."""
     return sums_of_update(sum(each is not None for each in line.args))
 
 
 def values_of(line: Line) -> list[tuple[Any, tuple[Any, ...]]]:
-    """The operators, and their arguments, of what is stored for each element of a sum or a count."""
+    """Return operators and arguments of the values that are stored for each element of a sum or count."""
     if line.target is update_sizes:
         return [(update_size, line.args)]
     return [(update_value, (*line.args, i)) for i in range(_sums_of(line).values)]
 
 
 def table_sums(rule: Rule, inputs: int) -> TableSums:
-    """What the kernel over a table sums: the arguments of values are the last of its inputs."""
+    """Return the sums of a kernel over a table, whose last inputs are the values of elements."""
     lines = [line for _, line in stores_of_measures(rule)]
     arguments = iter(range(inputs - sum(len(values_of(line)) for line in lines), inputs))
     tensors, sizes = list[SummedValues](), list[int]()
@@ -60,12 +60,12 @@ def table_sums(rule: Rule, inputs: int) -> TableSums:
 
 
 def _quotient(dividend: Any, divisor: Any) -> sympy.Symbol:
-    """The text of a quotient, rounded down, as a part of expressions."""
+    """Return the text of a quotient, rounded down, for use in expressions."""
     return sympy.Symbol(f"(({dividend}) // ({divisor}))")
 
 
 def summed(rule: Rule) -> tuple[Summed, ...]:
-    """Where the partial sums and the counters of a kernel over a table are wanted."""
+    """Return the destination row and column of each partial sum and counter."""
     lines = [i for i, line in enumerate(rule.lines) if line.target is None]
     found = []
     parts = counters = 0

@@ -73,7 +73,7 @@ class Part:
 
 
 def parts_of(graph: Graph) -> list[Part] | Reason:
-    """The parts of a functional graph with ``copy_`` epilogue, in an order in which they can run."""
+    """Return the parts of a functional graph with ``copy_`` epilogue, in a valid order."""
     for node in graph.nodes:
         if not _is_a_function(node):
             return Reason.at(node, "it is not a function of its operands")
@@ -83,7 +83,7 @@ def parts_of(graph: Graph) -> list[Part] | Reason:
 
 
 def _is_a_function(node: Node) -> bool:
-    """Whether a node is an input, the output, or a function of its operands that makes new tensors."""
+    """Return whether a node is an input, the output, or a function that makes new tensors."""
     if node.op in ("placeholder", "get_attr"):
         return tensor_value(node) is not None or is_number(node)
     if node.op == "output" or is_copy_to_input(node):
@@ -97,7 +97,7 @@ def _is_a_function(node: Node) -> bool:
 
 
 def _returns_shared_memory(graph: Graph) -> bool:
-    """Whether a returned tensor is a view of an input or of another one."""
+    """Return whether a returned tensor is a view of an input or of another returned tensor."""
     inputs = {_memory(node) for node in placeholders(graph)}
     returned = [_memory(node) for node in dict.fromkeys(_returned(graph))]
     return len(set(returned)) < len(returned) or not inputs.isdisjoint(returned)
@@ -109,7 +109,7 @@ def _memory(node: Node) -> int | None:
 
 
 class _Partition:
-    """Groups the nodes of one graph."""
+    """Partition of the nodes of a graph into parts."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -159,7 +159,7 @@ class _Partition:
         self.groups.find(node)
 
     def _join_numbers_of_one_reader(self) -> None:
-        """Join the numbers on a device that launches kernels which one part reads, and no other."""
+        """Join the scalars on a launched device that only one part reads."""
         readers: dict[Node, set[Node]] = defaultdict(set)
         for number, reader in self.cuts:
             readers[self.groups.find(number)].add(self.groups.find(reader))
@@ -204,7 +204,7 @@ class _Partition:
 
 
 def _rank_of_store(store: Node, fingerprints: Mapping[Node, int]) -> int:
-    """A key that sorts a part's stores: those that store an input as it is come first.
+    """Return a sort key for a part's stores: stores of unchanged inputs come first.
 
     After a store into that input they would read its new value: Inductor's passes take copies away.
     """
@@ -213,7 +213,7 @@ def _rank_of_store(store: Node, fingerprints: Mapping[Node, int]) -> int:
 
 
 def _fingerprints(graph: Graph) -> dict[Node, int]:
-    """A number for what each node computes, whatever its shape: the same in every process."""
+    """Return a hash of each node's computation, without shapes: the same in every process."""
     found: dict[Node, int] = {}
     for node in graph.nodes:
         if node.op == "call_function":
@@ -228,7 +228,7 @@ def _fingerprints(graph: Graph) -> dict[Node, int]:
 
 
 def _returned(graph: Graph) -> Iterator[Node]:
-    """The tensors that a graph computes and returns."""
+    """Yield the tensors that a graph computes and returns."""
     for value in pytree.tree_leaves(graph.output_node().args):
         if tensor_value(value) is not None and value.op == "call_function" and not is_copy_to_input(value):
             yield value

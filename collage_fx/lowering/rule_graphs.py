@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 
 def graph_of(rule: Rule, scope: SymbolicScope, hint: int, *, by_element: bool = False) -> GraphModule:
-    """The rule as a graph, in which sums and counts may be stored element by element."""
+    """Return a rule as a graph; sums and counts may be stored element by element."""
     taken_apart = stores_of_measures(rule) if by_element else []
     values = [value for _, line in taken_apart for value in values_of(line)]
     graph = Graph()
@@ -78,7 +78,7 @@ def _use_rest(graph: Graph) -> None:
 
 
 def _operands_of_rest(finite: Any, difference: Any, zero: Any) -> tuple[Node, Node] | None:
-    """``value`` and ``hi`` of ``where(abs(hi) < inf, value - hi, 0)``; None for any other ``where``."""
+    """Return ``value`` and ``hi`` of ``where(abs(hi) < inf, value - hi, 0)``; None for another ``where``."""
     if not all(isinstance(node, Node) for node in (finite, difference, zero)):
         return None
     if difference.target is not aten.sub.Tensor or difference.kwargs:

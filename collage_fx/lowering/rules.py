@@ -67,7 +67,7 @@ LONGEST = 1 << 31
 
 
 class Length:
-    """Stands for the symbolic length in the arguments of an operation."""
+    """Placeholder for the symbolic length in the arguments of an operation."""
 
     def __repr__(self) -> str:
         return "n"
@@ -77,7 +77,7 @@ THE_LENGTH = Length()
 
 
 class First:
-    """Stands for the index of a piece's first element, 0-d, in the arguments of an operation."""
+    """Placeholder for the index of a piece's first element, 0-d, in the arguments of an operation."""
 
     def __repr__(self) -> str:
         return "first"
@@ -88,14 +88,14 @@ THE_FIRST = First()
 
 @dataclass(frozen=True)
 class Reference:
-    """An operand: the value of an earlier line."""
+    """Operand that is the value of an earlier line."""
 
     line: int
 
 
 @dataclass(frozen=True)
 class Line:
-    """One value of a rule: an input (no target) or the result of an operation."""
+    """Value of a rule: an input (no target) or the result of an operation."""
 
     target: Any
     args: tuple[Any, ...] = ()
@@ -104,7 +104,7 @@ class Line:
 
 @dataclass(frozen=True, eq=False)
 class Rule:
-    """A part's computation, without saying of which tensors.
+    """Computation of a part, without its tensors: equal parts have equal rules.
 
     Attributes:
         key: equal for equal rules.
@@ -130,44 +130,44 @@ class Rule:
 
     @property
     def divisible(self) -> bool:
-        """Whether a kernel may compute pieces of the tensors one by one; their sums add up to its sums."""
+        """Whether a kernel may compute pieces of the tensors one by one, and their sums be added."""
         return self.flat and self.independent and not any(line.target is update_sizes for line in self.lines)
 
     @property
     def device(self) -> torch.device:
-        """Where its kernel runs: where its tensors are, but for numbers of the host that go there with it."""
+        """Device of the kernel: that of its tensors, ignoring host scalars."""
         layouts = [line.args for line in self.lines if line.target is None and len(line.args) > 1]
         devices = [device for _, device, *_ in layouts]
         return next((device for device in devices if device != HOST), HOST)
 
     @property
     def is_tabled(self) -> bool:
-        """Whether its kernel is one over a table, if its code allows that."""
+        """Whether a kernel over a table is tried."""
         return self.independent and device_facts(self.device).is_launched
 
     @property
     def is_placed(self) -> bool:
-        """Whether a flat rule goes by the places of its elements, too: it is given that of the first."""
+        """Whether a flat rule depends on the indices of its elements, and is given the first index."""
         return self.flat and any(line.target is PHASES for line in self.lines)
 
     @property
     def operations(self) -> set[str]:
-        """The names of the rule's operators."""
+        """Names of the rule's operators."""
         return {str(line.target) for line in self.lines if line.target is not None}
 
     @property
     def is_measured(self) -> bool:
-        """Whether it sums or counts."""
+        """Whether the rule sums or counts."""
         return any(line.target in (update_sums, update_sizes) for line in self.lines)
 
     @property
     def sums(self) -> set[int]:
-        """The input lines that sums over all elements are stored into."""
+        """Input lines that sums over all elements are stored into."""
         return {into for into, value in self.stores if into is not None and self._is_sum(value)}
 
     @property
     def totals(self) -> dict[int, Any]:
-        """The operators of totals that a flat rule computes, by the numbers of its results."""
+        """Operators of the totals that a flat rule computes, by the index of the result."""
         results = [value for into, value in self.stores if into is None]
         targets = {i: self.lines[value].target for i, value in enumerate(results)}
         return {i: target for i, target in targets.items() if self.flat and target in TOTALS}
@@ -177,12 +177,12 @@ class Rule:
 
 
 def rule_of(part: Part) -> Rule:
-    """The rule of a part of a graph."""
+    """Return the rule of a part of a graph."""
     return _Writer(part).rule()
 
 
 def nodes_of(part: Part) -> list[Node]:
-    """Return every node that a part's stores and results are computed from, operands first."""
+    """Return all nodes that a part's stores and results depend on, operands first."""
     found: dict[Node, None] = {}
     roots = [*part.results]
     for store in reversed(part.stores):
@@ -211,12 +211,12 @@ def is_total(node: Node) -> bool:
 
 
 def is_input(part: Part, node: Node) -> bool:
-    """Return whether a part reads a value that it does not compute."""
+    """Return whether a node is an input of a part."""
     return node.op in ("placeholder", "get_attr") or node in part.given
 
 
 class _Writer:
-    """Walks a part from its stores back to its inputs.
+    """Walk from the stores of a part back to its inputs.
 
     ``rows`` are the sums over all elements, or counts over some, and the inputs that they are stored into.
     """
@@ -291,7 +291,7 @@ class _Writer:
         return all(map(is_number, self.nodes))
 
     def _is_of_blocks(self, value: Tensor) -> bool:
-        """Whether a tensor has one element for each block of the others."""
+        """Return whether a tensor has one element for each block of the other tensors."""
         rows = self.shape[0] if self.shape else 1
         return self.has_blocks and value.shape == (rows, self.shape.numel() // (rows * BLOCK))
 
@@ -315,7 +315,7 @@ class _Writer:
         return Line(node.target, args, tuple(sorted(kwargs.items())))
 
     def _layout(self, node: Node) -> tuple[Any, ...]:
-        """The description of an input in a rule: all that a kernel's code may depend on."""
+        """Return the description of an input: everything that a kernel's code may depend on."""
         value = tensor_value(node)
         if value is None:
             return (type(node.meta["val"]),)
@@ -324,19 +324,19 @@ class _Writer:
         return value.dtype, value.device, tuple(value.shape), tuple(value.stride())
 
     def _flat_layout(self, value: Tensor) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-        """The sizes and strides with which a flat rule sees a tensor."""
+        """Return the sizes and strides that a tensor has in a flat rule."""
         if not self.has_blocks:
             return (THE_LENGTH,), (1,)
         return ((THE_LENGTH, 1), (1, 1)) if self._is_of_blocks(value) else ((THE_LENGTH, BLOCK), (BLOCK, 1))
 
 
 def _total_of(node: Node) -> OpOverload:
-    """Return the operator of a total that names no dimensions."""
+    """Return the operator of a total without dimensions."""
     return aten.mean.default if node.target in (aten.mean.default, aten.mean.dim) else aten.sum.default
 
 
 def samples_first(part: Part) -> list[Part]:
-    """A flat part cut into its samples and the rest, which runs after them; any other part as it is.
+    """Cut a flat part into its samples and the rest, which runs after them; leave other parts whole.
 
     So is one that is launched once for all tensors.
     """
@@ -351,7 +351,7 @@ def samples_first(part: Part) -> list[Part]:
 
 
 def order_in_memory(value: Tensor) -> tuple[tuple[int, int], ...]:
-    """The dimensions of more than one element with their strides: equal for equal orders in memory."""
+    """Return dimensions of more than one element with their strides: equal for equal orders in memory."""
     if value.numel() == 0:
         return ()
     return tuple(

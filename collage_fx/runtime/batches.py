@@ -56,7 +56,7 @@ class Piece:
 
 
 class Batch:
-    """Calls of one function.
+    """Calls of one C++ function for many tensors.
 
     Args:
         function: what is called.
@@ -123,7 +123,7 @@ class Batch:
 
 
 def whole_calls(lengths: Sequence[int]) -> list[list[Piece]]:
-    """Jobs of calls that take about as long, whatever their lengths; of numbers, no time to speak of."""
+    """Return jobs of whole calls: a few calls each; one job for calls on scalars, which take no time."""
     pieces = [Piece(call, 0, length) for call, length in enumerate(lengths)]
     size = WHOLE_CALLS if any(lengths) else len(pieces)
     return [pieces[i : i + size] for i in range(0, len(pieces), size)]
@@ -148,6 +148,6 @@ def pieces_of(lengths: Sequence[int], job: int, clump: int = CLUMP) -> list[list
 
 
 def job_size(length: int, threads: int, width: int = 1) -> int:
-    """The length of a job, of so much in all."""
+    """Return the length of a job for a total length."""
     wanted = length * width // (threads * JOBS_PER_THREAD)
     return max(SMALLEST_JOB, min(LARGEST_JOB, wanted // CLUMP * CLUMP)) // width

@@ -32,7 +32,7 @@ HOST = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Kernel:
-    """The compiled code of a rule.
+    """Compiled code of a rule.
 
     Attributes:
         call: takes, as one list, the length if the rule is flat, the inputs, and memory for the results. None
@@ -61,7 +61,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a kernel in a step.
+    """Call of a kernel in a step.
 
     Attributes:
         kernel: what is called.
@@ -80,7 +80,7 @@ class Call:
 
 
 class Present(NamedTuple):
-    """The members of a step that are there in a call: those whose parameters have a gradient.
+    """Members of a step that take part in a call: their parameters have a gradient.
 
     Attributes:
         turns: for each turn of the repetition a byte, which is not zero if its member is there.
@@ -93,7 +93,7 @@ class Present(NamedTuple):
 
 @takes_a_list
 class StepInParts:
-    """Calls the kernels of a step's parts, in AOTAutograd's calling convention.
+    """Step that calls the kernels of its parts, in AOTAutograd's calling convention.
 
     That the arguments have the layouts that the kernels were made for is the caller's to see to.
 
@@ -157,7 +157,7 @@ class StepInParts:
                 self.on_devices.append(launches.add_sums(kernel))
 
     def _launch(self, calls: Sequence[Call]) -> Launch | None:
-        """Calls of one kernel as a launch, if it is one over a table."""
+        """Return calls of one kernel as a launch; None if the kernel is not over a table."""
         kernel = calls[0].kernel
         if not isinstance(kernel.function, TableKernel):
             return None
@@ -168,11 +168,11 @@ class StepInParts:
 
     @property
     def kernels(self) -> list[Kernel]:
-        """The kernels that the step calls, each once."""
+        """Kernels of the step, each once."""
         return list({id(call.kernel): call.kernel for call in self.calls}.values())
 
     def __call__(self, arguments: list[Any], present: array[int] | None = None) -> Any:
-        """Make the calls: those of all turns, or of the turns that are present, whose bytes are not zero."""
+        """Make the calls of all turns, or of the present turns, whose bytes are not zero."""
         if not self._is_called:
             self.constants = [each() if callable(each) else each for each in self.constants]
             self._is_called = True
@@ -209,7 +209,7 @@ def _call(calls: Sequence[Call], values: Sequence[Any], present: array[int] | No
 
 
 def _grouped(calls: Sequence[Call]) -> list[list[Call]]:
-    """The calls of one wave and one kernel together, in an order in which the groups can run."""
+    """Return calls grouped by wave and kernel, in a valid order."""
     groups: dict[tuple[int, int], list[Call]] = defaultdict(list)
     for call in calls:
         groups[call.wave, id(call.kernel)].append(call)
@@ -217,7 +217,7 @@ def _grouped(calls: Sequence[Call]) -> list[list[Call]]:
 
 
 class _Table:
-    """The numbering of what batches read: addresses of a step's values, and cells of scratch memory.
+    """Numbering of the operands of batches: address-table indices and scratch cells.
 
     Args:
         results: indices of the values that are numbers for batches alone: cells of scratch memory.
@@ -228,7 +228,7 @@ class _Table:
         self._numbers: dict[int, int] = {}
 
     def batch(self, calls: Sequence[Call]) -> Batch | None:
-        """Calls of one kernel as a batch, if the kernel is a C++ function."""
+        """Return calls of one kernel as a batch; None if the kernel is not a C++ function."""
         kernel = calls[0].kernel
         if not isinstance(kernel.function, CFunction):
             return None
@@ -250,13 +250,13 @@ class _Table:
         )
 
     def of_value(self, index: int) -> int:
-        """Where the address of a value is: a number in the table, or, negative, a cell."""
+        """Return the address-table index of a value; ~k for scratch cell k."""
         if index in self._cells:
             return self._cells[index]
         return self._numbers.setdefault(index, len(self._numbers))
 
     def of(self, values: list[Any]) -> tuple[array[int], Tensor]:
-        """The table of a step, and its scratch memory."""
+        """Return the address table of a step, and its scratch memory."""
         return self._gather(values), torch.empty(len(self._cells) * CELL, dtype=torch.uint8, device="cpu")
 
     @functools.cached_property
@@ -266,6 +266,6 @@ class _Table:
 
 @dataclass(frozen=True)
 class ValueIndex:
-    """An operand that is one of a step's values, by its index in their list, and not a constant."""
+    """Operand that is a value of the step, given by its index in the list of values."""
 
     index: int

@@ -49,7 +49,7 @@ UPLOADS = 4
 
 
 class Column(NamedTuple):
-    """What is in a column of a launch's rows.
+    """Column of the rows of a launch.
 
     Attributes:
         unit: bytes of a unit of length of a tensor; 0 if it is a number.
@@ -63,7 +63,7 @@ class Column(NamedTuple):
 
 
 class Summed(NamedTuple):
-    """A number, or some counters, that programs of a launch leave parts of: Note [Sums of a launch].
+    """Sum, or counters, of which each program of a launch leaves a part: Note [Sums of a launch].
 
     Attributes:
         argument: the kernel's, which is the row that is to have it.
@@ -79,7 +79,7 @@ class Summed(NamedTuple):
 
 
 class Member(NamedTuple):
-    """A tensor's call of a kernel, as far as a launch has to know it.
+    """Call of a kernel for one tensor, in a launch.
 
     Attributes:
         values: its arguments, as indices into the list of the step's values.
@@ -93,7 +93,7 @@ class Member(NamedTuple):
 
 
 class Launch:
-    """The launch of one kernel for all its tensors.
+    """Launch of one kernel for all its tensors.
 
     Args:
         launches: to which it belongs, with the table.
@@ -164,12 +164,12 @@ class Launch:
 
     @functools.cached_property
     def _table(self) -> Tensor:
-        """The table, from the launch's rows on."""
+        """Table, from the rows of this launch on."""
         return self._launches.table[self.start :]
 
 
 def programs(rows: Tensor, blocks: Tensor, device: torch.device) -> Tensor:
-    """A word for each program of a launch: ``row << 32 | block``, for so many blocks of each row."""
+    """Return a word for each program of a launch: ``row << 32 | block``."""
     count = int(blocks.sum())
     rows, blocks = rows.to(device), blocks.to(device)
     starts = blocks.cumsum(0) - blocks
@@ -178,7 +178,7 @@ def programs(rows: Tensor, blocks: Tensor, device: torch.device) -> Tensor:
 
 
 class Launches:
-    """The launches of a step on one device, and their table.
+    """Launches of a step on one device, and their table.
 
     Args:
         device: where they run.
@@ -217,7 +217,7 @@ class Launches:
         width: int,
         sums: Sequence[Summed] = (),
     ) -> Launch:
-        """Add the launch of a kernel, whose unit of length has so many elements."""
+        """Add the launch of a kernel; ``width`` is the number of elements in a unit of length."""
         start, lengths, turns = self._start(), list[int](), list[int]()
         longest = LONGEST_PIECE // width
         for member in members:
@@ -234,7 +234,7 @@ class Launches:
         return self.launches[-1]
 
     def add_sums(self, kernel: TableKernel) -> Launch:
-        """Add the launch that adds what those so far leave of sums."""
+        """Add the launch that adds up the partial sums of the launches so far."""
         start = self._start()
         for index, place, at, count in self._added:
             self._word(self._place(index), offset=WORD * place)
@@ -245,13 +245,13 @@ class Launches:
         return self.launches[-1]
 
     def _start(self) -> int:
-        """Where rows begin: at multiples of 16 bytes, which kernels are told."""
+        """Return the start of the next row: a multiple of 16 bytes, which kernels rely on."""
         if len(self._sources) % 2:
             self._word()
         return len(self._sources)
 
     def _sum(self, member: Member, sums: Sequence[Summed], blocks: int) -> None:
-        """The words of a row for its sums, of which so many programs leave parts, and for its counters."""
+        """Return the words of a row for its partial sums, one for each program, and for its counters."""
         first_part = self._words_of_sums
         first_counter = first_part + blocks * (1 + max((s.part for s in sums if not s.counters), default=-1))
         self._words_of_sums = first_counter + max(
@@ -284,12 +284,12 @@ class Launches:
             self._word(self._place(index), offset=offset * column.unit)
 
     def _place(self, index: int) -> int:
-        """What ``fill`` calls the place of an address: one of scratch memory is below -1, which is none."""
+        """Return an operand code for ``fill``: n = address-table index, -1 = none, -2-k = scratch cell k."""
         place = self._place_of(index)
         return place if place >= 0 else place - 1
 
     def _allocate(self) -> None:
-        """Give numbers and cells their words, and all of them memory."""
+        """Allocate words for scalars and scratch cells, and the memory for all words."""
         numbers: dict[tuple[int, int, int], int] = {}
         of_words = []
         for word, number in self._waiting:
@@ -312,7 +312,7 @@ class Launches:
         self._upload = Upload(count, self.device)
 
     def update(self, addresses: array[int], scratch: Tensor, present: array[int] | None = None) -> None:
-        """Bring the table up to date for a step: before its launches, behind all that the host computes.
+        """Update the table for a step: before its launches, after the computations of the host.
 
         Args:
             addresses: of the step's values.
@@ -345,7 +345,7 @@ class Launches:
 
 
 def is_captured(device: torch.device) -> bool:
-    """Whether what is launched on the device's current stream is recorded into a CUDA graph."""
+    """Return whether the current stream of a device is being captured into a CUDA graph."""
     if device.type != "cuda":
         return False
     with torch.cuda.device(device):
@@ -353,7 +353,7 @@ def is_captured(device: torch.device) -> bool:
 
 
 class Upload:
-    """Copies words to a device without waiting for it.
+    """Copy of words to a device, without waiting for the device.
 
     Each of some pinned buffers is written to when the device has read what was in it.
     """

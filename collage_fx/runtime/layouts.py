@@ -33,7 +33,7 @@ from collage_fx.torch_compat import laid_out_like
 
 @dataclass(frozen=True)
 class Expected:
-    """The description of the tensor that a step's code expects as one of its arguments.
+    """Description of an argument that the code of a step expects.
 
     Attributes:
         index: of it among the arguments.
@@ -54,7 +54,7 @@ class Expected:
     is_only_read: bool
 
     def fit(self, arguments: list[Any]) -> bool:
-        """Whether the tensor has been replaced by a copy that fits; raise if it fits in no way."""
+        """Replace a tensor by a copy that fits, if needed; return whether it was replaced, or raise."""
         tensor = arguments[self.index]
         refuse_layout(tensor, self.name)
         if tensor.dtype is not self.dtype or tensor.device != self.device:
@@ -77,7 +77,7 @@ class Expected:
         return False
 
     def _has_layout_of(self, tensor: Tensor) -> bool:
-        """Whether size and strides are those expected; a stride along one element says nothing."""
+        """Return whether size and strides are as expected, ignoring strides of dimensions of one element."""
         strides = zip(self.size, self.stride, tensor.stride(), strict=False)
         return tensor.shape == self.size and all(n <= 1 or a == b for n, a, b in strides)
 
@@ -91,7 +91,7 @@ class Expected:
 
 
 class Layouts:
-    """Makes the tensors that a step is called with fit its code: Note [One look at all tensors].
+    """Check of all arguments of a step against its code: Note [One look at all tensors].
 
     Args:
         expected: those that the code, or what is done before it, goes by.
@@ -104,7 +104,7 @@ class Layouts:
         self._last: tuple[Callable[..., bool], Sequence[Expected]] = (_unknown, ())
 
     def fit(self, arguments: list[Any]) -> None:
-        """Refuse, or replace by copies, tensors that the code wasn't made for.
+        """Replace tensors of another layout by copies, or raise.
 
         Raises:
             ChangedTensorError, UnsupportedTensorError: naming the tensor.
@@ -126,7 +126,7 @@ def _unknown(*tensors: Tensor) -> bool:
 
 
 def picking(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """A function like ``itemgetter(*indices)`` that returns a tuple also for one index, or none."""
+    """Return a function like ``itemgetter(*indices)`` that returns a tuple also for one index, or none."""
     if len(indices) > 1:
         return itemgetter(*indices)
     return lambda values: tuple(values[index] for index in indices)

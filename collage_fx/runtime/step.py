@@ -29,7 +29,7 @@ Picking = Callable[[Sequence[Any]], tuple[Any, ...]]
 
 @takes_a_list
 class CompensatedStep:
-    """Calls the compiled graph with the error terms, and the rows of sums, behind its arguments.
+    """Compiled graph that is called with error terms and rows of sums after its arguments.
 
     Note [Error terms of the last call]: looking up the record of each tensor takes a microsecond where its
     objects have been evicted from the processor's caches. So the buffers are remembered as long as no record
@@ -79,7 +79,7 @@ class CompensatedStep:
 
 
 class Member(NamedTuple):
-    """A parameter that is left alone in a step if it has no gradient: Note [Members that come and go].
+    """Parameter that a step skips if it has no gradient: Note [Members that come and go].
 
     Attributes:
         gradient, parameter: their indices among the inputs of the whole graph.
@@ -92,7 +92,7 @@ class Member(NamedTuple):
 
 
 class WholeStep:
-    """A step for Dynamo to call, in place of AOTAutograd's wrapper around the compiled graph.
+    """Step that Dynamo calls instead of AOTAutograd's wrapper around the compiled graph.
 
     Args:
         step: takes the inputs of the whole graph as one list, and if some members are not there, those that
@@ -147,7 +147,7 @@ class WholeStep:
             return self.step(values) if present is None else self.step(values, present)
 
     def _without(self, absent: tuple[int, ...]) -> tuple[Present | None, Picking]:
-        """The members that are there without some gradients, and what is updated."""
+        """Return the members that have gradients, and the inputs that are updated."""
         if len(self._known) > MOST_PATTERNS:
             self._known = {(): self._known[()]}
         turns = array("b", [each.gradient not in absent for each in self.members])
@@ -159,7 +159,7 @@ class WholeStep:
 
 @takes_a_list
 class MakingStep:
-    """Calls a step that is given memory for what it makes: Note [State is born with its error term].
+    """Step that is given memory for the state that it makes: Note [State is born with its error term].
 
     Args:
         step: takes its inputs, and the new tensors behind them, as one list.
@@ -187,7 +187,7 @@ class MakingStep:
 
 
 def bind(index: int, info: InputInfo, error_format: ErrorFormat) -> Binding:
-    """The way for a compiled step to find the error terms of an input; those of a bound one are made now."""
+    """Return a binding that finds the error terms of an input; those of a bound input are made now."""
     if not info.bound or info.tensor is None:
         return Binding(index, error_format, info.name)
     expansion = ensure_expansion(info.tensor, error_format, name=info.name)
@@ -196,7 +196,7 @@ def bind(index: int, info: InputInfo, error_format: ErrorFormat) -> Binding:
 
 @dataclass
 class Binding:
-    """Finds the error terms of one of a step's inputs.
+    """Lookup of the error terms of an input of a step.
 
     Those of an argument are looked up in each call by its identity, and made at its first step. An attribute
     of the captured module is the same tensor in every call: its record is remembered, so that a step costs no
@@ -218,7 +218,7 @@ class Binding:
     record: Callable[[], Expansion | None] = lambda: None
 
     def expansion(self, arguments: Sequence[Any]) -> Expansion:
-        """The record of the input in a call."""
+        """Return the record of the input in a call."""
         if (known := self.record()) is not None:
             return known
         tensor = arguments[self.index] if self.bound is None else self.bound()

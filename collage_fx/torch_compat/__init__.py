@@ -126,7 +126,6 @@ try:
     from collage_fx.torch_compat.patch_graph_breaks import GraphBreak
     from collage_fx.torch_compat.patch_inductor import (
         fusing_distant_nodes,
-        without_outer_loop_fusion,
         without_triton,
     )
     from collage_fx.torch_compat.patch_numbers import BurnedIn
@@ -304,7 +303,6 @@ __all__ = [
     "watch_conversions",
     "whole_tensor",
     "without_modes",
-    "without_outer_loop_fusion",
     "without_torch_function",
     "without_triton",
     "wrap_flat_states",

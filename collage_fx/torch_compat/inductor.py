@@ -45,7 +45,7 @@ FACT = "collage_fx_"
 
 
 def add_to_cache_key(gm: torch.fx.GraphModule, **facts: object) -> None:
-    """Let Inductor's cache of graphs tell a graph from an equal one of which these facts differ.
+    """Add facts to the key of a graph in Inductor's cache.
 
     It looks at the attributes of the module.
     """
@@ -89,7 +89,7 @@ _generated: ContextVar[list[str] | None] = ContextVar("_generated", default=None
 
 @contextlib.contextmanager
 def generated_code() -> Iterator[list[str]]:
-    """Within, the code that Inductor writes for each graph, Python with its kernels, is added to this list.
+    """Context manager: collect the code that Inductor writes for each graph, Python and kernels, in a list.
 
     Also of graphs that it finds in its cache; not of those in which there is nothing to compute. And, at the
     end, to the list of whoever has entered this around.
@@ -105,13 +105,13 @@ def generated_code() -> Iterator[list[str]]:
 
 
 def note_generated_code(sources: Iterable[str]) -> None:
-    """Add what Inductor wrote earlier, for code that is used again, to the list of :func:`generated_code`."""
+    """Add code of an earlier compilation, which is used again, to the list of :func:`generated_code`."""
     if (found := _generated.get()) is not None:
         found.extend(sources)
 
 
 class InductorFault(Exception):
-    """Inductor, or the compiler that it calls, failed at a graph; the message is the first line of theirs.
+    """Failure of Inductor, or of the compiler that it calls; the message is the first line of theirs.
 
     Attributes:
         ours: file, line and function of this package's in which the fault began; empty if it is Inductor's.
@@ -125,7 +125,7 @@ class InductorFault(Exception):
 
 @contextlib.contextmanager
 def inductor_faults() -> Iterator[None]:
-    """Context manager: what Inductor raises becomes an :class:`InductorFault`, with its cause."""
+    """Context manager: turn an exception of Inductor into an :class:`InductorFault`, with its cause."""
     try:
         yield
     except Exception as error:
@@ -133,12 +133,12 @@ def inductor_faults() -> Iterator[None]:
 
 
 def is_refused_by_compiler(fault: InductorFault) -> bool:
-    """Return whether a C++ compiler was there, and found an error in what it was given."""
+    """Return whether a fault is an error that a working C++ compiler found in its source."""
     return isinstance(fault.__cause__, CppCompileError)
 
 
 def _ours(error: BaseException) -> str:
-    """The place in this package, called by Inductor, at which an error began; empty if it began in torch.
+    """Return file and line of this package at which an error began; empty if it began in torch.
 
     Frames of other packages belong to whoever called them. A recursion that is too deep ends anywhere.
     """
@@ -160,7 +160,7 @@ def compile_with_inductor(
     decompositions: dict[Any, Callable[..., Any]] | None,
     config_patches: dict[str, Any] | None,
 ) -> Callable[..., Any]:
-    """Run a Dynamo graph through AOTAutograd and Inductor with ``inner_compile`` in place of Inductor's own.
+    """Compile a Dynamo graph through AOTAutograd, with ``inner_compile`` instead of Inductor's own.
 
     ``decompositions`` are applied by AOTAutograd; without them, Inductor's own are
     (:func:`functional_decompositions`), and ``inner_compile`` is all that is not as in plain Inductor.
@@ -187,7 +187,7 @@ def compile_with_inductor(
 
 
 def mode_options(mode: str) -> dict[str, Any]:
-    """Inductor configuration of a ``torch.compile`` mode.
+    """Return the Inductor configuration of a ``torch.compile`` mode.
 
     Raises RuntimeError for a mode that torch doesn't know.
     """
@@ -195,13 +195,13 @@ def mode_options(mode: str) -> dict[str, Any]:
 
 
 def cpp_compilers() -> list[str]:
-    """The names of the C++ compilers that Inductor tries, in order."""
+    """Return the names of the C++ compilers that Inductor tries, in order."""
     names = inductor_config.cpp.cxx
     return [str(name) for name in (names if isinstance(names, (list, tuple)) else [names]) if name]
 
 
 def functional_decompositions() -> dict[Any, Callable[..., Any]]:
-    """The decompositions Inductor expects to have been applied to the graphs it is given."""
+    """Return the decompositions that Inductor expects its graphs to have been made with."""
     return dict(select_decomp_table())
 
 
@@ -230,7 +230,7 @@ _PREPARING = "collage_fx: prepare the compiler"
 
 @functools.cache
 def prepare_cpp_compiler() -> concurrent.futures.Future[Any]:
-    """Begin to find out, on another core, what the processor and the compiler can do; once a process.
+    """Start to test, on another core, the processor and the C++ compiler; once a process.
 
     On a machine that has compiled nothing yet, that takes longer than a kernel. Whoever compiles waits for
     it, as Inductor's answers differ where two threads ask at once. The future raises a fault of the compiler.
@@ -250,5 +250,5 @@ def _finish(executor: concurrent.futures.Executor) -> None:
 
 
 def innermost_callable(compiled: Any) -> Callable[[list[Any]], Any]:
-    """The generated function in what Inductor has compiled for the CPU, without the profiling around it."""
+    """Return the generated function of a compiled graph for the CPU, without the profiling around it."""
     return cast("Callable[[list[Any]], Any]", getattr(compiled, "current_callable", None) or compiled)

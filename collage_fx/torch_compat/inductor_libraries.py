@@ -16,7 +16,7 @@ ADDRESS_OF_TENSOR: int = _torchinductor_pyobject_tensor_data_ptr
 
 @dataclass(frozen=True)
 class CFunction:
-    """A compiled function of C++ whose arguments are addresses and 64-bit integers.
+    """Compiled C++ function whose arguments are addresses and 64-bit integers.
 
     Attributes:
         address: of the function.

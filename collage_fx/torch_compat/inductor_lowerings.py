@@ -118,7 +118,7 @@ def register_block_lowerings(
         return lowerings[torch.ops.aten.view.default](scales, [rows, FloorDiv(blocks, rows)])
 
     def load_of_scale(scales: Any, like: Any) -> Callable[[Any], Any]:
-        """A function that loads the scale of an element."""
+        """Return a function that loads the scale of an element."""
         like.realize()
         size, strides = like.get_size(), like.get_stride()
         if len(size) == 2 and size[1] == block:
@@ -160,7 +160,7 @@ def register_block_lowerings(
 
 
 def _memory_order(tensor: Any) -> list[int]:
-    """The dimensions of a tensor in memory as they lie there, the outermost first."""
+    """Return the dimensions of a tensor by their order in memory, the outermost first."""
     steps = [V.graph.sizevars.optimization_hint(step, fallback=1) for step in tensor.get_stride()]
     return sorted(range(len(steps)), key=lambda dim: (-steps[dim], dim))
 
@@ -265,7 +265,7 @@ def register_summing_lowering(
 
 
 def _as_value_of_loop(tensor: Any) -> Any:
-    """Realize a tensor, else each sum would be traced from the inputs of the step.
+    """Realize a tensor: otherwise each sum would be traced from the inputs of the step.
 
     One of those is copied. In the code this is a variable; but where sums read the input itself, Inductor
     stores into that after them, in another loop, and keeps what is stored in memory until then.
@@ -306,7 +306,7 @@ def register_sampling_lowering(
         indices: Callable[[list[Any]], Any] = ir.View.dynamic_reshape_indexer(size, [elements])
 
         def of_each(dtype: torch.dtype, function: Callable[[Any], Any]) -> Any:
-            """Compute something for each of the few, keep it, and return its load."""
+            """Compute a value for each sampled element, keep it, and return its loader."""
             box = ir.Pointwise.create(device=device, dtype=dtype, inner_fn=function, ranges=[sample])
             box.realize()
             with ir.ComputedBuffer.force_realize():  # else positions would be computed anew in each load

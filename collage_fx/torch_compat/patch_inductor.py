@@ -17,14 +17,6 @@ DISTANT_NODES = Patch(
     during="lowerings",
 )
 
-OUTER_LOOPS = Patch(
-    name="outer-loops",
-    target="torch._inductor.codegen.cpp:CppScheduling.can_fuse_vertical_outer_loop(self, node1, node2)",
-    why="where Inductor's C++ backend has failed, loops that agree in the outer dimensions alone stay apart",
-    needed_for="speed",
-    during="lowerings",
-)
-
 PATTERNS = Patch(
     name="patterns",
     target="torch._inductor.fx_passes.joint_graph:lazy_init",
@@ -43,7 +35,7 @@ LOADED_KERNELS = Patch(
 
 
 def fusing_distant_nodes() -> contextlib.AbstractContextManager[None]:
-    """Within, Inductor fuses nodes however many others are between them.
+    """Context manager: let Inductor fuse nodes however many others are between them.
 
     Beyond 64 it does not, lest what they read is kept in memory for longer. Where all are computed from the
     same element of some tensors, it is the other way round: what is not fused is kept in memory.
@@ -51,13 +43,8 @@ def fusing_distant_nodes() -> contextlib.AbstractContextManager[None]:
     return DISTANT_NODES.entered(lambda original: lambda *nodes: False)
 
 
-def without_outer_loop_fusion() -> contextlib.AbstractContextManager[None]:
-    """Within, loops of C++ kernels that agree in the outer dimensions alone stay apart."""
-    return OUTER_LOOPS.entered(lambda original: lambda *nodes: False)
-
-
 def without_patterns() -> contextlib.AbstractContextManager[None]:
-    """Within, Inductor doesn't make its patterns of attention, padding and shuffled rows.
+    """Context manager: skip Inductor's patterns of attention, padding and shuffled rows.
 
     That takes a second, once a process; the first graph that is compiled for others has them made as ever. In
     a step on the CPU there is nothing that they would make faster.
@@ -66,7 +53,7 @@ def without_patterns() -> contextlib.AbstractContextManager[None]:
 
 
 def without_triton() -> contextlib.AbstractContextManager[None]:
-    """Within, Triton kernels that Inductor writes are compiled when they are first run, if ever."""
+    """Context manager: compile Triton kernels of Inductor when they are first run, if ever."""
     return LOADED_KERNELS.entered(_deferring)
 
 
@@ -75,7 +62,7 @@ CONTRACTS, DOES_NOT = "'enable_fp_fusion': True", "'enable_fp_fusion': False"
 
 
 def without_contraction() -> contextlib.AbstractContextManager[None]:
-    """Context manager: Triton kernels that Inductor writes round each product before it is added.
+    """Context manager: have Triton kernels of Inductor round each product before it is added.
 
     Else LLVM chooses, for each element of a thread, which of two products goes into an fma with the other:
     bits would depend on where in a block an element is.
@@ -98,7 +85,7 @@ def _deferring(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Deferred:
-    """A kernel of Inductor's that is compiled when it is run."""
+    """Kernel of Inductor that is compiled when it is first run."""
 
     def __init__(self, compile_: Callable[[], Any]) -> None:
         self._compile = compile_

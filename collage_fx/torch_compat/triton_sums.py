@@ -42,11 +42,11 @@ class SummedValues:
 
     @property
     def number(self) -> int:
-        """How many sums there are."""
+        """Number of sums."""
         return len(self.products) + len(self.counts)
 
     def definition(self, name: str) -> str:
-        """Of the Triton function that stores the partial sums of a block, so many words apart."""
+        """Write the Triton function that stores the partial sums of a block."""
         values = [f"v{i}" for i in range(len(self.arguments))]
         lines = [f"{value} = tl.where(mask, {value}, 0.0)" for value in values]
         sums = [f"tl.sum({values[i]}.to(tl.float64) * {values[j]}.to(tl.float64))" for i, j in self.products]
@@ -66,7 +66,7 @@ class SummedValues:
 
 @dataclass(frozen=True)
 class Sampling:
-    """A sample of a tensor's elements, as text of expressions of whole numbers.
+    """Sample of a tensor's elements, as text of integer expressions.
 
     Attributes:
         number: of the element of the sample that is nearest to the element at ``place``, of ``elements``.
@@ -82,13 +82,13 @@ class Sampling:
 
     @property
     def definition(self) -> str:
-        """Of the Triton function that counts the elements of a block, and what it calls."""
+        """Write the Triton function that counts the elements of a block, and the functions that it calls."""
         return _COUNTING.format(number=self.number, place=self.place, apart=2 * self.together)
 
 
 @dataclass(frozen=True)
 class TableSums:
-    """What a kernel sums and counts, in place of stores.
+    """Sums and counts of a kernel, instead of stores.
 
     Attributes:
         tensors: what is summed of each.
@@ -104,17 +104,17 @@ class TableSums:
 
     @property
     def arguments(self) -> list[int]:
-        """All that is not stored into."""
+        """Arguments that are not stored into."""
         return [*(each for tensor in self.tensors for each in tensor.arguments), *self.sizes]
 
     @property
     def definitions(self) -> str:
-        """Of the functions that a kernel calls."""
+        """Write the functions that a kernel calls."""
         summing = (tensor.definition(f"_store_sums_{i}") for i, tensor in enumerate(self.tensors))
         return "\n\n".join([*summing, self.sampling.definition])
 
     def call(self, stored: Mapping[int, tuple[str, str, str]], last: int) -> str:
-        """What is called when the argument that was missing has been stored into; nothing, if others are.
+        """Return the call to make once all arguments have been stored into; empty before that.
 
         Args:
             stored: place, value and mask of each argument so far.

@@ -50,7 +50,7 @@ ALIGNED_BYTES = 16
 
 @dataclass(frozen=True)
 class TableKernel:
-    """A Triton kernel over a table.
+    """Triton kernel over a table.
 
     Attributes:
         name: the kernel's, as profilers show it: another one for each rule, the same in each process.
@@ -70,7 +70,7 @@ class TableKernel:
     adding: TableKernel | None = None
 
     def begin(self) -> None:
-        """Have Inductor compile the kernel for aligned addresses, which may go on in another process."""
+        """Start to compile the kernel for aligned addresses, maybe in another process."""
         _begun(self.name, self.source[True])
         if self.adding is not None:
             self.adding.begin()
@@ -87,13 +87,13 @@ def _begun(name: str, source: str) -> Any:
 
 @functools.cache
 def _loaded(name: str, source: str) -> Any:
-    """Wait for a kernel, once: a future of Inductor's loads it anew each time that it is asked."""
+    """Wait for a kernel, once: a future of Inductor loads the kernel again at each call of ``result``."""
     kernel = _begun(name, source)
     return kernel.result() if hasattr(kernel, "result") else kernel
 
 
 def launch(kernel: Any, table: torch.Tensor, programs: torch.Tensor, device: torch.device) -> None:
-    """Launch a loaded kernel with as many programs as there are words for them, on the current stream."""
+    """Launch a loaded kernel on the current stream, with one program for each word."""
     with torch.cuda.device(device):
         stream = torch.cuda.current_stream(device).cuda_stream
         kernel.run(table, programs, programs.numel(), 1, 1, stream=stream)
@@ -103,7 +103,7 @@ def launch(kernel: Any, table: torch.Tensor, programs: torch.Tensor, device: tor
 
 
 class _Unlike(Exception):
-    """Code that is not of the kind that can be put into another frame; the message says why."""
+    """Error for code that cannot be put into another frame; the message says why."""
 
 
 def table_kernel(
@@ -113,7 +113,7 @@ def table_kernel(
     elements: Collection[int],
     sums: TableSums | None = None,
 ) -> TableKernel | str:
-    """The kernel over a table that does what Inductor's code does for one tensor, or why there is none.
+    """Make a kernel over a table of Inductor's code for one tensor, or return why that is impossible.
 
     Args:
         code: a module that launches a Triton kernel, whatever its arguments; or several, if of numbers alone.
@@ -134,7 +134,7 @@ def table_kernel(
 
 
 def _texts(module: ast.Module) -> Iterator[tuple[str, str]]:
-    """The Triton kernels of generated code: their names, and the modules that they are in."""
+    """Return the Triton kernels of generated code: name and module of each."""
     for call in ast.walk(module):
         if isinstance(call, ast.Call) and ast.unparse(call.func) == "async_compile.triton":
             yield ast.literal_eval(call.args[0]), ast.literal_eval(call.args[1])
@@ -142,7 +142,7 @@ def _texts(module: ast.Module) -> Iterator[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class _Kernel:
-    """A Triton kernel of Inductor's, as syntax.
+    """Syntax tree of a Triton kernel of Inductor.
 
     Attributes:
         imports: what stands before it in its module.
@@ -175,11 +175,11 @@ class _Kernel:
 
 
 class _StandIn(int):
-    """Stands for an argument of generated code, known again by its identity."""
+    """Stand-in for an argument of generated code, recognized by identity."""
 
 
 def _runs(module: ast.Module, kernels: Collection[str], arguments: int) -> list[_Run]:
-    """The kernels that generated code runs, and with what: its arguments, by number, and constants.
+    """Return the kernels that generated code runs, with their arguments, by number, and constants.
 
     The code is executed with stand-ins for arguments and kernels. This is safe because nothing else has a
     name in it. A number that it computes of an argument is another one for other arguments.
@@ -231,7 +231,7 @@ def _noted(function: ast.FunctionDef, kernels: Collection[str], given: Sequence[
 
 @dataclass(frozen=True)
 class _Argument:
-    """An argument of the code around the kernel, by its number."""
+    """Argument of the code around the kernel, by its number."""
 
     number: int
 
@@ -265,7 +265,7 @@ def _framed(
     elements: frozenset[int],
     sums: TableSums | None,
 ) -> TableKernel:
-    """The runs of kernels for one tensor as one kernel, in which a tensor is a row of a table."""
+    """Write the runs of kernels for one tensor as one kernel, in which a tensor is a row of a table."""
     columns: dict[int, str] = {}  # Inductor has two names for what is read and written in place: one address
     calls = []
     accesses: list[int] = []
@@ -347,14 +347,14 @@ def {name}(table, programs, XBLOCK: tl.constexpr, ALIGNMENT: tl.constexpr):
 
 
 def _accessed(function: ast.FunctionDef) -> Iterator[str]:
-    """The parameters of a kernel that it loads from and stores into, at each place."""
+    """Return the parameters that a kernel loads from and stores into, for each load and store."""
     for node in ast.walk(function):
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("tl.load", "tl.store"):
             yield ast.unparse(node.args[0]).partition(" + ")[0]
 
 
 def _adding(like: _Kernel, head: str) -> TableKernel:
-    """The kernel that adds partial sums, on the device of another one."""
+    """Return the kernel that adds partial sums, on the device of another kernel."""
     name = "collage_add_sums"
     config = {"XBLOCK": BLOCK, "num_warps": THREADS // _warp(like), "num_stages": 1}
     text = ADDING.format(name=name).replace("decorator", _decorator(config, like, name), 1)
@@ -362,7 +362,7 @@ def _adding(like: _Kernel, head: str) -> TableKernel:
 
 
 def _body(name: str, kernel: _Kernel, rewriting: _Rewriting) -> str:
-    """The body of a kernel as a function of the number of its block, and of whether that is full."""
+    """Write the body of a kernel as a function of its block's number, and of whether the block is full."""
     statements = [
         ast.unparse(ast.fix_missing_locations(rewriting.visit(each))) for each in kernel.function.body
     ]
@@ -389,14 +389,14 @@ def _item(mapping: ast.Dict, name: str) -> ast.expr:
 
 
 def _warp(kernel: _Kernel) -> int:
-    """The threads of a warp of the device that Inductor has generated the kernel for: 64 on some of AMD's."""
+    """Return the threads of a warp on the device of a kernel: 32, or 64 on some AMD devices."""
     device = _item(kernel.triton_meta, "device")
     told = [each.value for each in getattr(device, "keywords", []) if each.arg == "warp_size"]
     return next((size for size in map(ast.literal_eval, told) if size), WARP)
 
 
 def _elements_of_a_unit(function: ast.FunctionDef) -> int:
-    """The length of the loop within a block: that of a reduction that is done at once."""
+    """Return the length of the loop within a block: that of a persistent reduction."""
     for each in function.body:
         if isinstance(each, ast.AnnAssign) and ast.unparse(each.target) == "R0_BLOCK":
             return int(ast.literal_eval(each.value)) if each.value is not None else 1
@@ -412,7 +412,7 @@ else:
 
 
 class _Rewriting(ast.NodeTransformer):
-    """Rewrites the body of a kernel: which block it computes, where it needs no mask, and what it sums.
+    """Rewriting of a kernel's body: its block, masks that are not needed, and sums.
 
     Args:
         sums: what is summed.
@@ -448,7 +448,7 @@ class _Rewriting(ast.NodeTransformer):
 
 
 def _decorator(config: Mapping[str, int], kernel: _Kernel, name: str) -> str:
-    """Make Inductor's decorator for a kernel of one configuration, with the facts that it has of this kernel.
+    """Write Inductor's decorator for a kernel of one configuration, with the metadata of this kernel.
 
     No product and sum become an fma: LLVM would choose for each copy of an expression (the full block, the
     last one, each element of a thread) which of two products that is, and bits would depend on the place.
@@ -474,7 +474,7 @@ def _decorator(config: Mapping[str, int], kernel: _Kernel, name: str) -> str:
 
 
 def _with(mapping: ast.Dict, **changes: Any) -> str:
-    """The text of a dictionary with other values for these keys."""
+    """Return the text of a dictionary with other values for these keys."""
     items = zip(mapping.keys, mapping.values, strict=True)
     kept = {ast.unparse(key): ast.unparse(value) for key, value in items if key is not None}
     kept |= {repr(name): repr(value) for name, value in changes.items()}

@@ -19,7 +19,7 @@ from collage_fx.errors import InvalidOptionError
 from collage_fx.graph import Reason, placeholders
 from collage_fx.lowering import forget_kernels
 from collage_fx.lowering.lower import _whole
-from collage_fx.lowering.plan import lower_in_parts
+from collage_fx.lowering.schedule import lower_in_parts
 from collage_fx.torch_compat import TableKernel
 from collage_fx.torch_compat.imaginary_cuda import machine_code
 from tests.support import triton_offline as offline

@@ -10,7 +10,7 @@ from torch._inductor.compile_fx import compile_fx
 from torch.fx import GraphModule
 
 from collage_fx.graph import Reason
-from collage_fx.lowering.plan import lower_in_parts
+from collage_fx.lowering.schedule import lower_in_parts
 
 __all__ = ["BACKENDS", "in_parts"]
 

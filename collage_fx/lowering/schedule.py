@@ -33,7 +33,7 @@ FIRST = "first"
 
 
 def lower_in_parts(gm: GraphModule, *, always: bool = False) -> StepInParts | Reason:
-    """Compile a graph a part at a time, equal parts once, or say why that can't be done or saves nothing.
+    """Compile a graph part by part, equal parts once, or return why that is impossible or useless.
 
     Args:
         gm: the rewritten graph.
@@ -65,7 +65,7 @@ def lower_in_parts(gm: GraphModule, *, always: bool = False) -> StepInParts | Re
 
 
 def _why_no_tables() -> Reason | None:
-    """Why the host can't write the tables that launches read; None if it can."""
+    """Return why the host cannot write the tables that launches read; None if it can."""
     try:
         with inductors_faults():
             load_library()
@@ -75,7 +75,7 @@ def _why_no_tables() -> Reason | None:
 
 
 def rules_of(gm: GraphModule, *, always: bool = False) -> list[tuple[Part, Rule]] | Reason:
-    """The parts of a graph, in an order in which they can run, and the rule of each.
+    """Return the parts of a graph, in a valid order, each with its rule.
 
     Equal parts are one kernel, which a CPU calls, and a GPU launches, once for all of them.
     """
@@ -93,7 +93,7 @@ def rules_of(gm: GraphModule, *, always: bool = False) -> list[tuple[Part, Rule]
 
 
 def _not_plain(value: Any) -> str | None:
-    """The reason why an input rules out parts: its device, or unknown sizes; None if it does not."""
+    """Return why an input rules out parts: its device, or unknown sizes; None if it does not."""
     if not isinstance(value, Tensor):
         return None
     if not device_facts(value.device).in_parts:
@@ -105,7 +105,7 @@ def _not_plain(value: Any) -> str | None:
 
 @dataclass(frozen=True)
 class _Planned:
-    """A part of the step, its rule, the rule's kernel and the wave in which it is called."""
+    """Part of the step with its rule, the rule's kernel, and the wave in which it is called."""
 
     part: Part
     rule: Rule
@@ -154,7 +154,7 @@ def _plan(gm: GraphModule, planned: Sequence[_Planned]) -> StepInParts:
 
 
 def _numbers(graph: Graph, outputs: Sequence[Any]) -> list[Node]:
-    """The nodes that compute the symbolic numbers among a graph's outputs, operands first."""
+    """Return the nodes that compute the symbolic numbers among a graph's outputs, operands first."""
     wanted = set(filter(_is_computed_in_python, outputs))
     wanted |= reached(wanted, lambda node: filter(_is_computed_in_python, node.all_input_nodes))
     return [node for node in graph.nodes if node in wanted]
@@ -169,7 +169,7 @@ def _is_computed_in_python(value: Any) -> bool:
 
 
 def repeated_step(step: StepInParts, repetition: Repetition) -> StepInParts | Reason:
-    """A step that makes the calls for every member of each family, or why they cannot be repeated."""
+    """Repeat the calls of a step for every member of each family, or return why that is impossible."""
     if repetition.is_of_one:
         return step
     first_constant = len(repetition.copies)
@@ -211,7 +211,7 @@ def repeated_step(step: StepInParts, repetition: Repetition) -> StepInParts | Re
 def _calls_by_family(
     step: StepInParts, repetition: Repetition, first_result: int
 ) -> tuple[dict[int | None, list[Call]], dict[int, int | None]] | None:
-    """The calls of each family, in order, and the family of each result; None if a call is of several.
+    """Return the calls of each family, and the family of each result; None if a call is of several.
 
     A result is made by the first call that names it.
     """
