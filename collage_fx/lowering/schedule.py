@@ -25,7 +25,7 @@ from collage_fx.lowering.islands import cut
 from collage_fx.lowering.kernels import kernel_of
 from collage_fx.lowering.parts import Part, parts_of
 from collage_fx.lowering.rules import Rule, rule_of, samples_first
-from collage_fx.runtime import EVERY_TURN, HOST, Call, Kernel, StepInParts, ValueIndex
+from collage_fx.runtime import EVERY_TURN, HOST, Call, Kernel, StepInParts, ValueIndex, bytes_of, in_rounds
 from collage_fx.torch_compat import InductorFault, inductor_config, pytree
 
 #: Stands, with a device, for the place of the first element of tensors as a whole in a plan's values.
@@ -133,7 +133,9 @@ def _plan(gm: GraphModule, planned: Sequence[_Planned]) -> StepInParts:
         length = [indices[each.rule.length]] if each.rule.flat else []
         place = [indices[FIRST, each.rule.device]] if each.rule.is_placed else []
         inputs = [indices[node] for node in (*each.rule.operands, *each.part.results)]
-        return Call(each.kernel, (*length, *place, *inputs), each.wave, each.rule.length)
+        stored = [indices[store.all_input_nodes[0]] for store in each.part.stores]
+        written = (*stored, *(indices[value] for value in each.part.results))
+        return Call(each.kernel, (*length, *place, *inputs), each.wave, each.rule.length, written)
 
     returned = [
         value.args[0] if value is not None and is_copy_to_input(value) else value for value in outputs
@@ -190,22 +192,29 @@ def repeated_step(step: StepInParts, repetition: Repetition) -> StepInParts | Re
         key = (index, 0 if owners[index] is None else member)
         return results.setdefault(key, repetition.inputs + len(step.constants) + len(results))
 
+    def call_of(call: Call, turn: int, member: int) -> Call:
+        values, writes = (
+            tuple(index_of(index, member) for index in indices) for indices in (call.values, call.writes)
+        )
+        return replace(call, values=values, writes=writes, turn=turn)
+
     planned = [
-        replace(call, values=tuple(index_of(index, member) for index in call.values), turn=turn)
+        call_of(call, turn, member)
         for turn, (family, member) in enumerate((ONCE, *repetition.turns), EVERY_TURN)
         for call in families[family]
     ]
-    return StepInParts(
-        repetition.inputs,
-        step.constants,
-        [step.results[index - first_result] for index, _ in results],
-        [],
-        planned,
-        [
-            None if (index := step.outputs[k]) is None else index_of(index, member)
-            for k, member in repetition.outputs
-        ],
-    )
+    memory = [step.results[index - first_result] for index, _ in results]
+    returned = [
+        None if (index := step.outputs[k]) is None else index_of(index, member)
+        for k, member in repetition.outputs
+    ]
+    crossing = {
+        index: bytes_of(result)
+        for index, result in zip(results.values(), memory, strict=True)
+        if result[0] and result[3] == HOST and index not in returned
+    }
+    calls_in_rounds = in_rounds(planned, crossing)
+    return StepInParts(repetition.inputs, step.constants, memory, [], calls_in_rounds, returned)
 
 
 def _calls_by_family(

@@ -1,9 +1,11 @@
 """The compiled step: everything that runs at each step."""
 
-from collage_fx.runtime.calls import EVERY_TURN, HOST, Call, Kernel, Present, StepInParts, ValueIndex
+from collage_fx.runtime.calls import Present, StepInParts, ValueIndex, bytes_of
+from collage_fx.runtime.kernels import EVERY_TURN, HOST, Call, Kernel
 from collage_fx.runtime.launches import LONGEST_PIECE, Column, Launch, Summed, is_captured
 from collage_fx.runtime.layouts import Expected, refuse_layout
 from collage_fx.runtime.step import CompensatedStep, MakingStep, Member, WholeStep, bind
+from collage_fx.runtime.temporaries import in_rounds
 
 __all__ = [
     "EVERY_TURN",
@@ -23,6 +25,8 @@ __all__ = [
     "ValueIndex",
     "WholeStep",
     "bind",
+    "bytes_of",
+    "in_rounds",
     "is_captured",
     "refuse_layout",
 ]

@@ -8,6 +8,7 @@ arguments are laid out as the code expects is looked at before: ``layouts.py``.
 from __future__ import annotations
 
 import functools
+import math
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -18,65 +19,11 @@ import torch
 from torch import Tensor
 
 from collage_fx.codegen import ADDED, CELL, Gather
-from collage_fx.graph import Reasons
 from collage_fx.runtime.batches import Batch
-from collage_fx.runtime.launches import Column, Launch, Launches, Member, Summed
+from collage_fx.runtime.kernels import EVERY_TURN, HOST, Call, Kernel
+from collage_fx.runtime.launches import Launch, Launches, Member
+from collage_fx.runtime.temporaries import ALIGNMENT, LIMIT, Lifetime, first_fit
 from collage_fx.torch_compat import CFunction, TableKernel, takes_a_list
-
-#: The turn of a call that is made whichever members are there.
-EVERY_TURN = -1
-
-
-HOST = torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """Compiled code of a rule.
-
-    Attributes:
-        call: takes, as one list, the length if the rule is flat, the inputs, and memory for the results. None
-            where nothing but the function is called.
-        function: the C++ function that this comes down to, or the kernel over a table of a GPU's, where the
-            rule is independent and that is so.
-        kinds: of a C++ function's arguments, as in :class:`~collage_fx.runtime.batches.Batch`.
-        columns: of the rows of a kernel's table.
-        device: where it runs.
-        sums: what a kernel over a table leaves parts of.
-        divisible: whether the function may be called for a piece of the tensors.
-        width: elements of a unit of length of its tensors.
-        reasons: why it is not made, or not called, in a faster way.
-    """
-
-    call: Callable[[list[Any]], Any] | None
-    function: CFunction | TableKernel | None = None
-    kinds: tuple[int, ...] = ()
-    columns: tuple[Column, ...] = ()
-    device: torch.device = HOST
-    sums: tuple[Summed, ...] = ()
-    divisible: bool = False
-    width: int = 1
-    reasons: Reasons = ()
-
-
-@dataclass(frozen=True)
-class Call:
-    """Call of a kernel in a step.
-
-    Attributes:
-        kernel: what is called.
-        values: its arguments, as indices into the list of the step's values.
-        wave: calls of one wave need no results of each other, only of earlier ones, and write to nothing that
-            another one reads.
-        length: of its tensors, if the kernel's rule is flat.
-        turn: the number of the member for which it is made, in the order of a repetition's turns.
-    """
-
-    kernel: Kernel
-    values: tuple[int, ...]
-    wave: int
-    length: int
-    turn: int = EVERY_TURN
 
 
 class Present(NamedTuple):
@@ -135,6 +82,8 @@ class StepInParts:
         in_python |= {index for index, (size, *_) in zip(indices, results, strict=True) if size}
         in_python.update(index for call in calls if call.kernel.function is None for index in call.values)
         self._allocated = [each for each in zip(indices, results, strict=True) if each[0] in in_python]
+        self._temporaries = _Temporaries(calls, dict(self._allocated), outputs)
+        self._allocated = [each for each in self._allocated if each[0] not in self._temporaries.offsets]
         cells: dict[torch.device, list[int]] = defaultdict(list)
         for index, (_, _, _, device) in zip(indices, results, strict=True):
             if index not in in_python:
@@ -180,6 +129,7 @@ class StepInParts:
         arguments.clear()
         for index, (size, stride, dtype, device) in self._allocated:
             values[index] = torch.empty_strided(size, stride, dtype=dtype, device=device)
+        self._temporaries.allocate(values)
         for function, operands in self.numbers:
             values.append(function(*(values[o.index] if isinstance(o, ValueIndex) else o for o in operands)))
         addresses, scratch = self._table.of(values)
@@ -199,6 +149,50 @@ class StepInParts:
         for place in self._returned_before:
             returned[place] = returned[place].clone()
         return tuple(returned)
+
+
+class _Temporaries:
+    """Values on the host that cross between kernels, in common memory if they are large.
+
+    Attributes:
+        offsets: of each value in that memory.
+    """
+
+    def __init__(
+        self, calls: Sequence[Call], allocated: dict[int, tuple[Any, ...]], outputs: Sequence[int | None]
+    ) -> None:
+        found = {
+            index: result
+            for index, result in allocated.items()
+            if result[3] == HOST and index not in outputs and math.prod(result[0])
+        }
+        sizes = {index: bytes_of(result) for index, result in found.items()}
+        if sum(sizes.values()) <= LIMIT:
+            sizes = {}
+        waves: dict[int, list[int]] = defaultdict(list)
+        for call in calls:
+            for index in call.values:
+                waves[index].append(call.wave)
+        lifetimes = [Lifetime(min(waves[index]), max(waves[index]), size) for index, size in sizes.items()]
+        offsets, self._bytes = first_fit(lifetimes)
+        self.offsets = dict(zip(sizes, offsets, strict=True))
+        self._results = {index: found[index] for index in sizes}
+
+    def allocate(self, values: list[Any]) -> None:
+        """Put the tensors into the list of a step's values."""
+        if self.offsets:
+            memory = torch.empty(self._bytes + ALIGNMENT, dtype=torch.uint8, device="cpu")
+            memory = memory[-memory.data_ptr() % ALIGNMENT :]
+        for index, offset in self.offsets.items():
+            size, stride, dtype, _ = self._results[index]
+            part = memory[offset : offset + bytes_of(self._results[index])].view(dtype)
+            values[index] = part.as_strided(size, stride)
+
+
+def bytes_of(result: tuple[Any, ...]) -> int:
+    """Return the bytes of a dense tensor, given its size, stride, dtype and device."""
+    size, _, dtype, _ = result
+    return math.prod(size) * int(dtype.itemsize)
 
 
 def _call(calls: Sequence[Call], values: Sequence[Any], present: array[int] | None) -> None:

@@ -1,0 +1,103 @@
+"""Memory for values that cross between the kernels of a step, and are gone after it.
+
+Note [Members take turns]
+-------------------------
+A step calls a kernel for all its tensors at once (Note [One call for all tensors]). If a value as large as a
+parameter crosses from one kernel to the next, a step thereby holds such values of all parameters at the same
+time. So above :data:`LIMIT` the members of a step are divided into rounds that hold no more (or a single
+member), and the rounds run one after the other, in the same memory.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from collage_fx.runtime.kernels import EVERY_TURN, Call
+
+#: Bytes that the values between kernels may take without rounds.
+LIMIT = 1 << 26
+
+#: Buffers begin at multiples of so many bytes: a cache line, and the widest vector.
+ALIGNMENT = 64
+
+
+class Lifetime(NamedTuple):
+    """First and last wave in which a buffer is used, and its bytes."""
+
+    first: int
+    last: int
+    bytes: int
+
+
+def in_rounds(calls: Sequence[Call], bytes_of: Mapping[int, int]) -> list[Call]:
+    """Return the calls with the waves of a step whose members take turns, if they have to.
+
+    Args:
+        calls: of the step.
+        bytes_of: bytes of each value that crosses between kernels, by index.
+    """
+    of_turn: dict[int, dict[int, int]] = defaultdict(dict)
+    for call in calls:
+        of_turn[call.turn].update({index: bytes_of[index] for index in call.values if index in bytes_of})
+    rounds: dict[int, int] = {}
+    held = 0
+    for turn in sorted(of_turn):
+        size = sum(of_turn[turn].values())
+        if turn != EVERY_TURN:
+            last = max(rounds.values(), default=0)
+            rounds[turn] = last + (held > 0 and held + size > LIMIT)
+            held = size + held * (rounds[turn] == last)
+    number = 1 + max(rounds.values(), default=0)
+    late = _after_members(calls)
+    if number == 1 or late is None:
+        return list(calls)
+    waves = 1 + max(call.wave for call in calls)
+
+    def round_of(place: int, call: Call) -> int:
+        return rounds.get(call.turn, number - 1 if place in late else 0)
+
+    return [replace(call, wave=call.wave + waves * round_of(i, call)) for i, call in enumerate(calls)]
+
+
+def _after_members(calls: Sequence[Call]) -> set[int] | None:
+    """Return the calls for no single member that write to values which members read before.
+
+    None if a member reads a result of such a call: then members cannot take turns.
+    """
+    read: dict[int, int] = {}
+    for call in calls:
+        if call.turn != EVERY_TURN:
+            read |= {index: min(call.wave, read.get(index, call.wave)) for index in call.values}
+    late = set()
+    for i, call in enumerate(calls):
+        if call.turn == EVERY_TURN and any(read.get(index, call.wave) < call.wave for index in call.writes):
+            late.add(i)
+            if any(read.get(index, 0) > call.wave for index in call.writes):
+                return None
+    return late
+
+
+def first_fit(lifetimes: Sequence[Lifetime]) -> tuple[list[int], int]:
+    """Return an offset for each buffer in common memory, and the bytes of that memory.
+
+    Buffers that are used in the same wave do not overlap. Each is put at the lowest offset that is free
+    during its lifetime.
+    """
+    offsets = [0] * len(lifetimes)
+    placed: list[tuple[int, int, int]] = []  # offset, end, last wave
+    most = 0
+    for i in sorted(range(len(lifetimes)), key=lambda i: lifetimes[i].first):
+        first, last, size = lifetimes[i]
+        placed = sorted(each for each in placed if each[2] >= first)
+        at = 0
+        for offset, end, _ in placed:
+            if at + size <= offset:
+                break
+            at = max(at, -(-end // ALIGNMENT) * ALIGNMENT)
+        offsets[i] = at
+        placed.append((at, at + size, last))
+        most = max(most, at + size)
+    return offsets, most
