@@ -27,6 +27,7 @@ GRAPH_BREAKS = Patch(
         "InstructionTranslatorBase.log_graph_break(self, code_options, reason, exc)"
     ),
     why="a graph break in an optimizer's update is known before anything has run",
+    waits_for="a hook of a backend before a graph is broken",
     during="conversions",
     relies_on=(
         "torch._dynamo.exc:Unsupported has gb_type, msg, real_stack",
