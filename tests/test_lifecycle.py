@@ -163,15 +163,15 @@ def test_a_process_that_unpickles_before_it_imports_collage_fx(
 
 
 class OfAnEarlierVersion(pickle.Pickler):
-    """Writes an optimizer as earlier versions did: with ours among the attributes that torch's method gives."""
+    """Writes an optimizer as earlier versions did: ours beside the attributes that torch pickles."""
 
     def reducer_override(self, obj: Any) -> Any:
         if obj is PickledExpansion:
             return "Carried"
         if not isinstance(obj, Optimizer):
             return NotImplemented
-        names = {name: name if name == SHARED else PREFIX + name for name in (along := _carried(obj))}
-        ours = {names[name]: value for name, value in along.items()}
+        along = _carried(obj).items()
+        ours = {name if name == SHARED else PREFIX + name: value for name, value in along}
         return copyreg.__newobj__, (type(obj),), {**obj.__getstate__(), **ours}  # type: ignore[attr-defined]
 
 
