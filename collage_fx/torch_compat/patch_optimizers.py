@@ -23,7 +23,7 @@ from collage_fx.torch_compat.dynamo_trace import (
     output_being_traced,
 )
 from collage_fx.torch_compat.optim_frames import is_torchs_step
-from collage_fx.torch_compat.patch_graph_breaks import GRAPH_BREAKS
+from collage_fx.torch_compat.patch_graph_breaks import SHAPES_OF_BREAKS, before_graph_breaks
 from collage_fx.torch_compat.patching import Patch
 from collage_fx.torch_compat.tensors import is_known_by_identity
 
@@ -98,7 +98,7 @@ LISTS = Patch(
     relies_on=(
         "torch._dynamo.variables.lists:ListVariable has items",
         "torch.optim:AdamW._init_group",
-        *GRAPH_BREAKS.shapes,
+        *SHAPES_OF_BREAKS,
     ),
 )
 
@@ -300,19 +300,15 @@ def thinning_lists(choose: Thin, abandon: Callable[[torch.optim.Optimizer], None
 
         return update_list_args
 
-    def breaking(original: Callable[..., None]) -> Callable[..., None]:
-        def log_graph_break(self: Any, *args: Any, **kwargs: Any) -> None:
-            if self.output in thinned:
-                for lists in thinned[self.output]:
-                    abandon(lists.optimizer)
-                raise TraceWhole
-            original(self, *args, **kwargs)
-
-        return log_graph_break
+    def whole_instead(output: Any) -> None:
+        if output in thinned:
+            for lists in thinned[output]:
+                abandon(lists.optimizer)
+            raise TraceWhole
 
     with (
         LISTS.entered(updating),
-        GRAPH_BREAKS.entered(breaking),
+        before_graph_breaks(whole_instead),
         GRADIENTS.entered(_but_of_those_looked_for),
     ):
         yield

@@ -130,6 +130,11 @@ class Patch:
         return self.is_there and (self.until is None or version() < self.until)
 
     @property
+    def goes_with(self) -> str:
+        """The version of torch that does without it, or what one would have to make public."""
+        return self.waits_for if self.until is None else f"torch {'.'.join(map(str, self.until))}"
+
+    @property
     def shapes(self) -> tuple[str, ...]:
         """All that has to look how, its target first."""
         return self.target, *self.relies_on
