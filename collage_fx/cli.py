@@ -27,7 +27,7 @@ from collage_fx.errors import CollageError, InvalidOptionError, did_you_mean, er
 from collage_fx.graph import Arithmetic, Rounding, Strategy
 from collage_fx.numerics import ERROR_FORMATS, PACKED_FORMATS
 from collage_fx.report import CollageReport, treatments
-from collage_fx.tools import STEPS, examine
+from collage_fx.tools import STEPS, examine, patch_reasons
 from collage_fx.tools.audit import audit
 from collage_fx.tools.explain import explain
 from collage_fx.tools.gpu_code import gpu_code
@@ -303,7 +303,16 @@ def _shape(text: str) -> tuple[int, ...]:
 # doctor and demo --------------------------------------------------------------------------------------------
 
 
+def _add_doctor_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--patches", action="store_true", help="list what is replaced in torch, and what would make it go"
+    )
+
+
 def _doctor(options: argparse.Namespace, _: list[str]) -> int:
+    if options.patches:
+        print(patch_reasons())
+        return 0
     text, ok = examine()
     print(text)
     return 0 if ok else FAILED
@@ -383,7 +392,9 @@ COMMANDS = {
         _audit,
         _add_audit_options,
     ),
-    "doctor": Command("versions, compiler, devices, and whether roundings survive on each", _doctor),
+    "doctor": Command(
+        "versions, compiler, devices, and whether roundings survive on each", _doctor, _add_doctor_options
+    ),
     "error": Command("what an error means, by the code in its message", _error, _add_error_options),
     "demo": Command(
         "train a small GPT in pure bf16 under every strategy; options go to examples/train_gpt.py",

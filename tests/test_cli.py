@@ -153,6 +153,13 @@ def test_doctor_is_content_here(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[-1] == "All is well."
 
 
+def test_doctor_lists_what_would_make_patches_go(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--patches"]) == 0
+    words = " ".join(capsys.readouterr().out.split())
+    for patch in PATCHES:
+        assert (f" {patch.name} {patch.needed_for} " in words) == patch.is_needed
+
+
 def test_doctor_lists_what_is_replaced_in_torch_and_what_no_longer_fits(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

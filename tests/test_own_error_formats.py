@@ -17,6 +17,7 @@ from collage_fx.cli import main
 from collage_fx.errors import CheckpointMismatchError
 from collage_fx.graph import Reason, Unit
 from collage_fx.numerics.error_formats import ERROR_FORMATS, ErrorFormat
+from collage_fx.state import adopt
 from collage_fx.state.error_terms import change_layout, ensure_expansion
 from tests.support.agreement import assert_same, trajectory
 from tests.support.error_formats import OWN_FORMATS
@@ -110,10 +111,13 @@ def test_a_checkpoint_goes_on_where_it_was(fmt: ErrorFormat) -> None:
 
 def test_a_checkpoint_of_another_shape_is_refused(fmt: ErrorFormat) -> None:
     hi, _ = expanded(fmt, 6, 8)
-    saved = torch.optim.SGD([torch.nn.Parameter(hi)]).state_dict()
+    optimizer = torch.optim.SGD([torch.nn.Parameter(hi)])
+    adopt(optimizer)
+    saved = optimizer.state_dict()
     kept = ("fingerprint", *(spec.name for spec in fmt.auxiliaries(hi)))
     assert saved["state"][0].keys() == {f"collage_fx.parameter.{fmt.name}.{name}" for name in kept}
     other = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3, 16).bfloat16())])
+    adopt(other)
     with pytest.raises(
         CheckpointMismatchError, match=r"of shape \(6, .\) where .* \(3, 16\) has one of \(3, "
     ):
@@ -122,7 +126,9 @@ def test_a_checkpoint_of_another_shape_is_refused(fmt: ErrorFormat) -> None:
 
 def test_copies_take_the_error_terms_along(fmt: ErrorFormat) -> None:
     hi, _ = expanded(fmt, 6, 8)
-    (copied,) = copy.deepcopy(torch.optim.SGD([torch.nn.Parameter(hi)])).param_groups[0]["params"]
+    optimizer = torch.optim.SGD([torch.nn.Parameter(hi)])
+    adopt(optimizer)
+    (copied,) = copy.deepcopy(optimizer).param_groups[0]["params"]
     assert torch.equal(full_value(copied), full_value(hi))
 
 

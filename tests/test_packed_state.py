@@ -25,6 +25,7 @@ from collage_fx.capture.recording import record
 from collage_fx.errors import CheckpointMismatchError, UncompensatedParameterError
 from collage_fx.graph import Reason, Unit
 from collage_fx.numerics import format_named
+from collage_fx.state import adopt
 from collage_fx.state.error_terms import expansion_of
 from collage_fx.state.packed import is_packed
 from tests.support import triton_offline as offline
@@ -225,9 +226,10 @@ def test_state_loaded_from_plain_torch_is_packed() -> None:
     plain = adamw(others)
     run_steps(plain.step, others, range(3))
     optimizer = adamw(params)
+    step = compiled(optimizer, strategy="light", state="block16")
     optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))
     with pytest.warns(UserWarning, match="no error terms of"):
-        run_steps(compiled(optimizer, strategy="light", state="block16"), params, [3, 4])
+        run_steps(step, params, [3, 4])
     run_steps(plain.step, others, [3, 4])
     assert is_all_packed(optimizer)
     both = ((optimizer, params[0]), (plain, others[0]))
@@ -260,6 +262,7 @@ def test_codes_that_do_not_fit_are_refused() -> None:
     saved = optimizer.state_dict()
     saved["state"][0]["collage_fx.exp_avg.block8.scales"] = torch.zeros(64, 4, dtype=torch.uint8)
     other = adamw(parameters(shapes=((64, 96),)))
+    adopt(other)
     with pytest.raises(CheckpointMismatchError, match="shape"):
         other.load_state_dict(saved)
     assert not other.state
@@ -389,6 +392,7 @@ def test_eager_steps_go_on_from_the_decoded_values() -> None:
         mine = Parameter(weight.clone())
         other = adamw([mine])
         other.load_state_dict(saved_and_loaded(saved))
+        adopt(other)
         set_gradients([mine], 2)
         collage_fx.reset_error_terms(mine)  # or an eager step is refused
         other.step()
@@ -404,6 +408,7 @@ def test_two_optimizers_of_one_state_dict_have_error_terms_of_their_own() -> Non
     run_steps(step, params, range(2))
     mine = [Parameter(p.detach().clone()) for p in params]
     other = adamw(mine)
+    adopt(other)
     other.load_state_dict(optimizer.state_dict())
     before = [each.clone() for each in kept_of(mine[0])]
     assert all(map(torch.equal, before, kept_of(params[0])))
@@ -420,6 +425,7 @@ def test_error_terms_of_parameters_without_state_can_be_loaded_again() -> None:
     saved = saved_and_loaded(optimizer.state_dict())
     mine = [Parameter(p.detach().clone()) for p in params]
     other = torch.optim.SGD(mine, lr=1e-3)
+    adopt(other)
     other.load_state_dict(saved)
     kept = [each.clone() for each in kept_of(mine[0])]
     run_steps(compiled(other, strategy="light"), mine, [2])

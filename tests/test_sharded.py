@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from collage_fx import CollageBackend, CollageError, error_terms, full_value, load_full_state_dict
 from collage_fx.errors import UnsupportedTensorError
 from collage_fx.graph import Rounding, Strategy
-from collage_fx.state import expansion_of
+from collage_fx.state import adopt, expansion_of
 from collage_fx.torch_compat import local_tensor
 from tests.support.processes import Processes
 from tests.support.training import parameters, set_gradients
@@ -391,6 +391,7 @@ def taken_up_in_other_pieces(saved_in: Placement | None) -> dict[str, list[Any]]
     his, values = [p.detach().clone() for p in params], [full_value(p) for p in params]
     held = [Parameter(placed(hi, mesh, saved_in)) for hi in his]
     optimizer_of_held = torch.optim.SGD(held, lr=0.0)
+    adopt(optimizer_of_held)
     optimizer_of_held.load_state_dict(optimizer.state_dict())
     saved = copy.deepcopy(optimizer_of_held.state_dict())
     found: dict[str, list[Any]] = {}
@@ -398,6 +399,7 @@ def taken_up_in_other_pieces(saved_in: Placement | None) -> dict[str, list[Any]]
         for dtype in (torch.bfloat16, torch.float32):
             params = [Parameter(in_pieces(hi.to(dtype), mesh, placement)) for hi in his]
             again = torch.optim.SGD(params, lr=0.0)
+            adopt(again)
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 again.load_state_dict(copy.deepcopy(saved))

@@ -123,7 +123,7 @@ def repeated_graph(gm: GraphModule, repetition: Repetition) -> GraphModule:
         args, kwargs = map_arg((node.args, node.kwargs), lambda operand: of(operand, member))
         name = re.sub(r"_\d+$", "", node.name)
         copied = graph.create_node(node.op, node.target, args, kwargs, name, node.type)
-        copied.meta = node.meta.copy()
+        copied.meta.update(node.meta)
         whole[node, member] = copied
 
     operations: dict[int | None, list[Node]] = defaultdict(list)

@@ -72,7 +72,8 @@ Note [Copies and pickles]
 is registered for the class of each optimizer that is adopted: it adds a :class:`PickledExpansion` of each
 tensor that has error terms, and the memo of the copy or the pickle sees to it that these tensors are the
 copy's own parameters and states. What is put together again is adopted, as torch copies no hooks. A pickle
-thereby names functions of ours, so that unpickling it imports collage_fx, or fails where there is none.
+thereby names functions of ours, so that unpickling it imports collage_fx, or fails where there is none. (A
+pickle of an earlier version is one of torch's own; its error terms are taken up by :func:`adopt`.)
 So ``copy.deepcopy((model, opt))`` is a pair that trains on like the first. A model copied or saved *alone* is
 made of the tensors that the user sees: its parameters have no error terms, the values are hi.
 """
@@ -169,6 +170,10 @@ class PickledExpansion:
     format_name: str
     auxiliaries: tuple[Tensor, ...]
     claim: Tensor | None = None
+
+
+#: The class's name in pickles of earlier versions.
+Carried = PickledExpansion
 
 
 @dataclass(frozen=True, eq=False)
@@ -338,10 +343,23 @@ def _made_anew(make: Callable[..., Optimizer], args: tuple[Any, ...]) -> Optimiz
 
 
 def _set_state(optimizer: Any, state_and_ours: tuple[Any, StateDict]) -> None:
+    """Be the ``__setstate__`` of an optimizer that :func:`_made_anew` has made."""
     del vars(optimizer)["__setstate__"]
     state, along = state_and_ours
     optimizer.__setstate__(state)
     _register(optimizer)
+    _give(optimizer, along)
+
+
+def _unpack_as_before(optimizer: Optimizer) -> None:
+    """Take what a pickle of an earlier version has left in attributes, for want of a ``__setstate__``."""
+    found = {name: vars(optimizer).pop(name) for name in list(vars(optimizer)) if name.startswith(SHARED)}
+    if found:
+        _give(optimizer, {name.removeprefix(PREFIX): value for name, value in found.items()})
+
+
+def _give(optimizer: Optimizer, along: StateDict) -> None:
+    """Give a copy of an optimizer what :func:`_carried` gives of the original."""
     pickled: Sequence[PickledExpansion | PickledWider] = along.get(SHARED, ())
     known, claims = known_tensors({"self": optimizer} if pickled else {}), _claims_in(type(optimizer))
     for each in pickled:
@@ -373,6 +391,7 @@ def _before_load(optimizer: Optimizer, given: StateDict) -> StateDict | None:
 
 
 def _after_load(optimizer: Optimizer) -> None:
+    """Put error terms beside what torch has loaded."""
     _loads[optimizer] = times_loaded(optimizer) + 1
     if (loading := _loading.pop(optimizer, None)) is not None:
         _restore(optimizer, *loading)
@@ -445,6 +464,7 @@ def adopt(optimizer: Optimizer) -> None:
         is_new = not is_adopted(each)
         if is_new:
             _register(each)
+            _unpack_as_before(each)
         if not _take_up(each) and is_new:
             _note_left_out(each)
 
@@ -457,7 +477,10 @@ def is_adopted(optimizer: Optimizer) -> bool:
 def _register(optimizer: Optimizer) -> None:
     """Register our hooks with an optimizer, and our function for copies of its class."""
     _adopted.add(optimizer)
-    optimizer.register_state_dict_post_hook(_with_entries, prepend=True)
+    try:
+        optimizer.register_state_dict_post_hook(_with_entries, prepend=True)
+    except AttributeError:  # of a class that does not call Optimizer.__init__: torch saves and loads none
+        return
     optimizer.register_load_state_dict_pre_hook(_before_load)
     optimizer.register_load_state_dict_post_hook(_after_load, prepend=True)
     kind = type(optimizer)
@@ -494,6 +517,7 @@ def _take_up(optimizer: Optimizer) -> bool:
 
 
 def _contents(optimizer: Optimizer) -> StateDict:
+    """What an optimizer holds, as a state dict with parameters for keys."""
     return {"state": optimizer.state, "param_groups": optimizer.param_groups}
 
 

@@ -27,6 +27,7 @@ from collage_fx.errors import (
     did_you_mean,
 )
 from collage_fx.numerics import ERROR_FORMATS, is_low_precision
+from collage_fx.state.checkpoint import adopt
 from collage_fx.state.error_terms import (
     ensure_expansion,
     expansion_of,
@@ -208,6 +209,7 @@ def load_full_state_dict(
             where="load_full_state_dict(error_format=...)",
             remedy=did_you_mean(error_format, ERROR_FORMATS),
         )
+    adopt(optimizer)
     kept_in = ERROR_FORMATS[error_format]
     sources = weights if isinstance(weights, Mapping) else SafetensorsFile(weights)
     held: dict[str, Any] = model.state_dict(keep_vars=True)

@@ -1,9 +1,10 @@
 """Tools for people: audit, explain, doctor, and the code for a GPU."""
 
 from collage_fx.tools.audit import STEPS
-from collage_fx.tools.doctor import examine
+from collage_fx.tools.doctor import examine, patch_reasons
 
 __all__ = [
     "STEPS",
     "examine",
+    "patch_reasons",
 ]

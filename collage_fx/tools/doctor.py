@@ -103,6 +103,14 @@ def patches() -> tuple[str, bool]:
     return table, all(fits != "FAILED" for *_, fits, _ in rows)
 
 
+def patch_reasons() -> str:
+    """The table of patches with the reason for each, and what torch would have to make public instead."""
+    needed = (patch for patch in PATCHES if patch.is_needed)
+    rows = [[patch.name, patch.needed_for, patch.why, patch.goes_with] for patch in needed]
+    headers = ["replaced in torch", "for", "why", "goes with"]
+    return tabulate(rows, headers=headers, maxcolwidths=[18, 6, 38, 38])
+
+
 def versions() -> Iterator[tuple[str, str]]:
     """The installed versions, the C++ compiler, and the devices."""
     yield "Python", f"{platform.python_version()}, {platform.system()} {platform.machine()}"

@@ -46,6 +46,7 @@ CONVERSIONS = Patch(
     name="conversions",
     target="torch._dynamo.convert_frame:convert_frame_assert(compiler_fn)",
     why="what converts functions for this backend also asks it before and after",
+    waits_for="hooks of a backend before and after Dynamo converts a frame for it",
     relies_on=(
         "torch._dynamo.convert_frame:ConvertFrameAssert.__call__(self, frame) has apply_to_code",
         "torch._dynamo.convert_frame:ConvertFrameAssert.__call__ has _nonrecursive_disable_wrapper_code",
@@ -63,6 +64,7 @@ FRAMES = Patch(
     name="frames",
     target="torch._dynamo.convert_frame:has_tensor_in_frame",
     why="methods of optimizers are compiled also where Dynamo sees no tensor in them",
+    waits_for="a way for a backend to have a frame converted in which Dynamo sees no tensor",
     during="conversions",
     relies_on=("torch._dynamo.convert_frame:ConvertFrameAssert.__call__ has has_tensor_in_frame",),
 )
@@ -80,6 +82,7 @@ COMPILED_CALLS = Patch(
     name="compiled-calls",
     target="torch._dynamo.eval_frame:_callback_from_stance(callback) has fail_callback",
     why="steps are compensated whatever torch's stance, and whatever the program has put in place of state",
+    waits_for="a way for a backend to refuse torch.compiler.set_stance",
     affects="everybody",
 )
 

@@ -27,6 +27,7 @@ GRAPH_BREAKS = Patch(
         "InstructionTranslatorBase.log_graph_break(self, code_options, reason, exc)"
     ),
     why="a graph break in an optimizer's update is known before anything has run",
+    waits_for="a hook of a backend before a graph is broken",
     during="conversions",
     relies_on=(
         "torch._dynamo.exc:Unsupported has gb_type, msg, real_stack",
@@ -35,6 +36,10 @@ GRAPH_BREAKS = Patch(
         "torch._dynamo:graph_break",
     ),
 )
+
+
+#: All that :func:`before_graph_breaks` relies on.
+SHAPES_OF_BREAKS = GRAPH_BREAKS.shapes
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,22 @@ def watching_graph_breaks(
         return watched
 
     return GRAPH_BREAKS.entered(watching)
+
+
+def before_graph_breaks(act: Callable[[Any], None]) -> contextlib.AbstractContextManager[None]:
+    """Context manager: ``act(output)`` is called when Dynamo decides to break a graph.
+
+    After what :func:`watching_graph_breaks` calls, if that is entered within.
+    """
+
+    def acting(original: Callable[..., None]) -> Callable[..., None]:
+        def log_graph_break(self: Any, *args: Any, **kwargs: Any) -> None:
+            act(self.output)
+            original(self, *args, **kwargs)
+
+        return log_graph_break
+
+    return GRAPH_BREAKS.entered(acting)
 
 
 def _is_torchs_own(code: CodeType, cause: Any) -> bool:

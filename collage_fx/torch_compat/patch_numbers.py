@@ -21,6 +21,7 @@ POWERS = Patch(
     name="powers",
     target="torch._dynamo.variables.torch:TorchInGraphFunctionVariable.call_function(self, tx, args, kwargs)",
     why="math.pow of a number that changes is traced, where Dynamo burns the number in",
+    waits_for="math.pow of a symbolic float, traced by Dynamo as ** is",
     needed_for="speed",
     during="conversions",
     relies_on=(
@@ -34,6 +35,7 @@ SCALARS = Patch(
     name="scalars",
     target="torch._dynamo.variables.builder:VariableBuilder._wrap(self, value)",
     why="a number of NumPy's that an optimizer has, np.float64(0.1), is one of Python's",
+    waits_for="NumPy's numbers in param_groups taken for Python's",
     during="conversions",
     relies_on=(
         "torch._dynamo.variables.builder:VariableBuilder.__init__(self, tx, source)",

@@ -23,7 +23,7 @@ from collage_fx.torch_compat.dynamo_trace import (
     output_being_traced,
 )
 from collage_fx.torch_compat.optim_frames import is_torchs_step
-from collage_fx.torch_compat.patch_graph_breaks import GRAPH_BREAKS
+from collage_fx.torch_compat.patch_graph_breaks import SHAPES_OF_BREAKS, before_graph_breaks
 from collage_fx.torch_compat.patching import Patch
 from collage_fx.torch_compat.tensors import is_known_by_identity
 
@@ -31,6 +31,7 @@ OPTIMIZERS = Patch(
     name="optimizers",
     target="torch._dynamo.variables.optimizer:OptimizerVariable.__init__(self, value)",
     why="what cannot be compensated is refused before anything has run; a step's counters are kept",
+    waits_for="a hook of a backend when Dynamo begins to trace an optimizer",
     during="conversions",
     relies_on=(
         "torch._dynamo.side_effects:SideEffects has __contains__, track_object_existing",
@@ -43,6 +44,7 @@ NUMBERS = Patch(
     name="numbers",
     target="torch._dynamo.variables.builder:process_automatic_dynamic(tx, name, entry)",
     why="numbers are inputs of a graph if they change in its optimizer, and not if they differ in others",
+    waits_for="a mark for numbers that are inputs of a graph, as mark_dynamic is for sizes",
     during="conversions",
     relies_on=(
         "torch._dynamo.variables.builder:VariableBuilder.wrap_symfloat has process_automatic_dynamic",
@@ -56,6 +58,7 @@ STATE_LISTS = Patch(
     name="state-lists",
     target="torch._dynamo.variables.optimizer:OptimizerVariable.call_method(self, tx, name, args, kwargs)",
     why="lists that an optimizer fills by keyword arguments are not taken to be empty, and counters stay put",
+    waits_for="a correction in Dynamo: lists passed to _init_group by keyword are filled, too",
     during="conversions",
     relies_on=("torch._dynamo.variables.optimizer:OptimizerVariable.move_step_if_cpu(self)",),
 )
@@ -64,6 +67,7 @@ TYPES = Patch(
     name="types",
     target="torch._dynamo.guards:GuardBuilder.TYPE_MATCH(self, guard)",
     why="state that is packed, which makes it another class's, is known by its identity alone",
+    waits_for="guards that a backend may leave out by tensor, not by name alone",
     during="conversions",
     relies_on=("torch._dynamo.guards:GuardBuilder.get(self, guard_or_source)",),
 )
@@ -72,6 +76,7 @@ GRADIENTS = Patch(
     name="gradients",
     target="torch._dynamo.guards:GuardBuilder.NOT_NONE_MATCH(self, guard)",
     why="a step that looks for gradients itself is not compiled anew where one is None",
+    waits_for="the same for guards that a gradient is there",
     needed_for="speed",
     during="conversions",
     relies_on=(
@@ -87,12 +92,13 @@ LISTS = Patch(
         "OptimizerVariable.update_list_args(self, tx, args, kwargs, py_args, py_kwargs)"
     ),
     why="the steps of torch.optim are traced for two parameters of each layout",
+    waits_for="regional compilation in Dynamo: one trace for all parameters of a layout",
     needed_for="speed",
     during="conversions",
     relies_on=(
         "torch._dynamo.variables.lists:ListVariable has items",
         "torch.optim:AdamW._init_group",
-        *GRAPH_BREAKS.shapes,
+        *SHAPES_OF_BREAKS,
     ),
 )
 
@@ -294,19 +300,15 @@ def thinning_lists(choose: Thin, abandon: Callable[[torch.optim.Optimizer], None
 
         return update_list_args
 
-    def breaking(original: Callable[..., None]) -> Callable[..., None]:
-        def log_graph_break(self: Any, *args: Any, **kwargs: Any) -> None:
-            if self.output in thinned:
-                for lists in thinned[self.output]:
-                    abandon(lists.optimizer)
-                raise TraceWhole
-            original(self, *args, **kwargs)
-
-        return log_graph_break
+    def whole_instead(output: Any) -> None:
+        if output in thinned:
+            for lists in thinned[output]:
+                abandon(lists.optimizer)
+            raise TraceWhole
 
     with (
         LISTS.entered(updating),
-        GRAPH_BREAKS.entered(breaking),
+        before_graph_breaks(whole_instead),
         GRADIENTS.entered(_but_of_those_looked_for),
     ):
         yield

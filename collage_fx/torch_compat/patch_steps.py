@@ -16,6 +16,7 @@ FLAT_STATES = Patch(
     name="flat-states",
     target="torch.distributed.checkpoint.state_dict:_unflatten_optim_state_dict(optim, state_dict, info)",
     why="error terms in a flattened checkpoint are not left out for having no state of their name",
+    waits_for="a flattened state dict whose names come from the dict, not from the optimizer's state",
     is_there=torch.distributed.is_available(),
 )
 
@@ -23,6 +24,7 @@ LOADING_OF_MODULES = Patch(
     name="loading-of-modules",
     target="torch.nn:Module.load_state_dict(self, state_dict)",
     why="error terms of weights that are loaded over do not stay beside the new ones",
+    waits_for="a global hook of Module.load_state_dict, as there are of forward",
     affects="everybody",
 )
 
@@ -30,6 +32,7 @@ OWN_STEPS = Patch(
     name="own-steps",
     target="torch.optim:Optimizer.profile_hook_step(func) has wrapper",
     why="a class of which an optimizer is recorded asks, at each step, for whom",
+    waits_for="step hooks that may replace the call of step",
     during="recorded steps",
     affects="everybody",
     relies_on=("torch.optim:Optimizer.__init__ has _patch_step_function",),

@@ -14,6 +14,8 @@ else's business:
   nothing. If results depend on it, each compilation is refused; if only time and memory do, all goes on
   without it. The import succeeds, so that ``collage-fx doctor`` can say which it is.
 * Somebody else's replacement of the same function is left alone, whether it came before or after.
+* Each says what torch would have to make public for it to go (:attr:`Patch.waits_for`), or with which
+  version it goes (:attr:`Patch.until`).
 
 All of them are in ``patches.py``; ``collage-fx doctor`` lists them.
 
@@ -105,6 +107,7 @@ class Patch:
         needed_for: "bits" if results would be other ones, or errors, without it; "speed" if all that is lost
             is time or memory.
         affects: who else's objects it touches.
+        waits_for: what would have to be public in torch for this patch to go.
         until: the first version of torch that does without it.
         is_there: whether torch has been built with what it is a part of.
         relies_on: what else has to look how.
@@ -116,6 +119,7 @@ class Patch:
     during: Literal["conversions", "lowerings", "recorded steps", "the process"] = "the process"
     needed_for: Literal["bits", "speed"] = "bits"
     affects: Literal["nobody else", "everybody"] = "nobody else"
+    waits_for: str = ""
     until: tuple[int, int] | None = None
     is_there: bool = True
     relies_on: tuple[str, ...] = ()
@@ -124,6 +128,11 @@ class Patch:
     def is_needed(self) -> bool:
         """Whether this torch needs it."""
         return self.is_there and (self.until is None or version() < self.until)
+
+    @property
+    def goes_with(self) -> str:
+        """The version of torch that does without it, or what one would have to make public."""
+        return self.waits_for if self.until is None else f"torch {'.'.join(map(str, self.until))}"
 
     @property
     def shapes(self) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ import pytest
 
 from collage_fx.torch_compat import PATCHES
 from collage_fx.torch_compat.patching import Patch, _owner, misfit
+from tests.patches_page import PAGE, page
 
 #: What stands for something of torch's.
 HERE = f"{__name__}:"
@@ -199,6 +200,16 @@ def test_a_patch_of_something_renamed_changes_nothing(patch: Patch, monkeypatch:
             with fresh.entered(_saying("ours")):
                 assert not hasattr(owner, name)
                 assert not fresh.is_in_place
+
+
+#: Patches of Inductor that do not say yet what would have to be public.
+NOT_SAID_YET = {patch.name for patch in PATCHES if patch.during == "lowerings" and patch.until is None}
+
+
+def test_each_patch_says_with_what_it_would_go() -> None:
+    silent = [patch.name for patch in PATCHES if not patch.goes_with]
+    assert silent == [patch.name for patch in PATCHES if patch.name in NOT_SAID_YET]
+    assert PAGE.read_text() == page(), "python -m tests.patches_page writes the page"
 
 
 def test_all_patches_fit_and_have_names_of_their_own() -> None:

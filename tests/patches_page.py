@@ -1,0 +1,42 @@
+"""``python -m tests.patches_page``: write ``docs/patches.md``, the list of what is replaced in torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+from collage_fx.torch_compat import PATCHES
+from collage_fx.torch_compat.patching import Patch
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "patches.md"
+
+HEAD = """# What is replaced in torch
+
+{count} functions of torch are replaced, where torch has no hook: {bits} because results would be
+others without, {speed} for time or memory alone (without them all goes on, with the same bits).
+`collage-fx doctor` says which of them this version of torch needs, and whether they fit. Note [Patches] in
+`collage_fx/torch_compat/patching.py` has the rules. The last column says what torch would have to make public
+for a patch to go, or in which version it is no longer needed.
+
+| patch | in place of | in force | for | why | goes with |
+|---|---|---|---|---|---|
+"""
+
+
+def row(patch: Patch) -> str:
+    """The line of a patch."""
+    target = patch.target.partition("(")[0].partition(" has ")[0].replace(":", ".")
+    during = "always" if patch.during == "the process" else f"in {patch.during}"
+    cells = (patch.name, f"`{target}`", during, patch.needed_for, patch.why, patch.goes_with or "-")
+    return "| " + " | ".join(cells) + " |\n"
+
+
+def page() -> str:
+    """The page."""
+    counts = Counter(patch.needed_for for patch in PATCHES)
+    head = HEAD.format(count=len(PATCHES), bits=counts["bits"], speed=counts["speed"])
+    return head + "".join(map(row, PATCHES))
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
