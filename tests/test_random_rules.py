@@ -229,7 +229,7 @@ def check(
 ) -> bool:
     """Compile, step and compare; False where there is nothing to compare.
 
-    That is where no plan is within the budget, as the error says, and where a state is packed as never
+    That is where no options are within the limit, as the error says, and where a state is packed as never
     negative, which holds for the recurrence, and does not start so.
     """
     torch._dynamo.reset()

@@ -218,7 +218,7 @@ def drawn_optimizer(draw: random.Random) -> Callable[[], Optimizer]:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_an_optimizer_is_compiled_as_in_a_process_of_its_own(seed: int) -> None:
-    """Whatever the numbers of those before it: same recurrences, verdicts and plan."""
+    """Whatever the numbers of those before it: same recurrences, verdicts and bytes."""
     draw = random.Random(seed)
     made = [drawn_optimizer(draw) for _ in range(5)]
     together = [explain(make()) for make in made]

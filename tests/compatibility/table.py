@@ -304,7 +304,7 @@ def document(lines: Sequence[Line]) -> str:
         "Numbers in brackets say how many times as large the error of plain low precision is. *bytes* are "
         "those of parameters, state and error terms, for each element of the parameters, as the optimizer "
         "holds them in the end. *8 B* and *5.1 B* are errors of the same run with `bytes_per_parameter=8` "
-        "and `5.1`, and what it holds then. *refused* says that no plan for the step is that small, or that "
+        "and `5.1`, and what it holds then. *refused* says that no budget of the step is that small, or that "
         "the optimizer of a [recorded](limits.md#recorded-steps) step holds more. They are measured with one "
         "setting of `foreach`, and with the options that an optimizer is mostly used with; "
         f"{NOT_TRIED} stands elsewhere. Parameters are a matrix of {'×'.join(map(str, SHAPES[0]))}, the "
