@@ -24,6 +24,7 @@ from collage_fx.errors import CheckpointMismatchError
 from collage_fx.state.checkpoint import PickledExpansion
 from tests.support import resume
 from tests.support.race import Race
+from tests.support.substitutes import error_terms_pickled_as_they_are
 from tests.support.training import (
     LateMomentum,
     compiled,
@@ -168,13 +169,12 @@ class OfAnEarlierVersion(pickle.Unpickler):
         return super().find_class(module_name, "Carried" if is_ours else global_name)
 
 
-def test_a_pickle_of_an_earlier_version_is_read(
-    running: tuple[Optimizer, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Which had error terms in it as they are, and not as a checkpoint holds them."""
+def test_a_pickle_of_an_earlier_version_is_read(running: tuple[Optimizer, str]) -> None:
+    """Such pickles have error terms in them as they are, and not as a checkpoint holds them."""
     optimizer, _ = running
-    monkeypatch.setattr("collage_fx.state.checkpoint._as_saved", lambda _, expansion: expansion.auxiliaries)
-    read = OfAnEarlierVersion(io.BytesIO(pickle.dumps(optimizer))).load()
+    with error_terms_pickled_as_they_are():
+        pickled = pickle.dumps(optimizer)
+    read = OfAnEarlierVersion(io.BytesIO(pickled)).load()
     assert differences(everything(optimizer), everything(read)) == []
 
 
