@@ -1,21 +1,22 @@
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
 
-from collage_fx.graph import Reason
-from collage_fx.lowering import forget_kernels
-from tests.support.slow import TODAYS_THIRD, Times, left_out
+from tests.support import substitutes
+from tests.support.slow import TODAYS_THIRD, Clock, Times, left_out
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help="slow tests, too: see tests/support/slow.py")
+    parser.addoption(
+        "--all", action="store_true", help="tests that are slow or of prose, too: see tests/support/slow.py"
+    )
     parser.addoption("--third", type=int, default=TODAYS_THIRD, help="of the rotating tests: 0, 1 or 2")
-    parser.addoption("--write-slow", action="store_true", help="write slow.txt from the times of this run")
+    parser.addoption("--write-slow", action="store_true", help="write slow.txt from the times measured")
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -23,6 +24,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Clock())
     if not hasattr(config, "workerinput"):  # workers of pytest-xdist send their reports to this process
         config.pluginmanager.register(Times(write=config.getoption("write_slow")))
 
@@ -51,6 +53,13 @@ def _fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _short_collections() -> None:
+    """Exempt what torch and earlier files keep from garbage collection, which took a fifth of all time."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def two_threads() -> Iterator[None]:
     before = torch.get_num_threads()
@@ -62,7 +71,5 @@ def two_threads() -> Iterator[None]:
 @pytest.fixture
 def by_inductor() -> Iterator[None]:
     """Let Inductor write all kernels."""
-    with mock.patch("collage_fx.lowering.kernels.printed", return_value=Reason("of the test")):
-        forget_kernels()
+    with substitutes.by_inductor():
         yield
-    forget_kernels()

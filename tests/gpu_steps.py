@@ -7,7 +7,6 @@ the place of Inductor's launcher is a stub. ``tests/gpu_kernels.py`` writes the 
 
 from __future__ import annotations
 
-import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -15,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
-from unittest import mock
 
 import torch
 from tabulate import tabulate
@@ -27,6 +25,8 @@ from collage_fx.lowering.kernels import forget_kernels
 from collage_fx.torch_compat.imaginary_cuda import machine_code
 from tests.support.launched import on_the_cpu, step_on_cuda
 from tests.support.optimizers import CompiledOptimizer, gradients
+from tests.support.slow import processor_seconds
+from tests.support.substitutes import launches_noted
 from tests.support.twin import TwinBackend
 
 #: The models' parameters.
@@ -94,12 +94,6 @@ def _counting_calls() -> Iterator[Counter[str]]:
         sys.setprofile(None)
 
 
-def _processor_seconds() -> float:
-    """Of this process and those that it has waited for."""
-    spent = os.times()
-    return spent.user + spent.system + spent.children_user + spent.children_system
-
-
 def cost(shapes: Shapes, *, foreach: bool) -> Cost:
     """The cost of AdamW's step, ``plus``."""
     smaller = [tuple(max(1, size // SMALLER) for size in shape) for shape in shapes]
@@ -112,20 +106,17 @@ def cost(shapes: Shapes, *, foreach: bool) -> Cost:
             self.engine = on_the_cpu(self.on_cuda)
             return super().lower(program, example_inputs, inductor_options)
 
-    launched = []
-    stub = mock.patch("collage_fx.runtime.launches.launch", lambda *launch: launched.append(launch))
-    loaded = mock.patch("collage_fx.torch_compat.TableKernel.loaded", lambda kernel, *, aligned: kernel)
     first, moved = gradients(smaller, 2)
-    with fresh_cache(), stub, loaded:
+    with fresh_cache(), launches_noted() as launched:
         forget_kernels()
         rig = CompiledOptimizer(
             smaller,
             lambda params: torch.optim.AdamW(params, foreach=foreach),
             Backend(compiles=False),
         )
-        before = _processor_seconds()
+        before = processor_seconds()
         rig.step(first)
-        seconds = _processor_seconds() - before
+        seconds = processor_seconds() - before
         rig.compiled()
         launched.clear()
         with _counting_calls() as calls:

@@ -43,6 +43,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder, document.read_text()
 
 
+@pytest.mark.prose
 def test_every_row_is_there_with_numbers_or_a_reason(run: tuple[Path, str]) -> None:
     (path,) = run[0].glob("*.json")
     results = json.loads(path.read_text())
@@ -67,10 +68,12 @@ def test_every_row_is_there_with_numbers_or_a_reason(run: tuple[Path, str]) -> N
     assert rows["eager Collage plus"]["launches"] > 2 * 30  # operators, of two tensors
 
 
+@pytest.mark.prose
 def test_toys_stay_out_of_the_document(run: tuple[Path, str]) -> None:
     assert run[1] == f"before\n{BEGIN}\n\nNothing has been measured yet.\n\n{END}\nafter\n"
 
 
+@pytest.mark.prose
 def test_a_run_goes_on_where_it_was_broken_off(run: tuple[Path, str]) -> None:
     (path,) = run[0].glob("*.json")
     before = json.loads(path.read_text())["rows"]
@@ -108,6 +111,7 @@ def test_only_a_run_that_counts_forgets_instructions(
     assert opened(path, options)["instructions"] == kept
 
 
+@pytest.mark.prose
 def test_compile_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.__main__.TIMED", [("toy", "SGD, momentum")])
     assert main(["--device", "cpu", "--compile-times", "--results", str(tmp_path)]) == 0

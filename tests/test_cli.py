@@ -17,11 +17,10 @@ import torch
 from torch._inductor import config
 
 from collage_fx.cli import main
-from collage_fx.graph.program import StepProgram
-from collage_fx.passes.pin_roundings import PinRoundings
 from collage_fx.tools import doctor
 from collage_fx.torch_compat import PATCHES
 from collage_fx.torch_compat.patching import Patch
+from tests.support.substitutes import doctor_compiles, doctor_expects, doctor_finds, without_pinning
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -161,12 +160,11 @@ def test_doctor_lists_what_would_make_patches_go(capsys: pytest.CaptureFixture[s
 
 
 def test_doctor_lists_what_is_replaced_in_torch_and_what_no_longer_fits(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     lost = Patch(name="lost", target="torch.optim:Optimizer.lost", why="a test")
-    monkeypatch.setattr(doctor, "PATCHES", (*PATCHES, lost))
-    monkeypatch.setattr(doctor, "devices", lambda: [])
-    assert main(["doctor"]) == 1
+    with doctor_expects(lost), doctor_finds():
+        assert main(["doctor"]) == 1
     lines = capsys.readouterr().out.splitlines()
     listed = [line.split()[0] for line in lines if " everybody " in line or " nobody else " in line]
     assert listed == [*(patch.name for patch in PATCHES if patch.is_needed), "lost"]
@@ -177,27 +175,18 @@ def test_doctor_lists_what_is_replaced_in_torch_and_what_no_longer_fits(
 
 
 @pytest.mark.usefixtures("by_inductor")
-def test_doctor_finds_a_compiler_that_drops_roundings(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_finds_a_compiler_that_drops_roundings(capsys: pytest.CaptureFixture[str]) -> None:
     """With roundings left to Inductor as ordinary casts, it computes in float32 and drops them."""
-
-    def leave(self: PinRoundings, program: StepProgram) -> str:
-        return "nothing"
-
-    monkeypatch.setattr(doctor, "devices", lambda: ["cpu"])
-    monkeypatch.setattr(PinRoundings, "run", leave)
-    assert main(["doctor"]) == 1
+    with doctor_finds("cpu"), without_pinning():
+        assert main(["doctor"]) == 1
     printed = capsys.readouterr().out
     assert "FAILED" in printed
     assert "error term is zero" in " ".join(printed.split())
 
 
-def test_doctor_asks_nothing_of_a_device_that_is_not_supported(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(doctor, "devices", lambda: ["cpu", "mps:0"])
-    assert main(["doctor"]) == 0
+def test_doctor_asks_nothing_of_a_device_that_is_not_supported(capsys: pytest.CaptureFixture[str]) -> None:
+    with doctor_finds("cpu", "mps:0"):
+        assert main(["doctor"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "not supported: steps on it are refused; those on cpu, cuda are not" in out
     assert "All is well." in out
@@ -212,22 +201,15 @@ def test_doctor_says_what_is_assumed_of_rocm(monkeypatch: pytest.MonkeyPatch) ->
     assert told.startswith("a card, 64 GiB, ROCm 7.0, 64 threads a warp\nassumed")
 
 
-def test_doctor_gives_the_reason_where_nothing_compiles(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*_: Any) -> None:
-        raise RuntimeError("\nno working C++ compiler")
-
-    monkeypatch.setattr(doctor, "_compiled_steps", broken)
-    assert main(["doctor"]) == 1
+def test_doctor_gives_the_reason_where_nothing_compiles(capsys: pytest.CaptureFixture[str]) -> None:
+    with doctor_compiles(fails=RuntimeError("\nno working C++ compiler")):
+        assert main(["doctor"]) == 1
     assert "RuntimeError: no working C++ compiler" in " ".join(capsys.readouterr().out.split())
 
 
-def test_doctor_is_not_content_without_a_compiler(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(doctor, "devices", lambda: ["cpu"])
-    with config.patch({"cpp.cxx": (None, "no-such-compiler")}), warnings.catch_warnings():
+def test_doctor_is_not_content_without_a_compiler(capsys: pytest.CaptureFixture[str]) -> None:
+    no_compiler = config.patch({"cpp.cxx": (None, "no-such-compiler")})
+    with doctor_finds("cpu"), no_compiler, warnings.catch_warnings():
         warnings.simplefilter("error")
         assert main(["doctor"]) == 1
     printed = capsys.readouterr().out

@@ -46,6 +46,7 @@ def test_every_row_is_in_the_document_and_good(row: Row) -> None:
     assert not line.worse_than_plain
 
 
+@pytest.mark.prose
 @pytest.mark.parametrize("subject", torch_optim.SUBJECTS, ids=lambda subject: subject.name)
 def test_default_options_measured_again(subject: Subject) -> None:
     row = next(iter(rows_of(subject)))

@@ -6,23 +6,21 @@ square root and pow are rounded as the instruction and the C library round them 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
-from unittest import mock
+import math
+from typing import Literal, get_args
 
 import pytest
 import torch
 from torch._inductor.utils import fresh_cache, run_and_get_code
 
-from collage_fx.graph import Arithmetic, Reason, Strategy
-from collage_fx.runtime.batches import Batch
+from collage_fx.graph import Arithmetic, Strategy
+from collage_fx.runtime.batches import job_size, pieces_of
 from collage_fx.tools.audit import audit
-from collage_fx.torch_compat import inductor_compile_inner
 from tests.support.agreement import assert_half_ulp, assert_same, differences, trajectory
 from tests.support.float_bits import same_bits
 from tests.support.optimizers import Case, CompiledOptimizer, Tensors, gradients
-from tests.support.twin import TwinBackend, without_pinning
+from tests.support.substitutes import by_inductor, given_to_inductor, lowered_as, without_pinning
+from tests.support.twin import TwinBackend
 
 STEPS = 50
 #: 561 and 37 elements: vectors of 16 or 32 and a tail of another length.
@@ -64,67 +62,45 @@ def first_step(
 SPOILT = {(0, 0): float("inf"), (7, 3): float("nan"), (32, 16): -float("inf")}
 
 
-@dataclass
-class Run:
-    """What one compilation computed: fifty steps, their eager twins, and four with spoilt gradients."""
-
-    case: Case
-    graphs: int
-    compiled: list[Tensors]
-    eager: list[Tensors]
-    clean: list[Tensors]
-    spoilt: list[Tensors]
-
-
-@pytest.fixture(scope="module", params=CASES, ids=str)
-def run(request: pytest.FixtureRequest) -> Run:
-    case: Case = request.param
-    backend = TwinBackend(**case.options())
-    rig, start = first_step(case, backend=backend)
-    grads = list(gradients(SHAPES, STEPS))
-    compiled, eager = (trajectory(rig, start, grads, engine=engine) for engine in BOTH)
-    few = list(gradients(SHAPES, 4, seed=5))
-    clean = trajectory(rig, start, few)
-    for index, value in SPOILT.items():
-        few[0][0][index] = value
-    spoilt = trajectory(rig, start, few)
-    return Run(case, len(backend.graphs), compiled, eager, clean, spoilt)
-
-
 #: The ends of the names of auxiliaries.
 AUXILIARIES = (".lo", ".rest")
 
 
-def test_compiled_bits_are_eager_bits(run: Run) -> None:
-    assert_same(run.compiled, run.eager)
+@pytest.mark.rotating
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_compiled_bits_are_eager_bits(case: Case) -> None:
+    """Fifty steps that one compilation serves; then one with gradients that are inf and nan."""
+    rig, start = first_step(case)
+    grads = list(gradients(SHAPES, STEPS))
+    compiled, eager = (trajectory(rig, start, grads, engine=engine) for engine in BOTH)
+    assert_same(compiled, eager)
+    assert_error_terms_are_alive(compiled[-1], case.strategy)
+    for tensors in compiled:
+        assert_half_ulp(tensors)
+    few = list(gradients(SHAPES, 4, seed=5))
+    clean = trajectory(rig, start, few)
+    for index, value in SPOILT.items():
+        few[0][0][index] = value
+    assert_spoilt_alone(trajectory(rig, start, few), clean)
+    assert len(rig.backend.report().graphs) == 1
 
 
-def test_one_compilation_serves_every_step(run: Run) -> None:
-    assert run.graphs == 1
-
-
-def test_error_terms_are_those_of_the_strategy_and_alive(run: Run) -> None:
-    """This is what breaks when a rounding does not survive lowering: hi and lo cancel, and lo is zero."""
-    last = run.compiled[-1]
+def assert_error_terms_are_alive(last: Tensors, strategy: Strategy) -> None:
+    """Assert that they are not zero, as where a rounding does not survive lowering: hi and lo cancel."""
     expansions = {name.split(".")[1] for name in last if name.endswith(AUXILIARIES)}
-    assert expansions == EXPANSIONS[run.case.strategy]
+    assert expansions == EXPANSIONS[strategy]
     for name in last:
         if name.endswith(AUXILIARIES):
             # By chance a value lies on hi's grid for one in 2**8 (bfloat16), 2**11 (float16).
             assert float((last[name] != 0).double().mean()) > 0.9, name
 
 
-def test_error_terms_stay_below_half_an_ulp(run: Run) -> None:
-    for tensors in run.compiled:
-        assert_half_ulp(tensors)
-
-
-def test_inf_and_nan_stay_where_they_are(run: Run) -> None:
-    """One step with inf and nan among the gradients, then three ordinary ones; the others do not notice."""
+def assert_spoilt_alone(spoilt: list[Tensors], clean: list[Tensors]) -> None:
+    """Assert that inf and nan among the gradients of a first step stay, and no other element notices."""
     touched = torch.zeros(SHAPES[0], dtype=torch.bool)
     for index in SPOILT:
         touched[index] = True
-    for met, want in zip(run.spoilt, run.clean, strict=True):
+    for met, want in zip(spoilt, clean, strict=True):
         assert_half_ulp(met)  # which says that lo is zero beside what is not finite
         assert not met["0.p"][touched].isfinite().any()
         assert not met["0.exp_avg_sq"][touched].isfinite().any()
@@ -136,6 +112,7 @@ def test_inf_and_nan_stay_where_they_are(run: Run) -> None:
 # ------------------------------------------------------------ what pinning is for
 
 
+@pytest.mark.usefixtures("by_inductor")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("arithmetic", ["wide", "native"])
 def test_without_pinned_roundings_compiled_code_loses_the_error_terms(
@@ -167,11 +144,11 @@ def test_jobs_that_threads_share(case: Case) -> None:
     shapes = ((97, 211), (200_003,))
     rig, start = first_step(case, shapes, TwinBackend(**case.options()))
     grads = list(gradients(shapes, 5))
-    with mock.patch(
-        "collage_fx.runtime.batches.Batch.__call__", autospec=True, side_effect=Batch.__call__
-    ) as called:
-        assert_same(*(trajectory(rig, start, grads, engine=engine) for engine in BOTH))
-    assert max(call.args[0].jobs for call in called.call_args_list) > 2
+    assert_same(*(trajectory(rig, start, grads, engine=engine) for engine in BOTH))
+    route = rig.backend.report().graphs[-1].route
+    assert "in one call for all tensors" not in dict(route.reasons)
+    lengths = [math.prod(shape) for shape in shapes]
+    assert len(pieces_of(lengths, job_size(sum(lengths), torch.get_num_threads()))) > 2
 
 
 @pytest.mark.usefixtures("two_threads")
@@ -180,7 +157,7 @@ def test_loops_that_threads_share() -> None:
     case = Case("plus", "wide", "mcf", torch.bfloat16)
     shapes = ((97, 211), (20_007,))
     backend = TwinBackend(**case.options())
-    with fresh_cache(), mock.patch("collage_fx.lowering.kernels.printed", return_value=Reason("of the test")):
+    with fresh_cache(), by_inductor():
         (rig, start), codes = run_and_get_code(first_step, case, shapes, backend)
     assert any("#pragma omp for" in code for code in codes)
     grads = list(gradients(shapes, 5))
@@ -224,21 +201,9 @@ def test_strided_parameters_and_gradients() -> None:
 
 def test_everything_a_step_mutates_is_static() -> None:
     """Error terms too: CUDA graphs refuse to record a step that mutates an input whose address may change."""
-    lowered: list[tuple[set[int], set[int]]] = []
-
-    def spy(gm: Any, inputs: Sequence[Any], **options: Any) -> Any:
-        compiled: Any = inductor_compile_inner(gm, inputs, **options)
-        lowered.append((set(compiled.mutated_input_idxs), set(options["static_input_idxs"])))
-        return compiled
-
-    with (
-        mock.patch("collage_fx.lowering.attempts.inductor_compile_inner", spy),
-        mock.patch(
-            "collage_fx.lowering.lower.lower_in_parts", return_value=Reason("of the test")
-        ),  # as on a GPU
-    ):
+    with given_to_inductor() as given, lowered_as("whole"):
         first_step(Case("plus", "wide", "mcf", torch.bfloat16))
-    ((mutated, static),) = lowered
+    ((mutated, static),) = given
     # Of each parameter: itself, the two moments, two error terms, a count of roundings, the step counter.
     assert len(mutated) == 2 * 7
     assert mutated <= static

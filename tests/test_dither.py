@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import nullcontext
 from fractions import Fraction
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +15,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.nn import Parameter
 
 from collage_fx import CollageBackend, error_terms, explain, full_value
-from collage_fx.graph import Reason, Unit
+from collage_fx.graph import Unit
 from collage_fx.lowering.lower import inductor_settings
 from collage_fx.numerics.dither import dithered, phase, phases
 from collage_fx.state.error_terms import expansion_of
@@ -29,6 +27,7 @@ from tests.support.float24 import nearest, rounded
 from tests.support.float24 import phase as phase_of
 from tests.support.optimizers import CompiledOptimizer, gradients
 from tests.support.processes import Processes
+from tests.support.substitutes import lowered_as
 from tests.support.training import (
     compiled,
     everything,
@@ -74,10 +73,9 @@ def counts(optimizer: torch.optim.Optimizer) -> list[int]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @each_kind
 def test_compiled_bits_are_eager_bits(kind: str, dtype: torch.dtype, unit: Unit) -> None:
-    not_in_parts = mock.patch("collage_fx.lowering.lower.lower_in_parts", return_value=Reason("of the test"))
     backend = TwinBackend(**OPTIONS[kind], passes=pipeline(by_family=unit == "by family"))
     rig = CompiledOptimizer(SHAPES, adamw, backend, dtype=dtype)
-    with not_in_parts if unit == "whole" else nullcontext():
+    with lowered_as(unit):
         start = rig.start()
     assert rig.backend.report().graphs[-1].route.unit == unit
     grads = list(gradients(SHAPES, 4, scale=0.01))

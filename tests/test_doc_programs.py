@@ -79,6 +79,7 @@ def printed(page: Path, folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.prose
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_programs_of_a_page_run(page: Path, tmp_path: Path) -> None:
     for name in NEEDS.get(page.name, ()):

@@ -141,6 +141,7 @@ def bytes_in_tables() -> list[tuple[str, str, float]]:
     return found
 
 
+@pytest.mark.prose
 @pytest.mark.parametrize(("page", "options", "count"), bytes_in_tables())
 def test_bytes_are_those_of_a_report(page: str, options: str, count: float) -> None:
     if "=" not in options:

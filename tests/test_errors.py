@@ -43,6 +43,7 @@ def test_codes_stay() -> None:
     assert {code: kind.__name__ for code, kind in error_kinds().items()} == CODES
 
 
+@pytest.mark.prose
 @pytest.mark.parametrize(("kind", "example"), CASES)
 def test_an_example_raises_what_its_page_shows_and_changes_nothing(
     kind: type[CollageError], example: Example

@@ -39,6 +39,7 @@ def run_example(name: str, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.prose
 def test_lost_update() -> None:
     """The README shows what it prints, to four digits: other processors compute another pow()."""
 
@@ -55,6 +56,7 @@ def test_lost_update() -> None:
     assert moved["float64"] == 100
 
 
+@pytest.mark.prose
 def test_own_format() -> None:
     """It prints what the page shows: to nearest, a byte stands still where one that is dithered does not."""
     page = (ROOT / "docs" / "writing-a-format.md").read_text()
@@ -64,6 +66,7 @@ def test_own_format() -> None:
     assert errors["nearest-byte"] > 10 * errors["byte"]
 
 
+@pytest.mark.prose
 def test_peer_formats() -> None:
     """Each row is what the page shows, to a fifth: other processors compute another pow()."""
     page = (ROOT / "docs" / "writing-a-format.md").read_text()
@@ -76,6 +79,7 @@ def test_peer_formats() -> None:
         assert float(error) == pytest.approx(float(shown_error), rel=0.2)
 
 
+@pytest.mark.prose
 def test_own_pass() -> None:
     printed = run_example("own_pass.py")
     assert re.search(r"clip-gradients +1 gradients", printed)

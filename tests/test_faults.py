@@ -16,8 +16,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from collage_fx import error_terms, full_value
-from collage_fx.numerics import AuxiliarySpec
 from tests.support.processes import environment
+from tests.support.substitutes import memory_for_error_terms
 from tests.support.training import compiled, differences, everything, parameters, run_steps, set_gradients
 
 ROOT = Path(__file__).parents[1]
@@ -122,24 +122,13 @@ def test_a_process_forked_after_a_compilation_goes_on() -> None:
 
 
 @pytest.mark.parametrize("fails_at", [0, 1, 3])
-def test_out_of_memory_for_an_error_term_changes_nothing(
-    fails_at: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_out_of_memory_for_an_error_term_changes_nothing(fails_at: int) -> None:
     expected = after(2)
     torch._dynamo.reset()
     optimizer, step = started()
-    made, zeros = [], AuxiliarySpec.zeros
-
-    def failing(self: AuxiliarySpec, device: torch.device) -> torch.Tensor:
-        made.append(self)
-        if len(made) == fails_at + 1:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return zeros(self, device)
-
-    monkeypatch.setattr(AuxiliarySpec, "zeros", failing)
     start = [p.detach().clone() for p in params_of(optimizer)]
     set_gradients(params_of(optimizer), 0)
-    with pytest.raises(Exception, match="out of memory"):
+    with memory_for_error_terms(fails_at), pytest.raises(Exception, match="out of memory"):
         step()
     assert all(torch.equal(p, before) for p, before in zip(params_of(optimizer), start, strict=True))
     assert all(not state.any() for p in params_of(optimizer) for state in optimizer.state[p].values())

@@ -13,7 +13,6 @@ import textwrap
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -25,6 +24,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import collage_fx
 from collage_fx import CollageBackend, CollageError, backend_of, error_terms, full_value, install, uninstall
+from tests.support.substitutes import preparations
 from tests.support.training import (
     Descent,
     compiled,
@@ -288,7 +288,7 @@ def test_hooks_run_eagerly_around_the_step(reference: Optimizer) -> None:
 @pytest.mark.parametrize(("dtype", "expected"), [(torch.bfloat16, 1), (torch.float32, 0)])
 def test_the_compiler_is_prepared_while_the_program_goes_on(dtype: torch.dtype, expected: int) -> None:
     """Which takes half of a first step's time on a machine that has compiled nothing yet."""
-    with mock.patch("collage_fx.install.prepare_compiler") as prepare:
+    with preparations() as prepare:
         install(AdamW([torch.nn.Parameter(torch.ones(3, dtype=dtype))]))
     assert prepare.call_count == expected
 

@@ -26,6 +26,7 @@ from collage_fx.errors import CheckpointMismatchError
 from collage_fx.state.checkpoint import PREFIX, SHARED, PickledExpansion, _carried
 from tests.support import resume
 from tests.support.race import Race
+from tests.support.substitutes import error_terms_pickled_as_they_are
 from tests.support.training import (
     LateMomentum,
     compiled,
@@ -175,13 +176,11 @@ class OfAnEarlierVersion(pickle.Pickler):
         return copyreg.__newobj__, (type(obj),), {**obj.__getstate__(), **ours}  # type: ignore[attr-defined]
 
 
-def test_a_pickle_of_an_earlier_version_is_read(
-    running: tuple[Optimizer, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Which had error terms in it as they are, and not as a checkpoint holds them."""
+def test_a_pickle_of_an_earlier_version_is_read(running: tuple[Optimizer, str]) -> None:
+    """Such pickles have error terms in them as they are, and not as a checkpoint holds them."""
     optimizer, _ = running
-    monkeypatch.setattr("collage_fx.state.checkpoint._as_saved", lambda _, expansion: expansion.auxiliaries)
-    OfAnEarlierVersion(written := io.BytesIO()).dump(optimizer)
+    with error_terms_pickled_as_they_are():
+        OfAnEarlierVersion(written := io.BytesIO()).dump(optimizer)
     assert b"Carried" in written.getvalue()
     assert b"_made_anew" not in written.getvalue()
     read = pickle.loads(written.getvalue())

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ from torch import Tensor
 from collage_fx import error_terms, explain, full_value
 from collage_fx.cli import main
 from collage_fx.errors import CheckpointMismatchError
-from collage_fx.graph import Reason, Unit
+from collage_fx.graph import Unit
 from collage_fx.numerics.error_formats import ERROR_FORMATS, ErrorFormat
 from collage_fx.state import adopt
 from collage_fx.state.error_terms import change_layout, ensure_expansion
@@ -24,6 +22,7 @@ from tests.support.error_formats import OWN_FORMATS
 from tests.support.float_bits import same_bits
 from tests.support.optimizers import CompiledOptimizer, gradients
 from tests.support.programs import after, captured
+from tests.support.substitutes import lowered_as
 from tests.support.training import compiled, parameters, run_steps
 from tests.support.twin import ExactInterpreter, TwinBackend
 from tests.support.whole import pipeline
@@ -59,9 +58,8 @@ def expanded(fmt: ErrorFormat, *shape: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("unit", ["by family", "in parts", "whole"])
 def test_compiled_bits_are_eager_bits(fmt: ErrorFormat, unit: Unit) -> None:
-    not_in_parts = mock.patch("collage_fx.lowering.lower.lower_in_parts", return_value=Reason("of the test"))
     rig = rig_of(fmt, passes=pipeline(by_family=unit == "by family"))
-    with not_in_parts if unit == "whole" else nullcontext():
+    with lowered_as(unit):
         start = rig.start()
     assert rig.backend.report().graphs[-1].route.unit == unit
     grads = list(gradients(SHAPES, 5))

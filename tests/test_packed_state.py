@@ -7,10 +7,8 @@ import itertools
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -23,7 +21,7 @@ import collage_fx
 from collage_fx import CollageBackend, explain, full_value
 from collage_fx.capture.recording import record
 from collage_fx.errors import CheckpointMismatchError, UncompensatedParameterError
-from collage_fx.graph import Reason, Unit
+from collage_fx.graph import Unit
 from collage_fx.numerics import format_named
 from collage_fx.state import adopt
 from collage_fx.state.error_terms import expansion_of
@@ -33,6 +31,7 @@ from tests.support.agreement import assert_same, trajectory
 from tests.support.detours import DETOURS, direct_and_by, saved_and_loaded, through_a_file
 from tests.support.optimizers import CompiledOptimizer, gradients
 from tests.support.processes import Processes
+from tests.support.substitutes import lowered_as
 from tests.support.training import (
     Descent,
     Lion,
@@ -73,10 +72,9 @@ def is_all_packed(optimizer: torch.optim.Optimizer) -> bool:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @each_state
 def test_compiled_bits_are_eager_bits(state: str, dtype: torch.dtype, unit: Unit) -> None:
-    not_in_parts = mock.patch("collage_fx.lowering.lower.lower_in_parts", return_value=Reason("of the test"))
     backend = TwinBackend(strategy="light", state=state, passes=pipeline(by_family=unit == "by family"))
     rig = CompiledOptimizer(SHAPES, adamw, backend, dtype=dtype)
-    with not_in_parts if unit == "whole" else nullcontext():
+    with lowered_as(unit):
         start = rig.start()
     assert rig.backend.report().graphs[-1].route.unit == unit
     grads = list(gradients(SHAPES, 4, scale=0.01))

@@ -60,6 +60,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.prose
 def test_a_quick_run_trains_every_cell_and_writes_the_page(quick: Path) -> None:
     runs = Runs.of_folder(quick)
     assert len(runs.records) == len(quick_plan().cells)
@@ -76,6 +77,7 @@ def test_the_page_has_the_numbers_of_the_results() -> None:
     assert (root / "docs" / "paper.md").read_text() == written, "./dev paper --page-only writes the page"
 
 
+@pytest.mark.prose
 def test_what_is_measured_is_what_strategies_are_for(quick: Path) -> None:
     runs = Runs.of_folder(quick)
     seen = {
@@ -92,6 +94,7 @@ def test_what_is_measured_is_what_strategies_are_for(quick: Path) -> None:
     assert seen["none"]["loss"] - seen[BASELINE]["loss"] > 5e-3
 
 
+@pytest.mark.prose
 def test_a_second_call_repeats_nothing(quick: Path) -> None:
     before = {path: path.read_text() for path in quick.glob("paper-*.json")}
     arguments = ["--quick", "--results", str(quick), "--page", str(quick / "again.md")]
@@ -100,6 +103,7 @@ def test_a_second_call_repeats_nothing(quick: Path) -> None:
     assert (quick / "again.md").read_text() == (quick / "paper.md").read_text()
 
 
+@pytest.mark.prose
 @pytest.mark.parametrize("strategy", ["plus, mcf", "light", "5.1 bytes", BASELINE, "stochastic"])
 def test_a_training_that_a_deadline_stops_goes_on_to_the_bit(
     strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -206,6 +210,7 @@ def test_measured_counts_what_is_asked_and_what_is_lost() -> None:
     assert (measured.along / measured.intended, measured.lost / measured.asked) == (0.5, 0.5)
 
 
+@pytest.mark.prose
 def test_a_training_that_fails_ends_the_run_and_what_was_trained_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,7 +18,7 @@ from collage_fx import CollageBackend, full_value
 from collage_fx.cli import main
 from collage_fx.errors import CheckpointMismatchError, InvalidOptionError, UnsupportedTensorError
 from collage_fx.examples import peer_formats
-from collage_fx.graph import Reason, Unit
+from collage_fx.graph import Unit
 from collage_fx.numerics import PACKED_FORMATS
 from collage_fx.state.checkpoint import adopt
 from collage_fx.state.packed import is_packed
@@ -28,6 +28,7 @@ from tests.support.detours import DETOURS, direct_and_by
 from tests.support.optimizers import CompiledOptimizer, gradients
 from tests.support.processes import Processes
 from tests.support.refusals import refused
+from tests.support.substitutes import e4m3_as_on, lowered_as
 from tests.support.training import compiled, parameters, run_steps, set_gradients
 from tests.support.triton_steps import triton_trajectory
 from tests.support.twin import TwinBackend
@@ -52,7 +53,7 @@ def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processe
 @pytest.fixture
 def operation_by_operation() -> Iterator[None]:
     """Steps that torch runs: Inductor writes no vectors for these formats, and takes its time."""
-    with mock.patch("collage_fx.lowering.lower.why_not_compiled", return_value=Reason("of the test")):
+    with lowered_as("operation by operation"):
         yield
 
 
@@ -63,13 +64,12 @@ def adamw(params: Any) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("unit", ["by family", "in parts", "whole"])
 @each_state
 def test_compiled_bits_are_eager_bits(state: str, unit: Unit) -> None:
-    not_in_parts = mock.patch("collage_fx.lowering.lower.lower_in_parts", return_value=Reason("of the test"))
     ends = []
     for engine in ("compiled", "eager"):
         backend = TwinBackend(strategy="plus", state=state, passes=pipeline(by_family=unit == "by family"))
         rig = CompiledOptimizer(SHAPES, adamw, backend)
         backend.engine = engine
-        with not_in_parts if unit == "whole" else nullcontext():
+        with lowered_as(unit):
             for grads in gradients(SHAPES, 4):
                 rig.step(grads)
         (graph,) = backend.report().graphs
@@ -134,12 +134,11 @@ def test_numbers_of_8_bits_need_a_gpu_that_converts_them(
 @each_state
 def test_a_step_on_another_gpu_is_refused(state: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (8, 6))
-    require = peer_formats.require_e4m3
-    monkeypatch.setattr(peer_formats, "require_e4m3", lambda _: require(torch.device("cuda", 0)))
     params = parameters(shapes=((64, 256),))
     optimizer = adamw(params)
     set_gradients(params)
-    text = refused(optimizer, UnsupportedTensorError, compiled(optimizer, state=state))
+    with e4m3_as_on(torch.device("cuda", 0)):
+        text = refused(optimizer, UnsupportedTensorError, compiled(optimizer, state=state))
     assert "Triton converts torch.float8_e4m3fn on GPUs of compute capability 8.9 or later" in text
     assert "cuda:0 has 8.6" in text
     assert "state='block8'" in text

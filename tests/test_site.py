@@ -12,6 +12,8 @@ import pytest
 
 import collage_fx
 
+pytestmark = pytest.mark.prose
+
 ROOT = Path(__file__).resolve().parent.parent
 
 

@@ -1,6 +1,10 @@
 """What a usual run of the tests leaves out."""
 
-from tests.support.slow import FILE, MOST_SECONDS, SECONDS, slow_ones
+from types import SimpleNamespace
+
+import pytest
+
+from tests.support.slow import FILE, MOST_SECONDS, SECONDS, left_out, slow_ones
 
 
 def test_each_function_keeps_a_case_and_what_fits() -> None:
@@ -10,6 +14,27 @@ def test_each_function_keeps_a_case_and_what_fits() -> None:
     assert "tests/a.py::three" in slow
     assert len(slow) == 4
     assert sum(name in cases for name in slow) == 3
+
+
+def test_cases_that_are_not_measured_stay_left_out() -> None:
+    known = ["tests/a.py::one[0]", "tests/a.py::one[1]"]
+    assert slow_ones({known[0]: 0.1}, known) == [known[1]]
+
+
+def test_each_rotating_test_has_its_day() -> None:
+    items = [
+        SimpleNamespace(nodeid=str(i), get_closest_marker=lambda name: name if name == "rotating" else None)
+        for i in range(300)
+    ]
+    run = [[item for item in items if item not in left_out(items, third)] for third in range(3)]
+    assert sorted(int(item.nodeid) for third in run for item in third) == list(range(300))
+    assert min(map(len, run)) > 70
+
+
+def test_documents_are_compiled_with_all_alone(pytestconfig: pytest.Config) -> None:
+    item = SimpleNamespace(nodeid="a", get_closest_marker=lambda name: name if name == "prose" else None)
+    assert left_out([item], third=0) == [item]
+    assert any(mark.startswith("prose:") for mark in pytestconfig.getini("markers"))
 
 
 def test_what_is_left_out_exists() -> None:

@@ -21,6 +21,7 @@ from collage_fx import CollageBackend, error_terms, full_value
 from collage_fx.capture.recording import is_recorded
 from collage_fx.errors import UncompensatedParameterError, UnsupportedTensorError
 from collage_fx.graph import factorizes
+from tests.support.substitutes import recorded_steps_that_compile
 from tests.support.training import Descent, compiled, parameters, run_steps, set_gradients
 
 Kind = TypeVar("Kind", bound=Optimizer)
@@ -1063,12 +1064,12 @@ def test_what_is_recorded_while_a_thread_compiles_is_compiled() -> None:
     assert bool(error_terms(params[0])[0].any())
 
 
-def test_that_a_step_always_needs_something_new_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_that_a_step_always_needs_something_new_is_said() -> None:
     torch._dynamo.reset()
-    monkeypatch.setattr("collage_fx.capture.recording.COMPILING_STEPS", 3)
     params = parameters(shapes=[(3,)])
     step = compiled(GrowsEachStep(params))
-    with pytest.warns(UserWarning, match="each of the last 3 steps of GrowsEachStep"):
+    told = pytest.warns(UserWarning, match="each of the last 3 steps of GrowsEachStep")
+    with recorded_steps_that_compile(3), told:
         run_steps(step, params, range(6))
     assert bool(error_terms(params[0])[0].any())
 

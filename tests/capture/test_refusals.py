@@ -10,9 +10,15 @@ from torch.nn import Parameter
 from torch.testing._internal.two_tensor import TwoTensor
 
 from collage_fx import CollageBackend, error_terms, full_value, install
-from collage_fx.errors import AliasedStateError, UnsupportedOptimizerError, UnsupportedTensorError
+from collage_fx.errors import (
+    AliasedStateError,
+    UnsupportedOptimizerError,
+    UnsupportedTensorError,
+    UnsupportedTorchError,
+)
 from collage_fx.graph.program import Strategy
 from tests.support.refusals import refused
+from tests.support.substitutes import torch_without
 from tests.support.training import (
     Descent,
     compiled,
@@ -22,6 +28,14 @@ from tests.support.training import (
 )
 
 BF16 = torch.bfloat16
+
+
+def test_an_unknown_torch() -> None:
+    optimizer = Descent(parameters())
+    set_gradients(optimizer.param_groups[0]["params"])
+    with torch_without("torch.somewhere:something: no such attribute"):
+        text = refused(optimizer, UnsupportedTorchError)
+    assert "torch.somewhere:something: no such attribute" in text
 
 
 def sparse_gradient(rows: int = 8, columns: int = 4) -> Tensor:

@@ -34,6 +34,7 @@ from collage_fx.errors import (
     UnsupportedOptimizerError,
 )
 from tests.support.refusals import refused
+from tests.support.substitutes import functions_compiled_as_often_as_steps
 from tests.support.training import Descent, compiled, parameters, run_steps, set_gradients
 
 #: An update far below half an ulp of any parameter here, so that all of it is in the error terms.
@@ -559,15 +560,12 @@ def test_steps_that_go_by_remainders_are_compensated() -> None:
     assert torch.allclose(full_value(p), q, rtol=0, atol=6 * (2.0**-23 + 2.0**-9 * moved))
 
 
-def test_the_step_in_a_function_that_is_compiled_again_and_again_is_recorded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_step_in_a_function_that_is_compiled_again_and_again_is_recorded() -> None:
     """Python runs the function from then on: no limit ends a run of an optimizer."""
-    monkeypatch.setattr(watch, "COMPILATIONS", 1)
     params = parameters(shapes=[(3,)])
     optimizer, backend = Counts(params), CollageBackend()
     step: Callable[[], Any] = torch.compile(lambda: optimizer.step(), backend=backend)
-    with torch._dynamo.config.patch(recompile_limit=3):
+    with torch._dynamo.config.patch(recompile_limit=3), functions_compiled_as_often_as_steps():
         run_steps(step, params, range(3))
         assert not is_recorded(optimizer)
         run_steps(step, params, range(3, 9))
@@ -576,8 +574,7 @@ def test_the_step_in_a_function_that_is_compiled_again_and_again_is_recorded(
     assert bool(error_terms(params[0])[0].any())
 
 
-def test_a_function_without_an_optimizer_is_refused_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "COMPILATIONS", 1)
+def test_a_function_without_an_optimizer_is_refused_at_the_limit() -> None:
     average, weight = (p.detach() for p in parameters(shapes=[(3,), (3,)]))
 
     def follow(phase: str) -> None:
@@ -586,7 +583,7 @@ def test_a_function_without_an_optimizer_is_refused_at_the_limit(monkeypatch: py
 
     strict: Callable[[str], Any] = torch.compile(follow, backend=CollageBackend())
     lenient: Callable[[str], Any] = torch.compile(follow, backend=CollageBackend(strict=False))
-    with torch._dynamo.config.patch(recompile_limit=3):
+    with torch._dynamo.config.patch(recompile_limit=3), functions_compiled_as_often_as_steps():
         for phase in "abc":
             strict(phase)
         for _ in range(2):  # and again, not only once

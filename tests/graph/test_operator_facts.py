@@ -6,6 +6,7 @@ captured step may have in it and of which nothing is known.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import defaultdict
@@ -160,7 +161,10 @@ def calls() -> dict[Any, list[Call]]:
         dtypes = torch.float64, torch.float32, torch.int64, torch.bool
         dtype = next((dtype for dtype in dtypes if dtype in info.dtypes), None)
         try:
-            for sample in list(info.sample_inputs("cpu", dtype))[:30] if dtype else ():
+            torch.default_generator.manual_seed(0)
+            # info.sample_inputs formats the stack for each sample: 30 s under pytest.
+            samples = info.sample_inputs_func(info, "cpu", dtype, False) if dtype else ()
+            for sample in itertools.islice(samples, 30):
                 with watch, torch.no_grad():
                     info.op(sample.input, *sample.args, **sample.kwargs)
         except (RuntimeError, NotImplementedError, AssertionError):

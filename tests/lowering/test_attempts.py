@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,13 +15,8 @@ from torch.optim import Optimizer
 from collage_fx import CollageBackend
 from collage_fx.errors import FailedLoweringError
 from collage_fx.lowering import forget_kernels, interpreted
-from collage_fx.torch_compat import inductor_compile_inner
+from tests.support.substitutes import failing_at_first, lowering_in_inductor, no_compiler
 from tests.support.training import Descent, differences, everything, parameters, run_steps
-
-INNER = "collage_fx.lowering.attempts.inductor_compile_inner"
-#: What a lowering of ours calls while Inductor compiles.
-LOWERING = "collage_fx.codegen.lowerings.trace_of"
-LIBRARY = "collage_fx.lowering.kernels.load_cpp_library"
 
 
 class Centralized(Optimizer):
@@ -65,7 +59,7 @@ def test_a_fault_of_inductors_leaves_the_step_compiled_by_family() -> None:
     compiled = run(Centralized, backend, shapes)
     assert {graph.route.unit for graph in backend.report().graphs} == {"by family"}
     forget_kernels()
-    with pytest.warns(UserWarning, match="Inductor failed"), mock.patch(INNER, side_effect=OSError("none")):
+    with pytest.warns(UserWarning, match="Inductor failed"), no_compiler(OSError("none")):
         interpreted = run(Centralized, CollageBackend(), shapes)
     assert differences(everything(compiled), everything(interpreted)) == []
     forget_kernels()
@@ -80,8 +74,7 @@ def test_without_a_compiler_the_rewritten_graph_is_run(make: Any, arithmetic: An
             UserWarning,
             match=r"OSError: no compiler here\. .* 10 to 50 times slower\n.*where: param_groups.*\n.*CXX",
         ),
-        mock.patch(INNER, side_effect=OSError("no compiler here")),
-        mock.patch(LIBRARY, side_effect=OSError("no compiler here")),
+        no_compiler(OSError("no compiler here")),
     ):
         run_without = run(make, backend, shapes)
     assert {graph.route.unit for graph in backend.report().graphs} == {"operation by operation"}
@@ -106,18 +99,14 @@ def test_roots_are_correctly_rounded_without_a_compiler() -> None:
 @pytest.mark.usefixtures("by_inductor")
 def test_a_fault_in_one_way_is_made_good_by_the_next() -> None:
     """The second attempt gets the graph as it was, and nothing but the first fails."""
-    calls: list[str] = []
 
-    def failing_first(gm: Any, *args: Any, **kwargs: Any) -> Any:
-        calls.append(str(gm.graph))
-        if len(calls) == 1:
-            gm.graph.erase_node(gm.graph.output_node())
-            raise RuntimeError("in the middle")
-        return inductor_compile_inner(gm, *args, **kwargs)
+    def fail(gm: Any) -> None:
+        gm.graph.erase_node(gm.graph.output_node())
+        raise RuntimeError("in the middle")
 
-    with mock.patch(INNER, failing_first), pytest.warns(UserWarning, match="in the middle"):
+    with failing_at_first(fail) as graphs, pytest.warns(UserWarning, match="in the middle"):
         optimizer = run(Descent, CollageBackend(), [(4, 6)])
-    assert calls[0] == calls[1]
+    assert graphs[0] == graphs[1]
     assert differences(everything(optimizer), everything(run(Descent, CollageBackend(), [(4, 6)]))) == []
 
 
@@ -136,7 +125,7 @@ def test_a_fault_of_our_own_is_no_fault_of_inductors(fault: Any) -> None:
     before = [p.detach().clone() for p in params]
     error = "JSONDecodeError" if fault is broken_in_a_library else "LookupError"
     with (
-        mock.patch(LOWERING, fault),
+        lowering_in_inductor(fault),
         fresh_cache(),
         pytest.raises(FailedLoweringError, match=rf"collage_fx.* failed: .*{error}") as raised,
     ):

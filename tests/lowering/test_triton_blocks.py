@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +15,7 @@ from collage_fx.lowering.rule_graphs import graph_of
 from collage_fx.lowering.rules import Rule
 from collage_fx.torch_compat import SymbolicScope
 from tests.support import triton_offline as offline
+from tests.support.substitutes import rules_compiled
 
 pytestmark = pytest.mark.skipif(
     not offline.HAVE_TRITON, reason="needs triton (Linux only) and numpy: pip install triton numpy"
@@ -25,17 +24,9 @@ pytestmark = pytest.mark.skipif(
 
 def rule_with_blocks(state: str) -> Rule:
     """That of an AdamW step."""
-    rules: list[Rule] = []
-
-    def noting(rule: Rule) -> Any:
-        rules.append(rule)
-        return compile_rule(rule)
-
-    compile_rule = kernels.compile_rule
     parameters = [torch.nn.Parameter(torch.randn(128, 64).bfloat16()) for _ in range(2)]
     optimizer = torch.optim.AdamW(parameters, lr=1e-3)
-    kernels.forget_kernels()
-    with mock.patch.object(kernels, "compile_rule", noting):
+    with rules_compiled() as rules:
         step = torch.compile(optimizer.step, backend=CollageBackend(strategy="light", state=state))
         for parameter in parameters:
             parameter.grad = torch.randn_like(parameter)

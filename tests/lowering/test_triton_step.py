@@ -19,7 +19,8 @@ from collage_fx.torch_compat.imaginary_cuda import imported_kernel
 from tests.support import triton_offline as offline
 from tests.support.agreement import assert_half_ulp, assert_same, trajectory
 from tests.support.optimizers import Case, CompiledOptimizer, Tensors, gradients
-from tests.support.twin import TwinBackend, without_pinning
+from tests.support.substitutes import without_pinning
+from tests.support.twin import TwinBackend
 
 pytestmark = pytest.mark.skipif(
     not offline.HAVE_TRITON, reason="needs triton (Linux only) and numpy: pip install triton numpy"

@@ -42,6 +42,7 @@ from collage_fx.numerics.update_sums import (
 from collage_fx.report.plots import plot
 from collage_fx.torch_compat import inductor_config
 from tests.support import triton_offline as offline
+from tests.support.substitutes import captured_into_a_cuda_graph
 from tests.support.training import Descent, compiled, differences, everything, parameters, run_steps
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -331,13 +332,12 @@ LARGE_RULES: list[Callable[[Any], Optimizer]] = [
 ]
 
 
-def test_a_step_that_is_captured_into_a_cuda_graph_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_is_captured_into_a_cuda_graph_is_refused() -> None:
     params, backend = parameters(shapes=[(64, 64)]), CollageBackend(metrics=True)
     step = torch.compile(torch.optim.AdamW(params).step, backend=backend)
     run_steps(step, params, range(2))
     before = [p.detach().clone() for p in params]
-    monkeypatch.setattr("collage_fx.metrics.meter.is_captured", lambda device: True)
-    with pytest.raises(InvalidOptionError, match="would not be measured"):
+    with captured_into_a_cuda_graph(), pytest.raises(InvalidOptionError, match="would not be measured"):
         step()
     assert all(torch.equal(p, each) for p, each in zip(params, before, strict=True))
     assert len(backend.metrics()) == 2

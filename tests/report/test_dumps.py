@@ -16,9 +16,7 @@ import torch
 from collage_fx import CollageBackend, explain
 from collage_fx.graph.program import StepProgram
 from collage_fx.graph.text import graph_text
-from collage_fx.passes.compensate_wide import CompensateWide
-from collage_fx.pipeline import run_pipeline
-from collage_fx.report.dumps import Dump
+from collage_fx.pipeline import Pass, inserted, run_pipeline
 from tests.support.programs import captured, sgd
 from tests.support.training import Descent, parameters, run_steps
 
@@ -84,23 +82,25 @@ def test_refusals_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_led_to_a_failing_pass_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: CompensateWide, program: StepProgram) -> str:
-        raise ZeroDivisionError
+    class Failing(Pass):
+        name = "failing"
+
+        def run(self, program: StepProgram) -> str:
+            raise ZeroDivisionError
 
     monkeypatch.setenv("COLLAGE_FX_DUMP", str(tmp_path))
-    monkeypatch.setattr(CompensateWide, "run", fail)
     with pytest.raises(Exception, match="ZeroDivisionError"):
-        explain(Descent(parameters()))
+        explain(Descent(parameters()), passes=inserted(Failing(), before="compensate-wide"))
     assert names(tmp_path / "Descent-1")[-1] == "04-widen.txt"
 
 
-def test_without_the_variable_stages_are_neither_written_nor_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> None:
-        raise AssertionError("a stage was written")
-
+def test_without_the_variable_stages_are_neither_written_nor_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("COLLAGE_FX_DUMP", raising=False)
-    monkeypatch.setattr(Dump, "stage", fail)
-    assert len(explain(Descent(parameters())).graphs[0].passes) == 7
+    monkeypatch.chdir(tmp_path)
+    assert explain(Descent(parameters())).graphs[0].passes
+    assert not names(tmp_path)
     seen: list[torch.fx.Graph] = []
     program = captured(sgd, "p g")
     run_pipeline(program, observe=lambda stage: seen.append(stage.graph))

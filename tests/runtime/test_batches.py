@@ -6,7 +6,6 @@ import ctypes
 import itertools
 from array import array
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from collage_fx import CollageBackend
 from collage_fx.codegen.address_tables import CELL, LENGTH, MOST_ARGUMENTS, SUMS_OF_PIECE, Gather
 from collage_fx.numerics.update_sums import SUMS
 from collage_fx.runtime.batches import CLUMP, WHOLE_CALLS, Batch, job_size, pieces_of, whole_calls
-from collage_fx.runtime.calls import StepInParts
 from collage_fx.torch_compat import CFunction, load_cpp_library
 from tests.support.training import parameters, run_steps
 
@@ -158,10 +156,8 @@ ELEMENTWISE: list[Any] = [
 def test_elementwise_optimizers_are_batches(optimizer: Any, arithmetic: Any) -> None:
     """No kernel of theirs is called from Python: the code that this torch generates is understood."""
     params = parameters(shapes=[(8, 6), (9,)])
-    step = torch.compile(optimizer(params).step, backend=CollageBackend(arithmetic=arithmetic))
-    call = StepInParts.__call__
-    with mock.patch.object(StepInParts, "__call__", autospec=True, side_effect=call) as called:
-        run_steps(step, params, [0, 1])
-    steps = [call.args[0] for call in called.call_args_list]
-    assert len(steps) == 2
-    assert all(isinstance(stage, Batch) for step in steps for stage in step.on_host)
+    backend = CollageBackend(arithmetic=arithmetic)
+    run_steps(torch.compile(optimizer(params).step, backend=backend), params, [0, 1])
+    for graph in backend.report().graphs:
+        assert graph.route.unit in ("by family", "in parts")
+        assert dict(graph.route.reasons).keys() <= {"by family"}

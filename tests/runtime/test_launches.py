@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from array import array
-from unittest import mock
 
 import pytest
 import torch
 
 from collage_fx.errors import ChangedTensorError
-from collage_fx.runtime import launches
 from collage_fx.runtime.launches import Column, Launches, Member
 from collage_fx.torch_compat import TableKernel
+from tests.support.substitutes import captured_into_a_cuda_graph
 
 NOTHING = torch.empty(0, dtype=torch.uint8)
 
@@ -23,7 +22,7 @@ def test_a_captured_graph_uploads_nothing() -> None:
     here, there = array("q", [1 << 12]), array("q", [1 << 13])
     table.update(here, NOTHING)
     assert table.table[:2].tolist() == [1 << 12, 10]
-    with mock.patch.object(launches, "is_captured", return_value=True):
+    with captured_into_a_cuda_graph():
         table.update(here, NOTHING)
         with pytest.raises(ChangedTensorError, match="at another address"):
             table.update(there, NOTHING)

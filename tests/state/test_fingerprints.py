@@ -14,6 +14,7 @@ from torch import Tensor
 from collage_fx.state import fingerprints
 from collage_fx.state.fingerprints import BYTES, ROWS, fingerprint, number_in, table_of
 from tests.support.memory import peak
+from tests.support.substitutes import fingerprints_of_elements
 from tests.support.training import compiled, run_steps
 
 FORMATS = {torch.bfloat16: "h", torch.float16: "h", torch.float32: "i"}
@@ -56,13 +57,13 @@ def test_it_is_that_of_the_definition(dtype: torch.dtype, lo: torch.dtype) -> No
     assert fingerprint(hi[:0], [term[:0]]).item() == 0
 
 
-def test_parts_add_up_however_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_add_up_however_they_lie() -> None:
     hi, lo = pair(torch.bfloat16, torch.bfloat16, 8, 6, 5)
     whole = fingerprint(hi, [lo]).item()
     assert fingerprint(hi.permute(2, 0, 1), [lo.permute(2, 0, 1)]).item() == whole
     assert fingerprint(hi[:, ::2], [lo[:, ::2]]) + fingerprint(hi[:, 1::2], [lo[:, 1::2]]) == whole
-    monkeypatch.setattr(fingerprints, "_CHUNK_ON_CPU", 7)
-    assert fingerprint(hi, [lo]).item() == whole
+    with fingerprints_of_elements(7):
+        assert fingerprint(hi, [lo]).item() == whole
 
 
 @given(st.integers(0, 34), st.integers(0, 15), st.booleans())

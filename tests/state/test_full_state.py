@@ -8,7 +8,6 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -34,6 +33,7 @@ from collage_fx.numerics import ERROR_FORMATS
 from collage_fx.state.error_terms import PART, ensure_expansion
 from collage_fx.state.safetensors_file import SafetensorsFile
 from tests.support.memory import peak
+from tests.support.substitutes import parts_of_elements
 from tests.support.training import compiled, differences, everything, live_error_terms, run_steps
 
 #: Views of a flat buffer of 48 elements.
@@ -194,7 +194,7 @@ def test_what_is_loaded_in_several_parts_has_one_count(tmp_path: Path) -> None:
     save_full_state_dict(of, tmp_path / "model.safetensors")
     other = model(seed=1)
     other_optimizer, other_step = adamw(other, error_format="byte")
-    with mock.patch("collage_fx.state.error_terms.PART", 5):
+    with parts_of_elements(5):
         load_full_state_dict(other, other_optimizer, tmp_path / "model.safetensors", error_format="byte")
     for name, tensor in full_state_dict(of).items():
         assert torch.equal(tensor, full_state_dict(other)[name]), name

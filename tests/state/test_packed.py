@@ -19,6 +19,7 @@ from collage_fx.numerics import PACKED_FORMATS
 from collage_fx.state.error_terms import Expansion, ensure_expansion, expansion_of
 from collage_fx.state.packed import PackedTensor, is_packed, unpack
 from collage_fx.torch_compat import storage_of, without_torch_function
+from tests.support.substitutes import parts_of_elements
 
 BLOCK8, _ = PACKED_FORMATS["block8"]
 
@@ -158,12 +159,12 @@ def test_unpacked_and_packed_again_it_has_the_same_codes() -> None:
     assert not torch.equal(encoded, before[0])
 
 
-def test_a_large_tensor_is_encoded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("collage_fx.state.error_terms.PART", 1 << 10)
+def test_a_large_tensor_is_encoded_in_parts() -> None:
     tensor = torch.randn(100, 96, generator=torch.Generator().manual_seed(1)).half()
     expected = BLOCK8.split(tensor.float(), tensor.dtype)[1:]
     expansion = ensure_expansion(tensor, BLOCK8, name="tensor")
-    expansion.use("tensor")
+    with parts_of_elements(1 << 10):
+        expansion.use("tensor")
     assert all(map(torch.equal, expansion.auxiliaries, expected))
 
 

@@ -3,83 +3,150 @@
 Note [Slow tests]
 -----------------
 Most tests compile, which takes seconds, and many are tables of cases: every optimizer with every strategy.
-A usual run, as in continuous integration, has every test function but only a few cases of each; `--all` has
-all of them. The cases that wait for `--all` are listed in slow.txt by the names that pytest gives them;
-`--all --write-slow` writes that file from the times it has measured: of each function, cases in an order
-drawn from their names (so that each value of a parameter is met in some function) run until they have taken
-SECONDS, one at least. What is slow on any machine is marked with pytest.mark.slow instead. Of tests that are
-marked with pytest.mark.rotating a usual run has a third, the next one each day: `--third N` has the N-th, 0
-to 2, and the header of a run says which it was.
+A usual run, as in continuous integration, has almost every test function but only a few cases of each;
+`--all` has all of them. Left out are:
+
+* the cases in slow.txt, by the names that pytest gives them. `--write-slow` writes that file from the times
+  that it has measured: of each function, cases in an order drawn from their names (so that each value of a
+  parameter is met in some function) run until they have taken SECONDS, one at least. With `--all` all cases
+  are measured; without, the cases that are in the file stay there.
+* tests marked with pytest.mark.slow: slow on any machine.
+* tests marked with pytest.mark.prose: they compile, or build, what a document shows, to see that it is true.
+* two thirds, drawn from their names, of the tests marked with pytest.mark.rotating, which are not in
+  slow.txt. The third that runs is another one each day; `--third N` runs the N-th, 0 to 2, and the header of
+  a run says which third ran.
+
+Times are of the processor, in a process and its descendants: they are the same on a machine that does other
+work meanwhile.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
+import os
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 FILE = Path(__file__).parents[1] / "slow.txt"
-#: What the cases of one function may take in a usual run, but for the first.
-SECONDS = 2.0
-#: What the first may take.
+#: The most that the cases of one function may take in a usual run, but for the first.
+SECONDS = 1.0
+#: The most that the first may take.
 MOST_SECONDS = 30.0
 
+#: Tests that a usual run leaves out whatever their times.
+LEFT_OUT = ("slow", "prose")
 
 #: The third of the rotating tests whose turn is today.
 TODAYS_THIRD = datetime.date.today().toordinal() % 3
 
+#: Name of the property of a report that holds the seconds of its phase.
+_PROPERTY = "processor seconds"
+
 
 def left_out(items: list[Any], third: int) -> list[Any]:
-    """The tests that a usual run leaves out, of the rotating ones all but a third."""
+    """Return the tests that a usual run leaves out, of the rotating ones all but a third."""
     names = set(FILE.read_text().splitlines())
-    rotating = [item for item in items if item.get_closest_marker("rotating") is not None]
-    others = {item for i, item in enumerate(rotating) if i % 3 != third}
-    return [
-        item
-        for item in items
-        if item in others or item.nodeid in names or item.get_closest_marker("slow") is not None
-    ]
+
+    def is_left_out(item: Any) -> bool:
+        marks = {mark for mark in (*LEFT_OUT, "rotating") if item.get_closest_marker(mark) is not None}
+        another_day = "rotating" in marks and _draw(item.nodeid)[0] % 3 != third
+        return another_day or item.nodeid in names or not marks.isdisjoint(LEFT_OUT)
+
+    return [item for item in items if is_left_out(item)]
 
 
-def slow_ones(seconds: Mapping[str, float]) -> list[str]:
-    """The names to leave out, of those measured, sorted."""
+def _draw(name: str) -> bytes:
+    """Return bytes that are another draw for each name, and the same in each run."""
+    return hashlib.sha256(name.encode()).digest()
+
+
+def slow_ones(seconds: Mapping[str, float], known: Collection[str] = ()) -> list[str]:
+    """Return the names to leave out, sorted.
+
+    Args:
+        seconds: of the tests that have been measured.
+        known: names that have been left out so far; those that have not been measured still are.
+    """
     cases = defaultdict[str, list[str]](list)
     for name in seconds:
         cases[name.partition("[")[0]].append(name)
-    slow = list[str]()
+    slow = {name for name in known if name not in seconds}
     for names in cases.values():
         taken = 0.0
-        for name in sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest()):
+        for name in sorted(names, key=_draw):
             if taken + seconds[name] > (SECONDS if taken else MOST_SECONDS):
-                slow.append(name)
+                slow.add(name)
             else:
                 taken += seconds[name]
     return sorted(slow)
 
 
+class Clock:
+    """Plugin of each process that runs tests: notes the processor's time of each phase in its report."""
+
+    def __init__(self) -> None:
+        self._begun = processor_seconds()
+
+    def pytest_runtest_logstart(self) -> None:
+        self._begun = processor_seconds()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        now = processor_seconds()
+        report.user_properties.append((_PROPERTY, now - self._begun))
+        self._begun = now
+        return report
+
+
 class Times:
-    """Collects how long each test takes, its fixtures included."""
+    """Plugin of the process that reports: collects how long each test takes, its fixtures included."""
 
     def __init__(self, write: bool) -> None:
         self._write = write
         self._seconds = defaultdict[str, float](float)
+        self._rotating = set[str]()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self._seconds[report.nodeid] += report.duration
+        for name, value in report.user_properties:
+            if name == _PROPERTY:
+                self._seconds[report.nodeid] += float(str(value))
+        if "rotating" in report.keywords:
+            self._rotating.add(report.nodeid)
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         files = defaultdict[str, float](float)
         for name, seconds in self._seconds.items():
             files[name.partition("::")[0]] += seconds
         if len(files) > 1:
-            terminalreporter.section("seconds by file")
+            terminalreporter.section("seconds of the processor, by file")
             for name in sorted(files, key=lambda name: -files[name]):
                 terminalreporter.line(f"{files[name]:7.1f}  {name}")
+            terminalreporter.line(f"{sum(files.values()):7.1f}  in all")
         if self._write:
-            FILE.write_text("".join(f"{name}\n" for name in slow_ones(self._seconds)))
+            slow = sorted({*slow_ones(self._seconds, FILE.read_text().splitlines())} - self._rotating)
+            FILE.write_text("".join(f"{name}\n" for name in slow))
             terminalreporter.line(f"written: {FILE}")
+
+
+def processor_seconds() -> float:
+    """Return the processor's time in this process and its descendants (on Linux the living ones, too)."""
+    spent = os.times()
+    waited_for = spent.children_user + spent.children_system
+    return spent.user + spent.system + waited_for + sum(_living_descendants(os.getpid()))
+
+
+def _living_descendants(pid: int) -> Iterator[float]:
+    """Yield the processor's time in each child of a process that it has not waited for, and in theirs."""
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError, ValueError):  # the thread, or a child, has ended meanwhile
+            for child in map(int, path.read_text().split()):
+                fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+                yield sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+                yield from _living_descendants(child)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, cast
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -15,13 +14,13 @@ from torch.fx import GraphModule, Interpreter
 from collage_fx import CollageBackend
 from collage_fx.graph import Reason, StepProgram, repeated_graph
 from collage_fx.lowering import Lowered
-from collage_fx.pipeline import Pass, run_pipeline
 from collage_fx.runtime.step import CompensatedStep
 from collage_fx.state.packed import is_packed
 from tests.support.float_bits import same_bits
+from tests.support.substitutes import nothing_compiled
 from tests.support.triton_offline import copy_graph
 
-__all__ = ["Engine", "ExactInterpreter", "TwinBackend", "without_pinning"]
+__all__ = ["Engine", "ExactInterpreter", "TwinBackend"]
 
 aten = torch.ops.aten
 
@@ -96,7 +95,7 @@ class TwinBackend(CollageBackend):
     ) -> Lowered | Reason:
         # Inductor edits the graph that it is given.
         rewritten = repeated_graph(copy_graph(program.gm), program.extended)
-        with contextlib.nullcontext() if self.compiles else _nothing_compiled():
+        with contextlib.nullcontext() if self.compiles else nothing_compiled():
             lowered = super().lower(program, example_inputs, inductor_options)
         if isinstance(lowered, Reason):
             return lowered
@@ -132,30 +131,3 @@ def _copied(argument: Any) -> Any:
         argument.shape, argument.stride(), dtype=argument.dtype, device=argument.device
     )
     return empty.copy_(argument)
-
-
-@contextlib.contextmanager
-def _nothing_compiled() -> Iterator[None]:
-    """Have lowering find no Inductor."""
-    with mock.patch("collage_fx.lowering.attempts.inductor_compile_inner", _not_compiled):
-        yield
-
-
-def _not_compiled(*arguments: Any, **options: Any) -> Engine:
-    def run(arguments: list[Any]) -> Any:
-        raise AssertionError("this step was not compiled: set the backend's engine")
-
-    return run
-
-
-@contextlib.contextmanager
-def without_pinning() -> Iterator[None]:
-    """Compile as if ``pin-roundings`` did not exist."""
-
-    def run_others(program: StepProgram, passes: Sequence[Pass], **options: Any) -> None:
-        others = [each for each in passes if each.name != "pin-roundings"]
-        assert len(others) == len(passes) - 1
-        run_pipeline(program, others, **options)
-
-    with mock.patch("collage_fx.compilation.run_pipeline", run_others):
-        yield

@@ -11,6 +11,7 @@ from collage_fx import gpu_code
 from collage_fx.cli import main
 from collage_fx.errors import InvalidOptionError
 from collage_fx.torch_compat import imaginary_cuda
+from tests.support.substitutes import no_triton
 from tests.support.training import Descent, parameters
 
 needs_triton = pytest.mark.skipif(
@@ -74,11 +75,10 @@ def test_a_step_that_is_no_kernels_over_tables_says_why() -> None:
     assert found.to_table().startswith("No kernels over tables for sm_90: ")
 
 
-def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_is_said() -> None:
     with pytest.raises(InvalidOptionError, match="did you mean sm_90"):
         gpu_code(torch.optim.AdamW(parameters()), arch="sm90")
-    monkeypatch.setattr(imaginary_cuda, "have_triton", lambda: False)
-    with pytest.raises(InvalidOptionError, match="pip install triton numpy"):
+    with no_triton(), pytest.raises(InvalidOptionError, match="pip install triton numpy"):
         gpu_code(torch.optim.AdamW(parameters()))
 
 

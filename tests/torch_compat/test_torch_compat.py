@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from torch._inductor.utils import fresh_cache
 
 from collage_fx import CollageBackend, numerics, torch_compat
 from collage_fx.codegen import lowerings
+from tests.support.substitutes import compiled_for_vectors
 from tests.support.training import Descent, parameters, run_steps
 
 COMPAT = Path(torch_compat.__file__).parent
@@ -176,7 +176,7 @@ def test_code_for_another_machines_vectors_is_not_found_in_a_cache() -> None:
             torch._dynamo.reset()
             counters.clear()
             params = parameters(shapes=[(3,)])
-            with mock.patch("collage_fx.torch_compat.inductor.pick_vec_isa", return_value=isa):
+            with compiled_for_vectors(isa):
                 run_steps(torch.compile(Descent(params).step, backend=CollageBackend()), params, [0])
             hits.append(counters["inductor"]["fxgraph_cache_hit"])
     assert [bool(count) for count in hits] == [False, True, False]

@@ -1,0 +1,253 @@
+"""Context managers that replace private parts of the library: the only file of the tests that names them.
+
+A test that needs a step to go another way than it would enters one of these, and asserts that the step went
+that way: ``backend.report().routes()``. ``tests/test_map.py`` finds replacements elsewhere. A part that moves
+is renamed here alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest import mock
+
+import torch
+
+from collage_fx.graph import Reason, StepProgram, Unit
+from collage_fx.lowering import forget_kernels, kernels
+from collage_fx.lowering.rules import Rule
+from collage_fx.numerics import AuxiliarySpec
+from collage_fx.pipeline import Pass, run_pipeline
+from collage_fx.torch_compat import PATCHES, inductor_compile_inner
+from collage_fx.torch_compat.patching import Patch
+
+_OF_THE_TEST = Reason("of the test")
+
+#: What compiles graphs and printed kernels.
+_COMPILERS = (
+    "collage_fx.lowering.attempts.inductor_compile_inner",
+    "collage_fx.lowering.kernels.load_cpp_library",
+)
+
+
+# The way that a step takes. --------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def lowered_as(unit: Unit) -> Iterator[None]:
+    """Context manager: graphs are lowered as this unit. By family or in parts, the pipeline decides."""
+    if unit == "whole":
+        with mock.patch("collage_fx.lowering.lower.lower_in_parts", return_value=_OF_THE_TEST):
+            yield
+    elif unit == "operation by operation":
+        with mock.patch("collage_fx.lowering.lower.why_not_compiled", return_value=_OF_THE_TEST):
+            yield
+    else:
+        yield
+
+
+@contextlib.contextmanager
+def by_inductor() -> Iterator[None]:
+    """Context manager: Inductor writes all kernels, none is printed."""
+    with mock.patch("collage_fx.lowering.kernels.printed", return_value=_OF_THE_TEST):
+        forget_kernels()
+        yield
+    forget_kernels()
+
+
+@contextlib.contextmanager
+def no_compiler(error: Exception) -> Iterator[None]:
+    """Context manager: whatever compiles raises this error."""
+    with contextlib.ExitStack() as stack:
+        for name in _COMPILERS:
+            stack.enter_context(mock.patch(name, side_effect=error))
+        yield
+
+
+@contextlib.contextmanager
+def nothing_compiled() -> Iterator[None]:
+    """Context manager: Inductor compiles nothing; calling a step that it should have compiled raises."""
+
+    def call(arguments: list[Any]) -> Any:
+        raise AssertionError("this step was not compiled: set the backend's engine")
+
+    with mock.patch("collage_fx.lowering.attempts.inductor_compile_inner", return_value=call):
+        yield
+
+
+@contextlib.contextmanager
+def without_pinning() -> Iterator[None]:
+    """Context manager: steps are compiled as if ``pin-roundings`` did not exist."""
+
+    def run_others(program: StepProgram, passes: Sequence[Pass], **options: Any) -> None:
+        others = [each for each in passes if each.name != "pin-roundings"]
+        assert len(others) == len(passes) - 1
+        run_pipeline(program, others, **options)
+
+    with mock.patch("collage_fx.compilation.run_pipeline", run_others):
+        yield
+
+
+def compiled_for_vectors(isa: Any) -> AbstractContextManager[Any]:
+    """Context manager: this machine has these vectors."""
+    return mock.patch("collage_fx.torch_compat.inductor.pick_vec_isa", return_value=isa)
+
+
+def lowering_in_inductor(function: Callable[..., Any]) -> AbstractContextManager[Any]:
+    """Context manager: what lowers our operators within Inductor calls this function."""
+    return mock.patch("collage_fx.codegen.lowerings.trace_of", function)
+
+
+# What a device, a version or a file says. -------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def captured_into_a_cuda_graph() -> Iterator[None]:
+    """Context manager: the program captures its steps into a CUDA graph."""
+    with contextlib.ExitStack() as stack:
+        for name in ("collage_fx.runtime.launches.is_captured", "collage_fx.metrics.meter.is_captured"):
+            stack.enter_context(mock.patch(name, return_value=True))
+        yield
+
+
+def e4m3_as_on(device: torch.device) -> AbstractContextManager[Any]:
+    """Context manager: peers' formats are to be stored on this device."""
+    from collage_fx.examples import peer_formats  # which registers them
+
+    require = peer_formats.require_e4m3
+    return mock.patch.object(peer_formats, "require_e4m3", side_effect=lambda _: require(device))
+
+
+def torch_without(told: str) -> AbstractContextManager[Any]:
+    """Context manager: this torch lacks what patches need, in these words."""
+    return mock.patch("collage_fx.capture.refusals.misfits", return_value=[told])
+
+
+def no_triton() -> AbstractContextManager[Any]:
+    """Context manager: Triton is not installed."""
+    return mock.patch("collage_fx.torch_compat.imaginary_cuda.have_triton", return_value=False)
+
+
+def error_terms_pickled_as_they_are() -> AbstractContextManager[Any]:
+    """Context manager: error terms are not pickled as a checkpoint holds them."""
+    return mock.patch("collage_fx.state.checkpoint._as_saved", lambda _, expansion: expansion.auxiliaries)
+
+
+# Limits. ----------------------------------------------------------------------------------------------------
+
+
+def parts_of_elements(count: int) -> AbstractContextManager[Any]:
+    """Context manager: tensors are converted in parts of so many elements."""
+    return mock.patch("collage_fx.state.error_terms.PART", count)
+
+
+def fingerprints_of_elements(count: int) -> AbstractContextManager[Any]:
+    """Context manager: fingerprints are computed in chunks of so many elements."""
+    return mock.patch("collage_fx.state.fingerprints._CHUNK_ON_CPU", count)
+
+
+def functions_compiled_as_often_as_steps() -> AbstractContextManager[Any]:
+    """Context manager: a function around a step has the limit of recompilations that a step has."""
+    return mock.patch("collage_fx.capture.watch.COMPILATIONS", 1)
+
+
+def recorded_steps_that_compile(count: int) -> AbstractContextManager[Any]:
+    """Context manager: after so many recorded steps that each compiled something, a warning says so."""
+    return mock.patch("collage_fx.capture.recording.COMPILING_STEPS", count)
+
+
+# The doctor. ------------------------------------------------------------------------------------------------
+
+
+def doctor_finds(*devices: str) -> AbstractContextManager[Any]:
+    """Context manager: the machine has these devices."""
+    return mock.patch("collage_fx.tools.doctor.devices", return_value=list(devices))
+
+
+def doctor_expects(patch: Patch) -> AbstractContextManager[Any]:
+    """Context manager: one more patch is listed."""
+    return mock.patch("collage_fx.tools.doctor.PATCHES", (*PATCHES, patch))
+
+
+def doctor_compiles(fails: Exception) -> AbstractContextManager[Any]:
+    """Context manager: the steps of the self-test fail."""
+    return mock.patch("collage_fx.tools.doctor._compiled_steps", side_effect=fails)
+
+
+# Spies: what is seen is in no report. -----------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def given_to_inductor() -> Iterator[list[tuple[set[int], set[int]]]]:
+    """Context manager: for each graph, the inputs that are mutated and those that are said to be static."""
+    seen: list[tuple[set[int], set[int]]] = []
+
+    def spy(gm: Any, inputs: Sequence[Any], **options: Any) -> Any:
+        compiled: Any = inductor_compile_inner(gm, inputs, **options)
+        seen.append((set(compiled.mutated_input_idxs), set(options["static_input_idxs"])))
+        return compiled
+
+    with mock.patch("collage_fx.lowering.attempts.inductor_compile_inner", spy):
+        yield seen
+
+
+@contextlib.contextmanager
+def failing_at_first(fail: Callable[[Any], None]) -> Iterator[list[str]]:
+    """Context manager: ``fail`` gets the first graph that Inductor is given; the text of all of them."""
+    seen: list[str] = []
+
+    def compile_inner(gm: Any, *arguments: Any, **options: Any) -> Any:
+        seen.append(str(gm.graph))
+        if len(seen) == 1:
+            fail(gm)
+        return inductor_compile_inner(gm, *arguments, **options)
+
+    with mock.patch("collage_fx.lowering.attempts.inductor_compile_inner", compile_inner):
+        yield seen
+
+
+@contextlib.contextmanager
+def rules_compiled() -> Iterator[list[Rule]]:
+    """Context manager: the rules of which kernels are compiled."""
+    compile_rule, seen = kernels.compile_rule, list[Rule]()
+
+    def spy(rule: Rule) -> Any:
+        seen.append(rule)
+        return compile_rule(rule)
+
+    forget_kernels()
+    with mock.patch("collage_fx.lowering.kernels.compile_rule", spy):
+        yield seen
+
+
+def preparations() -> AbstractContextManager[mock.Mock]:
+    """Context manager: a mock in the place of what ``install`` has compiled on another core."""
+    return mock.patch("collage_fx.install.prepare_compiler")
+
+
+@contextlib.contextmanager
+def launches_noted() -> Iterator[list[Any]]:
+    """Context manager: launches of kernels over tables are noted, and nothing is launched."""
+    noted: list[Any] = []
+    with (
+        mock.patch("collage_fx.runtime.launches.launch", lambda *launch: noted.append(launch)),
+        mock.patch("collage_fx.torch_compat.TableKernel.loaded", lambda kernel, *, aligned: kernel),
+    ):
+        yield noted
+
+
+@contextlib.contextmanager
+def memory_for_error_terms(count: int) -> Iterator[None]:
+    """Context manager: there is memory for so many auxiliaries, and then no more."""
+    zeros, made = AuxiliarySpec.zeros, list[AuxiliarySpec]()
+
+    def allocate(self: AuxiliarySpec, device: torch.device) -> torch.Tensor:
+        made.append(self)
+        if len(made) > count:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return zeros(self, device)
+
+    with mock.patch.object(AuxiliarySpec, "zeros", allocate):
+        yield
