@@ -21,7 +21,7 @@ from collage_fx.codegen import ADDED, CELL, Gather
 from collage_fx.graph import Reasons
 from collage_fx.runtime.batches import Batch
 from collage_fx.runtime.launches import Column, Launch, Launches, Member, Summed
-from collage_fx.torch_compat import CFunction, TableKernel, takes_a_list
+from collage_fx.torch_compat import CFunction, TableKernel, boxed_call
 
 #: The turn of a call that is made whichever members are there.
 EVERY_TURN = -1
@@ -91,7 +91,7 @@ class Present(NamedTuple):
     absent: frozenset[int]
 
 
-@takes_a_list
+@boxed_call
 class StepInParts:
     """Calls the kernels of a step's parts, in AOTAutograd's calling convention.
 

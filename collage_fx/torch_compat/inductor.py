@@ -1,4 +1,4 @@
-"""Calling Inductor, its settings and its caches: rests on ``torch._inductor`` but for its code generation."""
+"""Calls, settings and caches of Inductor: rests on ``torch._inductor``, except its code generation."""
 
 from __future__ import annotations
 
@@ -40,43 +40,43 @@ RELIED_ON = (
 )
 
 
-#: Attributes of a graph module with this prefix are there for the key of Inductor's cache.
+#: Prefix of attributes of a graph module that are part of Inductor's cache key.
 FACT = "collage_fx_"
 
 
 def add_to_cache_key(gm: torch.fx.GraphModule, **facts: object) -> None:
-    """Let Inductor's cache of graphs tell a graph from an equal one of which these facts differ.
+    """Add facts to the cache key of a graph: Inductor's cache then distinguishes equal graphs by them.
 
-    It looks at the attributes of the module.
+    Inductor's cache includes the attributes of the module in its key.
     """
     for name, fact in facts.items():
         setattr(gm, FACT + name, fact)
 
 
 def copy_cache_facts(source: torch.fx.GraphModule, to: torch.fx.GraphModule) -> None:
-    """Give a copy of a graph what :func:`add_to_cache_key` has given the graph."""
+    """Copy the facts of :func:`add_to_cache_key` from a graph to its copy."""
     for name, fact in vars(source).items():
         if name.startswith(FACT):
             setattr(to, name, fact)
 
 
 def inductor_compile_inner(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
-    """Compile a rewritten graph with Inductor to a callable of one list."""
+    """Compile a rewritten graph with Inductor to a callable of a single list."""
     with without_contraction():
         return inductor_compile_as_it_is(gm, example_inputs, **kwargs)
 
 
 def inductor_compile_as_it_is(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
-    """Compile a functional ATen graph to the code that plain Inductor writes: a callable of one list.
+    """Compile a functional ATen graph to the code that plain Inductor writes.
 
-    Its cache of graphs does not ask for whose vectors code was written, and runs that of an AVX-512 machine
-    on one with AVX2, where it computes something else. So what the processor has becomes part of its key.
+    Inductor's cache ignores the vector instructions that code was written for: a machine with AVX2 may get
+    code of a machine with AVX-512, which computes other results there. So they are added to the cache key.
     """
     if any(isinstance(each, torch.Tensor) and each.device.type == "cpu" for each in example_inputs):
         isa = pick_vec_isa()
         add_to_cache_key(gm, vectors=(str(isa), isa.bit_width()))
-    # What AOTAutograd decomposes by: newer Inductors refuse to call an operator in it that they write no
-    # kernel for, and cache no graph. In ours are operators of which some calls are decomposed.
+    # AOTAutograd's decompositions: newer versions of Inductor refuse an operator that is in them and has no
+    # kernel, and do not cache the graph. Ours contain operators of which only some calls are decomposed.
     kwargs.pop("get_decomp_fn", None)
     compiled = compile_fx_inner(gm, example_inputs, **kwargs)
     if hasattr(compiled, "source_code"):
@@ -89,10 +89,10 @@ _generated: ContextVar[list[str] | None] = ContextVar("_generated", default=None
 
 @contextlib.contextmanager
 def generated_code() -> Iterator[list[str]]:
-    """Within, the code that Inductor writes for each graph, Python with its kernels, is added to this list.
+    """Context manager: a list that gets the code that Inductor writes for each graph.
 
-    Also of graphs that it finds in its cache; not of those in which there is nothing to compute. And, at the
-    end, to the list of whoever has entered this around.
+    The list includes code of graphs found in the cache, but nothing for graphs without a computation. On exit
+    it is appended to the list of the surrounding context, if any.
     """
     sources, outer = list[str](), _generated.get()
     token = _generated.set(sources)
@@ -105,16 +105,16 @@ def generated_code() -> Iterator[list[str]]:
 
 
 def note_generated_code(sources: Iterable[str]) -> None:
-    """Add what Inductor wrote earlier, for code that is used again, to the list of :func:`generated_code`."""
+    """Add code that Inductor wrote earlier, and that is reused, to the list of :func:`generated_code`."""
     if (found := _generated.get()) is not None:
         found.extend(sources)
 
 
 class InductorFault(Exception):
-    """Inductor, or the compiler that it calls, failed at a graph; the message is the first line of theirs.
+    """Failure of Inductor, or of the compiler that it calls; the message is the first line of its message.
 
     Attributes:
-        ours: file, line and function of this package's in which the fault began; empty if it is Inductor's.
+        ours: file, line and function of this package that raised the error; empty if Inductor raised it.
     """
 
     def __init__(self, error: Exception) -> None:
@@ -125,7 +125,7 @@ class InductorFault(Exception):
 
 @contextlib.contextmanager
 def inductor_faults() -> Iterator[None]:
-    """Context manager: what Inductor raises becomes an :class:`InductorFault`, with its cause."""
+    """Context manager: exceptions of Inductor become an :class:`InductorFault`, with their cause."""
     try:
         yield
     except Exception as error:
@@ -133,14 +133,15 @@ def inductor_faults() -> Iterator[None]:
 
 
 def is_refused_by_compiler(fault: InductorFault) -> bool:
-    """Return whether a C++ compiler was there, and found an error in what it was given."""
+    """Return whether a C++ compiler ran and found an error in its input."""
     return isinstance(fault.__cause__, CppCompileError)
 
 
 def _ours(error: BaseException) -> str:
-    """The place in this package, called by Inductor, at which an error began; empty if it began in torch.
+    """Return the line of this package, called by Inductor, that raised an error; empty if torch raised it.
 
-    Frames of other packages belong to whoever called them. A recursion that is too deep ends anywhere.
+    Frames of other packages count as part of their caller. Empty for a RecursionError, which any frame may
+    raise.
     """
     place, is_called = "", False
     for frame, line in traceback.walk_tb(error.__traceback__):
@@ -160,13 +161,13 @@ def compile_with_inductor(
     decompositions: dict[Any, Callable[..., Any]] | None,
     config_patches: dict[str, Any] | None,
 ) -> Callable[..., Any]:
-    """Run a Dynamo graph through AOTAutograd and Inductor with ``inner_compile`` in place of Inductor's own.
+    """Compile a Dynamo graph with AOTAutograd and Inductor, with ``inner_compile`` in between.
 
-    ``decompositions`` are applied by AOTAutograd; without them, Inductor's own are
-    (:func:`functional_decompositions`), and ``inner_compile`` is all that is not as in plain Inductor.
-    AOTAutograd's cache is switched off: on a hit it would return the code of an earlier compilation without
-    calling ``inner_compile``, that is without the error terms. Inductor's own cache, keyed by the graph it is
-    given (the rewritten one), stays on, so that a second process still starts warm.
+    ``inner_compile`` replaces Inductor's own inner compilation. AOTAutograd applies ``decompositions``; if
+    they are None, it applies Inductor's (:func:`functional_decompositions`), and only ``inner_compile``
+    differs from plain Inductor. AOTAutograd's cache is off: on a hit it would return the code of an earlier
+    compilation without calling ``inner_compile``, so without error terms. Inductor's own cache, whose key is
+    the rewritten graph, stays on, so that a second process compiles faster.
     """
     inputs = (*gm.parameters(), *gm.buffers(), *example_inputs)
     tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
@@ -187,28 +188,29 @@ def compile_with_inductor(
 
 
 def mode_options(mode: str) -> dict[str, Any]:
-    """Inductor configuration of a ``torch.compile`` mode.
+    """Return the Inductor configuration of a ``torch.compile`` mode.
 
-    Raises RuntimeError for a mode that torch doesn't know.
+    Raises RuntimeError for a mode unknown to torch.
     """
     return dict(list_mode_options(mode))
 
 
 def cpp_compilers() -> list[str]:
-    """The names of the C++ compilers that Inductor tries, in order."""
+    """Return the names of the C++ compilers that Inductor tries, in order."""
     names = inductor_config.cpp.cxx
     return [str(name) for name in (names if isinstance(names, (list, tuple)) else [names]) if name]
 
 
 def functional_decompositions() -> dict[Any, Callable[..., Any]]:
-    """The decompositions Inductor expects to have been applied to the graphs it is given."""
+    """Return the decompositions that Inductor expects to have been applied to its graphs."""
     return dict(select_decomp_table())
 
 
-#: Inductor's settings for few launches: one costs as much time as moving megabytes, and a model has a hundred
-#: small tensors. Elementwise kernels that do not depend on each other are combined, eight a launch or more.
-#: Newer versions look before whether that needs more memory, and count what a step writes in place as new.
-#: And none is timed in several configurations, in the first step, on copies of what it writes.
+#: Settings of Inductor for few launches: a launch takes as long as moving megabytes, and a model has a
+#: hundred small tensors. Independent elementwise kernels are combined, eight or more per launch. Newer
+#: versions of Inductor first estimate the memory that this needs, but count in-place writes as new memory, so
+#: the limit is off. Kernels are not timed in several configurations, which would need copies of the written
+#: tensors.
 COMBINED_LAUNCHES: dict[str, Any] = {
     "combo_kernels": True,
     "combo_kernels_pointwise_only": True,
@@ -220,8 +222,8 @@ for _name, _value in (("combo_kernel_peak_memory_pct_threshold", None), ("combo_
         COMBINED_LAUNCHES[_name] = _value
 
 
-#: Whether a CUDA graph keeps the value that a 0-d tensor of the host had when it was recorded: the code for
-#: it reads that within what is recorded, where it was copied to the device before.
+#: Whether a CUDA graph keeps the value that a 0-d tensor of the host had at the capture: since torch 2.13 the
+#: generated code reads it during the capture; before, it copied it to the device.
 FREEZES_NUMBERS = version() >= (2, 13)
 
 
@@ -230,10 +232,11 @@ _PREPARING = "collage_fx: prepare the compiler"
 
 @functools.cache
 def prepare_cpp_compiler() -> concurrent.futures.Future[Any]:
-    """Begin to find out, on another core, what the processor and the compiler can do; once a process.
+    """Start a thread that examines the processor and the compiler; once per process.
 
-    On a machine that has compiled nothing yet, that takes longer than a kernel. Whoever compiles waits for
-    it, as Inductor's answers differ where two threads ask at once. The future raises a fault of the compiler.
+    Before the first compilation on a machine, this takes longer than compiling a kernel. Compilations wait
+    for it, because Inductor's answers differ if two threads ask at once. The future raises errors of the
+    compiler.
     """
     executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=_PREPARING)
     future = executor.submit(pick_vec_isa)
@@ -244,11 +247,11 @@ def prepare_cpp_compiler() -> concurrent.futures.Future[Any]:
 
 
 def _finish(executor: concurrent.futures.Executor) -> None:
-    """Wait for threads before a fork: the new process has none, but waits for them and for their locks."""
+    """Wait for the thread before a fork: the child process lacks it, but would wait for it and its locks."""
     if not threading.current_thread().name.startswith(_PREPARING):
         executor.shutdown()
 
 
 def innermost_callable(compiled: Any) -> Callable[[list[Any]], Any]:
-    """The generated function in what Inductor has compiled for the CPU, without the profiling around it."""
+    """Return the generated function of Inductor's result for the CPU, without the profiling wrapper."""
     return cast("Callable[[list[Any]], Any]", getattr(compiled, "current_callable", None) or compiled)

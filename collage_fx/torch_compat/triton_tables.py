@@ -1,19 +1,19 @@
-"""Inductor's Triton kernels, for many tensors in one launch: rests on the text of the code that it generates.
+"""Inductor's Triton kernels, for many tensors in one launch: rests on the text of the generated code.
 
 Note [A kernel over a table]
 ----------------------------
-Inductor's kernel of a flat rule takes the addresses of one tensor's arguments and its length. Launched for
-each tensor of a model that is hundreds of launches, each of which takes longer than most tensors. So its body
-is put into another frame, in which the arguments are not those of the launch, but a row of a table of 64-bit
-words: an address for each pointer, and the length. A program finds its row and its block in a word of its
-own, ``row << 32 | block``. The arithmetic is Inductor's to the letter:
+Inductor's kernel of a flat rule takes the addresses of a tensor's arguments and its length. Launching it for
+each tensor of a model needs hundreds of launches, and a launch takes longer than the work for most tensors.
+So the kernel's body is put into another frame, which reads the arguments from a row of a table of 64-bit
+words: an address for each pointer, and the length. A program finds its row and its block in its own word,
+``row << 32 | block``. The arithmetic is Inductor's, unchanged:
 
-* ``tl.program_id(0)`` becomes the number of the block in its tensor;
-* where a block is full, its mask is one of ones, which Triton leaves out: then it loads and stores 16 bytes
-  at a time, whatever the length of the tensor. The last block of a tensor keeps the mask.
+* ``tl.program_id(0)`` becomes the index of the block in its tensor.
+* The mask of a full block is all ones, which Triton omits: then the block loads and stores 16 bytes at a
+  time, whatever the length of the tensor. The last block of a tensor keeps its mask.
 
-Several kernels of numbers alone are called one after the other in one program. Others, with other arguments,
-are not taken: what calls Inductor's code tensor by tensor does the same.
+Several kernels of numbers alone are called in sequence in a single program. Kernels with other arguments are
+not framed; instead, Inductor's code is called for each tensor, with the same result.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ RELIED_ON = (
     "torch._inductor.runtime.triton_heuristics:FixedGrid has generate",
 )
 
-#: Elements of a block, and the threads of a program that computes one: 16 bytes of bfloat16 for each of them.
+#: Elements of a block, and threads of the program that computes it: 16 bytes of bfloat16 per thread.
 BLOCK, THREADS = 1024, 128
-#: The same, of a program that sums: each has fewer elements, whose values are in registers until the end.
+#: Threads of a program that sums: fewer elements per thread, because their values stay in registers.
 MEASURING_THREADS = 256
-#: Threads of a warp where Inductor says nothing of it.
+#: Threads of a warp if Inductor does not say.
 WARP = 32
-#: Bytes that addresses are multiples of in the kernel that accesses so many at once.
+#: Alignment of addresses, in bytes, for the variant of a kernel with accesses of this size.
 ALIGNED_BYTES = 16
 
 
 @dataclass(frozen=True)
 class TableKernel:
-    """A Triton kernel over a table.
+    """Triton kernel over an address table.
 
     Attributes:
-        name: the kernel's, as profilers show it: another one for each rule, the same in each process.
-        arguments: which argument of Inductor's code the address in each column of a row is; the length is in
-            the column behind them.
-        size: units of length of a block.
-        source: of a module with the kernel, by whether all the addresses of elements are aligned.
-        accesses: the arguments that it loads from and stores into, each as often as it does.
-        adding: the kernel that adds the partial sums of this one, if it has any: Note [Sums of a launch].
+        name: name of the kernel in profilers: different for each rule, the same in each process.
+        arguments: for each column of a row, the index of the argument of Inductor's code whose address it
+            holds; the next column holds the length.
+        size: units of length per block.
+        source: source of a module with the kernel: by True for aligned addresses of elements, False for any.
+        accesses: the argument of each load and store.
+        adding: the kernel that adds this kernel's partial sums, if it has any: Note [Sums of a launch].
     """
 
     name: str
@@ -70,7 +70,7 @@ class TableKernel:
     adding: TableKernel | None = None
 
     def begin(self) -> None:
-        """Have Inductor compile the kernel for aligned addresses, which may go on in another process."""
+        """Start compiling the kernel for aligned addresses, possibly in another process."""
         _begun(self.name, self.source[True])
         if self.adding is not None:
             self.adding.begin()
@@ -87,13 +87,13 @@ def _begun(name: str, source: str) -> Any:
 
 @functools.cache
 def _loaded(name: str, source: str) -> Any:
-    """Wait for a kernel, once: a future of Inductor's loads it anew each time that it is asked."""
+    """Wait for a kernel, once: Inductor's future would load it again at each request."""
     kernel = _begun(name, source)
     return kernel.result() if hasattr(kernel, "result") else kernel
 
 
 def launch(kernel: Any, table: torch.Tensor, programs: torch.Tensor, device: torch.device) -> None:
-    """Launch a loaded kernel with as many programs as there are words for them, on the current stream."""
+    """Launch a loaded kernel on the current stream, with a program per word of ``programs``."""
     with torch.cuda.device(device):
         stream = torch.cuda.current_stream(device).cuda_stream
         kernel.run(table, programs, programs.numel(), 1, 1, stream=stream)
@@ -103,7 +103,7 @@ def launch(kernel: Any, table: torch.Tensor, programs: torch.Tensor, device: tor
 
 
 class _Unlike(Exception):
-    """Code that is not of the kind that can be put into another frame; the message says why."""
+    """Difference between Inductor's code and code that fits the frame; the message names it."""
 
 
 def table_kernel(
@@ -113,14 +113,15 @@ def table_kernel(
     elements: Collection[int],
     sums: TableSums | None = None,
 ) -> TableKernel | str:
-    """The kernel over a table that does what Inductor's code does for one tensor, or why there is none.
+    """Return the kernel over a table that equals Inductor's code for each tensor, or why there is none.
 
     Args:
-        code: a module that launches a Triton kernel, whatever its arguments; or several, if of numbers alone.
-        arguments: how many ``call`` takes.
-        length: which of them is the length; None if it takes numbers alone.
-        elements: which of them are tensors with elements.
-        sums: what is summed instead of stored. Their addresses are two columns behind the length.
+        code: source of a module that launches a single Triton kernel, or several kernels of numbers alone.
+        arguments: number of arguments of ``call``.
+        length: index of the argument that is the length; None if all arguments are numbers.
+        elements: indices of the arguments that are tensors with elements.
+        sums: sums that replace stores. The addresses of partial sums and counters are in two columns behind
+            the length.
     """
     try:
         module = ast.parse(code)
@@ -134,7 +135,7 @@ def table_kernel(
 
 
 def _texts(module: ast.Module) -> Iterator[tuple[str, str]]:
-    """The Triton kernels of generated code: their names, and the modules that they are in."""
+    """Yield the Triton kernels of generated code as ``(name, text of its module)``."""
     for call in ast.walk(module):
         if isinstance(call, ast.Call) and ast.unparse(call.func) == "async_compile.triton":
             yield ast.literal_eval(call.args[0]), ast.literal_eval(call.args[1])
@@ -142,13 +143,13 @@ def _texts(module: ast.Module) -> Iterator[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class _Kernel:
-    """A Triton kernel of Inductor's, as syntax.
+    """Triton kernel of Inductor's, as a syntax tree.
 
     Attributes:
-        imports: what stands before it in its module.
+        imports: statements before it in its module.
         function: the kernel.
-        triton_meta, inductor_meta: what Inductor knows of it.
-        signature: the types of its parameters, but for the size of a block.
+        triton_meta, inductor_meta: Inductor's metadata.
+        signature: the types of its parameters, except the size of a block.
     """
 
     imports: list[ast.stmt]
@@ -175,14 +176,14 @@ class _Kernel:
 
 
 class _StandIn(int):
-    """Stands for an argument of generated code, known again by its identity."""
+    """Stand-in for an argument of generated code, recognized by its identity."""
 
 
 def _runs(module: ast.Module, kernels: Collection[str], arguments: int) -> list[_Run]:
-    """The kernels that generated code runs, and with what: its arguments, by number, and constants.
+    """Return the kernels that generated code runs, each with its arguments (by number) and constants.
 
-    The code is executed with stand-ins for arguments and kernels. This is safe because nothing else has a
-    name in it. A number that it computes of an argument is another one for other arguments.
+    The code is executed with stand-ins for arguments and kernels; it may use no other names, so this is safe.
+    It is executed twice with different stand-ins: a number computed from an argument differs between both.
     """
     (function,) = (
         node for node in ast.walk(module) if isinstance(node, ast.FunctionDef) and node.name == "call"
@@ -231,12 +232,12 @@ def _noted(function: ast.FunctionDef, kernels: Collection[str], given: Sequence[
 
 @dataclass(frozen=True)
 class _Argument:
-    """An argument of the code around the kernel, by its number."""
+    """Argument of the code around the kernel, by its number."""
 
     number: int
 
 
-#: A kernel's name, and what it is run with.
+#: Name of a kernel, and the arguments and constants that it is run with.
 _Run = tuple[str, list[Any]]
 
 _TYPES = {
@@ -265,11 +266,11 @@ def _framed(
     elements: frozenset[int],
     sums: TableSums | None,
 ) -> TableKernel:
-    """The runs of kernels for one tensor as one kernel, in which a tensor is a row of a table."""
-    columns: dict[int, str] = {}  # Inductor has two names for what is read and written in place: one address
+    """Combine the kernel runs for a tensor into a single kernel, whose tensors are rows of a table."""
+    columns: dict[int, str] = {}  # Inductor has two parameters, with the same address, for in-place updates
     calls = []
     accesses: list[int] = []
-    summed: dict[str, int] = {}  # parameters of Inductor's kernel that nothing is stored into
+    summed: dict[str, int] = {}  # parameters of Inductor's kernel whose stores become sums
     for name, passed in runs:
         given = []
         for (parameter, kind), value in zip(kernels[name].signature.items(), passed, strict=True):
@@ -347,14 +348,14 @@ def {name}(table, programs, XBLOCK: tl.constexpr, ALIGNMENT: tl.constexpr):
 
 
 def _accessed(function: ast.FunctionDef) -> Iterator[str]:
-    """The parameters of a kernel that it loads from and stores into, at each place."""
+    """Yield the name of the parameter at each load and store of a kernel."""
     for node in ast.walk(function):
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("tl.load", "tl.store"):
             yield ast.unparse(node.args[0]).partition(" + ")[0]
 
 
 def _adding(like: _Kernel, head: str) -> TableKernel:
-    """The kernel that adds partial sums, on the device of another one."""
+    """Return the kernel that adds partial sums, for the device of another kernel."""
     name = "collage_add_sums"
     config = {"XBLOCK": BLOCK, "num_warps": THREADS // _warp(like), "num_stages": 1}
     text = ADDING.format(name=name).replace("decorator", _decorator(config, like, name), 1)
@@ -362,12 +363,12 @@ def _adding(like: _Kernel, head: str) -> TableKernel:
 
 
 def _body(name: str, kernel: _Kernel, rewriting: _Rewriting) -> str:
-    """The body of a kernel as a function of the number of its block, and of whether that is full."""
+    """Write the body of a kernel as a function of its block's index, and of whether the block is full."""
     statements = [
         ast.unparse(ast.fix_missing_locations(rewriting.visit(each))) for each in kernel.function.body
     ]
     if not rewriting.has_block or (rewriting.masked and not rewriting.has_mask):
-        raise _Unlike("Inductor's kernel has another frame than those that are known")
+        raise _Unlike("Inductor's kernel has an unknown frame")
     of_sums = ["partials", "counters"] if rewriting.sums is not None else []
     parameters = ", ".join([*kernel.signature, *of_sums])
     return f"""@triton.jit
@@ -389,14 +390,14 @@ def _item(mapping: ast.Dict, name: str) -> ast.expr:
 
 
 def _warp(kernel: _Kernel) -> int:
-    """The threads of a warp of the device that Inductor has generated the kernel for: 64 on some of AMD's."""
+    """Return the threads per warp of the kernel's device: 64 on some AMD GPUs."""
     device = _item(kernel.triton_meta, "device")
     told = [each.value for each in getattr(device, "keywords", []) if each.arg == "warp_size"]
     return next((size for size in map(ast.literal_eval, told) if size), WARP)
 
 
 def _elements_of_a_unit(function: ast.FunctionDef) -> int:
-    """The length of the loop within a block: that of a reduction that is done at once."""
+    """Return the elements per unit of length: the inner loop's length of a persistent reduction, or 1."""
     for each in function.body:
         if isinstance(each, ast.AnnAssign) and ast.unparse(each.target) == "R0_BLOCK":
             return int(ast.literal_eval(each.value)) if each.value is not None else 1
@@ -412,12 +413,12 @@ else:
 
 
 class _Rewriting(ast.NodeTransformer):
-    """Rewrites the body of a kernel: which block it computes, where it needs no mask, and what it sums.
+    """Rewriter of a kernel's body: the index of its block, masks of full blocks, and sums.
 
     Args:
-        sums: what is summed.
-        summed: the parameters that stand for what is summed or counted instead, with the arguments.
-        masked: whether it has tensors.
+        sums: the sums of the kernel, if any.
+        summed: mapping from parameters whose stores become sums or counts to the numbers of their arguments.
+        masked: whether the kernel has tensors.
     """
 
     def __init__(self, sums: TableSums | None, summed: Mapping[str, int], *, masked: bool) -> None:
@@ -448,10 +449,10 @@ class _Rewriting(ast.NodeTransformer):
 
 
 def _decorator(config: Mapping[str, int], kernel: _Kernel, name: str) -> str:
-    """Make Inductor's decorator for a kernel of one configuration, with the facts that it has of this kernel.
+    """Write Inductor's decorator for a kernel with a single configuration, from another kernel's metadata.
 
-    No product and sum become an fma: LLVM would choose for each copy of an expression (the full block, the
-    last one, each element of a thread) which of two products that is, and bits would depend on the place.
+    Fused multiply-adds are off: LLVM would choose separately for each copy of an expression (full block, last
+    block, each element of a thread) which of two products to fuse, and bits would depend on the index.
     """
     constants = [each for each in config if not each.startswith("num_")]
     signature = {"table": "*i64", "programs": "*i64", **dict.fromkeys(constants, "constexpr")}
@@ -474,7 +475,7 @@ def _decorator(config: Mapping[str, int], kernel: _Kernel, name: str) -> str:
 
 
 def _with(mapping: ast.Dict, **changes: Any) -> str:
-    """The text of a dictionary with other values for these keys."""
+    """Write a dictionary as text, with new values for some keys."""
     items = zip(mapping.keys, mapping.values, strict=True)
     kept = {ast.unparse(key): ast.unparse(value) for key, value in items if key is not None}
     kept |= {repr(name): repr(value) for name, value in changes.items()}
