@@ -1,4 +1,4 @@
-"""The command line: ``collage-fx``, or ``python -m collage_fx``."""
+"""Command line: ``collage-fx``, or ``python -m collage_fx``."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ from collage_fx.tools.explain import explain
 from collage_fx.tools.gpu_code import gpu_code
 from collage_fx.torch_compat import imaginary_cuda
 
-#: Exit statuses: what was asked for went wrong; it was asked for in the wrong way.
+#: Exit statuses: FAILED if the command found a failure, MISUSED for a mistake on the command line.
 FAILED, MISUSED = 1, 2
-#: The options of a backend that the command line has.
+#: Options of a backend that the command line offers.
 OPTIONS = ("strategy", "error_format", "arithmetic", "rounding", "state", "bytes_per_parameter")
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 class UsageError(Exception):
-    """A mistake on the command line; its text says what is allowed."""
+    """Mistake on the command line; its text says what is allowed."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; return its exit status."""
+    """Run a command; return its exit status."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal may have another encoding than UTF-8
+            stream.reconfigure(errors="replace")  # the terminal's encoding may not be UTF-8
     try:
         status = _run(list(sys.argv[1:] if arguments is None else arguments))
         sys.stdout.flush()
@@ -60,8 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CollageError as error:
         print(f"collage-fx: {error}", file=sys.stderr)
         return FAILED
-    except BrokenPipeError:  # as of head, which reads no more
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more
+    except BrokenPipeError:  # the reader, such as head, has closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout once more
         return FAILED
 
 
@@ -93,14 +93,14 @@ def _run(arguments: list[str]) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser of the command line that raises :class:`UsageError` instead of ending the process."""
+    """Parser of the command line that raises :class:`UsageError` instead of ending the process."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}\n{self.format_usage().rstrip()}")
 
 
-def _one_of(known: Collection[str]) -> Callable[[str], str]:
-    """The type of an option that is one of some names, for argparse."""
+def _choice(known: Collection[str]) -> Callable[[str], str]:
+    """Return an argparse type for an option whose values are names."""
 
     def check(value: str) -> str:
         if value not in known:
@@ -111,7 +111,7 @@ def _one_of(known: Collection[str]) -> Callable[[str], str]:
 
 
 def _file(text: str) -> Path:
-    """The type of an option that is a file to be written, for argparse."""
+    """Return the path of a file to write; an argparse type."""
     path = Path(text)
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder {str(path.parent)!r}")
@@ -132,44 +132,49 @@ def _add_optimizer_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         dest="imported",
         metavar="MODULE",
-        help="a module to import before the options after it are read: it may register formats",
+        help="module to import first; it may register formats for the options after it",
     )
     add("--optimizer", required=True, help="its class, such as torch.optim.AdamW or package.module.Class")
-    add("--lr", type=float, help="the class's own if left out")
+    add("--lr", type=float, help="learning rate (default: the class's)")
     add("--kw", action="append", default=[], metavar="NAME=VALUE", help="any other argument of the class")
-    add("--dtype", type=_one_of(DTYPES), default="bfloat16", help="of the parameters (bfloat16)")
-    add("--shape", action="append", metavar="M,N", help="of a parameter; may be repeated (64,64 and 64)")
-    add("--strategy", type=_one_of(get_args(Strategy)), default="plus", help="none, light, plus or full")
-    add("--error-format", type=_one_of(ERROR_FORMATS), help=formats)
-    add("--arithmetic", type=_one_of(get_args(Arithmetic)), default="wide", help="wide or native")
+    add("--dtype", type=_choice(DTYPES), default="bfloat16", help="dtype of the parameters (bfloat16)")
     add(
-        "--rounding", type=_one_of(get_args(Rounding)), help="dither (default of wide) or nearest (of native)"
+        "--shape",
+        action="append",
+        metavar="M,N",
+        help="shape of a parameter; may be repeated (64,64 and 64)",
+    )
+    add("--strategy", type=_choice(get_args(Strategy)), default="plus", help="none, light, plus or full")
+    add("--error-format", type=_choice(ERROR_FORMATS), help=formats)
+    add("--arithmetic", type=_choice(get_args(Arithmetic)), default="wide", help="wide or native")
+    add(
+        "--rounding", type=_choice(get_args(Rounding)), help="dither (default of wide) or nearest (of native)"
     )
     add(
         "--bytes-per-parameter",
         type=float,
-        help="a budget: the most precise options within it, beside others",
+        help="budget: take the most precise options within it, list others",
     )
-    add("--state", type=_one_of(PACKED_FORMATS), help="how state is packed, if it is to be")
+    add("--state", type=_choice(PACKED_FORMATS), help="format in which to pack state (default: not packed)")
 
 
 def _add_explain_options(parser: argparse.ArgumentParser) -> None:
     _add_optimizer_options(parser)
     add = parser.add_argument
-    add("--full", action="store_true", help="one row per tensor, nothing cut")
-    add("--why", action="store_true", help="say which way each graph took, and why not a faster one")
+    add("--full", action="store_true", help="print one row per tensor, and no text shortened")
+    add("--why", action="store_true", help="print how each graph is compiled, and why not in a faster way")
     add("--graphs", action="store_true", help="print one tensor's update before and after")
     add("--markdown", action="store_true", help="print Markdown")
-    add("--html", type=_file, metavar="FILE", help="write a page with graphs before and after too")
-    add("--kernels", action="store_true", help="compile the step, and show the kernels on the page")
-    add("--code", type=_one_of(("triton",)), help="print the code that a GPU would run, without one: triton")
+    add("--html", type=_file, metavar="FILE", help="write an HTML page that also shows the graphs")
+    add("--kernels", action="store_true", help="compile the step; the HTML page then shows the kernels")
+    add("--code", type=_choice(("triton",)), help="print code for a GPU, which need not be present: triton")
     architectures = imaginary_cuda.ARCHITECTURES
     known = ", ".join(architectures)
     add(
         "--arch",
-        type=_one_of(architectures),
+        type=_choice(architectures),
         default="sm_90",
-        help=f"with --code, for which: {known} (sm_90)",
+        help=f"GPU architecture for --code: {known} (sm_90)",
     )
 
 
@@ -199,7 +204,7 @@ def _explain(options: argparse.Namespace, _: list[str]) -> int:
 
 
 def _compiled(optimizer: Optimizer, choices: dict[str, Any]) -> CollageReport:
-    """The report of two real steps: some optimizers make their state in the first."""
+    """Run two real steps and return their report; some optimizers create their state in the first step."""
     backend = CollageBackend(**choices)
     step = torch.compile(optimizer.step, backend=backend)
     for _ in range(2):
@@ -211,7 +216,7 @@ def _compiled(optimizer: Optimizer, choices: dict[str, Any]) -> CollageReport:
 
 
 def _choices(options: argparse.Namespace) -> dict[str, Any]:
-    """The options of a backend."""
+    """Return the options of a backend that were given."""
     return {name: getattr(options, name) for name in OPTIONS}
 
 
@@ -225,7 +230,7 @@ def _parameters(options: argparse.Namespace) -> list[torch.nn.Parameter]:
 
 
 def _maker(options: argparse.Namespace) -> Callable[[list[torch.nn.Parameter]], Optimizer]:
-    """The optimizer that is asked for, as a function of its parameters."""
+    """Return a function that creates the requested optimizer for a list of parameters."""
     kind = _optimizer_class(options.optimizer)
     keywords = dict(_keyword(kind, text) for text in options.kw)
     if options.lr is not None:
@@ -237,9 +242,9 @@ def _maker(options: argparse.Namespace) -> Callable[[list[torch.nn.Parameter]], 
         except (TypeError, ValueError) as error:
             raise UsageError(
                 f"{options.optimizer} does not take these arguments: {error} (its parameters have the shapes "
-                f"{', '.join(str(tuple(p.shape)) for p in params)}; --shape gives others)"
+                f"{', '.join(str(tuple(p.shape)) for p in params)}; set others with --shape)"
             ) from error
-        if callable(train := getattr(optimizer, "train", None)):  # as schedule-free ones are to be told
+        if callable(train := getattr(optimizer, "train", None)):  # schedule-free optimizers need the call
             train()
         return optimizer
 
@@ -296,7 +301,7 @@ def _keyword(kind: Any, text: str) -> tuple[str, Any]:
 def _shape(text: str) -> tuple[int, ...]:
     sizes = text.split(",")
     if not all(size.strip().isdecimal() and int(size) > 0 for size in sizes):
-        raise UsageError(f"--shape takes numbers from 1 on, such as 64,64, got {text!r}")
+        raise UsageError(f"--shape takes positive integers, such as 64,64, got {text!r}")
     return tuple(map(int, sizes))
 
 
@@ -333,7 +338,9 @@ def _demo(options: argparse.Namespace, rest: list[str]) -> int:
 
 def _add_audit_options(parser: argparse.ArgumentParser) -> None:
     _add_optimizer_options(parser)
-    parser.add_argument("--steps", type=int, default=STEPS, help=f"under each schedule of lr ({STEPS})")
+    parser.add_argument(
+        "--steps", type=int, default=STEPS, help=f"steps per learning rate schedule ({STEPS})"
+    )
 
 
 def _audit(options: argparse.Namespace, _: list[str]) -> int:
@@ -352,7 +359,7 @@ def _audit(options: argparse.Namespace, _: list[str]) -> int:
 
 
 def _add_error_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("code", help="as messages have it: CFX001")
+    parser.add_argument("code", help="code from an error message, such as CFX001")
 
 
 def _error(options: argparse.Namespace, _: list[str]) -> int:
@@ -371,10 +378,14 @@ def _no_options(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Command:
-    """A command: the first word after ``collage-fx``.
+    """Command of the command line: the first word after ``collage-fx``.
 
     Attributes:
-        run: takes the options and, if ``passes_on``, what is none of them; returns the exit status.
+        help: description in a few words.
+        run: function of the options, and of the remaining arguments if ``passes_on``; returns the exit
+            status.
+        add_options: function that adds the command's options to its parser.
+        passes_on: whether arguments that are not options of the command are passed to ``run``.
     """
 
     help: str
@@ -385,10 +396,10 @@ class Command:
 
 COMMANDS = {
     "explain": Command(
-        "what compiling an optimizer's step would do, and why", _explain, _add_explain_options
+        "show what compiling an optimizer's step would do, and why", _explain, _add_explain_options
     ),
     "audit": Command(
-        "measure whether an optimizer is right in low precision: half a minute for most",
+        "measure the precision of an optimizer in low precision (mostly about half a minute)",
         _audit,
         _add_audit_options,
     ),

@@ -353,7 +353,7 @@ class Compilation:
         infos = describe_inputs(placeholders(gm.graph), self.module, self.arguments, self.known)
         if (note := _reason_to_leave_alone(gm, infos)) is not None:
             return self._as_captured(gm, example_inputs, inductor_options, note)
-        one = Repetition.of_one(len(infos))
+        one = Repetition.whole(len(infos))
         try:
             step = self._compensated(gm, infos, one, example_inputs, inductor_options, not_by_family)
         except AliasedStateError as refusal:
@@ -419,7 +419,7 @@ class Compilation:
         started = time.perf_counter()
         program = self._accepted(gm, infos, repetition)
         before = copy_of(gm)
-        as_captured = program.unrun(before)
+        as_captured = program.before_passes(before)
         made_anew = {} if program.strategy == "none" or self.recorded else results_to_inputs(program)
         if made_anew:
             program.arithmetic = "wide"  # what a parameter is moved by is kept as it is made, unrounded
@@ -429,7 +429,7 @@ class Compilation:
         self._refuse_uncompensated(program)
         self._unpack(program)
         is_rewritten = bool(program.expansions or program.measured) or bool(self.options.own_passes)
-        if not (is_rewritten or repetition.is_of_one):
+        if not (is_rewritten or repetition.is_whole):
             return Reason("no tensor of it needs an error term")
         after = copy_of(program.gm) if is_rewritten else before  # Inductor edits the one it is given
         for state in program.states:
@@ -457,7 +457,7 @@ class Compilation:
         report = GraphReport(
             captured=before,
             repetition=repetition,
-            rewritten=(after, tuple(pass_log.passes)) if repetition.is_of_one else None,
+            rewritten=(after, tuple(pass_log.passes)) if repetition.is_whole else None,
             subject=self.subject,
             tensors=self._rows(program),
             wider_bytes=_wider_bytes(before, repetition),
@@ -635,7 +635,7 @@ class Compilation:
             row = tensor_report(state)
             suffixes = [name.removeprefix(state.placeholder.name) for name in row.inputs]
             for index in repetition.copies[state.position]:
-                hi = state.placeholder.name if repetition.is_of_one else input_name(index)
+                hi = state.placeholder.name if repetition.is_whole else input_name(index)
                 rows.append(
                     replace(row, name=program.infos[index].name, inputs=tuple(hi + each for each in suffixes))
                 )
@@ -658,7 +658,7 @@ class Compilation:
         log.info(note)
         report = GraphReport(
             captured=graph,
-            repetition=Repetition.of_one(len(placeholders(graph.graph))),
+            repetition=Repetition.whole(len(placeholders(graph.graph))),
             rewritten=(graph, ()),
             subject=self.subject,
             tensors=(),

@@ -1,15 +1,15 @@
-"""The errors that a user can meet: what was expected, what was met, where, and what to do next.
+"""Errors that a user can meet; each names the fault, its location, and the remedy.
 
-All of them are :class:`CollageError`. They are raised while a step is *compiled*, before any kernel has run,
-so a refused step has changed no parameter and no optimizer state; the exceptions to that rule say so in their
-docstring. One goes for all kinds: a recorded step is compiled, and taken, part by part, and a refusal of a
-later part leaves the earlier ones taken.
+All of them are subclasses of :class:`CollageError`. They are raised while a step is *compiled*, before any
+kernel runs, so a refused step has changed no parameter and no optimizer state. Exceptions to this rule are
+named in the docstring of the kind, except this one, which concerns all kinds: a recorded step is compiled and
+executed part by part, so if a later part is refused, the earlier parts have been executed.
 
-The docstring of a kind is what ``collage-fx error`` prints and its page in ``docs/errors/`` shows: what
-it is, in a sentence, what it means, and a last paragraph that begins with "What to do:".
+``collage-fx error`` prints the docstring of a kind, and its page in ``docs/errors/`` shows it: a sentence
+that says what happened, an explanation, and a last paragraph that begins with "What to do:".
 
-``CollageError`` derives from Dynamo's ``ShortenTraceback`` because that is the one family of exceptions that
-Dynamo hands from a backend to the user as it is; any other would arrive wrapped in ``BackendCompilerFailed``.
+``CollageError`` derives from Dynamo's ``ShortenTraceback``: Dynamo passes only such exceptions unchanged from
+a backend to the user, and wraps all others in ``BackendCompilerFailed``.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ __all__ = [
 
 
 class CollageError(ShortenTraceback, RuntimeError):
-    """The base of all errors of this package.
+    """Base of all errors of this package.
 
     Args:
-        met: what was seen, as a sentence.
-        where: the tensor, graph node or option it was seen at.
-        remedy: what the user can do about it.
+        met: description of the fault, as a sentence.
+        where: tensor, graph node or option with the fault.
+        remedy: advice to the user.
 
     Attributes:
-        code: of its kind, which stays; ``docs/errors/`` has a page for each.
+        code: permanent code of the kind; ``docs/errors/`` has a page for each code.
     """
 
     code = "CFX000"
@@ -71,32 +71,32 @@ class CollageError(ShortenTraceback, RuntimeError):
 
 
 class InvalidOptionError(CollageError, ValueError):
-    """An option that does not exist, a value that it does not take, or options that exclude each other.
+    """An option does not exist, does not take the given value, or excludes another option.
 
-    Options are checked where they are given; those of ``torch.compile(backend="collage", options=...)`` at
-    the first call, and what depends on the optimizer, such as ``bytes_per_parameter``, when its step is
-    compiled. The step has not been taken, and ``strict=False`` makes no warning of it. It is a
-    ``ValueError``, too.
+    Options are checked when they are given. There are two exceptions: options of
+    ``torch.compile(backend="collage", options=...)`` are checked at the first call, and options that depend
+    on the optimizer, such as ``bytes_per_parameter``, when its step is compiled. The step has not been
+    executed. ``strict=False`` does not turn this error into a warning. It is also a ``ValueError``.
 
-    What to do: give one of the values that the message lists; ``docs/options.md`` says what each option is
-    for. Of options that exclude each other, keep one. In place of a budget that is too small, give as many
-    bytes as the message says, or choose ``strategy``, ``error_format`` and ``state`` yourself.
+    What to do: give one of the values that the message lists; ``docs/options.md`` describes each option. If
+    two options exclude each other, remove one. If a budget is too small, give the number of bytes that the
+    message names, or choose ``strategy``, ``error_format`` and ``state`` yourself.
     """
 
     code = "CFX001"
 
 
 class UnsupportedOptimizerError(CollageError):
-    """An optimizer whose update can't be captured as operations on tensors, or that can't be installed.
+    """An optimizer cannot be installed, or its update cannot be captured as operations on tensors.
 
-    LBFGS decides by the values of losses what to compute next, so that there is no graph of its step. An
-    operator such as ``torch._fused_adamw_`` hides the whole update (``fused=True`` in torch.optim is fine).
-    ``install`` takes optimizers, and classes of your own, whose ``step`` nobody else has replaced. Nothing
-    has changed. With ``strict=False``, LBFGS is stepped all the same, with a warning.
+    The values of losses decide what LBFGS computes next, so its step has no single graph. An operator such as
+    ``torch._fused_adamw_`` hides the whole update (``fused=True`` in torch.optim is allowed). ``install``
+    accepts optimizers, also of your own classes, unless other code has replaced their ``step``. Nothing has
+    changed. With ``strict=False``, LBFGS is stepped without error terms, with a warning.
 
     What to do: step LBFGS eagerly, on float32 parameters. Write an update as ordinary operations, or call the
-    function of torch.optim for it: Inductor makes fused kernels of both. Call ``collage_fx.install`` with the
-    optimizer itself, and before anything puts another ``step`` into it.
+    function of torch.optim: Inductor generates fused kernels for both. Call ``collage_fx.install`` with the
+    optimizer itself, before other code replaces its ``step``.
     """
 
     code = "CFX002"
@@ -105,65 +105,65 @@ class UnsupportedOptimizerError(CollageError):
 class UnsupportedTensorError(CollageError):
     """A tensor has a layout, dtype, device or class that compensated arithmetic is not defined for.
 
-    Error terms go with dense bfloat16 and float16 tensors on a CPU or a CUDA device; float32 and float64 stay
-    as they are. Refused are complex and integer parameters, sparse gradients, parameters made of other
-    tensors (quantized ones, not DTensors), DTensors in a recorded step, and what a packed format (``state=``)
-    or a file can't hold. The step has not been taken. With ``strict=False`` most of it is a warning, and such
-    a parameter is updated without an error term.
+    Error terms exist for dense bfloat16 and float16 tensors on a CPU or a CUDA device; float32 and float64
+    tensors are not changed. Refused are complex and integer parameters, sparse gradients, parameters that are
+    tensor subclasses with inner tensors (quantized ones; DTensors are allowed), DTensors in a recorded step,
+    and values that a packed format (``state=``) or a file cannot hold. The step has not been executed. With
+    ``strict=False`` most of these are warnings, and such a parameter is updated without an error term.
 
-    What to do: make gradients dense, ``nn.Embedding(sparse=False)`` or ``grad.to_dense()``. Step such
-    parameters with another optimizer, which is not compiled with this backend. A complex parameter can be one
-    of its real parts, ``torch.view_as_real``. ``docs/limits.md`` lists what is refused, and the way out.
+    What to do: make gradients dense, with ``nn.Embedding(sparse=False)`` or ``grad.to_dense()``. Update such
+    parameters with another optimizer that is not compiled with this backend. Replace a complex parameter by
+    ``torch.view_as_real`` of it. ``docs/limits.md`` lists what is refused, with a remedy for each.
     """
 
     code = "CFX003"
 
 
 class AliasedStateError(CollageError):
-    """Two tensors of one step share memory, so neither has an error term of its own.
+    """Two tensors of a step share memory, so an error term cannot belong to either of them alone.
 
-    Such are parameters that overlap, a parameter that is given twice, an expanded one, and state that is a
-    view of its parameter: elements in common would be corrected by two error terms. It is looked for when a
-    step is compiled, and nothing has changed; memory that is shared later on, by ``p.data = q.data``, is not
-    noticed. With ``strict=False`` it is a warning, and the step is compiled without error terms.
+    Examples: parameters that overlap, a parameter that is given twice, an expanded parameter, and state that
+    is a view of its parameter. Two error terms would correct the shared elements. This is checked when a step
+    is compiled, and nothing has changed; memory that is shared later, by ``p.data = q.data``, is not
+    detected. With ``strict=False`` it is a warning, and the step is compiled without error terms.
 
-    What to do: give each parameter and each state its own memory, ``tensor.clone()``, or give the optimizer
-    the tensor that they are parts of, once. Tied weights are given once: ``model.parameters()`` has each of
-    them one time.
+    What to do: give each parameter and each state its own memory with ``tensor.clone()``, or give the
+    optimizer the tensor that contains both, once. Give tied weights once: ``model.parameters()`` lists each
+    of them only once.
     """
 
     code = "CFX004"
 
 
 class ConflictingErrorFormatError(CollageError):
-    """A tensor has error terms in another format than a step is to keep, or that step is to keep none.
+    """A tensor has error terms in another format than the step uses, or the step uses none.
 
-    Error terms stay with their tensor from one compilation to the next. A step in another format can't read
-    them, and a plain one, ``strategy="none"``, would leave them behind as the errors of values that are gone.
-    It is found when the step is compiled, or before weights are loaded, and nothing has changed, whether
-    ``strict`` or not.
+    Error terms stay with their tensor from one compilation to the next. A step in another format cannot read
+    them, and a step with ``strategy="none"`` would change the tensor but not its error terms, which would
+    then be wrong. This is checked when the step is compiled, or before weights are loaded, and nothing has
+    changed. ``strict=False`` does not turn this error into a warning.
 
-    What to do: use one ``error_format``, and strategies other than "none", for all compiled steps of an
-    optimizer and for ``collage_fx.load_full_state_dict``. To change over, drop the error terms of its
-    parameters and state before, ``collage_fx.reset_error_terms(tensor)``: values lose what the error terms
-    held, half an ulp at most, once.
+    What to do: use the same ``error_format``, and no strategy "none", for all compiled steps of an optimizer
+    and for ``collage_fx.load_full_state_dict``. To change the format, first drop the error terms of its
+    parameters and state with ``collage_fx.reset_error_terms(tensor)``: each value changes once, by at most
+    half an ulp.
     """
 
     code = "CFX005"
 
 
 class CheckpointMismatchError(CollageError):
-    """A checkpoint, or the error terms in it, does not fit the tensors that it is loaded into.
+    """A checkpoint, or an error term in it, does not fit the tensors that it is loaded into.
 
-    An error term belongs to one tensor, of one shape, dtype and format; beside another it would be noise. A
-    checkpoint of another model or optimizer is met here, one from which entries have been taken, names that a
-    model does not have, and a file that is cut off. All is checked first: nothing has been loaded, and what
-    was there is as it was.
+    An error term belongs to a single tensor, with its shape, dtype and format; added to another tensor it
+    would be noise. Causes: a checkpoint of another model or optimizer, a checkpoint with deleted entries,
+    names that the model does not have, or a truncated file. Everything is checked before loading: nothing has
+    been loaded, and nothing has changed.
 
     What to do: load the checkpoint that was saved from this model and this optimizer
-    (``docs/checkpoints.md``). To go on without its error terms, delete the entries that begin with
-    ``collage_fx`` from it; they start from zero then, which is told in a warning. To ``load_full_state_dict``
-    give all names of ``model.state_dict()``, and no others.
+    (``docs/checkpoints.md``). To continue without its error terms, delete the entries that begin with
+    ``collage_fx`` from it; error terms then start from zero, with a warning. Give ``load_full_state_dict``
+    exactly the names of ``model.state_dict()``.
     """
 
     code = "CFX006"
@@ -172,45 +172,48 @@ class CheckpointMismatchError(CollageError):
 class ChangedTensorError(CollageError):
     """A tensor of a compiled step no longer has the layout, dtype or device that the step was compiled for.
 
-    Compiled code goes by addresses, and Dynamo does not look at what ``p.data = ...`` has made of a
-    parameter. It is met in the middle of a run, but before that step, of which nothing has been taken,
-    whether ``strict`` or not. While a CUDA graph is captured, a tensor at another address than in the step
-    before is refused, too: each replay would go by it.
+    Compiled code reads memory by address, and Dynamo does not notice that ``p.data = ...`` has changed a
+    parameter's memory. The error is raised in the middle of a run, but before the step: no part of the step
+    has been executed. ``strict=False`` does not turn this error into a warning. While a CUDA graph is
+    captured, a tensor at another address than in the previous step is refused, too, because every replay
+    would use that address.
 
-    What to do: copy new values, ``p.data.copy_(...)``. After a change to another kind of tensor, have the
-    step compiled anew, ``torch._dynamo.reset()``; if its dtype or shape has changed, its error terms start
-    from zero, with a warning. Before a capture, take a step with the same tensors, and have each backward
-    pass write gradients to the same memory.
+    What to do: copy new values with ``p.data.copy_(...)``. If the tensor had to change, compile the step
+    again after ``torch._dynamo.reset()``; if its dtype or shape has changed, its error terms start from zero,
+    with a warning. Before the capture of a CUDA graph, run a step with the same tensors, and let each
+    backward pass write gradients to the same memory.
     """
 
     code = "CFX007"
 
 
 class LostErrorTermsError(CollageError):
-    """The code of a compiled step was called, but the tensor that it updates, and its error terms, are gone.
+    """The code of a compiled step was called after the tensor that it updates was deleted.
 
-    What ``torch.compile`` returns keeps its tensors alive, and so does an installed optimizer: a program that
-    calls these does not meet it. It is for code that was taken out of there and goes on when the optimizer is
-    dropped. It is raised before a kernel has run.
+    With the tensor, its error terms were deleted. The function that ``torch.compile`` returns keeps its
+    tensors alive, and so does an installed optimizer: a program that calls these does not meet this error. It
+    concerns compiled code that was extracted from them and is called after the optimizer was deleted. It is
+    raised before any kernel runs.
 
-    What to do: compile the step of the optimizer in use, ``torch.compile(optimizer.step, backend=...)``, and
-    call what that returns. If that raises this error, it is a bug in collage_fx; please report it.
+    What to do: call the function that ``torch.compile(optimizer.step, backend=...)`` returns for the
+    optimizer in use. If that call raises this error, it is a bug in collage_fx; please report it.
     """
 
     code = "CFX008"
 
 
 class RecompileLimitError(CollageError):
-    """A function has been compiled again and again, and updates tensors without an optimizer.
+    """A function that updates tensors without an optimizer was compiled too many times.
 
-    What changes at each call will change at the next, and compiling takes seconds. An optimizer's step is
-    recorded once it has been compiled ``torch._dynamo.config.recompile_limit`` times (8), and the steps in
-    another function at four times as many: no limit ends a run of theirs. A function in which no optimizer
-    is stepped cannot be recorded, and is refused at four times the limit, before that call has done anything.
-    With ``strict=False`` it is a warning, and the function is compiled once more. So is, with a warning, what
-    32 steps in a row of a recorded optimizer have each brought anew.
+    If each call needs a new compilation, so will the next, and compiling takes seconds. An optimizer's step
+    is recorded instead of captured once it has been compiled ``torch._dynamo.config.recompile_limit`` times
+    (8), and optimizer steps inside another function after four times as many compilations, so they never
+    reach this error. A function that calls no optimizer's step cannot be recorded; it is refused at four
+    times the limit, before the call has executed anything. With ``strict=False`` it is a warning, and the
+    function is compiled once more. There is a warning, too, if each of 32 consecutive steps of a recorded
+    optimizer needs a new compilation.
 
-    What to do: find out what changes with ``TORCH_LOGS=recompiles``. Let a number be a tensor,
+    What to do: find out what changes with ``TORCH_LOGS=recompiles``. Pass a changing number as a tensor,
     ``torch.tensor(...)``. If the compilations are worth their time, raise
     ``torch._dynamo.config.recompile_limit``.
     """
@@ -219,71 +222,73 @@ class RecompileLimitError(CollageError):
 
 
 class GraphBreakError(CollageError):
-    """Dynamo would run a part of an optimizer's update eagerly: without error terms.
+    """Dynamo would run a part of an optimizer's update eagerly, without error terms.
 
-    At what it can't capture, such as a branch on the value of a tensor, Dynamo breaks the graph and leaves
-    the rest to Python. A step with such a line is recorded, which is no error
-    (``docs/limits.md#recorded-steps``), unless an earlier break has left Python in the middle of it. What
-    stands before the earlier break has been run by then, such as the inner step of a wrapper; the part that
-    breaks has not. With ``strict=False`` that part is run, with a warning.
+    At a line that it cannot capture, such as a branch on the value of a tensor, Dynamo breaks the graph and
+    leaves the rest to Python. A step with such a line is recorded, without an error
+    (``docs/limits.md#recorded-steps``), unless an earlier graph break has already left Python in the middle
+    of the step. Then the operations before the earlier break have been executed, such as the inner step of a
+    wrapper; the part with the second break has not. With ``strict=False`` that part is run eagerly, with a
+    warning.
 
-    What to do: change the line that the message names (``TORCH_LOGS=graph_breaks`` says more), a branch to
-    ``torch.where`` for instance. If it belongs to the first step alone, which makes state, take that one
-    eagerly, before the compiled ones. Of a wrapper, ``collage_fx.install(inner)`` compensates the step
-    within; what the wrapper does itself stays eager.
+    What to do: change the line that the message names (``TORCH_LOGS=graph_breaks`` says more), for example a
+    branch to ``torch.where``. If the line runs only in the first step, which creates state, run that step
+    eagerly before the compiled steps. For a wrapper, ``collage_fx.install(inner)`` compensates the inner
+    step; the wrapper's own operations stay eager.
     """
 
     code = "CFX010"
 
 
 class EagerStepError(CollageError):
-    """Parameters of a compensated step were stepped eagerly, by the optimizer's own method or another's.
+    """Parameters of a compensated step were updated eagerly, by their own or another optimizer.
 
-    An eager step would neither use the error terms of its parameters nor keep them up. It is refused before
-    it begins, and nothing has changed; with ``strict=False`` it is a warning, once. A step whose compiled
-    form has never been called is refused the second time. Where the model is compiled with this backend, and
-    the step is not, that is a warning, too: a forward pass is left to Inductor, and no update has an error
+    An eager step would neither read nor update the error terms of its parameters. It is refused before it
+    begins, and nothing has changed; with ``strict=False`` it is a warning, once. If the compiled step has
+    never been called, the second eager step is refused. There is a warning, too, if the model is compiled
+    with this backend and the step is not: Inductor compiles the forward pass, and no update has an error
     term.
 
-    What to do: make ``optimizer.step`` the compiled one, ``collage_fx.install(optimizer)``, for each
-    optimizer of the parameters. Or call what ``torch.compile(optimizer.step, backend=...)`` has returned. To
-    go on without error terms, ``collage_fx.uninstall(optimizer)`` what was installed, or
-    ``collage_fx.reset_error_terms(tensor)`` of each parameter.
+    What to do: call ``collage_fx.install(optimizer)`` for each optimizer of the parameters, which makes
+    ``optimizer.step`` the compiled step; or call the function that
+    ``torch.compile(optimizer.step, backend=...)`` has returned. To continue without error terms, call
+    ``collage_fx.uninstall(optimizer)`` for an installed optimizer, or
+    ``collage_fx.reset_error_terms(tensor)`` for each parameter.
     """
 
     code = "CFX011"
 
 
 class UncompensatedParameterError(CollageError):
-    """A parameter's update ends in an operation through which the arithmetic can't carry an error term.
+    """A parameter's update ends in an operation that the error term cannot pass through.
 
-    A matrix product, for instance, reads tensors in the storage format and rounds its result to it: the new
-    value knows nothing of the error term, and small updates would be lost again. So it is where a new value
-    is rounded by operations on its bits. It is found when the step is compiled: nothing has changed, but by
-    earlier parts of a recorded step. With ``strict=False`` it is a warning, as it always is for optimizer
-    state, and that tensor is stored rounded.
+    A matrix product, for example, reads tensors in the storage format and rounds its result to this format:
+    the new value does not depend on the error term, and small updates would be lost again. The same happens
+    if operations on bits round a new value. This is found when the step is compiled: nothing has changed,
+    except by earlier parts of a recorded step. With ``strict=False``, and always for optimizer state, it is a
+    warning, and the tensor is stored rounded.
 
-    What to do: give that operation float32 tensors, ``x.float()``, in the optimizer. Round by
-    ``x.to(p.dtype)``, not bit by bit. With ``arithmetic="native"``, try "wide", the default. Or leave the
-    parameter to an optimizer of its own, which is not compiled with this backend.
+    What to do: in the optimizer, pass float32 tensors to that operation, ``x.float()``. Round with
+    ``x.to(p.dtype)``, not by operations on bits. With ``arithmetic="native"``, try "wide", the default. Or
+    move the parameter to another optimizer that is not compiled with this backend.
     """
 
     code = "CFX012"
 
 
 class FailedLoweringError(CollageError):
-    """The rewritten step could not be compiled as usual. A warning if Inductor failed: the step is slower.
+    """The rewritten step could not be compiled as usual; if Inductor failed, this is only a warning.
 
-    Where Inductor or its compiler fails, the step is compiled in simpler ways, and if all of them fail, torch
-    runs it operation by operation, 10 to 50 times slower. Parameters, state and error terms get the same bits
-    in each way. The message begins with the first line of what Inductor said, and ``backend.report()`` says
-    how each step has been compiled. Where code of collage_fx fails that Inductor calls, that is an error, and
-    nothing has been run.
+    If Inductor or its compiler fails, the step is compiled in simpler ways; if all of them fail, torch runs
+    it operation by operation, 10 to 50 times slower. Parameters, state and error terms get the same bits in
+    each way. The message begins with the first line of Inductor's message, and ``backend.report()`` says how
+    each step was compiled. If code of collage_fx fails that Inductor calls, that is an error, and nothing has
+    been executed.
 
-    What to do: run ``collage-fx doctor``, which says whether there is a compiler that works; if not, install
-    g++, or name a compiler by the variable ``CXX``. See to it that the cache can be written
-    (``TORCHINDUCTOR_CACHE_DIR``). Otherwise please report the message. Until an error of collage_fx's own is
-    mended, ``backend="inductor"`` takes the step without error terms.
+    What to do: run ``collage-fx doctor``, which says whether a compiler works; if none does, install g++, or
+    name a compiler in the environment variable ``CXX``. Make sure that the cache directory is writable
+    (``TORCHINDUCTOR_CACHE_DIR``). Otherwise please report the message. Until an error of collage_fx itself is
+    fixed, ``backend="inductor"`` runs the step without error terms.
     """
 
     code = "CFX013"
@@ -292,13 +297,13 @@ class FailedLoweringError(CollageError):
 class GraphInvariantError(CollageError):
     """A pass left the graph in a state that breaks an invariant.
 
-    After each pass the graph is checked: each node has a value, each tensor is written once, at the end, and
-    by one of its dtype and shape, and each error term is written. A fault of collage_fx, unless the pass is
-    one of the user's own. Nothing has been compiled or run.
+    The graph is checked after each pass: each node has ``meta["val"]``; each tensor is written once, at the
+    end, with a value of its dtype and shape; and each error term is written. It is a bug in collage_fx,
+    unless the pass is your own. Nothing has been compiled or executed.
 
-    What to do: in a pass of your own, edit the graph by a ``GraphEditor``, which keeps to the invariants
+    What to do: in a pass of your own, edit the graph with a ``GraphEditor``, which keeps the invariants
     (``docs/writing-a-pass.md``). Otherwise it is a bug; please report the message, and the graphs that
-    ``COLLAGE_FX_DUMP=directory`` writes. Until it is mended, ``backend="inductor"`` takes the step without
+    ``COLLAGE_FX_DUMP=directory`` writes. Until it is fixed, ``backend="inductor"`` runs the step without
     error terms.
     """
 
@@ -311,14 +316,14 @@ class GraphInvariantError(CollageError):
 
 
 class FailedPassError(CollageError):
-    """A pass raised an exception, which is its cause; nothing has been compiled or run.
+    """A pass raised an exception, which is the cause of this error.
 
-    A fault of collage_fx, unless the pass is one of the user's own. The message says which pass, and where in
-    it; the traceback above has the rest.
+    It is a bug in collage_fx, unless the pass is your own. The message names the pass and the line; the
+    traceback above shows the rest. Nothing has been compiled or executed.
 
-    What to do: mend a pass of your own at the place that the message names (``docs/writing-a-pass.md``).
+    What to do: fix a pass of your own at the line that the message names (``docs/writing-a-pass.md``).
     Otherwise it is a bug; please report the traceback, and the graphs up to that pass, which
-    ``COLLAGE_FX_DUMP=directory`` writes. Until it is mended, ``backend="inductor"`` takes the step without
+    ``COLLAGE_FX_DUMP=directory`` writes. Until it is fixed, ``backend="inductor"`` runs the step without
     error terms.
     """
 
@@ -329,33 +334,33 @@ class FailedPassError(CollageError):
         super().__init__(
             f"the pass {name} failed with {type(error).__name__}: {error}",
             where=f"{at.filename}:{at.lineno} in {at.name}",
-            remedy="a pass of your own has to be mended there; of others this is a bug in collage_fx; please "
+            remedy="if the pass is your own, fix it there; otherwise this is a bug in collage_fx: please "
             "report it with the graph (COLLAGE_FX_DUMP=directory writes it)",
         )
 
 
 class UnsupportedTorchError(CollageError):
-    """This version of torch lacks a function that collage_fx replaces or calls, or has it in another shape.
+    """A function of torch that collage_fx needs is missing in this version, or has changed.
 
-    Compensation rests on torch's compiler, whose inner functions change from version to version. The shapes
-    of all that are needed are looked at, and without one of them no step is compiled. Nothing has changed.
-    Where only time would be lost, there is no error, and ``collage-fx doctor`` names what is left out.
+    collage_fx depends on internal functions of torch's compiler, which change from version to version. It
+    checks the signatures of all that it needs; if one does not fit, no step is compiled. Nothing has changed.
+    If a function is needed only for speed, there is no error, and ``collage-fx doctor`` says that it is off.
 
-    What to do: install one of the versions of torch that the message names, or a newer collage_fx. The table
-    of ``collage-fx doctor`` says what does not fit.
+    What to do: install a version of torch that the message names, or a newer collage_fx. The table of
+    ``collage-fx doctor`` shows which function does not fit.
     """
 
     code = "CFX016"
 
 
 def error_kinds() -> dict[str, type[CollageError]]:
-    """All kinds of errors, by their codes."""
+    """Return all kinds of errors by their codes."""
     kinds = (each for each in globals().values() if isinstance(each, type) and issubclass(each, CollageError))
     return {each.code: each for each in kinds if each is not CollageError}
 
 
 def warn(refusal: CollageError) -> None:
-    """Warn of what a strict backend would refuse."""
+    """Warn of a refusal that a strict backend would raise."""
     warnings.warn(f"collage_fx: {refusal}", stacklevel=3)
 
 
@@ -363,23 +368,24 @@ def raise_or_warn(about: Any, refusal: CollageError, *, strict: bool) -> None:
     """Raise a refusal, or warn of it once.
 
     Args:
-        about: the optimizer or function concerned; what has been said is remembered as long as it lives.
-        refusal: what is to be said.
+        about: the optimizer or function concerned; each text is warned of once in its lifetime.
+        refusal: the error to raise or to warn of.
         strict: whether to raise.
     """
     if strict:
         raise refusal
-    said = _said.setdefault(about, set())
-    if str(refusal) not in said:
-        said.add(str(refusal))
+    warned = _warned.setdefault(about, set())
+    if str(refusal) not in warned:
+        warned.add(str(refusal))
         warn(refusal)
 
 
-_said: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
+#: Texts of warnings already given, by optimizer or function.
+_warned: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The known names that look like ``name``; all of them where none does and they are few."""
+    """Return a hint: the known names similar to ``name``; if none is similar, the first 20 known names."""
     known = list(known)
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
     lower = {each.lower(): each for each in known}

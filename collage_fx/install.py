@@ -37,7 +37,7 @@ from collage_fx.state import (
     parameter_names,
     reset_error_terms,
 )
-from collage_fx.torch_compat import give_own_step, has_foreign_step, own_step, take_own_step_back
+from collage_fx.torch_compat import has_foreign_step, own_step, remove_own_step, set_own_step
 
 log = logging.getLogger("collage_fx")
 
@@ -122,7 +122,7 @@ def uninstall(optimizer: Installed) -> Installed:
         return optimizer
     for each in _stepped_by(optimizer):
         if isinstance(own_step(each), CompiledStep):
-            take_own_step_back(each)
+            remove_own_step(each)
             forget_compiled_step(each)
             forget_compiled(each)
             for known in known_tensors({"self": each, **optimizers_among(vars(each))}).values():
@@ -210,7 +210,7 @@ def _install(optimizer: Optimizer, backend: CollageBackend) -> None:
         _drop_terms_of_state(optimizer, before.backend.options, backend.options)
     if backend.options.strategy != "none":
         note_installed(optimizer, backend, strict=backend.options.strict)
-    give_own_step(optimizer, CompiledStep(optimizer, backend))
+    set_own_step(optimizer, CompiledStep(optimizer, backend))
     parameters = [parameter for _, parameter in parameter_names(optimizer)]
     low = [parameter for parameter in parameters if is_low_precision(parameter.dtype)]
     if any(device_facts(parameter.device).compiles_cpp for parameter in low):

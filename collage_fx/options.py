@@ -145,12 +145,12 @@ def refuse_unknown(names: Iterable[str]) -> None:
 
 
 def refuse_unless(name: str, value: object, allowed: Sequence[object], otherwise: str = "") -> None:
-    """Raise ``InvalidOptionError`` unless a value is one of those allowed. ``True`` is not equal to 1 here.
+    """Raise ``InvalidOptionError`` unless a value is allowed. ``True`` is not equal to 1 here.
 
     Args:
-        name: of the option.
+        name: name of the option.
         value: its value.
-        allowed: the values.
+        allowed: the allowed values.
         otherwise: another remedy, for the message.
     """
     if not any(value is choice or (isinstance(value, str) and value == choice) for choice in allowed):

@@ -1,4 +1,4 @@
-"""The pipeline: all graph passes, in order.
+"""Pipeline of all graph passes, in order.
 
 The result is lowered by ``lowering/lower.py``; equal updates share kernels (``lowering/schedule.py``).
 """
@@ -41,39 +41,39 @@ __all__ = [
 ]
 
 PIPELINE: tuple[Pass, ...] = (
-    Normalize(),  # first: everything below reads elementary operations
-    ClearDenominators(),  # before the recurrences are read, to be in them
-    UndoStochasticRounding(),  # before the recurrences are read, which end at operations on bits
-    Analyze(),  # on the graph as captured, in whose dtypes the question "is this lossy?" makes sense
-    PackState(),  # on what analyze has chosen, which it overrules
-    Allocate(),  # before any rewrite, so that rewrites find their inputs in place
-    Widen(),  # wide: before the loads and stores are rewritten, so that the split is the only rounding left
+    Normalize(),  # first: all later passes read elementary operations
+    ClearDenominators(),  # before Analyze, so that recurrences show the rewritten denominators
+    UndoStochasticRounding(),  # before Analyze, because no recurrence passes through operations on bits
+    Analyze(),  # before any rewrite: a recurrence is lossy or not in the dtypes of the captured graph
+    PackState(),  # after Analyze, whose choice of formats it changes
+    Allocate(),  # before the rewrites, which need the inputs for error terms
+    Widen(),  # wide: before loads and stores are rewritten, so that the split is the only rounding left
     CompensateWide(),  # wide: loads and stores become join and split
     CompensateNative(),  # native: the operations themselves become double-word algorithms
-    Measure(),  # with metrics alone: on the loads and stores that the two above have made
-    DropStale(),  # on the loads that the two above have made
-    PinRoundings(),  # whatever rounding is still in the graph has to survive lowering
-    HoistScalars(),  # last: once(...) stands between the numbers and the elements as they are then
+    Measure(),  # only with metrics: reads the loads and stores made by the two passes above
+    DropStale(),  # changes the loads made by the two compensating passes
+    PinRoundings(),  # after all passes that round: their roundings must survive lowering
+    HoistScalars(),  # last: once(...) goes between the final numbers and the final elementwise operations
 )
 
-#: The part that only looks: what strategy "none" runs for its report, before plain Inductor gets the graph as
-#: captured.
+#: Passes that do not rewrite for compensation: strategy "none" runs them for its report; the captured graph
+#: then goes to plain Inductor.
 ANALYSIS: tuple[Pass, ...] = PIPELINE[: PIPELINE.index(Allocate())]
 
-#: The passes that choose what is kept of each state tensor, the last of :data:`ANALYSIS`.
+#: Passes that choose the format of each state tensor, the last of :data:`ANALYSIS`.
 CHOOSING: tuple[Pass, ...] = (Analyze(), PackState())
 
-#: The passes that strategy "none" runs besides, on that graph, to measure it.
+#: Passes that strategy "none" runs in addition if the step is measured.
 MEASUREMENT: tuple[Pass, ...] = (Measure(),)
 
 
 def inserted(own: Pass, *, before: str, passes: Sequence[Pass] = PIPELINE) -> tuple[Pass, ...]:
-    """The pipeline with a pass of one's own, for ``CollageBackend(passes=...)``.
+    """Return the pipeline with a pass of your own, for ``CollageBackend(passes=...)``.
 
     Args:
-        own: the pass; what it says it comes ``after`` is checked.
-        before: name of the pass that it is put in front of.
-        passes: the pipeline to put it into.
+        own: the pass; its ``after`` is checked.
+        before: name of the pass to put it in front of.
+        passes: the pipeline to insert it into.
     """
     names = [each.name for each in passes]
     if before not in names:
@@ -85,7 +85,7 @@ def inserted(own: Pass, *, before: str, passes: Sequence[Pass] = PIPELINE) -> tu
 
 
 def refuse_incomplete(passes: Sequence[Pass]) -> None:
-    """Raise where a pass is missing, double, or stands before one that it comes after."""
+    """Raise if a pass is missing, duplicated, or stands before a pass that it must follow."""
     names = [each.name for each in passes]
     missing = [each.name for each in PIPELINE if each not in passes]
     double = [name for name in names if names.count(name) > 1]
@@ -95,7 +95,7 @@ def refuse_incomplete(passes: Sequence[Pass]) -> None:
         for relied_on in each.after
         if relied_on not in names[:index]
     ]
-    for what, which in (("missing", missing), ("double", double), ("misplaced", misplaced)):
+    for what, which in (("missing", missing), ("duplicated", double), ("misplaced", misplaced)):
         if which:
             raise InvalidOptionError(
                 f"{what} in the pipeline: {which[0]}",
@@ -106,7 +106,7 @@ def refuse_incomplete(passes: Sequence[Pass]) -> None:
 
 
 def up_to_choosing(passes: Sequence[Pass]) -> tuple[Sequence[Pass], Sequence[Pass]]:
-    """The passes before those of :data:`CHOOSING`, and these, with what is between them."""
+    """Split a pipeline into the passes before :data:`CHOOSING` and the passes from its first to its last."""
     names = [each.name for each in passes]
     first, last = (names.index(each.name) for each in (CHOOSING[0], CHOOSING[-1]))
     return passes[:first], passes[first : last + 1]
@@ -114,12 +114,12 @@ def up_to_choosing(passes: Sequence[Pass]) -> tuple[Sequence[Pass], Sequence[Pas
 
 @dataclass(frozen=True)
 class Stage:
-    """The outcome of one pass.
+    """Outcome of a pass.
 
     Attributes:
         name: the pass.
-        summary: what it says it did.
-        graph: the graph it left, which the next pass edits: copy what is to be kept.
+        summary: the text that the pass returned.
+        graph: the graph after the pass; the next pass edits it, so copy it to keep it.
     """
 
     name: str
@@ -130,15 +130,15 @@ class Stage:
 def run_pipeline(
     program: StepProgram, passes: Sequence[Pass] = PIPELINE, *, observe: Callable[[Stage], None] | None = None
 ) -> None:
-    """Run every pass that applies, in order, verifying the graph after each.
+    """Run every pass that applies, in order, and verify the graph after each.
 
     Args:
-        program: its ``gm`` is edited in place; the caller clones it once before.
+        program: the program; its ``gm`` is edited in place, so the caller clones it once before.
         passes: the pipeline, or a part of it.
-        observe: called after each pass.
+        observe: function called after each pass.
 
     Raises:
-        FailedPassError: a pass raised something else than a refusal.
+        FailedPassError: a pass raised an exception that is not a :class:`~collage_fx.errors.CollageError`.
         GraphInvariantError: a pass left a graph that breaks an invariant.
     """
     compensated = False

@@ -1,8 +1,8 @@
-"""The pass that makes the error terms of the selected tensors inputs of the graph.
+"""The pass that adds the error terms of the selected tensors to the graph's inputs.
 
-Only the graph's side of the allocation is done here: placeholders behind the existing ones, so that no
-position that AOTAutograd and Dynamo know of moves. The real buffers belong to ``state/error_terms.py``,
-which knows how long they live.
+Only the graph's side of the allocation is done here: new placeholders come behind the existing ones, so that
+the positions that AOTAutograd and Dynamo know do not change. ``state/error_terms.py`` owns the real buffers
+and knows their lifetime.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from collage_fx.graph import (
 from collage_fx.numerics import AuxiliarySpec
 from collage_fx.passes.base import Pass
 
-#: The index of the first element of a piece.
+#: Index of a shard's first element in the whole tensor.
 START = AuxiliarySpec("start", torch.int32, ())
 
 
 @dataclass(frozen=True)
 class Allocate(Pass):
-    """Adds one placeholder per auxiliary tensor of each selected state tensor, in their order.
+    """Pass that adds a placeholder for each auxiliary tensor of each selected state tensor, in their order.
 
-    Behind those of a dithered one, one for the index of its first element.
+    A tensor in a dithered format gets an additional placeholder, for the index of its first element.
 
-    After them those of tensors that have error terms already, or are packed, and are only read. (``native``
-    reads their hi.)
+    Then follow the placeholders of tensors that have error terms already, or are packed, and are only read.
+    (``native`` arithmetic reads their hi.)
     """
 
     name = "allocate"
@@ -61,7 +61,7 @@ class Allocate(Pass):
             if len(added) > len(specs):
                 state.start = added[-1]
         editor.finish()
-        return f"{sum(len(state.added) for state in program.expansions)} inputs added"
+        return f"{sum(len(state.added_inputs) for state in program.expansions)} inputs added"
 
 
 def _reads(program: StepProgram) -> Iterator[ReadExpansion]:

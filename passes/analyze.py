@@ -1,8 +1,8 @@
-"""The pass that finds the state tensors, reads their recurrences and decides which become expansions.
+"""The pass that finds the state tensors, reads their recurrences and selects which become expansions.
 
-The decision rests on the recurrence alone: nothing here knows a name such as ``exp_avg_sq``. ``plus`` takes
-Adam's second moment in at beta2 >= 0.95 and leaves the first out at beta1 = 0.9 because of what their decays
-do in the storage format.
+The decision depends on the recurrence alone, never on a name such as ``exp_avg_sq``. ``plus`` selects Adam's
+second moment for beta2 >= 0.95 and not its first moment for beta1 = 0.9, because of the effect that these
+decays have in the storage format.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ aten = torch.ops.aten
 
 DITHER = ERROR_FORMATS["dither"]
 
-#: Why such an update is refused, and what to do about it.
+#: Reason why an update that rounds by operations on bits is refused, and remedy.
 ROUNDED_BITS = (
     "its new value has been rounded by operations on its bits",
     "round by x.to(p.dtype) in the optimizer, which is read as a rounding",
@@ -56,7 +56,7 @@ ROUNDED_BITS = (
 
 @dataclass(frozen=True)
 class Analyze(Pass):
-    """Fills ``program.states``: recurrences, verdicts and what the strategy selects, with reasons."""
+    """Pass that fills ``program.states``: recurrences, verdicts, and the strategy's choice with reasons."""
 
     name = "analyze"
     after = ("normalize", "undo-stochastic-rounding")
@@ -70,7 +70,7 @@ class Analyze(Pass):
         made = {node for node, info in zip(inputs, program.inputs, strict=True) if info.role is Role.NEW}
         for placeholder, store in stores.items():
             if placeholder in made:
-                continue  # its value is no other state's old one
+                continue  # a new tensor's value is no other state's old value
             for value in (stored(store), unless_skipped(placeholder, stored(store))):
                 new_values.setdefault(value, f"{symbols[placeholder]}'")
         kept_up = [node for i, node in enumerate(inputs) if i in program.already_compensated]
@@ -89,7 +89,7 @@ class Analyze(Pass):
             of = partial(read_recurrence, placeholder, stored(store), symbols, is_parameter=is_parameter)
             recurrence = of(new_values)
             if recurrence.kind is Kind.OVERWRITE and flow.returns_to(placeholder):
-                # By other tensors' new values: they are read through, and so is the next step.
+                # It depends on its old value through other tensors' new values: read those, too.
                 recurrence = of({})
                 if recurrence.kind is Kind.OVERWRITE:
                     recurrence = replace(recurrence, kind=Kind.OTHER)
@@ -112,13 +112,13 @@ class Analyze(Pass):
                 if state.info.role is not Role.STATE or state.compensated or program.strategy == "none":
                     continue
                 if _stored(state) in whole:
-                    _compensate(program, state, "a copy of what has error terms")
+                    _compensate(program, state, "a copy of a tensor with error terms")
                 elif state.recurrence.kind is Kind.OVERWRITE and any(
-                    _takes_on(program, state, source, symbols)
+                    _is_set_to(program, state, source, symbols)
                     for source in dict.fromkeys((*sources, *parameters))
                     if flow.is_read(source, state.placeholder)
                 ):
-                    _compensate(program, state, "it takes on the value of what has error terms")
+                    _compensate(program, state, "set to the value of a tensor with error terms")
                 continue
             if _is_computed_from(sources, state, flow):
                 _compensate(program, state, "computed from state that is compensated")
@@ -139,7 +139,7 @@ class Analyze(Pass):
 def _recurrences_of_replaced(
     program: StepProgram, placeholder: Node, stores: Mapping[Node, Node], symbols: Mapping[Node, str]
 ) -> Iterator[Recurrence]:
-    """The recurrences of state that a recorded step makes anew, in each tensor that it may have replaced."""
+    """Yield the recurrences of a state that a recorded step creates, for each tensor it may replace."""
     value = tensor_value(placeholder)
     assert value is not None
     for node, info in zip(placeholders(program.gm.graph), program.inputs, strict=True):
@@ -154,12 +154,12 @@ def _recurrences_of_replaced(
 
 
 class _Flow:
-    """A graph's data flow: which inputs each new value is computed from.
+    """Data flow of a graph: the inputs that each new value is computed from.
 
     Args:
         graph: a functional graph.
-        stores: mutated input -> its store.
-        constant: further inputs of interest, which stay as they are.
+        stores: mapping from each mutated input to its store.
+        constant: further inputs of interest, which the step does not change.
     """
 
     def __init__(self, graph: Graph, stores: Mapping[Node, Node], constant: Sequence[Node]) -> None:
@@ -176,11 +176,11 @@ class _Flow:
         self.new_values |= {placeholder: stored(store) for placeholder, store in stores.items()}
 
     def is_read(self, placeholder: Node, target: Node) -> bool:
-        """Whether the new value of ``target`` is computed from the old one of ``placeholder``."""
+        """Return whether the new value of ``target`` is computed from the old value of ``placeholder``."""
         return bool(self.reads[self.new_values[target]] & self.bit[placeholder])
 
     def returns_to(self, placeholder: Node) -> bool:
-        """Whether a tensor's new value is computed from its old one, after one step or several."""
+        """Return whether a tensor's new value depends on its old value, after one step or several."""
         seen, waiting = 0, [placeholder]
         while waiting:
             fresh = self.reads[self.new_values[waiting.pop()]] & ~seen
@@ -192,24 +192,24 @@ class _Flow:
 
 
 def _select(program: StepProgram, state: StateTensor, flow: _Flow) -> tuple[bool, str]:
-    """Whether ``state`` becomes an expansion under the program's strategy, and why."""
+    """Return whether ``state`` becomes an expansion under the program's strategy, and why."""
     if program.strategy == "none":
         return False, "none: plain low precision"
     if state.placeholder in program.rounded_at_random:
         return True, "an error term replaces stochastic rounding"
     if state.position in program.already_compensated:
-        return True, "it has error terms from another compiled step, which have to be kept up"
+        return True, "it has error terms from another compiled step, which this step has to update"
     is_filled = state.info.is_born and state.recurrence.kind is Kind.OVERWRITE
     if state.info.role is Role.NEW or is_filled:
-        return True, "made by this step: whether it keeps its error term is seen in the next"
+        return True, "created by this step: the next step decides whether it keeps its error term"
     if state.info.role is Role.CARRIED:
         return True, "a value between two graphs of a recorded step"
     if state.info.spans_closure and (state.recurrence.kind is Kind.OVERWRITE or state.info.is_made):
         return True, "a value that a recorded step keeps while its closure runs"
     if state.recurrence.kind is Kind.OVERWRITE and _moves_a_parameter(program, state):
-        return True, "a parameter is moved by it, and may be moved back by it in another compiled function"
+        return True, "added to a parameter, and another compiled function may subtract it again"
     if state.recurrence.kind is Kind.OVERWRITE:
-        return False, "overwritten: there is nothing to carry from step to step"
+        return False, "overwritten: nothing is carried from step to step"
     if state.info.role is Role.GRADIENT:
         return _select_gradient(program, state, flow)
     if program.strategy == "full":
@@ -221,16 +221,16 @@ def _select(program: StepProgram, state: StateTensor, flow: _Flow) -> tuple[bool
     if moves_as_a_parameter(program, state):
         return True, f"{program.strategy}: it accumulates numbers of either sign, as a parameter does"
     if spoils_an_update(state):
-        return True, f"{program.strategy}: an update is a small difference of it and a parameter"
+        return True, f"{program.strategy}: an update is a small difference between it and a parameter"
     if any(_is_copied_into(other, state) for other in program.states):
         return True, f"{program.strategy}: a parameter is overwritten with it"
-    if state.verdict.lossy and any(_stands_for(state, other, flow) for other in program.states):
-        return True, f"{program.strategy}: a parameter is overwritten with what it accumulates"
+    if state.verdict.lossy and any(_determines(state, other, flow) for other in program.states):
+        return True, f"{program.strategy}: a parameter is overwritten with a value computed from it"
     return False, "not lossy" if program.strategy == "plus" else f"{program.strategy}: parameters only"
 
 
 def _moves_a_parameter(program: StepProgram, state: StateTensor) -> bool:
-    """Whether the new value of a state is added to a parameter in equal measure, as SAM's perturbation is."""
+    """Return whether a state's new value is added to a parameter with a coefficient of 1/2 or more."""
     if program.is_recorded or state.info.role is not Role.STATE:
         return False
     new = sympy.Symbol(f"{state.info.symbol}'")
@@ -240,11 +240,12 @@ def _moves_a_parameter(program: StepProgram, state: StateTensor) -> bool:
 
 
 def _may_be_dithered(program: StepProgram, state: StateTensor) -> bool:
-    """Whether a state has old values, of which roundings would add up; numbers (0-d) are left.
+    """Return whether dither may round a state: a tensor whose rounding errors would add up.
 
-    In a recorded step what overwrites it may be made of them, in another part. Where nothing is known of what
-    becomes of the old value, roundings to nearest stay: Rprop's step sizes are products of a few numbers. So
-    they do in what a step makes anew: its count would begin again, and its phase be the same at each step.
+    Numbers (0-d tensors) are rounded to nearest. So is state whose dependence on its old value is unknown:
+    Rprop's step sizes are products of a few numbers. So is state that a recorded step creates anew: its step
+    count would start again, and dither's phase would be the same at each step. State that a part of a
+    recorded step overwrites may be dithered: another part may compute its new value from its old value.
     """
     if state.info.is_made:
         return False
@@ -254,10 +255,10 @@ def _may_be_dithered(program: StepProgram, state: StateTensor) -> bool:
 
 
 def _dither_unless_compensated(state: StateTensor) -> None:
-    """Have dither round a state that has no error terms, and say what noise that leaves, or would leave."""
+    """Choose dither for a state without error terms; note the noise in ``selection``."""
     noise = None if state.recurrence.kind is Kind.OVERWRITE else state.verdict.noise
     if noise is None:
-        text = "noise of which no bound is known"
+        text = "noise without a known bound"
     elif noise == math.inf:
         text = "noise that adds up"
     else:
@@ -273,11 +274,12 @@ def _compensate(program: StepProgram, state: StateTensor, why: str) -> None:
     state.chosen_format, state.selection = program.error_format, why
 
 
-def _takes_on(program: StepProgram, state: StateTensor, source: Node, symbols: Mapping[Node, str]) -> bool:
-    """Whether a state is given a parameter's value, or most of it, as an extrapolated point is.
+def _is_set_to(program: StepProgram, state: StateTensor, source: Node, symbols: Mapping[Node, str]) -> bool:
+    """Return whether a state is set to a parameter's value, or most of it, like an extrapolated point.
 
-    Not where it is given little: a gradient with some weight decay. Nor what a moving average makes of
-    moments: the state begins anew at each step, and loses as much as any number of its size.
+    False for a small share of the parameter, such as weight decay in a gradient. False also for a value
+    computed from a moving average of moments: it is recomputed at each step, and rounding it has no lasting
+    effect.
     """
     known = next((each for each in program.states if each.placeholder is source), None)
     if known is not None and known.info.role is Role.STATE and known.recurrence.kind is Kind.MOVING_AVERAGE:
@@ -292,13 +294,13 @@ def _is_overwritten_parameter(state: StateTensor) -> bool:
 
 
 def _is_made_of_bits(state: StateTensor) -> bool:
-    """Whether the new value, or what it is computed from, has been an integer on its way."""
+    """Return whether the new value, or a value it is computed from, is reinterpreted bits."""
     last = _stored(state)
     return any(node.target is aten.view.dtype for node in (last, *reached([last], operands_of)))
 
 
 def _is_rounded_in_bits(state: StateTensor) -> bool:
-    """Whether the new value is a number of which bits have been cut off, as stochastic rounding does."""
+    """Return whether bits of the new value were cut off, as stochastic rounding does."""
     node = _stored(state)
     if node.target is not aten.view.dtype:
         return False
@@ -315,34 +317,34 @@ def _is_computed_from(sources: Sequence[Node], target: StateTensor, flow: _Flow)
     return any(flow.is_read(source, target.placeholder) for source in sources)
 
 
-def _stands_for(state: StateTensor, other: StateTensor, flow: _Flow) -> bool:
-    """Whether ``other`` is a parameter that carries nothing itself: its value is computed from ``state``."""
+def _determines(state: StateTensor, other: StateTensor, flow: _Flow) -> bool:
+    """Return whether ``other`` is a parameter without memory of its own, computed from ``state``."""
     return _is_overwritten_parameter(other) and _is_computed_from([state.placeholder], other, flow)
 
 
 def _is_copied_into(parameter: StateTensor, state: StateTensor) -> bool:
-    """Whether the new value of ``state`` is stored into a parameter too, as Lookahead's slow weights are.
+    """Return whether the new value of ``state`` is stored into a parameter too, as with Lookahead.
 
-    It is then a parameter itself, however fast it decays towards another: what a moving average may lose in
-    relation to its own size is not what a parameter may lose of a step.
+    Such a state (Lookahead's slow weights) is a parameter itself, however fast it decays towards another: a
+    rounding error that is small relative to a moving average can be large relative to a parameter's update.
     """
     return parameter.info.role is Role.PARAMETER and _stored(parameter) is _stored(state)
 
 
 def _stored(state: StateTensor) -> Node:
-    """The node that computes the new value, behind casts and copies."""
+    """Return the node that computes the new value, looking through casts and copies."""
     node = source_of(state.store.args[1])
     assert isinstance(node, Node)
     return node
 
 
 def _select_gradient(program: StepProgram, state: StateTensor, flow: _Flow) -> tuple[bool, str]:
-    """Whether a gradient is state, as where it accumulates; clipped, scaled or decayed it is used up."""
+    """Return whether a gradient is state because gradients accumulate in it, and why."""
     accumulates = state.recurrence.slopes == (1,) and all(map(_adds_or_passes, state.recurrence.path))
     parameters = [s.placeholder for s in program.states if s.info.role is Role.PARAMETER]
     if accumulates and not any(flow.is_read(p, state.placeholder) for p in parameters):
         return True, "gradients accumulate in it"
-    return False, "a gradient, made anew for every step"
+    return False, "a gradient, computed anew for every step"
 
 
 def _adds_or_passes(node: Node) -> bool:

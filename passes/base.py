@@ -1,4 +1,4 @@
-"""The base class of all graph passes."""
+"""Base class of all graph passes."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from collage_fx.graph import StepProgram
 
 
 class Pass(ABC):
-    """One rewrite or analysis of a captured step: a frozen dataclass whose options are its fields.
+    """Rewrite or analysis of a captured step: a frozen dataclass whose fields are its options.
 
-    A pass edits ``program.gm`` in place and leaves it in valid form: linted, every ``meta["val"]`` true, no
-    mutation but the ``copy_`` epilogue. The pipeline clones the graph before the first pass and verifies it
-    after each.
+    A pass edits ``program.gm`` in place and leaves it valid: FX's lint passes, every ``meta["val"]`` is
+    correct, and only the ``copy_`` epilogue mutates. The pipeline clones the graph before the first pass and
+    verifies it after each pass.
     """
 
-    #: The file's and the class's name, in kebab-case.
+    #: Name of the class and of its file, in kebab-case.
     name: ClassVar[str]
-    #: Names of the passes this one relies on having run before it.
+    #: Names of the passes that must have run before this pass.
     after: ClassVar[tuple[str, ...]] = ()
-    #: Whether a pass of your own treats a tensor by its role, its layout and its update alone, never by its
-    #: name. Of equal updates it is then shown one; what it does to that is done to all. If not, it gets
-    #: the whole graph: that takes longer to compile, and the bits are the same.
+    #: Whether a pass of your own treats a tensor by its role, layout and update alone, never by its name. If
+    #: True, the pass gets the graph of one member of each family of equal updates, and its result is repeated
+    #: for all members. If False, the pass gets the whole graph: compiling takes longer, the bits are equal.
     by_family: ClassVar[bool] = False
 
     def applies_to(self, program: StepProgram) -> bool:
-        """Whether the pass has anything to do for the program's strategy and arithmetic."""
+        """Return whether the pass has work to do for the program's strategy and arithmetic."""
         return True
 
     @abstractmethod
     def run(self, program: StepProgram) -> str:
-        """Run on ``program`` and say in a few words what was done, such as ``"148 tensors"``."""
+        """Run on ``program``; return a summary in a few words, such as ``"148 tensors"``."""

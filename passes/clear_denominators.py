@@ -1,20 +1,20 @@
-"""The pass by which numbers that divide within a denominator multiply the quotient instead.
+"""The pass that moves numbers that divide within a denominator out of it, as factors of the quotient.
 
     x / (a/(c s) + e/s)   ->   x / (a + e c) * (c s)          x, a: tensors; c, e, s: numbers, 0-d
     1 / (a/(c s) + e/s)   ->   (c s) / (a + e c)
 
-Theorem. Where none of them is 0 or infinite the two are equal: the denominator has been multiplied by c s.
-Where s is 0 the first is 0/0 if a is 0; the second is 0, as what both stand for, ``x / (a/c + e) * s``. Where
-c is 0 they are the same for finite e, NaN included. Terms of which each is divided by a number that the other
-is not, a/c + b/s, are left as they are: where both numbers are 0 there would be a new 0/0.
+Theorem. If no number is 0 or infinite, both sides are equal: the denominator was multiplied by c s. If s is 0
+and a is 0, the left side is 0/0, and the right side is 0, like the intended value ``x / (a/c + e) * s``. If c
+is 0, both sides are equal for finite e, NaN included. A sum whose terms are divided by different numbers, a/c
++ b/s, is left unchanged: with both numbers 0 the rewrite would introduce a 0/0.
 
-That is how torch.optim's Adam divides by its learning rate in compiled steps, eagerly it multiplies by it:
-``sqrt(v) / (c * s) + eps / s``, with the step size s and a bias correction c. A warm-up begins at 0, and v is
-0 where there has been no gradient yet.
+torch.optim's Adam divides by its learning rate like this in compiled steps (eagerly it multiplies by it):
+``sqrt(v) / (c * s) + eps / s``, with the step size s and a bias correction c. A warm-up begins at s = 0, and
+v is 0 for elements without a gradient so far.
 
-It is also less work: of the two or three divisions of an element one is left, and a multiplication. Operands
-in a 16-bit format are read in float32 and the quotient is rounded once, like that of torch's ``addcdiv``:
-float16 holds no number as small as e c.
+The result also needs less work: per element one division and one multiplication instead of two or three
+divisions. Operands in a 16-bit format are read in float32 and the quotient is rounded once, as by torch's
+``addcdiv``: float16 holds no number as small as e c.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Factors = Counter[Any]
 
 @dataclass(frozen=True)
 class ClearDenominators(Pass):
-    """Rewrites ``x / (a/c + e)`` as ``x / (a + e c) * c``, for numbers c that the graph computes."""
+    """Pass that rewrites ``x / (a/c + e)`` as ``x / (a + e c) * c``, for numbers c computed in the graph."""
 
     name = "clear-denominators"
     after = ("normalize",)
@@ -59,7 +59,7 @@ class ClearDenominators(Pass):
 
 
 def _divisor(node: Node) -> Node | None:
-    """The tensor that a division divides by, if it is one and has elements."""
+    """Return the tensor with elements that a division divides by; None for other nodes."""
     if node.target not in DIVISIONS or not has_elements(node.args[-1]):
         return None
     divisor = node.args[-1]
@@ -96,7 +96,7 @@ def _clear(editor: GraphEditor, reader: _Reader, node: Node) -> bool:
 
 @dataclass(frozen=True)
 class _Scaled:
-    """A value as ``core * numerators / denominators``, or minus that; a number has no core."""
+    """Value ``core * numerators / denominators``, or its negative; a number has no core."""
 
     core: Node | None = None
     numerators: Factors = field(default_factory=Counter)
@@ -120,7 +120,7 @@ class _Scaled:
 
 
 class _Reader:
-    """Takes the numbers out of a denominator: out of products, quotients and sums of them."""
+    """Reader that takes numbers out of a denominator: out of its products, quotients and sums."""
 
     def __init__(self, editor: GraphEditor) -> None:
         self.editor = editor
@@ -138,7 +138,7 @@ class _Reader:
         return _Scaled(core=node) if has_elements(node) else _Scaled(numerators=Counter([node]))
 
     def _operation(self, node: Node) -> _Scaled | None:
-        """The core and the factors of an operation with a number; None for any other operation."""
+        """Return the core and the factors of an operation with a number; None for other operations."""
         operands = node.args
         if node.target is aten.neg.default:
             return -self.read(operands[0])
@@ -155,9 +155,9 @@ class _Reader:
         return None
 
     def _sum(self, node: Node) -> _Scaled | None:
-        """The sum ``a/c + e`` as ``(a + e c) / c``; None for a sum that is left as it is.
+        """Return the sum ``a/c + e`` as ``(a + e c) / c``; None for a sum that is left unchanged.
 
-        That is also a sum which is more than a denominator: there would be two of it to compute.
+        A sum that is also used outside of denominators is left unchanged: it would have to be computed twice.
         """
         is_denominator = all(_divisor(user) is node for user in node.users)
         if len(node.users) > 1 and not is_denominator:
@@ -187,10 +187,10 @@ class _Reader:
 
 
 def _product(editor: GraphEditor, factors: Factors, dtype: torch.dtype) -> Any:
-    """The product of factors: a 0-d node, or a Python number where all factors are Python numbers.
+    """Return the product of factors: a 0-d node, or a Python number if all factors are Python numbers.
 
-    It is computed in the dtype of the elements that it goes with: a number that a scheduler changes, float64
-    in the graph, gives the same bits as one that is known while compiling.
+    It is computed in the dtype of the elements that it multiplies: a number that a scheduler changes (float64
+    in the graph) then gives the same bits as a number known at compile time.
     """
     each = list(factors.elements())
     number = math.prod(factor for factor in each if not isinstance(factor, Node))
@@ -204,7 +204,7 @@ def _product(editor: GraphEditor, factors: Factors, dtype: torch.dtype) -> Any:
 
 
 def _in_float32(editor: GraphEditor, node: Any) -> Node:
-    """A node of a 16-bit format converted to float32; any other node as it is."""
+    """Return a node of a 16-bit format converted to float32; any other node unchanged."""
     return editor.convert(node, _float32_or_wider(node))
 
 
@@ -215,12 +215,12 @@ def _float32_or_wider(node: Any) -> torch.dtype:
 
 
 def _are_computed(factors: Factors) -> bool:
-    """Whether one of the factors is a node, so that their product is not known while compiling."""
+    """Return whether a factor is a node, so that the product is unknown at compile time."""
     return any(isinstance(factor, Node) for factor in factors)
 
 
 def _is_widened(conversion: Node) -> bool:
-    """Whether a conversion is of a 16-bit format to a wider one, which holds all its values."""
+    """Return whether a conversion is from a 16-bit format to a wider format, which holds all its values."""
     source, target = (tensor_value(value) for value in (conversion.args[0], conversion))
     assert source is not None
     assert target is not None
@@ -228,7 +228,7 @@ def _is_widened(conversion: Node) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether a value is a Python number or a 0-d tensor of floating-point numbers."""
+    """Return whether a value is a Python number or a 0-d tensor of floating-point numbers."""
     tensor = tensor_value(value)
     if tensor is None:
         return isinstance(value, (int, float))

@@ -1,40 +1,40 @@
-"""The pass for ``native`` compensation: the paper's algorithms in the storage format, each operation rounded.
+"""The pass for ``native`` compensation: the paper's algorithms in the storage format, each node rounded.
 
-A selected tensor's old value enters as a double word (hi, lo) and stays one along the tensor's own path, from
-its load to its store. Sums, products with a number (itself a double word: [Yu24], section 4.2), products with
-a tensor and negation have double-word algorithms; a decay such as 0.999 or 1 - lr*wd is a sum, too. Any
-other operation that means the same on float32 is computed on the joined float32 value and split again, so
-that no operation on the path drops the error term. Whatever leaves the path reads hi, which is the value
-rounded to nearest, since ``|lo| <= ulp(hi)/2``. Where an optimizer compensates by hand, what it computes from
-the new value is path too: Note [Kahan's own term] in ``graph/feedback.py``.
+A selected tensor's old value is a double word (hi, lo), and all values on the tensor's own path, from its
+load to its store, are double words. Sums, products with a number (itself a double word: [Yu24], section 4.2),
+products with a tensor and negation have double-word algorithms; a decay such as 0.999 or 1 - lr*wd is
+computed as a sum. Any other operation that means the same on float32 is computed on the joined float32 value
+and split again, so that no operation on the path drops the error term. Nodes off the path read hi, which is
+the value rounded to nearest, since ``|lo| <= ulp(hi)/2``. If an optimizer compensates by hand, the values
+that it computes from the new value belong to the path, too: Note [Kahan's own term] in ``graph/feedback.py``.
 
 Note [Operands that are not added]
 ----------------------------------
-In ``p + y`` the roundings of y are relative to y, which is what p moves by. Elsewhere they are not: of
-``p * (1 - lr g)`` the factor is 1 in the storage format, and of ``p' = x0 - lr z`` nothing but ``x0`` may be
-left. So the other operand of a product, and of any operation but a sum, is computed in float32 from the
-inputs of the step and from whole double words. So are the terms of a sum where the old value is not kept as
-it is: its coefficient is no number within u of 1, or the new value is not made of the old one; and where
-there are several, which may cancel.
+In ``p + y`` the rounding errors of y are relative to y, the amount by which p moves. In other operations they
+are larger relative to the move: in ``p * (1 - lr g)`` the factor rounds to 1 in the storage format, and
+``p' = x0 - lr z`` may round to ``x0``. So the other operand of a product, and of any operation but a sum, is
+computed in float32 from the inputs of the step and from whole double words. The same holds for the terms of a
+sum in three cases: the old value's coefficient is not within u of 1; the new value does not depend on the old
+value; or there are several terms, which may cancel.
 
 Note [Decay is an increment]
 ----------------------------
 A weight decay of 1e-6 is a fifteenth of the last bit of a bfloat16 pair of about 1: ``p * (1 - 1e-6)``,
 rounded to a pair before the update is added, is p again, step after step. So ``c x`` with c near 1 is
-computed as ``x + (c-1) x``, and where y is added to it, as ``x + ((c-1) x + y)``: decay and update make one
-increment, and their sum is what is rounded. c - 1 is exact in the arithmetic that c comes in (Sterbenz, for
-1/2 <= c <= 2), so that it is off by u**2 of itself as a double word, not of c. With c - 1 = d, DWTimesDW1
-(7 u**2) and AccurateDWPlusDW or Grow (3 u**2), to first order in u**2,
+computed as ``x + (c-1) x``, and if y is added to it, as ``x + ((c-1) x + y)``: decay and update form a single
+increment, which is rounded only after they are added. c - 1 is exact in the arithmetic that c comes in
+(Sterbenz, for 1/2 <= c <= 2), so its relative error as a double word is u**2 of c - 1, not of c. With
+c - 1 = d, DWTimesDW1 (7 u**2) and AccurateDWPlusDW or Grow (3 u**2), to first order in u**2,
 
-    |error| <= 3 |c x + y| + 3 |d x + y| + 8 |d x|, or 3 |c x| + 8 |d x| where nothing is added.
+    |error| <= 3 |c x + y| + 3 |d x + y| + 8 |d x|, or 3 |c x| + 8 |d x| if nothing is added.
 
-Near 1 means ``|c - 1| <= |c|/2``, that is 2/3 <= c <= 2: where the latter is at most the 7 |c x| of the
-product itself. A number that the graph is given (a learning rate that changes), and each element of a
-tensor, is compared when it is known: far from 1, d is c, beside no x, and the bound is the same. Its
-conversion to float32 adds 2**-24 |d x|.
+Near 1 means ``|c - 1| <= |c|/2``, that is 2/3 <= c <= 2; there 3 |c x| + 8 |d x| is at most 7 |c x|, the
+bound of the product itself. A number that is an input of the graph (a changing learning rate), and each
+element of a tensor, is compared with 1 at run time: if far from 1, d is c and x is not added, with the same
+bound. Its conversion to float32 adds 2**-24 |d x|.
 
-Read in float32, as by an ``addcdiv`` that torch 2.11 has decomposed, ``c x`` is the float32 sum of x
-and (c-1) x, not the pair: off by 2**-24 |c x| instead of 3 u**2 |c x|.
+An operation in float32, such as an ``addcdiv`` that torch 2.11 has decomposed, reads ``c x`` as the float32
+sum of x and (c-1) x, not as the pair: the error is 2**-24 |c x| instead of 3 u**2 |c x|.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ Word = tuple[Node, Node]
 
 @dataclass(frozen=True)
 class CompensateNative(Pass):
-    """Double-word arithmetic from the load to the store of each selected tensor."""
+    """Pass that computes in double words from the load to the store of each selected tensor."""
 
     name = "compensate-native"
     after = ("allocate",)
@@ -104,9 +104,9 @@ class CompensateNative(Pass):
 
 
 def _shared_paths(program: StepProgram) -> list[tuple[list[StateTensor], set[Node]]]:
-    """The states whose paths have nodes in common, as slow and fast weights of one average have.
+    """Group the states whose paths share nodes, as the slow and fast weights of an average do.
 
-    Or of which one is made of another's path: Note [Operands that are not added].
+    Also states whose new value is computed from another's path: Note [Operands that are not added].
     """
     found: list[tuple[list[StateTensor], set[Node], set[Node]]] = []
     for state in program.compensated:
@@ -127,7 +127,7 @@ def _shared_paths(program: StepProgram) -> list[tuple[list[StateTensor], set[Nod
 
 
 def _keeps_old_value(state: StateTensor) -> bool:
-    """Whether the new value is the old one, or a decayed average, and a single term that is added to it."""
+    """Return whether a new value is the old value plus a single term, or a decayed average."""
     recurrence = state.recurrence
     if recurrence.kind is Kind.MOVING_AVERAGE:
         return True
@@ -146,9 +146,10 @@ def _keeps_old_value(state: StateTensor) -> bool:
 
 
 class _PathRewriter:
-    """Rewrites the path of state tensors of one dtype.
+    """Rewriter of the path of state tensors of the same dtype.
 
-    ``words`` maps the hi node of every double word on it to the pair. Decay: Note [Decay is an increment].
+    ``words`` maps the hi node of every double word on the path to the pair. For decays see
+    Note [Decay is an increment].
     """
 
     def __init__(self, editor: GraphEditor, states: Sequence[StateTensor], path: Sequence[Node]) -> None:
@@ -161,11 +162,11 @@ class _PathRewriter:
         for state in states:
             (lo,) = state.auxiliaries
             self.words[state.placeholder] = state.placeholder, lo
-        #: Nodes of the path to which some way leads that no operator of the storage format is on.
+        #: Nodes of the path that are reached from a load without passing an operator of the storage format.
         self.whole = set(self.words)
-        #: The hi node of ``c x``, where that is ``x + (c-1) x``, to the words of ``x`` and of ``(c-1) x``.
+        #: Mapping from the hi node of ``c x``, computed as ``x + (c-1) x``, to the words of both terms.
         self.increments: dict[Node, tuple[Word, Word]] = {}
-        #: Whether what is added to old values may have been rounded.
+        #: Whether terms that are added to old values may be rounded before.
         self.adds_rounded = all(map(_keeps_old_value, states))
         self._unrounded: dict[Node, Node] = {}
 
@@ -185,7 +186,7 @@ class _PathRewriter:
 
     def _store(self, state: StateTensor) -> None:
         stored = state.stored
-        if stored not in self.whole and state.carries_its_old_value:
+        if stored not in self.whole and state.depends_on_old_value:
             state.refusal = (
                 f"{stored.name} ({stored.target}) has no double-word algorithm; its error term stays zero"
             )
@@ -196,7 +197,7 @@ class _PathRewriter:
         self.editor.store(state.auxiliaries[0], *self.editor.inline(arithmetic.finite_or_zero, lo, hi))
 
     def _rewritten(self, node: Node) -> Node | None:
-        """The node that replaces ``node``; None to leave ``node`` as it is, reading hi."""
+        """Return the node that replaces ``node``; None to leave ``node`` unchanged, reading hi."""
         value = tensor_value(node)
         operands = node.all_input_nodes
         if value is None:
@@ -226,7 +227,7 @@ class _PathRewriter:
         return self.editor.call(node.target, *args, **kwargs)
 
     def _low_part(self, operand: Node) -> Node:
-        """An operand for moving the error terms alike: its lo, zeros if it has none, an index as it is."""
+        """Return an operand for moving error terms: its lo, zeros without a lo, an index unchanged."""
         if operand in self.words:
             return self.words[operand][1]
         value = tensor_value(operand)
@@ -235,22 +236,22 @@ class _PathRewriter:
         return self.editor.inline(torch.zeros_like, operand)[0]
 
     def _converted(self, node: Node, source: Node, dtype: torch.dtype) -> Node | None:
-        """The result of a cast: of the whole value to a wider dtype; to the storage format a double word."""
+        """Return a cast's result: the whole value in a wider dtype; a double word in the storage format."""
         if source in self.words:
             return source if dtype == self.dtype else self.editor.convert(self._whole(source), dtype)
         return self._split(source) if dtype == self.dtype else None
 
     def _on_whole_values(self, node: Node) -> Node:
-        """The operation on float32 operands, as torch promotes those of several dtypes itself."""
+        """Repeat the operation on float32 operands; torch promotes operands of several dtypes."""
         args, kwargs = map_arg((node.args, dict(node.kwargs)), self.unrounded)
         if kwargs.get("dtype") == self.dtype:
             kwargs = {**kwargs, "dtype": torch.float32}
         return self.editor.call(node.target, *args, **kwargs)
 
     def unrounded(self, node: Node) -> Node:
-        """An operand computed from inputs and whole double words in float32, nothing rounded on the way.
+        """Return an operand computed in float32 from inputs and double words, without roundings.
 
-        Of an operator that needs the storage format, the result as it is.
+        The result of an operator that needs the storage format is only converted.
         """
         if node in self.words:
             return self._whole(node)
@@ -274,7 +275,7 @@ class _PathRewriter:
         return self.editor.convert(self._on_whole_values(node), wanted)
 
     def _whole(self, node: Node) -> Node:
-        """The float32 value of a double word."""
+        """Return the float32 value of a double word."""
         if node not in self.increments:
             return self.editor.inline(arithmetic.join, *self.words[node])[0]
         base, increment = self.increments[node]
@@ -289,14 +290,14 @@ class _PathRewriter:
         self.words[word[0]] = word
         return word[0]
 
-    # -- what the rules are made of
+    # -- building blocks of the rules
 
     def inline(self, function: Callable[..., DoubleWord], *args: Any) -> Word:
         hi, lo = self.editor.inline(function, *args)
         return hi, lo
 
     def operand(self, value: Any) -> Word | Node | None:
-        """An operand as exactly as the algorithms can take it: a double word, or a storage-format tensor.
+        """Return an operand as exactly as the algorithms accept it: a double word or a storage tensor.
 
         Numbers become double words of 0-d tensors, and tensors of a wider dtype double words.
         """
@@ -327,11 +328,11 @@ class _PathRewriter:
         return self._added(base, self._added(increment, second))
 
     def _term(self, x: Any) -> Any:
-        """A term of a sum: Note [Operands that are not added]."""
+        """Return a term of a sum: Note [Operands that are not added]."""
         return x if self.adds_rounded else self._factor(x)
 
     def _factor(self, x: Any) -> Any:
-        """An operand without the roundings that it has been computed with, if any."""
+        """Return an operand without the roundings of its own computation, if any."""
         return self.unrounded(x) if isinstance(x, Node) and x not in self.words and _is_rounded(x) else x
 
     def _added(self, word: Word, other: Word | Node) -> Word:
@@ -365,9 +366,9 @@ class _PathRewriter:
         return self.inline(arithmetic.scale_double_word, *first, second)
 
     def _parts_of_decay(self, word: Word, factor: Any) -> tuple[Word, Word] | None:
-        """The two double words whose sum is ``word`` times a factor: see Note [Decay is an increment].
+        """Return two double words whose sum is ``word`` times a factor: Note [Decay is an increment].
 
-        None where it is a number that isn't near 1, or a tensor of the storage format.
+        None if the factor is a number far from 1, or a tensor of the storage format.
         """
         if not isinstance(factor, Node):
             if not abs(factor - 1) <= abs(factor) / 2:
@@ -378,7 +379,7 @@ class _PathRewriter:
         value = tensor_value(factor)
         if value is None or value.dtype == self.dtype:
             return None
-        # The number as it came, in float64.
+        # The number before its cast: in float64.
         kept, *scaled = self.editor.inline(_decay, unconverted(factor), self.dtype)
         base = self.inline(_both_times, *word, kept)
         return base, self.inline(arithmetic.multiply_double_words, *word, *scaled)
@@ -388,7 +389,7 @@ class _PathRewriter:
         return self.inline(arithmetic.negate_double_word, *word) if isinstance(word, tuple) else None
 
 
-#: Operator -> its double-word algorithm.
+#: Double-word algorithm of each operator.
 RULES: dict[Any, Callable[..., Word | None]] = {
     aten.add: _PathRewriter.sum,
     aten.sub: _PathRewriter.difference,
@@ -398,7 +399,7 @@ RULES: dict[Any, Callable[..., Word | None]] = {
 
 
 def _is_rounded(node: Node) -> bool:
-    """Whether an operand has been computed, rather than read, moved or filled with a number of its format."""
+    """Return whether an operand was computed, not just read, moved or filled with a number of its format."""
     while is_movement(node) and len(node.all_input_nodes) == 1:
         (node,) = node.all_input_nodes
     return node.op == "call_function" and not keeps_grid(node)
@@ -409,7 +410,7 @@ def _sum_of_joined(hi: Tensor, lo: Tensor, other_hi: Tensor, other_lo: Tensor) -
 
 
 def _decay(factor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """A factor as ``kept + (hi + lo)``: near 1 that is 1 and the increment, elsewhere 0 and the number."""
+    """Split a factor into ``kept + (hi + lo)``: kept = 1 if the factor is near 1, otherwise 0."""
     increment = factor - 1
     near = increment.abs() <= factor.abs() / 2
     return near.to(dtype), *arithmetic.split(

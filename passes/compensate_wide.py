@@ -4,8 +4,8 @@ Theorem. Let x' be the float32 result of the step. ``hi' = RN(x')`` and ``lo' = 
 is exact in float32 (Sterbenz-like: hi' is x' rounded), so ``|hi' + lo' - x'| <= u |lo'| <= u**2 |x'|``, and
 ``|lo'| <= ulp(hi')/2``.
 
-Whoever reads the new value reads x', except where an optimizer compensates by hand and has to see what has
-been rounded: Note [Kahan's own term] in ``graph/feedback.py``.
+Readers of the new value read x', except in an optimizer that compensates by hand, which has to see the
+rounded value: Note [Kahan's own term] in ``graph/feedback.py``.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from collage_fx.passes.base import Pass
 
 @dataclass(frozen=True)
 class CompensateWide(Pass):
-    """Each selected tensor's load becomes the error format's ``join``, its store the format's ``store``.
+    """Pass that loads each selected tensor by its error format's ``join`` and stores it by ``store``.
 
-    The load of a tensor that has error terms and is only read likewise.
+    The load of a tensor that has error terms and is only read becomes a ``join``, too.
     """
 
     name = "compensate-wide"
@@ -63,7 +63,7 @@ class CompensateWide(Pass):
         for expansion in program.expansions:
             _load_expansion(editor, expansion)
         terms = [
-            # State, beside which nobody keeps a term, is read as it was computed.
+            # Optimizers keep a Kahan term for parameters only; readers of other state read it unrounded.
             fed_back(state, program.states) if state.info.role is Role.PARAMETER else set[Node]()
             for state in program.expanded
         ]
@@ -84,7 +84,7 @@ class CompensateWide(Pass):
 
 
 def _load_moved_expansion(editor: GraphEditor, state: StateTensor) -> None:
-    """Read another tensor's whole value where its old one is stored as it is."""
+    """Convert a stored input to float32, so that its whole value is read."""
     source = state.stored
     if source.op == "placeholder":
         with editor.graph.inserting_before(state.store):
@@ -96,7 +96,7 @@ def _load_moved_expansion(editor: GraphEditor, state: StateTensor) -> None:
 
 
 def _load_expansion(editor: GraphEditor, state: StateTensor | ReadExpansion) -> None:
-    """Have every reader of hi as float32 read the whole value, hi and its error terms joined."""
+    """Make every float32 reader of hi read the whole value: hi and its error terms joined."""
     fmt = state.error_format
     readers = [user for user in state.placeholder.users if not is_copy_to_input(user)]
     loads = [user for user in readers if is_conversion(user)]
@@ -116,17 +116,18 @@ def _load_expansion(editor: GraphEditor, state: StateTensor | ReadExpansion) -> 
 
 
 def _give_up_hi(editor: GraphEditor, placeholder: Node) -> None:
-    """Note that a packed tensor, which is neither read nor written any more, has no memory in a step."""
+    """Give a packed tensor's placeholder a value without memory, since the step does not use its hi."""
     value = placeholder.meta["val"]
     with editor.fake_mode:
         placeholder.meta["val"] = value.new_empty(()).expand(value.shape)
 
 
 def _refuse_lost_value(program: StepProgram, state: StateTensor, order: Mapping[Node, int]) -> None:
-    """Set ``state.refusal`` if every way from load to store leads through an operator that reads hi alone.
+    """Set ``state.refusal`` if every path from load to store passes an operator that reads hi alone.
 
-    Such an operator takes the storage dtype, as written, of the tensor or of what was made of it in float32:
-    the error term does not pass. What a parameter was may come by way of another part of a recorded step.
+    Such an operator needs operands in the storage dtype: the tensor itself, or a float32 value computed from
+    it and cast back. The error term does not pass through. In a recorded step, the old value of a parameter
+    may come from another part, as a carried input.
     """
     sources, path = {state.placeholder}, set(state.recurrence.path)
     if not path and program.is_recorded and state.info.role is Role.PARAMETER:
@@ -153,18 +154,17 @@ def _refuse_lost_value(program: StepProgram, state: StateTensor, order: Mapping[
 
 
 def _store_expansion(editor: GraphEditor, state: StateTensor, own_term: Collection[Node]) -> None:
-    """Replace the rounding cast in front of the store by the split; nodes in ``own_term`` read its result."""
+    """Replace the cast in front of the store by the split; nodes in ``own_term`` read its result."""
     fmt, value = state.error_format, new_value(state)
     readers = [user for user in value.users if user in own_term]
     with editor.graph.inserting_before(value.next if readers else state.store):
         opaque = _rounded_on_the_way(value)
-        if opaque is not None and state.compensated and state.carries_its_old_value:
+        if opaque is not None and state.compensated and state.depends_on_old_value:
             state.refusal = (
-                f"{opaque.name} ({operator_of(opaque)}) gives its result in {state.format.name}, already "
-                "rounded"
+                f"{opaque.name} ({operator_of(opaque)}) returns its result rounded to {state.format.name}"
             )
         state.intended = editor.convert(value, torch.float32)
-        before = (state.placeholder, *state.added)
+        before = (state.placeholder, *state.added_inputs)
         hi, *auxiliaries = editor.inline(fmt.store, state.intended, *before, elementwise=fmt.is_elementwise)
         if readers:
             (whole,) = editor.inline(fmt.join, hi, *auxiliaries, elementwise=fmt.is_elementwise)
@@ -177,6 +177,6 @@ def _store_expansion(editor: GraphEditor, state: StateTensor, own_term: Collecti
 
 
 def _rounded_on_the_way(value: Node) -> Node | None:
-    """The operator that made ``value`` in the storage dtype, if one did: its rounding cannot be undone."""
+    """Return the operator that computed ``value`` in the storage dtype, if any: it rounds for good."""
     source = unconverted(value)
     return source if source.op == "call_function" and is_low_precision_tensor(source) else None

@@ -1,13 +1,13 @@
-"""The pass that drops error terms of values that have been overwritten since the last step.
+"""The pass that drops the error terms of values that were overwritten since the last step.
 
-Gradients that are accumulated in place (``p.grad += g``) are zeroed between two sums by ``zero_grad``,
-``p.grad.zero_()`` or ``p.grad.data.zero_()``; programs reset or scale optimizer state. Nobody tells us, and
-not all of it is seen in the tensor's version counter. But hi tells: an error term is half an ulp of it at
-most, so that a larger one is one of another value. Added to a second moment that has been zeroed, it could be
-negative. The test costs some operations an element in a kernel that waits for memory, and looks at nothing
-outside the step. It is made for sums that are not parameters, and for all state in formats whose error terms
-are numbers of their own; in others the error is a fraction of hi's ulp whatever hi is. What it can't see is a
-value overwritten by another one of its size: that begins with the last one's error term.
+Programs overwrite state between steps: ``zero_grad``, ``p.grad.zero_()`` or ``p.grad.data.zero_()`` zero an
+accumulated gradient, and optimizer state is reset or scaled. The tensor's version counter does not show all
+of these writes. But hi does: an error term is at most half an ulp of hi, so a larger error term belongs to
+another value. Added to a second moment that was zeroed, it could make the moment negative. The test costs a
+few operations per element in a kernel that is limited by memory, and needs nothing outside the step. It is
+made for sums that are not parameters, and for all state in formats whose error terms are independent numbers;
+in the other formats the error is a fraction of hi's ulp, whatever hi is. Not detected: a value overwritten by
+another of about the same size, which starts with the old error term.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from collage_fx.passes.base import Pass
 
 @dataclass(frozen=True)
 class DropStale(Pass):
-    """Error terms of state and sums are read as zero where they are larger than half an ulp of hi."""
+    """Pass that reads error terms of state and sums as zero if they exceed half an ulp of hi."""
 
     name = "drop-stale"
     after = ("compensate-wide", "compensate-native")
@@ -58,7 +58,7 @@ class DropStale(Pass):
 
 
 def _is_overwritten(state: StateTensor) -> bool:
-    """Whether programs overwrite the tensor between steps, and its error terms do not depend on hi."""
+    """Return whether programs may overwrite the tensor between steps, leaving stale error terms."""
     specs = state.error_format.auxiliaries(state.placeholder.meta["val"])
     has_terms = any(spec.is_error_term for spec in specs)
     is_sum = state.recurrence.kind is Kind.ACCUMULATION
@@ -68,7 +68,7 @@ def _is_overwritten(state: StateTensor) -> bool:
 def _current(
     fmt: ErrorFormat, unit_roundoff: float, half_quantum: float, hi: Tensor, *auxiliaries: Tensor
 ) -> tuple[Tensor, ...]:
-    """The auxiliaries as they are to be read: where an element is stale, they say that its value is hi."""
+    """Return the auxiliaries as the step reads them: zero error for the elements that are stale."""
     error = functools.reduce(operator.add, fmt.error_terms(hi, *auxiliaries))
     # Half an ulp of hi is at most its product with the unit roundoff, or half the smallest number.
     limit = hi.to(torch.float32).abs() * unit_roundoff + half_quantum

@@ -1,11 +1,11 @@
-"""The pass that has numbers computed once a step, not once an element.
+"""The pass that lets numbers be computed once per step, not once per element.
 
-Inductor computes an elementwise value where it is read, and a 0-d tensor is an elementwise value of one
-element: Adam's bias corrections, two powers and a root, become part of the inner loop of every parameter's
-kernel. Here each number that elements read is marked as one to be kept in memory
-(:data:`~collage_fx.graph.operators.once`). It is computed before the elements are, on the CPU by a kernel of
-its own (Note [Parts of a step]), on the device on which it was, so that nothing waits for a device; a number
-on the host is a value to a kernel on a device, as before.
+Inductor computes an elementwise value where it is read, and a 0-d tensor counts as elementwise: Adam's bias
+corrections (two powers and a root) would be computed in the inner loop of every parameter's kernel. This pass
+marks each number that elementwise operations read, so that it is stored in memory
+(:data:`~collage_fx.graph.operators.once`). The number is computed before the elements, on the CPU by a
+separate kernel (Note [Parts of a step]). It stays on its device, so that no synchronization is needed; a
+number on the host is still passed to a device kernel by value.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collage_fx.passes.base import Pass
 
 @dataclass(frozen=True)
 class HoistScalars(Pass):
-    """Has 0-d tensors that are made of 0-d tensors, and read by computations of elements, computed once."""
+    """Pass that computes 0-d tensors once per step, if made of 0-d tensors and read by elementwise code."""
 
     name = "hoist-scalars"
     after = ("pin-roundings",)
@@ -41,9 +41,9 @@ class HoistScalars(Pass):
 
 
 def _is_computed_number(node: Node) -> bool:
-    """Whether a node is a 0-d tensor computed from others alone.
+    """Return whether a node is a 0-d tensor computed from numbers alone.
 
-    A constant has no operands: it stays in the code.
+    A constant, which has no operands, does not count: it stays in the code.
     """
     value = tensor_value(node)
     operands = node.all_input_nodes

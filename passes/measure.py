@@ -1,9 +1,10 @@
-"""The pass that sums what updates were to do and what they did: Note [Metrics], ``numerics/update_sums.py``.
+"""The pass that sums intended and actual updates: Note [Metrics] in ``numerics/update_sums.py``.
 
-The intended update is that of the step computed in float32 from the whole old values. ``wide`` arithmetic
-computes just that. ``native`` arithmetic rounds on the way, and a step without compensation computes in the
-storage format: there the step is put into the graph a second time, in float32, for the sums alone. What
-becomes of the tensors is read off the stores, which stay as they are, as do all other nodes.
+The intended update is the update of the step computed in float32 from the whole old values. ``wide``
+arithmetic computes exactly that. ``native`` arithmetic rounds intermediate values, and a step without
+compensation computes in the storage format: for these the step is added to the graph a second time, in
+float32, for the sums alone. The actual update is read from the stores, which stay unchanged like all other
+nodes.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Measure(Pass):
-    """Adds a row of sums per compensated tensor, or, without compensation, per low-precision state tensor."""
+    """Pass that adds a row of sums per compensated tensor (strategy "none": per low-precision state)."""
 
     name = "measure"
     after = ("analyze", "compensate-wide", "compensate-native")
@@ -68,7 +69,7 @@ class Measure(Pass):
                 last.meta[PASS_MARK] = self.name
                 state.row += (last,)
         stores = copies_to_inputs(editor.graph)
-        for store in stores.values():  # the sums read what was there before
+        for store in stores.values():  # after the sums, which read the old values
             editor.graph.output_node().prepend(store)
         first_store = next(iter(stores.values()))
         for state in states:
@@ -91,7 +92,7 @@ def _sum(
         old_lo, new_lo = (_error(editor, state.chosen_format, each) for each in (before, after))
         new = editor.convert(after[0], torch.float32)
         if program.strategy == "none" and new is not after[0]:
-            # Compiled code may hold the value as it was before: Note [Rounding must survive lowering].
+            # Compiled code may hold the value before rounding: Note [Rounding must survive lowering].
             new = editor.call(round_to_storage, new, state.value.dtype)
         sums = editor.call(update_sums, old, old_lo, state.intended, new, new_lo)
         sizes = editor.call(update_sizes, old, old_lo, state.intended, state.value.dtype)
@@ -101,7 +102,7 @@ def _sum(
 
 
 def _error(editor: GraphEditor, fmt: ErrorFormat | None, expansion: Sequence[Node]) -> Node | None:
-    """The float32 sum of an expansion's error terms; None where there is hi alone."""
+    """Return the float32 sum of an expansion's error terms; None if there is hi alone."""
     if fmt is None:
         return None
     terms = editor.inline(fmt.error_terms, *expansion, elementwise=fmt.is_elementwise)
@@ -110,7 +111,7 @@ def _error(editor: GraphEditor, fmt: ErrorFormat | None, expansion: Sequence[Nod
 
 
 def _intend(editor: GraphEditor, program: StepProgram, states: list[StateTensor]) -> None:
-    """Put the step into the graph once more, in float32, for the new values that it intends."""
+    """Add the step to the graph a second time, in float32, for the new values that it intends."""
     assert program.captured is not None
     reference = replace(program, gm=program.captured, strategy="none", arithmetic="wide", states=[], reads=[])
     Normalize().run(reference)

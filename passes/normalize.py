@@ -1,8 +1,8 @@
-"""The pass that takes composite operators apart into multiplications, additions and the like.
+"""The pass that decomposes composite operators into multiplications, additions and the like.
 
 Optimizers write an update in many ways: ``torch._foreach_addcdiv_`` over lists, ``addcmul``, ``lerp``,
-``add(alpha=...)``, and AOTAutograd adds ``prims.fma``. The later passes read recurrences and place roundings,
-for which an update has to be made of elementary operations: those that ``graph/operator_facts.py`` says.
+``add(alpha=...)``, and AOTAutograd adds ``prims.fma``. The later passes read recurrences and place roundings;
+for that, an update must consist of elementary operations. ``graph/operator_facts.py`` lists the composites.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ prims = torch.ops.prims
 
 @dataclass(frozen=True)
 class _Call:
-    """A ``rule`` called with flat values, the last of them keyword arguments. Hashable, as a trace's key."""
+    """Call of a ``rule`` with flat values, the last of them keyword arguments; hashable, as part of a key."""
 
     rule: Callable[..., Any]
     names: tuple[str | None, ...]
@@ -53,7 +53,7 @@ class _Call:
 
 @dataclass(frozen=True)
 class Normalize(Pass):
-    """Replaces composite and foreach operators by elementary operations."""
+    """Pass that replaces composite and foreach operators by elementary operations."""
 
     name = "normalize"
 
@@ -63,7 +63,7 @@ class Normalize(Pass):
         opened = sum(_open_composite(editor, node) for node in list(editor.graph.nodes))
         opened += sum(_open_matrix_sum(editor, node) for node in list(editor.graph.nodes))
         for node in list(editor.graph.nodes):
-            _know_number(editor, node)
+            _fold_number(editor, node)
         for node in list(editor.graph.nodes):
             _choose_constant_branch(editor, node)
             _forward_copy(editor, node)
@@ -83,9 +83,9 @@ def _open_composite(editor: GraphEditor, node: Node) -> bool:
 
 
 def _open_matrix_sum(editor: GraphEditor, node: Node) -> bool:
-    """Replace ``x.addmm_(a, b)`` by ``x + mm(a, b)``: the product is rounded as stored, x need not be.
+    """Replace ``x.addmm_(a, b)`` by ``x + mm(a, b)``; the product is rounded as stored, x need not be.
 
-    A bias, of fewer dimensions than the result, is no value that a step adds to.
+    Not replaced if x has fewer dimensions than the result: then it is a bias, not a value that is updated.
     """
     operator_of_product = facts_of(node.target).product
     if operator_of_product is None or not is_low_precision_tensor(node):
@@ -104,10 +104,10 @@ def _open_matrix_sum(editor: GraphEditor, node: Node) -> bool:
     return True
 
 
-def _know_number(editor: GraphEditor, node: Node) -> None:
-    """Replace a 0-d node whose value is known while compiling by a ``full`` of its dtype and device.
+def _fold_number(editor: GraphEditor, node: Node) -> None:
+    """Replace a 0-d node whose value is known at compile time by a ``full`` of its dtype and device.
 
-    The number is not rounded to a storage format: whether that is done, later passes decide.
+    The number is not rounded to the storage format; later passes decide about that.
     """
     value = tensor_value(node)
     if value is None or value.shape or value.is_complex():
@@ -123,10 +123,10 @@ def _know_number(editor: GraphEditor, node: Node) -> None:
 
 
 def _computed(editor: GraphEditor, node: Node) -> torch.Tensor | None:
-    """The value of a 0-d node, up to its dtype: of a tensor that the graph holds, or from other numbers.
+    """Return the value of a 0-d node, in any dtype: a constant tensor, or computed from other numbers.
 
-    torch 2.15 decomposes ``_foreach_lerp`` of a number into one ``torch.tensor(0.1)`` for each tensor, on a
-    GPU behind a copy; torch 2.11 ``lerp`` into branches on a condition that is computed from the weight.
+    torch 2.15 decomposes ``_foreach_lerp`` with a number into a ``torch.tensor(0.1)`` for each tensor, copied
+    to a GPU; torch 2.11 decomposes ``lerp`` into branches on a condition computed from the weight.
     """
     operands = node.all_input_nodes
     if node.target is aten.lift_fresh_copy.default and operands[0].op == "get_attr":
@@ -176,10 +176,10 @@ def _choose_constant_branch(editor: GraphEditor, node: Node) -> None:
 def _forward_copy(editor: GraphEditor, node: Node) -> None:
     """Replace ``copy(destination, source)`` by ``source``, in the destination's dtype, shape and strides.
 
-    AOTAutograd writes it where an in-place result is laid out unlike its destination (a transposed weight
-    with a contiguous gradient); the destination's old value plays no part in it. torch 2.11's ``lerp`` says
-    ``copy_strided(source, strides)`` there. What the graph returns stays in memory of its own: a state that
-    is born as a copy of a gradient is not that gradient.
+    AOTAutograd writes it if an in-place result has other strides than its destination (a transposed weight
+    with a contiguous gradient); the destination's old value is not used. torch 2.11's ``lerp`` uses
+    ``copy_strided(source, strides)`` instead. A returned tensor keeps memory of its own: a state that is
+    created as a copy of a gradient must not alias the gradient.
     """
     if node.target not in (aten.copy.default, prims.copy_strided.default):
         return
@@ -200,10 +200,11 @@ def _forward_copy(editor: GraphEditor, node: Node) -> None:
 
 
 def _read_before_overwriting(editor: GraphEditor) -> None:
-    """Keep a store of another input's old value from reading that input after its new value is stored.
+    """Keep a store of another input's old value from reading the input's new value.
 
-    ``old = s1.clone(); s1.add_(g); s2.copy_(old)`` arrives as ``copy_(s1, add); copy_(s2, s1)``: Inductor's
-    passes take the clone away (and plain Inductor of torch 2.13 stores the new value). Two negations stay.
+    ``old = s1.clone(); s1.add_(g); s2.copy_(old)`` is captured as ``copy_(s1, add); copy_(s2, s1)``.
+    Inductor's passes would remove a clone (and plain Inductor of torch 2.13 stores the new value), so the old
+    value is kept as two negations, which Inductor does not remove.
     """
     stores = list(copies_to_inputs(editor.graph).values())
     overwritten: set[Any] = set()
@@ -217,7 +218,7 @@ def _read_before_overwriting(editor: GraphEditor) -> None:
 
 
 def _unpack_foreach(editor: GraphEditor, node: Node) -> bool:
-    """Replace ``_foreach_op(xs, ys, scalar)``, read through ``getitem``, by ``op(x, y, scalar)`` for each."""
+    """Replace ``_foreach_op(xs, ys, scalar)``, read by ``getitem``, by ``op(x, y, scalar)`` per element."""
     name = foreach_name(node.target)
     rule = foreach_rule(name)
     if not name or rule is None:
@@ -244,7 +245,7 @@ def _opened(
 
 
 def _replace(editor: GraphEditor, node: Node, result: Node) -> None:
-    """Put ``result`` in ``node``'s place, in the dtype that ``node`` had."""
+    """Replace ``node`` by ``result``, converted to the dtype of ``node``."""
     value = tensor_value(node)
     if value is not None:
         with editor.graph.inserting_before(node):

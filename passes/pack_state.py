@@ -1,18 +1,18 @@
-"""The pass that chooses which state is packed, and how: by its recurrence, and by what is done with it.
+"""The pass that chooses which state is packed, and in which format, from its recurrence and its uses.
 
-A state is packed into integers of 8 or 16 bits with a scale for a block of them: Note [Blocks] in
-``numerics/blocks.py``. There is a map for numbers of either sign and one for numbers that are never negative,
-in which none but zero becomes zero. What a step divides by, or takes a root of, has to be of the latter kind:
-were a divisor zero beside a dividend that is not, the update would have no bound. So a state is left alone
+A state is packed into integers of 8 or 16 bits with a scale per block: Note [Blocks] in
+``numerics/blocks.py``. A signed format holds numbers of either sign. A positive format holds numbers that are
+never negative, and only zero becomes zero in it. A divisor or radicand of a step needs the positive format:
+if a divisor became zero and the dividend did not, the update would be unbounded. So a state is not packed
 
-* of which a divisor or a radicand is made that is not known to stay positive: where a difference is rooted,
-  as in centered RMSprop, or divided by;
-* that is not known to be never negative, if it is divided by or rooted itself;
-* whose old value is multiplied by what is no number, or by more than 1: rounding errors would grow with it;
-* that stands for parameters (Lookahead's slow weights, averages), or into which goes what they lose (Kahan's
-  term): what a moment may lose in relation to its own size is not what a parameter may lose of a step;
-* that is of few elements, or of no rows of whole blocks;
-* that is in pieces, where the format is one of whole tensors, or of sizes that are not numbers.
+* if a divisor or radicand that may be negative is computed from it, such as the root of a difference in
+  centered RMSprop;
+* if the step divides by it or takes its root, and it is not known to be never negative;
+* if its old value is multiplied by a tensor or by a number above 1: rounding errors would grow;
+* if it holds values of parameters (Lookahead's slow weights, averages) or their rounding errors (Kahan's
+  term): an error that is small relative to a moment can be large relative to a parameter's update;
+* if it has few elements, or its rows are not made of whole blocks;
+* if it is a shard and the format needs whole tensors, or if its sizes are symbols.
 
 Of a recorded step, a part sees what itself does with a state. It packs what it makes of the old value, or of
 gradients, and of no parameter that another part has updated. What another part packs and it only reads, it
@@ -52,20 +52,20 @@ from collage_fx.passes.base import Pass
 
 aten = torch.ops.aten
 
-#: Elements from which on packing saves more than it costs; of a tensor in pieces, in all of them, so that its
-#: bits don't depend on how many there are.
+#: Fewest elements of a packed tensor: with fewer, packing costs more than it saves. The shards of a tensor
+#: are counted together, so that the bits do not depend on the number of shards.
 FEWEST = 4096
 
-#: Why what has symbols for sizes is not packed.
-SIZES_CHANGE = "its sizes may be others at each step"
+#: Reason why a tensor with symbolic sizes is not packed.
+SIZES_CHANGE = "its sizes may change from step to step"
 
-#: Operators of which a number near zero makes a large one.
+#: Operators whose result is large or undefined for an operand near zero.
 _ROOTS = {aten.sqrt, aten.rsqrt, aten.reciprocal, aten.log}
 
 
 @dataclass(frozen=True)
 class PackState(Pass):
-    """Gives the state that it may be packed in a packed format; the rest stays as ``analyze`` has it."""
+    """Pass that gives packed formats to state that it may pack; other state stays as ``analyze`` chose."""
 
     name = "pack-state"
     after = ("analyze",)
@@ -111,19 +111,19 @@ class PackState(Pass):
 
 
 def _only_read(program: StepProgram) -> dict[int, Node]:
-    """The inputs that another part of a recorded step packs, and that this one does not update."""
+    """Return the inputs that another part of a recorded step packs and this part does not update."""
     updated = {state.position for state in program.states}
     nodes = placeholders(program.gm.graph)
     return {i: nodes[i] for i in program.packed_already if i not in updated}
 
 
 def _has_known_sizes(node: Node) -> bool:
-    """Whether the sizes of a tensor are numbers."""
+    """Return whether all sizes of a tensor are integers, not symbols."""
     return all(isinstance(size, int) for size in node.meta["val"].shape)
 
 
 def _why_not_ever(state: StateTensor, fmt: ErrorFormat) -> str:
-    """The reason why a state can't be packed, whatever the step does with it; empty if it can."""
+    """Return why a state cannot be packed, independent of the step's operations; empty if it can."""
     if state.info.stays:
         return state.info.stays
     if state.info.is_made:
@@ -131,20 +131,20 @@ def _why_not_ever(state: StateTensor, fmt: ErrorFormat) -> str:
     if not _has_known_sizes(state.placeholder):
         return SIZES_CHANGE
     if max(state.value.numel(), state.info.cut_from) < FEWEST:
-        return f"it has less than {FEWEST} elements"
+        return f"it has fewer than {FEWEST} elements"
     if not state.value.numel():
         return "this process has none of its elements"
     if state.info.cut_from and not fmt.by_rows:
-        return f"it is in pieces, and {fmt.name} is of whole tensors"
+        return f"it is a shard, and {fmt.name} needs whole tensors"
     return fmt.why_not(state.value)
 
 
 def _why_not(program: StepProgram, state: StateTensor, divided_by: dict[Node, str], fmt: ErrorFormat) -> str:
-    """The reason why a state may not be packed for what the step does with it; empty if it may."""
+    """Return why the step's operations on a state forbid packing; empty if they allow it."""
     if (what := divided_by.get(state.placeholder)) is not None:
         return what
     if not all(slope.is_number and 0 <= slope <= 1 for slope in _slopes(state)):
-        return "its old value is not multiplied by numbers up to 1"
+        return "its old value is multiplied by a tensor, or by a number above 1"
     if why_not := _given_to_a_parameter(program, state.placeholder):
         return why_not
     if moves_as_a_parameter(program, state):
@@ -153,9 +153,9 @@ def _why_not(program: StepProgram, state: StateTensor, divided_by: dict[Node, st
     made_of = {value, *reached([value], operands_of)}
     for other in program.states:
         if other.info.role is Role.PARAMETER and new_value(other) in made_of:
-            return "it is made of what a parameter becomes"
+            return "it is computed from a parameter's new value"
     if state.is_weight_sized or state.amplification > 1:
-        return "it is as large as weights, beside which their updates are small"
+        return "it is as large as weights, so that its rounding errors are large relative to their updates"
     if program.packed_already.get(state.position, fmt) is not fmt:
         return "elsewhere in the step it is never negative"
     return _made_elsewhere(program, state, made_of) if program.is_recorded else ""
@@ -170,14 +170,14 @@ def _given_to_a_parameter(program: StepProgram, placeholder: Node) -> str:
 
 
 def _is_only_scaled(program: StepProgram, state: StateTensor) -> bool:
-    """Whether a part of a recorded step makes a state of nothing but its old value: of any sign, then."""
+    """Return whether a part of a recorded step computes a state from its old value alone."""
     value = new_value(state)
     others = _others({value, *reached([value], operands_of)}, program, state)
-    return program.is_recorded and state.carries_its_old_value and not any(others)
+    return program.is_recorded and state.depends_on_old_value and not any(others)
 
 
 def _others(made_of: Collection[Node], program: StepProgram, state: StateTensor) -> Iterator[InputInfo]:
-    """The inputs, besides its old value and numbers, among those that a state is made of."""
+    """Yield the inputs that a state is computed from, except its own old value and numbers."""
     for node, info in zip(placeholders(program.gm.graph), program.inputs, strict=False):
         value = tensor_value(node)
         is_number = value is None or (value.dim() == 0 and info.role is not Role.CARRIED)
@@ -186,28 +186,28 @@ def _others(made_of: Collection[Node], program: StepProgram, state: StateTensor)
 
 
 def _made_elsewhere(program: StepProgram, state: StateTensor, made_of: Collection[Node]) -> str:
-    """The reason why a part of a recorded step does not know what it makes a state of; empty if it does."""
+    """Return why a part of a recorded step lacks the origin of a state's new value; empty if it is known."""
     for info in _others(made_of, program, state):
         if info.role is Role.PARAMETER and info.is_updated:
             return "it is made of what a parameter has become"
-        if not state.carries_its_old_value and info.role is not Role.GRADIENT:
+        if not state.depends_on_old_value and info.role is not Role.GRADIENT:
             return "another part of the step computes it"
     return ""
 
 
 def _slopes(state: StateTensor) -> tuple[Expr, ...]:
-    """The coefficients of the old value; an unknown one where it is in the new value, but not linearly."""
+    """Return the coefficients of the old value; an unknown symbol if the dependence is not linear."""
     recurrence = state.recurrence
     return (Symbol("nonlinear"),) if recurrence.path and not recurrence.slopes else recurrence.slopes
 
 
 def _divided_by(program: StepProgram, positive: Sequence[Node], read: Sequence[Node]) -> dict[Node, str]:
-    """Inputs of which divisors or radicands are made that may become negative, and what they are.
+    """Map each input that a possibly negative divisor or radicand is computed from to the reason.
 
     Args:
-        program: whose state is looked at.
+        program: the program whose state is examined.
         positive: values that are never negative.
-        read: inputs that are looked at besides.
+        read: further inputs to examine.
     """
     known = Signs(positive, numbers_are_positive=True)
     inputs = {*read, *(state.placeholder for state in program.states)}
@@ -216,12 +216,12 @@ def _divided_by(program: StepProgram, positive: Sequence[Node], read: Sequence[N
         for what, operand in _critical(node):
             if not known.never_negative(operand):
                 for each in inputs & {operand, *reached([operand], operands_of)}:
-                    found.setdefault(each, f"{what} {operand.name} is made of it, and may be negative")
+                    found.setdefault(each, f"{what} {operand.name}, computed from it, may be negative")
     return found
 
 
 def _critical(node: Node) -> Iterator[tuple[str, Node]]:
-    """The operands of a node near zero which its results are large, or do not exist."""
+    """Yield a node's divisor or radicand, if any, as ``(name of the role, operand)``."""
     if node.op != "call_function" or is_copy_to_input(node):
         return
     packet = getattr(node.target, "overloadpacket", node.target)

@@ -1,9 +1,9 @@
-"""The pass that makes the roundings which the arithmetic relies on of operations that lowering cannot drop.
+"""The pass that turns roundings into operations that lowering cannot drop.
 
-See Note [Rounding must survive lowering] in ``numerics/arithmetic.py``. The graph arrives in its readable
-form, in which a low-precision node means "rounded" and a cast there and back is a rounding; it leaves in its
-compilable form, in which values are float32 numbers on the storage format's grid and every remaining cast is
-either exact or a store.
+See Note [Rounding must survive lowering] in ``numerics/arithmetic.py``. Before the pass the graph is in its
+readable form: a low-precision node means "rounded", and a cast to the storage format and back is a rounding.
+Afterwards it is in its compilable form: values are float32 numbers on the storage format's grid, and every
+remaining cast is either exact or part of a store.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collage_fx.passes.base import Pass
 
 @dataclass(frozen=True)
 class PinRoundings(Pass):
-    """Rounds explicitly the results that the graph reads back; those only stored are rounded by the store."""
+    """Pass that rounds explicitly each result that the graph reads back; a store rounds the others."""
 
     name = "pin-roundings"
     after = ("compensate-wide", "compensate-native")
@@ -33,7 +33,7 @@ class PinRoundings(Pass):
 
 
 def _divide(editor: GraphEditor) -> None:
-    """Make reciprocals divisions: torch 2.11's Inductor can be told to round only divisions correctly."""
+    """Replace reciprocals by divisions: torch 2.11's Inductor can round only divisions correctly."""
     for node in editor.graph.find_nodes(op="call_function", target=torch.ops.aten.reciprocal.default):
         with editor.graph.inserting_before(node):
             (quotient,) = editor.inline(_one_divided_by, node.args[0])

@@ -1,20 +1,21 @@
-"""The pass that undoes stochastic rounding of a new value where an error term can keep what it drops.
+"""The pass that undoes stochastic rounding of a new value if an error term can hold the rounded part.
 
-An optimizer that keeps bfloat16 weights without error terms rounds a float32 result up or down at random, in
-proportion to the distances, so that small updates arrive on average. All that do so (the ``copy_stochastic_``
-of pytorch#120376, heavyball, torchao) work on the bits of float32, of which bfloat16's are the upper half:
+Some optimizers with bfloat16 weights and without error terms round a float32 result up or down at random,
+with probabilities in proportion to the distances, so that small updates take effect on average. The known
+implementations (``copy_stochastic_`` of pytorch#120376, heavyball, torchao) work on the bits of float32,
+whose upper half is bfloat16:
 
-    (bits(x) + r) & 0xFFFF0000                     r random, each number of [0, 0xFFFF] as likely
+    (bits(x) + r) & 0xFFFF0000                     r uniform in [0, 0xFFFF]
     where(r < bits(x) & 0xFFFF, up, down)          down = bits(x) & 0xFFFF0000, up = down + 0x10000
 
-Theorem. Both are one of the two patterns of bfloat16 next to x in magnitude, the larger one with probability
-(bits(x) mod 2**16) / 2**16: the expected value is x. So ``hi + lo`` with ``hi = RN(x)``, which is x itself to
-twice the precision, is what the rounding stands for, without its noise. N random numbers less
-``(N - 1) * 2**15`` (heavyball's dithering) expect the same to within N / 2 of float32's ulps.
+Theorem. Both return one of the two neighbours of x in bfloat16, the larger in magnitude with probability
+(bits(x) mod 2**16) / 2**16: the expected value is x. ``hi + lo`` with ``hi = RN(x)`` equals x to twice the
+precision, so it is the intended value without noise. The sum of N random numbers minus ``(N - 1) * 2**15``
+(heavyball's dithering) has the same expected value to within N / 2 ulps of float32.
 
-What looks like it and isn't is left as it is, for ``analyze`` to refuse: another mask, other bounds, numbers
-that come from outside of the graph, a rounding that isn't random, which a step may rely on elsewhere to find
-the bits it cut off.
+Similar operations that are not stochastic rounding are left unchanged, and ``analyze`` refuses them: another
+mask, other bounds, random numbers from outside the graph, or a rounding that is not random, whose cut-off
+bits the step may compute elsewhere.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ COMPARISONS = {aten.lt.Tensor: (0, 1), aten.gt.Tensor: (1, 0)}
 
 @dataclass(frozen=True)
 class UndoStochasticRounding(Pass):
-    """Replaces stored ``stochastically_rounded(x)`` by ``x``; the destination is to get error terms."""
+    """Pass that replaces a stored ``stochastically_rounded(x)`` by ``x``, which gets error terms."""
 
     name = "undo-stochastic-rounding"
     after = ("normalize",)
@@ -65,7 +66,7 @@ class UndoStochasticRounding(Pass):
             keeps = info.role in (Role.PARAMETER, Role.STATE, Role.CARRIED)
             if node in stores and keeps and node.meta["val"].dtype == torch.bfloat16:
                 rounded = _stored(stores[node])
-                exact = None if rounded is None else _what_was_rounded(rounded)
+                exact = None if rounded is None else _value_before_rounding(rounded)
                 if rounded is not None and exact is not None:
                     program.rounded_at_random.add(node)
                     rounded.replace_all_uses_with(exact)
@@ -77,24 +78,24 @@ class UndoStochasticRounding(Pass):
 
 
 def _stored(store: Node) -> Node | None:
-    """The float32 node that is stored, behind casts and views, if it is a reinterpretation of integers."""
+    """Return the stored float32 node, through casts and views, if it reinterprets integers; else None."""
     node = source_of(store.args[1])
     is_it = isinstance(node, Node) and node.target is aten.view.dtype and node.args[1] is torch.float32
     return node if is_it else None
 
 
-def _what_was_rounded(rounded: Node) -> Node | None:
-    """The ``x`` that a float32 value is the stochastic rounding of; None if it is no such rounding."""
+def _value_before_rounding(rounded: Node) -> Node | None:
+    """Return the ``x`` whose stochastic rounding a float32 value is; None for other values."""
     bits = _integers(rounded.args[0])
-    if bits is None or not _serves_alone(rounded, bits):
+    if bits is None or not _has_no_other_reader(rounded, bits):
         return None
     exact = _of_masked_sum(bits) or _of_choice(bits)
     value = tensor_value(exact)
     return exact if value is not None and value.shape == rounded.meta["val"].shape else None
 
 
-def _serves_alone(rounded: Node, bits: Node) -> bool:
-    """Whether the store alone reads the rounded bits: another reader may compute what they have lost."""
+def _has_no_other_reader(rounded: Node, bits: Node) -> bool:
+    """Return whether only the store reads the rounded bits: other readers may compute the lost part."""
     (operand,) = rounded.all_input_nodes
     while operand is not bits and len(operand.users) == 1:
         (operand,) = operand.all_input_nodes
@@ -102,7 +103,7 @@ def _serves_alone(rounded: Node, bits: Node) -> bool:
 
 
 def _of_masked_sum(bits: Node) -> Node | None:
-    """The node x of ``(bits(x) + r) & 0xFFFF0000``, also spelt ``(bits(x) + r) >> 16 << 16``."""
+    """Return the node x of ``(bits(x) + r) & 0xFFFF0000`` or ``(bits(x) + r) >> 16 << 16``."""
     total = None
     if bits.target is AND and bits.args[1] in UPPER:
         total = bits.args[0]
@@ -118,7 +119,7 @@ def _of_masked_sum(bits: Node) -> Node | None:
 
 
 def _of_choice(bits: Node) -> Node | None:
-    """The x of ``where(r < bits(x) & 0xFFFF, (bits(x) & 0xFFFF0000) + 0x10000, bits(x) & 0xFFFF0000)``."""
+    """Return x of ``where(r < bits(x) & 0xFFFF, (bits(x) & 0xFFFF0000) + 0x10000, bits(x) & 0xFFFF0000)``."""
     if bits.target is not aten.where.self:
         return None
     condition, up, down = bits.args
@@ -135,7 +136,7 @@ def _of_choice(bits: Node) -> Node | None:
 
 
 def _integers(node: object) -> Node | None:
-    """The integer node behind conversions among int32 and int64, which hold all numbers that occur."""
+    """Return the node of an integer tensor, looking through casts between int32 and int64."""
     while (operand := passed_operand(node)) is not None and _keeps_integers(operand, node):
         node = operand
     return node if isinstance(node, Node) else None
@@ -148,7 +149,7 @@ def _keeps_integers(*nodes: object) -> bool:
 
 
 def _sum(node: object) -> tuple[list[Node], int]:
-    """The terms of a sum of integers, and the constant among them."""
+    """Return the terms of a sum of integers, and the constant among them."""
     found = _integers(node)
     if found is None:
         return [], 0
@@ -165,7 +166,7 @@ def _sum(node: object) -> tuple[list[Node], int]:
 
 
 def _source(node: object) -> Node | None:
-    """The float32 node whose bits an integer node holds; None if it holds something else."""
+    """Return the float32 node whose bits an integer node holds; None for other nodes."""
     found = _integers(node)
     if found is None or found.target is not aten.view.dtype or found.args[1] is not torch.int32:
         return None
@@ -175,12 +176,12 @@ def _source(node: object) -> Node | None:
 
 
 def _is_draw(node: Node) -> bool:
-    """Whether a node draws a random integer per element, each of [0, 0xFFFF] as likely."""
+    """Return whether a node draws a uniform random integer of [0, 0xFFFF] per element."""
     return drawn_range(node.target, node.args, node.kwargs) == (0, LOWER + 1)
 
 
 def _erase_unused_draws(editor: GraphEditor) -> None:
-    """Erase draws that nobody reads, which dead code elimination keeps as side effects."""
+    """Erase random draws without readers, which dead code elimination keeps as side effects."""
     editor.graph.eliminate_dead_code()
     for node in reversed(list(editor.graph.nodes)):
         if draws(node.target) and not node.users:

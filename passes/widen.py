@@ -1,8 +1,8 @@
-"""The pass for ``wide`` arithmetic: the step on float32 values, each rounded once, where it is stored.
+"""The pass for ``wide`` arithmetic: compute the step in float32, and round each value once, when stored.
 
-The captured graph computes in the storage format: each of its nodes rounds. Here every low-precision value is
-carried in float32 from load to store instead, by name and in the graph, whatever Inductor would have done
-about it.
+The captured graph computes in the storage format: each of its nodes rounds. This pass carries every
+low-precision value in float32 from load to store, explicitly in the graph, so that the result does not depend
+on Inductor's own choice of intermediate precision.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collage_fx.passes.base import Pass
 
 @dataclass(frozen=True)
 class Widen(Pass):
-    """Makes low-precision arithmetic float32 arithmetic; opaque operators keep their dtype."""
+    """Pass that turns low-precision arithmetic into float32 arithmetic; opaque operators keep their dtype."""
 
     name = "widen"
     after = ("allocate",)

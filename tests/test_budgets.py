@@ -250,7 +250,7 @@ def test_what_is_too_small_is_refused() -> None:
 
 def test_it_is_said_what_is_not_packed() -> None:
     with pytest.raises(
-        ValueError, match=r"give it 7\.01 \(exp_avg is not packed: it has less than 4096 elements\)"
+        ValueError, match=r"give it 7\.01 \(exp_avg is not packed: it has fewer than 4096 elements\)"
     ):
         explain(adamw(parameters(shapes=[(32, 32)])), bytes_per_parameter=5.1)
 

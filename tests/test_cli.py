@@ -77,20 +77,20 @@ def test_kernels_are_those_of_a_compiled_step(capsys: pytest.CaptureFixture[str]
             2,
             "no option '--stratgy'; did you mean --strategy or --state?",
         ),
-        ("explain --optimizer SGD --shape 3x4", 2, "--shape takes numbers"),
-        ("explain --optimizer Muon", 2, "--shape gives others"),
+        ("explain --optimizer SGD --shape 3x4", 2, "--shape takes positive integers"),
+        ("explain --optimizer Muon", 2, "set others with --shape"),
         ("explain", 2, "--optimizer"),
         ("", 2, "COMMAND"),
-        ("explain --optimizer SGD --shape 0", 2, "--shape takes numbers from 1 on"),
-        ("explain --optimizer SGD --shape=-3", 2, "--shape takes numbers from 1 on"),
-        ("explain --optimizer SGD --shape 4,0", 2, "--shape takes numbers from 1 on"),
+        ("explain --optimizer SGD --shape 0", 2, "--shape takes positive integers"),
+        ("explain --optimizer SGD --shape=-3", 2, "--shape takes positive integers"),
+        ("explain --optimizer SGD --shape 4,0", 2, "--shape takes positive integers"),
         ("explain --optimizer nopkg.Adam", 2, "no module 'nopkg'; is it installed, or its folder in"),
         ("explain --optimizer SGD --html /no/such/folder/x.html", 2, "there is no folder '/no/such/folder'"),
         ("explain --optimizer SGD --html /", 2, "'/' is a folder; name a file in it"),
         ("explain --optimizer SGD --bytes-per-parameter 2", 2, "CFX001"),
         ("explain --optimizer SGD --bytes-per-parameter 8 --strategy light", 2, "CFX001"),
         ("explain --optimizer SGD --state block8 --arithmetic native", 2, "CFX001"),
-        ("audit --optimizer SGD --dtype float32", 2, "there is nothing to compensate"),
+        ("audit --optimizer SGD --dtype float32", 2, "it needs no compensation"),
         ("audit --optimizer SGD --steps 1", 2, "steps=1 is not allowed"),
         ("explain --optimizer LBFGS", 1, "what to do"),
     ],
@@ -188,7 +188,7 @@ def test_doctor_asks_nothing_of_a_device_that_is_not_supported(capsys: pytest.Ca
     with doctor_finds("cpu", "mps:0"):
         assert main(["doctor"]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "not supported: steps on it are refused; those on cpu, cuda are not" in out
+    assert "not supported: steps on it are refused; supported are cpu, cuda" in out
     assert "All is well." in out
 
 

@@ -165,6 +165,6 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_the_bytes_kept_of_a_measured_tensor() -> None:
-    kept = f"{WIDTH * torch.float64.itemsize} bytes a tensor and"
+    kept = f"{WIDTH * torch.float64.itemsize} bytes per tensor and"
     assert kept in (DOCS / "metrics.md").read_text()
     assert kept in str(CollageBackend.metrics.__doc__)

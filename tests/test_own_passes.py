@@ -90,7 +90,7 @@ def test_torch_compile_takes_it_as_an_option() -> None:
     ("passes", "message"),
     [
         (PIPELINE[:-1], "missing in the pipeline: hoist-scalars"),
-        ((*PIPELINE, PIPELINE[-1]), "double in the pipeline: hoist-scalars"),
+        ((*PIPELINE, PIPELINE[-1]), "duplicated in the pipeline: hoist-scalars"),
         (PIPELINE[::-1], "misplaced in the pipeline: hoist-scalars before pin-roundings"),
     ],
 )

@@ -208,8 +208,8 @@ def test_state_in_pieces_is_packed_in_formats_that_are_by_rows(two_processes: Pr
     for found in two_processes.run(in_pieces, "coat"):
         assert found == ["of either sign", "never negative"]
     for first, second in two_processes.run(in_pieces, "fp8_lm"):
-        assert first.endswith("not packed: it is in pieces, and fp8_lm is of whole tensors")
-        assert second.endswith("not packed: it is in pieces, and fp8_lm_positive is of whole tensors")
+        assert first.endswith("not packed: it is a shard, and fp8_lm needs whole tensors")
+        assert second.endswith("not packed: it is a shard, and fp8_lm_positive needs whole tensors")
 
 
 # Without the plug-in. -------------------------------------------------------------------------------------

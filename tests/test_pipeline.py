@@ -75,9 +75,9 @@ def _broken(mutate: str) -> StepProgram:
     [
         ("in place", "mutation outside the epilogue"),
         ("twice", "two stores into one input"),
-        ("dtype", "float32 value stored into a torch.bfloat16 tensor"),
-        ("unwritten", "an auxiliary tensor that nobody writes"),
-        ("no value", "a node without a value"),
+        ("dtype", "a value of torch.float32 stored into a tensor of torch.bfloat16"),
+        ("unwritten", "an auxiliary tensor that no store writes"),
+        ("no value", "a node without meta"),
     ],
 )
 def test_the_verifier_names_the_first_offender(mutate: str, message: str) -> None:

@@ -45,7 +45,7 @@ def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
 @pytest.mark.parametrize("name", collage_fx.__all__)
 def test_the_reference_has_all_public_names(site: Path, name: str) -> None:
     page = (site / "reference.html").read_text()
-    module = r"(install|explain|audit|gpu_code)\."  # functions whose modules are called so
+    module = r"(install|tools\.explain|tools\.audit|tools\.gpu_code)\."
     assert re.search(rf'id="collage_fx\.({module})?{name}" class="doc doc-heading"', page)
     assert not re.search(":(class|meth|func|data|mod):", page)
 
@@ -56,7 +56,7 @@ def test_the_reference_has_all_public_names(site: Path, name: str) -> None:
         ("does it work with my optimizer?", "audit.html", "collage-fx audit"),
         ("does it work with FSDP2 and Hugging Face?", "training.html", "fully_shard"),
         ("what does it cost?", "strategies.html", "bytes per parameter"),
-        ("is bf16 hurting me?", "metrics.html", "Is bf16 hurting this training?"),
+        ("is bf16 hurting me?", "metrics.html", "Does bf16 harm this training?"),
         ("how do I save?", "checkpoints.html", "state_dict"),
         ("what if it fails?", "limits.html", "refuse"),
     ],

@@ -49,11 +49,11 @@ from collage_fx.capture.thinning import ListRows, is_plain, layout_of
 from collage_fx.graph import Groups, InputInfo, Reason, Repetition, device_facts
 from collage_fx.torch_compat import (
     SET_GRAD_ENABLED,
-    Pieces,
+    Sharding,
     ThinnedLists,
     local_tensor,
-    pieces_of,
     pytree,
+    sharding_of,
     storage_of,
 )
 
@@ -89,7 +89,7 @@ class Families:
     gradients: Mapping[int, int]
     members: tuple[tuple[int, int], ...]
     infos: tuple[InputInfo, ...]
-    distributed: Mapping[int, Pieces]
+    distributed: Mapping[int, Sharding]
     origins: tuple[tuple[str, str | int], ...]
     repetition: Repetition
 
@@ -164,7 +164,7 @@ class _Search:
         self.pieces = {
             index: pieces
             for index, value in enumerate(self.inputs)
-            if isinstance(value, Tensor) and (pieces := pieces_of(value)) is not None
+            if isinstance(value, Tensor) and (pieces := sharding_of(value)) is not None
         }
         index_of = {name: index for index, name in enumerate(bound)}
         #: The input that a node is: None for an attribute that is no parameter or buffer.

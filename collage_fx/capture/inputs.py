@@ -13,7 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from collage_fx.graph import InputInfo, Role
 from collage_fx.state import KnownTensor, why_left_unpacked
-from collage_fx.torch_compat import aot_input_of, pieces_of, symbol_source
+from collage_fx.torch_compat import aot_input_of, sharding_of, symbol_source
 
 #: Low-precision tensors that a step that is being recorded has made, and may hand from one graph to the next.
 made = WeakTensorKeyDictionary()
@@ -71,8 +71,8 @@ def describe_input(value: Any, fallback: str, known: Mapping[int, KnownTensor], 
     """
     if not isinstance(value, Tensor):
         return _describe_number(fallback, value)
-    pieces = pieces_of(value)
-    cut_from = value.numel() if pieces is not None and pieces.are_cut else 0
+    pieces = sharding_of(value)
+    cut_from = value.numel() if pieces is not None and pieces.is_cut else 0
     stays = "the step has another tensor of its memory" if value in shared else why_left_unpacked(value)
     is_made = value in made
     facts: dict[str, Any] = {

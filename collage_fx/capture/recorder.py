@@ -60,8 +60,8 @@ from collage_fx.torch_compat import (
     TorchDispatchMode,
     base_of,
     compile_lock,
-    is_class_of_made_ones,
     is_held_by_torch,
+    is_wrapper_class,
     pytree,
     storage_of,
     without_modes,
@@ -158,7 +158,7 @@ class Recorder(TorchDispatchMode):
             recording.replace(outer)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(map(is_class_of_made_ones, types)):
+        if any(map(is_wrapper_class, types)):
             return NotImplemented  # its class calls operators on these, which are recorded
         kwargs = kwargs or {}
         signature = signature_of(func)

@@ -35,10 +35,10 @@ from collage_fx.torch_compat import (
     aot_input_of,
     fused_operator,
     has_internal_overlap,
-    is_made_of_tensors,
+    is_wrapper,
     local_tensor,
     misfits,
-    pieces_of,
+    sharding_of,
     storage_of,
 )
 
@@ -94,7 +94,7 @@ def refuse_distributed(optimizer: Optimizer, reason: str) -> None:
         if (
             parameter.grad is not None
             and is_low_precision(parameter.dtype)
-            and pieces_of(parameter) is not None
+            and sharding_of(parameter) is not None
         ):
             raise UnsupportedTensorError(
                 f"a DTensor in a step that has to be recorded, for which Dynamo cannot capture it: {reason}",
@@ -230,7 +230,7 @@ def _refuse_dtype(parameter: Tensor, name: str) -> None:
 
 
 def _refuse_subclass(parameter: Tensor, name: str) -> None:
-    if is_made_of_tensors(local_tensor(parameter)):
+    if is_wrapper(local_tensor(parameter)):
         raise UnsupportedTensorError(
             f"a low-precision parameter of class {type(parameter).__name__}: the step updates the tensors "
             "that it is made of, whose error terms would be found under no name and saved in no checkpoint",

@@ -16,7 +16,7 @@ from torch import Tensor
 from collage_fx.graph import device_facts
 from collage_fx.numerics import is_low_precision
 from collage_fx.state import has_error_terms, packed_format
-from collage_fx.torch_compat import ThinnedLists, TracedRows, local_tensor, pieces_of
+from collage_fx.torch_compat import ThinnedLists, TracedRows, local_tensor, sharding_of
 
 
 def rows_to_trace(rows: Sequence[tuple[Any, ...]], *, come_and_go: bool = False) -> TracedRows | None:
@@ -123,7 +123,7 @@ def layout_of(value: Tensor | None) -> tuple[Any, ...]:
     """All that a compilation may ask of a tensor, but where it lies; empty for None in the place of one."""
     if value is None:
         return ()
-    pieces = pieces_of(value)
+    pieces = sharding_of(value)
     return (
         *((pieces, *layout_of(local_tensor(value))) if pieces is not None else ()),
         *(type(value), value.dtype, tuple(value.shape), value.stride()),

@@ -102,23 +102,23 @@ from collage_fx.torch_compat import (
     ConvertAgain,
     GraphBreak,
     Place,
-    RunAsItIs,
+    RunEagerly,
     Thin,
     Watch,
     backend_within,
     base_of,
     before_eager_steps,
-    calls_what_is_compiled,
+    calls_compiled_function,
     compiled_callables_on_the_stack,
     compiled_callables_within,
     current_trace,
     dynamo_recompile_limit,
-    heed_stances,
+    handle_stances,
     is_being_stepped,
+    is_compiling_forbidden,
     is_in_own_step,
     is_step_of,
     is_step_wrapper,
-    is_told_not_to_compile,
     is_torchs_step,
     is_traced_whole,
     keep_sizes,
@@ -173,7 +173,7 @@ def install(is_ours: Callable[[Any], bool], strictness: Strictness, rows_to_trac
             SETTINGS,
         )
     )
-    heed_stances(lambda *backend: strictness(*backend) is not None, is_recording, _before_call)
+    handle_stances(lambda *backend: strictness(*backend) is not None, is_recording, _before_call)
 
     def before_eager_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling():  # else Dynamo traces this
@@ -243,7 +243,7 @@ def _before_conversion(
             reason = "it branches on the value of lr, which is a tensor"
             record(optimizer, backend, keywords, reason, strict=strict)
         if is_recorded(optimizer):
-            raise RunAsItIs
+            raise RunEagerly
         for known in known_tensors({"self": optimizer}).values():
             keep_sizes(known.tensor)
     too_often = [subject for subject in _subjects(code, variables) if _is_at_limit(subject, code)]
@@ -253,7 +253,7 @@ def _before_conversion(
         elif not is_recorded(subject) and (is_step_wrapper(code) or not is_being_stepped(subject)):
             record(subject, backend, keywords, _too_many(subject, code).met, strict=strict)
     if any(isinstance(subject, Optimizer) and is_recorded(subject) for subject in too_often):
-        raise RunAsItIs
+        raise RunEagerly
     return True
 
 
@@ -436,7 +436,7 @@ def _at_graph_break(
         if not is_recorded(optimizer):
             record(optimizer, backend, keywords, graph_break.reason, strict=strict)
         if is_step_wrapper(code):
-            raise RunAsItIs
+            raise RunEagerly
         return
     refusal = GraphBreakError(
         f"Dynamo cannot capture the step of {type(optimizer).__name__}, and would run a part "
@@ -507,7 +507,7 @@ def note_compiled_step(optimizer: Optimizer, backend: Any, *, strict: bool) -> N
     Unless it is the eager step that calls what is compiled.
     """
     _Wishes.are_strict = strict
-    if calls_what_is_compiled(optimizer):
+    if calls_compiled_function(optimizer):
         _calls_what_is_compiled.add(optimizer)
         return
     wish = _Wishes.by_optimizer.setdefault(optimizer, _Wish(backend, {}, strict))
@@ -620,7 +620,7 @@ def _calls(strictness: Strictness, optimizer: Optimizer, wish: _Wish | None) -> 
     if wish is not None and is_in_own_step(optimizer):
         yield _Call(type(optimizer).step, wish.backend, wish.keywords, wish.strict)
     found = list(compiled_callables_on_the_stack()) if _Wishes.are_there else []
-    if is_told_not_to_compile():
+    if is_compiling_forbidden():
         found += compiled_callables_within(type(optimizer).step)
     for function, callback in found:
         backend, keywords = backend_within(callback)
@@ -633,7 +633,7 @@ def _record_eager_step(optimizer: Optimizer, call: _Call) -> None:
     low = (name for name, p in parameter_names(optimizer) if is_low_precision(p.dtype))
     if (first := next(low, None)) is None:
         return
-    is_told = is_told_not_to_compile()
+    is_told = is_compiling_forbidden()
     outer = getattr(call.function, "__self__", optimizer)
     is_whole = not isinstance(outer, Optimizer) or outer is optimizer or is_recordable(outer)
     if (

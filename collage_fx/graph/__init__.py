@@ -1,4 +1,4 @@
-"""A captured step as data, and the tools that edit it: all that the author of a pass needs to import."""
+"""A captured step as data, and tools to edit it: everything that the author of a pass imports."""
 
 from collage_fx.graph.cancellation import find_cancellation, spoils_an_update
 from collage_fx.graph.devices import DEVICES, device_facts

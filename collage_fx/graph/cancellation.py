@@ -1,28 +1,28 @@
-"""Cancellation: updates that are small differences of numbers of the size of weights.
+"""Cancellation: parameter updates that are small differences of numbers as large as weights.
 
 Note [State of the size of weights]
 -----------------------------------
-An average of weights, their last values, an anchor: such state is as large as the parameter p, and a step
-moves p by a part in 1e5 of that. ``p -= 0.1 (p - average)`` subtracts two numbers that are nearly alike, and
-a rounding of the average, by up to a 256th of it in bfloat16, is many times the update. Relative to the state
-the rounding is as small as that of a moment, so that the state's own recurrence does not show it.
+Some state is as large as the parameter p itself: an average of weights, their previous values, an anchor. A
+step moves p by about 1e-5 of p. ``p -= 0.1 (p - average)`` subtracts two nearly equal numbers, so rounding
+the average (by up to 1/256 of it in bfloat16) changes the update by many times its size. Relative to the
+state this rounding is as small as that of a moment, so the state's own recurrence does not show the problem.
 
-So the derivatives of all new values with respect to all old ones are read off the graph where it is linear:
-``p' = sum of c_s s``, and ``s' = a s + ...`` for each state. With p held at 1 a state settles at its *size*,
-``size_s = (sum over others of a_x size_x) / (1 - a)``: 1 for an average of weights, and for a moment of
-gradients what weight decay adds to these. The state is of the size of weights if gradients make up less of
-it. The update is ``p' - p``; *net* is the sum of its terms ``c_s size_s``, of which most cancel. Noise of
-a state, relative to the state, is
+So the derivatives of all new values with respect to all old values are read off the graph where it is
+linear: ``p' = sum of c_s s``, and ``s' = a s + ...`` for each state. With p held at 1, a state converges to
+its *size*, ``size_s = (sum over others of a_x size_x) / (1 - a)``: 1 for an average of weights; for a moment
+of gradients, the share that weight decay contributes. A state is of the size of weights if this size exceeds
+the contribution of the gradients. The update is ``p' - p``; *net* is the sum of its terms ``c_s size_s``,
+most of which cancel. A state's noise relative to the update is its noise relative to the state itself times
 
     amplification = |c_s size_s| / max(|net|, MOVE)
 
-times as large relative to the update. ``c_s`` includes the way through other states, as through a moment of
-``p - average``. A value that is used in another way (a sign, a quotient, a norm) passes on the amplification
-that it has by then. State of which no recurrence tells the size (an iterate that decays, and started as p
-did) has that of the weights if it is subtracted from p in equal measure.
+``c_s`` includes paths through other states, such as a moment of ``p - average``. A nonlinear operation (a
+sign, a quotient, a norm) passes on the amplification of its operands. For a state whose recurrence does not
+tell its size (an iterate that decays and started as a copy of p), the size of the weights is assumed if it is
+subtracted from p with an equal coefficient.
 
-Numbers that are not known while compiling, and tensors that values are multiplied by, are taken to be numbers
-between 0.2 and 0.8 that depend on their names: a sum that cancels for these cancels for all.
+Numbers unknown at compile time, and tensors that values are multiplied by, are replaced by numbers between
+0.2 and 0.8 that depend on their names: a sum that cancels for these cancels for all.
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ from collage_fx.graph.skipping import unless_skipped
 
 aten = torch.ops.aten
 
-#: The part of its size by which a step moves a weight, as learning rates of 1e-5 move weights of 1.
+#: Relative change of a weight in one step: a learning rate of 1e-5 and weights near 1.
 MOVE = 1e-5
 
-#: Coefficients of inputs; of all that is not linear in them, of gradients for one, under the key None.
+#: Coefficients by input node; under the key None the sum for gradients and everything nonlinear.
 Terms = dict[Node | None, float]
 
-#: Branches of a piecewise linear value from which on it counts as not linear.
+#: Largest number of branches of a piecewise linear value; with more it counts as nonlinear.
 MOST_BRANCHES = 8
 
-#: Rounds in which sizes, and ways through other states, are made of one another.
+#: Iterations of the fixed-point computations: sizes of states, and paths through other states.
 ROUNDS = 8
 
 
@@ -80,16 +80,16 @@ def find_cancellation(program: StepProgram) -> None:
 
 
 def spoils_an_update(state: StateTensor) -> bool:
-    """Whether the noise of a state without error terms is more of an update than a moment's may be."""
+    """Return whether a state's rounding noise, stored without error terms, disturbs an update too much."""
     noise = 1.0 if state.verdict.noise is None else min(1.0, state.verdict.noise)
     return state.amplification * noise > TOLERATED_STALL
 
 
 class _Updates:
-    """The derivatives of a step's new values with respect to its old ones, and what follows from them.
+    """Derivatives of a step's new values with respect to its old values, and the noise that they pass on.
 
     Attributes:
-        weight_sized: the state that is of the size of weights.
+        weight_sized: the placeholders of states of the size of weights.
     """
 
     def __init__(self, program: StepProgram) -> None:
@@ -101,7 +101,7 @@ class _Updates:
         self._new = {
             node: unless_skipped(node, stored(store)) for node, store in copies_to_inputs(graph).items()
         }
-        #: The state that the step updates.
+        #: Placeholders of the states that the step updates.
         self._states = [node for node in self._new if self._roles[node] is Role.STATE]
         self._numbers: dict[Node, sympy.Expr] = {}
         self._branches: dict[Node, tuple[Terms, ...]] = {}
@@ -114,7 +114,7 @@ class _Updates:
         self._ways = {state: self._ways_from(state) for state in self.weight_sized}
 
     def amplification(self) -> dict[Node, float]:
-        """Of the state that has any: of its noise, relative to the update that it is the largest for."""
+        """Return each state's amplification: its noise relative to the update that it disturbs most."""
         passed_on = self._passed_on()
         found: dict[Node, float] = {}
         for parameter in self._parameters & self._new.keys():
@@ -123,14 +123,14 @@ class _Updates:
             _raise(found, self._amplified(updates))
             _raise(found, passed_on[value])
         if self._is_recorded:
-            # Another part may subtract it from the parameter.
+            # Another part of the step may subtract the state from the parameter.
             _raise(found, dict.fromkeys(self.weight_sized, 1 / MOVE))
         return found
 
     # -- what values are made of
 
     def _read(self, node: Node) -> tuple[Terms, ...]:
-        """The terms of a node, those of its operands being known: one for each branch."""
+        """Return a node's terms, one mapping per branch, from the terms of its operands."""
         if node.op == "placeholder":
             if self._roles[node] is Role.PARAMETER:
                 return ({node: 1.0},)
@@ -168,7 +168,7 @@ class _Updates:
         return self._not_linear(node)
 
     def _moved(self, node: Node, dependent: Sequence[Node]) -> tuple[Terms, ...]:
-        """Of a linear operation: coefficients that another operand in the same place has in common."""
+        """Return the terms of a linear operation; equal other operands give equal coefficients."""
         others = [None if arg in dependent else arg for arg in node.args]
         total: tuple[Terms, ...] = ({},)
         for i, each in enumerate(dependent):
@@ -184,11 +184,11 @@ class _Updates:
         return self._branches[value] if isinstance(value, Node) else ({},)
 
     def _has_inputs(self, value: Any) -> bool:
-        """Whether a value is made of parameters or state."""
+        """Return whether a value depends on parameters or state."""
         return any(key is not None for terms in self._of(value) for key in terms)
 
     def _shortened(self, branches: tuple[Terms, ...]) -> tuple[Terms, ...]:
-        """Each branch once; a weight that gradients have moved is a weight."""
+        """Return the distinct branches; in a branch with a parameter drop the gradient's term."""
         found: list[Terms] = []
         for terms in branches:
             if any(abs(terms.get(parameter, 0.0)) >= 0.5 for parameter in self._parameters):
@@ -198,7 +198,7 @@ class _Updates:
         return tuple(found) if len(found) <= MOST_BRANCHES else ({None: 1.0},)
 
     def _factor(self, value: Any) -> float:
-        """A number, or the value that stands for one that is not known."""
+        """Return a factor as a float: its value if known, otherwise a number that depends on its name."""
         number = self._number(value)
         return float(number) if number.is_real and number.is_finite else _any_number(value)
 
@@ -224,7 +224,7 @@ class _Updates:
     # -- how large it is
 
     def _settle(self) -> None:
-        """Make the size of each state of those of others, as they are so far."""
+        """Compute the size of each state from the sizes of the others in the previous round."""
         for state in self._states:
             self._sizes.pop(state, None)
             self.weight_sized.discard(state)
@@ -239,7 +239,7 @@ class _Updates:
                         self._sizes[state] = size
 
     def _ways_from(self, state: Node) -> dict[Node, float]:
-        """What a unit of noise in one state leaves in each of the others after a long run."""
+        """Return the noise in each state that a unit of noise in one state causes over a long run."""
         left = {state: 1.0}
         for _ in range(ROUNDS):
             for other in self._states:
@@ -251,7 +251,7 @@ class _Updates:
         return left
 
     def _amplified(self, branches: Iterable[Terms]) -> dict[Node, float]:
-        """How much larger the noise of a state is, relative to a value, than relative to the state."""
+        """Return each state's noise relative to a value, divided by its noise relative to the state."""
         found: dict[Node, float] = {}
         for terms in branches:
             supposed = self._supposed(terms)
@@ -263,7 +263,7 @@ class _Updates:
         return found
 
     def _supposed(self, terms: Terms) -> dict[Node, float]:
-        """Sizes of states that no recurrence tells: of the weights that they are subtracted from."""
+        """Return sizes assumed for states without a known size: 1 where subtracted from an equal weight."""
         weights = sum(number for key, number in terms.items() if key in self._parameters)
         return {
             key: 1.0
@@ -275,7 +275,7 @@ class _Updates:
         }
 
     def _passed_on(self) -> dict[Node, dict[Node, float]]:
-        """The amplification that each value has from values that it is no linear function of."""
+        """Return the amplification that each value inherits through nonlinear operations."""
         passed: dict[Node, dict[Node, float]] = {}
         operands: dict[Node, list[Node]] = {}
         for node in self._graph.nodes:
@@ -294,12 +294,12 @@ class _Updates:
 
 
 def _any_number(key: object) -> float:
-    """A number between 0.2 and 0.8 for something that is not known, always the same."""
+    """Return a number between 0.2 and 0.8 for an unknown value, always the same for the same key."""
     return 0.2 + 0.6 * zlib.crc32(str(key).encode()) / 2**32
 
 
 def _raise(found: dict[Node, float], others: Mapping[Node, float]) -> bool:
-    """Raise numbers to those of another mapping where they are less; whether any was."""
+    """Raise each number of ``found`` to that of ``others`` if larger; return whether any changed."""
     more = {key: number for key, number in others.items() if number > found.get(key, 0.0)}
     found.update(more)
     return bool(more)

@@ -1,4 +1,4 @@
-"""The table of device kinds that steps are compiled for: a row for each, with what differs."""
+"""Table of the device kinds that steps are compiled for, one row per kind."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from collage_fx.torch_compat import COMBINED_LAUNCHES
 
 @dataclass(frozen=True)
 class Device:
-    """A kind of device.
+    """Properties of one kind of device.
 
     Attributes:
-        in_parts: Whether a step is compiled part by part, equal parts once; otherwise as one.
-        compiles_cpp: Whether Inductor calls a C++ compiler for it.
-        is_launched: Whether its kernels are Triton's, of which each is launched once for many tensors.
-        settings: Inductor's, while a step is lowered that has tensors there.
+        in_parts: Whether a step is compiled part by part, equal parts once; otherwise the whole graph.
+        compiles_cpp: Whether kernels for this device need a C++ compiler.
+        is_launched: Whether its kernels are written in Triton, each launched once for many tensors.
+        settings: Inductor settings while a step with tensors on this device is lowered.
     """
 
     in_parts: bool = False
@@ -28,7 +28,7 @@ class Device:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
-#: The rows by ``torch.device.type``: of devices on which roundings are tested. Steps on others are refused.
+#: Rows by ``torch.device.type``: the kinds whose roundings are tested. Steps on other kinds are refused.
 DEVICES: Mapping[str, Device] = {
     "cpu": Device(in_parts=True, compiles_cpp=True),
     "cuda": Device(in_parts=True, is_launched=True, settings=COMBINED_LAUNCHES),
@@ -38,5 +38,5 @@ UNTESTED = Device()
 
 
 def device_facts(device: torch.device) -> Device:
-    """The row of a device's kind."""
+    """Return the row of a device's kind; :data:`UNTESTED` if there is none."""
     return DEVICES.get(device.type, UNTESTED)

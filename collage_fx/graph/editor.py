@@ -1,4 +1,4 @@
-"""The editor of graphs: adds nodes by tracing ordinary functions of tensors."""
+"""The graph editor: adds nodes by tracing ordinary functions of tensors."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from collage_fx.graph.nodes import (
 )
 from collage_fx.graph.operator_facts import is_pointwise
 from collage_fx.torch_compat import (
-    another_fake,
     detect_fake_mode,
+    fake_like,
     functional_decompositions,
     pytree,
     real_tensors,
@@ -34,7 +34,7 @@ from collage_fx.torch_compat import (
 
 @dataclass
 class GraphEditor:
-    """Adds nodes to a graph, with a true ``meta["val"]`` and the mark of the pass that made them.
+    """Editor that adds nodes with a correct ``meta["val"]`` and the mark of the pass that made them.
 
     Attributes:
         gm: the module whose graph is edited in place.
@@ -57,7 +57,7 @@ class GraphEditor:
         self.fake_mode = fake_mode
 
     def call(self, target: Target, *args: Any, **kwargs: Any) -> Node:
-        """One ``call_function`` node at the graph's insertion point, its value computed on fake tensors."""
+        """Add a ``call_function`` node at the graph's insertion point; compute its value on fake tensors."""
         node = self.graph.create_node(
             "call_function", target, args, kwargs, name=_readable_name(target, args)
         )
@@ -66,10 +66,10 @@ class GraphEditor:
         return node
 
     def _value(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The value of an operation on fake tensors; of equal ones, a tensor like the first one's."""
+        """Return an operation's value on fake tensors; reuse an equal call's result as a template."""
         kind = _kind_of_call(target, args, kwargs)
         if kind is not None and kind in self._values:
-            return another_fake(self._values[kind])
+            return fake_like(self._values[kind])
         value = self._run(target, args, kwargs)
         if kind is not None and not _is_view(value, args):
             self._values[kind] = value
@@ -81,7 +81,7 @@ class GraphEditor:
             return _callable(target)(*fake_args, **fake_kwargs)
 
     def convert(self, node: Node, dtype: torch.dtype) -> Node:
-        """A node in ``dtype``: itself where it already is, a cast otherwise."""
+        """Return a node's value in ``dtype``: the node itself if it has that dtype, otherwise a cast."""
         value = tensor_value(node)
         if value is None or value.dtype == dtype:
             return node
@@ -102,8 +102,8 @@ class GraphEditor:
                 tensors.
             args: nodes and Python constants. A symbolic number (a ``lr`` that a scheduler changes) becomes a
                 0-d tensor.
-            elementwise: whether it looks at no shapes: it is traced once per kind of argument (dtype, device)
-                then, and replayed for every tensor; else once per layout.
+            elementwise: whether the function ignores shapes: it is then traced once per dtype and device of
+                its arguments and replayed for every tensor; otherwise traced once per layout.
 
         Returns:
             one node per tensor returned.
@@ -150,11 +150,11 @@ class GraphEditor:
 
     @staticmethod
     def real_tensors() -> AbstractContextManager[None]:
-        """A context in which operations run on real tensors: for numbers that are known while compiling."""
+        """Context manager: operations on real tensors, for numbers known at compile time."""
         return real_tensors()
 
     def propagate_from(self, changed: Node) -> None:
-        """Recompute the values of everything computed from ``changed``, whose strides have changed."""
+        """Recompute the values of all nodes computed from ``changed``, whose strides have changed."""
         stale = {changed}
         for node in self.graph.nodes:
             if (
@@ -166,15 +166,15 @@ class GraphEditor:
                 stale.add(node)
 
     def finish(self) -> None:
-        """Erase the nodes that nobody reads any more.
+        """Erase the nodes that no other node reads.
 
-        The pipeline checks the graph after each pass, and recompiles the module at its end.
+        The pipeline verifies the graph after each pass, and recompiles the module at the end.
         """
         self.graph.eliminate_dead_code()
 
 
 def _kind_of_call(target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A key for the shape, strides and dtype of an elementwise result; None where there is none."""
+    """Return a key for the shape, strides and dtype of an elementwise result; None for other calls."""
     if kwargs or not is_pointwise(target):
         return None
     kind: list[Any] = [target]
@@ -204,14 +204,14 @@ def _callable(target: Target) -> Callable[..., Any]:
 
 
 def _readable_name(target: Any, args: tuple[Any, ...]) -> str:
-    """A node's name: ``add``, not ``add_tensor``; ``to_float32``, not ``convert_element_type_default``."""
+    """Return a short node name: ``add``, not ``add_tensor``; ``to_float32`` for a cast."""
     if target is prims.convert_element_type.default:
         return f"to_{str(args[1]).removeprefix('torch.')}"
     return operator_name(target).strip("_")
 
 
 def _signature(arg: Any, *, elementwise: bool) -> Any:
-    """The ``(dtype, device, sizes, strides)`` of a node's stand-in for a trace; a constant itself."""
+    """Return ``(dtype, device, sizes, strides)`` of a node's stand-in for a trace; a constant unchanged."""
     value = tensor_value(arg)
     if value is None:
         return arg

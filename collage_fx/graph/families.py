@@ -1,4 +1,4 @@
-"""The relation of a whole step to the graph of one member of each family: Note [One of each family]."""
+"""Relation of a whole step to the graph of one member of each family: Note [One of each family]."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.fx import Graph, GraphModule, Node, map_arg
 from collage_fx.graph.nodes import is_copy_to_input, placeholders
 from collage_fx.torch_compat import pytree
 
-#: A family, and a member of it; None and 0 for what is done once for all families.
+#: ``(family, member)``; ``(None, 0)`` for operations common to all families.
 Turn = tuple[int | None, int]
 
 ONCE: Turn = (None, 0)
@@ -21,15 +21,15 @@ ONCE: Turn = (None, 0)
 
 @dataclass(frozen=True)
 class Repetition:
-    """The way in which the *small* graph, of one member of each family, recurs in the whole graph.
+    """Map from the *small* graph, with one member of each family, to the whole graph.
 
     Attributes:
-        inputs: how many the whole graph has.
-        copies: for each input of the small graph, the indices of what stands for it in the whole one: one for
-            each member of its family, a single one if it is common to all families.
+        inputs: the number of inputs of the whole graph.
+        copies: for each input of the small graph, the indices of its copies in the whole graph: an index per
+            member of its family, or a single index if the input is common to all families.
         owners: for each input of the small graph, its family; None if it is common.
         turns: ``(family, member)`` in the order of the whole graph.
-        outputs: for each result of the whole graph, ``(result of the small graph, member)``.
+        outputs: for each result of the whole graph, ``(index of the small graph's result, member)``.
     """
 
     inputs: int
@@ -39,36 +39,36 @@ class Repetition:
     outputs: tuple[tuple[int, int], ...]
 
     @classmethod
-    def of_one(cls, inputs: int) -> Repetition:
-        """The repetition of a graph that is whole: one family with one member, of so many inputs."""
+    def whole(cls, inputs: int) -> Repetition:
+        """Return the repetition of a whole graph with ``inputs`` inputs: one family with one member."""
         indices = range(inputs)
         return cls(inputs, tuple((index,) for index in indices), (0,) * inputs, ((0, 0),), ())
 
     @property
-    def is_of_one(self) -> bool:
-        """Whether the small graph is the whole one."""
+    def is_whole(self) -> bool:
+        """Whether the small graph is the whole graph."""
         return len(self.turns) == 1
 
     def input_of(self, position: int, member: int) -> int:
-        """The index, in the whole graph, of a member's copy of an input of the small graph."""
+        """Return the whole graph's index of a member's copy of an input of the small graph."""
         return self.copies[position][0 if self.owners[position] is None else member]
 
     def inputs_of(self, family: int, member: int) -> list[int]:
-        """The indices, in the whole graph, of the inputs that are a member's own."""
+        """Return the whole graph's indices of the inputs that belong to one member."""
         return [self.copies[i][member] for i, owner in enumerate(self.owners) if owner == family]
 
     def reordered(self, order: Sequence[int]) -> Repetition:
-        """The repetition whose small graph has its inputs in another order."""
+        """Return the repetition whose small graph has its inputs in another order."""
         return replace(
             self, copies=tuple(self.copies[i] for i in order), owners=tuple(self.owners[i] for i in order)
         )
 
     def extended(self, owned_by: Sequence[int]) -> Repetition:
-        """The repetition with further inputs behind the others, in both graphs.
+        """Return the repetition with additional inputs behind the others, in both graphs.
 
         Args:
-            owned_by: for each of them the earlier input that it belongs to. Those of one input come one after
-                the other; so they do, in the whole graph, for each of its copies.
+            owned_by: for each additional input the earlier input that it belongs to. The additional inputs of
+                an input are neighbours, and so are, in the whole graph, those of each of its copies.
         """
         order = [
             (i, member)
@@ -91,17 +91,17 @@ class Repetition:
 
 
 def input_name(index: int) -> str:
-    """The name that AOTAutograd gives the input of an index."""
+    """Return the name that AOTAutograd gives to the input at an index."""
     return f"arg{index}_1"
 
 
 def repeated_graph(gm: GraphModule, repetition: Repetition) -> GraphModule:
-    """The whole functional graph, from the graph of one member of each family.
+    """Build the whole functional graph from the graph of one member of each family.
 
-    Values are those of the small graph: within a family, layouts and dtypes are the same. A graph of one is
-    returned as it is.
+    A node's ``meta["val"]`` is that of its original in the small graph: within a family, layouts and dtypes
+    are equal. If the small graph is the whole graph, it is returned unchanged.
     """
-    if repetition.is_of_one:
+    if repetition.is_whole:
         return gm
     small = placeholders(gm.graph)
     graph = Graph()
@@ -144,9 +144,10 @@ def repeated_graph(gm: GraphModule, repetition: Repetition) -> GraphModule:
 
 
 def _families_of_nodes(graph: Graph, inputs: dict[Node, int | None]) -> dict[Node, int | None]:
-    """The family of each node of the small graph; None for what is common.
+    """Return the family of each node of the small graph; None for common nodes.
 
-    What is made of constants and common numbers goes with what reads it.
+    A node computed from constants and common numbers alone belongs to the family that reads it, if it is a
+    single family.
     """
     families = dict(inputs)
     for node in graph.nodes:

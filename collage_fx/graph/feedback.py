@@ -1,20 +1,21 @@
-"""Optimizers that compensate by hand: nodes by which a stored value goes into a later update.
+"""Optimizers that compensate by hand (Kahan summation): nodes that feed a stored value into its next update.
 
 Note [Kahan's own term]
 -----------------------
 Optimizers with Kahan summation keep a term c beside a parameter p::
 
-    c += update;  old = p;  p = RN(p + c);  c += old - p        # what of c p has not taken in
+    c += update;  old = p;  p = RN(p + c);  c += old - p        # c keeps the part that p could not take
 
-This is a loop of two states: p' reads c, c' reads p'. What c' has to read is the p that is *stored*. With an
-error term for p that is ``hi + lo``, after it has been rounded to a pair:
+This is a loop of two states: p' reads c, and c' reads p'. c' must read the p that is *stored*. If p has an
+error term, the stored value is ``hi + lo``, after rounding to the pair (hi, lo):
 
-* Were it the float32 sum that is about to be split, ``old - p`` would be -c, nothing would be left in c, and
-  p would round off a little in each step. With steps of one size, as a sign has, always the same little.
-* Were it hi alone, c would keep what lo has taken in already, and add it again.
+* If c' read the float32 sum before it is split, ``old - p`` would be -c, c would become 0, and p would lose
+  a little in each step. If all steps have the same size, as with sign updates, always the same amount.
+* If c' read hi alone, c would keep the part that lo already holds, and add it a second time.
 
-So c' reads ``hi + lo``, and c holds what two numbers of the storage format cannot: the sum of all updates is
-in ``hi + lo + c`` to c's precision, and ``hi + lo`` is off by one rounding, not by one for each step.
+So c' reads ``hi + lo``, and c holds the rest that two numbers of the storage format cannot: the sum of all
+updates is ``hi + lo + c`` to c's precision, and the error of ``hi + lo`` is one rounding in all, not one per
+step.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from collage_fx.graph.program import StateTensor
 
 
 def new_value(state: StateTensor) -> Node:
-    """The node of a tensor's new value, before the cast that rounds it to the storage format, if any."""
+    """Return the node of a tensor's new value, before the cast to the storage format, if any."""
     return unconverted(state.stored)
 
 
 def fed_back(state: StateTensor, others: Sequence[StateTensor]) -> set[Node]:
-    """The nodes between a state's new value and other new values of which its next one is made.
+    """Return the nodes from a state's new value to other states' new values that its next value depends on.
 
-    Empty unless some other state reads this one's new value, which in turn reads that one's old value: Note
-    [Kahan's own term].
+    Empty unless another state's new value is computed from this state's new value, and this state's new value
+    from the other state's old value: Note [Kahan's own term].
     """
     value = new_value(state)
     made_of_it = reached([value], lambda node: [user for user in node.users if not is_copy_to_input(user)])
@@ -52,7 +53,7 @@ def fed_back(state: StateTensor, others: Sequence[StateTensor]) -> set[Node]:
 
 
 def copies_read_by(readers: Collection[Node], placeholder: Node) -> set[Node]:
-    """The nodes that only move an input, as ``old = p.clone()`` does, and are read by ``readers``."""
+    """Return the nodes read by ``readers`` that only copy an input, as ``old = p.clone()`` does."""
     found = set[Node]()
     for reader in readers:
         for operand in reader.all_input_nodes:

@@ -1,4 +1,4 @@
-"""The invariants of a graph between passes, checked by code that shares nothing with the passes."""
+"""Checks of a graph's invariants between passes, in code that shares nothing with the passes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collage_fx.torch_compat import OpOverload, schema_of
 
 
 def verify(program: StepProgram, *, after: str, compensated: bool = False) -> None:
-    """Raise :class:`~collage_fx.errors.GraphInvariantError` naming the first node that breaks an invariant.
+    """Raise :class:`~collage_fx.errors.GraphInvariantError` for the first node that breaks an invariant.
 
     Checked: FX's own lint; every tensor node has a ``meta["val"]``; the only mutation is the epilogue, with
     at most one store per input and source and destination agreeing in dtype and shape; the inputs the graph
@@ -24,7 +24,9 @@ def verify(program: StepProgram, *, after: str, compensated: bool = False) -> No
     stored: set[Node] = set()
     for node in graph.nodes:
         if node.op == "call_function" and "val" not in node.meta and not _returns_nothing(node):
-            raise GraphInvariantError("a node without a value", where=f"{node.format_node()} after {after}")
+            raise GraphInvariantError(
+                'a node without meta["val"]', where=f"{node.format_node()} after {after}"
+            )
         if is_copy_to_input(node):
             _check_store(node, stored, after)
         elif _mutates(node):
@@ -34,7 +36,7 @@ def verify(program: StepProgram, *, after: str, compensated: bool = False) -> No
     unwritten = [a for state in program.states for a in state.auxiliaries if a not in stored]
     if compensated and unwritten:
         raise GraphInvariantError(
-            "an auxiliary tensor that nobody writes", where=f"{unwritten[0]} after {after}"
+            "an auxiliary tensor that no store writes", where=f"{unwritten[0]} after {after}"
         )
 
 
@@ -46,10 +48,10 @@ def _check_inputs(program: StepProgram, after: str) -> None:
     inputs = placeholders(program.gm.graph)
     captured, added = inputs[: len(program.inputs)], inputs[len(program.inputs) :]
     owners: list[StateTensor | ReadExpansion] = [*program.states, *program.reads]
-    expected = [node for owner in owners for node in owner.added]
+    expected = [node for owner in owners for node in owner.added_inputs]
     expected += [node for state in program.measured for node in state.row]
     if added != expected:
-        raise GraphInvariantError(f"inputs {added} where {expected} were allocated", where=f"after {after}")
+        raise GraphInvariantError(f"additional inputs {added}, expected {expected}", where=f"after {after}")
     for state in program.states:
         if captured[state.position] is not state.placeholder:
             raise GraphInvariantError("an input has moved", where=f"{state.info.name} after {after}")
@@ -60,13 +62,13 @@ def _check_store(node: Node, stored: set[Node], after: str) -> None:
     assert isinstance(destination, Node)
     where = f"{node.format_node()} after {after}"
     if not isinstance(source, Node):
-        raise GraphInvariantError("a store of something that is no node", where=where)
+        raise GraphInvariantError("a stored value that is not a node", where=where)
     if destination in stored:
         raise GraphInvariantError("two stores into one input", where=where)
     stored.add(destination)
     to, value = destination.meta["val"], source.meta["val"]
     if to.dtype != value.dtype:
-        raise GraphInvariantError(f"a {value.dtype} value stored into a {to.dtype} tensor", where=where)
+        raise GraphInvariantError(f"a value of {value.dtype} stored into a tensor of {to.dtype}", where=where)
     if to.shape != value.shape:
         raise GraphInvariantError(f"a value of shape {value.shape} stored into shape {to.shape}", where=where)
 

@@ -1,13 +1,13 @@
-"""Tensors that a step makes and returns: state, from the next step on.
+"""Tensors that a step creates and returns; they are state from the next step on.
 
 Note [State is born with its error term]
 ----------------------------------------
-``state["z"] = p.clone(); state["z"].sub_(lr * g)`` in one step: the graph returns z, and Dynamo puts it into
-the state. Rounded as it is returned, z would have lost its first step. So a returned tensor becomes an input
-that is stored into: the step is given new memory (:class:`~collage_fx.runtime.MakingStep`), and the passes
-give it an error term as they do other state. Whether the error term is worth its memory is known when the
-next step is compiled, which has a recurrence of z. Until then the error term is *new*; it is dropped if the
-strategy does not choose z.
+``state["z"] = p.clone(); state["z"].sub_(lr * g)`` in one step: the graph returns z, and Dynamo puts z into
+the state. If z were rounded when it is returned, its first update would be lost. So a returned tensor becomes
+an input that the graph stores to: the step allocates the memory (:class:`~collage_fx.runtime.MakingStep`),
+and the passes give z an error term like other state. Whether the error term is worth its memory is known only
+when the next step is compiled, whose graph has a recurrence of z. Until then the error term is *new*; it is
+dropped if the strategy does not choose z.
 """
 
 from __future__ import annotations
@@ -29,31 +29,32 @@ from collage_fx.graph.nodes import (
 )
 from collage_fx.graph.operator_facts import ignores_values, is_movement
 from collage_fx.graph.program import InputInfo, Role, StepProgram
-from collage_fx.torch_compat import another_fake, pytree, storage_of
+from collage_fx.torch_compat import fake_like, pytree, storage_of
 
 aten = torch.ops.aten
 
 
 def results_to_inputs(program: StepProgram) -> dict[int, int]:
-    """Make inputs of the rounded low-precision tensors that a step makes and returns.
+    """Turn rounded low-precision tensors that a step creates and returns into inputs that it stores to.
 
     Args:
-        program: before any pass. Its graph, infos and repetition get the inputs.
+        program: the program before any pass. The inputs are added to its graph, infos and repetition.
 
     Returns:
-        for each of the whole graph's results that is one now, and None instead, the index of the input.
+        a mapping from the index of a result of the whole graph, which is None now, to the index of the input
+        that replaces it.
     """
     graph, repetition = program.gm.graph, program.repetition
     results = list(pytree.tree_leaves(graph.output_node().args))
     owners = {
         k: owner for k in _rounded(program, results) if (owner := _owner(program, results, k)) is not None
     }
-    order = sorted(owners, key=owners.__getitem__)  # those of one owner are one after the other
+    order = sorted(owners, key=owners.__getitem__)  # results of one owner are neighbours
     first, last = len(placeholders(graph)), placeholders(graph)[-1]
     for k in order:
         with graph.inserting_after(last):
             last = graph.placeholder(f"new_{k}")
-        last.meta["val"] = another_fake(results[k].meta["val"])
+        last.meta["val"] = fake_like(results[k].meta["val"])
         with graph.inserting_before(graph.output_node()):
             store = graph.call_function(aten.copy_.default, (last, results[k]))
         store.meta["val"] = last.meta["val"]
@@ -64,14 +65,14 @@ def results_to_inputs(program: StepProgram) -> dict[int, int]:
     program.gm.recompile()
     program.repetition = repetition.extended([owners[k] for k in order])
     made = program.repetition.inputs - repetition.inputs
-    program.infos = [*program.infos, *[InputInfo("a tensor that the step makes", "new", Role.NEW)] * made]
+    program.infos = [*program.infos, *[InputInfo("a tensor that the step creates", "new", Role.NEW)] * made]
     copies = {k: program.repetition.copies[first + i] for i, k in enumerate(order)}
     whole = enumerate(repetition.outputs) if repetition.outputs else ((k, (k, 0)) for k in order)
     return {index: copies[k][member] for index, (k, member) in whole if k in copies}
 
 
 def _rounded(program: StepProgram, results: list[Node | None]) -> Iterator[int]:
-    """The places of results with memory of their own whose values a rounding may have cut."""
+    """Yield the indices of results that own their memory and whose values rounding may have cut."""
     inputs = placeholders(program.gm.graph)
     kept_up = {node for i, node in enumerate(inputs) if i in program.already_compensated}
     kept_up |= {each for each in copies_to_inputs(program.gm.graph) if is_low_precision_tensor(each)}
@@ -94,9 +95,9 @@ def _rounded(program: StepProgram, results: list[Node | None]) -> Iterator[int]:
 
 
 def _is_rounded(node: Node, kept_up: set[Node]) -> bool:
-    """Whether a value is another than that of a low-precision input without an error term.
+    """Return whether a value differs from every low-precision input without an error term.
 
-    Those kept up are what has one, and what is updated, which will have one in the next step.
+    ``kept_up``: inputs that have an error term, or are updated and so have it in the next step.
     """
     while is_movement(node) and len(node.all_input_nodes) == 1:
         (node,) = node.all_input_nodes
@@ -107,7 +108,7 @@ def _is_rounded(node: Node, kept_up: set[Node]) -> bool:
 
 
 def _owner(program: StepProgram, results: list[Node | None], k: int) -> int | None:
-    """The position of an input of the family that a result is of, or, of constants alone, may be of."""
+    """Return the position of an input whose family a result belongs to; None if there is none."""
     result, repetition = results[k], program.repetition
     assert result is not None
     made_of = reached([result], operands_of)

@@ -1,4 +1,4 @@
-"""Predicates of, and queries for, the nodes of a functional ATen graph.
+"""Predicates and queries for the nodes of a functional ATen graph.
 
 The graphs are AOTAutograd's inference graphs: functional, every ``meta["val"]`` a FakeTensor (or a symbolic
 number), and mutation only in the epilogue, ``copy_(placeholder, new_value)``, one per mutated input.
@@ -26,24 +26,24 @@ PASS_MARK = "collage_fx.pass"
 
 
 def placeholders(graph: Graph) -> list[Node]:
-    """The graph's inputs, in order."""
+    """Return the graph's inputs, in order."""
     return list(graph.find_nodes(op="placeholder"))
 
 
 def tensor_value(node: Any) -> torch.Tensor | None:
-    """The FakeTensor that a node stands for; None for a value that is no node, or no tensor."""
+    """Return the FakeTensor that a node stands for; None if it is not a node or not a tensor."""
     value = node.meta.get("val") if isinstance(node, Node) else None
     return value if isinstance(value, torch.Tensor) else None
 
 
 def is_low_precision_tensor(node: Any) -> bool:
-    """Whether ``node`` is a tensor of bfloat16 or float16."""
+    """Return whether ``node`` is a tensor of bfloat16 or float16."""
     value = tensor_value(node)
     return value is not None and is_low_precision(value.dtype)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements of a tensor fill a region of memory, in any order, each of them once."""
+    """Return whether a tensor's elements fill a region of memory without gaps or overlaps, in any order."""
     if tensor.layout is not torch.strided:
         return False
     expected = 1
@@ -56,7 +56,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def is_copy_to_input(node: Node) -> bool:
-    """Whether ``node`` is one of the epilogue's ``copy_(placeholder, value)``."""
+    """Return whether ``node`` is a store of the epilogue: ``copy_(placeholder, value)``."""
     return (
         node.op == "call_function"
         and node.target is aten.copy_.default
@@ -66,12 +66,12 @@ def is_copy_to_input(node: Node) -> bool:
 
 
 def is_conversion(node: Node) -> bool:
-    """Whether ``node`` is a cast, ``convert_element_type(x, dtype)``."""
+    """Return whether ``node`` is a cast, ``convert_element_type(x, dtype)``."""
     return node.op == "call_function" and node.target is prims.convert_element_type.default
 
 
 def unconverted(node: Node) -> Node:
-    """The operand of a cast; any other node itself."""
+    """Return the operand of a cast; any other node unchanged."""
     if not is_conversion(node):
         return node
     source = node.args[0]
@@ -80,26 +80,26 @@ def unconverted(node: Node) -> Node:
 
 
 def operator_of(node: Node) -> Any:
-    """The operator that computes a node, also where the node is one of several results of it."""
+    """Return the operator that computes a node, also if the node is only a part of its result."""
     if node.target is operator.getitem:
         return operator_of(node.all_input_nodes[0])
     return node.args[0] if node.args and isinstance(node.args[0], OpOverload) else node.target
 
 
 def copies_to_inputs(graph: Graph) -> dict[Node, Node]:
-    """The epilogue as a mapping: mutated placeholder -> its ``copy_`` node."""
+    """Return the epilogue as a mapping from each mutated placeholder to its ``copy_`` node."""
     return {node.args[0]: node for node in graph.nodes if is_copy_to_input(node)}
 
 
 def stored(store: Node) -> Node:
-    """The node whose value a ``copy_`` of the epilogue stores."""
+    """Return the node whose value a ``copy_`` of the epilogue stores."""
     value = store.args[1]
     assert isinstance(value, Node)
     return value
 
 
 def reached(starts: Iterable[Node], following: Callable[[Node], Iterable[Node]]) -> set[Node]:
-    """The nodes that some nodes lead to in one step or more: by ``node.users``, or another relation."""
+    """Return the nodes reached from ``starts`` by applying ``following`` at least once."""
     found, waiting = set[Node](), [*starts]
     while waiting:
         fresh = set(following(waiting.pop())) - found
@@ -109,39 +109,39 @@ def reached(starts: Iterable[Node], following: Callable[[Node], Iterable[Node]])
 
 
 def operands_of(node: Node) -> list[Node]:
-    """The nodes that a node is computed from, as a relation for :func:`reached`."""
+    """Return the nodes that a node is computed from; a relation for :func:`reached`."""
     return node.all_input_nodes
 
 
 def operator_name(target: Any) -> str:
-    """The name of what a node calls, without the overload: ``add`` of ``aten.add.Tensor``."""
+    """Return the name of a node's target without the overload: ``add`` for ``aten.add.Tensor``."""
     return str(getattr(getattr(target, "overloadpacket", target), "__name__", target))
 
 
 def has_elements(node: Any) -> bool:
-    """Whether a node is a tensor of one dimension or more, and so no number."""
+    """Return whether a node is a tensor of at least one dimension, so not a number."""
     value = tensor_value(node)
     return value is not None and value.dim() > 0
 
 
 def mark_new_nodes(graph: Graph, earlier: Collection[Node], *, made_by: str) -> None:
-    """Mark the nodes that were not there earlier and that no :class:`GraphEditor` has marked."""
+    """Mark the nodes that are not in ``earlier`` and that no :class:`GraphEditor` has marked."""
     for node in graph.nodes:
         if node not in earlier and node.op != "output":
             node.meta.setdefault(PASS_MARK, made_by)
 
 
 def assignments(graph: Graph) -> list[Node]:
-    """The nodes that ``p.data = value`` has been captured as."""
+    """Return the nodes that ``p.data = value`` was captured as."""
     find = graph.find_nodes
     return [node for target in DATA_ASSIGNMENTS for node in find(op="call_function", target=target)]
 
 
 def assignments_to_stores(gm: GraphModule) -> None:
-    """Replace ``p.data = value`` by ``copy_(p, value)``: the tensor keeps its memory, with the value in it.
+    """Replace ``p.data = value`` by ``copy_(p, value)``: the tensor keeps its memory and takes the value.
 
-    Left alone where that would be another thing: an input that is assigned as it is shares its memory from
-    then on, and a value of another dtype or shape does not fit.
+    Not replaced where the meaning would change: after ``p.data = input`` both share memory, and a value of
+    another dtype or shape cannot be copied.
     """
     for node in assignments(gm.graph):
         destination, source = node.args
@@ -158,7 +158,7 @@ def assignments_to_stores(gm: GraphModule) -> None:
 
 
 def is_number(node: Node) -> bool:
-    """Whether a node stands for one number: a 0-d tensor or a symbolic int or float."""
+    """Return whether a node stands for one number: a 0-d tensor or a symbolic int or float."""
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
         return value.dim() == 0
@@ -170,7 +170,7 @@ Member = TypeVar("Member", bound=Hashable)
 
 @dataclass
 class Groups(Generic[Member]):
-    """Disjoint sets, of nodes for example."""
+    """Disjoint sets (union-find), of nodes for example."""
 
     parent: dict[Member, Member] = field(default_factory=dict)
 
@@ -187,7 +187,7 @@ class Groups(Generic[Member]):
 
 
 def copy_of(gm: GraphModule) -> GraphModule:
-    """A copy of a module: a graph of its own over the same constants, with the same metadata.
+    """Return a copy of a module: its own graph over the same constants, with the same metadata.
 
     ``copy.deepcopy`` would copy the constants too, which newer versions refuse in a fake tensor mode.
     """

@@ -1,12 +1,12 @@
-"""The table of facts about operators that torch's own metadata lacks: a row each, for passes and capture.
+"""Table of operator properties that torch's own metadata lacks, one row per operator.
 
-Of an overload torch itself says whether it is elementwise, a reduction or a view, draws random numbers or
-writes to its arguments (``torch.Tag``, its schema). The functions below ask that first; :data:`OPERATORS`
-holds what torch does not say. Another operator is another line there.
+torch itself says whether an overload is elementwise, a reduction or a view, draws random numbers or writes to
+its arguments (``torch.Tag``, its schema). The functions below ask torch first; :data:`OPERATORS` holds the
+rest. To support another operator, add a line there.
 
-An operator without a row, of which torch says nothing either, is *opaque*: it is given, and gives, tensors of
-the dtypes that it was captured with, and no error term passes it. ``tests/graph/test_operator_facts.py`` runs
-each row on the samples of torch's own tests, and names the opaque operators that a step may have in it.
+An operator without a row and without such a tag is *opaque*: its operands and results keep the dtypes that it
+was captured with, and no error term passes through it. ``tests/graph/test_operator_facts.py`` runs each row
+on the samples of torch's own tests, and lists the opaque operators that a step may contain.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts about one operator: a row of :data:`OPERATORS`.
+    """Properties of an operator: a row of :data:`OPERATORS`.
 
     Attributes:
-        moves: Each element of the result is one of an operand, its negative, or zero; which one, no element
-            decides. True of views without saying so.
-        passes: The argument whose elements the result has, in another shape, dtype or memory.
-        exact: Its results are on the storage grid that its operands are on, though it computes something.
-        transparent: Whether it means the same on float32 operands as on low-precision ones, roundings apart.
-            It does without saying so if it is elementwise, moves elements, reduces or factorizes.
-        fills: The argument that is each element of the result.
+        moves: Whether each element of the result is an element of an operand, its negative, or zero, at an
+            index that no element's value decides. Always True for views, which need no row.
+        passes: Position of the argument whose elements the result has, in another shape, dtype or memory.
+        exact: Whether results are on the operands' storage grid, although something is computed.
+        transparent: Whether it means the same on float32 operands as on low-precision ones, except rounding.
+            None: True if it is elementwise, moves elements, reduces or factorizes.
+        fills: Name of the argument that every element of the result equals.
         composite: Eager function of elementary operations that equals it in exact arithmetic.
-        with_number: Likewise, for a call with a symbolic number, which torch would burn in.
-        each: What ``_foreach_NAME`` does to an element of its lists, where that is neither the composite of
-            ``aten.NAME`` nor ``torch.NAME``. A ``partial`` of an operator is called as it is: what it does
-            depends on the element's shape, so that it can't be traced once for all.
-        product: The operator that makes the product in a sum ``beta x + alpha product(a, b)``.
-        function: The elementwise function, of SymPy's expressions.
-        sign: What Python and C++ write for it, between two operands.
-        divides: It raises an exception where an integer divisor is zero.
-        cuts_bits: Bits of an integer may be missing from its result.
+        with_number: The same for a call with a symbolic number, which torch would turn into a constant.
+        each: Function that ``_foreach_NAME`` applies to an element of its lists, if it is neither the
+            composite of ``aten.NAME`` nor ``torch.NAME``. A ``partial`` of an operator is called for every
+            element: its work depends on the element's shape, so that a single trace does not serve all.
+        product: Operator of the product in a sum ``beta x + alpha product(a, b)``.
+        function: The same function for SymPy expressions, if it is elementwise.
+        sign: The infix operator of Python and C++, such as ``+``.
+        divides: Whether it raises an exception if an integer divisor is zero.
+        cuts_bits: Whether bits of an integer operand may be missing from its result.
     """
 
     moves: bool = False
@@ -70,7 +70,7 @@ class Facts:
 
 
 OPAQUE, MOVES, TRANSPARENT = Facts(), Facts(moves=True), Facts(transparent=True)
-#: The operand itself, in another shape or in memory of its own.
+#: Facts of operators that return their operand, in another shape or in memory of its own.
 SAME = Facts(moves=True, passes=0)
 
 
@@ -79,12 +79,12 @@ def _scaled(x: Any, factor: Any) -> Any:
 
 
 def _is_one(number: Any) -> bool:
-    """Whether a value is the number 1, and no symbol that happens to be 1."""
+    """Return whether a value is the Python number 1, not a symbol that happens to be 1."""
     return isinstance(number, (int, float)) and number == 1
 
 
 def _as_tensor(number: Any, like: Tensor) -> Tensor:
-    """A number as a 0-d tensor, made by an operation that a symbolic float survives."""
+    """Return a number as a 0-d tensor, made by an operation that accepts a symbolic float."""
     return torch.zeros((), dtype=torch.float64, device=like.device) + number
 
 
@@ -112,7 +112,7 @@ def _rows(facts: Facts, names: str) -> dict[str, Facts]:
     return dict.fromkeys(names.split(), facts)
 
 
-#: The rows by the name of an operator, or of one overload where that differs from the others.
+#: Rows by the name of an operator, or of an overload that differs from the operator's others.
 OPERATORS: dict[str, Facts] = {
     # arithmetic
     "aten.add": Facts(composite=lambda x, y, alpha=1: x + _scaled(y, alpha), function=operator.add, sign="+"),
@@ -133,7 +133,7 @@ OPERATORS: dict[str, Facts] = {
     "aten.maximum": Facts(function=sympy.Max),
     "aten.minimum": Facts(function=sympy.Min),
     "aten.nextafter": Facts(transparent=False),
-    "collage_fx.phases": Facts(transparent=False),  # of a place in memory, which a conversion has none of
+    "collage_fx.phases": Facts(transparent=False),  # depends on indices in memory, which a cast loses
     "aten.clamp": Facts(with_number=_clamp),
     "aten.clamp_min": Facts(with_number=lambda x, bound: _clamp(x, min=bound)),
     "aten.clamp_max": Facts(with_number=lambda x, bound: _clamp(x, max=bound)),
@@ -151,7 +151,7 @@ OPERATORS: dict[str, Facts] = {
     "aten.__lshift__": Facts(composite=torch.bitwise_left_shift),
     "aten.__rshift__": Facts(composite=torch.bitwise_right_shift),
     "aten.view.dtype": OPAQUE,
-    # elements in other places
+    # elements at other indices
     **_rows(SAME, "aten.alias aten.clone aten.detach aten.lift_fresh aten.lift_fresh_copy"),
     **_rows(SAME, "aten.expand aten.squeeze aten.unsqueeze aten.view aten._unsafe_view"),
     **_rows(Facts(passes=0), "aten._to_copy prims.convert_element_type prims.copy_strided prims.device_put"),
@@ -187,7 +187,7 @@ OPERATORS: dict[str, Facts] = {
 
 @functools.cache
 def facts_of(target: Any) -> Facts:
-    """The row of an operator, or of anything else that a node may call."""
+    """Return the row of an operator, or of any other target of a node."""
     row = OPERATORS.get(str(target)) or OPERATORS.get(str(getattr(target, "overloadpacket", target)))
     if row is not None or not isinstance(target, OpOverload):
         return row or OPAQUE
@@ -195,19 +195,19 @@ def facts_of(target: Any) -> Facts:
 
 
 def named_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that an overload is given, by name."""
+    """Return the arguments of a call of an overload, by name."""
     names = (argument.name for argument in schema_of(target).arguments)
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-# What becomes of elements. ----------------------------------------------------------------------------------
+# Elements of results. ---------------------------------------------------------------------------------------
 
 
 @functools.cache
 def is_pointwise(target: Any) -> bool:
-    """Whether each element of the result depends on the same element of the operands alone.
+    """Return whether each element of the result depends only on the operands' elements at the same index.
 
-    Torch doesn't say so of ``prims``, but of the operators of ATen that have their names.
+    torch tags the operators of ATen but not ``prims``, so a ``prims`` operator has the tag of its namesake.
     """
     if not isinstance(target, OpOverload):
         return False
@@ -218,11 +218,11 @@ def is_pointwise(target: Any) -> bool:
 
 
 def is_elementwise(node: Node) -> bool:
-    """Whether each element of the result depends on the same element of the operands alone, or on numbers.
+    """Return whether each element of the result depends only on numbers and on elements at the same index.
 
-    If operands and result are of one shape, and laid out alike.
+    Assumes that operands and result have equal shapes and strides.
     """
-    if is_number(node):  # made of numbers: a reduction has an operand that is none
+    if is_number(node):  # computed from numbers; a reduction's operand is not a number
         return all(map(is_number, node.all_input_nodes))
     facts = facts_of(node.target)
     is_same = facts.moves and facts.passes is not None
@@ -230,9 +230,9 @@ def is_elementwise(node: Node) -> bool:
 
 
 def first_not_elementwise(graph: Graph) -> Node | None:
-    """The first operation of a functional graph for which pieces of its tensors are not as good as the whole.
+    """Return the first operation of a functional graph that cannot be run on pieces of its tensors.
 
-    That is one between elements in different places, or between tensors of different shapes.
+    It combines elements at different indices, or tensors of different shapes.
     """
     for node in graph.nodes:
         if node.op != "call_function" or is_copy_to_input(node):
@@ -250,7 +250,7 @@ def first_not_elementwise(graph: Graph) -> Node | None:
 
 
 def _as_text(sizes: Iterable[int | torch.SymInt]) -> tuple[str, ...]:
-    """Sizes of which symbols, which have no hash, are the same where their expressions are."""
+    """Return sizes as strings: symbolic sizes cannot be hashed, but equal expressions have equal text."""
     return tuple(map(str, sizes))
 
 
@@ -258,12 +258,12 @@ _MATRIX_PRODUCTS = {row.product for row in OPERATORS.values() if row.product is 
 
 
 def is_matrix_product(target: Any) -> bool:
-    """Whether an operator is a product of matrices, alone or in a sum."""
+    """Return whether an operator is a product of matrices, alone or inside a sum."""
     return target in _MATRIX_PRODUCTS or facts_of(target).product is not None
 
 
 def is_movement(node: Node) -> bool:
-    """Whether the operation only moves elements, or their negatives. Padding with a number does more."""
+    """Return whether an operation only moves elements or their negatives; padding with a number does not."""
     return facts_of(node.target).moves and not any(
         named_arguments(node.target, node.args, node.kwargs).get(name) for name in _scalars(node.target)
     )
@@ -271,18 +271,18 @@ def is_movement(node: Node) -> bool:
 
 @functools.cache
 def _scalars(target: Any) -> tuple[str, ...]:
-    """The arguments of an overload that are numbers to calculate with, and no dimensions."""
+    """Return the names of an overload's arguments that are numbers to calculate with, not dimensions."""
     return tuple(each.name for each in schema_of(target).arguments if "number" in str(each.type))
 
 
 def keeps_grid(node: Node) -> bool:
-    """Whether results are on the storage grid if operands and numbers are: there is nothing to round."""
+    """Return whether results need no rounding: they are on the storage grid if operands and numbers are."""
     is_filled = isinstance(number_filling(node), (int, float))
     return is_filled or facts_of(node.target).exact or is_movement(node)
 
 
 def filled_on_grid(node: Node, fmt: FloatFormat) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of an operation, with the number that its result is filled with on a storage grid."""
+    """Return an operation's arguments with the number that fills its result rounded to a storage grid."""
 
     def on_grid(name: str, value: Any) -> Any:
         is_filling = name == facts_of(node.target).fills and isinstance(value, (int, float))
@@ -295,7 +295,7 @@ def filled_on_grid(node: Node, fmt: FloatFormat) -> tuple[tuple[Any, ...], dict[
 
 
 def is_transparent(target: Any) -> bool:
-    """Whether the operation means the same on float32 operands as on low-precision ones, roundings apart."""
+    """Return whether an operation on float32 operands means the same as on low precision, except rounding."""
     facts = facts_of(target)
     if facts.transparent is not None or not isinstance(target, OpOverload):
         return bool(facts.transparent)
@@ -305,10 +305,10 @@ def is_transparent(target: Any) -> bool:
 
 
 def passed_operand(node: Any) -> Node | None:
-    """The operand whose elements a node has, in another shape, dtype or memory; None if there is none.
+    """Return the operand whose elements a node has, in another shape, dtype or memory; None if there is none.
 
-    Not of a conversion of fractions to integers or to a format of 8 bits, which cuts them off. (Inductor
-    drops conversions to another format of 16 bits and back.)
+    None for a cast of floats to integers or to an 8-bit format, which changes the values. (A cast to another
+    16-bit format and back is ignored, as Inductor does.)
     """
     position = facts_of(node.target).passes if isinstance(node, Node) else None
     operand = None if position is None else node.args[position]
@@ -323,14 +323,14 @@ def _cuts_fractions(source: Tensor, value: Tensor) -> bool:
 
 
 def source_of(node: Any) -> Any:
-    """The node that a node has its elements from, behind casts, copies, views and double negations."""
+    """Return the node that a node's elements come from, through casts, copies, views and ``-(-x)``."""
     while (operand := passed_operand(node) or _twice_negated(node)) is not None:
         node = operand
     return node
 
 
 def _twice_negated(node: Any) -> Node | None:
-    """The operand of a negation of a negation, as which ``normalize`` keeps an old value; else None."""
+    """Return x for a node ``-(-x)``, which ``normalize`` inserts to keep an old value; otherwise None."""
     for _ in range(2):
         if not isinstance(node, Node) or node.target is not aten.neg.default:
             return None
@@ -339,14 +339,14 @@ def _twice_negated(node: Any) -> Node | None:
 
 
 def number_filling(node: Node) -> Any:
-    """The number that each element of a node is; None where no such number is known."""
+    """Return the number that every element of a node equals; None if no such number is known."""
     name = facts_of(node.target).fills
     return None if name is None else named_arguments(node.target, node.args, node.kwargs)[name]
 
 
 @functools.cache
 def ignores_values(target: Any) -> bool:
-    """Whether the result of an operator doesn't depend on the elements of any tensor."""
+    """Return whether an operator's result does not depend on the elements of any tensor."""
     if not isinstance(target, OpOverload):
         return False
     takes_tensors = any("Tensor" in str(argument.type) for argument in schema_of(target).arguments)
@@ -355,27 +355,27 @@ def ignores_values(target: Any) -> bool:
 
 @functools.cache
 def size_argument(target: Any) -> int | None:
-    """The position of the argument that is the shape of an operator's result; None if there is none."""
+    """Return the position of the argument that is the result's shape; None if there is none."""
     names = [argument.name for argument in schema_of(target).arguments]
     return names.index("size") if "size" in names else None
 
 
-# What else an operator does. --------------------------------------------------------------------------------
+# Effects beyond the result. ---------------------------------------------------------------------------------
 
 
 def may_raise(node: Node) -> bool:
-    """Whether an operation of elements raises an exception for some of them."""
+    """Return whether an operation on elements raises an exception for some values."""
     value = tensor_value(node)
     return facts_of(node.target).divides and value is not None and not value.is_floating_point()
 
 
 def draws(target: Any) -> bool:
-    """Whether an operator draws random numbers from a generator."""
+    """Return whether an operator draws random numbers from a generator."""
     return isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
 
 
 def drawn_range(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any] | None:
-    """The ``(low, high)`` of a draw of integers, each from low up to high as likely; None for other calls."""
+    """Return ``(low, high)`` of a uniform draw of integers in ``[low, high)``; None for other calls."""
     if not isinstance(target, OpOverload) or "randint" not in schema_of(target).name:
         return None
     given = named_arguments(target, args, kwargs)
@@ -383,9 +383,9 @@ def drawn_range(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def factorizes(target: OpOverload) -> bool:
-    """Whether an operator factorizes matrices, or reads factors, which may fail.
+    """Return whether an operator factorizes matrices, or reads factors; both may fail.
 
-    None of them is there for 16-bit formats on the CPU.
+    torch has none of them for 16-bit formats on the CPU.
     """
     name = schema_of(target).name.partition("::")[2].lstrip("_")
     is_sum = torch.Tag.reduction in target.tags or name in ("linalg_cross", "linalg_matrix_exp")
@@ -393,36 +393,36 @@ def factorizes(target: OpOverload) -> bool:
     return name.startswith(factorizing) and not is_sum
 
 
-#: Tags of operators that :func:`depends_on_values` says yes to.
+#: Tags of operators for which :func:`depends_on_values` is true.
 _OF_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 
 
 def depends_on_values(target: OpOverload) -> bool:
-    """Whether more than the elements of an operator's result depends on its arguments' elements.
+    """Return whether its arguments' elements decide more of an operator than the elements of its result.
 
-    Its shape, a Python number it returns, or whether it fails, as factorizations of matrices may. Also
-    operators that draw random numbers, or change what a tensor is.
+    Examples: the result's shape, a returned Python number, or failure, as of matrix factorizations. Also true
+    for operators that draw random numbers, or change a tensor's shape or strides in place.
     """
     return not _OF_VALUES.isdisjoint(target.tags) or draws(target) or factorizes(target)
 
 
-# What an operator is made of. -------------------------------------------------------------------------------
+# Decompositions of an operator. -----------------------------------------------------------------------------
 
 
 def composite_of(target: Any, kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
-    """The elementary operations that a call stands for; None for an elementary call, as of a plain sum."""
+    """Return a function of elementary operations that equals a call; None for an elementary call."""
     facts = facts_of(target)
     return None if facts.sign and _is_one(kwargs.get("alpha", 1)) else facts.composite
 
 
 def weighted_sum(x: Any, y: Any, beta: Any, alpha: Any) -> Any:
-    """The sum ``beta x + alpha y``; a ``beta`` of 0 ignores x, as in torch, NaN and infinities included."""
+    """Return ``beta x + alpha y``; ``beta == 0`` ignores x, even NaN and infinities, as torch does."""
     ignores_x = isinstance(beta, (int, float)) and beta == 0
     return _scaled(y, alpha) if ignores_x else _scaled(x, beta) + _scaled(y, alpha)
 
 
 def foreach_name(target: Any) -> str:
-    """The NAME of an operator ``aten::_foreach_NAME``; empty for other operators."""
+    """Return NAME of an operator ``aten::_foreach_NAME``; empty for other operators."""
     if not isinstance(target, OpOverload):
         return ""
     namespace, _, name = schema_of(target).name.partition("::_foreach_")
@@ -430,20 +430,20 @@ def foreach_name(target: Any) -> str:
 
 
 def foreach_rule(name: str) -> Callable[..., Any] | None:
-    """The function that ``_foreach_NAME`` applies to each element of its lists. See ``Facts.each``."""
+    """Return the function that ``_foreach_NAME`` applies to each element of its lists: see ``Facts.each``."""
     of_lists, of_element = (OPERATORS.get(f"aten.{prefix}{name}", OPAQUE) for prefix in ("_foreach_", ""))
     return of_lists.each or of_element.composite or getattr(torch, name, None)
 
 
 def _has_an_element_for_each(argument: Any) -> bool:
-    """Whether an argument is a list, or the tensor of numbers that ``_foreach_addcmul`` takes for a list."""
+    """Return whether an argument is a list, or the 1-d tensor that ``_foreach_addcmul`` accepts."""
     return isinstance(argument, (list, tuple)) or (isinstance(argument, Tensor) and argument.dim() == 1)
 
 
 def foreach_calls(
     args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """The arguments of a ``_foreach_`` operator, element by element, as its rule takes them."""
+    """Yield the arguments of a ``_foreach_`` operator per element, as :func:`foreach_rule` takes them."""
     arguments = [*args, *kwargs.values()]
     length = next(len(argument) for argument in arguments if isinstance(argument, (list, tuple)))
     for i in range(length):

@@ -80,7 +80,7 @@ update_sums = define_operator(
     _row(measures.SUMS),
 )
 
-#: ``update_value(old, old_lo, intended, hi, lo, number)``: one of what ``update_sums.values`` returns.
+#: ``update_value(old, old_lo, intended, hi, lo, number)``: a single result of ``update_sums.values``.
 update_value = define_operator(
     "update_value(Tensor old, Tensor? old_lo, Tensor intended, Tensor hi, Tensor? lo, int number) -> Tensor",
     lambda *operands: measures.values(*operands[:5])[operands[5]],
@@ -88,7 +88,7 @@ update_value = define_operator(
     torch.Tag.pointwise,
 )
 
-#: ``update_size(old, old_lo, intended, dtype)``: which of the sizes each element is of, int32.
+#: ``update_size(old, old_lo, intended, dtype)``: index of each element's size bin, int32.
 update_size = define_operator(
     "update_size(Tensor old, Tensor? old_lo, Tensor intended, ScalarType dtype) -> Tensor",
     lambda *operands: size_of_update(*(each for each in operands if each is not None)),
@@ -139,9 +139,9 @@ class Sums(NamedTuple):
     """Sums that ``update_sums`` computes.
 
     Attributes:
-        values: how many values measure an element: 4, or 2 without error terms.
-        products: by name, the two values that are multiplied.
-        counts: by name, the values that have to be zero (True) and those that must not be (False).
+        values: number of values that measure an element: 4, or 2 without error terms.
+        products: by name, the indices of the two values that are multiplied.
+        counts: by name, a mapping from the index of a value to True (must be zero) or False (must not be).
     """
 
     values: int
@@ -167,7 +167,7 @@ class Elementwise(NamedTuple):
     Attributes:
         operator: called with tensors, then constants.
         function: the eager function of the same.
-        dtypes: of its tensors.
+        dtypes: dtypes of its tensors.
         result: dtype of its result.
     """
 

@@ -1,4 +1,4 @@
-"""The data that passes work on: one captured step, its state tensors and what is decided about them."""
+"""Data that passes work on: a captured step, its state tensors, and the decisions about them."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ Rounding = Literal["nearest", "dither"]
 
 
 class Role(enum.Enum):
-    """The role that an input of the step has for the user.
+    """Role of a step's input for the user.
 
-    CARRIED is what a recorded step computes in one graph and uses in the next, NEW is what a captured step
-    makes and returns.
+    CARRIED: a tensor that a recorded step computes in one graph and uses in a later graph. NEW: a tensor that
+    a captured step creates and returns.
     """
 
     PARAMETER = "parameter"
@@ -39,16 +39,15 @@ class Role(enum.Enum):
 
 @dataclass(frozen=True)
 class InputInfo:
-    """The facts about one graph input that the graph does not hold.
+    """Facts about a graph input that the graph does not hold.
 
     Attributes:
-        name: as the user knows it, such as ``param_groups[0].params[3].exp_avg``.
+        name: the user's name of the input, such as ``param_groups[0].params[3].exp_avg``.
         symbol: short name for recurrences, such as ``exp_avg``; a parameter is ``p``, its gradient ``g``.
         role: parameter, optimizer state, gradient or other.
-        tensor: the real tensor met while compiling, None for numbers and for what AOTAutograd made up.
+        tensor: the real tensor met while compiling, None for numbers and for inputs that AOTAutograd added.
         bound: whether it is an attribute of the captured module, so the same tensor in every call.
-        cut_from: the elements of a DTensor of which this process has some and others have the rest; 0 if it
-            has all.
+        cut_from: number of elements of the whole DTensor if the input is a shard of it; 0 if it is not cut.
         is_updated: whether another part of the recorded step that this is one of has updated it before.
         spans_closure: whether the step writes it before it calls its closure, and may read it after that.
         is_made: whether the recorded step has made it since it began, in the place of another tensor perhaps.
@@ -70,7 +69,7 @@ class InputInfo:
 
 
 class Kind(enum.Enum):
-    """The ways in which a state tensor's new value may depend on its old one."""
+    """Ways in which a state tensor's new value may depend on its old value."""
 
     ACCUMULATION = "accumulation"
     MOVING_AVERAGE = "moving average"
@@ -80,14 +79,14 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True)
 class Recurrence:
-    """A state tensor's recurrence, ``symbol' = f(symbol, ...)``, and of which kind it is.
+    """Recurrence of a state tensor, ``symbol' = f(symbol, ...)``, and its kind.
 
     Attributes:
         expression: the new value; other state tensors' new values appear as primed symbols.
         kind: see :class:`Kind`.
         slopes: the coefficients of the old value, one per branch of a piecewise linear update (maximum,
-            where): a number where it is known while compiling, else a SymPy expression. Empty where the
-            dependence isn't linear.
+            where): a number if known at compile time, otherwise a SymPy expression. Empty if the dependence
+            is not linear.
         path: the nodes between the load and the store of the tensor, in graph order.
     """
 
@@ -99,13 +98,12 @@ class Recurrence:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on a recurrence: what becomes of it in plain low precision.
+    """Verdict on a recurrence: the effect of storing it in plain low precision.
 
     Attributes:
         lossy: whether storing it rounded to nearest loses the update.
         reason: why.
-        noise: what storing it rounded by dither leaves instead, relatively, as in ``dithered_noise``; None
-            where nothing is known of it.
+        noise: relative rms error if it is stored rounded by dither, from ``dithered_noise``; None if unknown.
     """
 
     lossy: bool
@@ -115,7 +113,7 @@ class Verdict:
 
 @dataclass
 class StateTensor:
-    """A low-precision input that the step mutates.
+    """Low-precision input that the step mutates.
 
     Attributes:
         placeholder: the graph input.
@@ -123,18 +121,20 @@ class StateTensor:
         info: name and role.
         store: its ``copy_`` in the epilogue.
         recurrence, verdict: how its new value depends on its old one, and whether storing it loses bits.
-        is_weight_sized: set by ``analyze``: whether it is as large as weights, as their average is.
-        amplification: set by ``analyze``: of its noise, relative to the update of a parameter:
-            Note [State of the size of weights] in ``graph/cancellation.py``.
-        chosen_format: set by ``analyze``: the error format in which it becomes an expansion, if it does.
+        is_weight_sized: set by ``analyze``: whether it is as large as weights, as an average of weights is.
+        amplification: set by ``analyze``: factor from its noise relative to itself to its noise relative to
+            a parameter's update: Note [State of the size of weights] in ``graph/cancellation.py``.
+        chosen_format: set by ``analyze``: the error format in which it becomes an expansion, None if it does
+            not.
         selection: why it is, or is not, compensated under the chosen strategy.
-        not_packed: why it is not packed where state is; empty if it is, or none is.
-        refusal: set by the compensating pass where it could not keep the error term, and why.
-        remedy: likewise, what to do about it; the arithmetic's usual advice if empty.
+        not_packed: why it stays unpacked although state is to be packed; empty if packed or not to be.
+        refusal: set by the compensating pass: why it could not keep the error term; empty if it could.
+        remedy: set by the compensating pass: what the user can do about the refusal; the arithmetic's usual
+            advice if empty.
         auxiliaries: set by ``allocate``: placeholders of its error format's auxiliary tensors.
-        start: likewise, where the format is dithered: that of the index of its first element.
+        start: set by ``allocate`` for a dithered format: placeholder of the index of its first element.
         intended: set by ``compensate-wide``: the float32 new value that is split and stored.
-        row: set by ``measure``: the placeholders that its sums and sizes are stored into.
+        row: set by ``measure``: placeholders of the row that its sums and sizes are stored into.
     """
 
     placeholder: Node
@@ -157,38 +157,38 @@ class StateTensor:
 
     @property
     def compensated(self) -> bool:
-        """Whether it gets error terms."""
+        """Whether the tensor gets error terms."""
         return self.chosen_format is not None and self.chosen_format.keeps_error
 
     @property
     def packed(self) -> bool:
-        """Whether its format alone keeps it, so that the step reads and writes no hi."""
+        """Whether auxiliaries alone hold the tensor, so that the step neither reads nor writes hi."""
         return self.chosen_format is not None and not self.chosen_format.keeps_hi
 
     @property
     def error_format(self) -> ErrorFormat:
-        """The error format of a tensor that becomes an expansion."""
+        """Error format of a tensor that becomes an expansion."""
         assert self.chosen_format is not None
         return self.chosen_format
 
     @property
-    def added(self) -> tuple[Node, ...]:
-        """The placeholders that an expansion has besides its hi."""
+    def added_inputs(self) -> tuple[Node, ...]:
+        """Placeholders of an expansion other than hi."""
         return self.auxiliaries if self.start is None else (*self.auxiliaries, self.start)
 
     @property
-    def carries_its_old_value(self) -> bool:
-        """Whether the new value is computed from the old one, which may be lost on the way."""
+    def depends_on_old_value(self) -> bool:
+        """Whether the new value is computed from the old value, which rounding may lose."""
         return bool(self.recurrence.path)
 
     @property
     def stored(self) -> Node:
-        """The node that is stored into the input."""
+        """Node that is stored into the input."""
         return stored(self.store)
 
     @property
     def value(self) -> torch.Tensor:
-        """The FakeTensor of the input: its shape, strides, dtype and device."""
+        """FakeTensor of the input: its shape, strides, dtype and device."""
         value = tensor_value(self.placeholder)
         assert value is not None
         return value
@@ -200,9 +200,9 @@ class StateTensor:
 
 @dataclass
 class ReadExpansion:
-    """A low-precision input that has error terms and that the step reads, but does not mutate.
+    """Low-precision input with error terms that the step reads but does not mutate.
 
-    A parameter in the update of its moving average, say: the average is one of hi + lo, not of hi.
+    For example a parameter in the update of its moving average, which averages hi + lo, not hi.
 
     Attributes:
         placeholder, position, info, error_format, auxiliaries, start: as in :class:`StateTensor`.
@@ -217,38 +217,39 @@ class ReadExpansion:
 
     @property
     def packed(self) -> bool:
-        """As in :class:`StateTensor`."""
+        """Whether auxiliaries alone hold the tensor, as in :class:`StateTensor`."""
         return not self.error_format.keeps_hi
 
     @property
-    def added(self) -> tuple[Node, ...]:
-        """As in :class:`StateTensor`."""
+    def added_inputs(self) -> tuple[Node, ...]:
+        """Placeholders of an expansion other than hi, as in :class:`StateTensor`."""
         return self.auxiliaries if self.start is None else (*self.auxiliaries, self.start)
 
 
 @dataclass
 class StepProgram:
-    """One captured step on its way through the pipeline: the graph of one of each family of equal updates.
+    """Captured step on its way through the pipeline, as the graph of one member of each family.
 
     Attributes:
         gm: the graph, edited in place by the passes.
         infos: one :class:`InputInfo` per input of the whole graph.
-        repetition: how the inputs of ``gm`` recur among those; it is a family of one if this is left out.
+        repetition: relation of the inputs of ``gm`` to those of the whole graph; if left out, ``gm`` is the
+            whole graph.
         already_compensated: positions of inputs that have error terms already (from another compiled
             callable, an earlier compilation or a checkpoint).
-        is_recorded: whether it is a part of a recorded step: what it stores may have been computed, by
-            another part, from what it overwrites.
-        is_compiled: whether it is to be compiled, rather than run operation by operation.
+        is_recorded: whether it is a part of a recorded step: another part may have computed, from the old
+            value of an input, the new value that this part stores.
+        is_compiled: whether it is compiled, rather than run operation by operation.
         packed_already: positions of inputs that another part of a recorded step packs, and the formats.
         to_unpack: set by ``pack-state``: positions of those that this part does not let be packed, and why.
-        rounded_at_random: set by ``undo-stochastic-rounding``: the inputs whose new values were.
-        rounding: of state without error terms: see :class:`~collage_fx.CollageBackend`.
-        packed: the formats of state that is to be packed, for numbers of either sign and for numbers that are
-            never negative; None if none is.
-        captured: a copy of the graph as captured, where the step is to be measured; else None.
+        rounded_at_random: set by ``undo-stochastic-rounding``: inputs whose new values the optimizer rounded
+            stochastically.
+        rounding: rounding of state without error terms: see :class:`~collage_fx.CollageBackend`.
+        packed: ``(format of signed state, format of never negative state)`` if state is packed; else None.
+        captured: a copy of the graph as captured if the step is measured; else None.
         states: set by ``analyze``.
         reads: set by ``allocate``.
-        rows: memory of the rows that ``measure`` has made inputs.
+        rows: tensors of the rows that ``measure`` has added as inputs.
     """
 
     gm: GraphModule
@@ -271,11 +272,11 @@ class StepProgram:
     rows: Sequence[torch.Tensor] = ()
 
     def __post_init__(self) -> None:
-        self.repetition = self.repetition or Repetition.of_one(len(self.infos))
+        self.repetition = self.repetition or Repetition.whole(len(self.infos))
 
     @property
     def inputs(self) -> list[InputInfo]:
-        """One :class:`InputInfo` per input of ``gm``: that of the first in its family."""
+        """:class:`InputInfo` of each input of ``gm``, taken from the first member of its family."""
         return [self.infos[copies[0]] for copies in self.repetition.copies]
 
     @property
@@ -284,29 +285,29 @@ class StepProgram:
 
     @property
     def expanded(self) -> list[StateTensor]:
-        """The state tensors that an error format stores, with error terms or without."""
+        """State tensors stored in an error format, with error terms or without."""
         return [state for state in self.states if state.chosen_format is not None]
 
     @property
     def measured(self) -> list[StateTensor]:
-        """The state tensors that have a row of sums, in the order of the rows."""
+        """State tensors with a row of sums, in the order of the rows."""
         return [state for state in self.states if state.row]
 
     @property
     def extended(self) -> Repetition:
-        """How the inputs recur with those that the passes have added: all error terms, then all rows."""
-        of_error_terms = [state.position for state in self.expansions for _ in state.added]
+        """Repetition including the inputs that passes have added: all error terms, then all rows."""
+        of_error_terms = [state.position for state in self.expansions for _ in state.added_inputs]
         of_rows = [state.position for state in self.measured for _ in state.row] if self.rows else []
         return self.repetition.extended(of_error_terms).extended(of_rows)
 
     @property
     def compensation(self) -> str:
-        """The summary of a compensating pass: ``148 tensors``, ``148 tensors, 12 refused``."""
+        """Summary of a compensating pass: ``148 tensors``, ``148 tensors, 12 refused``."""
         refused = sum(bool(state.refusal) for state in self.compensated)
         return f"{len(self.compensated)} tensors" + (f", {refused} refused" if refused else "")
 
-    def unrun(self, gm: GraphModule) -> StepProgram:
-        """The whole step before any pass, on ``gm`` and without the real tensors."""
+    def before_passes(self, gm: GraphModule) -> StepProgram:
+        """Return the program of the whole step before any pass, on ``gm``, without the real tensors."""
         copies = self.repetition.copies
         return StepProgram(
             gm,
@@ -323,7 +324,7 @@ class StepProgram:
         )
 
     def move_to(self, gm: GraphModule) -> None:
-        """Take another copy of the captured graph, and find the state tensors' nodes in it."""
+        """Replace the graph by another copy of the captured graph; find the state tensors' nodes in it."""
         self.gm = gm
         inputs, stores = placeholders(gm.graph), copies_to_inputs(gm.graph)
         for state in self.states:
@@ -332,5 +333,5 @@ class StepProgram:
 
     @property
     def expansions(self) -> list[StateTensor | ReadExpansion]:
-        """All inputs whose error formats have made inputs too, in the order of these."""
+        """Inputs whose error formats have added inputs, in the order of the added inputs."""
         return [*self.expanded, *self.reads]

@@ -1,10 +1,9 @@
-"""Recurrences read out of a graph: how a state tensor's new value depends on its old one.
+"""Recurrences read from a graph: how a state tensor's new value depends on its old value.
 
-Two readings of the same nodes. The *expression* is for people: SymPy, other state tensors' new values cut off
-as primed
-symbols, tensor operations without an elementwise meaning as opaque functions. The *slopes* are for decisions:
-the coefficients of the old value, exact where the graph's constants are, one per branch where the update is
-piecewise linear.
+The same nodes are read in two ways. The *expression* is for people: SymPy, with primed symbols for other
+state tensors' new values, and opaque functions for tensor operations that are not elementwise. The *slopes*
+are for decisions: the coefficients of the old value, exact if the graph's constants are, one per branch of a
+piecewise linear update.
 """
 
 from __future__ import annotations
@@ -28,22 +27,22 @@ from collage_fx.numerics import FloatFormat
 
 aten = torch.ops.aten
 
-#: A moving average may stall within this relative distance of its target before it counts as lossy: see
+#: Relative distance from its target at which a moving average may stall without counting as lossy: see
 #: :func:`judge`.
 TOLERATED_STALL = Fraction(1, 16)
 
-#: Operations from which on an expression for people is cut off. An iterated matrix polynomial reads each
-#: value several times: written out, five iterations of Muon's have a hundred thousand operations.
+#: Largest number of operations in an expression for people; longer expressions are cut off. An iterated
+#: matrix polynomial reads each value several times: five iterations of Muon have 100,000 operations.
 LONGEST_EXPRESSION = 400
 
 
 class _Nonlinear:
-    """The class of a marker: a value depends on the old one, but not piecewise linearly."""
+    """Marker class for a value that depends on the old value, but not piecewise linearly."""
 
 
 _NONLINEAR = _Nonlinear()
 
-#: Slopes of a value with respect to the old one: empty for a value that does not depend on it.
+#: Slopes of a value with respect to the old value: empty if it does not depend on the old value.
 Slopes = frozenset[sympy.Expr] | _Nonlinear
 
 
@@ -55,16 +54,16 @@ def read_recurrence(
     *,
     is_parameter: bool,
 ) -> Recurrence:
-    """The recurrence of one state tensor.
+    """Read the recurrence of a state tensor.
 
     Args:
         placeholder: its input node.
-        new_value: what the epilogue stores into it. Where a condition may skip the step, the recurrence is
-            that of a step that is taken: a value that stays as it is loses nothing.
+        new_value: the node that the epilogue stores into the input. If a condition may skip the step, the
+            recurrence is that of a step that is taken: a value that is kept loses nothing.
         symbols: names of the graph's inputs.
         peers: new values of *other* state tensors and their primed names; they are leaves.
-        is_parameter: a parameter that decays a little each step (weight decay) is still an accumulation of
-            updates.
+        is_parameter: whether the tensor is a parameter: a parameter that decays a little in each step (weight
+            decay) still counts as an accumulation of updates.
     """
     taken = unless_skipped(placeholder, new_value)
     others = {node: symbol for node, symbol in peers.items() if node not in (new_value, taken)}
@@ -89,7 +88,7 @@ def _kind(slopes: Slopes) -> Kind:
 
 
 class _Reader:
-    """Walks a state tensor's update backwards from its store, each node once."""
+    """Backward walk over a state tensor's update from its store, visiting each node once."""
 
     def __init__(
         self, placeholder: Node, new_value: Node, symbols: Mapping[Node, str], peers: Mapping[Node, str]
@@ -105,7 +104,7 @@ class _Reader:
         self._slopes: dict[Node, Slopes] = {}
 
     def path(self) -> tuple[Node, ...]:
-        """The nodes between the tensor's load and its store, in graph order."""
+        """Return the nodes between the tensor's load and its store, in graph order."""
         self.depends(self.new_value)
         order = {node: i for i, node in enumerate(self.placeholder.graph.nodes)}
         return tuple(
@@ -116,7 +115,7 @@ class _Reader:
         )
 
     def depends(self, node: Any) -> bool:
-        """Whether ``node`` is computed from the old value (not through another state tensor's new value)."""
+        """Return whether ``node`` is computed from the old value, not by way of another state's new value."""
         if not isinstance(node, Node):
             return False
         if node not in self._depends:
@@ -125,7 +124,7 @@ class _Reader:
             elif node in self.peers or ignores_values(node.target):
                 self._depends[node] = False
             else:
-                # A list: every operand is visited, not only up to the first that depends.
+                # A list, not a generator: path() needs every operand visited.
                 dependent = [self.depends(operand) for operand in node.all_input_nodes]
                 self._depends[node] = any(dependent)
         return self._depends[node]
@@ -144,7 +143,7 @@ class _Reader:
         return self._expressions[value]
 
     def _cut_off(self, node: Node) -> sympy.Expr:
-        """A symbol for a value: its last operation, numbered where there are several."""
+        """Return a symbol for a value: the name of its last operation, numbered if there are several."""
         operation = operator_name(node.target)
         self._cuts.append(operation)
         times = self._cuts.count(operation)
@@ -203,14 +202,14 @@ class _Reader:
         return _NONLINEAR
 
     def _scaled(self, value: Any, factor: Any, *, inverse: bool = False) -> Slopes:
-        """``value * factor`` (or ``value / factor``), where ``value`` depends on the old value."""
+        """Return the slopes of ``value * factor`` or ``value / factor``; ``value`` has slopes of its own."""
         if self.depends(factor):
             return _NONLINEAR
         coefficient = _exact(factor) if not isinstance(factor, Node) else self._coefficient(factor)
         return _map(self.slopes(value), lambda slope: slope / coefficient if inverse else slope * coefficient)
 
     def _coefficient(self, factor: Node) -> sympy.Expr:
-        """A factor that is a graph value: its expression if it is one number, else an unknown."""
+        """Return a factor that is a node: its expression if it is a single number, otherwise an unknown."""
         if (constant := number_filling(factor)) is not None:
             return self._coefficient(constant) if isinstance(constant, Node) else _exact(constant)
         value = tensor_value(factor)
@@ -232,14 +231,14 @@ def _sum(first: Slopes, second: Slopes) -> Slopes:
 
 
 def _branches(first: Slopes, second: Slopes) -> Slopes:
-    """The slopes of either of two values; one that does not depend on the old value contributes none."""
+    """Return the slopes of either of two values; a value independent of the old value adds none."""
     if isinstance(first, _Nonlinear) or isinstance(second, _Nonlinear):
         return _NONLINEAR
     return first | second
 
 
 def _number(value: Any) -> sympy.Expr:
-    """A constant as an expression for display: six digits, whole numbers as integers."""
+    """Return a constant as an expression for display: six digits, whole numbers as integers."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return sympy.Symbol(str(value))
     if math.isfinite(value) and value == int(value):
@@ -248,7 +247,7 @@ def _number(value: Any) -> sympy.Expr:
 
 
 def _exact(value: Any) -> sympy.Expr:
-    """A constant as an expression for arithmetic: the exact value of the double."""
+    """Return a constant as an expression for arithmetic: the exact value of the double."""
     if isinstance(value, (int, float)) and math.isfinite(value):
         fraction = Fraction(value)
         return sympy.Rational(fraction.numerator, fraction.denominator)
@@ -256,45 +255,46 @@ def _exact(value: Any) -> sympy.Expr:
 
 
 def representation_error(decay: Fraction, fmt: FloatFormat) -> Fraction:
-    """|RN(a) - a| / |1 - a|: how wrong the *rate* 1 - a becomes when a itself is stored in ``fmt``."""
+    """Return ``|RN(a) - a| / |1 - a|``: relative error of the *rate* 1 - a if a is stored in ``fmt``."""
     return abs(fmt.nearest(decay) - decay) / abs(1 - decay)
 
 
 def stall_band(decay: Fraction, fmt: FloatFormat) -> Fraction:
-    """U / (1 - a): the amplification of the roundoff u of each step by a recurrence of decay a.
+    """Return ``u / |1 - a|``: the amplification of each step's roundoff u by a recurrence of decay a.
 
-    ``v' = a v + (1 - a) x`` moves v by ``(1 - a)(x - v)``; rounded to ``fmt`` the move is lost once it is
-    below ``u v``, that is as soon as v is within ``u/(1 - a)`` of its target, relatively. Independent errors
-    of each step add up likewise.
+    ``v' = a v + (1 - a) x`` moves v by ``(1 - a)(x - v)``. Rounding to ``fmt`` loses a move smaller than
+    ``u v``, that is once the relative distance of v to its target is below ``u/(1 - a)``. Independent errors
+    of the steps add up to the same bound.
     """
     return fmt.unit_roundoff / abs(1 - decay)
 
 
 def dithered_noise(decay: Fraction, fmt: FloatFormat) -> float:
-    """The rms noise of a value of decay a that dither rounds at every step, relatively, after a long run.
+    """Return the relative rms noise, over a long run, of a value of decay a that dither rounds every step.
 
-    ``sqrt(2/3) u / sqrt(1 - a**2)``. To one of two neighbours an ulp apart, up with a probability p of the
-    rest, a rounding is right on average and has the variance ``p (1 - p) ulp**2``: ``ulp**2 / 6`` over all
-    rests. An ulp is ``2 u v`` at most, just above a power of two. Of each step's error the next keep ``a``:
-    ``(2 u)**2 / 6 * (1 + a**2 + a**4 + ...)`` is the square of the noise. That is of choices at random. Those
-    of dither make up for one another, of values between two powers of two an ulp is smaller, and a value that
-    hardly moves is rounded to what it was, so that this is a bound: averages of squares have from a quarter
-    to three quarters of it (in bfloat16, ``a = 0.999``: 0.028 of 0.071). Infinite where nothing decays.
-    Underflow is not in it.
+    The noise is ``sqrt(2/3) u / sqrt(1 - a**2)``; infinite if a is 1 or more. Underflow is not included.
+
+    Derivation: a number lies between two neighbours of the format that are an ulp apart, at a fraction p of
+    the way up. Rounded up with probability p, it is right on average, with variance ``p (1 - p) ulp**2``;
+    the mean over all p is ``ulp**2 / 6``. An ulp is at most ``2 u v``, just above a power of two. Each later
+    step keeps the share ``a`` of an error, so the square of the noise is
+    ``(2 u)**2 / 6 * (1 + a**2 + a**4 + ...)``. This is a bound for dither, for three reasons: its errors are
+    not independent but cancel each other; between powers of two an ulp is smaller; and a value that hardly
+    moves is rounded to its old value. Averages of squares were measured at a quarter to three quarters of
+    the bound (in bfloat16 with ``a = 0.999``: 0.028 of 0.071).
     """
     return math.sqrt(2 / 3 / (1 - decay**2)) * float(fmt.unit_roundoff) if decay < 1 else math.inf
 
 
 def judge(recurrence: Recurrence, fmt: FloatFormat) -> Verdict:
-    """Whether storing the tensor in ``fmt``, rounded to nearest, loses its update; and dither's noise.
+    """Judge whether storing a tensor in ``fmt``, rounded to nearest, loses its update; add dither's noise.
 
-    An accumulation is lossy: any move below half an ulp is lost, every time. A moving average is lossy if it
-    stalls further than :data:`TOLERATED_STALL` (1/16, 6 %) from its target, ``u/(1 - a)``, or if its rate is
-    off by more than that because ``a`` has no close neighbour in the format. In bfloat16 that puts the line
-    between a = 0.9 (0.039) and 0.95 (0.078); in float16 between 0.99 (0.049) and 0.995 (0.098). A decay that
-    is no compile-time constant may come
-    arbitrarily near 1, so it is taken to be lossy. An overwrite is not lossy: nothing of the old value is
-    left to lose.
+    An accumulation is lossy: every move below half an ulp is lost. A moving average is lossy if its stall
+    band ``u/(1 - a)`` exceeds :data:`TOLERATED_STALL` (1/16, 6 %), or if the format represents ``a`` so badly
+    that the rate 1 - a has a larger relative error than that. In bfloat16 the limit lies between a = 0.9
+    (0.039) and 0.95 (0.078); in float16 between 0.99 (0.049) and 0.995 (0.098). A decay that is unknown at
+    compile time may be arbitrarily near 1, so it counts as lossy. An overwrite is not lossy: it keeps nothing
+    of the old value.
     """
     if recurrence.kind is Kind.OVERWRITE:
         noise = dithered_noise(Fraction(0), fmt)
@@ -304,8 +304,7 @@ def judge(recurrence: Recurrence, fmt: FloatFormat) -> Verdict:
     if not recurrence.slopes:
         return Verdict(
             True,
-            "depends on its old value in a way that is not linear, or by way of other state; "
-            "no bound is known",
+            "depends on its old value nonlinearly, or by way of other state; no bound is known",
         )
     verdicts = [_judge_slope(slope, fmt) for slope in recurrence.slopes]
     found = next((verdict for verdict in verdicts if verdict.lossy), verdicts[0])
@@ -340,7 +339,7 @@ def _judge_slope(slope: sympy.Expr, fmt: FloatFormat) -> Verdict:
 
 
 def _decay(slope: sympy.Expr) -> Fraction | None:
-    """The share of its old size that a value keeps in a step; None where that is no compile-time constant."""
+    """Return the share of its old value that a value keeps in a step; None if unknown at compile time."""
     if not slope.is_number:
         return None
     return abs(Fraction(slope.p, slope.q) if slope.is_Rational else Fraction(float(slope)))

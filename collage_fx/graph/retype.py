@@ -1,10 +1,9 @@
-"""A rewrite that carries low-precision values in float32, for the passes ``widen`` and ``pin-roundings``.
+"""Rewrite that carries low-precision values in float32, for the passes ``widen`` and ``pin-roundings``.
 
-After it has run, every operation that used to be computed in bfloat16 or float16 works on float32 values;
-casts remain only where memory is read (inputs) and written (the ``copy_`` epilogue, outputs, operators that
-need the storage dtype). What differs is the meaning it keeps: with ``rounding=False`` the intermediate
-roundings are dropped, on purpose and visibly; with ``rounding=True`` every value is rounded to the storage
-format's grid where the original graph rounded it.
+Afterwards every operation that was computed in bfloat16 or float16 works on float32 values; casts remain only
+where memory is read (inputs) and written (the ``copy_`` epilogue, outputs, operators that need the storage
+dtype). With ``rounding=False`` the intermediate roundings are dropped on purpose; with ``rounding=True``
+every value is rounded to the storage format's grid where the original graph rounded it.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from collage_fx.numerics import is_low_precision, storage_format
 
 
 class Retyper:
-    """Rewrites a graph in place so that low-precision values are carried in float32.
+    """Rewriter of a graph, in place, that carries low-precision values in float32.
 
     Args:
         editor: makes the nodes.
-        rounding: keep the roundings (every value on its storage format's grid) or drop them.
+        rounding: whether to keep the roundings (every value on its storage format's grid) or drop them.
     """
 
     def __init__(self, editor: GraphEditor, *, rounding: bool) -> None:
@@ -65,8 +64,7 @@ class Retyper:
         elif is_transparent(node.target):
             self._visit_transparent(node)
         else:
-            # Matrix products, library calls, custom operators: they get and give the storage dtype, as
-            # written.
+            # Matrix products, library calls, custom operators: operands and results keep the storage dtype.
             node.args, node.kwargs = map_arg((node.args, node.kwargs), self._in_storage)
 
     def _visit_conversion(self, node: Node) -> None:
@@ -99,7 +97,7 @@ class Retyper:
             self._replace(node, result)
 
     def _visit_element(self, node: Node) -> None:
-        """Visit one of several results: float32 by now if a transparent operator made it, else as it was."""
+        """Visit one result of several: float32 if a transparent operator made it, otherwise unchanged."""
         results, index = node.args
         value = tensor_value(node)
         assert isinstance(results, Node)
@@ -108,32 +106,32 @@ class Retyper:
             self._float32[node] = self.editor.call(operator.getitem, results, index)
 
     def _define(self, node: Node, result: Node, *, rounds: bool) -> None:
-        """Have ``result`` (float32) carry what the low-precision ``node`` stood for."""
+        """Record ``result`` (float32) as the carrier of the low-precision ``node``."""
         value = tensor_value(node)
         assert value is not None
         if not (self.rounding and rounds):
             self._float32[node] = result
         elif all(is_copy_to_input(user) or user.op == "output" for user in node.users):
-            # Nobody in the graph reads it back: the store itself rounds.
+            # No other node reads the value: the store itself rounds it.
             self._float32[node] = result
         else:
             self._float32[node] = self.editor.call(round_to_storage, result, value.dtype)
 
     def _replace(self, node: Node, result: Node) -> None:
-        """Have later nodes read ``result``, which has the dtype of ``node``."""
+        """Replace ``node`` by ``result``, of the same dtype, in its readers."""
         node.replace_all_uses_with(result)
 
     def _in_float32(self, node: Node) -> Node:
-        """The float32 carrier of a low-precision node; any other node as it is."""
+        """Return the float32 carrier of a low-precision node; any other node unchanged."""
         if not is_low_precision_tensor(node):
             return node
-        if node not in self._float32:  # memory: an input, or the result of an operator that keeps its dtype
+        if node not in self._float32:  # memory: an input, or an opaque operator's result
             self._float32[node] = self.editor.convert(node, torch.float32)
             self._memory.add(node)
         return self._float32[node]
 
     def _in_storage(self, node: Node) -> Node:
-        """A low-precision node in its storage dtype: itself if it is memory, else a cast of its carrier."""
+        """Return a low-precision node in its storage dtype: itself if it is memory, otherwise a cast."""
         value = tensor_value(node)
         carrier = self._float32.get(node)
         if value is None or carrier is None or node in self._memory:

@@ -1,4 +1,4 @@
-"""The way that a step took through the compiler, and why not a faster one."""
+"""The route of a step through the compiler, and why a faster route was not taken."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from typing import Literal, get_args
 
 from torch.fx import Node
 
-#: The graph that is compiled at once: of one of each family of equal updates, or the whole graph; the latter
-#: part by part, as one, or as it was captured, because nothing in it is compensated. Or nothing is compiled:
-#: torch runs the graph.
+#: The unit of compilation. "by family": the graph of one member of each family of equal updates. "in parts":
+#: the whole graph, part by part. "whole": the whole graph at once. "as captured": the graph without changes,
+#: because nothing in it is compensated. "operation by operation": not compiled, torch runs each operation.
 Unit = Literal["by family", "in parts", "whole", "as captured", "operation by operation"]
 
-#: The faster ways that may not be taken, the costliest to miss first.
+#: Ways of compiling that make a step faster, from the largest gain to the smallest.
 Way = Literal["by family", "in parts", "in one call for all tensors", "by the usual code"]
 WAYS: tuple[Way, ...] = get_args(Way)
 
 
 @dataclass(frozen=True)
 class Reason:
-    """The reason why a way was not taken: returned by a function that finds that it cannot do something.
+    """Reason why a step was not compiled in a faster way; returned by the function that finds it.
 
     Attributes:
-        what: in words that go on from "not by family: ".
-        node: the node at which that showed, in the words of its graph; empty where it is about no single one.
+        what: the reason, in words that continue "not by family: ".
+        node: text of the node at which it was found; empty if it concerns no single node.
     """
 
     what: str
@@ -31,31 +31,31 @@ class Reason:
 
     @classmethod
     def at(cls, node: Node, what: str) -> Reason:
-        """A reason that showed at a node."""
+        """Return a reason that was found at a node."""
         return cls(what, str(node.format_node() or node.name))
 
     def __str__(self) -> str:
         return f"{self.what} ({self.node})" if self.node else self.what
 
 
-#: The ways that were not taken, and why.
+#: Ways that were not taken, with the reason of each.
 Reasons = tuple[tuple[Way, Reason], ...]
 
 
 def not_taken(*ways: tuple[Way, Reason | None]) -> Reasons:
-    """Those of some ways against which there is a reason."""
+    """Drop the ways whose reason is None."""
     return tuple((way, reason) for way, reason in ways if reason is not None)
 
 
 @dataclass(frozen=True)
 class Route:
-    """The way of one compilation.
+    """The route of one compilation.
 
     Attributes:
-        unit: what was compiled at once.
-        recorded: why the step was recorded; empty where Dynamo captured it.
+        unit: the unit of compilation.
+        recorded: why the step was recorded; empty if Dynamo captured it.
         is_measured: whether the step computes metrics.
-        reasons: the faster ways that were not taken, and why, in the order of :data:`WAYS`.
+        reasons: the faster ways that were not taken, with reasons, in the order of :data:`WAYS`.
     """
 
     unit: Unit
@@ -64,7 +64,7 @@ class Route:
     reasons: Reasons = ()
 
     def __str__(self) -> str:
-        """The way in one line, without the reasons."""
+        """Return the route in one line, without the reasons."""
         words = ["recorded" if self.recorded else "captured", f"{self._treated} {self.unit}"]
         return ", ".join([*words, *(["measured"] if self.is_measured else [])])
 
@@ -73,12 +73,12 @@ class Route:
         return "run" if self.unit == "operation by operation" else "compiled"
 
     def sentence(self) -> str:
-        """Return the way as a sentence for the end of a report, with the first reason."""
+        """Return the route as a sentence for the end of a report, with the first reason."""
         words = f"{self._treated.capitalize()} {self.unit}"
         first = next(iter(self.explained()), "")
         return f"{words} ({first})." if first else f"{words}."
 
     def explained(self) -> list[str]:
-        """The reasons as text: a line for each faster way, why it was not taken."""
+        """Return the reasons as text: one line per faster way that was not taken."""
         lines = [f"not captured: {self.recorded}"] if self.recorded else []
         return lines + [f"not {way}: {reason}" for way, reason in self.reasons]

@@ -1,4 +1,4 @@
-"""Signs: which values of a graph are never negative."""
+"""Signs: values of a graph that are never negative."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _NEVER_NEGATIVE = {aten.abs, aten.exp, aten.sqrt, aten.rsqrt, aten.relu, aten.si
 _NEVER_NEGATIVE |= {aten.linalg_vector_norm, aten.norm}
 #: Operators whose results are never negative where no operand is.
 _KEEPS_SIGN = {aten.sum, aten.mean, aten.amax, aten.amin, aten.reciprocal, aten.expand, aten.index}
-#: Operators whose results have the elements of their operands, each in its place, in another dtype or memory.
+#: Operators whose results have their operand's elements at the same indices, in another dtype or memory.
 _IN_PLACE = {torch.ops.prims.convert_element_type, aten.clone, aten.alias}
 
 
 class Signs:
-    """What is known of the signs of a graph's values; NaN counts as any.
+    """Signs known of a graph's values; a NaN does not count as negative.
 
     Args:
         positive: inputs that are never negative.
-        zero: inputs that are read as zero.
-        numbers_are_positive: whether numbers (rates, corrections of a bias) are taken to be positive.
+        zero: inputs taken to be zero.
+        numbers_are_positive: whether numbers (rates, bias corrections) are taken to be positive.
     """
 
     def __init__(
@@ -49,13 +49,13 @@ class Signs:
         return self._sign(value) is not None
 
     def _sign(self, value: Any) -> int | None:
-        """1 for what is never negative, 0 for zero, None for what may have any sign."""
+        """Return 1 for a value that is never negative, 0 for zero, None if the sign is unknown."""
         if isinstance(value, (int, float)):
             return None if not value >= 0 else int(value > 0)
         if not isinstance(value, Node):
             return None
         if value not in self._known:
-            self._known[value] = None  # of a value that is made from itself nothing is known
+            self._known[value] = None  # a value computed from itself has an unknown sign
             self._known[value] = self._sign_of(value)
         return self._known[value]
 
@@ -75,7 +75,7 @@ class Signs:
             return self._sign(args[0])
         if packet is aten.pow:
             is_even = isinstance(args[1], (int, float)) and args[1] % 2 == 0
-            is_root = isinstance(args[1], float) and args[1] % 1 != 0  # NaN of what is negative
+            is_root = isinstance(args[1], float) and args[1] % 1 != 0  # NaN of negative numbers
             return 1 if is_even or is_root else self._sign(args[0]) and 1
         signs = [self._sign(arg) for arg in args[:2]]
         function = facts_of(node.target).function
@@ -97,7 +97,7 @@ class Signs:
         return _weaker(*signs) if function is sympy.Min else None
 
     def _of_product(self, node: Node) -> int | None:
-        """The sign of a product; squares in it have one, in whatever order it is computed."""
+        """Return the sign of a product; x * x is never negative, in whatever order it is computed."""
         factors: list[Any] = []
         for factor in _factors_of(node):
             if isinstance(factor, Node) and factor in factors:
@@ -109,7 +109,7 @@ class Signs:
 
 
 def stays_positive(state: StateTensor) -> bool:
-    """Whether a state that is not negative is not after a step either."""
+    """Return whether a state that is not negative before a step is not negative after the step."""
     slopes = state.recurrence.slopes
     if len(slopes) == 1 and slopes[0].is_number and slopes[0] >= 0:
         return Signs((), [state.placeholder]).never_negative(new_value(state))
@@ -117,7 +117,7 @@ def stays_positive(state: StateTensor) -> bool:
 
 
 def _stay_positive(program: StepProgram) -> set[Node]:
-    """The state that is not negative after a step either if none of it is before, as a count of masks is."""
+    """Return the states that are never negative if all of them start nonnegative, as counts of masks."""
     positive = {state.placeholder: state for state in program.states if state.info.role is Role.STATE}
     while True:
         signs = Signs(positive)
@@ -129,11 +129,11 @@ def _stay_positive(program: StepProgram) -> set[Node]:
 
 
 def moves_as_a_parameter(program: StepProgram, state: StateTensor) -> bool:
-    """Whether a state sums up numbers of either sign, as the z of schedule-free optimizers does.
+    """Return whether a state sums numbers of either sign, as the z of schedule-free optimizers does.
 
-    Such a sum may be large beside what is added to it, and what it loses is lost for good. One of squares
-    starts from zero, and is no larger than they are; nor is the term of a Kahan sum, of which the parameter
-    takes what it can. The parts of a recorded step do not show it.
+    Such a sum may be large compared with its addends, and what rounding loses is lost for good. A sum of
+    squares starts from zero and is about as large as its addends; the term of a Kahan sum stays small because
+    the parameter takes up most of it. Always False for a recorded step, whose parts do not show this.
     """
     is_sum = state.info.role is Role.STATE and state.recurrence.kind is Kind.ACCUMULATION
     if not is_sum or program.is_recorded or state.placeholder in _stay_positive(program):
@@ -144,7 +144,7 @@ def moves_as_a_parameter(program: StepProgram, state: StateTensor) -> bool:
 
 
 def _factors_of(value: Any) -> Iterator[Any]:
-    """What a product is a product of, behind conversions and copies: those leave elements in their places."""
+    """Yield the factors of a product, looking through casts and copies, which keep elements in place."""
     while isinstance(value, Node) and getattr(value.target, "overloadpacket", None) in _IN_PLACE:
         value = value.args[0]
     if isinstance(value, Node) and facts_of(value.target).sign == "*":
@@ -155,4 +155,5 @@ def _factors_of(value: Any) -> Iterator[Any]:
 
 
 def _weaker(first: int | None, second: int | None) -> int | None:
+    """Return the sign that holds for both of two values, such as the branches of a ``where``."""
     return None if first is None or second is None else min(first, second)

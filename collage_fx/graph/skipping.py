@@ -2,15 +2,16 @@
 
 Note [Skipped steps]
 --------------------
-A loss scaler has a step left out whose gradients have overflowed, and some optimizers do so themselves. The
-step is computed all the same, and every tensor gets either its old value or the new one. With an error term
-each of the two is ``hi + lo``. A tensor whose step is skipped keeps both parts, bit for bit: joined, chosen
-and split again, ``hi + lo`` could be another pair of the same value, where lo is half an ulp of an odd hi.
+A loss scaler skips a step whose gradients have overflowed, and some optimizers do so themselves. The step is
+computed all the same, and every tensor is set to either its old or its new value. With an error term each of
+the two is ``hi + lo``. A tensor whose step is skipped must keep both parts, bit for bit: if the old value
+were joined, chosen and split again, it could become another pair (hi, lo) of the same value, where lo is half
+an ulp of an odd hi.
 
-So a compensating pass sets the choice aside (:func:`set_aside`), rewrites the step as if it were always
-taken, and puts the choice in front of the stores of all parts (:func:`restore`). What the step does to a
-tensor's precision is read off the new value as well (:func:`unless_skipped`): a value that is kept is not
-rounded, so that an average's roundoff is what it is in the steps that are taken.
+So a compensating pass removes the choice (:func:`set_aside`), rewrites the step as if it were always taken,
+and puts the choice in front of the stores of all parts (:func:`restore`). The effect of a step on a tensor's
+precision is also read from the new value (:func:`unless_skipped`): a value that is kept is not rounded, so an
+average's roundoff comes from the steps that are taken.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Skip:
-    """A choice between a tensor's old value and a new one.
+    """Choice between a tensor's old value and its new value.
 
     Attributes:
-        condition: what is chosen by.
+        condition: first operand of ``where``.
         changed: the new value.
-        kept: which of the operands of ``where`` is the old value, 1 or 2.
+        kept: position of the old value among the operands of ``where``, 1 or 2.
     """
 
     condition: Node
@@ -50,31 +51,31 @@ class Skip:
     kept: int
 
     def between(self, editor: GraphEditor, old: Node, new: Node) -> Node:
-        """The same choice between two other values."""
+        """Add the same choice between two other values."""
         first, second = (old, new) if self.kept == 1 else (new, old)
         return editor.call(aten.where.self, self.condition, first, second)
 
 
 def unless_skipped(placeholder: Node, new_value: Node) -> Node:
-    """The node that ``placeholder`` is overwritten with in a step that is taken."""
+    """Return the new value of ``placeholder`` in a step that is not skipped."""
     skip = _skip(placeholder, new_value)
     return new_value if skip is None else skip.changed
 
 
 def set_aside(state: StateTensor) -> Skip | None:
-    """Have a tensor's store take the new value, if it takes either that or the old one."""
+    """Replace ``store(where(skip, old, new))`` by ``store(new)``; return the skip, None if there is none."""
     skip = _skip(state.placeholder, unconverted(state.stored))
     if skip is not None and state.packed and not is_number(skip.condition):
-        return None  # elements that are kept have a scale in common with others
+        return None  # kept and changed elements of a block share a scale
     if skip is not None:
         state.store.args = (state.placeholder, skip.changed, *state.store.args[2:])
     return skip
 
 
 def intend(editor: GraphEditor, state: StateTensor, skip: Skip | None) -> None:
-    """Set the intended value of a tensor: its old value in a step that is skipped.
+    """Set the intended value of a tensor that is measured: its old value in a skipped step.
 
-    To be called when the graph is finished: nothing reads the intended value unless the step is measured.
+    Call it when the graph is finished: nothing reads the intended value unless the step is measured.
     """
     if skip is not None and state.intended is not None:
         with editor.graph.inserting_before(state.store):
@@ -83,7 +84,7 @@ def intend(editor: GraphEditor, state: StateTensor, skip: Skip | None) -> None:
 
 
 def restore(editor: GraphEditor, state: StateTensor, skip: Skip | None) -> None:
-    """Have the stores of all parts of a tensor take the new ones or the old ones again."""
+    """Put the choice between old and new value in front of the stores of all parts of a tensor."""
     if skip is None:
         return
     stores = copies_to_inputs(editor.graph)
@@ -94,7 +95,7 @@ def restore(editor: GraphEditor, state: StateTensor, skip: Skip | None) -> None:
 
 
 def _skip(placeholder: Node, new_value: Node) -> Skip | None:
-    """The choice that a new value is; None if it is none, or if the condition depends on the old value."""
+    """Return the choice that computes a new value; None if there is none or it depends on the old value."""
     condition = new_value.args[0] if new_value.target is aten.where.self else None
     if not isinstance(condition, Node) or placeholder in {condition, *reached([condition], operands_of)}:
         return None

@@ -1,4 +1,4 @@
-"""A graph as text, a line for each node, as tests and documentation show it."""
+"""Text form of a graph, one node per line, for tests and documentation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collage_fx.torch_compat import pytree
 
 
 def graph_text(graph: Graph) -> str:
-    """A graph for people: one line a node, new nodes marked with the pass that made them."""
+    """Return a readable text of a graph: one line per node, new nodes marked with the pass that made them."""
     return "\n".join(_node_text(node) for node in graph.nodes)
 
 

@@ -1,4 +1,4 @@
-"""Trainers of other packages, one line each. A module imports its trainer's package, which has to be there.
+"""Integrations with trainers of other packages, one line each; each needs its trainer's package.
 
-An optimizer that a program makes itself needs none of them: ``collage_fx.install(optimizer)``.
+An optimizer that your program creates needs no integration: ``collage_fx.install(optimizer)``.
 """

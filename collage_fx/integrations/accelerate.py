@@ -1,4 +1,4 @@
-"""Accelerate's ``Accelerator.prepare`` with compensated optimizers."""
+"""Integration with Accelerate: ``Accelerator.prepare`` with compensated optimizers."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ __all__ = ["prepare"]
 
 
 def prepare(accelerator: Any, *objects: Any, **options: Any) -> Any:
-    """``accelerator.prepare(*objects)``, with all optimizers among them installed.
+    """Call ``accelerator.prepare(*objects)`` after installing all optimizers among the objects.
 
-    The model is to be in bfloat16 or float16. ``save_state`` and ``load_state`` keep the error terms.
+    The model must be in bfloat16 or float16. ``save_state`` and ``load_state`` keep the error terms.
 
     Args:
         accelerator: an ``accelerate.Accelerator``.
         objects: models, optimizers, schedulers and loaders.
-        options: those of :func:`collage_fx.install`.
+        options: options of :func:`collage_fx.install`.
 
     Returns:
-        What ``prepare`` returns, in the same order.
+        the result of ``accelerator.prepare``, in the same order.
     """
     for each in objects:
         if isinstance(each, Optimizer):

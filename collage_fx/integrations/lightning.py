@@ -1,4 +1,4 @@
-"""Lightning's ``Trainer``: one callback."""
+"""Integration with Lightning's ``Trainer``: a callback."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ __all__ = ["CollageCallback"]
 
 
 class CollageCallback(Callback):  # type: ignore[misc]  # Lightning has no types here
-    """Compensates all optimizers of a ``Trainer``: ``Trainer(..., callbacks=[CollageCallback()])``.
+    """Callback that compensates all optimizers of a ``Trainer``: ``Trainer(callbacks=[CollageCallback()])``.
 
-    The module is to be in bfloat16 or float16 (``Trainer(precision="bf16-true")``). The trainer's checkpoints
+    The module must be in bfloat16 or float16 (``Trainer(precision="bf16-true")``). The trainer's checkpoints
     hold the error terms.
 
     Args:
-        options: those of :class:`collage_fx.CollageBackend`, such as ``strategy="light"``.
+        options: options of :class:`collage_fx.CollageBackend`, such as ``strategy="light"``.
 
     Attributes:
-        backend: for ``backend.report()``.
+        backend: the backend, for ``backend.report()``.
     """
 
     def __init__(self, **options: Any) -> None:
         self.backend = CollageBackend(**options)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Install the optimizers, once the trainer has made them."""
+        """Install the optimizers after the trainer has created them."""
         for optimizer in trainer.optimizers:
             install(optimizer, backend=self.backend)

@@ -1,4 +1,4 @@
-"""torchtitan's optimizer container, as part of a job's configuration."""
+"""Integration with torchtitan: an optimizer container, as part of a job's configuration."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["CollageOptimizers", "collage"]
 
 
 class CollageOptimizers(OptimizersContainer):  # type: ignore[misc]  # torchtitan has no types here
-    """torchtitan's ``OptimizersContainer``, each of whose optimizers is installed.
+    """Variant of torchtitan's ``OptimizersContainer`` that installs each of its optimizers.
 
     Its state dict holds the error terms, for torchtitan's checkpoints.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):  # type: ignore[misc]  # likewise
-        """That of torchtitan's container.
+        """``OptimizersContainer.Config`` with options for compensation.
 
         Attributes:
             collage: options of :func:`collage_fx.install`.
@@ -35,20 +35,21 @@ class CollageOptimizers(OptimizersContainer):  # type: ignore[misc]  # torchtita
         install(self, **config.collage)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a flat state dict, with what torchtitan's own function leaves out."""
+        """Load a flat state dict, with the error terms that torchtitan's own function omits."""
         for optimizer in self.optimizers:
             init_optim_state(optimizer)
             load_flat(optimizer, state_dict, load_flat_optim_state_dict)
 
 
 def collage(config: OptimizersContainer.Config, **options: Any) -> CollageOptimizers.Config:
-    """A configuration like ``config``, of compensated optimizers.
+    """Return a configuration like ``config``, with compensated optimizers.
 
-    ``optimizer=collage(default_adamw(lr=3e-4))`` in that of a job, with ``training.dtype="bfloat16"``.
+    In the configuration of a job: ``optimizer=collage(default_adamw(lr=3e-4))``, with
+    ``training.dtype="bfloat16"``.
 
     Args:
-        config: as for torchtitan.
-        options: those of :func:`collage_fx.install`, such as ``strategy="light"``.
+        config: torchtitan's configuration of the optimizers.
+        options: options of :func:`collage_fx.install`, such as ``strategy="light"``.
     """
     same = {each.name: getattr(config, each.name) for each in fields(config)}
     return CollageOptimizers.Config(**same, collage=options)

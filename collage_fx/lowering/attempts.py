@@ -24,6 +24,7 @@ from collage_fx.errors import FailedLoweringError
 from collage_fx.graph import Reason, Reasons, copy_of, device_facts, not_taken
 from collage_fx.torch_compat import (
     InductorFault,
+    boxed_call,
     inductor_compile_inner,
     inductor_config,
     inductor_faults,
@@ -107,7 +108,7 @@ def interpreted(gm: GraphModule) -> Callable[[list[Any]], Any]:
     def run(arguments: list[Any]) -> Any:
         return exact(*arguments)
 
-    return takes_a_list(run)
+    return boxed_call(run)
 
 
 def _correctly_rounded_sqrt(x: Tensor) -> Tensor:

@@ -105,7 +105,7 @@ def lower(
         program.gm.graph, is_recorded=program.is_recorded, is_compiled=program.is_compiled
     )
     compiled = not_compiled or step_in_parts(program)
-    if isinstance(compiled, Reason) and not repetition.is_of_one:
+    if isinstance(compiled, Reason) and not repetition.is_whole:
         return compiled
     if isinstance(compiled, StepInParts):
         made, not_in_parts, is_compiled = compiled.kernels, None, True
@@ -126,7 +126,7 @@ def lower(
         for index in repetition.copies[state.position]
     ]
     expected = _expected(program, extended, all_layouts=not_in_parts is None)
-    unit: Unit = "whole" if not_in_parts is not None else "in parts" if repetition.is_of_one else "by family"
+    unit: Unit = "whole" if not_in_parts is not None else "in parts" if repetition.is_whole else "by family"
     if not is_compiled:
         unit = "operation by operation"
     step = CompensatedStep(compiled, bindings, expected, program.rows)
@@ -136,7 +136,7 @@ def lower(
 def step_in_parts(program: StepProgram) -> StepInParts | Reason:
     """Compile a program's graph part by part, for all members of its families, or return why not."""
     with inductor_config.patch(_settings(program)):
-        step = lower_in_parts(program.gm, always=not program.repetition.is_of_one)
+        step = lower_in_parts(program.gm, always=not program.repetition.is_whole)
     return repeated_step(step, program.extended) if isinstance(step, StepInParts) else step
 
 
@@ -223,9 +223,9 @@ def _whole(program: StepProgram, example_inputs: Sequence[Any], inductor_options
     """Compile the program's graph as one graph."""
     if inductor_options.get("cudagraphs"):
         _refuse_frozen_numbers(program)
-    auxiliaries = [node for state in program.expansions for node in state.added]
+    auxiliaries = [node for state in program.expansions for node in state.added_inputs]
     static = list(inductor_options.get("static_input_idxs", ()))
-    owners = [state for state in program.expansions for _ in state.added]
+    owners = [state for state in program.expansions for _ in state.added_inputs]
     # An auxiliary is as static as the tensor it corrects: CUDA graphs need not copy it.
     static += [
         i

@@ -1,7 +1,7 @@
-"""The rows that measured steps fill, and their copies: Note [Metrics] in ``numerics/update_sums.py``.
+"""Rows of sums that measured steps fill, and copies of them: Note [Metrics] in ``numerics/update_sums.py``.
 
-A step is what an optimizer's ``step`` does once, in however many compiled graphs: a step begins when a tensor
-is updated that has been updated since the last one began.
+A step is a call of an optimizer's ``step``, which may run several compiled graphs. A new step begins when a
+graph updates a tensor that has been updated since the current step began.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from collage_fx.metrics.quality import MeasuredTensor, Metrics, UpdateQuality
 from collage_fx.numerics import SIZES, SUMS
 from collage_fx.runtime import Present, is_captured
 from collage_fx.state import parameter_names, state_tensors
-from collage_fx.torch_compat import Pieces, pieces_of, real_tensors, takes_a_list
+from collage_fx.torch_compat import Sharding, boxed_call, real_tensors, sharding_of
 
-#: Numbers of a row in memory, and where its sizes begin: each part begins at a multiple of 128 bytes, as GPU
-#: kernels may take for granted.
+#: Float64 numbers of a row in memory, and index of its sizes: sums and sizes each begin at a multiple of 128
+#: bytes, an alignment that GPU kernels may assume.
 WIDTH, SIZES_AT = 64, 16
 
-#: A compiled step, called with the list of its arguments.
+#: Compiled step, called with the list of its arguments.
 Step = Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class _Identity:
-    """The identity of a measured tensor: a :class:`MeasuredTensor` before the model's names are known."""
+    """Identity of a measured tensor: a :class:`MeasuredTensor` before the model's names are known."""
 
     name: str
     kind: str
@@ -45,13 +45,13 @@ class _Identity:
 
 @dataclass
 class _Clock:
-    """Counts the steps of one subject."""
+    """Counter of the steps of a subject."""
 
     step: int = 0
     updated: set[int] = field(default_factory=set)
 
     def tick(self, tensors: Sequence[int]) -> int:
-        """The number of the step that updates these tensors, told by identity."""
+        """Return the number of the step that updates the tensors with these ids."""
         if self.step == 0 or not self.updated.isdisjoint(tensors):
             self.step += 1
             self.updated.clear()
@@ -60,11 +60,11 @@ class _Clock:
 
 
 class _Copy:
-    """A copy of rows in the host's memory, which devices write without anyone waiting for them.
+    """Copy of rows in the host's memory, written by devices asynchronously.
 
     Args:
-        buffers: memory with a row for each measured tensor, by device.
-        devices: of the rows that are filled.
+        buffers: by device, a buffer with a row for every measured tensor of all devices.
+        devices: device of each row.
     """
 
     def __init__(self, buffers: Mapping[torch.device, Tensor], devices: Sequence[torch.device]) -> None:
@@ -87,7 +87,7 @@ class _Copy:
         return all(event.query() for event in self._written)
 
     def rows(self) -> Tensor:
-        """The rows, in memory that is not pinned; this waits for the devices."""
+        """Wait for the devices and return the rows, in memory that is not pinned."""
         for event in self._written:
             event.synchronize()
         if len(self._copies) == 1:
@@ -98,7 +98,7 @@ class _Copy:
 
 @dataclass
 class _Snapshot:
-    """A copy of the rows that one measured call has filled, and which of them are of the tensors."""
+    """Copy of the rows that a measured call has filled, and the tensors that they belong to."""
 
     subject: str
     step: int
@@ -106,35 +106,35 @@ class _Snapshot:
     copy: _Copy | None
     there: Sequence[int]
     rows: Tensor = field(init=False)
-    is_summed: bool = False  # over the processes that have pieces of a tensor
+    is_summed: bool = False  # over the processes that hold shards of a tensor
 
     def settle(self) -> None:
-        """Have the rows at hand."""
+        """Wait for the device copy and keep the rows on the host."""
         if self.copy is not None:
             self.rows, self.copy = self.copy.rows()[self.there], None
 
-    def sum_pieces(self) -> None:
-        """Make the rows those of whole tensors: all processes of a mesh call it."""
+    def sum_shards(self) -> None:
+        """Add up the rows of shards to rows of whole tensors; all processes of a mesh call it."""
         if self.is_summed:
             return
         self.is_summed = True
         elements = torch.tensor([[measured.elements] for _, measured in self.tensors], dtype=self.rows.dtype)
         sizes = self.rows[:, SIZES_AT:][:, : len(SIZES)]
-        sizes *= elements / sizes.sum(1, keepdim=True).clamp(min=1)  # of all elements, no longer of a sample
+        sizes *= elements / sizes.sum(1, keepdim=True).clamp(min=1)  # scaled from the sample to all elements
         self.rows = torch.cat([self.rows, elements], 1)
-        in_pieces: dict[Pieces, list[int]] = {}
+        by_sharding: dict[Sharding, list[int]] = {}
         for i, (_, measured) in enumerate(self.tensors):
-            if measured.pieces is not None:
-                in_pieces.setdefault(measured.pieces, []).append(i)
-        for pieces, places in in_pieces.items():
-            self.rows[places] = pieces.sum(self.rows[places])
+            if measured.sharding is not None:
+                by_sharding.setdefault(measured.sharding, []).append(i)
+        for sharding, places in by_sharding.items():
+            self.rows[places] = sharding.sum(self.rows[places])
 
 
 class Meter:
-    """A backend's measurements.
+    """Measurements of a backend.
 
     Args:
-        every: which steps are measured: those that it divides.
+        every: measure each step whose number is a multiple of this.
     """
 
     def __init__(self, every: int) -> None:
@@ -146,7 +146,7 @@ class Meter:
         self._ranks: dict[str, int] = {}
 
     def learn(self, optimizers: Mapping[str, Optimizer]) -> None:
-        """Note the names and groups of what the optimizers hold."""
+        """Note the names and groups of the tensors that the optimizers hold."""
         for variable, optimizer in optimizers.items():
             prefix = f"{variable}." if len(optimizers) > 1 else ""
             groups = [i for i, group in enumerate(optimizer.param_groups) for _ in group["params"]]
@@ -160,7 +160,7 @@ class Meter:
                     self._ranks.setdefault(identity.name, len(self._ranks))
 
     def identity(self, tensor: Tensor, info: InputInfo) -> _Identity:
-        """The identity of a measured tensor: as an optimizer knows it, or else as a graph's input."""
+        """Return the identity of a measured tensor: the optimizer's name, or else the graph input's."""
         kind = "parameter" if info.role is Role.PARAMETER else info.symbol
         known = self._identities.get(tensor)
         return known if known is not None else _Identity(info.name, kind, None, None, info.name)
@@ -169,22 +169,22 @@ class Meter:
         return self._clocks.setdefault(subject, _Clock())
 
     def keep(self, snapshot: _Snapshot) -> None:
-        """Keep what has been measured; pinned memory is given back as devices have written to it."""
+        """Keep a snapshot; release the pinned memory of earlier snapshots that devices have written."""
         self._snapshots.append(snapshot)
         self._unsettled.append(snapshot)
         while self._unsettled and (copy := self._unsettled[0].copy) is not None and copy.is_written:
             self._unsettled.popleft().settle()
 
     def forget(self) -> None:
-        """Drop all measurements; the count of steps goes on."""
+        """Drop all measurements; the step counter continues."""
         self._snapshots.clear()
         self._unsettled.clear()
 
     def metrics(self, model: torch.nn.Module | None = None) -> Metrics:
-        """All that has been measured; this waits for the devices. With DTensors, all processes call it.
+        """Return all measurements; waits for the devices. With DTensors, all processes must call it.
 
         Args:
-            model: whose names for parameters are used, rather than those that the optimizer knows.
+            model: module whose names for parameters replace the optimizer's names.
         """
         own = {} if model is None else {id(p): name for name, p in model.named_parameters()}
         several = len({snapshot.subject for snapshot in self._snapshots}) > 1
@@ -193,7 +193,7 @@ class Meter:
         while self._unsettled:
             self._unsettled.popleft().settle()
         for snapshot in self._snapshots:
-            snapshot.sum_pieces()
+            snapshot.sum_shards()
             measured = steps.setdefault(snapshot.step, {})
             rows = zip(snapshot.tensors, snapshot.rows.tolist(), strict=True)
             for (identity, _), row in sorted(rows, key=lambda each: self._order(each[0][0])):
@@ -204,12 +204,12 @@ class Meter:
         return Metrics(dict(sorted(steps.items())), tensors)
 
     def _order(self, identity: _Identity) -> tuple[bool, int]:
-        """A sort key: parameters first, and all in the order in which the optimizers have them."""
+        """Return a sort key: parameters first, otherwise the order of the optimizers."""
         return identity.kind != "parameter", self._ranks.get(identity.name, len(self._ranks))
 
 
 def _quality(row: Sequence[float]) -> UpdateQuality:
-    """The quality of an update, from its row, behind which stands how many elements there are."""
+    """Return the quality of an update from its row, whose last entry is the number of elements."""
     sizes = tuple(row[SIZES_AT:][: len(SIZES)])
     return UpdateQuality(int(row[-1]), **dict(zip(SUMS, row, strict=False)), sizes=sizes)
 
@@ -225,31 +225,31 @@ def _named(identity: _Identity, own: Mapping[int, str], subject: str) -> Measure
 
 @dataclass(frozen=True)
 class MeasuredInput:
-    """An input of a step that is measured.
+    """Input of a step that is measured.
 
     Attributes:
-        index: of it among the step's arguments.
-        info: what it is to the user.
-        elements: how many it has.
-        device: where it is.
-        pieces: in which a DTensor is, of which this is one.
+        index: index among the step's arguments.
+        info: name and role.
+        elements: number of elements.
+        device: device of the tensor.
+        sharding: placement of the DTensor, if the input is a shard; else None.
     """
 
     index: int
     info: InputInfo
     elements: int
     device: torch.device
-    pieces: Pieces | None
+    sharding: Sharding | None
 
     @classmethod
     def of(cls, state: StateTensor, index: int, info: InputInfo) -> MeasuredInput:
-        """An input that the tensor of a program stands for."""
-        pieces = None if info.tensor is None else pieces_of(info.tensor)
-        return cls(index, info, int(state.value.numel()), state.value.device, pieces)
+        """Return the measured input of a state tensor."""
+        sharding = None if info.tensor is None else sharding_of(info.tensor)
+        return cls(index, info, int(state.value.numel()), state.value.device, sharding)
 
 
 class Rows:
-    """Memory for the sums of one compiled step, at the same addresses in every call."""
+    """Memory for the sums of a compiled step, at the same addresses in every call."""
 
     def __init__(self, measured: Sequence[MeasuredInput]) -> None:
         self._devices = [each.device for each in measured]
@@ -265,25 +265,25 @@ class Rows:
 
     @property
     def is_captured(self) -> bool:
-        """Whether what is launched where they are is recorded into a CUDA graph."""
+        """Whether launches on the rows' devices are being captured into a CUDA graph."""
         return any(map(is_captured, self._buffers))
 
     def copy(self) -> _Copy:
-        """A copy of the sums, one row per tensor."""
+        """Copy the sums to the host, one row per tensor."""
         return _Copy(self._buffers, self._devices)
 
 
-@takes_a_list
+@boxed_call
 class MeteredStep:
-    """A step that is measured every so often, in AOTAutograd's calling convention.
+    """Step that is measured in some of its calls, in AOTAutograd's calling convention.
 
     Args:
-        meter: keeps what is measured.
-        subject: whose step it is.
-        inputs: what is measured.
-        rows: what the measured step fills, in the order of these.
-        measured: the step with the sums.
-        plain: the same step without; None if it is never called.
+        meter: the measurements.
+        subject: name of the optimizer or function whose step it is.
+        inputs: the measured inputs.
+        rows: rows that the measured step fills, in the order of ``inputs``.
+        measured: the step with sums.
+        plain: the step without sums; None if every call is measured.
     """
 
     def __init__(
@@ -301,7 +301,7 @@ class MeteredStep:
         self.measured = measured
         self.plain = plain
         self.rows = rows
-        # The records are not to keep tensors alive longer than the step needs them.
+        # Without tensors: snapshots must not keep them alive.
         self.inputs = [replace(each, info=replace(each.info, tensor=None)) for each in inputs]
         bound = [each.info.tensor for each in inputs if each.info.bound and each.info.tensor is not None]
         self.keys = tuple(map(id, bound))
@@ -310,9 +310,9 @@ class MeteredStep:
     def __call__(self, arguments: list[Any], present: Present | None = None) -> Any:
         if self.rows.is_captured:
             raise InvalidOptionError(
-                "metrics=True while a CUDA graph is captured: what its replays do would not be measured",
+                "metrics=True while a CUDA graph is captured: its replays would not be measured",
                 where=self.subject,
-                remedy="capture a step of a backend without metrics, or leave the capture out",
+                remedy="capture a step of a backend without metrics, or do not capture",
             )
         keys, identities = self.keys, self.identities
         if identities is None:

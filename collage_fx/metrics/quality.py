@@ -1,16 +1,16 @@
-"""The metrics of :meth:`CollageBackend.metrics`: how much of each update arrived, derived from a few sums.
+"""Metrics of :meth:`CollageBackend.metrics`: the share of each update that takes effect, from a few sums.
 
 Definitions, for the elements of a tensor, a group or a module, in one step. D is the intended update: the new
-value computed in float32 less the whole old value, hi + lo. D̂ is the effective update: what is stored after
-the step less what was stored before, once for hi alone, which is what the model computes with, and once for
-hi + lo, which is what the optimizer goes on from. EDQ is the *effective descent quality* of Yu et al.,
-Collage, ICML 2024 (arXiv:2405.03637), section 4::
+value computed in float32 minus the whole old value, hi + lo. D̂ is the effective update: the stored value
+after the step minus the stored value before. There are two of it: for hi alone, which the model computes
+with, and for hi + lo, from which the optimizer continues. EDQ is the *effective descent quality* of Yu et
+al., Collage, ICML 2024 (arXiv:2405.03637), section 4::
 
     EDQ = <D / ||D||, D̂>          EDQ ratio = EDQ / ||D|| = <D, D̂> / <D, D>
 
-The ratio is 1 where every update arrives and 0 where none does. Of a single low-precision tensor it may be
-more: updates that are rounded up count for more than they are. Several tensors count as one, laid end to end.
-See Note [Metrics] in ``numerics/update_sums.py`` for how the sums are computed, and how precisely.
+The ratio is 1 if every update takes effect and 0 if none does. For a single low-precision tensor it may
+exceed 1, because updates that are rounded up count more. Several tensors are treated as if concatenated. Note
+[Metrics] in ``numerics/update_sums.py`` says how the sums are computed, and how precise they are.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from collage_fx.numerics import OCTAVES, ROW, SIZES
 
 @dataclass(frozen=True)
 class MeasuredTensor:
-    """The tensor whose update was measured.
+    """Tensor whose update was measured.
 
     Attributes:
-        name: as the user knows it.
+        name: the user's name of the tensor.
         kind: ``parameter``, or the name of an optimizer state, such as ``exp_avg_sq``.
-        module: the module that its parameter belongs to; empty where the optimizer was not given names.
+        module: the module that its parameter belongs to; empty if the optimizer was created without names.
         group: number of its parameter group; None for a tensor that belongs to no parameter.
-        step_of: whose step it is: the optimizer's class, numbered where a backend serves several.
+        step_of: class of the optimizer, numbered if the backend is used by several.
     """
 
     name: str
@@ -49,24 +49,24 @@ class MeasuredTensor:
 
 @dataclass(frozen=True)
 class UpdateQuality:
-    """The measurements of one step's update of one tensor, or of several.
+    """Measurements of the update of one tensor, or of several, in a step.
 
     Attributes:
-        elements: how many.
+        elements: number of elements.
         intended: <D, D>.
         along_hi: <D, D̂> for hi alone.
         effective_hi: <D̂, D̂> for hi alone.
         along: <D, D̂> for hi + lo.
         effective: <D̂, D̂> for hi + lo.
         error: <lo, lo> after the step.
-        asked: elements whose D is not zero.
-        lost_hi: of these, those whose hi did not change.
-        lost: of these, those whose hi + lo did not change.
-        unchanged: elements whose hi did not change, D or no D.
-        held: elements whose lo is not zero after the step.
-        sizes: elements by the size of their D in halves of an ulp of hi: first those whose D is zero, then by
-            the octaves between :attr:`size_edges`, the first and the last of which take what is beyond. From
-            a sample of at most 1024 elements of each tensor, and so exact where it has no more.
+        asked: number of elements with D ≠ 0.
+        lost_hi: number of elements with D ≠ 0 whose hi did not change.
+        lost: number of elements with D ≠ 0 whose hi + lo did not change.
+        unchanged: number of elements whose hi did not change, for any D.
+        held: number of elements whose lo is not zero after the step.
+        sizes: histogram of |D| in units of half an ulp of hi: first the number of elements with D = 0, then
+            one number per octave between :attr:`size_edges`; the first and last octave include everything
+            beyond. Estimated from at most 1024 elements of each tensor, so exact for smaller tensors.
     """
 
     #: Bounds of the octaves.
@@ -87,7 +87,7 @@ class UpdateQuality:
     sizes: tuple[float, ...]
 
     def __add__(self, other: UpdateQuality) -> UpdateQuality:
-        """The update of the tensors of both, laid end to end."""
+        """Return the measurements of both updates together, as if their tensors were concatenated."""
         numbers = [each.name for each in fields(self) if each.name != "sizes"]
         sizes = tuple(map(operator.add, self.sizes, other.sizes))
         return UpdateQuality(
@@ -96,22 +96,22 @@ class UpdateQuality:
 
     @property
     def intended_norm(self) -> float:
-        """The norm ||D|| of the intended update."""
+        """Norm ||D|| of the intended update."""
         return math.sqrt(self.intended)
 
     @property
     def effective_norm(self) -> float:
-        """The norm ||D̂|| of the effective update of hi + lo."""
+        """Norm ||D̂|| of the effective update of hi + lo."""
         return math.sqrt(self.effective)
 
     @property
     def effective_norm_hi(self) -> float:
-        """The norm ||D̂|| of the effective update of hi alone."""
+        """Norm ||D̂|| of the effective update of hi alone."""
         return math.sqrt(self.effective_hi)
 
     @property
     def edq(self) -> float:
-        """Effective descent quality of hi + lo: <D / ||D||, D̂> (section 4); NaN where D is zero."""
+        """Effective descent quality of hi + lo: <D / ||D||, D̂> (section 4); NaN if D is zero."""
         return _ratio(self.along, self.intended_norm)
 
     @property
@@ -121,48 +121,48 @@ class UpdateQuality:
 
     @property
     def edq_ratio(self) -> float:
-        """EDQ over its optimum, of hi + lo: <D, D̂> / <D, D>; NaN where D is zero."""
+        """EDQ over its optimum, for hi + lo: <D, D̂> / <D, D>; NaN if D is zero."""
         return _ratio(self.along, self.intended)
 
     @property
     def edq_ratio_hi(self) -> float:
-        """EDQ over its optimum, of hi alone."""
+        """EDQ over its optimum, for hi alone."""
         return _ratio(self.along_hi, self.intended)
 
     @property
     def lost_share(self) -> float:
-        """The share of the elements with an intended update whose hi + lo did not change: what is lost."""
+        """Share of lost updates: elements with D ≠ 0 and unchanged hi + lo, over all with D ≠ 0."""
         return _ratio(self.lost, self.asked)
 
     @property
     def lost_share_hi(self) -> float:
-        """The share of the elements with an intended update whose hi did not change.
+        """Share of the elements with D ≠ 0 whose hi did not change.
 
-        Where there are error terms, these hold most of them.
+        With error terms, lo holds most of these updates.
         """
         return _ratio(self.lost_hi, self.asked)
 
     @property
     def imprecision(self) -> float:
-        """The paper's imprecision percentage, as a share: elements of which hi did not change, of all.
+        """Imprecision percentage of the paper, as a share: elements with unchanged hi, over all elements.
 
-        It counts updates that are held in lo, and elements whose intended update is zero.
+        It includes elements whose update is held in lo, and elements with D = 0.
         """
         return _ratio(self.unchanged, self.elements)
 
     @property
     def small_share(self) -> float:
-        """The share of the elements with an intended update whose update is less than half an ulp of hi.
+        """Share of the elements with D ≠ 0 whose D is smaller than half an ulp of hi.
 
-        These are what rounding to nearest takes away from a plain low-precision tensor (save that an element
-        at a power of two moves towards zero by half as much). From a sample, as :attr:`sizes` is.
+        Rounding to nearest loses these updates in a plain low-precision tensor (except that an element at a
+        power of two can move towards zero by half as much). Estimated from a sample, like :attr:`sizes`.
         """
         _, *octaves = self.sizes
         return _ratio(math.fsum(octaves[: OCTAVES.index(0)]), math.fsum(octaves))
 
     @property
     def error_norm(self) -> float:
-        """The norm ||lo|| of the error terms after the step."""
+        """Norm ||lo|| of the error terms after the step."""
         return math.sqrt(self.error)
 
     @property
@@ -171,11 +171,11 @@ class UpdateQuality:
         return _ratio(self.held, self.elements)
 
     def as_dict(self) -> dict[str, float]:
-        """The derived values by name, for loggers."""
+        """Return the derived values by name, for loggers."""
         return {name: getattr(self, name) for name in DERIVED}
 
 
-#: The derived values that are written into files and given to loggers.
+#: Names of the derived values that are written to files and given to loggers.
 DERIVED = tuple(name for name, value in vars(UpdateQuality).items() if isinstance(value, property))
 
 
@@ -183,16 +183,16 @@ def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else math.nan
 
 
-#: The type of keys by which tensors are put into groups.
+#: Type of the keys that group tensors.
 Key = TypeVar("Key")
 
 
 class Metrics(Mapping[int, Mapping[str, UpdateQuality]]):
-    """The measurements: step -> tensor's name -> :class:`UpdateQuality`. Steps are counted from 1.
+    """Measurements: step -> tensor's name -> :class:`UpdateQuality`. Steps are counted from 1.
 
     Args:
-        steps: what has been measured.
-        tensors: name -> whose update it is.
+        steps: the measurements.
+        tensors: the measured tensors by name.
     """
 
     def __init__(
@@ -219,11 +219,11 @@ class Metrics(Mapping[int, Mapping[str, UpdateQuality]]):
     def by(
         self, key: Callable[[MeasuredTensor], Key], kind: str | None = "parameter"
     ) -> dict[int, dict[Key, UpdateQuality]]:
-        """The measurements by step and by whatever tells tensors apart.
+        """Return the measurements by step and by a key of the tensors.
 
         Args:
-            key: of a tensor.
-            kind: as in :meth:`overall`; None for all.
+            key: function of a tensor; measurements with equal keys are added.
+            kind: as in :meth:`overall`; None for all kinds.
         """
         kinds = {tensor.kind for tensor in self.tensors.values()}
         if kind is not None and kinds and kind not in kinds:
@@ -243,7 +243,7 @@ class Metrics(Mapping[int, Mapping[str, UpdateQuality]]):
         return result
 
     def overall(self, kind: str = "parameter") -> dict[int, UpdateQuality]:
-        """The measurements by step, over all tensors of a kind.
+        """Return the measurements by step, over all tensors of a kind.
 
         Args:
             kind: ``parameter``, or the name of a state: :attr:`MeasuredTensor.kind`. Updates of different
@@ -253,29 +253,30 @@ class Metrics(Mapping[int, Mapping[str, UpdateQuality]]):
         return {step: values[""] for step, values in by_step.items()}
 
     def by_group(self, kind: str = "parameter") -> dict[int, dict[int | None, UpdateQuality]]:
-        """The measurements by step and number of the parameter group, over all optimizers."""
+        """Return the measurements by step and number of the parameter group, over all optimizers."""
         return self.by(lambda tensor: tensor.group, kind)
 
     def by_module(
         self, depth: int | None = None, kind: str = "parameter"
     ) -> dict[int, dict[str, UpdateQuality]]:
-        """The measurements by step and module prefix.
+        """Return the measurements by step and module prefix.
 
         Args:
-            depth: how many parts of the module's name count: of ``blocks.0.mlp``, 1 leaves ``blocks``; all of
-                them if None.
+            depth: number of parts of the module's name to use: 1 turns ``blocks.0.mlp`` into ``blocks``; None
+                uses all parts.
             kind: as in :meth:`overall`.
         """
         return self.by(lambda tensor: ".".join(tensor.module.split(".")[:depth]), kind)
 
     def by_kind(self) -> dict[int, dict[str, UpdateQuality]]:
-        """The measurements by step and kind: ``parameter``, ``exp_avg_sq``, ..."""
+        """Return the measurements by step and kind: ``parameter``, ``exp_avg_sq``, ..."""
         return self.by(lambda tensor: tensor.kind, None)
 
     def scalars(self, prefix: str = "collage/") -> dict[str, float]:
-        """The last measured step as ``{"collage/edq_ratio": ...}``, for any logger; empty before it.
+        """Return the last measured step as ``{"collage/edq_ratio": ...}``, for any logger.
 
-        Over all parameters, then over each module's parameters (``collage/blocks.0.mlp/edq_ratio``).
+        First for all parameters together, then for each module's parameters
+        (``collage/blocks.0.mlp/edq_ratio``). Empty if no step was measured.
         """
         if not self:
             return {}
@@ -288,7 +289,7 @@ class Metrics(Mapping[int, Mapping[str, UpdateQuality]]):
         return found
 
     def rows(self) -> list[dict[str, object]]:
-        """One plain dictionary per step and tensor: whose it is, the derived values, the sums."""
+        """Return a dictionary per step and tensor: the tensor's identity, the derived values, the sums."""
         return [
             {
                 "step": step,
@@ -303,7 +304,7 @@ class Metrics(Mapping[int, Mapping[str, UpdateQuality]]):
         ]
 
     def to_csv(self, path: str | Path) -> Path:
-        """Write :meth:`rows` as a table; returns the path."""
+        """Write :meth:`rows` as a CSV table; return the path."""
         path = Path(path)
         with path.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, COLUMNS)
@@ -312,7 +313,7 @@ class Metrics(Mapping[int, Mapping[str, UpdateQuality]]):
         return path
 
     def to_json(self, path: str | Path) -> Path:
-        """Write :meth:`rows` as a list of objects, NaN as null; returns the path."""
+        """Write :meth:`rows` as a JSON list of objects, NaN as null; return the path."""
         path = Path(path)
         rows = [{key: _plain(value) for key, value in row.items()} for row in self.rows()]
         path.write_text(json.dumps(rows, indent=1, allow_nan=False) + "\n", encoding="utf-8")
@@ -320,9 +321,9 @@ class Metrics(Mapping[int, Mapping[str, UpdateQuality]]):
 
 
 def _plain(value: object) -> object:
-    """A value as JSON can write it: NaN and infinities as None."""
+    """Return a value that JSON can hold: None for NaN and infinities."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-#: The columns of :meth:`Metrics.to_csv`.
+#: Columns of :meth:`Metrics.to_csv`.
 COLUMNS = ("step", "tensor", "kind", "module", "group", "step_of", *DERIVED, "elements", *ROW)

@@ -138,8 +138,8 @@ def split(value: Tensor, dtype: torch.dtype, lo_dtype: torch.dtype) -> DoubleWor
 
     Args:
         value: float32, any shape.
-        dtype: of ``hi``, bfloat16 or float16.
-        lo_dtype: of ``lo``, ``dtype`` or float32.
+        dtype: dtype of ``hi``, bfloat16 or float16.
+        lo_dtype: dtype of ``lo``, ``dtype`` or float32.
     """
     hi = value.to(dtype)
     stored = hi.to(torch.float32)

@@ -96,7 +96,7 @@ WITHOUT_LO = {
 def values(
     old: Tensor, old_lo: Tensor | None, intended: Tensor, hi: Tensor, lo: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """Compute what is measured of each element: the intended update, changes of hi and hi + lo, and lo.
+    """Compute the measured values of each element: the intended update, changes of hi and hi + lo, and lo.
 
     Without error terms the result has the first two alone. All tensors are float32.
 

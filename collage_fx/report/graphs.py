@@ -83,7 +83,7 @@ class GraphReport:
     def _run(self, observe: Callable[[Stage], None]) -> StepProgram:
         """Run the passes on the whole graph once more."""
         assert self.program is not None
-        program = self.program.unrun(copy_of(self.before))
+        program = self.program.before_passes(copy_of(self.before))
         with torch.no_grad():
             run_pipeline(program, self.pipeline, observe=observe)
         return program
@@ -113,7 +113,7 @@ class GraphReport:
     def rows_under(self, choices: Sequence[tuple[Strategy, str]]) -> list[list[TensorReport]]:
         """Return the rows of :attr:`tensors` for each of some strategies and error formats."""
         assert self.program is not None
-        program = self.program.unrun(copy_of(self.before))
+        program = self.program.before_passes(copy_of(self.before))
         preparation, choosing = up_to_choosing(self.pipeline)
         rows = []
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Report of what was done to state tensors, and why: the result of ``backend.report()`` and ``explain()``."""
+"""Report of the treatment of state tensors, with reasons, from ``backend.report()`` or ``explain()``."""
 
 from __future__ import annotations
 

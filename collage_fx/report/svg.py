@@ -96,7 +96,7 @@ def _drawing(drawn: Picture, passes: Sequence[str]) -> tuple[str, float, float]:
 
 
 def _layers(drawn: Picture) -> list[list[_Place]]:
-    """Make a place for each box, and one in every layer that an arrow crosses, by layer."""
+    """Make a place for each box, and a place in every layer that an arrow crosses, by layer."""
     depth = _depths(drawn)
     layers: list[list[_Place]] = [[] for _ in range(max(depth.values(), default=-1) + 1)]
 

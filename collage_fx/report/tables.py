@@ -59,7 +59,7 @@ BUDGET_CAPTION = "Budgets: each row is more precise than the rows above it, as d
 
 
 def budget_table(budgets: Sequence[Budget], style: str) -> str:
-    """Make the table of budgets for a step, with an arrow at the one that is used.
+    """Make the table of budgets for a step, with an arrow at the budget that is used.
 
     Budgets that take no fewer bytes than a more precise one are left out.
 

@@ -23,7 +23,7 @@ class TensorReport:
     Attributes:
         name: name that the user knows.
         symbol: name in recurrences: ``p`` for a parameter, or such as ``exp_avg``.
-        shape, dtype, role: those of the tensor. Sizes that change are those of this compilation.
+        shape, dtype, role: properties of the tensor. Sizes that change are from this compilation.
         kind: ``accumulation``, ``moving average``, ``overwrite`` or ``other``.
         expression: new value; new values of other state tensors are primed symbols.
         lossy: whether the storage format loses the update when it is rounded to nearest.
@@ -93,7 +93,7 @@ def tensor_report(state: StateTensor) -> TensorReport:
         packed=state.packed,
         bytes=state.error_format.nbytes(like) if state.packed else like.nbytes,
         error_bytes=0 if fmt is None or state.packed else fmt.nbytes(like),
-        inputs=(state.placeholder.name, *(node.name for node in state.added)),
+        inputs=(state.placeholder.name, *(node.name for node in state.added_inputs)),
     )
 
 
@@ -141,7 +141,7 @@ class Treatment:
 
     @property
     def names(self) -> list[str]:
-        """Names of the tensors; names that differ only in numbers are one: ``blocks.*.mlp.weight``."""
+        """Names of the tensors; numbers that differ are replaced by ``*``: ``blocks.*.mlp.weight``."""
         patterns: dict[str, list[str]] = {}
         for row in self.rows:
             patterns.setdefault(re.sub(r"\d+", "*", row.name), []).append(row.name)

@@ -38,7 +38,7 @@ class Present(NamedTuple):
     absent: frozenset[int]
 
 
-@takes_a_list
+@boxed_call
 class StepInParts:
     """Step that calls the kernels of its parts, in AOTAutograd's calling convention.
 

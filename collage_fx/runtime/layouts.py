@@ -28,7 +28,7 @@ from torch import Tensor
 
 from collage_fx.errors import ChangedTensorError, UnsupportedTensorError
 from collage_fx.state import unpack
-from collage_fx.torch_compat import laid_out_like
+from collage_fx.torch_compat import metadata_check
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Layouts:
             for tensor in tensors:
                 unpack(tensor)  # which the code takes for one with memory
             copied = [each for each in self.expected if each.fit(arguments)]
-            self._last = laid_out_like(tensors), copied
+            self._last = metadata_check(tensors), copied
 
 
 def _unknown(*tensors: Tensor) -> bool:

@@ -18,7 +18,7 @@ from collage_fx.numerics import ErrorFormat
 from collage_fx.runtime.calls import Present
 from collage_fx.runtime.layouts import Expected, Layouts, picking, refuse_layout
 from collage_fx.state import Expansion, ensure_expansion, note_new, state_of_records
-from collage_fx.torch_compat import Pieces, local_tensor, takes_a_list
+from collage_fx.torch_compat import Sharding, boxed_call, local_tensor
 
 #: Patterns of gradients that a step remembers.
 MOST_PATTERNS = 256
@@ -27,7 +27,7 @@ MOST_PATTERNS = 256
 Picking = Callable[[Sequence[Any]], tuple[Any, ...]]
 
 
-@takes_a_list
+@boxed_call
 class CompensatedStep:
     """Compiled graph that is called with error terms and rows of sums after its arguments.
 
@@ -113,7 +113,7 @@ class WholeStep:
         updated: Sequence[int],
         gradients: Mapping[int, int],
         members: Sequence[Member],
-        distributed: Mapping[int, Pieces],
+        distributed: Mapping[int, Sharding],
     ) -> None:
         self.step = step
         self.bound = bound
@@ -157,7 +157,7 @@ class WholeStep:
         return self._known[absent]
 
 
-@takes_a_list
+@boxed_call
 class MakingStep:
     """Step that is given memory for the state that it makes: Note [State is born with its error term].
 

@@ -119,9 +119,9 @@ from collage_fx.state.replaced_state import format_before, note_held
 from collage_fx.torch_compat import (
     distributed_like,
     local_tensor,
-    pieces_of,
     pytree,
     real_tensors,
+    sharding_of,
     storage_of,
     wrap_flat_states,
 )
@@ -717,7 +717,7 @@ def _put_beside(
     error_format = _known_format(next(format_name for format_name, _ in auxiliaries), name)
     if (live := expansion_of(hi)) is not None and live.format is not error_format:
         reset_error_terms(hi)
-    pieces = pieces_of(hi)
+    pieces = sharding_of(hi)
     loaded = []
     for spec in error_format.auxiliaries(hi):
         saved = local_tensor(auxiliaries[error_format.name, spec.name], pieces if spec.shape else None)
@@ -744,7 +744,7 @@ def _add_to(value: Tensor, auxiliaries: Auxiliaries) -> bool:
         return False
     if error_format.keeps_hi and not error_format.keeps_error:
         return True
-    number, pieces, here = _number_in(auxiliaries, value), pieces_of(value), local_tensor(value.detach())
+    number, pieces, here = _number_in(auxiliaries, value), sharding_of(value), local_tensor(value.detach())
     for dtype in STORAGE_FORMATS:
         hi = here.to(dtype)
         specs = error_format.auxiliaries(torch.empty(value.shape, dtype=dtype, device="meta"))
@@ -824,7 +824,7 @@ def _as_loaded(tensor: Tensor, wider: Tensor) -> Tensor:
     """This process's piece of a wider value; the tensor's own where eager steps have gone on from there."""
     with real_tensors(), torch.no_grad():
         hi = local_tensor(tensor.detach())
-        whole = local_tensor(wider, pieces_of(tensor)).to(hi.device)
+        whole = local_tensor(wider, sharding_of(tensor)).to(hi.device)
         return torch.where(whole.to(hi.dtype) == hi, whole, hi.to(whole.dtype))
 
 

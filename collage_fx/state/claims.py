@@ -20,7 +20,7 @@ from torch.nn import Module
 
 from collage_fx.state.error_terms import Expansion, expansion_of
 from collage_fx.state.fingerprints import fingerprint
-from collage_fx.torch_compat import Pieces, local_tensor, pieces_of, real_tensors, wrap_loading_of_modules
+from collage_fx.torch_compat import Sharding, local_tensor, real_tensors, sharding_of, wrap_loading_of_modules
 
 log = logging.getLogger("collage_fx")
 
@@ -63,7 +63,7 @@ class Claims:
 
     def settle(self) -> None:
         """Zero the error terms whose claim is wrong. All processes of a mesh do that together."""
-        alike: dict[Pieces | None, list[tuple[str, Expansion, Tensor]]] = defaultdict(list)
+        alike: dict[Sharding | None, list[tuple[str, Expansion, Tensor]]] = defaultdict(list)
         claims, self._claims = self._claims, []
         with real_tensors(), torch.no_grad():
             for claim in claims:
@@ -75,13 +75,13 @@ class Claims:
                 actual = fingerprint(local_tensor(owner), expansion.auxiliaries)
                 claimed = claim.number.to(actual.device)
                 numbers = torch.stack([claimed - actual, (claimed != 0).long()])
-                alike[pieces_of(owner)].append((claim.name, expansion, numbers))
+                alike[sharding_of(owner)].append((claim.name, expansion, numbers))
             wrong = [name for pieces, group in alike.items() for name in _cleared(pieces, group)]
         if wrong:
             self._told(wrong)
 
 
-def _cleared(pieces: Pieces | None, group: list[tuple[str, Expansion, Tensor]]) -> list[str]:
+def _cleared(pieces: Sharding | None, group: list[tuple[str, Expansion, Tensor]]) -> list[str]:
     """Names of those whose fingerprints differ, whose error terms have been made zero."""
     looked = torch.stack([numbers.cpu() for *_, numbers in group])
     looked = looked if pieces is None else pieces.sum(looked)

@@ -47,9 +47,9 @@ from collage_fx.torch_compat import (
     distributed_like,
     has_storage,
     local_tensor,
-    pieces_of,
     real_tensors,
-    start_of_piece,
+    sharding_of,
+    start_of_shard,
     storage_of,
     version_of,
     whole_tensor,
@@ -384,7 +384,7 @@ def ensure_expansion(
             )
         with real_tensors(), torch.no_grad():
             buffers = _buffers(error_format.auxiliaries(piece), piece.device, contents, take_over=take_over)
-            start = torch.tensor(start_of_piece(tensor), dtype=torch.int64, device=piece.device)
+            start = torch.tensor(start_of_shard(tensor), dtype=torch.int64, device=piece.device)
             start = start.to(torch.int32)  # modulo 2**32
         made = Expansion(error_format, tensor.dtype, buffers, start, TensorWeakRef(tensor))
         _BY_OBJECT[tensor] = made
@@ -716,7 +716,7 @@ def assign(tensor: Tensor, value: Tensor | float) -> None:
 
 def _are_alike(tensor: Tensor, other: Tensor, own: Expansion, theirs: Expansion) -> bool:
     """Whether the buffers of one tensor can be copied to those of another."""
-    shapes = [(each.shape, each.dtype, pieces_of(each)) for each in (tensor, other)]
+    shapes = [(each.shape, each.dtype, sharding_of(each)) for each in (tensor, other)]
     return own.format is theirs.format and own.format.keeps_hi and shapes[0] == shapes[1]
 
 
@@ -728,7 +728,7 @@ def write(tensor: Tensor, value: Tensor, expansion: Expansion | None) -> None:
         value: of its shape; whole, or a DTensor.
         expansion: the record of the error terms; None to round.
     """
-    pieces, mine = pieces_of(tensor), local_tensor(tensor)
+    pieces, mine = sharding_of(tensor), local_tensor(tensor)
     source = whole_tensor(value) if pieces is None else local_tensor(value, pieces)
     if expansion is None or not expansion.format.keeps_hi:
         mine.copy_(source)

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from collage_fx.torch_compat import local_tensor, pieces_of, real_tensors
+from collage_fx.torch_compat import local_tensor, real_tensors, sharding_of
 
 #: Of the table that a fingerprint is saved as.
 ROWS = 256
@@ -81,20 +81,20 @@ def table_of(number: Tensor, hi: Tensor) -> Tensor:
         number: of the tensor, or of this process's piece.
         hi: the tensor, maybe a DTensor; the table is in pieces as it is.
     """
-    pieces = pieces_of(hi)
+    pieces = sharding_of(hi)
     with real_tensors(), torch.no_grad():
         if pieces is None:
             table = torch.zeros(ROWS, BYTES, dtype=torch.uint8, device=number.device)
         else:
             table = pieces.zeros(ROWS, BYTES, dtype=torch.uint8)
-        if pieces is None or pieces.have_rows(ROWS):
+        if pieces is None or pieces.gives_rows_to_all(ROWS):
             local_tensor(table)[0] = number.reshape(1).view(torch.uint8)
     return table
 
 
 def number_in(table: Tensor, hi: Tensor) -> Tensor:
     """The inverse of :func:`table_of`: this process's part of the fingerprint that a table holds."""
-    pieces = pieces_of(hi)
+    pieces = sharding_of(hi)
     with real_tensors(), torch.no_grad():
-        rows = local_tensor(table, None if pieces is None else pieces.of_rows)
+        rows = local_tensor(table, None if pieces is None else pieces.row_sharding)
         return rows.contiguous().view(torch.int64).sum().to(local_tensor(hi).device)

@@ -38,7 +38,7 @@ from collage_fx.state.error_terms import (
 )
 from collage_fx.state.optimizers import parameter_names
 from collage_fx.state.safetensors_file import NAMES, SafetensorsFile, write_safetensors
-from collage_fx.torch_compat import pieces_of, whole_tensor
+from collage_fx.torch_compat import sharding_of, whole_tensor
 
 
 def full_state_dict(
@@ -160,7 +160,7 @@ def save_full_state_dict(
     first = _first_names(full.held)
     order = sorted((name for name in like if first[name] == name), key=lambda name: -like[name].itemsize)
     tensors = (full[name] for name in order)
-    ranks = [int(pieces.mesh.mesh.min()) for pieces in map(pieces_of, full.held.values()) if pieces]
+    ranks = [int(pieces.mesh.mesh.min()) for pieces in map(sharding_of, full.held.values()) if pieces]
     try:
         if not ranks or torch.distributed.get_rank() == min(ranks):
             others = {name: of for name, of in first.items() if of != name}

@@ -36,8 +36,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from collage_fx.torch_compat import (
     distributed_like,
+    guard_by_identity,
     has_storage,
-    known_by_identity,
     local_tensor,
     pytree,
     real_tensors,
@@ -171,7 +171,7 @@ def is_packed(tensor: Any) -> bool:
 def pack(tensor: Tensor, value: Value) -> None:
     """Give a tensor's memory back: its value is to be decoded from now on."""
     move_packed(tensor, local_tensor(tensor).device)
-    known_by_identity(tensor)
+    guard_by_identity(tensor)
     _dress(tensor, value)
 
 

@@ -33,7 +33,7 @@ from collage_fx.state.error_terms import expansion_of, hand_over, move_into, rec
 from collage_fx.state.optimizers import parameter_names
 from collage_fx.state.packed import is_packed, plain_class, stride_of
 from collage_fx.state.written import Written
-from collage_fx.torch_compat import local_tensor, pieces_of, real_tensors
+from collage_fx.torch_compat import local_tensor, real_tensors, sharding_of
 
 
 class _Place(NamedTuple):
@@ -262,7 +262,7 @@ def _in_the_same_object(replaced: Sequence[tuple[_Place, _Place, int]]) -> set[i
 def _layout(tensor: Tensor) -> tuple[Any, ...]:
     piece = local_tensor(tensor)
     shapes = tuple(tensor.shape), tuple(piece.shape), stride_of(piece)
-    return plain_class(tensor), tensor.dtype, tensor.requires_grad, pieces_of(tensor), shapes
+    return plain_class(tensor), tensor.dtype, tensor.requires_grad, sharding_of(tensor), shapes
 
 
 def _warn(optimizer: Optimizer, written: Sequence[_Place]) -> None:

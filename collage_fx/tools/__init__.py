@@ -1,4 +1,4 @@
-"""Tools for people: audit, explain, doctor, and the code for a GPU."""
+"""Tools for users: audit, explain, doctor, and the code for a GPU."""
 
 from collage_fx.tools.audit import STEPS
 from collage_fx.tools.doctor import examine, patch_reasons

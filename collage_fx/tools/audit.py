@@ -1,10 +1,11 @@
-"""``audit``: whether an optimizer is right in low precision, measured: your own, or any other.
+"""Tool ``audit``: measure how precise an optimizer is in low precision.
 
-All runs of an audit start from the same low-precision weights, N(0, 1), and get the same low-precision
-gradients: a fixed direction of entries between 1/2 and 3/2 in magnitude, and noise of a third of that. So the
-net displacement has a direction, signs do change now and then, and no gradient underflows when it is squared.
-The optimizer runs eagerly in low precision, in float32 and in float64, and installed in low precision. An
-error is ‖Δ - Δ64‖ / ‖Δ64‖: Δ is how far the parameters went, hi + lo of the installed one, Δ64 in float64.
+All runs of an audit start from the same low-precision weights, drawn from N(0, 1), and get the same
+low-precision gradients: a fixed direction with entries between 1/2 and 3/2 in magnitude, plus noise of
+standard deviation 1/3. So the net displacement has a direction, signs change now and then, and no gradient
+underflows when it is squared. The optimizer runs eagerly in low precision, in float32 and in float64, and
+installed in low precision. The error of a run is ‖Δ - Δ64‖ / ‖Δ64‖, where Δ is the displacement of the
+parameters in that run (of hi + lo if installed), and Δ64 the displacement in float64.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from collage_fx.state import bytes_held, full_value, known_tensors
 from collage_fx.state.error_terms import error_terms
 from collage_fx.torch_compat import conversions, forget_counts, graph_breaks, recompile_reasons
 
-#: Outcomes. Everything else than the first two is a fault.
+#: Outcomes of a measurement. COMPENSATED is the only good outcome.
 COMPENSATED = "compensated"
 REFUSED = "refused"
 UNSUPPORTED = "does not run eagerly"
@@ -46,21 +47,21 @@ SILENT = "silently plain"
 INACCURATE = "inaccurate"
 FAILED = "fails"
 
-#: A matrix and a vector: enough for every path that depends on a parameter's rank.
+#: Default shapes, a matrix and a vector: enough for optimizers that treat them differently.
 SHAPES = ((24, 16), (16,))
-#: Enough for a scheduled number to be seen to change, and for what happens in one step of five.
+#: Default number of steps: enough for scheduled numbers to change, and for work done in every fifth step.
 STEPS = 40
-#: Under the second schedule, the first step and the last change nothing.
+#: Fewest steps: under the second schedule, the first and the last step have learning rate 0.
 FEWEST_STEPS = 3
 WARM_UP = 10
 
 Parameters = list[torch.nn.Parameter]
 Make = Callable[[Parameters], Optimizer]
 
-#: (step, steps) -> the factor of the learning rate.
+#: Function ``(step, steps) -> factor`` of the learning rate.
 Schedule = Callable[[int, int], float]
 
-#: What the learning rate does, by name. The second is a trainer's default: it begins, and ends, at 0.
+#: Learning rate schedules by name. The second is the default of trainers: it begins and ends at 0.
 SCHEDULES: Mapping[str, Schedule | None] = {
     "constant": None,
     "0, up, down to 0": lambda step, steps: min(step, WARM_UP, steps - 1 - step) / WARM_UP,
@@ -69,22 +70,24 @@ SCHEDULES: Mapping[str, Schedule | None] = {
 
 @dataclass
 class Measurement:
-    """The outcome of measuring an optimizer under one schedule.
+    """Outcome of measuring an optimizer under a learning rate schedule.
 
     Attributes:
-        outcome: see above.
-        reason: of an outcome other than ``compensated``.
-        graphs: handed to the backend in the first step.
-        compilations: graphs handed to it in all steps.
-        seconds: from the call of the first step until nothing was compiled any more.
-        late: times that Dynamo translated a frame, in the second half of the steps; 0 in a steady state.
-        compensated: state tensors with error terms, by what they are to the optimizer (``exp_avg``).
-        left: those without, each with the reason.
-        plain, single, error: of eager low precision, of eager float32, of ``hi + lo``; None without a run.
-        bytes: that parameters, state and error terms take in the end, for each element of the parameters.
-        breaks, recompiles: the reasons that Dynamo gave.
-        notes: what else there is to say.
-        routes: the ways that the graphs took: captured or recorded, by family or not.
+        outcome: one of the constants above, such as :data:`COMPENSATED`.
+        reason: reason of an outcome other than ``compensated``.
+        graphs: number of graphs that the backend got in the first step.
+        compilations: number of graphs that the backend got in all steps.
+        seconds: time from the call of the first step to the end of the last compilation.
+        late: number of compilations in the second half of the steps, 0 in a steady state: graphs of the
+            backend, and frames that Dynamo translated.
+        compensated: state tensors with error terms, by their names in the optimizer (``exp_avg``).
+        left: state tensors without error terms, as ``(name, reason)``.
+        plain, single, error: errors of eager low precision, of eager float32, and of compensated low
+            precision (``hi + lo``); None without a run.
+        bytes: bytes of parameters, state and error terms at the end, per element of the parameters.
+        breaks, recompiles: reasons that Dynamo gave.
+        notes: further remarks.
+        routes: routes of the graphs through the compiler: captured or recorded, by family or not.
     """
 
     outcome: str = ""
@@ -107,11 +110,11 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Audit:
-    """What :func:`audit` found; a text when printed.
+    """Result of :func:`audit`; prints as text.
 
     Attributes:
-        subject: the optimizer, and what it was given.
-        measured: by schedule.
+        subject: the optimizer, its learning rate, and the shapes of its parameters.
+        measured: measurements by schedule.
     """
 
     subject: str
@@ -119,7 +122,7 @@ class Audit:
 
     @property
     def is_good(self) -> bool:
-        """Whether it is compensated under every schedule, as precisely as it can be."""
+        """Whether the optimizer is compensated, and as precise as it can be, under every schedule."""
         return all(map(_is_good, self.measured.values()))
 
     def __str__(self) -> str:
@@ -138,20 +141,20 @@ class Audit:
         lines = [self.subject, "", tabulate(rows, headers, disable_numparse=True), ""]
         lines += _listed("with error terms", (name for each in every for name in each.compensated))
         lines += _listed("without", (f"{name}: {why}" for each in every for name, why in each.left))
-        lines += _listed("way", (way for each in every for way in each.routes))
-        lines += _listed("noted", (note for each in every for note in (each.reason, *each.notes) if note))
+        lines += _listed("route", (route for each in every for route in each.routes))
+        lines += _listed("notes", (note for each in every for note in (each.reason, *each.notes) if note))
         return "\n".join([*lines, "", f"Verdict: {self.verdict}"])
 
     @property
     def verdict(self) -> str:
-        """A sentence."""
+        """Verdict as a sentence."""
         bad = [
             f"{schedule}: {each.outcome}" for schedule, each in self.measured.items() if not _is_good(each)
         ]
         if all(each.outcome == NOTHING_TO_COMPARE for each in self.measured.values()):
-            return f"none, for {next(iter(self.measured.values())).reason}"
+            return f"none, because {next(iter(self.measured.values())).reason}"
         if bad:
-            return f"not right ({'; '.join(bad)})"
+            return f"not precise ({'; '.join(bad)})"
         gains = [
             each.plain / each.error
             for each in self.measured.values()
@@ -159,7 +162,7 @@ class Audit:
         ]
         if not gains:
             return "compensated; there is no float64 run to compare with"
-        return f"right: plain low precision is {min(gains):.3g} times as far off"
+        return f"precise: the error of plain low precision is {min(gains):.3g} times as large"
 
 
 def audit(
@@ -171,42 +174,43 @@ def audit(
     schedules: Mapping[str, Schedule | None] = SCHEDULES,
     **options: Any,
 ) -> Audit:
-    """Measure whether an optimizer is right in low precision: 4 runs a schedule, half a minute for most.
+    """Measure how precise an optimizer is in low precision: 4 runs per schedule, mostly half a minute.
 
     ``print(collage_fx.audit(lambda params: MyOptimizer(params, lr=1e-4)))``
 
     Args:
-        make: makes the optimizer for a list of parameters. It is called for each run.
-        shapes: of the parameters.
-        dtype: of parameters and gradients, bfloat16 or float16.
-        steps: to take under each schedule.
-        schedules: name -> ``(step, steps) -> factor`` of ``group["lr"]``; None leaves that alone.
-        options: those of :class:`CollageBackend`, such as ``strategy="light"``.
+        make: function that creates the optimizer for a list of parameters; called for each run.
+        shapes: shapes of the parameters.
+        dtype: dtype of parameters and gradients, bfloat16 or float16.
+        steps: number of steps under each schedule.
+        schedules: functions ``(step, steps) -> factor`` of ``group["lr"]`` by name; None: no change of the
+            learning rate.
+        options: options of :class:`CollageBackend`, such as ``strategy="light"``.
 
     Returns:
         Errors, compilations, seconds, error terms and a verdict, for each schedule.
 
     Raises:
-        CollageError: an argument that is not allowed; nothing has been measured.
+        CollageError: an argument is not allowed; nothing has been measured.
     """
     refuse_unknown(options)
     CollageBackend(**options)
     if dtype not in STORAGE_FORMATS:
         raise InvalidOptionError(
-            f"dtype={dtype} is not allowed: there is nothing to compensate in it",
+            f"dtype={dtype} is not allowed: it needs no compensation",
             where="dtype",
             remedy=f"use one of {', '.join(map(str, STORAGE_FORMATS))}",
         )
     if not any(map(math.prod, shapes)):
         raise InvalidOptionError(
-            "shapes without an element", where="shapes", remedy="give shapes such as (64, 64)"
+            "no shape has an element", where="shapes", remedy="give shapes such as (64, 64)"
         )
     if steps < FEWEST_STEPS:
         raise InvalidOptionError(
             f"steps={steps} is not allowed", where="steps", remedy=f"use {FEWEST_STEPS} or more"
         )
     trial = Trial(make, tuple(map(tuple, shapes)), dtype, steps, options=options)
-    with contextlib.redirect_stdout(io.StringIO()):  # some optimizers print what they are
+    with contextlib.redirect_stdout(io.StringIO()):  # some optimizers print messages
         subject = make(_weights(trial, dtype))
         measured = {
             name: measure_trial(replace(trial, schedule=schedule)) for name, schedule in schedules.items()
@@ -222,18 +226,19 @@ def audit(
 
 @dataclass(frozen=True)
 class Trial:
-    """What is measured.
+    """Settings of a measurement.
 
     Attributes:
-        make: makes the optimizer.
-        shapes, dtype: of the parameters.
-        steps: to take; in the second half of them, nothing is to be compiled any more.
-        make_eager: makes it for the eager runs, if it differs there.
-        schedule: of the learning rate.
-        sparse: give sparse gradients.
-        closure: ``step`` must be given a closure.
-        why_inaccurate: what makes its low-precision rule another one than its float64 rule, if it is known.
-        options: of the backend.
+        make: function that creates the optimizer.
+        shapes, dtype: shapes and dtype of the parameters.
+        steps: number of steps; a compilation in their second half counts as a fault.
+        make_eager: function that creates the optimizer for the eager runs, if it differs there.
+        schedule: schedule of the learning rate.
+        sparse: whether gradients are sparse.
+        closure: whether ``step`` needs a closure.
+        why_inaccurate: known reason why the optimizer's update rule differs between low precision and
+            float64; empty if there is none.
+        options: options of the backend.
     """
 
     make: Make
@@ -249,10 +254,10 @@ class Trial:
 
 
 def falls_short(plain: float, compensated: float) -> bool:
-    """Whether a compensated error is more than plain low precision's deserves.
+    """Return whether a compensated error is too large, compared with plain low precision's error.
 
-    It has to be a tenth, wherever plain low precision loses something worth mentioning, and nowhere larger
-    by more than what two ways of rounding may differ in. One that is not finite always is.
+    Too large means: more than a tenth of the plain error if that is 0.2 or more; or more than 1.05 times the
+    plain error, the difference that two ways of rounding may make; or infinite.
     """
     return (
         math.isinf(compensated) or compensated > 1.05 * plain or (plain >= 0.2 and compensated > plain / 10)
@@ -260,17 +265,17 @@ def falls_short(plain: float, compensated: float) -> bool:
 
 
 def measure_trial(trial: Trial) -> Measurement:
-    """Measure one trial."""
+    """Measure the runs of a trial: eager in three dtypes, then compiled."""
     measured = Measurement()
     runs: dict[torch.dtype, Tensor] = {}
     for each in (trial.dtype, torch.float32, torch.float64):
         try:
             runs[each] = _eager_displacement(trial, each)
-        except Exception as error:  # whatever an optimizer raises is the finding
+        except Exception as error:  # any exception of an optimizer is a result of the audit
             if each is trial.dtype:
-                measured.outcome, measured.reason = UNSUPPORTED, _said(error)
+                measured.outcome, measured.reason = UNSUPPORTED, _message(error)
                 return measured
-            measured.notes.append(f"no {each} run: {_said(error)}")
+            measured.notes.append(f"no {each} run: {_message(error)}")
     exact = runs.get(torch.float64)
     if exact is not None:
         measured.plain = _relative_error(runs[trial.dtype], exact)
@@ -284,14 +289,14 @@ def measure_trial(trial: Trial) -> Measurement:
     moved = _compiled_displacement(trial, measured)
     if moved is not None and exact is not None:
         measured.error = _relative_error(moved, exact)
-        if measured.outcome == COMPENSATED and _disappoints(measured):
+        if measured.outcome == COMPENSATED and _is_inaccurate(measured):
             measured.outcome = INACCURATE
             measured.reason = trial.why_inaccurate or "although there are error terms"
     return measured
 
 
-def _disappoints(measured: Measurement) -> bool:
-    """Whether a compensated error is too large, and not because float32 is no better at this optimizer."""
+def _is_inaccurate(measured: Measurement) -> bool:
+    """Return whether a compensated error is too large, unless float32 is no better for this optimizer."""
     assert measured.plain is not None
     assert measured.error is not None
     is_as_float32 = measured.error <= 2 * (measured.single or 0) and math.isfinite(measured.error)
@@ -302,7 +307,7 @@ def _disappoints(measured: Measurement) -> bool:
 
 
 def _weights(trial: Trial, dtype: torch.dtype) -> Parameters:
-    torch.manual_seed(0)  # of optimizers that draw numbers, from torch or from NumPy
+    torch.manual_seed(0)  # for optimizers that draw random numbers from torch or from NumPy
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(0)
     generator = torch.Generator().manual_seed(0)
@@ -325,7 +330,7 @@ def _gradients(trial: Trial, dtype: torch.dtype) -> Iterator[list[Tensor]]:
 def _take_steps(
     trial: Trial, optimizer: Optimizer, parameters: Parameters, after: Callable[[], object] = bool
 ) -> None:
-    """All steps; ``after`` each."""
+    """Take all steps; call ``after`` after each."""
     lrs = [group.get("lr") for group in optimizer.param_groups]
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     needs_closure = trial.closure or (closure is not None and closure.default is inspect.Parameter.empty)
@@ -362,14 +367,14 @@ def _relative_error(moved: Tensor, exact: Tensor) -> float:
 
 
 def _compiled_displacement(trial: Trial, measured: Measurement) -> Tensor | None:
-    """Run the compiled step, fill in what was compiled; None where it did not get to the end."""
+    """Run the compiled steps and fill in ``measured``; None if a step raised."""
     torch.compiler.reset()
     forget_counts()
     parameters = _weights(trial, trial.dtype)
     start = _values(parameters)
     optimizer, backend = trial.make(parameters), CollageBackend(**trial.options)
     graphs: list[int] = []  # after each step
-    compiled: list[int] = []  # these, and Dynamo's conversions, which has no part in what is recorded
+    compiled: list[int] = []  # graphs plus Dynamo's conversions; recorded graphs need no conversion
 
     def count() -> None:
         before = compiled[-1] if compiled else 0
@@ -386,9 +391,9 @@ def _compiled_displacement(trial: Trial, measured: Measurement) -> Tensor | None
     except CollageError as refusal:
         measured.outcome = REFUSED
         measured.reason = f"{type(refusal).__name__}: {refusal.met} ({refusal.where})"
-    except Exception as error:  # whatever happens is the finding
-        measured.outcome, measured.reason = FAILED, _said(error)
-    count()  # also where a step has raised
+    except Exception as error:  # any exception is a result of the audit
+        measured.outcome, measured.reason = FAILED, _message(error)
+    count()  # also if a step raised
     measured.graphs, measured.compilations = graphs[0], graphs[-1]
     measured.late = compiled[-1] - compiled[trial.steps // 2 - 1] if len(compiled) > trial.steps else 0
     measured.breaks, measured.recompiles = graph_breaks(), recompile_reasons()
@@ -417,12 +422,12 @@ def _describe_state(backend: CollageBackend, measured: Measurement) -> None:
 
 
 def _judge(parameters: Parameters, measured: Measurement, *, warned: bool) -> None:
-    """The outcome of a run that got to its end."""
+    """Set the outcome of a run that finished."""
     # Infinite values have no error terms.
     finite = ((i, p) for i, p in enumerate(parameters) if p.isfinite().all())
     plain = [i for i, p in finite if not any(bool(t.any()) for t in error_terms(p))]
     if plain and warned:
-        measured.outcome = REFUSED  # for what is noted
+        measured.outcome = REFUSED  # the notes say why
     elif plain:
         measured.outcome, measured.reason = SILENT, f"parameters {plain} have no error terms, or all zero"
     elif measured.late:
@@ -432,9 +437,9 @@ def _judge(parameters: Parameters, measured: Measurement, *, warned: bool) -> No
         measured.outcome = COMPENSATED
 
 
-def _said(error: BaseException) -> str:
-    """The exception and what it says, without Dynamo's account of where."""
-    error = getattr(error, "inner_exception", error)  # of what a backend raised, Dynamo's own says nothing
+def _message(error: BaseException) -> str:
+    """Return the exception's type and message, without Dynamo's account of the location."""
+    error = getattr(error, "inner_exception", error)  # the backend's exception, which Dynamo has wrapped
     text = str(error).partition("\nfrom user code")[0].partition("\n For more details")[0]
     return f"{type(error).__name__}: {text.strip()}"
 
@@ -448,6 +453,6 @@ def _shown(error: float | None) -> str:
 
 
 def _listed(title: str, entries: Iterable[str]) -> list[str]:
-    """A line for each different entry, the first behind a title."""
+    """Return a line for each distinct entry, the first with the title."""
     different = list(dict.fromkeys(entries))
     return [f"{title + ':' if not i else '':18}{entry}" for i, entry in enumerate(different)]

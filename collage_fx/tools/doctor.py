@@ -1,10 +1,10 @@
-"""The examination of an installation: ``collage-fx doctor``.
+"""Examination of an installation: ``collage-fx doctor``.
 
-It lists what of torch is replaced, and whether each of that still has the shape that the replacement relies
-on. The promise rests on the compiler: a rounding that it drops makes every error term zero, silently (see
-Note [Rounding must survive lowering] in ``numerics/arithmetic.py``). So a step is compiled on every device
-and held, bit for bit, to the same step computed by torch's own eager operations on the CPU. Where there is no
-compiler the bits are right, and steps are so slow that this is a finding, too.
+It lists the functions of torch that collage_fx replaces, and whether each still has the signature that the
+replacement needs. Compensation depends on the compiler: if it drops a rounding, every error term is zero,
+without a message (see Note [Rounding must survive lowering] in ``numerics/arithmetic.py``). So a step is
+compiled on every device and compared, bit for bit, with the same step computed by torch's eager operations on
+the CPU. Without a compiler the bits are right, but steps are so slow that the doctor reports it.
 """
 
 from __future__ import annotations
@@ -31,47 +31,47 @@ from collage_fx.torch_compat import PATCHES, cpp_compilers, misfits
 
 ELEMENTS = 1000
 STEPS = 3
-#: A power of two, so that the update is exact in float32 whether or not product and sum are contracted.
+#: Learning rate, a power of two: the update is exact in float32 with or without a fused multiply-add.
 LEARNING_RATE = 2.0**-10
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The self-test of one device and dtype.
+    """Result of the self-test of a device and dtype.
 
     Attributes:
         ok: whether the bits are right.
-        told: the reason where they are not, or where the step is slow.
-        is_supported: whether anything is expected of the device.
-        is_slow: whether the step is run operation by operation, for want of a compiler.
+        detail: the result in words: the reason if the bits are wrong or the step is slow.
+        is_supported: whether steps can run on the device.
+        is_slow: whether the step is run operation by operation, because no compiler works.
     """
 
     device: str
     dtype: str
     ok: bool
-    told: str
+    detail: str
     is_supported: bool = True
     is_slow: bool = False
 
     @property
     def outcome(self) -> str:
-        """The outcome in a word or two: of a device that is not supported nothing was expected."""
+        """Outcome in a word: ok, SLOW, FAILED, or none for a device that is not supported."""
         if not self.is_supported:
             return "none"
         return "FAILED" if not self.ok else "SLOW" if self.is_slow else "ok"
 
 
 def examine() -> tuple[str, bool]:
-    """Examine the installation: the findings as text, and whether all is well."""
+    """Examine the installation; return the findings as text, and whether all is well."""
     findings = [self_test(d, dtype) for d in devices() for dtype in (torch.bfloat16, torch.float16)]
-    rows = [[f.device, f.dtype, f.outcome, f.told] for f in findings]
+    rows = [[f.device, f.dtype, f.outcome, f.detail] for f in findings]
     table = tabulate(rows, headers=["device", "dtype", "self-test", ""], maxcolwidths=[16, 10, 10, 60])
     replaced, fits = patches()
     is_right, is_slow = fits and all(f.ok for f in findings), any(f.is_slow for f in findings)
     if not is_right:
-        verdict = "Error terms are not to be relied on here: see what has failed."
+        verdict = "Do not rely on error terms here: see the rows marked FAILED."
     elif is_slow:
-        verdict = "Results are right, and each step is 10 to 50 times slower: install g++, or set CXX."
+        verdict = "Results are right, but each step is 10 to 50 times slower: install g++, or set CXX."
     else:
         verdict = "All is well."
     sections = [tabulate(list(versions()), tablefmt="plain"), replaced, table, verdict]
@@ -79,10 +79,10 @@ def examine() -> tuple[str, bool]:
 
 
 def patches() -> tuple[str, bool]:
-    """The table of patches, and whether steps are compiled with this version of torch.
+    """Return the table of patches, and whether steps can be compiled with this version of torch.
 
-    What of torch is replaced, when, and why. A patch for speed that does not fit is off. Last come misfits of
-    what is called, and not replaced.
+    The table lists the replaced functions of torch, when they are replaced, and why. A patch for speed that
+    does not fit is off. The last rows are functions that are called, not replaced, and do not fit.
     """
     misfit = {"bits": "FAILED", "speed": "off"}
     rows = [
@@ -112,7 +112,7 @@ def patch_reasons() -> str:
 
 
 def versions() -> Iterator[tuple[str, str]]:
-    """The installed versions, the C++ compiler, and the devices."""
+    """Yield the installed versions, the C++ compiler, and the devices, as ``(name, description)``."""
     yield "Python", f"{platform.python_version()}, {platform.system()} {platform.machine()}"
     for name in ("collage-fx", "torch", "triton", "sympy"):
         yield name, _version(name)
@@ -130,7 +130,7 @@ def _version(package: str) -> str:
 
 
 def _compiler() -> str:
-    """Name and version of the first of Inductor's compilers that is installed."""
+    """Return name and version of the first of Inductor's compilers that is installed."""
     for name in cpp_compilers():
         path = shutil.which(name)
         if path is not None:
@@ -140,7 +140,7 @@ def _compiler() -> str:
 
 
 def devices() -> list[str]:
-    """The names of the CPU and of every accelerator that torch sees."""
+    """Return the names of the CPU and of every accelerator that torch finds."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     count = torch.accelerator.device_count() if accelerator is not None else 0
     return ["cpu", *(f"{accelerator}:{i}" for i in range(count))]
@@ -154,25 +154,25 @@ def _description(device: str) -> str:
             return told
         return (
             f"{told}, ROCm {torch.version.hip}, {properties.warp_size} threads a warp\n"
-            "assumed, and tested by nobody yet: that Triton rounds to nearest even, contracts nothing\n"
-            "that is pinned, and divides and takes roots as IEEE 754 has it; the self-test asks for it"
+            "assumed, not tested on hardware so far: Triton rounds to nearest even, fuses no pinned\n"
+            "operations, and divides and takes roots as IEEE 754 does; the self-test checks this"
         )
     return f"{torch.get_num_threads()} threads" if device == "cpu" else ""
 
 
 def self_test(device: str, dtype: torch.dtype) -> Finding:
-    """Whether roundings survive on a device; steps on one that is not supported are refused, not wrong."""
+    """Test whether roundings survive on a device; an unsupported device is not tested."""
     if torch.device(device).type in DEVICES:
         return roundings_survive(device, dtype)
-    told = f"not supported: steps on it are refused; those on {', '.join(DEVICES)} are not"
-    return Finding(device, str(dtype).removeprefix("torch."), ok=True, told=told, is_supported=False)
+    told = f"not supported: steps on it are refused; supported are {', '.join(DEVICES)}"
+    return Finding(device, str(dtype).removeprefix("torch."), ok=True, detail=told, is_supported=False)
 
 
 def roundings_survive(device: str, dtype: torch.dtype) -> Finding:
     """Compile some steps of SGD and compare them with eager arithmetic.
 
-    In two error formats: of pairs, where a compiler that drops a rounding is found out, and of whole float32
-    numbers, which have to be those of float32 weights.
+    Two error formats are tested. ``mcf`` (pairs) shows whether the compiler drops a rounding; ``exact``
+    (whole float32 numbers) must give the same values as float32 weights.
     """
     generator = torch.Generator().manual_seed(0)
     weights, gradients = torch.randn(2, ELEMENTS, generator=generator).to(dtype)
@@ -180,7 +180,7 @@ def roundings_survive(device: str, dtype: torch.dtype) -> Finding:
     try:
         p, slow = _compiled_steps(weights.to(device), gradients.to(device), "mcf")
         whole, _ = _compiled_steps(weights.to(device), gradients.to(device), "exact")
-    except Exception as error:  # of the compiler, the driver, ...: whatever it is, it is the finding
+    except Exception as error:  # any exception of compiler, driver, ... is a finding
         reason = next((line for line in str(error).splitlines() if line.strip()), "")
         return Finding(device, name, False, f"the step does not run: {type(error).__name__}: {reason}")
     compiled, expected = (p.detach(), *error_terms(p)), _eager_steps(weights, gradients)
@@ -194,7 +194,9 @@ def roundings_survive(device: str, dtype: torch.dtype) -> Finding:
     if not compiled[1].any():
         return Finding(device, name, False, "every error term is zero: the compiler has dropped the rounding")
     if different:
-        return Finding(device, name, False, f"{different} of {3 * ELEMENTS} results differ from eager ones")
+        return Finding(
+            device, name, False, f"{different} of {3 * ELEMENTS} results differ from eager results"
+        )
     if slow:
         return Finding(device, name, True, slow, is_slow=True)
     kept = int((expected[1] != 0).sum())
@@ -202,7 +204,7 @@ def roundings_survive(device: str, dtype: torch.dtype) -> Finding:
 
 
 def _compiled_steps(weights: Tensor, gradients: Tensor, error_format: str) -> tuple[Tensor, str]:
-    """The parameter after some steps, and why these were not compiled."""
+    """Return the parameter after some steps, and why they were not compiled (empty if they were)."""
     p = torch.nn.Parameter(weights.clone())
     p.grad = gradients
     backend = CollageBackend(error_format=error_format)
@@ -223,7 +225,7 @@ def _float32_steps(weights: Tensor, gradients: Tensor) -> Tensor:
 
 
 def _eager_steps(weights: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
-    """The compiled steps on pairs, in torch's own casts and float32 arithmetic, run eagerly."""
+    """Return (hi, lo) after the same steps, run eagerly with torch's own casts and float32 arithmetic."""
     hi, lo = weights, torch.zeros_like(weights)
     for _ in range(STEPS):
         value = (hi.float() + lo.float()) - gradients.float() * LEARNING_RATE

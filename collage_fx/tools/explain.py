@@ -1,4 +1,4 @@
-"""The function ``explain``: the report of an optimizer's step, without stepping."""
+"""Tool ``explain``: the report of an optimizer's step, without taking the step."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ from collage_fx.numerics import is_low_precision
 from collage_fx.options import refuse_unknown
 from collage_fx.report import CollageReport
 from collage_fx.state import known_tensors
-from collage_fx.torch_compat import is_dynamos
+from collage_fx.torch_compat import is_in_dynamo
 
 
 def explain(optimizer: Optimizer, **options: Any) -> CollageReport:
-    """Report what compiling ``optimizer.step`` would do, as ``backend.report()`` does, without taking a step.
+    """Report what compiling ``optimizer.step`` would do, like ``backend.report()``, without taking a step.
 
-    The step is captured, and run operation by operation instead of compiled, on a deep copy of the optimizer
-    (parameters included, so this takes their memory once more) with zero gradients. The optimizer itself
-    isn't touched: nothing is in its state that wasn't there before, none of its hooks is called.
+    A deep copy of the optimizer, with zero gradients, takes the step: captured, and run operation by
+    operation instead of compiled. The copy includes the parameters, so it needs their memory a second time.
+    The optimizer itself is not changed: its state stays the same, and none of its hooks is called.
 
     Args:
         optimizer: any ``torch.optim.Optimizer``, before its first step or later.
-        options: those of :class:`~collage_fx.CollageBackend`.
+        options: options of :class:`~collage_fx.CollageBackend`.
 
     Returns:
-        the report; its graphs have been rewritten but not compiled to kernels.
+        the report; its graphs are rewritten but not compiled to kernels.
 
     Raises:
-        CollageError: what compiling the step would raise.
+        CollageError: compiling the step would raise this error.
     """
     refuse_unknown(options)
     backend = CaptureOnly(**options)
@@ -58,7 +58,7 @@ def explain(optimizer: Optimizer, **options: Any) -> CollageReport:
 
 
 def captured(optimizer: Optimizer, backend: CaptureOnly) -> None:
-    """Have a backend capture the step of a copy of an optimizer."""
+    """Capture the step of a copy of an optimizer with a backend."""
     clone = _clone_of(optimizer)
     # The class's own step: an instance's may be wrapped by a scheduler and bound to the original.
     method = _with_code_of_its_own(type(clone).step)
@@ -70,7 +70,7 @@ def captured(optimizer: Optimizer, backend: CaptureOnly) -> None:
 
 
 class CaptureOnly(CollageBackend):
-    """A backend that does everything but compile kernels: it runs the rewritten graph."""
+    """Backend that compiles no kernels: it runs the rewritten graph operation by operation."""
 
     verb = "explained"
 
@@ -80,14 +80,14 @@ class CaptureOnly(CollageBackend):
         example_inputs: Sequence[Any],
         inductor_options: dict[str, Any],
     ) -> Lowered | Reason:
-        added = [node for state in program.expansions for node in state.added]
+        added = [node for state in program.expansions for node in state.added_inputs]
         small = _results_alone(program.gm, [*added, *(node for s in program.measured for node in s.row)])
         not_compiled = why_not_compiled(program.gm.graph, is_recorded=program.is_recorded)
-        rules = not_compiled or rules_of(program.gm, always=not program.repetition.is_of_one)
-        if isinstance(rules, Reason) and not program.repetition.is_of_one:
+        rules = not_compiled or rules_of(program.gm, always=not program.repetition.is_whole)
+        if isinstance(rules, Reason) and not program.repetition.is_whole:
             return rules
         reasons = not_taken(("in parts", rules if isinstance(rules, Reason) else None))
-        unit: Unit = "whole" if reasons else "in parts" if program.repetition.is_of_one else "by family"
+        unit: Unit = "whole" if reasons else "in parts" if program.repetition.is_whole else "by family"
         if not_compiled is not None:
             unit = "operation by operation"
         return Lowered(interpreted(repeated_graph(small, program.repetition)), unit, reasons)
@@ -99,11 +99,11 @@ class CaptureOnly(CollageBackend):
 
 
 def _results_alone(gm: GraphModule, added: Sequence[Node]) -> GraphModule:
-    """A copy of a graph that stores nothing, as state that is born in a step is among what it returns.
+    """Return a copy of a graph without stores, which returns only its results.
 
     Args:
         gm: the graph.
-        added: those of its inputs that it has from the passes; they become zeros.
+        added: inputs that the passes have added; they become zeros.
     """
     gm = copy_of(gm)
     for store in copies_to_inputs(gm.graph).values():
@@ -125,10 +125,10 @@ def _results_alone(gm: GraphModule, added: Sequence[Node]) -> GraphModule:
 
 
 def _clone_of(optimizer: Optimizer) -> Optimizer:
-    """A deep copy with zero gradients and no hooks.
+    """Return a deep copy of an optimizer, with zero gradients and without hooks.
 
-    Not ``copy.deepcopy(optimizer)``: what ``Optimizer`` pickles lacks the attributes that a subclass's step
-    may rely on. An attribute that can't be copied is shared.
+    ``copy.deepcopy(optimizer)`` does not suffice: ``Optimizer`` pickles only some attributes, and a
+    subclass's step may need others. An attribute that cannot be copied is shared.
     """
     memo: dict[int, Any] = {}
     clone = object.__new__(type(optimizer))
@@ -152,9 +152,10 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _has_state_not_met(optimizer: Optimizer, report: CollageReport) -> bool:
-    """Whether low-precision state was born in the step, so that its graph doesn't have it as inputs.
+    """Return whether low-precision state was created in the step, so is missing from its inputs.
 
-    Most classes outside torch.optim make theirs inside ``step``; torch.optim.SGD its momentum.
+    Most classes outside torch.optim create their state inside ``step``, and so does torch.optim.SGD with
+    momentum.
     """
     held = known_tensors({"": optimizer}).values()
     state = {each.name for each in held if each.role is Role.STATE and is_low_precision(each.tensor.dtype)}
@@ -168,13 +169,13 @@ def _step(step: Callable[[Optimizer], Any], optimizer: Optimizer) -> None:
 def _with_code_of_its_own(
     function: Callable[..., Any], copies: dict[int, Any] | None = None
 ) -> Callable[..., Any]:
-    """A copy of a function, and of those it wraps, that shares no Dynamo cache with the original.
+    """Copy a function, and the functions that it wraps, so that they share no Dynamo cache.
 
-    Dynamo counts compilations per code object, those for optimizers long gone included, and gives up after a
-    few: explaining must not use up what the real step may need.
+    Dynamo counts compilations per code object, including compilations for deleted optimizers, and gives up
+    after a few: explaining a step must not use up compilations that the real step may need.
     """
     copies = {} if copies is None else copies
-    if not isinstance(function, types.FunctionType) or is_dynamos(function):
+    if not isinstance(function, types.FunctionType) or is_in_dynamo(function):
         return function
     if id(function) not in copies:
         cells = tuple(types.CellType() for _ in function.__closure__ or ())

@@ -1,4 +1,4 @@
-"""The function ``gpu_code``: the kernels that a GPU would be given for a step, on a machine without one."""
+"""Tool ``gpu_code``: the kernels that a GPU would run for a step, on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -20,26 +20,27 @@ from collage_fx.runtime import Kernel, Launch, StepInParts
 from collage_fx.tools.explain import CaptureOnly, captured
 from collage_fx.torch_compat import imaginary_cuda, without_triton
 
-#: The widest access of a thread, bytes.
+#: Widest memory access of a thread, in bytes.
 WIDEST = 16
 
 
 @dataclass(frozen=True)
 class GpuKernel:
-    """A kernel of a step.
+    """Kernel of a step, compiled for a GPU.
 
     Attributes:
-        name: as profilers show it; empty where Inductor's code is called for each tensor.
-        source: of a Python module with the Triton kernel, for addresses that are multiples of 16 bytes.
-        tensors: of how many it computes the update (or the numbers, or the sums).
-        launches: how often a step launches it.
-        bytes_per_parameter: what it loads and stores for each element of the parameters: counted in its
-            source, and without masks, tables and numbers.
-        accesses: of each of these loads and stores, the bytes of an element (of 32 elements' scale: 1/32).
-        registers: of a thread.
-        spilled: bytes of registers that a thread keeps in memory.
-        wide_accesses: loads and stores of 16 bytes by a thread, in its machine code.
-        reason: why there is no launch for all tensors, if there is none.
+        name: name of the kernel in profilers; empty if Inductor's code is called for each tensor.
+        source: source of a Python module with the Triton kernel, for addresses that are multiples of 16
+            bytes.
+        tensors: number of tensors whose update (or numbers, or sums) it computes.
+        launches: number of launches per step.
+        bytes_per_parameter: bytes loaded and stored per element of the parameters, counted in the source
+            without masks, tables and numbers.
+        accesses: bytes per element of each of these loads and stores (a scale of 32 elements counts 1/32).
+        registers: registers per thread.
+        spilled: bytes of registers that a thread spills to memory.
+        wide_accesses: number of 16-byte loads and stores in the machine code of a thread.
+        reason: why there is no launch for all tensors; empty if there is.
     """
 
     name: str
@@ -56,13 +57,13 @@ class GpuKernel:
 
 @dataclass(frozen=True)
 class GpuCode:
-    """What a GPU would be given for a step.
+    """Code that a GPU would run for a step.
 
     Attributes:
-        arch: the architecture it has been compiled for.
-        kernels: in the order of their launches; empty if there is a ``reason``.
-        report: what has been rewritten.
-        reason: why the step is compiled as one graph, or not compiled, if that is so.
+        arch: the GPU architecture.
+        kernels: kernels in the order of their launches; empty if there is a ``reason``.
+        report: report of the rewritten step.
+        reason: why the step is compiled as a single graph, or not compiled; empty if it is in parts.
     """
 
     arch: str
@@ -72,11 +73,11 @@ class GpuCode:
 
     @property
     def launches(self) -> int:
-        """How many kernels a step launches."""
+        """Number of kernel launches per step."""
         return sum(kernel.launches for kernel in self.kernels)
 
     def to_table(self) -> str:
-        """A row for each kernel, as text."""
+        """Return a text table with a row per kernel."""
         if self.reason:
             return f"No kernels over tables for {self.arch}: {self.reason}"
         headers = (
@@ -97,8 +98,8 @@ class GpuCode:
         table = tabulate(rows, headers=headers, tablefmt="simple", floatfmt=".4g")
         reasons = dict.fromkeys(kernel.reason for kernel in self.kernels if kernel.reason)
         lines = [
-            f"For {self.arch}: {self.launches} launches a step. Bytes are those of a parameter's element, "
-            "registers those of a thread.",
+            f"For {self.arch}: {self.launches} launches per step. Bytes are per element of the parameters, "
+            "registers per thread.",
             table,
             *(f"For each tensor, because {reason}" for reason in reasons),
         ]
@@ -110,22 +111,22 @@ class GpuCode:
 
 
 def gpu_code(optimizer: Optimizer, *, arch: str = "sm_90", **options: Any) -> GpuCode:
-    """The Triton kernels that a GPU would be given for ``optimizer.step``, and what compilers make of them.
+    """Return the Triton kernels that a GPU would run for ``optimizer.step``, with facts from the compilers.
 
-    No GPU is needed: the step is captured as :func:`~collage_fx.explain` does, moved to a card that is
-    imaginary, and lowered as for a real one; Triton and ptxas compile the kernels. The optimizer isn't
-    touched. While this runs, ``torch.cuda`` answers for the imaginary card in the whole process.
+    No GPU is needed: the step is captured as in :func:`~collage_fx.explain`, moved to an imaginary GPU, and
+    lowered as for a real GPU; Triton and ptxas compile the kernels. The optimizer is not changed. During the
+    call, ``torch.cuda`` reports the imaginary GPU in the whole process.
 
     Args:
         optimizer: any ``torch.optim.Optimizer`` with parameters on the CPU.
-        arch: ``"sm_80"`` (A100), ``"sm_90"`` (H100, H200), ``"sm_100"`` (B200), or ``"gfx942"`` (MI300), for
-            which the kernels of an NVIDIA card are compiled, as Inductor writes others in a build for ROCm
-            alone.
-        options: those of :class:`~collage_fx.CollageBackend`.
+        arch: ``"sm_80"`` (A100), ``"sm_90"`` (H100, H200), ``"sm_100"`` (B200), or ``"gfx942"`` (MI300). For
+            the latter, the kernels written for an NVIDIA GPU are compiled; only a ROCm build of torch writes
+            kernels for it.
+        options: options of :class:`~collage_fx.CollageBackend`.
 
     Raises:
         InvalidOptionError: Triton is not installed, or the architecture or an option is unknown.
-        CollageError: what compiling the step would raise.
+        CollageError: compiling the step would raise this error.
     """
     if arch not in imaginary_cuda.ARCHITECTURES:
         known = did_you_mean(arch, imaginary_cuda.ARCHITECTURES)
@@ -134,7 +135,7 @@ def gpu_code(optimizer: Optimizer, *, arch: str = "sm_90", **options: Any) -> Gp
         raise InvalidOptionError(
             "Triton is not installed, or NumPy, which it needs",
             where="the code for a GPU",
-            remedy="pip install triton numpy (on Linux; a CUDA build of torch brings Triton along)",
+            remedy="pip install triton numpy (on Linux; a CUDA build of torch includes Triton)",
         )
     refuse_unknown(options)
     backend = _OnGpu(arch, **options)
@@ -148,10 +149,10 @@ def gpu_code(optimizer: Optimizer, *, arch: str = "sm_90", **options: Any) -> Gp
 
 
 class _OnGpu(CaptureOnly):
-    """A backend that lowers steps for a card that isn't there, and runs the rewritten graph.
+    """Backend that lowers steps for an imaginary GPU, and runs the rewritten graph.
 
     Attributes:
-        step: the last one that a GPU would take, or why it is not made of launches.
+        step: the last step in parts for the GPU, or the reason why there is none.
     """
 
     step: StepInParts | Reason
@@ -159,7 +160,7 @@ class _OnGpu(CaptureOnly):
     def __init__(self, arch: str, **options: Any) -> None:
         super().__init__(**options)
         self.arch = arch
-        self.step = Reason("there is nothing to compensate in it")
+        self.step = Reason("the step has nothing to compensate")
 
     def lower(
         self, program: StepProgram, example_inputs: Sequence[Any], inductor_options: dict[str, Any]
@@ -172,14 +173,14 @@ class _OnGpu(CaptureOnly):
 
 
 def _on_cuda(gm: GraphModule) -> GraphModule:
-    """A copy of a graph on the imaginary card, but for learning rates, which are Python's."""
+    """Return a copy of a graph on the imaginary GPU; learning rates (float64 numbers) stay on the CPU."""
     inputs = [(node.name, tensor_value(node)) for node in placeholders(gm.graph)]
     is_number = {name: value is not None and value.dtype is torch.float64 for name, value in inputs}
     return imaginary_cuda.to_cuda(gm, keep_on_cpu=[name for name in is_number if is_number[name]])
 
 
 def _of_group(group: Launch | Sequence[Any], elements: int, arch: str) -> GpuKernel:
-    """A launch for all tensors, or the calls for each."""
+    """Return the kernel of a launch for all tensors, or of separate calls for each tensor."""
     if not isinstance(group, Launch):
         kernel: Kernel = group[0].kernel
         reasons = "; ".join(str(reason) for _, reason in kernel.reasons)

@@ -1,26 +1,26 @@
 """Everything that rests on torch's private interfaces, and so may differ from version to version.
 
-Supported: torch 2.11 and newer (tested on 2.11, 2.13 and 2.15). A private name that a module imports and that
-has moved is reported at import, with the versions that are known to work. Whatever else has moved, or looks
-otherwise, is reported when a step is to be compiled (:func:`misfits`), not by an AttributeError in the middle
-of a training run; if only time is lost without it, ``collage-fx doctor`` alone reports it.
+Supported: torch 2.11 and newer (tested on 2.11, 2.13 and 2.15). If a private name that a module imports has
+moved, the import reports it, with the versions that are known to work. Other changes in torch are reported
+when a step is compiled (:func:`misfits`), not by an AttributeError in the middle of a training run; if a
+change costs only time, ``collage-fx doctor`` alone reports it.
 
-A module for each part of torch; what its ``__all__`` names is imported from here:
+There is a module for each part of torch:
 
-- ``tensors``: tensors and operators themselves;
-- ``fake_tensors``: tensors without elements, numbers without values;
-- ``optim_frames``: torch.optim's wrapper around ``step``, in the frames that Python is running;
-- ``own_steps``: a step of one optimizer, in the place of its class's;
+- ``tensors``: tensors and operators;
+- ``fake_tensors``: fake tensors and symbolic numbers;
+- ``optim_frames``: torch.optim's wrapper around ``step``, on Python's stack;
+- ``own_steps``: a step of an optimizer instance, which replaces its class's step;
 - ``fused_updates``: ``fused=True``, computed as ``fused=False``;
-- ``dynamo_trace``: what is being traced, and ``dynamo_counts``: how often;
-- ``aot_autograd``: what the inputs of a graph are, what remains to be done around it;
-- ``inductor``: calling it, its settings and its caches;
-- ``inductor_lowerings``: what our operators are lowered to;
-- ``inductor_libraries``: the functions of its C++ kernels, to be called from C++;
+- ``dynamo_trace``: Dynamo's current trace, and ``dynamo_counts``: its counters;
+- ``aot_autograd``: origins of a graph's inputs, and the work left to AOTAutograd's wrapper;
+- ``inductor``: calls of Inductor, its settings and caches;
+- ``inductor_lowerings``: lowerings of our operators;
+- ``inductor_libraries``: C++ functions, compiled like its kernels;
 - ``triton_tables``: its Triton kernels, for many tensors in one launch, and ``triton_sums``: with sums;
-- ``patching``: how something of torch's is replaced, and ``patches``: all that is;
-- ``patch_*``: what is replaced, in Dynamo (``conversions``, ``graph_breaks``, ``optimizers``, ``numbers``),
-  outside of compilations (``steps``, ``averages``), in Inductor (``inductor``).
+- ``patching``: the way to replace a function of torch, and ``patches``: a list of all replacements;
+- ``patch_*``: replacements in Dynamo (``conversions``, ``graph_breaks``, ``optimizers``, ``numbers``), in
+  Inductor (``inductor``), and outside of compilations (``steps``, ``averages``).
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ try:
     from collage_fx.torch_compat.aot_autograd import (
         DATA_ASSIGNMENTS,
         aot_input_of,
+        boxed_call,
         needs_autograd,
-        takes_a_list,
         versions_to_increment,
     )
     from collage_fx.torch_compat.dynamo_counts import (
@@ -47,22 +47,22 @@ try:
     )
     from collage_fx.torch_compat.dynamo_trace import (
         ConvertAgain,
-        RunAsItIs,
+        RunEagerly,
         ShortenTraceback,
         TraceWhole,
         backend_being_traced_for,
         backend_within,
         current_trace,
-        is_dynamos,
+        is_in_dynamo,
         traced_frame_name,
         traced_frame_variables,
     )
     from collage_fx.torch_compat.fake_tensors import (
         FakeTensorMode,
         SymbolicScope,
-        another_fake,
         current_size,
         detect_fake_mode,
+        fake_like,
         real_tensors,
         symbol_source,
     )
@@ -97,7 +97,7 @@ try:
         register_summing_lowering,
     )
     from collage_fx.torch_compat.optim_frames import (
-        calls_what_is_compiled,
+        calls_compiled_function,
         compiled_callables_on_the_stack,
         compiled_callables_within,
         is_being_stepped,
@@ -108,19 +108,19 @@ try:
         wrapped_steps_on_the_stack,
     )
     from collage_fx.torch_compat.own_steps import (
-        give_own_step,
         has_foreign_step,
         is_in_own_step,
         own_step,
-        take_own_step_back,
+        remove_own_step,
+        set_own_step,
     )
     from collage_fx.torch_compat.patch_conversions import (
         Watch,
         compile_lock,
         compiling,
         dynamo_recompile_limit,
-        heed_stances,
-        is_told_not_to_compile,
+        handle_stances,
+        is_compiling_forbidden,
         watch_conversions,
     )
     from collage_fx.torch_compat.patch_graph_breaks import GraphBreak
@@ -147,25 +147,25 @@ try:
     from collage_fx.torch_compat.tensors import (
         SET_GRAD_ENABLED,
         OpOverload,
-        Pieces,
+        Sharding,
         TorchDispatchMode,
         base_of,
         disabled_torch_function,
         distributed_like,
+        guard_by_identity,
         has_internal_overlap,
         has_storage,
-        is_class_of_made_ones,
         is_held_by_torch,
-        is_made_of_tensors,
+        is_wrapper,
+        is_wrapper_class,
         keep_sizes,
-        known_by_identity,
-        laid_out_like,
         local_tensor,
-        pieces_of,
+        metadata_check,
         pytree,
         schema_of,
+        sharding_of,
         shares_memory,
-        start_of_piece,
+        start_of_shard,
         storage_of,
         version_of,
         whole_tensor,
@@ -195,10 +195,10 @@ __all__ = [
     "GraphBreak",
     "InductorFault",
     "OpOverload",
-    "Pieces",
     "Place",
-    "RunAsItIs",
+    "RunEagerly",
     "Sampling",
+    "Sharding",
     "ShortenTraceback",
     "SummedValues",
     "SymbolicScope",
@@ -211,13 +211,13 @@ __all__ = [
     "TracedRows",
     "Watch",
     "add_to_cache_key",
-    "another_fake",
     "aot_input_of",
     "backend_being_traced_for",
     "backend_within",
     "base_of",
     "before_eager_steps",
-    "calls_what_is_compiled",
+    "boxed_call",
+    "calls_compiled_function",
     "compile_lock",
     "compile_with_inductor",
     "compiled_callables_on_the_stack",
@@ -232,47 +232,46 @@ __all__ = [
     "disabled_torch_function",
     "distributed_like",
     "dynamo_recompile_limit",
+    "fake_like",
     "forget_counts",
     "functional_decompositions",
     "fused_operator",
     "fusing_distant_nodes",
     "generated_code",
-    "give_own_step",
     "graph_breaks",
+    "guard_by_identity",
+    "handle_stances",
     "has_foreign_step",
     "has_internal_overlap",
     "has_storage",
-    "heed_stances",
     "inductor_compile_as_it_is",
     "inductor_compile_inner",
     "inductor_config",
     "inductor_faults",
     "innermost_callable",
     "is_being_stepped",
-    "is_class_of_made_ones",
-    "is_dynamos",
+    "is_compiling_forbidden",
     "is_held_by_torch",
+    "is_in_dynamo",
     "is_in_own_step",
-    "is_made_of_tensors",
     "is_refused_by_compiler",
     "is_step_of",
     "is_step_wrapper",
-    "is_told_not_to_compile",
     "is_torchs_step",
     "is_traced_whole",
+    "is_wrapper",
+    "is_wrapper_class",
     "keep_sizes",
-    "known_by_identity",
-    "laid_out_like",
     "launch",
     "load_cpp_library",
     "local_tensor",
+    "metadata_check",
     "misfits",
     "mode_options",
     "needs_autograd",
     "note_generated_code",
     "optimizer_being_stepped",
     "own_step",
-    "pieces_of",
     "pointwise_of",
     "prepare_cpp_compiler",
     "pytree",
@@ -284,16 +283,17 @@ __all__ = [
     "register_realizing_lowering",
     "register_sampling_lowering",
     "register_summing_lowering",
+    "remove_own_step",
     "reroute_steps",
     "run_unfused",
     "schema_of",
+    "set_own_step",
+    "sharding_of",
     "shares_memory",
-    "start_of_piece",
+    "start_of_shard",
     "storage_of",
     "symbol_source",
     "table_kernel",
-    "take_own_step_back",
-    "takes_a_list",
     "thinned_lists",
     "trace_unfused",
     "traced_frame_name",

@@ -1,4 +1,4 @@
-"""What AOTAutograd says of a graph and does around it: rests on ``torch._functorch._aot_autograd``."""
+"""Facts about a graph from AOTAutograd: rests on ``torch._functorch._aot_autograd``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RELIED_ON = (
     f"{_SCHEMAS}:OutputAliasInfo has output_type",
 )
 
-#: The operators that ``p.data = value`` is captured as; torch 2.15 and newer have one of their own for it.
+#: Operators that ``p.data = value`` is captured as; torch 2.15 and newer have a special operator.
 DATA_ASSIGNMENTS: list[Any] = [torch.ops.aten.set_.source_Tensor]
 if hasattr(torch.ops.aten, "shallow_copy_data_"):
     DATA_ASSIGNMENTS.append(torch.ops.aten.shallow_copy_data_.default)
@@ -36,20 +36,20 @@ if hasattr(torch.ops.aten, "shallow_copy_data_"):
 Called = TypeVar("Called", bound=Callable[..., Any])
 
 
-def takes_a_list(called: Called) -> Called:
-    """Mark a function, or a class of callables, as one of AOTAutograd's convention.
+def boxed_call(called: Called) -> Called:
+    """Mark a function, or a class of callables, as following AOTAutograd's calling convention.
 
-    It is called with one list, which it may empty.
+    It takes its arguments in a single list, which it may empty.
     """
     called._boxed_call = True  # type: ignore[attr-defined]
     return called
 
 
 def needs_autograd(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
-    """Whether a Dynamo graph computes something that is to be differentiated.
+    """Return whether a Dynamo graph computes a result that needs a gradient.
 
-    AOTAutograd's own answer is yes for every in-place update through ``.data`` of a parameter that requires
-    gradients, while gradients are enabled: the style of most optimizers that lack a ``torch.no_grad``.
+    AOTAutograd's own test is not used: with gradients enabled it returns True for every in-place update
+    through ``.data`` of a parameter, the style of most optimizers without ``torch.no_grad``.
     """
     results = [n for n in gm.graph.output_node().all_input_nodes if n.op not in ("placeholder", "get_attr")]
     inputs = [
@@ -66,13 +66,13 @@ def needs_autograd(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> b
 def aot_input_of(
     placeholder: torch.fx.Node,
 ) -> tuple[Literal["attribute", "argument", "alias"], str | int] | None:
-    """Where an input of an AOTAutograd graph comes from.
+    """Return the origin of an input of an AOTAutograd graph.
 
     Returns:
         ``("attribute", name)`` for a parameter or buffer of the Dynamo module, ``("argument", position)`` for
-        one of its inputs, ``("alias", description)`` for the common memory of several aliasing inputs, None
-        for anything else (tokens, and what a tensor subclass is made of). This process's piece of a DTensor
-        comes from where the DTensor does.
+        an input of the module, ``("alias", description)`` for the common memory of several aliasing inputs,
+        None for others (tokens, and inner tensors of tensor subclasses). The local shard of a DTensor has the
+        origin of the DTensor.
     """
     descriptor = placeholder.meta.get("desc")
     if isinstance(descriptor, SubclassGetAttrAOTInput) and descriptor.attr == "_local_tensor":
@@ -87,11 +87,13 @@ def aot_input_of(
 
 
 def versions_to_increment() -> list[int] | None:
-    """What AOTAutograd's wrapper still has to do for the inference graph that it is compiling.
+    """Return the inputs whose version counters AOTAutograd's wrapper will increment, if it does nothing else.
+
+    Call it while AOTAutograd compiles the inference graph.
 
     Returns:
-        the inputs whose version counters it will count up, where that is all: what the graph returns is new,
-        and what it does to its inputs is done in it, to their elements alone. None otherwise.
+        the indices of the inputs. None if the wrapper does more: if a result aliases an input, or if the
+        graph changes an input's metadata, or if it leaves a mutation to the wrapper.
     """
     context = TracingContext.try_get()
     found = None if context is None else context.fw_metadata

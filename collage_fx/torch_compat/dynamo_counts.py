@@ -1,4 +1,4 @@
-"""What Dynamo counts: functions that it has converted, and why it has broken graphs."""
+"""Dynamo's counters: functions that it has converted, and reasons of graph breaks."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ from torch._dynamo import utils
 
 RELIED_ON = ("torch._dynamo:utils has clear_compilation_metrics, counters, get_compilation_metrics",)
 
-#: How the reason begins of the graph break that torch itself puts around every optimizer's step.
+#: Beginning of the reason of the graph break that torch itself puts around every optimizer's step.
 OWN_BREAK = "Call to `torch._dynamo.graph_break()`"
 
 
 def forget_counts() -> None:
-    """Count from zero."""
+    """Reset the counters."""
     utils.counters.clear()
     utils.clear_compilation_metrics()
 
 
 def conversions() -> int:
-    """The number of conversions so far."""
+    """Return the number of conversions so far."""
     return len(utils.get_compilation_metrics())
 
 
 def recompile_reasons() -> list[str]:
-    """The reason for each conversion of something that had been converted before."""
+    """Return the reason of each repeated conversion of the same function."""
     reasons = (metrics.recompile_reason for metrics in utils.get_compilation_metrics())
     return [reason for reason in reasons if reason]
 
 
 def graph_breaks() -> list[str]:
-    """The reason for each graph break, but for those that torch itself puts around a step."""
+    """Return the reason of each graph break; breaks that torch itself puts around a step are left out."""
     return [reason for reason in utils.counters["graph_break"] if not reason.startswith(OWN_BREAK)]

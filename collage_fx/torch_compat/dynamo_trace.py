@@ -1,4 +1,4 @@
-"""What Dynamo is compiling right now, for which backend, and how to send it another way.
+"""Dynamo's current trace, its backend, and exceptions that redirect it.
 
 Rests on Dynamo's translator (``torch._dynamo.symbolic_convert``) and on its wrappers around a backend.
 """
@@ -22,9 +22,10 @@ RELIED_ON = (
 
 
 def traced_frame_variables() -> dict[str, Any]:
-    """The Python variables of the frame that Dynamo is compiling, real objects; empty outside of Dynamo.
+    """Return the Python variables of the frame that Dynamo is compiling, as real objects.
 
-    Includes the globals that the frame's code names, so that a step inside a user's function is found too.
+    Empty outside of Dynamo. Includes the globals that the frame's code uses, so that a step inside a user's
+    function is found, too.
     """
     output = output_being_traced()
     if output is None:
@@ -35,35 +36,35 @@ def traced_frame_variables() -> dict[str, Any]:
 
 
 def traced_frame_name() -> str:
-    """The name of the function whose frame Dynamo is compiling right now; empty outside of Dynamo."""
+    """Return the name of the function that Dynamo is compiling; empty outside of Dynamo."""
     output = output_being_traced()
     return "" if output is None else str(output.root_tx.f_code.co_name)
 
 
 def current_trace() -> object:
-    """A value that identifies the compilation that Dynamo is at, None outside of Dynamo."""
+    """Return a value that identifies Dynamo's current compilation; None outside of Dynamo."""
     return CompileContext.current_compile_id()
 
 
 def output_being_traced() -> Any:
-    """The ``OutputGraph`` that Dynamo is filling right now; None outside of Dynamo."""
+    """Return the ``OutputGraph`` that Dynamo is filling; None outside of Dynamo."""
     try:
         translator = InstructionTranslator.current_tx()
     except AttributeError:  # torch's own signal for "no translation is running"
         return None
-    return None if translator is None else translator.output  # that of torch 2.11, behind a translation
+    return None if translator is None else translator.output  # torch 2.11 returns None after a translation
 
 
 def backend_being_traced_for() -> tuple[Any, dict[str, Any]]:
-    """The backend that Dynamo is tracing for, by :func:`backend_within`; ``(None, {})`` outside of it."""
+    """Return ``(backend, keywords)`` of the current trace; ``(None, {})`` outside of Dynamo."""
     output = output_being_traced()
     return (None, {}) if output is None else backend_within(output.compiler_fn)
 
 
 def backend_within(compiler: Any) -> tuple[Any, dict[str, Any]]:
-    """The backend that the user gave to ``torch.compile``, and the keywords that this adds to its call."""
+    """Return the backend that the user gave to ``torch.compile``, and the keywords of its calls."""
     keywords: dict[str, Any] = {}
-    while True:  # torch.compile, Dynamo and its debugging tools each put a wrapper of their own around it
+    while True:  # torch.compile, Dynamo and its debugging tools each add a wrapper
         attributes = getattr(compiler, "__dict__", {})
         keywords = {**keywords, **attributes.get("kwargs", {})}
         inner = attributes.get("compiler_fn") or attributes.get("_torchdynamo_orig_backend")
@@ -72,24 +73,24 @@ def backend_within(compiler: Any) -> tuple[Any, dict[str, Any]]:
         compiler = inner
 
 
-def is_dynamos(function: FunctionType) -> bool:
-    """Whether a function is part of Dynamo."""
+def is_in_dynamo(function: FunctionType) -> bool:
+    """Return whether a function is part of Dynamo."""
     return function.__module__.startswith("torch._dynamo")
 
 
-class RunAsItIs(ShortenTraceback):
-    """Raised within a conversion to have Python run the function as it is, without compiled code."""
+class RunEagerly(ShortenTraceback):
+    """Exception within a conversion: Python runs the function unchanged, without compiled code."""
 
     def __init__(self) -> None:
         super().__init__(first_useful_frame=None)
 
 
 class ConvertAgain(ShortenTraceback):
-    """Raised within a conversion to have Dynamo trace the function once more, which now goes another way."""
+    """Exception within a conversion: Dynamo traces the function again, which then takes another path."""
 
     def __init__(self) -> None:
         super().__init__(first_useful_frame=None)
 
 
 class TraceWhole(ConvertAgain):
-    """Raised within a conversion to have it begin anew without thinned lists."""
+    """Exception within a conversion: Dynamo traces the function again, with complete lists."""

@@ -1,4 +1,4 @@
-"""Tensors without elements, numbers without values: rests on fake tensors and symbolic shapes."""
+"""Fake tensors and symbolic numbers: rests on torch's fake tensor mode and symbolic shapes."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ RELIED_ON = (
 
 @contextlib.contextmanager
 def real_tensors() -> Iterator[None]:
-    """Allocate real tensors although a fake tensor mode is active (as it is while a backend runs)."""
+    """Context manager: operations on real tensors although a fake tensor mode is active, as in a backend."""
     with unset_fake_temporarily():
         yield
 
 
-def another_fake(value: torch.Tensor) -> torch.Tensor:
-    """Make a fake tensor like another, which is faster than running an operation that makes one."""
+def fake_like(value: torch.Tensor) -> torch.Tensor:
+    """Make a fake tensor like another, faster than by running an operation."""
     assert isinstance(value, FakeTensor)
     with unset_fake_temporarily():
         meta = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
@@ -42,30 +42,30 @@ def another_fake(value: torch.Tensor) -> torch.Tensor:
 
 
 def current_size(size: int | torch.SymInt) -> int:
-    """The size that a tensor has in the call that is compiled, read without specializing on it."""
+    """Return a size's value in the call that is being compiled, without specializing on it."""
     return int(size.node.hint) if isinstance(size, torch.SymInt) else size
 
 
 def symbol_source(value: torch.SymInt | torch.SymFloat) -> str:
-    """The expression a symbolic number was read from, as ``self.param_groups[0]['lr']``, else its symbol."""
+    """Return the expression that a symbolic number was read from, or its symbol."""
     expression = value.node.expr
     sources = value.node.shape_env.var_to_sources.get(expression, ())
     return str(sources[0].name) if sources and isinstance(sources[0].name, str) else str(expression)
 
 
 def detect_fake_mode(tensors: Iterable[torch.Tensor]) -> FakeTensorMode | None:
-    """The mode of the first fake tensor among some tensors; None where none of them is fake."""
+    """Return the mode of the first fake tensor; None if no tensor is fake."""
     return next((tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)), None)
 
 
 class SymbolicScope:
-    """Fake tensors and symbolic numbers that belong to no capture, for a graph that is made from scratch.
+    """Scope for a graph that is built from scratch, with fake tensors and symbols that belong to no capture.
 
-    A context manager: within it, graphs of its values can be made and compiled, whatever is being compiled
-    around it.
+    It is a context manager: inside, graphs of its values can be built and compiled, even during another
+    compilation.
 
     Attributes:
-        floats: the symbols of those inputs that are floats.
+        floats: the symbols of the inputs that are floats.
     """
 
     def __init__(self) -> None:
@@ -85,13 +85,13 @@ class SymbolicScope:
         self._stack.close()
 
     def length(self, name: str, hint: int) -> Any:
-        """Make a symbolic integer that is 2 at least."""
+        """Make a symbolic integer that is at least 2."""
         source = ConstantSource(name)
         symbol = self.shape_env.create_symbol(hint, source, DimDynamic.DYNAMIC)
         return self.shape_env.create_symintnode(symbol, hint=hint, source=source)
 
     def number(self, name: str, kind: type) -> Any:
-        """Make a symbolic number of any value: ``kind`` is ``torch.SymInt`` or ``torch.SymFloat``."""
+        """Make a symbolic number of any value; ``kind`` is ``torch.SymInt`` or ``torch.SymFloat``."""
         source = ConstantSource(name)
         hint: Any = 3 if kind is torch.SymInt else 0.3
         symbol = self.shape_env.create_unspecified_symbol(hint, source, DimDynamic.DYNAMIC)
@@ -101,10 +101,10 @@ class SymbolicScope:
         return create(symbol, hint=hint, source=source)
 
     def input(self, value: Any, *, has_symbols: bool = False) -> Any:
-        """What a graph is compiled with for an input that takes values like this one.
+        """Return an example input for compiling a graph whose input takes values like this value.
 
         Args:
-            value: a real tensor, which stays itself; a float, which becomes a 0-d tensor; or an integer.
+            value: a real tensor, returned unchanged; a float, which becomes a 0-d tensor; or an integer.
             has_symbols: whether the sizes of a tensor are symbols while the graph is traced.
         """
         source = ConstantSource(f"input{len(self._inputs)}")
@@ -116,7 +116,7 @@ class SymbolicScope:
             value = torch.tensor(value, dtype=torch.float64)
         self._has_symbols |= has_symbols
         fake = self.fake_mode.from_tensor(value, static_shapes=not (is_float or has_symbols), source=source)
-        self._fakes.append(fake)  # the mode forgets those that nobody refers to
+        self._fakes.append(fake)  # the mode forgets fake tensors without references
         if is_float:
             number: Any = fake.item_memo
             self.floats.append(str(number.node.expr))
@@ -124,7 +124,7 @@ class SymbolicScope:
         return value
 
     def guard(self) -> Callable[[Sequence[Any]], bool] | None:
-        """Whether what was decided by values of the inputs is so for others; None where nothing was."""
+        """Return a function that tests whether a list of inputs satisfies all guards; None without guards."""
         code = self.shape_env.produce_guards_expression(self._inputs, ignore_static=not self._has_symbols)
         if code is None:
             return None
@@ -139,15 +139,15 @@ class SymbolicScope:
             return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
     def run(self, node: torch.fx.Node) -> Any:
-        """Compute the fake value of a node from those of its operands, in their ``meta["val"]``."""
+        """Compute the fake value of a node from the ``meta["val"]`` of its operands."""
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         with self.fake_mode:
             return node.target(*args, **kwargs)  # type: ignore[operator]
 
     def has_guards(self, *, below: int) -> bool:
-        """Whether an operation had to look at the value of a symbol, so that the graph is for that alone.
+        """Return whether an operation specialized on the value of a symbol.
 
-        That a value is at most so large that ``below`` is not reached does not count.
+        The graph is then valid for this value only. Upper limits of ``below - 1`` or more do not count.
         """
         return not all(
             isinstance(guard.expr, sympy.Le) and guard.expr.rhs.is_number and guard.expr.rhs >= below - 1

@@ -1,22 +1,22 @@
-"""Fused optimizers, computed by the elementary operations that their kernels stand for.
+"""Fused optimizers, computed by elementary operations equivalent to their kernels.
 
 Note [A wish for speed]
 -----------------------
-``fused=True`` has torch.optim call one operator for the whole update (``torch._fused_adamw_``), which leaves
-nothing to compensate, and Dynamo breaks the graph there. But ``fused=True`` asks for no other update, only
-for a fast one, and Inductor makes kernels itself. So a step that is compiled or recorded for this backend
-makes the update of ``fused=False``:
+With ``fused=True``, torch.optim calls a single operator for the whole update (``torch._fused_adamw_``), which
+hides all operations that could be compensated, and Dynamo breaks the graph there. But ``fused=True`` does not
+request another update, only a fast one, and Inductor generates fused kernels itself. So a step that is
+compiled or recorded for this backend computes the update of ``fused=False``:
 
-* For each function that chooses between the two (``torch.optim.adamw.adamw``), Dynamo is given another one to
-  trace, by ``torch.compiler.substitute_in_graph`` (:func:`trace_unfused`). In steps that are compiled for
-  another backend it breaks the graph as ever, and eager steps call the functions as they are.
-* A recorded step is run by Python, which calls the operator. It is met there (:func:`run_unfused`).
+* For each function that chooses between both (``torch.optim.adamw.adamw``), Dynamo traces a substitute,
+  registered by ``torch.compiler.substitute_in_graph`` (:func:`trace_unfused`). In steps that are compiled for
+  another backend, the substitute breaks the graph like the original; eager steps call the original.
+* Python runs a recorded step and calls the operator; the recorder replaces the call (:func:`run_unfused`).
 
 A :class:`torch.amp.GradScaler` leaves two things to a fused optimizer: to divide the gradients by
-``grad_scale``, and to change nothing where ``found_inf`` isn't zero. Both are done around the update, as part
-of the step, whose arithmetic is float32's. So a float16 gradient, which a scaler itself refuses to unscale,
-does not underflow in the division. (``torch._fused_sgd_`` leaves a momentum that is born in a skipped step
-uninitialised. Here it is zero.)
+``grad_scale``, and to change nothing if ``found_inf`` is not zero. Both are done around the update, as part
+of the step, in float32 arithmetic. So a float16 gradient, which a scaler itself refuses to unscale, does not
+underflow in the division. (``torch._fused_sgd_`` leaves a momentum that is created in a skipped step
+uninitialized. Here it is zero.)
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from torch.optim.sgd import sgd
 
 log = logging.getLogger("collage_fx")
 
-#: The name of each fused operator -> the function of torch.optim that calls it where its argument ``fused``
-#: is true. Both take lists of tensors, gradients second, and the same keyword arguments.
+#: Function of torch.optim that calls a fused operator if its argument ``fused`` is true, by the operator's
+#: name. Both take lists of tensors, gradients second, and the same keyword arguments.
 OPERATORS: dict[str, Any] = {
     "_fused_adam_": adam,
     "_fused_adamw_": adamw,
@@ -46,13 +46,13 @@ OPERATORS: dict[str, Any] = {
 
 
 def trace_unfused(is_ours: Callable[[], bool]) -> None:
-    """Have Dynamo trace ``fused=True`` as ``fused=False``. Called once a process.
+    """Make Dynamo trace ``fused=True`` as ``fused=False``; call once per process.
 
-    A function for which somebody else has registered a substitute keeps that one: then a fused step of its
-    class is refused for its graph break.
+    A function for which other code has registered a substitute keeps it: then a fused step of its class is
+    refused because of its graph break.
 
     Args:
-        is_ours: whether the step that is being traced is compensated.
+        is_ours: function that returns whether the step being traced is compensated.
     """
     is_constant = torch.compiler.assume_constant_result(is_ours)
     for update in OPERATORS.values():
@@ -64,7 +64,7 @@ def trace_unfused(is_ours: Callable[[], bool]) -> None:
 
 
 def _twin(function: FunctionType) -> FunctionType:
-    """Copy a function, so that what is registered for the original does not hold for the copy."""
+    """Copy a function, so that substitutes registered for the original do not apply to the copy."""
     twin = FunctionType(
         function.__code__,
         function.__globals__,
@@ -87,22 +87,22 @@ def _unfused(update: Callable[..., None], is_ours: Callable[[], bool]) -> Callab
 
 
 def fused_operator(called: Any) -> str | None:
-    """The name of torch's operator for a whole update that a function is, or an overload; else None."""
+    """Return the name of the fused operator that is called, also by an overload; None for others."""
     name = str(getattr(called, "__name__", "")).partition(".")[0]
     return name if name in OPERATORS else None
 
 
 def run_unfused(name: str, lists: Iterable[list[Any]], options: dict[str, Any]) -> None:
-    """Make the update of a fused operator out of elementary operations.
+    """Compute the update of a fused operator with elementary operations.
 
     Args:
-        name: of the operator.
+        name: name of the operator.
         lists: its positional arguments: parameters, gradients and their state.
         options: its keyword arguments.
     """
     update, options = OPERATORS[name], dict(options)
     params, grads, *state = lists
-    if update is not sgd:  # whose caller has counted the step, as the function does
+    if update is not sgd:  # both the caller and the function increment the step counts
         *state, counts = state
         _run_scaled(update, [params, grads, *state, [count - 1 for count in counts]], options)
         return
@@ -115,7 +115,7 @@ def run_unfused(name: str, lists: Iterable[list[Any]], options: dict[str, Any]) 
 
 
 def _run_scaled(update: Callable[..., None], lists: Sequence[list[Any]], options: dict[str, Any]) -> None:
-    """Run an update with ``fused=False``, and around it do what a loss scaler leaves to a fused one."""
+    """Run an update with ``fused=False``, and the work that a loss scaler leaves to fused optimizers."""
     grad_scale, found_inf = options.get("grad_scale"), options.get("found_inf")
     options = {**options, "fused": False, "grad_scale": None, "found_inf": None}
     kept = [] if found_inf is None else [[_copy(value) for value in values] for values in lists]
@@ -134,6 +134,6 @@ def _copy(value: Tensor | None) -> Tensor | None:
 
 
 def _unless(found_inf: Tensor, value: Tensor, old: Tensor | None) -> Tensor:
-    """What a tensor holds after the update, in its own memory: zero if it was born in one that is skipped."""
+    """Return a tensor's value after the update: its old value, or zero, if the step is skipped."""
     is_skipped = found_inf.to(value.device) != 0
     return value.copy_(torch.where(is_skipped, torch.zeros_like(value) if old is None else old, value))

@@ -1,23 +1,23 @@
-"""Triton kernels for a GPU on a machine without one: a card that torch is made to believe in.
+"""Imaginary GPU: Triton kernels for a GPU on a machine without a GPU, which torch is made to believe in.
 
-    with imaginary_cuda("sm_90"):           # Inductor writes code as for that card; nothing can run
-        step = ...                          # of a graph that to_cuda() has put there
-    machine_code(name, source, "sm_90")     # registers, spilled bytes, accesses: by the real compilers
+    with imaginary_cuda("sm_90"):           # Inductor writes code as for this GPU; nothing can run
+        step = ...                          # from a graph that to_cuda() has moved there
+    machine_code(name, source, "sm_90")     # registers, spilled bytes, accesses: from the real compilers
 
-For commands and tests: to import it changes nothing, and no training program enters it. While it is in force,
-``torch.cuda`` answers for the imaginary card in the whole process.
+For commands and tests: importing the module changes nothing, and no training program enters it. Inside the
+context, ``torch.cuda`` reports the imaginary GPU in the whole process.
 
 It works with a CPU build of torch and with a CUDA build on a machine without a driver; checked with torch
 2.11, 2.13 and 2.15 and the Triton versions that these pin (3.6.0, 3.7.1, 3.9.0).
 
 Note [An imaginary card]
 ------------------------
-Inductor asks for the device at four places: ``torch.cuda`` (is there a card, which), Dynamo's
-``CudaInterface`` (whose static methods were bound when the class was made, so they are patched again),
+Inductor asks for the device in four ways: ``torch.cuda`` (is there a GPU, which), Dynamo's ``CudaInterface``
+(whose static methods were bound when the class was created, so they are patched, too),
 ``torch.utils._triton.triton_backend`` (which would load libcuda) and ``fake_tensor.init_gpu_context`` (which
-would allocate on the card). Nearly every answer is cached by ``functools.cache``, so the caches are emptied
-on the way in and on the way out: an answer from one world must not be seen in the other. Inside
-:func:`imaginary_cuda` nothing can run on "cuda"; fake tensors are all there is.
+would allocate on the GPU). Nearly every answer is cached by ``functools.cache``, so the caches are cleared on
+entry and on exit: answers about the imaginary GPU must not be used outside, nor real answers inside. Inside
+:func:`imaginary_cuda` nothing can run on "cuda"; there are only fake tensors.
 
 What differs between torch versions:
 
@@ -26,8 +26,8 @@ What differs between torch versions:
   300 s on a machine without a driver: compilation is kept in this process;
 * a CPU build has no ``torch._C._cuda_getCurrentRawStream``, which every generated wrapper imports.
 
-The code is written as for a card of NVIDIA's, also where ``gfx942`` (MI300) is asked for: Inductor writes for
-ROCm in a torch that is built for it alone. Triton's compiler for AMD takes that code all the same.
+The code is written as for an NVIDIA GPU, also if ``gfx942`` (MI300) is requested: only a ROCm build of torch
+writes code for ROCm. Triton's compiler for AMD accepts the code.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ CUDA = torch.device("cuda", 0)
 
 @dataclasses.dataclass(frozen=True)
 class DeviceProps:
-    """The answers of ``torch.cuda.get_device_properties``, as far as Inductor asks."""
+    """Answers of ``torch.cuda.get_device_properties``, the attributes that Inductor reads."""
 
     name: str
     major: int
@@ -78,7 +78,7 @@ class DeviceProps:
 
 _H200 = DeviceProps("NVIDIA H200", 9, 0, 132, 232448, 233472, 62914560, 150_000_000_000)
 
-#: The cards that there are, by the name that compilers have for them.
+#: GPUs by the compilers' names of their architectures.
 ARCHITECTURES: Mapping[str, DeviceProps] = {
     "sm_80": DeviceProps("NVIDIA A100", 8, 0, 108, 166912, 167936, 41943040, 80_000_000_000),
     "sm_90": _H200,
@@ -88,17 +88,17 @@ ARCHITECTURES: Mapping[str, DeviceProps] = {
 
 
 def have_triton() -> bool:
-    """Whether Triton is installed, and what it imports."""
+    """Return whether Triton, and NumPy, which it imports, are installed."""
     return all(importlib.util.find_spec(name) is not None for name in ("triton", "numpy"))
 
 
 def to_cuda(gm: GraphModule, *, keep_on_cpu: Collection[str] = ()) -> GraphModule:
     """Copy a graph that was captured on CPU as the graph it would be on cuda:0.
 
-    Placeholders' fake values move to cuda (but for the ones named in ``keep_on_cpu``, such as a 0-d learning
-    rate that lives on the host), so do ``device`` arguments of nodes (``full``, ``empty``, ``device_put``),
-    and every other node's ``meta["val"]`` is computed anew. Constants (``get_attr``) of no dimension stay on
-    the CPU, as AOTAutograd leaves them; larger ones are refused, as there is no card to put them on.
+    Fake values of placeholders move to cuda, except those named in ``keep_on_cpu``, such as a 0-d learning
+    rate on the host. ``device`` arguments of nodes (``full``, ``empty``, ``device_put``) become cuda:0, and
+    every other node's ``meta["val"]`` is recomputed. 0-d constants (``get_attr``) stay on the CPU, as
+    AOTAutograd leaves them; larger constants are refused, because there is no GPU to hold them.
     """
     from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
@@ -160,7 +160,7 @@ def _moved(arguments: Any) -> Any:
 
 
 def _forget_cached_answers() -> None:
-    """Empty the ``functools`` caches of the modules that remember what the device is."""
+    """Clear the ``functools`` caches of the modules that remember device properties."""
     import torch._inductor.codecache
     import torch._inductor.codegen.triton
     import torch._inductor.codegen.triton_utils
@@ -193,7 +193,7 @@ def _forget_cached_answers() -> None:
 
 @contextlib.contextmanager
 def _without_card_errors() -> Iterator[None]:
-    """Let fake tensors be made on "cuda" although something says there is a card (see the Note above)."""
+    """Context manager: fake tensors can be created on "cuda" while torch reports a GPU (see the Note)."""
     from torch._subclasses import fake_tensor
 
     with mock.patch.object(fake_tensor, "init_gpu_context"):
@@ -210,7 +210,7 @@ def _target(arch: str) -> Any:
 
 @contextlib.contextmanager
 def imaginary_cuda(arch: str = "sm_90") -> Iterator[None]:
-    """Make torch, Inductor and Triton believe that cuda:0 is there, for code generation; undone on exit.
+    """Context manager: torch, Inductor and Triton generate code as if cuda:0 existed.
 
     Args:
         arch: one of :data:`ARCHITECTURES`.
@@ -262,8 +262,7 @@ def imaginary_cuda(arch: str = "sm_90") -> Iterator[None]:
         for name, source in bound.items():
             stack.enter_context(mock.patch.object(interface, name, staticmethod(answers[source])))
         stack.enter_context(mock.patch.object(interface, "get_raw_stream", staticmethod(lambda index: 0)))
-        # The workers' view of the devices is a module-level cache; start from nothing and put back what was
-        # there.
+        # The workers' view of the devices is a module-level cache; clear it, and restore it on exit.
         for cache in ("caching_worker_device_properties", "caching_worker_current_devices"):
             stack.enter_context(mock.patch.dict(getattr(device_interface, cache), clear=True))
         stack.enter_context(mock.patch.object(torch.utils._triton, "triton_backend", backend))
@@ -280,12 +279,12 @@ def imaginary_cuda(arch: str = "sm_90") -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class MachineCode:
-    """What compilers have made of a kernel.
+    """Result of compiling a kernel.
 
     Attributes:
-        registers: of a thread.
-        spilled: bytes of a thread's memory that registers have been spilled to, and of its stack.
-        accesses: of the memory for tensors, loads and stores together, by how many bytes a thread accesses.
+        registers: registers per thread.
+        spilled: bytes of spilled registers and of stack, per thread.
+        accesses: number of loads and stores of global memory, by bytes per access of a thread.
         stages: all texts and binaries that Triton keeps, by name: ``"ptx"``, ``"cubin"``, ``"amdgcn"``, ...
     """
 
@@ -297,7 +296,7 @@ class MachineCode:
 
 @contextlib.contextmanager
 def imported_kernel(name: str, source: str, arch: str = "sm_90") -> Iterator[Any]:
-    """A kernel as Inductor has it, with its configurations; its file is there within, and so is the card."""
+    """Context manager: a kernel as Inductor's autotuner, with its file and the imaginary GPU in place."""
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
     with imaginary_cuda(arch), tempfile.TemporaryDirectory(prefix="collage_fx_") as folder:
@@ -307,12 +306,12 @@ def imported_kernel(name: str, source: str, arch: str = "sm_90") -> Iterator[Any
 
 
 def machine_code(name: str, source: str, arch: str = "sm_90") -> MachineCode:
-    """Compile a kernel's module, as Inductor would have it compiled, for one of :data:`ARCHITECTURES`.
+    """Compile a kernel's module as Inductor would, for an architecture of :data:`ARCHITECTURES`.
 
     Args:
-        name: of the kernel.
-        source: of a module with it, in the decorator of the one configuration.
-        arch: what it is compiled for.
+        name: name of the kernel.
+        source: source of a module with the kernel, in a decorator with a single configuration.
+        arch: architecture, a key of :data:`ARCHITECTURES`.
     """
     import triton
     from triton.compiler.compiler import ASTSource

@@ -1,4 +1,4 @@
-"""Calling Inductor, its settings and its caches: rests on ``torch._inductor`` but for its code generation."""
+"""Calls, settings and caches of Inductor: rests on ``torch._inductor``, except its code generation."""
 
 from __future__ import annotations
 
@@ -40,43 +40,43 @@ RELIED_ON = (
 )
 
 
-#: Attributes of a graph module with this prefix are there for the key of Inductor's cache.
+#: Prefix of attributes of a graph module that are part of Inductor's cache key.
 FACT = "collage_fx_"
 
 
 def add_to_cache_key(gm: torch.fx.GraphModule, **facts: object) -> None:
     """Add facts to the key of a graph in Inductor's cache.
 
-    It looks at the attributes of the module.
+    Inductor's cache includes the attributes of the module in its key.
     """
     for name, fact in facts.items():
         setattr(gm, FACT + name, fact)
 
 
 def copy_cache_facts(source: torch.fx.GraphModule, to: torch.fx.GraphModule) -> None:
-    """Give a copy of a graph what :func:`add_to_cache_key` has given the graph."""
+    """Copy the facts of :func:`add_to_cache_key` from a graph to its copy."""
     for name, fact in vars(source).items():
         if name.startswith(FACT):
             setattr(to, name, fact)
 
 
 def inductor_compile_inner(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
-    """Compile a rewritten graph with Inductor to a callable of one list."""
+    """Compile a rewritten graph with Inductor to a callable of a single list."""
     with without_contraction():
         return inductor_compile_as_it_is(gm, example_inputs, **kwargs)
 
 
 def inductor_compile_as_it_is(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
-    """Compile a functional ATen graph to the code that plain Inductor writes: a callable of one list.
+    """Compile a functional ATen graph to the code that plain Inductor writes.
 
-    Its cache of graphs does not ask for whose vectors code was written, and runs that of an AVX-512 machine
-    on one with AVX2, where it computes something else. So what the processor has becomes part of its key.
+    Inductor's cache ignores the vector instructions that code was written for: a machine with AVX2 may get
+    code of a machine with AVX-512, which computes other results there. So they are added to the cache key.
     """
     if any(isinstance(each, torch.Tensor) and each.device.type == "cpu" for each in example_inputs):
         isa = pick_vec_isa()
         add_to_cache_key(gm, vectors=(str(isa), isa.bit_width()))
-    # What AOTAutograd decomposes by: newer Inductors refuse to call an operator in it that they write no
-    # kernel for, and cache no graph. In ours are operators of which some calls are decomposed.
+    # AOTAutograd's decompositions: newer versions of Inductor refuse an operator that is in them and has no
+    # kernel, and do not cache the graph. Ours contain operators of which only some calls are decomposed.
     kwargs.pop("get_decomp_fn", None)
     compiled = compile_fx_inner(gm, example_inputs, **kwargs)
     if hasattr(compiled, "source_code"):
@@ -91,8 +91,8 @@ _generated: ContextVar[list[str] | None] = ContextVar("_generated", default=None
 def generated_code() -> Iterator[list[str]]:
     """Context manager: collect the code that Inductor writes for each graph, Python and kernels, in a list.
 
-    Also of graphs that it finds in its cache; not of those in which there is nothing to compute. And, at the
-    end, to the list of whoever has entered this around.
+    The list includes code of graphs found in the cache, but nothing for graphs without a computation. On exit
+    it is appended to the list of the surrounding context, if any.
     """
     sources, outer = list[str](), _generated.get()
     token = _generated.set(sources)
@@ -114,7 +114,7 @@ class InductorFault(Exception):
     """Failure of Inductor, or of the compiler that it calls; the message is the first line of theirs.
 
     Attributes:
-        ours: file, line and function of this package's in which the fault began; empty if it is Inductor's.
+        ours: file, line and function of this package that raised the error; empty if Inductor raised it.
     """
 
     def __init__(self, error: Exception) -> None:
@@ -140,7 +140,8 @@ def is_refused_by_compiler(fault: InductorFault) -> bool:
 def _ours(error: BaseException) -> str:
     """Return file and line of this package at which an error began; empty if it began in torch.
 
-    Frames of other packages belong to whoever called them. A recursion that is too deep ends anywhere.
+    Frames of other packages count as part of their caller. Empty for a RecursionError, which any frame may
+    raise.
     """
     place, is_called = "", False
     for frame, line in traceback.walk_tb(error.__traceback__):
@@ -162,11 +163,11 @@ def compile_with_inductor(
 ) -> Callable[..., Any]:
     """Compile a Dynamo graph through AOTAutograd, with ``inner_compile`` instead of Inductor's own.
 
-    ``decompositions`` are applied by AOTAutograd; without them, Inductor's own are
-    (:func:`functional_decompositions`), and ``inner_compile`` is all that is not as in plain Inductor.
-    AOTAutograd's cache is switched off: on a hit it would return the code of an earlier compilation without
-    calling ``inner_compile``, that is without the error terms. Inductor's own cache, keyed by the graph it is
-    given (the rewritten one), stays on, so that a second process still starts warm.
+    ``inner_compile`` replaces Inductor's own inner compilation. AOTAutograd applies ``decompositions``; if
+    they are None, it applies Inductor's (:func:`functional_decompositions`), and only ``inner_compile``
+    differs from plain Inductor. AOTAutograd's cache is off: on a hit it would return the code of an earlier
+    compilation without calling ``inner_compile``, so without error terms. Inductor's own cache, whose key is
+    the rewritten graph, stays on, so that a second process compiles faster.
     """
     inputs = (*gm.parameters(), *gm.buffers(), *example_inputs)
     tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
@@ -189,7 +190,7 @@ def compile_with_inductor(
 def mode_options(mode: str) -> dict[str, Any]:
     """Return the Inductor configuration of a ``torch.compile`` mode.
 
-    Raises RuntimeError for a mode that torch doesn't know.
+    Raises RuntimeError for a mode unknown to torch.
     """
     return dict(list_mode_options(mode))
 
@@ -205,10 +206,11 @@ def functional_decompositions() -> dict[Any, Callable[..., Any]]:
     return dict(select_decomp_table())
 
 
-#: Inductor's settings for few launches: one costs as much time as moving megabytes, and a model has a hundred
-#: small tensors. Elementwise kernels that do not depend on each other are combined, eight a launch or more.
-#: Newer versions look before whether that needs more memory, and count what a step writes in place as new.
-#: And none is timed in several configurations, in the first step, on copies of what it writes.
+#: Settings of Inductor for few launches: a launch takes as long as moving megabytes, and a model has a
+#: hundred small tensors. Independent elementwise kernels are combined, eight or more per launch. Newer
+#: versions of Inductor first estimate the memory that this needs, but count in-place writes as new memory, so
+#: the limit is off. Kernels are not timed in several configurations, which would need copies of the written
+#: tensors.
 COMBINED_LAUNCHES: dict[str, Any] = {
     "combo_kernels": True,
     "combo_kernels_pointwise_only": True,
@@ -220,8 +222,8 @@ for _name, _value in (("combo_kernel_peak_memory_pct_threshold", None), ("combo_
         COMBINED_LAUNCHES[_name] = _value
 
 
-#: Whether a CUDA graph keeps the value that a 0-d tensor of the host had when it was recorded: the code for
-#: it reads that within what is recorded, where it was copied to the device before.
+#: Whether a CUDA graph keeps the value that a 0-d tensor of the host had at the capture: since torch 2.13 the
+#: generated code reads it during the capture; before, it copied it to the device.
 FREEZES_NUMBERS = version() >= (2, 13)
 
 
@@ -232,8 +234,9 @@ _PREPARING = "collage_fx: prepare the compiler"
 def prepare_cpp_compiler() -> concurrent.futures.Future[Any]:
     """Start to test, on another core, the processor and the C++ compiler; once a process.
 
-    On a machine that has compiled nothing yet, that takes longer than a kernel. Whoever compiles waits for
-    it, as Inductor's answers differ where two threads ask at once. The future raises a fault of the compiler.
+    Before the first compilation on a machine, this takes longer than compiling a kernel. Compilations wait
+    for it, because Inductor's answers differ if two threads ask at once. The future raises errors of the
+    compiler.
     """
     executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=_PREPARING)
     future = executor.submit(pick_vec_isa)
@@ -244,7 +247,7 @@ def prepare_cpp_compiler() -> concurrent.futures.Future[Any]:
 
 
 def _finish(executor: concurrent.futures.Executor) -> None:
-    """Wait for threads before a fork: the new process has none, but waits for them and for their locks."""
+    """Wait for the thread before a fork: the child process lacks it, but would wait for it and its locks."""
     if not threading.current_thread().name.startswith(_PREPARING):
         executor.shutdown()
 

@@ -1,4 +1,4 @@
-"""C++ libraries, compiled and cached as Inductor's kernels are."""
+"""C++ libraries, compiled and cached like Inductor's kernels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import cast
 from torch._C._dynamo.guards import _torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
 from torch._inductor.codecache import CppCodeCache
 
-#: The address of the C function that takes a Python tensor and returns the address of its memory.
+#: Address of the C function that takes a Python tensor and returns the address of its memory.
 ADDRESS_OF_TENSOR: int = _torchinductor_pyobject_tensor_data_ptr
 
 
@@ -19,9 +19,9 @@ class CFunction:
     """Compiled C++ function whose arguments are addresses and 64-bit integers.
 
     Attributes:
-        address: of the function.
-        arguments: for each of its arguments, the index of the value that is passed; of a tensor, its address.
-        library: what has to stay loaded.
+        address: address of the function.
+        arguments: for each argument, the index of the value to pass; for a tensor its address is passed.
+        library: the library, which must stay loaded.
     """
 
     address: int
@@ -30,10 +30,10 @@ class CFunction:
 
 
 def load_cpp_library(source: str, flags: Sequence[str] = ()) -> ctypes.CDLL:
-    """Compile ``extern "C"`` functions as Inductor's kernels are, or find the library in its cache.
+    """Compile ``extern "C"`` functions like Inductor's kernels, or load the library from its cache.
 
     Args:
-        source: C++.
-        flags: for the compiler, behind Inductor's.
+        source: C++ source.
+        flags: additional flags of the compiler, after Inductor's.
     """
     return cast("ctypes.CDLL", CppCodeCache.load(source, extra_flags=tuple(flags)))

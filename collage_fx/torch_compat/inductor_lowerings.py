@@ -20,10 +20,10 @@ def register_pointwise_lowering(
     """Lower ``operator(*tensors, *constants)`` to an elementwise computation in the kernel that reads it.
 
     Args:
-        operator: an overload of tensors of one shape, or None, and constants.
-        element_function: ``(number of tensors, *constants) -> function of [values of the tensors]`` giving
-            the value of the result, for one element.
-        dtype: of the result.
+        operator: an overload of tensors of the same shape (or None) and constants.
+        element_function: ``(number of tensors, *constants) -> function of [values of the tensors]``, which
+            returns the value of the result for an element.
+        dtype: dtype of the result.
     """
 
     def lowering(*arguments: Any) -> Any:
@@ -44,28 +44,28 @@ def register_pointwise_lowering(
 def register_placed_lowering(
     operator: Any, element_function: Callable[..., Any], *, dtype: torch.dtype
 ) -> None:
-    """Lower ``operator(like, *numbers)`` to a computation from each element's place in memory.
+    """Lower ``operator(like, *numbers)`` to a computation from each element's index in memory.
 
     Args:
-        operator: an overload of a tensor, of which nothing but the layout is looked at, and 0-d tensors.
-        element_function: ``(dtype of the place, place, *values of the numbers)`` -> value of the result, of
-            the dtype of the place, for one element.
-        dtype: of the result.
+        operator: an overload of a tensor, of which only the layout is used, and 0-d tensors.
+        element_function: ``(dtype of the index, index, *values of the numbers)`` -> value of the result for
+            an element, in the dtype of the index.
+        dtype: dtype of the result.
     """
 
     def lowering(like: Any, *numbers: Any) -> Any:
         loads = [number.make_loader() for number in numbers if number is not None]
-        like.realize()  # what has no memory has no strides
+        like.realize()  # without memory it has no strides
         strides, device = like.get_stride(), like.get_device()
 
         def element(index: Sequence[Any]) -> Any:
             place = sum((i * step for i, step in zip(index, strides, strict=True)), start=sympy.S.Zero)
             if device.type == "cpu":
-                # A product that overflows int32 is undefined in C++: compilers take the loop to end before.
+                # A product that overflows int32 is undefined in C++: compilers may end the loop before.
                 position, kind = ops.index_expr(place, torch.int64), torch.int64
             else:
-                # As bits. In a number's place Inductor would go on with the expression, and multiply its
-                # factors to some that Triton's int32 hasn't got.
+                # As bits. Otherwise Inductor would continue with the expression, and multiply its factors to
+                # numbers beyond Triton's int32.
                 position, kind = ops.index_expr(place, torch.int32), torch.int32
                 position = ops.to_dtype_bitcast(position, torch.int32, torch.int32)
             result = element_function(kind, position, *(load([]) for load in loads))
@@ -87,7 +87,7 @@ def register_block_lowerings(
     block: int,
     dtype_of_codes: Mapping[tuple[int, bool], torch.dtype],
 ) -> None:
-    """Lower operators of blocks of elements that have a scale in common: Note [Blocks].
+    """Lower operators on blocks of elements that share a scale: Note [Blocks].
 
     Args:
         scales_operator: ``(value, like, signed)`` -> the scales of a tensor's blocks.
@@ -188,7 +188,7 @@ def pointwise_of(node: torch.fx.Node, values: Mapping[torch.fx.Node, Any]) -> An
 
 
 def register_realizing_lowering(operator: Any) -> None:
-    """Lower ``operator(x)`` to ``x`` in memory: what reads it loads it instead of computing it anew."""
+    """Lower ``operator(x)`` to ``x`` stored in memory: its readers load it, not recompute it."""
 
     def lowering(x: Any) -> Any:
         x.realize()
@@ -208,12 +208,14 @@ def register_summing_lowering(
     """Lower ``operator(*tensors)`` to sums over all elements, in the loop that computes the tensors.
 
     Args:
-        operator: an overload of float32 tensors of one shape, or None, that returns a float64 vector.
-        terms: from the values of one element of each tensor, without the Nones, to what it adds to each sum:
-            float64 numbers, then truth values.
-        sums_of: the names of these sums, ``products`` and ``counts``, given how many tensors there are.
-        names: of the sums that the operator returns.
-        otherwise: for one that isn't among those sums, the one that it is the same as, or None for zero.
+        operator: an overload of float32 tensors of the same shape (or None) that returns a float64 vector.
+        terms: function of the values of an element of each tensor that is not None; returns its addend for
+            each sum: float64 numbers, then truth values.
+        sums_of: function of the number of tensors; returns the names of the sums, ``products`` and
+            ``counts``.
+        names: names of the sums that the operator returns.
+        otherwise: for each name that is not among those of ``sums_of``, the name of an equal sum, or None for
+            zero.
     """
 
     def lowering(*tensors: Any) -> Any:
@@ -267,8 +269,8 @@ def register_summing_lowering(
 def _as_value_of_loop(tensor: Any) -> Any:
     """Realize a tensor: otherwise each sum would be traced from the inputs of the step.
 
-    One of those is copied. In the code this is a variable; but where sums read the input itself, Inductor
-    stores into that after them, in another loop, and keeps what is stored in memory until then.
+    An input is copied; in the code the copy is a variable. If sums read the input itself, Inductor would
+    store the new value in another loop after the sums, and keep the value in memory until then.
     """
     if isinstance(tensor.data, ir.StorageBox) and tensor.data.is_input_buffer():
         tensor = lowerings[torch.ops.aten.clone.default](tensor)
@@ -287,12 +289,12 @@ def register_sampling_lowering(
     """Lower ``operator(*tensors, *constants)`` to counts over a few elements, without the tensors in memory.
 
     Args:
-        operator: an overload of float32 tensors of one shape, or None for zeros, and constants, that returns
-            a float64 vector.
-        place: ``(values of one element, *constants)`` -> which number of the vector counts it, int32.
-        sampled: ``(i, elements, floor division)`` -> position of the i-th of the few; there is none if it is
-            not below ``elements``.
-        sample: how many there are at most.
+        operator: an overload of float32 tensors of the same shape (or None for zeros) and constants, that
+            returns a float64 vector.
+        place: ``(values of an element, *constants)`` -> index in the vector of its counter, int32.
+        sampled: ``(i, elements, floor division)`` -> position of the i-th element of the sample; it does not
+            exist if the position is not below ``elements``.
+        sample: largest number of elements of the sample.
         places: length of the vector.
     """
 
@@ -309,7 +311,7 @@ def register_sampling_lowering(
             """Compute a value for each sampled element, keep it, and return its loader."""
             box = ir.Pointwise.create(device=device, dtype=dtype, inner_fn=function, ranges=[sample])
             box.realize()
-            with ir.ComputedBuffer.force_realize():  # else positions would be computed anew in each load
+            with ir.ComputedBuffer.force_realize():  # or each load would recompute positions
                 return box.make_loader()
 
         load_position = of_each(

@@ -1,4 +1,4 @@
-"""Which optimizer's step Python is in: rests on the wrapper that ``torch.optim`` puts around ``step``."""
+"""Frames of optimizer steps on Python's stack: rests on torch.optim's wrapper around ``step``."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ RELIED_ON = ("torch._dynamo.eval_frame:_TorchDynamoContext.__call__ has callback
 
 
 def optimizer_being_stepped() -> torch.optim.Optimizer | None:
-    """The optimizer whose step, running eagerly, has called what Dynamo compiles; None if there is none."""
+    """Return the optimizer whose eagerly running step called the function that Dynamo compiles."""
     found = (optimizer_of_method(*frame) for frame in possible_steps_on_the_stack())
     return next((optimizer for optimizer in found if optimizer is not None), None)
 
 
 def is_step_wrapper(code: CodeType) -> bool:
-    """Whether code is that of the function that torch puts around the ``step`` of every optimizer's class."""
+    """Return whether code belongs to the wrapper that torch puts around ``step`` of every optimizer."""
     return is_in_torchs_optimizer(code) and "func" in code.co_freevars and code.co_name == "wrapper"
 
 
 def is_step_of(optimizer: torch.optim.Optimizer, code: CodeType) -> bool:
-    """Whether code is that of a ``step`` of the optimizer's class, or of a base class, in torch's wrapper."""
+    """Return whether code belongs to ``step`` of the optimizer's class or of a base class, unwrapped."""
     steps = (vars(cls)["step"] for cls in type(optimizer).__mro__ if "step" in vars(cls))
     return any(getattr(inspect.unwrap(step), "__code__", None) is code for step in steps)
 
 
 def is_torchs_step(optimizer: torch.optim.Optimizer, code: CodeType, variables: Mapping[str, Any]) -> bool:
-    """Whether a frame is that of the step of one of torch.optim's own classes, without closure."""
+    """Return whether a frame runs the step of a class of torch.optim, without a closure."""
     step = inspect.unwrap(type(optimizer).step)
     return (
         type(optimizer).__module__.startswith("torch.optim.")
@@ -43,17 +43,17 @@ def is_torchs_step(optimizer: torch.optim.Optimizer, code: CodeType, variables: 
 
 
 def is_being_stepped(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether Python is in the middle of the optimizer's ``step``."""
+    """Return whether the optimizer's ``step`` is on Python's stack."""
     return any(
         is_step_wrapper(code) and optimizer_of_method(code, variables) is optimizer
         for code, variables in possible_steps_on_the_stack()
     )
 
 
-def calls_what_is_compiled(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether what Dynamo compiles right now is called by the optimizer's ``step``, which runs eagerly.
+def calls_compiled_function(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the optimizer's eager ``step`` calls the function that Dynamo is compiling.
 
-    As where a class has ``step = torch.compile(AdamW.step)``: torch puts its wrapper around that.
+    Example: a class with ``step = torch.compile(AdamW.step)``, which torch puts its wrapper around.
     """
     is_called_compiled = False
     for code, variables in possible_steps_on_the_stack():
@@ -64,7 +64,7 @@ def calls_what_is_compiled(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def wrapped_steps_on_the_stack(optimizer: torch.optim.Optimizer) -> int:
-    """How many of torch's wrappers around a step of this optimizer are running, one within another."""
+    """Return the number of torch's step wrappers of this optimizer on the stack, nested."""
     return sum(
         is_step_wrapper(code) and optimizer_of_method(code, variables) is optimizer
         for code, variables in possible_steps_on_the_stack()
@@ -72,9 +72,9 @@ def wrapped_steps_on_the_stack(optimizer: torch.optim.Optimizer) -> int:
 
 
 def compiled_callables_on_the_stack() -> Iterator[tuple[Callable[..., Any], Any]]:
-    """Pairs ``(function, callback of Dynamo)`` of the running callables that ``torch.compile`` returned.
+    """Yield ``(function, Dynamo's callback)`` of running ``torch.compile`` callables.
 
-    Innermost first, up to a function that is disabled for Dynamo.
+    Order: innermost first, up to a function that is disabled for Dynamo.
     """
     frame: Any = sys._getframe()
     while frame is not None:
@@ -87,9 +87,9 @@ def compiled_callables_on_the_stack() -> Iterator[tuple[Callable[..., Any], Any]
 
 
 def compiled_callables_within(function: Any) -> list[tuple[Callable[..., Any], Any]]:
-    """The same pairs, of what ``torch.compile`` returned and ``function`` is a wrapper around."""
+    """Return ``(function, Dynamo's callback)`` of ``torch.compile`` callables inside a wrapper."""
     found = []
-    while function is not None and hasattr(function, "get_compiler_config"):  # which wrappers of it have, too
+    while function is not None and hasattr(function, "get_compiler_config"):  # wraps() copies it
         cells = inspect.getclosurevars(function).nonlocals
         if "callback" in cells:
             found.append((cells["fn"], cells["callback"]))
@@ -98,9 +98,9 @@ def compiled_callables_within(function: Any) -> list[tuple[Callable[..., Any], A
 
 
 def possible_steps_on_the_stack() -> Iterator[tuple[CodeType, Mapping[str, Any]]]:
-    """The Python frames that are running, innermost first; with their variables if they may be a step.
+    """Yield Python's frames, innermost first; with variables if the frame may be a step.
 
-    Not with all: reading a frame's variables keeps them alive as long as the frame.
+    Other frames come without variables: reading them keeps the objects alive as long as the frame.
     """
     frame = sys._getframe()
     while frame is not None:
@@ -110,12 +110,12 @@ def possible_steps_on_the_stack() -> Iterator[tuple[CodeType, Mapping[str, Any]]
 
 
 def is_in_torchs_optimizer(code: CodeType) -> bool:
-    """Whether code is of the file of the base class of optimizers, as the wrapper around ``step`` is."""
+    """Return whether code is in the file of the base class of optimizers, like the step wrapper."""
     return code.co_filename == inspect.getfile(torch.optim.Optimizer)
 
 
 def functions_passed(code: CodeType, variables: Mapping[str, Any]) -> list[FunctionType]:
-    """The functions that a frame has as arguments, in whatever wrapping: a step's closure is one of them."""
+    """Return the functions among a frame's arguments, unwrapped; a step's closure is such a function."""
     are_starred = [bool(code.co_flags & flag) for flag in (inspect.CO_VARARGS, inspect.CO_VARKEYWORDS)]
     arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + sum(are_starred)]
     passed: list[Any] = []
@@ -128,7 +128,7 @@ def functions_passed(code: CodeType, variables: Mapping[str, Any]) -> list[Funct
 
 
 def _function_of(value: Any) -> Any:
-    """The function that Python runs where ``value`` is called, if it is one of Python's."""
+    """Return the Python function that a call of ``value`` runs; None if there is none."""
     while isinstance(value, functools.partial):
         value = value.func
     if isinstance(value, MethodType):
@@ -137,7 +137,7 @@ def _function_of(value: Any) -> Any:
 
 
 def optimizer_of_method(code: CodeType, variables: Mapping[str, Any]) -> torch.optim.Optimizer | None:
-    """The optimizer whose method a frame runs (or torch's wrapper around ``step``); None for other frames."""
+    """Return the optimizer whose method (or step wrapper) a frame runs; None for other frames."""
     if not code.co_varnames:
         return None
     value = variables.get(code.co_varnames[0])

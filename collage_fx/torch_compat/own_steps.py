@@ -1,4 +1,4 @@
-"""A step that one optimizer has in the place of its class's, as its hooks and its schedulers expect it."""
+"""A ``step`` of an optimizer instance, which replaces its class's step and suits hooks and schedulers."""
 
 from __future__ import annotations
 
@@ -16,43 +16,43 @@ RELIED_ON = (
     "torch.optim.lr_scheduler:LRScheduler.__init__ has _opt_called",
 )
 
-#: Attribute of an optimizer: what its own step runs.
+#: Attribute of an optimizer: function that its own step runs.
 _RUN = "__collage_fx_step__"
-#: Attribute of the function behind an optimizer's own step, and of those that schedulers put around it.
+#: Attribute of an optimizer's own step, and of scheduler wrappers around it: the previous step.
 _BEFORE = "__collage_fx_before__"
 
-#: Attributes of an optimizer: its hooks.
+#: Names of an optimizer's attributes that hold its hooks.
 _PRE, _POST = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
 
-#: The hooks of an optimizer while what is compiled runs, in which Dynamo would trace them once more.
+#: Hooks of an optimizer while the compiled step runs: empty, because Dynamo would trace them a second time.
 _NO_HOOKS: OrderedDict[int, Any] = OrderedDict()
 
 
 def own_step(optimizer: Optimizer) -> Callable[..., Any] | None:
-    """What :func:`give_own_step` was given for the optimizer; None where it has no step of its own."""
+    """Return the function given to :func:`set_own_step`; None if the optimizer has no step of its own."""
     return vars(optimizer).get(_RUN)
 
 
 def is_in_own_step(optimizer: Optimizer) -> bool:
-    """Whether what :func:`give_own_step` was given is running for the optimizer."""
+    """Return whether the function given to :func:`set_own_step` is running for the optimizer."""
     return vars(optimizer).get(_PRE) is _NO_HOOKS
 
 
 def has_foreign_step(optimizer: Optimizer) -> bool:
-    """Whether somebody other than us has given the optimizer a step of its own.
+    """Return whether other code has given the optimizer instance a step of its own.
 
-    A scheduler is nobody: it puts a function around the step that it finds, to note that it is called.
+    A scheduler's wrapper around the step, which only notes that the step is called, does not count.
     """
     step = vars(optimizer).get("step")
     is_schedulers = getattr(step, "__wrapped__", None) is type(optimizer).step
     return not (step is None or is_schedulers or hasattr(step, _BEFORE))
 
 
-def give_own_step(optimizer: Optimizer, run: Callable[..., Any]) -> None:
-    """Have ``optimizer.step(...)`` call ``run(...)`` from now on, between the optimizer's own hooks.
+def set_own_step(optimizer: Optimizer, run: Callable[..., Any]) -> None:
+    """Make ``optimizer.step(...)`` call ``run(...)`` between the optimizer's own hooks.
 
-    It is a method of the instance, which Dynamo does not trace into. Schedulers are content with it, whether
-    they are made before or after.
+    The step is an attribute of the instance, and Dynamo does not trace into it. Schedulers accept it, whether
+    they are created before or after.
     """
     vars(optimizer)[_RUN] = run
     before = vars(optimizer).get("step")
@@ -60,14 +60,14 @@ def give_own_step(optimizer: Optimizer, run: Callable[..., Any]) -> None:
         return
     label = f"Optimizer.step#{type(optimizer).__name__}.step"  # as torch names it for a profiler
 
-    # wraps() takes along what a scheduler has noted on the function that it has put there.
+    # wraps() copies the attributes that a scheduler has set on its wrapper.
     @torch.compiler.disable
     @functools.wraps(before or type(optimizer).step)
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         run = own_step(self)
         if run is None:
             return type(self).step(self, *args, **kwargs)
-        self._opt_called = True  # type: ignore[attr-defined]  # what schedulers look at
+        self._opt_called = True  # type: ignore[attr-defined]  # read by schedulers
         with torch.profiler.record_function(label):
             return _between_hooks(self, run, (self, *args), kwargs)
 
@@ -75,8 +75,8 @@ def give_own_step(optimizer: Optimizer, run: Callable[..., Any]) -> None:
     vars(optimizer)["step"] = MethodType(step, optimizer)
 
 
-def take_own_step_back(optimizer: Optimizer) -> None:
-    """Undo :func:`give_own_step`; a function that has been put around the step since runs the eager one."""
+def remove_own_step(optimizer: Optimizer) -> None:
+    """Undo :func:`set_own_step`; a wrapper added around the step since then runs the eager step."""
     del vars(optimizer)[_RUN]
     step = vars(optimizer)["step"]
     if isinstance(step, MethodType) and hasattr(step, _BEFORE):
@@ -88,8 +88,8 @@ def take_own_step_back(optimizer: Optimizer) -> None:
 def _between_hooks(
     optimizer: Optimizer, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """What ``run`` returns; before and after it the optimizer's hooks are called as torch calls them."""
-    own = vars(optimizer)  # which has no hooks if its class does not call Optimizer.__init__
+    """Call the optimizer's hooks before and after ``run``, as torch does; return the result of ``run``."""
+    own = vars(optimizer)  # no hooks if its class does not call Optimizer.__init__
     hooks = {name: own[name] for name in (_PRE, _POST) if name in own}
     for hook in hooks.get(_PRE, _NO_HOOKS).values():
         replaced = hook(optimizer, args, kwargs)

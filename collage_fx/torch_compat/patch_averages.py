@@ -1,14 +1,15 @@
-"""``AveragedModel`` updates that happen where Dynamo sees them.
+"""Patch of ``AveragedModel``: its updates happen in functions that Dynamo compiles.
 
 Note [Averages are stored in a frame of their own]
 --------------------------------------------------
-``torch.optim.swa_utils.AveragedModel.update_parameters`` asks a tensor whether it has averaged anything yet,
-with iterators alive: there Dynamo gives up on the frame, runs it eagerly and compiles only the functions it
-calls. A ``multi_avg_fn`` is such a function and contains the whole update. But an ``avg_fn``, which the equal
-average on the CPU is too, only returns the new value, and the frame stores it: eagerly and rounded, where no
-backend can give it an error term. So importing collage_fx wraps the method: for the duration of a call
-``avg_fn`` is given to it as a ``multi_avg_fn`` that computes the same values and stores them itself. So it is
-with the copy that the first update makes of the model: it is made once more, in a function of its own.
+``torch.optim.swa_utils.AveragedModel.update_parameters`` branches on the value of a tensor (the number of
+models averaged so far) while iterators are alive: Dynamo gives up on the frame, runs it eagerly, and compiles
+only the functions that it calls. A ``multi_avg_fn`` is such a function and contains the whole update. But an
+``avg_fn`` (also the default, the equal average on the CPU) only returns the new value, and the frame stores
+it: eagerly and rounded, where no backend can give it an error term. So importing collage_fx wraps the method:
+during a call, ``avg_fn`` is replaced by a ``multi_avg_fn`` that computes the same values and stores them
+itself. The copy of the model that the first update makes is repeated in a function of its own, for the same
+reason.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ AVERAGES = Patch(
     relies_on=("torch.optim.swa_utils:AveragedModel has avg_fn, multi_avg_fn",),
 )
 
-#: A function of the averaged value, the current one and the number averaged so far: the new average.
+#: Function ``(average, current value, number of models averaged so far) -> new average``.
 Average = Callable[[Tensor, Tensor, Tensor | int], Tensor]
 
 _equal_average: Average = get_swa_avg_fn()
@@ -67,7 +68,7 @@ def _on_cpu(model: torch.nn.Module) -> bool:
 
 
 def _averaged(model: torch.nn.Module, use_buffers: bool) -> Iterator[Tensor]:
-    """The tensors of a model that are averaged."""
+    """Return the tensors of a model that are averaged."""
     return chain(model.parameters(), model.buffers() if use_buffers else ())
 
 

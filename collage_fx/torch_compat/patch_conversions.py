@@ -1,4 +1,4 @@
-"""Around Dynamo's conversions of functions for this backend: rests on its ``convert_frame``."""
+"""Watch over Dynamo's conversions of functions for this backend: rests on its ``convert_frame``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.types import ConvertFrameReturn
 from torch.optim import Optimizer
 
-from collage_fx.torch_compat.dynamo_trace import ConvertAgain, RunAsItIs, TraceWhole, backend_within
+from collage_fx.torch_compat.dynamo_trace import ConvertAgain, RunEagerly, TraceWhole, backend_within
 from collage_fx.torch_compat.optim_frames import (
     is_in_torchs_optimizer,
     optimizer_being_stepped,
@@ -87,31 +87,33 @@ COMPILED_CALLS = Patch(
 )
 
 
-#: The lock that Dynamo holds while it compiles.
+#: Lock that Dynamo holds while it compiles.
 compile_lock = convert_frame.compile_lock
 
 
 @dataclass(frozen=True)
 class Watch:
-    """The questions that are asked about Dynamo's conversions of functions into graphs.
+    """Callbacks about Dynamo's conversions of functions into graphs.
 
-    ``backend`` is what ``torch.compile`` was given (a name already looked up) and ``keywords`` the ``mode``
-    and ``options`` that go with it.
+    ``backend`` is the backend given to ``torch.compile`` (never a name), ``keywords`` are the ``mode`` and
+    ``options`` given with it.
 
     Attributes:
-        is_watched: ``(backend)``: whether it may be one of ours; nothing is asked about others.
-        before: ``(backend, keywords, code, variables)``, at the beginning of a conversion; an exception of it
-            ends the conversion and reaches the user, True applies the following.
-        within: ``(code, variables)``: the context of a conversion.
-        after: ``(backend, keywords, compiler, code, variables)``, once a graph has been compiled. The
-            compiler is an object that stands for one call of ``torch.compile``.
-        failed: like ``before``, and the exception that the conversion ended with, or the backend in it, other
-            than a refusal; it is raised again after.
+        is_watched: called with ``(backend)``; returns whether the backend may belong to collage_fx. The other
+            callbacks are not called for other backends.
+        before: called with ``(backend, keywords, code, variables)`` at the beginning of a conversion. An
+            exception ends the conversion and reaches the user. If it returns False, the other callbacks are
+            not called for the conversion.
+        within: called with ``(code, variables)``; returns the context of a conversion.
+        after: called with ``(backend, keywords, compiler, code, variables)`` after a graph was compiled. The
+            compiler is an object that identifies a call of ``torch.compile``.
+        failed: called like ``before``, with the exception that ended the conversion or the backend in it,
+            except a refusal; the exception is then raised again.
         at_optimizer: see :func:`watching_optimizers`.
         at_graph_break: see :func:`watching_graph_breaks`.
-        handed_over: ``(backend, keywords, function)``, when ``torch.compile`` is given a function.
+        handed_over: called with ``(backend, keywords, function)`` when ``torch.compile`` is given a function.
         rows_to_trace, abandon: see :func:`thinning_lists`.
-        settings: of Dynamo's configuration, for a conversion.
+        settings: Dynamo's configuration during a conversion.
     """
 
     is_watched: Callable[[Any], bool]
@@ -128,11 +130,12 @@ class Watch:
 
 
 def watch_conversions(watch: Watch) -> None:
-    """Have a :class:`Watch` asked about all that Dynamo does for what ``torch.compile`` is given from now on.
+    """Call the callbacks of a :class:`Watch` around Dynamo's conversions from now on.
 
-    Where something that it asks, or the backend within a conversion, raises :class:`RunAsItIs`, the frame is
-    run by Python; where it raises :class:`ConvertAgain`, the conversion begins anew. Called once per
-    compilation of a frame; costs nothing where nothing is compiled. A second call replaces the first.
+    If a callback, or the backend during a conversion, raises :class:`RunEagerly`, Python runs the frame; if
+    it raises :class:`ConvertAgain`, the conversion starts again. The callbacks are called once per
+    compilation of a frame, so they cost nothing in compiled calls. A second call of this function replaces
+    the first.
     """
 
     def watched(convert: Callable[..., Any], frame: Any, *args: Any, **kwargs: Any) -> Any:
@@ -151,7 +154,7 @@ def watch_conversions(watch: Watch) -> None:
                 ):
                     converted = convert(frame, *args, **kwargs)
             except (ShortenTraceback, Unsupported) as error:
-                # Refusals, and what fullgraph=True asks for; or what a backend has failed with.
+                # Refusals and errors that fullgraph=True requests, or the failure of a backend.
                 if (failure := getattr(error, "inner_exception", None)) is not None:
                     watch.failed(*compiler, code, variables, failure)
                 raise
@@ -161,7 +164,7 @@ def watch_conversions(watch: Watch) -> None:
             finally:
                 thinned.clear()
                 looked_for.clear()
-        except RunAsItIs:
+        except RunEagerly:
             return ConvertFrameReturn(apply_to_code=False)
         except (TraceWhole, ConvertAgain) as again:
             whole = isinstance(again, TraceWhole)
@@ -169,7 +172,7 @@ def watch_conversions(watch: Watch) -> None:
             if converted is not None and converted.guarded_code is not None:
                 watch.after(*compiler, _compiler_of(convert), code, variables)
             return converted
-        # Here nothing refers to the abandoned trace any more, nor to state that was made in it.
+        # Here no reference to the abandoned trace, or to state created in it, is left.
         token = tracing_whole.set(whole or tracing_whole.get())
         try:
             return watched(convert, frame, *args, **kwargs)
@@ -192,14 +195,14 @@ def watch_conversions(watch: Watch) -> None:
 
 
 def _compiler_of(callback: Any) -> Any:
-    """The innermost of the wrappers that Dynamo puts around a backend: one for each ``torch.compile``."""
+    """Return the innermost of Dynamo's wrappers around a backend: each ``torch.compile`` creates its own."""
     while (inner := getattr(callback, "__dict__", {}).get("_torchdynamo_orig_backend")) is not None:
         callback = inner
     return callback
 
 
 class _Watched:
-    """A converter of Dynamo's, with a function of ours called around each conversion."""
+    """Converter of Dynamo's with a function called around each conversion."""
 
     def __init__(self, convert: Callable[..., Any], around: Callable[..., Any]) -> None:
         functools.update_wrapper(self, convert)
@@ -214,8 +217,8 @@ class _Watched:
 
 
 def _given_to_compile() -> Any:
-    """The function that ``torch.compile`` has been called with, if it is what runs now."""
-    compiling = inspect.unwrap(torch.compile).__code__  # Lightning, for one, puts a function around it
+    """Return the function that ``torch.compile`` was called with, if that call is running."""
+    compiling = inspect.unwrap(torch.compile).__code__  # Lightning, for example, wraps it
     caller: Any = sys._getframe()
     while caller is not None and caller.f_code is not compiling:
         caller = caller.f_back
@@ -223,10 +226,10 @@ def _given_to_compile() -> Any:
 
 
 def _is_not_to_be_converted() -> bool:
-    """Whether the function to be converted was disabled for Dynamo, unlike those that it calls.
+    """Return whether the function to convert is disabled for Dynamo, but not the functions it calls.
 
-    Dynamo goes by who calls the function whose conversion it is asked for, and looks past its own frames, but
-    not past ours.
+    Dynamo decides this by the caller of the function to convert. It skips its own frames when it looks for
+    the caller, but not ours, so this function repeats the search.
     """
     caller: Any = sys._getframe()
     while caller is not None and caller.f_code.co_filename in (__file__, convert_frame.__file__):
@@ -236,7 +239,7 @@ def _is_not_to_be_converted() -> bool:
 
 @contextlib.contextmanager
 def _patched(watch: Watch, code: CodeType, variables: Mapping[str, Any]) -> Iterator[None]:
-    """Within, all patches are in force that a conversion for this backend needs."""
+    """Context manager: all patches that a conversion for this backend needs."""
 
     def has_tensor(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
         return lambda frame: (frame.f_code is code and _may_update(code, variables)) or original(frame)
@@ -255,16 +258,17 @@ def _patched(watch: Watch, code: CodeType, variables: Mapping[str, Any]) -> Iter
 
 
 def _without_elements(tensor: Tensor, **keywords: Any) -> str:
-    """Write down a tensor without its elements."""
+    """Return the text of a tensor without its elements."""
     return f"tensor(..., device='{tensor.device}', size={tuple(tensor.shape)}, dtype={tensor.dtype})"
 
 
 @contextlib.contextmanager
 def _fewer_objects_to_look_at() -> Iterator[None]:
-    """Within, the garbage collector leaves alone what was there before.
+    """Context manager: the garbage collector ignores all objects that exist on entry.
 
-    Of a compilation's hundred thousands of objects most stay until its end, and again and again it would look
-    at a million others: an eighth of a compilation's time. What a program has frozen itself stays frozen.
+    A compilation creates hundreds of thousands of objects, most of which live until its end. The collector
+    would scan a million other objects again and again, an eighth of the compilation's time. If the program
+    has frozen objects itself, nothing is changed.
     """
     if gc.get_freeze_count():
         yield
@@ -278,7 +282,7 @@ def _fewer_objects_to_look_at() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _silent_about_profiling() -> Iterator[None]:
-    """Within, Dynamo does not say that it leaves out the mark that torch's wrapper sets around each step."""
+    """Context manager: Dynamo does not report that it omits torch's profiler mark around each step."""
 
     def is_about_more(record: logging.LogRecord) -> bool:
         return not str(record.msg).startswith("Profiler record function")
@@ -293,56 +297,59 @@ def _silent_about_profiling() -> Iterator[None]:
 
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
-    """Compile a graph that Dynamo has not captured, while no other thread compiles anything."""
+    """Context manager: compile a graph that Dynamo has not captured, while no other thread compiles."""
     with compile_lock, _fewer_objects_to_look_at(), noticing_burned_in():
         yield
 
 
 def _may_update(code: CodeType, variables: Mapping[str, Any]) -> bool:
-    """Whether a function is an optimizer's method, or what follows a graph break.
+    """Return whether a function is an optimizer's method, or the rest of a function after a graph break.
 
-    Dynamo runs functions eagerly in which it sees no tensor, and it doesn't look into objects. The wrapper of
-    torch's around ``step``, which does nothing to tensors, may run so.
+    Dynamo runs a function eagerly if it finds no tensor in its variables, and it does not look into objects.
+    For torch's wrapper around ``step``, which does not touch tensors, that is allowed.
     """
     is_method = optimizer_of_method(code, variables) is not None and not is_in_torchs_optimizer(code)
     return is_method or code.co_name.startswith(TORCH_DYNAMO_RESUME_IN_PREFIX)
 
 
 def dynamo_recompile_limit() -> int:
-    """The user's limit on how often Dynamo compiles one function."""
+    """Return the user's limit on how often Dynamo compiles a function."""
     return int(dynamo_config.recompile_limit)
 
 
-def is_told_not_to_compile() -> bool:
-    """Whether torch has been told to compile nothing: by its stance, or ``TORCH_COMPILE_DISABLE``."""
+def is_compiling_forbidden() -> bool:
+    """Return whether torch's stance, or ``TORCH_COMPILE_DISABLE``, forbids compiling."""
     unchanged = _converting_within_steps  # any function will do
     return bool(dynamo_config.disable) or COMPILED_CALLS.replaced(unchanged) is not unchanged
 
 
-def heed_stances(
+def handle_stances(
     compensates: Callable[[Any, dict[str, Any]], bool],
     is_recording: Callable[[], bool],
     before_call: Callable[[Any], None],
 ) -> None:
-    """From now on, decide whether Dynamo is asked about a call of what ``torch.compile`` returned.
+    """Decide from now on whether Dynamo handles a call of a function that ``torch.compile`` returned.
 
-    Where it is not, the original function runs; an optimizer's step hooks meet that. A second call replaces
-    the first.
+    Otherwise the original function runs, and an optimizer's step hooks take care of the step. A second call
+    of this function replaces the first. Dynamo handles a call as follows:
 
-    - While this thread records a step, Dynamo is not asked.
-    - Stances that forbid compiling, and ``TORCH_COMPILE_DISABLE``: nor is it for a backend that compensates.
-      It would take note never to compile that code again.
-    - ``force_backend``: the same, as that backend would compensate nothing.
-    - ``"eager_on_recompile"``: what is compiled is called. Of the rest, Dynamo is asked about what a step
-      calls after its hooks, for then it is too late to take the step in another way.
-    - ``"eager_then_compile"`` has the first call compiled, and ``"fail_on_recompile"`` is torch's business.
+    - While this thread records a step: not.
+    - Stances that forbid compiling, and ``TORCH_COMPILE_DISABLE``: not for a backend that compensates. Dynamo
+      would mark the code as never to be compiled.
+    - ``force_backend``: not for a backend that compensates, because the forced backend would not compensate.
+    - ``"eager_on_recompile"``: existing compiled code is called. New code is compiled only for functions that
+    a
+      step calls after its hooks, because then the step can no longer be taken in another way.
+    - ``"eager_then_compile"``: the first call is compiled.
+    - ``"fail_on_recompile"``: as in torch.
 
     Args:
-        compensates: ``(backend, keywords)``: whether it is a backend that compensates.
-        is_recording: whether this thread records a step.
-        before_call: ``(compiler)``, before each call. The compiler is the one that :class:`Watch` is told of.
+        compensates: function ``(backend, keywords)`` that returns whether a backend compensates.
+        is_recording: function that returns whether this thread records a step.
+        before_call: function ``(compiler)``, called before each call. The compiler is the object that
+            identifies a call of ``torch.compile`` in :class:`Watch`.
     """
-    # fullgraph=True counts what has been compiled; less than zero is "do not count". Since torch 2.13.
+    # Since torch 2.13, fullgraph=True counts compiled frames; a negative count means "do not count".
     count_compiled = getattr(eval_frame, "set_fullgraph_compiled_frame_count", lambda count: None)
 
     def deciding(original: Callable[[Any], Any]) -> Callable[[Any], Any]:

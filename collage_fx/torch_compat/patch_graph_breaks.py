@@ -1,4 +1,4 @@
-"""Where Dynamo breaks a graph, and in whose step: rests on its translator's ``log_graph_break``."""
+"""Patch that reports graph breaks: rests on ``log_graph_break`` of Dynamo's translator."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ SHAPES_OF_BREAKS = GRAPH_BREAKS.shapes
 
 @dataclass(frozen=True)
 class GraphBreak:
-    """A place where Dynamo cannot go on tracing.
+    """Graph break: a place in the code where Dynamo cannot continue tracing.
 
     Attributes:
-        optimizer: whose step is being traced there; None where it is none's.
-        is_in_closure: whether it is in a function that the step was given to call.
-        is_around_a_step: whether it is torch.optim's own, around the step of an optimizer within.
-        reason: Dynamo's, in a sentence or two.
+        optimizer: the optimizer whose step is being traced; None if no step is.
+        is_in_closure: whether it is in a closure that was passed to the step.
+        is_around_a_step: whether it is torch.optim's own break around the step of an inner optimizer.
+        reason: Dynamo's reason, in a sentence or two.
         where: file, line and function.
     """
 
@@ -64,11 +64,11 @@ class GraphBreak:
 def watching_graph_breaks(
     watch: Callable[[Any, dict[str, Any], CodeType, GraphBreak], None],
 ) -> contextlib.AbstractContextManager[None]:
-    """Within, ``watch(backend, keywords, code, graph_break)`` is called when Dynamo decides to break a graph.
+    """Context manager: call ``watch(backend, keywords, code, graph_break)`` at each graph break.
 
-    Or to skip a frame. ``code`` is the function's that is being converted; it may have called the one that
-    breaks. An exception of a :class:`ShortenTraceback` class reaches the user, as in
-    :func:`watching_optimizers`.
+    ``watch`` is also called when Dynamo decides to skip a frame. ``code`` belongs to the function that is
+    being converted, which may have called the function with the break. A :class:`ShortenTraceback` exception
+    reaches the user, as in :func:`watching_optimizers`.
     """
 
     def watching(original: Callable[..., None]) -> Callable[..., None]:
@@ -99,12 +99,12 @@ def before_graph_breaks(act: Callable[[Any], None]) -> contextlib.AbstractContex
 
 
 def _is_torchs_own(code: CodeType, cause: Any) -> bool:
-    """Whether it is the break that torch.optim's wrapper around ``step`` has written into it."""
+    """Return whether a break is written into torch.optim's wrapper around ``step``."""
     return is_in_torchs_optimizer(code) and _is_called_by_torchs_optimizer(cause)
 
 
 def _is_called_by_torchs_optimizer(cause: Any) -> bool:
-    """Whether a break was asked for by ``torch._dynamo.graph_break()``, in the base class of optimizers."""
+    """Return whether ``torch._dynamo.graph_break()`` in the base class of optimizers caused a break."""
     is_call = getattr(cause, "gb_type", None) == "Call to `torch._dynamo.graph_break()`"
     stack = _stack_of(cause)
     return is_call and bool(stack) and stack[-1].filename == inspect.getfile(torch.optim.Optimizer)
@@ -129,10 +129,10 @@ def _describe_graph_break(translator: Any, cause: Any) -> GraphBreak:
 def _optimizer_stepped_by(
     translator: Any, stack: Sequence[Any], reason: str
 ) -> tuple[torch.optim.Optimizer | None, bool]:
-    """The optimizer in one of whose methods a translation is, and whether in a closure that it calls.
+    """Return the optimizer whose method is being translated, and whether inside a closure that it calls.
 
-    Looked for among the function that is being traced and the Python frames that called it. A closure that
-    is disabled for Dynamo breaks the graph where it is called, for a reason that names it.
+    The function that is being traced and the Python frames that called it are searched. A closure that is
+    disabled for Dynamo breaks the graph where it is called, and the reason contains its name.
     """
     below = {(entry.filename, entry.name) for entry in stack}
     for code, variables in [(translator.f_code, translator.f_locals), *possible_steps_on_the_stack()]:

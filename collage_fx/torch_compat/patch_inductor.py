@@ -1,4 +1,4 @@
-"""What Inductor does with ours otherwise than with other graphs: patterns, fusion, what it keeps."""
+"""Patches of Inductor for graphs of this backend: patterns, fusion and Triton kernels."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ LOADED_KERNELS = Patch(
 def fusing_distant_nodes() -> contextlib.AbstractContextManager[None]:
     """Context manager: let Inductor fuse nodes however many others are between them.
 
-    Beyond 64 it does not, lest what they read is kept in memory for longer. Where all are computed from the
-    same element of some tensors, it is the other way round: what is not fused is kept in memory.
+    By default Inductor does not fuse nodes with more than 64 others between them, so that their operands are
+    not kept in memory for long. For elementwise nodes the opposite is true: results that are not fused are
+    kept in memory.
     """
     return DISTANT_NODES.entered(lambda original: lambda *nodes: False)
 
@@ -46,8 +47,8 @@ def fusing_distant_nodes() -> contextlib.AbstractContextManager[None]:
 def without_patterns() -> contextlib.AbstractContextManager[None]:
     """Context manager: skip Inductor's patterns of attention, padding and shuffled rows.
 
-    That takes a second, once a process; the first graph that is compiled for others has them made as ever. In
-    a step on the CPU there is nothing that they would make faster.
+    Creating them takes a second, once per process, and they speed up nothing in a step on the CPU. The first
+    graph that is compiled for another backend creates them.
     """
     return PATTERNS.entered(lambda original: lambda *args: None)
 
@@ -57,15 +58,15 @@ def without_triton() -> contextlib.AbstractContextManager[None]:
     return LOADED_KERNELS.entered(_deferring)
 
 
-#: In the text of a kernel: whether LLVM may make an fma of a product and a sum.
+#: Text in the source of a kernel that allows, or forbids, LLVM to fuse a product and a sum.
 CONTRACTS, DOES_NOT = "'enable_fp_fusion': True", "'enable_fp_fusion': False"
 
 
 def without_contraction() -> contextlib.AbstractContextManager[None]:
     """Context manager: have Triton kernels of Inductor round each product before it is added.
 
-    Else LLVM chooses, for each element of a thread, which of two products goes into an fma with the other:
-    bits would depend on where in a block an element is.
+    Otherwise LLVM chooses, for each element of a thread, which of two products to fuse with the addition:
+    bits would depend on an element's position in its block.
     """
     return LOADED_KERNELS.entered(_rounding_products)
 

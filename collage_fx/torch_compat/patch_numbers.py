@@ -1,4 +1,4 @@
-"""Python's numbers as symbols: rests on Dynamo's calls and on how AOTAutograd turns floats into tensors."""
+"""Patches for Python numbers as symbols: rests on Dynamo's calls and on AOTAutograd's treatment of floats."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _as_numbers_of_python(wrap: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_of_numpy(value: Any) -> bool:
-    """Whether a value is a number of NumPy's, which need not be installed."""
+    """Return whether a value is a NumPy number; NumPy need not be installed."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, (numpy.number, numpy.bool_))
 
@@ -96,15 +96,15 @@ _within_power: ContextVar[bool] = ContextVar("_within_power", default=False)
 
 
 def _power(x: float, y: float, /) -> float:
-    """``math.pow``; where the two are sure to agree, in Python's spelling, which Dynamo traces."""
+    """Compute ``math.pow``, in Python's ``**`` if both are sure to agree, which Dynamo traces."""
     return float(x) ** float(y) if x > 0 else math.pow(x, y)
 
 
 def keeping_numbers_symbolic() -> contextlib.AbstractContextManager[None]:
-    """Within, AOTAutograd keeps a symbolic float that it has replaced by a tensor everywhere.
+    """Context manager: AOTAutograd keeps a symbolic float that tensors have replaced everywhere.
 
-    Before torch 2.13 it does replace ``-lr`` or ``1 - lr`` by tensor operations, but then looks only for
-    ``lr`` itself among what it has replaced, doesn't find it, and starts over with the number burned in.
+    Before torch 2.13, AOTAutograd replaces ``-lr`` or ``1 - lr`` by tensor operations, then looks only for
+    ``lr`` itself among the replaced symbols, does not find it, and restarts with the number as a constant.
     """
     return SYMBOLIC_FLOATS.entered(_restarting_only_if_burned_in)
 
@@ -125,10 +125,10 @@ def _restarting_only_if_burned_in(original: Callable[..., None]) -> Callable[...
 
 
 class BurnedIn(Exception):
-    """A compilation that Dynamo has no part in would burn in numbers that it was given as symbols.
+    """Error of a compilation without Dynamo that would turn symbolic numbers into constants.
 
     Attributes:
-        symbols: theirs.
+        symbols: the symbols of these numbers.
     """
 
     def __init__(self, symbols: frozenset[str]) -> None:
@@ -138,7 +138,7 @@ class BurnedIn(Exception):
 
 @contextlib.contextmanager
 def noticing_burned_in() -> Iterator[None]:
-    """Within, what would make Dynamo begin anew with numbers as constants raises :class:`BurnedIn`."""
+    """Context manager: raise :class:`BurnedIn` where Dynamo would restart with numbers as constants."""
     TensorifyState.clear()
     try:
         yield

@@ -1,4 +1,4 @@
-"""How Dynamo traces an optimizer: rests on its ``OptimizerVariable`` and ``OutputGraph``."""
+"""Patches of Dynamo's trace of an optimizer: rests on its ``OptimizerVariable`` and ``OutputGraph``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from collage_fx.torch_compat.dynamo_trace import (
 from collage_fx.torch_compat.optim_frames import is_torchs_step
 from collage_fx.torch_compat.patch_graph_breaks import SHAPES_OF_BREAKS, before_graph_breaks
 from collage_fx.torch_compat.patching import Patch
-from collage_fx.torch_compat.tensors import is_known_by_identity
+from collage_fx.torch_compat.tensors import is_guarded_by_identity
 
 OPTIMIZERS = Patch(
     name="optimizers",
@@ -103,10 +103,10 @@ LISTS = Patch(
 )
 
 
-#: How Dynamo's name of a learning rate ends.
+#: End of Dynamo's name of a learning rate.
 LEARNING_RATE = "['lr']"
 
-#: Where a number of an optimizer is: keys that lead to it from ``param_groups``.
+#: Location of a number of an optimizer: the keys that lead to it from ``param_groups``.
 Place = tuple[int | str, ...]
 
 
@@ -114,22 +114,23 @@ Place = tuple[int | str, ...]
 def watching_optimizers(
     watch: Callable[[torch.optim.Optimizer, Any, dict[str, Any]], Iterable[Place] | None],
 ) -> Iterator[None]:
-    """Within, ``watch(optimizer, backend, keywords)`` is called when Dynamo begins to trace an optimizer.
+    """Context manager: call ``watch(optimizer, backend, keywords)`` when Dynamo starts to trace an optimizer.
 
-    ``backend`` is what ``torch.compile`` was given (a name already looked up) and ``keywords`` the ``mode``
-    and ``options`` that go with it. An exception of a :class:`ShortenTraceback` class ends the trace and
-    reaches the user as it is, before anything has run: that is how an input can be refused for which Dynamo
-    would fall back to eager execution without asking any backend.
+    ``backend`` is the backend given to ``torch.compile`` (never a name), ``keywords`` are the ``mode`` and
+    ``options`` given with it. A :class:`ShortenTraceback` exception ends the trace and reaches the user
+    unchanged, before anything runs. So an input can be refused for which Dynamo would fall back to eager
+    execution without calling a backend.
 
-    Where ``watch`` returns places, two silent faults of Dynamo are made good. It forgets what a step assigns
-    to attributes of the optimizer (``self.steps += 1``), because it doesn't register optimizers for side
-    effects. And of the lists that ``_init_group`` fills, it sees those that are positional arguments filled
-    and those that are keyword arguments empty, so that nothing is updated. The floats at these places are
-    inputs of the graph from the first on, where Dynamo would burn them in until it sees them change.
+    If ``watch`` returns places of numbers, two silent faults of Dynamo are corrected. First, it forgets
+    values that a step assigns to attributes of the optimizer (``self.steps += 1``), because it does not
+    register optimizers for side effects. Second, it treats lists that ``_init_group`` fills as empty if they
+    are keyword arguments, so that nothing is updated. The floats at these places are inputs of the graph from
+    the start; Dynamo would make them constants until it sees them change.
 
-    Dynamo keeps what it has seen of numbers and sizes by code object, for all optimizers of a class together.
-    Here each optimizer has a record of its own: what differs between two of them is constant in each. Not so
-    a learning rate, which does not decide what needs error terms: the optimizers of a sweep share their code.
+    Dynamo remembers numbers and sizes by code object, for all optimizers of a class together. Here each
+    optimizer has its own record, because a number that differs between two optimizers is constant in each.
+    Learning rates are excepted: they do not decide which state needs error terms, and the optimizers of a
+    sweep share their code.
     """
 
     def watching(original: Callable[..., None]) -> Callable[..., None]:
@@ -159,7 +160,7 @@ def watching_optimizers(
 
 def _but_of_known_tensors(type_match: Callable[..., None]) -> Callable[..., None]:
     def matched(self: Any, guard: Any) -> None:
-        if not is_known_by_identity(self.get(guard)):
+        if not is_guarded_by_identity(self.get(guard)):
             type_match(self, guard)
 
     return matched
@@ -185,10 +186,10 @@ def _with_positional_lists(call_method: Callable[..., Any]) -> Callable[..., Any
 
 
 def _return_counters(optimizer: torch.optim.Optimizer) -> None:
-    """Put counters on the host where an optimizer of torch.optim would make them there.
+    """Move step counters to the host if the optimizer of torch.optim would create them there.
 
-    One without ``capturable`` reads them by ``.item()``. Dynamo would move those that there are, of a loaded
-    optimizer or after an eager step, to the device, and the step would be another one than in a first run.
+    An optimizer without ``capturable`` reads its counters by ``.item()``. Dynamo would move existing counters
+    (of a loaded optimizer, or after an eager step) to the device, and the step would differ from a first run.
     """
     for state in optimizer.state.values() if type(optimizer).__module__.startswith("torch.optim.") else ():
         counter = state.get("step")
@@ -198,16 +199,16 @@ def _return_counters(optimizer: torch.optim.Optimizer) -> None:
 
 _traced_for_us: WeakSet[torch.optim.Optimizer] = WeakSet()
 
-#: By trace, the names that Dynamo has for numbers that are going to change.
+#: Dynamo's names of the numbers that will change, by trace.
 _changing = WeakIdKeyDictionary()
-#: By trace, the optimizer that it met first: whose record of numbers and sizes holds.
+#: First optimizer of each trace: its record of numbers and sizes is used.
 _first_traced = WeakIdKeyDictionary()
-#: By optimizer, what traces have seen of numbers and sizes, by the code that reads them and Dynamo's name.
+#: Numbers and sizes seen by traces, by optimizer, and then by reading code and Dynamo's name.
 _seen: WeakKeyDictionary[torch.optim.Optimizer, dict[tuple[CodeType, str], Any]] = WeakKeyDictionary()
 
 
 def _name(source: Any, place: Place) -> str:
-    """Dynamo's name of what is reached from ``source`` by an attribute and then by keys."""
+    """Return Dynamo's name of the value reached from ``source`` by an attribute and then by keys."""
     attribute, *keys = place
     return f"{source.name}.{attribute}" + "".join(f"[{key!r}]" for key in keys)
 
@@ -231,13 +232,14 @@ def _by_optimizer(process: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class ThinnedLists:
-    """What ``_init_group`` has filled lists with, and what of it is traced.
+    """Lists filled by ``_init_group`` of which only some rows are traced.
 
     Attributes:
-        optimizer: whose step loops over them.
-        rows: for each parameter its entries in the lists that are not empty: itself, its gradient, its state.
-        kept: which rows are traced.
-        come_and_go: whether the step looks for the rows' gradients itself.
+        optimizer: the optimizer whose step loops over the lists.
+        rows: for each parameter its entries in the nonempty lists: the parameter, its gradient, its state.
+        kept: indices of the rows that are traced.
+        come_and_go: whether the step looks for the rows' gradients itself, so that parameters without a
+            gradient need no new compilation.
     """
 
     optimizer: torch.optim.Optimizer
@@ -247,26 +249,28 @@ class ThinnedLists:
 
 
 class TracedRows(NamedTuple):
-    """The rows that are enough to trace, and whether the step looks for gradients of rows itself."""
+    """Rows that suffice for a trace, and whether the step looks for gradients of rows itself."""
 
     kept: Sequence[int]
     come_and_go: bool
 
 
-#: From what a step will loop over, row by row, to the rows to trace; None to leave the lists as they are.
+#: Function ``(optimizer, backend, keywords, rows) -> rows to trace``, or None to trace all rows.
 Thin = Callable[[torch.optim.Optimizer, Any, dict[str, Any], Sequence[tuple[Any, ...]]], TracedRows | None]
 
 
 @contextlib.contextmanager
 def thinning_lists(choose: Thin, abandon: Callable[[torch.optim.Optimizer], None]) -> Iterator[None]:
-    """Within, Dynamo traces the steps of torch.optim's own classes for some of their parameters.
+    """Context manager: Dynamo traces steps of torch.optim's classes for only some of their parameters.
 
-    ``choose(optimizer, backend, keywords, rows)`` is asked each time that ``_init_group`` has filled the
-    lists that a step loops over. Guards are made for all rows. What is left out is the backend's to make good
-    (:func:`thinned_lists`), or it raises :class:`TraceWhole`. A graph break has the step traced whole, too,
-    after a call of ``abandon``: behind it Python would go on with what is left of the lists.
+    ``choose(optimizer, backend, keywords, rows)`` is called each time that ``_init_group`` has filled the
+    lists that a step loops over. Guards are created for all rows. The backend must add the updates of the
+    rows that are left out (:func:`thinned_lists`), or raise :class:`TraceWhole`. At a graph break,
+    ``abandon`` is called and the step is traced for all rows, because after the break Python would continue
+    with the shortened lists.
 
-    Only where the step is all that is compiled: nothing else in the graph reads what it updates.
+    Lists are thinned only if the step is the compiled function, so that no other code in the graph reads the
+    updated tensors.
     """
 
     def updating(original: Callable[..., None]) -> Callable[..., None]:
@@ -324,19 +328,19 @@ def _but_of_those_looked_for(not_none_match: Callable[..., None]) -> Callable[..
 
 tracing_whole: ContextVar[bool] = ContextVar("tracing_whole", default=False)
 
-#: By trace.
+#: Thinned lists by trace.
 thinned = WeakIdKeyDictionary()
 
-#: Gradients that the step that is being compiled looks for itself.
+#: Gradients that the step being compiled looks for itself.
 looked_for = WeakIdKeyDictionary()
 
 
 def is_traced_whole() -> bool:
-    """Whether a step is converted for all its rows: some are not understood, or a patch does not fit."""
+    """Return whether a step is traced for all rows: some are not understood, or a patch does not fit."""
     return tracing_whole.get() or not (LISTS.applies and GRADIENTS.applies)
 
 
 def thinned_lists() -> list[ThinnedLists]:
-    """What of the lists of the step that is being compiled is traced; empty where all of it is."""
+    """Return the thinned lists of the step that is being compiled; empty if all rows are traced."""
     output = output_being_traced()
     return [] if output is None else list(thinned.get(output, ()))

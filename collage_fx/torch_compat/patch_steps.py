@@ -1,4 +1,4 @@
-"""Optimizers outside of compilations: their steps, and what they and their modules load."""
+"""Patches of optimizers outside of compilations: their steps, and the loading of state dicts."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ OWN_STEPS = Patch(
     relies_on=("torch.optim:Optimizer.__init__ has _patch_step_function",),
 )
 
-#: Attribute of a step that is behind a switch: the step itself.
+#: Attribute of a replaced step: the original step.
 _MARK = "__collage_fx__"
 
 
 def wrap_flat_states(wrapper: Wrapper) -> None:
-    """Have ``wrapper(original)`` called for a state dict of one that torch.distributed has flattened."""
+    """Replace the unflattening of a flattened optimizer state dict by ``wrapper(original)``."""
     FLAT_STATES.install(wrapper)
 
 
 def wrap_loading_of_modules(wrapper: Wrapper) -> None:
-    """Have ``wrapper(original)`` called in the place of ``Module.load_state_dict``."""
+    """Replace ``Module.load_state_dict`` by ``wrapper(original)``."""
     LOADING_OF_MODULES.install(wrapper)
 
 
 def before_eager_steps(hook: Callable[[Optimizer, Any, Any], None]) -> None:
-    """Have a function called before each step of any optimizer that runs eagerly.
+    """Call a function before each eager step of any optimizer.
 
-    Its arguments are the optimizer and those of the step. A second call replaces the first.
+    Its arguments are the optimizer and the step's arguments. A second call replaces the function.
     """
     global _hook
     if _hook is not None:
@@ -67,10 +67,10 @@ _hook: RemovableHandle | None = None
 
 
 def reroute_steps(cls: type[Optimizer], switch: Wrapper) -> None:
-    """Put ``switch(step)`` in the place of a class's own ``step``, behind torch's wrapper around that.
+    """Replace a class's own ``step`` by ``switch(step)``, inside torch's wrapper around the step.
 
-    There it is met by every call: of the bound method that ``torch.compile`` was given, and of a scheduler's
-    or a trainer's wrapper. A second call changes nothing.
+    There it is reached by every call: by the bound method that ``torch.compile`` was given, and by a
+    scheduler's or a trainer's wrapper. A second call changes nothing.
     """
     wrapper = cast(Any, cls.step)
     cell: CellType = wrapper.__closure__[wrapper.__code__.co_freevars.index("func")]

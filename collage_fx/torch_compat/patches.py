@@ -1,4 +1,4 @@
-"""All that this package replaces in torch: Note [Patches] in ``patching.py``."""
+"""All replacements of functions of torch: Note [Patches] in ``patching.py``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from collage_fx.torch_compat import (
 )
 from collage_fx.torch_compat.patching import Patch, misfit
 
-#: Every patch, module by module, roughly in the order in which a step meets them.
+#: All patches, by module, roughly in the order of their use in a step.
 PATCHES: tuple[Patch, ...] = tuple(
     value
     for module in (
@@ -35,7 +35,7 @@ PATCHES: tuple[Patch, ...] = tuple(
     if isinstance(value, Patch)
 )
 
-#: What else of torch is used by names that nothing but their use would look up.
+#: Requirements of functions of torch that are called, not replaced.
 RELIED_ON: tuple[str, ...] = (
     *(*aot_autograd.RELIED_ON, *dynamo_trace.RELIED_ON, *fake_tensors.RELIED_ON),
     *(*inductor.RELIED_ON, *tensors.RELIED_ON, *own_steps.RELIED_ON, *dynamo_counts.RELIED_ON),
@@ -45,6 +45,6 @@ RELIED_ON: tuple[str, ...] = (
 
 @functools.cache
 def misfits() -> tuple[str, ...]:
-    """A sentence for each thing of torch that is not as compilations need it to be right."""
+    """Return a sentence for each requirement that this version of torch does not meet."""
     needed = (patch.misfit for patch in PATCHES if patch.needed_for == "bits")
     return tuple(told for told in (*needed, *map(misfit, RELIED_ON)) if told is not None)

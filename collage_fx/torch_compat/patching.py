@@ -1,9 +1,9 @@
-"""What of torch is replaced, and how: each replacement is a value, a :class:`Patch`.
+"""Replacements of functions of torch: each is a value, a :class:`Patch`.
 
 Note [Patches]
 --------------
-Torch has no hook where one of its functions is replaced here. The rules that keep that from being anybody
-else's business:
+A function of torch is replaced only where torch has no hook. These rules keep replacements from affecting
+other code:
 
 * What only this backend's compilations need is *entered* around them (:meth:`Patch.entered`) and gone after
   them. While it is there, it is in force in the thread that entered it, and nowhere else: all others get
@@ -17,11 +17,11 @@ else's business:
 * Each says what torch would have to make public for it to go (:attr:`Patch.waits_for`), or with which
   version it goes (:attr:`Patch.until`).
 
-All of them are in ``patches.py``; ``collage-fx doctor`` lists them.
+``patches.py`` collects all patches; ``collage-fx doctor`` lists them.
 
-What something of torch's has to look like is written in a line, read by :func:`misfit`:
-``module:Class.method(self, x) has name, other``. The parameters are the first ones. The names are attributes
-of a module, of a class or of its objects; for a function, names in its code.
+A requirement is a line, read by :func:`misfit`: ``module:Class.method(self, x) has name, other``. The
+parameters are the first parameters. The names are attributes of a module, of a class or of its objects; for a
+function, names in its code.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from typing import Any, Literal
 
 from collage_fx.torch_compat.version import version
 
-#: A function from what stands in a place of torch's to what is to be called instead.
+#: Function from the original function to its replacement.
 Wrapper = Callable[[Any], Callable[..., Any]]
 
 _SHAPE = re.compile(r"([\w.]+):([\w.]+)(?:\((.+)\))?(?: has (.+))?")
 
 
 def _read(shape: str) -> tuple[str, str, list[str], list[str]]:
-    """The module, the name within it, the parameters and the names of a line as in Note [Patches]."""
+    """Split a line as in Note [Patches] into module, name within it, parameters and names."""
     match = _SHAPE.fullmatch(shape)
     assert match is not None, shape
     module, path, parameters, names = match.groups()
@@ -55,9 +55,9 @@ def _read(shape: str) -> tuple[str, str, list[str], list[str]]:
 
 
 def _owner(shape: str) -> tuple[Any, str]:
-    """The module or class that something is an attribute of, and its name there.
+    """Return the module or class that has a line's target as an attribute, and the attribute's name.
 
-    Raises ImportError or AttributeError where there is none.
+    Raises ImportError or AttributeError if there is none.
     """
     module, path, _, _ = _read(shape)
     *classes, name = path.split(".")
@@ -65,7 +65,7 @@ def _owner(shape: str) -> tuple[Any, str]:
 
 
 def misfit(shape: str) -> str | None:
-    """Why something of torch's is not like that (Note [Patches]) in this version; None if it is."""
+    """Return why a target of torch does not fit its line (Note [Patches]); None if it fits."""
     module, path, parameters, names = _read(shape)
     try:
         found = inspect.unwrap(getattr(*_owner(shape)))
@@ -79,14 +79,14 @@ def misfit(shape: str) -> str | None:
 
 
 def _names_in(found: Any) -> Iterator[str]:
-    """The names in a function's code; of a class, those that its objects have."""
+    """Yield the names in a function's code, or the attributes of a class's objects."""
     for cls in getattr(found, "__mro__", ()):
         yield from vars(cls).get("__annotations__", {})
         for maker in ("__init__", "__post_init__"):
             yield from _names_in(vars(cls).get(maker))
     if isinstance(code := getattr(found, "__code__", found), CodeType):
         yield from (code.co_name, *code.co_names, *code.co_varnames, *code.co_freevars)
-        for constant in code.co_consts:  # functions within, and the names of keyword arguments
+        for constant in code.co_consts:  # inner functions, and the names of keyword arguments
             yield from _names_in(constant) if isinstance(constant, CodeType) else ()
             yield from (
                 (each for each in constant if isinstance(each, str)) if isinstance(constant, tuple) else ()
@@ -95,7 +95,7 @@ def _names_in(found: Any) -> Iterator[str]:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Patch:
-    """One thing of torch's that this package replaces: Note [Patches].
+    """Replacement of a function of torch: Note [Patches].
 
     Attributes:
         name: of the patch.
@@ -126,7 +126,7 @@ class Patch:
 
     @property
     def is_needed(self) -> bool:
-        """Whether this torch needs it."""
+        """Whether this version of torch needs the patch."""
         return self.is_there and (self.until is None or version() < self.until)
 
     @property
@@ -136,38 +136,38 @@ class Patch:
 
     @property
     def shapes(self) -> tuple[str, ...]:
-        """All that has to look how, its target first."""
+        """Lines of everything that must fit, the target first."""
         return self.target, *self.relies_on
 
     @functools.cached_property
     def misfit(self) -> str | None:
-        """A sentence on the first shape that this version of torch does not have; None if it has all."""
+        """First misfit in this version of torch, as a sentence; None if everything fits."""
         return next(filter(None, map(misfit, self.shapes)), None) if self.is_needed else None
 
     @property
     def applies(self) -> bool:
-        """Whether this torch needs it, and it fits."""
+        """Whether this version of torch needs the patch, and it fits."""
         return self.is_needed and self.misfit is None
 
     @property
     def is_in_place(self) -> bool:
-        """Whether the target is replaced at the moment, as far as that can be seen."""
+        """Whether the target is replaced at the moment, as far as this can be seen."""
         return self in _layers and _layers[self].stands
 
     @property
     def replaced(self) -> Callable[..., Any]:
-        """The function in whose place an installed patch is."""
+        """Original function, which an installed patch replaces."""
         return _layers[self].original
 
     @property
     def is_entered(self) -> bool:
-        """Whether it is in force in this thread, between entering and leaving."""
+        """Whether the patch is active in this thread, between entering and leaving."""
         return _layers.get(self) in _entered.get()
 
     def install(self, wrapper: Wrapper) -> None:
-        """From now on, have ``wrapper(original)`` called in the target's place.
+        """Replace the target by ``wrapper(original)`` from now on.
 
-        A second call replaces what the first had called, and leaves it where it stands.
+        A second call exchanges the replacement of the first call.
         """
         if not self.applies:
             return
@@ -180,9 +180,9 @@ class Patch:
 
     @contextlib.contextmanager
     def entered(self, wrapper: Wrapper) -> Iterator[None]:
-        """Within, in this thread, have ``wrapper(original)`` called in the target's place.
+        """Context manager: in this thread, calls of the target go to ``wrapper(original)``.
 
-        ``original`` is what an outer one has put there, if there is one.
+        Inside another context of the same patch, ``original`` is the outer replacement.
         """
         if not self.applies:
             yield
@@ -207,7 +207,7 @@ class Patch:
 
 _NOTHING: Mapping[_Layer | None, Callable[..., Any]] = MappingProxyType({})
 
-#: For each layer whose patch this thread has entered: what the thread calls in its place.
+#: Replacements that this thread has entered, by layer.
 _entered = ContextVar("_entered", default=_NOTHING)
 
 _lock = threading.RLock()
@@ -216,15 +216,15 @@ _INHERITED = object()
 
 
 class _Layer:
-    """The function that stands in a target's place, and calls what is in force in a thread.
+    """Function in a target's place, which calls the replacement that is active in a thread.
 
-    Somebody else may have put a replacement of theirs over it meanwhile. Then it stays where it is when its
-    last user has left, and calls what it replaced; the next user's is put over theirs.
+    Other code may have wrapped it meanwhile. Then it stays in place when its last user has left, and calls
+    the original; for the next user, a new layer is put over the wrapper.
 
     Attributes:
-        original: what it has replaced.
-        installed: what it calls, if it is there for good.
-        users: how many have entered the patch, in whatever thread.
+        original: the replaced function.
+        installed: the replacement, if the patch is installed.
+        users: number of active contexts of the patch, in all threads.
     """
 
     def __init__(self, owner: Any, name: str) -> None:
@@ -234,7 +234,7 @@ class _Layer:
         self.users = 0
 
     def called(self) -> Callable[..., Any]:
-        """What it calls in this thread, if it is there while the patch is entered."""
+        """Return the function to call in this thread, for a patch that is entered."""
         return _entered.get().get(self, self.original)
 
     def put(self, call: Callable[..., Any]) -> None:
@@ -246,11 +246,11 @@ class _Layer:
 
     @property
     def stands(self) -> bool:
-        """Whether it is what is found in the target's place."""
+        """Whether the layer's function is in the target's place."""
         return vars(self._owner).get(self._name) is self._placed
 
     def remove(self) -> None:
-        """Put back what was there."""
+        """Restore the original function."""
         if self._replaced is _INHERITED:
             delattr(self._owner, self._name)
         else:

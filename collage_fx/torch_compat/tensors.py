@@ -1,4 +1,4 @@
-"""Tensors, operators and modes themselves: rests on ``torch._C`` and a few private names around it."""
+"""Tensors, operators and modes: rests on ``torch._C`` and a few private names around it."""
 
 from __future__ import annotations
 
@@ -26,120 +26,120 @@ RELIED_ON = (
     "torch.distributed.tensor:DTensor.__create_chunk_list__(self)",
 )
 
-#: torch's functions of nested containers, which have no public name in Python.
+#: Functions of torch for nested containers, which have no public name in Python.
 pytree = _pytree
 
-#: The function that a graph calls for ``torch.set_grad_enabled``.
+#: Function that a graph calls for ``torch.set_grad_enabled``.
 SET_GRAD_ENABLED: Any = torch._C._set_grad_enabled
 
 
 def schema_of(operator: OpOverload) -> Any:
-    """The names and types of an operator's arguments and results, and what it does to them."""
+    """Return the schema of an operator: names and types of arguments and results, and mutations."""
     return operator._schema
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """A number that identifies the memory of a tensor as long as that lives."""
+    """Return a number that identifies a tensor's memory during its lifetime."""
     with without_torch_function():
         return int(tensor.untyped_storage()._cdata)
 
 
 def shares_memory(tensor: torch.Tensor) -> bool:
-    """Whether another tensor has the memory of this one, or some of it."""
-    # Of those who hold the storage, the tensor is one, and the object by which Python knows it another.
+    """Return whether another tensor uses memory of this tensor."""
+    # Two references to the storage belong to the tensor itself and to the object created by this call.
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 2
 
 
-def known_by_identity(tensor: torch.Tensor) -> None:
-    """Have Dynamo ask, before a compiled call, whether a tensor is the same, and not of what class."""
+def guard_by_identity(tensor: torch.Tensor) -> None:
+    """Make Dynamo guard on a tensor's identity, not on its class."""
     torch._dynamo.mark_static_address(tensor, guard=True)
     _known[tensor] = True
 
 
-#: The tensors of which :func:`known_by_identity` has said so.
+#: Tensors given to :func:`guard_by_identity`.
 _known: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def is_known_by_identity(value: object) -> bool:
-    """Whether :func:`known_by_identity` has said so of a tensor."""
+def is_guarded_by_identity(value: object) -> bool:
+    """Return whether a value is a tensor given to :func:`guard_by_identity`."""
     return isinstance(value, torch.Tensor) and value in _known
 
 
-#: Gives the version of a tensor: a number that grows whenever it, or another object of it, is written to.
+#: Function that returns a tensor's version: a number that grows with each write to the tensor or an alias.
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The tensor that another was made from as a view; None where it is none."""
+    """Return the tensor that another tensor is a view of; None if it is not a view."""
     return tensor._base
 
 
 def is_held_by_torch(tensor: torch.Tensor) -> bool:
-    """Whether something in torch, besides its Python object, refers to a tensor."""
+    """Return whether torch refers to a tensor in addition to its Python object."""
     return tensor._use_count() > 1  # type: ignore[attr-defined]
 
 
 def has_internal_overlap(tensor: torch.Tensor) -> bool:
-    """Whether elements of a strided tensor are known to share memory, as those of ``x.expand(n)`` do."""
+    """Return whether elements of a strided tensor share memory, as in ``x.expand(n)``."""
     repeated = (size > 1 and not step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.numel() > 0 and any(repeated)
 
 
 def has_storage(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has memory of its own, as sparse tensors and some wrapper subclasses have not."""
+    """Return whether a tensor has memory; sparse tensors and some wrapper subclasses have none."""
     try:
         tensor.untyped_storage()
-    except NotImplementedError:  # torch's answer for a tensor without
+    except NotImplementedError:  # torch's answer for a tensor without memory
         return False
     return True
 
 
-def is_made_of_tensors(tensor: torch.Tensor) -> bool:
-    """Whether a tensor stands for others that compiled code gets in its place, as a DTensor does."""
-    return is_class_of_made_ones(type(tensor))
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a wrapper around inner tensors that compiled code uses, like a DTensor."""
+    return is_wrapper_class(type(tensor))
 
 
-def is_class_of_made_ones(kind: type) -> bool:
-    """Whether tensors of a class are made of others."""
+def is_wrapper_class(kind: type) -> bool:
+    """Return whether tensors of a class wrap inner tensors."""
     return hasattr(kind, "__tensor_flatten__")
 
 
-class Pieces(NamedTuple):
-    """How a DTensor is in pieces, of which each process of a mesh has one."""
+class Sharding(NamedTuple):
+    """Placement of a DTensor's shards on a mesh of processes."""
 
     mesh: Any
     placements: tuple[Any, ...]
 
     def sum(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Numbers that each process has for its piece, summed over all pieces."""
+        """Return numbers that each process has for its shard, summed over all shards."""
         summed = numbers.to(self.mesh.device_type, copy=True)
         for i in self._cut_by:
             torch.distributed.all_reduce(summed, group=self.mesh.get_group(i))
         return summed.to(numbers.device)
 
     @property
-    def are_cut(self) -> bool:
-        """Whether elements are shared out among processes, rather than that each has a copy of all."""
+    def is_cut(self) -> bool:
+        """Whether elements are divided among processes, rather than copied to each."""
         return bool(self._cut_by)
 
     @property
     def _cut_by(self) -> list[int]:
-        """The dimensions of the mesh by which elements are shared out; the others hold copies."""
-        # A strided one, of FSDP2 with tensor parallelism, says no to is_shard().
+        """Dimensions of the mesh along which elements are divided; along the others there are copies."""
+        # is_shard() is False for a strided shard, as FSDP2 with tensor parallelism uses.
         return [i for i, placement in enumerate(self.placements) if not placement.is_replicate()]
 
     @property
-    def of_rows(self) -> Pieces:
-        """Rows shared out among the processes among which elements are."""
+    def row_sharding(self) -> Sharding:
+        """Placement of a tensor whose rows are divided among the same processes as the elements."""
         distributed = sys.modules["torch.distributed.tensor"]
         placements = (
             distributed.Shard(0) if i in self._cut_by else distributed.Replicate()
             for i in range(len(self.placements))
         )
-        return Pieces(self.mesh, tuple(placements))
+        return Sharding(self.mesh, tuple(placements))
 
-    def have_rows(self, rows: int) -> bool:
-        """Whether each process would have one of that many rows shared out among them as elements are."""
+    def gives_rows_to_all(self, rows: int) -> bool:
+        """Return whether each process gets a row if that many rows are divided like the elements."""
         counts = {rows}
         for i in self._cut_by:
             n = self.mesh.size(i)
@@ -149,106 +149,112 @@ class Pieces(NamedTuple):
         return min(counts) > 0
 
     def zeros(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-        """A DTensor of zeros, its rows shared out among the processes among which elements are."""
+        """Return a DTensor of zeros, its rows divided among the same processes as the elements."""
         zeros = sys.modules["torch.distributed.tensor"].zeros
-        mesh, placements = self.of_rows
+        mesh, placements = self.row_sharding
         return cast(torch.Tensor, zeros(rows, columns, dtype=dtype, device_mesh=mesh, placements=placements))
 
 
-def pieces_of(tensor: torch.Tensor) -> Pieces | None:
-    """How a tensor is in pieces; None if it is no DTensor."""
+def sharding_of(tensor: torch.Tensor) -> Sharding | None:
+    """Return the placement of a DTensor's shards; None if a tensor is no DTensor."""
     if type(tensor) in (torch.Tensor, torch.nn.Parameter):
         return None
-    module = sys.modules.get("torch.distributed.tensor")  # imported by whoever has made one
+    module = sys.modules.get("torch.distributed.tensor")  # imported if there is a DTensor
     if module is None or not isinstance(tensor, module.DTensor):
         return None
-    return Pieces(tensor.device_mesh, tensor.placements)
+    return Sharding(tensor.device_mesh, tensor.placements)
 
 
-def start_of_piece(tensor: torch.Tensor) -> int:
-    """The index, in the whole tensor, of the first element of this process's piece."""
-    if pieces_of(tensor) is None:
+def start_of_shard(tensor: torch.Tensor) -> int:
+    """Return the index, in the whole tensor, of the first element of this process's shard."""
+    if sharding_of(tensor) is None:
         return 0
-    (piece,) = cast(Any, tensor).__create_chunk_list__()  # as torch.distributed.checkpoint asks for it
-    return sum(offset * step for offset, step in zip(piece.offsets, tensor.stride(), strict=True))
+    (shard,) = cast(Any, tensor).__create_chunk_list__()  # as torch.distributed.checkpoint calls it
+    return sum(offset * step for offset, step in zip(shard.offsets, tensor.stride(), strict=True))
 
 
 def keep_sizes(tensor: torch.Tensor) -> None:
-    """Have Dynamo take a DTensor's sizes for numbers, where it has seen others in another optimizer's step.
+    """Make Dynamo treat a DTensor's sizes as constants, even if another optimizer's sizes differ.
 
-    Of ordinary tensors that an optimizer holds it does so by itself. Not while it traces.
+    Dynamo does so by itself for ordinary tensors of an optimizer. Do not call this during a trace.
     """
-    if pieces_of(tensor) is not None:
+    if sharding_of(tensor) is not None:
         torch._dynamo.mark_static(tensor)
 
 
-def local_tensor(tensor: torch.Tensor, pieces: Pieces | None = None) -> torch.Tensor:
-    """This process's piece of a DTensor, as the object that it is; any other tensor itself.
+def local_tensor(tensor: torch.Tensor, sharding: Sharding | None = None) -> torch.Tensor:
+    """Return this process's shard of a DTensor, as the same object each time; other tensors unchanged.
 
     Args:
         tensor: the tensor.
-        pieces: in which its elements are wanted. Of an ordinary tensor, which all processes have, each takes
-            its own. Those of a DTensor in other pieces are sent: all processes have to call it.
+        sharding: the placement of the wanted shard, by default the tensor's own. An ordinary tensor, which
+        all
+            processes hold, is cut. A DTensor with another placement is redistributed, so all processes must
+            call this function.
     """
-    of = pieces_of(tensor)
-    if of is None and pieces is None:
+    of = sharding_of(tensor)
+    if of is None and sharding is None:
         return tensor
     distributed: Any = tensor
     if of is None:
-        assert pieces is not None
+        assert sharding is not None
         distribute = sys.modules["torch.distributed.tensor"].distribute_tensor
-        distributed = distribute(tensor.detach(), *pieces, src_data_rank=None)
-    elif pieces is not None and of.placements != pieces.placements:
-        distributed = distributed.redistribute(*pieces)
+        distributed = distribute(tensor.detach(), *sharding, src_data_rank=None)
+    elif sharding is not None and of.placements != sharding.placements:
+        distributed = distributed.redistribute(*sharding)
     return cast(torch.Tensor, distributed._local_tensor)  # to_local() makes a view of it
 
 
 def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """All elements of a DTensor, for which all processes have to call it; any other tensor itself."""
-    return tensor if pieces_of(tensor) is None else cast(Any, tensor).full_tensor()
+    """Return all elements of a DTensor (all processes must call it); other tensors unchanged."""
+    return tensor if sharding_of(tensor) is None else cast(Any, tensor).full_tensor()
 
 
 def distributed_like(
     tensor: torch.Tensor, local: torch.Tensor, shape: Sequence[int] | None = None
 ) -> torch.Tensor:
-    """A DTensor in pieces as ``tensor`` is, of which ``local`` is this process's; itself if that is none.
+    """Return a DTensor with the placement of ``tensor`` and the local shard ``local``.
 
     Args:
         tensor: the tensor.
-        local: of this process. It may have further dimensions, of each of the elements.
-        shape: of the whole, contiguous, where ``local`` is not for the elements of the tensor but for others
-            in its rows.
+        local: this process's shard. It may have further dimensions, for several numbers per element.
+        shape: shape of the whole, contiguous result, if ``local`` does not match the elements of ``tensor``
+            but has other elements in the same rows.
+
+    Returns:
+        the DTensor, or ``local`` itself if ``tensor`` is no DTensor.
     """
     whole: Any = tensor
-    if (pieces := pieces_of(tensor)) is None:
+    if (sharding := sharding_of(tensor)) is None:
         return local
     further = local.shape[whole.dim() :]
     of_elements = (*whole.shape, *further)
     stride = (*(step * further.numel() for step in whole.stride()), *local.stride()[whole.dim() :])
     if shape is not None and tuple(shape) != of_elements:
         of_elements, stride = tuple(shape), torch.empty(shape, device="meta").stride()
-    made = whole.from_local(local, *pieces, run_check=False, shape=torch.Size(of_elements), stride=stride)
+    made = whole.from_local(local, *sharding, run_check=False, shape=torch.Size(of_elements), stride=stride)
     return cast(torch.Tensor, made)
 
 
-def laid_out_like(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
-    """Make a function of as many tensors that tells whether compiled code can take each for the one here.
+def metadata_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """Return a function that tests whether tensors have the same metadata as the given tensors.
 
-    Class, dtype, device, size, stride, dispatch keys (sparse, negated, ...), and whether it requires a
-    gradient. One call into C++. It may say no to tensors that are: if the thread's modes are others, or if
-    there is one twice. The tensors are not kept alive.
+    Compared are class, dtype, device, size, stride, dispatch keys (sparse, negated, ...), and whether the
+    tensor requires a gradient: compiled code for the given tensors can then take the others. The test is a
+    single call into C++. It may return False for matching tensors, if the thread's modes have changed or a
+    tensor is passed twice. It does not keep the given tensors alive.
     """
-    # The two are not optional: left out, the constructor crashes.
+    # Both arguments are required: without them the constructor crashes.
     guards = torch._C._dynamo.guards.TensorGuards(
         *tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None
     )
     return cast("Callable[..., bool]", guards.check)
 
 
-#: A context in which operations take tensors of any class as they are.
+#: Context manager: operations ignore ``__torch_function__`` of tensor subclasses.
 without_torch_function: Any = torch._C.DisableTorchFunctionSubclass
 
-#: ``__torch_function__`` of a tensor subclass that has nothing to say there, as a parameter has not.
+#: ``__torch_function__`` for a tensor subclass without overrides, such as a parameter.
 disabled_torch_function: Any = torch.nn.Parameter.__torch_function__
 
 
@@ -259,13 +265,13 @@ def wrapper_subclass(
     dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor:
-    """Make a tensor of class ``cls`` that has no memory."""
+    """Make a tensor of class ``cls`` without memory."""
     return torch.Tensor._make_wrapper_subclass(cls, size, strides=stride, dtype=dtype, device=device)
 
 
 @contextlib.contextmanager
 def without_modes() -> Iterator[None]:
-    """Run tensor operations as if no mode were active, whether of dispatch or of functions."""
+    """Context manager: tensor operations ignore all active modes, of dispatch and of functions."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(_disable_current_modes())
         if torch._C._is_torch_function_mode_enabled():

@@ -1,20 +1,21 @@
-"""Sums over all elements in a kernel over a table: Note [Sums of a launch].
+"""Sums over all elements in a Triton kernel over an address table: Note [Sums of a launch].
 
 Note [Sums of a launch]
 -----------------------
-A measured update has values of which products are summed over all elements of a tensor, and zeros counted,
-and sizes that are counted over a sample of them (Note [Metrics]). Inductor is given an elementwise rule that
-stores these values, and the number of the counter that each element is counted by. In the frame of a table, a
-program has no such stores:
+A measured update has values whose products are summed over all elements of a tensor and whose zeros are
+counted; and the sizes of a sample of its elements are counted (Note [Metrics]). Inductor gets an elementwise
+rule that stores these values, and the index of the counter for each element. In the kernel over a table, a
+program does not store them:
 
-* of the values it stores *partial sums* over its own block: products are exact in float64, in which they are
-  added. Those of a tensor are beside each other, and one more launch adds them. Each sum is taken in one
-  order, whatever the card does first: it is the same in each run.
-* what is in the sample adds one to its counter. These are float64 as well, and whole numbers, so that any
-  order is the same. The launch that adds moves them to where they are wanted and leaves zeros.
+* It stores *partial sums* of the values over its own block: products are exact in float64, in which they are
+  added. The partial sums of a tensor are neighbours in memory, and an additional launch adds them. The order
+  of additions is fixed, so the sum is the same in each run.
+* Each element of the sample adds one to its counter. Counters are whole numbers in float64, so any order
+  gives the same result. The additional launch moves the counters to the destination row and resets them to
+  zero.
 
-Which elements are in the sample goes by their place in memory. A block in which there are none, as most
-blocks of a large tensor, only finds that out.
+The index of an element in memory decides whether it is in the sample. A block without elements of the sample,
+like most blocks of a large tensor, skips the counting.
 """
 
 from __future__ import annotations
@@ -22,18 +23,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-#: Of a count of a block's elements, of which there are 1024: all counts of a tensor are one 64-bit number.
+#: Bits of a count of a block's 1024 elements: all counts of a tensor are packed into a 64-bit number.
 BITS = 12
 
 
 @dataclass(frozen=True)
 class SummedValues:
-    """Sums of one measured tensor.
+    """Sums of a measured tensor.
 
     Attributes:
-        arguments: of Inductor's code, that the values are stored into.
-        products: the two values of each.
-        counts: for each, which values have to be zero (True) and which must not be (False).
+        arguments: the arguments of Inductor's code that the values would be stored into.
+        products: for each sum of products, the indices of its two values.
+        counts: for each count, a mapping from the index of a value to True (must be zero) or False (must not
+            be zero).
     """
 
     arguments: tuple[int, ...]
@@ -57,7 +59,7 @@ class SummedValues:
             lines.append(f"counts += tl.where({test}, {1 << BITS * k}, 0).to(tl.int64)")
             sums.append(f"(counts >> {BITS * k} & {(1 << BITS) - 1}).to(tl.float64)")
         lines.append("counts = tl.sum(counts)")
-        # Counts first: then what they are of is in fewer registers at a time, and none spills.
+        # Counts first: the values are then live in fewer registers, and none spills.
         stores = [f"tl.store(partials + {k} * blocks, {each})" for k, each in enumerate(sums)]
         lines += stores[len(self.products) :] + stores[: len(self.products)]
         body = "".join(f"    {line}\n" for line in lines)
@@ -69,10 +71,11 @@ class Sampling:
     """Sample of a tensor's elements, as text of integer expressions.
 
     Attributes:
-        number: of the element of the sample that is nearest to the element at ``place``, of ``elements``.
-        place: of the element of the sample with a ``number``.
-        together: elements of the sample that are neighbours; a block is a multiple of it.
-        counters: how many there are to count its elements.
+        number: expression of ``place`` and ``elements``: the sample's number of its element nearest to index
+            ``place``.
+        place: expression of ``number`` and ``elements``: the index of the sample's element with this number.
+        together: number of neighbouring elements in the sample; a block is a multiple of it.
+        counters: number of counters.
     """
 
     number: str
@@ -91,10 +94,10 @@ class TableSums:
     """Sums and counts of a kernel, instead of stores.
 
     Attributes:
-        tensors: what is summed of each.
-        sizes: the arguments that the numbers of counters are stored into.
-        sampling: of the sizes.
-        width: elements of a unit of length.
+        tensors: the sums of each tensor.
+        sizes: the arguments that the indices of counters would be stored into.
+        sampling: the sample whose sizes are counted.
+        width: number of elements per unit of length.
     """
 
     tensors: Sequence[SummedValues]
@@ -117,8 +120,8 @@ class TableSums:
         """Return the call to make once all arguments have been stored into; empty before that.
 
         Args:
-            stored: place, value and mask of each argument so far.
-            last: the last of these.
+            stored: index, value and mask of each argument so far.
+            last: the last of these arguments.
         """
         place, value, mask = stored[last]
         if last in self.sizes:
@@ -158,7 +161,7 @@ def _count(counters, size, place, mask, elements, first, LENGTH: tl.constexpr):
         tl.atomic_add(counters + size, 1.0, mask=mask & is_sampled)
 """
 
-#: ``(into, from, how many)`` in each row: partial sums, or, if that is negative, counters.
+#: Kernel whose rows are ``(destination, source, count)``: count > 0 partial sums, or -count counters.
 ADDING = """
 @decorator
 @triton.jit

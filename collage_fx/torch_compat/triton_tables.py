@@ -1,19 +1,19 @@
-"""Inductor's Triton kernels, for many tensors in one launch: rests on the text of the code that it generates.
+"""Inductor's Triton kernels, for many tensors in one launch: rests on the text of the generated code.
 
 Note [A kernel over a table]
 ----------------------------
-Inductor's kernel of a flat rule takes the addresses of one tensor's arguments and its length. Launched for
-each tensor of a model that is hundreds of launches, each of which takes longer than most tensors. So its body
-is put into another frame, in which the arguments are not those of the launch, but a row of a table of 64-bit
-words: an address for each pointer, and the length. A program finds its row and its block in a word of its
-own, ``row << 32 | block``. The arithmetic is Inductor's to the letter:
+Inductor's kernel of a flat rule takes the addresses of a tensor's arguments and its length. Launching it for
+each tensor of a model needs hundreds of launches, and a launch takes longer than the work for most tensors.
+So the kernel's body is put into another frame, which reads the arguments from a row of a table of 64-bit
+words: an address for each pointer, and the length. A program finds its row and its block in its own word,
+``row << 32 | block``. The arithmetic is Inductor's, unchanged:
 
-* ``tl.program_id(0)`` becomes the number of the block in its tensor;
-* where a block is full, its mask is one of ones, which Triton leaves out: then it loads and stores 16 bytes
-  at a time, whatever the length of the tensor. The last block of a tensor keeps the mask.
+* ``tl.program_id(0)`` becomes the index of the block in its tensor.
+* The mask of a full block is all ones, which Triton omits: then the block loads and stores 16 bytes at a
+  time, whatever the length of the tensor. The last block of a tensor keeps its mask.
 
-Several kernels of numbers alone are called one after the other in one program. Others, with other arguments,
-are not taken: what calls Inductor's code tensor by tensor does the same.
+Several kernels of numbers alone are called in sequence in a single program. Kernels with other arguments are
+not framed; instead, Inductor's code is called for each tensor, with the same result.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ RELIED_ON = (
     "torch._inductor.runtime.triton_heuristics:FixedGrid has generate",
 )
 
-#: Elements of a block, and the threads of a program that computes one: 16 bytes of bfloat16 for each of them.
+#: Elements of a block, and threads of the program that computes it: 16 bytes of bfloat16 per thread.
 BLOCK, THREADS = 1024, 128
-#: The same, of a program that sums: each has fewer elements, whose values are in registers until the end.
+#: Threads of a program that sums: fewer elements per thread, because their values stay in registers.
 MEASURING_THREADS = 256
-#: Threads of a warp where Inductor says nothing of it.
+#: Threads of a warp if Inductor does not say.
 WARP = 32
-#: Bytes that addresses are multiples of in the kernel that accesses so many at once.
+#: Alignment of addresses, in bytes, for the variant of a kernel with accesses of this size.
 ALIGNED_BYTES = 16
 
 
@@ -53,13 +53,13 @@ class TableKernel:
     """Triton kernel over a table.
 
     Attributes:
-        name: the kernel's, as profilers show it: another one for each rule, the same in each process.
-        arguments: which argument of Inductor's code the address in each column of a row is; the length is in
-            the column behind them.
-        size: units of length of a block.
-        source: of a module with the kernel, by whether all the addresses of elements are aligned.
-        accesses: the arguments that it loads from and stores into, each as often as it does.
-        adding: the kernel that adds the partial sums of this one, if it has any: Note [Sums of a launch].
+        name: name of the kernel in profilers: different for each rule, the same in each process.
+        arguments: for each column of a row, the index of the argument of Inductor's code whose address it
+            holds; the next column holds the length.
+        size: units of length per block.
+        source: source of a module with the kernel: by True for aligned addresses of elements, False for any.
+        accesses: the argument of each load and store.
+        adding: the kernel that adds this kernel's partial sums, if it has any: Note [Sums of a launch].
     """
 
     name: str
@@ -116,11 +116,12 @@ def table_kernel(
     """Make a kernel over a table of Inductor's code for one tensor, or return why that is impossible.
 
     Args:
-        code: a module that launches a Triton kernel, whatever its arguments; or several, if of numbers alone.
-        arguments: how many ``call`` takes.
-        length: which of them is the length; None if it takes numbers alone.
-        elements: which of them are tensors with elements.
-        sums: what is summed instead of stored. Their addresses are two columns behind the length.
+        code: source of a module that launches a single Triton kernel, or several kernels of numbers alone.
+        arguments: number of arguments of ``call``.
+        length: index of the argument that is the length; None if all arguments are numbers.
+        elements: indices of the arguments that are tensors with elements.
+        sums: sums that replace stores. The addresses of partial sums and counters are in two columns behind
+            the length.
     """
     try:
         module = ast.parse(code)
@@ -145,10 +146,10 @@ class _Kernel:
     """Syntax tree of a Triton kernel of Inductor.
 
     Attributes:
-        imports: what stands before it in its module.
+        imports: statements before it in its module.
         function: the kernel.
-        triton_meta, inductor_meta: what Inductor knows of it.
-        signature: the types of its parameters, but for the size of a block.
+        triton_meta, inductor_meta: Inductor's metadata.
+        signature: the types of its parameters, except the size of a block.
     """
 
     imports: list[ast.stmt]
@@ -181,8 +182,8 @@ class _StandIn(int):
 def _runs(module: ast.Module, kernels: Collection[str], arguments: int) -> list[_Run]:
     """Return the kernels that generated code runs, with their arguments, by number, and constants.
 
-    The code is executed with stand-ins for arguments and kernels. This is safe because nothing else has a
-    name in it. A number that it computes of an argument is another one for other arguments.
+    The code is executed with stand-ins for arguments and kernels; it may use no other names, so this is safe.
+    It is executed twice with different stand-ins: a number computed from an argument differs between both.
     """
     (function,) = (
         node for node in ast.walk(module) if isinstance(node, ast.FunctionDef) and node.name == "call"
@@ -236,7 +237,7 @@ class _Argument:
     number: int
 
 
-#: A kernel's name, and what it is run with.
+#: Name of a kernel, and the arguments and constants that it is run with.
 _Run = tuple[str, list[Any]]
 
 _TYPES = {
@@ -269,7 +270,7 @@ def _framed(
     columns: dict[int, str] = {}  # Inductor has two names for what is read and written in place: one address
     calls = []
     accesses: list[int] = []
-    summed: dict[str, int] = {}  # parameters of Inductor's kernel that nothing is stored into
+    summed: dict[str, int] = {}  # parameters of Inductor's kernel whose stores become sums
     for name, passed in runs:
         given = []
         for (parameter, kind), value in zip(kernels[name].signature.items(), passed, strict=True):
@@ -367,7 +368,7 @@ def _body(name: str, kernel: _Kernel, rewriting: _Rewriting) -> str:
         ast.unparse(ast.fix_missing_locations(rewriting.visit(each))) for each in kernel.function.body
     ]
     if not rewriting.has_block or (rewriting.masked and not rewriting.has_mask):
-        raise _Unlike("Inductor's kernel has another frame than those that are known")
+        raise _Unlike("Inductor's kernel has an unknown frame")
     of_sums = ["partials", "counters"] if rewriting.sums is not None else []
     parameters = ", ".join([*kernel.signature, *of_sums])
     return f"""@triton.jit
@@ -415,9 +416,9 @@ class _Rewriting(ast.NodeTransformer):
     """Rewriting of a kernel's body: its block, masks that are not needed, and sums.
 
     Args:
-        sums: what is summed.
-        summed: the parameters that stand for what is summed or counted instead, with the arguments.
-        masked: whether it has tensors.
+        sums: the sums of the kernel, if any.
+        summed: mapping from parameters whose stores become sums or counts to the numbers of their arguments.
+        masked: whether the kernel has tensors.
     """
 
     def __init__(self, sums: TableSums | None, summed: Mapping[str, int], *, masked: bool) -> None:
@@ -450,8 +451,8 @@ class _Rewriting(ast.NodeTransformer):
 def _decorator(config: Mapping[str, int], kernel: _Kernel, name: str) -> str:
     """Write Inductor's decorator for a kernel of one configuration, with the metadata of this kernel.
 
-    No product and sum become an fma: LLVM would choose for each copy of an expression (the full block, the
-    last one, each element of a thread) which of two products that is, and bits would depend on the place.
+    Fused multiply-adds are off: LLVM would choose separately for each copy of an expression (full block, last
+    block, each element of a thread) which of two products to fuse, and bits would depend on the index.
     """
     constants = [each for each in config if not each.startswith("num_")]
     signature = {"table": "*i64", "programs": "*i64", **dict.fromkeys(constants, "constexpr")}

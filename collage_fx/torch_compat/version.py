@@ -1,4 +1,4 @@
-"""Which versions of torch are known: rests on nothing private, so that it can say what is wrong."""
+"""Known versions of torch: uses no private names, so that it can report what is wrong."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ TESTED_TORCH = ("2.11", "2.13", "2.15")
 
 
 def version() -> tuple[int, int]:
-    """The major and minor number of torch's version."""
+    """Return the major and minor number of torch's version."""
     major, minor = torch.__version__.split(".")[:2]
     return int(major), int(minor)
 
@@ -23,7 +23,7 @@ def check_version() -> None:
         )
 
 
-#: What to do about a torch that is not known.
+#: Remedy for an unknown version of torch.
 OTHER_VERSIONS = f"install torch {', '.join(TESTED_TORCH)}, which are tested, or a newer collage_fx"
 
 

@@ -226,7 +226,7 @@ def test_what_dither_leaves_is_said(strategy: Strategy, name: str, selection: st
         (lambda v, g: v.copy_(torch.where(g > 0, v * 0.5, v * 0.9)), "v g", "noise of at most 0.73 %"),
         (lambda v, g: v.copy_(torch.where(g > 0, v * 0.5, v + g)), "v g", "noise that adds up"),
         (lambda v, g: v.copy_(g - v), "v g", "noise that adds up"),
-        (_tensor_decay, "v g lr", "noise of which no bound is known"),
+        (_tensor_decay, "v g lr", "noise without a known bound"),
     ],
 )
 def test_noise_is_that_of_the_branch_that_keeps_most(
@@ -359,4 +359,4 @@ def test_the_last_parameter_is_a_copy_of_what_has_error_terms() -> None:
         p.sub_(g, alpha=1e-4)
 
     state = _state(step, "p g s", "s", strategy="light")
-    assert state.selection == "a copy of what has error terms"
+    assert state.selection == "a copy of a tensor with error terms"

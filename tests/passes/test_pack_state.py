@@ -161,12 +161,12 @@ def last_weights(p: Tensor, g: Tensor, a: Tensor) -> None:
         (pulled_to_an_average, "a", "as large as weights"),
         (last_weights, "a", "as large as weights"),
         (divided, "m", "the divisor"),
-        (scaled_by_a_tensor, "s", "not multiplied by numbers"),
-        (growing, "m", "not multiplied by numbers"),
-        (kahan, "c", "made of what a parameter becomes"),
+        (scaled_by_a_tensor, "s", "multiplied by a tensor, or by a number above 1"),
+        (growing, "m", "multiplied by a tensor, or by a number above 1"),
+        (kahan, "c", "computed from a parameter's new value"),
         (slow_weights, "z", "a parameter is overwritten with it"),
         (schedule_free, "z", "accumulates numbers of either sign"),
-        (average_of_weights, "a", "made of what a parameter becomes"),
+        (average_of_weights, "a", "computed from a parameter's new value"),
     ],
 )
 def test_what_is_left_alone(step: Callable[..., Any], symbol: str, reason: str) -> None:
@@ -193,10 +193,10 @@ def test_weight_decay_in_the_gradient_does_not_make_momentum_a_parameter() -> No
 @pytest.mark.parametrize(
     ("shape", "reason"),
     [
-        ((32, 64), "less than 4096"),
+        ((32, 64), "fewer than 4096"),
         ((4096,), "no rows"),
         ((64, 65), "multiples of 32"),
-        ((2, 0), "less than"),
+        ((2, 0), "fewer than"),
     ],
 )
 def test_shapes_that_are_left_alone(shape: tuple[int, ...], reason: str) -> None:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.nn import Parameter, ParameterList
 from torch.optim import Optimizer
 
-from collage_fx.torch_compat import pieces_of
+from collage_fx.torch_compat import sharding_of
 from tests.reliability.cases import Outcome
 from tests.reliability.runs import SETUPS, STEPS, Setup, different_elements, params_of, uninterrupted
 from tests.support.processes import Processes
@@ -62,7 +62,7 @@ def states(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def group_of(optimizer: Optimizer) -> Any:
-    pieces = pieces_of(params_of(optimizer)[0])
+    pieces = sharding_of(params_of(optimizer)[0])
     assert pieces is not None
     return pieces.mesh.get_group()
 

@@ -33,7 +33,7 @@ def test_a_good_optimizer_under_both_schedules() -> None:
     assert text.startswith("torch.optim.adamw.AdamW, lr 5e-05: 40 steps of bfloat16 parameters 24×16, 16\n")
     assert "with error terms: parameter\n" in text
     assert "captured, compiled" in text
-    assert "Verdict: right: plain low precision is " in text
+    assert "Verdict: precise: the error of plain low precision is " in text
 
 
 def test_options_shapes_and_schedules_are_the_callers() -> None:
@@ -72,7 +72,7 @@ class LeavesTorch(Descent):
 
 
 class Fails(Descent):
-    """Does, but for eager steps."""
+    """Fails in a compiled step alone."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -88,11 +88,11 @@ def test_what_is_not_right_is_said(kind: type[Optimizer], outcome: str) -> None:
     found = audit(lambda params: kind(params, lr=1e-5), schedules={"constant": None})  # type: ignore[call-arg]
     assert not found.is_good
     assert found.measured["constant"].outcome == outcome
-    assert "Verdict: not right (constant: " in str(found)
+    assert "Verdict: not precise (constant: " in str(found)
 
 
 class Overflows(Descent):
-    """Right in float64 alone: float16 overflows when a gradient is multiplied and divided."""
+    """Precise in float64 alone: float16 overflows when a gradient is multiplied and divided."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -113,7 +113,7 @@ def test_where_there_is_nothing_to_compare_nothing_is_called_wrong(lr: float) ->
     found = audit(lambda params: SGD(params, lr=lr), steps=3)
     assert {each.outcome for each in found.measured.values()} == {NOTHING_TO_COMPARE}
     told = "no parameter moves" if lr == 0 else "infinite or NaN"
-    assert found.verdict.startswith("none, for ")
+    assert found.verdict.startswith("none, because ")
     assert told in found.verdict
     assert not found.is_good
 

@@ -87,7 +87,7 @@ def test_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["explain", "--optimizer", "AdamW", "--shape", "64,64", "--code", "triton"]
     assert main([*asked, "--arch", "sm_80"]) == 0
     told = capsys.readouterr().out
-    assert "For sm_80: 2 launches a step." in told
+    assert "For sm_80: 2 launches per step." in told
     assert "@triton.jit" in told
     assert main([*asked, "--arch", "sm_8"]) != 0
     assert "sm_80" in capsys.readouterr().err

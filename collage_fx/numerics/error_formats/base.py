@@ -131,7 +131,7 @@ class ErrorFormat(ABC):
 
     #: Name for ``CollageBackend(error_format=...)`` and in checkpoints, without a dot.
     name: ClassVar[str]
-    #: Phrase for ``collage-fx explain --help`` and pages: what the format keeps, and its precision.
+    #: Phrase for ``collage-fx explain --help`` and pages: the stored numbers and their precision.
     precision: ClassVar[str]
     #: Whether hi and the auxiliary are a double word of the storage format, as ``arithmetic="native"`` needs.
     is_double_word: ClassVar[bool] = False
