@@ -271,7 +271,6 @@ ASSIGNED = {
     ("tools/doctor.py", "p.grad"): "of a parameter that the self-test has made",
     ("tools/explain.py", "parameter.grad"): "of a copy of the optimizer",
     ("tools/explain.py", "copied.__kwdefaults__"): "of a copy of a function",
-    ("torch_compat/fused_updates.py", "twin.__kwdefaults__"): "of a copy of a function",
     ("tools/explain.py", "cell.cell_contents"): "of a copy of a function",
     ("codegen/address_tables.py", "run.argtypes"): "of functions that ctypes has made for us",
     ("codegen/address_tables.py", "run.restype"): "of functions that ctypes has made for us",

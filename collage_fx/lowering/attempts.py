@@ -29,7 +29,6 @@ from collage_fx.torch_compat import (
     inductor_config,
     inductor_faults,
     prepare_cpp_compiler,
-    takes_a_list,
 )
 
 #: Ways to compile a graph, the fastest code first, by what they leave out.

@@ -172,7 +172,7 @@ def _is_computed_in_python(value: Any) -> bool:
 
 def repeated_step(step: StepInParts, repetition: Repetition) -> StepInParts | Reason:
     """Repeat the calls of a step for every member of each family, or return why that is impossible."""
-    if repetition.is_of_one:
+    if repetition.is_whole:
         return step
     first_constant = len(repetition.copies)
     first_result = first_constant + len(step.constants)
