@@ -23,7 +23,7 @@ from collage_fx.runtime.batches import Batch
 from collage_fx.runtime.kernels import EVERY_TURN, HOST, Call, Kernel
 from collage_fx.runtime.launches import Launch, Launches, Member
 from collage_fx.runtime.temporaries import ALIGNMENT, LIMIT, Lifetime, first_fit
-from collage_fx.torch_compat import CFunction, TableKernel
+from collage_fx.torch_compat import CFunction, TableKernel, boxed_call
 
 
 class Present(NamedTuple):
