@@ -134,7 +134,7 @@ class CollageBackend(Backend):
         """The measurements so far: step -> tensor -> values, and their aggregates.
 
         Steps are counted from 1, those of each optimizer by themselves. This waits for the device; nothing
-        does until then. What has been measured is kept, 512 bytes a tensor and step, until
+        does until then. What has been measured is kept, 512 bytes per tensor and step, until
         :meth:`forget_metrics`.
 
         Args:

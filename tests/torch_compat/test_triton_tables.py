@@ -44,7 +44,7 @@ def test_arguments_are_columns_each_once(code: str) -> None:
         (r", 5000, stream", ", int(arg0_1), stream", "uses int"),
         (r", 5000, stream", ", 2 * arg0_1, stream", "computes a number"),
         (r"'grid_type': 'Grid1D'", "'grid_type': 'Grid2D'", "more than one dimension"),
-        (r"tl\.program_id\(0\)", "tl.program_id(1)", "another frame"),
+        (r"tl\.program_id\(0\)", "tl.program_id(1)", "an unknown frame"),
     ],
 )
 def test_other_code_is_not_taken(code: str, edited: str, by: str, why: str) -> None:
