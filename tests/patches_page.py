@@ -27,7 +27,7 @@ def row(patch: Patch) -> str:
     """The line of a patch."""
     target = patch.target.partition("(")[0].partition(" has ")[0].replace(":", ".")
     during = "always" if patch.during == "the process" else f"in {patch.during}"
-    cells = (patch.name, f"`{target}`", during, patch.needed_for, patch.why, patch.goes_with or "-")
+    cells = (patch.name, f"`{target}`", during, patch.needed_for, patch.why, patch.goes_with)
     return "| " + " | ".join(cells) + " |\n"
 
 

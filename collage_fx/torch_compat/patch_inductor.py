@@ -13,6 +13,7 @@ DISTANT_NODES = Patch(
     name="distant-nodes",
     target="torch._inductor.scheduler:Scheduler.are_long_distant_nodes(self, node1, node2)",
     why="elementwise nodes of one loop are fused, however many others are between them",
+    waits_for="a setting of Inductor's for the distance beyond which nodes are not fused",
     needed_for="speed",
     during="lowerings",
 )
@@ -21,6 +22,7 @@ PATTERNS = Patch(
     name="patterns",
     target="torch._inductor.fx_passes.joint_graph:lazy_init",
     why="no patterns of attention, padding and shuffled rows are made for steps on the CPU",
+    waits_for="a setting of Inductor's that leaves its patterns unmade",
     needed_for="speed",
     during="lowerings",
     relies_on=("torch._inductor.fx_passes.joint_graph:joint_graph_passes has lazy_init",),
@@ -30,6 +32,7 @@ LOADED_KERNELS = Patch(
     name="loaded-kernels",
     target="torch._inductor.async_compile:AsyncCompile.triton(self, kernel_name, source_code, device_str)",
     why="a Triton kernel whose body goes into a frame of ours is compiled there alone, others without fma",
+    waits_for="settings of Inductor's for enable_fp_fusion, and for kernels compiled when first run",
     during="lowerings",
 )
 
