@@ -27,7 +27,7 @@ import torch
 from torch.fx import Graph, Node
 
 from collage_fx.codegen.elements import ON_GRID, Elements, Kind, Store, is_rounding, reads_half
-from collage_fx.codegen.spellings import CPP_TYPES, bare, in_register
+from collage_fx.codegen.spellings import bare, in_memory, in_register
 from collage_fx.codegen.statements import Names, Statements
 from collage_fx.codegen.sums import sums_class
 from collage_fx.graph import sums_of_values
@@ -108,7 +108,7 @@ extern "C" void kernel({signature}) {{
 def _type_in_memory(elements: Elements, node: Node) -> str:
     """Return the C++ type of an argument's elements; that of a total is float64."""
     is_total = any(node is store.into for store in elements.totals)
-    return "double" if is_total else CPP_TYPES[node.meta["val"].dtype]
+    return "double" if is_total else in_memory(node.meta["val"].dtype)
 
 
 def _indented(lines: Iterable[str]) -> list[str]:
@@ -205,7 +205,7 @@ class _Flat:
         lines = []
         for store, name in self.apart.items():
             into = store.into
-            kind = CPP_TYPES[into.meta["val"].dtype]
+            kind = in_memory(into.meta["val"].dtype)
             if kind == "uint16_t":
                 lines.append(f"write_f16({into.name} + at, {name}, count);")
             else:

@@ -45,9 +45,16 @@ def is_small_integer(dtype: torch.dtype) -> bool:
     return dtype in (torch.int8, torch.uint8, torch.int16)
 
 
+def in_memory(dtype: torch.dtype) -> str:
+    """Return the C++ type of one element in memory; raise :class:`NoSpelling` if there is none."""
+    if dtype not in CPP_TYPES:
+        raise NoSpelling(f"type for {dtype}")
+    return CPP_TYPES[dtype]
+
+
 def in_register(dtype: torch.dtype) -> str:
     """Return the C++ type in which a loop computes with numbers of a dtype."""
-    return "int32_t" if is_small_integer(dtype) else CPP_TYPES[dtype]
+    return "int32_t" if is_small_integer(dtype) else in_memory(dtype)
 
 
 def bare(text: str) -> str:

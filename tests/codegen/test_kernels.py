@@ -151,6 +151,17 @@ def test_constants_are_those_of_torch(value: float, dtype: torch.dtype) -> None:
     assert same_bits(found, expected)
 
 
+def test_a_store_of_a_dtype_without_a_type_in_cpp_is_left_to_inductor() -> None:
+    graph = Graph()
+    operands = [graph.placeholder(name) for name in ("x", "out")]
+    store = graph.call_function(aten.copy_.default, (operands[1], operands[0]))
+    for node in (*operands, store):
+        node.meta["val"] = x.to(torch.float8_e4m3fn)
+    graph.output(())
+    with pytest.raises(NoSpelling, match=r"type for torch\.float8_e4m3fn"):
+        flat_kernel(graph, 1)
+
+
 @pytest.mark.parametrize("target", [aten.exp.default, aten.tanh.default])
 def test_functions_without_a_spelling_are_left_to_inductor_in_loops_alone(target: Any) -> None:
     with pytest.raises(NoSpelling):
