@@ -8,8 +8,9 @@ A usual run, as in continuous integration, has almost every test function but on
 
 * the cases in slow.txt, by the names that pytest gives them. `--write-slow` writes that file from the times
   that it has measured: of each function, cases in an order drawn from their names (so that each value of a
-  parameter is met in some function) run until they have taken SECONDS, one at least. With `--all` all cases
-  are measured; without, the cases that are in the file stay there.
+  parameter is met in some function) run until they have taken SECONDS, one at least. Cases that are in the
+  file and have not been measured stay there; with `--all`, they are dropped from files that have been: they
+  have other names now.
 * tests marked with pytest.mark.slow: slow on any machine.
 * tests marked with pytest.mark.prose: they compile, or build, what a document shows, to see that it is true.
 * two thirds, drawn from their names, of the tests marked with pytest.mark.rotating, which are not in
@@ -108,8 +109,9 @@ class Clock:
 class Times:
     """Plugin of the process that reports: collects how long each test takes, its fixtures included."""
 
-    def __init__(self, write: bool) -> None:
+    def __init__(self, write: bool, *, is_all: bool) -> None:
         self._write = write
+        self._is_all = is_all
         self._seconds = defaultdict[str, float](float)
         self._rotating = set[str]()
 
@@ -130,7 +132,10 @@ class Times:
                 terminalreporter.line(f"{files[name]:7.1f}  {name}")
             terminalreporter.line(f"{sum(files.values()):7.1f}  in all")
         if self._write:
-            slow = sorted({*slow_ones(self._seconds, FILE.read_text().splitlines())} - self._rotating)
+            known = FILE.read_text().splitlines()
+            if self._is_all:
+                known = [name for name in known if name.partition("::")[0] not in files]
+            slow = sorted({*slow_ones(self._seconds, known)} - self._rotating)
             FILE.write_text("".join(f"{name}\n" for name in slow))
             terminalreporter.line(f"written: {FILE}")
 
