@@ -1,4 +1,4 @@
-"""``tests/README.md`` names what there is, and private parts of the library are replaced in one file alone."""
+"""``tests/README.md`` names all files and rooms; private parts of the library are replaced in one file."""
 
 from __future__ import annotations
 

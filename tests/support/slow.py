@@ -62,18 +62,29 @@ def left_out(items: list[Any], third: int) -> list[Any]:
     return [item for item in items if is_left_out(item)]
 
 
+def _file_of(name: str) -> str:
+    """Return the file in the name of a test."""
+    return name.partition("::")[0]
+
+
 def _draw(name: str) -> bytes:
     """Return bytes that are another draw for each name, and the same in each run."""
     return hashlib.sha256(name.encode()).digest()
 
 
-def slow_ones(seconds: Mapping[str, float], known: Collection[str] = ()) -> list[str]:
+def slow_ones(
+    seconds: Mapping[str, float], known: Collection[str] = (), *, is_all: bool = False
+) -> list[str]:
     """Return the names to leave out, sorted.
 
     Args:
         seconds: of the tests that have been measured.
         known: names that have been left out so far; those that have not been measured still are.
+        is_all: whether all tests have been measured of each file: others of its names are gone.
     """
+    if is_all:
+        measured = {_file_of(name) for name in seconds}
+        known = [name for name in known if _file_of(name) not in measured]
     cases = defaultdict[str, list[str]](list)
     for name in seconds:
         cases[name.partition("[")[0]].append(name)
@@ -125,7 +136,7 @@ class Times:
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         files = defaultdict[str, float](float)
         for name, seconds in self._seconds.items():
-            files[name.partition("::")[0]] += seconds
+            files[_file_of(name)] += seconds
         if len(files) > 1:
             terminalreporter.section("seconds of the processor, by file")
             for name in sorted(files, key=lambda name: -files[name]):
@@ -133,9 +144,7 @@ class Times:
             terminalreporter.line(f"{sum(files.values()):7.1f}  in all")
         if self._write:
             known = FILE.read_text().splitlines()
-            if self._is_all:
-                known = [name for name in known if name.partition("::")[0] not in files]
-            slow = sorted({*slow_ones(self._seconds, known)} - self._rotating)
+            slow = sorted({*slow_ones(self._seconds, known, is_all=self._is_all)} - self._rotating)
             FILE.write_text("".join(f"{name}\n" for name in slow))
             terminalreporter.line(f"written: {FILE}")
 
