@@ -26,7 +26,8 @@ def pytest_report_header(config: pytest.Config) -> str:
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Clock())
     if not hasattr(config, "workerinput"):  # workers of pytest-xdist send their reports to this process
-        config.pluginmanager.register(Times(write=config.getoption("write_slow")))
+        is_all = config.getoption("all") and not _is_chosen(config) and not config.getoption("keyword")
+        config.pluginmanager.register(Times(write=config.getoption("write_slow"), is_all=is_all))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -37,11 +38,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    named = config.getoption("markexpr") or any("::" in each for each in config.args)
-    if not named and not config.getoption("all"):
+    if not _is_chosen(config) and not config.getoption("all"):
         slow = left_out(items, config.getoption("third"))
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if item not in set(slow)]
+
+
+def _is_chosen(config: pytest.Config) -> bool:
+    """Return whether tests have been chosen by a mark or by name, so that none of them is left out."""
+    return bool(config.getoption("markexpr")) or any("::" in each for each in config.args)
 
 
 @pytest.fixture(autouse=True)

@@ -21,6 +21,11 @@ def test_cases_that_are_not_measured_stay_left_out() -> None:
     assert slow_ones({known[0]: 0.1}, known) == [known[1]]
 
 
+def test_names_that_are_gone_are_dropped_where_all_is_measured() -> None:
+    known = ["tests/a.py::one[old]", "tests/b.py::two[0]"]
+    assert slow_ones({"tests/a.py::one[new]": 0.1}, known, is_all=True) == [known[1]]
+
+
 def test_each_rotating_test_has_its_day() -> None:
     items = [
         SimpleNamespace(nodeid=str(i), get_closest_marker=lambda name: name if name == "rotating" else None)

@@ -8,8 +8,9 @@ A usual run, as in continuous integration, has almost every test function but on
 
 * the cases in slow.txt, by the names that pytest gives them. `--write-slow` writes that file from the times
   that it has measured: of each function, cases in an order drawn from their names (so that each value of a
-  parameter is met in some function) run until they have taken SECONDS, one at least. With `--all` all cases
-  are measured; without, the cases that are in the file stay there.
+  parameter is met in some function) run until they have taken SECONDS, one at least. Cases that are in the
+  file and have not been measured stay there; with `--all`, they are dropped from files that have been: they
+  have other names now.
 * tests marked with pytest.mark.slow: slow on any machine.
 * tests marked with pytest.mark.prose: they compile, or build, what a document shows, to see that it is true.
 * two thirds, drawn from their names, of the tests marked with pytest.mark.rotating, which are not in
@@ -61,18 +62,29 @@ def left_out(items: list[Any], third: int) -> list[Any]:
     return [item for item in items if is_left_out(item)]
 
 
+def _file_of(name: str) -> str:
+    """Return the file in the name of a test."""
+    return name.partition("::")[0]
+
+
 def _draw(name: str) -> bytes:
     """Return bytes that are another draw for each name, and the same in each run."""
     return hashlib.sha256(name.encode()).digest()
 
 
-def slow_ones(seconds: Mapping[str, float], known: Collection[str] = ()) -> list[str]:
+def slow_ones(
+    seconds: Mapping[str, float], known: Collection[str] = (), *, is_all: bool = False
+) -> list[str]:
     """Return the names to leave out, sorted.
 
     Args:
         seconds: of the tests that have been measured.
         known: names that have been left out so far; those that have not been measured still are.
+        is_all: whether all tests have been measured of each file: others of its names are gone.
     """
+    if is_all:
+        measured = {_file_of(name) for name in seconds}
+        known = [name for name in known if _file_of(name) not in measured]
     cases = defaultdict[str, list[str]](list)
     for name in seconds:
         cases[name.partition("[")[0]].append(name)
@@ -108,8 +120,9 @@ class Clock:
 class Times:
     """Plugin of the process that reports: collects how long each test takes, its fixtures included."""
 
-    def __init__(self, write: bool) -> None:
+    def __init__(self, write: bool, *, is_all: bool) -> None:
         self._write = write
+        self._is_all = is_all
         self._seconds = defaultdict[str, float](float)
         self._rotating = set[str]()
 
@@ -123,14 +136,15 @@ class Times:
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         files = defaultdict[str, float](float)
         for name, seconds in self._seconds.items():
-            files[name.partition("::")[0]] += seconds
+            files[_file_of(name)] += seconds
         if len(files) > 1:
             terminalreporter.section("seconds of the processor, by file")
             for name in sorted(files, key=lambda name: -files[name]):
                 terminalreporter.line(f"{files[name]:7.1f}  {name}")
             terminalreporter.line(f"{sum(files.values()):7.1f}  in all")
         if self._write:
-            slow = sorted({*slow_ones(self._seconds, FILE.read_text().splitlines())} - self._rotating)
+            known = FILE.read_text().splitlines()
+            slow = sorted({*slow_ones(self._seconds, known, is_all=self._is_all)} - self._rotating)
             FILE.write_text("".join(f"{name}\n" for name in slow))
             terminalreporter.line(f"written: {FILE}")
 
