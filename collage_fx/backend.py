@@ -76,12 +76,13 @@ class CollageBackend(Backend):
             it. ``"block16"``, ``"block8"``: packed, as integers of so many bits, 32 neighbours with a scale;
             which state is, follows from its recurrence. Errors are those of
             :class:`~collage_fx.numerics.Blocks`. Others are registered by plug-ins, such as
-            ``examples/peer_formats.py``. Needs ``wide``.
+            ``examples/peer_formats.py``. Needs ``wide``, and a step that Dynamo captures: recorded steps
+            pack nothing.
         bytes_per_parameter: a budget in the place of ``strategy``, ``error_format``, ``rounding`` and
             ``state``: the most precise combination of these that takes no more, to 1.5 %, counting
             parameters, state and error terms (5.1 to 12 for AdamW). The report shows it beside the others.
             The order is that of AdamW's errors in docs/formats.md. For a recorded step, of which no part
-            shows all state, the bytes are those of AdamW.
+            shows all state, the bytes are those of AdamW without packed state (7 to 12).
         passes: the pipeline, with passes of your own in it: see :func:`collage_fx.pipeline.inserted`. They
             run on steps that update a bfloat16 or float16 tensor; other graphs are lowered as they are.
 

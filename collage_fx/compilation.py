@@ -82,13 +82,11 @@ from collage_fx.state import (
     has_error_terms,
     held_per_parameter,
     known_tensors,
-    leave_unpacked,
     note_compiled,
     noting_steps,
     optimizers_among,
     packed_format,
     require_format,
-    reset_error_terms,
 )
 from collage_fx.torch_compat import (
     OpOverload,
@@ -387,10 +385,7 @@ class Compilation:
             describe_input(value, name, self.known, bound=i < bound)
             for i, (value, name) in enumerate(zip(values, names, strict=True))
         ]
-        return [
-            (info, (_has_error_terms(info), _packed_format(info), info.is_updated, info.stays))
-            for info in infos
-        ]
+        return [(info, (_has_error_terms(info), _packed_format(info))) for info in infos]
 
     # -- Refused, rewritten, lowered, reported
 
@@ -427,7 +422,6 @@ class Compilation:
         pass_log = _PassLog(self.subject, before)
         self._rewrite(program, before, pass_log)
         self._refuse_uncompensated(program)
-        self._unpack(program)
         is_rewritten = bool(program.expansions or program.measured) or bool(self.options.own_passes)
         if not (is_rewritten or repetition.is_of_one):
             return Reason("no tensor of it needs an error term")
@@ -473,6 +467,7 @@ class Compilation:
 
     def _accepted(self, gm: GraphModule, infos: Sequence[InputInfo], repetition: Repetition) -> StepProgram:
         """The step as it enters the pipeline; refused where it can't be compensated."""
+        packed = self.options.state
         program = StepProgram(
             copy_of(gm),
             infos,
@@ -485,7 +480,7 @@ class Compilation:
             is_compiled=self.is_compiled,
             captured=copy_of(gm) if self.options.metrics else None,
             rounding=self.options.rounding,
-            packed=None if self.options.state is None else PACKED_FORMATS[self.options.state],
+            packed=None if packed is None or self.recorded else PACKED_FORMATS[packed],
         )
         inputs, stores = placeholders(program.gm.graph), copies_to_inputs(program.gm.graph)
         program.already_compensated = frozenset(
@@ -495,9 +490,6 @@ class Compilation:
         )
         if any(i in program.already_compensated and node not in stores for i, node in enumerate(inputs)):
             program.arithmetic = "wide"  # "native" reads hi of what a graph does not update
-        if self.recorded:
-            formats = {i: _packed_format(info) for i, info in enumerate(program.inputs)}
-            program.packed_already = {i: fmt for i, fmt in formats.items() if fmt is not None}
         if self.options.bytes_per_parameter is not None:
             program = self._within_budget(program, self.options.bytes_per_parameter)
         if self.options.strategy != "none":
@@ -512,10 +504,7 @@ class Compilation:
     def _within_budget(self, program: StepProgram, limit: float) -> StepProgram:
         """Return the program with the options of the best budget for the most state it has had so far."""
         if self.recorded:
-            values = map(tensor_value, filter(is_low_precision_tensor, placeholders(program.gm.graph)))
-            dtype = next((value.dtype for value in values if value is not None), torch.bfloat16)
-            of_parts = budgets_for_parts(dtype, self.options.passes)
-            self.budgets = best_budget(of_parts, limit), *of_parts
+            self.budgets = self._budgets_for_part(program, limit)
             return self.budgets[0].applied_to(program)
         budgets = budgets_for(program, self.options.passes)
         self.budgets = best_budget(budgets, limit), *budgets
@@ -530,6 +519,20 @@ class Compilation:
             if expansion is not None and expansion.format is not program.error_format:
                 expansion.is_used = False  # by a step that took less: they are converted
         return program
+
+    def _budgets_for_part(self, program: StepProgram, limit: float) -> tuple[Budget, ...]:
+        """Return the budget for a part of a recorded step, as in captured steps before it, then all budgets.
+
+        If Adam would exceed the limit with all budgets, it is the smallest. :meth:`Backend.refuse_excess`
+        checks how much this optimizer holds, once its state is known.
+        """
+        values = map(tensor_value, filter(is_low_precision_tensor, placeholders(program.gm.graph)))
+        dtype = next((value.dtype for value in values if value is not None), torch.bfloat16)
+        budgets = budgets_for_parts(dtype, self.options.passes)
+        known = self.backend.budgets
+        before = [known[optimizer][0] for optimizer in self.optimizers.values() if optimizer in known]
+        as_before = [budget for budget in budgets if any(map(budget.has_error_terms_of, before))]
+        return (as_before or [best_budget(budgets, max(limit, budgets[0].bytes))])[0], *budgets
 
     def _refuse_other_error_terms(self, infos: Sequence[InputInfo], error_format: ErrorFormat) -> None:
         """Raise for error terms that this backend could not keep up."""
@@ -571,14 +574,6 @@ class Compilation:
                 if self.options.strict and state.info.role is Role.PARAMETER:
                     raise refusal
                 warn(refusal)
-
-    def _unpack(self, program: StepProgram) -> None:
-        """Let nobody pack what this part of a recorded step can't do with packed."""
-        for position, why in program.to_unpack.items():
-            for index in program.repetition.copies[position]:
-                if (tensor := program.infos[index].tensor) is not None:
-                    leave_unpacked(tensor, why)
-                    reset_error_terms(tensor)
 
     def _lower(
         self,

@@ -21,7 +21,6 @@ from torch.nn import Parameter
 
 import collage_fx
 from collage_fx import CollageBackend, explain, full_value
-from collage_fx.capture.recording import record
 from collage_fx.errors import CheckpointMismatchError, UncompensatedParameterError
 from collage_fx.graph import Reason, Unit
 from collage_fx.numerics import format_named
@@ -556,26 +555,6 @@ def test_state_that_is_zeroed_by_a_step_is_packed(state: str) -> None:
         moment = optimizer.state[params[0]]["m"]
         assert is_packed(moment)
         assert float((moment - constant).abs().max()) < 0.01
-
-
-def test_a_step_that_comes_to_be_recorded_goes_on_with_the_value() -> None:
-    params = parameters(shapes=((64, 96),))
-    optimizer = adamw(params)
-    backend = CollageBackend(strategy="light", state="block8")
-    run_steps(torch.compile(optimizer.step, backend=backend), params, range(3))
-    moment = optimizer.state[params[0]]["exp_avg"]
-    assert is_packed(moment)
-    before = moment.clone()
-    record(optimizer, backend, {}, "of the test", strict=True)
-    run_steps(optimizer.step, params, [3])
-    assert is_packed(moment)
-    assert params[0].grad is not None
-    expected = before.double() * 0.9 + params[0].grad.double() * 0.1
-    fmt = format_named("block8")
-    assert fmt is not None
-    error = (moment.double() - expected).abs().max() / expected.abs().max()
-    assert float(error) <= 2 * fmt.error_bound(torch.bfloat16).of_largest  # a distance, which dither goes
-    assert expansion_of(params[0]) is not None
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "dither"])

@@ -12,19 +12,15 @@ from torch.fx import GraphModule, Node
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from collage_fx.graph import InputInfo, Role
-from collage_fx.state import KnownTensor, why_left_unpacked
+from collage_fx.state import KnownTensor
 from collage_fx.torch_compat import aot_input_of, pieces_of, symbol_source
 
 #: Low-precision tensors that a step that is being recorded has made, and may hand from one graph to the next.
 made = WeakTensorKeyDictionary()
 #: The state that parameters have got in such a step.
 born = WeakTensorKeyDictionary()
-#: Those that graphs of a step that is being recorded have updated.
-updated = WeakTensorKeyDictionary()
 #: Those that such a step has written before it calls its closure.
 spanning = WeakTensorKeyDictionary()
-#: Those of whose memory such a step has another tensor.
-shared = WeakTensorKeyDictionary()
 
 
 def describe_inputs(
@@ -73,14 +69,11 @@ def describe_input(value: Any, fallback: str, known: Mapping[int, KnownTensor], 
         return _describe_number(fallback, value)
     pieces = pieces_of(value)
     cut_from = value.numel() if pieces is not None and pieces.are_cut else 0
-    stays = "the step has another tensor of its memory" if value in shared else why_left_unpacked(value)
     is_made = value in made
     facts: dict[str, Any] = {
         "cut_from": cut_from,
-        "is_updated": value in updated,
         "spans_closure": value in spanning,
         "is_made": is_made,
-        "stays": stays,
     }
     if id(value) in known:
         entry = known[id(value)]

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar, Token
 from typing import Any, cast
 
 import torch
@@ -38,23 +39,13 @@ from torch.fx.node import map_aggregate
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from collage_fx.capture.compiled import Compiled, CompileGraph, compiled_for
-from collage_fx.capture.inputs import made, updated
+from collage_fx.capture.inputs import made
 from collage_fx.capture.segment import Call, Deferred, Function, Segment, Spec, left_uncomputed, real
 from collage_fx.capture.signatures import Signature, draws_16_bits, is_index_of_integers, signature_of
 from collage_fx.errors import UnsupportedTensorError
 from collage_fx.graph import factorizes, foreach_calls
 from collage_fx.numerics import is_low_precision
-from collage_fx.state import (
-    KnownTensor,
-    change_layout,
-    decoded,
-    expansion_of,
-    is_packed,
-    leave_unpacked,
-    packed_original,
-    recording,
-    unpack,
-)
+from collage_fx.state import KnownTensor, change_layout, expansion_of
 from collage_fx.torch_compat import (
     SymbolicScope,
     TorchDispatchMode,
@@ -72,6 +63,9 @@ aten = torch.ops.aten
 #: So many compiled functions are enough that differ in numbers which their operators take as constants only:
 #: from then on these operators are executed at once.
 BURNED_IN_AGAIN = 4
+
+#: Whether operations that this thread calls are being recorded.
+_is_recording: ContextVar[bool] = ContextVar("_is_recording", default=False)
 
 
 class Recorder(TorchDispatchMode):
@@ -108,7 +102,7 @@ class Recorder(TorchDispatchMode):
         self._at_once: set[Signature] = set()
         self._predicted: dict[Any, tuple[tuple[Any, ...], bool]] = {}
         self._noted: list[tuple[WeakTensorKeyDictionary, TensorWeakRef]] = []
-        self._outer: list[Callable[[Tensor], Tensor] | None] = []
+        self._entered: list[Token[bool]] = []
 
     def finish(self, *, successfully: bool) -> None:
         """At the end of a step: execute what has been recorded, or drop it."""
@@ -139,23 +133,23 @@ class Recorder(TorchDispatchMode):
     def __enter__(self) -> Recorder:
         with compile_lock:
             super().__enter__()
-        self._outer.append(recording.replace(self._in_place_of))
+        self._entered.append(_is_recording.set(True))
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        recording.replace(self._outer.pop())
+        _is_recording.reset(self._entered.pop())
         with compile_lock:
             super().__exit__(*exception)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Within a step, execute operations as if nobody recorded."""
-        outer = recording.replace(None)
+        token = _is_recording.set(False)
         try:
             with without_modes():
                 yield
         finally:
-            recording.replace(outer)
+            _is_recording.reset(token)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(map(is_class_of_made_ones, types)):
@@ -194,9 +188,6 @@ class Recorder(TorchDispatchMode):
         if self._depends_on_what_is_recorded(signature, list(_tensors_in([*args, *kwargs.values()]))):
             self.flush()
             args, kwargs = map_aggregate((args, kwargs), real)
-        if any(map(is_packed, _tensors_in([*args, *kwargs.values()]))):
-            with self.paused():
-                args, kwargs = _each_tensor(decoded, (args, kwargs))
         result = signature.operator(*args, **kwargs)
         is_new = signature.results == (("new", ""),) and isinstance(result, Tensor)
         if self._steps and is_new and is_low_precision(result.dtype):
@@ -243,11 +234,10 @@ class Recorder(TorchDispatchMode):
         Raises:
             UnsupportedTensorError: the tensor's error terms cannot follow.
         """
-        args = map_aggregate(args, self._segment.original)
         with without_modes():
             takes_storage = any(isinstance(each, torch.UntypedStorage) for each in args)
             args = map_aggregate(args, self._tensor_of_storage)
-            self.keep_memory_of(args)
+            self.flush()
             tensor, *others = map_aggregate(args, real)
             if takes_storage:
                 others[0] = others[0].untyped_storage()
@@ -284,14 +274,6 @@ class Recorder(TorchDispatchMode):
         whole = torch.empty(0, dtype=torch.uint8, device=argument.device).set_(argument)
         tensors = [value.tensor for value in self._segment.values if type(value.tensor) is Deferred]
         return next((each for each in tensors if storage_of(each) == storage_of(whole)), whole)
-
-    def keep_memory_of(self, arguments: Any) -> None:
-        """Let packed tensors among them have memory from now on: a step does more to it than operators do."""
-        self.flush()
-        with self.paused():
-            for tensor in map(real, _tensors_in(arguments)):
-                if is_packed(tensor):
-                    leave_unpacked(tensor, "the step looks at its memory")
 
     def _converted(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         return cast(Tensor, self._record(signature_of(aten._to_copy.default), (tensor,), {"dtype": dtype}))
@@ -377,10 +359,9 @@ class Recorder(TorchDispatchMode):
     def _value_of(self, tensor: Tensor) -> int:
         """The number of a tensor in the segment."""
         if type(tensor) is Deferred:
-            value = tensor.value
             if not self._segment.has(tensor):
                 raise left_uncomputed("an operation")
-            return self._segment.base(value) if self._segment.is_input(value) else value
+            return tensor.value
         inputs = self._segment.inputs
         key = (_storage_of(tensor), tensor.storage_offset(), *Spec.of(tensor))
         if key not in inputs:
@@ -401,14 +382,8 @@ class Recorder(TorchDispatchMode):
             value = segment.add_view(tensor, value, signature_of(aten.as_strided.default), *_layout(tensor))
         return value
 
-    def _in_place_of(self, tensor: Tensor) -> Tensor:
-        """A deferred tensor for all of a packed one, which C++ takes for one with memory."""
-        return self._segment.in_place_of(self._value_of(tensor))
-
     def _owner(self, tensor: Tensor) -> Tensor:
         """The tensor that has the memory of a real one, perhaps a view, to itself."""
-        if is_packed(tensor):
-            return packed_original(tensor)
         storage = _storage_of(tensor)
         original = self._viewed.get(storage, self._original_of(storage))
         return _whole(tensor) if original is None else original
@@ -428,12 +403,8 @@ class Recorder(TorchDispatchMode):
                 if base != value:
                     # Views that have a base to torch would keep us from swapping it; so they have it from us.
                     whole = real(segment.values[base].tensor)
-                    was_packed = is_packed(whole)
-                    view = segment.real(value)
-                    if was_packed and not is_packed(whole):
-                        leave_unpacked(whole, "the step goes on with a view of a part of it")
-                    self._viewed[_storage_of(whole)] = whole
-                    self._become(segment.values[value].tensor, view)
+                    self._viewed[storage_of(whole)] = whole
+                    self._become(segment.values[value].tensor, segment.real(value))
 
     def _become(self, deferred: Tensor, tensor: Tensor) -> None:
         if not is_held_by_torch(deferred):
@@ -467,8 +438,6 @@ class Recorder(TorchDispatchMode):
         known = self._compiled.setdefault(key, [])
         compiled = next((each for each in known if each.fits(function)), None)
         if compiled is None:
-            for tensor in function.tensors:
-                unpack(tensor)  # a graph is made for tensors with memory
             takes_sizes = key is function.form
             # Numbers that change do so whether or not the tensors have got error terms by then.
             alike = function.described if takes_sizes else (function.described, *key[1:])
@@ -479,8 +448,6 @@ class Recorder(TorchDispatchMode):
             if len(known) >= BURNED_IN_AGAIN:
                 self._at_once |= function.operators_of(compiled.burned_in)
         compiled(function)
-        for tensor in function.written:
-            self.note(updated, tensor)
 
     def note(self, table: WeakTensorKeyDictionary, tensor: Tensor) -> None:
         """Put a tensor into a table until the step ends. Other threads have steps of their own."""
@@ -490,7 +457,7 @@ class Recorder(TorchDispatchMode):
 
 def is_recording() -> bool:
     """Whether operations that this thread calls are being recorded."""
-    return recording.in_place_of is not None
+    return _is_recording.get()
 
 
 def _tensors_in(arguments: Any) -> Iterator[Tensor]:
@@ -507,9 +474,7 @@ def _each_tensor(function: Callable[[Tensor], Any], arguments: Any) -> Any:
 
 
 def _storage_of(tensor: Tensor) -> int:
-    if type(tensor) is Deferred:
-        return -1
-    return storage_of(packed_original(tensor) if is_packed(tensor) else tensor)
+    return -1 if type(tensor) is Deferred else storage_of(tensor)
 
 
 def _layout(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
@@ -518,9 +483,10 @@ def _layout(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """A tensor that contains what the given one, perhaps a view, shares its memory with."""
+    """Return a tensor of all the memory of the given one, which may be a view."""
     base = base_of(tensor)
-    if base is not None and base.dtype == tensor.dtype:
+    # A view whose ``.data`` has been replaced keeps the base that it had.
+    if base is not None and base.dtype == tensor.dtype and storage_of(base) == storage_of(tensor):
         return base
     storage = tensor.untyped_storage()
     if tensor.numel() * tensor.itemsize == storage.nbytes():

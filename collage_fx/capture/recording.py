@@ -15,35 +15,31 @@ from torch.fx import GraphModule
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from collage_fx.capture.inputs import born, made, shared, spanning, updated
+from collage_fx.capture.inputs import born, made, spanning
 from collage_fx.capture.new_state import forget_new_state, remember_state
 from collage_fx.capture.progress import telling
 from collage_fx.capture.recorder import Recorder, is_recording
-from collage_fx.capture.refusals import refuse_distributed, refuse_optimizer
+from collage_fx.capture.refusals import refuse_distributed, refuse_optimizer, refuse_packed
 from collage_fx.capture.segment import Spec
 from collage_fx.errors import CollageError, RecompileLimitError, raise_or_warn
 from collage_fx.state import (
     KnownTensor,
     adopt,
     has_error_terms,
-    is_packed,
     known_tensors,
     note_held,
     note_new,
     note_step,
-    packed_format,
     parameter_names,
     settle_replaced,
     state_tensors,
-    unpack_state,
-    why_left_unpacked,
+    stop_packing,
 )
 from collage_fx.torch_compat import (
     fused_operator,
     is_step_wrapper,
     reroute_steps,
     run_unfused,
-    shares_memory,
     storage_of,
 )
 
@@ -160,7 +156,7 @@ class _Recording:
         self.is_for_one_step = for_one_step
         self._strict = strict
         self._label = type(optimizer).__name__
-        self._refuse_excess = backend.refuse_excess
+        self._backend = backend
         self._compile = lambda module, arguments: backend(module, arguments, **keywords)
         self._recorder = Recorder(self._compiled, self._kind_of, self._original_of, self._known)
         self._optimizer = weakref.ref(optimizer)
@@ -179,17 +175,11 @@ class _Recording:
         """One step."""
         if is_recording():  # of the inner optimizer of one that is being recorded
             return step(optimizer, *args, **kwargs)
+        self._refuse(optimizer)
         if not self._has_begun:
             adopt(optimizer)
-            unpack_state(optimizer)  # what of it is packed from now on, its parts decide
             self._has_begun = True
-        try:
-            refuse_optimizer(optimizer)
-            refuse_distributed(optimizer, self.reason)
-        except CollageError as refusal:
-            raise_or_warn(optimizer, refusal, strict=self._strict)
-        if self._steps_that_compiled:  # what is held by now has been decided in the last step
-            self._refuse_excess(optimizer)
+        stop_packing(optimizer)  # what captured steps have packed, or a checkpoint holds
         remember_state(optimizer, object())
         settle_replaced(optimizer)
         self._look_at(optimizer)
@@ -219,6 +209,22 @@ class _Recording:
             note_step(optimizer)  # also of one that has failed half-way
         self._steps_that_compiled = self._steps_that_compiled + 1 if self._has_compiled else 0
         return result
+
+    def _refuse(self, optimizer: Optimizer) -> None:
+        """Raise, or warn, where the steps of an optimizer cannot be recorded as the options ask.
+
+        A single step, which torch is told not to compile, may unpack state: the next compiled one packs it.
+        """
+        try:
+            refuse_optimizer(optimizer)
+            refuse_distributed(optimizer, self.reason)
+            if not self.is_for_one_step:
+                refuse_packed(optimizer, self._backend.options.state, self.reason)
+        except CollageError as refusal:
+            raise_or_warn(optimizer, refusal, strict=self._strict)
+        # A first step may make state. Later ones, and those after captured steps, find it.
+        if not self.is_for_one_step and (self._steps_that_compiled or not self._has_begun):
+            self._backend.refuse_excess(optimizer)
 
     def _look_at(self, optimizer: Optimizer) -> None:
         self._parameters.clear()
@@ -277,20 +283,13 @@ class _Recording:
             self._born.append(tensor)
         # A parameter that is updated gets error terms if it has none.
         keeps_error = has_error_terms(tensor) or (role == "parameter" and is_written)
-        is_updated = role == "parameter" and tensor in updated
-        stays: Any = why_left_unpacked(tensor)
-        if role is None and not stays and not is_packed(tensor) and shares_memory(tensor):
-            stays = True
-            self._recorder.note(shared, tensor)
-        else:
-            shared.pop(tensor, None)
         spans = role is None and self._calls_closure and (is_written or tensor in made)
         if spans:
             self._recorder.note(spanning, tensor)
         else:
             spanning.pop(tensor, None)
         kind_of_new = spans, tensor in made, tensor in born
-        return role, kind_of_new, keeps_error, packed_format(tensor), is_updated, stays
+        return role, kind_of_new, keeps_error
 
     def _compiled(self, module: GraphModule, arguments: Any) -> Callable[..., Any]:
         if self._steps_that_compiled >= COMPILING_STEPS:
@@ -325,7 +324,7 @@ class _Functions(TorchFunctionMode):
         if (fused := fused_operator(func)) is not None:
             return run_unfused(fused, args, kwargs or {})
         if func in _OF_MEMORY or func == _SET_DATA:
-            self._recorder.keep_memory_of(args)
+            self._recorder.flush()
         return func(*args, **(kwargs or {}))
 
 

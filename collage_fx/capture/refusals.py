@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from collage_fx.errors import (
     AliasedStateError,
+    InvalidOptionError,
     UnsupportedOptimizerError,
     UnsupportedTensorError,
     UnsupportedTorchError,
@@ -102,6 +103,28 @@ def refuse_distributed(optimizer: Optimizer, reason: str) -> None:
                 remedy="change what Dynamo cannot capture, train with ordinary tensors "
                 "(DistributedDataParallel), or step the optimizer without this backend",
             )
+
+
+def refuse_packed(optimizer: Optimizer, state: str | None, reason: str) -> None:
+    """Raise for an option ``state=``, which recorded steps do not follow.
+
+    Args:
+        optimizer: whose steps are recorded.
+        state: the option; None if it is not given.
+        reason: why they are.
+
+    Raises:
+        InvalidOptionError: it is given. A recorded step is compiled in parts, none of which shows all that
+            the step does with a state.
+    """
+    if state is not None:
+        raise InvalidOptionError(
+            f"state={state!r} packs state, which needs a step that is captured whole; this one is recorded, "
+            f"operation by operation: {reason}",
+            where=f"{type(optimizer).__name__}.step",
+            remedy="give bytes_per_parameter=8 or 10, which pack nothing then, or leave state= out; or "
+            "change what Dynamo cannot capture",
+        )
 
 
 def _refuse_class(optimizer: Optimizer) -> None:

@@ -15,7 +15,6 @@ from torch.fx.node import map_aggregate
 
 from collage_fx.capture.signatures import Signature
 from collage_fx.graph import Groups
-from collage_fx.state import another_name, plain_class, stride_of, unpack
 from collage_fx.torch_compat import disabled_torch_function, wrapper_subclass
 
 aten = torch.ops.aten
@@ -36,7 +35,7 @@ class Spec(NamedTuple):
     def of(tensor: Tensor) -> Spec:
         if type(tensor) is Deferred:
             return tensor.spec
-        return Spec(tuple(tensor.shape), stride_of(tensor), tensor.dtype, tensor.device)
+        return Spec(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
 
     def empty(self) -> Tensor:
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
@@ -186,7 +185,6 @@ class Segment:
         inputs: tensors met, by the memory they are a view of.
         of_storage: storage -> the input it belongs to.
         written: the values, bases all, that calls overwrite.
-        in_place: the inputs that are packed, and the values that are other names of them.
     """
 
     values: list[_Value] = field(default_factory=list)
@@ -194,7 +192,6 @@ class Segment:
     inputs: dict[Any, int] = field(default_factory=dict)
     of_storage: dict[int, int] = field(default_factory=dict)
     written: set[int] = field(default_factory=set)
-    in_place: dict[int, int] = field(default_factory=dict)
 
     def add_input(self, tensor: Tensor) -> int:
         """The number of a tensor that has its memory to itself."""
@@ -225,20 +222,6 @@ class Segment:
         self.add_result(call, tensor, value)
         return call.results[0]
 
-    def in_place_of(self, number: int) -> Tensor:
-        """A deferred tensor that is another name of an input, for operations that are to be recorded."""
-        if number not in self.in_place:
-            self.in_place[number] = len(self.values)
-            spec = self.values[number].spec
-            self.values.append(_Value(Deferred.of(spec, len(self.values)), spec, number))
-        return cast(Tensor, self.values[self.in_place[number]].tensor)
-
-    def original(self, argument: Any) -> Any:
-        """The packed tensor that a deferred one is another name of; anything else is itself."""
-        if type(argument) is Deferred and argument.value in self.in_place.values():
-            return self.values[self.base(argument.value)].tensor
-        return argument
-
     def has(self, deferred: Deferred) -> bool:
         """Whether a deferred tensor is the segment's own, rather than one that an earlier one has left."""
         return deferred.value < len(self.values) and self.values[deferred.value].tensor is deferred
@@ -258,19 +241,12 @@ class Segment:
         ]
 
     def real(self, number: int) -> Tensor:
-        """The real tensor of a value, once its base is; a packed one gets memory for a view of a part."""
+        """The real tensor of a value, once its base is."""
         value = self.values[number]
-        if value.base == number:
+        if value.base == number or value.made_by is None:
             return cast(Tensor, real(value.tensor))
-        if value.made_by is None:
-            return another_name(self.real(value.base))
         call, i = value.made_by
-        if call.signature.is_another_name:
-            return another_name(self.real(call.tensors[0]))
-        tensors = [self.real(each) for each in call.tensors]
-        for each in tensors:
-            unpack(each)
-        args, kwargs = call.arguments(tensors, call.numbers, call.sizes)
+        args, kwargs = call.arguments(map(self.real, call.tensors), call.numbers, call.sizes)
         taken = call.signature.operator(*args, **kwargs)
         return cast(Tensor, taken[i] if isinstance(taken, (list, tuple)) else taken)
 
@@ -316,7 +292,6 @@ class Function:
 
     Attributes:
         tensors: the inputs, then the tensors that its results are to be written to.
-        written: those of the inputs that it overwrites.
         numbers, sizes: in the order of the calls.
         shapes: sizes and strides of the tensors.
         described: the calls, equal where they do the same, whatever kind of tensors they do it to.
@@ -339,13 +314,12 @@ class Function:
         used = (*self._inputs, *kept)
         values = [segment.values[value] for value in used]
         self.tensors = [real(value.tensor) for value in values]
-        self.written = [segment.values[i].tensor for i in self._inputs if i in segment.written]
         kinds = tuple(
             (
                 len(spec.size),
                 spec.dtype,
                 spec.device,
-                plain_class(tensor),
+                type(tensor),
                 kind_of(tensor, value in segment.written),
             )
             for value, spec, tensor in zip(used, (v.spec for v in values), self.tensors, strict=True)

@@ -32,7 +32,6 @@ class Signature:
         writes: the arguments it overwrites.
         results: per result, ``("new", "")``, ``("same", argument)`` or ``("view", argument)``.
         returns_several: whether it returns a tuple or a list.
-        is_another_name: its result is all of its argument, as another object.
         reads_no_values: its result does not depend on the elements of its arguments.
         is_immediate: it is executed rather than recorded: see
             :func:`~collage_fx.graph.depends_on_values`.
@@ -45,7 +44,6 @@ class Signature:
     writes: tuple[str, ...]
     results: tuple[tuple[str, str], ...]
     returns_several: bool
-    is_another_name: bool
     reads_no_values: bool
     is_immediate: bool
     element_rule: Callable[..., Any] | None
@@ -60,7 +58,7 @@ def signature_of(operator: Any) -> Signature:
     aliased = {frozenset(alias.before_set): name for name, alias in aliases.items()}
     first = arguments[0].name if arguments else ""
     # A view of all of it is executed where it is real: most steps make one at every access of ``.data``.
-    is_another_name = operator.is_view and facts_of(operator).passes == 0 and len(arguments) == 1
+    is_whole_view = operator.is_view and facts_of(operator).passes == 0 and len(arguments) == 1
     results = []
     for alias in (result.alias_info for result in returns):
         if alias is not None and alias.is_write:
@@ -74,8 +72,7 @@ def signature_of(operator: Any) -> Signature:
         writes=tuple(name for name, alias in aliases.items() if alias.is_write),
         results=tuple(results),
         returns_several=len(returns) > 1 or any("List" in str(result.type) for result in returns),
-        is_another_name=is_another_name,
-        reads_no_values=is_another_name or ignores_values(operator),
+        reads_no_values=is_whole_view or ignores_values(operator),
         is_immediate=depends_on_values(operator),
         element_rule=foreach_rule(foreach_name(operator).removesuffix("_")),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -49,11 +49,9 @@ class InputInfo:
         bound: whether it is an attribute of the captured module, so the same tensor in every call.
         cut_from: the elements of a DTensor of which this process has some and others have the rest; 0 if it
             has all.
-        is_updated: whether another part of the recorded step that this is one of has updated it before.
         spans_closure: whether the step writes it before it calls its closure, and may read it after that.
         is_made: whether the recorded step has made it since it began, in the place of another tensor perhaps.
         is_born: whether it is state that its parameter gets in the recorded step that this is a part of.
-        stays: why it is not to be packed, whatever this step does with it; empty where it may be.
     """
 
     name: str
@@ -62,11 +60,9 @@ class InputInfo:
     tensor: torch.Tensor | None = None
     bound: bool = False
     cut_from: int = 0
-    is_updated: bool = False
     spans_closure: bool = False
     is_made: bool = False
     is_born: bool = False
-    stays: str = ""
 
 
 class Kind(enum.Enum):
@@ -239,8 +235,6 @@ class StepProgram:
         is_recorded: whether it is a part of a recorded step: what it stores may have been computed, by
             another part, from what it overwrites.
         is_compiled: whether it is to be compiled, rather than run operation by operation.
-        packed_already: positions of inputs that another part of a recorded step packs, and the formats.
-        to_unpack: set by ``pack-state``: positions of those that this part does not let be packed, and why.
         rounded_at_random: set by ``undo-stochastic-rounding``: the inputs whose new values were.
         rounding: of state without error terms: see :class:`~collage_fx.CollageBackend`.
         packed: the formats of state that is to be packed, for numbers of either sign and for numbers that are
@@ -260,8 +254,6 @@ class StepProgram:
     already_compensated: frozenset[int] = frozenset()
     is_recorded: bool = False
     is_compiled: bool = True
-    packed_already: Mapping[int, ErrorFormat] = field(default_factory=dict)
-    to_unpack: dict[int, str] = field(default_factory=dict)
     rounded_at_random: set[Node] = field(default_factory=set)
     rounding: Rounding = "nearest"
     packed: tuple[ErrorFormat, ErrorFormat] | None = None
@@ -316,7 +308,6 @@ class StepProgram:
             self.error_format,
             already_compensated=frozenset(index for i in self.already_compensated for index in copies[i]),
             is_recorded=self.is_recorded,
-            packed_already={index: fmt for i, fmt in self.packed_already.items() for index in copies[i]},
             captured=None if self.captured is None else copy_of(gm),
             rounding=self.rounding,
             packed=self.packed,

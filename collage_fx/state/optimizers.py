@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from collage_fx.graph import Role
 from collage_fx.numerics import is_low_precision
-from collage_fx.state.error_terms import expansion_of
-from collage_fx.state.packed import unpack
+from collage_fx.state.error_terms import expansion_of, packed_format, reset_error_terms
+from collage_fx.state.packed import is_packed, unpack
 from collage_fx.torch_compat import pytree
 
 
@@ -189,11 +189,24 @@ def bytes_held(tensors: Iterable[Tensor]) -> int:
 
 
 def held_per_parameter(optimizer: Optimizer) -> float:
-    """The bytes for each element of the low-precision parameters: of these, their state, and beside them."""
+    """Count the bytes that steps which pack nothing hold for each element of the low-precision parameters.
+
+    Those of the parameters, of their state, also where it is packed by now, and of all error terms.
+    """
     parameters = [p for _, p in parameter_names(optimizer) if is_low_precision(p.dtype)]
     states = (each for p in parameters for _, each in state_tensors(optimizer.state.get(p)))
-    held = bytes_held([*parameters, *(each for each in states if each.dim())])
-    return held / max(1, sum(p.numel() for p in parameters))
+    held = [*parameters, *(each for each in states if each.dim())]
+    packed = [each for each in held if is_packed(each)]
+    codes = bytes_held(packed)
+    unpacked = sum(each.numel() * each.itemsize for each in packed)
+    return (bytes_held(held) - codes + unpacked) / max(1, sum(p.numel() for p in parameters))
+
+
+def stop_packing(optimizer: Optimizer) -> None:
+    """Give packed tensors of an optimizer memory of their own for good, and drop the packed values."""
+    for known in known_tensors({"self": optimizer}).values():
+        if packed_format(known.tensor) is not None:
+            reset_error_terms(known.tensor)
 
 
 def unpack_state(optimizer: Optimizer) -> None:

@@ -11,10 +11,6 @@ ordinary tensor then, until the next compiled step packs it. So does a trace by 
 ordinary tensor (:func:`unpack`). What is still what it was decoded to is not encoded again. Of torch.optim's
 state Dynamo goes by the identity; of that of others by the class too, unless it is told not to.
 
-While a step is recorded, nothing is decoded: operations are given what the recorder has in the tensor's place
-(:data:`recording`). What a step does with a tensor that its error format can't do with it, such as to look at
-its memory, has it left unpacked for good (:func:`leave_unpacked`).
-
 Copies (``copy.deepcopy``), pickles and what is moved to another device are packed tensors too, of copies of
 the buffers: so a state dict that is copied, saved, loaded and moved takes what is kept, and nothing decoded.
 Those of a piece of a DTensor are decoded.
@@ -26,13 +22,11 @@ from __future__ import annotations
 
 import copy
 import functools
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from collage_fx.torch_compat import (
     distributed_like,
@@ -45,25 +39,6 @@ from collage_fx.torch_compat import (
     version_of,
     without_torch_function,
 )
-
-
-class _Recording(threading.local):
-    """What records the operations that this thread calls.
-
-    Attributes:
-        in_place_of: from a packed tensor to the one that operations are to be recorded with in its place;
-            None while none are recorded.
-    """
-
-    in_place_of: Callable[[Tensor], Tensor] | None = None
-
-    def replace(self, in_place_of: Callable[[Tensor], Tensor] | None) -> Callable[[Tensor], Tensor] | None:
-        """Have another function from now on; the one before is returned."""
-        before, self.in_place_of = self.in_place_of, in_place_of
-        return before
-
-
-recording = _Recording()
 
 
 def _attribute(name: str) -> Any:
@@ -146,8 +121,6 @@ class PackedTensor(Tensor):
         with without_torch_function():
             if func in _FACTS:
                 return func(*args, **(kwargs or {}))
-            if recording.in_place_of is not None:
-                return _recorded(recording.in_place_of, func, args, kwargs or {})
             if func in _LAYOUT:
                 return func(_laid_out(args[0]), *args[1:], **(kwargs or {}))
             if func in _ALIASES and isinstance(args[0], PackedTensor):
@@ -211,23 +184,6 @@ def packed_original(tensor: Tensor) -> Tensor:
     assert isinstance(tensor, PackedTensor)
     original = tensor.packed_value.tensor()
     return tensor if original is None else original
-
-
-#: The tensors that stay unpacked, and why.
-_LEFT_UNPACKED = WeakTensorKeyDictionary()
-
-
-def leave_unpacked(tensor: Tensor, why: str) -> None:
-    """Have a tensor that is packed, or could be, stay an ordinary one from now on."""
-    if isinstance(tensor, PackedTensor):
-        tensor = packed_original(tensor)
-        unpack(tensor)
-    _LEFT_UNPACKED[tensor] = why
-
-
-def why_left_unpacked(tensor: Tensor) -> str:
-    """The reason why a tensor is not to be packed; empty if there is none."""
-    return str(_LEFT_UNPACKED.get(tensor, ""))
 
 
 def _objects(tensor: Tensor) -> Iterable[Tensor]:
@@ -342,21 +298,6 @@ def _called(func: Any, args: Any, kwargs: Any) -> Any:
         if is_seen or version_of(memory) != version:
             _take(tensor, made)
             originals[id(made)] = tensor
-    return pytree.tree_map(lambda each: originals.get(id(each), each), result)
-
-
-def _recorded(in_place_of: Callable[[Tensor], Tensor], func: Any, args: Any, kwargs: Any) -> Any:
-    """Call a function with what the recorder has in the place of packed tensors."""
-    originals: dict[int, Tensor] = {}
-
-    def replaced(each: Any) -> Any:
-        if not _is_still_packed(each):
-            return each
-        found = in_place_of(each)
-        originals[id(found)] = each
-        return found
-
-    result = func(*pytree.tree_map(replaced, args), **pytree.tree_map(replaced, kwargs))
     return pytree.tree_map(lambda each: originals.get(id(each), each), result)
 
 

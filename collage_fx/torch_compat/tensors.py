@@ -44,12 +44,6 @@ def storage_of(tensor: torch.Tensor) -> int:
         return int(tensor.untyped_storage()._cdata)
 
 
-def shares_memory(tensor: torch.Tensor) -> bool:
-    """Whether another tensor has the memory of this one, or some of it."""
-    # Of those who hold the storage, the tensor is one, and the object by which Python knows it another.
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 2
-
-
 def known_by_identity(tensor: torch.Tensor) -> None:
     """Have Dynamo ask, before a compiled call, whether a tensor is the same, and not of what class."""
     torch._dynamo.mark_static_address(tensor, guard=True)
