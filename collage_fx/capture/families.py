@@ -46,7 +46,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from collage_fx.capture.thinning import ListRows, is_plain, layout_of
-from collage_fx.graph import Groups, InputInfo, Reason, Repetition, device_facts
+from collage_fx.graph import InputInfo, Reason, Repetition, components, device_facts
 from collage_fx.torch_compat import (
     SET_GRAD_ENABLED,
     Pieces,
@@ -234,17 +234,17 @@ class _Search:
 
     def families(self) -> list[list[_Component]]:
         """Components by family, the families in the order of their first."""
-        components = self._components()
+        found = self._components()
         readers: dict[int, set[int]] = defaultdict(set)
-        for i, component in enumerate(components):
+        for i, component in enumerate(found):
             for index in component.inputs:
                 readers[index].add(i)
         self.common = {index for index, reading in readers.items() if len(reading) > 1}
         self.common |= {self._index_of(n) for number in self.numbers for n in self._inputs_of(number)}
         self.common |= {i for i, value in enumerate(self.inputs) if not isinstance(value, Tensor)}
-        self.order = components
+        self.order = found
         families: dict[Hashable, list[_Component]] = {}
-        for component in components:
+        for component in found:
             component.inputs = [index for index in component.inputs if index not in self.common]
             families.setdefault(self._key(component), []).append(component)
         return list(families.values())
@@ -312,34 +312,28 @@ class _Search:
         return (*layout_of(self.inputs[index]), self.meanings[index])
 
     def _components(self) -> list[_Component]:
-        groups = Groups[Node]()
-        operations = [node for node in self.gm.graph.nodes if node.op in ("call_function", "call_method")]
-        for node in operations:
+        operations = []
+        for node in self.gm.graph.nodes:
+            if node.op not in ("call_function", "call_method") or node.target in MODES:
+                continue
             if _is_number(node) and all(n in self.numbers or n in self.index for n in node.all_input_nodes):
                 self.numbers.add(node)
-                continue
-            if node.target in MODES:
-                continue
-            groups.find(node)
-            for operand in node.all_input_nodes:
-                if operand in self.index:
-                    if self._connects(operand):
-                        groups.join(operand, node)
-                elif operand not in self.numbers:
-                    groups.join(operand, node)
+            else:
+                operations.append(node)
         returned = set(self._returned())
-        components: dict[Node, _Component] = defaultdict(_Component)
-        for node in operations:
-            if node in self.numbers or node.target in MODES:
-                continue
-            component = components[groups.find(node)]
-            component.nodes.append(node)
-            for operand in self._inputs_of(node):
-                if self._index_of(operand) not in component.inputs:
-                    component.inputs.append(self._index_of(operand))
-            if node in returned:
-                component.results.append(node)
-        return list(components.values())
+        found = []
+        for nodes in components(operations, self._connecting):
+            read = [self._index_of(operand) for node in nodes for operand in self._inputs_of(node)]
+            results = [node for node in nodes if node in returned]
+            found.append(_Component(nodes, list(dict.fromkeys(read)), results))
+        return found
+
+    def _connecting(self, node: Node) -> Iterator[Node]:
+        """Yield the values that connect an operation with others: its result and its own operands."""
+        yield node
+        for operand in node.all_input_nodes:
+            if self._connects(operand) if operand in self.index else operand not in self.numbers:
+                yield operand
 
     def _connects(self, node: Node) -> bool:
         """Whether the readers of an input are one component.

@@ -14,7 +14,7 @@ from torch.fx import Graph, GraphModule
 from torch.fx.node import map_aggregate
 
 from collage_fx.capture.signatures import Signature
-from collage_fx.graph import Groups
+from collage_fx.graph import components
 from collage_fx.torch_compat import disabled_torch_function, wrapper_subclass
 
 aten = torch.ops.aten
@@ -251,22 +251,13 @@ class Segment:
         return cast(Tensor, taken[i] if isinstance(taken, (list, tuple)) else taken)
 
     def components(self, kept: Sequence[int]) -> list[tuple[list[Call], list[int]]]:
-        """Calls that have no tensor in common with others, and which of their results are to be kept."""
-        groups = Groups[int]()
-        own = [
-            [value for value in (*call.results, *call.tensors) if not self._is_shared_scalar(value)]
-            for call in self.calls
-        ]
-        for first, *others in own:
-            for value in others:
-                groups.join(value, first)
-        found: dict[int, tuple[list[Call], list[int]]] = {}
-        for call, (first, *_) in zip(self.calls, own, strict=True):
-            found.setdefault(groups.find(first), ([], []))[0].append(call)
-        for value in sorted({self.base(value) for value in kept}):
-            if not self.is_input(value):
-                found[groups.find(value)][1].append(value)
-        return list(found.values())
+        """Split the calls into those that have no tensor in common, each with the results to be kept."""
+        found = components(
+            self.calls,
+            lambda call: (v for v in (*call.results, *call.tensors) if not self._is_shared_scalar(v)),
+        )
+        bases = {self.base(value) for value in kept}
+        return [(calls, [r for call in calls for r in call.results if r in bases]) for calls in found]
 
     def _is_shared_scalar(self, value: int) -> bool:
         """Whether many updates may read it without being one: a learning rate, say."""
