@@ -265,5 +265,5 @@ def _is_compensated_now() -> bool:
     return _compensating(*backend_being_traced_for()) is not None
 
 
-watch.install(_is_ours, _strictness, _rows_to_trace)
+watch.start_watch(_is_ours, _strictness, _rows_to_trace)
 trace_unfused(_is_compensated_now)

@@ -277,7 +277,7 @@ ASSIGNED = {
 #: Objects of classes of ours, and nodes of the graphs that passes are given to edit: anybody may change them.
 OURS = {
     "component", "deferred", "expansion", "found", "measured", "members", "node", "other", "place", "program",
-    "records", "snapshot", "state", "state.store", "store", "wish", "_RECORDS", "_Wishes", "_recording",
+    "records", "snapshot", "state", "state.store", "store", "request", "_RECORDS", "_Requests", "_recording",
 }  # fmt: skip
 
 
