@@ -78,7 +78,6 @@ from collage_fx.report import GraphReport, TensorReport, open_dump, tensor_repor
 from collage_fx.runtime import MakingStep, Member, WholeStep
 from collage_fx.state import (
     choose_new,
-    expansion_of,
     has_error_terms,
     held_per_parameter,
     known_tensors,
@@ -86,6 +85,7 @@ from collage_fx.state import (
     noting_steps,
     optimizers_among,
     packed_format,
+    record_of,
     require_format,
 )
 from collage_fx.torch_compat import (
@@ -515,9 +515,9 @@ class Compilation:
             self.backend.budgets[optimizer] = self.budgets
         program = self.budgets[0].applied_to(program)
         for info in program.infos:
-            expansion = None if info.tensor is None else expansion_of(info.tensor)
-            if expansion is not None and expansion.format is not program.error_format:
-                expansion.is_used = False  # by a step that took less: they are converted
+            record = None if info.tensor is None else record_of(info.tensor)
+            if record is not None and record.format is not program.error_format:
+                record.is_used = False  # by a step that took less: they are converted
         return program
 
     def _budgets_for_part(self, program: StepProgram, limit: float) -> tuple[Budget, ...]:
@@ -537,8 +537,8 @@ class Compilation:
     def _refuse_other_error_terms(self, infos: Sequence[InputInfo], error_format: ErrorFormat) -> None:
         """Raise for error terms that this backend could not keep up."""
         for info in infos:
-            expansion = None if info.tensor is None else expansion_of(info.tensor)
-            if expansion is None or not expansion.format.keeps_error:
+            record = None if info.tensor is None else record_of(info.tensor)
+            if record is None or not record.format.keeps_error:
                 continue
             if self.options.strategy == "none":
                 raise ConflictingErrorFormatError(
@@ -548,7 +548,7 @@ class Compilation:
                     remedy="use the strategy the other compiled step uses, or drop the error terms first "
                     "with collage_fx.reset_error_terms(tensor)",
                 )
-            require_format(expansion, error_format, name=info.name)
+            require_format(record, error_format, name=info.name)
 
     @property
     def _pipeline(self) -> tuple[Pass, ...]:
@@ -699,8 +699,8 @@ def _has_error_terms(info: InputInfo) -> bool:
 
 
 def _is_new(info: InputInfo) -> bool:
-    expansion = None if info.tensor is None else expansion_of(info.tensor)
-    return expansion is not None and expansion.is_new
+    record = None if info.tensor is None else record_of(info.tensor)
+    return record is not None and record.is_new
 
 
 def _values_behind(program: StepProgram, first: int) -> list[Any]:

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from collage_fx import CollageBackend, error_terms, full_value
 from collage_fx.errors import CheckpointMismatchError
-from collage_fx.state.checkpoint import PickledExpansion
+from collage_fx.state.checkpoint import PickledRecord
 from tests.support import resume
 from tests.support.race import Race
 from tests.support.training import (
@@ -164,7 +164,7 @@ class OfAnEarlierVersion(pickle.Unpickler):
     """Reads a pickle as if it named the class of pickled error terms as earlier versions did."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
-        is_ours = global_name == PickledExpansion.__name__
+        is_ours = global_name == PickledRecord.__name__
         return super().find_class(module_name, "Carried" if is_ours else global_name)
 
 

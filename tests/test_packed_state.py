@@ -24,7 +24,7 @@ from collage_fx import CollageBackend, explain, full_value
 from collage_fx.errors import CheckpointMismatchError, UncompensatedParameterError
 from collage_fx.graph import Reason, Unit
 from collage_fx.numerics import format_named
-from collage_fx.state.error_terms import expansion_of
+from collage_fx.state.error_terms import record_of
 from collage_fx.state.packed import is_packed
 from tests.support import triton_offline as offline
 from tests.support.agreement import assert_same, trajectory
@@ -139,7 +139,7 @@ def test_state_is_that_of_the_recurrence_encoded_by_the_definition(state: str) -
             buffer = optimizer.state[params[i]]["momentum_buffer"]
             value = fmt.join(grad, *expected[i]) * torch.tensor(0.9) + grad
             expected[i] = fmt.store(value, grad, *expected[i], torch.zeros((), dtype=torch.int32))[1:]
-            found = expansion_of(buffer)
+            found = record_of(buffer)
             assert found is not None
             assert all(map(torch.equal, found.auxiliaries, expected[i])), (count, i)
 
@@ -173,7 +173,7 @@ def test_reports_count_what_is_there(state: str) -> None:
         for name in ("exp_avg", "exp_avg_sq"):
             tensor, row = optimizer.state[p][name], rows[f"param_groups[0].params[{i}].{name}"]
             assert row.packed == is_packed(tensor) == (i in PACKED)
-            found = expansion_of(tensor)
+            found = record_of(tensor)
             bytes_held = sum(each.nbytes for each in found.auxiliaries) if found else 0
             bytes_held += 0 if row.packed else tensor.nbytes
             assert row.bytes + row.error_bytes == bytes_held
@@ -274,7 +274,7 @@ def packed_moment(state: str = "block8") -> Tensor:
 
 
 def kept_of(tensor: Tensor) -> tuple[Tensor, ...]:
-    found = expansion_of(tensor)
+    found = record_of(tensor)
     assert found is not None
     return found.auxiliaries
 

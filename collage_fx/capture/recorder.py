@@ -54,7 +54,7 @@ from collage_fx.capture.signatures import Signature, draws_16_bits, is_index_of_
 from collage_fx.errors import UnsupportedTensorError
 from collage_fx.graph import factorizes, foreach_calls
 from collage_fx.numerics import is_low_precision
-from collage_fx.state import KnownTensor, change_layout, expansion_of
+from collage_fx.state import KnownTensor, change_layout, record_of
 from collage_fx.torch_compat import (
     SymbolicScope,
     TorchDispatchMode,
@@ -264,7 +264,7 @@ class Recorder(TorchDispatchMode):
                 if takes_memory and is_alike and _whole(changed) is changed:
                     self._record(signature_of(aten.copy_.default), (tensor, changed), {})
                     return tensor
-                if (is_parameter and not is_alike) or (takes_memory and expansion_of(tensor) is not None):
+                if (is_parameter and not is_alike) or (takes_memory and record_of(tensor) is not None):
                     raise UnsupportedTensorError(
                         f"{func} in a recorded step gives this tensor another layout, or memory of which "
                         "other tensors are a part, where its error term cannot follow",
@@ -292,7 +292,7 @@ class Recorder(TorchDispatchMode):
         if type(tensor) is Deferred or not is_low_precision(tensor.dtype):
             return is_low_precision(tensor.dtype)
         is_written = self._segment.of_storage.get(_storage_of(tensor)) in self._segment.written
-        return is_written or expansion_of(self._owner(tensor)) is not None
+        return is_written or record_of(self._owner(tensor)) is not None
 
     def _depends_on_what_is_recorded(self, signature: Signature, tensors: Sequence[Tensor]) -> bool:
         """Return whether an operation has to wait for recorded operations."""

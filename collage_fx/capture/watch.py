@@ -86,7 +86,6 @@ from collage_fx.numerics import is_low_precision
 from collage_fx.state import (
     adopt,
     carry_along,
-    expansion_of,
     has_error_terms,
     held_optimizers,
     known_tensors,
@@ -94,7 +93,8 @@ from collage_fx.state import (
     note_held,
     optimizers_among,
     parameter_names,
-    records_there,
+    record_of,
+    records_version,
     settle_replaced,
     times_loaded,
     unpack_state,
@@ -682,7 +682,7 @@ def _check_bypassing_step(optimizer: Optimizer, request: _Request) -> None:
         return
     stepped = ((name, p) for name, p in parameter_names(optimizer) if p.grad is not None)
     if request.is_compiled:
-        first = next((name for name, p in stepped if expansion_of(p)), None)
+        first = next((name for name, p in stepped if record_of(p)), None)
     else:
         first = next((name for name, p in stepped if is_low_precision(p.dtype)), None)
         if first is not None and not request.is_called:
@@ -718,7 +718,7 @@ def _check_step_of_another(optimizer: Optimizer) -> bool:
     if optimizer in _calling_compiled or compiled_callables_within(type(optimizer).step):
         return False
     state = (
-        records_there(),
+        records_version(),
         len(_Requests.by_optimizer),
         sum(len(g["params"]) for g in optimizer.param_groups),
     )
@@ -772,7 +772,7 @@ def _check_plain_step(optimizer: Optimizer) -> None:
     if not _read_forward:
         return
     for name, p in parameter_names(optimizer):
-        if p.grad is not None and p in _read_forward and expansion_of(p) is None:
+        if p.grad is not None and p in _read_forward and record_of(p) is None:
             if not _read_forward[p]:
                 _read_forward[p] = True
                 return

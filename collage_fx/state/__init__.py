@@ -1,4 +1,4 @@
-"""Everything that outlives a step: error terms, packed state, and what saves, loads and checks them."""
+"""State that outlives a step: error terms and packed state, with saving, loading and checks."""
 
 from collage_fx.state.checkpoint import (
     adopt,
@@ -10,19 +10,19 @@ from collage_fx.state.checkpoint import (
     times_loaded,
 )
 from collage_fx.state.error_terms import (
-    Expansion,
+    ErrorTermRecord,
+    buffers_version,
     change_layout,
     choose_new,
-    ensure_expansion,
-    expansion_of,
+    ensure_record,
     full_value,
     has_error_terms,
     note_new,
     packed_format,
-    records_there,
+    record_of,
+    records_version,
     require_format,
     reset_error_terms,
-    state_of_records,
 )
 from collage_fx.state.optimizers import (
     KnownTensor,
@@ -43,15 +43,15 @@ from collage_fx.state.packed import (
 from collage_fx.state.replaced_state import note_held, note_step, noting_steps, settle_replaced
 
 __all__ = [
-    "Expansion",
+    "ErrorTermRecord",
     "KnownTensor",
     "adopt",
+    "buffers_version",
     "bytes_held",
     "carry_along",
     "change_layout",
     "choose_new",
-    "ensure_expansion",
-    "expansion_of",
+    "ensure_record",
     "forget_compiled",
     "full_value",
     "has_error_terms",
@@ -69,11 +69,11 @@ __all__ = [
     "optimizers_among",
     "packed_format",
     "parameter_names",
-    "records_there",
+    "record_of",
+    "records_version",
     "require_format",
     "reset_error_terms",
     "settle_replaced",
-    "state_of_records",
     "state_tensors",
     "stop_packing",
     "times_loaded",

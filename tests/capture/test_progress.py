@@ -28,7 +28,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [re.sub(r"[\d.]+ s$", "# s", each.getMessage()) for each in caplog.records]
 
 
-COMPILING = "Descent: compiling its step, some 10 s, or 2 s of what Inductor's cache holds"
+COMPILING = "Descent: compiling its step: about 10 s, or 2 s with a warm Inductor cache"
 COMPILED = "Descent: 2 parameters compensated, 2.0 extra bytes/param, compiled in # s"
 
 
