@@ -261,7 +261,7 @@ class Recorder(TorchDispatchMode):
             if is_low_precision(tensor.dtype) and (takes_memory or is_parameter):
                 changed = func(torch.empty_like(tensor), *others, **kwargs)
                 is_alike = Spec.of(changed) == Spec.of(tensor)
-                if takes_memory and is_alike and _whole(changed) is changed:
+                if takes_memory and is_alike and _whole_memory(changed) is changed:
                     self._record(signature_of(aten.copy_.default), (tensor, changed), {})
                     return tensor
                 if (is_parameter and not is_alike) or (takes_memory and record_of(tensor) is not None):
@@ -394,15 +394,17 @@ class Recorder(TorchDispatchMode):
         owner = segment.values[value].tensor
         if tensor.dtype != owner.dtype:
             value = segment.add_view(tensor, value, signature_of(aten.view.dtype), tensor.dtype)
-        if _layout(tensor) != _layout(owner):
-            value = segment.add_view(tensor, value, signature_of(aten.as_strided.default), *_layout(tensor))
+        if _size_stride_offset(tensor) != _size_stride_offset(owner):
+            value = segment.add_view(
+                tensor, value, signature_of(aten.as_strided.default), *_size_stride_offset(tensor)
+            )
         return value
 
     def _owner(self, tensor: Tensor) -> Tensor:
         """Return the tensor of the whole memory of a real tensor, which may be a view."""
         storage = _storage_of(tensor)
         original = self._viewed.get(storage, self._original_of(storage))
-        return _whole(tensor) if original is None else original
+        return _whole_memory(tensor) if original is None else original
 
     # -- what becomes of it
 
@@ -497,13 +499,13 @@ def _storage_of(tensor: Tensor) -> int:
     return -1 if type(tensor) is Deferred else storage_of(tensor)
 
 
-def _layout(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+def _size_stride_offset(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
     """Return the sizes, strides and storage offset of a tensor."""
     spec = Spec.of(tensor)
     return spec.size, spec.stride, int(tensor.storage_offset())
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def _whole_memory(tensor: Tensor) -> Tensor:
     """Return a tensor of all the memory of the given tensor, which may be a view."""
     base = base_of(tensor)
     # A view whose ``.data`` has been replaced keeps the base that it had.

@@ -25,7 +25,7 @@ from collage_fx.torch_compat import Pieces, local_tensor, pieces_of, real_tensor
 log = logging.getLogger("collage_fx")
 
 
-def install() -> None:
+def wrap_module_loading() -> None:
     """Wrap ``Module.load_state_dict``."""
     wrap_loading_of_modules(_with_claims)
 

@@ -243,7 +243,7 @@ def _deep_copy(tensor: PackedTensor, memo: dict[int, Any]) -> Tensor:
     return cast(Tensor, memo[id(tensor)])
 
 
-def _moved(tensor: PackedTensor, *args: Any, **kwargs: Any) -> Any:
+def _to(tensor: PackedTensor, *args: Any, **kwargs: Any) -> Any:
     """Replace ``Tensor.to``: the result is packed if dtype and strides stay the same."""
     probe = torch.empty((), dtype=tensor.dtype, device=tensor.device)
     if kwargs.get("memory_format") not in (None, torch.preserve_format):
@@ -262,7 +262,7 @@ def _moved(tensor: PackedTensor, *args: Any, **kwargs: Any) -> Any:
 _REMADE: dict[Any, Callable[..., Any]] = {
     Tensor.__reduce_ex__: _pickled,
     Tensor.__deepcopy__: _deep_copy,
-    Tensor.to: _moved,
+    Tensor.to: _to,
 }
 
 
