@@ -247,7 +247,7 @@ ASSIGNED = {
     ("state/error_terms.py", "local_tensor(tensor).data"): "of state whose object the program has replaced",
     ("state/replaced_state.py", "piece.data"): "of state that is moved to another device, as is asked for",
     ("state/packed.py", "each.__class__"): "of a packed tensor: Note [A packed tensor]",
-    ("state/packed.py", "each.packed_value"): "a mark of ours on it",
+    ("state/packed.py", "each.codec"): "a mark of ours on it",
     ("torch_compat/aot_autograd.py", "called._boxed_call"): "a mark on a function, or class, of ours",
     ("torch_compat/inductor.py", "setattr"): "marks of ours, on a graph that is ours to edit",
     ("torch_compat/patch_steps.py", "cell.cell_contents"): "OWN_STEPS",
@@ -276,8 +276,8 @@ ASSIGNED = {
 
 #: Objects of classes of ours, and nodes of the graphs that passes are given to edit: anybody may change them.
 OURS = {
-    "component", "deferred", "expansion", "found", "measured", "members", "node", "other", "place", "program",
-    "records", "snapshot", "state", "state.store", "store", "request", "_RECORDS", "_Requests", "_recording",
+    "component", "deferred", "found", "measured", "members", "node", "other", "place", "program",
+    "record", "records", "snapshot", "state", "state.store", "store", "request", "_RECORDS", "_Requests", "_recording",
 }  # fmt: skip
 
 
