@@ -277,7 +277,8 @@ ASSIGNED = {
 #: Objects of classes of ours, and nodes of the graphs that passes are given to edit: anybody may change them.
 OURS = {
     "component", "deferred", "found", "measured", "members", "node", "other", "place", "program",
-    "record", "records", "snapshot", "state", "state.store", "store", "request", "_RECORDS", "_Requests", "_recording",
+    "record", "records", "request", "snapshot", "state", "state.store", "store", "_RECORDS", "_Requests",
+    "_recording",
 }  # fmt: skip
 
 
