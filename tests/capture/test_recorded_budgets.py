@@ -77,8 +77,8 @@ def adamw(params: Any) -> Optimizer:
     return torch.optim.AdamW(params, lr=LR, betas=(0.9, 0.95), weight_decay=0.0)
 
 
-#: Relative noise of averages that are rounded by dither: its standard deviation is half a distance, 2**-7 of
-#: a number at most, and an average with a decay of b has sqrt(1 / (1 - b**2)) times as much. A root halves it.
+#: Relative noise of averages that are rounded by dither. Its standard deviation is half a distance, at most
+#: 2**-8 of a number; an average with a decay of b has sqrt(1 / (1 - b**2)) times as much; a root halves it.
 NOISE = 2.0**-8 * (1 / (1 - 0.9**2) + 1 / (1 - 0.95**2) / 4) ** 0.5
 
 
