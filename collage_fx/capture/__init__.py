@@ -8,7 +8,6 @@ from collage_fx.capture.members import give_up_rows, has_stand_ins, members_come
 from collage_fx.capture.new_state import forget_new_state
 from collage_fx.capture.numbers import decompositions
 from collage_fx.capture.progress import hide_progress
-from collage_fx.capture.recorder import is_recording
 from collage_fx.capture.recording import is_compiled, why_recorded
 from collage_fx.capture.refusals import (
     refuse_aliases,
@@ -40,7 +39,6 @@ __all__ = [
     "has_stand_ins",
     "hide_progress",
     "is_compiled",
-    "is_recording",
     "members_come_and_go",
     "not_compiled_yet",
     "note_compiled_step",

@@ -27,7 +27,7 @@ class Groups(Generic[Member]):
         return root
 
     def join(self, a: Member, b: Member) -> None:
-        """Unite the sets of two members."""
+        """Join the sets of two members."""
         self.parent[self.find(a)] = self.find(b)
 
 
