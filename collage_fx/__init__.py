@@ -6,7 +6,7 @@ from collage_fx.install import backend_of, install, uninstall
 from collage_fx.report import CollageReport
 from collage_fx.state.checkpoint import install as _install_checkpoint_support
 from collage_fx.state.checkpoint import plain_state_dict
-from collage_fx.state.claims import install as _install_claims
+from collage_fx.state.claims import wrap_module_loading as _wrap_module_loading
 from collage_fx.state.error_terms import assign, error_terms, full_value, reset_error_terms
 from collage_fx.state.full_state import full_state_dict, load_full_state_dict, save_full_state_dict
 from collage_fx.state.replaced_state import move_state
@@ -41,5 +41,5 @@ __all__ = [
 ]
 
 _install_checkpoint_support()
-_install_claims()
+_wrap_module_loading()
 _install_averaging_support()

@@ -1,4 +1,4 @@
-"""The ``torch.compile`` backend. What happens in one compilation is in ``compilation.py``."""
+"""The ``torch.compile`` backend. ``compilation.py`` shows the course of one compilation."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ class CollageBackend(Backend):
     ``step = torch.compile(opt.step, backend=CollageBackend())``
 
     Args:
-        strategy: which bfloat16 and float16 state tensors get error terms (the names are the paper's).
+        strategy: selects the bfloat16 and float16 tensors that get error terms (the names are the paper's).
             ``"none"``: none, plain Inductor. ``"light"``: parameters, and sums of either sign beside them.
-            ``"plus"``: those, and optimizer state whose recurrence loses bits in its storage format.
-            ``"full"``: every one that carries something from step to step.
+            ``"plus"``: also optimizer state whose recurrence loses bits in its storage format.
+            ``"full"``: all tensors that carry something from step to step.
         error_format: ``"exact"``: the other 16 bits of a float32 number, the default. ``"mcf"``: an error
             term of the tensor's own dtype, in as many bytes (the paper's; the default of ``native``).
             ``"byte"``: eight more bits of fraction in a byte, rounded up or down by dither. ``"fp32"``: a
@@ -61,27 +61,28 @@ class CollageBackend(Backend):
         arithmetic: ``"wide"``: the step is computed on float32 values of ``hi + lo`` and split once at the
             store. ``"native"``: the paper's algorithms in the storage format, every operation rounded; needs
             ``"mcf"``.
-        metrics: measure what becomes of each compensated tensor's updates, for :meth:`metrics`; with strategy
-            ``"none"`` those of every bfloat16 and float16 parameter and state. It changes no bit of them.
+        metrics: measure the fate of each compensated tensor's updates, for :meth:`metrics`; with strategy
+            ``"none"``, of every bfloat16 and float16 parameter and state. No bit of a tensor changes.
         metrics_every: measure every so many steps. A measured step takes several times as long on a CPU; more
             than 1 compiles each step twice, with the sums and without.
         strict: refuse (raise) where a parameter cannot be compensated, rather than warn and leave it, or the
             whole step where one tensor cannot be told from the rest, to plain low precision.
         mode: as in ``torch.compile``; passed on to Inductor.
-        rounding: of state that carries something from step to step and has no error terms. ``"dither"``: up
-            or down, so that what is below an ulp arrives on average; the same in every run, and no byte more
-            but a count for each tensor. The default of ``wide``. ``"nearest"``: what is below half an ulp is
-            lost at every step. That of ``native``, and the only one there.
-        state: how state is kept that carries something from step to step. ``None``: as the optimizer makes
-            it. ``"block16"``, ``"block8"``: packed, as integers of so many bits, 32 neighbours with a scale;
-            which state is, follows from its recurrence. Errors are those of
-            :class:`~collage_fx.numerics.Blocks`. Others are registered by plug-ins, such as
-            ``examples/peer_formats.py``. Needs ``wide``.
-        bytes_per_parameter: a budget in the place of ``strategy``, ``error_format``, ``rounding`` and
-            ``state``: the most precise combination of these that takes no more, to 1.5 %, counting
-            parameters, state and error terms (5.1 to 12 for AdamW). The report shows it beside the others.
-            The order is that of AdamW's errors in docs/formats.md. For a recorded step, of which no part
-            shows all state, the bytes are those of AdamW.
+        rounding: rounding of state that carries something from step to step and has no error terms.
+            ``"dither"``, the default of ``wide``: up or down, so that changes below an ulp arrive on average;
+            the same in every run, and no byte more than a count for each tensor. ``"nearest"``, the default
+            of ``native`` and its only rounding: changes below half an ulp are lost at every step.
+        state: format of state that carries something from step to step. ``None``: as the optimizer makes it.
+            ``"block16"``, ``"block8"``: packed, as integers of 16 or 8 bits, 32 neighbours with a scale; the
+            recurrence of a state decides whether it is packed. Errors are those of
+            :class:`~collage_fx.numerics.Blocks`. Plug-ins register others, such as
+            ``examples/peer_formats.py``. Needs ``wide``, and a step that Dynamo captures: recorded steps
+            pack nothing.
+        bytes_per_parameter: a budget instead of ``strategy``, ``error_format``, ``rounding`` and ``state``:
+            the most precise combination of these within it, to 1.5 %, counting parameters, state and error
+            terms (5.1 to 12 for AdamW). The report shows it beside the others. The order is that of AdamW's
+            errors in docs/formats.md. A recorded step, of which no part shows all state, gets a combination
+            for AdamW without packed state (7 to 12).
         passes: the pipeline, with passes of your own in it: see :func:`collage_fx.pipeline.inserted`. They
             run on steps that update a bfloat16 or float16 tensor; other graphs are lowered as they are.
 
@@ -103,7 +104,7 @@ class CollageBackend(Backend):
         bytes_per_parameter: float | None = None,
         passes: Sequence[Pass] = PIPELINE,
     ) -> None:
-        known: Arithmetic = "native" if arithmetic == "native" else "wide"  # what else it is, Options refuses
+        known: Arithmetic = "native" if arithmetic == "native" else "wide"  # Options refuses other values
         error_format = DEFAULT_FORMATS[known] if error_format is None else error_format
         rounding = DEFAULT_ROUNDINGS[known] if rounding is None else rounding
         options = strategy, error_format, arithmetic, metrics, metrics_every, strict, mode, rounding, state
@@ -115,34 +116,34 @@ class CollageBackend(Backend):
         return f"CollageBackend({options})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A pickle has the options, not the reports; a deep copy is the backend itself: see below."""
+        """Reduce to the options, without the reports; a deep copy is the backend itself: see below."""
         return CollageBackend, tuple(vars(self.options).values())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CollageBackend:
-        """The backend itself, in whose report copies of an optimizer are too."""
+        """Return the backend itself, whose report includes copies of an optimizer."""
         return self
 
     def report(self) -> CollageReport:
-        """The report of all compilations so far: a table when printed, and the graphs before and after.
+        """Return the report of all compilations so far: a table if printed, and graphs before and after.
 
-        With what has been measured, for which it waits for the device.
+        It includes the measurements, for which this waits for the device.
         """
-        waiting = not_compiled_yet(lambda *given: _compensating(*given) is self)
+        waiting = not_compiled_yet(lambda *given: _compensating_backend(*given) is self)
         return CollageReport(list(self.reports), self.meter.metrics(), waiting)
 
     def metrics(self, model: torch.nn.Module | None = None) -> Metrics:
-        """The measurements so far: step -> tensor -> values, and their aggregates.
+        """Return the measurements so far: step -> tensor -> values, and their aggregates.
 
-        Steps are counted from 1, those of each optimizer by themselves. This waits for the device; nothing
-        does until then. What has been measured is kept, 512 bytes per tensor and step, until
-        :meth:`forget_metrics`.
+        Steps are counted from 1, separately for each optimizer. This waits for the device; nothing does until
+        then. Measurements are kept, 512 bytes a tensor and step, until :meth:`forget_metrics`.
 
         Args:
-            model: whose names for the parameters are used. Without it they are those that the optimizer was
-                given (``AdamW(model.named_parameters())``), or else positions, which name no modules.
+            model: the model whose names for the parameters are used. Without it they are the names that the
+                optimizer was given (``AdamW(model.named_parameters())``), or else positions, which name no
+                modules.
 
         Raises:
-            CollageError: nothing is measured, for want of ``metrics=True``.
+            CollageError: nothing is measured, because ``metrics=False``.
         """
         if not self.options.metrics:
             raise InvalidOptionError(
@@ -174,7 +175,7 @@ class CollageBackend(Backend):
         mode: str | None = None,
         options: dict[str, Any] | None = None,
     ) -> Callable[..., Any]:
-        """Compile a graph that Dynamo captured; ``mode`` and ``options`` are what ``torch.compile`` got.
+        """Compile a graph that Dynamo captured, with ``mode`` and ``options`` of ``torch.compile``.
 
         Raises:
             CollageError: the step cannot be compensated. Nothing has been executed then.
@@ -208,7 +209,7 @@ def collage(
     mode: str | None = None,
     options: dict[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """The function behind ``torch.compile(..., backend="collage", options={...})``.
+    """Compile for ``torch.compile(..., backend="collage", options={...})``.
 
     Options are those of :class:`CollageBackend`.
     """
@@ -216,7 +217,7 @@ def collage(
 
 
 def backend_for(**options: Any) -> CollageBackend:
-    """The backend that ``backend="collage", options=options`` uses, for its report.
+    """Return the backend that ``backend="collage", options=options`` uses, for its report.
 
     Raises:
         ValueError: an unknown option, or a value that is not allowed.
@@ -226,29 +227,32 @@ def backend_for(**options: Any) -> CollageBackend:
     return _by_options.setdefault(backend.options, backend)
 
 
-vars(collage)["stands_for"] = backend_for  # what a recorded step calls in its place
+vars(collage)["stands_for"] = backend_for  # recorded steps call this instead
 
 
-def _compensating(compiler: Any, keywords: dict[str, Any]) -> CollageBackend | None:
-    """The backend that ``torch.compile`` was given, if it is one of ours that compensates something."""
+def _compensating_backend(compiler: Any, keywords: dict[str, Any]) -> CollageBackend | None:
+    """Return the backend that ``torch.compile`` was given if it compensates something; else None."""
     backend = backend_for(**(keywords.get("options") or {})) if compiler is collage else compiler
     compensates = isinstance(backend, CollageBackend) and backend.options.strategy != "none"
     return backend if compensates else None
 
 
 def _is_ours(compiler: Any) -> bool:
+    """Return whether an argument of ``torch.compile`` is a backend of ours."""
     return compiler is collage or isinstance(compiler, CollageBackend)
 
 
 def _strictness(compiler: Any, keywords: dict[str, Any]) -> bool | None:
-    backend = _compensating(compiler, keywords)
+    """Return whether a backend that compensates is strict; None for other backends."""
+    backend = _compensating_backend(compiler, keywords)
     return None if backend is None else backend.options.strict
 
 
 def _rows_to_trace(
     optimizer: Optimizer, compiler: Any, keywords: dict[str, Any], rows: Sequence[tuple[Any, ...]]
 ) -> TracedRows | None:
-    backend = _compensating(compiler, keywords)
+    """Choose the rows of an optimizer's lists that Dynamo is to trace; None for all."""
+    backend = _compensating_backend(compiler, keywords)
     by_family = backend is not None and backend.options.not_by_family() is None
     come_and_go = has_stand_ins(optimizer) or members_come_and_go(optimizer)
     traced = rows_to_trace(rows, come_and_go=come_and_go) if by_family else None
@@ -260,9 +264,9 @@ def _rows_to_trace(
 
 
 def _is_compensated_now() -> bool:
-    """Whether the step that is being traced is compensated."""
-    return _compensating(*backend_being_traced_for()) is not None
+    """Return whether the step that is being traced is compensated."""
+    return _compensating_backend(*backend_being_traced_for()) is not None
 
 
-watch.install(_is_ours, _strictness, _rows_to_trace)
+watch.start_watch(_is_ours, _strictness, _rows_to_trace)
 trace_unfused(_is_compensated_now)

@@ -11,9 +11,9 @@ dithered state, as most of the error is that of the parameters there.
 One order for all is an approximation. Weights of 1 with a learning rate of 1e-5 lose more by ``byte`` than by
 ``"block8"``, for example, and other optimizers may lose more by one format than AdamW does.
 
-A recorded step is compiled in parts, before all of its state is known. Its budget is that of a step which
-keeps two averages of gradients for each parameter, as Adam does. If it turns out to hold more than the limit,
-it is refused after its first step.
+A recorded step is compiled in parts, before all of its state is known, and packs nothing. Its budget is that
+of a step which keeps two averages of gradients for each parameter, as Adam does. If it turns out to hold more
+than the limit, it is refused after its first step.
 """
 
 from __future__ import annotations
@@ -72,6 +72,10 @@ class Budget:
         """Index in :data:`BUDGETS`: the smaller, the more precise."""
         return BUDGETS.index(replace(self, bytes=0.0, not_packed=""))
 
+    def has_error_terms_of(self, other: Budget) -> bool:
+        """Return whether two budgets have the same error terms, whatever the format of other state."""
+        return (self.strategy, self.error_format) == (other.strategy, other.error_format)
+
     def __str__(self) -> str:
         state = "" if self.state is None else f", state={self.state!r}"
         return f"strategy={self.strategy!r}, error_format={self.error_format!r}{state}"
@@ -115,7 +119,7 @@ def budgets_for(program: StepProgram, pipeline: Sequence[Pass]) -> list[Budget]:
 
 @functools.cache
 def budgets_for_parts(dtype: torch.dtype, pipeline: tuple[Pass, ...]) -> tuple[Budget, ...]:
-    """Return the budgets for the parts of a recorded step on parameters of ``dtype``: Adam's."""
+    """Return the budgets for the parts of a recorded step on parameters of ``dtype``: Adam's, unpacked."""
 
     def adam(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> None:
         moment, square = m * 0.9 + g * 0.1, v * 0.999 + g * g * 0.001
@@ -128,7 +132,7 @@ def budgets_for_parts(dtype: torch.dtype, pipeline: tuple[Pass, ...]) -> tuple[B
     infos = [InputInfo(name, name, role) for name, role in zip("pgmv", roles, strict=True)]
     gm = make_fx(adam, tracing_mode="fake")(*inputs)
     program = StepProgram(gm, infos, "light", "wide", ERROR_FORMATS["exact"])
-    return tuple(budgets_for(program, pipeline))
+    return tuple(budget for budget in budgets_for(program, pipeline) if budget.state is None)
 
 
 def best_budget(budgets: Sequence[Budget], limit: float) -> Budget:
@@ -157,9 +161,10 @@ def refuse_excess(held: float, limit: float) -> None:
     """Raise ``InvalidOptionError`` if a step holds more bytes for each parameter than a limit allows."""
     if held > limit * (1 + TOLERANCE):
         raise InvalidOptionError(
-            f"bytes_per_parameter={limit:g}, where this optimizer holds {held:.3g} by the plan for it",
+            f"bytes_per_parameter={limit:g}, where this optimizer holds {held:.3g}: its steps are "
+            "recorded, operation by operation, and pack no state",
             where="bytes_per_parameter",
-            remedy=f"give it {held:.3g}, or strategy, error_format and state in its place",
+            remedy=f"give it {held:.3g}, or strategy and error_format in its place",
         )
 
 

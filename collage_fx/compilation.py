@@ -1,9 +1,9 @@
-"""One compilation, read from top to bottom: capture, pipeline, lowering, report.
+"""Course of a compilation, from top to bottom: capture, pipeline, lowering, report.
 
-Dynamo hands over a graph. :meth:`Compilation.run` cuts it into families of equal updates or, where it has
-none, takes it as a family of one. AOTAutograd makes a functional graph of one member of each. That is
-rewritten and lowered for all members, and a report is kept. A graph that is none of our business is lowered
-as it is. What goes a slower way says why: :class:`~collage_fx.graph.Route`.
+Dynamo hands over a graph. :meth:`Compilation.run` splits it into families of equal updates or, if it has
+none, treats it as a family of one. AOTAutograd makes a functional graph of one member of each. That graph is
+rewritten and lowered for all members, and a report is kept. A graph that updates nothing to compensate is
+lowered unchanged. What goes a slower way says why: :class:`~collage_fx.graph.Route`.
 """
 
 from __future__ import annotations
@@ -78,17 +78,15 @@ from collage_fx.report import GraphReport, TensorReport, open_dump, tensor_repor
 from collage_fx.runtime import MakingStep, Member, WholeStep
 from collage_fx.state import (
     choose_new,
-    expansion_of,
     has_error_terms,
     held_per_parameter,
     known_tensors,
-    leave_unpacked,
     note_compiled,
     noting_steps,
     optimizers_among,
     packed_format,
+    record_of,
     require_format,
-    reset_error_terms,
 )
 from collage_fx.torch_compat import (
     OpOverload,
@@ -108,7 +106,7 @@ from collage_fx.torch_compat import (
 
 log = logging.getLogger("collage_fx")
 
-#: Advice about an update that an operation makes in the storage format, by the arithmetic in use.
+#: Arithmetic -> advice for an update that an operation computes in the storage format.
 REMEDIES = {
     "native": "use arithmetic='wide', which computes elementwise operations in float32",
     "wide": "give that operation float32 tensors, x.float(), in the optimizer",
@@ -116,16 +114,16 @@ REMEDIES = {
 
 
 class Backend:
-    """The part of a backend that its compilations use: its options, its report, and how graphs are lowered.
+    """Part of a backend that its compilations use: options, reports, and the lowering of graphs.
 
     Attributes:
-        options: checked.
+        options: checked options.
         meter: counts and measures the steps that are compiled with ``metrics``.
-        reports: one per compilation, oldest first.
-        budgets: of optimizers, where there is a limit on bytes: the one that is used, then all.
+        reports: one report for each compilation, oldest first.
+        budgets: optimizer with a limit on bytes -> the budget that is used, then all budgets.
     """
 
-    #: The word for what is done, in the log.
+    #: Verb for the log.
     verb = "compiled"
 
     def __init__(self, options: Options) -> None:
@@ -137,9 +135,9 @@ class Backend:
         self._used_labels: list[str] = []
 
     def label(self, optimizers: Sequence[Optimizer]) -> str:
-        """The name, in reports, of the step of these optimizers.
+        """Return the name of these optimizers' step in reports.
 
-        Their classes, numbered from the second of a class on.
+        It consists of their classes, numbered from the second optimizer of a class on.
         """
         for optimizer in optimizers:
             if optimizer not in self._labels:
@@ -150,33 +148,33 @@ class Backend:
         return ", ".join(self._labels[optimizer] for optimizer in optimizers)
 
     def refuse_excess(self, optimizer: Optimizer) -> None:
-        """Refuse an optimizer of recorded steps that holds more than the budget, if there is one."""
+        """Raise if there is a budget, and an optimizer with recorded steps holds more."""
         if self.options.bytes_per_parameter is not None:
             refuse_excess(held_per_parameter(optimizer), self.options.bytes_per_parameter)
 
     def lower(
         self, program: StepProgram, example_inputs: Sequence[Any], inductor_options: dict[str, Any]
     ) -> Lowered | Reason:
-        """Lower a rewritten step of one member of each family to a callable of the inputs of all."""
+        """Lower a rewritten step of one member of each family to a callable of the inputs of all members."""
         return lower(program, example_inputs, inductor_options)
 
     def lower_as_captured(
         self, gm: GraphModule, example_inputs: Sequence[Any], inductor_options: dict[str, Any]
     ) -> Callable[[list[Any]], Any]:
-        """Lower a graph that is left alone to a callable in AOTAutograd's convention."""
+        """Lower a graph that is not rewritten to a callable in AOTAutograd's convention."""
         step = inductor_compile_as_it_is(gm, example_inputs, **inductor_options)
         return cast("Callable[[list[Any]], Any]", step)
 
 
 class Compilation:
-    """One compilation: what Dynamo captured, on its way to what Dynamo calls.
+    """A single compilation, from the graph that Dynamo captured to the callable that Dynamo calls.
 
     Args:
-        backend: whose options hold.
+        backend: the backend, with its options.
         module: the captured graph; parameters and state are its attributes.
-        arguments: what it is called with, real tensors and symbolic numbers.
+        arguments: its arguments, real tensors and symbolic numbers.
         mode: as in ``torch.compile``.
-        settings: changes to Inductor's configuration while it compiles.
+        settings: changes to Inductor's configuration during the compilation.
     """
 
     def __init__(
@@ -193,7 +191,7 @@ class Compilation:
         self.arguments = arguments
         self.mode = mode
         self.settings = settings
-        # A helper that a step calls, or what is left of it after a graph break, need not have the optimizer.
+        # A helper that a step calls, or the rest of a step after a graph break, may not name the optimizer.
         variables = {**traced_frame_variables(), "stepped": optimizer_being_stepped()}
         self.optimizers = optimizers_among(variables)
         self.known = known_tensors(self.optimizers)
@@ -208,7 +206,7 @@ class Compilation:
     # -- From what Dynamo captured to what it calls
 
     def run(self) -> Callable[..., Any]:
-        """Compile one of each family of equal updates, or the whole graph where it has none."""
+        """Compile one member of each family of equal updates, or the whole graph if it has no families."""
         # Plain Inductor takes an update of what requires gradients for something to be differentiated.
         is_plain = self.options.strategy == "none" and not self.options.metrics
         needs_grad = torch.is_grad_enabled() if is_plain else needs_autograd(self.module, self.arguments)
@@ -216,7 +214,7 @@ class Compilation:
         try:
             if not is_plain:
                 refuse_unknown_torch()
-                refuse_fused_operators(self.module)  # before AOTAutograd fails at them
+                refuse_fused_operators(self.module)  # AOTAutograd fails at them
                 if needs_grad:
                     note_forward((*self.module.parameters(), *self.arguments))
             step = self._by_family(needs_grad=needs_grad)
@@ -230,20 +228,18 @@ class Compilation:
             assert isinstance(step, Reason)
             if not is_plain:
                 try:
-                    refuse_overlaps(self.known.values())  # before AOTAutograd does it in its own words
+                    refuse_overlaps(self.known.values())  # AOTAutograd refuses them with another message
                 except AliasedStateError as refusal:
-                    self._refused(refusal)
+                    self._raise_or_warn(refusal)
             with torch.set_grad_enabled(needs_grad):
                 return noting_steps(self._whole(step), optimizers)
         except (CollageError, TraceWhole):
-            for (
-                optimizer
-            ) in optimizers:  # no step has been taken: undo what the trace has done to their state
+            for optimizer in optimizers:  # no step has been taken: remove state that the trace has made
                 forget_new_state(optimizer)
             raise
 
     def _by_family(self, *, needs_grad: bool) -> WholeStep | Reason:
-        """Compile the whole step from a graph of one of each family, or say why that cannot be done."""
+        """Compile the whole step from a graph of one member of each family; return a reason if impossible."""
         if needs_grad:
             return Reason("it computes something that is to be differentiated")
         if (reason := self.options.not_by_family()) is not None:
@@ -256,7 +252,7 @@ class Compilation:
 
         def inner_compile(gm: GraphModule, example_inputs: Sequence[Any], **inductor_options: Any) -> Any:
             nonlocal made
-            made = self._members(families, gm, example_inputs, inductor_options)
+            made = self._step_of_members(families, gm, example_inputs, inductor_options)
             return _never_called
 
         with torch.no_grad():
@@ -264,11 +260,11 @@ class Compilation:
         return made
 
     def _whole(self, not_by_family: Reason) -> Callable[..., Any]:
-        """Compile the graph as a family of one, called by what AOTAutograd puts around it."""
+        """Compile the whole graph, as a single family, inside AOTAutograd's wrapper."""
 
         def inner_compile(gm: GraphModule, example_inputs: Sequence[Any], **inductor_options: Any) -> Any:
             try:
-                return self._one(gm, example_inputs, inductor_options, not_by_family)
+                return self._step_of_one(gm, example_inputs, inductor_options, not_by_family)
             finally:
                 self._let_go()
 
@@ -277,7 +273,7 @@ class Compilation:
     def _trace(
         self, module: GraphModule, arguments: tuple[Any, ...], inner_compile: Callable[..., Any]
     ) -> Callable[..., Any]:
-        """Have AOTAutograd make the graph functional, and ``inner_compile`` go on with it."""
+        """Make the graph functional by AOTAutograd, and pass it to ``inner_compile``."""
         return compile_with_inductor(
             module,
             arguments,
@@ -287,7 +283,7 @@ class Compilation:
         )
 
     def _let_go(self) -> None:
-        """Forget the real tensors: AOTAutograd keeps ``inner_compile`` as long as the compiled code lives."""
+        """Release the real tensors: AOTAutograd keeps ``inner_compile`` as long as the compiled code."""
         self.module = GraphModule({}, Graph())
         self.arguments = ()
         self.optimizers = {}
@@ -295,14 +291,14 @@ class Compilation:
 
     # -- The functional graph, and what its inputs are to the user
 
-    def _members(
+    def _step_of_members(
         self,
         families: Families,
         gm: GraphModule,
         example_inputs: Sequence[Any],
         inductor_options: dict[str, Any],
     ) -> WholeStep | Reason:
-        """Make the step of all members from the functional graph of the first of each family."""
+        """Make the step of all members from the functional graph of the first member of each family."""
         self._prepare(gm)
         updated = versions_to_increment()
         if updated is None:
@@ -324,7 +320,7 @@ class Compilation:
         try:
             step = self._compensated(gm, families.infos, repetition, example_inputs, inductor_options)
         except AliasedStateError as refusal:
-            return Reason(refusal.met)  # which is met again in the whole graph, by its names
+            return Reason(refusal.met)  # the whole graph is refused for it again, by names
         if isinstance(step, Reason):
             return step
         indices = sorted(index for position in updated for index in repetition.copies[position])
@@ -338,16 +334,16 @@ class Compilation:
         ]
         return WholeStep(step, bound, passed, indices, gradients, members, families.distributed)
 
-    def _one(
+    def _step_of_one(
         self,
         gm: GraphModule,
         example_inputs: Sequence[Any],
         inductor_options: dict[str, Any],
         not_by_family: Reason,
     ) -> Callable[[list[Any]], Any]:
-        """Make the step of the whole functional graph, compensated or as it is."""
+        """Make the step of the whole functional graph, compensated or unchanged."""
         self._prepare(gm)
-        if not inductor_options.get("is_inference", False):  # and its backward, when all else is forgotten
+        if not inductor_options.get("is_inference", False):  # for a backward graph, the rest is forgotten
             why = "the graph needs autograd, so it is no optimizer step"
             return self._as_captured(gm, example_inputs, inductor_options, why)
         infos = describe_inputs(placeholders(gm.graph), self.module, self.arguments, self.known)
@@ -357,16 +353,17 @@ class Compilation:
         try:
             step = self._compensated(gm, infos, one, example_inputs, inductor_options, not_by_family)
         except AliasedStateError as refusal:
-            self._refused(refusal)
+            self._raise_or_warn(refusal)
             return self._as_captured(gm, example_inputs, inductor_options, refusal.met)
         assert not isinstance(step, Reason), "a graph of one is compiled as one, if need be"
         return step
 
     def _prepare(self, gm: GraphModule) -> None:
-        """Make assignments of data stores; begin again, recording, where eager torch raises and Dynamo not.
+        """Turn assignments of data into stores; record the step instead if eager torch would raise in it.
 
-        Dynamo traces past what raises for a dtype and the step catches: a tensor without values has a
-        factorization in every format.
+        Dynamo traces past operations that raise for a dtype, where the step catches the error: a tensor
+            without
+        values has a factorization in every format.
         """
         if self.options.strategy == "none":
             return
@@ -382,15 +379,12 @@ class Compilation:
     def _describe(
         self, values: Sequence[Any], names: Sequence[str], bound: int
     ) -> list[tuple[InputInfo, Hashable]]:
-        """Describe inputs, and say what they are already beyond what their optimizer makes them."""
+        """Describe inputs; add facts about their records that must be equal in a family."""
         infos = [
             describe_input(value, name, self.known, bound=i < bound)
             for i, (value, name) in enumerate(zip(values, names, strict=True))
         ]
-        return [
-            (info, (_has_error_terms(info), _packed_format(info), info.is_updated, info.stays))
-            for info in infos
-        ]
+        return [(info, (_input_has_error_terms(info), _packed_format(info))) for info in infos]
 
     # -- Refused, rewritten, lowered, reported
 
@@ -403,18 +397,19 @@ class Compilation:
         inductor_options: dict[str, Any],
         not_by_family: Reason | None = None,
     ) -> Callable[[list[Any]], Any] | Reason:
-        """Rewrite, lower and report the functional graph of one of each family: the step of all members.
+        """Rewrite, lower and report the functional graph of one member of each family.
 
         Args:
             gm: the graph.
-            infos: what the inputs of the whole graph are to the user.
-            repetition: how the graph's own inputs recur among those.
-            example_inputs: what ``compile_fx`` has for its inner compiler.
-            inductor_options: likewise.
+            infos: descriptions of the inputs of the whole graph.
+            repetition: recurrence of the graph's own inputs among these.
+            example_inputs: argument of ``compile_fx`` for its inner compiler.
+            inductor_options: keyword arguments of ``compile_fx`` for its inner compiler.
             not_by_family: why the graph is whole, if it is.
 
         Returns:
-            a reason where it can't be made of the members' graph. A family of one always has a step.
+            the step of all members, or the reason why it cannot be made. A family of one always has a
+            step.
         """
         started = time.perf_counter()
         program = self._accepted(gm, infos, repetition)
@@ -422,16 +417,15 @@ class Compilation:
         as_captured = program.before_passes(before)
         made_anew = {} if program.strategy == "none" or self.recorded else results_to_inputs(program)
         if made_anew:
-            program.arithmetic = "wide"  # what a parameter is moved by is kept as it is made, unrounded
+            program.arithmetic = "wide"  # the displacement of a parameter is kept unrounded
         example_inputs = [*example_inputs, *_values_behind(program, len(example_inputs))]
         pass_log = _PassLog(self.subject, before)
         self._rewrite(program, before, pass_log)
         self._refuse_uncompensated(program)
-        self._unpack(program)
         is_rewritten = bool(program.expansions or program.measured) or bool(self.options.own_passes)
         if not (is_rewritten or repetition.is_whole):
             return Reason("no tensor of it needs an error term")
-        after = copy_of(program.gm) if is_rewritten else before  # Inductor edits the one it is given
+        after = copy_of(program.gm) if is_rewritten else before  # Inductor edits the graph that it is given
         for state in program.states:
             for index in repetition.copies[state.position] if state.info.role is not Role.NEW else ():
                 if (tensor := program.infos[index].tensor) is not None:
@@ -461,7 +455,7 @@ class Compilation:
             subject=self.subject,
             tensors=self._rows(program),
             wider_bytes=_wider_bytes(before, repetition),
-            code=tuple(dict.fromkeys(code)),  # of a kernel for several parts once
+            code=tuple(dict.fromkeys(code)),  # the code of a kernel for several parts once
             program=as_captured,
             pipeline=self._pipeline,
             route=Route(made.unit, self.recorded, bool(program.measured), why),
@@ -472,7 +466,8 @@ class Compilation:
         return made.step
 
     def _accepted(self, gm: GraphModule, infos: Sequence[InputInfo], repetition: Repetition) -> StepProgram:
-        """The step as it enters the pipeline; refused where it can't be compensated."""
+        """Make the program that enters the pipeline; raise if the step cannot be compensated."""
+        packed = self.options.state
         program = StepProgram(
             copy_of(gm),
             infos,
@@ -485,19 +480,16 @@ class Compilation:
             is_compiled=self.is_compiled,
             captured=copy_of(gm) if self.options.metrics else None,
             rounding=self.options.rounding,
-            packed=None if self.options.state is None else PACKED_FORMATS[self.options.state],
+            packed=None if packed is None or self.recorded else PACKED_FORMATS[packed],
         )
         inputs, stores = placeholders(program.gm.graph), copies_to_inputs(program.gm.graph)
         program.already_compensated = frozenset(
             i
             for i, (node, info) in enumerate(zip(inputs, program.inputs, strict=True))
-            if _has_error_terms(info) and not (node in stores and _is_new(info))
+            if _input_has_error_terms(info) and not (node in stores and _is_new(info))
         )
         if any(i in program.already_compensated and node not in stores for i, node in enumerate(inputs)):
-            program.arithmetic = "wide"  # "native" reads hi of what a graph does not update
-        if self.recorded:
-            formats = {i: _packed_format(info) for i, info in enumerate(program.inputs)}
-            program.packed_already = {i: fmt for i, fmt in formats.items() if fmt is not None}
+            program.arithmetic = "wide"  # "native" reads only hi of tensors that it does not update
         if self.options.bytes_per_parameter is not None:
             program = self._within_budget(program, self.options.bytes_per_parameter)
         if self.options.strategy != "none":
@@ -505,37 +497,48 @@ class Compilation:
             try:
                 refuse_unsupported(gm, program.inputs)
             except UnsupportedTensorError as refusal:
-                self._refused(refusal)
+                self._raise_or_warn(refusal)
         self._refuse_other_error_terms(infos, program.error_format)
         return program
 
     def _within_budget(self, program: StepProgram, limit: float) -> StepProgram:
-        """Return the program with the options of the best budget for the most state it has had so far."""
+        """Return the program with the options of the best budget, judged by the largest state so far."""
         if self.recorded:
-            values = map(tensor_value, filter(is_low_precision_tensor, placeholders(program.gm.graph)))
-            dtype = next((value.dtype for value in values if value is not None), torch.bfloat16)
-            of_parts = budgets_for_parts(dtype, self.options.passes)
-            self.budgets = best_budget(of_parts, limit), *of_parts
+            self.budgets = self._budgets_for_part(program, limit)
             return self.budgets[0].applied_to(program)
         budgets = budgets_for(program, self.options.passes)
         self.budgets = best_budget(budgets, limit), *budgets
         for optimizer in self.optimizers.values():
             known = self.backend.budgets.get(optimizer, self.budgets)
-            # Most optimizers make their state in the first step, which takes less.
+            # Most optimizers make their state in the first step, which holds less.
             self.budgets = max(known, self.budgets, key=lambda each: each[-1].bytes)
             self.backend.budgets[optimizer] = self.budgets
         program = self.budgets[0].applied_to(program)
         for info in program.infos:
-            expansion = None if info.tensor is None else expansion_of(info.tensor)
-            if expansion is not None and expansion.format is not program.error_format:
-                expansion.is_used = False  # by a step that took less: they are converted
+            record = None if info.tensor is None else record_of(info.tensor)
+            if record is not None and record.format is not program.error_format:
+                record.is_used = False  # used by a step that held less: converted now
         return program
 
+    def _budgets_for_part(self, program: StepProgram, limit: float) -> tuple[Budget, ...]:
+        """Return the budget for a part of a recorded step, as in captured steps before it, then all budgets.
+
+        If Adam would exceed the limit with all budgets, it is the smallest. :meth:`Backend.refuse_excess`
+        checks how much this optimizer holds, once its state is known.
+        """
+        values = map(tensor_value, filter(is_low_precision_tensor, placeholders(program.gm.graph)))
+        dtype = next((value.dtype for value in values if value is not None), torch.bfloat16)
+        budgets = budgets_for_parts(dtype, self.options.passes)
+        known = self.backend.budgets
+        before = [known[optimizer][0] for optimizer in self.optimizers.values() if optimizer in known]
+        as_before = [budget for budget in budgets if any(map(budget.has_error_terms_of, before))]
+        return (as_before or [best_budget(budgets, max(limit, budgets[0].bytes))])[0], *budgets
+
     def _refuse_other_error_terms(self, infos: Sequence[InputInfo], error_format: ErrorFormat) -> None:
-        """Raise for error terms that this backend could not keep up."""
+        """Raise for error terms that this backend cannot keep up to date."""
         for info in infos:
-            expansion = None if info.tensor is None else expansion_of(info.tensor)
-            if expansion is None or not expansion.format.keeps_error:
+            record = None if info.tensor is None else record_of(info.tensor)
+            if record is None or not record.format.keeps_error:
                 continue
             if self.options.strategy == "none":
                 raise ConflictingErrorFormatError(
@@ -545,19 +548,22 @@ class Compilation:
                     remedy="use the strategy the other compiled step uses, or drop the error terms first "
                     "with collage_fx.reset_error_terms(tensor)",
                 )
-            require_format(expansion, error_format, name=info.name)
+            require_format(record, error_format, name=info.name)
 
     @property
     def _pipeline(self) -> tuple[Pass, ...]:
+        """The passes that the options ask for."""
         return self.options.passes if self.options.strategy != "none" else ANALYSIS
 
     def _rewrite(self, program: StepProgram, captured: GraphModule, observe: Callable[[Stage], None]) -> None:
+        """Run the pipeline on a program."""
         run_pipeline(program, self._pipeline, observe=observe)
         if self.options.strategy == "none" and program.captured is not None:
             program.move_to(copy_of(captured))
             run_pipeline(program, MEASUREMENT, observe=observe)
 
     def _refuse_uncompensated(self, program: StepProgram) -> None:
+        """Raise, or warn, for tensors that the passes could not compensate."""
         for state in program.compensated:
             if not state.refusal:
                 continue
@@ -572,14 +578,6 @@ class Compilation:
                     raise refusal
                 warn(refusal)
 
-    def _unpack(self, program: StepProgram) -> None:
-        """Let nobody pack what this part of a recorded step can't do with packed."""
-        for position, why in program.to_unpack.items():
-            for index in program.repetition.copies[position]:
-                if (tensor := program.infos[index].tensor) is not None:
-                    leave_unpacked(tensor, why)
-                    reset_error_terms(tensor)
-
     def _lower(
         self,
         program: StepProgram,
@@ -587,7 +585,7 @@ class Compilation:
         inductor_options: dict[str, Any],
         captured: GraphModule,
     ) -> Lowered | Reason:
-        """Lower the rewritten step; a measured one also without the sums if not every step is measured."""
+        """Lower the rewritten step; if not every step is measured, also without the sums of metrics."""
 
         def lowered(each: StepProgram) -> Lowered | Reason:
             return self.backend.lower(each, example_inputs, inductor_options)
@@ -626,7 +624,7 @@ class Compilation:
         return Lowered(self.backend.lower_as_captured(gm, example_inputs, inductor_options), "as captured")
 
     def _rows(self, program: StepProgram) -> tuple[TensorReport, ...]:
-        """The report's rows, in the order of the optimizers' tensors, and then of all others."""
+        """Return the report's rows: the optimizers' tensors in their order, then all others."""
         rows: list[TensorReport] = []
         repetition = program.repetition
         for state in program.states:
@@ -645,7 +643,8 @@ class Compilation:
     def _as_captured(
         self, gm: GraphModule, example_inputs: Sequence[Any], inductor_options: dict[str, Any], why: str
     ) -> Callable[[list[Any]], Any]:
-        if self.left_alone:  # forward and backward of one capture come here one after the other
+        """Lower the captured graph unchanged, and report why."""
+        if self.left_alone:  # second call: the backward graph of the same capture
             return self._lower_as_captured(gm, example_inputs, inductor_options).step
         self.left_alone = True
         graph = copy_of(gm)
@@ -670,6 +669,7 @@ class Compilation:
         return made.step
 
     def _keep(self, report: GraphReport, *, compensated: bool, started: float) -> None:
+        """Keep and log a report; note that the optimizers have a compiled step."""
         if compensated:
             for optimizer in self.optimizers.values():
                 note_compiled(optimizer)
@@ -682,47 +682,51 @@ class Compilation:
             row = group.example
             log.debug("%s: %s: %s; %s", self.subject, group.what, row.recurrence, row.why)
 
-    def _refused(self, refusal: CollageError) -> None:
-        """Raise a refusal, or warn of it."""
+    def _raise_or_warn(self, refusal: CollageError) -> None:
+        """Raise a refusal if the backend is strict; else warn."""
         if self.options.strict:
             raise refusal
         warn(refusal)
 
 
 def _reason_to_leave_alone(gm: GraphModule, infos: Sequence[InputInfo]) -> str | None:
-    """The reason to leave a graph to plain Inductor; None if it updates something to compensate."""
+    """Return the reason to leave a graph to plain Inductor; None if it updates something to compensate."""
     updated = copies_to_inputs(gm.graph)
     if any(is_low_precision_tensor(node) for node in updated):
         return None
-    if updated and any(_has_error_terms(info) or _packed_format(info) is not None for info in infos):
-        return None  # a float32 average of compensated parameters, say
+    if updated and any(_input_has_error_terms(info) or _packed_format(info) is not None for info in infos):
+        return None  # for example a float32 average of compensated parameters
     return "the graph updates no bfloat16 or float16 tensor"
 
 
-def _has_error_terms(info: InputInfo) -> bool:
+def _input_has_error_terms(info: InputInfo) -> bool:
+    """Return whether an input's tensor has error terms."""
     return info.tensor is not None and has_error_terms(info.tensor)
 
 
 def _is_new(info: InputInfo) -> bool:
-    expansion = None if info.tensor is None else expansion_of(info.tensor)
-    return expansion is not None and expansion.is_new
+    """Return whether an input's error terms are from the step that made the tensor."""
+    record = None if info.tensor is None else record_of(info.tensor)
+    return record is not None and record.is_new
 
 
 def _values_behind(program: StepProgram, first: int) -> list[Any]:
-    """The fake tensors of the graph's inputs from the first of those on that it was not captured with."""
+    """Return the fake tensors of the inputs that were added to the graph, from ``first`` on."""
     return [node.meta["val"] for node in placeholders(program.gm.graph)[first:]]
 
 
 def _packed_format(info: InputInfo) -> ErrorFormat | None:
+    """Return the packed format of an input's tensor; None if it is not packed."""
     return None if info.tensor is None else packed_format(info.tensor)
 
 
 def _never_called(*arguments: Any) -> Any:
+    """Raise: the graph of one member of each family is compiled, never run."""
     raise AssertionError("the graph of one of each family is compiled, never run")
 
 
 class _PassLog:
-    """The summaries of a compilation's passes, and the files of their graphs if a dump is asked for."""
+    """Summaries of a compilation's passes, and files of their graphs if a dump is requested."""
 
     def __init__(self, subject: str, captured: GraphModule) -> None:
         self.passes: list[tuple[str, str]] = []
@@ -731,17 +735,19 @@ class _PassLog:
             self._dump.stage("captured", f"{subject}, {len(captured.graph.nodes)} nodes", captured.graph)
 
     def __call__(self, stage: Stage) -> None:
+        """Log a pass."""
         self.passes.append((stage.name, stage.summary))
         if self._dump is not None:
             self._dump.stage(stage.name, stage.summary, stage.graph)
 
     def lowered(self, code: Sequence[str]) -> None:
+        """Write the code that the step was lowered to into the dump."""
         if self._dump is not None:
             self._dump.code(code)
 
 
 def _wider_bytes(gm: GraphModule, repetition: Repetition) -> int:
-    """Bytes of the mutated floating-point inputs that are wider than the formats compensated here."""
+    """Count the bytes of mutated floating-point inputs that are wider than bfloat16 and float16."""
     stores, total = copies_to_inputs(gm.graph), 0
     for position, node in enumerate(placeholders(gm.graph)):
         value = tensor_value(node)

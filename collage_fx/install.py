@@ -1,12 +1,13 @@
-"""``install(optimizer)``: the compiled step becomes the optimizer's own, whoever calls it.
+"""``install(optimizer)``: make the compiled step the optimizer's own ``step``, for every caller.
 
-``torch.compile(optimizer.step, backend=...)`` gives a callable, for a training loop of one's own. A trainer
-calls ``optimizer.step(closure)``, a scheduler puts a function around that method, a checkpoint makes state by
-it. So :func:`install` sets a method on the one optimizer. Its class, its hooks and what it saves stay as they
-are, and torch does.
+``torch.compile(optimizer.step, backend=...)`` returns a callable, for training loops that you write yourself.
+A trainer calls ``optimizer.step(closure)``, a scheduler wraps that method, a checkpoint makes state by it. So
+:func:`install` sets a method on the one optimizer. Its class, its hooks, its state dict and torch stay
+unchanged.
 
-A closure that the step calls first is called before the compiled step, eagerly, as the trainer means it:
-Dynamo does not trace a forward and a backward pass. The optimizer's own hooks run around the step, too.
+If the step calls its closure first, the closure is called before the compiled step, eagerly, as the trainer
+means it: Dynamo does not trace a forward and a backward pass. The optimizer's own hooks run around the step,
+too.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ from collage_fx.torch_compat import has_foreign_step, own_step, remove_own_step,
 
 log = logging.getLogger("collage_fx")
 
-#: Classes that pass a step on, and the attribute with the optimizer, or optimizers, that they pass it on to.
-#: Named, not imported: their packages need not be there.
+#: Class that passes steps on -> attribute with the optimizer, or optimizers, that it passes them to. Classes
+#: are named, not imported: their packages may not be installed.
 WRAPPERS = {
     "torch.distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer": "optim",
     "torch.distributed.optim.post_localSGD_optimizer.PostLocalSGDOptimizer": "optim",
@@ -56,29 +57,29 @@ WRAPPERS = {
     "deepspeed.runtime.DeepSpeedOptimizer": "optimizer",
 }
 
-#: Strategies, from no error terms to those of all state.
+#: Strategies, from no error terms to error terms of all state.
 STRATEGIES = get_args(Strategy)
 
-#: Attribute of the ``__init__`` of a class that is installed.
+#: Attribute of the ``__init__`` of an installed class.
 MARK = "__collage_fx_installs__"
 
 Installed = TypeVar("Installed")
 
 
 def install(optimizer: Installed, *, backend: CollageBackend | None = None, **options: Any) -> Installed:
-    """Make ``optimizer.step`` a compiled, compensated one, for whoever calls it from now on.
+    """Make ``optimizer.step`` a compiled, compensated step, for every caller from now on.
 
     One line of a program: ``collage_fx.install(opt)``. The first step compiles. The bits are those of
     ``torch.compile(opt.step, backend=...)``.
 
     Args:
-        optimizer: any optimizer, with schedulers or without, before its first step or after; or one of
-            accelerate, Lightning, torchtitan or ``ZeroRedundancyOptimizer`` that passes its steps on to
+        optimizer: any optimizer, with schedulers or without, before its first step or after; or an optimizer
+            of accelerate, Lightning, torchtitan or ``ZeroRedundancyOptimizer`` that passes its steps on to
             others, which are installed then. Or a class of your own, as by a decorator: each of its
             optimizers is installed when it is made.
-        backend: one for several optimizers, with one report. By default each optimizer has its own, which
-            :func:`backend_of` gives.
-        options: those of :class:`CollageBackend`, such as ``strategy="light"``, for a backend of its own.
+        backend: a backend for several optimizers, with one report. By default each optimizer has its own,
+            which :func:`backend_of` returns.
+        options: options of :class:`CollageBackend`, such as ``strategy="light"``, for a backend of its own.
 
     Returns:
         ``optimizer``, installed anew if it was before. A closure is called once, before the compiled step, if
@@ -86,7 +87,8 @@ def install(optimizer: Installed, *, backend: CollageBackend | None = None, **op
 
     Raises:
         CollageError: somebody else has given the optimizer a step of its own, which would no longer be
-            called; or there are a backend and options, or an option that does not exist. Nothing has changed.
+            called; or both a backend and options are given, or an option that does not exist. Nothing has
+            changed.
     """
     if backend is not None and options:
         raise InvalidOptionError(
@@ -99,7 +101,7 @@ def install(optimizer: Installed, *, backend: CollageBackend | None = None, **op
         return cast(Installed, _install_class(optimizer, backend, options))
     chosen = backend or CollageBackend(**options)
     refuse_unknown_torch()
-    stepped = list(_stepped_by(optimizer))
+    stepped = list(_inner_optimizers(optimizer))
     for each in stepped:
         _refuse_foreign_step(each)
         _refuse_without_step(each)
@@ -109,10 +111,10 @@ def install(optimizer: Installed, *, backend: CollageBackend | None = None, **op
 
 
 def uninstall(optimizer: Installed) -> Installed:
-    """Give an optimizer its eager step back. It goes on from ``hi``, without error terms.
+    """Give an optimizer its eager step back. It continues from ``hi``, without error terms.
 
     Args:
-        optimizer: what :func:`install` was given; anything that is not installed stays as it is.
+        optimizer: argument of :func:`install`; anything that is not installed stays unchanged.
 
     Returns:
         ``optimizer``.
@@ -120,7 +122,7 @@ def uninstall(optimizer: Installed) -> Installed:
     if isinstance(optimizer, type):
         _uninstall_class(optimizer)
         return optimizer
-    for each in _stepped_by(optimizer):
+    for each in _inner_optimizers(optimizer):
         if isinstance(own_step(each), CompiledStep):
             remove_own_step(each)
             forget_compiled_step(each)
@@ -131,12 +133,12 @@ def uninstall(optimizer: Installed) -> Installed:
 
 
 def backend_of(optimizer: Any) -> CollageBackend:
-    """The backend of an optimizer that is installed, for ``backend_of(optimizer).report()``.
+    """Return the backend of an installed optimizer, for ``backend_of(optimizer).report()``.
 
     Raises:
-        CollageError: it is not installed.
+        CollageError: the optimizer is not installed.
     """
-    for each in _stepped_by(optimizer):
+    for each in _inner_optimizers(optimizer):
         if isinstance(step := own_step(each), CompiledStep):
             return step.backend
     raise UnsupportedOptimizerError(
@@ -147,7 +149,7 @@ def backend_of(optimizer: Any) -> CollageBackend:
 
 
 class CompiledStep:
-    """What an installed optimizer's ``step`` runs: its closure, then the compiled step of its class."""
+    """The ``step`` of an installed optimizer: its closure, then the compiled step of its class."""
 
     def __init__(self, optimizer: Optimizer, backend: CollageBackend) -> None:
         self.backend = backend
@@ -155,7 +157,7 @@ class CompiledStep:
         self._calls_closure_first = calls_closure_first(type(optimizer))
 
     def __call__(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
-        """The closure's result, or without one what ``step`` returns."""
+        """Take a step; return the closure's result, or without a closure the result of ``step``."""
         if closure is None:
             return self._step(*args, **kwargs)
         if not self._calls_closure_first:
@@ -166,15 +168,15 @@ class CompiledStep:
         return loss
 
 
-def _stepped_by(optimizer: Any) -> Iterator[Optimizer]:
-    """The optimizers that a call of ``optimizer.step`` ends in: itself, unless it passes that on."""
+def _inner_optimizers(optimizer: Any) -> Iterator[Optimizer]:
+    """Yield the optimizers that ``optimizer.step`` ends in: itself, unless it passes its steps on."""
     names = (f"{cls.__module__}.{cls.__qualname__}" for cls in type(optimizer).__mro__)
     attribute = next((WRAPPERS[name] for name in names if name in WRAPPERS), None)
     if attribute is not None:
         inner = getattr(optimizer, attribute)
         inner = list(inner.values()) if isinstance(inner, dict) else inner
         for each in inner if isinstance(inner, (list, tuple)) else [inner]:
-            yield from _stepped_by(each)
+            yield from _inner_optimizers(each)
     elif isinstance(optimizer, Optimizer):
         yield optimizer
     else:
@@ -186,6 +188,7 @@ def _stepped_by(optimizer: Any) -> Iterator[Optimizer]:
 
 
 def _refuse_foreign_step(optimizer: Optimizer) -> None:
+    """Raise if somebody else has given the optimizer a step of its own."""
     if has_foreign_step(optimizer):
         raise UnsupportedOptimizerError(
             f"this {type(optimizer).__name__} has a step of its own already, which would no longer be called",
@@ -195,6 +198,7 @@ def _refuse_foreign_step(optimizer: Optimizer) -> None:
 
 
 def _refuse_without_step(optimizer: Optimizer) -> None:
+    """Raise if the optimizer's class has no ``step``."""
     if inspect.unwrap(type(optimizer).step) is inspect.unwrap(Optimizer.step):
         raise UnsupportedOptimizerError(
             f"{type(optimizer).__name__} has no step: it updates parameters elsewhere, as by hooks in the "
@@ -205,6 +209,7 @@ def _refuse_without_step(optimizer: Optimizer) -> None:
 
 
 def _install(optimizer: Optimizer, backend: CollageBackend) -> None:
+    """Install one optimizer."""
     if isinstance(before := own_step(optimizer), CompiledStep):
         forget_compiled_step(optimizer)
         _drop_terms_of_state(optimizer, before.backend.options, backend.options)
@@ -214,7 +219,7 @@ def _install(optimizer: Optimizer, backend: CollageBackend) -> None:
     parameters = [parameter for _, parameter in parameter_names(optimizer)]
     low = [parameter for parameter in parameters if is_low_precision(parameter.dtype)]
     if any(device_facts(parameter.device).compiles_cpp for parameter in low):
-        prepare_compiler()  # while the program does what comes before its first step
+        prepare_compiler()  # while the program prepares its first step
     log.log(
         logging.INFO if low else logging.WARNING,
         "%s: its first step compiles it with %r; %d of %d parameters are bfloat16 or float16",
@@ -226,7 +231,7 @@ def _install(optimizer: Optimizer, backend: CollageBackend) -> None:
 
 
 def _drop_terms_of_state(optimizer: Optimizer, before: Options, now: Options) -> None:
-    """Drop the error terms of state where the strategy before keeps more of them than the one from now on."""
+    """Drop the error terms of state if the new strategy keeps fewer of them than the old."""
     if not 0 < STRATEGIES.index(now.strategy) < STRATEGIES.index(before.strategy):
         return
     known = known_tensors({"self": optimizer}).values()
@@ -245,6 +250,7 @@ def _drop_terms_of_state(optimizer: Optimizer, before: Options, now: Options) ->
 
 
 def _reinstall(optimizer: Optimizer, backend: CollageBackend) -> None:
+    """Install a copy of an installed optimizer."""
     install(optimizer, backend=backend)
 
 
@@ -252,6 +258,7 @@ carry_along("backend", lambda optimizer: getattr(own_step(optimizer), "backend",
 
 
 def _install_class(cls: Any, backend: CollageBackend | None, options: dict[str, Any]) -> Any:
+    """Install each optimizer of a class when it is made."""
     if not issubclass(cls, Optimizer) or cls.__module__.startswith("torch."):
         raise UnsupportedOptimizerError(
             f"{cls.__qualname__} is not an optimizer class of your own, of which every use may be changed",
@@ -272,5 +279,6 @@ def _install_class(cls: Any, backend: CollageBackend | None, options: dict[str, 
 
 
 def _uninstall_class(cls: Any) -> None:
+    """Undo :func:`_install_class`."""
     if MARK in vars(vars(cls).get("__init__", cls)):
         cls.__init__ = cls.__init__.__wrapped__

@@ -34,7 +34,7 @@ class Allocate(Pass):
 
     A tensor in a dithered format gets an additional placeholder, for the index of its first element.
 
-    Then follow the placeholders of tensors that have error terms already, or are packed, and are only read.
+    Then follow the placeholders of tensors that have error terms already and are only read.
     (``native`` arithmetic reads their hi.)
     """
 
@@ -66,10 +66,7 @@ class Allocate(Pass):
 
 def _reads(program: StepProgram) -> Iterator[ReadExpansion]:
     mutated = {state.position for state in program.states}
-    formats = {
-        **dict.fromkeys(program.already_compensated, program.error_format),
-        **{i: fmt for i, fmt in program.packed_already.items() if i not in program.to_unpack},
-    }
     for position, node in enumerate(placeholders(program.gm.graph)):
-        if position in formats and position not in mutated and is_low_precision_tensor(node):
-            yield ReadExpansion(node, position, program.inputs[position], formats[position])
+        is_read = position in program.already_compensated and position not in mutated
+        if is_read and is_low_precision_tensor(node):
+            yield ReadExpansion(node, position, program.inputs[position], program.error_format)

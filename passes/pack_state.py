@@ -14,16 +14,15 @@ if a divisor became zero and the dividend did not, the update would be unbounded
 * if it has few elements, or its rows are not made of whole blocks;
 * if it is a shard and the format needs whole tensors, or if its sizes are symbols.
 
-Of a recorded step, a part sees what itself does with a state. It packs what it makes of the old value, or of
-gradients, and of no parameter that another part has updated. What another part packs and it only reads, it
-reads so, or has it unpacked for good where it divides by it or gives it to a parameter (``to_unpack``).
+A recorded step packs nothing: each of its parts sees only some of what the step does with a state. Its
+optimizer is refused before its first step (``capture/recording.py``).
 
 A plug-in's formats get the same state. Whether they keep a divisor from becoming zero is theirs to say.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +30,6 @@ from sympy import Expr, Symbol
 from torch.fx import Node
 
 from collage_fx.graph import (
-    InputInfo,
     Kind,
     Role,
     Signs,
@@ -42,10 +40,8 @@ from collage_fx.graph import (
     moves_as_a_parameter,
     new_value,
     operands_of,
-    placeholders,
     reached,
     stays_positive,
-    tensor_value,
 )
 from collage_fx.numerics import ErrorFormat
 from collage_fx.passes.base import Pass
@@ -55,9 +51,6 @@ aten = torch.ops.aten
 #: Fewest elements of a packed tensor: with fewer, packing costs more than it saves. The shards of a tensor
 #: are counted together, so that the bits do not depend on the number of shards.
 FEWEST = 4096
-
-#: Reason why a tensor with symbolic sizes is not packed.
-SIZES_CHANGE = "its sizes may change from step to step"
 
 #: Operators whose result is large or undefined for an operand near zero.
 _ROOTS = {aten.sqrt, aten.rsqrt, aten.reciprocal, aten.log}
@@ -77,25 +70,14 @@ class PackState(Pass):
         assert program.packed is not None
         signed, positive = program.packed
         states = [state for state in program.states if state.info.role is Role.STATE]
-        already = program.packed_already
-        positive_states = [
-            state for state in states if already.get(state.position) is not signed and stays_positive(state)
-        ]
-        read = _only_read(program)
-        positive_reads = [node for i, node in read.items() if already[i] is positive]
+        positive_states = [state for state in states if stays_positive(state)]
         values = [value for state in positive_states for value in (state.placeholder, new_value(state))]
-        divided_by = _divided_by(program, [*values, *positive_reads], [*read.values()])
+        divided_by = _divided_by(program, values)
         chosen = []
-        program.to_unpack = {}
         for state in states:
             is_positive = state in positive_states
             fmt = positive if is_positive else signed
-            never = _why_not_ever(state, fmt)
-            why_not = never or _why_not(program, state, divided_by, fmt)
-            if why_not and program.is_recorded and (state.position in already or not never):
-                program.to_unpack[state.position] = why_not
-            if not why_not and _is_only_scaled(program, state) and state.position not in already:
-                why_not = "another part of the step makes it what it is"
+            why_not = _why_not_stored(state, fmt) or _why_not(program, state, divided_by)
             state.not_packed = why_not
             if why_not:
                 state.selection += f"; not packed: {why_not}"
@@ -103,33 +85,13 @@ class PackState(Pass):
                 state.chosen_format = fmt
                 state.selection = "never negative" if is_positive else "of either sign"
                 chosen.append(state)
-        for position, node in read.items():
-            why_not = "" if _has_known_sizes(node) else SIZES_CHANGE
-            if why_not := why_not or divided_by.get(node) or _given_to_a_parameter(program, node):
-                program.to_unpack[position] = why_not
         return f"{len(chosen)} of {len(states)} state tensors"
 
 
-def _only_read(program: StepProgram) -> dict[int, Node]:
-    """Return the inputs that another part of a recorded step packs and this part does not update."""
-    updated = {state.position for state in program.states}
-    nodes = placeholders(program.gm.graph)
-    return {i: nodes[i] for i in program.packed_already if i not in updated}
-
-
-def _has_known_sizes(node: Node) -> bool:
-    """Return whether all sizes of a tensor are integers, not symbols."""
-    return all(isinstance(size, int) for size in node.meta["val"].shape)
-
-
-def _why_not_ever(state: StateTensor, fmt: ErrorFormat) -> str:
-    """Return why a state cannot be packed, independent of the step's operations; empty if it can."""
-    if state.info.stays:
-        return state.info.stays
-    if state.info.is_made:
-        return "the step makes it anew"
-    if not _has_known_sizes(state.placeholder):
-        return SIZES_CHANGE
+def _why_not_stored(state: StateTensor, fmt: ErrorFormat) -> str:
+    """Return why the format cannot store a state, independent of the step's operations; empty if it can."""
+    if not all(isinstance(size, int) for size in state.value.shape):
+        return "its sizes may change from step to step"
     if max(state.value.numel(), state.info.cut_from) < FEWEST:
         return f"it has fewer than {FEWEST} elements"
     if not state.value.numel():
@@ -139,14 +101,14 @@ def _why_not_ever(state: StateTensor, fmt: ErrorFormat) -> str:
     return fmt.why_not(state.value)
 
 
-def _why_not(program: StepProgram, state: StateTensor, divided_by: dict[Node, str], fmt: ErrorFormat) -> str:
+def _why_not(program: StepProgram, state: StateTensor, divided_by: dict[Node, str]) -> str:
     """Return why the step's operations on a state forbid packing; empty if they allow it."""
     if (what := divided_by.get(state.placeholder)) is not None:
         return what
     if not all(slope.is_number and 0 <= slope <= 1 for slope in _slopes(state)):
         return "its old value is multiplied by a tensor, or by a number above 1"
-    if why_not := _given_to_a_parameter(program, state.placeholder):
-        return why_not
+    if _is_given_to_a_parameter(program, state.placeholder):
+        return "a parameter is overwritten with it"
     if moves_as_a_parameter(program, state):
         return "it accumulates numbers of either sign"
     value = new_value(state)
@@ -156,43 +118,16 @@ def _why_not(program: StepProgram, state: StateTensor, divided_by: dict[Node, st
             return "it is computed from a parameter's new value"
     if state.is_weight_sized or state.amplification > 1:
         return "it is as large as weights, so that its rounding errors are large relative to their updates"
-    if program.packed_already.get(state.position, fmt) is not fmt:
-        return "elsewhere in the step it is never negative"
-    return _made_elsewhere(program, state, made_of) if program.is_recorded else ""
+    return ""
 
 
-def _given_to_a_parameter(program: StepProgram, placeholder: Node) -> str:
+def _is_given_to_a_parameter(program: StepProgram, placeholder: Node) -> bool:
+    """Whether a parameter is overwritten with a value that is made of an input."""
     for other in program.states:
         is_overwritten = other.info.role is Role.PARAMETER and other.recurrence.kind is Kind.OVERWRITE
         if is_overwritten and placeholder in {other.stored, *reached([other.stored], operands_of)}:
-            return "a parameter is overwritten with it"
-    return ""
-
-
-def _is_only_scaled(program: StepProgram, state: StateTensor) -> bool:
-    """Return whether a part of a recorded step computes a state from its old value alone."""
-    value = new_value(state)
-    others = _others({value, *reached([value], operands_of)}, program, state)
-    return program.is_recorded and state.depends_on_old_value and not any(others)
-
-
-def _others(made_of: Collection[Node], program: StepProgram, state: StateTensor) -> Iterator[InputInfo]:
-    """Yield the inputs that a state is computed from, except its own old value and numbers."""
-    for node, info in zip(placeholders(program.gm.graph), program.inputs, strict=False):
-        value = tensor_value(node)
-        is_number = value is None or (value.dim() == 0 and info.role is not Role.CARRIED)
-        if node in made_of and node is not state.placeholder and not is_number:
-            yield info
-
-
-def _made_elsewhere(program: StepProgram, state: StateTensor, made_of: Collection[Node]) -> str:
-    """Return why a part of a recorded step lacks the origin of a state's new value; empty if it is known."""
-    for info in _others(made_of, program, state):
-        if info.role is Role.PARAMETER and info.is_updated:
-            return "it is made of what a parameter has become"
-        if not state.depends_on_old_value and info.role is not Role.GRADIENT:
-            return "another part of the step computes it"
-    return ""
+            return True
+    return False
 
 
 def _slopes(state: StateTensor) -> tuple[Expr, ...]:
@@ -201,16 +136,15 @@ def _slopes(state: StateTensor) -> tuple[Expr, ...]:
     return (Symbol("nonlinear"),) if recurrence.path and not recurrence.slopes else recurrence.slopes
 
 
-def _divided_by(program: StepProgram, positive: Sequence[Node], read: Sequence[Node]) -> dict[Node, str]:
+def _divided_by(program: StepProgram, positive: Sequence[Node]) -> dict[Node, str]:
     """Map each input that a possibly negative divisor or radicand is computed from to the reason.
 
     Args:
         program: the program whose state is examined.
         positive: values that are never negative.
-        read: further inputs to examine.
     """
     known = Signs(positive, numbers_are_positive=True)
-    inputs = {*read, *(state.placeholder for state in program.states)}
+    inputs = {state.placeholder for state in program.states}
     found: dict[Node, str] = {}
     for node in program.gm.graph.nodes:
         for what, operand in _critical(node):

@@ -457,7 +457,7 @@ def test_installing_the_hooks_again_leaves_one_layer() -> None:
     for _ in range(3):
         collage_fx.state.checkpoint.install()
         collage_fx.torch_compat.patch_averages.install()
-        watch.install(backend_module._is_ours, backend_module._strictness, backend_module._rows_to_trace)
+        watch.start_watch(backend_module._is_ours, backend_module._strictness, backend_module._rows_to_trace)
     params = optimizer.param_groups[0]["params"]
     run_steps(compiled(optimizer), params, [0])
     keys = [f"collage_fx.parameter.exact.{name}" for name in ("rest", "fingerprint")]

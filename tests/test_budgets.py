@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from collage_fx import CollageBackend, explain, full_value
 from collage_fx.budgets import BUDGETS, TOLERANCE, Budget, frontier
-from collage_fx.state.error_terms import expansion_of
+from collage_fx.state.error_terms import record_of
 from tests.support.memory import left, peak
 from tests.support.rules import PULLS, WEIGHTS
 from tests.support.training import errors_beside_float64, parameters, run_steps, set_gradients
@@ -130,7 +130,7 @@ def test_a_run_within_a_budget(make: Make, budget: float) -> None:
     assert per["total"] <= budget * (1 + TOLERANCE)
     assert error < 0.05
     used = backend.report().graphs[-1].budgets[0]
-    found = expansion_of(params[0])
+    found = record_of(params[0])
     assert found is not None
     assert found.format.name == used.error_format
 
@@ -190,12 +190,12 @@ def test_a_smaller_budget_for_more_state_converts_error_terms() -> None:
     optimizer = momentum(params)
     step: Any = torch.compile(optimizer.step, backend=CollageBackend(bytes_per_parameter=4.1))
     run_steps(step, params, [0])
-    first = expansion_of(params[0])
+    first = record_of(params[0])
     before = full_value(params[0])
     assert first is not None
     assert first.format.name == "exact"
     run_steps(step, params, [1])
-    second = expansion_of(params[0])
+    second = record_of(params[0])
     assert second is not None
     assert second.format.name == "byte"
     assert params[0].grad is not None
@@ -231,7 +231,7 @@ def test_state_that_is_wider_counts(budget: float, error_format: str) -> None:
     used = backend.report().graphs[-1].budgets[0]
     assert used.error_format == error_format
     assert used.bytes == pytest.approx({"exact": 8, "byte": 7}[error_format], rel=1e-3)
-    found = expansion_of(params[0])
+    found = record_of(params[0])
     assert found is not None
     assert found.format.name == error_format
 

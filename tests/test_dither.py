@@ -18,7 +18,7 @@ from collage_fx import CollageBackend, error_terms, explain, full_value
 from collage_fx.graph import Unit
 from collage_fx.lowering.lower import inductor_settings
 from collage_fx.numerics.dither import dithered, phase, phases
-from collage_fx.state.error_terms import expansion_of
+from collage_fx.state.error_terms import record_of
 from collage_fx.torch_compat import local_tensor
 from tests.support import triton_offline as offline
 from tests.support.agreement import assert_same, trajectory
@@ -62,7 +62,7 @@ def counts(optimizer: torch.optim.Optimizer) -> list[int]:
     """Of all state that is rounded by dither, parameters first."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     tensors = [*params, *(each for state in optimizer.state.values() for each in state.values())]
-    found = [expansion_of(tensor) for tensor in tensors if tensor.dim()]
+    found = [record_of(tensor) for tensor in tensors if tensor.dim()]
     return [int(each.auxiliaries[-1]) for each in found if each is not None and each.format.is_dithered]
 
 
@@ -421,7 +421,7 @@ def trained(kind: str, placement: Placement | None) -> tuple[dict[str, Tensor], 
         for name, tensor in {"p": p, **optimizer.state[p]}.items()
         for part, each in enumerate((tensor, *error_terms(tensor)))
     }
-    first = [expansion_of(optimizer.state[p]["exp_avg"]) for p in params]
+    first = [record_of(optimizer.state[p]["exp_avg"]) for p in params]
     assert all(found is not None and int(found.auxiliaries[-1]) == 6 for found in first)
     starts = [int(found.start) for found in first if found is not None]
     assert all(local_tensor(each).dtype == torch.bfloat16 for each in params)

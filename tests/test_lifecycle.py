@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 import collage_fx
 from collage_fx import CollageBackend, error_terms, full_value
 from collage_fx.errors import CheckpointMismatchError
-from collage_fx.state.checkpoint import PREFIX, SHARED, PickledExpansion, _carried
+from collage_fx.state.checkpoint import PREFIX, SHARED, PickledRecord, _carried
 from tests.support import resume
 from tests.support.race import Race
 from tests.support.substitutes import error_terms_pickled_as_they_are
@@ -167,7 +167,7 @@ class OfAnEarlierVersion(pickle.Pickler):
     """Writes an optimizer as earlier versions did: ours beside the attributes that torch pickles."""
 
     def reducer_override(self, obj: Any) -> Any:
-        if obj is PickledExpansion:
+        if obj is PickledRecord:
             return "Carried"
         if not isinstance(obj, Optimizer):
             return NotImplemented

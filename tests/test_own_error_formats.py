@@ -16,7 +16,7 @@ from collage_fx.errors import CheckpointMismatchError
 from collage_fx.graph import Unit
 from collage_fx.numerics.error_formats import ERROR_FORMATS, ErrorFormat
 from collage_fx.state import adopt
-from collage_fx.state.error_terms import change_layout, ensure_expansion
+from collage_fx.state.error_terms import change_layout, ensure_record
 from tests.support.agreement import assert_same, trajectory
 from tests.support.error_formats import OWN_FORMATS
 from tests.support.float_bits import same_bits
@@ -52,7 +52,7 @@ def expanded(fmt: ErrorFormat, *shape: int) -> tuple[Tensor, Tensor]:
     """A tensor with error terms, and the float32 value that they were split from."""
     value = torch.randn(*shape, generator=torch.Generator().manual_seed(0))
     hi, *auxiliaries = fmt.split(value, torch.bfloat16)
-    ensure_expansion(hi, fmt, name="hi").replace_contents(auxiliaries)
+    ensure_record(hi, fmt, name="hi").replace_contents(auxiliaries)
     return hi, value
 
 
@@ -145,7 +145,7 @@ def test_a_changed_layout_keeps_the_value(fmt: ErrorFormat) -> None:
     # Rests of one size, which both formats hold wherever they are.
     sign = torch.randn(33, 17, generator=torch.Generator().manual_seed(0)).sign()
     hi, *auxiliaries = fmt.split(1 + 2.0**-12 * sign, torch.bfloat16)
-    ensure_expansion(hi, fmt, name="hi").replace_contents(auxiliaries)
+    ensure_record(hi, fmt, name="hi").replace_contents(auxiliaries)
     value = full_value(hi)
     change_layout(hi, lambda tensor: tensor.t_())
     assert torch.equal(full_value(hi), value.t())

@@ -29,7 +29,7 @@ from collage_fx.errors import (
     UnsupportedTensorError,
 )
 from collage_fx.numerics import ERROR_FORMATS, ErrorFormat
-from collage_fx.state.error_terms import expansion_of
+from collage_fx.state.error_terms import record_of
 from collage_fx.state.packed import is_packed
 from tests.support.bounded import SMALLEST, Bounded
 from tests.support.float_bits import unit_roundoff
@@ -93,7 +93,7 @@ def step_all(optimizers: Sequence[DrawnOptimizer]) -> None:
 
 
 def format_of(tensor: Tensor) -> ErrorFormat | None:
-    found = expansion_of(tensor)
+    found = record_of(tensor)
     return None if found is None else found.format
 
 
@@ -154,7 +154,7 @@ class Watched:
             return
         others = {id(tensor) for tensor in different}
         for name, tensor in _tensors(self.optimizer).items():
-            found = expansion_of(tensor)
+            found = record_of(tensor)
             mine = [tensor, *([] if found is None else found.auxiliaries)]
             assert not any(id(each) in others for each in mine), f"{name} has other bits:\n{self.rule!r}"
 

@@ -257,6 +257,7 @@ ASSIGNED = {
         "graph/program.py",
         "state.placeholder",
     ): "of a StateTensor, as torch.fx.Graph has a method of that name",
+    ("state/packed.py", "each.codec"): "a mark of ours on it",
     ("torch_compat/aot_autograd.py", "called._boxed_call"): "a mark on a function, or class, of ours",
     ("torch_compat/fused_updates.py", "twin.__kwdefaults__"): "of a copy of a function",
     ("torch_compat/inductor.py", "setattr"): "marks of ours, on a graph that is ours to edit",

@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from collage_fx import CollageBackend, CollageError, error_terms, full_value, load_full_state_dict
 from collage_fx.errors import UnsupportedTensorError
 from collage_fx.graph import Rounding, Strategy
-from collage_fx.state import adopt, expansion_of
+from collage_fx.state import adopt, record_of
 from collage_fx.torch_compat import local_tensor
 from tests.support.processes import Processes
 from tests.support.training import parameters, set_gradients
@@ -403,7 +403,7 @@ def taken_up_in_other_pieces(saved_in: Placement | None) -> dict[str, list[Any]]
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 again.load_state_dict(copy.deepcopy(saved))
-                for expansion in filter(None, map(expansion_of, params)):
+                for expansion in filter(None, map(record_of, params)):
                     expansion.settle()
             told = [str(each.message) for each in caught if "collage_fx" in str(each.message)]
             wrong = [

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from collage_fx import CollageBackend, error_terms
 from collage_fx.graph.program import Arithmetic
-from collage_fx.state.error_terms import expansion_of
+from collage_fx.state.error_terms import record_of
 from collage_fx.state.optimizers import state_tensors
 from tests.support.twin import TwinBackend
 
@@ -167,7 +167,7 @@ class Pair:
         """Give both what float32 has, 0 for what is no number."""
         for _, ours, theirs, _ in self.tensors():
             theirs.nan_to_num_(0, 0, 0)
-            expansion = expansion_of(ours)
+            expansion = record_of(ours)
             if expansion is None:
                 ours.copy_(theirs)
             else:

@@ -1,4 +1,4 @@
-"""The capture of a step: an accepted graph whose inputs have names, in families of equal updates."""
+"""Capture of a step: an accepted graph with named inputs, split into families of equal updates."""
 
 from collage_fx.capture.closures import calls_closure_first
 from collage_fx.capture.families import Families, families_of
@@ -7,7 +7,7 @@ from collage_fx.capture.inputs import describe_input, describe_inputs
 from collage_fx.capture.members import give_up_rows, has_stand_ins, members_come_and_go
 from collage_fx.capture.new_state import forget_new_state
 from collage_fx.capture.numbers import decompositions
-from collage_fx.capture.progress import untold
+from collage_fx.capture.progress import hide_progress
 from collage_fx.capture.recording import is_compiled, why_recorded
 from collage_fx.capture.refusals import (
     refuse_aliases,
@@ -37,6 +37,7 @@ __all__ = [
     "forget_new_state",
     "give_up_rows",
     "has_stand_ins",
+    "hide_progress",
     "is_compiled",
     "members_come_and_go",
     "not_compiled_yet",
@@ -50,7 +51,6 @@ __all__ = [
     "refuse_unknown_torch",
     "refuse_unsupported",
     "rows_to_trace",
-    "untold",
     "why_recorded",
     "with_lists_apart",
 ]

@@ -1,9 +1,10 @@
-"""Whether a step calls its closure once, before it does anything else: read off its source.
+"""Check, by reading a step's source, that it calls its closure once and before anything else.
 
-A trainer's closure runs forward and backward. Most steps call it first, and update then: it can be called
-before the step that is compiled. Sharpness-aware, extragradient and line-search steps move parameters between
-two calls, and have to be given the closure itself. What cannot be told is taken for one of those: a step that
-is given its closure is right in any case, and recorded where Dynamo cannot capture the closure.
+A trainer's closure runs forward and backward. Most steps call the closure first and update parameters
+afterwards: for them, the closure can be called before the compiled step. Sharpness-aware, extragradient and
+line-search steps move parameters between two calls, and have to be given the closure itself. A step that
+cannot be judged is treated like those: a step that is given its closure is right in any case, and is recorded
+where Dynamo cannot capture the closure.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from torch.optim import Optimizer
 
 
 def calls_closure_first(kind: type[Optimizer]) -> bool:
-    """Whether steps of a class of optimizers call their closure once, before anything else, or never."""
+    """Return whether the steps of an optimizer class call their closure once and first, or never."""
     steps = [vars(each)["step"] for each in kind.__mro__ if "step" in vars(each) and each is not Optimizer]
     return all(map(_calls_first, steps))
 
 
 def _calls_first(step: Callable[..., Any]) -> bool:
+    """Return whether one ``step`` function calls its closure first, or takes none."""
     closure = inspect.signature(step).parameters.get("closure")
     if closure is None:
         return True
@@ -44,7 +46,7 @@ def _calls_first(step: Callable[..., Any]) -> bool:
 
 
 def _uses(statement: ast.stmt) -> Iterator[bool]:
-    """The uses of the closure in a statement but for conditions: whether each is a call that comes first."""
+    """Yield for each use of the closure, except in conditions, whether the use is a call that comes first."""
     parents = {child: each for each in ast.walk(statement) for child in ast.iter_child_nodes(each)}
     for name in ast.walk(statement):
         if not (isinstance(name, ast.Name) and name.id == "closure"):
@@ -72,12 +74,12 @@ def _uses(statement: ast.stmt) -> Iterator[bool]:
 
 
 def _is_step(function: ast.expr) -> bool:
-    """Whether a function is the step of another optimizer, or of a base class, which gets the closure."""
+    """Return whether a function is the step of a base class or another optimizer, which gets the closure."""
     return isinstance(function, ast.Attribute) and function.attr == "step"
 
 
 def _acts(statement: ast.stmt) -> bool:
-    """Whether a statement may do more than to look whether a step is possible."""
+    """Return whether a statement may do more than check that a step is possible."""
     if isinstance(statement, (ast.For, ast.While, ast.With)):
         return True
     calls = (each for each in ast.walk(statement) if isinstance(each, ast.Call))
@@ -88,5 +90,6 @@ def _acts(statement: ast.stmt) -> bool:
 
 
 def _is_raised(call: ast.Call, statement: ast.stmt) -> bool:
+    """Return whether a call makes an exception that the statement raises."""
     raised = (each.exc for each in ast.walk(statement) if isinstance(each, ast.Raise) and each.exc)
     return any(call in ast.walk(each) for each in raised)

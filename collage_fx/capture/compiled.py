@@ -1,15 +1,15 @@
-"""The code of a part of a recorded step: made for its numbers and sizes, until they are seen to change.
+"""Code of a component of a recorded step, compiled for its numbers and sizes until they change.
 
-Note [What is burned in]
-------------------------
-A number that is always the same (a decay, an exponent) is a constant of the code: by it, the passes know what
-a recurrence loses, and Inductor writes ``x * x`` for ``x ** 2``. One that has been another before (a learning
-rate, a bias correction) is an input, a 0-d float64 tensor, and costs no compilation from then on: Note
-[Numbers that change] in ``numbers.py``. A number that an operator takes no tensor for is burned in each
-time, a few times.
+Note [Constants and inputs]
+---------------------------
+A number that is always the same (a decay, an exponent) is a constant of the code: from it, the passes know
+what a recurrence loses, and Inductor writes ``x * x`` for ``x ** 2``. A number that has been seen to change
+(a learning rate, a bias correction) is an input, a 0-d float64 tensor, and costs no further compilation: Note
+[Numbers that change] in ``numbers.py``. A number for which an operator takes no tensor is *burned in*: it is
+compiled as a constant each time, a few times.
 
-With sizes that change, all sizes are symbols. What was decided by their values, or by those of numbers, while
-the graph was traced is looked at before each call.
+Once sizes change, all sizes are symbols. Whatever was decided by the values of sizes or numbers while the
+graph was traced is checked before each call.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from collage_fx.capture.segment import Function
+from collage_fx.capture.segment import RecordedFunction
 from collage_fx.torch_compat import BurnedIn, SymbolicScope, compiling
 
-#: From a graph and the values of its inputs to a callable of such values.
+#: Function that compiles a graph, given example values of its inputs, to a callable of such values.
 CompileGraph = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
 
 
@@ -34,12 +34,12 @@ class Compiled:
     """Code for functions that differ in tensors, in some numbers, and perhaps in sizes.
 
     Attributes:
-        code: takes the tensors, then the numbers that are inputs as 0-d tensors, then the sizes.
-        constants: the numbers that are part of it, by position.
-        inputs: the positions of the others.
-        burned_in: the positions of numbers that could not be made inputs.
+        code: takes the tensors, then the input numbers as 0-d tensors, then the sizes.
+        constants: position -> number that the code has as a constant.
+        inputs: positions of the other numbers.
+        burned_in: positions of numbers that could not be made inputs.
         takes_sizes: whether sizes are inputs.
-        holds: whether what was decided while it was traced is so for other inputs; None if nothing was.
+        holds: checks decisions of the trace against other inputs; None if the trace made none.
     """
 
     code: Callable[..., Any]
@@ -49,49 +49,52 @@ class Compiled:
     takes_sizes: bool
     holds: Callable[[Sequence[Any]], bool] | None
 
-    def others_in(self, numbers: Sequence[float]) -> set[int]:
-        """The positions of numbers that are others than the constants; NaN is NaN."""
+    def changed_in(self, numbers: Sequence[float]) -> set[int]:
+        """Return the positions of numbers that differ from the constants; NaN equals NaN."""
         return {
             i
             for i, constant in self.constants.items()
             if numbers[i] != constant and not (math.isnan(numbers[i]) and math.isnan(constant))
         }
 
-    def fits(self, function: Function) -> bool:
+    def fits(self, function: RecordedFunction) -> bool:
+        """Return whether the code computes a function."""
         numbers = function.numbers
-        if self.others_in(numbers):
+        if self.changed_in(numbers):
             return False
         if self.holds is None:
             return True
         return self.holds([*function.tensors, *(numbers[i] for i in self.inputs), *self._sizes(function)])
 
-    def __call__(self, function: Function) -> None:
+    def __call__(self, function: RecordedFunction) -> None:
+        """Call the code on a function's tensors, numbers and sizes."""
         numbers: Sequence[torch.Tensor] = ()
         if self.inputs:
             values = [function.numbers[i] for i in self.inputs]
             numbers = torch.tensor(values, dtype=torch.float64).unbind()
         self.code(*function.tensors, *numbers, *self._sizes(function))
 
-    def _sizes(self, function: Function) -> Sequence[int]:
+    def _sizes(self, function: RecordedFunction) -> Sequence[int]:
         return function.sizes if self.takes_sizes else ()
 
 
 def compiled_for(
-    function: Function, compile_graph: CompileGraph, last: Compiled | None, *, takes_sizes: bool
+    function: RecordedFunction, compile_graph: CompileGraph, last: Compiled | None, *, takes_sizes: bool
 ) -> Compiled:
-    """Code for a function, and for all others whose numbers differ where its own do from ``last``'s.
+    """Compile a function, and with it all functions that differ in the same numbers.
 
     Args:
-        function: to be compiled.
-        compile_graph: how.
-        last: what was compiled before for a function of the same form, if anything was.
-        takes_sizes: whether to compile it for any sizes.
+        function: the function.
+        compile_graph: compiles its graph.
+        last: code of the last function of the same form; None if there is none. Numbers that differ from its
+            constants become inputs.
+        takes_sizes: whether the code is to take any sizes.
     """
     numbers = function.numbers
     changed: set[int] = set()
     burned_in: frozenset[int] = frozenset()
     if last is not None:
-        changed = {*last.inputs, *last.others_in(numbers)}
+        changed = {*last.inputs, *last.changed_in(numbers)}
         burned_in = last.burned_in
     while True:
         inputs = tuple(i for i in sorted(changed - burned_in) if math.isfinite(numbers[i]))
@@ -104,7 +107,7 @@ def compiled_for(
                 code = compile_graph(module, [*tensors, *map(scope.input, values)])
         except BurnedIn as found:
             found_here = {i for i, s in zip(inputs, scope.floats, strict=True) if s in found.symbols}
-            assert found_here, "only what is an input can be burned in"
+            assert found_here, "only inputs can be burned in"
             burned_in |= found_here
             continue
         constants = {i: value for i, value in enumerate(numbers) if i not in inputs}

@@ -1,35 +1,35 @@
-"""The search for families: updates in a captured graph that are the same but for their tensors.
+"""Search for families: updates in a captured graph that are equal except for their tensors.
 
 Note [One of each family]
 -------------------------
-The step of 148 parameters is one update, written 148 times. Tracing it (AOTAutograd does twice), analysing
-and rewriting it takes as long for each of them, and finds the same. So the captured graph is cut into
-components that have no value in common, components that do the same to tensors of the same layout and
-meaning are a *family*, and what is compiled is a graph of one of each family. Its parts are then called for
-the tensors of all (:mod:`collage_fx.graph.families`).
+The step of 148 parameters is one update, written 148 times. Tracing all of them (AOTAutograd does it twice),
+analysing and rewriting them takes 148 times as long as one, and finds the same each time. So the captured
+graph is cut into components that have no value in common, components that do the same to tensors of the same
+layout and meaning form a *family*, and a graph of one component of each family is compiled. Its parts are
+then called for the tensors of all components (:mod:`collage_fx.graph.families`).
 
-* A component is what is connected by operations and by the tensors that these read. Numbers connect nothing,
-  nor does a 0-d tensor that several components read: that is *common* to the step. Nothing of it may be
-  written to, which is known once AOTAutograd has found out what is: the graph is then compiled whole, as it
-  is wherever something here is not understood.
-* Components are equal if their operations, their constants and the values of the step in common that they
-  read are, one by one in the order of the graph, and of their tensors the layout, the role, the symbol in
-  recurrences and whether there are error terms already. So every decision about one holds for its family.
-  Only names differ.
+* A component is connected by operations and by the tensors that they read. Numbers connect nothing, nor does
+  a 0-d tensor that several components read: it is *common* to the step. Nothing may write to what is common,
+  which is known once AOTAutograd has found the writes. The graph is then compiled whole, as it is wherever
+  the search meets something that it does not understand.
+* Two components are equal if, one by one in the order of the graph, their operations, their constants and the
+  common values that they read are equal, and so are the layout, the role, the symbol in recurrences and the
+  presence of error terms of their tensors. So every decision about one component holds for its family. Only
+  names differ.
 * No two inputs may share memory, though they may lie side by side in one storage, as the gradients of FSDP
   and DistributedDataParallel do: components can then run in any order.
-* A component of DTensors, all of one shape and in pieces alike, becomes one of this process's pieces if it
-  turns out to compute each element from the same elements alone. So neither AOTAutograd nor a step has to do
-  with DTensors. Others are compiled whole: AOTAutograd knows what has to be sent between the processes.
+* A component of DTensors, all of one shape and sharded alike, becomes a component of this process's shards if
+  each element turns out to be computed from the same elements alone. So neither AOTAutograd nor a step has to
+  handle DTensors. Others are compiled whole: AOTAutograd knows what the processes have to exchange.
 
-Dynamo need not trace what will be cut away, either. It takes longer than all that follows. So of the lists of
-parameters, gradients and state that the steps of torch.optim loop over, it gets those rows alone that
-:func:`rows_to_trace` chooses: two of each layout. If they turn out to be members of the same families, in the
-same places, then the rows left out are members too. Otherwise, and wherever something here is not understood,
-the step is traced once more, whole.
+Dynamo need not trace what will be cut away, either: its trace takes longer than everything after it. So of
+the lists of parameters, gradients and state that the steps of torch.optim loop over, Dynamo gets only the
+rows that :func:`rows_to_trace` chooses: two of each layout. If both turn out to be members of the same
+families, at the same indices, then the rows left out are members too. Otherwise, and wherever something here
+is not understood, the step is traced once more, whole.
 
-What is not understood is a :class:`~collage_fx.graph.Reason`: the graph is then compiled whole, as a family
-of one, and the reason is in the report.
+Whatever is not understood becomes a :class:`~collage_fx.graph.Reason`: the graph is then compiled whole, as a
+family of one, and the report shows the reason.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from collage_fx.capture.thinning import ListRows, is_plain, layout_of
-from collage_fx.graph import Groups, InputInfo, Reason, Repetition, device_facts
+from collage_fx.graph import InputInfo, Reason, Repetition, components, device_facts
 from collage_fx.torch_compat import (
     SET_GRAD_ENABLED,
     Sharding,
@@ -57,28 +57,28 @@ from collage_fx.torch_compat import (
     storage_of,
 )
 
-#: Nodes without operands that stand for no value but change how the following are captured.
+#: Nodes without operands and without a value, which change how the nodes after them are captured.
 MODES = frozenset({SET_GRAD_ENABLED})
 
 
 @dataclass(frozen=True)
 class Families:
-    """A module of one component of each family, and how the whole graph is made of those.
+    """A module of one component of each family, and the way in which the whole graph is made of them.
 
     Attributes:
-        captured: what Dynamo captured.
-        module: the graph of the first of each family.
-        arguments: its arguments.
-        inputs: of the whole graph, in AOTAutograd's order: parameters and buffers, then arguments.
-        bound: how many of them are attributes of the module, so the same tensors in every call.
-        gradients: the indices of arguments that Dynamo does not pass, and of the parameters that have them.
-        infos: what the inputs are to the user.
-        members: if they come and go, for each turn of the repetition the indices of its gradient and of its
-            parameter; else empty.
-        distributed: the indices of inputs that are DTensors, and how; ``module`` has this process's pieces.
-        origins: where the inputs of ``module`` come from, as :func:`~collage_fx.torch_compat.aot_input_of`
-            tells it.
-        repetition: how those inputs, in that order, and the results of ``module`` recur.
+        captured: the module that Dynamo captured.
+        module: the graph of the first component of each family.
+        arguments: arguments of ``module``.
+        inputs: inputs of the whole graph, in AOTAutograd's order: parameters and buffers, then arguments.
+        bound: number of inputs that are attributes of the module, hence the same tensors in every call.
+        gradients: index of a gradient that Dynamo does not pass as an argument -> index of its parameter.
+        infos: names and roles of the inputs.
+        members: for each turn of the repetition the indices of its gradient and its parameter; empty unless
+            gradients come and go.
+        distributed: index of an input that is a DTensor -> its sharding; ``module`` has the local shards.
+        origins: for each input of ``module``, its source in the form of
+            :func:`~collage_fx.torch_compat.aot_input_of`.
+        repetition: recurrence of the inputs of ``module``, in the order of ``origins``, and of its results.
     """
 
     captured: GraphModule
@@ -94,20 +94,20 @@ class Families:
     repetition: Repetition
 
 
-#: ``(inputs, names of inputs, how many are bound)`` -> what they are to the user, with error terms or not.
+#: ``(inputs, names, number of bound inputs)`` -> for each its description, and facts that equal inputs share.
 Describe = Callable[[Sequence[Any], Sequence[str], int], Sequence[tuple[InputInfo, Hashable]]]
 
 
 def families_of(
     gm: GraphModule, arguments: Sequence[Any], describe: Describe, thinned: Sequence[ThinnedLists] = ()
 ) -> Families | Reason:
-    """The families of a graph that Dynamo captured, or why it has none.
+    """Find the families of a graph that Dynamo captured, or the reason why it has none.
 
     Args:
         gm: the graph.
         arguments: its arguments.
-        describe: tells what inputs are to the user.
-        thinned: the lists of which Dynamo has traced some rows; members are found for the others.
+        describe: names the inputs and tells their roles.
+        thinned: lists of which Dynamo has traced some rows; members are found for the others.
     """
     found = _Search(gm, arguments, ListRows(thinned))
     if (reason := found.not_understood()) is not None:
@@ -116,9 +116,9 @@ def families_of(
     found.meanings = [(info.symbol, info.role, kind) for info, kind in described]
     families = found.families()
     for family in families:
-        if (reason := found.not_in_pieces_alike(family[0])) is not None:
+        if (reason := found.not_sharded_alike(family[0])) is not None:
             return reason
-    gains = found.pieces or found.rows.come_and_go  # also from families of one
+    gains = found.pieces or found.rows.come_and_go  # even in families of one
     if sum(map(len, families)) == len(families) and not gains:
         return Reason("no two tensors are updated alike")
     if not found.adds_rows_left_out(families):
@@ -131,9 +131,9 @@ class _Component:
     """A connected component of the graph's operations.
 
     Attributes:
-        nodes: in the order of the graph, without inputs.
-        inputs: indices of those that no other component reads, in the order in which they are read.
-        results: those of its nodes that the graph returns.
+        nodes: operations in the order of the graph, without inputs.
+        inputs: indices of the inputs that no other component reads, in the order in which they are read.
+        results: nodes that the graph returns.
     """
 
     nodes: list[Node] = field(default_factory=list)
@@ -142,7 +142,7 @@ class _Component:
 
 
 class _Search:
-    """The search for families in one captured graph."""
+    """Search for families in one captured graph."""
 
     def __init__(self, gm: GraphModule, arguments: Sequence[Any], rows: ListRows) -> None:
         self.gm = gm
@@ -152,36 +152,36 @@ class _Search:
         self.are_arguments_understood = len(placeholders) == len(arguments)
         bound = dict(
             [
-                *rows.with_those_left_out(list(gm.named_parameters())),
-                *rows.with_those_left_out(list(gm.named_buffers())),
+                *rows.with_rows_left_out(list(gm.named_parameters())),
+                *rows.with_rows_left_out(list(gm.named_buffers())),
             ]
         )
-        given = dict(rows.with_those_left_out(passed))
+        given = dict(rows.with_rows_left_out(passed))
         self.inputs = (*bound.values(), *given.values())
         self.names = (*bound, *given)
         self.bound = len(bound)
-        #: How the inputs that are DTensors are in pieces, by index.
+        #: Index of an input that is a DTensor -> its sharding.
         self.pieces = {
             index: pieces
             for index, value in enumerate(self.inputs)
             if isinstance(value, Tensor) and (pieces := sharding_of(value)) is not None
         }
         index_of = {name: index for index, name in enumerate(bound)}
-        #: The input that a node is: None for an attribute that is no parameter or buffer.
+        #: Node -> index of the input; None for an attribute that is no parameter or buffer.
         self.index: dict[Node, int | None] = {
             node: index_of.get(str(node.target)) for node in gm.graph.find_nodes(op="get_attr")
         }
         argument_indices = {name: self.bound + i for i, name in enumerate(given)}
         self.index.update({node: argument_indices.get(node.name) for node in placeholders})
-        #: Numbers: computed from inputs and other numbers alone.
+        #: Nodes that are numbers computed from inputs and other numbers alone.
         self.numbers: set[Node] = set()
         self._computed: dict[Node, int] = {}
         self._known: dict[Hashable, int] = {}
         self.meanings: Sequence[Hashable] = ()
 
     def not_understood(self) -> Reason | None:
-        """The first thing in the graph that may keep its components from being independent."""
-        if not self.are_arguments_understood or not self.rows.are_understood():
+        """Return the first reason why components may depend on each other; None if there is none."""
+        if not self.are_arguments_understood or not self.rows.are_distinct():
             return Reason("Dynamo passes other arguments than the graph takes, or a tensor twice")
         for node, index in self.index.items():
             if index is None:
@@ -189,6 +189,7 @@ class _Search:
         return self._input_not_understood() or self._operation_not_understood()
 
     def _input_not_understood(self) -> Reason | None:
+        """Return the first input of an unknown kind, or in the memory of another; None if there is none."""
         traced = {id(self.inputs[index]) for index in self.index.values() if index is not None}
         memory: dict[int, list[tuple[int, int, str]]] = defaultdict(list)
         for name, value in zip(self.names, self.inputs, strict=True):
@@ -215,14 +216,15 @@ class _Search:
         return None
 
     def _operation_not_understood(self) -> Reason | None:
+        """Return the first operation of an unknown kind; None if there is none."""
         if self.rows.thinned and self._returned():
             return Reason("the step returns something, of which Dynamo has traced only a part")
         for node in self.gm.graph.nodes:
             if node.op in ("placeholder", "get_attr", "output"):
                 continue
             if node.op not in ("call_function", "call_method"):
-                return Reason.at(node, "it is no call of a function")
-            if not (node.all_input_nodes or node.target in MODES or _is_tensor(node) or _is_number(node)):
+                return Reason.at(node, "it is not a function call")
+            if not (node.all_input_nodes or node.target in MODES or _is_tensor(node) or _is_scalar(node)):
                 return Reason.at(node, "it has no operands and makes neither a tensor nor a number")
         for result in self._returned():
             if not (isinstance(result, Node) and _is_tensor(result)):
@@ -233,26 +235,26 @@ class _Search:
         return list(pytree.tree_leaves(self.gm.graph.output_node().args))
 
     def families(self) -> list[list[_Component]]:
-        """Components by family, the families in the order of their first."""
-        components = self._components()
+        """Group the components by family; families come in the order of their first components."""
+        found = self._components()
         readers: dict[int, set[int]] = defaultdict(set)
-        for i, component in enumerate(components):
+        for i, component in enumerate(found):
             for index in component.inputs:
                 readers[index].add(i)
         self.common = {index for index, reading in readers.items() if len(reading) > 1}
         self.common |= {self._index_of(n) for number in self.numbers for n in self._inputs_of(number)}
         self.common |= {i for i, value in enumerate(self.inputs) if not isinstance(value, Tensor)}
-        self.order = components
+        self.order = found
         families: dict[Hashable, list[_Component]] = {}
-        for component in components:
+        for component in found:
             component.inputs = [index for index in component.inputs if index not in self.common]
             families.setdefault(self._key(component), []).append(component)
         return list(families.values())
 
-    def not_in_pieces_alike(self, component: _Component) -> Reason | None:
-        """Why a component of DTensors is not as well one of this process's pieces of them.
+    def not_sharded_alike(self, component: _Component) -> Reason | None:
+        """Return why a component of DTensors cannot be computed on the local shards alone; None if it can.
 
-        If it is elementwise, that is.
+        The component is assumed to be elementwise, which is checked later.
         """
         pieces = {
             self.names[index]: (self.pieces.get(index), self.inputs[index].shape)
@@ -264,18 +266,19 @@ class _Search:
             return None
         for name, each in pieces.items():
             if each != alike:
-                return Reason("this input is not in pieces like the others of its update", name)
+                return Reason("this input is not sharded like the others of its update", name)
         assert first is not None
         if any(placement.is_partial() for placement in first.placements):
-            return Reason("of its inputs each process has a summand", next(iter(pieces)))
+            return Reason("each process has a summand of its inputs (Partial)", next(iter(pieces)))
         if component.results:
             return Reason.at(component.results[0], "the step returns a new DTensor")
         return None
 
     def adds_rows_left_out(self, families: list[list[_Component]]) -> bool:
-        """Make the rows left out members of families; False if the traced rows don't show that they would be.
+        """Add the rows left out to the families; return False if the traced rows do not justify that.
 
-        They do if of each layout both rows have their components in the same families, and nothing else.
+        They justify it if the two rows of each layout have their components in the same families, and nothing
+        else.
         """
         if not self.rows.thinned:
             return True
@@ -308,44 +311,39 @@ class _Search:
         return True
 
     def _input(self, index: int) -> Hashable:
-        """The layout, role and symbol of an input: equal for inputs that may correspond to each other."""
+        """Return the layout, role and symbol of an input, which are equal for corresponding inputs."""
         return (*layout_of(self.inputs[index]), self.meanings[index])
 
     def _components(self) -> list[_Component]:
-        groups = Groups[Node]()
-        operations = [node for node in self.gm.graph.nodes if node.op in ("call_function", "call_method")]
-        for node in operations:
-            if _is_number(node) and all(n in self.numbers or n in self.index for n in node.all_input_nodes):
+        """Cut the graph into components; fill ``numbers`` on the way."""
+        operations = []
+        for node in self.gm.graph.nodes:
+            if node.op not in ("call_function", "call_method") or node.target in MODES:
+                continue
+            if _is_scalar(node) and all(n in self.numbers or n in self.index for n in node.all_input_nodes):
                 self.numbers.add(node)
-                continue
-            if node.target in MODES:
-                continue
-            groups.find(node)
-            for operand in node.all_input_nodes:
-                if operand in self.index:
-                    if self._connects(operand):
-                        groups.join(operand, node)
-                elif operand not in self.numbers:
-                    groups.join(operand, node)
+            else:
+                operations.append(node)
         returned = set(self._returned())
-        components: dict[Node, _Component] = defaultdict(_Component)
-        for node in operations:
-            if node in self.numbers or node.target in MODES:
-                continue
-            component = components[groups.find(node)]
-            component.nodes.append(node)
-            for operand in self._inputs_of(node):
-                if self._index_of(operand) not in component.inputs:
-                    component.inputs.append(self._index_of(operand))
-            if node in returned:
-                component.results.append(node)
-        return list(components.values())
+        found = []
+        for nodes in components(operations, self._connecting):
+            read = [self._index_of(operand) for node in nodes for operand in self._inputs_of(node)]
+            results = [node for node in nodes if node in returned]
+            found.append(_Component(nodes, list(dict.fromkeys(read)), results))
+        return found
+
+    def _connecting(self, node: Node) -> Iterator[Node]:
+        """Yield the values that connect an operation with others: its result and its own operands."""
+        yield node
+        for operand in node.all_input_nodes:
+            if self._connects(operand) if operand in self.index else operand not in self.numbers:
+                yield operand
 
     def _connects(self, node: Node) -> bool:
-        """Whether the readers of an input are one component.
+        """Return whether an input connects its readers to one component.
 
-        A 0-d tensor may be one number for all of them, ``lr`` say, unless one of them seems to change it: if
-        that is wrong, the graph is compiled whole.
+        A 0-d tensor may be one number for all of them, such as ``lr``, unless an operation seems to write to
+        it. If that guess is wrong, the graph is compiled whole.
         """
         value = self.inputs[self._index_of(node)]
         return isinstance(value, Tensor) and (value.dim() > 0 or any(map(_seems_to_change, node.users)))
@@ -359,7 +357,7 @@ class _Search:
         return index
 
     def _key(self, component: _Component) -> Hashable:
-        """A key that is equal for components that do the same to tensors of the same layout and meaning."""
+        """Return a key that is equal for components that do the same to tensors of equal layout and role."""
         own = {index: i for i, index in enumerate(component.inputs)}
         local = {node: i for i, node in enumerate(component.nodes)}
 
@@ -379,7 +377,7 @@ class _Search:
         return operations, layouts, tuple(local[node] for node in component.results)
 
     def _number(self, node: Node) -> Hashable:
-        """A key that is equal for numbers that are computed alike from the same inputs."""
+        """Return a key that is equal for numbers that are computed alike from the same inputs."""
         if node not in self.numbers:
             return "common", self._index_of(node)
         if node not in self._computed:
@@ -388,6 +386,7 @@ class _Search:
         return "number", self._computed[node]
 
     def result(self, families: list[list[_Component]], infos: tuple[InputInfo, ...]) -> Families | Reason:
+        """Build the module of one component of each family, and the repetition."""
         family_of = {id(c): (f, m) for f, family in enumerate(families) for m, c in enumerate(family)}
         first = [family[0] for family in families]
         indices = sorted({index for component in first for index in component.inputs} | self.common)
@@ -454,9 +453,9 @@ class _Search:
         )
 
     def _members(self) -> tuple[tuple[int, int], ...]:
-        """For each component, in their order, the gradient without which it is not there, and its parameter.
+        """Return for each component, in order, the indices of its gradient and of its parameter.
 
-        -1 for what is no input.
+        -1 stands for a tensor that is no input.
         """
         if not self.rows.come_and_go:
             return ()
@@ -467,7 +466,7 @@ class _Search:
         return tuple((index_by_id.get(id(p.grad), -1), index_by_id.get(id(p), -1)) for p in parameters)
 
     def _gradients(self) -> dict[int, int]:
-        """The gradients of rows that were not traced, each with the index of its parameter."""
+        """Map the gradients of rows that were not traced to the indices of their parameters."""
         of = {id(value.grad): index for index, value in enumerate(self.inputs[: self.bound])}
         return {
             index: of.get(id(value), -1)
@@ -476,7 +475,7 @@ class _Search:
         }
 
     def _module(self, indices: set[int], kept: set[Node], results: list[Node]) -> GraphModule:
-        """The module of some of the operations."""
+        """Copy some of the operations, and the inputs that they read, into a module."""
         graph = Graph()
         copied: dict[Node, Node] = {}
         for node in self.gm.graph.nodes:
@@ -488,21 +487,23 @@ class _Search:
             str(node.target): local_tensor(bound[str(node.target)])
             for node in graph.find_nodes(op="get_attr")
         }
-        # No meta: it holds what Dynamo knows of the inputs of the whole graph.
+        # Without meta, which describes the inputs of the whole graph.
         return GraphModule(tensors, graph)
 
 
 def _is_tensor(node: Node) -> bool:
+    """Return whether a node of Dynamo's graph is a tensor."""
     return isinstance(node.meta.get("example_value"), Tensor)
 
 
-def _is_number(node: Node) -> bool:
+def _is_scalar(node: Node) -> bool:
+    """Return whether a node of Dynamo's graph is a Python or symbolic number."""
     numbers = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)
     return isinstance(node.meta.get("example_value"), numbers)
 
 
 def _seems_to_change(node: Node) -> bool:
-    """Whether an operation's name is that of one in place: ``add_``, or Python's ``iadd``."""
+    """Return whether an operation has the name of an in-place operation: ``add_``, or Python's ``iadd``."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     if getattr(node.target, "__module__", "") != "_operator":
         return name.endswith("_")
@@ -510,7 +511,7 @@ def _seems_to_change(node: Node) -> bool:
 
 
 def _described(value: Any, named: Callable[[Node], Hashable]) -> Hashable:
-    """Arguments of an operation with names for nodes."""
+    """Replace the nodes among an operation's arguments by names, for use in a key."""
     if isinstance(value, Node):
         return named(value)
     if isinstance(value, (list, tuple)):

@@ -1,11 +1,11 @@
-"""Operations on lists of tensors, ``torch._foreach_add_`` and the like, taken apart.
+"""Split operations on lists of tensors, such as ``torch._foreach_add_``, into operations on tensors.
 
 Note [Lists are no families]
 ----------------------------
 torch.optim loops over a model's tensors on the CPU, and gives lists of them to ``_foreach_`` functions on a
-GPU: one operation for all tensors, by which all updates are one component. What such a function does to one
-element has a rule (:func:`~collage_fx.graph.foreach_rule`), so that it is as well written as an operation for
-each. Then the updates are components of their own, and equal ones a family.
+GPU. Such a function is one operation on all tensors, which makes all updates one component. A rule
+(:func:`~collage_fx.graph.foreach_rule`) says what the function does to each element, so that it can be
+written as one operation for each. Then updates are components of their own, and equal ones are a family.
 """
 
 from __future__ import annotations
@@ -25,27 +25,30 @@ PREFIX = "_foreach_"
 
 
 def with_lists_apart(gm: GraphModule) -> GraphModule:
-    """A captured graph with an operation for each element of its lists; itself if it has no lists.
+    """Return a copy of a captured graph with an operation for each element of its lists.
 
-    A function that has no rule is left as it is.
+    Without lists, it is the graph itself.
+
+    A function that has no rule is kept.
     """
-    if not any(_name(node) for node in gm.graph.nodes):
+    if not any(_foreach_name(node) for node in gm.graph.nodes):
         return gm
     apart = copy_of(gm)
     for node in list(apart.graph.nodes):
-        if name := _name(node):
+        if name := _foreach_name(node):
             _take_apart(node, name)
     apart.recompile()
     return apart
 
 
-def _name(node: Node) -> str:
-    """NAME, or NAME_, of a call of ``torch._foreach_NAME``; empty for others."""
+def _foreach_name(node: Node) -> str:
+    """Return NAME, or NAME_, of a call of ``torch._foreach_NAME``; empty for other nodes."""
     name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
     return name.removeprefix(PREFIX) if name.startswith(PREFIX) else ""
 
 
 def _take_apart(node: Node, name: str) -> None:
+    """Replace a ``_foreach_`` node by an operation for each element, if there is a rule."""
     rule, graph = foreach_rule(name.removesuffix("_")), node.graph
     readers = [user for user in node.users if getattr(user.target, "__name__", "") == "getitem"]
     if rule is None or len(readers) < len(node.users):
@@ -68,7 +71,7 @@ def _take_apart(node: Node, name: str) -> None:
 
 
 def _value(rule: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """The fake value that a rule makes of those of its operands."""
+    """Compute the fake value of a rule's result from the fake values of its operands."""
     args, kwargs = map_arg((args, kwargs), lambda operand: operand.meta["example_value"])
     mode = detect_fake_mode(each for each in args if isinstance(each, Tensor))
     assert mode is not None, "what Dynamo captures are fake tensors"

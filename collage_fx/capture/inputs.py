@@ -1,4 +1,4 @@
-"""The description of a captured step's inputs: names, symbols for recurrences, roles, real tensors."""
+"""Description of a captured step's inputs: names, symbols for recurrences, roles, real tensors."""
 
 from __future__ import annotations
 
@@ -12,19 +12,15 @@ from torch.fx import GraphModule, Node
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from collage_fx.graph import InputInfo, Role
-from collage_fx.state import KnownTensor, why_left_unpacked
+from collage_fx.state import KnownTensor
 from collage_fx.torch_compat import aot_input_of, sharding_of, symbol_source
 
-#: Low-precision tensors that a step that is being recorded has made, and may hand from one graph to the next.
-made = WeakTensorKeyDictionary()
-#: The state that parameters have got in such a step.
-born = WeakTensorKeyDictionary()
-#: Those that graphs of a step that is being recorded have updated.
-updated = WeakTensorKeyDictionary()
-#: Those that such a step has written before it calls its closure.
-spanning = WeakTensorKeyDictionary()
-#: Those of whose memory such a step has another tensor.
-shared = WeakTensorKeyDictionary()
+#: Low-precision tensors that the step being recorded has made, and may pass from one graph to the next.
+made_in_step = WeakTensorKeyDictionary()
+#: State that parameters got in the step being recorded.
+born_in_step = WeakTensorKeyDictionary()
+#: Tensors that the step being recorded has written before it calls its closure.
+spanning_closure = WeakTensorKeyDictionary()
 
 
 def describe_inputs(
@@ -33,13 +29,16 @@ def describe_inputs(
     arguments: Sequence[Any],
     known: Mapping[int, KnownTensor],
 ) -> list[InputInfo]:
-    """Describe the inputs of an AOTAutograd graph: one :class:`~collage_fx.graph.program.InputInfo` each.
+    """Describe the inputs of an AOTAutograd graph.
 
     Args:
-        inputs: its placeholders.
-        dynamo_module: the module Dynamo captured: its attributes are the tensors bound to the graph.
-        arguments: what Dynamo passed to the backend for the module's own inputs.
+        inputs: placeholders of the graph.
+        dynamo_module: the module that Dynamo captured; its attributes are the tensors bound to the graph.
+        arguments: real arguments that Dynamo passed to the backend for the module's own inputs.
         known: see :func:`known_tensors`.
+
+    Returns:
+        one :class:`~collage_fx.graph.program.InputInfo` for each placeholder.
     """
     argument_names = [node.name for node in dynamo_module.graph.find_nodes(op="placeholder")]
     described = []
@@ -53,7 +52,7 @@ def describe_inputs(
         else:
             kind, where = origin
             if kind == "attribute":
-                tensor, fallback = _attribute(dynamo_module, str(where)), str(where)
+                tensor, fallback = _module_attribute(dynamo_module, str(where)), str(where)
             else:
                 tensor, fallback = arguments[int(where)], argument_names[int(where)]
             described.append(describe_input(tensor, fallback, known, bound=kind == "attribute"))
@@ -65,26 +64,23 @@ def describe_input(value: Any, fallback: str, known: Mapping[int, KnownTensor], 
 
     Args:
         value: a real tensor, or a number.
-        fallback: its name in the graph.
+        fallback: name in the graph, for a tensor that no optimizer holds.
         known: see :func:`known_tensors`.
-        bound: whether it is an attribute of the graph's module.
+        bound: whether the input is an attribute of the graph's module.
     """
     if not isinstance(value, Tensor):
         return _describe_number(fallback, value)
     pieces = sharding_of(value)
     cut_from = value.numel() if pieces is not None and pieces.is_cut else 0
-    stays = "the step has another tensor of its memory" if value in shared else why_left_unpacked(value)
-    is_made = value in made
+    is_made = value in made_in_step
     facts: dict[str, Any] = {
         "cut_from": cut_from,
-        "is_updated": value in updated,
-        "spans_closure": value in spanning,
+        "spans_closure": value in spanning_closure,
         "is_made": is_made,
-        "stays": stays,
     }
     if id(value) in known:
         entry = known[id(value)]
-        is_born = value in born
+        is_born = value in born_in_step
         role = Role.CARRIED if is_born and is_made else entry.role
         return InputInfo(entry.name, entry.symbol, role, value, bound, **facts, is_born=is_born)
     name = re.sub(r"^L_+|_+$", "", fallback, flags=re.IGNORECASE)
@@ -96,7 +92,7 @@ def describe_input(value: Any, fallback: str, known: Mapping[int, KnownTensor], 
 
 
 def _symbol(name: str) -> str:
-    """Of an attribute its last name; of a number in ``param_groups`` its key, with a later group's place."""
+    """Return the last part of an attribute path, or the param_groups key with the group's index."""
     if in_group := re.fullmatch(r"self_param_groups_(\d+)_(.+)", name):
         group, key = in_group.groups()
         return key if group == "0" else f"{key}_{group}"
@@ -104,12 +100,14 @@ def _symbol(name: str) -> str:
 
 
 def _describe_number(fallback: str, value: Any) -> InputInfo:
+    """Describe an input that is a number, by the source of its symbol."""
     source = symbol_source(value) if isinstance(value, (torch.SymInt, torch.SymFloat)) else fallback
     words = re.findall(r"\w+", source)
     return InputInfo(source, words[-1] if words else fallback, Role.OTHER)
 
 
-def _attribute(module: GraphModule, target: str) -> Tensor:
+def _module_attribute(module: GraphModule, target: str) -> Tensor:
+    """Return the tensor at an attribute path of a module."""
     owner, _, name = target.rpartition(".")
     tensor = getattr(module.get_submodule(owner), name)
     assert isinstance(tensor, Tensor)

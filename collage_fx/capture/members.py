@@ -1,22 +1,22 @@
-"""Parameters whose gradients come and go: which of them a step has is known when it runs.
+"""Parameters whose gradients come and go: a step finds out when it runs which of them it has.
 
 Note [Members that come and go]
 -------------------------------
 Experts without tokens, layers that are dropped, heads of other tasks: a parameter without a gradient is left
-alone, its state and step counter too. Dynamo makes that part of a graph, and would compile each pattern of
-gradients that a run brings.
+alone, and so are its state and step counter. Dynamo makes that part of a graph, and would compile each
+pattern of gradients that a run brings.
 
-The step of torch.optim's classes is known by rows, a parameter with its gradient and its state: Note [One of
-each family]. So once the gradients are others than in the compilation before, the step is compiled for all
-*members*, and no guard asks for their gradients. A compiled step looks at them, and calls the kernels of the
-rows that have one (:class:`~collage_fx.runtime.WholeStep`).
+The step of torch.optim's classes consists of rows, a parameter with its gradient and its state: Note [One of
+each family]. So once the set of gradients differs from the compilation before, the step is compiled for all
+*members*, and no guard asks for their gradients. The compiled step looks at them, and calls the kernels of
+the rows that have one (:class:`~collage_fx.runtime.WholeStep`).
 
-* While it is compiled, members without a gradient have one that stands in for it (:func:`stand_in`), so that
-  the step loops over their rows, too. It is never read.
-* Members are parameters that have had a gradient or state. The second time that gradients are others, all
-  that require one: their state is made then, as for a first step, with a step counter of zero. Three
-  compilations are all that patterns cost.
-* A parameter that is no member is guarded on having no gradient.
+* While the step is compiled, members without a gradient get a placeholder (:func:`add_stand_ins`), so that
+  the step loops over their rows, too. The placeholder is never read.
+* Members are parameters that have had a gradient or state. The second time that gradients differ, members are
+  all parameters that require a gradient: their state is made then, as for a first step, with a step counter
+  of zero. Patterns cost three compilations in all.
+* A parameter that is no member is guarded to have no gradient.
 
 Where the rows are not understood, each pattern is compiled, and at Dynamo's limit the step is recorded.
 """
@@ -34,14 +34,14 @@ from torch.optim import Optimizer
 
 @dataclass
 class _Members:
-    """The gradients that the compilations of an optimizer's step have met.
+    """Gradients that the compilations of an optimizer's step have met.
 
     Attributes:
-        present: by identity, whether each parameter had one in the last compilation.
-        known: those that had one in any, and its dtype.
-        changes: compilations whose parameters with gradients were others than in the one before.
-        is_understood: whether the step is known by rows, as far as has been tried.
-        standing_in: the parameters whose gradients stand in for one right now.
+        present: ``id`` of each parameter -> whether it had a gradient in the last compilation.
+        known: ``id`` of a parameter that had a gradient in any compilation -> dtype of the gradient.
+        changes: number of compilations whose set of gradients differed from the one before.
+        is_understood: whether the step consists of rows, as far as has been tried.
+        standing_in: parameters that have a placeholder gradient now.
     """
 
     present: dict[int, bool] = field(default_factory=dict)
@@ -55,32 +55,32 @@ _members: WeakKeyDictionary[Optimizer, _Members] = WeakKeyDictionary()
 
 
 def note_gradients(optimizer: Optimizer) -> None:
-    """Note which parameters have a gradient, at the beginning of a compilation of the optimizer's step."""
+    """Note which parameters have a gradient, when a compilation of the optimizer's step begins."""
     members = _members.setdefault(optimizer, _Members())
-    present = {id(p): p.grad is not None for p in _parameters(optimizer)}
+    present = {id(p): p.grad is not None for p in _parameters_of(optimizer)}
     if any(members.present.get(p, is_there) != is_there for p, is_there in present.items()):
         members.changes += 1
     members.present = present
-    members.known |= {id(p): p.grad.dtype for p in _parameters(optimizer) if p.grad is not None}
+    members.known |= {id(p): p.grad.dtype for p in _parameters_of(optimizer) if p.grad is not None}
 
 
 def members_come_and_go(optimizer: Optimizer) -> bool:
-    """Whether the step of an optimizer is compiled for all members."""
+    """Return whether an optimizer's step is compiled for all members."""
     members = _members.get(optimizer)
     return members is not None and members.is_understood and members.changes > 0
 
 
 def has_stand_ins(optimizer: Optimizer) -> bool:
-    """Whether gradients of the optimizer's parameters stand in for those that are not there."""
+    """Return whether parameters of the optimizer have placeholder gradients now."""
     return optimizer in _members and bool(_members[optimizer].standing_in)
 
 
-def stand_in(optimizer: Optimizer) -> None:
-    """Give each member without a gradient one that stands in for it, until :func:`withdraw`."""
+def add_stand_ins(optimizer: Optimizer) -> None:
+    """Give each member without a gradient a placeholder, until :func:`remove_stand_ins`."""
     if not members_come_and_go(optimizer):
         return
     members = _members[optimizer]
-    for p in _parameters(optimizer):
+    for p in _parameters_of(optimizer):
         is_known = id(p) in members.known or bool(optimizer.state.get(p))
         if p.grad is None and (is_known or (p.requires_grad and members.changes > 1)):
             p.grad = torch.empty_like(p, dtype=members.known.get(id(p), p.dtype))
@@ -89,8 +89,8 @@ def stand_in(optimizer: Optimizer) -> None:
         _begin_momentum(optimizer)
 
 
-def withdraw(optimizers: Iterable[Optimizer]) -> None:
-    """Take away the gradients that have stood in for others."""
+def remove_stand_ins(optimizers: Iterable[Optimizer]) -> None:
+    """Remove all placeholder gradients of some optimizers."""
     for optimizer in optimizers:
         if optimizer in _members:
             for p in _members[optimizer].standing_in:
@@ -99,13 +99,13 @@ def withdraw(optimizers: Iterable[Optimizer]) -> None:
 
 
 def give_up_rows(optimizer: Optimizer) -> None:
-    """Note that the optimizer's step is not known by rows: each pattern of gradients is compiled."""
+    """Note that the optimizer's step does not consist of rows: each pattern of gradients is compiled."""
     if (members := _members.get(optimizer)) is not None:
         members.is_understood = False
 
 
 def _begin_momentum(optimizer: Optimizer) -> None:
-    """Make the momentum that SGD makes of a parameter's first gradient, ``momentum * 0 + gradient``."""
+    """Create the momentum that SGD creates for a parameter's first gradient: ``momentum * 0 + gradient``."""
     for group in optimizer.param_groups:
         if group["momentum"] and not group["dampening"]:
             for p in group["params"]:
@@ -113,5 +113,6 @@ def _begin_momentum(optimizer: Optimizer) -> None:
                     optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
 
 
-def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
+def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    """Yield the parameters of all groups."""
     return (p for group in optimizer.param_groups for p in group["params"])

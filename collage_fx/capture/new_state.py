@@ -1,4 +1,4 @@
-"""The removal of state that an optimizer has got while its step was traced, where the step is refused."""
+"""Removal of state that an optimizer got while a step was traced, for a step that is then refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _with_state: WeakKeyDictionary[Optimizer, tuple[Any, frozenset[int]]] = WeakKeyD
 
 
 def remember_state(optimizer: Optimizer, trace: Any) -> None:
-    """Note which parameters have state as a trace begins; later calls of the same trace change nothing.
+    """Remember which parameters have state when a trace begins; later calls in the same trace change nothing.
 
     Dynamo lets the optimizers of torch.optim initialise their state (zeros) while it traces them.
     """
@@ -21,10 +21,7 @@ def remember_state(optimizer: Optimizer, trace: Any) -> None:
 
 
 def forget_new_state(optimizer: Optimizer) -> None:
-    """Take away the state that has been initialised since :func:`remember_state`.
-
-    The step has been refused.
-    """
+    """Remove the state of a refused step: state that was initialised since :func:`remember_state`."""
     if optimizer in _with_state:
         _, known = _with_state[optimizer]
         for key in [key for key in _keys_with_state(optimizer) if id(key) not in known]:
@@ -32,4 +29,5 @@ def forget_new_state(optimizer: Optimizer) -> None:
 
 
 def _keys_with_state(optimizer: Optimizer) -> Iterator[Any]:
+    """Yield the parameters that have state."""
     return (key for key, state in optimizer.state.items() if state)

@@ -3,22 +3,23 @@
 Note [Numbers that change]
 --------------------------
 A learning rate that a scheduler sets and a step counter in ``optimizer.state`` are Python numbers. Dynamo
-burns such a number into the graph at first and makes it symbolic when it sees it change. One that is known to
-be scheduled is symbolic from the first graph on, which is then the only one (:func:`scheduled_numbers`).
+makes such a number a constant of the graph at first, and a symbol when it sees the number change. A number
+that is known to be scheduled is a symbol from the first graph on, which is then the only graph
+(:func:`scheduled_numbers`).
 
 AOTAutograd then replaces the operations on a symbolic float by operations on a 0-d float64 tensor, so that
-the compiled code takes the number as an input. It can do so for ``mul(tensor, number)`` and its like alone.
-Where a symbolic float is an ``alpha=`` or ``value=``, a bound of ``clamp`` or an element of a ``_foreach_``
-list, the number is burned in after all, and the step compiled again each time it changes: SGD with a
-scheduler on a float ``lr`` was compiled once a step, until Dynamo gave up on it.
+the compiled code takes the number as an input. It can do so only for operators such as
+``mul(tensor, number)``. Where a symbolic float is an ``alpha=`` or ``value=``, a bound of ``clamp`` or an
+element of a ``_foreach_`` list, the number becomes a constant after all, and the step is compiled again each
+time it changes: SGD with a scheduler on a float ``lr`` was compiled once a step, until Dynamo gave up on it.
 
-So, wherever a symbolic float meets an operator, the operator is taken apart while AOTAutograd traces it, into
-the multiplications and additions it stands for (:func:`decompositions`). Graphs without symbolic floats are
-not touched.
+So wherever a symbolic float meets an operator, the operator is decomposed, while AOTAutograd traces it, into
+the multiplications and additions that it stands for (:func:`decompositions`). Graphs without symbolic floats
+are not touched.
 
-``math.pow(beta, step)``, the usual bias correction, is one step earlier: Dynamo itself burns the arguments of
-``math`` functions in. It has a Python spelling that Dynamo traces, ``float(beta) ** float(step)``, and is
-told to trace that (``torch_compat/patch_numbers.py``).
+``math.pow(beta, step)``, the usual bias correction, fails one stage earlier: Dynamo itself makes the
+arguments of ``math`` functions constants. A Python spelling that Dynamo can trace is ``float(beta) **
+float(step)``, and Dynamo is told to trace that (``torch_compat/patch_numbers.py``).
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ Decomposition = Callable[..., Any]
 
 
 def scheduled_numbers(optimizer: Optimizer) -> Iterator[Place]:
-    """Where the optimizer has numbers that a schedule is going to change, as far as one can know.
+    """Yield where an optimizer has numbers that a schedule is going to change, as far as can be known.
 
     A scheduler of torch.optim leaves ``initial_lr`` in the groups, and ``base_momentum`` if it cycles the
-    momentum too. A program with a schedule of its own has set a learning rate that is not the default one.
+    momentum too. A program with a schedule of its own has set a learning rate that is not the default.
     """
     for i, group in enumerate(optimizer.param_groups):
         lr = group.get("lr")
@@ -56,7 +57,7 @@ def scheduled_numbers(optimizer: Optimizer) -> Iterator[Place]:
 
 
 def decompositions() -> dict[Any, Decomposition]:
-    """The table of Inductor's decompositions, with ours for operators that are given a symbolic float."""
+    """Return Inductor's decompositions, extended by ours for operators that are given a symbolic float."""
     table = functional_decompositions()
     for overload in _functional_overloads():
         facts, of_element = facts_of(overload), foreach_rule(foreach_name(overload))
@@ -67,7 +68,7 @@ def decompositions() -> dict[Any, Decomposition]:
 
 
 def _functional_overloads() -> Iterator[Any]:
-    """The overloads for tensors of each operator that has a rule for symbolic numbers."""
+    """Yield the tensor overloads of each operator that has a rule for symbolic numbers."""
     lists = (f"aten.{name}" for name in dir(torch.ops.aten) if name.startswith("_foreach_"))
     ruled = (name for name, row in OPERATORS.items() if row.composite or row.with_number or row.each)
     for name in dict.fromkeys((*ruled, *lists)):
@@ -79,13 +80,14 @@ def _functional_overloads() -> Iterator[Any]:
 
 
 def _each(rule: Decomposition, *args: Any, **kwargs: Any) -> list[Any]:
+    """Apply a rule to each element of the lists that a ``_foreach_`` operator is given."""
     return [rule(*element, **keywords) for element, keywords in foreach_calls(args, kwargs)]
 
 
 def _where_symbolic(
     overload: Any, rule: Decomposition | None, otherwise: Decomposition | None
 ) -> Decomposition:
-    """A decomposition: ``rule``, or the composite, if an argument is a symbolic float; else ``otherwise``."""
+    """Make a decomposition: ``rule`` or the composite for symbolic floats, else ``otherwise``."""
 
     def decomposition(*args: Any, **kwargs: Any) -> Any:
         chosen = None

@@ -1,6 +1,6 @@
-"""Says that a step is being compiled: by a line of the log, and a clock in a terminal.
+"""Progress of a compilation: a line in the log, and a clock in a terminal.
 
-The line that ends it is the report's headline: what was compensated, compiled in how many seconds.
+The line that ends it is the report's headline: number of compensated tensors, and seconds.
 """
 
 from __future__ import annotations
@@ -14,42 +14,43 @@ from contextvars import ContextVar
 
 logger = logging.getLogger("collage_fx")
 
-#: Seconds after which a terminal shows a clock, and between two looks at it.
+#: Seconds before the clock appears, and between two updates of it.
 PATIENCE, PERIOD = 2.0, 0.5
 
-_is_telling: ContextVar[bool] = ContextVar("is_telling", default=False)
+#: Whether progress is shown already, or hidden.
+_is_shown: ContextVar[bool] = ContextVar("_is_shown", default=False)
 
 
 @contextlib.contextmanager
-def telling(subject: str, *, log: bool = True) -> Iterator[None]:
-    """Context manager: the step of ``subject`` is compiled. What is nested in it, in one thread, is not told.
+def show_progress(subject: str, *, log: bool = True) -> Iterator[None]:
+    """Context manager: show that a step is compiled; nested uses in the same thread show nothing.
 
     Args:
-        subject: the optimizer's class.
-        log: whether a line of the log says so, too; it has if torch's wrapper around the step came before.
+        subject: class name of the optimizer.
+        log: whether to write a line into the log, too.
     """
-    if _is_telling.get():
+    if _is_shown.get():
         yield
         return
     if log:
-        logger.info("%s: compiling its step, some 10 s, or 2 s of what Inductor's cache holds", subject)
-    with untold(), _clock(f"collage_fx: compiling the step of {subject}"):
+        logger.info("%s: compiling its step: about 10 s, or 2 s with a warm Inductor cache", subject)
+    with hide_progress(), _clock(f"collage_fx: compiling the step of {subject}"):
         yield
 
 
 @contextlib.contextmanager
-def untold() -> Iterator[None]:
-    """Within, nothing is said: what is traced is not to be compiled."""
-    token = _is_telling.set(True)
+def hide_progress() -> Iterator[None]:
+    """Context manager: no "compiling" messages, for traces that are not compiled."""
+    token = _is_shown.set(True)
     try:
         yield
     finally:
-        _is_telling.reset(token)
+        _is_shown.reset(token)
 
 
 @contextlib.contextmanager
 def _clock(text: str) -> Iterator[None]:
-    """Within, a terminal shows a text and the seconds, once they are some."""
+    """Context manager: show a text and the elapsed seconds in a terminal, from the third second on."""
     if not sys.stderr.isatty():
         yield
         return
@@ -64,6 +65,7 @@ def _clock(text: str) -> Iterator[None]:
 
 
 def _show(text: str, done: threading.Event) -> None:
+    """Print and update the text until ``done`` is set; then erase it."""
     seconds = PATIENCE
     shown = ""
     while not done.wait(PERIOD if shown else PATIENCE):

@@ -1,35 +1,37 @@
-"""Steps that Dynamo cannot capture: their Python is run, and what it does to tensors is recorded.
+"""Recorder of steps that Dynamo cannot capture: Python runs the step, its tensor operations are recorded.
 
 Note [Recorded steps]
 ---------------------
-Dynamo captures a step from its bytecode. It cannot where the step branches on the value of a tensor inside of
-its loop over the parameters (``if norm > 0:``), calls into NumPy, or calls ``torch.compile`` itself. Such a
-step is run by Python instead, under a :class:`Recorder`. Operations on tensors are not executed but written
-down, and their results are :class:`~collage_fx.capture.segment.Deferred` tensors, of which only shape and
-dtype are known. When the step asks for a value (``float(norm)``), and when it ends, what has been written
-down is compiled by the backend, as a graph that Dynamo has captured is, and executed. Then the deferred
-tensors that are still referenced become ordinary ones, in place (``torch.utils.swap_tensors``).
+Dynamo captures a step from its bytecode. It cannot do so where the step branches on the value of a tensor
+inside its loop over the parameters (``if norm > 0:``), calls into NumPy, or calls ``torch.compile`` itself.
+Python runs such a step instead, under a :class:`Recorder`. Operations on tensors are not executed but
+recorded, and their results are :class:`~collage_fx.capture.segment.Deferred` tensors, of which only shape and
+dtype are known. When the step asks for a value (``float(norm)``), and when it ends, the backend compiles the
+recorded operations, as it compiles a graph that Dynamo has captured, and executes them (a *flush*). Then the
+deferred tensors that are still referenced become ordinary tensors, in place (``torch.utils.swap_tensors``).
 
-* What one such flush executes is taken apart into the operations that have no tensor in common, which is
-  mostly the update of one parameter. Equal ones (up to numbers) are compiled once.
-* A deferred tensor that outlives a flush would be rounded to its storage format between the graphs. It gets
+* Each flush splits its operations into components that have no tensor in common, mostly the update of one
+  parameter each. Equal components (up to numbers) are compiled once.
+* A deferred tensor that outlives a flush would be rounded to its storage format between two graphs. It gets
   an error term like a parameter (``Role.CARRIED``), so that an update that is computed in one graph and
   applied in another loses nothing.
-* Operations on 0-d tensors that have values (step counters) are executed at once, as are random numbers,
-  factories, factorizations of matrices, and operations whose result's shape depends on values: with the error
-  terms of what they read (:meth:`Recorder._execute_now`). Random numbers of 16 bits are recorded: they serve
-  stochastic rounding, which error terms make unnecessary.
-* Numbers (Python's floats) that change are arguments of the compiled graphs: Note [What is burned in] in
-  ``compiled.py``. So are shapes, once a step brings others than the steps before it. An operator that takes
-  no such number, and is given another again and again, is executed at once as well.
+* Operations on 0-d tensors with values (step counters) are executed at once, and so are random numbers,
+  factories, factorizations of matrices, and operations whose result's shape depends on values. They read
+  tensors with their error terms (:meth:`Recorder._execute_now`). Random numbers of 16 bits are recorded: they
+  serve stochastic rounding, which error terms make unnecessary.
+* Python floats that change are arguments of the compiled graphs: Note [Constants and inputs] in
+  ``compiled.py``. So are shapes, once a step brings other shapes than the steps before it. An operator that
+  takes no such number as an argument, and is given new numbers again and again, is executed at once as well.
+* State is not packed: no component shows all that the step does with a state (``refusals.py``).
 
-Recording costs Python time for each operation, on every step; captured steps cost none.
+Recording costs Python time for each operation, in every step; captured steps cost none.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar, Token
 from typing import Any, cast
 
 import torch
@@ -38,23 +40,21 @@ from torch.fx.node import map_aggregate
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from collage_fx.capture.compiled import Compiled, CompileGraph, compiled_for
-from collage_fx.capture.inputs import made, updated
-from collage_fx.capture.segment import Call, Deferred, Function, Segment, Spec, left_uncomputed, real
+from collage_fx.capture.inputs import made_in_step
+from collage_fx.capture.segment import (
+    Deferred,
+    Operation,
+    RecordedFunction,
+    Segment,
+    Spec,
+    left_uncomputed,
+    real,
+)
 from collage_fx.capture.signatures import Signature, draws_16_bits, is_index_of_integers, signature_of
 from collage_fx.errors import UnsupportedTensorError
 from collage_fx.graph import factorizes, foreach_calls
 from collage_fx.numerics import is_low_precision
-from collage_fx.state import (
-    KnownTensor,
-    change_layout,
-    decoded,
-    expansion_of,
-    is_packed,
-    leave_unpacked,
-    packed_original,
-    recording,
-    unpack,
-)
+from collage_fx.state import KnownTensor, change_layout, record_of
 from collage_fx.torch_compat import (
     SymbolicScope,
     TorchDispatchMode,
@@ -69,21 +69,23 @@ from collage_fx.torch_compat import (
 
 aten = torch.ops.aten
 
-#: So many compiled functions are enough that differ in numbers which their operators take as constants only:
-#: from then on these operators are executed at once.
+#: Number of compiled functions that may differ in numbers which their operators take only as constants; from
+#: then on these operators are executed at once.
 BURNED_IN_AGAIN = 4
+
+#: Whether operations that this thread calls are being recorded.
+_is_recording: ContextVar[bool] = ContextVar("_is_recording", default=False)
 
 
 class Recorder(TorchDispatchMode):
-    """Records operations on tensors, and executes them compiled when a value is asked for.
+    """Mode that records operations on tensors, and executes them compiled when a value is asked for.
 
     Args:
         compile_graph: compiles a graph of tensors, numbers in 0-d tensors, and sizes.
-        kind_of: what of a real tensor, beyond shape, dtype and device, a compiled graph depends on. Also told
-            whether the graph overwrites it.
-        original_of: a storage -> the tensor that the optimizer knows it by, if any: what ``p.data`` is a view
-            of.
-        known: gives the tensors that the optimizer holds, by ``id``.
+        kind_of: tells what a compiled graph depends on beyond the shape, dtype and device of a real tensor;
+            its second argument is whether the graph overwrites the tensor.
+        original_of: storage -> the optimizer's tensor in it, if any; ``p.data`` is a view of that tensor.
+        known: returns the tensors that the optimizer holds, by ``id``.
     """
 
     def __init__(
@@ -108,15 +110,15 @@ class Recorder(TorchDispatchMode):
         self._at_once: set[Signature] = set()
         self._predicted: dict[Any, tuple[tuple[Any, ...], bool]] = {}
         self._noted: list[tuple[WeakTensorKeyDictionary, TensorWeakRef]] = []
-        self._outer: list[Callable[[Tensor], Tensor] | None] = []
+        self._entered: list[Token[bool]] = []
 
     def finish(self, *, successfully: bool) -> None:
-        """At the end of a step: execute what has been recorded, or drop it."""
+        """End a step: execute the recorded operations, or drop them."""
         try:
             if successfully:
                 self.flush()
                 with self.paused(), torch.no_grad():
-                    self._settle()  # what views of it have held on to, which are gone with their segment
+                    self._settle()  # tensors that views held, which are gone with their segment
             else:
                 self._executed.clear()
         finally:
@@ -130,36 +132,36 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Not to be one of the modes in any thread that keep Dynamo from compiling in all of them."""
+        """Return True: this mode does not keep Dynamo from compiling, in this thread or others."""
         return True
 
-    # Entering and leaving a mode saves and restores a flag that all threads share, and that is up while one
-    # of them compiles.
+    # Entering and leaving a mode saves and restores a flag that all threads share, and that is set while a
+    # thread compiles.
 
     def __enter__(self) -> Recorder:
         with compile_lock:
             super().__enter__()
-        self._outer.append(recording.replace(self._in_place_of))
+        self._entered.append(_is_recording.set(True))
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        recording.replace(self._outer.pop())
+        _is_recording.reset(self._entered.pop())
         with compile_lock:
             super().__exit__(*exception)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Within a step, execute operations as if nobody recorded."""
-        outer = recording.replace(None)
+        """Context manager: operations are executed, not recorded."""
+        token = _is_recording.set(False)
         try:
             with without_modes():
                 yield
         finally:
-            recording.replace(outer)
+            _is_recording.reset(token)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(map(is_wrapper_class, types)):
-            return NotImplemented  # its class calls operators on these, which are recorded
+            return NotImplemented  # its class calls operators on the tensors inside, which are recorded
         kwargs = kwargs or {}
         signature = signature_of(func)
         if signature.is_immediate and torch.Tag.inplace_view in func.tags:
@@ -180,7 +182,7 @@ class Recorder(TorchDispatchMode):
     # -- operations that are executed at once
 
     def _has_its_values(self, signature: Signature, args: Any, kwargs: dict[str, Any]) -> bool:
-        """Whether there is nothing to wait for, and little to gain: factories, arithmetic of 0-d counters."""
+        """Return whether an operation is executed at once: its operands are real, and fusing gains little."""
         is_small, is_sparse = True, False
         for tensor in _tensors_in([*args, *kwargs.values()]):
             if type(tensor) is Deferred:
@@ -190,25 +192,22 @@ class Recorder(TorchDispatchMode):
         return is_small or is_sparse or signature.reads_no_values
 
     def _call(self, signature: Signature, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Execute an operation on the tensors as they are, after what it depends on."""
+        """Execute an operation on real tensors, after the recorded operations that it depends on."""
         if self._depends_on_what_is_recorded(signature, list(_tensors_in([*args, *kwargs.values()]))):
             self.flush()
             args, kwargs = map_aggregate((args, kwargs), real)
-        if any(map(is_packed, _tensors_in([*args, *kwargs.values()]))):
-            with self.paused():
-                args, kwargs = _each_tensor(decoded, (args, kwargs))
         result = signature.operator(*args, **kwargs)
         is_new = signature.results == (("new", ""),) and isinstance(result, Tensor)
         if self._steps and is_new and is_low_precision(result.dtype):
-            self.note(made, result)  # not in a first step, which makes state that stays
+            self.note(made_in_step, result)  # not in a first step, which makes lasting state
         return result
 
     def _execute_now(self, signature: Signature, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Execute an operation that cannot be recorded, such that no error term is left behind.
+        """Execute an operation that cannot be recorded, without leaving error terms behind.
 
-        It reads tensors that may have some in float32, and what it makes of them is rounded by an operation
-        that is recorded. Where it only moves elements to other places, the error terms follow. Not so numbers
-        that are read, and factorizations, which 16-bit tensors don't have.
+        The operation reads tensors with error terms in float32, and its results are rounded by an operation
+        that is recorded. Where it only moves elements, error terms follow. Two kinds read rounded values:
+        numbers that Python reads, and factorizations, which do not exist for 16-bit tensors.
         """
         func = signature.operator
         if signature.reads_no_values or factorizes(func) or func is aten._local_scalar_dense.default:
@@ -224,7 +223,7 @@ class Recorder(TorchDispatchMode):
             for tensor, value in wide.values():
                 if made is real(value):
                     return self._record(signature_of(aten.copy_.default), (real(tensor), made), {})
-            # Integers are what they are; fake tensors of torch 2.11 take them for what they were found in.
+            # Integers keep their dtype; fake tensors of torch 2.11 give them that of the tensor searched.
             if isinstance(made, Tensor) and made.is_floating_point() and eager.is_floating_point():
                 return made if made.dtype == eager.dtype else self._converted(made, eager.dtype)
             return made
@@ -235,24 +234,23 @@ class Recorder(TorchDispatchMode):
         return pytree.tree_map(rounded, results, self._without_elements(signature, args, kwargs))
 
     def _changed_in_place(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
-        """Give a tensor another layout, as ``t_`` does, or with ``set_`` another tensor's memory.
+        """Change a tensor's layout in place, as ``t_`` does, or replace its memory, as ``set_`` does.
 
-        Error terms follow a layout. From memory that is laid out as the tensor's own, values are copied,
-        error terms and all. A parameter of another layout would no longer be that of its gradient.
+        Error terms follow a change of layout. From memory with the same layout, values are copied with their
+        error terms. A parameter with another layout would no longer match its gradient.
 
         Raises:
             UnsupportedTensorError: the tensor's error terms cannot follow.
         """
-        args = map_aggregate(args, self._segment.original)
         with without_modes():
             takes_storage = any(isinstance(each, torch.UntypedStorage) for each in args)
             args = map_aggregate(args, self._tensor_of_storage)
-            self.keep_memory_of(args)
+            self.flush()
             tensor, *others = map_aggregate(args, real)
             if takes_storage:
                 others[0] = others[0].untyped_storage()
             storage, known = _storage_of(tensor), self._known()
-            if id(tensor) not in known:  # but perhaps another name of what is
+            if id(tensor) not in known:  # but perhaps an alias of a tensor that is
                 for each in known.values():
                     if _storage_of(each.tensor) == storage:
                         self._viewed[storage] = each.tensor
@@ -263,10 +261,10 @@ class Recorder(TorchDispatchMode):
             if is_low_precision(tensor.dtype) and (takes_memory or is_parameter):
                 changed = func(torch.empty_like(tensor), *others, **kwargs)
                 is_alike = Spec.of(changed) == Spec.of(tensor)
-                if takes_memory and is_alike and _whole(changed) is changed:
+                if takes_memory and is_alike and _whole_memory(changed) is changed:
                     self._record(signature_of(aten.copy_.default), (tensor, changed), {})
                     return tensor
-                if (is_parameter and not is_alike) or (takes_memory and expansion_of(tensor) is not None):
+                if (is_parameter and not is_alike) or (takes_memory and record_of(tensor) is not None):
                     raise UnsupportedTensorError(
                         f"{func} in a recorded step gives this tensor another layout, or memory of which "
                         "other tensors are a part, where its error term cannot follow",
@@ -278,31 +276,26 @@ class Recorder(TorchDispatchMode):
             return change_layout(tensor, lambda each: func(each, *others, **kwargs))
 
     def _tensor_of_storage(self, argument: Any) -> Any:
-        """The tensor that has a storage, which a deferred one has none of; anything else is itself."""
+        """Return the deferred tensor of a storage, or a tensor of all of it; other arguments unchanged."""
         if not isinstance(argument, torch.UntypedStorage):
             return argument
         whole = torch.empty(0, dtype=torch.uint8, device=argument.device).set_(argument)
         tensors = [value.tensor for value in self._segment.values if type(value.tensor) is Deferred]
         return next((each for each in tensors if storage_of(each) == storage_of(whole)), whole)
 
-    def keep_memory_of(self, arguments: Any) -> None:
-        """Let packed tensors among them have memory from now on: a step does more to it than operators do."""
-        self.flush()
-        with self.paused():
-            for tensor in map(real, _tensors_in(arguments)):
-                if is_packed(tensor):
-                    leave_unpacked(tensor, "the step looks at its memory")
-
     def _converted(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Record a cast of a tensor."""
         return cast(Tensor, self._record(signature_of(aten._to_copy.default), (tensor,), {"dtype": dtype}))
 
     def _may_have_error_terms(self, tensor: Tensor) -> bool:
+        """Return whether a low-precision tensor has error terms, or will have them once computed."""
         if type(tensor) is Deferred or not is_low_precision(tensor.dtype):
             return is_low_precision(tensor.dtype)
         is_written = self._segment.of_storage.get(_storage_of(tensor)) in self._segment.written
-        return is_written or expansion_of(self._owner(tensor)) is not None
+        return is_written or record_of(self._owner(tensor)) is not None
 
     def _depends_on_what_is_recorded(self, signature: Signature, tensors: Sequence[Tensor]) -> bool:
+        """Return whether an operation has to wait for recorded operations."""
         if any(type(tensor) is Deferred for tensor in tensors):
             return True
         if signature.reads_no_values:
@@ -314,7 +307,7 @@ class Recorder(TorchDispatchMode):
     # -- operations that are recorded
 
     def _record_each(self, signature: Signature, args: Any, kwargs: dict[str, Any]) -> Any:
-        """A ``_foreach_`` operator, element by element: elements are updates of their own."""
+        """Record a ``_foreach_`` operator element by element: elements are separate updates."""
         assert signature.element_rule is not None
         with self:
             results = [
@@ -328,13 +321,14 @@ class Recorder(TorchDispatchMode):
         return None
 
     def _record(self, signature: Signature, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Record an operation; return its deferred results."""
         segment = self._segment
         given = dict(zip(signature.names, args, strict=False))
         given.update(kwargs)
-        call = Call(signature).with_arguments(args, kwargs, self._value_of)
-        predicted, takes_integers = self._predict(call, args, kwargs)
-        if call.numbers and takes_integers:
-            call = call.with_integers()
+        operation = Operation(signature).with_arguments(args, kwargs, self._value_of)
+        predicted, takes_integers = self._predict(operation, args, kwargs)
+        if operation.numbers and takes_integers:
+            operation = operation.with_integers()
         for name in signature.writes:
             segment.written.update(segment.base(self._value_of(t)) for t in _tensors_in([given[name]]))
         returned = []
@@ -344,20 +338,24 @@ class Recorder(TorchDispatchMode):
                 continue
             of = self._value_of(given[name]) if origin == "view" else None
             if isinstance(spec, Spec):
-                returned.append(segment.add_result(call, spec, of))
+                returned.append(segment.add_result(operation, spec, of))
             else:
-                returned.append([segment.add_result(call, each, of) for each in spec])
-        segment.calls.append(call)
+                returned.append([segment.add_result(operation, each, of) for each in spec])
+        segment.operations.append(operation)
         return returned[0] if len(returned) == 1 else tuple(returned) if returned else None
 
-    def _predict(self, call: Call, args: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], bool]:
-        """The specifications of an operation's results, and whether it calculates with integers."""
+    def _predict(
+        self, operation: Operation, args: Any, kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], bool]:
+        """Return the specifications of an operation's results, and whether it calculates with integers."""
         values = self._segment.values
-        key = (call.signature, call.form, *call.sizes, *[values[value].spec for value in call.tensors])
+        read = [values[value].spec for value in operation.tensors]
+        key = (operation.signature, operation.form, *operation.sizes, *read)
         predicted = self._predicted.get(key)
         if predicted is None:
-            made = self._without_elements(call.signature, args, kwargs)
-            results = made if len(call.signature.results) > 1 else [made] if call.signature.results else []
+            made = self._without_elements(operation.signature, args, kwargs)
+            returned = len(operation.signature.results)
+            results = made if returned > 1 else [made] if returned else []
             is_integer = any(not tensor.dtype.is_floating_point for tensor in _tensors_in(results))
             specs = tuple(
                 Spec.of(result) if isinstance(result, Tensor) else tuple(map(Spec.of, result))
@@ -367,7 +365,7 @@ class Recorder(TorchDispatchMode):
         return predicted
 
     def _without_elements(self, signature: Signature, args: Any, kwargs: dict[str, Any]) -> Any:
-        """What an operation returns, without its elements; where values decide, of any size."""
+        """Run an operation on fake tensors; sizes that depend on values are arbitrary."""
         with compile_lock, self.paused(), SymbolicScope().fake_mode:
             args, kwargs = _each_tensor(lambda tensor: Spec.of(tensor).empty(), (args, kwargs))
             return signature.operator(*args, **kwargs)
@@ -375,12 +373,11 @@ class Recorder(TorchDispatchMode):
     # -- tensors that the step has met
 
     def _value_of(self, tensor: Tensor) -> int:
-        """The number of a tensor in the segment."""
+        """Return the number of a tensor in the segment."""
         if type(tensor) is Deferred:
-            value = tensor.value
             if not self._segment.has(tensor):
                 raise left_uncomputed("an operation")
-            return self._segment.base(value) if self._segment.is_input(value) else value
+            return tensor.value
         inputs = self._segment.inputs
         key = (_storage_of(tensor), tensor.storage_offset(), *Spec.of(tensor))
         if key not in inputs:
@@ -388,7 +385,7 @@ class Recorder(TorchDispatchMode):
         return inputs[key]
 
     def _input(self, tensor: Tensor) -> int:
-        """One input for all views of one memory."""
+        """Return the number of a real tensor: an input of the segment, or a view of an input."""
         segment = self._segment
         storage = _storage_of(tensor)
         if storage not in segment.of_storage:
@@ -397,45 +394,38 @@ class Recorder(TorchDispatchMode):
         owner = segment.values[value].tensor
         if tensor.dtype != owner.dtype:
             value = segment.add_view(tensor, value, signature_of(aten.view.dtype), tensor.dtype)
-        if _layout(tensor) != _layout(owner):
-            value = segment.add_view(tensor, value, signature_of(aten.as_strided.default), *_layout(tensor))
+        if _size_stride_offset(tensor) != _size_stride_offset(owner):
+            value = segment.add_view(
+                tensor, value, signature_of(aten.as_strided.default), *_size_stride_offset(tensor)
+            )
         return value
 
-    def _in_place_of(self, tensor: Tensor) -> Tensor:
-        """A deferred tensor for all of a packed one, which C++ takes for one with memory."""
-        return self._segment.in_place_of(self._value_of(tensor))
-
     def _owner(self, tensor: Tensor) -> Tensor:
-        """The tensor that has the memory of a real one, perhaps a view, to itself."""
-        if is_packed(tensor):
-            return packed_original(tensor)
+        """Return the tensor of the whole memory of a real tensor, which may be a view."""
         storage = _storage_of(tensor)
         original = self._viewed.get(storage, self._original_of(storage))
-        return _whole(tensor) if original is None else original
+        return _whole_memory(tensor) if original is None else original
 
     # -- what becomes of it
 
     def flush(self) -> None:
-        """Execute what has been recorded; deferred tensors that are still referred to become real."""
+        """Execute the recorded operations; deferred tensors that are still referenced become real."""
         segment, self._segment = self._segment, Segment()
         kept = segment.still_referenced()
         with self.paused(), torch.no_grad():
             self._settle()
-            for calls, results in segment.components(kept):
-                self._execute(segment, calls, results)
+            for operations, results in segment.components(kept):
+                self._execute(segment, operations, results)
             for value in kept:
                 base = segment.base(value)
                 if base != value:
-                    # Views that have a base to torch would keep us from swapping it; so they have it from us.
+                    # torch cannot swap a tensor that is the base of a view, so these views have no base.
                     whole = real(segment.values[base].tensor)
-                    was_packed = is_packed(whole)
-                    view = segment.real(value)
-                    if was_packed and not is_packed(whole):
-                        leave_unpacked(whole, "the step goes on with a view of a part of it")
-                    self._viewed[_storage_of(whole)] = whole
-                    self._become(segment.values[value].tensor, view)
+                    self._viewed[storage_of(whole)] = whole
+                    self._become(segment.values[value].tensor, segment.real(value))
 
     def _become(self, deferred: Tensor, tensor: Tensor) -> None:
+        """Make a deferred tensor the given tensor, now or when torch no longer holds on to it."""
         if not is_held_by_torch(deferred):
             torch.utils.swap_tensors(deferred, tensor)
         else:
@@ -444,33 +434,32 @@ class Recorder(TorchDispatchMode):
             self._executed.append(deferred)
 
     def _settle(self) -> None:
-        """Let tensors become what they stand for that could not when they were executed."""
+        """Replace deferred tensors that torch was holding on to when they were executed."""
         executed, self._executed = self._executed, []
         while executed:
             deferred = executed.pop()
             assert deferred.executed is not None
             self._become(deferred, deferred.executed.detach())
 
-    def _execute(self, segment: Segment, calls: Sequence[Call], kept: Sequence[int]) -> None:
-        touched = {segment.base(value) for call in calls for value in call.tensors}
+    def _execute(self, segment: Segment, operations: Sequence[Operation], kept: Sequence[int]) -> None:
+        """Compile a component, unless its code is known, and execute it."""
+        touched = {segment.base(value) for operation in operations for value in operation.tensors}
         if not kept and not any(map(segment.is_input, touched & segment.written)):
             return
         for value in kept:
             result = segment.values[value].tensor
             self._become(result, Spec.of(result).empty())
             if is_low_precision(result.dtype):
-                self.note(made, real(result))
-        function = Function(segment, calls, kept, self._kind_of)
+                self.note(made_in_step, real(result))
+        function = RecordedFunction(segment, operations, kept, self._kind_of)
         key = (function.form, function.shapes, *function.sizes)
         if key not in self._compiled and self._first_met.setdefault(function.form, self._steps) < self._steps:
             key = function.form
         known = self._compiled.setdefault(key, [])
         compiled = next((each for each in known if each.fits(function)), None)
         if compiled is None:
-            for tensor in function.tensors:
-                unpack(tensor)  # a graph is made for tensors with memory
             takes_sizes = key is function.form
-            # Numbers that change do so whether or not the tensors have got error terms by then.
+            # Numbers that have changed are inputs whether or not the tensors have error terms by now.
             alike = function.described if takes_sizes else (function.described, *key[1:])
             last = self._last.get(alike)
             compiled = compiled_for(function, self._compile_graph, last, takes_sizes=takes_sizes)
@@ -479,21 +468,20 @@ class Recorder(TorchDispatchMode):
             if len(known) >= BURNED_IN_AGAIN:
                 self._at_once |= function.operators_of(compiled.burned_in)
         compiled(function)
-        for tensor in function.written:
-            self.note(updated, tensor)
 
     def note(self, table: WeakTensorKeyDictionary, tensor: Tensor) -> None:
-        """Put a tensor into a table until the step ends. Other threads have steps of their own."""
+        """Put a tensor into a table, which threads share, until the step ends."""
         table[tensor] = None
         self._noted.append((table, TensorWeakRef(tensor)))
 
 
 def is_recording() -> bool:
-    """Whether operations that this thread calls are being recorded."""
-    return recording.in_place_of is not None
+    """Return whether operations that this thread calls are being recorded."""
+    return _is_recording.get()
 
 
 def _tensors_in(arguments: Any) -> Iterator[Tensor]:
+    """Yield the tensors among arguments, lists of tensors included."""
     for argument in arguments:
         if isinstance(argument, Tensor):
             yield argument
@@ -502,25 +490,26 @@ def _tensors_in(arguments: Any) -> Iterator[Tensor]:
 
 
 def _each_tensor(function: Callable[[Tensor], Any], arguments: Any) -> Any:
-    """Arguments with what ``function`` makes of each tensor in its place."""
+    """Replace each tensor among arguments by the result of ``function``."""
     return map_aggregate(arguments, lambda each: function(each) if isinstance(each, Tensor) else each)
 
 
 def _storage_of(tensor: Tensor) -> int:
-    if type(tensor) is Deferred:
-        return -1
-    return storage_of(packed_original(tensor) if is_packed(tensor) else tensor)
+    """Return an identifier of a tensor's storage; -1 for a deferred tensor."""
+    return -1 if type(tensor) is Deferred else storage_of(tensor)
 
 
-def _layout(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+def _size_stride_offset(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Return the sizes, strides and storage offset of a tensor."""
     spec = Spec.of(tensor)
     return spec.size, spec.stride, int(tensor.storage_offset())
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    """A tensor that contains what the given one, perhaps a view, shares its memory with."""
+def _whole_memory(tensor: Tensor) -> Tensor:
+    """Return a tensor of all the memory of the given tensor, which may be a view."""
     base = base_of(tensor)
-    if base is not None and base.dtype == tensor.dtype:
+    # A view whose ``.data`` has been replaced keeps the base that it had.
+    if base is not None and base.dtype == tensor.dtype and storage_of(base) == storage_of(tensor):
         return base
     storage = tensor.untyped_storage()
     if tensor.numel() * tensor.itemsize == storage.nbytes():

@@ -1,4 +1,4 @@
-"""Which optimizers' steps are recorded, and how a call of ``step`` gets there: Note [Recorded steps]."""
+"""Optimizers with recorded steps, and the way from ``step`` to the recorder: Note [Recorded steps]."""
 
 from __future__ import annotations
 
@@ -15,78 +15,74 @@ from torch.fx import GraphModule
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from collage_fx.capture.inputs import born, made, shared, spanning, updated
+from collage_fx.capture.inputs import born_in_step, made_in_step, spanning_closure
 from collage_fx.capture.new_state import forget_new_state, remember_state
-from collage_fx.capture.progress import telling
+from collage_fx.capture.progress import show_progress
 from collage_fx.capture.recorder import Recorder, is_recording
-from collage_fx.capture.refusals import refuse_distributed, refuse_optimizer
+from collage_fx.capture.refusals import refuse_distributed, refuse_optimizer, refuse_packed
 from collage_fx.capture.segment import Spec
 from collage_fx.errors import CollageError, RecompileLimitError, raise_or_warn
 from collage_fx.state import (
     KnownTensor,
     adopt,
     has_error_terms,
-    is_packed,
     known_tensors,
     note_held,
     note_new,
     note_step,
-    packed_format,
     parameter_names,
     settle_replaced,
     state_tensors,
-    unpack_state,
-    why_left_unpacked,
+    stop_packing,
 )
 from collage_fx.torch_compat import (
     fused_operator,
     is_step_wrapper,
     reroute_steps,
     run_unfused,
-    shares_memory,
     storage_of,
 )
 
 log = logging.getLogger("collage_fx")
 
-#: So many steps in a row may each need something compiled before it is said.
+#: Number of consecutive steps that may each need a compilation before a warning.
 COMPILING_STEPS = 32
 
-#: Attribute of an optimizer whose steps are recorded. Dynamo guards on an attribute, not on a table of ours.
+#: Attribute of an optimizer whose steps are recorded; unlike a table of ours, Dynamo guards on an attribute.
 RECORDING = "__collage_fx_recording__"
 
 
 def is_recorded(optimizer: Optimizer) -> bool:
-    """Whether the steps of an optimizer are recorded, whoever calls them."""
+    """Return whether the steps of an optimizer are recorded, whoever calls them."""
     return RECORDING in vars(optimizer)
 
 
 def why_recorded(optimizer: Optimizer) -> str:
-    """Why the optimizer's steps are recorded; empty where they are not."""
+    """Return the reason why an optimizer's steps are recorded; empty if they are not."""
     recording = getattr(optimizer, RECORDING, None)
     return "" if recording is None else recording.reason
 
 
 def is_compiled(optimizer: Optimizer) -> bool:
-    """Whether the optimizer's step is compiled, rather than recorded and run operation by operation."""
+    """Return whether an optimizer's step is compiled, rather than run operation by operation."""
     recording = getattr(optimizer, RECORDING, None)
     return recording is None or not recording.is_for_one_step
 
 
 def stop_recording(optimizer: Optimizer) -> None:
-    """Let the steps of an optimizer run as they are again, if they are recorded."""
+    """Stop recording the steps of an optimizer."""
     vars(optimizer).pop(RECORDING, None)
 
 
 def branches_on_values(optimizer: Optimizer) -> bool:
-    """Whether a step of torch.optim's is known to, in a function in whose middle it would be too late."""
+    """Return whether a step of torch.optim is known to branch on values after it has begun."""
     return isinstance(optimizer, torch.optim.Adafactor) and any(
         isinstance(group["lr"], Tensor) for group in optimizer.param_groups
     )
 
 
 def is_recordable(optimizer: Optimizer) -> bool:
-    """Whether torch has put its wrapper around ``step``, as ``Optimizer.__init__`` does."""
+    """Return whether torch has wrapped ``step``, as ``Optimizer.__init__`` does."""
     code = getattr(type(optimizer).step, "__code__", None)
     return code is not None and is_step_wrapper(code)
 
@@ -101,18 +97,18 @@ def record(
     level: int = logging.INFO,
     for_one_step: bool = False,
 ) -> None:
-    """Have each step of ``optimizer`` recorded from now on, also where it is called eagerly.
+    """Record each step of an optimizer from now on, even where it is called eagerly.
 
     Args:
-        optimizer: the step that it may be in the middle of is not recorded yet.
-        backend: what ``torch.compile`` was given for the step.
-        keywords: and with it: ``mode`` or ``options``.
-        reason: why its step isn't captured.
+        optimizer: the optimizer; a step that it is in the middle of is not recorded yet.
+        backend: backend that ``torch.compile`` was given for the step.
+        keywords: arguments given with the backend: ``mode`` or ``options``.
+        reason: why the step cannot be captured.
         strict: whether to refuse a step that cannot be compensated, rather than warn and take it.
-        level: of the message that says so.
-        for_one_step: record the next step alone, and compile nothing: it is run operation by operation.
+        level: level of the log message.
+        for_one_step: record only the next step, and compile nothing: it runs operation by operation.
     """
-    if (backend_for := getattr(backend, "stands_for", None)) is not None:  # it was given by name
+    if (backend_for := getattr(backend, "stands_for", None)) is not None:  # given by name
         backend = backend_for(**(keywords.get("options") or {}))
         keywords = {name: value for name, value in keywords.items() if name != "options"}
     recording = _for_one_step.get(optimizer) if for_one_step else None
@@ -125,11 +121,13 @@ def record(
     vars(optimizer)[RECORDING] = recording
 
 
-#: The recordings that are used for a step now and then.
+#: Recordings that are used for single steps.
 _for_one_step: WeakKeyDictionary[Optimizer, _Recording] = WeakKeyDictionary()
 
 
 def _switched(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``step`` such that it is recorded for optimizers that are to be recorded."""
+
     def switched(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         recording = getattr(self, RECORDING, None)
         if recording is None:
@@ -144,7 +142,7 @@ def _switched(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Recording:
-    """The recorder of one optimizer's steps, and what it has to know of the optimizer."""
+    """Recorder of one optimizer's steps, with facts about the optimizer."""
 
     def __init__(
         self,
@@ -160,7 +158,7 @@ class _Recording:
         self.is_for_one_step = for_one_step
         self._strict = strict
         self._label = type(optimizer).__name__
-        self._refuse_excess = backend.refuse_excess
+        self._backend = backend
         self._compile = lambda module, arguments: backend(module, arguments, **keywords)
         self._recorder = Recorder(self._compiled, self._kind_of, self._original_of, self._known)
         self._optimizer = weakref.ref(optimizer)
@@ -176,20 +174,14 @@ class _Recording:
 
     @torch.compiler.disable
     def run(self, step: Callable[..., Any], optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
-        """One step."""
-        if is_recording():  # of the inner optimizer of one that is being recorded
+        """Run one step under the recorder."""
+        if is_recording():  # an optimizer inside another one that is being recorded
             return step(optimizer, *args, **kwargs)
+        self._refuse(optimizer)
         if not self._has_begun:
             adopt(optimizer)
-            unpack_state(optimizer)  # what of it is packed from now on, its parts decide
             self._has_begun = True
-        try:
-            refuse_optimizer(optimizer)
-            refuse_distributed(optimizer, self.reason)
-        except CollageError as refusal:
-            raise_or_warn(optimizer, refusal, strict=self._strict)
-        if self._steps_that_compiled:  # what is held by now has been decided in the last step
-            self._refuse_excess(optimizer)
+        stop_packing(optimizer)  # state that captured steps have packed, or a checkpoint holds packed
         remember_state(optimizer, object())
         settle_replaced(optimizer)
         self._look_at(optimizer)
@@ -209,18 +201,36 @@ class _Recording:
                 self._recorder.finish(successfully=True)
             for tensor in self._born:
                 note_new(tensor)
-            note_held(optimizer)  # which may be others than before: a step replaces state too
+            note_held(optimizer)  # a step may have replaced state
         except BaseException:
             self._recorder.finish(successfully=False)
             forget_new_state(optimizer)
             raise
         finally:
             self._born.clear()
-            note_step(optimizer)  # also of one that has failed half-way
+            note_step(optimizer)  # also of a step that failed half-way
         self._steps_that_compiled = self._steps_that_compiled + 1 if self._has_compiled else 0
         return result
 
+    def _refuse(self, optimizer: Optimizer) -> None:
+        """Raise, or warn, if the steps of an optimizer cannot be recorded as the options ask.
+
+        A single step that torch is told not to compile may unpack state: the next compiled step packs it
+            again.
+        """
+        try:
+            refuse_optimizer(optimizer)
+            refuse_distributed(optimizer, self.reason)
+            if not self.is_for_one_step:
+                refuse_packed(optimizer, self._backend.options.state, self.reason)
+        except CollageError as refusal:
+            raise_or_warn(optimizer, refusal, strict=self._strict)
+        # A first step may make state. Later ones, and those after captured steps, find it.
+        if not self.is_for_one_step and (self._steps_that_compiled or not self._has_begun):
+            self._backend.refuse_excess(optimizer)
+
     def _look_at(self, optimizer: Optimizer) -> None:
+        """Note the optimizer's parameters and gradients."""
         self._parameters.clear()
         self._roles.clear()
         for _, parameter in parameter_names(optimizer):
@@ -230,7 +240,7 @@ class _Recording:
                 self._roles[id(parameter.grad)] = "gradient"
 
     def _outside(self, optimizer: Optimizer) -> Callable[[Any], Any]:
-        """For an argument of ``step``: a closure is run as if nobody recorded, gradients and all."""
+        """Wrap an argument of ``step``: a closure runs unrecorded, with gradients as outside the step."""
         had_gradients = torch.is_grad_enabled()
 
         def outside(argument: Any) -> Any:
@@ -254,7 +264,7 @@ class _Recording:
         return outside
 
     def _is_new_state(self, tensor: Tensor) -> bool:
-        """Whether a tensor is state of a parameter that had none before this step."""
+        """Return whether a tensor is state of a parameter that had no state before this step."""
         optimizer = self._optimizer()
         return optimizer is not None and any(
             each is tensor
@@ -263,36 +273,33 @@ class _Recording:
         )
 
     def _original_of(self, storage: int) -> Tensor | None:
+        """Return the parameter in a storage."""
         return self._parameters.get(storage)
 
     def _known(self) -> dict[int, KnownTensor]:
+        """Return the tensors that the optimizer holds, by ``id``."""
         optimizer = self._optimizer()
         return {} if optimizer is None else known_tensors({"self": optimizer})
 
     def _kind_of(self, tensor: Tensor, is_written: bool) -> Any:
+        """Return facts about a tensor that compiled code depends on; note its role in the step."""
         role = self._roles.get(id(tensor))
-        may_be_born = role is None and (is_written or tensor in made) and tensor not in born
+        may_be_born = role is None and (is_written or tensor in made_in_step) and tensor not in born_in_step
         if may_be_born and self._is_new_state(tensor):
-            self._recorder.note(born, tensor)
+            self._recorder.note(born_in_step, tensor)
             self._born.append(tensor)
         # A parameter that is updated gets error terms if it has none.
         keeps_error = has_error_terms(tensor) or (role == "parameter" and is_written)
-        is_updated = role == "parameter" and tensor in updated
-        stays: Any = why_left_unpacked(tensor)
-        if role is None and not stays and not is_packed(tensor) and shares_memory(tensor):
-            stays = True
-            self._recorder.note(shared, tensor)
-        else:
-            shared.pop(tensor, None)
-        spans = role is None and self._calls_closure and (is_written or tensor in made)
+        spans = role is None and self._calls_closure and (is_written or tensor in made_in_step)
         if spans:
-            self._recorder.note(spanning, tensor)
+            self._recorder.note(spanning_closure, tensor)
         else:
-            spanning.pop(tensor, None)
-        kind_of_new = spans, tensor in made, tensor in born
-        return role, kind_of_new, keeps_error, packed_format(tensor), is_updated, stays
+            spanning_closure.pop(tensor, None)
+        kind_of_new = spans, tensor in made_in_step, tensor in born_in_step
+        return role, kind_of_new, keeps_error
 
     def _compiled(self, module: GraphModule, arguments: Any) -> Callable[..., Any]:
+        """Compile a component; warn if many steps in a row had to compile."""
         if self._steps_that_compiled >= COMPILING_STEPS:
             refusal = RecompileLimitError(
                 f"each of the last {COMPILING_STEPS} steps of {self._label}, which are recorded, has brought "
@@ -303,16 +310,16 @@ class _Recording:
             )
             raise_or_warn(self._recorder, refusal, strict=False)
         if not self._has_compiled:
-            self._progress.enter_context(telling(self._label))
+            self._progress.enter_context(show_progress(self._label))
         self._has_compiled = True
         return self._compile(module, arguments)
 
 
 class _Functions(TorchFunctionMode):
-    """Sees to what a step does to tensors without calling an operator, or by one of torch's fused operators.
+    """Mode that handles torch functions that are no operators, or torch's fused operators.
 
-    It may read their memory or change their layout, for which they have to be up to date, and assign to
-    ``.data``, which is an update like another. Note [A wish for speed] in ``torch_compat/fused_updates.py``.
+    Before the memory of tensors is read or their layout changed, they are brought up to date. An assignment
+    to ``.data`` is recorded like an update. Note [A wish for speed] in ``torch_compat/fused_updates.py``.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -325,7 +332,7 @@ class _Functions(TorchFunctionMode):
         if (fused := fused_operator(func)) is not None:
             return run_unfused(fused, args, kwargs or {})
         if func in _OF_MEMORY or func == _SET_DATA:
-            self._recorder.keep_memory_of(args)
+            self._recorder.flush()
         return func(*args, **(kwargs or {}))
 
 

@@ -1,13 +1,13 @@
-"""The checks that refuse a step before anything is rewritten or run.
+"""Checks that refuse a step before anything is rewritten or run.
 
 Note [Two doors]
 ----------------
-Most of what compensated arithmetic isn't defined for shows in the captured graph, and is refused there
-(:func:`refuse_aliases`, :func:`refuse_unsupported`). Some never gets that far: at a sparse gradient Dynamo
+Most cases for which compensated arithmetic is not defined show in the captured graph, and are refused there
+(:func:`refuse_aliases`, :func:`refuse_unsupported`). Some never get that far: at a sparse gradient Dynamo
 breaks the graph and runs the step eagerly, without compensation and without asking any backend, and AdamW's
-own refusal of it arrives wrapped as an internal error of Dynamo. So an optimizer is looked at as soon as
-Dynamo begins to trace through it (:func:`refuse_optimizer`), which is also early enough for a refused step to
-leave ``optimizer.state`` as it was.
+own refusal of it arrives wrapped as an internal error of Dynamo. So an optimizer is checked as soon as Dynamo
+begins to trace its step (:func:`refuse_optimizer`), which is also early enough for a refused step to leave
+``optimizer.state`` unchanged.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from collage_fx.errors import (
     AliasedStateError,
+    InvalidOptionError,
     UnsupportedOptimizerError,
     UnsupportedTensorError,
     UnsupportedTorchError,
@@ -44,7 +45,7 @@ from collage_fx.torch_compat import (
 
 
 def refuse_unknown_torch() -> None:
-    """Raise if this torch lacks something without which results would be other ones."""
+    """Raise if this torch lacks something without which results would differ."""
     for told in misfits():
         raise UnsupportedTorchError(
             f"collage_fx does not know torch {torch.__version__}: {told}",
@@ -54,13 +55,13 @@ def refuse_unknown_torch() -> None:
 
 
 def refuse_optimizer(optimizer: Optimizer) -> None:
-    """Raise for the first parameter that is about to be stepped (has a gradient) and can't be compensated.
+    """Raise for the first parameter with a gradient that cannot be compensated.
 
     Raises:
-        AliasedStateError: the same tensor is a parameter twice, or elements of one share memory.
-        UnsupportedOptimizerError: its step is opaque or its control flow depends on values.
-        UnsupportedTensorError: sparse, complex or integer, of a class of its own other than DTensor, or on an
-            untested device.
+        AliasedStateError: the same tensor is a parameter twice, or elements of a parameter share memory.
+        UnsupportedOptimizerError: the step is opaque or its control flow depends on values.
+        UnsupportedTensorError: a parameter is sparse, complex, integer, of a tensor subclass other than
+            DTensor, or on an untested device.
     """
     _refuse_class(optimizer)
     seen: dict[int, str] = {}
@@ -84,11 +85,11 @@ def refuse_distributed(optimizer: Optimizer, reason: str) -> None:
     """Raise for the first DTensor that a recorded step is about to update.
 
     Args:
-        optimizer: whose steps are recorded.
-        reason: why they are.
+        optimizer: optimizer whose steps are recorded.
+        reason: why they are recorded.
 
     Raises:
-        UnsupportedTensorError: what is recorded of a DTensor would be of this process's piece alone.
+        UnsupportedTensorError: operations recorded on a DTensor would be on this process's shard alone.
     """
     for name, parameter in parameter_names(optimizer):
         if (
@@ -104,7 +105,30 @@ def refuse_distributed(optimizer: Optimizer, reason: str) -> None:
             )
 
 
+def refuse_packed(optimizer: Optimizer, state: str | None, reason: str) -> None:
+    """Raise for an option ``state=``, which recorded steps cannot follow.
+
+    Args:
+        optimizer: optimizer whose steps are recorded.
+        state: the option; None if it is not given.
+        reason: why the steps are recorded.
+
+    Raises:
+        InvalidOptionError: the option is given. A recorded step is compiled in parts, none of which shows all
+            that the step does with a state.
+    """
+    if state is not None:
+        raise InvalidOptionError(
+            f"state={state!r} packs state, which needs a step that is captured whole; this one is recorded, "
+            f"operation by operation: {reason}",
+            where=f"{type(optimizer).__name__}.step",
+            remedy="give bytes_per_parameter=8 or 10, which pack nothing then, or leave state= out; or "
+            "change what Dynamo cannot capture",
+        )
+
+
 def _refuse_class(optimizer: Optimizer) -> None:
+    """Raise for optimizers whose control flow depends on values, or that torch cannot compile."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedOptimizerError(
             "LBFGS decides from step to step what to compute, by the values of losses and gradients, so that "
@@ -126,17 +150,17 @@ def _refuse_class(optimizer: Optimizer) -> None:
 def refuse_overlaps(known: Iterable[KnownTensor]) -> None:
     """Raise if two low-precision tensors among an optimizer's parameters and state lie in the same memory.
 
-    Ahead of AOTAutograd, which stops at some of these with an AssertionError of its own. Tensors with gaps
-    between their elements are left to it: it knows which of them overlap.
+    Called ahead of AOTAutograd, which stops at some of these with an AssertionError. Tensors with gaps
+    between their elements are left to AOTAutograd, which knows which of them overlap.
 
     Raises:
-        AliasedStateError: they do.
+        AliasedStateError: two tensors overlap.
     """
     regions: dict[int, list[tuple[int, int, str]]] = {}
     for entry in known:
         tensor = local_tensor(entry.tensor)
         if is_packed(tensor):
-            continue  # in no memory
+            continue  # it has no memory
         if entry.role in (Role.PARAMETER, Role.STATE) and is_low_precision(tensor.dtype) and is_dense(tensor):
             start = int(tensor.storage_offset())
             region = (start, start + tensor.numel(), entry.name)
@@ -153,11 +177,11 @@ def refuse_aliases(gm: GraphModule, inputs: Sequence[InputInfo], known: Iterable
 
     Args:
         gm: AOTAutograd's graph, in which such inputs have been replaced by their common base.
-        inputs: one per placeholder.
-        known: the tensors that the step can reach, for the message.
+        inputs: description of each placeholder.
+        known: tensors that the step can reach, for the message.
 
     Raises:
-        AliasedStateError: it does.
+        AliasedStateError: an input shares memory.
     """
     names = {node: info.name for node, info in zip(placeholders(gm.graph), inputs, strict=True)}
     for node in assignments(gm.graph):
@@ -176,7 +200,7 @@ def refuse_aliases(gm: GraphModule, inputs: Sequence[InputInfo], known: Iterable
 
 
 def refuse_unsupported(gm: GraphModule, inputs: Sequence[InputInfo]) -> None:
-    """Raise for the first mutated input of a kind that compensated arithmetic is not defined for.
+    """Raise for the first mutated input of a kind for which compensated arithmetic is not defined.
 
     Raises:
         UnsupportedTensorError: a complex or integer parameter, or low-precision state on an untested device.
@@ -193,13 +217,13 @@ def refuse_unsupported(gm: GraphModule, inputs: Sequence[InputInfo]) -> None:
 
 
 def refuse_fused_operators(gm: GraphModule) -> None:
-    """Raise if what Dynamo captured calls one of torch's fused updates itself, on low-precision tensors.
+    """Raise if a captured graph calls a fused update of torch itself, on low-precision tensors.
 
-    AOTAutograd fails at them. Steps of torch.optim don't: Note [A wish for speed] in
+    AOTAutograd fails at them. Steps of torch.optim do not: Note [A wish for speed] in
     ``torch_compat/fused_updates.py``.
 
     Raises:
-        UnsupportedOptimizerError: it does.
+        UnsupportedOptimizerError: the graph does.
     """
     for node in gm.graph.nodes:
         name = fused_operator(node.target)
@@ -214,11 +238,13 @@ def refuse_fused_operators(gm: GraphModule) -> None:
 
 
 def _is_low_precision(node: Node) -> bool:
+    """Return whether a node of Dynamo's graph is a low-precision tensor."""
     value = node.meta.get("example_value")
     return isinstance(value, Tensor) and is_low_precision(value.dtype)
 
 
 def _refuse_dtype(parameter: Tensor, name: str) -> None:
+    """Raise for a parameter of complex or integer dtype."""
     if not parameter.dtype.is_floating_point:
         raise UnsupportedTensorError(
             f"a parameter of dtype {parameter.dtype}; error terms are defined for real floating-point "
@@ -230,6 +256,7 @@ def _refuse_dtype(parameter: Tensor, name: str) -> None:
 
 
 def _refuse_subclass(parameter: Tensor, name: str) -> None:
+    """Raise for a parameter of a tensor subclass that is made of other tensors."""
     if is_wrapper(local_tensor(parameter)):
         raise UnsupportedTensorError(
             f"a low-precision parameter of class {type(parameter).__name__}: the step updates the tensors "
@@ -240,6 +267,7 @@ def _refuse_subclass(parameter: Tensor, name: str) -> None:
 
 
 def _refuse_device(tensor: Tensor, name: str) -> None:
+    """Raise for a tensor on an untested device."""
     if tensor.device.type not in DEVICES:
         raise UnsupportedTensorError(
             f"low-precision state on device {tensor.device}; supported: {', '.join(DEVICES)}",
@@ -249,6 +277,7 @@ def _refuse_device(tensor: Tensor, name: str) -> None:
 
 
 def _aliased(where: str) -> AliasedStateError:
+    """Make the error for tensors that share memory."""
     return AliasedStateError(
         "several tensors of this step share memory and at least one of them is updated, so that an error "
         "term would belong to two tensors at once",
@@ -259,7 +288,7 @@ def _aliased(where: str) -> AliasedStateError:
 
 
 def _sharing_memory(known: Iterable[KnownTensor]) -> list[str]:
-    """The names of the first group of low-precision tensors that lie in one storage."""
+    """Return the names of the first group of low-precision tensors in one storage."""
     groups: dict[int, list[str]] = {}
     for entry in known:
         tensor = local_tensor(entry.tensor)

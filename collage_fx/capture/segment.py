@@ -1,4 +1,4 @@
-"""What has been recorded of a step, and its parts that have no tensor in common, as functions and graphs."""
+"""Recorded operations of a step, and their components as functions and graphs."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ from torch.fx import Graph, GraphModule
 from torch.fx.node import map_aggregate
 
 from collage_fx.capture.signatures import Signature
-from collage_fx.graph import Groups
-from collage_fx.state import another_name, plain_class, stride_of, unpack
+from collage_fx.graph import components
 from collage_fx.torch_compat import disabled_torch_function, wrapper_subclass
 
 aten = torch.ops.aten
 
-#: Sizes that may be symbols in a graph. Of 0, 1, negative indices and the end of a slice PyTorch has ideas.
+#: Sizes that may be symbols in a graph; PyTorch specializes 0 and 1, negative indices and ends of slices.
 SIZES = range(2, 1 << 62)
 
 
 class Spec(NamedTuple):
-    """What is known of a tensor without its values."""
+    """Specification of a tensor without its values."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -34,22 +33,24 @@ class Spec(NamedTuple):
 
     @staticmethod
     def of(tensor: Tensor) -> Spec:
+        """Return the specification of a real or deferred tensor."""
         if type(tensor) is Deferred:
             return tensor.spec
-        return Spec(tuple(tensor.shape), stride_of(tensor), tensor.dtype, tensor.device)
+        return Spec(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
 
     def empty(self) -> Tensor:
+        """Allocate a tensor with this specification."""
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
 
 
 class Deferred(Tensor):
-    """The result of an operation that has been recorded.
+    """Result of an operation that has been recorded.
 
     Attributes:
-        spec: what is known of it.
-        value: its number in the recorder's segment.
-        executed: the tensor it stands for, once executed. It then becomes that tensor itself as soon as
-            nothing in torch is holding on to it, as the operation is that asked for its value.
+        spec: specification of the tensor.
+        value: number of the tensor in the recorder's segment.
+        executed: tensor that holds the values, once executed. The deferred tensor becomes that tensor itself
+            as soon as torch no longer holds on to it, as the operation does that asked for its value.
     """
 
     __torch_function__ = disabled_torch_function
@@ -59,6 +60,7 @@ class Deferred(Tensor):
 
     @staticmethod
     def of(spec: Spec, value: int) -> Deferred:
+        """Make a deferred tensor."""
         deferred = cast(Deferred, wrapper_subclass(Deferred, *spec))
         deferred.spec = spec
         deferred.value = value
@@ -72,7 +74,7 @@ class Deferred(Tensor):
 
 
 def left_uncomputed(func: Any) -> RuntimeError:
-    """The error of an operation on a deferred tensor that nobody records any more."""
+    """Make the error for an operation on a deferred tensor whose step is over."""
     return RuntimeError(
         f"{func} has been called on a tensor that a step of an optimizer has left uncomputed: the step "
         "ended with an exception, or handed the tensor to another thread"
@@ -80,23 +82,24 @@ def left_uncomputed(func: Any) -> RuntimeError:
 
 
 def real(argument: Any) -> Any:
-    """The tensor that a deferred one stands for, if it has been executed; anything else is itself."""
+    """Return the values of an executed deferred tensor; anything else unchanged."""
     executed = argument.executed if type(argument) is Deferred else None
     return argument if executed is None else executed
 
 
 @dataclass
-class Call:
-    """A recorded operation.
+class Operation:
+    """Recorded call of an operator.
 
     Attributes:
-        signature: of the operator.
-        form: its arguments and keyword arguments, with a class in the place of each tensor (``Tensor``), of
-            each number to calculate with (``float``, or ``int`` where the step wrote an integer) and of each
-            size (``SymInt``).
-        tensors: the values it reads or writes, in the order of the arguments.
-        numbers, sizes: likewise.
-        results: the values it makes, in the order of its results.
+        signature: signature of the operator.
+        form: arguments and keyword arguments, with classes as placeholders: ``Tensor`` for a tensor,
+            ``float`` for a number to calculate with (``int`` where the step wrote an integer), ``SymInt`` for
+            a size.
+        tensors: numbers of the values that it reads or writes, in the order of the arguments.
+        numbers: numbers to calculate with, in the order of the arguments.
+        sizes: sizes, in the order of the arguments.
+        results: numbers of the values that it makes, in the order of its results.
     """
 
     signature: Signature
@@ -108,8 +111,8 @@ class Call:
 
     def with_arguments(
         self, args: Sequence[Any], kwargs: dict[str, Any], number_of: Callable[[Tensor], int]
-    ) -> Call:
-        """The call, with arguments that it has not had yet; ``number_of`` tells a tensor's number."""
+    ) -> Operation:
+        """Set the arguments; ``number_of`` returns a tensor's number in the segment."""
         names, quantities = self.signature.names, self.signature.quantities
         self.form = (
             tuple([self._taken_apart(*each, number_of) for each in zip(args, quantities, strict=False)]),
@@ -118,6 +121,7 @@ class Call:
         return self
 
     def _taken_apart(self, argument: Any, quantity: str, number_of: Callable[[Tensor], int]) -> Any:
+        """Append the tensors, numbers and sizes in an argument to the lists; return its form."""
         kind = type(argument)
         if isinstance(argument, Tensor):
             self.tensors.append(number_of(argument))
@@ -133,7 +137,7 @@ class Call:
         return argument
 
     def arguments(self, tensors: Iterable[Any], numbers: Iterable[Any], sizes: Iterable[Any]) -> Any:
-        """The arguments and keyword arguments, with others in the place of its tensors, numbers and sizes."""
+        """Return the arguments and keyword arguments, with the given tensors, numbers and sizes filled in."""
         given = {
             Tensor: iter(tensors),
             float: (numbers := iter(numbers)),
@@ -145,8 +149,8 @@ class Call:
         )
         return args, dict(named)
 
-    def with_integers(self) -> Call:
-        """The same with integers as the step wrote them, which are part of what it is then."""
+    def with_integers(self) -> Operation:
+        """Return a copy whose integer numbers are constants, hence part of the cache key."""
         numbers = iter(self.numbers)
         left: list[float] = []
 
@@ -157,100 +161,87 @@ class Call:
                 left.append(next(numbers))
             return each
 
-        return Call(self.signature, map_aggregate(self.form, argument), self.tensors, left, self.sizes)
+        return Operation(self.signature, map_aggregate(self.form, argument), self.tensors, left, self.sizes)
 
 
 @dataclass(slots=True)
 class _Value:
-    """A tensor of a segment: an input, what a call has made, or a view of either.
+    """A tensor of a segment: an input, a result of an operation, or a view of either.
 
     Attributes:
-        tensor, spec: itself, and what is known of it.
-        base: the number of the value whose memory it shares; its own, if it has its own.
-        made_by: the call, and which of its results it is; None for an input.
+        tensor: the real or deferred tensor.
+        spec: its specification.
+        base: number of the value whose memory it shares; its own number if it has memory of its own.
+        made_by: the operation that makes it, and the index among its results; None for an input.
     """
 
     tensor: Any
     spec: Spec
     base: int
-    made_by: tuple[Call, int] | None = None
+    made_by: tuple[Operation, int] | None = None
 
 
 @dataclass
 class Segment:
-    """What has been recorded since the last flush.
+    """Operations that have been recorded since the last flush.
 
     Attributes:
-        values: the tensors, by number.
-        calls: in order.
-        inputs: tensors met, by the memory they are a view of.
-        of_storage: storage -> the input it belongs to.
-        written: the values, bases all, that calls overwrite.
-        in_place: the inputs that are packed, and the values that are other names of them.
+        values: tensors, by number.
+        operations: recorded operations in order.
+        inputs: number of each real tensor met, by its storage and layout.
+        of_storage: storage -> number of the input that spans it.
+        written: numbers of the values that operations overwrite; all are bases.
     """
 
     values: list[_Value] = field(default_factory=list)
-    calls: list[Call] = field(default_factory=list)
+    operations: list[Operation] = field(default_factory=list)
     inputs: dict[Any, int] = field(default_factory=dict)
     of_storage: dict[int, int] = field(default_factory=dict)
     written: set[int] = field(default_factory=set)
-    in_place: dict[int, int] = field(default_factory=dict)
 
     def add_input(self, tensor: Tensor) -> int:
-        """The number of a tensor that has its memory to itself."""
+        """Add a real tensor that spans its memory; return its number."""
         number = len(self.values)
         self.values.append(_Value(tensor, Spec.of(tensor), number))
         return number
 
-    def add_result(self, call: Call, tensor: Tensor | Spec, of: int | None = None) -> Tensor:
-        """The next result of a call.
+    def add_result(self, operation: Operation, tensor: Tensor | Spec, of: int | None = None) -> Tensor:
+        """Add the next result of an operation.
 
         Args:
-            call: which makes it.
-            tensor: itself, or what is known of it if it is deferred.
-            of: the value that it is a view of, if it is one.
+            operation: the operation.
+            tensor: the result, or its specification if it is deferred.
+            of: number of the value that the result is a view of, if it is a view.
         """
         number = len(self.values)
         if isinstance(tensor, Spec):
             tensor = Deferred.of(tensor, number)
         base = number if of is None else self.base(of)
-        self.values.append(_Value(tensor, Spec.of(tensor), base, (call, len(call.results))))
-        call.results.append(number)
+        self.values.append(_Value(tensor, Spec.of(tensor), base, (operation, len(operation.results))))
+        operation.results.append(number)
         return tensor
 
     def add_view(self, tensor: Tensor, value: int, signature: Signature, *args: Any) -> int:
-        """The number of a real tensor that a call makes as a view of another value."""
-        call = Call(signature, ((Tensor, *args), ()), [value])
-        self.calls.append(call)
-        self.add_result(call, tensor, value)
-        return call.results[0]
-
-    def in_place_of(self, number: int) -> Tensor:
-        """A deferred tensor that is another name of an input, for operations that are to be recorded."""
-        if number not in self.in_place:
-            self.in_place[number] = len(self.values)
-            spec = self.values[number].spec
-            self.values.append(_Value(Deferred.of(spec, len(self.values)), spec, number))
-        return cast(Tensor, self.values[self.in_place[number]].tensor)
-
-    def original(self, argument: Any) -> Any:
-        """The packed tensor that a deferred one is another name of; anything else is itself."""
-        if type(argument) is Deferred and argument.value in self.in_place.values():
-            return self.values[self.base(argument.value)].tensor
-        return argument
+        """Add a real tensor as the view of another value that an operator returns; return its number."""
+        operation = Operation(signature, ((Tensor, *args), ()), [value])
+        self.operations.append(operation)
+        self.add_result(operation, tensor, value)
+        return operation.results[0]
 
     def has(self, deferred: Deferred) -> bool:
-        """Whether a deferred tensor is the segment's own, rather than one that an earlier one has left."""
+        """Return whether a deferred tensor belongs to this segment."""
         return deferred.value < len(self.values) and self.values[deferred.value].tensor is deferred
 
     def base(self, value: int) -> int:
+        """Return the number of the value whose memory a value shares."""
         return self.values[value].base
 
     def is_input(self, value: int) -> bool:
+        """Return whether a value is an input."""
         return self.values[value].made_by is None
 
     def still_referenced(self) -> list[int]:
-        """The deferred tensors that someone besides the segment refers to."""
+        """Return the numbers of the deferred tensors that are referenced outside of the segment."""
         return [
             number
             for number, value in enumerate(self.values)
@@ -258,46 +249,33 @@ class Segment:
         ]
 
     def real(self, number: int) -> Tensor:
-        """The real tensor of a value, once its base is; a packed one gets memory for a view of a part."""
+        """Return the real tensor of a value whose base is real."""
         value = self.values[number]
-        if value.base == number:
+        if value.base == number or value.made_by is None:
             return cast(Tensor, real(value.tensor))
-        if value.made_by is None:
-            return another_name(self.real(value.base))
-        call, i = value.made_by
-        if call.signature.is_another_name:
-            return another_name(self.real(call.tensors[0]))
-        tensors = [self.real(each) for each in call.tensors]
-        for each in tensors:
-            unpack(each)
-        args, kwargs = call.arguments(tensors, call.numbers, call.sizes)
-        taken = call.signature.operator(*args, **kwargs)
+        operation, i = value.made_by
+        args, kwargs = operation.arguments(
+            map(self.real, operation.tensors), operation.numbers, operation.sizes
+        )
+        taken = operation.signature.operator(*args, **kwargs)
         return cast(Tensor, taken[i] if isinstance(taken, (list, tuple)) else taken)
 
-    def components(self, kept: Sequence[int]) -> list[tuple[list[Call], list[int]]]:
-        """Calls that have no tensor in common with others, and which of their results are to be kept."""
-        groups = Groups[int]()
-        own = [
-            [value for value in (*call.results, *call.tensors) if not self._is_shared_scalar(value)]
-            for call in self.calls
-        ]
-        for first, *others in own:
-            for value in others:
-                groups.join(value, first)
-        found: dict[int, tuple[list[Call], list[int]]] = {}
-        for call, (first, *_) in zip(self.calls, own, strict=True):
-            found.setdefault(groups.find(first), ([], []))[0].append(call)
-        for value in sorted({self.base(value) for value in kept}):
-            if not self.is_input(value):
-                found[groups.find(value)][1].append(value)
-        return list(found.values())
+    def components(self, kept: Sequence[int]) -> list[tuple[list[Operation], list[int]]]:
+        """Split the operations into components without a common tensor, each with its results to be kept."""
+        found = components(
+            self.operations,
+            lambda each: (v for v in (*each.results, *each.tensors) if not self._is_shared_scalar(v)),
+        )
+        bases = {self.base(value) for value in kept}
+        return [(each, [r for operation in each for r in operation.results if r in bases]) for each in found]
 
     def _is_shared_scalar(self, value: int) -> bool:
-        """Whether many updates may read it without being one: a learning rate, say."""
+        """Return whether a value, such as a learning rate, does not connect the updates that read it."""
         return self.is_input(value) and value not in self.written and self.values[value].tensor.dim() == 0
 
 
 def _unreferenced_count() -> int:
+    """Return the reference count of a tensor that only a segment references."""
     lonely = _Value(object(), Spec((), (), torch.float32, torch.device("cpu")), 0)
     return sys.getrefcount(lonely.tensor)
 
@@ -305,47 +283,46 @@ def _unreferenced_count() -> int:
 _UNREFERENCED = _unreferenced_count()
 
 
-class Function:
-    """Calls that have no tensor in common with others, as a function of tensors, numbers and sizes.
+class RecordedFunction:
+    """Component of recorded operations as a function of tensors, numbers and sizes.
 
     Args:
-        segment: of which they are.
-        calls: themselves.
-        kept: their results that are needed, which have become real tensors.
+        segment: segment of the operations.
+        operations: operations of the component.
+        kept: numbers of its results that are needed; they have become real tensors.
         kind_of: see :class:`~collage_fx.capture.recorder.Recorder`.
 
     Attributes:
-        tensors: the inputs, then the tensors that its results are to be written to.
-        written: those of the inputs that it overwrites.
-        numbers, sizes: in the order of the calls.
+        tensors: inputs, then the tensors that the results are written to.
+        numbers: numbers to calculate with, in the order of the operations.
+        sizes: sizes, in the order of the operations.
         shapes: sizes and strides of the tensors.
-        described: the calls, equal where they do the same, whatever kind of tensors they do it to.
-        form: equal for what is one function of tensors, numbers and sizes.
+        described: key of the operations, whatever kind of tensors they read.
+        form: key of the function, whatever its numbers and sizes.
     """
 
     def __init__(
         self,
         segment: Segment,
-        calls: Sequence[Call],
+        operations: Sequence[Operation],
         kept: Sequence[int],
         kind_of: Callable[[Tensor, bool], Any],
     ) -> None:
         self.numbers: list[float] = []
         self.sizes: list[int] = []
-        self._calls, self._kept = calls, kept
+        self._operations, self._kept = operations, kept
         self._inputs: list[int] = []
         self._order: dict[int, int] = {}
-        self.described = tuple(map(self._describe, calls))
+        self.described = tuple(map(self._describe, operations))
         used = (*self._inputs, *kept)
         values = [segment.values[value] for value in used]
         self.tensors = [real(value.tensor) for value in values]
-        self.written = [segment.values[i].tensor for i in self._inputs if i in segment.written]
         kinds = tuple(
             (
                 len(spec.size),
                 spec.dtype,
                 spec.device,
-                plain_class(tensor),
+                type(tensor),
                 kind_of(tensor, value in segment.written),
             )
             for value, spec, tensor in zip(used, (v.spec for v in values), self.tensors, strict=True)
@@ -353,36 +330,36 @@ class Function:
         self.form = (self.described, tuple(self._order[value] for value in kept), kinds)
         self.shapes = tuple((value.spec.size, value.spec.stride) for value in values)
 
-    def _describe(self, call: Call) -> tuple[Any, ...]:
-        """A call with its values numbered within the component, and without its numbers and sizes."""
+    def _describe(self, operation: Operation) -> tuple[Any, ...]:
+        """Describe an operation by numbers within the component, without its numbers and sizes."""
         order = self._order
-        self.numbers += call.numbers
-        self.sizes += call.sizes
+        self.numbers += operation.numbers
+        self.sizes += operation.sizes
         read = []
-        for value in call.tensors:
+        for value in operation.tensors:
             if value not in order:
                 order[value] = len(order)
                 self._inputs.append(value)
             read.append(order[value])
-        for value in call.results:
+        for value in operation.results:
             order[value] = len(order)
-        return call.signature, call.form, *read, len(call.results)
+        return operation.signature, operation.form, *read, len(operation.results)
 
     def operators_of(self, numbers: Collection[int]) -> set[Signature]:
-        """The operators that calculate with the numbers at some positions."""
+        """Return the operators that calculate with the numbers at some positions."""
         found, first = set(), 0
-        for call in self._calls:
-            if any(first <= position < first + len(call.numbers) for position in numbers):
-                found.add(call.signature)
-            first += len(call.numbers)
+        for operation in self._operations:
+            if any(first <= position < first + len(operation.numbers) for position in numbers):
+                found.add(operation.signature)
+            first += len(operation.numbers)
         return found
 
     def module(self, inputs: Collection[int], *, takes_sizes: bool) -> GraphModule:
-        """A graph of the tensors, some numbers, and perhaps the sizes.
+        """Build a graph of the function, with its tensors as inputs, then numbers, then sizes.
 
         Args:
-            inputs: the positions of numbers that it takes, as 0-d tensors; others are constants.
-            takes_sizes: whether it takes sizes, or has them as constants.
+            inputs: positions of the numbers that are inputs, as 0-d tensors; others are constants.
+            takes_sizes: whether sizes are inputs, not constants.
         """
         graph = Graph()
         nodes = {value: graph.placeholder(f"tensor{i}") for i, value in enumerate(self._inputs)}
@@ -394,11 +371,13 @@ class Function:
         read = {i: graph.call_function(aten._local_scalar_dense.default, (n,)) for i, n in given.items()}
         numbers_left = iter([read.get(i, number) for i, number in enumerate(self.numbers)])
         sizes_left = iter(sizes)
-        for call in self._calls:
-            arguments = call.arguments(map(nodes.__getitem__, call.tensors), numbers_left, sizes_left)
-            node = graph.call_function(call.signature.operator, *arguments)
-            for i, value in enumerate(call.results):
-                has_several = call.signature.returns_several
+        for operation in self._operations:
+            arguments = operation.arguments(
+                map(nodes.__getitem__, operation.tensors), numbers_left, sizes_left
+            )
+            node = graph.call_function(operation.signature.operator, *arguments)
+            for i, value in enumerate(operation.results):
+                has_several = operation.signature.returns_several
                 nodes[value] = graph.call_function(operator.getitem, (node, i)) if has_several else node
         for target, value in zip(targets, self._kept, strict=True):
             graph.call_function(aten.copy_.default, (target, nodes[value]))

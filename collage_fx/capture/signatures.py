@@ -1,4 +1,4 @@
-"""What a recorder has to know of an operator: what its arguments are, and what it does to them."""
+"""Facts about an operator that a recorder needs: its arguments, and its effects on them."""
 
 from __future__ import annotations
 
@@ -22,21 +22,20 @@ from collage_fx.torch_compat import schema_of
 
 @dataclass(frozen=True, eq=False)
 class Signature:
-    """What matters of an operator's schema. There is one for each operator.
+    """Facts about an operator's schema. There is one object for each operator.
 
     Attributes:
-        operator: itself.
-        names: of its arguments.
-        quantities: for each, whether a number there is one to calculate with, ``"number"``, a ``"size"``, or
-            ``""``, neither (a dimension, say).
-        writes: the arguments it overwrites.
-        results: per result, ``("new", "")``, ``("same", argument)`` or ``("view", argument)``.
+        operator: the operator.
+        names: names of its arguments.
+        quantities: for each argument, the meaning of a number there: ``"number"`` to calculate with,
+            ``"size"``, or ``""`` for anything else (a dimension, say).
+        writes: names of the arguments that it overwrites.
+        results: for each result ``("new", "")``, ``("same", argument)`` or ``("view", argument)``.
         returns_several: whether it returns a tuple or a list.
-        is_another_name: its result is all of its argument, as another object.
-        reads_no_values: its result does not depend on the elements of its arguments.
-        is_immediate: it is executed rather than recorded: see
+        reads_no_values: whether its result is independent of the elements of its arguments.
+        is_immediate: whether it is executed rather than recorded: see
             :func:`~collage_fx.graph.depends_on_values`.
-        element_rule: of a ``_foreach_`` operator.
+        element_rule: rule for one element, if it is a ``_foreach_`` operator.
     """
 
     operator: Any
@@ -45,7 +44,6 @@ class Signature:
     writes: tuple[str, ...]
     results: tuple[tuple[str, str], ...]
     returns_several: bool
-    is_another_name: bool
     reads_no_values: bool
     is_immediate: bool
     element_rule: Callable[..., Any] | None
@@ -53,14 +51,14 @@ class Signature:
 
 @functools.cache
 def signature_of(operator: Any) -> Signature:
-    """The signature of an ATen operator."""
+    """Return the signature of an ATen operator."""
     schema = schema_of(operator)
     arguments, returns = schema.arguments, schema.returns
     aliases = {each.name: each.alias_info for each in arguments if each.alias_info is not None}
     aliased = {frozenset(alias.before_set): name for name, alias in aliases.items()}
     first = arguments[0].name if arguments else ""
-    # A view of all of it is executed where it is real: most steps make one at every access of ``.data``.
-    is_another_name = operator.is_view and facts_of(operator).passes == 0 and len(arguments) == 1
+    # A view of a whole real tensor is executed at once: most steps make one at every access of ``.data``.
+    is_whole_view = operator.is_view and facts_of(operator).passes == 0 and len(arguments) == 1
     results = []
     for alias in (result.alias_info for result in returns):
         if alias is not None and alias.is_write:
@@ -74,15 +72,14 @@ def signature_of(operator: Any) -> Signature:
         writes=tuple(name for name, alias in aliases.items() if alias.is_write),
         results=tuple(results),
         returns_several=len(returns) > 1 or any("List" in str(result.type) for result in returns),
-        is_another_name=is_another_name,
-        reads_no_values=is_another_name or ignores_values(operator),
+        reads_no_values=is_whole_view or ignores_values(operator),
         is_immediate=depends_on_values(operator),
         element_rule=foreach_rule(foreach_name(operator).removesuffix("_")),
     )
 
 
 def _quantity(kind: Any) -> str:
-    """What a number in an argument of some type is: see :class:`Signature`."""
+    """Return the meaning of a number in an argument of some type: see :class:`Signature`."""
     if kind.kind() in ("ListType", "OptionalType"):
         return _quantity(kind.getElementType())
     kinds = {"NumberType": "number", "FloatType": "number", "TensorType": "number", "SymIntType": "size"}
@@ -90,12 +87,12 @@ def _quantity(kind: Any) -> str:
 
 
 def draws_16_bits(operator: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a call draws the random numbers that rounding float32 to bfloat16 at random takes."""
+    """Return whether a call draws random numbers for stochastic rounding of float32 to bfloat16."""
     return drawn_range(operator, args, kwargs) == (0, 1 << 16) and kwargs.get("generator") is None
 
 
 def is_index_of_integers(operator: Any, args: Any) -> bool:
-    """Whether a call takes elements by their positions: by a mask, its result's shape depends on values."""
+    """Return whether a call selects elements by index, so that its result's shape is known; not by a mask."""
     return operator is torch.ops.aten.index.Tensor and not any(
         index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
     )

@@ -1,6 +1,6 @@
-"""Which rows of the lists that a step of torch.optim loops over are traced, and which are left out.
+"""Choice of the rows to trace, among the lists that a step of torch.optim loops over.
 
-Dynamo takes longer than all that follows, and needs to see only two rows of each layout: Note [One of each
+Dynamo takes longer than everything after it, and needs to see only two rows of each layout: Note [One of each
 family] in ``families.py``.
 """
 
@@ -20,10 +20,11 @@ from collage_fx.torch_compat import ThinnedLists, TracedRows, local_tensor, shar
 
 
 def rows_to_trace(rows: Sequence[tuple[Any, ...]], *, come_and_go: bool = False) -> TracedRows | None:
-    """Two of the rows of each layout, of the lists that a step loops over.
+    """Choose two rows of each layout, among the lists that a step loops over.
 
-    None if that would be all of them, unless their gradients come and go; where nothing is compensated, where
-    there are no families, and where there may be state that is still to be made, in the step, for each.
+    Returns:
+        the rows; None if they are all rows and gradients do not come and go, if nothing is compensated, if
+        there are no families, or if the step may have to make state for each row.
     """
     values = [value for row in rows for value in row if not (value is None and come_and_go)]
     if not all(isinstance(value, Tensor) and is_plain(value) for value in values):
@@ -37,12 +38,12 @@ def rows_to_trace(rows: Sequence[tuple[Any, ...]], *, come_and_go: bool = False)
     return TracedRows(kept, come_and_go) if come_and_go or len(kept) < len(rows) else None
 
 
-#: Where a tensor is in the lists that a step loops over: which lists, which of them, which row.
+#: Position of a tensor in the lists that a step loops over: (set of lists, list in the set, row).
 Cell = tuple[int, int, int]
 
 
 class ListRows:
-    """The rows of lists, those that were traced and those that were left out."""
+    """Rows of lists, both traced and left out."""
 
     def __init__(self, thinned: Sequence[ThinnedLists]) -> None:
         self.thinned = thinned
@@ -55,9 +56,9 @@ class ListRows:
             if value is not None
         }
         self._values = sum(value is not None for lists in thinned for row in lists.rows for value in row)
-        #: Rows that were traced -> those that they stand for.
+        #: (set, traced row) -> rows left out that it stands for.
         self.stands_for: dict[tuple[int, int], list[int]] = {}
-        #: The first row of each layout -> the second.
+        #: (set, first row of a layout) -> the second row of the layout.
         self.second: dict[tuple[int, int], int] = {}
         for t, lists in enumerate(thinned):
             first: dict[Hashable, int] = {}
@@ -69,24 +70,26 @@ class ListRows:
                     self.second[t, of] = r
 
     def parameter_beside(self, value: Any) -> Any:
-        """The parameter in the row of a tensor."""
+        """Return the parameter in the row of a tensor."""
         t, _, r = self.cells[id(value)]
         return self.thinned[t].rows[r][0]
 
-    def are_understood(self) -> bool:
-        """Whether no tensor is in two places."""
+    def are_distinct(self) -> bool:
+        """Return whether no tensor occurs twice."""
         return len(self.cells) == self._values
 
     def value(self, cell: Cell) -> Any:
+        """Return the tensor of a cell."""
         t, c, r = cell
         return self.thinned[t].rows[r][c]
 
     def is_left_out(self, value: Any) -> bool:
+        """Return whether a tensor is in a row that was not traced."""
         t, _, r = self.cells.get(id(value), (0, 0, -1))
         return r >= 0 and r not in self.thinned[t].kept
 
-    def with_those_left_out(self, inputs: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
-        """Inputs, by name, and where they would come in the whole graph those of rows left out."""
+    def with_rows_left_out(self, inputs: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
+        """Insert the tensors of rows left out into named inputs, where the whole graph would have them."""
         columns: dict[tuple[int, int], list[int]] = defaultdict(list)
         last: dict[tuple[int, int], int] = {}
         for i, (_, value) in enumerate(inputs):
@@ -102,13 +105,14 @@ class ListRows:
         return [each for i, given in enumerate(inputs) for each in (given, *behind[i])]
 
     def _named(self, cell: Cell) -> tuple[str, Any]:
+        """Return a tensor of a row left out, with a name."""
         return "list_{}_{}_row_{}".format(*cell), self.value(cell)
 
 
 def is_plain(value: Tensor) -> bool:
-    """Whether a tensor is an ordinary one, of known sizes and strides, where steps are compiled in parts.
+    """Return whether a tensor is ordinary, of known sizes and strides, where steps are compiled in parts.
 
-    Or a DTensor of which this process has such a piece.
+    A DTensor counts as plain if its local shard is.
     """
     value = local_tensor(value)
     return (
@@ -120,7 +124,7 @@ def is_plain(value: Tensor) -> bool:
 
 
 def layout_of(value: Tensor | None) -> tuple[Any, ...]:
-    """All that a compilation may ask of a tensor, but where it lies; empty for None in the place of one."""
+    """Return the metadata that Dynamo may guard on: dtype, shape, strides, flags; empty for None."""
     if value is None:
         return ()
     pieces = sharding_of(value)

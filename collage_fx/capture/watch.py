@@ -1,44 +1,45 @@
-"""The watch over Dynamo: updates that would run eagerly, without error terms, are refused or reported.
+"""Watch over Dynamo: updates that would run eagerly, without error terms, are refused or reported.
 
 Note [Nothing unnoticed]
 ------------------------
-Compensation lives in the compiled graphs. There are six ways past them, and each is met where it opens,
-which costs nothing in a step that is compiled already:
+The compiled graphs compensate. There are six ways past them, and each is checked where it begins, which costs
+nothing in a step that is compiled already:
 
-* *Dynamo gives up on a function* that has been compiled too often, and runs it as it is from then on, for
-  every optimizer of the class. It never does for this backend: each optimizer has a limit of its own, whose
-  count begins anew when it is loaded. A step that reaches Dynamo's ``recompile_limit`` is recorded from then
-  on. So are the steps in another function at :data:`COMPILATIONS` times the limit, and Python runs that; one
-  that updates tensors of no optimizer's is refused (:func:`_before_conversion`).
-* *A graph break inside an update* hands the operation it happened at, and in a loop the whole function, to
-  eager execution. When Dynamo reports one, before anything has run, the optimizer is recorded from then on:
-  Note [Recorded steps] in ``recorder.py`` (:func:`_at_graph_break`). So it is where Dynamo or AOTAutograd
-  fails (:func:`_at_failed_conversion`), and where a captured graph would fail that a step catches when eager
-  torch does (:func:`record_instead`). If Python is in the middle of that very step, it is too late to record
-  it, and the break is refused. One in the closure of a step of torch.optim, or anywhere outside of the
-  methods of an optimizer, leaves the update whole. (Dynamo can be made to resume loops after a break. It then
-  reads the parameters of later iterations at the wrong place of an iterator: steps came out wrong without an
-  error.)
+* *Dynamo gives up on a function* that has been compiled too often, and runs it uncompiled from then on, for
+  every optimizer of the class. It never does so for this backend: each optimizer has a limit of its own,
+  whose count begins anew when the optimizer is loaded. A step that reaches Dynamo's ``recompile_limit`` is
+  recorded from then on. So are the steps inside another function at :data:`COMPILATIONS` times the limit, and
+  Python runs that function; a function that updates tensors of no optimizer is refused
+  (:func:`_before_conversion`).
+* *A graph break inside an update* hands the operation that caused it, and in a loop the whole function, to
+  eager execution. When Dynamo reports a graph break, before anything has run, the optimizer is recorded from
+  then on: Note [Recorded steps] in ``recorder.py`` (:func:`_at_graph_break`). So it is where Dynamo or
+  AOTAutograd fails (:func:`_at_failed_conversion`), and where a captured graph would fail and the step
+  catches what eager torch raises (:func:`record_instead`). If Python is in the middle of that very step, it
+  is too late to record it, and the break is refused. A break in the closure of a step of torch.optim, or
+  outside of the methods of an optimizer, leaves the update whole. (Dynamo can be made to resume loops after a
+  break. It then reads the parameters of later iterations at the wrong index of an iterator: steps came out
+  wrong without an error.)
 * *Reading a tensor's value* (``norm.item()``) would break the graph too; it is captured instead, unless the
   step goes on to branch on it.
-* *Something that Dynamo doesn't trace*: sparse gradients, optimizers whose step is disabled for Dynamo. See
-  Note [Two doors] in ``refusals.py``. For ``fused=True`` it is given something else to trace: Note [A wish
-  for speed] in ``torch_compat/fused_updates.py``.
-* *Steps that run eagerly.* Whoever has an optimizer's step compiled, or the optimizer installed, wishes for
-  compensated steps (:class:`_Wish`). Every optimizer runs torch's global hooks when it is stepped eagerly, in
-  whatever thread, and ours asks what that step was to be (:func:`_before_eager_step`). If Python is in a call
-  of what ``torch.compile`` returned, torch refuses to compile, for its stance or ``TORCH_COMPILE_DISABLE``:
-  the step is recorded, and run operation by operation, this once. If not, the program has called the step
-  itself, past the compiled one; or that of another optimizer (a new one, a copy, one that is loaded) with
-  parameters that belong to a compensated step. Both are refused, unless the optimizer whose step is
-  compensated holds the other: then that is recorded.
-* *Compiling the model with this backend*, and not the step. A forward pass is none of its business and left
-  to Inductor; the second eager step of the parameters in it, without error terms, is reported
-  (:func:`_look_at_plain_step`: a first one may be taken by something compiled within, or before the others).
+* *Steps that Dynamo does not trace*: sparse gradients, optimizers whose step is disabled for Dynamo. See Note
+  [Two doors] in ``refusals.py``. For ``fused=True`` Dynamo is given something else to trace: Note [A wish for
+  speed] in ``torch_compat/fused_updates.py``.
+* *Steps that run eagerly.* A program that compiles or installs an optimizer's step requests compensated steps
+  (:class:`_Request`). Every optimizer runs torch's global hooks when it is stepped eagerly, in whatever
+  thread, and our hook checks the request (:func:`_before_eager_step`). If Python is in a call of a function
+  that ``torch.compile`` returned, torch refuses to compile, because of its stance or
+  ``TORCH_COMPILE_DISABLE``: the step is recorded, and run operation by operation, this once. If not, the
+  program has called the step itself instead of the compiled one, or the step of another optimizer (a new one,
+  a copy, a loaded one) whose parameters belong to a compensated step. Both are refused, unless the optimizer
+  whose step is compensated holds the other: then the other is recorded.
+* *Compiling the model with this backend*, and not the step. A forward pass is left to Inductor; the second
+  eager step of its parameters, without error terms, is reported (:func:`_check_plain_step`: a first step may
+  be taken by something compiled inside, or before the others).
 
-``strict`` backends raise a :class:`~collage_fx.errors.CollageError`; others warn once an optimizer and
-reason. What the program itself, or another method of the optimizer, writes to parameters and state between
-two steps is met at the next one: Note [Written between two steps] in ``state/written.py``.
+``strict`` backends raise a :class:`~collage_fx.errors.CollageError`; others warn once for each optimizer and
+reason. Writes to parameters and state between two steps, by the program or by another method of the
+optimizer, are checked at the next step: Note [Written between two steps] in ``state/written.py``.
 """
 
 from __future__ import annotations
@@ -59,10 +60,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
-from collage_fx.capture.members import note_gradients, stand_in, withdraw
+from collage_fx.capture.members import add_stand_ins, note_gradients, remove_stand_ins
 from collage_fx.capture.new_state import forget_new_state, remember_state
 from collage_fx.capture.numbers import scheduled_numbers
-from collage_fx.capture.progress import telling
+from collage_fx.capture.progress import show_progress
 from collage_fx.capture.recorder import is_recording
 from collage_fx.capture.recording import (
     branches_on_values,
@@ -85,7 +86,6 @@ from collage_fx.numerics import is_low_precision
 from collage_fx.state import (
     adopt,
     carry_along,
-    expansion_of,
     has_error_terms,
     held_optimizers,
     known_tensors,
@@ -93,7 +93,8 @@ from collage_fx.state import (
     note_held,
     optimizers_among,
     parameter_names,
-    records_there,
+    record_of,
+    records_version,
     settle_replaced,
     times_loaded,
     unpack_state,
@@ -142,20 +143,20 @@ SETTINGS = {
 #: ``(backend, keywords)`` -> whether it is strict; None for backends that compensate nothing.
 Strictness = Callable[[Any, dict[str, Any]], bool | None]
 
-#: Counts of compilations by identity: functions that do the same are equal as code.
-_conversions = WeakIdKeyDictionary()
-#: By what Dynamo compiles with, of which each call of ``torch.compile`` has its own: the optimizers stepped.
+#: Subject -> counts of compilations; by identity, since functions that do the same are equal as code.
+_compilations = WeakIdKeyDictionary()
+#: Compiler object of a call of ``torch.compile`` -> optimizers that its callable steps.
 _stepped = WeakIdKeyDictionary()
-#: The low-precision parameters that a graph to be differentiated reads: whether one has been stepped eagerly.
+#: Low-precision parameter that a differentiated graph reads -> whether it has been stepped eagerly.
 _read_forward = WeakTensorKeyDictionary()
 
 
-def install(is_ours: Callable[[Any], bool], strictness: Strictness, rows_to_trace: Thin) -> None:
+def start_watch(is_ours: Callable[[Any], bool], strictness: Strictness, rows_to_trace: Thin) -> None:
     """Start watching Dynamo and eager steps. A second call replaces the first.
 
     Args:
-        is_ours: whether what ``torch.compile`` was given is a backend of ours.
-        strictness: how it is to be treated, at each conversion of a function.
+        is_ours: tells whether an argument of ``torch.compile`` is a backend of ours.
+        strictness: tells how a backend is to be treated, at each conversion of a function.
         rows_to_trace: see :class:`~collage_fx.torch_compat.Watch`.
     """
     watch_conversions(
@@ -167,7 +168,7 @@ def install(is_ours: Callable[[Any], bool], strictness: Strictness, rows_to_trac
             lambda *conversion: _at_failed_conversion(strictness, *conversion),
             lambda *traced: _at_trace(strictness, *traced),
             lambda *graph_break: _at_graph_break(strictness, *graph_break),
-            lambda *hand_over: _at_hand_over(strictness, *hand_over),
+            lambda *hand_over: _at_torch_compile(strictness, *hand_over),
             rows_to_trace,
             forget_new_state,
             SETTINGS,
@@ -183,7 +184,7 @@ def install(is_ours: Callable[[Any], bool], strictness: Strictness, rows_to_trac
 
 
 def note_forward(inputs: Iterable[Any]) -> None:
-    """Note the inputs of a graph to be differentiated, of whose parameters an eager step is reported."""
+    """Note the parameters that a differentiated graph reads: eager steps of them are reported."""
     for each in inputs:
         if isinstance(each, torch.nn.Parameter) and each.requires_grad and is_low_precision(each.dtype):
             _read_forward.setdefault(each, False)
@@ -195,7 +196,7 @@ def note_forward(inputs: Iterable[Any]) -> None:
 def _at_trace(
     strictness: Strictness, optimizer: Optimizer, backend: Any, keywords: dict[str, Any]
 ) -> Iterable[Place] | None:
-    """The optimizer's scheduled numbers, if a trace is for a backend of ours; raise if it is refused."""
+    """Return the optimizer's scheduled numbers for a trace of ours, else None; raise for a refused step."""
     strict = strictness(backend, keywords)
     if strict is None:
         return None
@@ -214,7 +215,7 @@ def _at_trace(
 
 
 def _is_refused(optimizer: Optimizer, *, strict: bool) -> bool:
-    """Raise if an optimizer's steps are refused and ``strict``; else whether that has been warned of."""
+    """Raise if an optimizer's steps are refused and ``strict``; else warn, and return whether they are."""
     try:
         refuse_optimizer(optimizer)
     except CollageError as refusal:
@@ -233,12 +234,12 @@ def _before_conversion(
     code: CodeType,
     variables: Mapping[str, Any],
 ) -> bool:
-    """Whether a conversion is for a backend of ours; raise if it is one too many."""
+    """Return whether a conversion is for a backend of ours; raise at the limit of compilations."""
     strict = strictness(backend, keywords)
     if strict is None:
         return False
     refuse_unknown_torch()
-    for optimizer in _stepped_by(code, variables):
+    for optimizer in _stepped_optimizers(code, variables):
         if not is_recorded(optimizer) and branches_on_values(optimizer):
             reason = "it branches on the value of lr, which is a tensor"
             record(optimizer, backend, keywords, reason, strict=strict)
@@ -259,24 +260,24 @@ def _before_conversion(
 
 @contextmanager
 def _within_conversion(code: CodeType, variables: Mapping[str, Any]) -> Iterator[None]:
-    """Context manager: tell of a step, have gradients stand in for missing ones."""
+    """Context manager: show the compilation of a step; members without a gradient have a placeholder."""
     optimizers = optimizers_among(variables).values()
     stepped = next(iter(optimizers), None)
     with ExitStack() as stack:
-        stack.callback(withdraw, optimizers)
+        stack.callback(remove_stand_ins, optimizers)
         for optimizer in optimizers:
             if is_torchs_step(optimizer, code, variables):
                 note_gradients(optimizer)
                 if not is_traced_whole():
-                    stand_in(optimizer)
+                    add_stand_ins(optimizer)
         if stepped is not None:
-            stack.enter_context(telling(type(stepped).__name__, log=is_step_wrapper(code)))
+            stack.enter_context(show_progress(type(stepped).__name__, log=is_step_wrapper(code)))
         token = _conversion.set(stack)
         stack.callback(_conversion.reset, token)
         yield
 
 
-#: The contexts of the conversion that this thread is at.
+#: Contexts to leave when this thread's conversion ends.
 _conversion: ContextVar[ExitStack] = ContextVar("_conversion")
 
 
@@ -284,8 +285,8 @@ _conversion: ContextVar[ExitStack] = ContextVar("_conversion")
 def _gradients_with_sizes(optimizer: Optimizer) -> Iterator[None]:
     """Context manager: gradients that are views, as of a flat buffer, do not look like views.
 
-    Since torch 2.13 the sizes of a gradient are symbols, for Dynamo and for AOTAutograd, if it is a view and
-    its parameter is not. In its place stands, meanwhile, another tensor of the same memory.
+    Since torch 2.13 the sizes of a gradient are symbols, for Dynamo and for AOTAutograd, if the gradient is a
+    view and its parameter is not. Meanwhile another tensor of the same memory replaces the gradient.
     """
     parameters = [parameter for _, parameter in parameter_names(optimizer)]
     views = [(p, p.grad) for p in parameters if p.grad is not None and _is_view_of_its_own(p.grad, p)]
@@ -299,12 +300,12 @@ def _gradients_with_sizes(optimizer: Optimizer) -> Iterator[None]:
 
 
 def _is_view_of_its_own(gradient: Tensor, parameter: Tensor) -> bool:
-    """Tell whether a gradient, not itself to be differentiated, is a view although its parameter is none."""
+    """Return whether a gradient that needs no gradient is a view although its parameter is none."""
     return not gradient.requires_grad and base_of(gradient) is not None and base_of(parameter) is None
 
 
-def _stepped_by(code: CodeType, variables: Mapping[str, Any]) -> list[Optimizer]:
-    """The optimizers that a function is about to step, if it is torch's wrapper around a step."""
+def _stepped_optimizers(code: CodeType, variables: Mapping[str, Any]) -> list[Optimizer]:
+    """Return the optimizers that a function is about to step, if it is torch's wrapper around a step."""
     return list(optimizers_among(variables).values()) if is_step_wrapper(code) else []
 
 
@@ -316,10 +317,10 @@ def _at_failed_conversion(
     variables: Mapping[str, Any],
     error: Exception,
 ) -> None:
-    """Have steps recorded where Dynamo fails, or what it hands the graph to: Python may do them.
+    """Record steps at which Dynamo, or its backend, fails: Python may run them.
 
-    Symbolic numbers and shapes are where most such failures come from, and a recorded step has fewer. But it
-    is slower, and a failure can have another reason than the optimizer: hence a warning.
+    Most such failures come from symbolic numbers and shapes, and a recorded step has fewer. But recorded
+    steps are slower, and a failure can have another reason than the optimizer: hence a warning.
     """
     optimizers = optimizers_among(variables).values()
     strict = bool(strictness(backend, keywords))
@@ -336,7 +337,10 @@ def record_instead(
     strict: bool,
     level: int = logging.INFO,
 ) -> None:
-    """While a function is compiled that steps ``optimizers``: record those that can be, and begin again."""
+    """Record optimizers from now on, and begin again, while a function that steps them is compiled.
+
+    Optimizers that cannot be recorded, or are in the middle of a step, are left alone.
+    """
     recordable = [
         o for o in optimizers if is_recordable(o) and not is_recorded(o) and not is_being_stepped(o)
     ]
@@ -354,44 +358,46 @@ def _after_conversion(
     code: CodeType,
     variables: Mapping[str, Any],
 ) -> None:
-    """Count a compilation; at the limit, have the step that Python is in recorded from the next call on."""
+    """Count a compilation; at the limit, record the step that Python is in, from the next call on."""
     for subject in _subjects(code, variables):
         if _is_at_limit(subject, code) and isinstance(subject, Optimizer) and is_recordable(subject):
             strict = bool(strictness(backend, keywords))
             record(subject, backend, keywords, _too_many(subject, code).met, strict=strict)
-        _conversions.setdefault(subject, Counter())[_counted(subject, code)] += 1
+        _compilations.setdefault(subject, Counter())[_compilation_key(subject, code)] += 1
         if isinstance(subject, Optimizer):
             _stepped.setdefault(compiler, WeakSet()).add(subject)
             note_held(subject)
 
 
 def _before_call(compiler: Any) -> None:
+    """Check for replaced tensors of the optimizers that a compiled callable steps."""
     for optimizer in _stepped.get(compiler, ()):
-        if not is_recorded(optimizer):  # which see to it themselves
+        if not is_recorded(optimizer):  # recorded steps check for themselves
             settle_replaced(optimizer)
 
 
 def _done(subject: Optimizer | CodeType, code: CodeType) -> int:
-    return int(_conversions.get(subject, Counter())[_counted(subject, code)])
+    """Return how often a function has been compiled for a subject."""
+    return int(_compilations.get(subject, Counter())[_compilation_key(subject, code)])
 
 
 def _is_at_limit(subject: Optimizer | CodeType, code: CodeType) -> bool:
-    """Whether a function has been compiled as often for a subject as it may be."""
+    """Return whether a function has been compiled for a subject as often as it may be."""
     is_a_step = is_step_wrapper(code) or (isinstance(subject, Optimizer) and is_step_of(subject, code))
     return _done(subject, code) >= dynamo_recompile_limit() * (1 if is_a_step else COMPILATIONS)
 
 
-def _counted(subject: Optimizer | CodeType, code: CodeType) -> tuple[CodeType, int]:
-    """What compilations are counted by: they begin anew when an optimizer is loaded, which calls for one."""
+def _compilation_key(subject: Optimizer | CodeType, code: CodeType) -> tuple[CodeType, int]:
+    """Return the key to count compilations by; loading an optimizer starts a new count."""
     return code, times_loaded(subject) if isinstance(subject, Optimizer) else 0
 
 
 def _subjects(code: CodeType, variables: Mapping[str, Any]) -> list[Optimizer | CodeType]:
-    """The subjects that a function's compilations are counted for: its optimizers, or else its code."""
+    """Return the subjects to count a function's compilations for: its optimizers, or else its code."""
     return list(optimizers_among(variables).values()) or [code]
 
 
-#: Where a trainer's step is a closure, torch.compile(optimizer.step) is called with the model within.
+#: Advice for trainers, whose step runs the model as a closure.
 _IN_A_TRAINER = (
     ". In a trainer use its callback instead of torch.compile: CollageCallback of "
     "collage_fx.integrations.lightning or .transformers"
@@ -399,6 +405,7 @@ _IN_A_TRAINER = (
 
 
 def _too_many(subject: Optimizer | CodeType, code: CodeType) -> CollageError:
+    """Make the error for a function that is compiled too often."""
     of = f"of {type(subject).__name__} " if isinstance(subject, Optimizer) else ""
     return RecompileLimitError(
         f"this function {of}has been compiled {_done(subject, code)} times, and would have to be once more",
@@ -419,6 +426,7 @@ def _at_graph_break(
     code: CodeType,
     graph_break: GraphBreak,
 ) -> None:
+    """Record the optimizer whose update a graph break is in, or refuse it."""
     strict = strictness(backend, keywords)
     optimizer = graph_break.optimizer
     if strict is None or optimizer is None:
@@ -427,7 +435,7 @@ def _at_graph_break(
         return
     if graph_break.is_in_closure and _is_captured_after_its_closure(optimizer):
         return
-    if _is_refused(optimizer, strict=strict):  # of which Dynamo may not have traced a line
+    if _is_refused(optimizer, strict=strict):  # Dynamo may not have traced a line of the step
         return
     can_be_recorded = is_recordable(optimizer) and not is_being_stepped(optimizer)
     if graph_break.is_around_a_step and not can_be_recorded:
@@ -452,9 +460,9 @@ def _at_graph_break(
 
 
 def _is_captured_after_its_closure(optimizer: Optimizer) -> bool:
-    """Whether a break in the closure of an optimizer's step is the only break there will be.
+    """Return whether the step has no graph break after a graph break in its closure.
 
-    Another one, after that, would come too late to record the step.
+    A second break, after the closure, would come too late to record the step.
     """
     return type(optimizer).step.__module__.startswith("torch.optim.") or is_being_stepped(optimizer)
 
@@ -463,15 +471,15 @@ def _is_captured_after_its_closure(optimizer: Optimizer) -> bool:
 
 
 @dataclass(eq=False)
-class _Wish:
-    """A wish for compensated steps of one optimizer.
+class _Request:
+    """Request for compensated steps of one optimizer.
 
     Attributes:
-        backend: what ``torch.compile``, or ``install``, was given.
-        keywords: and with it: ``mode`` or ``options``.
+        backend: backend given to ``torch.compile`` or ``install``.
+        keywords: arguments given with it: ``mode`` or ``options``.
         strict: whether steps that are not compensated are refused.
         is_compiled: whether a step has been compiled with error terms.
-        is_called: whether the step itself has been called eagerly, in place of what is to be compiled.
+        is_called: whether the step itself has been called eagerly, instead of a compiled callable.
     """
 
     backend: Any
@@ -481,85 +489,88 @@ class _Wish:
     is_called: bool = False
 
 
-class _Wishes:
-    """The wishes of a process.
+class _Requests:
+    """Requests of a process.
 
     Attributes:
-        by_optimizer: those for optimizers that are known.
-        are_there: whether ``torch.compile`` has been given a backend of ours.
-        are_strict: whether the newest step that was compiled is.
+        by_optimizer: requests for known optimizers.
+        any_made: whether ``torch.compile`` has been given a backend of ours.
+        newest_is_strict: whether the newest step that was compiled is strict.
     """
 
-    by_optimizer: ClassVar[WeakKeyDictionary[Optimizer, _Wish]] = WeakKeyDictionary()
-    are_there = False
-    are_strict = False
+    by_optimizer: ClassVar[WeakKeyDictionary[Optimizer, _Request]] = WeakKeyDictionary()
+    any_made = False
+    newest_is_strict = False
 
 
 def note_installed(optimizer: Optimizer, backend: Any, *, strict: bool) -> None:
-    """Note that all steps of ``optimizer`` are to be compensated from now on, by this backend."""
+    """Note that all steps of an optimizer are to be compensated from now on, by this backend."""
     _adopt(optimizer, strict=strict)
-    _Wishes.by_optimizer[optimizer] = _Wish(backend, {}, strict)
+    _Requests.by_optimizer[optimizer] = _Request(backend, {}, strict)
 
 
 def note_compiled_step(optimizer: Optimizer, backend: Any, *, strict: bool) -> None:
-    """Note that a step of ``optimizer`` is compiled with error terms: it isn't to be run eagerly any more.
+    """Note that a step of an optimizer is compiled with error terms, and may no longer run eagerly.
 
-    Unless it is the eager step that calls what is compiled.
+    Exception: an eager step that itself calls compiled code.
     """
-    _Wishes.are_strict = strict
+    _Requests.newest_is_strict = strict
     if calls_compiled_function(optimizer):
-        _calls_what_is_compiled.add(optimizer)
+        _calling_compiled.add(optimizer)
         return
-    wish = _Wishes.by_optimizer.setdefault(optimizer, _Wish(backend, {}, strict))
-    wish.is_compiled, wish.strict = True, strict or wish.strict
+    request = _Requests.by_optimizer.setdefault(optimizer, _Request(backend, {}, strict))
+    request.is_compiled, request.strict = True, strict or request.strict
 
 
-#: Optimizers with a step, run eagerly, that calls what is compiled.
-_calls_what_is_compiled: WeakSet[Optimizer] = WeakSet()
+#: Optimizers whose step runs eagerly and calls compiled code.
+_calling_compiled: WeakSet[Optimizer] = WeakSet()
 
 
 def forget_compiled_step(optimizer: Optimizer) -> None:
-    """Let the optimizer be stepped eagerly, or be compiled, as if it had not been compiled before."""
-    _Wishes.by_optimizer.pop(optimizer, None)
+    """Forget that an optimizer's step was compiled: it may be stepped eagerly, or compiled, again."""
+    _Requests.by_optimizer.pop(optimizer, None)
     stop_recording(optimizer)
 
 
 def not_compiled_yet(is_meant: Callable[[Any, dict[str, Any]], bool]) -> list[str]:
-    """The classes of optimizers whose steps are to be compiled and have not been, by the backends meant."""
+    """Return the classes of optimizers with requested, uncompiled steps, for some backends."""
     return [
         type(optimizer).__name__
-        for optimizer, wish in list(_Wishes.by_optimizer.items())
-        if not wish.is_compiled and is_meant(wish.backend, wish.keywords)
+        for optimizer, request in list(_Requests.by_optimizer.items())
+        if not request.is_compiled and is_meant(request.backend, request.keywords)
     ]
 
 
 def _strict_in_copies(optimizer: Optimizer) -> bool | None:
-    wish = _Wishes.by_optimizer.get(optimizer)
-    return wish.strict if wish is not None and wish.is_compiled else None
+    """Return whether copies of an optimizer are strict; None if its step is not compiled."""
+    request = _Requests.by_optimizer.get(optimizer)
+    return request.strict if request is not None and request.is_compiled else None
 
 
-def _ask_for_copy(optimizer: Optimizer, strict: bool) -> None:
-    _Wishes.by_optimizer.setdefault(optimizer, _Wish(None, {}, strict, is_compiled=True))
+def _request_for_copy(optimizer: Optimizer, strict: bool) -> None:
+    """Register a request for compensated steps of an optimizer's copy."""
+    _Requests.by_optimizer.setdefault(optimizer, _Request(None, {}, strict, is_compiled=True))
 
 
-carry_along("strict", _strict_in_copies, _ask_for_copy)
+carry_along("strict", _strict_in_copies, _request_for_copy)
 
 
-def _at_hand_over(strictness: Strictness, backend: Any, keywords: dict[str, Any], function: Any) -> None:
+def _at_torch_compile(strictness: Strictness, backend: Any, keywords: dict[str, Any], function: Any) -> None:
     """Note that ``torch.compile`` was given an optimizer's step, or a function that names optimizers."""
-    _Wishes.are_there = True
+    _Requests.any_made = True
     try:
         strict = strictness(backend, keywords)
     except CollageError:
-        return  # of an option, which the first call raises
+        return  # an invalid option, which the first call raises
     if strict is None:
         return
     for optimizer in _optimizers_of(function):
-        _Wishes.by_optimizer.setdefault(optimizer, _Wish(backend, keywords, strict))
+        _Requests.by_optimizer.setdefault(optimizer, _Request(backend, keywords, strict))
         _adopt(optimizer, strict=strict)
 
 
 def _adopt(optimizer: Optimizer, *, strict: bool) -> None:
+    """Make an optimizer save and load error terms; raise, or warn, if loaded entries do not fit."""
     try:
         adopt(optimizer)
     except CollageError as refusal:
@@ -567,7 +578,7 @@ def _adopt(optimizer: Optimizer, *, strict: bool) -> None:
 
 
 def _optimizers_of(function: Any) -> list[Optimizer]:
-    """The optimizer whose method a function is; or those among the variables around it."""
+    """Return the optimizer whose method a function is, or else the optimizers among its outer variables."""
     if isinstance(owner := getattr(function, "__self__", None), Optimizer):
         return [owner]
     try:
@@ -584,29 +595,30 @@ def _optimizers_of(function: Any) -> list[Optimizer]:
 
 
 def _before_eager_step(strictness: Strictness, optimizer: Optimizer) -> None:
+    """Record, check or report a step that is about to run eagerly."""
     if is_recording() or is_recorded(optimizer):
         return
-    wish = _Wishes.by_optimizer.get(optimizer)
-    call = next(_calls(strictness, optimizer, wish), None)
+    request = _Requests.by_optimizer.get(optimizer)
+    call = next(_eager_calls(strictness, optimizer, request), None)
     if call is not None:
         _record_eager_step(optimizer, call)
         return
-    if wish is None or not wish.is_compiled:
+    if request is None or not request.is_compiled:
         note_eager_step(optimizer)
-    if wish is not None:
-        _look_at_bypassing_step(optimizer, wish)
-    elif not _look_at_step_of_another(optimizer):
-        _look_at_plain_step(optimizer)
+    if request is not None:
+        _check_bypassing_step(optimizer, request)
+    elif not _check_step_of_another(optimizer):
+        _check_plain_step(optimizer)
 
 
-class _Call(NamedTuple):
-    """A call of what is to be compensated, which torch runs eagerly.
+class _EagerCall(NamedTuple):
+    """Call of a function that was to be compensated, which torch runs eagerly.
 
     Attributes:
-        function: what was to be compiled.
-        backend: by which.
-        keywords: what goes with that.
-        strict: whether it is strict.
+        function: the function.
+        backend: backend that was to compile it.
+        keywords: arguments given with the backend.
+        strict: whether the backend is strict.
     """
 
     function: Any
@@ -615,21 +627,23 @@ class _Call(NamedTuple):
     strict: bool
 
 
-def _calls(strictness: Strictness, optimizer: Optimizer, wish: _Wish | None) -> Iterator[_Call]:
-    """The calls, innermost first, that Python is in while the optimizer's step runs eagerly."""
-    if wish is not None and is_in_own_step(optimizer):
-        yield _Call(type(optimizer).step, wish.backend, wish.keywords, wish.strict)
-    found = list(compiled_callables_on_the_stack()) if _Wishes.are_there else []
+def _eager_calls(
+    strictness: Strictness, optimizer: Optimizer, request: _Request | None
+) -> Iterator[_EagerCall]:
+    """Yield the calls, innermost first, that Python is in while the optimizer's step runs eagerly."""
+    if request is not None and is_in_own_step(optimizer):
+        yield _EagerCall(type(optimizer).step, request.backend, request.keywords, request.strict)
+    found = list(compiled_callables_on_the_stack()) if _Requests.any_made else []
     if is_compiling_forbidden():
         found += compiled_callables_within(type(optimizer).step)
     for function, callback in found:
         backend, keywords = backend_within(callback)
         if (strict := strictness(backend, keywords)) is not None:
-            yield _Call(function, backend, keywords, strict)
+            yield _EagerCall(function, backend, keywords, strict)
 
 
-def _record_eager_step(optimizer: Optimizer, call: _Call) -> None:
-    """Have a step recorded that torch runs eagerly, or refuse it."""
+def _record_eager_step(optimizer: Optimizer, call: _EagerCall) -> None:
+    """Record a step that torch runs eagerly, or refuse it."""
     low = (name for name, p in parameter_names(optimizer) if is_low_precision(p.dtype))
     if (first := next(low, None)) is None:
         return
@@ -649,6 +663,7 @@ def _record_eager_step(optimizer: Optimizer, call: _Call) -> None:
 
 
 def _run_eagerly(optimizer: Any, name: str) -> CollageError:
+    """Make the error for a compiled step that torch runs eagerly."""
     return EagerStepError(
         f"torch runs the compiled step of {type(optimizer).__name__} eagerly, without error terms",
         where=name,
@@ -658,30 +673,31 @@ def _run_eagerly(optimizer: Any, name: str) -> CollageError:
     )
 
 
-def _look_at_bypassing_step(optimizer: Optimizer, wish: _Wish) -> None:
-    """Refuse a step that is called in the place of the compiled one; before that is there, the second.
+def _check_bypassing_step(optimizer: Optimizer, request: _Request) -> None:
+    """Refuse a step that is called eagerly instead of compiled: each, or the second before any is compiled.
 
-    Steps that torch has disabled for Dynamo come here, too: they are refused for what they are.
+    Steps that torch has disabled for Dynamo come here, too; they are refused for that reason.
     """
-    if not wish.is_compiled and _is_refused(optimizer, strict=wish.strict):
+    if not request.is_compiled and _is_refused(optimizer, strict=request.strict):
         return
     stepped = ((name, p) for name, p in parameter_names(optimizer) if p.grad is not None)
-    if wish.is_compiled:
-        first = next((name for name, p in stepped if expansion_of(p)), None)
+    if request.is_compiled:
+        first = next((name for name, p in stepped if record_of(p)), None)
     else:
         first = next((name for name, p in stepped if is_low_precision(p.dtype)), None)
-        if first is not None and not wish.is_called:
-            wish.is_called = True
+        if first is not None and not request.is_called:
+            request.is_called = True
             return
     if first is not None:
-        raise_or_warn(optimizer, _bypassed(optimizer, first, wish), strict=wish.strict)
+        raise_or_warn(optimizer, _bypassed(optimizer, first, request), strict=request.strict)
 
 
-def _bypassed(optimizer: Optimizer, name: str, wish: _Wish) -> CollageError:
+def _bypassed(optimizer: Optimizer, name: str, request: _Request) -> CollageError:
+    """Make the error for a step that bypasses the compiled step."""
     there = (
         "although a compiled step keeps error terms of this optimizer's parameters, which an eager step "
         "would neither use nor keep up"
-        if wish.is_compiled
+        if request.is_compiled
         else "twice, and the compiled step that torch.compile returned has not: nothing is compensated"
     )
     return EagerStepError(
@@ -693,48 +709,53 @@ def _bypassed(optimizer: Optimizer, name: str, wish: _Wish) -> CollageError:
     )
 
 
-def _look_at_step_of_another(optimizer: Optimizer) -> bool:
-    """Look for parameters of another optimizer, whose steps are compensated: have these be, too, or refuse.
+def _check_step_of_another(optimizer: Optimizer) -> bool:
+    """Look for parameters that belong to another optimizer's compensated steps; compensate or refuse these.
 
     Returns:
         whether there are such parameters.
     """
-    if optimizer in _calls_what_is_compiled or compiled_callables_within(type(optimizer).step):
+    if optimizer in _calling_compiled or compiled_callables_within(type(optimizer).step):
         return False
-    state = records_there(), len(_Wishes.by_optimizer), sum(len(g["params"]) for g in optimizer.param_groups)
-    if _of_no_other.get(optimizer) == state:
+    state = (
+        records_version(),
+        len(_Requests.by_optimizer),
+        sum(len(g["params"]) for g in optimizer.param_groups),
+    )
+    if _checked_for_owners.get(optimizer) == state:
         return False
-    owners = {id(p): other for other in list(_Wishes.by_optimizer) for _, p in parameter_names(other)}
+    owners = {id(p): other for other in list(_Requests.by_optimizer) for _, p in parameter_names(other)}
     for name, p in parameter_names(optimizer):
         owner = owners.get(id(p))
         if p.grad is None or not is_low_precision(p.dtype) or (owner is None and not has_error_terms(p)):
             continue
         if not any(
-            inner in _Wishes.by_optimizer or is_recorded(inner) for inner in held_optimizers(optimizer)
+            inner in _Requests.by_optimizer or is_recorded(inner) for inner in held_optimizers(optimizer)
         ):
             _take_over_or_refuse(optimizer, name, owner)
         return True
-    _of_no_other[optimizer] = state
+    _checked_for_owners[optimizer] = state
     return False
 
 
-#: Optimizers none of whose parameters is in another's compensated step, and when that has been looked at.
-_of_no_other: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
+#: Optimizer without parameters of another's compensated step -> state of the records when it was checked.
+_checked_for_owners: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
 
 
 def _take_over_or_refuse(optimizer: Optimizer, name: str, owner: Optimizer | None) -> None:
-    """Have the steps of an optimizer compensated if the owner of its parameters holds it; refuse others."""
-    wish = None if owner is None else _Wishes.by_optimizer.get(owner)
-    if wish is not None and optimizer in held_optimizers(owner):
-        _Wishes.by_optimizer[optimizer] = wish
+    """Compensate an optimizer's steps if the owner of its parameters holds it; else refuse them."""
+    request = None if owner is None else _Requests.by_optimizer.get(owner)
+    if request is not None and optimizer in held_optimizers(owner):
+        _Requests.by_optimizer[optimizer] = request
         reason = f"{type(owner).__name__}, which holds it, calls them outside of its own step"
-        record(optimizer, wish.backend, wish.keywords, reason, strict=wish.strict)
+        record(optimizer, request.backend, request.keywords, reason, strict=request.strict)
         return
-    strict = _Wishes.are_strict if wish is None else wish.strict
+    strict = _Requests.newest_is_strict if request is None else request.strict
     raise_or_warn(optimizer, _of_another(optimizer, name, owner), strict=strict)
 
 
 def _of_another(optimizer: Optimizer, name: str, owner: Optimizer | None) -> CollageError:
+    """Make the error for eager updates of another optimizer's compensated parameters."""
     kind, of = type(optimizer).__name__, "" if owner is None else f" of {type(owner).__name__}"
     return EagerStepError(
         f"{kind}.step() updates parameters eagerly that belong to a compensated step{of}, whose error terms "
@@ -746,11 +767,12 @@ def _of_another(optimizer: Optimizer, name: str, owner: Optimizer | None) -> Col
     )
 
 
-def _look_at_plain_step(optimizer: Optimizer) -> None:
+def _check_plain_step(optimizer: Optimizer) -> None:
+    """Report the second eager step of parameters whose model is compiled by this backend."""
     if not _read_forward:
         return
     for name, p in parameter_names(optimizer):
-        if p.grad is not None and p in _read_forward and expansion_of(p) is None:
+        if p.grad is not None and p in _read_forward and record_of(p) is None:
             if not _read_forward[p]:
                 _read_forward[p] = True
                 return
@@ -760,6 +782,7 @@ def _look_at_plain_step(optimizer: Optimizer) -> None:
 
 
 def _only_the_model_is_compiled(optimizer: Optimizer, name: str) -> CollageError:
+    """Make the warning for a compiled model with an eager step."""
     return EagerStepError(
         f"the model is compiled with this backend, which leaves a forward pass to Inductor, and "
         f"{type(optimizer).__name__}.step() is not: it updates low-precision parameters eagerly, without "

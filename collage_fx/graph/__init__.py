@@ -1,6 +1,7 @@
 """A captured step as data, and tools to edit it: everything that the author of a pass imports."""
 
 from collage_fx.graph.cancellation import find_cancellation, spoils_an_update
+from collage_fx.graph.components import Groups, components
 from collage_fx.graph.devices import DEVICES, device_facts
 from collage_fx.graph.editor import GraphEditor
 from collage_fx.graph.families import ONCE, Repetition, input_name, repeated_graph
@@ -9,7 +10,6 @@ from collage_fx.graph.invariants import verify
 from collage_fx.graph.new_tensors import results_to_inputs
 from collage_fx.graph.nodes import (
     PASS_MARK,
-    Groups,
     assignments,
     assignments_to_stores,
     copies_to_inputs,
@@ -122,6 +122,7 @@ __all__ = [
     "Unit",
     "assignments",
     "assignments_to_stores",
+    "components",
     "composite_of",
     "copies_read_by",
     "copies_to_inputs",

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Collection, Hashable, Iterable
-from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -163,27 +162,6 @@ def is_number(node: Node) -> bool:
     if isinstance(value, torch.Tensor):
         return value.dim() == 0
     return isinstance(value, (torch.SymInt, torch.SymFloat))
-
-
-Member = TypeVar("Member", bound=Hashable)
-
-
-@dataclass
-class Groups(Generic[Member]):
-    """Disjoint sets (union-find), of nodes for example."""
-
-    parent: dict[Member, Member] = field(default_factory=dict)
-
-    def find(self, member: Member) -> Member:
-        root = member
-        while (up := self.parent.setdefault(root, root)) != root:
-            root = up
-        while member != root:
-            self.parent[member], member = root, self.parent[member]
-        return root
-
-    def join(self, a: Member, b: Member) -> None:
-        self.parent[self.find(a)] = self.find(b)
 
 
 def copy_of(gm: GraphModule) -> GraphModule:

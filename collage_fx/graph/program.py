@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -48,11 +48,9 @@ class InputInfo:
         tensor: the real tensor met while compiling, None for numbers and for inputs that AOTAutograd added.
         bound: whether it is an attribute of the captured module, so the same tensor in every call.
         cut_from: number of elements of the whole DTensor if the input is a shard of it; 0 if it is not cut.
-        is_updated: whether another part of the recorded step that this is one of has updated it before.
         spans_closure: whether the step writes it before it calls its closure, and may read it after that.
         is_made: whether the recorded step has made it since it began, in the place of another tensor perhaps.
         is_born: whether it is state that its parameter gets in the recorded step that this is a part of.
-        stays: why it is not to be packed, whatever this step does with it; empty where it may be.
     """
 
     name: str
@@ -61,11 +59,9 @@ class InputInfo:
     tensor: torch.Tensor | None = None
     bound: bool = False
     cut_from: int = 0
-    is_updated: bool = False
     spans_closure: bool = False
     is_made: bool = False
     is_born: bool = False
-    stays: str = ""
 
 
 class Kind(enum.Enum):
@@ -240,8 +236,6 @@ class StepProgram:
         is_recorded: whether it is a part of a recorded step: another part may have computed, from the old
             value of an input, the new value that this part stores.
         is_compiled: whether it is compiled, rather than run operation by operation.
-        packed_already: positions of inputs that another part of a recorded step packs, and the formats.
-        to_unpack: set by ``pack-state``: positions of those that this part does not let be packed, and why.
         rounded_at_random: set by ``undo-stochastic-rounding``: inputs whose new values the optimizer rounded
             stochastically.
         rounding: rounding of state without error terms: see :class:`~collage_fx.CollageBackend`.
@@ -261,8 +255,6 @@ class StepProgram:
     already_compensated: frozenset[int] = frozenset()
     is_recorded: bool = False
     is_compiled: bool = True
-    packed_already: Mapping[int, ErrorFormat] = field(default_factory=dict)
-    to_unpack: dict[int, str] = field(default_factory=dict)
     rounded_at_random: set[Node] = field(default_factory=set)
     rounding: Rounding = "nearest"
     packed: tuple[ErrorFormat, ErrorFormat] | None = None
@@ -317,7 +309,6 @@ class StepProgram:
             self.error_format,
             already_compensated=frozenset(index for i in self.already_compensated for index in copies[i]),
             is_recorded=self.is_recorded,
-            packed_already={index: fmt for i, fmt in self.packed_already.items() for index in copies[i]},
             captured=None if self.captured is None else copy_of(gm),
             rounding=self.rounding,
             packed=self.packed,

@@ -17,7 +17,7 @@ from collage_fx.graph import InputInfo
 from collage_fx.numerics import ErrorFormat
 from collage_fx.runtime.calls import Present
 from collage_fx.runtime.layouts import Expected, Layouts, picking, refuse_layout
-from collage_fx.state import Expansion, ensure_expansion, note_new, state_of_records
+from collage_fx.state import ErrorTermRecord, buffers_version, ensure_record, note_new
 from collage_fx.torch_compat import Sharding, boxed_call, local_tensor
 
 #: Patterns of gradients that a step remembers.
@@ -58,7 +58,7 @@ class CompensatedStep:
 
     def __call__(self, arguments: list[Any], present: Present | None = None) -> Any:
         self.given.fit(arguments)
-        state = state_of_records()
+        state = buffers_version()
         if state is self._state:
             arguments += [buffer() for buffer in self._buffers]
         else:
@@ -70,7 +70,7 @@ class CompensatedStep:
         found = [
             auxiliary
             for binding in self.bindings
-            for auxiliary in binding.expansion(arguments).use(binding.name)
+            for auxiliary in binding.record_in(arguments).use(binding.name)
         ]
         arguments += found
         self.added.fit(arguments)
@@ -190,8 +190,8 @@ def bind(index: int, info: InputInfo, error_format: ErrorFormat) -> Binding:
     """Return a binding that finds the error terms of an input; those of a bound input are made now."""
     if not info.bound or info.tensor is None:
         return Binding(index, error_format, info.name)
-    expansion = ensure_expansion(info.tensor, error_format, name=info.name)
-    return Binding(index, error_format, info.name, TensorWeakRef(info.tensor), weakref.ref(expansion))
+    record = ensure_record(info.tensor, error_format, name=info.name)
+    return Binding(index, error_format, info.name, TensorWeakRef(info.tensor), weakref.ref(record))
 
 
 @dataclass
@@ -215,9 +215,9 @@ class Binding:
     error_format: ErrorFormat
     name: str
     bound: TensorWeakRef | None = None
-    record: Callable[[], Expansion | None] = lambda: None
+    record: Callable[[], ErrorTermRecord | None] = lambda: None
 
-    def expansion(self, arguments: Sequence[Any]) -> Expansion:
+    def record_in(self, arguments: Sequence[Any]) -> ErrorTermRecord:
         """Return the record of the input in a call."""
         if (known := self.record()) is not None:
             return known
@@ -229,7 +229,7 @@ class Binding:
                 remedy="compile the step of the optimizer in use: torch.compile(opt.step, backend=...)",
             )
         refuse_layout(tensor, self.name)
-        expansion = ensure_expansion(tensor, self.error_format, name=self.name)
+        record = ensure_record(tensor, self.error_format, name=self.name)
         if self.bound is not None:
-            self.record = weakref.ref(expansion)
-        return expansion
+            self.record = weakref.ref(record)
+        return record

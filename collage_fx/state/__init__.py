@@ -1,4 +1,4 @@
-"""Everything that outlives a step: error terms, packed state, and what saves, loads and checks them."""
+"""State that outlives a step: error terms and packed state, with saving, loading and checks."""
 
 from collage_fx.state.checkpoint import (
     adopt,
@@ -10,19 +10,19 @@ from collage_fx.state.checkpoint import (
     times_loaded,
 )
 from collage_fx.state.error_terms import (
-    Expansion,
+    ErrorTermRecord,
+    buffers_version,
     change_layout,
     choose_new,
-    ensure_expansion,
-    expansion_of,
+    ensure_record,
     full_value,
     has_error_terms,
     note_new,
     packed_format,
-    records_there,
+    record_of,
+    records_version,
     require_format,
     reset_error_terms,
-    state_of_records,
 )
 from collage_fx.state.optimizers import (
     KnownTensor,
@@ -33,34 +33,25 @@ from collage_fx.state.optimizers import (
     optimizers_among,
     parameter_names,
     state_tensors,
+    stop_packing,
     unpack_state,
 )
 from collage_fx.state.packed import (
-    another_name,
-    decoded,
     is_packed,
-    leave_unpacked,
-    packed_original,
-    plain_class,
-    recording,
-    stride_of,
     unpack,
-    why_left_unpacked,
 )
 from collage_fx.state.replaced_state import note_held, note_step, noting_steps, settle_replaced
 
 __all__ = [
-    "Expansion",
+    "ErrorTermRecord",
     "KnownTensor",
     "adopt",
-    "another_name",
+    "buffers_version",
     "bytes_held",
     "carry_along",
     "change_layout",
     "choose_new",
-    "decoded",
-    "ensure_expansion",
-    "expansion_of",
+    "ensure_record",
     "forget_compiled",
     "full_value",
     "has_error_terms",
@@ -68,7 +59,6 @@ __all__ = [
     "held_per_parameter",
     "is_packed",
     "known_tensors",
-    "leave_unpacked",
     "load_flat",
     "note_compiled",
     "note_eager_step",
@@ -78,19 +68,15 @@ __all__ = [
     "noting_steps",
     "optimizers_among",
     "packed_format",
-    "packed_original",
     "parameter_names",
-    "plain_class",
-    "recording",
-    "records_there",
+    "record_of",
+    "records_version",
     "require_format",
     "reset_error_terms",
     "settle_replaced",
-    "state_of_records",
     "state_tensors",
-    "stride_of",
+    "stop_packing",
     "times_loaded",
     "unpack",
     "unpack_state",
-    "why_left_unpacked",
 ]

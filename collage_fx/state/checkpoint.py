@@ -13,29 +13,29 @@ collage_fx, and the other way round; one of packed state is not, see Note [Packe
 optimizer class that overrides the two methods is covered as far as it calls those of the base class.
 
 Keys: ``collage_fx.<slot>.<format>.<auxiliary>``, where the slot is ``parameter`` or the name of the state,
-as ``collage_fx.exp_avg_sq.exact.rest``. An attribute, an item or a nested key stands behind a dot, as
-``average.slow``; of two equal slots the later one gets a number, as a state that is called ``parameter``:
+as ``collage_fx.exp_avg_sq.exact.rest``. An attribute, an item or a nested key follows a dot, as
+``average.slow``; the later of two equal slots gets a number, as a state that is called ``parameter``:
 ``parameter#2``. Beside them, ``collage_fx.<slot>.<format>.fingerprint`` tells which values they belong to:
-Note [What a fingerprint is of]. Tensors that belong to no single parameter (in ``param_groups``, or in
-``state`` under a key of the optimizer's own) have theirs in one more entry of the state dict,
-``"collage_fx"``. What torch's state dict doesn't hold, an attribute of the optimizer, has none in
-it either: ``state_dict`` warns.
+Note [Fingerprints]. Error terms of tensors that belong to no single parameter (in ``param_groups``, or in
+``state`` under a key of the optimizer's own) are in one more entry of the state dict, ``"collage_fx"``. Error
+terms of attributes of the optimizer, which torch's state dict does not hold, are not saved: ``state_dict``
+warns.
 
-Note [What a load takes over]
------------------------------
-Torch puts the tensors of a state dict into ``optimizer.state`` as they are, where dtype and device fit, and
-steps write to them. The error terms that come with such state are taken over likewise, so that loading takes
-no memory beside that of the state dict. Those of a parameter of which torch takes nothing over are copied: a
-program may load such a state dict once more. So are those that are the buffers of something else.
+Note [Memory of a loaded state dict]
+------------------------------------
+Torch uses the tensors of a state dict as ``optimizer.state``, if dtype and device fit, and steps write to
+them. The error terms of such state are used as buffers likewise, so that loading takes no memory beside that
+of the state dict. If torch copies all state of a parameter, its error terms are copied too: a program may
+load such a state dict once more. So are error terms that are the buffers of another record.
 
 Note [Packed state in files]
-----------------------------
-A packed tensor in a state dict is the optimizer's own, which is decoded where it is looked at. Its pickle is
-a call of :func:`packed_tensor` with what its format keeps of it, the same memory as is there under our keys:
-a file holds it once, and nothing decoded. ``torch.load`` makes a packed tensor of it, which an optimizer
-takes over as it is. So the file names a function of ours, which is made known to ``torch.load``
-(``add_safe_globals``); a process without collage_fx is told its name. :func:`plain_state_dict` is for those.
-The entries under our keys are for what sees tensors alone, such as torch.distributed.checkpoint.
+---------------------------- A packed tensor in a state dict is the optimizer's own; it is decoded when it is
+read. Its pickle is a call of :func:`packed_tensor` with its auxiliaries, the same memory as under our keys: a
+file holds the auxiliaries once, and nothing decoded. ``torch.load`` makes a packed tensor of them, which an
+optimizer uses unchanged. So the file names a function of ours, which is registered with ``torch.load``
+(``add_safe_globals``); in a process without collage_fx, the error of ``torch.load`` names it: use
+:func:`plain_state_dict` there. The entries under our keys are for programs that handle tensors alone, such as
+torch.distributed.checkpoint.
 
 Note [Loaded by plain torch]
 ----------------------------
@@ -57,19 +57,18 @@ An optimizer that nobody compiles is looked at before its first step, which torc
 
 Note [A checkpoint that is not what it says]
 --------------------------------------------
-Entries of ours go through plain PyTorch unchanged while it takes steps; files are swapped and damaged; a
-model is loaded in the middle of a run. So error terms that have been loaded, and those of a module whose
-``load_state_dict`` has been called, are looked at before the first step that uses them (:class:`Claims`):
-where the fingerprint is not that of the pair, they become zero, with one warning that names the tensors.
-What cannot be an error term at all (of another shape, not finite) is refused, and nothing is loaded. What was
-saved in another error format than the step's is converted at that first step. A float32 tensor that was
-loaded from 16 bits has error terms added to it, and one that is loaded into 16 bits leaves its rest as an
-error term, if the step has one for it.
+Our entries stay unchanged in plain PyTorch while it takes steps; files are swapped and damaged; a model is
+loaded in the middle of a run. So loaded error terms, and those of a module whose ``load_state_dict`` has been
+called, are checked before the first step that uses them (:class:`Claims`): if the fingerprint is not that of
+the pair, they become zero, with one warning that names the tensors. An entry that cannot be an error term at
+all (of another shape, not finite) is refused, and nothing is loaded. Error terms in another format than the
+step's are converted at that first step. Error terms loaded beside a float32 tensor are added to it, and a
+float32 tensor loaded into 16 bits leaves its rest as an error term, if the step has an error term for it.
 
 Note [Copies and pickles]
 -------------------------
 ``copy.deepcopy(opt)`` and ``pickle`` ask ``copyreg`` for a function that takes objects of a class apart. Ours
-is registered for the class of each optimizer that is adopted: it adds a :class:`PickledExpansion` of each
+is registered for the class of each optimizer that is adopted: it adds a :class:`PickledRecord` of each
 tensor that has error terms, and the memo of the copy or the pickle sees to it that these tensors are the
 copy's own parameters and states. What is put together again is adopted, as torch copies no hooks. A pickle
 thereby names functions of ours, so that unpickling it imports collage_fx, or fails where there is none. (A
@@ -98,12 +97,12 @@ from collage_fx.graph import Role
 from collage_fx.numerics import STORAGE_FORMATS, ErrorFormat, format_named, is_low_precision
 from collage_fx.state.claims import Claims, some
 from collage_fx.state.error_terms import (
-    Expansion,
-    ensure_expansion,
-    expansion_of,
+    ErrorTermRecord,
+    ensure_record,
     has_error_terms,
     memory_of_records,
     packed_tensor,
+    record_of,
     reset_error_terms,
 )
 from collage_fx.state.fingerprints import BYTES, ROWS, chunk_on, fingerprint, number_in, table_of
@@ -127,10 +126,10 @@ from collage_fx.torch_compat import (
 )
 
 PREFIX = "collage_fx."
-#: Entry of a state dict for tensors that belong to no single parameter, and of what a pickle holds.
+#: Entry of a state dict for tensors that belong to no single parameter; in a pickle, for all records.
 SHARED = "collage_fx"
 PARAMETER_SLOT = "parameter"
-#: Stands beside the names of a format's auxiliaries.
+#: Name of the fingerprint, beside the names of a format's auxiliaries.
 FINGERPRINT = "fingerprint"
 
 _adopted: WeakSet[Optimizer] = WeakSet()
@@ -138,32 +137,35 @@ _compiled: WeakSet[Optimizer] = WeakSet()
 _eager_steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 _loads: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
-#: name -> (the value of an optimizer, what gives it to a copy), of what copies take along.
+#: Name of a value that copies take along -> (function that returns it, function that restores it).
 _carried_along: dict[str, tuple[Callable[[Optimizer], Any], Callable[[Optimizer, Any], None]]] = {}
 
 StateDict = dict[str, Any]
 
-#: ``(key of a parameter in the state dict, slot)``; ``(None, name)`` of what belongs to no single parameter.
+#: ``(key of a parameter in the state dict, slot)``; ``(None, name)`` for a tensor of no single parameter.
 Owner = tuple[Any, str]
 
-#: (format, auxiliary) -> tensor, of one state tensor.
+#: (format, auxiliary) -> buffer, for one state tensor.
 Auxiliaries = dict[tuple[str, str], Tensor]
 Saved = dict[Owner, Auxiliaries]
 
-#: What an optimizer is being loaded with, between torch's two hooks. What torch refuses stays until the next.
+#: Optimizer that is being loaded -> state dict and error terms, between torch's two hooks. An entry of a
+#: load that torch refuses stays until the next load.
 _loading: WeakKeyDictionary[Optimizer, tuple[StateDict, Saved]] = WeakKeyDictionary()
 
-#: Error terms for an optimizer that is being loaded, which the state dict that it is given lacks.
+#: Optimizer that is being loaded -> error terms for it that the given state dict lacks.
 _left_out: WeakKeyDictionary[Optimizer, Saved] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, eq=False)
-class PickledExpansion:
-    """One tensor with its auxiliaries, as the pickle of an optimizer holds them.
+class PickledRecord:
+    """Record of a tensor's auxiliaries in the pickle of an optimizer.
 
     Attributes:
-        auxiliaries: as a checkpoint holds them, for ``pickle`` knows not every dtype.
-        claim: the fingerprint that they were loaded with, if no step has looked at it yet.
+        tensor: the tensor.
+        format_name: name of its error format.
+        auxiliaries: buffers in the form of a checkpoint, as ``pickle`` does not know every dtype.
+        claim: fingerprint that they were loaded with, if no step has checked it yet.
     """
 
     tensor: Tensor
@@ -173,16 +175,16 @@ class PickledExpansion:
 
 
 #: The class's name in pickles of earlier versions.
-Carried = PickledExpansion
+Carried = PickledRecord
 
 
 @dataclass(frozen=True, eq=False)
 class PickledWider:
-    """One tensor of a state that was wider in a checkpoint, as the pickle of an optimizer holds it.
+    """Tensor of a state that was wider in a checkpoint, in the pickle of an optimizer.
 
     Attributes:
-        name: of the tensor.
-        tensor: itself.
+        name: name of the tensor.
+        tensor: the tensor.
         wider: its value in the checkpoint.
     """
 
@@ -192,7 +194,7 @@ class PickledWider:
 
 
 def install() -> None:
-    """Have flattened state dicts keep error terms, and make the function that files name known to torch."""
+    """Make flat state dicts keep error terms, and make a function that files name known to ``torch.load``."""
     wrap_flat_states(_unflattening)
     torch.serialization.add_safe_globals(
         [packed_tensor, (packed_tensor, "collage_fx.runtime.error_terms.packed_tensor")]
@@ -200,39 +202,39 @@ def install() -> None:
 
 
 def note_compiled(optimizer: Optimizer) -> None:
-    """Note that the backend has compiled a step of ``optimizer``, which has made its error terms.
+    """Note that a step of an optimizer has been compiled, which has made its error terms.
 
-    Fill those for which its checkpoint had wider state, and warn of those for which it had nothing.
+    Fill them from wider state in the checkpoint; warn if the checkpoint had nothing for them.
     """
     _compiled.add(optimizer)
-    _fill(optimizer, _waiting.pop(optimizer, ()))
+    _fill_waiting(optimizer, _waiting.pop(optimizer, ()))
 
 
 def forget_compiled(optimizer: Optimizer) -> None:
-    """Undo :func:`note_compiled`: what is loaded into the optimizer needs no error terms."""
+    """Undo :func:`note_compiled`: a checkpoint for the optimizer needs no error terms."""
     _compiled.discard(optimizer)
 
 
 def times_loaded(optimizer: Optimizer) -> int:
-    """How often ``load_state_dict`` has given the optimizer other state tensors."""
+    """Return how often ``load_state_dict`` has given the optimizer other state tensors."""
     return _loads.get(optimizer, 0)
 
 
 def carry_along(
     name: str, value: Callable[[Optimizer], Any], restore: Callable[[Optimizer, Any], None]
 ) -> None:
-    """Have copies and pickles of an optimizer take along a value that is not in its state.
+    """Register a value, not in an optimizer's state, that its copies and pickles take along.
 
     Args:
-        name: of the value, in what is pickled.
-        value: gives it, None where there is none.
-        restore: is called with the copy and the value, once the copy has its state and error terms.
+        name: name of the value in pickles.
+        value: returns the value, None if there is none.
+        restore: called with the copy and the value, once the copy has its state and error terms.
     """
     _carried_along[name] = value, restore
 
 
 def _with_entries(optimizer: Optimizer, saved: StateDict) -> StateDict:
-    """What torch saves of an optimizer, and its error terms."""
+    """Add the error terms to a state dict of torch's."""
     _warn_unsaved(optimizer)
     state = dict(saved["state"])
     for key, _, parameter in _keyed_parameters(optimizer, saved):
@@ -244,12 +246,12 @@ def _with_entries(optimizer: Optimizer, saved: StateDict) -> StateDict:
 
 
 def _entries(optimizer: Optimizer, parameter: Tensor) -> StateDict:
-    """The error terms that belong to one parameter, under their keys."""
+    """Return the error terms of one parameter and its state, under their keys."""
     return {PREFIX + key: tensor for key, tensor in _keyed_auxiliaries(_slots(optimizer, parameter))}
 
 
 def _wider_entries(optimizer: Optimizer, parameter: Tensor) -> StateDict:
-    """What was wider in a checkpoint, as it was there, until a step makes error terms of it."""
+    """Return state that was wider in a checkpoint, unchanged, until a step makes error terms of it."""
     wider = {id(tensor): wider for _, tensor, wider in _still_wider(optimizer)}
     return {
         key: distributed_like(tensor, _as_loaded(tensor, wider[id(tensor)]))
@@ -259,31 +261,32 @@ def _wider_entries(optimizer: Optimizer, parameter: Tensor) -> StateDict:
 
 
 def _keyed_auxiliaries(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Pairs ``(name.format.auxiliary, buffer)`` of those tensors that have error terms."""
+    """Yield ``(name.format.auxiliary, buffer)`` for tensors that have a record."""
     for name, tensor in tensors:
-        if (expansion := expansion_of(tensor)) is not None and expansion.is_current:
-            specs = expansion.format.auxiliaries(tensor)
-            for spec, auxiliary in zip(specs, expansion.auxiliaries, strict=True):
+        if (record := record_of(tensor)) is not None and record.is_current:
+            specs = record.format.auxiliaries(tensor)
+            for spec, auxiliary in zip(specs, record.auxiliaries, strict=True):
                 saved = spec.saved(auxiliary)
-                if auxiliary.dim():  # a number is the same in all processes
+                if auxiliary.dim():  # a 0-d auxiliary is the same in all processes
                     saved = distributed_like(tensor, saved, spec.saved_shape)
-                yield f"{name}.{expansion.format.name}.{spec.name}", saved
-            if expansion.format.keeps_error or not expansion.format.keeps_hi:
-                yield f"{name}.{expansion.format.name}.{FINGERPRINT}", _fingerprint_of(tensor, expansion)
+                yield f"{name}.{record.format.name}.{spec.name}", saved
+            if record.format.keeps_error or not record.format.keeps_hi:
+                yield f"{name}.{record.format.name}.{FINGERPRINT}", _fingerprint_of(tensor, record)
 
 
-def _fingerprint_of(tensor: Tensor, expansion: Expansion) -> Tensor:
-    """The table for a checkpoint; the one that it had if no step has used it since it was loaded."""
-    number = expansion.claim
+def _fingerprint_of(tensor: Tensor, record: ErrorTermRecord) -> Tensor:
+    """Make the table for a checkpoint; the loaded table if no step has used the error terms since."""
+    number = record.claim
     if number is None and is_packed(tensor):
-        parts = expansion.decoded_parts(chunk_on(tensor.device))
+        parts = record.decoded_parts(chunk_on(tensor.device))
         number = torch.stack([fingerprint(*part) for part in parts]).sum()
     elif number is None:
-        number = fingerprint(local_tensor(tensor), expansion.auxiliaries)
+        number = fingerprint(local_tensor(tensor), record.auxiliaries)
     return table_of(number, tensor)
 
 
 def _warn_unsaved(optimizer: Optimizer) -> None:
+    """Warn of error terms that a state dict does not hold, as their tensors are attributes."""
     attributes = {
         name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")
     }
@@ -299,7 +302,7 @@ def _warn_unsaved(optimizer: Optimizer) -> None:
 
 
 def _taken_apart(optimizer: Optimizer) -> Any:
-    """What ``copyreg`` asks for: how an optimizer is made anew, and what it is given then, ours last."""
+    """Reduce an optimizer for ``copyreg``: with torch's reduction, and with our values last."""
     before = _reducers[type(optimizer)]
     reduced = optimizer.__reduce_ex__(4) if before is None else before(optimizer)
     if isinstance(reduced, str) or not (along := _carried(optimizer)):
@@ -308,20 +311,18 @@ def _taken_apart(optimizer: Optimizer) -> Any:
     return _made_anew, (make, args), (state, along), *rest
 
 
-#: For each class for which :func:`_taken_apart` is registered: what was registered before, if anything.
+#: Class for which :func:`_taken_apart` is registered -> the function registered before, if any.
 _reducers: dict[type[Optimizer], Callable[[Any], Any] | None] = {}
 
 
 def _carried(optimizer: Optimizer) -> StateDict:
-    """What a copy of an optimizer is given besides what torch gives it."""
-    pickled: list[PickledExpansion | PickledWider] = [
-        PickledExpansion(
-            entry.tensor, expansion.format.name, _as_saved(entry.tensor, expansion), expansion.claim
-        )
+    """Return our values for a copy of an optimizer."""
+    pickled: list[PickledRecord | PickledWider] = [
+        PickledRecord(entry.tensor, record.format.name, _as_saved(entry.tensor, record), record.claim)
         for entry in known_tensors({"self": optimizer}).values()
         if entry.role is not Role.GRADIENT
-        and (expansion := expansion_of(entry.tensor)) is not None
-        and expansion.is_current
+        and (record := record_of(entry.tensor)) is not None
+        and record.is_current
     ]
     pickled += [PickledWider(*each) for each in _still_wider(optimizer)]
     along = {name: value(optimizer) for name, (value, _) in _carried_along.items()}
@@ -329,14 +330,14 @@ def _carried(optimizer: Optimizer) -> StateDict:
     return {key: value for key, value in ours.items() if value is not None}
 
 
-def _as_saved(tensor: Tensor, expansion: Expansion) -> tuple[Tensor, ...]:
-    """The buffers of this process as a checkpoint holds them."""
-    specs = expansion.format.auxiliaries(local_tensor(tensor))
-    return tuple(spec.saved(each) for spec, each in zip(specs, expansion.auxiliaries, strict=True))
+def _as_saved(tensor: Tensor, record: ErrorTermRecord) -> tuple[Tensor, ...]:
+    """Return the local buffers in the form of a checkpoint."""
+    specs = record.format.auxiliaries(local_tensor(tensor))
+    return tuple(spec.saved(each) for spec, each in zip(specs, record.auxiliaries, strict=True))
 
 
 def _made_anew(make: Callable[..., Optimizer], args: tuple[Any, ...]) -> Optimizer:
-    """Make the object that a copy or a pickle then gives its state, in a method of its own for that once."""
+    """Make an object for a copy or a pickle, with a method for its state that serves once."""
     optimizer = make(*args)
     vars(optimizer)["__setstate__"] = functools.partial(_set_state, optimizer)
     return optimizer
@@ -360,7 +361,7 @@ def _unpack_as_before(optimizer: Optimizer) -> None:
 
 def _give(optimizer: Optimizer, along: StateDict) -> None:
     """Give a copy of an optimizer what :func:`_carried` gives of the original."""
-    pickled: Sequence[PickledExpansion | PickledWider] = along.get(SHARED, ())
+    pickled: Sequence[PickledRecord | PickledWider] = along.get(SHARED, ())
     known, claims = known_tensors({"self": optimizer} if pickled else {}), _claims_in(type(optimizer))
     for each in pickled:
         if isinstance(each, PickledWider):
@@ -368,19 +369,19 @@ def _give(optimizer: Optimizer, along: StateDict) -> None:
             _waiting.setdefault(optimizer, []).append(waiting)
             continue
         name = f"{type(optimizer).__name__} in a pickle"
-        expansion = ensure_expansion(each.tensor, _known_format(each.format_name, name), name=name)
-        specs = expansion.format.auxiliaries(each.tensor)
+        record = ensure_record(each.tensor, _known_format(each.format_name, name), name=name)
+        specs = record.format.auxiliaries(each.tensor)
         pairs = zip(specs, each.auxiliaries, strict=True)
-        expansion.replace_contents([spec.loaded(saved) for spec, saved in pairs])
+        record.replace_contents([spec.loaded(saved) for spec, saved in pairs])
         if each.claim is not None:
-            claims.add(known[id(each.tensor)].name, expansion, each.claim)
+            claims.add(known[id(each.tensor)].name, record, each.claim)
     for name, (_, restore) in _carried_along.items():
         if (value := along.get(name)) is not None:
             restore(optimizer, value)
 
 
 def _before_load(optimizer: Optimizer, given: StateDict) -> StateDict | None:
-    """What torch is to load of a state dict, after what is ours in it has been found to fit."""
+    """Separate our keys from a state dict, check them, and return the rest for torch to load."""
     if not isinstance(given.get("state"), Mapping):
         return None  # what a later hook of the user's understands: error terms in it are adopted once loaded
     plain, saved = _separated(given)
@@ -391,7 +392,7 @@ def _before_load(optimizer: Optimizer, given: StateDict) -> StateDict | None:
 
 
 def _after_load(optimizer: Optimizer) -> None:
-    """Put error terms beside what torch has loaded."""
+    """Restore the error terms after torch has loaded the rest."""
     _loads[optimizer] = times_loaded(optimizer) + 1
     if (loading := _loading.pop(optimizer, None)) is not None:
         _restore(optimizer, *loading)
@@ -399,7 +400,7 @@ def _after_load(optimizer: Optimizer) -> None:
 
 
 def _unflattening(unflatten: Callable[..., StateDict]) -> Callable[..., StateDict]:
-    """Find the error terms of a flattened state dict, where torch looks for names of existing state alone."""
+    """Wrap torch's function for flat state dicts, which looks only for names of existing state."""
 
     def with_error_terms(optim: Optimizer, state_dict: StateDict, *args: Any, **kwargs: Any) -> StateDict:
         unflattened = unflatten(optim, state_dict, *args, **kwargs)
@@ -413,14 +414,14 @@ def _unflattening(unflatten: Callable[..., StateDict]) -> Callable[..., StateDic
 
 
 def plain_state_dict(state_dict: Mapping[str, Any]) -> StateDict:
-    """An optimizer's state dict as plain PyTorch loads it: without entries of ours, packed state decoded.
+    """Return an optimizer's state dict for plain PyTorch: without our entries, packed state decoded.
 
     Args:
-        state_dict: of an optimizer, its own or loaded from a file. It is not changed.
+        state_dict: state dict of an optimizer, its own or loaded from a file. It is not changed.
 
     Returns:
-        a state dict that holds tensors of PyTorch's own classes alone: what a process without collage_fx
-        loads. What the error terms held is left out; decoded state has the parameter's 16 bits.
+        a state dict with tensors of PyTorch's own classes alone, which a process without collage_fx can load.
+        It lacks the values of error terms; decoded state has the parameter's 16 bits.
     """
     plain, _ = _separated(dict(state_dict))
     return cast(StateDict, pytree.tree_map_only(Tensor, decoded, plain))
@@ -429,10 +430,10 @@ def plain_state_dict(state_dict: Mapping[str, Any]) -> StateDict:
 def load_flat(
     optimizer: Optimizer, flat: Mapping[str, Any], load: Callable[[Optimizer, Mapping[str, Any]], None]
 ) -> None:
-    """Load a flat state dict, with our keys, by a function that takes what ``optimizer.state`` has names for.
+    """Load a flat state dict with our keys, by a function that loads only names that ``optimizer.state`` has.
 
     Args:
-        optimizer: with names for its parameters, and state.
+        optimizer: an optimizer with names for its parameters, and with state.
         flat: ``state.<name of a parameter>.<key>`` -> value.
         load: the function.
 
@@ -453,12 +454,12 @@ def load_flat(
 
 
 def adopt(optimizer: Optimizer) -> None:
-    """Have an optimizer, and those in it, save, load and copy error terms from now on.
+    """Make an optimizer, and the optimizers in it, save, load and copy error terms from now on.
 
-    Make error terms of what plain torch has loaded into ``state``: Note [Loaded by plain torch].
+    Entries that plain torch has loaded into ``state`` become error terms: Note [Loaded by plain torch].
 
     Raises:
-        CheckpointMismatchError: they do not fit; nothing has been changed then.
+        CheckpointMismatchError: the entries do not fit; nothing has been changed then.
     """
     for each in (optimizer, *optimizers_among(vars(optimizer)).values()):
         is_new = not is_adopted(each)
@@ -470,7 +471,7 @@ def adopt(optimizer: Optimizer) -> None:
 
 
 def is_adopted(optimizer: Optimizer) -> bool:
-    """Tell whether an optimizer saves and loads error terms."""
+    """Return whether an optimizer saves and loads error terms."""
     return optimizer in _adopted
 
 
@@ -490,7 +491,7 @@ def _register(optimizer: Optimizer) -> None:
 
 
 def _take_up(optimizer: Optimizer) -> bool:
-    """Make error terms of the keys of ours that stand in an optimizer's state, if there are any."""
+    """Make error terms of our keys in an optimizer's state; return whether there are any."""
     plain, saved = _separated(_contents(optimizer))
     if not saved:
         return False
@@ -517,12 +518,12 @@ def _take_up(optimizer: Optimizer) -> bool:
 
 
 def _contents(optimizer: Optimizer) -> StateDict:
-    """What an optimizer holds, as a state dict with parameters for keys."""
+    """Return an optimizer's state and groups in the form of a state dict."""
     return {"state": optimizer.state, "param_groups": optimizer.param_groups}
 
 
 def _note_left_out(optimizer: Optimizer) -> None:
-    """Note state of more steps than the optimizer has taken here: it was loaded, without error terms."""
+    """Note state that counts more steps than taken here: it was loaded without error terms."""
     steps, contents = _eager_steps.get(optimizer, 0), _contents(optimizer)
     if steps:
         _waiting[optimizer] = [
@@ -530,20 +531,20 @@ def _note_left_out(optimizer: Optimizer) -> None:
             for (key, _), name, tensor in _held(optimizer, contents)
             if key is not None
             and is_low_precision(tensor.dtype)
-            and expansion_of(tensor) is None
+            and record_of(tensor) is None
             and _counted_steps(contents, key) > steps
         ]
 
 
 def _counted_steps(plain: StateDict, key: Any) -> float:
-    """The steps that the state of a parameter counts; 0 where it counts none."""
+    """Return the number of steps that the state of a parameter counts; 0 if it counts none."""
     entries = plain["state"].get(key)
     count = entries.get("step", 0) if isinstance(entries, dict) else 0
     return float(count) if isinstance(count, (int, float, Tensor)) else 0
 
 
 def _separated(state_dict: StateDict) -> tuple[StateDict, Saved]:
-    """A state dict without our keys, and what stood under them."""
+    """Separate a state dict from the values under our keys."""
     plain: dict[Any, Any] = {}
     saved = _by_owner(None, state_dict.get(SHARED, {}))
     for key, entries in state_dict["state"].items():
@@ -560,7 +561,7 @@ def _separated(state_dict: StateDict) -> tuple[StateDict, Saved]:
 
 
 def _by_owner(parameter: Any, keyed: Mapping[str, Tensor]) -> Saved:
-    """The inverse of :func:`_keyed_auxiliaries`, for one parameter or for what belongs to none."""
+    """Group keyed auxiliaries by owner: the inverse of :func:`_keyed_auxiliaries`."""
     saved: Saved = {}
     for key, value in keyed.items():
         slot, format_name, auxiliary = key.rsplit(".", 2)
@@ -569,7 +570,7 @@ def _by_owner(parameter: Any, keyed: Mapping[str, Tensor]) -> Saved:
 
 
 def _refuse_mismatches(optimizer: Optimizer, plain: StateDict, saved: Saved) -> None:
-    """Raise before anything is loaded if an error term doesn't fit the tensor it belongs to."""
+    """Raise before anything is loaded if an error term does not fit the tensor it belongs to."""
     names = {None: ""}
     owners: dict[Owner, tuple[Tensor, torch.dtype]] = {}
     for slot, tensor in _shared_in(plain):
@@ -589,7 +590,7 @@ def _refuse_mismatches(optimizer: Optimizer, plain: StateDict, saved: Saved) -> 
 
 
 def _refuse_mismatch(saved: Auxiliaries, owner: Tensor, dtype: torch.dtype, where: str) -> None:
-    """Raise unless ``saved`` is what one format keeps for a tensor of ``owner``'s shape and of ``dtype``."""
+    """Raise unless ``saved`` are all auxiliaries of a format for a tensor like ``owner``, of ``dtype``."""
     name = next(format_name for format_name, _ in saved)
     hi = torch.empty_strided(owner.size(), owner.stride(), dtype=dtype, device="meta")
     error_format = _known_format(name, where)
@@ -620,15 +621,16 @@ def _refuse_mismatch(saved: Auxiliaries, owner: Tensor, dtype: torch.dtype, wher
 
 
 def _is_cast(saved: Auxiliaries) -> bool:
-    """Whether plain torch has loaded them, which casts what it loads to the parameter's dtype.
+    """Return whether plain torch has loaded auxiliaries, which casts them to the parameter's dtype.
 
-    A fingerprint is of bytes, and so is what a format without one keeps.
+    A fingerprint consists of bytes, and so do the auxiliaries of a format without fingerprint.
     """
     fingerprints = [each for (_, name), each in saved.items() if name == FINGERPRINT]
     return all(each.is_floating_point() for each in fingerprints or saved.values())
 
 
 def _known_format(name: str, where: str) -> ErrorFormat:
+    """Return the format of a name; raise if it is unknown."""
     if (found := format_named(name)) is None:
         raise _mismatch(
             f"error terms in the unknown format {name!r} (import the module that registers it, if it is a "
@@ -639,6 +641,7 @@ def _known_format(name: str, where: str) -> ErrorFormat:
 
 
 def _mismatch(met: str, where: str) -> CheckpointMismatchError:
+    """Make the error for entries that do not fit."""
     return CheckpointMismatchError(
         met,
         where=where,
@@ -648,15 +651,15 @@ def _mismatch(met: str, where: str) -> CheckpointMismatchError:
 
 
 def _restore(optimizer: Optimizer, plain: StateDict, saved: Saved) -> None:
-    """Put saved error terms beside the loaded tensors; where there are none, live ones become zero."""
+    """Put saved error terms beside the loaded tensors; live error terms become zero if none are saved."""
     kind, in_use = type(optimizer), memory_of_records()
     claims, taken_over = _claims_in(kind), _taken_over(optimizer, plain)
     waiting: list[_Waiting] = []
     unused: list[str] = []
     for owner, name, tensor in _held(optimizer, plain):
-        live, auxiliaries = expansion_of(tensor), saved.get(owner)
+        live, auxiliaries = record_of(tensor), saved.get(owner)
         if is_packed(tensor) and live is not None:
-            live.drop_claim()  # it has come with what it is decoded from
+            live.drop_claim()  # it was loaded packed, with its buffers
         elif auxiliaries and is_low_precision(tensor.dtype):
             _put_beside(tensor, auxiliaries, name, claims, in_use if owner[0] in taken_over else None)
         elif auxiliaries:
@@ -669,19 +672,19 @@ def _restore(optimizer: Optimizer, plain: StateDict, saved: Saved) -> None:
             if wider is not None or _has_been_stepped(plain, owner):
                 waiting.append(_Waiting(name, TensorWeakRef(tensor), wider))
     if unused:
-        _warn(
+        _warn_of_checkpoint(
             kind,
             f"error terms of {some(unused)}, which have other values than those were saved beside (load the "
             "weights of a model before its optimizer); they are left out",
         )
     _waiting[optimizer] = waiting
     if optimizer in _compiled:
-        _fill(optimizer, _waiting.pop(optimizer))
+        _fill_waiting(optimizer, _waiting.pop(optimizer))
     note_held(optimizer)
 
 
 def _taken_over(optimizer: Optimizer, plain: StateDict) -> set[Any]:
-    """The keys of the parameters of which torch has taken state as it is in the checkpoint, not a copy."""
+    """Return the keys of the parameters for which torch uses the checkpoint's state tensors, not copies."""
     loaded = {id(each) for entries in plain["state"].values() for _, each in _of_elements(entries)}
     return {
         key
@@ -691,31 +694,35 @@ def _taken_over(optimizer: Optimizer, plain: StateDict) -> set[Any]:
 
 
 def _of_elements(entries: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of one parameter's state that are no numbers."""
+    """Yield the tensors of one parameter's state that are not 0-d."""
     held = _state_slots(entries if isinstance(entries, dict) else {})
     return ((slot, each) for slot, each in held if each.dim())
 
 
 def _claims_in(kind: type[Optimizer]) -> Claims:
-    """Claims of what is loaded into an optimizer, which they must not keep alive: parameters keep them."""
-    return Claims(lambda names: _warn(kind, f"error terms of other values than {some(names)}, {WHY_OTHERS}"))
+    """Make the claims of loaded error terms; they do not keep the optimizer alive."""
+    return Claims(
+        lambda names: _warn_of_checkpoint(
+            kind, f"error terms of other values than {some(names)}, {WHY_OTHERS}"
+        )
+    )
 
 
 def _put_beside(
     hi: Tensor, auxiliaries: Auxiliaries, name: str, claims: Claims, in_use: set[int] | None
 ) -> None:
-    """Make saved auxiliaries those of a tensor, until a step finds that they belong to other values.
+    """Make saved auxiliaries the buffers of a tensor, until a step finds that they belong to other values.
 
     Args:
         hi: the tensor.
-        auxiliaries: those saved.
-        name: of the tensor.
-        claims: to which theirs is added.
-        in_use: the memory of buffers that there are already. What is in none of it is taken over, rather than
-            copied; and added. None to have all copied.
+        auxiliaries: the saved auxiliaries.
+        name: name of the tensor.
+        claims: claims, to which this one is added.
+        in_use: storages of existing buffers. Auxiliaries in other storages are used as buffers, not copied,
+            and their storages added. None to copy all.
     """
     error_format = _known_format(next(format_name for format_name, _ in auxiliaries), name)
-    if (live := expansion_of(hi)) is not None and live.format is not error_format:
+    if (live := record_of(hi)) is not None and live.format is not error_format:
         reset_error_terms(hi)
     pieces = sharding_of(hi)
     loaded = []
@@ -724,21 +731,21 @@ def _put_beside(
         loaded.append(spec.loaded(saved))
     memory = {storage_of(each) for each in loaded}
     take_over = in_use is not None and in_use.isdisjoint(memory)
-    expansion = ensure_expansion(hi, error_format, name=name, contents=loaded, take_over=take_over)
+    record = ensure_record(hi, error_format, name=name, contents=loaded, take_over=take_over)
     if in_use is not None:
         in_use |= memory
-    claims.add(name, expansion, _number_in(auxiliaries, hi))
+    claims.add(name, record, _number_in(auxiliaries, hi))
 
 
 def _number_in(auxiliaries: Auxiliaries, hi: Tensor) -> Tensor:
-    """The fingerprint that was saved with them, or this process's part of it; zero where there is none."""
+    """Return this process's part of the saved fingerprint; zero if there is none."""
     tables = (each for (_, name), each in auxiliaries.items() if name == FINGERPRINT)
     table = next(tables, None)
     return torch.zeros((), dtype=torch.int64) if table is None else number_in(table.to(torch.uint8), hi)
 
 
 def _add_to(value: Tensor, auxiliaries: Auxiliaries) -> bool:
-    """Add error terms to a wider tensor that has the very value of the hi that they were saved beside."""
+    """Add error terms to a wider tensor, if its value is that of the hi that they were saved beside."""
     error_format = format_named(next(format_name for format_name, _ in auxiliaries))
     if error_format is None:
         return False
@@ -760,16 +767,16 @@ def _add_to(value: Tensor, auxiliaries: Auxiliaries) -> bool:
 
 
 def _wider(plain: StateDict, owner: Owner) -> Tensor | None:
-    """A state tensor as the checkpoint has it, where that is wider than 16 bits."""
+    """Return a state tensor of the checkpoint if it is wider than 16 bits; else None."""
     found = dict(_state_slots(plain["state"].get(owner[0]))).get(owner[1])
     is_wider = found is not None and found.is_floating_point() and not is_low_precision(found.dtype)
     return found if is_wider else None
 
 
 def _has_been_stepped(plain: StateDict, owner: Owner) -> bool:
-    """Whether a checkpoint is of a time when the parameter had been stepped, as far as that can be seen.
+    """Return whether a parameter had been stepped when the checkpoint was saved, as far as it shows.
 
-    Adagrad, for one, has state from its beginning, and a count of 0 steps in it.
+    Adagrad, for example, has state from the beginning, with a count of 0 steps in it.
     """
     if owner[0] is None:
         return True
@@ -778,12 +785,12 @@ def _has_been_stepped(plain: StateDict, owner: Owner) -> bool:
 
 
 class _Waiting(NamedTuple):
-    """A tensor for which a checkpoint held no error terms, until a step is compiled that has some for it.
+    """Tensor without error terms in a checkpoint, until a step is compiled that has error terms for it.
 
     Attributes:
-        name: of the tensor.
-        tensor: itself.
-        wider: its value in the checkpoint, where that is wider.
+        name: name of the tensor.
+        tensor: the tensor.
+        wider: its value in the checkpoint, if that is wider.
     """
 
     name: str
@@ -795,10 +802,10 @@ _waiting: WeakKeyDictionary[Optimizer, list[_Waiting]] = WeakKeyDictionary()
 
 
 def note_eager_step(optimizer: Optimizer) -> None:
-    """Note that an optimizer, whose step is not compiled, is about to take one of its own.
+    """Note that an optimizer whose step is not compiled is about to take an eager step.
 
-    What was wider in a checkpoint is not kept for it. Before the first, what plain torch has loaded of a
-    compensated optimizer is made error terms of.
+    Wider state of its checkpoint is dropped. Before the first eager step, error terms are made of entries
+    that plain torch has loaded.
     """
     if optimizer not in _eager_steps and _holds_ours(optimizer):
         adopt(optimizer)
@@ -808,45 +815,45 @@ def note_eager_step(optimizer: Optimizer) -> None:
 
 
 def _holds_ours(optimizer: Optimizer) -> bool:
-    """Tell whether keys of ours stand in an optimizer's state."""
+    """Return whether an optimizer's state has keys of ours."""
     entries = (each for each in optimizer.state.values() if isinstance(each, dict))
     return any(str(key).startswith(PREFIX) for each in entries for key in each)
 
 
 def _still_wider(optimizer: Optimizer) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """The ``(name, tensor, wider)`` of what was wider in a checkpoint, until a step is compiled."""
+    """Yield ``(name, tensor, wider)`` for state that was wider in a checkpoint, until a step is compiled."""
     for name, reference, wider in _waiting.get(optimizer, ()):
         if wider is not None and (tensor := reference()) is not None:
             yield name, tensor, wider
 
 
 def _as_loaded(tensor: Tensor, wider: Tensor) -> Tensor:
-    """This process's piece of a wider value; the tensor's own where eager steps have gone on from there."""
+    """Return the local shard of a wider value; elements that eager steps have changed are the tensor's."""
     with real_tensors(), torch.no_grad():
         hi = local_tensor(tensor.detach())
         whole = local_tensor(wider, sharding_of(tensor)).to(hi.device)
         return torch.where(whole.to(hi.dtype) == hi, whole, hi.to(whole.dtype))
 
 
-def _fill(optimizer: Optimizer, waiting: Iterable[_Waiting]) -> None:
-    """Make error terms of what was wider in a checkpoint; warn of those for which it had nothing."""
+def _fill_waiting(optimizer: Optimizer, waiting: Iterable[_Waiting]) -> None:
+    """Make error terms of wider state of the checkpoint; warn of tensors for which it had nothing."""
     missing = []
     for name, reference, wider in waiting:
         tensor = reference()
         if tensor is None:
             continue
-        if (before := format_before(name, optimizer)) is not None:  # a state of which torch has made another
-            ensure_expansion(tensor, before, name=name)
-        expansion = expansion_of(tensor)
-        if expansion is None or not expansion.format.keeps_error:
-            continue  # it needs none
+        if (before := format_before(name, optimizer)) is not None:  # torch has replaced this state tensor
+            ensure_record(tensor, before, name=name)
+        record = record_of(tensor)
+        if record is None or not record.format.keeps_error:
+            continue  # it needs no error terms
         if wider is None:
             missing.append(name)
         else:
             with real_tensors(), torch.no_grad():
                 hi, whole = local_tensor(tensor.detach()), _as_loaded(tensor, wider)
                 rest = whole - hi.to(whole.dtype)
-                expansion.replace_contents(expansion.format.beside(hi, rest.float()))
+                record.replace_contents(record.format.beside(hi, rest.float()))
     if missing:
         warnings.warn(
             f"collage_fx: no error terms of {some(missing)} have been loaded into "
@@ -866,21 +873,21 @@ WHY_OTHERS = (
 )
 
 
-def _warn(kind: type[Optimizer], holds: str) -> None:
-    """Warn of what a checkpoint holds, or does not hold."""
+def _warn_of_checkpoint(kind: type[Optimizer], holds: str) -> None:
+    """Warn of the contents of a checkpoint."""
     warnings.warn(f"collage_fx: the checkpoint loaded into {kind.__name__} holds {holds}", stacklevel=3)
 
 
 def _keyed_parameters(optimizer: Optimizer, state_dict: StateDict) -> Iterator[tuple[Any, str, Tensor]]:
-    """The ``(key in the state dict, name, parameter)`` of every parameter that both sides have."""
+    """Yield ``(key in the state dict, name, parameter)`` for every parameter that both sides have."""
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-    # Not strict: torch checks the lengths, in its own words.
+    # Not strict: torch checks the lengths, with its own message.
     for key, (name, parameter) in zip(keys, parameter_names(optimizer), strict=False):
         yield key, name, parameter
 
 
 def _held(optimizer: Optimizer, state_dict: StateDict) -> Iterator[tuple[Owner, str, Tensor]]:
-    """The tensors that an optimizer keeps, with their owners in itself or in a state dict, and names."""
+    """Yield the tensors that an optimizer keeps, with their owners in itself or a state dict, and names."""
     for key, name, parameter in _keyed_parameters(optimizer, state_dict):
         for slot, tensor in _slots(optimizer, parameter):
             yield (key, slot), f"{name}.{slot}", tensor
@@ -889,23 +896,23 @@ def _held(optimizer: Optimizer, state_dict: StateDict) -> Iterator[tuple[Owner, 
 
 
 def _slots(optimizer: Optimizer, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that an optimizer keeps for one parameter: itself, then its state."""
+    """Yield the tensors that an optimizer keeps for a parameter: the parameter, then its state."""
     yield PARAMETER_SLOT, parameter
     yield from _state_slots(optimizer.state.get(parameter))
 
 
 def _state_slots(state: Mapping[Any, Any] | None) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of one parameter's state, none of them in the slot of the parameter."""
+    """Yield the tensors of one parameter's state, none of them in the slot of the parameter."""
     return state_tensors(state, taken=[PARAMETER_SLOT])
 
 
 def _shared(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that an optimizer keeps for no single parameter."""
+    """Yield the tensors that an optimizer keeps for no single parameter."""
     parameters = (parameter for _, parameter in parameter_names(optimizer))
     return shared_tensors(optimizer.param_groups, optimizer.state, parameters)
 
 
 def _shared_in(state_dict: StateDict) -> Iterator[tuple[str, Tensor]]:
-    """The ``(name, tensor)`` of each tensor in a state dict that belongs to no single parameter."""
+    """Yield ``(name, tensor)`` for each tensor in a state dict that belongs to no single parameter."""
     keys = (key for group in state_dict["param_groups"] for key in group["params"])
     return shared_tensors(state_dict["param_groups"], state_dict["state"], keys)

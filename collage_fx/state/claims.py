@@ -1,7 +1,7 @@
-"""Loaded error terms until a step uses them: those that do not belong to the values beside them become zero.
+"""Claims: loaded error terms become zero at their first use unless they belong to the values beside them.
 
-A step asks for them all at once, so that processes that share tensors need to talk once, and when it does,
-whatever order a program loads a model and its optimizer in, both are there.
+A step checks all claims at once, so that processes that share tensors need to communicate once. By then, both
+a model and its optimizer have been loaded, in whatever order.
 """
 
 from __future__ import annotations
@@ -18,95 +18,97 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from collage_fx.state.error_terms import Expansion, expansion_of
+from collage_fx.state.error_terms import ErrorTermRecord, record_of
 from collage_fx.state.fingerprints import fingerprint
 from collage_fx.torch_compat import Sharding, local_tensor, real_tensors, sharding_of, wrap_loading_of_modules
 
 log = logging.getLogger("collage_fx")
 
 
-def install() -> None:
+def wrap_module_loading() -> None:
     """Wrap ``Module.load_state_dict``."""
-    wrap_loading_of_modules(_loading)
+    wrap_loading_of_modules(_with_claims)
 
 
 @dataclass(frozen=True)
 class _Claim:
+    """Claim that a record's error terms belong to the values with a fingerprint."""
+
     name: str
-    expansion: weakref.ref[Expansion]
+    record: weakref.ref[ErrorTermRecord]
     number: Tensor
 
 
 class Claims:
-    """What error terms claim to belong to, which the first step after that looks at, for all of them at once.
+    """Claims that the first step after them checks, all at once.
 
     Until then hi may still change: a model is loaded before its optimizer or after it.
 
     Args:
-        told: called with the names of those whose claim is wrong, if there are any.
+        report_wrong: called with the names of the tensors whose claim is wrong, if there are any.
     """
 
-    def __init__(self, told: Callable[[list[str]], None]) -> None:
-        self._told = told
+    def __init__(self, report_wrong: Callable[[list[str]], None]) -> None:
+        self._report_wrong = report_wrong
         self._claims: list[_Claim] = []
 
-    def add(self, name: str, expansion: Expansion, number: Tensor) -> None:
-        """Have a record's error terms belong to the values of that fingerprint alone.
+    def add(self, name: str, record: ErrorTermRecord, number: Tensor) -> None:
+        """Claim that a record's error terms belong to the values with a fingerprint.
 
         Args:
-            name: of the tensor.
-            expansion: its record.
+            name: name of the tensor.
+            record: record of the tensor.
             number: the fingerprint, or this process's part of it; zero if nothing is known.
         """
-        self._claims.append(_Claim(name, weakref.ref(expansion), number))
-        expansion.make_claim(number, self.settle)
+        self._claims.append(_Claim(name, weakref.ref(record), number))
+        record.make_claim(number, self.settle)
 
     def settle(self) -> None:
-        """Zero the error terms whose claim is wrong. All processes of a mesh do that together."""
-        alike: dict[Sharding | None, list[tuple[str, Expansion, Tensor]]] = defaultdict(list)
+        """Zero the error terms whose claim is wrong; all processes of a mesh do so together."""
+        alike: dict[Sharding | None, list[tuple[str, ErrorTermRecord, Tensor]]] = defaultdict(list)
         claims, self._claims = self._claims, []
         with real_tensors(), torch.no_grad():
             for claim in claims:
-                expansion = claim.expansion()
-                owner = None if expansion is None else expansion.owner()
-                if expansion is None or owner is None or expansion.claim is not claim.number:
+                record = claim.record()
+                owner = None if record is None else record.owner()
+                if record is None or owner is None or record.claim is not claim.number:
                     continue  # the tensor is gone, or others have been loaded since
-                expansion.drop_claim()
-                actual = fingerprint(local_tensor(owner), expansion.auxiliaries)
+                record.drop_claim()
+                actual = fingerprint(local_tensor(owner), record.auxiliaries)
                 claimed = claim.number.to(actual.device)
                 numbers = torch.stack([claimed - actual, (claimed != 0).long()])
-                alike[sharding_of(owner)].append((claim.name, expansion, numbers))
-            wrong = [name for pieces, group in alike.items() for name in _cleared(pieces, group)]
+                alike[sharding_of(owner)].append((claim.name, record, numbers))
+            wrong = [name for pieces, group in alike.items() for name in _clear_wrong(pieces, group)]
         if wrong:
-            self._told(wrong)
+            self._report_wrong(wrong)
 
 
-def _cleared(pieces: Sharding | None, group: list[tuple[str, Expansion, Tensor]]) -> list[str]:
-    """Names of those whose fingerprints differ, whose error terms have been made zero."""
+def _clear_wrong(pieces: Sharding | None, group: list[tuple[str, ErrorTermRecord, Tensor]]) -> list[str]:
+    """Zero the error terms of tensors whose fingerprints differ; return the names of the tensors."""
     looked = torch.stack([numbers.cpu() for *_, numbers in group])
     looked = looked if pieces is None else pieces.sum(looked)
     names = []
-    for (name, expansion, _), (difference, is_known) in zip(group, looked.tolist(), strict=True):
+    for (name, record, _), (difference, is_known) in zip(group, looked.tolist(), strict=True):
         if is_known and difference:
-            expansion.clear()
+            record.clear()
             names.append(name)
     return names
 
 
-def _loading(load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
-    """Let error terms of a module's tensors become zero where other values are loaded."""
+def _with_claims(load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``Module.load_state_dict``: error terms become zero if other values are loaded."""
 
     def with_claims(self: Module, *args: Any, **kwargs: Any) -> Any:
         claims = Claims(lambda names: log.info("%s: loaded, so error terms start from zero", some(names)))
         for name, tensor in chain(self.named_parameters(), self.named_buffers()):
-            expansion = expansion_of(tensor)
-            if expansion is not None and expansion.claim is None:
-                claims.add(name, expansion, fingerprint(local_tensor(tensor), expansion.auxiliaries))
+            record = record_of(tensor)
+            if record is not None and record.claim is None:
+                claims.add(name, record, fingerprint(local_tensor(tensor), record.auxiliaries))
         return load_state_dict(self, *args, **kwargs)
 
     return with_claims
 
 
 def some(names: Sequence[str]) -> str:
-    """The first names of a list, and how many more there are."""
+    """Join the first names of a list, and the number of the others."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,19 +1,19 @@
 """Fingerprints: numbers that tell whether an error term still belongs to the value it was saved beside.
 
-Note [What a fingerprint is of]
--------------------------------
+Note [Fingerprints]
+-------------------
 An error term is right beside the one hi that it was split from, and noise beside any other. A checkpoint can
-part the two: plain PyTorch goes on with hi and carries our entries along, a model is loaded from one file and
-its optimizer from another. So each error term is saved with a fingerprint of the pair: the sum, modulo 2**64,
-of a hash of each element's bits in hi and in the auxiliaries. A sum has no order: however a tensor is in
-pieces, the fingerprints of the pieces add up to that of the whole, and no process need ask another one while
-it saves. That an element belongs to another place of the tensor is not seen; that it is another pair is.
+separate the two: plain PyTorch continues with hi and carries our entries along, a model is loaded from one
+file and its optimizer from another. So each error term is saved with a fingerprint of the pair: the sum,
+modulo 2**64, of a hash of each element's bits in hi and in the auxiliaries. A sum has no order: however a
+tensor is sharded, the fingerprints of the shards add up to that of the whole, and no process need ask another
+one while it saves. Exchanged elements are not detected; changed elements are.
 
-In a checkpoint it is a table of :data:`ROWS` rows of eight bytes, in pieces as hi is, in which each process
-writes its part into its first row: so that ``torch.distributed.checkpoint`` can save it from some processes
-and load it into others. The bytes are numbers up to 255, which every floating-point format holds: plain
-PyTorch casts what it loads to the parameter's dtype. A table of zeros says nothing, and so does one of more
-processes than rows.
+A checkpoint holds the fingerprint as a table of :data:`ROWS` rows of eight bytes, sharded like hi. Each
+process writes its part into its first row, so that ``torch.distributed.checkpoint`` can save the table from
+some processes and load it into others. The bytes are numbers up to 255, which every floating-point format can
+hold: plain PyTorch casts what it loads to the parameter's dtype. A table of zeros says nothing; more
+processes than rows have such a table.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from torch import Tensor
 
 from collage_fx.torch_compat import local_tensor, real_tensors, sharding_of
 
-#: Of the table that a fingerprint is saved as.
+#: Number of rows of the table that a fingerprint is saved as.
 ROWS = 256
-#: Of a row: a number of 64 bits.
+#: Number of bytes in a row: a number of 64 bits.
 BYTES = 8
 
-#: As :func:`chunk_on`. On a CPU what is in between stays in the caches, and torch starts no
-#: threads for so few; elsewhere it is some 50 MB.
+#: Results of :func:`chunk_on`. On a CPU temporaries stay in the caches, and torch starts no threads for so
+#: few elements; elsewhere temporaries take some 50 MB.
 _CHUNK_ON_CPU, _CHUNK = 1 << 15, 1 << 22
 
-#: Odd; the last two are those of the hash "lowbias32" of https://nullprogram.com/blog/2018/07/31/.
+#: Odd factors; the last two are from the hash "lowbias32" of https://nullprogram.com/blog/2018/07/31/.
 _PAIR, _FIRST, _SECOND = 0x9E3779B1 - (1 << 32), 0x7FEB352D, 0x846CA68B - (1 << 32)
 
 
 def fingerprint(hi: Tensor, auxiliaries: Sequence[Tensor]) -> Tensor:
-    """The fingerprint of a tensor and its auxiliaries, or of this process's pieces of them.
+    """Compute the fingerprint of a tensor and its auxiliaries, or of this process's shards of them.
 
     Args:
         hi: an ordinary tensor of any dtype of at most 4 bytes.
-        auxiliaries: of hi's shape; those of another shape are left out. They may be on another device, from
-            where hi has been moved.
+        auxiliaries: tensors; those of another shape than hi are left out. They may be on another device, from
+            which hi has been moved.
 
     Returns:
         a 0-d int64 tensor on hi's device.
@@ -65,21 +65,22 @@ def fingerprint(hi: Tensor, auxiliaries: Sequence[Tensor]) -> Tensor:
 
 
 def chunk_on(device: torch.device) -> int:
-    """Elements that are hashed at a time."""
+    """Return the number of elements that are hashed at a time on a device."""
     return _CHUNK_ON_CPU if device.type == "cpu" else _CHUNK
 
 
 def _bits(tensor: Tensor) -> Tensor:
+    """Return a view of a tensor as integers of the same size."""
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32}
     return tensor.view(integers[tensor.dtype.itemsize])
 
 
 def table_of(number: Tensor, hi: Tensor) -> Tensor:
-    """The table that a fingerprint is saved as: Note [What a fingerprint is of].
+    """Make the table that a fingerprint is saved as: Note [Fingerprints].
 
     Args:
-        number: of the tensor, or of this process's piece.
-        hi: the tensor, maybe a DTensor; the table is in pieces as it is.
+        number: fingerprint of the tensor, or of this process's shard.
+        hi: the tensor, which may be a DTensor; the table is sharded like it.
     """
     pieces = sharding_of(hi)
     with real_tensors(), torch.no_grad():
@@ -93,7 +94,7 @@ def table_of(number: Tensor, hi: Tensor) -> Tensor:
 
 
 def number_in(table: Tensor, hi: Tensor) -> Tensor:
-    """The inverse of :func:`table_of`: this process's part of the fingerprint that a table holds."""
+    """Read this process's part of the fingerprint from a table: the inverse of :func:`table_of`."""
     pieces = sharding_of(hi)
     with real_tensors(), torch.no_grad():
         rows = local_tensor(table, None if pieces is None else pieces.row_sharding)

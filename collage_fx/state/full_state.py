@@ -1,10 +1,10 @@
-"""A model's weights with their error terms added, as one state dict, and the way back.
+"""Full state dict: a model's weights with their error terms added, and the way back.
 
 Note [One tensor at a time]
 ---------------------------
 Weights in float32 are twice as large as the model. So a full state dict is a mapping that makes a tensor when
-it is read, its file is written, and read, tensor by tensor, and of a DTensor all is gathered only when it is
-that one's turn: at any time there is at most one such tensor, but for those that the reader keeps.
+it is read, its file is written and read tensor by tensor, and a DTensor is gathered only in its turn: at any
+time there is at most one such tensor, apart from those that the reader keeps.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from collage_fx.errors import (
 from collage_fx.numerics import ERROR_FORMATS, is_low_precision
 from collage_fx.state.checkpoint import adopt
 from collage_fx.state.error_terms import (
-    ensure_expansion,
-    expansion_of,
+    ensure_record,
     full_value,
     has_error_terms,
+    record_of,
     require_format,
     write,
 )
@@ -44,33 +44,36 @@ from collage_fx.torch_compat import sharding_of, whole_tensor
 def full_state_dict(
     model: Module, dtype: torch.dtype = torch.float32, *, gather: bool = False
 ) -> Mapping[str, Any]:
-    """The model's state dict with the full values of its bfloat16 and float16 parameters, hi + error terms.
+    """Return the model's state dict with full values, hi + error terms, of bfloat16 and float16 parameters.
 
     ``dict(full_state_dict(model))`` is for ``torch.save``, ``load_state_dict`` of a float32 model, or
     ``save_pretrained(state_dict=...)``; a loop over ``.items()`` that deletes each tensor has one at a time.
 
     Args:
         model: any module, its parameters DTensors or not. It is not changed.
-        dtype: of the full values. float32 holds what ``arithmetic="wide"`` leaves, bit for bit, and rounds
-            other sums once, to nearest; float64 holds all.
+        dtype: dtype of the full values. float32 holds the values of ``arithmetic="wide"`` bit for bit, and
+            rounds other sums once, to nearest; float64 holds all.
         gather: whether DTensors become whole tensors, on every process. All processes then have to read the
-            same names in the same order. Without, they are DTensors with the parameter's mesh and placements.
+            same names in the same order. Otherwise, they are DTensors with the parameter's mesh and
+            placements.
 
     Returns:
-        a mapping with the names of ``model.state_dict()``. It makes a tensor each time that one is read, from
-        the parameter as it is then. Read under another name of the same parameter, it is the same tensor as
-        long as somebody keeps that. Parameters of other dtypes, buffers and what is no tensor are there as
-        they are. Error terms that have been loaded, and that no step has used, become zero before one is read
-        where they belong to other values: of DTensors all processes have to read then.
+        a mapping with the names of ``model.state_dict()``. It makes a tensor each time a name is read, from
+        the parameter as it is then. Another name of the same parameter gives the same tensor as long as
+        somebody keeps it. Parameters of other dtypes, buffers and values that are no tensors are returned
+        unchanged. Loaded error terms that no step has used become zero before they are read if they belong to
+        other values: for DTensors all processes have to read then.
 
     Raises:
-        UnsupportedTensorError: a parameter with error terms is not what ``model.state_dict()`` holds (FSDP1,
-            which makes other tensors of it).
+        UnsupportedTensorError: a parameter with error terms is not in ``model.state_dict()`` itself (FSDP1
+            makes other tensors of it).
     """
     return _FullStateDict(model, dtype, gather=gather)
 
 
 class _FullStateDict(Mapping[str, Any]):
+    """Mapping that makes each tensor when it is read."""
+
     def __init__(self, model: Module, dtype: torch.dtype, *, gather: bool) -> None:
         self.held: dict[str, Any] = model.state_dict(keep_vars=True)
         self._dtype = dtype
@@ -108,11 +111,11 @@ class _FullStateDict(Mapping[str, Any]):
         return len(self.held)
 
     def __reduce__(self) -> Any:
-        """Pickles and copies are ordinary dictionaries, with all tensors in them."""
+        """Make pickles and copies ordinary dictionaries, with all tensors in them."""
         return dict, (dict(self),)
 
     def like(self) -> dict[str, Tensor]:
-        """What stands under each name, tensors as ones on the meta device with the whole shape."""
+        """Return the values by name, with tensors on the meta device, of the whole shape."""
         return {
             name: torch.empty(held.shape, dtype=self._dtype if _is_full(held) else held.dtype, device="meta")
             if isinstance(held, Tensor)
@@ -122,7 +125,7 @@ class _FullStateDict(Mapping[str, Any]):
 
 
 def _is_full(tensor: Tensor) -> bool:
-    """Whether a full state dict has hi + error terms of a tensor, rather than itself."""
+    """Return whether a full state dict has hi + error terms of a tensor, rather than the tensor."""
     is_weight = isinstance(tensor, Parameter) or has_error_terms(tensor)
     return is_weight and is_low_precision(tensor.dtype)
 
@@ -132,20 +135,20 @@ def save_full_state_dict(
 ) -> None:
     """Write ``full_state_dict(model, dtype)`` to a safetensors file, with one tensor at a time in memory.
 
-    Tensors that the model has under several names are written once, under the first, as
+    Tensors that the model has under several names are written once, under the first name, as
     ``safetensors.torch.save_model`` does; ``load_model``, transformers and :func:`load_full_state_dict` read
-    it. The file has its name only once it is complete.
+    it. The file gets its name only when it is complete.
 
     Args:
-        model: any module. If there are DTensors in it, all processes have to call this, and the first of
-            their mesh writes; else each that calls it does.
-        path: of the file.
+        model: any module. If it has DTensors, all processes have to call this, and the first of their mesh
+            writes; otherwise each process that calls it writes.
+        path: path of the file.
         dtype: as in :func:`full_state_dict`.
 
     Raises:
-        UnsupportedTensorError: as :func:`full_state_dict`, or something is no tensor or of a dtype that such
-            files have not; nothing has been written then.
-        OSError: the file cannot be written; what was there is as it was.
+        UnsupportedTensorError: as in :func:`full_state_dict`, or a value is no tensor, or of a dtype that
+            such files do not have; nothing has been written then.
+        OSError: the file cannot be written; an earlier file is unchanged.
     """
     full = _FullStateDict(model, dtype, gather=True)
     like = full.like()
@@ -168,7 +171,7 @@ def save_full_state_dict(
                 Path(path), {name: like[name] for name in order}, tensors, {"format": "pt", **others}
             )
     finally:
-        for _ in tensors:  # which all processes gather, or none
+        for _ in tensors:  # all processes have to gather each tensor, or none
             pass
 
 
@@ -181,27 +184,27 @@ def load_full_state_dict(
 ) -> None:
     """Load weights of more bits than the model's parameters have, and keep the rest in error terms.
 
-    A bfloat16 or float16 parameter becomes the weight, in float32, rounded to nearest, and its error term
-    what is left of it. With "exact" and "fp32" their sum is the weight (with "exact" beside float16 it is off
-    by at most 2**-40); with "mcf" it is off by at most 2**-16 of it beside bfloat16, and by at most 2**-22 of
-    it or 2**-25 beside float16. Compiled steps go on from there.
-    The optimizer's state is left as it is.
+    A bfloat16 or float16 parameter becomes the float32 weight rounded to nearest, and its error term the
+    rest. With "exact" and "fp32" their sum is the weight (with "exact" beside float16 it is off by at most
+    2**-40); with "mcf" it is off by at most 2**-16 of the weight beside bfloat16, and by at most 2**-22 of
+    the weight or 2**-25 beside float16. Compiled steps continue from there. The optimizer's state is not
+    changed.
 
     Args:
         model: any module, its parameters DTensors or not.
-        optimizer: the one that steps it. Parameters that it does not hold, frozen ones, have no error terms:
-            they are rounded.
+        optimizer: the optimizer that steps it. Parameters that it does not hold (frozen ones) have no error
+            terms: they are rounded.
         weights: tensors by the names of ``model.state_dict()``, or the path of a safetensors file, which is
-            read a tensor at a time. What the model has under several names may be there under one of them.
-            Of a whole tensor each process takes its piece; a DTensor is sent around as that needs.
-        error_format: of the error terms, that of the compiled steps.
+            read a tensor at a time. A tensor with several names in the model may be given under one of them.
+            Each process takes its shard of a whole tensor; a DTensor is redistributed as needed.
+        error_format: format of the error terms, that of the compiled steps.
 
     Raises:
-        CheckpointMismatchError: names are missing or unknown, shapes differ, integers stand where numbers
-            with a fraction belong, or no parameter of the optimizer is in ``model.state_dict()`` (FSDP1 has
+        CheckpointMismatchError: names are missing or unknown, shapes differ, integers are given for
+            floating-point numbers, or no parameter of the optimizer is in ``model.state_dict()`` (FSDP1 has
             others there).
         ConflictingErrorFormatError: a parameter has error terms in another format.
-        InvalidOptionError: there is no such error format. Then nothing has been changed, nor in the others.
+        InvalidOptionError: there is no such error format. In all three cases nothing has been changed.
     """
     if error_format not in ERROR_FORMATS:
         raise InvalidOptionError(
@@ -216,9 +219,9 @@ def load_full_state_dict(
     stepped = {id(parameter) for _, parameter in parameter_names(optimizer)}
     _refuse_misfits(held, sources, stepped)
     for name, target in held.items():
-        expansion = expansion_of(target) if isinstance(target, Tensor) else None
-        if expansion is not None and id(target) in stepped:
-            require_format(expansion, kept_in, name=name)
+        record = record_of(target) if isinstance(target, Tensor) else None
+        if record is not None and id(target) in stepped:
+            require_format(record, kept_in, name=name)
 
     with torch.no_grad():
         for name in sources:
@@ -227,14 +230,14 @@ def load_full_state_dict(
                 model.load_state_dict({name: sources[name]}, strict=False)
                 continue
             is_stepped = id(target) in stepped and is_low_precision(target.dtype)
-            expansion = ensure_expansion(target, kept_in, name=name) if is_stepped else None
-            write(target, sources[name], expansion)
-            if expansion is None and (live := expansion_of(target)) is not None:
+            record = ensure_record(target, kept_in, name=name) if is_stepped else None
+            write(target, sources[name], record)
+            if record is None and (live := record_of(target)) is not None:
                 live.clear()
 
 
 def _refuse_misfits(held: Mapping[str, Any], sources: Mapping[str, Any], stepped: set[int]) -> None:
-    """Raise unless ``sources`` can be loaded into what a model holds, of which an optimizer steps some."""
+    """Raise unless ``sources`` fits a model's tensors, and the optimizer steps some of them."""
     if stepped.isdisjoint(map(id, held.values())):
         raise CheckpointMismatchError(
             "an optimizer none of whose parameters is in model.state_dict() itself",
@@ -272,6 +275,6 @@ def _refuse_misfits(held: Mapping[str, Any], sources: Mapping[str, Any], stepped
 
 
 def _first_names(held: Mapping[str, Any]) -> dict[str, str]:
-    """Every name, and with it the first name of the same object."""
+    """Map every name to the first name of the same object."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(each), name) for name, each in held.items()}

@@ -1,4 +1,4 @@
-"""The tensors that an optimizer holds, with the names that the user knows them by."""
+"""Tensors that an optimizer holds, with the names that the user knows them by."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from torch.optim import Optimizer
 
 from collage_fx.graph import Role
 from collage_fx.numerics import is_low_precision
-from collage_fx.state.error_terms import expansion_of
-from collage_fx.state.packed import unpack
+from collage_fx.state.error_terms import packed_format, record_of, reset_error_terms
+from collage_fx.state.packed import is_packed, unpack
 from collage_fx.torch_compat import pytree
 
 
 @dataclass(frozen=True)
 class KnownTensor:
-    """A tensor that an optimizer holds, and what the user calls it.
+    """A tensor that an optimizer holds, with its name and role.
 
     Attributes:
         name, symbol, role: as in :class:`~collage_fx.graph.program.InputInfo`.
-        tensor: itself.
+        tensor: the tensor.
     """
 
     name: str
@@ -37,10 +37,11 @@ class KnownTensor:
 
 
 def optimizers_among(variables: Mapping[str, Any]) -> dict[str, Optimizer]:
-    """The optimizers among a frame's variables, by variable.
+    """Find the optimizers among a frame's variables, by variable.
 
-    Itself, an element of ``*args``, that of a method, what a weak reference is to (as in the function that
-    schedulers put around ``step``), or what a wrapper (a scheduler, a trainer) holds as ``.optimizer``.
+    An optimizer counts if it is the value of a variable, an element of ``*args``, the owner of a method, the
+    target of a weak reference (as in the function that schedulers put around ``step``), or the attribute
+    ``.optimizer`` of a wrapper (a scheduler, a trainer).
     """
     found: dict[str, Optimizer] = {}
     for variable, value in variables.items():
@@ -57,7 +58,7 @@ def optimizers_among(variables: Mapping[str, Any]) -> dict[str, Optimizer]:
 
 
 def held_optimizers(optimizer: Any) -> list[Optimizer]:
-    """The optimizers that an optimizer, or a wrapper around one, has as attributes, at any depth."""
+    """Find the optimizers that an optimizer, or a wrapper around it, has as attributes, at any depth."""
     found: list[Optimizer] = []
     waiting = [optimizer]
     while waiting:
@@ -75,7 +76,7 @@ def held_optimizers(optimizer: Any) -> list[Optimizer]:
 
 
 def parameter_names(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
-    """Pairs ``(name, parameter)``: the module's names where the optimizer was given them, else positions."""
+    """Yield ``(name, parameter)``, with the names that the optimizer was given, or else positions."""
     for i, group in enumerate(optimizer.param_groups):
         names = group.get("param_names", ())
         for j, parameter in enumerate(group["params"]):
@@ -83,24 +84,24 @@ def parameter_names(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
 
 
 def state_tensors(state: Mapping[Any, Any] | None, taken: Iterable[str] = ()) -> Iterator[tuple[str, Tensor]]:
-    """Pairs ``(slot, tensor)`` of one parameter's optimizer state, containers and objects within it included.
+    """Yield ``(slot, tensor)`` for one parameter's optimizer state, including containers and objects in it.
 
     None is the state of a parameter that another process steps (``ZeroRedundancyOptimizer``). Parameters that
-    are keys are numbered, as in a state dict. Where two tensors would have one slot, as those of ``"a.b"``
+    are keys are numbered, as in a state dict. If two tensors would have one slot, as those of ``"a.b"``
     and of ``{"a": {"b": ...}}``, the later one gets a number: ``a.b#2``.
 
     Args:
-        state: of one parameter.
-        taken: slots that stand for something else.
+        state: state of one parameter.
+        taken: slots that are used for something else.
     """
     used = Counter(taken)
-    for slot, tensor in _tensors_in(dict(state or {}), set()):
+    for slot, tensor in _tensors_inside(dict(state or {}), set()):
         used[slot] += 1
         yield slot if used[slot] == 1 else f"{slot}#{used[slot]}", tensor
 
 
-def _tensors_in(container: Any, met: set[int]) -> Iterator[tuple[str, Tensor]]:
-    """Pairs ``(path, tensor)`` of what a container holds, in objects that have not been met as well."""
+def _tensors_inside(container: Any, met: set[int]) -> Iterator[tuple[str, Tensor]]:
+    """Yield ``(path, tensor)`` for a container, including objects in it that are not in ``met``."""
     numbers: dict[int, int] = {}
 
     def text(key: Any) -> str:
@@ -113,11 +114,11 @@ def _tensors_in(container: Any, met: set[int]) -> Iterator[tuple[str, Tensor]]:
             yield slot, leaf
         elif id(leaf) not in met and (attributes := _attributes(leaf)):
             met.add(id(leaf))
-            yield from ((f"{slot}.{name}", tensor) for name, tensor in _tensors_in(attributes, met))
+            yield from ((f"{slot}.{name}", tensor) for name, tensor in _tensors_inside(attributes, met))
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """The attributes by which an object may hold tensors. An optimizer in it has a state dict of its own."""
+    """Return the attributes by which an object may hold tensors; an optimizer has a state dict of its own."""
     if isinstance(value, torch.nn.Module):
         return {**dict(value.named_parameters()), **dict(value.named_buffers())}
     if isinstance(value, (type, Optimizer, ModuleType)):
@@ -128,6 +129,7 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 def _names_of_slots(kind: type) -> Sequence[str]:
+    """Return the names in a class's ``__slots__``."""
     names = kind.__dict__.get("__slots__", ())
     return (names,) if isinstance(names, str) else tuple(names)
 
@@ -135,12 +137,12 @@ def _names_of_slots(kind: type) -> Sequence[str]:
 def shared_tensors(
     groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any], parameter_keys: Iterable[Any]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Pairs ``(name, tensor)`` of what belongs to no single parameter: in groups, or elsewhere in state.
+    """Yield ``(name, tensor)`` for tensors of no single parameter: in groups, or elsewhere in state.
 
     Args:
-        groups: an optimizer's own, or those of its state dict.
-        state: likewise.
-        parameter_keys: the keys of ``state`` that stand for parameters.
+        groups: groups of an optimizer, or of its state dict.
+        state: state of an optimizer, or of its state dict.
+        parameter_keys: keys of ``state`` that stand for parameters.
     """
     for i, group in enumerate(groups):
         for slot, tensor in state_tensors({key: group[key] for key in group if key != "params"}):
@@ -152,10 +154,10 @@ def shared_tensors(
 
 
 def known_tensors(optimizers: Mapping[str, Optimizer]) -> dict[int, KnownTensor]:
-    """The tensors of the optimizers by ``id``, in order: a parameter, its gradient, its state, the next one.
+    """Map ``id`` to the tensors of optimizers: of each parameter itself, its gradient, its state.
 
     Args:
-        optimizers: by variable; with more than one of them, names begin with the variable.
+        optimizers: variable -> optimizer; with several of them, names begin with the variable.
     """
     known: dict[int, KnownTensor] = {}
     for variable, optimizer in optimizers.items():
@@ -177,11 +179,11 @@ def known_tensors(optimizers: Mapping[str, Optimizer]) -> dict[int, KnownTensor]
 
 
 def bytes_held(tensors: Iterable[Tensor]) -> int:
-    """The bytes of tensors and of what is kept beside them; of packed ones of the latter alone.
+    """Count the bytes of tensors and of their auxiliaries; packed tensors have auxiliaries alone.
 
     Error terms of new tensors may be dropped when the next step is compiled, and are not counted.
     """
-    beside = [(tensor, expansion_of(tensor)) for tensor in tensors]
+    beside = [(tensor, record_of(tensor)) for tensor in tensors]
     own = (tensor for tensor, found in beside if found is None or found.format.keeps_hi)
     records = (found for _, found in beside if found is not None)
     kept = (each.auxiliaries for each in records if not (each.is_new and each.format.keeps_hi))
@@ -189,14 +191,27 @@ def bytes_held(tensors: Iterable[Tensor]) -> int:
 
 
 def held_per_parameter(optimizer: Optimizer) -> float:
-    """The bytes for each element of the low-precision parameters: of these, their state, and beside them."""
+    """Count the bytes per element of the low-precision parameters that steps without packing hold.
+
+    Counted are the parameters, their state as if it were unpacked, and all error terms.
+    """
     parameters = [p for _, p in parameter_names(optimizer) if is_low_precision(p.dtype)]
     states = (each for p in parameters for _, each in state_tensors(optimizer.state.get(p)))
-    held = bytes_held([*parameters, *(each for each in states if each.dim())])
-    return held / max(1, sum(p.numel() for p in parameters))
+    held = [*parameters, *(each for each in states if each.dim())]
+    packed = [each for each in held if is_packed(each)]
+    codes = bytes_held(packed)
+    unpacked = sum(each.numel() * each.itemsize for each in packed)
+    return (bytes_held(held) - codes + unpacked) / max(1, sum(p.numel() for p in parameters))
+
+
+def stop_packing(optimizer: Optimizer) -> None:
+    """Unpack an optimizer's packed tensors for good, and drop the packed values."""
+    for known in known_tensors({"self": optimizer}).values():
+        if packed_format(known.tensor) is not None:
+            reset_error_terms(known.tensor)
 
 
 def unpack_state(optimizer: Optimizer) -> None:
-    """Give packed tensors of an optimizer memory of their own: something is to see ordinary ones."""
+    """Unpack an optimizer's packed tensors, for code that has to see ordinary tensors."""
     for known in known_tensors({"self": optimizer}).values():
         unpack(known.tensor)

@@ -1,38 +1,33 @@
-"""Packed tensors: those whose values their error format alone keeps, and what programs see of them.
+"""Packed tensors: tensors whose values only an error format keeps, and how programs see them.
 
 Note [A packed tensor]
 ----------------------
-An optimizer goes on holding the tensor that it has made for its state, with its sizes and its dtype. Its
-memory is given back: it is one NaN, with strides of 0. What compiled steps read and write are the buffers of
-its record. A program that looks at the tensor sees its value, decoded: it has a class of its own, whose
-``__torch_function__`` calls every operation of torch's with the decoded tensor in its place. Where that is
-written to, or its memory is seen by something else, it becomes the tensor's memory again, which is an
-ordinary tensor then, until the next compiled step packs it. So does a trace by Dynamo, which is to see an
-ordinary tensor (:func:`unpack`). What is still what it was decoded to is not encoded again. Of torch.optim's
-state Dynamo goes by the identity; of that of others by the class too, unless it is told not to.
+An optimizer keeps holding the tensor that it has made for its state, with its sizes and its dtype. The memory
+of the tensor is freed: it is one NaN, with strides of 0. Compiled steps read and write the buffers of its
+record. A program that looks at the tensor sees its value, decoded: the tensor has a class of its own, whose
+``__torch_function__`` calls every operation of torch on the decoded tensor instead. If the operation writes
+to the decoded tensor, or exposes its memory, that becomes the tensor's memory: it is an ordinary tensor then,
+until the next compiled step packs it. So it is for a trace by Dynamo, which is to see an ordinary tensor
+(:func:`unpack`), and for recorded steps. A value that has not changed since it was decoded is not encoded
+again. Dynamo guards state of torch.optim by identity; state of other optimizers by the class too, unless told
+not to.
 
-While a step is recorded, nothing is decoded: operations are given what the recorder has in the tensor's place
-(:data:`recording`). What a step does with a tensor that its error format can't do with it, such as to look at
-its memory, has it left unpacked for good (:func:`leave_unpacked`).
+Copies (``copy.deepcopy``), pickles, and tensors moved to another device are packed tensors too, with copies
+of the buffers: a state dict that is copied, saved, loaded or moved keeps the packed values, and nothing is
+decoded. Those of a DTensor's shard are decoded.
 
-Copies (``copy.deepcopy``), pickles and what is moved to another device are packed tensors too, of copies of
-the buffers: so a state dict that is copied, saved, loaded and moved takes what is kept, and nothing decoded.
-Those of a piece of a DTensor are decoded.
-
-Code that goes past Python, as that of extensions in C++, reads NaNs, and can't write.
+Code that bypasses Python, as extensions in C++ do, reads NaNs, and cannot write.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from collage_fx.torch_compat import (
     distributed_like,
@@ -47,34 +42,15 @@ from collage_fx.torch_compat import (
 )
 
 
-class _Recording(threading.local):
-    """What records the operations that this thread calls.
-
-    Attributes:
-        in_place_of: from a packed tensor to the one that operations are to be recorded with in its place;
-            None while none are recorded.
-    """
-
-    in_place_of: Callable[[Tensor], Tensor] | None = None
-
-    def replace(self, in_place_of: Callable[[Tensor], Tensor] | None) -> Callable[[Tensor], Tensor] | None:
-        """Have another function from now on; the one before is returned."""
-        before, self.in_place_of = self.in_place_of, in_place_of
-        return before
-
-
-recording = _Recording()
-
-
-def _attribute(name: str) -> Any:
-    """The descriptor of a tensor's attribute."""
+def _descriptor(name: str) -> Any:
+    """Return the descriptor of a tensor's attribute."""
     return getattr(Tensor, name)
 
 
-#: What a packed tensor tells of itself as it is.
+#: Facts that a packed tensor answers without decoding.
 _FACTS = {
     *(
-        _attribute(name).__get__
+        _descriptor(name).__get__
         for name in (
             *("shape", "dtype", "device", "layout", "ndim", "itemsize", "requires_grad", "grad", "grad_fn"),
             *("is_leaf", "is_cuda", "is_sparse", "is_meta", "is_quantized"),
@@ -83,13 +59,13 @@ _FACTS = {
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.__len__),
     *(Tensor.is_floating_point, Tensor.is_complex, Tensor.is_neg, Tensor.is_conj, Tensor.__hash__),
 }
-#: What it tells as if it had memory.
+#: Facts about the layout, answered as if the tensor had memory.
 _LAYOUT = {Tensor.stride, Tensor.is_contiguous, Tensor.storage_offset}
-#: The same tensor as another object, as which it may be written to.
-_ALIASES = {Tensor.detach, _attribute("data").__get__, Tensor.view_as}
-#: What gives a tensor other memory.
-_REPLACEMENTS = {_attribute("data").__set__, Tensor.set_}
-#: What shows a tensor's memory in another way than as a tensor.
+#: Functions that make a writable alias.
+_ALIASES = {Tensor.detach, _descriptor("data").__get__, Tensor.view_as}
+#: Functions that replace a tensor's memory.
+_REPLACEMENTS = {_descriptor("data").__set__, Tensor.set_}
+#: Functions that expose a tensor's memory other than as a tensor.
 _EXPOSURES = {
     Tensor.untyped_storage,
     Tensor.storage,
@@ -100,19 +76,19 @@ _EXPOSURES = {
 }
 
 
-#: What is taken for a copy of a tensor's: not for its memory, even where it is on the CPU already.
+#: Functions whose result counts as a copy, even if it is the same memory.
 _COPIES = {Tensor.cpu}
 
 
-class Value:
-    """What a packed tensor is decoded from.
+class PackedCodec:
+    """Codec and back references shared by all aliases of one packed tensor.
 
     Args:
-        decode: from a packed tensor, of which sizes and dtype count, to its value as a new ordinary tensor.
-        tensor: gives the tensor that was packed; None when it is gone.
-        unpacked: called with that, or another object of it, where it has got memory again.
-        layout: gives a tensor without memory of the tensor's sizes and strides.
-        recipe: gives a function, and the arguments of which it makes another packed tensor with the value.
+        decode: decodes a packed tensor, of which only sizes and dtype count, to a new ordinary tensor.
+        tensor: returns the tensor that was packed; None when it is gone.
+        unpacked: called with that tensor, or an alias of it, when it has memory again.
+        layout: returns a tensor without memory, with the tensor's sizes and strides.
+        recipe: returns a function, and its arguments, that make another packed tensor with the value.
     """
 
     def __init__(
@@ -129,54 +105,52 @@ class Value:
         self.layout = layout
         self.recipe = recipe
 
-    def of(self, packed: Tensor) -> Tensor:
-        """The value of the tensor, in pieces like it."""
+    def value_of(self, packed: Tensor) -> Tensor:
+        """Return the value of a packed tensor, sharded like it."""
         with real_tensors(), torch.no_grad():
             return distributed_like(packed, self.decode(local_tensor(packed)))
 
 
 class PackedTensor(Tensor):
-    """A tensor that its error format alone keeps: Note [A packed tensor]."""
+    """Tensor whose value only its error format keeps: Note [A packed tensor]."""
 
-    #: What it is decoded from: the same for all objects of the tensor.
-    packed_value: Value
+    #: Shared by all aliases of the tensor.
+    codec: PackedCodec
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with without_torch_function():
             if func in _FACTS:
                 return func(*args, **(kwargs or {}))
-            if recording.in_place_of is not None:
-                return _recorded(recording.in_place_of, func, args, kwargs or {})
             if func in _LAYOUT:
                 return func(_laid_out(args[0]), *args[1:], **(kwargs or {}))
             if func in _ALIASES and isinstance(args[0], PackedTensor):
-                return another_name(args[0])
+                return alias_of(args[0])
             if func in _REMADE and _is_whole(args[0]):
                 return _REMADE[func](*args, **(kwargs or {}))
-            return _called(func, args, kwargs or {})
+            return _call_decoded(func, args, kwargs or {})
 
 
 @functools.cache
 def _packed_class(plain: type[Tensor]) -> type[Tensor]:
-    """The class of packed tensors that are otherwise of this one."""
+    """Make the class of packed tensors for a plain class of tensors."""
     return PackedTensor if plain is Tensor else type(f"Packed{plain.__name__}", (PackedTensor, plain), {})
 
 
 def is_packed(tensor: Any) -> bool:
-    """Whether a tensor has no memory of its own."""
+    """Return whether a tensor has no memory of its own."""
     return isinstance(tensor, PackedTensor)
 
 
-def pack(tensor: Tensor, value: Value) -> None:
-    """Give a tensor's memory back: its value is to be decoded from now on."""
+def pack(tensor: Tensor, codec: PackedCodec) -> None:
+    """Release a tensor's memory: its value is decoded from now on."""
     move_packed(tensor, local_tensor(tensor).device)
     guard_by_identity(tensor)
-    _dress(tensor, value)
+    _make_packed(tensor, codec)
 
 
 def move_packed(tensor: Tensor, device: torch.device) -> None:
-    """Let the one element that a packed tensor has of memory be on a device."""
+    """Move the single element of memory that a packed tensor has to a device."""
     piece = local_tensor(tensor)
     with without_torch_function(), real_tensors(), torch.no_grad():
         nothing = torch.full((), float("nan"), dtype=piece.dtype, device=device)
@@ -184,153 +158,136 @@ def move_packed(tensor: Tensor, device: torch.device) -> None:
 
 
 def unpack(tensor: Tensor) -> None:
-    """Give a packed tensor memory of its own, with its value; nothing where it has that."""
+    """Give a packed tensor memory of its own, with its value; do nothing for other tensors."""
     if isinstance(tensor, PackedTensor):
         with without_torch_function():
-            _take(tensor, decoded(tensor))
+            _restore_memory(tensor, decoded(tensor))
 
 
 def decoded(tensor: Tensor) -> Tensor:
-    """The value of a packed tensor, a new one in pieces like it; any other tensor itself."""
-    return tensor.packed_value.of(tensor) if isinstance(tensor, PackedTensor) else tensor
+    """Decode a packed tensor to a new tensor, sharded like it; return any other tensor unchanged."""
+    return tensor.codec.value_of(tensor) if isinstance(tensor, PackedTensor) else tensor
 
 
 def plain_class(tensor: Tensor) -> type[Tensor]:
-    """The class of a tensor, of a packed one that which it has while it isn't."""
+    """Return the class of a tensor; for a packed tensor, the class that it has when unpacked."""
     classes: Iterable[Any] = type(tensor).__mro__
     return next(each for each in classes if not issubclass(each, PackedTensor))
 
 
 def stride_of(tensor: Tensor) -> tuple[int, ...]:
-    """The strides of a tensor, of a packed one those of its value."""
+    """Return the strides of a tensor; for a packed tensor, the strides that it has when unpacked."""
     return _laid_out(tensor).stride()
 
 
-def packed_original(tensor: Tensor) -> Tensor:
-    """The tensor that a packed one, which may be another object of it, was packed as."""
+def original_of(tensor: Tensor) -> Tensor:
+    """Return the tensor that was packed, for a packed tensor that may be an alias of it."""
     assert isinstance(tensor, PackedTensor)
-    original = tensor.packed_value.tensor()
+    original = tensor.codec.tensor()
     return tensor if original is None else original
 
 
-#: The tensors that stay unpacked, and why.
-_LEFT_UNPACKED = WeakTensorKeyDictionary()
-
-
-def leave_unpacked(tensor: Tensor, why: str) -> None:
-    """Have a tensor that is packed, or could be, stay an ordinary one from now on."""
-    if isinstance(tensor, PackedTensor):
-        tensor = packed_original(tensor)
-        unpack(tensor)
-    _LEFT_UNPACKED[tensor] = why
-
-
-def why_left_unpacked(tensor: Tensor) -> str:
-    """The reason why a tensor is not to be packed; empty if there is none."""
-    return str(_LEFT_UNPACKED.get(tensor, ""))
-
-
 def _objects(tensor: Tensor) -> Iterable[Tensor]:
-    """The object of a tensor, and that of its piece."""
+    """Return a tensor and its local shard, which may be the same object."""
     return {id(each): each for each in (tensor, local_tensor(tensor))}.values()
 
 
-def _dress(tensor: Tensor, value: Value) -> None:
-    """Have Python see the decoded value in an object of a packed tensor, and in its piece."""
+def _make_packed(tensor: Tensor, codec: PackedCodec) -> None:
+    """Switch a tensor object, and its local shard, to the packed class."""
     for each in _objects(tensor):
         each.__class__ = _packed_class(type(each))
-        each.packed_value = value  # type: ignore[attr-defined]
+        each.codec = codec  # type: ignore[attr-defined]
 
 
-def _undress(tensor: Tensor, memory: Tensor) -> None:
-    """Let an object of a tensor that was packed be an ordinary one, which has this memory."""
+def _make_plain(tensor: Tensor, memory: Tensor) -> None:
+    """Switch a tensor object, and its local shard, back to the plain class, with memory."""
     for each in _objects(tensor):
         if isinstance(each, PackedTensor):
-            del each.packed_value
+            del each.codec
             each.__class__ = plain_class(each)  # type: ignore[assignment]
     local_tensor(tensor).data = local_tensor(memory)
 
 
-def another_name(tensor: Tensor) -> Tensor:
-    """Another object of a tensor, which may be packed."""
+def alias_of(tensor: Tensor) -> Tensor:
+    """Make a new Python alias of a tensor, packed if the tensor is."""
     with without_torch_function():
         alias = tensor.detach()
         if isinstance(tensor, PackedTensor):
-            _dress(alias, tensor.packed_value)
+            _make_packed(alias, tensor.codec)
             _is_still_packed(alias)
     return alias
 
 
 def _laid_out(tensor: Tensor) -> Tensor:
-    """A tensor laid out as a packed one was, maybe itself: a DTensor's layout is its own."""
+    """Return a tensor with the layout of an unpacked tensor, maybe itself; a DTensor keeps its own layout."""
     if isinstance(tensor, PackedTensor) and local_tensor(tensor) is tensor:
-        return tensor.packed_value.layout()
+        return tensor.codec.layout()
     return tensor
 
 
 def _is_whole(tensor: Tensor) -> bool:
-    """Whether an object is of a packed tensor, still, and of no DTensor."""
+    """Return whether an object is a packed tensor, still, and no DTensor."""
     return isinstance(tensor, PackedTensor) and local_tensor(tensor) is tensor and _is_still_packed(tensor)
 
 
-def _reduced(tensor: PackedTensor, protocol: Any) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
-    """What a pickle holds of a packed tensor."""
-    return tensor.packed_value.recipe()
+def _pickled(tensor: PackedTensor, protocol: Any) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
+    """Return the recipe of a packed tensor, for a pickle."""
+    return tensor.codec.recipe()
 
 
 def _deep_copy(tensor: PackedTensor, memo: dict[int, Any]) -> Tensor:
-    """Another packed tensor, of copies of the buffers."""
+    """Make another packed tensor, with copies of the buffers."""
     if id(tensor) not in memo:
-        make, arguments = tensor.packed_value.recipe()
+        make, arguments = tensor.codec.recipe()
         memo[id(tensor)] = make(*copy.deepcopy(arguments, memo))
     return cast(Tensor, memo[id(tensor)])
 
 
-def _moved(tensor: PackedTensor, *args: Any, **kwargs: Any) -> Any:
-    """What ``tensor.to(...)`` is: packed where its dtype and its strides stay."""
+def _to(tensor: PackedTensor, *args: Any, **kwargs: Any) -> Any:
+    """Replace ``Tensor.to``: the result is packed if dtype and strides stay the same."""
     probe = torch.empty((), dtype=tensor.dtype, device=tensor.device)
     if kwargs.get("memory_format") not in (None, torch.preserve_format):
-        return _called(Tensor.to, (tensor, *args), kwargs)
+        return _call_decoded(Tensor.to, (tensor, *args), kwargs)
     moved = probe.to(*args, **kwargs)
     if moved is probe:
         return tensor
     if moved.dtype != tensor.dtype:
-        return _called(Tensor.to, (tensor, *args), kwargs)
-    make, arguments = tensor.packed_value.recipe()
+        return _call_decoded(Tensor.to, (tensor, *args), kwargs)
+    make, arguments = tensor.codec.recipe()
     to_there = functools.partial(torch.Tensor.to, device=moved.device, copy=True)
     return make(*pytree.tree_map_only(Tensor, to_there, arguments))
 
 
-#: What makes of a packed tensor another one: a function like torch's.
+#: torch's functions that make packed tensors of packed tensors -> our replacements.
 _REMADE: dict[Any, Callable[..., Any]] = {
-    Tensor.__reduce_ex__: _reduced,
+    Tensor.__reduce_ex__: _pickled,
     Tensor.__deepcopy__: _deep_copy,
-    Tensor.to: _moved,
+    Tensor.to: _to,
 }
 
 
-def _take(tensor: PackedTensor, memory: Tensor) -> None:
-    """Let the memory of a decoded tensor be that of the packed one, which ``tensor`` is an object of."""
-    value = tensor.packed_value
-    original = value.tensor()
+def _restore_memory(tensor: PackedTensor, memory: Tensor) -> None:
+    """Give a packed tensor, and the given alias of it, the memory of a decoded tensor."""
+    codec = tensor.codec
+    original = codec.tensor()
     if original is not None and original is not tensor:
-        _undress(original, memory)
-    _undress(tensor, memory)
-    value.unpacked(tensor if original is None else original)
+        _make_plain(original, memory)
+    _make_plain(tensor, memory)
+    codec.unpacked(tensor if original is None else original)
 
 
-def _called(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call a function with decoded tensors in the place of packed ones."""
-    replaced: dict[Value, tuple[PackedTensor, Tensor, int]] = {}
+def _call_decoded(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call a function on decoded tensors; a packed tensor that it writes to or exposes is unpacked."""
+    replaced: dict[PackedCodec, tuple[PackedTensor, Tensor, int]] = {}
 
     def plain(each: Any) -> Any:
         if not _is_still_packed(each):
             return each
-        value = each.packed_value
-        if value not in replaced:
-            made = value.of(each)
-            replaced[value] = each, made, version_of(local_tensor(made))
-        return replaced[value][1]
+        codec = each.codec
+        if codec not in replaced:
+            made = codec.value_of(each)
+            replaced[codec] = each, made, version_of(local_tensor(made))
+        return replaced[codec][1]
 
     result = func(*pytree.tree_map(plain, args), **pytree.tree_map(plain, kwargs))
     shown = {storage_of(each) for each in _memory_of(result)}
@@ -340,39 +297,24 @@ def _called(func: Any, args: Any, kwargs: Any) -> Any:
         is_shown = storage_of(memory) in shown and func not in _COPIES
         is_seen = is_shown or func in _EXPOSURES or func in _REPLACEMENTS
         if is_seen or version_of(memory) != version:
-            _take(tensor, made)
+            _restore_memory(tensor, made)
             originals[id(made)] = tensor
     return pytree.tree_map(lambda each: originals.get(id(each), each), result)
 
 
-def _recorded(in_place_of: Callable[[Tensor], Tensor], func: Any, args: Any, kwargs: Any) -> Any:
-    """Call a function with what the recorder has in the place of packed tensors."""
-    originals: dict[int, Tensor] = {}
-
-    def replaced(each: Any) -> Any:
-        if not _is_still_packed(each):
-            return each
-        found = in_place_of(each)
-        originals[id(found)] = each
-        return found
-
-    result = func(*pytree.tree_map(replaced, args), **pytree.tree_map(replaced, kwargs))
-    return pytree.tree_map(lambda each: originals.get(id(each), each), result)
-
-
 def _is_still_packed(each: Any) -> TypeGuard[PackedTensor]:
-    """Whether it is a packed tensor; an object from before its tensor got memory again is given that."""
+    """Return whether an object is packed; an alias of a tensor that has memory again gets that memory."""
     if not isinstance(each, PackedTensor):
         return False
-    original = packed_original(each)
+    original = original_of(each)
     if is_packed(original):
         return True
-    _undress(each, original)
+    _make_plain(each, original)
     return False
 
 
 def _memory_of(result: Any) -> Iterator[Tensor]:
-    """The tensors in a result that have memory."""
+    """Yield the tensors in a result that have memory."""
     for each in pytree.tree_leaves(result):
         if isinstance(each, Tensor) and has_storage(local_tensor(each)):
             yield local_tensor(each)

@@ -44,13 +44,13 @@ ALIGNMENT = 8
 def write_safetensors(
     path: Path, like: Mapping[str, Tensor], tensors: Iterable[Tensor], metadata: Mapping[str, str]
 ) -> None:
-    """Write a file, taking one tensor after the other; it has its name only once all is in it.
+    """Write a file, taking one tensor after the other; the file gets its name only when it is complete.
 
     Args:
-        path: of the file.
-        like: by name, tensors (on the meta device, say) with the dtypes and shapes of those to write. Wide
+        path: path of the file.
+        like: name -> tensor (on the meta device, say) with the dtype and shape of the tensor to write. Wide
             dtypes come first, so that each tensor begins at a multiple of its itemsize.
-        tensors: they themselves, in the same order.
+        tensors: the tensors to write, in the same order.
         metadata: texts for the header.
     """
     header: dict[str, Any] = {METADATA: dict(metadata)}
@@ -72,16 +72,16 @@ def write_safetensors(
                 data = tensor.detach().cpu().contiguous()
                 if data.numel():
                     file.write((ctypes.c_char * data.nbytes).from_address(data.data_ptr()))
-                del tensor, data  # before the next one is made
+                del tensor, data  # before the next tensor is made
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
 
 
 class SafetensorsFile(Mapping[str, Tensor]):
-    """The tensors of a file by name, on the CPU. They are its memory map: what is read takes none besides.
+    """Mapping of a file's tensors by name, on the CPU: views of the file's memory map.
 
-    Raises CheckpointMismatchError where the file is not of the format.
+    Raises CheckpointMismatchError if the file does not have the format.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

@@ -1,20 +1,21 @@
-"""Tensors that the program writes to between two steps: their error terms are of values that are gone.
+"""Tensors that the program writes to between two steps: their error terms belong to values that are gone.
 
 Note [Written between two steps]
 --------------------------------
 Averages of local SGD, EMA weights that are swapped in, clamps and pruning write to hi and know of no error
-term. So what a step has left is looked at before the next one: the version counter of each parameter and, as
-a write through ``.data`` does not count, four elements of each on a CPU with a C++ compiler. That takes some
-10 microseconds for 148 parameters. On a GPU elements would have to be waited for: there writes through
-``.data`` are not seen.
+terms. So tensors are checked before the next step: the version counter of each parameter and, as a write
+through ``.data`` does not count, four elements of each on a CPU with a C++ compiler. That takes some 10
+microseconds for 148 parameters. On a GPU the host would have to wait for the elements: there writes through
+``.data`` are not detected.
 
-Which elements have been written, nobody can tell the first time: all of the parameter's error terms become
-zero, half an ulp at most. From then on a copy of that parameter is kept, two bytes an element, and elements
-that are as the step has left them keep their error terms: a clamp in every step costs nothing of the rest.
+The first time, nobody can tell which elements have been written: all of the parameter's error terms become
+zero, half an ulp at most. From then on a copy of that parameter is kept, two bytes an element, and unchanged
+elements keep their error terms: a clamp in every step costs the other elements nothing.
 
-State is written to by other methods of an optimizer, such as the update of a Hessian: eagerly, so its format
-rounds that. The version counters of state tell, too; the first time they do, the user is told. As such
-methods update what all parameters have, an eighth of it is looked at between two steps, in turn.
+Other methods of an optimizer write to state, such as the update of a Hessian: eagerly, so the values are
+rounded to the storage format. The version counters of state show that, too; the user is told the first time.
+As such methods update the state of all parameters, an eighth of the state is checked between two steps, in
+turn.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ from torch import Tensor
 
 from collage_fx.codegen import PEEKED, Peek, is_library_loaded
 from collage_fx.state.claims import some
-from collage_fx.state.error_terms import expansion_of, same_elements
+from collage_fx.state.error_terms import record_of, same_elements
 from collage_fx.state.packed import PackedTensor
 from collage_fx.torch_compat import local_tensor, version_of
 
-#: Between two steps one of so many tensors of state is looked at.
+#: Number of steps in which all state tensors are checked, a part each time.
 TURNS = 8
 
 
-class Written:
-    """Sees which of an optimizer's tensors have been written to since its last step.
+class WriteDetector:
+    """Detector of writes to an optimizer's tensors since its last step.
 
     Args:
-        parameters: with error terms, by name.
-        state: of low precision, by name.
-        subject: the optimizer, for a warning.
+        parameters: names and parameters that have error terms.
+        state: names and low-precision state tensors.
+        subject: class name of the optimizer, for a warning.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Written:
         self.tensors = [tensor for _, tensor in parameters]
         parts = [state[i::TURNS] for i in range(min(TURNS, len(state)))]
         self._state_names = [[name for name, _ in part] for part in parts]
-        # In lists for good: whether the program holds a tensor is told by the references to it.
+        # Lists that stay: reference counts tell whether the program holds a tensor.
         self._state = [[tensor for _, tensor in part] for part in parts]
         self._turn = 0
         self._looked_at: list[Tensor] = []
@@ -65,8 +66,8 @@ class Written:
         self._peek: Peek | None = None
         self._strides: list[tuple[int, ...]] = []
 
-    def take_over(self, other: Written) -> None:
-        """Go on from another one's knowledge, if it is of the same parameters."""
+    def take_over(self, other: WriteDetector) -> None:
+        """Take over the knowledge of an earlier detector, as far as it has the same parameters."""
         self._is_state_told = other._is_state_told
         is_of_same = len(self.tensors) == len(other.tensors)
         if is_of_same and all(map(is_, self.tensors, other.tensors)):
@@ -74,7 +75,7 @@ class Written:
             self._versions, self._elements = other._versions, other._elements
 
     def note(self) -> None:
-        """Note what a step has left."""
+        """Note versions and elements after a step."""
         if self._peek is None and is_library_loaded() and _are_in_host_memory(self.tensors):
             self._peek = Peek(self.tensors)
             self._strides = [each.stride() for each in self.tensors]
@@ -88,7 +89,7 @@ class Written:
             copy.copy_(local_tensor(self.tensors[i].detach()))
 
     def may_have_left(self, tensor: Tensor) -> bool:
-        """Whether the optimizer's last step may have been the last to write to a tensor; to state, always."""
+        """Return whether the last step may have been the last to write to a tensor; True for state."""
         for i, (each, version) in enumerate(zip(self.tensors, self._versions, strict=False)):
             if each is tensor:
                 now = None if self._peek is None else self._peek(self.tensors)
@@ -96,18 +97,18 @@ class Written:
         return any(each is tensor for part in self._state for each in part)
 
     def _has_same_elements(self, i: int, before: array[int] | None, now: array[int] | None) -> bool:
-        """Whether those of a parameter are the same; of one that is laid out anew it is not known."""
+        """Return whether a parameter's sampled elements are the same; True if its layout has changed."""
         if before is None or now is None or self.tensors[i].stride() != self._strides[i]:
             return True
         part = slice(PEEKED * i, PEEKED * (i + 1))
         return before[part] == now[part]
 
     def settle(self, is_written_elsewhere: Callable[[Tensor], bool], *, is_in_place: bool) -> None:
-        """Drop the error terms of values that are gone, with a warning for each parameter once.
+        """Drop the error terms of values that are gone; warn once for each parameter.
 
         Args:
-            is_written_elsewhere: whether the last to write to a tensor was another compensated step.
-            is_in_place: whether the optimizer's state is what it was.
+            is_written_elsewhere: tells whether another compensated step was the last to write to a tensor.
+            is_in_place: whether the optimizer's state tensors are the same objects.
         """
         if is_in_place and self._state_versions:
             of_state = _versions_of(self._looked_at)
@@ -119,17 +120,17 @@ class Written:
             return
         new = []
         for i, tensor in enumerate(self.tensors):
-            expansion = expansion_of(tensor)
-            if expansion is None or expansion.claim is not None or expansion.accepted == versions[i]:
+            record = record_of(tensor)
+            if record is None or record.claim is not None or record.accepted == versions[i]:
                 continue
             is_same = self._has_same_elements(i, self._elements, elements)
             if (versions[i] == self._versions[i] and is_same) or is_written_elsewhere(tensor):
                 continue
             hi = local_tensor(tensor.detach())
             if i in self._copies and self._copies[i].shape == hi.shape:
-                expansion.keep_where(same_elements(self._copies[i], hi))
+                record.keep_where(same_elements(self._copies[i], hi))
             else:
-                expansion.clear()
+                record.clear()
                 self._copies[i] = hi.clone()
                 new.append(self.names[i])
         if new:
@@ -143,19 +144,19 @@ class Written:
             )
 
     def _settle_state(self, versions: Sequence[int], is_written_elsewhere: Callable[[Tensor], bool]) -> None:
-        """Drop the error terms of state that has been written to; tell of values that are not zeros."""
+        """Drop the error terms of state that has been written to; warn if the values are not zeros."""
         written = []
         names = self._state_names[self._turn]
         looked_at = zip(names, self._looked_at, versions, self._state_versions, strict=True)
         for name, tensor, now, before in looked_at:
             if now == before or _PACKED in (now, before) or is_written_elsewhere(tensor):
                 continue
-            expansion = expansion_of(tensor)
-            if expansion is not None:
-                if expansion.claim is not None or expansion.accepted == now:
+            record = record_of(tensor)
+            if record is not None:
+                if record.claim is not None or record.accepted == now:
                     continue
-                if expansion.format.keeps_error:
-                    expansion.clear()
+                if record.format.keeps_error:
+                    record.clear()
             if local_tensor(tensor.detach()).any():
                 written.append(name)
         if written and not self._is_state_told:
@@ -168,11 +169,12 @@ class Written:
             )
 
 
-#: In place of the version of a packed tensor, which would be decoded for it.
+#: Version of a packed tensor, whose version counter is not read, as that would decode it.
 _PACKED = -1
 
 
 def _versions_of(tensors: Sequence[Tensor]) -> list[int]:
+    """Return the version counters of tensors, ``_PACKED`` for packed tensors."""
     packed = {kind for kind in {*map(type, tensors)} if issubclass(kind, PackedTensor)}
     if not packed:
         return [*map(version_of, tensors)]
@@ -180,6 +182,7 @@ def _versions_of(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def _are_in_host_memory(tensors: Sequence[Tensor]) -> bool:
+    """Return whether all tensors are ordinary, contiguous and on the CPU."""
     return all(
         each is local_tensor(each) and each.device.type == "cpu" and each.is_contiguous() and each.numel()
         for each in tensors

@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 from torch.optim import Optimizer
 
 from collage_fx.backend import CollageBackend
-from collage_fx.capture import untold
+from collage_fx.capture import hide_progress
 from collage_fx.graph import (
     Reason,
     Role,
@@ -63,7 +63,7 @@ def captured(optimizer: Optimizer, backend: CaptureOnly) -> None:
     # The class's own step: an instance's may be wrapped by a scheduler and bound to the original.
     method = _with_code_of_its_own(type(clone).step)
     step = torch.compile(_with_code_of_its_own(_step), backend=backend)
-    with untold():
+    with hide_progress():
         step(method, clone)
         if _has_state_not_met(clone, backend.report()):
             step(method, clone)  # now with the state among the graph's inputs

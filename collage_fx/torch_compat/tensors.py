@@ -44,12 +44,6 @@ def storage_of(tensor: torch.Tensor) -> int:
         return int(tensor.untyped_storage()._cdata)
 
 
-def shares_memory(tensor: torch.Tensor) -> bool:
-    """Return whether another tensor uses memory of this tensor."""
-    # Two references to the storage belong to the tensor itself and to the object created by this call.
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 2
-
-
 def guard_by_identity(tensor: torch.Tensor) -> None:
     """Make Dynamo guard on a tensor's identity, not on its class."""
     torch._dynamo.mark_static_address(tensor, guard=True)

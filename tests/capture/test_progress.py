@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from collage_fx import CollageBackend, install
 from collage_fx.capture import progress
-from collage_fx.capture.progress import telling
+from collage_fx.capture.progress import show_progress
 from tests.support.training import Descent, parameters, run_steps
 
 
@@ -26,7 +26,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [re.sub(r"[\d.]+ s$", "# s", each.getMessage()) for each in caplog.records]
 
 
-COMPILING = "Descent: compiling its step, some 10 s, or 2 s of what Inductor's cache holds"
+COMPILING = "Descent: compiling its step: about 10 s, or 2 s with a warm Inductor cache"
 COMPILED = "Descent: 2 parameters compensated, 2.0 extra bytes/param, compiled in # s"
 
 
@@ -70,10 +70,10 @@ def test_a_terminal_shows_a_clock() -> None:
         import time
         from collage_fx.capture import progress
         progress.PATIENCE = progress.PERIOD = 0.1
-        with progress.telling("Descent"):
-            with progress.telling("another"):
+        with progress.show_progress("Descent"):
+            with progress.show_progress("another"):
                 time.sleep(0.35)
-        with progress.telling("Quick"):
+        with progress.show_progress("Quick"):
             pass
         """
     master, slave = pty.openpty()
@@ -101,7 +101,7 @@ def test_the_clock_is_on_while_graphs_are_compiled(make: Any, of: Any) -> None:
 
     class Looking(CollageBackend):
         def __call__(self, *arguments: Any, **options: Any) -> Any:
-            is_on.append(progress._is_telling.get())
+            is_on.append(progress._is_shown.get())
             return super().__call__(*arguments, **options)
 
     params = parameters()
@@ -111,8 +111,12 @@ def test_the_clock_is_on_while_graphs_are_compiled(make: Any, of: Any) -> None:
 
 
 def test_what_fails_is_not_said_to_be_compiled(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "collage_fx"), pytest.raises(ZeroDivisionError), telling("Descent"):
+    with (
+        caplog.at_level(logging.INFO, "collage_fx"),
+        pytest.raises(ZeroDivisionError),
+        show_progress("Descent"),
+    ):
         raise ZeroDivisionError
     assert said(caplog) == [COMPILING]
-    with telling("Descent"):
+    with show_progress("Descent"):
         assert torch.get_num_threads() > 0

@@ -1034,6 +1034,18 @@ class GrowsEachStep(Recorded):
                 p.add_(g, alpha=-lr)
 
 
+def test_a_view_whose_data_has_been_replaced_is_updated_where_it_lies_now() -> None:
+    torch._dynamo.reset()
+    low, _ = twins(BranchesAfterItsState, [(8,)])
+    (p,) = params_of(low)
+    moment = torch.zeros(2, 8, dtype=p.dtype)[0]
+    moment.data = torch.zeros(8, dtype=p.dtype)
+    low.state[p].update(m=moment, step=0)
+    p.grad = torch.ones_like(p)
+    compiled(low)()
+    assert torch.all((moment - 0.1).abs() <= 0.1 * 2.0**-7)  # a distance of bfloat16 numbers
+
+
 def test_what_is_recorded_while_a_thread_compiles_is_compiled() -> None:
     """Dynamo marks what FX generates while it compiles, in whatever thread, as not to be compiled."""
     torch._dynamo.reset()

@@ -17,7 +17,7 @@ from collage_fx import CollageBackend, error_terms, full_value
 from collage_fx.errors import ChangedTensorError, UnsupportedTensorError
 from collage_fx.numerics.error_formats import ERROR_FORMATS
 from collage_fx.runtime.layouts import Expected, Layouts
-from collage_fx.state.error_terms import ensure_expansion
+from collage_fx.state.error_terms import ensure_record
 from tests.support.training import differences, everything, parameters, run_steps, set_gradients
 from tests.support.whole import pipeline
 
@@ -70,7 +70,7 @@ def lay_error_terms_out_anew(run: Run) -> None:
     p = run.params[0]
     data = p.data
     p.data = transposed(data)
-    ensure_expansion(p, ERROR_FORMATS["exact"], name="p")
+    ensure_record(p, ERROR_FORMATS["exact"], name="p")
     p.data = data
 
 

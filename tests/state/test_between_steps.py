@@ -107,9 +107,8 @@ MOVES = [move_away_and_back, move_by_data, replace_dictionaries, take_offload]
         (adamw, {"bytes_per_parameter": 5.1}),
         (LateMomentum, {"arithmetic": "native", "error_format": "mcf"}),
         (Normed, {}),
-        (Normed, {"state": "block8"}),
     ],
-    ids=["adamw", "mcf", "5.1", "native", "recorded", "recorded-block8"],
+    ids=["adamw", "mcf", "5.1", "native", "recorded"],
 )
 def test_what_is_moved_between_steps_is_as_if_it_had_stayed(
     make: Callable[[Any], Optimizer], options: dict[str, Any], move: Callable[[Optimizer], None]

@@ -15,7 +15,7 @@ import collage_fx
 from collage_fx import CollageBackend, CollageError, error_terms, full_value, reset_error_terms
 from collage_fx.errors import ConflictingErrorFormatError, LostErrorTermsError
 from collage_fx.numerics.error_formats import ERROR_FORMATS
-from collage_fx.state.error_terms import ensure_expansion, expansion_of
+from collage_fx.state.error_terms import ensure_record, record_of
 from tests.support.training import Descent, compiled, live_error_terms, parameters, run_steps, set_gradients
 
 MCF, FP32 = ERROR_FORMATS["mcf"], ERROR_FORMATS["fp32"]
@@ -40,30 +40,30 @@ def test_a_tensor_without_error_terms() -> None:
 @pytest.mark.parametrize("error_format", [MCF, FP32], ids=lambda f: f.name)
 def test_new_error_terms_are_zero_and_made_once(dtype: torch.dtype, error_format: Any) -> None:
     hi = torch.randn(6, 4).to(dtype).t()[::2]  # neither contiguous nor dense
-    made = ensure_expansion(hi, error_format, name="hi")
+    made = ensure_record(hi, error_format, name="hi")
     (lo,) = error_terms(hi)
     assert (lo.shape, lo.stride(), lo.device) == (hi.shape, hi.stride(), hi.device)
     assert lo.dtype is (dtype if error_format is MCF else torch.float32)
     assert not lo.any()
     assert not lo.requires_grad
-    assert ensure_expansion(hi, error_format, name="hi") is made
+    assert ensure_record(hi, error_format, name="hi") is made
     lo.fill_(2.0**-20)
     assert torch.equal(full_value(hi), hi.double() + 2.0**-20)
 
 
 def test_tensors_are_told_apart_by_identity() -> None:
     one, other = torch.ones(3).bfloat16(), torch.ones(3).bfloat16()
-    ensure_expansion(one, MCF, name="one")
+    ensure_record(one, MCF, name="one")
     assert error_terms(other) == ()
 
 
 def test_aliases_are_one_tensor() -> None:
     parameter = torch.nn.Parameter(torch.ones(3, 2).bfloat16())
     alias = parameter.detach()
-    record = ensure_expansion(alias, MCF, name="alias")
+    record = ensure_record(alias, MCF, name="alias")
     del alias
     gc.collect()
-    assert ensure_expansion(parameter, MCF, name="p") is record
+    assert ensure_record(parameter, MCF, name="p") is record
     assert error_terms(parameter.data)[0] is error_terms(parameter)[0] is record.auxiliaries[0]
     reset_error_terms(parameter.data)
     assert error_terms(parameter) == ()
@@ -71,7 +71,7 @@ def test_aliases_are_one_tensor() -> None:
 
 def test_other_views_have_copies_of_what_is_in_their_memory() -> None:
     parameter = torch.nn.Parameter(torch.ones(3, 2).bfloat16())
-    record = ensure_expansion(parameter, MCF, name="p")
+    record = ensure_record(parameter, MCF, name="p")
     (lo,) = record.auxiliaries
     lo.copy_(torch.arange(6).view(3, 2) * 2.0**-12)
     for view in (
@@ -88,7 +88,7 @@ def test_other_views_have_copies_of_what_is_in_their_memory() -> None:
 
 def test_a_reset_through_an_alias_reaches_the_tensor_itself() -> None:
     parameter = torch.nn.Parameter(torch.ones(3).bfloat16())
-    record = weakref.ref(ensure_expansion(parameter, MCF, name="p"))
+    record = weakref.ref(ensure_record(parameter, MCF, name="p"))
     reset_error_terms(parameter.detach())
     gc.collect()
     assert error_terms(parameter) == ()
@@ -97,31 +97,31 @@ def test_a_reset_through_an_alias_reaches_the_tensor_itself() -> None:
 
 def test_aliases_follow_a_tensor_to_other_memory() -> None:
     parameter = torch.nn.Parameter(torch.ones(3, 2).bfloat16())
-    record = ensure_expansion(parameter, MCF, name="p")
+    record = ensure_record(parameter, MCF, name="p")
     parameter.data = parameter.data.clone()
-    assert ensure_expansion(parameter, MCF, name="p") is record
-    assert ensure_expansion(parameter.detach(), MCF, name="alias") is record
+    assert ensure_record(parameter, MCF, name="p") is record
+    assert ensure_record(parameter.detach(), MCF, name="alias") is record
 
 
 def test_memory_that_a_tensor_has_left_is_another_tensors() -> None:
     """Though somebody keeps it, as ``model.state_dict()`` does."""
     parameter = torch.nn.Parameter(torch.ones(3).bfloat16())
-    record = ensure_expansion(parameter, MCF, name="p")
+    record = ensure_record(parameter, MCF, name="p")
     old = parameter.data
     parameter.data = old.clone()
     assert error_terms(old) == error_terms(torch.nn.Parameter(old)) == ()
-    assert ensure_expansion(old, MCF, name="old") is not record
-    assert expansion_of(parameter) is record
+    assert ensure_record(old, MCF, name="old") is not record
+    assert record_of(parameter) is record
 
 
 def test_a_reset_reaches_memory_that_a_tensor_has_left() -> None:
     parameter = torch.nn.Parameter(torch.ones(3).bfloat16())
-    record = weakref.ref(ensure_expansion(parameter, MCF, name="p"))
+    record = weakref.ref(ensure_record(parameter, MCF, name="p"))
     old = []
     for _ in range(2):
         old.append(parameter.data)
         parameter.data = parameter.data.clone()
-        ensure_expansion(parameter, MCF, name="p")
+        ensure_record(parameter, MCF, name="p")
     parameter.data = parameter.data.clone()
     reset_error_terms(parameter)
     assert error_terms(parameter) == ()
@@ -132,7 +132,7 @@ def test_memory_that_is_gone_is_not_remembered() -> None:
     parameter = torch.nn.Parameter(torch.ones(3).bfloat16())
     for _ in range(3):
         parameter.data = parameter.data.clone()
-        record = ensure_expansion(parameter, MCF, name="p")
+        record = ensure_record(parameter, MCF, name="p")
         gc.collect()
     assert len(record.memory) <= 2  # the one before, as long as it is not known to be gone
 
@@ -145,36 +145,36 @@ def test_a_tensor_without_memory_of_its_own() -> None:
 
 def test_two_formats_for_one_tensor_are_refused() -> None:
     hi = torch.ones(3).bfloat16()
-    ensure_expansion(hi, MCF, name="hi").use("tensor")
+    ensure_record(hi, MCF, name="hi").use("tensor")
     with pytest.raises(
         ConflictingErrorFormatError, match=r"'fp32'[\s\S]*'mcf'[\s\S]*hi[\s\S]*reset_error_terms"
     ):
-        ensure_expansion(hi, FP32, name="hi")
+        ensure_record(hi, FP32, name="hi")
     reset_error_terms(hi)
     assert error_terms(hi) == ()
-    ensure_expansion(hi, FP32, name="hi")
+    ensure_record(hi, FP32, name="hi")
 
 
 @pytest.mark.parametrize("changed", [torch.zeros(3).half(), torch.zeros(4).bfloat16(), torch.zeros(3)])
 def test_a_tensor_with_another_dtype_or_shape_starts_again(changed: Tensor) -> None:
     hi = torch.ones(3).bfloat16()
-    ensure_expansion(hi, MCF, name="hi").auxiliaries[0].fill_(2.0**-12)
+    ensure_record(hi, MCF, name="hi").auxiliaries[0].fill_(2.0**-12)
     hi.data = changed
     assert error_terms(hi) == ()  # they were about another value
     assert torch.equal(full_value(hi), changed.double())
     with pytest.warns(UserWarning, match="hi has changed its dtype or shape"):
-        made = ensure_expansion(hi, MCF, name="hi")
+        made = ensure_record(hi, MCF, name="hi")
     assert not made.auxiliaries[0].any()
     assert error_terms(hi) == made.auxiliaries
 
 
 def test_a_tensor_with_other_strides_takes_its_error_terms_along() -> None:
     hi = torch.randn(3, 4).bfloat16()
-    record = ensure_expansion(hi, MCF, name="hi")
+    record = ensure_record(hi, MCF, name="hi")
     record.auxiliaries[0].copy_(torch.randn(3, 4) * 2.0**-12)
     before = full_value(hi)
     hi.data = hi.t().contiguous().t()
-    assert ensure_expansion(hi, MCF, name="hi") is record
+    assert ensure_record(hi, MCF, name="hi") is record
     assert error_terms(hi)[0].stride() == hi.stride()
     assert torch.equal(full_value(hi), before)
 
@@ -202,7 +202,7 @@ def test_allocating_from_many_threads_makes_one_record() -> None:
 
     def work() -> None:
         barrier.wait()
-        made.append(ensure_expansion(hi, MCF, name="hi"))
+        made.append(ensure_record(hi, MCF, name="hi"))
 
     threads = [threading.Thread(target=work) for _ in range(8)]
     for thread in threads:
@@ -218,8 +218,8 @@ def test_allocating_from_many_threads_makes_one_record() -> None:
 
 def test_a_record_dies_with_its_tensor() -> None:
     hi = torch.ones(3).bfloat16()
-    ensure_expansion(hi, MCF, name="hi")
-    record = weakref.ref(expansion_of(hi))
+    ensure_record(hi, MCF, name="hi")
+    record = weakref.ref(record_of(hi))
     buffer = weakref.ref(error_terms(hi)[0])
     del hi
     gc.collect()
@@ -344,7 +344,7 @@ def test_a_step_whose_tensors_are_gone_says_so_before_it_runs() -> None:
     from collage_fx.runtime.step import Binding, CompensatedStep
 
     hi = torch.ones(3).bfloat16()
-    record = ensure_expansion(hi, MCF, name="p")
+    record = ensure_record(hi, MCF, name="p")
     calls: list[Any] = []
     bound = Binding(0, MCF, "p", torch.utils.weak.TensorWeakRef(hi), weakref.ref(record))
     step = CompensatedStep(calls.append, [bound])

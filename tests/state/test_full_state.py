@@ -30,7 +30,7 @@ from collage_fx.errors import (
     UnsupportedTensorError,
 )
 from collage_fx.numerics import ERROR_FORMATS
-from collage_fx.state.error_terms import PART, ensure_expansion
+from collage_fx.state.error_terms import PART, ensure_record
 from collage_fx.state.safetensors_file import SafetensorsFile
 from tests.support.memory import peak
 from tests.support.substitutes import parts_of_elements
@@ -393,7 +393,7 @@ class Copying(nn.Linear):
 
 def test_a_state_dict_of_other_tensors_is_refused() -> None:
     of = Copying(2, 2).bfloat16()
-    ensure_expansion(of.weight, ERROR_FORMATS["mcf"], name="weight")
+    ensure_record(of.weight, ERROR_FORMATS["mcf"], name="weight")
     with pytest.raises(UnsupportedTensorError, match=r"not in model.state_dict[\s\S]*weight[\s\S]*FSDP2"):
         full_state_dict(of)
 
@@ -419,7 +419,7 @@ def test_extra_memory_is_one_tensor(error_format: str, tmp_path: Path) -> None:
     rows = columns = 2048
     of = nn.Sequential(*(nn.Linear(columns, rows, bias=False) for _ in range(3))).bfloat16()
     for p in of.parameters():
-        ensure_expansion(p, ERROR_FORMATS[error_format], name="weight").auxiliaries[0].fill_(2.0**-20)
+        ensure_record(p, ERROR_FORMATS[error_format], name="weight").auxiliaries[0].fill_(2.0**-20)
     whole = 4 * rows * columns  # bytes, in float32
     part = 4 * PART  # where a term has to be converted
     path, full = tmp_path / "model.safetensors", full_state_dict(of)

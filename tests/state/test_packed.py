@@ -16,7 +16,7 @@ from torch import Tensor
 from collage_fx import error_terms, full_value, reset_error_terms
 from collage_fx.errors import UnsupportedTensorError
 from collage_fx.numerics import PACKED_FORMATS
-from collage_fx.state.error_terms import Expansion, ensure_expansion, expansion_of
+from collage_fx.state.error_terms import ErrorTermRecord, ensure_record, record_of
 from collage_fx.state.packed import PackedTensor, is_packed, unpack
 from collage_fx.torch_compat import storage_of, without_torch_function
 from tests.support.substitutes import parts_of_elements
@@ -24,11 +24,11 @@ from tests.support.substitutes import parts_of_elements
 BLOCK8, _ = PACKED_FORMATS["block8"]
 
 
-def packed(seed: int = 0) -> tuple[Tensor, Tensor, Expansion]:
+def packed(seed: int = 0) -> tuple[Tensor, Tensor, ErrorTermRecord]:
     """A packed tensor, its value, and its record."""
     tensor = torch.randn(64, 64, generator=torch.Generator().manual_seed(seed)).bfloat16()
     value = BLOCK8.join(*BLOCK8.split(tensor.float(), tensor.dtype)).bfloat16()
-    expansion = ensure_expansion(tensor, BLOCK8, name="tensor")
+    expansion = ensure_record(tensor, BLOCK8, name="tensor")
     expansion.use("tensor")
     assert is_packed(tensor)
     return tensor, value, expansion
@@ -162,7 +162,7 @@ def test_unpacked_and_packed_again_it_has_the_same_codes() -> None:
 def test_a_large_tensor_is_encoded_in_parts() -> None:
     tensor = torch.randn(100, 96, generator=torch.Generator().manual_seed(1)).half()
     expected = BLOCK8.split(tensor.float(), tensor.dtype)[1:]
-    expansion = ensure_expansion(tensor, BLOCK8, name="tensor")
+    expansion = ensure_record(tensor, BLOCK8, name="tensor")
     with parts_of_elements(1 << 10):
         expansion.use("tensor")
     assert all(map(torch.equal, expansion.auxiliaries, expected))
@@ -170,7 +170,7 @@ def test_a_large_tensor_is_encoded_in_parts() -> None:
 
 def test_zeros_are_packed_as_they_are() -> None:
     tensor = torch.zeros(64, 64).bfloat16()
-    ensure_expansion(tensor, BLOCK8, name="tensor").use("tensor")
+    ensure_record(tensor, BLOCK8, name="tensor").use("tensor")
     assert not tensor.any()
 
 
@@ -178,7 +178,7 @@ def test_reset_leaves_an_ordinary_tensor_with_the_value() -> None:
     tensor, value, _ = packed()
     reset_error_terms(tensor)
     assert type(tensor) is Tensor
-    assert expansion_of(tensor) is None
+    assert record_of(tensor) is None
     assert torch.equal(tensor, value)
 
 
@@ -197,9 +197,9 @@ def test_negative_numbers_are_refused_where_none_can_be_stored() -> None:
     tensor[3, 5] = -1
     before = tensor.clone()
     with pytest.raises(UnsupportedTensorError, match=r"negative numbers.*\n.*exp_avg_sq"):
-        ensure_expansion(tensor, positive, name="exp_avg_sq").use("exp_avg_sq")
+        ensure_record(tensor, positive, name="exp_avg_sq").use("exp_avg_sq")
     assert not is_packed(tensor)
     assert torch.equal(tensor, before)
     tensor[3, 5] = float("nan")
-    ensure_expansion(tensor, positive, name="exp_avg_sq").use("exp_avg_sq")
+    ensure_record(tensor, positive, name="exp_avg_sq").use("exp_avg_sq")
     assert is_packed(tensor)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from collage_fx import CollageBackend
 from collage_fx.graph.program import Arithmetic, Strategy
-from collage_fx.state.error_terms import expansion_of
+from collage_fx.state.error_terms import record_of
 
 __all__ = ["Case", "CompiledOptimizer", "Tensors", "gradients"]
 
@@ -77,7 +77,7 @@ class CompiledOptimizer:
             for name, tensor in {"p": parameter, **self.optimizer.state[parameter]}.items():
                 if isinstance(tensor, Tensor):
                     yield f"{i}.{name}", tensor.detach()
-                    if (expansion := expansion_of(tensor)) is not None:
+                    if (expansion := record_of(tensor)) is not None:
                         specs = expansion.format.auxiliaries(tensor)
                         for spec, auxiliary in zip(specs, expansion.auxiliaries, strict=True):
                             yield f"{i}.{name}.{spec.name}", auxiliary
@@ -108,7 +108,7 @@ class CompiledOptimizer:
         """Let error terms that have been written belong to the values beside them, which have been, too."""
         for parameter in self.parameters:
             for tensor in (parameter, *self.optimizer.state[parameter].values()):
-                if isinstance(tensor, Tensor) and (expansion := expansion_of(tensor)) is not None:
+                if isinstance(tensor, Tensor) and (expansion := record_of(tensor)) is not None:
                     expansion.drop_claim()
 
 

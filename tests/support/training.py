@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 import collage_fx
 from collage_fx import CollageBackend
-from collage_fx.state.error_terms import expansion_of
+from collage_fx.state.error_terms import record_of
 
 SHAPES = ((4, 6), (5,))
 
@@ -138,7 +138,7 @@ def _identical(a: Tensor, b: Tensor) -> bool:
 
 def live_error_terms(tensor: Tensor) -> tuple[Tensor, ...]:
     """The buffers of a tensor's error terms, as its format has them."""
-    expansion = expansion_of(tensor)
+    expansion = record_of(tensor)
     return () if expansion is None else expansion.auxiliaries
 
 
