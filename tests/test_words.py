@@ -148,7 +148,7 @@ def fault(kind: str, text: str) -> str:
         word.lower() in NO_NOUNS or text.startswith("The same") or _is_verb_of_sentence(text)
     ):
         return f"{word!r} is no noun"
-    riddle = RIDDLE.search(re.sub(r"``|Note \[[^]]*\]", "", text))
+    riddle = RIDDLE.search(re.sub(r"``|Note \[[^]]*\]|one by one|one after another", "", text))
     return "" if riddle is None else f"{riddle[0]!r} stands for a noun"
 
 
