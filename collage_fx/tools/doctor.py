@@ -104,7 +104,7 @@ def patches() -> tuple[str, bool]:
 
 
 def patch_reasons() -> str:
-    """The table of patches with the reason for each, and what torch would have to make public instead."""
+    """Return the table of patches with their reasons, and with the public function each waits for."""
     needed = (patch for patch in PATCHES if patch.is_needed)
     rows = [[patch.name, patch.needed_for, patch.why, patch.goes_with] for patch in needed]
     headers = ["replaced in torch", "for", "why", "goes with"]

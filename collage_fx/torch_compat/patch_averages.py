@@ -27,7 +27,7 @@ from collage_fx.torch_compat.patching import Patch
 AVERAGES = Patch(
     name="averages",
     target="torch.optim.swa_utils:AveragedModel.update_parameters(self, model)",
-    why="averages are stored in a frame of their own, which a compiler sees",
+    why="AveragedModel stores averages in a function that Dynamo compiles, so with error terms",
     waits_for="an AveragedModel that stores each average in one function, also on the CPU and the first time",
     affects="everybody",
     relies_on=("torch.optim.swa_utils:AveragedModel has avg_fn, multi_avg_fn",),

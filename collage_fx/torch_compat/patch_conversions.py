@@ -45,7 +45,7 @@ from collage_fx.torch_compat.patching import Patch
 CONVERSIONS = Patch(
     name="conversions",
     target="torch._dynamo.convert_frame:convert_frame_assert(compiler_fn)",
-    why="what converts functions for this backend also asks it before and after",
+    why="this backend is called before and after Dynamo converts a function for it",
     waits_for="hooks of a backend before and after Dynamo converts a frame for it",
     relies_on=(
         "torch._dynamo.convert_frame:ConvertFrameAssert.__call__(self, frame) has apply_to_code",
@@ -63,8 +63,8 @@ CONVERSIONS = Patch(
 FRAMES = Patch(
     name="frames",
     target="torch._dynamo.convert_frame:has_tensor_in_frame",
-    why="methods of optimizers are compiled also where Dynamo sees no tensor in them",
-    waits_for="a way for a backend to have a frame converted in which Dynamo sees no tensor",
+    why="methods of optimizers are compiled even if Dynamo sees no tensor in their variables",
+    waits_for="an option of a backend to convert frames in which Dynamo sees no tensor",
     during="conversions",
     relies_on=("torch._dynamo.convert_frame:ConvertFrameAssert.__call__ has has_tensor_in_frame",),
 )
@@ -72,7 +72,7 @@ FRAMES = Patch(
 TEXTS = Patch(
     name="texts",
     target="torch:Tensor.__repr__(self)",
-    why="tensors whose text becomes part of a guard's are not copied from a GPU, element by element, for it",
+    why="texts of guards do not contain elements of tensors, which would be copied from a GPU one by one",
     needed_for="speed",
     during="conversions",
     until=(2, 13),
@@ -81,7 +81,7 @@ TEXTS = Patch(
 COMPILED_CALLS = Patch(
     name="compiled-calls",
     target="torch._dynamo.eval_frame:_callback_from_stance(callback) has fail_callback",
-    why="steps are compensated whatever torch's stance, and whatever the program has put in place of state",
+    why="steps are compensated under any stance of torch, also after a program has replaced state",
     waits_for="a way for a backend to refuse torch.compiler.set_stance",
     affects="everybody",
 )

@@ -26,7 +26,7 @@ GRAPH_BREAKS = Patch(
         "torch._dynamo.symbolic_convert:"
         "InstructionTranslatorBase.log_graph_break(self, code_options, reason, exc)"
     ),
-    why="a graph break in an optimizer's update is known before anything has run",
+    why="a graph break in an optimizer's update is reported before anything runs",
     waits_for="a hook of a backend before a graph is broken",
     during="conversions",
     relies_on=(

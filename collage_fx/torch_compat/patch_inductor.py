@@ -12,8 +12,8 @@ from collage_fx.torch_compat.patching import Patch
 DISTANT_NODES = Patch(
     name="distant-nodes",
     target="torch._inductor.scheduler:Scheduler.are_long_distant_nodes(self, node1, node2)",
-    why="elementwise nodes of one loop are fused, however many others are between them",
-    waits_for="a setting of Inductor's for the distance beyond which nodes are not fused",
+    why="elementwise nodes of a loop are fused, however many other nodes are between them",
+    waits_for="a setting of Inductor for the distance beyond which nodes are not fused",
     needed_for="speed",
     during="lowerings",
 )
@@ -21,8 +21,8 @@ DISTANT_NODES = Patch(
 PATTERNS = Patch(
     name="patterns",
     target="torch._inductor.fx_passes.joint_graph:lazy_init",
-    why="no patterns of attention, padding and shuffled rows are made for steps on the CPU",
-    waits_for="a setting of Inductor's that leaves its patterns unmade",
+    why="patterns of attention, padding and shuffled rows are not created for steps on the CPU",
+    waits_for="a setting of Inductor to create no patterns",
     needed_for="speed",
     during="lowerings",
     relies_on=("torch._inductor.fx_passes.joint_graph:joint_graph_passes has lazy_init",),
@@ -31,8 +31,8 @@ PATTERNS = Patch(
 LOADED_KERNELS = Patch(
     name="loaded-kernels",
     target="torch._inductor.async_compile:AsyncCompile.triton(self, kernel_name, source_code, device_str)",
-    why="a Triton kernel whose body goes into a frame of ours is compiled there alone, others without fma",
-    waits_for="settings of Inductor's for enable_fp_fusion, and for kernels compiled when first run",
+    why="Triton kernels put into a frame of ours are compiled only there; others without fused multiply-add",
+    waits_for="settings of Inductor for enable_fp_fusion, and for compiling kernels when first run",
     during="lowerings",
 )
 

@@ -15,23 +15,23 @@ from collage_fx.torch_compat.patching import Patch, Wrapper
 FLAT_STATES = Patch(
     name="flat-states",
     target="torch.distributed.checkpoint.state_dict:_unflatten_optim_state_dict(optim, state_dict, info)",
-    why="error terms in a flattened checkpoint are not left out for having no state of their name",
-    waits_for="a flattened state dict whose names come from the dict, not from the optimizer's state",
+    why="torch keeps error terms in a flattened checkpoint, although no state has their names",
+    waits_for="unflattening by the names in the state dict, not by those of the optimizer's state",
     is_there=torch.distributed.is_available(),
 )
 
 LOADING_OF_MODULES = Patch(
     name="loading-of-modules",
     target="torch.nn:Module.load_state_dict(self, state_dict)",
-    why="error terms of weights that are loaded over do not stay beside the new ones",
-    waits_for="a global hook of Module.load_state_dict, as there are of forward",
+    why="loading new weights drops the error terms of the old weights",
+    waits_for="a global hook of Module.load_state_dict, like those of forward",
     affects="everybody",
 )
 
 OWN_STEPS = Patch(
     name="own-steps",
     target="torch.optim:Optimizer.profile_hook_step(func) has wrapper",
-    why="a class of which an optimizer is recorded asks, at each step, for whom",
+    why="Optimizer.step dispatches to the recorder for optimizers that Dynamo cannot capture",
     waits_for="step hooks that may replace the call of step",
     during="recorded steps",
     affects="everybody",

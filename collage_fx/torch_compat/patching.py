@@ -5,17 +5,17 @@ Note [Patches]
 A function of torch is replaced only where torch has no hook. These rules keep replacements from affecting
 other code:
 
-* What only this backend's compilations need is *entered* around them (:meth:`Patch.entered`) and gone after
-  them. While it is there, it is in force in the thread that entered it, and nowhere else: all others get
-  what was replaced.
-* What has to be there before any of that, or has nothing to do with compilations, is *installed* by the
-  import (:meth:`Patch.install`), and asks first whether it is concerned.
-* Each says what it relies on (:attr:`Patch.misfit`). In a version of torch that it does not fit, it changes
-  nothing. If results depend on it, each compilation is refused; if only time and memory do, all goes on
-  without it. The import succeeds, so that ``collage-fx doctor`` can say which it is.
-* Somebody else's replacement of the same function is left alone, whether it came before or after.
-* Each says what torch would have to make public for it to go (:attr:`Patch.waits_for`), or with which
-  version it goes (:attr:`Patch.until`).
+* A replacement that only this backend's compilations need is *entered* around them (:meth:`Patch.entered`)
+  and removed afterwards. Meanwhile it is active only in the thread that entered it; other threads call the
+  original.
+* A replacement that must exist before, or does not concern compilations, is *installed* by the import
+  (:meth:`Patch.install`); it first tests whether a call concerns this package.
+* Each patch states its requirements (:attr:`Patch.misfit`). In a version of torch that does not meet them, it
+  changes nothing. If results depend on the patch, each compilation is refused; if only time or memory do,
+  everything works without it. The import succeeds, so that ``collage-fx doctor`` can report the patch.
+* Other code's replacement of the same function is not removed, whether it came before or after.
+* Each patch names the function that torch would have to make public for the patch to go
+  (:attr:`Patch.waits_for`), or the version of torch that does not need it (:attr:`Patch.until`).
 
 ``patches.py`` collects all patches; ``collage-fx doctor`` lists them.
 
@@ -98,19 +98,19 @@ class Patch:
     """Replacement of a function of torch: Note [Patches].
 
     Attributes:
-        name: of the patch.
-        target: what is replaced, and what it has to look like.
-        why: what it changes, and so what it is good for.
-        during: when it is in force: around Dynamo's conversions of functions for this backend, around what
-            AOTAutograd and Inductor make of a graph of this backend, around the steps of an optimizer that is
-            recorded, or from the import on.
-        needed_for: "bits" if results would be other ones, or errors, without it; "speed" if all that is lost
-            is time or memory.
-        affects: who else's objects it touches.
-        waits_for: what would have to be public in torch for this patch to go.
-        until: the first version of torch that does without it.
-        is_there: whether torch has been built with what it is a part of.
-        relies_on: what else has to look how.
+        name: name of the patch.
+        target: the replaced function, as a line with its requirements.
+        why: its effect and purpose.
+        during: the time when it is active: "conversions" = while Dynamo converts functions for this backend,
+            "lowerings" = while AOTAutograd and Inductor compile a graph of this backend, "recorded steps" =
+            during recorded steps, "the process" = from the import on.
+        needed_for: "bits" if results would differ, or errors occur, without it; "speed" if only time or
+            memory is lost.
+        affects: whether it also runs for objects of other code.
+        waits_for: the function or hook that torch would have to make public for the patch to go.
+        until: the first version of torch that does not need it.
+        is_there: whether torch was built with the module that it belongs to.
+        relies_on: lines of further requirements.
     """
 
     name: str
@@ -131,7 +131,7 @@ class Patch:
 
     @property
     def goes_with(self) -> str:
-        """The version of torch that does without it, or what one would have to make public."""
+        """Version of torch without need for the patch, or the function that must become public for it."""
         return self.waits_for if self.until is None else f"torch {'.'.join(map(str, self.until))}"
 
     @property
