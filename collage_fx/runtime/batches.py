@@ -1,22 +1,21 @@
 """The C++ functions of a step's kernels, called for all their tensors at once.
 
-Note [One call for all tensors]
--------------------------------
-Called from Python, a kernel costs some 5 microseconds for each tensor, much of it to read code and objects
-that the step before has driven out of the caches, and threads that begin and end with each tensor. So the
-kernels of flat rules, and those of numbers, are not called from Python: a table says which address each
-argument of each call is, and one C++ function, ``run``, makes all the calls.
+Note [One call for all tensors] ------------------------------- A call of a kernel from Python takes about 5
+microseconds per tensor, mostly to read code and objects that the previous step has evicted from the caches,
+and to start and end threads for each tensor. So the kernels of flat rules and of scalars are not called from
+Python: a table has the address of each argument of each call, and a single C++ function, ``run``, makes all
+the calls.
 
-A rule that is elementwise may be called for a piece of a tensor as well, with addresses that are further on.
-Its calls are cut into jobs of about equal size, of one piece of a large tensor or of several small tensors,
-which threads take as they become free: none waits for another before the end. So there is one kernel for many
-elements and for few, without threads of its own; that its loop knows nothing of threads makes the compiler's
-code for it better, too. Sums over all elements of a tensor are first those of its pieces, and are added up
-when all is done, in the order of the pieces, so that they don't depend on which thread did which.
+An elementwise rule may also be called for a piece of a tensor, with addresses inside the tensor. Its calls
+are cut into jobs of about equal size, with a piece of a large tensor or with several small tensors. Threads
+take jobs as they become free, and wait for each other only at the end. So the same kernel serves for many and
+for few elements, and needs no threads of its own; the compiler also optimizes a loop without threads better.
+Sums over all elements of a tensor are first computed for its pieces, and added at the end in the order of the
+pieces, so that they do not depend on the threads.
 
-``run`` calls a function through a type that says that all its arguments are 64 bit integers, where its own
-says that some are pointers. On 64 bit processors these are passed alike; functions with other arguments are
-not called in this way.
+``run`` calls a function through a type with 64-bit integers for all arguments, although some arguments are
+pointers. On 64-bit processors both are passed in the same way; functions with other arguments are not called
+like this.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ from collage_fx.torch_compat import CFunction
 
 #: Elements of a job: enough for a processor to fetch ahead, few enough for all threads to end together.
 LARGEST_JOB = 1 << 17
-#: Below, a job is not worth waking a thread for: some 10 microseconds.
+#: Smallest job that is worth waking a thread for, about 10 microseconds.
 SMALLEST_JOB = 1 << 15
-#: Jobs for each thread, where there are elements enough.
+#: Jobs per thread, if there are enough elements.
 JOBS_PER_THREAD = 8
-#: Pieces begin at multiples of it: a whole number of cache lines and of vectors.
+#: Alignment of pieces, in elements: a whole number of cache lines and of vectors.
 CLUMP = 1 << 10
 
 #: Calls of a job of whole calls, which take some microseconds each.
@@ -59,19 +58,18 @@ class Batch:
     """Calls of one C++ function for many tensors.
 
     Args:
-        function: what is called.
-        calls: for each call, where the address of each argument is: a number in the table of addresses, or,
-            negative, a cell of scratch memory: -1 for the first.
-        lengths: of each call's tensors, if that is an argument.
-        kinds: of each argument: bytes of a unit of length of its tensor, 0 if it is a number, or one of the
-            above.
-        turns: of each call, the number of the member for which it is made; negative if it is always made, as
-            all are by default.
-        width: elements of a unit of length.
+        function: the C++ function.
+        calls: operand code of each argument of each call: n = address-table index, ~k = scratch cell k.
+        lengths: length of each call's tensors, if the length is an argument.
+        kinds: kind of each argument: bytes of a unit of length of its tensor, 0 = scalar, negative = a
+            constant of ``codegen/address_tables.py`` such as ``LENGTH``.
+        turns: for each call, the number of the member that it belongs to; negative = called for every step,
+            the default.
+        width: elements per unit of length.
         divisible: whether the function may be called for a piece of the tensors.
 
     Attributes:
-        jobs: how many there are.
+        jobs: number of jobs.
     """
 
     def __init__(
@@ -113,9 +111,9 @@ class Batch:
         """Make the calls, with as many threads as PyTorch uses.
 
         Args:
-            addresses: of the step's values.
-            scratch: memory.
-            present: bytes, not zero for the turns whose calls are made; None for all.
+            addresses: address table of the step.
+            scratch: scratch memory.
+            present: for each turn a byte, nonzero if its calls are made; None for all.
         """
         threads = min(self.jobs, torch.get_num_threads())
         turns = None if present is None else present.buffer_info()[0]

@@ -1,8 +1,8 @@
-"""A step as a plan: kernels, called one after another with tensors out of one list.
+"""A step as a schedule: kernels, called in sequence with tensors from a list.
 
-A step's host time is that of a loop over the plan: the address of each argument, and a call for each rule
-that is one C++ function. What is not costs a call of Inductor's generated code for each part. That the
-arguments are laid out as the code expects is looked at before: ``layouts.py``.
+The host time of a step is a loop over the schedule: it gathers the address of each argument, and makes a call
+for each rule that is a C++ function. Other rules need a call of Inductor's generated code for each part.
+``layouts.py`` has checked before that the arguments have the layouts that the code expects.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Present(NamedTuple):
     """Members of a step that take part in a call: their parameters have a gradient.
 
     Attributes:
-        turns: for each turn of the repetition a byte, which is not zero if its member is there.
-        absent: the indices of inputs of the whole graph that belong to the others.
+        turns: for each turn of the repetition a byte, nonzero if its member takes part.
+        absent: indices of the whole graph's inputs that belong to the other members.
     """
 
     turns: array[int]
@@ -42,19 +42,19 @@ class Present(NamedTuple):
 class StepInParts:
     """Step that calls the kernels of its parts, in AOTAutograd's calling convention.
 
-    That the arguments have the layouts that the kernels were made for is the caller's to see to.
+    The caller ensures that the arguments have the layouts that the kernels were compiled for.
 
     A step works on a list of values: its arguments, then constants, then memory for results, then numbers
-    that are computed in Python. All else names indices of that list.
+    computed in Python. Everything else refers to values by their indices in this list.
 
     Args:
-        arguments: how many there are.
-        constants: lengths, tensors that are attributes of the graph, and functions that make tensors when
-            the step is called first.
+        arguments: number of arguments.
+        constants: lengths, tensors that are attributes of the graph, and functions that create tensors at the
+            first call of the step.
         results: size, stride, dtype and device of tensors to be allocated.
         numbers: functions and their operands: ``ValueIndex`` or constant.
-        calls: what is called, in an order in which it can be.
-        outputs: indices of what is returned, None for None.
+        calls: the calls, in a valid order.
+        outputs: indices of the returned values, None for None.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class StepInParts:
         self.numbers = numbers
         self.calls = calls
         self.outputs = outputs
-        #: Where a result is returned once more: equal numbers, of which each parameter has its own.
+        #: Indices of results that are returned again: equal scalars, of which each parameter gets a copy.
         self._returned_before = [
             i for i, index in enumerate(outputs) if index is not None and index in outputs[:i]
         ]
@@ -94,7 +94,7 @@ class StepInParts:
             for device in dict.fromkeys(call.kernel.device for call in calls if call.kernel.columns)
         }
         groups = _grouped(calls)
-        #: What the host computes, which devices read; then what runs on those.
+        #: Calls on the host, whose results devices read; they come before the calls on devices.
         self.on_host = [
             self._table.batch(group) or group for group in groups if group[0].kernel.device == HOST
         ]
@@ -155,7 +155,7 @@ class _Temporaries:
     """Values on the host that cross between kernels, in common memory if they are large.
 
     Attributes:
-        offsets: of each value in that memory.
+        offsets: offset of each value in the common memory.
     """
 
     def __init__(
@@ -214,7 +214,7 @@ class _Table:
     """Numbering of the operands of batches: address-table indices and scratch cells.
 
     Args:
-        results: indices of the values that are numbers for batches alone: cells of scratch memory.
+        results: indices of the values that only batches use, scalars: they get scratch cells.
     """
 
     def __init__(self, results: Iterable[int]) -> None:
@@ -228,7 +228,7 @@ class _Table:
             return None
 
         def entry(call: Call, argument: int, kind: int) -> int:
-            # Neither a length nor a buffer is in the table.
+            # A length or a buffer is not in the table.
             is_address = kind >= 0 or kind in ADDED
             return self.of_value(call.values[argument]) if is_address else 0
 

@@ -12,7 +12,7 @@ from collage_fx.graph import Reasons
 from collage_fx.runtime.launches import Column, Summed
 from collage_fx.torch_compat import CFunction, TableKernel
 
-#: The turn of a call that is made whichever members are there.
+#: Turn of a call that is made for any members.
 EVERY_TURN = -1
 
 
@@ -24,17 +24,16 @@ class Kernel:
     """Compiled code of a rule.
 
     Attributes:
-        call: takes, as one list, the length if the rule is flat, the inputs, and memory for the results. None
-            where nothing but the function is called.
-        function: the C++ function that this comes down to, or the kernel over a table of a GPU's, where the
-            rule is independent and that is so.
-        kinds: of a C++ function's arguments, as in :class:`~collage_fx.runtime.batches.Batch`.
-        columns: of the rows of a kernel's table.
-        device: where it runs.
-        sums: what a kernel over a table leaves parts of.
+        call: function of a single list: the length if the rule is flat, the inputs, and memory for the
+            results. None if only ``function`` is called.
+        function: the C++ function, or the GPU kernel over a table, if the rule is independent and has one.
+        kinds: kinds of a C++ function's arguments, as in :class:`~collage_fx.runtime.batches.Batch`.
+        columns: columns of the rows of a kernel's table.
+        device: device of the kernel.
+        sums: sums of which a kernel over a table leaves parts.
         divisible: whether the function may be called for a piece of the tensors.
-        width: elements of a unit of length of its tensors.
-        reasons: why it is not made, or not called, in a faster way.
+        width: elements per unit of length of its tensors.
+        reasons: why it is not compiled, or not called, in a faster way.
     """
 
     call: Callable[[list[Any]], Any] | None
@@ -53,13 +52,13 @@ class Call:
     """Call of a kernel in a step.
 
     Attributes:
-        kernel: what is called.
+        kernel: the kernel.
         values: its arguments, as indices into the list of the step's values.
-        wave: calls of one wave need no results of each other, only of earlier ones, and write to nothing that
-            another one reads.
-        length: of its tensors, if the kernel's rule is flat.
+        wave: number of its wave. Calls of a wave need only results of earlier waves, and write to no memory
+            that another call of the wave reads.
+        length: length of its tensors, if the kernel's rule is flat.
         writes: the values that the kernel writes to.
-        turn: the number of the member for which it is made, in the order of a repetition's turns.
+        turn: number of the member that it belongs to, in the order of a repetition's turns.
     """
 
     kernel: Kernel

@@ -2,26 +2,26 @@
 
 Note [One launch for all tensors]
 ---------------------------------
-A launch takes some microseconds of the host, and of the device, whatever it computes; a model has a hundred
-small tensors, of which each takes less. So a kernel finds its tensors in a table in the device's memory, as
-the C++ functions of ``batches.py`` find theirs in the host's. Here the table is one vector of 64-bit words
-for all the launches of a step:
+A launch takes some microseconds of the host and of the device, whatever it computes; a model has a hundred
+small tensors, each of which needs less time than this. So a kernel finds its tensors in an address table in
+the device's memory, like the C++ functions of ``batches.py`` in the host's memory. The table is a vector of
+64-bit words for all launches of a step:
 
-* the rows of each launch: a row for each of its tensors, with their addresses and the length;
-* *numbers* of the host that kernels read, such as a learning rate: so they are those of this step, also where
-  the launches are replayed, and no kernel is compiled anew for another;
-* behind what is uploaded, *cells*, for numbers that one launch computes and another reads.
+* the rows of each launch: a row for each of its tensors, with addresses and the length;
+* *numbers* of the host that kernels read, such as a learning rate: replayed launches read the current values,
+  and no kernel is compiled again for another value;
+* after the uploaded words, *cells* for numbers that a launch computes and another launch reads.
 
-What programs leave of sums over all elements, and counters, are in memory of their own, at the same addresses
-in all steps. The last launch of a step adds them.
+Partial sums over all elements, and counters, are in separate memory, at the same addresses in all steps. The
+last launch of a step adds them.
 
-Most of it is the same at every step: gradients move, if anything does. So the words are made anew on the host
-by one C++ function, and uploaded, without waiting, from pinned memory if any of them has changed.
+Most words are the same at every step; if any change, they are addresses of gradients. So a C++ function
+computes all words on the host, and they are uploaded from pinned memory, asynchronously, if any has changed.
 
-A program may capture a step into a CUDA graph of its own. What is recorded is the launches alone: they read
-the table as it is when they are replayed, which is that of the last step outside.
+A program may capture a step into a CUDA graph of its own. Only the launches are recorded: when replayed, they
+read the current table, which the last step outside the graph has uploaded.
 
-A tensor of more elements than 32-bit indices reach is in several rows, a piece in each.
+A tensor with more elements than 32-bit indices reach has several rows, with a piece in each.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from collage_fx.codegen import fill
 from collage_fx.errors import ChangedTensorError
 from collage_fx.torch_compat import ALIGNED_BYTES, TableKernel, launch
 
-#: Elements of a piece at most.
+#: Largest number of elements of a piece.
 LONGEST_PIECE = 1 << 30
 
 WORD = 8
 
-#: Pinned buffers: the uploads that can be waiting at once.
+#: Number of pinned buffers: uploads that can be pending at the same time.
 UPLOADS = 4
 
 
@@ -52,9 +52,9 @@ class Column(NamedTuple):
     """Column of the rows of a launch.
 
     Attributes:
-        unit: bytes of a unit of length of a tensor; 0 if it is a number.
-        host: bytes of a number that is in the host's memory; 0 if it is not.
-        is_place: whether it is the place of the first element of a piece, 32 bits.
+        unit: bytes of a unit of length of a tensor; 0 for a scalar.
+        host: bytes of a scalar in the host's memory; 0 otherwise.
+        is_place: whether it is the index of a piece's first element, 32 bits.
     """
 
     unit: int = 0
@@ -66,10 +66,10 @@ class Summed(NamedTuple):
     """Sum, or counters, of which each program of a launch leaves a part: Note [Sums of a launch].
 
     Attributes:
-        argument: the kernel's, which is the row that is to have it.
-        place: in the row.
-        part: which of the sums of a program it is the sum of, or of the counters of a tensor.
-        counters: how many counters; 0 if it is a sum.
+        argument: the kernel's argument that is the destination row.
+        place: index of the destination in this row.
+        part: index among the partial sums of a program, or among the counters of a tensor.
+        counters: number of counters; 0 for a sum.
     """
 
     argument: int
@@ -83,8 +83,8 @@ class Member(NamedTuple):
 
     Attributes:
         values: its arguments, as indices into the list of the step's values.
-        length: of its tensors; 0 if they are numbers.
-        turn: as of a :class:`~collage_fx.runtime.Call`.
+        length: length of its tensors; 0 for scalars.
+        turn: number of the member that it belongs to, as in :class:`~collage_fx.runtime.Call`.
     """
 
     values: Sequence[int]
@@ -96,14 +96,14 @@ class Launch:
     """Launch of one kernel for all its tensors.
 
     Args:
-        launches: to which it belongs, with the table.
-        kernel: what is launched.
-        columns: of its rows, but for the length and what is behind it.
-        width: words of a row.
-        start: where its rows begin in the table.
-        lengths: of the rows.
-        turns: of the rows; negative where a row is always launched.
-        elements_of_unit: of length.
+        launches: the launches that it belongs to, with their table.
+        kernel: the kernel.
+        columns: columns of its rows, before the length.
+        width: words per row.
+        start: index of its first row's first word in the table.
+        lengths: length of each row.
+        turns: turn of each row; negative = launched in every step.
+        elements_of_unit: elements per unit of length.
 
     Attributes:
         programs: the words of its programs, by whether the addresses of elements are aligned.
@@ -131,16 +131,16 @@ class Launch:
         self._prepared: tuple[Tensor, Tensor] | None = None
         self.programs: dict[bool, Tensor] = {}
         units = {number: column.unit for number, column in zip(kernel.arguments, columns, strict=True)}
-        #: Of each load and store of the kernel's, the bytes of a unit of length; of numbers none.
+        #: Bytes per unit of length of each load and store of the kernel; scalars are left out.
         self.accesses = [units[number] for number in kernel.accesses if units[number]]
 
     def prepare(self, words: Tensor, device: torch.device, present: array[int] | None) -> None:
         """Find the kernel of each row, by its addresses, and the programs of each kernel.
 
         Args:
-            words: of the table.
-            device: where it is.
-            present: bytes, not zero for the turns whose rows are launched; None for all.
+            words: words of the table.
+            device: device of the table.
+            present: for each turn a byte, nonzero if its rows are launched; None for all.
         """
         rows = words[self.start : self.start + len(self.lengths) * self.width].view(-1, self.width)
         aligned = (rows[:, self._of_elements] % ALIGNED_BYTES == 0).all(1)
@@ -181,29 +181,29 @@ class Launches:
     """Launches of a step on one device, and their table.
 
     Args:
-        device: where they run.
-        results: indices of the values that are numbers which one launch makes for another.
-        place_of: where the host has the address of a value: as ``Batch`` takes it.
+        device: device of the launches.
+        results: indices of the scalars that a launch computes for another launch.
+        place_of: function from the index of a value to its operand code on the host, as in ``Batch``.
     """
 
     def __init__(self, device: torch.device, results: Iterable[int], place_of: Callable[[int], int]) -> None:
         self.device = device
         self._cells = {index: i for i, index in enumerate(results)}
         self._place_of = place_of
-        #: Of each word: where the address that it is made of is, or that of a number; how many bytes that
-        #: number has; and what is added.
+        #: Origin of each word: operand code of an address, or of a scalar's address; bytes of the scalar, or
+        #: 0; and the offset to add.
         self._sources, self._sizes, self._offsets = array("q"), array("q"), array("q")
-        #: Words that are addresses of cells, and which.
+        #: Pairs ``(word, cell)``: the word is the address of a cell.
         self._of_cells: list[tuple[int, int]] = []
-        #: Words that are addresses of numbers in the table, and those numbers, as above.
+        #: Pairs ``(word, scalar)``: the word is the address of a scalar in the table, described as above.
         self._waiting: list[tuple[int, tuple[int, int, int]]] = []
-        #: Words that are addresses in the memory for sums, and where; how many words that has.
+        #: Pairs ``(word, index)``: the word is an address in the memory for sums.
         self._of_sums: list[tuple[int, int]] = []
         self._words_of_sums = 0
-        #: What the last launch adds: the value that is to have it, which word of it, where in the memory for
-        #: sums the parts are, and how many; or counters, if that is negative.
+        #: Sums of the last launch: ``(destination value, index in it, first partial sum, count)``; the count
+        #: is negative for counters.
         self._added: list[tuple[int, int, int, int]] = []
-        #: Made at the first step.
+        #: Table, allocated at the first step.
         self.table = torch.empty(0, dtype=torch.int64)
         self._is_current = False
         self._present: array[int] | None = None
@@ -251,7 +251,7 @@ class Launches:
         return len(self._sources)
 
     def _sum(self, member: Member, sums: Sequence[Summed], blocks: int) -> None:
-        """Return the words of a row for its partial sums, one for each program, and for its counters."""
+        """Add the words of a row for its partial sums, one per program, and for its counters."""
         first_part = self._words_of_sums
         first_counter = first_part + blocks * (1 + max((s.part for s in sums if not s.counters), default=-1))
         self._words_of_sums = first_counter + max(
@@ -304,7 +304,7 @@ class Launches:
             self._offsets[word] = base + WORD * other
         for word, cell in self._of_cells:
             self._offsets[word] = base + WORD * (first_cell + 2 * cell)
-        #: Zeros, and each step leaves the counters so.
+        #: Memory for sums and counters; the last launch of each step resets the counters to zero.
         self._sums = torch.zeros(self._words_of_sums, dtype=torch.float64, device=self.device)
         for word, other in self._of_sums:
             self._offsets[word] = self._sums.data_ptr() + WORD * other
@@ -315,13 +315,13 @@ class Launches:
         """Update the table for a step: before its launches, after the computations of the host.
 
         Args:
-            addresses: of the step's values.
-            scratch: memory of the host.
-            present: bytes, not zero for the turns that are launched; None for all.
+            addresses: address table of the step on the host.
+            scratch: scratch memory on the host.
+            present: for each turn a byte, nonzero if it is launched; None for all.
 
         Raises:
-            ChangedTensorError: a CUDA graph is being captured, which would write the words of this step into
-                the table each time that it is replayed.
+            ChangedTensorError: a CUDA graph is being captured; each replay would write the words of this step
+                into the table.
         """
         if not self.table.numel():
             self._allocate()
@@ -355,7 +355,7 @@ def is_captured(device: torch.device) -> bool:
 class Upload:
     """Copy of words to a device, without waiting for the device.
 
-    Each of some pinned buffers is written to when the device has read what was in it.
+    A pinned buffer is written again only after the device has read it.
     """
 
     def __init__(self, count: int, device: torch.device) -> None:

@@ -23,7 +23,7 @@ from collage_fx.torch_compat import Sharding, boxed_call, local_tensor
 #: Patterns of gradients that a step remembers.
 MOST_PATTERNS = 256
 
-#: A function from a list of values to some of them.
+#: Function that returns some values of a list.
 Picking = Callable[[Sequence[Any]], tuple[Any, ...]]
 
 
@@ -33,13 +33,13 @@ class CompensatedStep:
 
     Note [Error terms of the last call]: looking up the record of each tensor takes a microsecond where its
     objects have been evicted from the processor's caches. So the buffers are remembered as long as no record
-    has changed; weakly, because they are to go with the tensor.
+    has changed, by weak references, because the tensor owns them.
 
     Args:
         compiled: the graph, in AOTAutograd's calling convention.
-        bindings: where to find the error terms.
-        expected: what its arguments have to be, and those behind them.
-        rows: further arguments behind these, the same in every call.
+        bindings: lookups of the error terms.
+        expected: expected layouts of the arguments, and of the error terms.
+        rows: rows of sums, the last arguments, the same in every call.
     """
 
     def __init__(
@@ -82,8 +82,8 @@ class Member(NamedTuple):
     """Parameter that a step skips if it has no gradient: Note [Members that come and go].
 
     Attributes:
-        gradient, parameter: their indices among the inputs of the whole graph.
-        inputs: the indices of all that is its own.
+        gradient, parameter: indices of both among the inputs of the whole graph.
+        inputs: indices of all inputs that belong to the member.
     """
 
     gradient: int
@@ -95,14 +95,14 @@ class WholeStep:
     """Step that Dynamo calls instead of AOTAutograd's wrapper around the compiled graph.
 
     Args:
-        step: takes the inputs of the whole graph as one list, and if some members are not there, those that
-            are, as :class:`~collage_fx.runtime.calls.Present`.
-        bound: the first of them, which are the same in every call.
-        passed: how many of them Dynamo passes.
-        updated: indices of those whose version counters have to say so.
-        gradients: indices of those that it does not pass, and of the parameters that have them.
-        members: if they come and go, that of each turn of the repetition.
-        distributed: indices of DTensors, and how they are in pieces; the step takes this process's pieces.
+        step: function of the list of the whole graph's inputs, and, if some members have no gradient, of a
+            :class:`~collage_fx.runtime.calls.Present`.
+        bound: the first inputs, which are the same in every call.
+        passed: number of inputs that Dynamo passes.
+        updated: indices of inputs whose version counters are incremented.
+        gradients: mapping from the index of a gradient that Dynamo does not pass to its parameter's index.
+        members: the member of each turn of the repetition, if members come and go.
+        distributed: shardings of DTensors by index; the step takes this process's shards.
     """
 
     def __init__(
@@ -124,11 +124,11 @@ class WholeStep:
         self.in_order = picking([order[index] for index in behind])
         self.updated = updated
         self.members = members
-        #: The gradients that may not be there, and of which parameter each is.
+        #: Parameter of each gradient that may be None, by index.
         self.parameters = {each.gradient: each.parameter for each in members}
-        #: By the gradients that are not there: the members that are, and what they update.
+        #: Present members, and a function that picks the inputs that they update, by the absent gradients.
         self._known: dict[tuple[int, ...], tuple[Present | None, Picking]] = {(): (None, picking(updated))}
-        # A bound one is in pieces as it was when it was captured.
+        # The sharding of a bound DTensor cannot have changed since the capture.
         self.distributed = [(i, pieces if i >= len(bound) else None) for i, pieces in distributed.items()]
 
     def __call__(self, *arguments: Any) -> Any:
@@ -138,7 +138,7 @@ class WholeStep:
         present, updated = self._known.get(absent) or self._without(absent)
         if present is not None and not any(present.turns):
             return ()
-        for index in absent:  # laid out like it, and not read
+        for index in absent:  # a stand-in of the same layout, which is not read
             values[index] = values[self.parameters[index]].detach()
         torch.autograd.graph.increment_version(updated(values))
         with torch.no_grad():
@@ -162,8 +162,8 @@ class MakingStep:
     """Step that is given memory for the state that it makes: Note [State is born with its error term].
 
     Args:
-        step: takes its inputs, and the new tensors behind them, as one list.
-        made: for each result that is such a tensor, its index among the inputs and the tensor's layout.
+        step: function of a list with its inputs and then the new tensors.
+        made: for each result that is a new tensor, its index among the inputs and a tensor of its layout.
     """
 
     def __init__(self, step: Callable[[list[Any]], Any], made: Mapping[int, tuple[int, Tensor]]) -> None:
@@ -187,7 +187,7 @@ class MakingStep:
 
 
 def bind(index: int, info: InputInfo, error_format: ErrorFormat) -> Binding:
-    """Return a binding that finds the error terms of an input; those of a bound input are made now."""
+    """Return a binding that finds the error terms of an input; create them now if the input is bound."""
     if not info.bound or info.tensor is None:
         return Binding(index, error_format, info.name)
     record = ensure_record(info.tensor, error_format, name=info.name)
@@ -198,17 +198,17 @@ def bind(index: int, info: InputInfo, error_format: ErrorFormat) -> Binding:
 class Binding:
     """Lookup of the error terms of an input of a step.
 
-    Those of an argument are looked up in each call by its identity, and made at its first step. An attribute
-    of the captured module is the same tensor in every call: its record is remembered, so that a step costs no
-    lookup; where that has been dropped (``reset_error_terms``) while the tensor lives, the tensor gets a new
-    one. Neither the tensor nor its error terms are kept alive.
+    The record of an argument is looked up in each call by the tensor's identity, and created at its first
+    step. An attribute of the captured module is the same tensor in every call: its record is remembered, so
+    that a step needs no lookup. If the record has been dropped (``reset_error_terms``) while the tensor
+    lives, a new record is created. Neither the tensor nor its error terms are kept alive.
 
     Attributes:
-        index: the input's, among the arguments.
-        error_format: of its error terms.
-        name: as the user knows it.
+        index: index of the input among the arguments.
+        error_format: format of its error terms.
+        name: the user's name of the input.
         bound: the tensor, if it is an attribute of the module.
-        record: and where its error terms were found last.
+        record: the remembered record of a bound tensor.
     """
 
     index: int

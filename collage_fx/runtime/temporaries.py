@@ -36,7 +36,7 @@ def in_rounds(calls: Sequence[Call], bytes_of: Mapping[int, int]) -> list[Call]:
     """Return the calls with the waves of a step whose members take turns, if they have to.
 
     Args:
-        calls: of the step.
+        calls: the calls of the step.
         bytes_of: bytes of each value that crosses between kernels, by index.
     """
     of_turn: dict[int, dict[int, int]] = defaultdict(dict)
