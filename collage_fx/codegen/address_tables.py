@@ -1,4 +1,4 @@
-"""Tables of addresses of tensors, and the C++ functions that read them (``address_tables.cpp``)."""
+"""Address tables of tensors, and the C++ functions that read them (``address_tables.cpp``)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from collage_fx.numerics import SUMS
 from collage_fx.torch_compat import ADDRESS_OF_TENSOR, load_cpp_library, prepare_cpp_compiler
 
-#: Elements of a tensor that are compared with those that the last step has left.
+#: Number of elements of a tensor that are compared with their values after the last step.
 PEEKED = 4
 
 #: Bytes of a cell of scratch memory: a number of any dtype.
@@ -22,12 +22,13 @@ CELL = 16
 #: Arguments that ``run`` can pass.
 MOST_ARGUMENTS = 96
 
-#: Values for an argument that is no address of a tensor: the length of the piece; the address of sums over
-#: its elements, as many as in ``SUMS``; the address of the index of its first element, a 32-bit integer.
-#: The address of a float64 sum over its elements, of which the call leaves the sum, or the mean, in float32.
+#: Kinds of arguments that are not addresses of tensors. LENGTH = length of the piece; SUMS_OF_PIECE = address
+#: of the sums ``SUMS`` over its elements; FIRST_OF_PIECE = address of the index of its first element, a
+#: 32-bit integer; TOTAL, MEAN = address of a float64 sum over its elements, which becomes a float32 sum or
+#: mean.
 LENGTH, SUMS_OF_PIECE, FIRST_OF_PIECE, TOTAL, MEAN = -1, -2, -3, -4, -5
 
-#: Of these, those that pieces add to.
+#: Kinds of arguments that all pieces of a tensor add to.
 ADDED = (SUMS_OF_PIECE, TOTAL, MEAN)
 
 
@@ -83,7 +84,7 @@ def is_library_loaded() -> bool:
 def prepare_compiler() -> None:
     """Start to compile, on another core, the library that a first step needs, once a process.
 
-    A fault of the compiler is raised where the library or a kernel is needed, and not here.
+    An error of the compiler is raised when the library or a kernel is needed, not here.
     """
     prepare_cpp_compiler().add_done_callback(lambda done: done.exception() or load_library())
 
@@ -100,12 +101,11 @@ def fill(
 
     Args:
         words: the table, on the host.
-        places: where in ``addresses`` the address is that a word is made of; -1: nowhere; ``-2 - cell``: it
-            is that of a cell of scratch memory.
-        sizes: bytes of the number at that address, if that is what the word is.
-        offsets: what is added to addresses.
-        addresses: of a step's values.
-        scratch: memory.
+        places: operand code of each word: n = index in ``addresses``, -1 = none, -2-k = scratch cell k.
+        sizes: bytes of the scalar at that address whose value is the word; 0 if the word is an address.
+        offsets: offset to add to each address.
+        addresses: address table of a step.
+        scratch: scratch memory.
     """
     tables = (table.buffer_info()[0] for table in (places, sizes, offsets, addresses))
     return bool(load_library().fill(len(places), *tables, scratch.data_ptr(), words.data_ptr()))
@@ -115,7 +115,7 @@ class Gather:
     """Function that returns the addresses of some of the tensors in a list.
 
     Args:
-        places: of these in any list.
+        places: indices of these tensors in a list.
     """
 
     def __init__(self, places: Sequence[int]) -> None:

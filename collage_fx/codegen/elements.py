@@ -81,7 +81,7 @@ TOTALS = (aten.sum.default, aten.mean.default)
 
 
 class Kind(Enum):
-    """Number of values that a node has: one, one for each block, one for each element, or a row of sums."""
+    """Number of values of a node: one value, one value per block, one value per element, or a row of sums."""
 
     NUMBER = auto()
     OF_BLOCK = auto()
@@ -89,7 +89,7 @@ class Kind(Enum):
     ROW = auto()
 
 
-#: The kinds of what stands for something in a graph.
+#: Kinds of placeholder functions in a graph.
 _KINDS: dict[Any, Kind] = {
     place: Kind.OF_ELEMENT,
     largest_magnitude: Kind.OF_BLOCK,
@@ -109,12 +109,12 @@ class Elements:
     """Values of a rule's graph.
 
     Args:
-        graph: of the rule: placeholders, operations, ``copy_`` into placeholders; it is edited.
-        width: elements of a unit of its length: 1, or those of a block; 0 of a rule of numbers.
+        graph: graph of the rule: placeholders, operations, ``copy_`` into placeholders; it is edited.
+        width: elements per unit of its length: 1, or the elements of a block; 0 for a rule of scalars.
 
     Attributes:
         inputs: placeholders of tensors.
-        stores: of elements, of values of blocks, and of numbers.
+        stores: stores of elements, of values per block, and of scalars.
         rows: stores of sums, and of counts, over the elements.
         totals: stores of the sums of all elements, of which the caller makes sums and means.
         written: inputs that something is stored into.
@@ -249,7 +249,7 @@ def function_at(node: Node) -> Function | None:
 
 
 def _is_no_larger(value: Node) -> bool:
-    """Return whether a value is finite where its first operand, or what that is made of, is below a limit."""
+    """Return whether a value is finite if its first operand, or that operand's, is below a limit."""
     is_joined = value.target in JOINS and _operand(value).target in NO_LARGER
     return value.target in NO_LARGER or is_joined
 

@@ -31,11 +31,11 @@ class Function(NamedTuple):
     """C++ function of scalars.
 
     Attributes:
-        name: of the function.
+        name: name of the function.
         definition: its C++ text.
-        tests: whether it asks if a number is finite, or a NaN: then it is a template, ``name<Finite>``, that
-            leaves the question out where the answer is known.
-        is_cut: False if bits beyond the dtype of the result, a small integer, are still to be cut off.
+        tests: whether it tests if a number is finite, or a NaN: then it is a template, ``name<Finite>``, that
+            omits the test if the answer is known.
+        is_cut: False if the caller must cut off bits beyond the dtype of the result, a small integer.
     """
 
     name: str
@@ -51,8 +51,8 @@ def function_of(
     """Write an elementwise function of tensors as a C++ function of scalars.
 
     Args:
-        function: eager, of tensors of one shape and of constants; returns a tensor.
-        dtypes: of its tensors.
+        function: eager function of tensors of equal shape and of constants; returns a tensor.
+        dtypes: dtypes of its tensors.
         constants: further arguments.
 
     Raises:

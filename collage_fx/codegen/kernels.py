@@ -34,7 +34,7 @@ from collage_fx.graph import sums_of_values
 from collage_fx.numerics import SIZES, SUMS
 from collage_fx.numerics import update_sums as measures
 
-#: Flags of the compiler, behind those that Inductor gives: loops become vectors, integers wrap around.
+#: Flags of the compiler after Inductor's: loops are vectorized, and integers wrap around.
 FLAGS = ("-ftree-loop-vectorize", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fwrapv")
 
 #: Elements of a chunk.
@@ -53,7 +53,7 @@ def number_kernel(graph: Graph) -> str:
     """Print the kernel of a rule of scalars: a function of the addresses of its inputs, in their order.
 
     Raises:
-        NoSpelling: it computes something that C++ has no expression for.
+        NoSpelling: C++ has no expression for an operation of the rule.
     """
     elements = Elements(graph, 0)
     names = Names(elements)
@@ -68,11 +68,11 @@ def flat_kernel(graph: Graph, width: int) -> str:
     """Print the kernel of a flat rule: a function of the addresses of its inputs, and of a length.
 
     Args:
-        graph: of the rule; it is edited.
-        width: elements of a unit of length: 1, or those of a block.
+        graph: graph of the rule; it is edited.
+        width: elements per unit of length: 1, or the elements of a block.
 
     Raises:
-        NoSpelling: it computes something that C++ has no expression for.
+        NoSpelling: C++ has no expression for an operation of the rule.
     """
     elements = Elements(graph, width)
     if any(store.value.target is measures.size_bin for store in elements.rows):

@@ -1,4 +1,4 @@
-"""What Inductor compiles our operators to: the integer operations of their eager functions.
+"""Lowerings of our operators by Inductor: the integer operations of their eager functions.
 
 Note [Integer operations are immune]
 ------------------------------------

@@ -102,7 +102,7 @@ def converted(text: str, source: torch.dtype, to: torch.dtype) -> str:
     """Convert an expression from one dtype to another, as ``Tensor.to``.
 
     Raises:
-        NoSpelling: it is to become a low-precision float, which is a rounding.
+        NoSpelling: the result is a low-precision float, which needs a rounding.
     """
     if source is to:
         return text
@@ -175,7 +175,7 @@ def _absolute(dtype: torch.dtype, x: str) -> str:
     return f"absolute({bare(x)})"
 
 
-#: How an operation on operands of one dtype is written, by the name of its ATen operator.
+#: Functions that write an operation on operands of equal dtype, by the name of its ATen operator.
 _ARITHMETIC: Mapping[str, Writer] = {
     "add": _arithmetic("+"),
     "sub": _arithmetic("-"),
@@ -238,9 +238,9 @@ def spelled(name: str, dtype: torch.dtype, operands: Sequence[Operand], *, is_nu
     """Write an elementary operation as a C++ expression.
 
     Args:
-        name: of the ATen operator, without an overload.
-        dtype: of its result.
-        operands: of the operation, in order.
+        name: name of the ATen operator, without an overload.
+        dtype: dtype of its result.
+        operands: operands of the operation, in order.
         is_number: whether it is computed once, and not for each element.
 
     Raises:

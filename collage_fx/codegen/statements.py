@@ -38,7 +38,7 @@ class Statements:
     """C++ statements that compute some values.
 
     Args:
-        names: of the kernel.
+        names: names of the kernel.
         wanted: the values.
         known: expressions of values that need no statement.
         finite: whether numbers are known to be finite: Note [Early and late].

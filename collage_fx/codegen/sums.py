@@ -1,4 +1,4 @@
-"""C++ that adds up what a step is measured by: Note [Metrics] in ``numerics/update_sums.py``.
+"""C++ that adds up the measurements of a step: Note [Metrics] in ``numerics/update_sums.py``.
 
 Note [Sums in lanes]
 --------------------
@@ -86,7 +86,7 @@ def sums_class(sums: Sums, chunk: int) -> str:
     """Write the C++ class that adds up the values that measure elements: ``add``, ``write`` into a row.
 
     Args:
-        sums: what is added up.
+        sums: the sums.
         chunk: elements of a full chunk.
     """
     values, products, counts = sums

@@ -31,7 +31,7 @@ from collage_fx.torch_compat import (
     prepare_cpp_compiler,
 )
 
-#: Ways to compile a graph, the fastest code first, by what they leave out.
+#: Ways to compile a graph, the fastest code first: descriptions and context managers.
 WAYS: tuple[tuple[str, Callable[[], AbstractContextManager[Any]]], ...] = (
     ("as usual", nullcontext),
     (

@@ -1,4 +1,4 @@
-"""A part on the host, cut into what this package prints and what Inductor compiles.
+"""Division of a part on the host into printed parts and parts that Inductor compiles.
 
 Note [Islands]
 --------------
@@ -57,10 +57,10 @@ ROWS = (update_sums, update_sizes)
 #: Operators of ours, which Inductor is not given.
 OURS = {*(each.operator for each in ELEMENTWISE), PHASES, *BLOCK_OPERATORS, *ROWS}
 
-#: The space of numbers.
+#: Space of scalars.
 NUMBERS = "numbers"
 
-#: The space of what has no element in a layout of its own: a constant.
+#: Space of constants, which have no layout.
 ANY = "any"
 
 

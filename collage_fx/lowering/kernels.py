@@ -52,12 +52,12 @@ from collage_fx.torch_compat import (
     without_triton,
 )
 
-#: A length that stands for many elements when Inductor decides about threads.
+#: Length that Inductor assumes for a symbolic length when it decides about threads: many elements.
 HINT = 1 << 24
 
 
-#: With blocks, whose largest numbers are known after a loop of its own: in the next one, all is computed anew
-#: from what the first has read, which is less than to keep it.
+#: Settings for rules with blocks, whose largest magnitudes need a loop of their own: the next loop recomputes
+#: all values from the inputs of the first, which costs less than storing them.
 INLINED = {"realize_opcount_threshold": 1 << 16, "realize_reads_threshold": 1 << 16}
 
 
@@ -87,9 +87,9 @@ class _Made(NamedTuple):
     """Compiled kernel in the cache.
 
     Attributes:
-        kernel: itself.
-        code: that Inductor has written for it.
-        lines: of its rule, whose functions the rule's key has by address.
+        kernel: the kernel.
+        code: code that Inductor has written for it.
+        lines: lines of its rule; they keep functions alive that the rule's key contains by address.
     """
 
     kernel: Kernel
@@ -97,7 +97,7 @@ class _Made(NamedTuple):
     lines: tuple[Line, ...]
 
 
-#: The kernels of all steps so far: those of other optimizers are often of the same rules.
+#: Kernels of all steps so far; steps of different optimizers often have equal rules.
 _made: dict[Hashable, _Made] = {}
 
 
@@ -105,10 +105,10 @@ def compile_rule(rule: Rule) -> Kernel | Reason:
     """Compile the kernel of a rule.
 
     Args:
-        rule: of any of the parts that it will serve.
+        rule: the rule of any part that the kernel will serve.
 
     Returns:
-        the kernel, or a reason where the code would not hold for every length (or every value of a symbolic
+        the kernel, or a reason if the code would not be valid for every length (or every value of a symbolic
         number).
     """
     not_printed = None
@@ -209,7 +209,7 @@ def _compiled(
     """Compile the kernel of a rule with Inductor.
 
     Args:
-        rule: of any of the parts that it will serve.
+        rule: the rule of any part that the kernel will serve.
         by_element: whether sums and counts are stored element by element, for a kernel over a table to take.
         no_table: why there is no such kernel, if that is known.
         not_printed: why its kernel is neither printed nor one over a table.

@@ -39,7 +39,7 @@ from collage_fx.torch_compat import FREEZES_NUMBERS, add_to_cache_key, inductor_
 #: Nodes of a kernel, of which Inductor takes 64.
 MOST_NODES = 1024
 
-#: Products of matrices in a graph of a recorded step that is compiled: more than those are an iteration.
+#: Largest number of matrix products in a compiled graph of a recorded step; more of them are an iteration.
 MOST_MATRIX_PRODUCTS = 16
 
 #: Note [Double-word graphs reuse every value]
@@ -49,8 +49,8 @@ MOST_MATRIX_PRODUCTS = 16
 #: nodes, the code is one kernel again.
 DENSE_REUSE = {"realize_opcount_threshold": 8, "max_fusion_size": MOST_NODES}
 
-#: Error-free transformations are made of what ``(a + b) - a`` is, which a compiler that is allowed to
-#: simplifies to ``b``.
+#: Settings for error-free transformations, which compute ``(a + b) - a``: with unsafe optimizations a
+#: compiler simplifies this to ``b``.
 IEEE_SETTINGS: dict[str, Any] = {"cpp.enable_unsafe_math_opt_flag": False}
 
 #: Inductor's constant folding makes ``zeros * beta + g`` into ``g`` itself: momentum that is born so shares
@@ -61,11 +61,11 @@ JOINT_GRAPH_SETTINGS: dict[str, Any] = {"joint_graph_constant_folding": False}
 #: not.
 NATIVE_SETTINGS: dict[str, Any] = {**IEEE_SETTINGS, **DENSE_REUSE, "eager_numerics.division_rounding": True}
 
-#: The sums of several tensors that one loop updates are to be in that loop: eleven nodes for each, beside
-#: those of the update.
+#: Settings for measured steps: the sums of all tensors that a loop updates, eleven nodes for each tensor,
+#: should be in this loop.
 MEASURING_SETTINGS: dict[str, Any] = {"cpp.max_horizontal_fusion_size": 128, "max_fusion_size": MOST_NODES}
 
-#: The description of an argument that a step adds to those that it is called with.
+#: Description of an argument that a step adds to its arguments.
 ERROR_TERM = InputInfo("an error term", "lo", Role.OTHER)
 
 
@@ -73,9 +73,9 @@ class Lowered(NamedTuple):
     """Compiled step, and the reasons why it was not compiled in a faster way.
 
     Attributes:
-        step: takes the inputs of the whole graph as one list.
-        unit: what was compiled at once, if anything was.
-        reasons: the faster ways that were not taken, and why.
+        step: function of the list of the whole graph's inputs.
+        unit: the unit of compilation.
+        reasons: the faster ways that were not taken, with reasons.
     """
 
     step: Callable[[list[Any]], Any]
@@ -91,11 +91,12 @@ def lower(
     Args:
         program: after the pipeline. With strategy "none" Inductor's settings are left as they are.
         example_inputs: fake inputs for the graph as captured; those of the error terms are appended here.
-        inductor_options: what ``compile_fx`` passed for its own inner compiler (static inputs, CUDA graphs,
-            ...).
+        inductor_options: options that ``compile_fx`` passed for its own inner compiler (static inputs, CUDA
+            graphs, ...).
 
     Returns:
-        a reason where the graph of one of each family can't be repeated. A graph of one is always compiled.
+        the compiled step, or a reason if the graph of one member per family cannot be repeated. A whole graph
+        is always compiled.
     """
     repetition = program.repetition
     extended = program.extended

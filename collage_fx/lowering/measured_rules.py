@@ -1,4 +1,4 @@
-"""What a kernel over a table sums and counts, instead of storing it: Note [Sums of a launch]."""
+"""Sums and counts that a kernel over a table computes instead of stores: Note [Sums of a launch]."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step's graph cut into parts that can run one after another.
+"""Division of a step's graph into parts that can run in sequence.
 
 Note [Parts of a step]
 ----------------------

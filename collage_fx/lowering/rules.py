@@ -112,11 +112,11 @@ class Rule:
         lines: inputs and operations.
         stores: ``(destination, value)`` lines; a destination of None is a result, for which the caller brings
             memory as a further input.
-        operands: of this part: what its inputs are, in their order.
-        length: elements of this part's tensors, or blocks of them, if it is flat.
-        width: elements of a unit of length: 1, or those of a block.
-        independent: whether a flat rule stores into no numbers, or a rule of numbers is of nothing else, and
-            nothing but memory goes in.
+        operands: nodes of this part that are the rule's inputs, in their order.
+        length: number of elements, or blocks, of this part's tensors, if it is flat.
+        width: elements per unit of length: 1, or the elements of a block.
+        independent: whether all inputs are memory, and a flat rule stores into no scalars, or a rule of
+            scalars has only scalars.
     """
 
     key: Hashable
@@ -130,7 +130,7 @@ class Rule:
 
     @property
     def divisible(self) -> bool:
-        """Whether a kernel may compute pieces of the tensors one by one, and their sums be added."""
+        """Whether a kernel may compute separate pieces of the tensors, and add the sums of the pieces."""
         return self.flat and self.independent and not any(line.target is update_sizes for line in self.lines)
 
     @property
