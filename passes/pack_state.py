@@ -122,7 +122,7 @@ def _why_not(program: StepProgram, state: StateTensor, divided_by: dict[Node, st
 
 
 def _is_given_to_a_parameter(program: StepProgram, placeholder: Node) -> bool:
-    """Whether a parameter is overwritten with a value that is made of an input."""
+    """Return whether a parameter is overwritten with a value computed from an input."""
     for other in program.states:
         is_overwritten = other.info.role is Role.PARAMETER and other.recurrence.kind is Kind.OVERWRITE
         if is_overwritten and placeholder in {other.stored, *reached([other.stored], operands_of)}:

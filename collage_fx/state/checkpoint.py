@@ -344,7 +344,7 @@ def _made_anew(make: Callable[..., Optimizer], args: tuple[Any, ...]) -> Optimiz
 
 
 def _set_state(optimizer: Any, state_and_ours: tuple[Any, StateDict]) -> None:
-    """Be the ``__setstate__`` of an optimizer that :func:`_made_anew` has made."""
+    """Restore the state of an optimizer made by :func:`_made_anew`; serves once as its ``__setstate__``."""
     del vars(optimizer)["__setstate__"]
     state, along = state_and_ours
     optimizer.__setstate__(state)
@@ -353,14 +353,14 @@ def _set_state(optimizer: Any, state_and_ours: tuple[Any, StateDict]) -> None:
 
 
 def _unpack_as_before(optimizer: Optimizer) -> None:
-    """Take what a pickle of an earlier version has left in attributes, for want of a ``__setstate__``."""
+    """Restore records that a pickle of an earlier version holds as attributes of the optimizer."""
     found = {name: vars(optimizer).pop(name) for name in list(vars(optimizer)) if name.startswith(SHARED)}
     if found:
         _give(optimizer, {name.removeprefix(PREFIX): value for name, value in found.items()})
 
 
 def _give(optimizer: Optimizer, along: StateDict) -> None:
-    """Give a copy of an optimizer what :func:`_carried` gives of the original."""
+    """Restore the content that :func:`_carried` took from an optimizer, in a copy of the optimizer."""
     pickled: Sequence[PickledRecord | PickledWider] = along.get(SHARED, ())
     known, claims = known_tensors({"self": optimizer} if pickled else {}), _claims_in(type(optimizer))
     for each in pickled:
