@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from collage_fx import CollageBackend, explain, full_value
+from collage_fx import CollageBackend, explain, full_value, install
 from collage_fx.budgets import BUDGETS, TOLERANCE, Budget, frontier
 from collage_fx.state.error_terms import record_of
 from tests.support.memory import left, peak
@@ -170,6 +170,7 @@ def test_saving_and_loading_take_what_the_report_says(budget: float, tmp_path: P
 
     def resumed() -> torch.optim.Optimizer:
         other = adamw(params_there)
+        install(other, bytes_per_parameter=budget)
         other.load_state_dict(torch.load(file, weights_only=True))
         return other
 

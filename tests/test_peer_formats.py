@@ -77,7 +77,7 @@ def test_compiled_bits_are_eager_bits(state: str, unit: Unit) -> None:
         formats = {row.name.rpartition(".")[2]: row.error_format for row in graph.tensors[:3]}
         signed, positive = PACKED_FORMATS[state]
         assert (formats["exp_avg"], formats["exp_avg_sq"]) == (signed.name, positive.name)
-        assert "has less than" in next(
+        assert "has fewer than" in next(
             row.selection for row in graph.tensors if row.name.endswith("params[3].exp_avg")
         )
         ends.append(dict(rig.tensors()))

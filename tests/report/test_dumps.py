@@ -72,7 +72,7 @@ def test_refusals_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
                 p.copy_(p.add(p.grad, alpha=-1e-3) @ torch.eye(p.shape[-1], dtype=p.dtype))
 
     monkeypatch.setenv("COLLAGE_FX_DUMP", str(tmp_path))
-    with pytest.warns(UserWarning, match="already rounded"):
+    with pytest.warns(UserWarning, match="returns its result rounded"):
         explain(Rotating(parameters()), strict=False)
     assert (
         (tmp_path / "Rotating-1" / "05-compensate-wide.txt")
