@@ -56,9 +56,6 @@ def test_all_that_is_named_is_there() -> None:
 #: The file that replaces private parts of the library, for all others.
 SUBSTITUTES = TESTS / "support" / "substitutes.py"
 
-#: Files that do it themselves, until they assert on routes and results.
-NOT_YET = {"lowering/test_launches.py", "lowering/test_plan.py"}
-
 #: Functions that replace an attribute or an item.
 REPLACING = {"patch", "object", "dict", "setattr", "setitem", "delattr"}
 
@@ -91,7 +88,7 @@ def _replaced(tree: ast.Module) -> Iterator[str]:
 @pytest.mark.parametrize("file", FILES)
 def test_private_parts_are_replaced_in_one_file(file: str) -> None:
     path = TESTS / file
-    if path != SUBSTITUTES and file not in NOT_YET:
+    if path != SUBSTITUTES:
         found = [*_replaced(ast.parse(path.read_text(encoding="utf-8")))]
         assert not found, f"tests/support/substitutes.py is the place for {found}"
 

@@ -17,13 +17,13 @@ import torch
 from collage_fx import CollageBackend
 from collage_fx.errors import InvalidOptionError
 from collage_fx.graph import Reason, placeholders
-from collage_fx.lowering import forget_kernels
 from collage_fx.lowering.lower import _whole
 from collage_fx.lowering.schedule import lower_in_parts
 from collage_fx.torch_compat import TableKernel
 from collage_fx.torch_compat.imaginary_cuda import machine_code
 from tests.support import triton_offline as offline
 from tests.support.launched import LaunchedSteps, step_on_cuda
+from tests.support.substitutes import no_kernel_over_a_table, no_tables_of_addresses, numbers_frozen
 from tests.support.training import parameters, set_gradients
 
 pytestmark = pytest.mark.skipif(
@@ -159,9 +159,8 @@ def test_reductions_are_called_for_each_tensor(steps: LaunchedSteps) -> None:
     assert all("neither elementwise" in reason for reason in outcome.reasons)
 
 
-def test_a_number_of_the_host_is_not_recorded_into_a_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_number_of_the_host_is_not_recorded_into_a_cuda_graph() -> None:
     """What no launch over a table can do is compiled as one, and may be recorded: not with such a number."""
-    monkeypatch.setitem(_whole.__globals__, "FREEZES_NUMBERS", True)
     refused: list[str] = []
 
     class Backend(CollageBackend):
@@ -175,14 +174,13 @@ def test_a_number_of_the_host_is_not_recorded_into_a_cuda_graph(monkeypatch: pyt
 
     params = parameters()
     set_gradients(params)
-    torch.compile(torch.optim.AdamW(params).step, backend=Backend())()
+    with numbers_frozen():
+        torch.compile(torch.optim.AdamW(params).step, backend=Backend())()
     assert len(refused) == 1
 
 
-def test_a_number_of_the_host_is_handed_to_no_kernel_without_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_number_of_the_host_is_handed_to_no_kernel_without_a_table() -> None:
     """Which would take its address for one of the device's."""
-    monkeypatch.setitem(lower_in_parts.__globals__["kernel_of"].__globals__, "table_kernel", lambda *_: "no")
-    forget_kernels()
     found: list[Any] = []
 
     class Backend(CollageBackend):
@@ -195,16 +193,12 @@ def test_a_number_of_the_host_is_handed_to_no_kernel_without_a_table(monkeypatch
 
     params = parameters()
     set_gradients(params)
-    torch.compile(torch.optim.AdamW(params).step, backend=Backend())()
-    forget_kernels()
+    with no_kernel_over_a_table():
+        torch.compile(torch.optim.AdamW(params).step, backend=Backend())()
     assert "it reads a number of the host's, and no" in str(found)
 
 
-def test_without_a_cpp_compiler_a_step_on_a_gpu_is_compiled_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load_library() -> None:
-        raise OSError("no compiler")
-
-    monkeypatch.setitem(lower_in_parts.__globals__, "load_library", load_library)
+def test_without_a_cpp_compiler_a_step_on_a_gpu_is_compiled_as_one() -> None:
     found: list[Any] = []
 
     class Backend(CollageBackend):
@@ -214,7 +208,8 @@ def test_without_a_cpp_compiler_a_step_on_a_gpu_is_compiled_as_one(monkeypatch: 
 
     params = parameters()
     set_gradients(params)
-    torch.compile(torch.optim.SGD(params).step, backend=Backend())()
+    with no_tables_of_addresses(OSError("no compiler")):
+        torch.compile(torch.optim.SGD(params).step, backend=Backend())()
     told = "the C++ that writes tables of addresses is not compiled: OSError: no compiler"
     assert found == [Reason(told)]
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -17,12 +15,10 @@ from torch import Tensor
 
 from collage_fx import CollageBackend, full_value
 from collage_fx.lowering import forget_kernels
-from collage_fx.lowering.kernels import compile_rule
-from collage_fx.lowering.rules import Rule
-from collage_fx.runtime.batches import Batch
 from collage_fx.torch_compat import inductor_config
 from tests.support.agreement import assert_same, trajectory
 from tests.support.optimizers import CompiledOptimizer
+from tests.support.substitutes import rules_compiled, scratch_on
 from tests.support.training import (
     Descent,
     LateMomentum,
@@ -35,19 +31,6 @@ from tests.support.training import (
 from tests.support.twin import TwinBackend
 
 BOTH: Sequence[Any] = ("compiled", "eager")
-
-
-@contextmanager
-def counted() -> Iterator[list[Rule]]:
-    """Context manager: the rules that kernels are compiled for, in a list."""
-    rules: list[Rule] = []
-
-    def spy(rule: Rule) -> Any:
-        rules.append(rule)
-        return compile_rule(rule)
-
-    with mock.patch("collage_fx.lowering.kernels.compile_rule", spy):
-        yield rules
 
 
 def adamw(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -65,7 +48,7 @@ def adam_foreach(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("make", [adam_for_loop, adam_foreach])
 def test_many_tensors_one_kernel(make: Any) -> None:
     shapes = tuple((i + 2, 3) for i in range(20))
-    with counted() as rules:
+    with rules_compiled() as rules:
         rig = CompiledOptimizer(shapes, make, TwinBackend(strategy="plus"))
         start = rig.start()
     assert len(rules) == 3  # the numbers', the phases' (of dither), the elements'
@@ -79,7 +62,7 @@ def test_matrix_products_of_one_shape_are_compiled_once() -> None:
     forget_kernels()
     for copies, is_new in ((1, True), (3, False)):
         params = parameters(shapes=((4, 3), (3, 4)) * copies)
-        with counted() as rules:
+        with rules_compiled() as rules:
             optimizer = torch.optim.Muon(params, ns_steps=1)
             run_steps(torch.compile(optimizer.step, backend=CollageBackend()), params, range(2))
         assert bool(rules) is is_new
@@ -93,7 +76,7 @@ def test_optimizers_of_one_parameter_each_share_kernels() -> None:
     compiled, codes = [], []
     for p in params:
         backend = CollageBackend()
-        with counted() as rules:
+        with rules_compiled() as rules:
             torch.compile(adamw([p]).step, backend=backend)()
         compiled.append(len(rules))
         codes.append(backend.report().graphs[0].code)
@@ -102,7 +85,7 @@ def test_optimizers_of_one_parameter_each_share_kernels() -> None:
     assert len(codes[0]) == 3
 
     torch.compiler.reset()
-    with counted() as rules:
+    with rules_compiled() as rules:
         run_steps(torch.compile(adamw(together).step, backend=CollageBackend()), together, [0])
     assert len(rules) == 3
     for one, other in zip(params, together, strict=True):
@@ -126,7 +109,7 @@ def test_a_kernel_is_not_used_where_it_would_be_written_otherwise(
 
     def compiled() -> int:
         params = parameters(shapes=((4096, 1),))
-        with counted() as rules:
+        with rules_compiled() as rules:
             run_steps(torch.compile(make(params).step, backend=CollageBackend()), params, [0])
         return len(rules)
 
@@ -216,18 +199,14 @@ def test_parameters_may_move() -> None:
 
 
 def test_a_step_may_run_while_new_tensors_go_to_another_device() -> None:
-    def on_cpu(batch: Batch, addresses: Any, scratch: Tensor, present: Any) -> None:
-        assert scratch.device.type == "cpu"  # or the kernels write to address 0
-        call(batch, addresses, scratch, present)
-
-    found, call = [], Batch.__call__
+    found = []
     for device in ("cpu", "meta"):
         params = parameters()
         optimizer = adamw(params)
         step = torch.compile(optimizer.step, backend=CollageBackend())
         run_steps(step, params, [0])
         set_gradients(params, 1)
-        with torch.device(device), mock.patch.object(Batch, "__call__", on_cpu):
+        with torch.device(device), scratch_on("cpu"):  # or the kernels write to address 0
             step()
         found.append(everything(optimizer))
     assert not differences(*found)
@@ -237,7 +216,7 @@ def test_state_that_is_born_in_the_step_has_its_own_memory_and_layout() -> None:
     params = parameters(shapes=[(4, 6), (6, 4), (7,)])
     params[0].data = params[0].data.t().contiguous().t()
     optimizer = LateMomentum(params)
-    with counted() as rules:
+    with rules_compiled() as rules:
         step = torch.compile(optimizer.step, backend=CollageBackend(strategy="full"))
         run_steps(step, params, [0])
         born = [optimizer.state[p]["moments"]["second"][0] for p in params]
@@ -271,7 +250,7 @@ class SharedCounter(Descent):
 def test_a_shared_counter_is_a_kernel_of_its_own() -> None:
     params = parameters(shapes=[(5,), (6,), (2, 2)])
     optimizer = SharedCounter(params)
-    with counted() as rules:
+    with rules_compiled() as rules:
         step = torch.compile(optimizer.step, backend=CollageBackend())
         run_steps(step, params, [0, 1])
     assert len(rules) == 2
@@ -298,7 +277,7 @@ def test_scheduled_numbers_are_inputs_of_the_kernels() -> None:
     optimizer = torch.optim.AdamW(params, lr=1e-3)
     backend = CollageBackend()
     step = torch.compile(optimizer.step, backend=backend)
-    with counted() as rules:
+    with rules_compiled() as rules:
         for i in range(4):
             optimizer.param_groups[0]["lr"] = 1e-3 * (1 + i)
             run_steps(step, params, [i])

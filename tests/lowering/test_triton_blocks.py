@@ -26,6 +26,7 @@ def rule_with_blocks(state: str) -> Rule:
     """That of an AdamW step."""
     parameters = [torch.nn.Parameter(torch.randn(128, 64).bfloat16()) for _ in range(2)]
     optimizer = torch.optim.AdamW(parameters, lr=1e-3)
+    kernels.forget_kernels()
     with rules_compiled() as rules:
         step = torch.compile(optimizer.step, backend=CollageBackend(strategy="light", state=state))
         for parameter in parameters:

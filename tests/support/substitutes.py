@@ -20,6 +20,7 @@ from collage_fx.lowering import forget_kernels, kernels
 from collage_fx.lowering.rules import Rule
 from collage_fx.numerics import AuxiliarySpec
 from collage_fx.pipeline import Pass, run_pipeline
+from collage_fx.runtime.batches import Batch
 from collage_fx.torch_compat import PATCHES, inductor_compile_inner
 from collage_fx.torch_compat.patching import Patch
 
@@ -64,6 +65,25 @@ def no_compiler(error: Exception) -> Iterator[None]:
         for name in _COMPILERS:
             stack.enter_context(mock.patch(name, side_effect=error))
         yield
+
+
+@contextlib.contextmanager
+def no_kernel_over_a_table() -> Iterator[None]:
+    """Context manager: no launch over a table can be made of Inductor's Triton code."""
+    forget_kernels()
+    with mock.patch("collage_fx.lowering.kernels.table_kernel", return_value="no"):
+        yield
+    forget_kernels()
+
+
+def no_tables_of_addresses(error: Exception) -> AbstractContextManager[Any]:
+    """Context manager: the C++ that writes tables of addresses is not compiled."""
+    return mock.patch("collage_fx.lowering.plan.load_library", side_effect=error)
+
+
+def numbers_frozen() -> AbstractContextManager[Any]:
+    """Context manager: this torch reads a number of the host's once for a CUDA graph."""
+    return mock.patch("collage_fx.lowering.lower.FREEZES_NUMBERS", True)
 
 
 @contextlib.contextmanager
@@ -210,16 +230,28 @@ def failing_at_first(fail: Callable[[Any], None]) -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def rules_compiled() -> Iterator[list[Rule]]:
-    """Context manager: the rules of which kernels are compiled."""
+    """Context manager: the rules that kernels are compiled for, in a list."""
     compile_rule, seen = kernels.compile_rule, list[Rule]()
 
     def spy(rule: Rule) -> Any:
         seen.append(rule)
         return compile_rule(rule)
 
-    forget_kernels()
     with mock.patch("collage_fx.lowering.kernels.compile_rule", spy):
         yield seen
+
+
+@contextlib.contextmanager
+def scratch_on(device: str) -> Iterator[None]:
+    """Context manager: asserts that C++ functions are given scratch memory on this device."""
+    call = Batch.__call__
+
+    def spy(batch: Batch, addresses: Any, scratch: torch.Tensor, present: Any) -> None:
+        assert scratch.device.type == device
+        call(batch, addresses, scratch, present)
+
+    with mock.patch.object(Batch, "__call__", spy):
+        yield
 
 
 def preparations() -> AbstractContextManager[mock.Mock]:
