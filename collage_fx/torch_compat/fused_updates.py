@@ -125,8 +125,9 @@ def _run_scaled(update: Callable[..., None], lists: Sequence[list[Any]], options
     update(*lists, **options)
     if found_inf is not None:
         for values, old_values in zip(lists, kept, strict=True):
-            for i, old in enumerate(old_values):
-                values[i] = _unless(found_inf, values[i], old)
+            for i, (value, old) in enumerate(zip(values, old_values, strict=True)):
+                if value is not None:
+                    values[i] = _unless(found_inf, value, old)
 
 
 def _copy(value: Tensor | None) -> Tensor | None:
