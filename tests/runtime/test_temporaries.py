@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from hypothesis import strategies as st
 from collage_fx import CollageBackend
 from collage_fx.runtime import temporaries
 from collage_fx.runtime.temporaries import ALIGNMENT, Lifetime, first_fit
+from tests.support.substitutes import temporaries_of_bytes
 from tests.support.training import Descent, differences, everything, parameters, run_steps
 
 LIFETIMES = st.lists(
@@ -66,10 +66,7 @@ def test_members_that_take_turns_compute_the_same(limit: int) -> None:
         torch.compiler.reset()
         params = parameters(shapes=SHAPES)
         optimizer = Squashed(params)
-        with (
-            mock.patch("collage_fx.runtime.temporaries.LIMIT", least),
-            mock.patch("collage_fx.runtime.calls.LIMIT", least),
-        ):
+        with temporaries_of_bytes(least):
             backend = CollageBackend()
             run_steps(torch.compile(optimizer.step, backend=backend), params, range(3))
         assert {graph.route.unit for graph in backend.report().graphs} == {"by family"}

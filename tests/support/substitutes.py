@@ -242,6 +242,16 @@ def rules_compiled() -> Iterator[list[Rule]]:
 
 
 @contextlib.contextmanager
+def temporaries_of_bytes(count: int) -> Iterator[None]:
+    """Context manager: above so many bytes between kernels, the members of a step take turns."""
+    with (
+        mock.patch("collage_fx.runtime.temporaries.LIMIT", count),
+        mock.patch("collage_fx.runtime.calls.LIMIT", count),
+    ):
+        yield
+
+
+@contextlib.contextmanager
 def scratch_on(device: str) -> Iterator[None]:
     """Context manager: asserts that C++ functions are given scratch memory on this device."""
     call = Batch.__call__
