@@ -174,8 +174,8 @@ class PickledRecord:
     claim: Tensor | None = None
 
 
-#: The class's name in pickles of earlier versions.
-Carried = PickledRecord
+#: Names of the class in pickles of earlier versions.
+Carried = PickledExpansion = PickledRecord
 
 
 @dataclass(frozen=True, eq=False)
@@ -344,7 +344,7 @@ def _made_anew(make: Callable[..., Optimizer], args: tuple[Any, ...]) -> Optimiz
 
 
 def _set_state(optimizer: Any, state_and_ours: tuple[Any, StateDict]) -> None:
-    """Be the ``__setstate__`` of an optimizer that :func:`_made_anew` has made."""
+    """Restore an optimizer of :func:`_made_anew`, as its ``__setstate__``."""
     del vars(optimizer)["__setstate__"]
     state, along = state_and_ours
     optimizer.__setstate__(state)
@@ -353,14 +353,14 @@ def _set_state(optimizer: Any, state_and_ours: tuple[Any, StateDict]) -> None:
 
 
 def _unpack_as_before(optimizer: Optimizer) -> None:
-    """Take what a pickle of an earlier version has left in attributes, for want of a ``__setstate__``."""
+    """Take up our values from attributes, where pickles of earlier versions leave them."""
     found = {name: vars(optimizer).pop(name) for name in list(vars(optimizer)) if name.startswith(SHARED)}
     if found:
         _give(optimizer, {name.removeprefix(PREFIX): value for name, value in found.items()})
 
 
 def _give(optimizer: Optimizer, along: StateDict) -> None:
-    """Give a copy of an optimizer what :func:`_carried` gives of the original."""
+    """Give a copy of an optimizer the values of :func:`_carried`."""
     pickled: Sequence[PickledRecord | PickledWider] = along.get(SHARED, ())
     known, claims = known_tensors({"self": optimizer} if pickled else {}), _claims_in(type(optimizer))
     for each in pickled:
