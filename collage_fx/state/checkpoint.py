@@ -174,8 +174,8 @@ class PickledRecord:
     claim: Tensor | None = None
 
 
-#: The class's name in pickles of earlier versions.
-Carried = PickledRecord
+#: Names of the class in pickles of earlier versions.
+Carried = PickledExpansion = PickledRecord
 
 
 @dataclass(frozen=True, eq=False)
