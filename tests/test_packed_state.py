@@ -334,8 +334,8 @@ def test_a_tensor_that_had_got_memory_is_saved_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("change", "met"),
     [
-        ({0: "block4"}, "does not know"),
-        ({0: "exact"}, "does not know"),
+        ({0: "block4"}, "is not registered"),
+        ({0: "exact"}, "is not registered"),
         ({1: torch.float32}, r"torch\.float32"),
         ({2: (96, 64), 3: (64, 1)}, "belong together"),
         ({2: (8, 8, 96), 3: (768, 96, 1)}, "belong together"),

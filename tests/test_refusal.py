@@ -59,7 +59,7 @@ def _rotated(optimizer: type[Rotate] = Rotate, **options: Any) -> Tensor:
 
 
 REASONS_ON_THE_WAY = {"native": "no double-word algorithm", "wide": "without its error term"}
-REASONS = {"native": "no double-word algorithm", "wide": "already rounded"}
+REASONS = {"native": "no double-word algorithm", "wide": "returns its result rounded"}
 
 
 @pytest.mark.parametrize("arithmetic", REASONS)
