@@ -20,7 +20,6 @@ RELIED_ON = (
     "torch:Tensor has _base, _make_wrapper_subclass, _use_count",
     "torch._dynamo:mark_static_address(t, guard)",
     "torch._C:DisableTorchFunctionSubclass",
-    "torch._C:_storage_Use_Count",
     "torch._C:_is_torch_function_mode_enabled",
     "torch._C._dynamo.guards:TensorGuards",
     "torch.distributed.tensor:DTensor.__create_chunk_list__(self)",

@@ -220,6 +220,7 @@ def test_who_would_not_wait_for_dynamo_does_not_wait_for_us() -> None:
 
 
 def test_the_collector_stays_on_while_a_step_is_compiled() -> None:
+    gc.unfreeze()  # what this suite has frozen
     seen: list[bool] = []
     _compiled_while(lambda: seen.append(gc.isenabled()))
     assert seen == [True]
