@@ -46,12 +46,12 @@ def test_a_torch_that_is_not_known_is_refused_by_name_at_import(before: str, imp
 UNFIT = {
     "from torch._dynamo import eval_frame as e; f = e._callback_from_stance\n"
     "e._callback_from_stance = lambda c: f(c)": "_callback_from_stance takes c, not callback",
-    "import torch; del torch._C._has_storage": "'_has_storage'",
+    "import torch; del torch._C._storage_Use_Count": "'_storage_Use_Count'",
     "import torch\ntorch.nn.Module.load_state_dict = lambda self: None": (
         "load_state_dict takes self, not self, state_dict"
     ),
-    "from torch.optim import optimizer; del optimizer.register_optimizer_step_pre_hook": (
-        "torch.optim.optimizer:register_optimizer_step_pre_hook"
+    "import torch; del torch.optim.swa_utils.AveragedModel.update_parameters": (
+        "torch.optim.swa_utils:AveragedModel.update_parameters"
     ),
 }
 
