@@ -49,7 +49,7 @@ error terms of what it finds there, to the bit, as if it had been loaded now. Fo
   already: named by a warning when the step is compiled, if the optimizer has a count of more steps than it
   has taken here;
 * what a float32 checkpoint holds beyond 16 bits: nothing is left to tell;
-* error terms in float32 in a file of collage_fx before this note was written: they start from zero, named by
+* error terms in float32, as earlier versions saved those of fp32: they start from zero, named by
   a warning, as the cast has cut bits from them.
 
 An optimizer that nobody compiles is looked at before its first step, which torch's global hook tells of
@@ -305,7 +305,8 @@ def _taken_apart(optimizer: Optimizer) -> Any:
     """Reduce an optimizer for ``copyreg``: with torch's reduction, and with our values last."""
     before = _reducers[type(optimizer)]
     reduced = optimizer.__reduce_ex__(4) if before is None else before(optimizer)
-    if isinstance(reduced, str) or not (along := _carried(optimizer)):
+    along = _carried(optimizer)
+    if isinstance(reduced, str) or not (along or is_adopted(optimizer)):
         return reduced
     make, args, state, *rest = reduced
     return _made_anew, (make, args), (state, along), *rest
@@ -370,7 +371,7 @@ def _give(optimizer: Optimizer, along: StateDict) -> None:
             continue
         name = f"{type(optimizer).__name__} in a pickle"
         record = ensure_record(each.tensor, _known_format(each.format_name, name), name=name)
-        specs = record.format.auxiliaries(each.tensor)
+        specs = record.format.auxiliaries(local_tensor(each.tensor))
         pairs = zip(specs, each.auxiliaries, strict=True)
         record.replace_contents([spec.loaded(saved) for spec, saved in pairs])
         if each.claim is not None:

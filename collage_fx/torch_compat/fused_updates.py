@@ -107,7 +107,7 @@ def run_unfused(name: str, lists: Iterable[list[Any]], options: dict[str, Any]) 
         _run_scaled(update, [params, grads, *state, [count - 1 for count in counts]], options)
         return
     momenta, is_first = state[0], options.pop("is_first_step")
-    made: list[Any] = [None] * len(params) if is_first or not momenta else momenta
+    made: list[Any] = [None] * len(params) if is_first else momenta
     _run_scaled(update, [params, grads, made], options)
     if is_first:
         for momentum, first in zip(momenta, made, strict=True):

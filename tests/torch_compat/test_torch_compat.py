@@ -52,6 +52,9 @@ UNFIT = {
     "import torch\ntorch.nn.Module.load_state_dict = lambda self: None": (
         "load_state_dict takes self, not self, state_dict"
     ),
+    "import torch; del torch.optim.swa_utils.AveragedModel.update_parameters": (
+        "torch.optim.swa_utils:AveragedModel.update_parameters"
+    ),
 }
 
 STEPS = """
