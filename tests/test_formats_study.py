@@ -91,6 +91,7 @@ def smallest(results: Results, kind: str, name: str) -> float:
     return float(row(results, kind, name)["recorded"]["whole"][0][0][0])
 
 
+@pytest.mark.prose
 def test_every_row_is_there(results: Results, folder: Path) -> None:
     text, drawn = (folder / "formats.md").read_text(), (folder / "formats.svg").read_text()
     for kind, rows in (("states", STATES), ("weights", WEIGHTS), ("moments", MOMENTS)):
@@ -118,12 +119,14 @@ def test_rows_are_somebodys(each: Row) -> None:
     assert each.whose in {*SOURCES, OURS, TORCH, CANDIDATE}
 
 
+@pytest.mark.prose
 def test_a_float32_number_in_two_halves_is_a_float32_number(results: Results) -> None:
     """To the bit, so to the four digits that are written."""
     assert off(results, "full, exact", "float32") == 0
     assert off(results, "Transformer Engine, remainders", "float32") == 0
 
 
+@pytest.mark.prose
 def test_what_has_fewer_bits_loses_more(results: Results) -> None:
     """Where updates are small beside weights: 1e-5 of them, of which bfloat16 keeps 2**-8."""
     exact, mcf, none = (smallest(results, "states", name) for name in ("full, exact", "full, mcf", "none"))
@@ -132,6 +135,7 @@ def test_what_has_fewer_bits_loses_more(results: Results) -> None:
     assert smallest(results, "weights", "bfloat16, stochastic") > 1  # it is all noise
 
 
+@pytest.mark.prose
 def test_known_orderings_of_peers(results: Results) -> None:
     def weights(name: str) -> float:
         return smallest(results, "weights", name)
@@ -163,6 +167,7 @@ def test_a_star_is_for_what_no_row_of_as_few_bytes_beats() -> None:
     assert undominated(rows, "recorded", 0) == {"b", "d"}
 
 
+@pytest.mark.prose
 def test_what_is_asked_of_rows_that_are_not_there_is_named(
     results: Results, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,6 +42,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, str]:
     return json.loads(found.read_text()), document.read_text()
 
 
+@pytest.mark.prose
 def test_every_format_is_measured_at_every_mark(run: tuple[Results, str]) -> None:
     results, text = run
     assert results["steps"][-1] == QUICK.steps
@@ -55,6 +56,7 @@ def test_every_format_is_measured_at_every_mark(run: tuple[Results, str]) -> Non
     assert report(results, "github") in text
 
 
+@pytest.mark.prose
 def test_formats_are_those_that_they_are_called(run: tuple[Results, str]) -> None:
     """By the bytes that their compiled steps report, to the counts and to what is too small to be packed."""
     held = {name: round(size, 1) for name, size in run[0]["bytes"].items()}
@@ -69,10 +71,12 @@ def test_formats_are_those_that_they_are_called(run: tuple[Results, str]) -> Non
     assert 8 <= held["budget of 8"] <= 8.1
 
 
+@pytest.mark.prose
 def test_what_is_rounded_to_bfloat16_hardly_moves(run: tuple[Results, str]) -> None:
     assert min(run[0]["errors"]["none"][0]) > 0.95
 
 
+@pytest.mark.prose
 @pytest.mark.parametrize(
     ("instead", "of"), [(MCF, EXACT), (EXACT, MCF), (MCF, BYTE)], ids=["exact", "mcf", "byte"]
 )

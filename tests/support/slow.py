@@ -13,9 +13,10 @@ A usual run, as in continuous integration, has almost every test function but on
   have other names now.
 * tests marked with pytest.mark.slow: slow on any machine.
 * tests marked with pytest.mark.prose: they compile, or build, what a document shows, to see that it is true.
-* two thirds, drawn from their names, of the tests marked with pytest.mark.rotating, which are not in
-  slow.txt. The third that runs is another one each day; `--third N` runs the N-th, 0 to 2, and the header of
-  a run says which third ran.
+* two thirds, drawn from their names, of the tests marked with pytest.mark.rotating. The third that runs is
+  another one each day; `--third N` runs the N-th, 0 to 2, and the header of a run says which third ran.
+
+Tests that are marked are not in slow.txt.
 
 Times are of the processor, in a process and its descendants: they are the same on a machine that does other
 work meanwhile.
@@ -40,8 +41,9 @@ SECONDS = 1.0
 #: The most that the first may take.
 MOST_SECONDS = 30.0
 
-#: Tests that a usual run leaves out whatever their times.
-LEFT_OUT = ("slow", "prose")
+#: Marks of tests that a usual run leaves out whatever their times, and of those that it has in turn.
+LEFT_OUT, ROTATING = ("slow", "prose"), "rotating"
+MARKS = (*LEFT_OUT, ROTATING)
 
 #: The third of the rotating tests whose turn is today.
 TODAYS_THIRD = datetime.date.today().toordinal() % 3
@@ -55,8 +57,8 @@ def left_out(items: list[Any], third: int) -> list[Any]:
     names = set(FILE.read_text().splitlines())
 
     def is_left_out(item: Any) -> bool:
-        marks = {mark for mark in (*LEFT_OUT, "rotating") if item.get_closest_marker(mark) is not None}
-        another_day = "rotating" in marks and _draw(item.nodeid)[0] % 3 != third
+        marks = {mark for mark in MARKS if item.get_closest_marker(mark) is not None}
+        another_day = ROTATING in marks and _draw(item.nodeid)[0] % 3 != third
         return another_day or item.nodeid in names or not marks.isdisjoint(LEFT_OUT)
 
     return [item for item in items if is_left_out(item)]
@@ -124,14 +126,14 @@ class Times:
         self._write = write
         self._is_all = is_all
         self._seconds = defaultdict[str, float](float)
-        self._rotating = set[str]()
+        self._marked = set[str]()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         for name, value in report.user_properties:
             if name == _PROPERTY:
                 self._seconds[report.nodeid] += float(str(value))
-        if "rotating" in report.keywords:
-            self._rotating.add(report.nodeid)
+        if any(mark in report.keywords for mark in MARKS):
+            self._marked.add(report.nodeid)
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         files = defaultdict[str, float](float)
@@ -144,7 +146,7 @@ class Times:
             terminalreporter.line(f"{sum(files.values()):7.1f}  in all")
         if self._write:
             known = FILE.read_text().splitlines()
-            slow = sorted({*slow_ones(self._seconds, known, is_all=self._is_all)} - self._rotating)
+            slow = sorted({*slow_ones(self._seconds, known, is_all=self._is_all)} - self._marked)
             FILE.write_text("".join(f"{name}\n" for name in slow))
             terminalreporter.line(f"written: {FILE}")
 

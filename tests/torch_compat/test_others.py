@@ -222,9 +222,10 @@ def test_who_would_not_wait_for_dynamo_does_not_wait_for_us() -> None:
 def test_the_collector_stays_on_while_a_step_is_compiled() -> None:
     gc.unfreeze()  # what this suite has frozen
     seen: list[bool] = []
+    frozen = gc.get_freeze_count()
     _compiled_while(lambda: seen.append(gc.isenabled()))
     assert seen == [True]
-    assert gc.get_freeze_count() == 0
+    assert gc.get_freeze_count() <= frozen
 
 
 def test_what_a_program_has_frozen_stays_frozen() -> None:
