@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import pkgutil
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -91,6 +92,13 @@ def test_private_parts_are_replaced_in_one_file(file: str) -> None:
     if path != SUBSTITUTES:
         found = [*_replaced(ast.parse(path.read_text(encoding="utf-8")))]
         assert not found, f"tests/support/substitutes.py is the place for {found}"
+
+
+@pytest.mark.parametrize(
+    "place", sorted(set(re.findall(r'"(collage_fx\.[\w.]+)"', SUBSTITUTES.read_text(encoding="utf-8"))))
+)
+def test_a_private_part_that_is_replaced_is_there(place: str) -> None:
+    assert pkgutil.resolve_name(place) is not None
 
 
 @pytest.mark.parametrize(
