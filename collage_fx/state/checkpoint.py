@@ -46,9 +46,10 @@ error terms of what it finds there, to the bit, as if it had been loaded now. Fo
 
 * the entry of what belongs to no single parameter, which torch drops: named by a warning;
 * what torch.distributed.checkpoint has left out of its file, which it loads into what an optimizer holds
-  already: named by a warning when the step is compiled, if the optimizer has a count of more steps than it
-  has taken here;
-* what a float32 checkpoint holds beyond 16 bits: nothing is left to tell;
+  already: told by the same sign, with the same warning;
+* what a float32 checkpoint holds beyond 16 bits, and whether a plain optimizer has saved it: the state
+  counts more steps than the optimizer has taken here, or counts none and is not zero. The compiled step
+  warns of it;
 * error terms in float32, as earlier versions saved those of fp32: they start from zero, named by
   a warning, as the cast has cut bits from them.
 
@@ -524,23 +525,30 @@ def _contents(optimizer: Optimizer) -> StateDict:
 
 
 def _note_left_out(optimizer: Optimizer) -> None:
-    """Note state that counts more steps than taken here: it was loaded without error terms."""
+    """Note state that was loaded before the optimizer was adopted, without error terms.
+
+    It counts more steps than the optimizer has taken here. State that counts none was loaded if the optimizer
+    has taken no step and the state is not zero.
+    """
     steps, contents = _eager_steps.get(optimizer, 0), _contents(optimizer)
-    if steps:
+    loaded = {
+        key: _counted_steps(entries) > steps
+        if "step" in entries
+        else not steps and any(bool(tensor.any()) for _, tensor in _state_slots(entries))
+        for key, entries in optimizer.state.items()
+        if isinstance(entries, dict)
+    }
+    if any(loaded.values()):
         _waiting[optimizer] = [
             _Waiting(name, TensorWeakRef(tensor), None)
             for (key, _), name, tensor in _held(optimizer, contents)
-            if key is not None
-            and is_low_precision(tensor.dtype)
-            and record_of(tensor) is None
-            and _counted_steps(contents, key) > steps
+            if loaded.get(key, key is None) and is_low_precision(tensor.dtype) and record_of(tensor) is None
         ]
 
 
-def _counted_steps(plain: StateDict, key: Any) -> float:
-    """Return the number of steps that the state of a parameter counts; 0 if it counts none."""
-    entries = plain["state"].get(key)
-    count = entries.get("step", 0) if isinstance(entries, dict) else 0
+def _counted_steps(entries: StateDict) -> float:
+    """Return the number of steps that the state of a parameter counts."""
+    count = entries["step"]
     return float(count) if isinstance(count, (int, float, Tensor)) else 0
 
 
@@ -864,9 +872,11 @@ def _fill_waiting(optimizer: Optimizer, waiting: Iterable[_Waiting]) -> None:
 
 
 WHY_NONE = (
-    "Either a plain optimizer has saved the checkpoint, or torch.distributed.checkpoint has left out those "
-    "in the file: it loads only what an optimizer holds already, and this one had not taken a compiled step "
-    "(collage_fx.install makes it take one)"
+    "Either a plain optimizer has saved the checkpoint; or it was loaded before the step was given to "
+    "torch.compile or collage_fx.install, and plain PyTorch has rounded float32 state in it (call "
+    "load_state_dict below that line: the rest becomes error terms); or torch.distributed.checkpoint has left "
+    "out those in the file: it loads only what an optimizer holds already, and this one had not taken a "
+    "compiled step (collage_fx.install makes it take one)"
 )
 WHY_OTHERS = (
     "which have been changed since they were saved, or come from another file, or this one is damaged; they "

@@ -870,6 +870,46 @@ def test_error_terms_loaded_before_a_step_is_compiled_are_restored_to_the_bit(
     assert differences(everything(late), everything(early)) == []
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda params: torch.optim.RMSprop(params, alpha=0.999),
+        lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),  # its state counts no steps
+    ],
+    ids=["RMSprop", "SGD"],
+)
+def test_a_plain_checkpoint_loaded_above_torch_compile_warns_once(make: Any, dtype: torch.dtype) -> None:
+    plain = make(params := parameters(dtype))
+    run_steps(plain.step, params, range(2))
+    optimizer = make(other := parameters())
+    loaded_by_plain_torch(optimizer, plain.state_dict())
+    step = compiled(optimizer)
+    set_gradients(other)
+    (told,) = warned(step)
+    assert f"have been loaded into {type(optimizer).__name__}; they start from zero" in told
+    assert "call load_state_dict below that line" in told
+    assert warned(step) == []
+
+
+@pytest.mark.parametrize("eager_steps", [0, 1, 3])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda params: torch.optim.RMSprop(params, alpha=0.999),
+        lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+        lambda params: torch.optim.Adagrad(params, initial_accumulator_value=0.1),
+    ],
+    ids=["RMSprop", "SGD", "Adagrad"],
+)
+def test_no_warning_where_no_checkpoint_has_been_loaded(make: Any, eager_steps: int) -> None:
+    optimizer = make(params := parameters())
+    run_steps(optimizer.step, params, range(eager_steps))
+    step = compiled(optimizer)
+    set_gradients(params)
+    assert warned(step) == []
+
+
 def test_what_earlier_versions_saved_in_float32_is_loaded() -> None:
     saved = torch.optim.RMSprop(params := parameters(), alpha=0.999)
     checkpoint = checkpoint_of_two_steps(saved, error_format="fp32")
