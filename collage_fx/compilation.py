@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from collage_fx.budgets import Budget, best_budget, budgets_for, budgets_for_parts, refuse_excess
 from collage_fx.capture import (
+    Deferred,
     Families,
     decompositions,
     describe_input,
@@ -598,7 +599,7 @@ class Compilation:
             for index in program.repetition.copies[state.position]
         ]
         meter = self.backend.meter
-        meter.learn(self.optimizers)
+        meter.learn(self.optimizers, without=Deferred)
         rows = Rows(measured)
         plain: Any = None
         if meter.every > 1 and self.options.strategy == "none":

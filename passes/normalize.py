@@ -62,6 +62,7 @@ class Normalize(Pass):
         unpacked = sum(_unpack_foreach(editor, node) for node in list(editor.graph.nodes))
         opened = sum(_open_composite(editor, node) for node in list(editor.graph.nodes))
         opened += sum(_open_matrix_sum(editor, node) for node in list(editor.graph.nodes))
+        opened += sum(_open_outer_product(editor, node) for node in list(editor.graph.nodes))
         for node in list(editor.graph.nodes):
             _fold_number(editor, node)
         for node in list(editor.graph.nodes):
@@ -101,6 +102,23 @@ def _open_matrix_sum(editor: GraphEditor, node: Node) -> bool:
         numbers = node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
         (result,) = _opened(editor, weighted_sum, (x, product, *numbers), {})
     _replace(editor, node, result)
+    return True
+
+
+def _open_outer_product(editor: GraphEditor, node: Node) -> bool:
+    """Replace the matrix product of a column and a row by ``column * row``, which nothing is summed up in.
+
+    As an elementwise operation it is computed in ``wide`` arithmetic, where a product of bfloat16 matrices
+    rounds its factors and its result (Adafactor's second moment is such a product).
+    """
+    if node.target is not aten.mm.default:
+        return False
+    column, row = node.args
+    factor = tensor_value(column)
+    if factor is None or factor.shape[1] != 1 or not factor.dtype.is_floating_point:
+        return False
+    with editor.graph.inserting_before(node):
+        _replace(editor, node, editor.call(aten.mul.Tensor, column, row))
     return True
 
 

@@ -16,6 +16,7 @@ from collage_fx.capture.refusals import (
     refuse_unknown_torch,
     refuse_unsupported,
 )
+from collage_fx.capture.segment import Deferred
 from collage_fx.capture.thinning import rows_to_trace
 from collage_fx.capture.watch import (
     forget_compiled_step,
@@ -27,6 +28,7 @@ from collage_fx.capture.watch import (
 )
 
 __all__ = [
+    "Deferred",
     "Families",
     "calls_closure_first",
     "decompositions",

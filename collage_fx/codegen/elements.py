@@ -81,20 +81,25 @@ TOTALS = (aten.sum.default, aten.mean.default)
 
 
 class Kind(Enum):
-    """Number of values of a node: one value, one value per block, one value per element, or a row of sums."""
+    """Number of values of a node: a single one, one for each of something, or a row of sums.
+
+    What is made of two kinds is of the later one, but of a row's and a column's value it is an element's.
+    """
 
     NUMBER = auto()
+    OF_ROW = auto()
+    OF_COLUMN = auto()
     OF_BLOCK = auto()
     OF_ELEMENT = auto()
-    ROW = auto()
+    SUMS = auto()
 
 
 #: Kinds of placeholder functions in a graph.
 _KINDS: dict[Any, Kind] = {
     place: Kind.OF_ELEMENT,
     largest_magnitude: Kind.OF_BLOCK,
-    sums_of: Kind.ROW,
-    **dict.fromkeys(TOTALS, Kind.ROW),
+    sums_of: Kind.SUMS,
+    **dict.fromkeys(TOTALS, Kind.SUMS),
 }
 
 
@@ -119,6 +124,7 @@ class Elements:
         totals: stores of the sums of all elements, of which the caller makes sums and means.
         written: inputs that something is stored into.
         largest: the largest magnitudes of blocks.
+        is_matrix: whether there are values of rows or columns.
         tested: elements' values whose magnitude tells whether roundings need to ask for infinity and NaN.
         early: elements' values that are computed before that is known.
     """
@@ -140,6 +146,7 @@ class Elements:
         self.kinds: dict[Node, Kind] = {}
         for node in self.nodes:
             self.kinds[node] = self._kind(node)
+        self.is_matrix = not {Kind.OF_ROW, Kind.OF_COLUMN}.isdisjoint(self.kinds.values())
         roots = [root for node in self.nodes if (root := self._root_of_test(node)) is not None]
         self.tested = list(dict.fromkeys(roots))
         self.largest = [node for node in self.nodes if node.target is largest_magnitude]
@@ -161,16 +168,22 @@ class Elements:
         if node.op == "placeholder":
             value = node.meta["val"]
             if node in self._row_inputs:
-                return Kind.ROW
+                return Kind.SUMS
             if not isinstance(value, Tensor) or value.dim() == 0:
                 return Kind.NUMBER
-            is_of_block = self.width > 1 and value.shape[1] == 1
-            return Kind.OF_BLOCK if is_of_block else Kind.OF_ELEMENT
+            if value.dim() == 2 and 1 in tuple(value.shape):
+                if self.width > 1:
+                    return Kind.OF_BLOCK
+                rows, columns = (size != 1 for size in value.shape)
+                return Kind.OF_ROW if rows else Kind.OF_COLUMN if columns else Kind.NUMBER
+            return Kind.OF_ELEMENT
         if node.target is aten.copy_.default:
             return self.kinds[_operand(node)]
         if node.target in _KINDS:
             return _KINDS[node.target]
         kinds = [self.kinds[operand] for operand in node.all_input_nodes]
+        if {Kind.OF_ROW, Kind.OF_COLUMN}.issubset(kinds):
+            return Kind.OF_ELEMENT
         return max(kinds, default=Kind.NUMBER, key=lambda kind: kind.value)
 
     def _root_of_test(self, node: Node) -> Node | None:

@@ -10,6 +10,9 @@ A kernel goes through its tensors in chunks of 128 elements, which stay in the p
    rounds and stores, and asks no number whether it is finite: ``Finite`` is true.
 3. Otherwise the chunk is computed anew, all questions asked. Nothing has been stored until then.
 
+Where values of rows or columns are read, a chunk ends with its row, and the values of rows are computed once
+for each chunk.
+
 The loops are of scalar C++; the compiler makes vectors of them, as long as the smallest elements in a loop
 allow. So bytes are read and written in loops of their own. A rule with blocks has 4 blocks of 32 elements in
 a chunk, and a loop over a block's elements in one over blocks.
@@ -160,7 +163,11 @@ class _Flat:
         before = Statements(self.names, of_numbers, {})
         self.known = before.texts
         body = [*self._loaded(of_numbers), *before.lines, *self._buffers()]
-        chunk = [*self._reads(), *self._loops(), *self._writes()]
+        of_rows = Statements(self.names, elements.of_kind(Kind.OF_ROW, elements.nodes), self.known)
+        self.known = of_rows.texts
+        chunk = [*of_rows.lines, *self._reads(), *self._loops(), *self._writes()]
+        if elements.is_matrix:
+            body += ["int64_t row = first[0] / columns[0], column = first[0] % columns[0];"]
         body += ["const auto chunk = [&](int64_t at, int count) __attribute__((always_inline)) {"]
         body += [*_indented(chunk), "};", *self._run()]
         return _source(self.names, body, ["int64_t n"])
@@ -310,15 +317,35 @@ class _Flat:
     def _run(self) -> list[str]:
         """Write the loop over chunks, which fetches the next one ahead."""
         width = self.elements.width
-        fetched = self.elements.of_kind(Kind.OF_ELEMENT, self.elements.inputs)
+        inputs = self.elements.of_kind(Kind.OF_ELEMENT, self.elements.inputs)
+        fetched = [f"  fetch({node.name} + at + {CHUNK}, {CHUNK});" for node in inputs]
+        whole = [*fetched, f"  chunk(at, {CHUNK});"]
+        if self.elements.is_matrix:
+            loop = [
+                "for (int64_t at = 0, count; at < elements; at += count) {",
+                "  count = columns[0] - column;",
+                "  if (count > elements - at) count = elements - at;",
+                f"  if (count > {CHUNK}) count = {CHUNK};",
+                f"  if (count == {CHUNK}) {{",
+                *_indented(whole),
+                "  } else {",
+                "    chunk(at, int(count));",
+                "  }",
+                "  column += count;",
+                "  if (column == columns[0]) ++row, column = 0;",
+                "}",
+            ]
+        else:
+            loop = [
+                "int64_t at = 0;",
+                f"for (; at + {CHUNK} <= elements; at += {CHUNK}) {{",
+                *whole,
+                "}",
+                "if (at < elements) chunk(at, int(elements - at));",
+            ]
         return [
             f"const int64_t elements = {f'{width} * n' if width > 1 else 'n'};",
-            "int64_t at = 0;",
-            f"for (; at + {CHUNK} <= elements; at += {CHUNK}) {{",
-            *(f"  fetch({node.name} + at + {CHUNK}, {CHUNK});" for node in fetched),
-            f"  chunk(at, {CHUNK});",
-            "}",
-            "if (at < elements) chunk(at, int(elements - at));",
+            *loop,
             *(f"sums_of_{row}.write({row});" for row, _ in self.sums),
             *(f"{total}[0] = sum_of_lanes({total}_lanes);" for total, _ in self.totals),
         ]
@@ -368,6 +395,7 @@ class _Sample:
         body += [f"for (int k = 0; k < {len(SIZES)}; ++k) {row.name}[k] = 0;" for row, _ in rows]
         counted = [f"{row.name}[{bare(computed.texts[size])}] += 1;" for row, size in rows]
         inner = ["const int j = 0;", *(["const int block = 0;"] if width > 1 else [])]
+        inner += ["const int64_t row = at / columns[0], column = at % columns[0];"] * self.elements.is_matrix
         inner += [*computed.of_block, *computed.lines, *counted]
         at = measures.sampled(_Text("i"), _Text("elements"), _Text.divided)
         body += [f"for (int64_t i = 0; i < {measures.SAMPLE}; ++i) {{", f"  const int64_t at = {at};"]

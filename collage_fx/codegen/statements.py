@@ -87,7 +87,7 @@ class Statements:
         kind, dtype = self._names.elements.kinds[node], node.meta["val"].dtype
         text = self._expression(node)
         is_worth_a_name = is_shared and bool(node.all_input_nodes) and not text.isidentifier()
-        if is_worth_a_name or kind is Kind.OF_BLOCK or node in self._overwritten:
+        if is_worth_a_name or kind in (Kind.OF_BLOCK, Kind.OF_ROW) or node in self._overwritten:
             line = f"const {in_register(dtype)} {self._names.of(node)} = {bare(text)};"
             (self.of_block if kind is Kind.OF_BLOCK else self.lines).append(line)
             text = self._names.of(node)
@@ -99,6 +99,8 @@ class Statements:
         if node.op == "placeholder":
             places = {
                 Kind.NUMBER: "0",
+                Kind.OF_ROW: "row",
+                Kind.OF_COLUMN: "column + j",
                 Kind.OF_BLOCK: f"at / {elements.width} + block",
                 Kind.OF_ELEMENT: "at + j",
             }

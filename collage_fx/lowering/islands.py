@@ -7,7 +7,8 @@ So a part that has a reduction, a product of matrices or a function without a sp
 whole. It is cut where our operators begin and end:
 
 * A value is *printable* if printed C++ computes it for each element: an elementwise operation that has a
-  spelling, of tensors of one shape and one dense layout (its *space*), or of numbers.
+  spelling, of tensors of one shape and one dense layout (its *space*), or of numbers. In a contiguous space
+  it may read values of rows or columns, which are of another space (Note [Rows and columns]).
 * All else are *islands*. Inductor compiles them, of plain arithmetic alone.
 
 Values have *levels*: even those of printable values, odd those of islands. A value is on the lowest level
@@ -15,13 +16,15 @@ that is not below those of its operands. Values of one level and space are a par
 parts of lower levels. What crosses over gets memory of its own:
 
 * each value of an island that a printed part reads, or an island of a higher level;
+* each printable value that is one of rows or columns to a printed part;
 * each printable value that an island reads, if our operators are behind it. Others are plain arithmetic on
   the inputs and on other islands, and are computed in the island once more.
 
 Printed parts compute printable values anew, from the inputs: that costs no memory, and the bits are the same.
 
 Soundness. Inputs are stored by the parts of the last level alone: on lower levels they have their old values.
-On the last level a part reads inputs of its own space, numbers, and results; an input that two parts of
+On the last level a part reads inputs of its own space, inputs that are not stored, numbers, and results; an
+input that two parts of
 the last level read and one of them stores would be a number, and the numbers are stored after all else. What
 is stored in no dense layout, or another than its own, is computed before, and then copied by Inductor.
 """
@@ -47,6 +50,7 @@ from collage_fx.graph import (
     update_sizes,
     update_sums,
 )
+from collage_fx.lowering.broadcasts import broadcast
 from collage_fx.lowering.parts import Part
 from collage_fx.lowering.rules import is_total, nodes_of, order_in_memory, rule_of
 from collage_fx.numerics import BLOCK_OPERATORS, PHASES
@@ -89,7 +93,10 @@ class _Cut:
         self._part = part
         self._nodes = nodes_of(part)
         self._order = {node: i for i, node in enumerate(self._nodes)}
+        self._written = {store.all_input_nodes[0] for store in part.stores}
         self._space: dict[Node, Hashable | None] = {}
+        #: Numbers of columns of the spaces in which values of rows or columns are read.
+        self._columns: dict[Hashable, int] = {}
         self._is_printable: dict[Node, bool] = {}
         #: Levels of values; of a printable value that islands compute once more, that of its latest island.
         self._level: dict[Node, int] = {}
@@ -160,7 +167,11 @@ class _Cut:
                     levels.append(self._level[operand] + (self._level[operand] % 2 == 0))
             self._level[node] = self._inlined[node] = max(levels) | 1
             return
-        levels += [self._level[operand] for operand in operands if operand in self._level]
+        levels += [
+            self._level[operand] + (operand in self._broadcast(node))
+            for operand in operands
+            if operand in self._level
+        ]
         self._level[node] = max(level + level % 2 for level in levels)
         if node.target not in OURS and all(operand in self._inlined for operand in operands):
             self._inlined[node] = max([0, *(self._inlined[operand] for operand in operands)])
@@ -181,12 +192,43 @@ class _Cut:
         if is_number(node):
             return None if elements else NUMBERS
         if node.target not in (*BLOCK_OPERATORS, *ROWS):
-            if not is_elementwise(node) or any(each.meta["val"].shape != value.shape for each in elements):
+            if not is_elementwise(node):
+                return None
+            if smaller := self._broadcast(node):
+                return self._space_of_matrix(node, smaller)
+            if any(each.meta["val"].shape != value.shape for each in elements):
                 return None
         elif node.target in BLOCK_OPERATORS:
             elements = elements[:1]
         spaces = {self._space[each] for each in elements} - {ANY}
         return ANY if not spaces else spaces.pop() if len(spaces) == 1 else None
+
+    def _broadcast(self, node: Node) -> list[Node]:
+        """Return the operands, but for constants, that are smaller than an elementwise operation's result."""
+        if not is_elementwise(node) or is_number(node):
+            return []
+        shape = node.meta["val"].shape
+        elements = [each for each in node.all_input_nodes if not is_number(each)]
+        return [each for each in elements if each.meta["val"].shape != shape and self._space[each] is not ANY]
+
+    def _space_of_matrix(self, node: Node, smaller: Sequence[Node]) -> Hashable | None:
+        """Return the space of a printable value of a matrix that is made of values of rows or columns."""
+        value = node.meta["val"]
+        kinds = [broadcast(each.meta["val"].shape, value.shape) for each in smaller]
+        columns = {kind.columns for kind in kinds if kind is not None and kind.columns}
+        elements = [each for each in node.all_input_nodes if each not in smaller and not is_number(each)]
+        space = _layout(node)
+        if (
+            None in kinds
+            or len(columns) > 1
+            or not value.is_contiguous()
+            or not all(each.meta["val"].is_contiguous() for each in smaller)
+            or not self._written.isdisjoint(smaller)
+            or any(self._space[each] not in (space, ANY) for each in elements)
+        ):
+            return None
+        agrees = not columns or self._columns.setdefault(space, *columns) in columns
+        return space if agrees else None
 
     def _space_of_store(self, store: Node) -> Hashable | None:
         """Return the space of the part that makes a store; None if Inductor makes the store."""
@@ -233,7 +275,8 @@ class _Cut:
     def _crosses(self, node: Node, root: Node) -> bool:
         """Return whether a value is given to the part that computes ``root``."""
         if not self._is_island(root) or self._is_summed(root):
-            return self._is_island(node)
+            space = self._space[root.all_input_nodes[0] if self._is_summed(root) else root]
+            return self._is_island(node) or self._space[node] not in (space, NUMBERS, ANY)
         if self._is_island(node):
             return self._level[node] < self._level[root]
         return node not in self._inlined

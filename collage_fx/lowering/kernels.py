@@ -114,7 +114,7 @@ def compile_rule(rule: Rule) -> Kernel | Reason:
     not_printed = None
     if not rule.is_tabled:
         kernel = printed(rule)
-        if isinstance(kernel, Kernel):
+        if isinstance(kernel, Kernel) or rule.columns:
             return kernel
         not_printed = kernel
     if not (rule.is_tabled and rule.flat and rule.is_measured):
@@ -177,7 +177,7 @@ def _compiles() -> bool:
 
 def _kinds(rule: Rule, inputs: Sequence[Any], arguments: Sequence[int]) -> tuple[int, ...]:
     """Return the kind of each argument of a C++ function: see :class:`~collage_fx.runtime.batches.Batch`."""
-    before = rule.flat + rule.is_placed  # the length, and the first element's place
+    before = rule.flat + rule.is_placed + (rule.columns > 0)  # length, first element's place, columns
     lines = [i for i, line in enumerate(rule.lines) if line.target is None]
     of_sums = {index for index, line in enumerate(lines, start=before) if line in rule.sums}
 
@@ -248,7 +248,9 @@ def _compiled(
 
 
 def bytes_of_a_unit(rule: Rule, value: Tensor) -> int:
-    """Return the bytes of a tensor for each unit of a rule's length; 0 for a scalar."""
+    """Return the bytes of a tensor for each unit of a rule's length; 0 if its address stays the same."""
+    if rule.columns and 1 in tuple(value.shape):
+        return 0
     of_unit = value.shape[1] if value.dim() == 2 and rule.width > 1 else 1
     return value.dtype.itemsize * of_unit if value.dim() > 0 else 0
 

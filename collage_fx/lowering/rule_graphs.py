@@ -7,6 +7,7 @@ process, which is what Inductor's cache goes by.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 from collage_fx.codegen import REVISION
 from collage_fx.graph import rest
 from collage_fx.lowering.measured_rules import stores_of_measures, values_of
-from collage_fx.lowering.rules import First, Length, Reference, Rule
+from collage_fx.lowering.rules import Columns, First, Length, Reference, Rule
 from collage_fx.torch_compat import SymbolicScope, add_to_cache_key, pytree
 
 aten = torch.ops.aten
@@ -30,17 +31,20 @@ def graph_of(rule: Rule, scope: SymbolicScope, hint: int, *, by_element: bool = 
     first = None
     if rule.is_placed:
         first = _input(graph, "first", scope.tensor((), (), torch.int32, rule.device))
+    columns = scope.length("c", hint) if rule.columns else None
+    if rule.columns:
+        _input(graph, "columns", scope.tensor((), (), torch.int64, rule.device))
+    sizes: dict[type, Any] = {Length: length, Columns: columns, First: first}
     made: dict[int, Node] = {}
     for i, line in enumerate(rule.lines):
         if line.target is None:
-            made[i] = _input(graph, f"in{i}", _value_of_input(rule, line.args, scope, f"s{i}", length))
+            made[i] = _input(graph, f"in{i}", _value_of_input(rule, line.args, scope, f"s{i}", sizes))
     results = [_input(graph, f"out{i}", None) for i, store in enumerate(rule.stores) if store[0] is None]
     results += [_input(graph, f"value{i}", None) for i, _ in enumerate(values)]
 
     def called(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
         arguments = pytree.tree_map_only(Reference, lambda r: made[r.line], (args, kwargs))
-        arguments = pytree.tree_map_only(Length, lambda _: length, arguments)
-        arguments = pytree.tree_map_only(First, lambda _: first, arguments)
+        arguments = pytree.tree_map_only(tuple(sizes), lambda size: sizes[type(size)], arguments)
         node = graph.call_function(target, *arguments)
         node.meta["val"] = scope.run(node)
         return node
@@ -103,12 +107,13 @@ def _input(graph: Graph, name: str, value: Any) -> Node:
 
 
 def _value_of_input(
-    rule: Rule, layout: tuple[Any, ...], scope: SymbolicScope, name: str, length: Node | None
+    rule: Rule, layout: tuple[Any, ...], scope: SymbolicScope, name: str, sizes: Mapping[type, Any]
 ) -> Any:
     if len(layout) == 1:
         return scope.number(name, layout[0])
-    dtype, device, size, stride = layout
-    if rule.independent and not size:
+    dtype, device, *size_and_stride = layout
+    if rule.independent and not layout[2]:
         device = rule.device  # where a number of the host is by then
-    sizes = pytree.tree_map_only(Length, lambda _: length.meta["val"] if length is not None else None, size)
-    return scope.tensor(sizes, stride, dtype, device)
+    numbers = {kind: each.meta["val"] if isinstance(each, Node) else each for kind, each in sizes.items()}
+    size, stride = pytree.tree_map_only(tuple(sizes), lambda each: numbers[type(each)], size_and_stride)
+    return scope.tensor(size, stride, dtype, device)

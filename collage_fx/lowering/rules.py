@@ -26,6 +26,9 @@ is of no account. So do counts over a sample (``update_sizes``), but only of a t
 a part of their own, before the one that overwrites what they are made of. A kernel over a table sums and
 counts block by block (Note [Sums of a launch]).
 
+Beside its elements a flat rule on the host may read numbers of rows or columns: Note [Rows and columns] in
+``broadcasts.py``.
+
 Other rules (reductions, matrix products, views) name sizes and strides, and serve the tensors that agree in
 them.
 """
@@ -40,6 +43,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from collage_fx.codegen import has_spelling
 from collage_fx.graph import (
     device_facts,
     is_dense,
@@ -52,6 +56,7 @@ from collage_fx.graph import (
     update_sizes,
     update_sums,
 )
+from collage_fx.lowering.broadcasts import broadcast
 from collage_fx.lowering.parts import Part
 from collage_fx.numerics import BLOCK, BLOCK_OPERATORS, PHASES
 from collage_fx.runtime import HOST, LONGEST_PIECE
@@ -74,6 +79,16 @@ class Length:
 
 
 THE_LENGTH = Length()
+
+
+class Columns:
+    """Placeholder for the symbolic number of columns in the arguments of an operation."""
+
+    def __repr__(self) -> str:
+        return "columns"
+
+
+THE_COLUMNS = Columns()
 
 
 class First:
@@ -115,6 +130,7 @@ class Rule:
         operands: nodes of this part that are the rule's inputs, in their order.
         length: number of elements, or blocks, of this part's tensors, if it is flat.
         width: elements per unit of length: 1, or the elements of a block.
+        columns: number of columns of a flat rule that reads numbers of rows or columns; else 0.
         independent: whether all inputs are memory, and a flat rule stores into no scalars, or a rule of
             scalars has only scalars.
     """
@@ -126,6 +142,7 @@ class Rule:
     operands: tuple[Node, ...]
     length: int
     width: int
+    columns: int
     independent: bool
 
     @property
@@ -148,7 +165,7 @@ class Rule:
     @property
     def is_placed(self) -> bool:
         """Whether a flat rule depends on the indices of its elements, and is given the first index."""
-        return self.flat and any(line.target is PHASES for line in self.lines)
+        return self.flat and (self.columns > 0 or any(line.target is PHASES for line in self.lines))
 
     @property
     def operations(self) -> set[str]:
@@ -232,8 +249,9 @@ class _Writer:
         }
         self.has_blocks = any(node.target in BLOCK_OPERATORS for node in self.nodes)
         self.shape = max((v.shape for v in self._elements()), key=torch.Size.numel, default=torch.Size())
-        on_host = not any(device_facts(value.device).is_launched for value in self._elements())
-        self.totals = {value for value in part.results if on_host and is_total(value)}
+        self.on_host = not any(device_facts(value.device).is_launched for value in self._elements())
+        self.totals = {value for value in part.results if self.on_host and is_total(value)}
+        self.columns = self._columns()
         self.flat = self._is_flat()
 
     def rule(self) -> Rule:
@@ -247,9 +265,9 @@ class _Writer:
         key = (self.flat, tuple(map(repr, lines)), tuple(stores), layouts)
         operands = tuple(node for node in self.nodes if self._is_input(node))
         width = BLOCK if self.has_blocks else 1
-        length = self.shape.numel() // width if self.flat else 0
+        length, columns = (self.shape.numel() // width, self.columns or 0) if self.flat else (0, 0)
         independent = self._is_independent(operands)
-        return Rule(key, self.flat, lines, tuple(stores), operands, length, width, independent)
+        return Rule(key, self.flat, lines, tuple(stores), operands, length, width, columns, independent)
 
     def _is_input(self, node: Node) -> bool:
         return is_input(self.part, node)
@@ -264,23 +282,54 @@ class _Writer:
             return False
         is_launched = any(device_facts(value.device).is_launched for value in tensors)
         longest = LONGEST_PIECE if is_launched else LONGEST
-        if not self.shape or not self.shape.numel() or any(value.shape != self.shape for value in tensors):
+        if not self.shape or not self.shape.numel() or self.columns is None:
             return False
         if self.rows and self.shape.numel() >= longest:
             return False
         inputs = [node for node in self.nodes if self._is_input(node) and node not in self.rows]
         memory = [tensor_value(node) for node in (*self.part.results, *inputs)]
         placed = [v for v in memory if v is not None and v.dim() > 0 and not self._is_of_blocks(v)]
-        layouts = {order_in_memory(value) for value in placed}
+        layouts = {order_in_memory(value) for value in placed if value.shape == self.shape}
         return (
             len(layouts) <= 1
-            and all(map(is_dense, placed))
+            and all(value.is_contiguous() if self.columns else is_dense(value) for value in placed)
             and (not self.totals or self.shape.numel() < longest)
             and all(
                 self._is_input(node) or node in self.totals or self._is_elementwise(node)
                 for node in self.nodes
             )
         )
+
+    def _columns(self) -> int | None:
+        """Return the number of columns of a rule that reads numbers of rows or columns.
+
+        0 if all tensors have one shape; None if a smaller tensor is of another kind, or is stored.
+        """
+        smaller = [
+            node
+            for node in self.nodes
+            if node not in self.rows
+            and (value := tensor_value(node)) is not None
+            and value.dim() > 0
+            and value.shape != self.shape
+            and not self._is_of_blocks(value)
+        ]
+        if not smaller:
+            return 0
+        kinds = {broadcast(node.meta["val"].shape, self.shape) for node in smaller}
+        columns = {kind.columns for kind in kinds if kind is not None and kind.columns}
+        written = [*self.part.results, *(store.all_input_nodes[0] for store in self.part.stores)]
+        is_printed = (
+            self.on_host
+            and not self.has_blocks
+            and None not in kinds
+            and len(columns) <= 1
+            and not set(smaller).intersection(written)
+            and all(self._is_input(node) or node in self.totals or has_spelling(node) for node in self.nodes)
+        )
+        if not is_printed or self.shape.numel() >= LONGEST:
+            return None
+        return next(iter(columns), self.shape.numel())
 
     def _is_independent(self, inputs: Sequence[Node]) -> bool:
         if any(tensor_value(node) is None for node in inputs) or any(map(may_raise, self.nodes)):
@@ -323,8 +372,12 @@ class _Writer:
             return value.dtype, value.device, *self._flat_layout(value)
         return value.dtype, value.device, tuple(value.shape), tuple(value.stride())
 
-    def _flat_layout(self, value: Tensor) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+    def _flat_layout(self, value: Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Return the sizes and strides that a tensor has in a flat rule."""
+        if self.columns:
+            kind = broadcast(value.shape, self.shape)
+            columns = THE_COLUMNS if kind is None or kind.of_columns else 1
+            return (THE_LENGTH if kind is None or kind.of_rows else 1, columns), (columns, 1)
         if not self.has_blocks:
             return (THE_LENGTH,), (1,)
         return ((THE_LENGTH, 1), (1, 1)) if self._is_of_blocks(value) else ((THE_LENGTH, BLOCK), (BLOCK, 1))

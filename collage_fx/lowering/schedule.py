@@ -31,6 +31,9 @@ from collage_fx.torch_compat import InductorFault, inductor_config, pytree
 #: Stands, with a device, for the place of the first element of tensors as a whole in a plan's values.
 FIRST = "first"
 
+#: Stands, with the number, for a number of columns in a plan's values.
+COLUMNS = "columns"
+
 
 def lower_in_parts(gm: GraphModule, *, always: bool = False) -> StepInParts | Reason:
     """Compile a graph part by part, equal parts once, or return why that is impossible or useless.
@@ -122,8 +125,9 @@ def _plan(gm: GraphModule, planned: Sequence[_Planned]) -> StepInParts:
     attributes = list(gm.graph.find_nodes(op="get_attr"))
     results = list(dict.fromkeys(value for each in planned for value in each.part.results))
     numbers = _numbers(gm.graph, outputs)
-    firsts = [(FIRST, device) for device in placed]
-    values: list[Any] = [*arguments, *lengths, *firsts, *attributes, *results, *numbers]
+    columns = list(dict.fromkeys(each.rule.columns for each in planned if each.rule.columns))
+    given = [*((FIRST, device) for device in placed), *((COLUMNS, number) for number in columns)]
+    values: list[Any] = [*arguments, *lengths, *given, *attributes, *results, *numbers]
     indices = {value: index for index, value in enumerate(values)}
 
     def operand(argument: Any) -> Any:
@@ -132,6 +136,7 @@ def _plan(gm: GraphModule, planned: Sequence[_Planned]) -> StepInParts:
     def call(each: _Planned) -> Call:
         length = [indices[each.rule.length]] if each.rule.flat else []
         place = [indices[FIRST, each.rule.device]] if each.rule.is_placed else []
+        place += [indices[COLUMNS, each.rule.columns]] if each.rule.columns else []
         inputs = [indices[node] for node in (*each.rule.operands, *each.part.results)]
         stored = [indices[store.all_input_nodes[0]] for store in each.part.stores]
         written = (*stored, *(indices[value] for value in each.part.results))
@@ -146,6 +151,7 @@ def _plan(gm: GraphModule, planned: Sequence[_Planned]) -> StepInParts:
         [
             *lengths,
             *(partial(torch.zeros, (), dtype=torch.int32, device=device) for device in placed),
+            *(partial(torch.full, (), number, dtype=torch.int64, device=HOST) for number in columns),
             *(getattr(gm, str(node.target)) for node in attributes),
         ],
         [(tuple(v.shape), tuple(v.stride()), v.dtype, v.device) for v in memory],

@@ -145,8 +145,13 @@ class Meter:
         self._identities = WeakTensorKeyDictionary()
         self._ranks: dict[str, int] = {}
 
-    def learn(self, optimizers: Mapping[str, Optimizer]) -> None:
-        """Note the names and groups of the tensors that the optimizers hold."""
+    def learn(self, optimizers: Mapping[str, Optimizer], *, without: type[Tensor]) -> None:
+        """Note the names and groups of the tensors that the optimizers hold.
+
+        Args:
+            optimizers: the optimizers, by variable.
+            without: class of tensors that become other tensors later, and must have no weak references.
+        """
         for variable, optimizer in optimizers.items():
             prefix = f"{variable}." if len(optimizers) > 1 else ""
             groups = [i for i, group in enumerate(optimizer.param_groups) for _ in group["params"]]
@@ -156,7 +161,8 @@ class Meter:
                 for slot, tensor in state_tensors(optimizer.state.get(parameter, {})):
                     found.append((tensor, _Identity(f"{where}.{slot}", slot, group, owner, where)))
                 for tensor, identity in found:
-                    self._identities[tensor] = identity
+                    if type(tensor) is not without:
+                        self._identities[tensor] = identity
                     self._ranks.setdefault(identity.name, len(self._ranks))
 
     def identity(self, tensor: Tensor, info: InputInfo) -> _Identity:

@@ -1213,3 +1213,22 @@ def test_state_that_the_program_replaces_is_named() -> None:
     assert told() == []
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert told() == []
+
+
+class DrawsItsState(Recorded):
+    """An optimizer whose state is random numbers, drawn by a generator, which Dynamo does not capture."""
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
+        if not state:
+            state["scale"] = torch.rand(p.shape, generator=torch.Generator().manual_seed(0)).to(p.dtype)
+        p.sub_(g * (0.5 + state["scale"]), alpha=lr)
+
+
+def test_a_recorded_step_of_several_parameters_is_measured_while_it_makes_their_state() -> None:
+    """The metrics know tensors by weak references, and state that is only recorded yet must have none."""
+    params = parameters(shapes=SHAPES)
+    optimizer = DrawsItsState(params)
+    backend = CollageBackend(metrics=True)
+    run_steps(torch.compile(optimizer.step, backend=backend), params, range(3))
+    assert is_recorded(optimizer)
+    assert {f"param_groups[0].params[{i}]" for i in range(len(SHAPES))} <= {*backend.metrics()[3]}

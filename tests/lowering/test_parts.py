@@ -221,7 +221,9 @@ def test_flat_is_one_dense_layout() -> None:
 
 
 def test_flat_is_one_shape_of_some_elements() -> None:
-    assert not layouts_flat(torch.ones(4, 6), torch.ones(6))
+    assert layouts_flat(torch.ones(4, 6), torch.ones(6))  # one number for each column
+    assert not layouts_flat(torch.ones(2, 3, 4), torch.ones(2, 1, 4))
+    assert not layouts_flat(torch.ones(6, 4).t(), torch.ones(6))
     assert layouts_flat(torch.ones(1), torch.ones(1))
     assert not layouts_flat(torch.ones(0), torch.ones(0))
     assert not layouts_flat(torch.ones(()), torch.ones(()))

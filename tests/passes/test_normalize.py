@@ -50,6 +50,17 @@ add: float32[4] = add(p, mul)  # normalize""",
     )
 
 
+def test_a_product_of_a_column_and_a_row_is_elementwise() -> None:
+    def step(p: Tensor, x: Tensor, y: Tensor) -> None:
+        p.copy_(p - x @ y)
+
+    gm = make_fx(step, tracing_mode="fake")(torch.ones(4, 6), torch.ones(4, 1), torch.ones(1, 6))
+    infos = [InputInfo(name, name, Role.STATE) for name in "pxy"]
+    program = only(StepProgram(gm, infos, "plus", "wide", ERROR_FORMATS["mcf"]), Normalize())
+    assert "mm" not in graph_text(program.gm.graph)
+    assert "mul: float32[4, 6] = mul(x_1, y_1)" in graph_text(program.gm.graph)
+
+
 @composite
 def test_lerp_keeps_the_slope_of_the_old_value_visible() -> None:
     assert_expected_inline(

@@ -1,0 +1,48 @@
+"""Smaller tensors beside the elements of a larger one: one number for each row, or one for each column.
+
+Note [Rows and columns]
+-----------------------
+Adafactor keeps a mean for each row and each column of a matrix, and Ranger subtracts the mean of each row. A
+flat rule on the host may read such values. Then the kernel takes its elements as a matrix: the leading
+dimensions are the rows, the trailing ones the columns. A tensor of the shape ``[rows, 1]`` has a number for
+each row, and one of the shape ``[1, columns]`` a number for each column. There may be more dimensions:
+``[64, 32, 3, 3]`` and ``[64, 1, 1, 1]`` are 64 rows of 288 columns. All smaller tensors of a rule must agree
+on the number of columns, which the kernel is given, and all tensors must be contiguous. A tensor of a single
+element, ``[1, 1]``, goes with any number of columns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Broadcast(NamedTuple):
+    """How a smaller tensor is repeated beside the elements of a larger one.
+
+    Attributes:
+        of_rows: whether it has a number for each row.
+        of_columns: whether it has a number for each column; if neither, it has a single number.
+        columns: number of columns of the larger tensor; 0 for any number.
+    """
+
+    of_rows: bool
+    of_columns: bool
+    columns: int
+
+
+def broadcast(shape: Sequence[int], into: Sequence[int]) -> Broadcast | None:
+    """Return how a tensor of one shape is repeated in another shape; None if it is not by rows or columns."""
+    padded = (*(1 for _ in range(len(into) - len(shape))), *shape)
+    if len(shape) > len(into) or padded == tuple(into):
+        return None
+    if math.prod(padded) == 1:
+        return Broadcast(of_rows=False, of_columns=False, columns=0)
+    for k in range(len(into) + 1):
+        columns = math.prod(into[k:])
+        if padded[:k] == tuple(into[:k]) and math.prod(padded[k:]) == 1:
+            return Broadcast(of_rows=True, of_columns=False, columns=columns)
+        if math.prod(padded[:k]) == 1 and padded[k:] == tuple(into[k:]):
+            return Broadcast(of_rows=False, of_columns=True, columns=columns)
+    return None
