@@ -23,32 +23,34 @@ COLOURS = {OURS: "#0072B2", TORCH: "#000000", PEER: "#D55E00"}
 INTRODUCTION = """\
 # Storage formats, measured
 
-What AdamW's state loses between two steps when it is stored in fewer bytes: the formats of this library
-beside those of other projects. Written by `./dev formats`; not to be edited.
+This study measures how much AdamW loses if its state is stored in fewer bytes between two steps. It
+compares the formats of this library with the formats of other projects. Written by `./dev formats`; not
+to be edited.
 
-The same gradients are replayed for every row, from the same weights. A step loads the state, computes in
-float32 and stores it again; how it is stored is all that differs. The **error** of a row is ‖d − d64‖ /
-‖d64‖, with d the net displacement of the weights from start to end, and d64 that in float64: 0 is
-perfect, 1 is as good as not moving at all.
+All rows replay the same gradients from the same weights. A step loads the state, computes in float32 and
+stores the state again; rows differ only in how they store it. The **error** of a row is ‖d − d64‖ /
+‖d64‖: d is the net displacement of the weights from start to end, and d64 the displacement in float64. An
+error of 0 is perfect, and 1 is as good as not moving at all.
 
 - **Recorded** gradients: {recorded_steps} steps of a byte-level GPT that trains in bfloat16 on the
-  sources of Python's standard library, {recorded_pieces} pieces of {recorded_length} elements, two of
+  sources of Python's standard library, {recorded_pieces} pieces of {recorded_length} elements, two from
   each matrix. They are replayed on weights N(0, 1) and N(0, 0.02), with learning rates of 1e-5, 1e-4 and
   1e-3.
-- **Hard** gradients: {hard_steps} steps, made to be hard on quantised moments; nine kinds, of
-  {hard_length} elements each, for each of the seeds {hard_seeds}. Weights N(0, 0.02), learning rate 1e-3.
+- **Hard** gradients: {hard_steps} steps with gradients that are hard for quantised moments: nine kinds,
+  with {hard_length} elements each, for each of the seeds {hard_seeds}. Weights N(0, 0.02), learning rate
+  1e-3.
 
 AdamW has beta1 = 0.9, beta2 = 0.95 or 0.999, a weight decay of 0.1, a warm-up of 50 steps and a cosine
-down to 0. **Bytes** are those of all state of a parameter, scales included, without the gradient. The
-**largest update** is the largest magnitude of m / sqrt(v), bias corrections included: where a second
-moment is rounded to zero beside a first one that is not, it explodes. **v: rms** and **v: mean** are the
-relative errors of stored second moments in the second half of a run.
+down to 0. **Bytes** count everything that a row stores per parameter, scales included, but not the
+gradient. The **largest update** is the largest magnitude of m / sqrt(v), bias corrections included: it
+explodes if a second moment is rounded to zero and its first moment is not. **v: rms** and **v: mean** are
+the relative errors of stored second moments in the second half of a run.
 
-Rows of other projects are simulated from what they have published, in float32 on a CPU: none of their
-kernels has run. Moments of COAT and FP8-LM are the plug-in `examples/peer_formats.py`: where that is
-imported, `state="coat"` and `state="fp8_lm"` run any optimizer with them. Candidates are formats that this
-library does not have. It is one small model and one optimizer, and the error is no training loss: a larger
-one need not make a worse model.
+Rows of other projects are simulated in float32 on a CPU, from published papers and code: none of their
+kernels has run. The moments of COAT and FP8-LM come from the plug-in `examples/peer_formats.py`. If a
+program imports it, `state="coat"` and `state="fp8_lm"` work with any optimizer. Candidates are formats
+that this library does not have. The study has one small model and one optimizer, and its error is not a
+training loss: a larger error need not mean a worse model.
 """
 
 
@@ -57,13 +59,13 @@ def page(results: Results, picture_name: str | None = None) -> str:
     sections = [
         INTRODUCTION.format(**_settings(results)),
         f"{results['about']}, {results['machine']}, torch {results['torch']}, Python {results['python']}; "
-        f"{results['seconds'] / 60:.0f} minutes. To reproduce it: `./dev formats`. Figures that have no "
-        "place in these tables are in `benchmarks/results/formats/results.json`.",
+        f"{results['seconds'] / 60:.0f} minutes. To reproduce it: `./dev formats`. Further numbers are "
+        "in `benchmarks/results/formats/results.json`.",
         "## What is asked, and what is reached",
         _asked(results),
         "## States by bytes",
         *([f"![Error against bytes a parameter]({picture_name})"] if picture_name else []),
-        "Rows are sorted by bytes. A star marks a row if none of as many bytes or fewer has a smaller "
+        "Rows are sorted by bytes. A star marks a row if no row with as many or fewer bytes has a smaller "
         "geometric mean of the errors.",
     ]
     for i, beta2 in enumerate(results["beta2s"]):
