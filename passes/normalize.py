@@ -106,16 +106,16 @@ def _open_matrix_sum(editor: GraphEditor, node: Node) -> bool:
 
 
 def _open_outer_product(editor: GraphEditor, node: Node) -> bool:
-    """Replace the matrix product of a column and a row by ``column * row``, which nothing is summed up in.
+    """Replace a matrix product of columns and rows by ``column * row``, as nothing is added up in it.
 
     As an elementwise operation it is computed in ``wide`` arithmetic, where a product of bfloat16 matrices
     rounds its factors and its result (Adafactor's second moment is such a product).
     """
-    if node.target is not aten.mm.default:
+    if node.target not in (aten.mm.default, aten.bmm.default):
         return False
     column, row = node.args
     factor = tensor_value(column)
-    if factor is None or factor.shape[1] != 1 or not factor.dtype.is_floating_point:
+    if factor is None or factor.shape[-1] != 1 or not factor.dtype.is_floating_point:
         return False
     with editor.graph.inserting_before(node):
         _replace(editor, node, editor.call(aten.mul.Tensor, column, row))
