@@ -81,7 +81,7 @@ TOTALS = (aten.sum.default, aten.mean.default)
 
 
 class Kind(Enum):
-    """Number of values of a node: a single one, one for each of something, or a row of sums.
+    """Number of values of a node: a single value, a value for each row, element and so on, or a row of sums.
 
     What is made of two kinds is of the later one, but of a row's and a column's value it is an element's.
     """

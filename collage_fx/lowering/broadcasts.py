@@ -1,4 +1,4 @@
-"""Smaller tensors beside the elements of a larger one: one number for each row, or one for each column.
+"""Smaller tensors beside the elements of a larger tensor: a number for each row, or for each column.
 
 Note [Rows and columns]
 -----------------------
@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 
 class Broadcast(NamedTuple):
-    """How a smaller tensor is repeated beside the elements of a larger one.
+    """Repetition of a smaller tensor beside the elements of a larger tensor.
 
     Attributes:
         of_rows: whether it has a number for each row.

@@ -48,8 +48,8 @@ error terms of what it finds there, to the bit, as if it had been loaded now. Fo
 * what torch.distributed.checkpoint has left out of its file, which it loads into what an optimizer holds
   already: told by the same sign, with the same warning;
 * what a float32 checkpoint holds beyond 16 bits, and whether a plain optimizer has saved it: the state
-  counts more steps than the optimizer has taken here, or counts none and is not zero. The compiled step
-  warns of it;
+  counts more steps than the optimizer has taken here, or it counts none, is not zero, and the groups are
+  those of a state dict. The compiled step warns of it;
 * error terms in float32, as earlier versions saved those of fp32: they start from zero, named by
   a warning, as the cast has cut bits from them.
 
@@ -527,14 +527,16 @@ def _contents(optimizer: Optimizer) -> StateDict:
 def _note_left_out(optimizer: Optimizer) -> None:
     """Note state that was loaded before the optimizer was adopted, without error terms.
 
-    It counts more steps than the optimizer has taken here. State that counts none was loaded if the optimizer
-    has taken no step and the state is not zero.
+    It counts more steps than the optimizer has taken here. State that counts none was loaded if it is not
+    zero before the first step, and the groups are those of a state dict, in which the parameters stand last.
+    Without the latter the optimizer has made it when it was constructed.
     """
     steps, contents = _eager_steps.get(optimizer, 0), _contents(optimizer)
+    may_be_loaded = not steps and all([*group][1:][-1:] == ["params"] for group in optimizer.param_groups)
     loaded = {
         key: _counted_steps(entries) > steps
         if "step" in entries
-        else not steps and any(bool(tensor.any()) for _, tensor in _state_slots(entries))
+        else may_be_loaded and any(bool(tensor.any()) for _, tensor in _state_slots(entries))
         for key, entries in optimizer.state.items()
         if isinstance(entries, dict)
     }

@@ -262,6 +262,19 @@ def _without_elements(tensor: Tensor, **keywords: Any) -> str:
     return f"tensor(..., device='{tensor.device}', size={tuple(tensor.shape)}, dtype={tensor.dtype})"
 
 
+class _Collector:
+    """Objects that Python's garbage collector ignores.
+
+    Attributes:
+        is_ours: whether a conversion that is not over has frozen them.
+        is_programs: whether the program has frozen objects itself. Python counts them one by one when it is
+            asked, so it is asked no more once it has.
+    """
+
+    is_ours = False
+    is_programs = False
+
+
 @contextlib.contextmanager
 def _fewer_objects_to_look_at() -> Iterator[None]:
     """Context manager: the garbage collector ignores all objects that exist on entry.
@@ -270,13 +283,17 @@ def _fewer_objects_to_look_at() -> Iterator[None]:
     would scan a million other objects again and again, an eighth of the compilation's time. If the program
     has frozen objects itself, nothing is changed.
     """
-    if gc.get_freeze_count():
+    if not (_Collector.is_ours or _Collector.is_programs):
+        _Collector.is_programs = gc.get_freeze_count() > 0
+    if _Collector.is_ours or _Collector.is_programs:
         yield
         return
     gc.freeze()
+    _Collector.is_ours = True
     try:
         yield
     finally:
+        _Collector.is_ours = False
         gc.unfreeze()
 
 

@@ -892,6 +892,20 @@ def test_a_plain_checkpoint_loaded_above_torch_compile_warns_once(make: Any, dty
     assert warned(step) == []
 
 
+class Anchored(Descent):
+    """An optimizer that pulls its parameters to where they were when it was constructed."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["anchor"] = p.detach().clone()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            p.lerp_(self.state[p]["anchor"], 0.1).sub_(p.grad, alpha=0.01)
+
+
 @pytest.mark.parametrize("eager_steps", [0, 1, 3])
 @pytest.mark.parametrize(
     "make",
@@ -899,8 +913,9 @@ def test_a_plain_checkpoint_loaded_above_torch_compile_warns_once(make: Any, dty
         lambda params: torch.optim.RMSprop(params, alpha=0.999),
         lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
         lambda params: torch.optim.Adagrad(params, initial_accumulator_value=0.1),
+        Anchored,
     ],
-    ids=["RMSprop", "SGD", "Adagrad"],
+    ids=["RMSprop", "SGD", "Adagrad", "Anchored"],
 )
 def test_no_warning_where_no_checkpoint_has_been_loaded(make: Any, eager_steps: int) -> None:
     optimizer = make(params := parameters())

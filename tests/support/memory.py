@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
@@ -20,6 +21,7 @@ def left(function: Callable[[], Any]) -> int:
 
 
 def _handed_out(function: Callable[[], Any]) -> list[int]:
+    gc.collect()  # or what others have left is freed while this is measured
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as run:
         kept = function()
     events = run.profiler.kineto_results.events()
