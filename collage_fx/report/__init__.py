@@ -5,13 +5,3 @@ from collage_fx.report.graphs import GraphReport
 from collage_fx.report.plots import plot
 from collage_fx.report.report import CollageReport
 from collage_fx.report.tensors import TensorReport, tensor_report, treatments
-
-__all__ = [
-    "CollageReport",
-    "GraphReport",
-    "TensorReport",
-    "open_dump",
-    "plot",
-    "tensor_report",
-    "treatments",
-]

@@ -874,8 +874,8 @@ def _fill_waiting(optimizer: Optimizer, waiting: Iterable[_Waiting]) -> None:
 WHY_NONE = (
     "Either a plain optimizer has saved the checkpoint; or it was loaded before the step was given to "
     "torch.compile or collage_fx.install, and plain PyTorch has rounded float32 state in it (call "
-    "load_state_dict below that line: the rest becomes error terms); or torch.distributed.checkpoint has left "
-    "out those in the file: it loads only what an optimizer holds already, and this one had not taken a "
+    "load_state_dict below that line: the rest becomes error terms); or torch.distributed.checkpoint has "
+    "left out those in the file: it loads only what an optimizer holds already, and this one had not taken a "
     "compiled step (collage_fx.install makes it take one)"
 )
 WHY_OTHERS = (
