@@ -12,7 +12,7 @@ There is a module for each part of torch:
 - ``optim_frames``: torch.optim's wrapper around ``step``, on Python's stack;
 - ``own_steps``: a step of an optimizer instance, which replaces its class's step;
 - ``fused_updates``: ``fused=True``, computed as ``fused=False``;
-- ``dynamo_trace``: Dynamo's current trace, and ``dynamo_counts``: its counters;
+- ``dynamo_trace``: Dynamo's current trace, and ``dynamo_counts``: its conversions;
 - ``aot_autograd``: origins of a graph's inputs, and the work left to AOTAutograd's wrapper;
 - ``inductor``: calls of Inductor, its settings and caches;
 - ``inductor_lowerings``: lowerings of our operators;
@@ -42,7 +42,6 @@ try:
     from collage_fx.torch_compat.dynamo_counts import (
         conversions,
         forget_counts,
-        graph_breaks,
         recompile_reasons,
     )
     from collage_fx.torch_compat.dynamo_trace import (
@@ -131,7 +130,6 @@ try:
     from collage_fx.torch_compat.patch_numbers import BurnedIn
     from collage_fx.torch_compat.patch_optimizers import (
         Place,
-        Thin,
         ThinnedLists,
         TracedRows,
         is_traced_whole,
