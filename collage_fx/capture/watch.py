@@ -134,6 +134,7 @@ from collage_fx.torch_compat import (
     is_torchs_step,
     is_traced_whole,
     keep_sizes,
+    thinned_lists,
     trace_unfused,
     watch_conversions,
     wrapped_steps_on_the_stack,
@@ -174,7 +175,6 @@ def start_watch() -> None:
             _at_graph_break,
             _at_torch_compile,
             _rows_to_trace,
-            forget_new_state,
             SETTINGS,
         )
     )
@@ -410,6 +410,15 @@ def _too_many(subject: Optimizer | CodeType, code: CodeType) -> CollageError:
 
 
 def _at_graph_break(code: CodeType, graph_break: GraphBreak) -> None:
+    """Record the optimizer whose update a graph break is in, or refuse it, or trace all of its rows."""
+    _record_or_refuse(code, graph_break)
+    if lists := thinned_lists():
+        for each in lists:
+            forget_new_state(each.optimizer)
+        raise TraceWhole
+
+
+def _record_or_refuse(code: CodeType, graph_break: GraphBreak) -> None:
     """Record the optimizer whose update a graph break is in, or refuse it."""
     request, optimizer = _request_now(), graph_break.optimizer
     if request is None or optimizer is None:

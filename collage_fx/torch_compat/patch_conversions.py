@@ -37,7 +37,6 @@ from collage_fx.torch_compat.patch_optimizers import (
     looked_for,
     thinned,
     thinning_lists,
-    trace_whole_instead,
     tracing_whole,
     watching_optimizers,
 )
@@ -113,7 +112,6 @@ class Watch:
         at_graph_break: see :func:`watching_graph_breaks`.
         handed_over: called with ``(backend, keywords, function)`` when ``torch.compile`` is given a function.
         rows_to_trace: see :func:`thinning_lists`.
-        abandon: see :func:`trace_whole_instead`.
         settings: Dynamo's configuration during a conversion.
     """
 
@@ -127,7 +125,6 @@ class Watch:
     at_graph_break: Callable[[CodeType, GraphBreak], None]
     handed_over: Callable[[Any, dict[str, Any], Any], None]
     rows_to_trace: Thin
-    abandon: Callable[[Optimizer], None]
     settings: dict[str, Any]
 
 
@@ -254,9 +251,7 @@ def _patched(watch: Watch, code: CodeType, variables: Mapping[str, Any]) -> Iter
         TEXTS.entered(lambda original: _without_elements),
         watching_optimizers(watch.at_optimizer),
         thinning_lists(watch.rows_to_trace),
-        watching_graph_breaks(
-            watch.at_graph_break, then=lambda output: trace_whole_instead(output, watch.abandon)
-        ),
+        watching_graph_breaks(watch.at_graph_break),
         tracing_numbers(),
     ):
         yield

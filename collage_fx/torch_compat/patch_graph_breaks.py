@@ -61,9 +61,9 @@ class GraphBreak:
 
 
 def watching_graph_breaks(
-    watch: Callable[[CodeType, GraphBreak], None], then: Callable[[Any], None]
+    watch: Callable[[CodeType, GraphBreak], None],
 ) -> contextlib.AbstractContextManager[None]:
-    """Context manager: call ``watch(code, graph_break)`` at each graph break, then ``then(output)``.
+    """Context manager: call ``watch(code, graph_break)`` at each graph break.
 
     ``watch`` is also called when Dynamo decides to skip a frame. ``code`` belongs to the function that is
     being converted, which may have called the function with the break. A :class:`ShortenTraceback` exception
@@ -74,7 +74,6 @@ def watching_graph_breaks(
         def watched(self: Any, code_options: Any, reason: str, exc: Any) -> None:
             if not _is_torchs_own(self.f_code, exc):
                 watch(self.f_code, _describe_graph_break(self, exc))
-            then(self.output)
             original(self, code_options, reason, exc)
 
         return watched

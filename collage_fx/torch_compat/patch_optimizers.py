@@ -16,10 +16,7 @@ from torch._dynamo.pgo import auto_dynamic
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch.utils.weak import WeakIdKeyDictionary
 
-from collage_fx.torch_compat.dynamo_trace import (
-    TraceWhole,
-    output_being_traced,
-)
+from collage_fx.torch_compat.dynamo_trace import output_being_traced
 from collage_fx.torch_compat.optim_frames import is_torchs_step
 from collage_fx.torch_compat.patch_graph_breaks import SHAPES_OF_BREAKS
 from collage_fx.torch_compat.patching import Patch
@@ -261,8 +258,8 @@ def thinning_lists(choose: Thin) -> Iterator[None]:
 
     ``choose(optimizer, rows)`` is called each time that ``_init_group`` has filled the
     lists that a step loops over. Guards are created for all rows. The backend must add the updates of the
-    rows that are left out (:func:`thinned_lists`), or raise :class:`TraceWhole`. At a graph break,
-    :func:`trace_whole_instead` is to be called.
+    rows that are left out (:func:`thinned_lists`), or raise :class:`TraceWhole`. It must also
+    raise it at a graph break, because after the break Python would continue with the shortened lists.
 
     Lists are thinned only if the step is the compiled function, so that no other code in the graph reads the
     updated tensors.
@@ -301,17 +298,6 @@ def thinning_lists(choose: Thin) -> Iterator[None]:
 
     with LISTS.entered(updating), GRADIENTS.entered(_but_of_those_looked_for):
         yield
-
-
-def trace_whole_instead(output: Any, abandon: Callable[[torch.optim.Optimizer], None]) -> None:
-    """Trace a step for all rows if its lists are thinned; call ``abandon`` for its optimizers before.
-
-    After a graph break Python would continue with the shortened lists.
-    """
-    if output in thinned:
-        for lists in thinned[output]:
-            abandon(lists.optimizer)
-        raise TraceWhole
 
 
 def _but_of_those_looked_for(not_none_match: Callable[..., None]) -> Callable[..., None]:
