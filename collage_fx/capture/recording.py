@@ -35,13 +35,7 @@ from collage_fx.state import (
     state_tensors,
     stop_packing,
 )
-from collage_fx.torch_compat import (
-    fused_operator,
-    is_step_wrapper,
-    reroute_steps,
-    run_unfused,
-    storage_of,
-)
+from collage_fx.torch_compat import fused_operator, is_step_wrapper, reroute_steps, run_unfused, storage_of
 
 log = logging.getLogger("collage_fx")
 

@@ -36,8 +36,5 @@ from collage_fx.state.optimizers import (
     stop_packing,
     unpack_state,
 )
-from collage_fx.state.packed import (
-    is_packed,
-    unpack,
-)
+from collage_fx.state.packed import is_packed, unpack
 from collage_fx.state.replaced_state import note_held, note_step, noting_steps, settle_replaced

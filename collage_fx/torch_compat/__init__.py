@@ -39,11 +39,7 @@ try:
         needs_autograd,
         versions_to_increment,
     )
-    from collage_fx.torch_compat.dynamo_counts import (
-        conversions,
-        forget_counts,
-        recompile_reasons,
-    )
+    from collage_fx.torch_compat.dynamo_counts import conversions, forget_counts, recompile_reasons
     from collage_fx.torch_compat.dynamo_trace import (
         ConvertAgain,
         RunEagerly,
@@ -123,10 +119,7 @@ try:
         watch_conversions,
     )
     from collage_fx.torch_compat.patch_graph_breaks import GraphBreak
-    from collage_fx.torch_compat.patch_inductor import (
-        fusing_distant_nodes,
-        without_triton,
-    )
+    from collage_fx.torch_compat.patch_inductor import fusing_distant_nodes, without_triton
     from collage_fx.torch_compat.patch_numbers import BurnedIn
     from collage_fx.torch_compat.patch_optimizers import (
         Place,
