@@ -112,6 +112,13 @@ def packaged(module: str, name: str, **how: Any) -> Any:
     return make
 
 
+def deepspeed(parameters: Parameters) -> Step:
+    """Its AdamW for parameters that are offloaded to the host; both moments are float32."""
+    optimizer = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
+    step: Step = optimizer(parameters, **OPTIONS, adamw_mode=True).step
+    return step
+
+
 def heavyball(parameters: Parameters) -> Step:
     """Its step takes the gradients away; here they come back."""
     step = packaged("heavyball", "AdamW", ecc="bf16+8", param_ecc="bf16+8")(parameters)
@@ -162,6 +169,9 @@ _PEERS: Sequence[Peer] = (
         package="torchao",
         compiles=True,
     ),
+    Peer("DeepSpeed CPUAdam fp32", deepspeed, 28, torch.float32, package="deepspeed", devices=("cpu",)),
+    # bf16 parameter without a master, float32 moments, in and out, and the gradient
+    Peer("DeepSpeed CPUAdam bf16", deepspeed, 22, package="deepspeed", devices=("cpu",)),
     # the parameter, moments of 8 bits and a 32-bit scale for 256 of them, in and out, and the gradient
     Peer("bitsandbytes 8 bit", packaged("bitsandbytes.optim", "AdamW8bit"), 10.0625, package="bitsandbytes"),
     # hi and its 8-bit rest of parameter and both moments, in and out, and the gradient

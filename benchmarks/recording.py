@@ -21,7 +21,7 @@ import torch
 
 from collage_fx import CollageBackend
 from collage_fx.capture.recorder import Recorder
-from collage_fx.capture.recording import record
+from collage_fx.capture.recording import Request, record
 
 ELEMENTS = 16
 WARM_UP = 5
@@ -36,7 +36,7 @@ def adamw(tensors: int) -> torch.optim.AdamW:
 
 def steps(tensors: int) -> dict[str, Callable[[], Any]]:
     captured, recorded = adamw(tensors), adamw(tensors)
-    record(recorded, CollageBackend(), {}, "to be timed", strict=True)
+    record(recorded, Request(CollageBackend(), {}, strict=True), "to be timed")
     return {
         "eager": adamw(tensors).step,
         "captured": torch.compile(captured.step, backend=CollageBackend()),

@@ -8,17 +8,8 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule
-from torch.optim import Optimizer
 
-from collage_fx.capture import (
-    forget_new_state,
-    give_up_rows,
-    has_stand_ins,
-    members_come_and_go,
-    not_compiled_yet,
-    rows_to_trace,
-    watch,
-)
+from collage_fx.capture import not_compiled_yet, start_watch
 from collage_fx.codegen import prepare_compiler
 from collage_fx.compilation import Backend, Compilation
 from collage_fx.errors import InvalidOptionError
@@ -35,13 +26,7 @@ from collage_fx.options import (
 )
 from collage_fx.pipeline import PIPELINE, Pass
 from collage_fx.report import CollageReport, plot
-from collage_fx.torch_compat import (
-    TracedRows,
-    TraceWhole,
-    backend_being_traced_for,
-    mode_options,
-    trace_unfused,
-)
+from collage_fx.torch_compat import mode_options
 
 
 class CollageBackend(Backend):
@@ -128,8 +113,7 @@ class CollageBackend(Backend):
 
         It includes the measurements, for which this waits for the device.
         """
-        waiting = not_compiled_yet(lambda *given: _compensating_backend(*given) is self)
-        return CollageReport(list(self.reports), self.meter.metrics(), waiting)
+        return CollageReport(list(self.reports), self.meter.metrics(), not_compiled_yet(self))
 
     def metrics(self, model: torch.nn.Module | None = None) -> Metrics:
         """Return the measurements so far: step -> tensor -> values, and their aggregates.
@@ -227,46 +211,6 @@ def backend_for(**options: Any) -> CollageBackend:
     return _by_options.setdefault(backend.options, backend)
 
 
-vars(collage)["stands_for"] = backend_for  # recorded steps call this instead
+vars(collage)["stands_for"] = backend_for  # of which Request.of makes the backend
 
-
-def _compensating_backend(compiler: Any, keywords: dict[str, Any]) -> CollageBackend | None:
-    """Return the backend that ``torch.compile`` was given if it compensates something; else None."""
-    backend = backend_for(**(keywords.get("options") or {})) if compiler is collage else compiler
-    compensates = isinstance(backend, CollageBackend) and backend.options.strategy != "none"
-    return backend if compensates else None
-
-
-def _is_ours(compiler: Any) -> bool:
-    """Return whether an argument of ``torch.compile`` is a backend of ours."""
-    return compiler is collage or isinstance(compiler, CollageBackend)
-
-
-def _strictness(compiler: Any, keywords: dict[str, Any]) -> bool | None:
-    """Return whether a backend that compensates is strict; None for other backends."""
-    backend = _compensating_backend(compiler, keywords)
-    return None if backend is None else backend.options.strict
-
-
-def _rows_to_trace(
-    optimizer: Optimizer, compiler: Any, keywords: dict[str, Any], rows: Sequence[tuple[Any, ...]]
-) -> TracedRows | None:
-    """Choose the rows of an optimizer's lists that Dynamo is to trace; None for all."""
-    backend = _compensating_backend(compiler, keywords)
-    by_family = backend is not None and backend.options.not_by_family() is None
-    come_and_go = has_stand_ins(optimizer) or members_come_and_go(optimizer)
-    traced = rows_to_trace(rows, come_and_go=come_and_go) if by_family else None
-    if traced is None and has_stand_ins(optimizer):
-        give_up_rows(optimizer)
-        forget_new_state(optimizer)
-        raise TraceWhole
-    return traced
-
-
-def _is_compensated_now() -> bool:
-    """Return whether the step that is being traced is compensated."""
-    return _compensating_backend(*backend_being_traced_for()) is not None
-
-
-watch.start_watch(_is_ours, _strictness, _rows_to_trace)
-trace_unfused(_is_compensated_now)
+start_watch()

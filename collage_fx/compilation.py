@@ -24,6 +24,7 @@ from collage_fx.budgets import Budget, best_budget, budgets_for, budgets_for_par
 from collage_fx.capture import (
     Deferred,
     Families,
+    Request,
     decompositions,
     describe_input,
     describe_inputs,
@@ -49,6 +50,7 @@ from collage_fx.errors import (
     ConflictingErrorFormatError,
     UncompensatedParameterError,
     UnsupportedTensorError,
+    raise_or_warn,
     warn,
 )
 from collage_fx.graph import (
@@ -75,7 +77,7 @@ from collage_fx.metrics import MeasuredInput, Meter, MeteredStep, Rows
 from collage_fx.numerics import ERROR_FORMATS, PACKED_FORMATS, ErrorFormat, short_name
 from collage_fx.options import Options
 from collage_fx.pipeline import ANALYSIS, MEASUREMENT, Pass, Stage, run_pipeline
-from collage_fx.report import GraphReport, TensorReport, open_dump, tensor_report, treatments
+from collage_fx.report import GraphReport, PassLog, TensorReport, tensor_report, treatments
 from collage_fx.runtime import MakingStep, Member, WholeStep
 from collage_fx.state import (
     choose_new,
@@ -135,6 +137,11 @@ class Backend:
         self._labels: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()
         self._used_labels: list[str] = []
 
+    @property
+    def compensates(self) -> bool:
+        """Whether steps that are compiled get error terms."""
+        return self.options.strategy != "none"
+
     def label(self, optimizers: Sequence[Optimizer]) -> str:
         """Return the name of these optimizers' step in reports.
 
@@ -190,7 +197,6 @@ class Compilation:
         self.options = backend.options
         self.module = module
         self.arguments = arguments
-        self.mode = mode
         self.settings = settings
         # A helper that a step calls, or the rest of a step after a graph break, may not name the optimizer.
         variables = {**traced_frame_variables(), "stepped": optimizer_being_stepped()}
@@ -201,6 +207,7 @@ class Compilation:
         recorded = () if traced_frame_name() else map(why_recorded, self.optimizers.values())
         self.recorded = next(filter(None, recorded), "")
         self.is_compiled = all(map(is_compiled, self.optimizers.values()))
+        self.request = Request(backend, {"mode": mode}, self.options.strict)
         self.left_alone = False
         self.budgets: tuple[Budget, ...] = ()
 
@@ -231,7 +238,7 @@ class Compilation:
                 try:
                     refuse_overlaps(self.known.values())  # AOTAutograd refuses them with another message
                 except AliasedStateError as refusal:
-                    self._raise_or_warn(refusal)
+                    raise_or_warn(self, refusal, strict=self.options.strict)
             with torch.set_grad_enabled(needs_grad):
                 return noting_steps(self._whole(step), optimizers)
         except (CollageError, TraceWhole):
@@ -354,7 +361,7 @@ class Compilation:
         try:
             step = self._compensated(gm, infos, one, example_inputs, inductor_options, not_by_family)
         except AliasedStateError as refusal:
-            self._raise_or_warn(refusal)
+            raise_or_warn(self, refusal, strict=self.options.strict)
             return self._as_captured(gm, example_inputs, inductor_options, refusal.met)
         assert not isinstance(step, Reason), "a graph of one is compiled as one, if need be"
         return step
@@ -374,8 +381,7 @@ class Compilation:
                 low = next(filter(is_low_precision_tensor, node.all_input_nodes), None)
                 if low is not None:
                     reason = f"{node.target} is not implemented for {short_name(low.meta['val'].dtype)}"
-                    optimizers, keywords = self.optimizers.values(), {"mode": self.mode}
-                    record_instead(optimizers, self.backend, keywords, reason, strict=self.options.strict)
+                    record_instead(self.optimizers.values(), self.request, reason)
 
     def _describe(
         self, values: Sequence[Any], names: Sequence[str], bound: int
@@ -420,7 +426,7 @@ class Compilation:
         if made_anew:
             program.arithmetic = "wide"  # the displacement of a parameter is kept unrounded
         example_inputs = [*example_inputs, *_values_behind(program, len(example_inputs))]
-        pass_log = _PassLog(self.subject, before)
+        pass_log = PassLog(self.subject, before)
         self._rewrite(program, before, pass_log)
         self._refuse_uncompensated(program)
         is_rewritten = bool(program.expansions or program.measured) or bool(self.options.own_passes)
@@ -498,7 +504,7 @@ class Compilation:
             try:
                 refuse_unsupported(gm, program.inputs)
             except UnsupportedTensorError as refusal:
-                self._raise_or_warn(refusal)
+                raise_or_warn(self, refusal, strict=self.options.strict)
         self._refuse_other_error_terms(infos, program.error_format)
         return program
 
@@ -649,7 +655,7 @@ class Compilation:
             return self._lower_as_captured(gm, example_inputs, inductor_options).step
         self.left_alone = True
         graph = copy_of(gm)
-        pass_log = _PassLog(self.subject, graph)
+        pass_log = PassLog(self.subject, graph)
         with generated_code() as code:
             made = self._lower_as_captured(gm, example_inputs, inductor_options)
         pass_log.lowered(tuple(code))
@@ -674,7 +680,7 @@ class Compilation:
         if compensated:
             for optimizer in self.optimizers.values():
                 note_compiled(optimizer)
-                note_compiled_step(optimizer, self.backend, strict=self.options.strict)
+                note_compiled_step(optimizer, self.request)
         self.backend.reports.append(report)
         log.info("%s, %s in %.1f s", report.headline, self.backend.verb, time.perf_counter() - started)
         for line in (str(report.route), *report.route.explained()):
@@ -682,12 +688,6 @@ class Compilation:
         for group in treatments(report.tensors):
             row = group.example
             log.debug("%s: %s: %s; %s", self.subject, group.what, row.recurrence, row.why)
-
-    def _raise_or_warn(self, refusal: CollageError) -> None:
-        """Raise a refusal if the backend is strict; else warn."""
-        if self.options.strict:
-            raise refusal
-        warn(refusal)
 
 
 def _reason_to_leave_alone(gm: GraphModule, infos: Sequence[InputInfo]) -> str | None:
@@ -724,27 +724,6 @@ def _packed_format(info: InputInfo) -> ErrorFormat | None:
 def _never_called(*arguments: Any) -> Any:
     """Raise: the graph of one member of each family is compiled, never run."""
     raise AssertionError("the graph of one of each family is compiled, never run")
-
-
-class _PassLog:
-    """Summaries of a compilation's passes, and files of their graphs if a dump is requested."""
-
-    def __init__(self, subject: str, captured: GraphModule) -> None:
-        self.passes: list[tuple[str, str]] = []
-        self._dump = open_dump(subject)
-        if self._dump is not None:
-            self._dump.stage("captured", f"{subject}, {len(captured.graph.nodes)} nodes", captured.graph)
-
-    def __call__(self, stage: Stage) -> None:
-        """Log a pass."""
-        self.passes.append((stage.name, stage.summary))
-        if self._dump is not None:
-            self._dump.stage(stage.name, stage.summary, stage.graph)
-
-    def lowered(self, code: Sequence[str]) -> None:
-        """Write the code that the step was lowered to into the dump."""
-        if self._dump is not None:
-            self._dump.code(code)
 
 
 def _wider_bytes(gm: GraphModule, repetition: Repetition) -> int:

@@ -23,30 +23,6 @@ from weakref import WeakKeyDictionary
 
 from collage_fx.torch_compat import ShortenTraceback
 
-__all__ = [
-    "AliasedStateError",
-    "ChangedTensorError",
-    "CheckpointMismatchError",
-    "CollageError",
-    "ConflictingErrorFormatError",
-    "EagerStepError",
-    "FailedLoweringError",
-    "FailedPassError",
-    "GraphBreakError",
-    "GraphInvariantError",
-    "InvalidOptionError",
-    "LostErrorTermsError",
-    "RecompileLimitError",
-    "UncompensatedParameterError",
-    "UnsupportedOptimizerError",
-    "UnsupportedTensorError",
-    "UnsupportedTorchError",
-    "did_you_mean",
-    "error_kinds",
-    "raise_or_warn",
-    "warn",
-]
-
 
 class CollageError(ShortenTraceback, RuntimeError):
     """Base of all errors of this package.

@@ -213,8 +213,7 @@ def _install(optimizer: Optimizer, backend: CollageBackend) -> None:
     if isinstance(before := own_step(optimizer), CompiledStep):
         forget_compiled_step(optimizer)
         _drop_terms_of_state(optimizer, before.backend.options, backend.options)
-    if backend.options.strategy != "none":
-        note_installed(optimizer, backend, strict=backend.options.strict)
+    note_installed(optimizer, backend)
     set_own_step(optimizer, CompiledStep(optimizer, backend))
     parameters = [parameter for _, parameter in parameter_names(optimizer)]
     low = [parameter for parameter in parameters if is_low_precision(parameter.dtype)]
@@ -249,12 +248,11 @@ def _drop_terms_of_state(optimizer: Optimizer, before: Options, now: Options) ->
         )
 
 
-def _reinstall(optimizer: Optimizer, backend: CollageBackend) -> None:
-    """Install a copy of an installed optimizer."""
-    install(optimizer, backend=backend)
-
-
-carry_along("backend", lambda optimizer: getattr(own_step(optimizer), "backend", None), _reinstall)
+carry_along(
+    "backend",
+    lambda optimizer: getattr(own_step(optimizer), "backend", None),
+    lambda copy, backend: install(copy, backend=backend),
+)
 
 
 def _install_class(cls: Any, backend: CollageBackend | None, options: dict[str, Any]) -> Any:

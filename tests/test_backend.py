@@ -13,7 +13,6 @@ from torch._dynamo.utils import counters
 
 import collage_fx
 from collage_fx import CollageBackend, CollageError, backend_for, collage_backend, error_terms, full_value
-from collage_fx import backend as backend_module
 from collage_fx.capture import watch
 from tests.support.training import (
     Descent,
@@ -457,7 +456,7 @@ def test_installing_the_hooks_again_leaves_one_layer() -> None:
     for _ in range(3):
         collage_fx.state.checkpoint.install()
         collage_fx.torch_compat.patch_averages.install()
-        watch.start_watch(backend_module._is_ours, backend_module._strictness, backend_module._rows_to_trace)
+        watch.start_watch()
     params = optimizer.param_groups[0]["params"]
     run_steps(compiled(optimizer), params, [0])
     keys = [f"collage_fx.parameter.exact.{name}" for name in ("rest", "fingerprint")]

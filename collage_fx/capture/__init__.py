@@ -4,11 +4,11 @@ from collage_fx.capture.closures import calls_closure_first
 from collage_fx.capture.families import Families, families_of
 from collage_fx.capture.foreach import with_lists_apart
 from collage_fx.capture.inputs import describe_input, describe_inputs
-from collage_fx.capture.members import give_up_rows, has_stand_ins, members_come_and_go
+from collage_fx.capture.members import give_up_rows, has_stand_ins
 from collage_fx.capture.new_state import forget_new_state
 from collage_fx.capture.numbers import decompositions
 from collage_fx.capture.progress import hide_progress
-from collage_fx.capture.recording import is_compiled, why_recorded
+from collage_fx.capture.recording import Request, is_compiled, why_recorded
 from collage_fx.capture.refusals import (
     refuse_aliases,
     refuse_fused_operators,
@@ -17,7 +17,6 @@ from collage_fx.capture.refusals import (
     refuse_unsupported,
 )
 from collage_fx.capture.segment import Deferred
-from collage_fx.capture.thinning import rows_to_trace
 from collage_fx.capture.watch import (
     forget_compiled_step,
     not_compiled_yet,
@@ -25,34 +24,5 @@ from collage_fx.capture.watch import (
     note_forward,
     note_installed,
     record_instead,
+    start_watch,
 )
-
-__all__ = [
-    "Deferred",
-    "Families",
-    "calls_closure_first",
-    "decompositions",
-    "describe_input",
-    "describe_inputs",
-    "families_of",
-    "forget_compiled_step",
-    "forget_new_state",
-    "give_up_rows",
-    "has_stand_ins",
-    "hide_progress",
-    "is_compiled",
-    "members_come_and_go",
-    "not_compiled_yet",
-    "note_compiled_step",
-    "note_forward",
-    "note_installed",
-    "record_instead",
-    "refuse_aliases",
-    "refuse_fused_operators",
-    "refuse_overlaps",
-    "refuse_unknown_torch",
-    "refuse_unsupported",
-    "rows_to_trace",
-    "why_recorded",
-    "with_lists_apart",
-]

@@ -34,7 +34,6 @@ family of one, and the report shows the reason.
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -45,6 +44,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from collage_fx.capture.refusals import first_overlap
 from collage_fx.capture.thinning import ListRows, is_plain, layout_of
 from collage_fx.graph import InputInfo, Reason, Repetition, components, device_facts
 from collage_fx.torch_compat import (
@@ -54,7 +54,6 @@ from collage_fx.torch_compat import (
     local_tensor,
     pytree,
     sharding_of,
-    storage_of,
 )
 
 #: Nodes without operands and without a value, which change how the nodes after them are captured.
@@ -66,7 +65,6 @@ class Families:
     """A module of one component of each family, and the way in which the whole graph is made of them.
 
     Attributes:
-        captured: the module that Dynamo captured.
         module: the graph of the first component of each family.
         arguments: arguments of ``module``.
         inputs: inputs of the whole graph, in AOTAutograd's order: parameters and buffers, then arguments.
@@ -81,7 +79,6 @@ class Families:
         repetition: recurrence of the inputs of ``module``, in the order of ``origins``, and of its results.
     """
 
-    captured: GraphModule
     module: GraphModule
     arguments: tuple[Any, ...]
     inputs: tuple[Any, ...]
@@ -191,7 +188,7 @@ class _Search:
     def _input_not_understood(self) -> Reason | None:
         """Return the first input of an unknown kind, or in the memory of another; None if there is none."""
         traced = {id(self.inputs[index]) for index in self.index.values() if index is not None}
-        memory: dict[int, list[tuple[int, int, str]]] = defaultdict(list)
+        pieces = []
         for name, value in zip(self.names, self.inputs, strict=True):
             if id(value) not in traced and not self.rows.is_left_out(value):
                 return Reason("the graph does not read this input", name)
@@ -200,19 +197,11 @@ class _Search:
                     return Reason(f"on {value.device.type} a step is compiled as one", name)
                 if not is_plain(value):
                     return Reason("this input is no ordinary dense tensor of known sizes", name)
-                piece = local_tensor(value)
-                start = int(piece.storage_offset())
-                extent = sum(
-                    (size - 1) * stride for size, stride in zip(piece.shape, piece.stride(), strict=True)
-                )
-                if piece.numel():
-                    memory[storage_of(piece)].append((start, start + extent, name))
+                pieces.append((name, local_tensor(value)))
             elif not isinstance(value, (torch.SymInt, torch.SymFloat)):
                 return Reason("this input is neither a tensor nor a number", name)
-        for regions in memory.values():
-            for (_, end, first), (start, _, name) in itertools.pairwise(sorted(regions)):
-                if start <= end:
-                    return Reason(f"this input shares memory with {first}", name)
+        if (overlap := first_overlap(pieces)) is not None:
+            return Reason(f"this input shares memory with {overlap[0]}", overlap[1])
         return None
 
     def _operation_not_understood(self) -> Reason | None:
@@ -439,7 +428,6 @@ class _Search:
             for value in (self.inputs[index] for index in own_arguments)
         )
         return Families(
-            self.gm,
             module,
             arguments,
             self.inputs,

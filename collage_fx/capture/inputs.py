@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ def describe_inputs(
         else:
             kind, where = origin
             if kind == "attribute":
-                tensor, fallback = _module_attribute(dynamo_module, str(where)), str(where)
+                tensor, fallback = attrgetter(str(where))(dynamo_module), str(where)
             else:
                 tensor, fallback = arguments[int(where)], argument_names[int(where)]
             described.append(describe_input(tensor, fallback, known, bound=kind == "attribute"))
@@ -104,11 +105,3 @@ def _describe_number(fallback: str, value: Any) -> InputInfo:
     source = symbol_source(value) if isinstance(value, (torch.SymInt, torch.SymFloat)) else fallback
     words = re.findall(r"\w+", source)
     return InputInfo(source, words[-1] if words else fallback, Role.OTHER)
-
-
-def _module_attribute(module: GraphModule, target: str) -> Tensor:
-    """Return the tensor at an attribute path of a module."""
-    owner, _, name = target.rpartition(".")
-    tensor = getattr(module.get_submodule(owner), name)
-    assert isinstance(tensor, Tensor)
-    return tensor

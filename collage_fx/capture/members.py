@@ -23,13 +23,15 @@ Where the rows are not understood, each pattern is compiled, and at Dynamo's lim
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from collage_fx.state import parameter_names
 
 
 @dataclass
@@ -57,11 +59,11 @@ _members: WeakKeyDictionary[Optimizer, _Members] = WeakKeyDictionary()
 def note_gradients(optimizer: Optimizer) -> None:
     """Note which parameters have a gradient, when a compilation of the optimizer's step begins."""
     members = _members.setdefault(optimizer, _Members())
-    present = {id(p): p.grad is not None for p in _parameters_of(optimizer)}
+    present = {id(p): p.grad is not None for _, p in parameter_names(optimizer)}
     if any(members.present.get(p, is_there) != is_there for p, is_there in present.items()):
         members.changes += 1
     members.present = present
-    members.known |= {id(p): p.grad.dtype for p in _parameters_of(optimizer) if p.grad is not None}
+    members.known |= {id(p): p.grad.dtype for _, p in parameter_names(optimizer) if p.grad is not None}
 
 
 def members_come_and_go(optimizer: Optimizer) -> bool:
@@ -80,7 +82,7 @@ def add_stand_ins(optimizer: Optimizer) -> None:
     if not members_come_and_go(optimizer):
         return
     members = _members[optimizer]
-    for p in _parameters_of(optimizer):
+    for _, p in parameter_names(optimizer):
         is_known = id(p) in members.known or bool(optimizer.state.get(p))
         if p.grad is None and (is_known or (p.requires_grad and members.changes > 1)):
             p.grad = torch.empty_like(p, dtype=members.known.get(id(p), p.dtype))
@@ -111,8 +113,3 @@ def _begin_momentum(optimizer: Optimizer) -> None:
             for p in group["params"]:
                 if p.grad is not None and optimizer.state[p].get("momentum_buffer") is None:
                     optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
-
-
-def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
-    """Yield the parameters of all groups."""
-    return (p for group in optimizer.param_groups for p in group["params"])

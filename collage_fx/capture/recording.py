@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -35,13 +35,7 @@ from collage_fx.state import (
     state_tensors,
     stop_packing,
 )
-from collage_fx.torch_compat import (
-    fused_operator,
-    is_step_wrapper,
-    reroute_steps,
-    run_unfused,
-    storage_of,
-)
+from collage_fx.torch_compat import fused_operator, is_step_wrapper, reroute_steps, run_unfused, storage_of
 
 log = logging.getLogger("collage_fx")
 
@@ -50,6 +44,38 @@ COMPILING_STEPS = 32
 
 #: Attribute of an optimizer whose steps are recorded; unlike a table of ours, Dynamo guards on an attribute.
 RECORDING = "__collage_fx_recording__"
+
+
+class Request(NamedTuple):
+    """Request for compensated steps.
+
+    Attributes:
+        backend: backend given to ``torch.compile`` or ``install``; None for a copy of an optimizer.
+        keywords: keyword arguments of its calls: ``mode``.
+        strict: whether steps that are not compensated are refused.
+    """
+
+    backend: Any
+    keywords: dict[str, Any]
+    strict: bool
+
+    @staticmethod
+    def of(backend: Any, keywords: dict[str, Any]) -> Request | None:
+        """Return the request that a call of ``torch.compile`` makes; None if its backend compensates nothing.
+
+        Args:
+            backend: its argument, a function or an object, with the attribute ``stands_for`` if it was given
+                by name: a function that makes the backend of the options.
+            keywords: ``mode`` and ``options`` given with it.
+
+        Raises:
+            ValueError: an option is unknown, or has a value that is not allowed.
+        """
+        if (backend_for := getattr(backend, "stands_for", None)) is not None:
+            backend = backend_for(**(keywords.get("options") or {}))
+            keywords = {name: value for name, value in keywords.items() if name != "options"}
+        is_asked = getattr(backend, "compensates", False)
+        return Request(backend, keywords, backend.options.strict) if is_asked else None
 
 
 def is_recorded(optimizer: Optimizer) -> bool:
@@ -89,11 +115,9 @@ def is_recordable(optimizer: Optimizer) -> bool:
 
 def record(
     optimizer: Optimizer,
-    backend: Any,
-    keywords: dict[str, Any],
+    request: Request,
     reason: str,
     *,
-    strict: bool,
     level: int = logging.INFO,
     for_one_step: bool = False,
 ) -> None:
@@ -101,20 +125,16 @@ def record(
 
     Args:
         optimizer: the optimizer; a step that it is in the middle of is not recorded yet.
-        backend: backend that ``torch.compile`` was given for the step.
-        keywords: arguments given with the backend: ``mode`` or ``options``.
+        request: backend for the step, and whether to refuse a step that cannot be compensated, rather than
+            warn and take it.
         reason: why the step cannot be captured.
-        strict: whether to refuse a step that cannot be compensated, rather than warn and take it.
         level: level of the log message.
         for_one_step: record only the next step, and compile nothing: it runs operation by operation.
     """
-    if (backend_for := getattr(backend, "stands_for", None)) is not None:  # given by name
-        backend = backend_for(**(keywords.get("options") or {}))
-        keywords = {name: value for name, value in keywords.items() if name != "options"}
     recording = _for_one_step.get(optimizer) if for_one_step else None
     if recording is None:
         log.log(level, "%s: its steps are run by Python and recorded: %s", type(optimizer).__name__, reason)
-        recording = _Recording(optimizer, backend, keywords, reason, strict=strict, for_one_step=for_one_step)
+        recording = _Recording(optimizer, request, reason, for_one_step=for_one_step)
     if for_one_step:
         _for_one_step[optimizer] = recording
     reroute_steps(type(optimizer), _switched)
@@ -144,22 +164,11 @@ def _switched(step: Callable[..., Any]) -> Callable[..., Any]:
 class _Recording:
     """Recorder of one optimizer's steps, with facts about the optimizer."""
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        backend: Any,
-        keywords: dict[str, Any],
-        reason: str,
-        *,
-        strict: bool,
-        for_one_step: bool,
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, request: Request, reason: str, *, for_one_step: bool) -> None:
         self.reason = reason
         self.is_for_one_step = for_one_step
-        self._strict = strict
         self._label = type(optimizer).__name__
-        self._backend = backend
-        self._compile = lambda module, arguments: backend(module, arguments, **keywords)
+        self._request = request
         self._recorder = Recorder(self._compiled, self._kind_of, self._original_of, self._known)
         self._optimizer = weakref.ref(optimizer)
         self._parameters: dict[int, Tensor] = {}
@@ -222,12 +231,12 @@ class _Recording:
             refuse_optimizer(optimizer)
             refuse_distributed(optimizer, self.reason)
             if not self.is_for_one_step:
-                refuse_packed(optimizer, self._backend.options.state, self.reason)
+                refuse_packed(optimizer, self._request.backend.options.state, self.reason)
         except CollageError as refusal:
-            raise_or_warn(optimizer, refusal, strict=self._strict)
+            raise_or_warn(optimizer, refusal, strict=self._request.strict)
         # A first step may make state. Later ones, and those after captured steps, find it.
         if not self.is_for_one_step and (self._steps_that_compiled or not self._has_begun):
-            self._backend.refuse_excess(optimizer)
+            self._request.backend.refuse_excess(optimizer)
 
     def _look_at(self, optimizer: Optimizer) -> None:
         """Note the optimizer's parameters and gradients."""
@@ -312,7 +321,8 @@ class _Recording:
         if not self._has_compiled:
             self._progress.enter_context(show_progress(self._label))
         self._has_compiled = True
-        return self._compile(module, arguments)
+        compiled: Callable[..., Any] = self._request.backend(module, arguments, **self._request.keywords)
+        return compiled
 
 
 class _Functions(TorchFunctionMode):

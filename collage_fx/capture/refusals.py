@@ -13,6 +13,7 @@ begins to trace its step (:func:`refuse_optimizer`), which is also early enough 
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -156,20 +157,33 @@ def refuse_overlaps(known: Iterable[KnownTensor]) -> None:
     Raises:
         AliasedStateError: two tensors overlap.
     """
-    regions: dict[int, list[tuple[int, int, str]]] = {}
-    for entry in known:
-        tensor = local_tensor(entry.tensor)
-        if is_packed(tensor):
-            continue  # it has no memory
-        if entry.role in (Role.PARAMETER, Role.STATE) and is_low_precision(tensor.dtype) and is_dense(tensor):
+    dense = (
+        (entry.name, tensor)
+        for entry, tensor in ((each, local_tensor(each.tensor)) for each in known)
+        if entry.role in (Role.PARAMETER, Role.STATE) and is_low_precision(tensor.dtype)
+        if not is_packed(tensor) and is_dense(tensor)  # a packed tensor has no memory
+    )
+    if (overlap := first_overlap(dense)) is not None:
+        raise _aliased(" and ".join(overlap))
+
+
+def first_overlap(tensors: Iterable[tuple[str, Tensor]]) -> tuple[str, str] | None:
+    """Return the names of two tensors of the same memory, from the first to the last element; None if none.
+
+    Args:
+        tensors: names and tensors of known sizes, or local shards.
+    """
+    memory: dict[int, list[tuple[int, int, str]]] = defaultdict(list)
+    for name, tensor in tensors:
+        if tensor.numel():
+            extent = ((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
             start = int(tensor.storage_offset())
-            region = (start, start + tensor.numel(), entry.name)
-            regions.setdefault(storage_of(tensor), []).append(region)
-    for in_one_storage in regions.values():
-        in_one_storage.sort()
-        for (_, end, name), (start, _, other) in itertools.pairwise(in_one_storage):
-            if start < end:
-                raise _aliased(f"{name} and {other}")
+            memory[storage_of(tensor)].append((start, start + sum(extent), name))
+    for regions in memory.values():
+        for (_, end, first), (start, _, second) in itertools.pairwise(sorted(regions)):
+            if start <= end:
+                return first, second
+    return None
 
 
 def refuse_aliases(gm: GraphModule, inputs: Sequence[InputInfo], known: Iterable[KnownTensor]) -> None:

@@ -47,12 +47,12 @@ from __future__ import annotations
 import inspect
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import CodeType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -60,12 +60,20 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
-from collage_fx.capture.members import add_stand_ins, note_gradients, remove_stand_ins
+from collage_fx.capture.members import (
+    add_stand_ins,
+    give_up_rows,
+    has_stand_ins,
+    members_come_and_go,
+    note_gradients,
+    remove_stand_ins,
+)
 from collage_fx.capture.new_state import forget_new_state, remember_state
 from collage_fx.capture.numbers import scheduled_numbers
 from collage_fx.capture.progress import show_progress
 from collage_fx.capture.recorder import is_recording
 from collage_fx.capture.recording import (
+    Request,
     branches_on_values,
     is_recordable,
     is_recorded,
@@ -73,6 +81,7 @@ from collage_fx.capture.recording import (
     stop_recording,
 )
 from collage_fx.capture.refusals import refuse_optimizer, refuse_unknown_torch
+from collage_fx.capture.thinning import rows_to_trace
 from collage_fx.codegen import prepare_compiler
 from collage_fx.errors import (
     CollageError,
@@ -104,8 +113,10 @@ from collage_fx.torch_compat import (
     GraphBreak,
     Place,
     RunEagerly,
-    Thin,
+    TracedRows,
+    TraceWhole,
     Watch,
+    backend_being_traced_for,
     backend_within,
     base_of,
     before_eager_steps,
@@ -123,6 +134,8 @@ from collage_fx.torch_compat import (
     is_torchs_step,
     is_traced_whole,
     keep_sizes,
+    thinned_lists,
+    trace_unfused,
     watch_conversions,
     wrapped_steps_on_the_stack,
 )
@@ -140,9 +153,6 @@ SETTINGS = {
     "record_runtime_overhead": False,
 }
 
-#: ``(backend, keywords)`` -> whether it is strict; None for backends that compensate nothing.
-Strictness = Callable[[Any, dict[str, Any]], bool | None]
-
 #: Subject -> counts of compilations; by identity, since functions that do the same are equal as code.
 _compilations = WeakIdKeyDictionary()
 #: Compiler object of a call of ``torch.compile`` -> optimizers that its callable steps.
@@ -151,36 +161,43 @@ _stepped = WeakIdKeyDictionary()
 _read_forward = WeakTensorKeyDictionary()
 
 
-def start_watch(is_ours: Callable[[Any], bool], strictness: Strictness, rows_to_trace: Thin) -> None:
-    """Start watching Dynamo and eager steps. A second call replaces the first.
-
-    Args:
-        is_ours: tells whether an argument of ``torch.compile`` is a backend of ours.
-        strictness: tells how a backend is to be treated, at each conversion of a function.
-        rows_to_trace: see :class:`~collage_fx.torch_compat.Watch`.
-    """
+def start_watch() -> None:
+    """Start watching Dynamo and eager steps. A second call replaces the first."""
     watch_conversions(
         Watch(
-            is_ours,
-            lambda *conversion: _before_conversion(strictness, *conversion),
+            _is_ours,
+            Request.of,
+            _before_conversion,
             _within_conversion,
-            lambda *conversion: _after_conversion(strictness, *conversion),
-            lambda *conversion: _at_failed_conversion(strictness, *conversion),
-            lambda *traced: _at_trace(strictness, *traced),
-            lambda *graph_break: _at_graph_break(strictness, *graph_break),
-            lambda *hand_over: _at_torch_compile(strictness, *hand_over),
-            rows_to_trace,
-            forget_new_state,
+            _after_conversion,
+            _at_failed_conversion,
+            _at_trace,
+            _at_graph_break,
+            _at_torch_compile,
+            _rows_to_trace,
             SETTINGS,
         )
     )
-    handle_stances(lambda *backend: strictness(*backend) is not None, is_recording, _before_call)
+    handle_stances(Request.of, is_recording, _before_call)
+    before_eager_steps(_before_eager_step)
 
-    def before_eager_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not torch.compiler.is_compiling():  # else Dynamo traces this
-            _before_eager_step(strictness, optimizer)
 
-    before_eager_steps(before_eager_step)
+def _is_ours(backend: Any) -> bool:
+    """Return whether an argument of ``torch.compile`` is a backend of ours."""
+    return hasattr(backend, "stands_for") or hasattr(backend, "compensates")
+
+
+def _request_now() -> Request | None:
+    """Return the request for the step that Dynamo traces; None if it is not compensated."""
+    return Request.of(*backend_being_traced_for())
+
+
+def _is_compensated_now() -> bool:
+    """Return whether the step that Dynamo traces is compensated."""
+    return _request_now() is not None
+
+
+trace_unfused(_is_compensated_now)
 
 
 def note_forward(inputs: Iterable[Any]) -> None:
@@ -193,25 +210,33 @@ def note_forward(inputs: Iterable[Any]) -> None:
 # -- Dynamo begins to trace through an optimizer
 
 
-def _at_trace(
-    strictness: Strictness, optimizer: Optimizer, backend: Any, keywords: dict[str, Any]
-) -> Iterable[Place] | None:
+def _at_trace(optimizer: Optimizer) -> Iterable[Place] | None:
     """Return the optimizer's scheduled numbers for a trace of ours, else None; raise for a refused step."""
-    strict = strictness(backend, keywords)
-    if strict is None:
+    request = _request_now()
+    if request is None:
         return None
     remember_state(optimizer, current_trace())
     unpack_state(optimizer)
-    try:
-        adopt(optimizer)
-        refuse_optimizer(optimizer)
-    except CollageError as refusal:
-        raise_or_warn(optimizer, refusal, strict=strict)
+    _adopt(optimizer, strict=request.strict)
+    _is_refused(optimizer, strict=request.strict)
     low = (p for _, p in parameter_names(optimizer) if is_low_precision(p.dtype))
     if any(device_facts(p.device).compiles_cpp for p in low):
         prepare_compiler()  # while Dynamo traces
     _conversion.get().enter_context(_gradients_with_sizes(optimizer))
     return scheduled_numbers(optimizer)
+
+
+def _rows_to_trace(optimizer: Optimizer, rows: Sequence[tuple[Any, ...]]) -> TracedRows | None:
+    """Choose the rows of an optimizer's lists that Dynamo is to trace; None for all."""
+    request = _request_now()
+    by_family = request is not None and request.backend.options.not_by_family() is None
+    come_and_go = has_stand_ins(optimizer) or members_come_and_go(optimizer)
+    traced = rows_to_trace(rows, come_and_go=come_and_go) if by_family else None
+    if traced is None and has_stand_ins(optimizer):
+        give_up_rows(optimizer)
+        forget_new_state(optimizer)
+        raise TraceWhole
+    return traced
 
 
 def _is_refused(optimizer: Optimizer, *, strict: bool) -> bool:
@@ -227,22 +252,14 @@ def _is_refused(optimizer: Optimizer, *, strict: bool) -> bool:
 # -- Dynamo compiles a function, maybe once more
 
 
-def _before_conversion(
-    strictness: Strictness,
-    backend: Any,
-    keywords: dict[str, Any],
-    code: CodeType,
-    variables: Mapping[str, Any],
-) -> bool:
-    """Return whether a conversion is for a backend of ours; raise at the limit of compilations."""
-    strict = strictness(backend, keywords)
-    if strict is None:
-        return False
+def _before_conversion(request: Request, code: CodeType, variables: Mapping[str, Any]) -> None:
+    """Leave recorded steps to Python; record steps, or refuse them, at the limit of compilations."""
     refuse_unknown_torch()
-    for optimizer in _stepped_optimizers(code, variables):
+    # The optimizers that a function is about to step, if it is torch's wrapper around a step.
+    for optimizer in optimizers_among(variables).values() if is_step_wrapper(code) else ():
         if not is_recorded(optimizer) and branches_on_values(optimizer):
             reason = "it branches on the value of lr, which is a tensor"
-            record(optimizer, backend, keywords, reason, strict=strict)
+            record(optimizer, request, reason)
         if is_recorded(optimizer):
             raise RunEagerly
         for known in known_tensors({"self": optimizer}).values():
@@ -250,12 +267,11 @@ def _before_conversion(
     too_often = [subject for subject in _subjects(code, variables) if _is_at_limit(subject, code)]
     for subject in too_often:
         if not (isinstance(subject, Optimizer) and is_recordable(subject)):
-            raise_or_warn(subject, _too_many(subject, code), strict=strict)
+            raise_or_warn(subject, _too_many(subject, code), strict=request.strict)
         elif not is_recorded(subject) and (is_step_wrapper(code) or not is_being_stepped(subject)):
-            record(subject, backend, keywords, _too_many(subject, code).met, strict=strict)
+            record(subject, request, _too_many(subject, code).met)
     if any(isinstance(subject, Optimizer) and is_recorded(subject) for subject in too_often):
         raise RunEagerly
-    return True
 
 
 @contextmanager
@@ -304,38 +320,20 @@ def _is_view_of_its_own(gradient: Tensor, parameter: Tensor) -> bool:
     return not gradient.requires_grad and base_of(gradient) is not None and base_of(parameter) is None
 
 
-def _stepped_optimizers(code: CodeType, variables: Mapping[str, Any]) -> list[Optimizer]:
-    """Return the optimizers that a function is about to step, if it is torch's wrapper around a step."""
-    return list(optimizers_among(variables).values()) if is_step_wrapper(code) else []
-
-
 def _at_failed_conversion(
-    strictness: Strictness,
-    backend: Any,
-    keywords: dict[str, Any],
-    code: CodeType,
-    variables: Mapping[str, Any],
-    error: Exception,
+    request: Request, code: CodeType, variables: Mapping[str, Any], error: Exception
 ) -> None:
     """Record steps at which Dynamo, or its backend, fails: Python may run them.
 
     Most such failures come from symbolic numbers and shapes, and a recorded step has fewer. But recorded
     steps are slower, and a failure can have another reason than the optimizer: hence a warning.
     """
-    optimizers = optimizers_among(variables).values()
-    strict = bool(strictness(backend, keywords))
     reason = f"capturing them failed with {type(error).__name__}: {error}"
-    record_instead(optimizers, backend, keywords, reason, strict=strict, level=logging.WARNING)
+    record_instead(optimizers_among(variables).values(), request, reason, level=logging.WARNING)
 
 
 def record_instead(
-    optimizers: Iterable[Optimizer],
-    backend: Any,
-    keywords: dict[str, Any],
-    reason: str,
-    *,
-    strict: bool,
-    level: int = logging.INFO,
+    optimizers: Iterable[Optimizer], request: Request, reason: str, *, level: int = logging.INFO
 ) -> None:
     """Record optimizers from now on, and begin again, while a function that steps them is compiled.
 
@@ -345,24 +343,16 @@ def record_instead(
         o for o in optimizers if is_recordable(o) and not is_recorded(o) and not is_being_stepped(o)
     ]
     for optimizer in recordable:
-        record(optimizer, backend, keywords, reason, strict=strict, level=level)
+        record(optimizer, request, reason, level=level)
     if recordable:
         raise ConvertAgain
 
 
-def _after_conversion(
-    strictness: Strictness,
-    backend: Any,
-    keywords: dict[str, Any],
-    compiler: Any,
-    code: CodeType,
-    variables: Mapping[str, Any],
-) -> None:
+def _after_conversion(request: Request, compiler: Any, code: CodeType, variables: Mapping[str, Any]) -> None:
     """Count a compilation; at the limit, record the step that Python is in, from the next call on."""
     for subject in _subjects(code, variables):
         if _is_at_limit(subject, code) and isinstance(subject, Optimizer) and is_recordable(subject):
-            strict = bool(strictness(backend, keywords))
-            record(subject, backend, keywords, _too_many(subject, code).met, strict=strict)
+            record(subject, request, _too_many(subject, code).met)
         _compilations.setdefault(subject, Counter())[_compilation_key(subject, code)] += 1
         if isinstance(subject, Optimizer):
             _stepped.setdefault(compiler, WeakSet()).add(subject)
@@ -419,30 +409,32 @@ def _too_many(subject: Optimizer | CodeType, code: CodeType) -> CollageError:
 # -- Dynamo breaks the graph
 
 
-def _at_graph_break(
-    strictness: Strictness,
-    backend: Any,
-    keywords: dict[str, Any],
-    code: CodeType,
-    graph_break: GraphBreak,
-) -> None:
+def _at_graph_break(code: CodeType, graph_break: GraphBreak) -> None:
+    """Record the optimizer whose update a graph break is in, or refuse it, or trace all of its rows."""
+    _record_or_refuse(code, graph_break)
+    if lists := thinned_lists():
+        for each in lists:
+            forget_new_state(each.optimizer)
+        raise TraceWhole
+
+
+def _record_or_refuse(code: CodeType, graph_break: GraphBreak) -> None:
     """Record the optimizer whose update a graph break is in, or refuse it."""
-    strict = strictness(backend, keywords)
-    optimizer = graph_break.optimizer
-    if strict is None or optimizer is None:
+    request, optimizer = _request_now(), graph_break.optimizer
+    if request is None or optimizer is None:
         return
     if not any(is_low_precision(parameter.dtype) for _, parameter in parameter_names(optimizer)):
         return
     if graph_break.is_in_closure and _is_captured_after_its_closure(optimizer):
         return
-    if _is_refused(optimizer, strict=strict):  # Dynamo may not have traced a line of the step
+    if _is_refused(optimizer, strict=request.strict):  # Dynamo may not have traced a line of the step
         return
     can_be_recorded = is_recordable(optimizer) and not is_being_stepped(optimizer)
     if graph_break.is_around_a_step and not can_be_recorded:
         return  # its own step is like any function that steps an optimizer
     if can_be_recorded:
         if not is_recorded(optimizer):
-            record(optimizer, backend, keywords, graph_break.reason, strict=strict)
+            record(optimizer, request, graph_break.reason)
         if is_step_wrapper(code):
             raise RunEagerly
         return
@@ -454,9 +446,9 @@ def _at_graph_break(
         "the first step alone, where state is made, take that one eagerly, before the compiled ones. Or "
         "accept with strict=False that the part is not compensated",
     )
-    if strict:
+    if request.strict:
         forget_new_state(optimizer)
-    raise_or_warn(optimizer, refusal, strict=strict)
+    raise_or_warn(optimizer, refusal, strict=request.strict)
 
 
 def _is_captured_after_its_closure(optimizer: Optimizer) -> bool:
@@ -471,20 +463,16 @@ def _is_captured_after_its_closure(optimizer: Optimizer) -> bool:
 
 
 @dataclass(eq=False)
-class _Request:
+class _Requested:
     """Request for compensated steps of one optimizer.
 
     Attributes:
-        backend: backend given to ``torch.compile`` or ``install``.
-        keywords: arguments given with it: ``mode`` or ``options``.
-        strict: whether steps that are not compensated are refused.
+        request: the request.
         is_compiled: whether a step has been compiled with error terms.
         is_called: whether the step itself has been called eagerly, instead of a compiled callable.
     """
 
-    backend: Any
-    keywords: dict[str, Any]
-    strict: bool
+    request: Request
     is_compiled: bool = False
     is_called: bool = False
 
@@ -498,28 +486,31 @@ class _Requests:
         newest_is_strict: whether the newest step that was compiled is strict.
     """
 
-    by_optimizer: ClassVar[WeakKeyDictionary[Optimizer, _Request]] = WeakKeyDictionary()
+    by_optimizer: ClassVar[WeakKeyDictionary[Optimizer, _Requested]] = WeakKeyDictionary()
     any_made = False
     newest_is_strict = False
 
 
-def note_installed(optimizer: Optimizer, backend: Any, *, strict: bool) -> None:
-    """Note that all steps of an optimizer are to be compensated from now on, by this backend."""
-    _adopt(optimizer, strict=strict)
-    _Requests.by_optimizer[optimizer] = _Request(backend, {}, strict)
+def note_installed(optimizer: Optimizer, backend: Any) -> None:
+    """Note that all steps of an optimizer are to be compensated from now on, if this backend compensates."""
+    if (request := Request.of(backend, {})) is not None:
+        _adopt(optimizer, strict=request.strict)
+        _Requests.by_optimizer[optimizer] = _Requested(request)
 
 
-def note_compiled_step(optimizer: Optimizer, backend: Any, *, strict: bool) -> None:
+def note_compiled_step(optimizer: Optimizer, request: Request) -> None:
     """Note that a step of an optimizer is compiled with error terms, and may no longer run eagerly.
 
     Exception: an eager step that itself calls compiled code.
     """
-    _Requests.newest_is_strict = strict
+    _Requests.newest_is_strict = request.strict
     if calls_compiled_function(optimizer):
         _calling_compiled.add(optimizer)
         return
-    request = _Requests.by_optimizer.setdefault(optimizer, _Request(backend, {}, strict))
-    request.is_compiled, request.strict = True, strict or request.strict
+    requested = _Requests.by_optimizer.setdefault(optimizer, _Requested(request))
+    requested.is_compiled = True
+    if request.strict:
+        requested.request = requested.request._replace(strict=True)
 
 
 #: Optimizers whose step runs eagerly and calls compiled code.
@@ -532,41 +523,41 @@ def forget_compiled_step(optimizer: Optimizer) -> None:
     stop_recording(optimizer)
 
 
-def not_compiled_yet(is_meant: Callable[[Any, dict[str, Any]], bool]) -> list[str]:
-    """Return the classes of optimizers with requested, uncompiled steps, for some backends."""
+def not_compiled_yet(backend: Any) -> list[str]:
+    """Return the classes of optimizers with requested, uncompiled steps, for a backend."""
     return [
         type(optimizer).__name__
-        for optimizer, request in list(_Requests.by_optimizer.items())
-        if not request.is_compiled and is_meant(request.backend, request.keywords)
+        for optimizer, requested in list(_Requests.by_optimizer.items())
+        if not requested.is_compiled and requested.request.backend is backend
     ]
 
 
 def _strict_in_copies(optimizer: Optimizer) -> bool | None:
     """Return whether copies of an optimizer are strict; None if its step is not compiled."""
-    request = _Requests.by_optimizer.get(optimizer)
-    return request.strict if request is not None and request.is_compiled else None
+    requested = _Requests.by_optimizer.get(optimizer)
+    return requested.request.strict if requested is not None and requested.is_compiled else None
 
 
 def _request_for_copy(optimizer: Optimizer, strict: bool) -> None:
     """Register a request for compensated steps of an optimizer's copy."""
-    _Requests.by_optimizer.setdefault(optimizer, _Request(None, {}, strict, is_compiled=True))
+    _Requests.by_optimizer.setdefault(optimizer, _Requested(Request(None, {}, strict), is_compiled=True))
 
 
 carry_along("strict", _strict_in_copies, _request_for_copy)
 
 
-def _at_torch_compile(strictness: Strictness, backend: Any, keywords: dict[str, Any], function: Any) -> None:
+def _at_torch_compile(backend: Any, keywords: dict[str, Any], function: Any) -> None:
     """Note that ``torch.compile`` was given an optimizer's step, or a function that names optimizers."""
     _Requests.any_made = True
     try:
-        strict = strictness(backend, keywords)
+        request = Request.of(backend, keywords)
     except CollageError:
         return  # an invalid option, which the first call raises
-    if strict is None:
+    if request is None:
         return
     for optimizer in _optimizers_of(function):
-        _Requests.by_optimizer.setdefault(optimizer, _Request(backend, keywords, strict))
-        _adopt(optimizer, strict=strict)
+        _Requests.by_optimizer.setdefault(optimizer, _Requested(request))
+        _adopt(optimizer, strict=request.strict)
 
 
 def _adopt(optimizer: Optimizer, *, strict: bool) -> None:
@@ -594,61 +585,51 @@ def _optimizers_of(function: Any) -> list[Optimizer]:
 # -- a step runs eagerly
 
 
-def _before_eager_step(strictness: Strictness, optimizer: Optimizer) -> None:
+def _before_eager_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Record, check or report a step that is about to run eagerly: a hook of all optimizers."""
+    if not torch.compiler.is_compiling():  # else Dynamo traces this
+        _check_eager_step(optimizer)
+
+
+def _check_eager_step(optimizer: Optimizer) -> None:
     """Record, check or report a step that is about to run eagerly."""
     if is_recording() or is_recorded(optimizer):
         return
-    request = _Requests.by_optimizer.get(optimizer)
-    call = next(_eager_calls(strictness, optimizer, request), None)
+    requested = _Requests.by_optimizer.get(optimizer)
+    call = next(_eager_calls(optimizer, requested), None)
     if call is not None:
-        _record_eager_step(optimizer, call)
+        _record_eager_step(optimizer, *call)
         return
-    if request is None or not request.is_compiled:
+    if requested is None or not requested.is_compiled:
         note_eager_step(optimizer)
-    if request is not None:
-        _check_bypassing_step(optimizer, request)
+    if requested is not None:
+        _check_bypassing_step(optimizer, requested)
     elif not _check_step_of_another(optimizer):
         _check_plain_step(optimizer)
 
 
-class _EagerCall(NamedTuple):
-    """Call of a function that was to be compensated, which torch runs eagerly.
+def _eager_calls(optimizer: Optimizer, requested: _Requested | None) -> Iterator[tuple[Any, Request]]:
+    """Yield the functions, innermost first, that were to be compensated and that Python is in, with requests.
 
-    Attributes:
-        function: the function.
-        backend: backend that was to compile it.
-        keywords: arguments given with the backend.
-        strict: whether the backend is strict.
+    The optimizer's step runs eagerly in them.
     """
-
-    function: Any
-    backend: Any
-    keywords: dict[str, Any]
-    strict: bool
-
-
-def _eager_calls(
-    strictness: Strictness, optimizer: Optimizer, request: _Request | None
-) -> Iterator[_EagerCall]:
-    """Yield the calls, innermost first, that Python is in while the optimizer's step runs eagerly."""
-    if request is not None and is_in_own_step(optimizer):
-        yield _EagerCall(type(optimizer).step, request.backend, request.keywords, request.strict)
+    if requested is not None and is_in_own_step(optimizer):
+        yield type(optimizer).step, requested.request
     found = list(compiled_callables_on_the_stack()) if _Requests.any_made else []
     if is_compiling_forbidden():
         found += compiled_callables_within(type(optimizer).step)
     for function, callback in found:
-        backend, keywords = backend_within(callback)
-        if (strict := strictness(backend, keywords)) is not None:
-            yield _EagerCall(function, backend, keywords, strict)
+        if (request := Request.of(*backend_within(callback))) is not None:
+            yield function, request
 
 
-def _record_eager_step(optimizer: Optimizer, call: _EagerCall) -> None:
+def _record_eager_step(optimizer: Optimizer, function: Any, request: Request) -> None:
     """Record a step that torch runs eagerly, or refuse it."""
     low = (name for name, p in parameter_names(optimizer) if is_low_precision(p.dtype))
     if (first := next(low, None)) is None:
         return
     is_told = is_compiling_forbidden()
-    outer = getattr(call.function, "__self__", optimizer)
+    outer = getattr(function, "__self__", optimizer)
     is_whole = not isinstance(outer, Optimizer) or outer is optimizer or is_recordable(outer)
     if (
         not is_recordable(optimizer)
@@ -656,10 +637,10 @@ def _record_eager_step(optimizer: Optimizer, call: _EagerCall) -> None:
         or (is_told and not is_whole)
     ):
         subject = optimizer if is_whole else outer
-        raise_or_warn(subject, _run_eagerly(subject, first), strict=call.strict)
+        raise_or_warn(subject, _run_eagerly(subject, first), strict=request.strict)
         return
     reason = "torch has been told not to compile" if is_told else "torch runs them eagerly"
-    record(optimizer, call.backend, call.keywords, reason, strict=call.strict, for_one_step=is_told)
+    record(optimizer, request, reason, for_one_step=is_told)
 
 
 def _run_eagerly(optimizer: Any, name: str) -> CollageError:
@@ -673,31 +654,32 @@ def _run_eagerly(optimizer: Any, name: str) -> CollageError:
     )
 
 
-def _check_bypassing_step(optimizer: Optimizer, request: _Request) -> None:
+def _check_bypassing_step(optimizer: Optimizer, requested: _Requested) -> None:
     """Refuse a step that is called eagerly instead of compiled: each, or the second before any is compiled.
 
     Steps that torch has disabled for Dynamo come here, too; they are refused for that reason.
     """
-    if not request.is_compiled and _is_refused(optimizer, strict=request.strict):
+    if not requested.is_compiled and _is_refused(optimizer, strict=requested.request.strict):
         return
     stepped = ((name, p) for name, p in parameter_names(optimizer) if p.grad is not None)
-    if request.is_compiled:
+    if requested.is_compiled:
         first = next((name for name, p in stepped if record_of(p)), None)
     else:
         first = next((name for name, p in stepped if is_low_precision(p.dtype)), None)
-        if first is not None and not request.is_called:
-            request.is_called = True
+        if first is not None and not requested.is_called:
+            requested.is_called = True
             return
     if first is not None:
-        raise_or_warn(optimizer, _bypassed(optimizer, first, request), strict=request.strict)
+        refusal = _bypassed(optimizer, first, is_compiled=requested.is_compiled)
+        raise_or_warn(optimizer, refusal, strict=requested.request.strict)
 
 
-def _bypassed(optimizer: Optimizer, name: str, request: _Request) -> CollageError:
+def _bypassed(optimizer: Optimizer, name: str, *, is_compiled: bool) -> CollageError:
     """Make the error for a step that bypasses the compiled step."""
     there = (
         "although a compiled step keeps error terms of this optimizer's parameters, which an eager step "
         "would neither use nor keep up"
-        if request.is_compiled
+        if is_compiled
         else "twice, and the compiled step that torch.compile returned has not: nothing is compensated"
     )
     return EagerStepError(
@@ -744,13 +726,13 @@ _checked_for_owners: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
 
 def _take_over_or_refuse(optimizer: Optimizer, name: str, owner: Optimizer | None) -> None:
     """Compensate an optimizer's steps if the owner of its parameters holds it; else refuse them."""
-    request = None if owner is None else _Requests.by_optimizer.get(owner)
-    if request is not None and optimizer in held_optimizers(owner):
-        _Requests.by_optimizer[optimizer] = request
+    requested = None if owner is None else _Requests.by_optimizer.get(owner)
+    if requested is not None and optimizer in held_optimizers(owner):
+        _Requests.by_optimizer[optimizer] = requested
         reason = f"{type(owner).__name__}, which holds it, calls them outside of its own step"
-        record(optimizer, request.backend, request.keywords, reason, strict=request.strict)
+        record(optimizer, requested.request, reason)
         return
-    strict = _Requests.newest_is_strict if request is None else request.strict
+    strict = _Requests.newest_is_strict if requested is None else requested.request.strict
     raise_or_warn(optimizer, _of_another(optimizer, name, owner), strict=strict)
 
 

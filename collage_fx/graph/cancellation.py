@@ -36,13 +36,7 @@ import sympy
 import torch
 from torch.fx import Node
 
-from collage_fx.graph.nodes import (
-    copies_to_inputs,
-    is_low_precision_tensor,
-    is_number,
-    placeholders,
-    stored,
-)
+from collage_fx.graph.nodes import copies_to_inputs, is_low_precision_tensor, is_number, placeholders, stored
 from collage_fx.graph.operator_facts import (
     facts_of,
     ignores_values,

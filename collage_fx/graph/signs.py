@@ -11,12 +11,7 @@ from torch.fx import Node
 
 from collage_fx.graph.feedback import new_value
 from collage_fx.graph.nodes import is_number, operands_of, reached
-from collage_fx.graph.operator_facts import (
-    facts_of,
-    named_arguments,
-    number_filling,
-    passed_operand,
-)
+from collage_fx.graph.operator_facts import facts_of, named_arguments, number_filling, passed_operand
 from collage_fx.graph.program import Kind, Role, StateTensor, StepProgram
 
 aten = torch.ops.aten

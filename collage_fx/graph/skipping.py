@@ -22,14 +22,7 @@ import torch
 from torch.fx import Node
 
 from collage_fx.graph.editor import GraphEditor
-from collage_fx.graph.nodes import (
-    copies_to_inputs,
-    is_number,
-    operands_of,
-    reached,
-    stored,
-    unconverted,
-)
+from collage_fx.graph.nodes import copies_to_inputs, is_number, operands_of, reached, stored, unconverted
 from collage_fx.graph.operator_facts import passed_operand
 from collage_fx.graph.program import StateTensor
 

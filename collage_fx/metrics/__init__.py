@@ -2,12 +2,3 @@
 
 from collage_fx.metrics.meter import MeasuredInput, Meter, MeteredStep, Rows
 from collage_fx.metrics.quality import Metrics, UpdateQuality
-
-__all__ = [
-    "MeasuredInput",
-    "Meter",
-    "MeteredStep",
-    "Metrics",
-    "Rows",
-    "UpdateQuality",
-]

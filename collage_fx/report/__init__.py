@@ -1,17 +1,7 @@
 """Reports of compilations: tables, pages, pictures, plots and dumps. Nothing here decides anything."""
 
-from collage_fx.report.dumps import open_dump
+from collage_fx.report.dumps import PassLog
 from collage_fx.report.graphs import GraphReport
 from collage_fx.report.plots import plot
 from collage_fx.report.report import CollageReport
 from collage_fx.report.tensors import TensorReport, tensor_report, treatments
-
-__all__ = [
-    "CollageReport",
-    "GraphReport",
-    "TensorReport",
-    "open_dump",
-    "plot",
-    "tensor_report",
-    "treatments",
-]

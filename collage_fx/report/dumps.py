@@ -13,19 +13,14 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from torch.fx import Graph
+from torch.fx import Graph, GraphModule
 
 from collage_fx.graph import graph_text
+from collage_fx.pipeline import Stage
 from collage_fx.report.pictures import whole_graph
 from collage_fx.report.svg import svg
 
 VARIABLE = "COLLAGE_FX_DUMP"
-
-
-def open_dump(subject: str) -> Dump | None:
-    """Make the dump of a compilation that begins; return None if the variable is not set."""
-    directory = os.environ.get(VARIABLE)
-    return Dump(_new_folder(Path(directory), re.sub(r"[^\w.]+", "_", subject))) if directory else None
 
 
 def _new_folder(directory: Path, name: str) -> Path:
@@ -40,25 +35,39 @@ def _new_folder(directory: Path, name: str) -> Path:
     raise AssertionError("there is always a next number")
 
 
-class Dump:
-    """Writer of the stages of one compilation into ``folder``."""
+class PassLog:
+    """Summaries of the passes of one compilation, and files of their graphs if the variable is set.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    Attributes:
+        passes: pairs of name and summary.
+    """
+
+    def __init__(self, subject: str, captured: GraphModule) -> None:
+        self.passes: list[tuple[str, str]] = []
+        directory = os.environ.get(VARIABLE)
+        self._folder = _new_folder(Path(directory), re.sub(r"[^\w.]+", "_", subject)) if directory else None
         self._numbers = itertools.count()
+        self._dump("captured", f"{subject}, {len(captured.graph.nodes)} nodes", captured.graph)
 
-    def stage(self, name: str, summary: str, graph: Graph) -> None:
-        """Write the graph as the pass ``name`` left it."""
+    def __call__(self, stage: Stage) -> None:
+        """Log a pass, with the graph as the pass left it."""
+        self.passes.append((stage.name, stage.summary))
+        self._dump(stage.name, stage.summary, stage.graph)
+
+    def _dump(self, name: str, summary: str, graph: Graph) -> None:
+        if self._folder is None:
+            return
         stem = f"{next(self._numbers):02}-{name}"
         says = f"{name}: {summary}"
         drawn = whole_graph(graph)
         self._write(f"{stem}.txt", f"{says}\n\n{graph_text(graph)}\n")
         self._write(f"{stem}.svg", svg([drawn], [says], drawn.passes))
 
-    def code(self, sources: Sequence[str]) -> None:
+    def lowered(self, sources: Sequence[str]) -> None:
         """Write the code that Inductor generated."""
-        for source in sources:
+        for source in sources if self._folder is not None else ():
             self._write(f"{next(self._numbers):02}-inductor.py", f"# inductor: generated code\n\n{source}\n")
 
     def _write(self, name: str, text: str) -> None:
-        (self.folder / name).write_text(text, encoding="utf-8")
+        assert self._folder is not None
+        (self._folder / name).write_text(text, encoding="utf-8")

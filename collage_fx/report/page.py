@@ -7,11 +7,12 @@ drawings.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from typing import get_args
 
 import torch
+from tabulate import tabulate
 
 from collage_fx.graph import Strategy
 from collage_fx.metrics import Metrics, UpdateQuality
@@ -33,17 +34,11 @@ h3 { font-size: 1.05rem; margin-bottom: .2rem; }
 h4 { font-size: .95rem; margin: .3rem 0; }
 table { border-collapse: collapse; }
 td, th { padding: .3rem .7rem; border-bottom: 1px solid #ddd; text-align: left; vertical-align: top; }
-td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; }
-td.short { white-space: nowrap; }
-.lossy { color: #9a3412; font-weight: 600; }
-.fine { color: #166534; }
 .formula { overflow-x: auto; padding: .4rem 0; }
 .formula math { font-size: 1.3rem; width: fit-content; margin: 0; }
 details svg { max-width: 100%; height: auto; }
 .names { color: #555; font-size: .9rem; }
 .swatch { border: 1px solid #444; padding: 0 .4rem; }
-.bar { fill: #5b8db8; }
-.bar.this { fill: #d55e00; }
 pre { background: #f6f6f6; padding: .6rem; overflow: auto; max-height: 40rem; font-size: 12px;
       line-height: 1.35; }
 ins { background: #d9f2df; text-decoration: none; }
@@ -102,11 +97,11 @@ def _section(
     groups = treatments(rows)
     newest = own[-1]
     yield f"<h2>{escape(subject)}</h2><p>{escape(summary_line(rows))}</p>"
-    yield _table(groups)
+    yield _treatment_table(groups)
     if newest.budgets:
         yield f"<h3>Budgets</h3><p class='names'>{BUDGET_CAPTION}</p>{budget_table(newest.budgets, 'html')}"
     else:
-        yield f"<h3>Bytes per parameter</h3>{_memory(own, rows)}"
+        yield f"<h3>Bytes per parameter</h3>{_memory_table(own, rows)}"
     yield from _metrics(metrics, subject)
     yield f"<h3>Passes</h3>{_passes(newest)}"
     stages = {id(graph): [Stage("captured", "", graph.before.graph), *graph.stages()] for graph in own}
@@ -119,28 +114,28 @@ def _section(
         yield from _code(newest)
 
 
-def _table(groups: Sequence[Treatment]) -> str:
-    rows = "".join(
-        f"<tr><td>{i}</td><td class='short'>{escape(group.what)}</td>"
-        f"<td class='short'>{escape(group.layout)}</td>"
-        f"<td class='short'>{escape(group.example.kind.value)}</td>"
-        f"<td class='{_verdict(group)}'>{_verdict(group)}</td>"
-        f"<td>{escape(group.example.reason)}</td><td>{escape(group.example.error_format or '-')}</td>"
-        f"<td>{escape(group.example.selection)}</td><td class='number'>{group.bytes:,}</td></tr>"
-        for i, group in enumerate(groups, 1)
-    )
-    heads = ("", "tensor", "shape", "kind", "verdict", "because", "error terms", "because")
-    cells = "".join(f"<th>{head}</th>" for head in heads) + "<th class='number'>bytes</th>"
-    return f"<table><thead><tr>{cells}</tr></thead><tbody>{rows}</tbody></table>"
+def _html_table(rows: Iterable[Sequence[object]], headers: Sequence[str], numbers: int) -> str:
+    """Write a table, of which the last ``numbers`` columns are numbers."""
+    align = ["left"] * (len(headers) - numbers) + ["right"] * numbers
+    return tabulate(rows, headers=headers, tablefmt="html", colalign=align, disable_numparse=True)
 
 
-def _verdict(group: Treatment) -> str:
-    return "lossy" if group.example.lossy else "fine"
+def _treatment_table(groups: Sequence[Treatment]) -> str:
+    """Write a row for each treatment."""
+    rows = [
+        (
+            *(i, group.what, group.layout, row.kind.value, "lossy" if row.lossy else "fine", row.reason),
+            *(row.error_format or "-", row.selection, f"{group.bytes:,}"),
+        )
+        for i, (group, row) in enumerate(((group, group.example) for group in groups), 1)
+    ]
+    heads = ("", "tensor", "shape", "kind", "verdict", "because", "error terms", "because", "bytes")
+    return _html_table(rows, heads, 1)
 
 
-def _memory(graphs: Sequence[GraphReport], rows: Sequence[TensorReport]) -> str:
-    """Draw a bar chart of bytes per parameter: as compiled, and under every strategy."""
-    bars = [("as compiled", bytes_per_parameter(rows)["total"], True)]
+def _memory_table(graphs: Sequence[GraphReport], rows: Sequence[TensorReport]) -> str:
+    """Write a table of bytes per parameter: as compiled, and under every strategy."""
+    lines = [("as compiled", f"{bytes_per_parameter(rows)['total']:.4g}")]
     default, *others = ERROR_FORMATS
     choices: dict[str, tuple[Strategy, str]] = {
         strategy: (strategy, default) for strategy in get_args(Strategy)
@@ -149,20 +144,9 @@ def _memory(graphs: Sequence[GraphReport], rows: Sequence[TensorReport]) -> str:
     of_graphs = [graph.rows_under(list(choices.values())) for graph in graphs]
     for label, *of_choice in zip(choices, *of_graphs, strict=True):
         newest = {row.name: row for of_graph in of_choice for row in of_graph}
-        bars.append((label, bytes_per_parameter(list(newest.values()))["total"], False))
+        lines.append((label, f"{bytes_per_parameter(list(newest.values()))['total']:.4g}"))
     formats = "; ".join(f"{name}: {fmt.precision}" for name, fmt in ERROR_FORMATS.items())
-    longest = max(value for _, value, _ in bars) or 1.0
-    lines = "".join(
-        f"<text x='190' y='{i * 24 + 15}' text-anchor='end'>{escape(label)}</text>"
-        f"<rect class='bar{' this' * is_own}' x='200' y='{i * 24 + 2}' width='{value / longest * 420:.1f}' "
-        f"height='18'/><text x='{206 + value / longest * 420:.1f}' y='{i * 24 + 15}'>{value:.4g}</text>"
-        for i, (label, value, is_own) in enumerate(bars)
-    )
-    return (
-        f"<svg xmlns='http://www.w3.org/2000/svg' width='700' height='{len(bars) * 24}' font-size='13' "
-        f"role='img' aria-label='bytes per parameter'>{lines}</svg>"
-        f"<p class='names'>{escape(formats)}</p>"
-    )
+    return f"{_html_table(lines, ('strategy', 'bytes'), 1)}<p class='names'>{escape(formats)}</p>"
 
 
 #: Columns of the table of updates: heading -> attribute, a share or a ratio.
@@ -182,20 +166,19 @@ def _metrics(metrics: Metrics, subject: str) -> Iterator[str]:
     measured = [step for step, values in by_step.items() if any(key[0] for key in values)]
     if not measured:
         return
-    heads = "".join(f"<th class='number'>{head}</th>" for head in MEASURED)
-    lines = "".join(
-        f"<tr><td>{escape(kind)}</td><td>{escape(module or '-')}</td>{_cells(quality)}</tr>"
+    rows = [
+        (kind, module or "-", *_measured(quality))
         for (is_own, kind, module), quality in by_step[measured[-1]].items()
         if is_own
-    )
-    yield f"<h3>Updates of step {measured[-1]}</h3><table><thead><tr><th>tensors</th><th>module</th>{heads}"
-    yield f"</tr></thead><tbody>{lines}</tbody></table>"
+    ]
+    yield f"<h3>Updates of step {measured[-1]}</h3>"
+    yield _html_table(rows, ("tensors", "module", *MEASURED), len(MEASURED))
 
 
-def _cells(quality: UpdateQuality) -> str:
-    values = [(name, getattr(quality, attribute)) for name, attribute in MEASURED.items()]
-    texts = [f"{value:.4f}" if name.startswith(("EDQ", "of")) else f"{value:.1%}" for name, value in values]
-    return "".join(f"<td class='number'>{text}</td>" for text in texts)
+def _measured(quality: UpdateQuality) -> Iterator[str]:
+    for name, attribute in MEASURED.items():
+        is_ratio = name.startswith(("EDQ", "of"))
+        yield format(getattr(quality, attribute), ".4f" if is_ratio else ".1%")
 
 
 def _passes(graph: GraphReport) -> str:

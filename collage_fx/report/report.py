@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from collage_fx.graph import Route
 from collage_fx.metrics import Metrics
 from collage_fx.report.graphs import GraphReport
 from collage_fx.report.page import html_page
-from collage_fx.report.tables import BUDGET_CAPTION, budget_table, markdown_section, text_section
+from collage_fx.report.tables import BUDGET_CAPTION, budget_table, section
 from collage_fx.report.tensors import TensorReport, bytes_per_parameter
 
 
@@ -71,11 +70,11 @@ class CollageReport:
             full: whether each tensor has a row and no text is cut. Otherwise tensors that differ only in name
                 and shape share a row, and texts of more than three lines are cut.
         """
-        return self._in_sections(text_section, full=full, markdown=False)
+        return self._in_sections(full=full, markdown=False)
 
     def to_markdown(self, *, full: bool = False) -> str:
         """Write the report as Markdown, for an issue or a pull request."""
-        return self._in_sections(markdown_section, full=full, markdown=True)
+        return self._in_sections(full=full, markdown=True)
 
     def to_html(self, *, kernels: bool = False) -> str:
         """Write a page without network access: tables, typeset recurrences, graphs before and after.
@@ -97,12 +96,12 @@ class CollageReport:
         waiting = (f"{name}: not compiled yet: call what torch.compile returned" for name in self.waiting)
         return list(dict.fromkeys([*(graph.note for graph in self.graphs if graph.note), *waiting]))
 
-    def _in_sections(self, section: Callable[..., str], *, full: bool, markdown: bool) -> str:
+    def _in_sections(self, *, full: bool, markdown: bool) -> str:
         routes = self.routes()
         budgets = {graph.subject: graph.budgets for graph in self.graphs}
         sections = []
         for subject, rows in self.by_subject().items():
-            parts = [section(subject, rows, full=full)]
+            parts = [section(subject, rows, full=full, markdown=markdown)]
             if budgets[subject]:
                 table = budget_table(budgets[subject], "github" if markdown else "simple")
                 parts += [table, BUDGET_CAPTION]

@@ -23,35 +23,26 @@ SHORTENED = 3 * TEXT_WIDTH
 HEADERS = ("tensor", "shape", "kind", "verdict", "error", "bytes")
 
 
-def text_section(subject: str, rows: Sequence[TensorReport], *, full: bool) -> str:
-    """Write heading, table, numbered explanations and totals of one subject."""
+def section(subject: str, rows: Sequence[TensorReport], *, full: bool, markdown: bool) -> str:
+    """Write heading, table, numbered explanations and totals of one subject, as text or GitHub's Markdown."""
     groups = treatments(rows)
     cells = _cells(rows, groups, full=full)
-    others = [max(len(header) + 2, *map(len, texts)) for header, *texts in zip(HEADERS, *cells, strict=True)]
-    room = max(TEXT_WIDTH - sum(others[1:]) - 2 * len(others[1:]), NAME_WIDTH)
+    widths = [max(len(header) + 2, *map(len, texts)) for header, *texts in zip(HEADERS, *cells, strict=True)]
+    room = max(TEXT_WIDTH - sum(widths[1:]) - 2 * len(widths[1:]), NAME_WIDTH)
     table = tabulate(
         cells,
         headers=HEADERS,
-        maxcolwidths=[room] + [None] * (len(HEADERS) - 1),
+        tablefmt="github" if markdown else "simple",
+        maxcolwidths=[None if markdown else room] + [None] * (len(HEADERS) - 1),
         colalign=["left"] * (len(HEADERS) - 1) + ["right"],
         disable_numparse=True,
     )
-    notes = [_wrapped(f"({i}) ", _explanation(group, full=full)) for i, group in enumerate(groups, 1)]
+    numbered = [(i, _explanation(group, full=full)) for i, group in enumerate(groups, 1)]
+    if markdown:
+        notes = [f"{i}. `{recurrence}`\n   " + "\n   ".join(others) for i, (recurrence, *others) in numbered]
+        return "\n".join([f"## {subject}\n", table, "", *notes, "", summary_line(rows)])
+    notes = [_wrapped(f"({i}) ", paragraphs) for i, paragraphs in numbered]
     return "\n".join([f"{subject}\n", table, "", *notes, "", textwrap.fill(summary_line(rows), TEXT_WIDTH)])
-
-
-def markdown_section(subject: str, rows: Sequence[TensorReport], *, full: bool) -> str:
-    """Write heading, table, numbered explanations and totals of one subject in GitHub's Markdown."""
-    groups = treatments(rows)
-    table = tabulate(
-        _cells(rows, groups, full=full),
-        headers=HEADERS,
-        tablefmt="github",
-        colalign=["left"] * (len(HEADERS) - 1) + ["right"],
-        disable_numparse=True,
-    )
-    notes = [f"{i}. " + "\n   ".join(_in_markdown(group, full=full)) for i, group in enumerate(groups, 1)]
-    return "\n".join([f"## {subject}\n", table, "", *notes, "", summary_line(rows)])
 
 
 #: Caption of :func:`budget_table`.
@@ -108,12 +99,6 @@ def _explanation(group: Treatment, *, full: bool) -> Iterator[str]:
     yield group.example.why
     if len(group.rows) > 1 and not full:
         yield _cut(f"of {', '.join(group.names)}", full=full)
-
-
-def _in_markdown(group: Treatment, *, full: bool) -> Iterator[str]:
-    recurrence, *others = _explanation(group, full=full)
-    yield f"`{recurrence}`"
-    yield from others
 
 
 def _wrapped(mark: str, paragraphs: Iterator[str]) -> str:

@@ -36,47 +36,5 @@ from collage_fx.state.optimizers import (
     stop_packing,
     unpack_state,
 )
-from collage_fx.state.packed import (
-    is_packed,
-    unpack,
-)
+from collage_fx.state.packed import is_packed, unpack
 from collage_fx.state.replaced_state import note_held, note_step, noting_steps, settle_replaced
-
-__all__ = [
-    "ErrorTermRecord",
-    "KnownTensor",
-    "adopt",
-    "buffers_version",
-    "bytes_held",
-    "carry_along",
-    "change_layout",
-    "choose_new",
-    "ensure_record",
-    "forget_compiled",
-    "full_value",
-    "has_error_terms",
-    "held_optimizers",
-    "held_per_parameter",
-    "is_packed",
-    "known_tensors",
-    "load_flat",
-    "note_compiled",
-    "note_eager_step",
-    "note_held",
-    "note_new",
-    "note_step",
-    "noting_steps",
-    "optimizers_among",
-    "packed_format",
-    "parameter_names",
-    "record_of",
-    "records_version",
-    "require_format",
-    "reset_error_terms",
-    "settle_replaced",
-    "state_tensors",
-    "stop_packing",
-    "times_loaded",
-    "unpack",
-    "unpack_state",
-]

@@ -139,7 +139,7 @@ _eager_steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 _loads: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
 #: Name of a value that copies take along -> (function that returns it, function that restores it).
-_carried_along: dict[str, tuple[Callable[[Optimizer], Any], Callable[[Optimizer, Any], None]]] = {}
+_carried_along: dict[str, tuple[Callable[[Optimizer], Any], Callable[[Optimizer, Any], object]]] = {}
 
 StateDict = dict[str, Any]
 
@@ -222,7 +222,7 @@ def times_loaded(optimizer: Optimizer) -> int:
 
 
 def carry_along(
-    name: str, value: Callable[[Optimizer], Any], restore: Callable[[Optimizer, Any], None]
+    name: str, value: Callable[[Optimizer], Any], restore: Callable[[Optimizer, Any], object]
 ) -> None:
     """Register a value, not in an optimizer's state, that its copies and pickles take along.
 

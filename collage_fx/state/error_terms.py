@@ -42,7 +42,7 @@ from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary, WeakIdRef, Weak
 from collage_fx.errors import CheckpointMismatchError, ConflictingErrorFormatError, UnsupportedTensorError
 from collage_fx.graph import is_dense
 from collage_fx.numerics import ERROR_FORMATS, AuxiliarySpec, ErrorFormat, format_named, is_low_precision
-from collage_fx.state.packed import PackedCodec, is_packed, move_packed, pack, unpack
+from collage_fx.state.packed import is_packed, move_packed, pack, unpack
 from collage_fx.torch_compat import (
     distributed_like,
     has_storage,
@@ -168,7 +168,7 @@ class ErrorTermRecord:
             return True
         hi = local_tensor(tensor.detach())
         with real_tensors(), torch.no_grad():
-            return torch.equal(self._decode(hi).view(torch.int16), hi.view(torch.int16))
+            return torch.equal(self.decode(hi).view(torch.int16), hi.view(torch.int16))
 
     def _pack(self, name: str) -> None:
         """Encode hi into the buffers, unless they hold it, and release its memory."""
@@ -195,17 +195,17 @@ class ErrorTermRecord:
 
     def _give_back(self, tensor: Tensor) -> None:
         """Release the memory of a tensor whose value the buffers hold."""
-        pack(tensor, PackedCodec(self._decode, self.owner, self._unpacked, self._layout, self._recipe))
+        pack(tensor, self)
         record_memory(local_tensor(tensor), self)
 
-    def _recipe(self) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
+    def recipe(self) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
         """Return a function, and its arguments, that make another packed tensor with the value."""
-        hi = self._layout()
+        hi = self.layout()
         specs = self.format.auxiliaries(hi)
         saved = tuple(spec.saved(each) for spec, each in zip(specs, self.auxiliaries, strict=True))
         return packed_tensor, (self.format.name, self.dtype, tuple(hi.shape), hi.stride(), saved)
 
-    def _layout(self) -> Tensor:
+    def layout(self) -> Tensor:
         """Return a tensor without memory, with the layout that hi has when unpacked."""
         return _meta_like(self.auxiliaries[0].shape, self.auxiliaries[0].stride(), self.dtype)
 
@@ -220,7 +220,7 @@ class ErrorTermRecord:
                     if mine.dim():  # a 0-d auxiliary counts steps
                         mine[part] = new
 
-    def _decode(self, hi: Tensor) -> Tensor:
+    def decode(self, hi: Tensor) -> Tensor:
         """Return the value that the buffers hold."""
         return self.format.join(hi, *self.auxiliaries).to(hi.dtype)
 
@@ -235,7 +235,7 @@ class ErrorTermRecord:
             with real_tensors(), torch.no_grad():
                 yield self.format.join(hi, *auxiliaries).to(self.dtype), auxiliaries
 
-    def _unpacked(self, tensor: Tensor) -> None:
+    def note_unpacked(self, tensor: Tensor) -> None:
         """Note that the tensor has memory again."""
         if self.owner() is not None:
             record_memory(local_tensor(tensor), self)

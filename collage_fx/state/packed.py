@@ -24,7 +24,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -40,6 +40,9 @@ from collage_fx.torch_compat import (
     version_of,
     without_torch_function,
 )
+
+if TYPE_CHECKING:
+    from collage_fx.state.error_terms import ErrorTermRecord
 
 
 def _descriptor(name: str) -> Any:
@@ -80,42 +83,14 @@ _EXPOSURES = {
 _COPIES = {Tensor.cpu}
 
 
-class PackedCodec:
-    """Codec and back references shared by all aliases of one packed tensor.
+class PackedTensor(Tensor):
+    """Tensor whose value only its error format keeps: Note [A packed tensor].
 
-    Args:
-        decode: decodes a packed tensor, of which only sizes and dtype count, to a new ordinary tensor.
-        tensor: returns the tensor that was packed; None when it is gone.
-        unpacked: called with that tensor, or an alias of it, when it has memory again.
-        layout: returns a tensor without memory, with the tensor's sizes and strides.
-        recipe: returns a function, and its arguments, that make another packed tensor with the value.
+    Attributes:
+        record: record of the tensor that was packed, shared by all its aliases.
     """
 
-    def __init__(
-        self,
-        decode: Callable[[Tensor], Tensor],
-        tensor: Callable[[], Tensor | None],
-        unpacked: Callable[[Tensor], None],
-        layout: Callable[[], Tensor],
-        recipe: Callable[[], tuple[Callable[..., Tensor], tuple[Any, ...]]],
-    ) -> None:
-        self.decode = decode
-        self.tensor = tensor
-        self.unpacked = unpacked
-        self.layout = layout
-        self.recipe = recipe
-
-    def value_of(self, packed: Tensor) -> Tensor:
-        """Return the value of a packed tensor, sharded like it."""
-        with real_tensors(), torch.no_grad():
-            return distributed_like(packed, self.decode(local_tensor(packed)))
-
-
-class PackedTensor(Tensor):
-    """Tensor whose value only its error format keeps: Note [A packed tensor]."""
-
-    #: Shared by all aliases of the tensor.
-    codec: PackedCodec
+    record: ErrorTermRecord
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -142,11 +117,11 @@ def is_packed(tensor: Any) -> bool:
     return isinstance(tensor, PackedTensor)
 
 
-def pack(tensor: Tensor, codec: PackedCodec) -> None:
-    """Release a tensor's memory: its value is decoded from now on."""
+def pack(tensor: Tensor, record: ErrorTermRecord) -> None:
+    """Release a tensor's memory: its value is decoded from its record from now on."""
     move_packed(tensor, local_tensor(tensor).device)
     guard_by_identity(tensor)
-    _make_packed(tensor, codec)
+    _make_packed(tensor, record)
 
 
 def move_packed(tensor: Tensor, device: torch.device) -> None:
@@ -166,7 +141,10 @@ def unpack(tensor: Tensor) -> None:
 
 def decoded(tensor: Tensor) -> Tensor:
     """Decode a packed tensor to a new tensor, sharded like it; return any other tensor unchanged."""
-    return tensor.codec.value_of(tensor) if isinstance(tensor, PackedTensor) else tensor
+    if not isinstance(tensor, PackedTensor):
+        return tensor
+    with real_tensors(), torch.no_grad():
+        return distributed_like(tensor, tensor.record.decode(local_tensor(tensor)))
 
 
 def plain_class(tensor: Tensor) -> type[Tensor]:
@@ -183,7 +161,7 @@ def stride_of(tensor: Tensor) -> tuple[int, ...]:
 def original_of(tensor: Tensor) -> Tensor:
     """Return the tensor that was packed, for a packed tensor that may be an alias of it."""
     assert isinstance(tensor, PackedTensor)
-    original = tensor.codec.tensor()
+    original = tensor.record.owner()
     return tensor if original is None else original
 
 
@@ -192,18 +170,18 @@ def _objects(tensor: Tensor) -> Iterable[Tensor]:
     return {id(each): each for each in (tensor, local_tensor(tensor))}.values()
 
 
-def _make_packed(tensor: Tensor, codec: PackedCodec) -> None:
+def _make_packed(tensor: Tensor, record: ErrorTermRecord) -> None:
     """Switch a tensor object, and its local shard, to the packed class."""
     for each in _objects(tensor):
         each.__class__ = _packed_class(type(each))
-        each.codec = codec  # type: ignore[attr-defined]
+        each.record = record  # type: ignore[attr-defined]
 
 
 def _make_plain(tensor: Tensor, memory: Tensor) -> None:
     """Switch a tensor object, and its local shard, back to the plain class, with memory."""
     for each in _objects(tensor):
         if isinstance(each, PackedTensor):
-            del each.codec
+            del each.record
             each.__class__ = plain_class(each)  # type: ignore[assignment]
     local_tensor(tensor).data = local_tensor(memory)
 
@@ -213,7 +191,7 @@ def alias_of(tensor: Tensor) -> Tensor:
     with without_torch_function():
         alias = tensor.detach()
         if isinstance(tensor, PackedTensor):
-            _make_packed(alias, tensor.codec)
+            _make_packed(alias, tensor.record)
             _is_still_packed(alias)
     return alias
 
@@ -221,7 +199,7 @@ def alias_of(tensor: Tensor) -> Tensor:
 def _laid_out(tensor: Tensor) -> Tensor:
     """Return a tensor with the layout of an unpacked tensor, maybe itself; a DTensor keeps its own layout."""
     if isinstance(tensor, PackedTensor) and local_tensor(tensor) is tensor:
-        return tensor.codec.layout()
+        return tensor.record.layout()
     return tensor
 
 
@@ -232,13 +210,13 @@ def _is_whole(tensor: Tensor) -> bool:
 
 def _pickled(tensor: PackedTensor, protocol: Any) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
     """Return the recipe of a packed tensor, for a pickle."""
-    return tensor.codec.recipe()
+    return tensor.record.recipe()
 
 
 def _deep_copy(tensor: PackedTensor, memo: dict[int, Any]) -> Tensor:
     """Make another packed tensor, with copies of the buffers."""
     if id(tensor) not in memo:
-        make, arguments = tensor.codec.recipe()
+        make, arguments = tensor.record.recipe()
         memo[id(tensor)] = make(*copy.deepcopy(arguments, memo))
     return cast(Tensor, memo[id(tensor)])
 
@@ -253,7 +231,7 @@ def _to(tensor: PackedTensor, *args: Any, **kwargs: Any) -> Any:
         return tensor
     if moved.dtype != tensor.dtype:
         return _call_decoded(Tensor.to, (tensor, *args), kwargs)
-    make, arguments = tensor.codec.recipe()
+    make, arguments = tensor.record.recipe()
     to_there = functools.partial(torch.Tensor.to, device=moved.device, copy=True)
     return make(*pytree.tree_map_only(Tensor, to_there, arguments))
 
@@ -268,26 +246,25 @@ _REMADE: dict[Any, Callable[..., Any]] = {
 
 def _restore_memory(tensor: PackedTensor, memory: Tensor) -> None:
     """Give a packed tensor, and the given alias of it, the memory of a decoded tensor."""
-    codec = tensor.codec
-    original = codec.tensor()
+    record = tensor.record
+    original = record.owner()
     if original is not None and original is not tensor:
         _make_plain(original, memory)
     _make_plain(tensor, memory)
-    codec.unpacked(tensor if original is None else original)
+    record.note_unpacked(tensor if original is None else original)
 
 
 def _call_decoded(func: Any, args: Any, kwargs: Any) -> Any:
     """Call a function on decoded tensors; a packed tensor that it writes to or exposes is unpacked."""
-    replaced: dict[PackedCodec, tuple[PackedTensor, Tensor, int]] = {}
+    replaced: dict[ErrorTermRecord, tuple[PackedTensor, Tensor, int]] = {}
 
     def plain(each: Any) -> Any:
         if not _is_still_packed(each):
             return each
-        codec = each.codec
-        if codec not in replaced:
-            made = codec.value_of(each)
-            replaced[codec] = each, made, version_of(local_tensor(made))
-        return replaced[codec][1]
+        if each.record not in replaced:
+            made = decoded(each)
+            replaced[each.record] = each, made, version_of(local_tensor(made))
+        return replaced[each.record][1]
 
     result = func(*pytree.tree_map(plain, args), **pytree.tree_map(plain, kwargs))
     shown = {storage_of(each) for each in _memory_of(result)}

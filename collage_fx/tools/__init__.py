@@ -2,9 +2,3 @@
 
 from collage_fx.tools.audit import STEPS
 from collage_fx.tools.doctor import examine, patch_reasons
-
-__all__ = [
-    "STEPS",
-    "examine",
-    "patch_reasons",
-]

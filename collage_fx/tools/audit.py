@@ -35,7 +35,7 @@ from collage_fx.numerics import STORAGE_FORMATS
 from collage_fx.options import refuse_unknown
 from collage_fx.state import bytes_held, full_value, known_tensors
 from collage_fx.state.error_terms import error_terms
-from collage_fx.torch_compat import conversions, forget_counts, graph_breaks, recompile_reasons
+from collage_fx.torch_compat import conversions, forget_counts, recompile_reasons
 
 #: Outcomes of a measurement. COMPENSATED is the only good outcome.
 COMPENSATED = "compensated"
@@ -85,7 +85,7 @@ class Measurement:
         plain, single, error: errors of eager low precision, of eager float32, and of compensated low
             precision (``hi + lo``); None without a run.
         bytes: bytes of parameters, state and error terms at the end, per element of the parameters.
-        breaks, recompiles: reasons that Dynamo gave.
+        recompiles: reasons of recompilations that Dynamo gave.
         notes: further remarks.
         routes: routes of the graphs through the compiler: captured or recorded, by family or not.
     """
@@ -102,7 +102,6 @@ class Measurement:
     single: float | None = None
     error: float | None = None
     bytes: float | None = None
-    breaks: list[str] = field(default_factory=list)
     recompiles: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     routes: list[str] = field(default_factory=list)
@@ -396,7 +395,7 @@ def _compiled_displacement(trial: Trial, measured: Measurement) -> Tensor | None
     count()  # also if a step raised
     measured.graphs, measured.compilations = graphs[0], graphs[-1]
     measured.late = compiled[-1] - compiled[trial.steps // 2 - 1] if len(compiled) > trial.steps else 0
-    measured.breaks, measured.recompiles = graph_breaks(), recompile_reasons()
+    measured.recompiles = recompile_reasons()
     _describe_state(backend, measured)
     if measured.outcome:
         return None

@@ -44,10 +44,7 @@ def is_torchs_step(optimizer: torch.optim.Optimizer, code: CodeType, variables: 
 
 def is_being_stepped(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the optimizer's ``step`` is on Python's stack."""
-    return any(
-        is_step_wrapper(code) and optimizer_of_method(code, variables) is optimizer
-        for code, variables in possible_steps_on_the_stack()
-    )
+    return wrapped_steps_on_the_stack(optimizer) > 0
 
 
 def calls_compiled_function(optimizer: torch.optim.Optimizer) -> bool:

@@ -95,37 +95,36 @@ compile_lock = convert_frame.compile_lock
 class Watch:
     """Callbacks about Dynamo's conversions of functions into graphs.
 
-    ``backend`` is the backend given to ``torch.compile`` (never a name), ``keywords`` are the ``mode`` and
-    ``options`` given with it.
-
     Attributes:
-        is_watched: called with ``(backend)``; returns whether the backend may belong to collage_fx. The other
-            callbacks are not called for other backends.
-        before: called with ``(backend, keywords, code, variables)`` at the beginning of a conversion. An
-            exception ends the conversion and reaches the user. If it returns False, the other callbacks are
-            not called for the conversion.
+        is_watched: called with the backend given to ``torch.compile`` (never a name); returns whether it may
+            belong to collage_fx. The other callbacks are not called for other backends.
+        request_of: called with ``(backend, keywords)``, of which the latter are the ``mode`` and ``options``
+            given to ``torch.compile``, at the beginning of a conversion; returns a value for the callbacks
+            after it, which are not called if the value is None.
+        before: called with ``(request, code, variables)``. An exception ends the conversion and reaches the
+            user.
         within: called with ``(code, variables)``; returns the context of a conversion.
-        after: called with ``(backend, keywords, compiler, code, variables)`` after a graph was compiled. The
-            compiler is an object that identifies a call of ``torch.compile``.
+        after: called with ``(request, compiler, code, variables)`` after a graph was compiled. The compiler
+            is an object that identifies a call of ``torch.compile``.
         failed: called like ``before``, with the exception that ended the conversion or the backend in it,
             except a refusal; the exception is then raised again.
         at_optimizer: see :func:`watching_optimizers`.
         at_graph_break: see :func:`watching_graph_breaks`.
         handed_over: called with ``(backend, keywords, function)`` when ``torch.compile`` is given a function.
-        rows_to_trace, abandon: see :func:`thinning_lists`.
+        rows_to_trace: see :func:`thinning_lists`.
         settings: Dynamo's configuration during a conversion.
     """
 
     is_watched: Callable[[Any], bool]
-    before: Callable[[Any, dict[str, Any], CodeType, Mapping[str, Any]], bool]
+    request_of: Callable[[Any, dict[str, Any]], Any]
+    before: Callable[[Any, CodeType, Mapping[str, Any]], None]
     within: Callable[[CodeType, Mapping[str, Any]], AbstractContextManager[None]]
-    after: Callable[[Any, dict[str, Any], Any, CodeType, Mapping[str, Any]], None]
-    failed: Callable[[Any, dict[str, Any], CodeType, Mapping[str, Any], Exception], None]
-    at_optimizer: Callable[[Optimizer, Any, dict[str, Any]], Iterable[Place] | None]
-    at_graph_break: Callable[[Any, dict[str, Any], CodeType, GraphBreak], None]
+    after: Callable[[Any, Any, CodeType, Mapping[str, Any]], None]
+    failed: Callable[[Any, CodeType, Mapping[str, Any], Exception], None]
+    at_optimizer: Callable[[Optimizer], Iterable[Place] | None]
+    at_graph_break: Callable[[CodeType, GraphBreak], None]
     handed_over: Callable[[Any, dict[str, Any], Any], None]
     rows_to_trace: Thin
-    abandon: Callable[[Optimizer], None]
     settings: dict[str, Any]
 
 
@@ -142,10 +141,11 @@ def watch_conversions(watch: Watch) -> None:
         if _is_not_to_be_converted():
             return ConvertFrameReturn(apply_to_code=False)
         code, variables = frame.f_code, frame.f_locals
-        compiler = backend_within(convert)
         try:
-            if not watch.before(*compiler, code, variables):
+            request = watch.request_of(*backend_within(convert))
+            if request is None:
                 return convert(frame, *args, **kwargs)
+            watch.before(request, code, variables)
             try:
                 with (
                     watch.within(code, variables),
@@ -156,10 +156,10 @@ def watch_conversions(watch: Watch) -> None:
             except (ShortenTraceback, Unsupported) as error:
                 # Refusals and errors that fullgraph=True requests, or the failure of a backend.
                 if (failure := getattr(error, "inner_exception", None)) is not None:
-                    watch.failed(*compiler, code, variables, failure)
+                    watch.failed(request, code, variables, failure)
                 raise
             except Exception as error:
-                watch.failed(*compiler, code, variables, error)
+                watch.failed(request, code, variables, error)
                 raise
             finally:
                 thinned.clear()
@@ -170,7 +170,7 @@ def watch_conversions(watch: Watch) -> None:
             whole = isinstance(again, TraceWhole)
         else:
             if converted is not None and converted.guarded_code is not None:
-                watch.after(*compiler, _compiler_of(convert), code, variables)
+                watch.after(request, _compiler_of(convert), code, variables)
             return converted
         # Here no reference to the abandoned trace, or to state created in it, is left.
         token = tracing_whole.set(whole or tracing_whole.get())
@@ -250,7 +250,7 @@ def _patched(watch: Watch, code: CodeType, variables: Mapping[str, Any]) -> Iter
         FRAMES.entered(has_tensor),
         TEXTS.entered(lambda original: _without_elements),
         watching_optimizers(watch.at_optimizer),
-        thinning_lists(watch.rows_to_trace, watch.abandon),
+        thinning_lists(watch.rows_to_trace),
         watching_graph_breaks(watch.at_graph_break),
         tracing_numbers(),
     ):
@@ -341,7 +341,7 @@ def is_compiling_forbidden() -> bool:
 
 
 def handle_stances(
-    compensates: Callable[[Any, dict[str, Any]], bool],
+    compensates: Callable[[Any, dict[str, Any]], object],
     is_recording: Callable[[], bool],
     before_call: Callable[[Any], None],
 ) -> None:
@@ -361,7 +361,7 @@ def handle_stances(
     - ``"fail_on_recompile"``: as in torch.
 
     Args:
-        compensates: function ``(backend, keywords)`` that returns whether a backend compensates.
+        compensates: function ``(backend, keywords)``; its result is true if the backend compensates.
         is_recording: function that returns whether this thread records a step.
         before_call: function ``(compiler)``, called before each call. The compiler is the object that
             identifies a call of ``torch.compile`` in :class:`Watch`.

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from collage_fx.torch_compat.dynamo_trace import backend_within
 from collage_fx.torch_compat.optim_frames import (
     functions_passed,
     is_in_torchs_optimizer,
@@ -32,13 +31,13 @@ GRAPH_BREAKS = Patch(
     relies_on=(
         "torch._dynamo.exc:Unsupported has gb_type, msg, real_stack",
         "torch._dynamo.symbolic_convert:InstructionTranslatorBase has f_code, f_locals, output",
-        "torch._dynamo.output_graph:OutputGraph has compiler_fn, root_tx",
+        "torch._dynamo.output_graph:OutputGraph has root_tx",
         "torch._dynamo:graph_break",
     ),
 )
 
 
-#: All that :func:`before_graph_breaks` relies on.
+#: All that :func:`watching_graph_breaks` relies on.
 SHAPES_OF_BREAKS = GRAPH_BREAKS.shapes
 
 
@@ -62,9 +61,9 @@ class GraphBreak:
 
 
 def watching_graph_breaks(
-    watch: Callable[[Any, dict[str, Any], CodeType, GraphBreak], None],
+    watch: Callable[[CodeType, GraphBreak], None],
 ) -> contextlib.AbstractContextManager[None]:
-    """Context manager: call ``watch(backend, keywords, code, graph_break)`` at each graph break.
+    """Context manager: call ``watch(code, graph_break)`` at each graph break.
 
     ``watch`` is also called when Dynamo decides to skip a frame. ``code`` belongs to the function that is
     being converted, which may have called the function with the break. A :class:`ShortenTraceback` exception
@@ -74,28 +73,12 @@ def watching_graph_breaks(
     def watching(original: Callable[..., None]) -> Callable[..., None]:
         def watched(self: Any, code_options: Any, reason: str, exc: Any) -> None:
             if not _is_torchs_own(self.f_code, exc):
-                watch(*backend_within(self.output.compiler_fn), self.f_code, _describe_graph_break(self, exc))
+                watch(self.f_code, _describe_graph_break(self, exc))
             original(self, code_options, reason, exc)
 
         return watched
 
     return GRAPH_BREAKS.entered(watching)
-
-
-def before_graph_breaks(act: Callable[[Any], None]) -> contextlib.AbstractContextManager[None]:
-    """Context manager: ``act(output)`` is called when Dynamo decides to break a graph.
-
-    After what :func:`watching_graph_breaks` calls, if that is entered within.
-    """
-
-    def acting(original: Callable[..., None]) -> Callable[..., None]:
-        def log_graph_break(self: Any, *args: Any, **kwargs: Any) -> None:
-            act(self.output)
-            original(self, *args, **kwargs)
-
-        return log_graph_break
-
-    return GRAPH_BREAKS.entered(acting)
 
 
 def _is_torchs_own(code: CodeType, cause: Any) -> bool:

@@ -16,14 +16,9 @@ from torch._dynamo.pgo import auto_dynamic
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch.utils.weak import WeakIdKeyDictionary
 
-from collage_fx.torch_compat.dynamo_trace import (
-    TraceWhole,
-    backend_being_traced_for,
-    backend_within,
-    output_being_traced,
-)
+from collage_fx.torch_compat.dynamo_trace import output_being_traced
 from collage_fx.torch_compat.optim_frames import is_torchs_step
-from collage_fx.torch_compat.patch_graph_breaks import SHAPES_OF_BREAKS, before_graph_breaks
+from collage_fx.torch_compat.patch_graph_breaks import SHAPES_OF_BREAKS
 from collage_fx.torch_compat.patching import Patch
 from collage_fx.torch_compat.tensors import is_guarded_by_identity
 
@@ -112,14 +107,12 @@ Place = tuple[int | str, ...]
 
 @contextlib.contextmanager
 def watching_optimizers(
-    watch: Callable[[torch.optim.Optimizer, Any, dict[str, Any]], Iterable[Place] | None],
+    watch: Callable[[torch.optim.Optimizer], Iterable[Place] | None],
 ) -> Iterator[None]:
-    """Context manager: call ``watch(optimizer, backend, keywords)`` when Dynamo starts to trace an optimizer.
+    """Context manager: call ``watch(optimizer)`` when Dynamo starts to trace an optimizer.
 
-    ``backend`` is the backend given to ``torch.compile`` (never a name), ``keywords`` are the ``mode`` and
-    ``options`` given with it. A :class:`ShortenTraceback` exception ends the trace and reaches the user
-    unchanged, before anything runs. So an input can be refused for which Dynamo would fall back to eager
-    execution without calling a backend.
+    A :class:`ShortenTraceback` exception ends the trace and reaches the user unchanged, before anything runs.
+    So an input can be refused for which Dynamo would fall back to eager execution without calling a backend.
 
     If ``watch`` returns places of numbers, two silent faults of Dynamo are corrected. First, it forgets
     values that a step assigns to attributes of the optimizer (``self.steps += 1``), because it does not
@@ -135,7 +128,7 @@ def watching_optimizers(
 
     def watching(original: Callable[..., None]) -> Callable[..., None]:
         def watched(self: Any, value: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
-            places = watch(value, *backend_being_traced_for())
+            places = watch(value)
             original(self, value, *args, **kwargs)
             if places is not None:
                 output = InstructionTranslator.current_tx().output
@@ -255,19 +248,18 @@ class TracedRows(NamedTuple):
     come_and_go: bool
 
 
-#: Function ``(optimizer, backend, keywords, rows) -> rows to trace``, or None to trace all rows.
-Thin = Callable[[torch.optim.Optimizer, Any, dict[str, Any], Sequence[tuple[Any, ...]]], TracedRows | None]
+#: Function ``(optimizer, rows) -> rows to trace``, or None to trace all rows.
+Thin = Callable[[torch.optim.Optimizer, Sequence[tuple[Any, ...]]], TracedRows | None]
 
 
 @contextlib.contextmanager
-def thinning_lists(choose: Thin, abandon: Callable[[torch.optim.Optimizer], None]) -> Iterator[None]:
+def thinning_lists(choose: Thin) -> Iterator[None]:
     """Context manager: Dynamo traces steps of torch.optim's classes for only some of their parameters.
 
-    ``choose(optimizer, backend, keywords, rows)`` is called each time that ``_init_group`` has filled the
+    ``choose(optimizer, rows)`` is called each time that ``_init_group`` has filled the
     lists that a step loops over. Guards are created for all rows. The backend must add the updates of the
-    rows that are left out (:func:`thinned_lists`), or raise :class:`TraceWhole`. At a graph break,
-    ``abandon`` is called and the step is traced for all rows, because after the break Python would continue
-    with the shortened lists.
+    rows that are left out (:func:`thinned_lists`), or raise :class:`TraceWhole`. It must also
+    raise it at a graph break, because after the break Python would continue with the shortened lists.
 
     Lists are thinned only if the step is the compiled function, so that no other code in the graph reads the
     updated tensors.
@@ -288,7 +280,7 @@ def thinning_lists(choose: Thin, abandon: Callable[[torch.optim.Optimizer], None
             lists, columns = zip(*filled, strict=True)
             are_rows = all(len(column) == len(columns[0]) for column in columns)
             rows = tuple(zip(*columns, strict=True)) if are_rows else ()
-            traced = choose(self.value, *backend_within(tx.output.compiler_fn), rows)
+            traced = choose(self.value, rows)
             if traced is not None:
                 kept = traced.kept
                 if traced.come_and_go:
@@ -304,17 +296,7 @@ def thinning_lists(choose: Thin, abandon: Callable[[torch.optim.Optimizer], None
 
         return update_list_args
 
-    def whole_instead(output: Any) -> None:
-        if output in thinned:
-            for lists in thinned[output]:
-                abandon(lists.optimizer)
-            raise TraceWhole
-
-    with (
-        LISTS.entered(updating),
-        before_graph_breaks(whole_instead),
-        GRADIENTS.entered(_but_of_those_looked_for),
-    ):
+    with LISTS.entered(updating), GRADIENTS.entered(_but_of_those_looked_for):
         yield
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from collage_fx import CollageBackend, full_value
-from collage_fx.capture.recording import record
+from collage_fx.capture.recording import Request, record
 from collage_fx.errors import InvalidOptionError
 from collage_fx.numerics import ERROR_FORMATS
 from collage_fx.state import held_per_parameter
@@ -190,7 +190,7 @@ def test_captured_steps_that_come_to_be_recorded_are_refused_with_state_as_packe
     run(optimizer, backend, range(3))
     assert all(map(is_packed, moments(optimizer)))
     before = everything(optimizer)
-    record(optimizer, backend, {}, "of the test", strict=True)
+    record(optimizer, Request(backend, {}, strict=True), "of the test")
     with pytest.raises(InvalidOptionError, match="recorded"):
         run_steps(optimizer.step, params, [3])
     assert all(map(is_packed, moments(optimizer)))
@@ -203,7 +203,7 @@ def test_captured_steps_that_come_to_be_recorded_go_on_unpacked_within_their_bud
     run(optimizer, backend, range(3))
     assert all(map(is_packed, moments(optimizer)))
     assert held_per_parameter(optimizer) == pytest.approx(8, rel=2e-3)  # without the counts of dither
-    record(optimizer, backend, {}, "of the test", strict=True)
+    record(optimizer, Request(backend, {}, strict=True), "of the test")
     run_steps(optimizer.step, params, range(3, 6))
     assert not any(map(is_packed, moments(optimizer)))
     assert held_per_parameter(optimizer) == pytest.approx(8, rel=1e-3)
@@ -218,7 +218,7 @@ def test_a_recorded_step_keeps_the_error_terms_that_captured_steps_have_chosen()
     backend = CollageBackend(bytes_per_parameter=7)
     run(optimizer, backend, range(3))
     captured = backend.report().graphs[-1].budgets[0]
-    record(optimizer, backend, {}, "of the test", strict=True)
+    record(optimizer, Request(backend, {}, strict=True), "of the test")
     run_steps(optimizer.step, params, range(3, 6))
     recorded = backend.report().graphs[-1]
     assert recorded.route.recorded

@@ -10,7 +10,7 @@ from torch.fx import GraphModule
 
 from collage_fx import CollageBackend, CollageReport, explain
 from collage_fx.graph.program import Kind, Role, Strategy
-from collage_fx.report.tables import TEXT_WIDTH, text_section
+from collage_fx.report.tables import TEXT_WIDTH, section
 from collage_fx.report.tensors import TensorReport, treatments
 from tests.support.training import Descent, parameters, run_steps
 
@@ -178,7 +178,7 @@ def many(count: int = 300) -> list[TensorReport]:
 
 
 def test_hundreds_of_tensors_fit_the_screen() -> None:
-    text = text_section("AdamW", many(), full=False)
+    text = section("AdamW", many(), full=False, markdown=False)
     lines = text.splitlines()
     assert max(map(len, lines)) <= TEXT_WIDTH == 100
     assert len(lines) < 25
@@ -188,7 +188,7 @@ def test_hundreds_of_tensors_fit_the_screen() -> None:
         "300 × exp_avg_sq",
     ]
     assert "of model.layers.*.self_attention.projection.exp_avg_sq" in text
-    unfolded = text_section("AdamW", many(), full=True).splitlines()
+    unfolded = section("AdamW", many(), full=True, markdown=False).splitlines()
     assert max(map(len, unfolded)) <= TEXT_WIDTH
     assert len(unfolded) > 900
 

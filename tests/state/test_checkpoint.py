@@ -20,7 +20,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from collage_fx import CollageBackend, error_terms, full_value
-from collage_fx.capture.recording import record
+from collage_fx.capture.recording import Request, record
 from collage_fx.errors import CheckpointMismatchError
 from collage_fx.state.checkpoint import adopt, is_adopted
 from collage_fx.state.optimizers import known_tensors
@@ -973,7 +973,7 @@ def test_a_recorded_step_takes_up_what_plain_torch_has_loaded() -> None:
     checkpoint = checkpoint_of_two_steps(Descent(params := parameters()))
     optimizer = Descent(other := copied(params))
     loaded_by_plain_torch(optimizer, checkpoint)
-    record(optimizer, CollageBackend(), {}, "the test asks for it", strict=True)
+    record(optimizer, Request(CollageBackend(), {}, strict=True), "the test asks for it")
     for p in other:
         p.grad = torch.zeros_like(p)
     optimizer.step()
