@@ -7,18 +7,23 @@ from array import array
 import pytest
 import torch
 
+from collage_fx.codegen import LENGTH
 from collage_fx.errors import ChangedTensorError
-from collage_fx.runtime.launches import Column, Launches, Member
+from collage_fx.runtime import Call, Column, Kernel
+from collage_fx.runtime.launches import Launches
 from collage_fx.torch_compat import TableKernel
 from tests.support.substitutes import captured_into_a_cuda_graph
 
 NOTHING = torch.empty(0, dtype=torch.uint8)
 
+#: Kernel whose arguments are a tensor of two bytes per element and its length.
+KERNEL = Kernel(None, TableKernel("kernel", (0, 1), 1024, {}), (Column(2), Column(LENGTH)))
+
 
 def test_a_captured_graph_uploads_nothing() -> None:
     """What it would upload in every replay is refused, and uploaded by the next step that is not captured."""
     table = Launches(torch.device("cpu"), [], lambda index: index)
-    table.add(TableKernel("kernel", (0,), 1024, {}), [Column(unit=2)], [Member([0], 10)], 1)
+    table.add([Call(KERNEL, (0, 1), 0, 10, ())])
     here, there = array("q", [1 << 12]), array("q", [1 << 13])
     table.update(here, NOTHING)
     assert table.table[:2].tolist() == [1 << 12, 10]
@@ -36,8 +41,7 @@ def test_a_captured_graph_uploads_nothing() -> None:
 def test_only_the_members_that_are_there_are_launched() -> None:
     """Their rows stay in the table, and what is made whichever members are there is launched always."""
     table = Launches(torch.device("cpu"), [], lambda index: index)
-    members = [Member([i], 10, turn) for i, turn in enumerate((-1, 0, 1))]
-    launch = table.add(TableKernel("kernel", (0,), 1024, {}), [Column(unit=2)], members, 1)
+    launch = table.add([Call(KERNEL, (i, 3), 0, 10, (), turn) for i, turn in enumerate((-1, 0, 1))])
     addresses = array("q", [1 << 12, 1 << 13, 1 << 14])
 
     def launched(present: array[int] | None) -> list[int]:
