@@ -86,11 +86,11 @@ extern "C" Word fill(
 }
 
 // A call for each row, whose words are the arguments: offsets and the addresses at places, as in ``fill``. The
-// row's call is made if its turn is negative, if present is null, or if the byte of its turn in it is not zero.
+// row's call is made if its member is negative, if present is null, or if the member's byte in it is not zero.
 // Where kinds[j] is that of a sum, the address is that of the sum over all rows of a call.
 extern "C" void run(
     void* function, Word columns, const Word* kinds, Word jobs, const Word* first_row, const Word* places,
-    const Word* offsets, const Word* elements, const Word* turns,
+    const Word* offsets, const Word* elements, const Word* members,
     const Word* addresses, Word scratch, Word threads, const char* present) {
   const Caller invoke = caller(columns, std::make_index_sequence<most + 1>());
   const size_t vectors = std::count_if(kinds, kinds + columns, is_added);
@@ -98,7 +98,7 @@ extern "C" void run(
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
   for (Word job = 0; job < jobs; ++job) {
     for (Word row = first_row[job]; row < first_row[job + 1]; ++row) {
-      if (turns[row] >= 0 && present && !present[turns[row]]) continue;
+      if (members[row] >= 0 && present && !present[members[row]]) continue;
       Word a[most + 1];
       Sums* sums_of_row = sums.data() + vectors * row;
       for (Word j = 0, i = row * columns; j < columns; ++j, ++i) {

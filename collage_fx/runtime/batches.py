@@ -81,7 +81,7 @@ class Batch:
             places,
             offsets,
             array("q", [piece.length * kernel.width for piece in self.pieces]),
-            array("q", [piece.call.turn for piece in self.pieces]),
+            array("q", [piece.call.member for piece in self.pieces]),
         ]
         self._kept = kernel, numbers, read  # the library stays loaded
         kinds, *others = (each.buffer_info()[0] for each in read)
@@ -94,11 +94,11 @@ class Batch:
         Args:
             addresses: address table of the step.
             scratch: scratch memory.
-            present: for each turn a byte, nonzero if its calls are made; None for all.
+            present: for each member a byte, nonzero if its calls are made; None for all.
         """
         threads = min(self.jobs, torch.get_num_threads())
-        turns = None if present is None else present.buffer_info()[0]
-        self._run(addresses.buffer_info()[0], scratch.data_ptr(), threads, turns)
+        members = None if present is None else present.buffer_info()[0]
+        self._run(addresses.buffer_info()[0], scratch.data_ptr(), threads, members)
 
 
 def jobs_of(costs: Sequence[int], most: int) -> list[int]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from collage_fx.codegen import CELL, Gather
 from collage_fx.runtime.batches import Batch
-from collage_fx.runtime.kernels import EVERY_TURN, HOST, Call, Kernel
+from collage_fx.runtime.kernels import HOST, NO_MEMBER, Call, Kernel
 from collage_fx.runtime.launches import Launch, Launches
 from collage_fx.runtime.temporaries import ALIGNMENT, LIMIT, Lifetime, first_fit
 from collage_fx.torch_compat import boxed_call
@@ -30,11 +30,11 @@ class Present(NamedTuple):
     """Members of a step that take part in a call: their parameters have a gradient.
 
     Attributes:
-        turns: for each turn of the repetition a byte, nonzero if its member takes part.
+        members: for each of ``Repetition.members`` a byte, nonzero if the member takes part.
         absent: indices of the whole graph's inputs that belong to the other members.
     """
 
-    turns: array[int]
+    members: array[int]
     absent: frozenset[int]
 
 
@@ -116,7 +116,7 @@ class StepInParts:
         return list({id(call.kernel): call.kernel for call in self.calls}.values())
 
     def __call__(self, arguments: list[Any], present: array[int] | None = None) -> Any:
-        """Make the calls of all turns, or of the present turns, whose bytes are not zero."""
+        """Make the calls of all members, or of the present members, whose bytes are not zero."""
         if not self._is_called:
             self.constants = [each() if callable(each) else each for each in self.constants]
             self._is_called = True
@@ -192,7 +192,7 @@ def bytes_of(result: tuple[Any, ...]) -> int:
 
 def _call(calls: Sequence[Call], values: Sequence[Any], present: array[int] | None) -> None:
     for call in calls:
-        if present is None or call.turn == EVERY_TURN or present[call.turn]:
+        if present is None or call.member == NO_MEMBER or present[call.member]:
             assert call.kernel.call is not None
             call.kernel.call([values[index] for index in call.values])
 

@@ -11,8 +11,8 @@ import torch
 from collage_fx.graph import Reasons
 from collage_fx.torch_compat import CFunction, TableKernel
 
-#: Turn of a call that is made for any members.
-EVERY_TURN = -1
+#: Member of a call that belongs to no single member: it is made in every step.
+NO_MEMBER = -1
 
 
 HOST = torch.device("cpu")
@@ -84,7 +84,7 @@ class Call:
             that another call of the wave reads.
         length: length of its tensors, if the kernel's rule is flat.
         writes: the values that the kernel writes to.
-        turn: number of the member that it belongs to, in the order of a repetition's turns.
+        member: index of its member in ``Repetition.members``, or ``NO_MEMBER``.
     """
 
     kernel: Kernel
@@ -92,4 +92,4 @@ class Call:
     wave: int
     length: int
     writes: tuple[int, ...]
-    turn: int = EVERY_TURN
+    member: int = NO_MEMBER

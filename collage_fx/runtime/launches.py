@@ -36,7 +36,7 @@ from torch import Tensor
 
 from collage_fx.codegen import fill
 from collage_fx.errors import ChangedTensorError
-from collage_fx.runtime.kernels import EVERY_TURN, Call, Kernel
+from collage_fx.runtime.kernels import NO_MEMBER, Call, Kernel
 from collage_fx.runtime.tables import NUMBERS, SUMS, WORD, Piece, Table, Word, arrays, pieces_of
 from collage_fx.torch_compat import ALIGNED_BYTES, TableKernel, launch
 
@@ -55,7 +55,7 @@ class Launch:
         kernel: the kernel.
         rows: the words of its rows.
         lengths: length of each row.
-        turns: turn of each row; negative = launched in every step.
+        members: index of each row's member; negative = launched in every step.
 
     Attributes:
         function: the kernel's function.
@@ -68,7 +68,7 @@ class Launch:
         kernel: Kernel,
         rows: Sequence[Word],
         lengths: Sequence[int],
-        turns: Sequence[int],
+        members: Sequence[int],
     ) -> None:
         assert isinstance(kernel.function, TableKernel)
         self._launches = launches
@@ -79,7 +79,7 @@ class Launch:
         self._start, self._words = len(launches.words), len(rows)
         launches.words += rows
         self.lengths = lengths
-        self.turns = torch.tensor(turns)
+        self.members = torch.tensor(members)
         self._of_elements = [i for i, column in enumerate(kernel.columns) if column.kind > 0]
         self._prepared: tuple[Tensor, Tensor] | None = None
         self.programs: dict[bool, Tensor] = {}
@@ -96,13 +96,13 @@ class Launch:
         Args:
             words: words of the table.
             device: device of the table.
-            present: for each turn a byte, nonzero if its rows are launched; None for all.
+            present: for each member a byte, nonzero if its rows are launched; None for all.
         """
         rows = words[self._start :][: self._words].view(len(self.lengths), -1)
         aligned = (rows[:, self._of_elements] % ALIGNED_BYTES == 0).all(1)
-        launched = self.turns < 0 if present is not None else torch.ones_like(aligned)
+        launched = self.members < 0 if present is not None else torch.ones_like(aligned)
         if present is not None:
-            launched |= torch.tensor(present, dtype=torch.bool)[self.turns]
+            launched |= torch.tensor(present, dtype=torch.bool)[self.members]
         if self._prepared is not None and all(map(torch.equal, (aligned, launched), self._prepared)):
             return
         self._prepared = aligned, launched
@@ -167,8 +167,9 @@ class Launches(Table):
         self._adding = self._adding or kernel.function.adding
         pieces = pieces_of(calls, LONGEST_PIECE // kernel.width)
         rows = [word for piece in pieces for word in (*self.row(piece), *self._sums_of(piece))]
-        lengths, turns = ([each.length for each in pieces], [each.call.turn for each in pieces])
-        self.launches.append(Launch(self, kernel, rows, lengths, turns))
+        lengths = [piece.length for piece in pieces]
+        members = [piece.call.member for piece in pieces]
+        self.launches.append(Launch(self, kernel, rows, lengths, members))
         return self.launches[-1]
 
     def add_sums(self) -> list[Launch]:
@@ -177,7 +178,7 @@ class Launches(Table):
             return []
         rows = len(self._added) // 3
         adding = Kernel(None, self._adding)
-        self.launches.append(Launch(self, adding, self._added, [1] * rows, [EVERY_TURN] * rows))
+        self.launches.append(Launch(self, adding, self._added, [1] * rows, [NO_MEMBER] * rows))
         return self.launches[-1:]
 
     def _sums_of(self, piece: Piece) -> list[Word]:
@@ -219,7 +220,7 @@ class Launches(Table):
         Args:
             addresses: address table of the step on the host.
             scratch: scratch memory on the host.
-            present: for each turn a byte, nonzero if it is launched; None for all.
+            present: for each member a byte, nonzero if it is launched; None for all.
 
         Raises:
             ChangedTensorError: a CUDA graph is being captured; each replay would write the words of this step

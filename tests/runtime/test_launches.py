@@ -7,9 +7,9 @@ from array import array
 import pytest
 import torch
 
-from collage_fx.codegen import LENGTH
+from collage_fx.codegen import FIRST_OF_PIECE, LENGTH
 from collage_fx.errors import ChangedTensorError
-from collage_fx.runtime import Call, Column, Kernel
+from collage_fx.runtime import LONGEST_PIECE, Call, Column, Kernel
 from collage_fx.runtime.launches import Launches
 from collage_fx.torch_compat import TableKernel
 from tests.support.substitutes import captured_into_a_cuda_graph
@@ -41,7 +41,7 @@ def test_a_captured_graph_uploads_nothing() -> None:
 def test_only_the_members_that_are_there_are_launched() -> None:
     """Their rows stay in the table, and what is made whichever members are there is launched always."""
     table = Launches(torch.device("cpu"), [], lambda index: index)
-    launch = table.add([Call(KERNEL, (i, 3), 0, 10, (), turn) for i, turn in enumerate((-1, 0, 1))])
+    launch = table.add([Call(KERNEL, (i, 3), 0, 10, (), member) for i, member in enumerate((-1, 0, 1))])
     addresses = array("q", [1 << 12, 1 << 13, 1 << 14])
 
     def launched(present: array[int] | None) -> list[int]:
@@ -52,3 +52,21 @@ def test_only_the_members_that_are_there_are_launched() -> None:
     assert launched(array("b", [0, 1])) == [0, 2]
     assert launched(array("b", [0, 0])) == [0]
     assert launched(None) == [0, 1, 2]
+
+
+def test_numbers_are_words_behind_the_rows() -> None:
+    """Rows have their addresses: of pieces' first indices, of a number of the host, and of a cell."""
+    function = TableKernel("kernel", (0, 1, 2, 3, 4), 1 << 20, {})
+    columns = (Column(2), Column(FIRST_OF_PIECE), Column(0, of_host=8), Column(0), Column(LENGTH))
+    table = Launches(torch.device("cpu"), [3], lambda index: index)
+    table.add([Call(Kernel(None, function, columns), (0, 5, 1, 3, 4), 0, LONGEST_PIECE + 10, ())])
+    rate = torch.tensor(0.5, dtype=torch.float64)
+    table.update(array("q", [1 << 12, rate.data_ptr()]), NOTHING)
+    rows, numbers = table.table[:10].view(2, 5), table.table[10:]
+    assert rows[:, 0].tolist() == [1 << 12, (1 << 12) + 2 * LONGEST_PIECE]
+    assert rows[:, 4].tolist() == [LONGEST_PIECE, 10]
+    places = (rows[:, 1:4] - numbers.data_ptr()) // 8
+    assert numbers[places[:, 0]].tolist() == [0, LONGEST_PIECE]
+    assert numbers.view(torch.float64)[places[:, 1]].tolist() == [0.5, 0.5]
+    assert places[0, 1:].tolist() == places[1, 1:].tolist()
+    assert sorted({*places.flatten().tolist()}) == list(range(len(numbers)))
