@@ -10,7 +10,7 @@ the device's memory, like the C++ functions of ``batches.py`` in the host's memo
 * the rows of each launch: a row for each of its tensors, with addresses and the length;
 * *numbers* of the host that kernels read, such as a learning rate: replayed launches read the current values,
   and no kernel is compiled again for another value;
-* *cells* for numbers that a launch computes and a later launch of the same step reads.
+* after the uploaded words, *cells* for numbers that a launch computes and another launch reads.
 
 Partial sums over all elements, and counters, are in separate memory, at the same addresses in all steps. The
 last launch of a step adds them.
@@ -37,7 +37,7 @@ from torch import Tensor
 from collage_fx.codegen import fill
 from collage_fx.errors import ChangedTensorError
 from collage_fx.runtime.kernels import NO_MEMBER, Call, Kernel
-from collage_fx.runtime.tables import NUMBERS, SUMS, WORD, Piece, Table, Word, arrays, pieces_of
+from collage_fx.runtime.tables import CELLS, NUMBERS, SUMS, WORD, Piece, Table, Word, arrays, pieces_of
 from collage_fx.torch_compat import ALIGNED_BYTES, TableKernel, launch
 
 #: Largest number of elements of a piece.
@@ -76,7 +76,7 @@ class Launch:
         self.function = kernel.function
         # Rows start at a multiple of 16 bytes, which kernels rely on.
         launches.words += [Word()] * (len(launches.words) % 2)
-        self._start, self._words = len(launches.words), len(rows)
+        self._rows = slice(len(launches.words), len(launches.words) + len(rows))
         launches.words += rows
         self.lengths = lengths
         self.members = torch.tensor(members)
@@ -98,7 +98,7 @@ class Launch:
             device: device of the table.
             present: for each member a byte, nonzero if its rows are launched; None for all.
         """
-        rows = words[self._start :][: self._words].view(len(self.lengths), -1)
+        rows = words[self._rows].view(len(self.lengths), -1)
         aligned = (rows[:, self._of_elements] % ALIGNED_BYTES == 0).all(1)
         launched = self.members < 0 if present is not None else torch.ones_like(aligned)
         if present is not None:
@@ -121,7 +121,7 @@ class Launch:
     @functools.cached_property
     def _table(self) -> Tensor:
         """Table, from the rows of this launch on."""
-        return self._launches.table[self._start :]
+        return self._launches.table[self._rows.start :]
 
 
 def programs(rows: Tensor, blocks: Tensor, device: torch.device) -> Tensor:
@@ -206,11 +206,11 @@ class Launches(Table):
     def _allocate(self) -> None:
         """Allocate the memory for all words and for sums."""
         words = [*self.words, *self.numbers]
-        self.table = torch.zeros(len(words), dtype=torch.int64, device=self.device)
+        self.table = torch.zeros(len(words) + len(self.cells), dtype=torch.int64, device=self.device)
         #: Memory for sums and counters; the last launch of each step resets the counters to zero.
         self._sums = torch.zeros(self._words_of_sums, dtype=torch.float64, device=self.device)
-        numbers = self.table.data_ptr() + WORD * len(self.words)
-        self._origins = arrays(words, {NUMBERS: numbers, SUMS: self._sums.data_ptr()})
+        numbers, cells = (self.table[n:].data_ptr() for n in (len(self.words), len(words)))
+        self._origins = arrays(words, {NUMBERS: numbers, CELLS: cells, SUMS: self._sums.data_ptr()})
         self._words = torch.zeros(len(words), dtype=torch.int64)
         self._upload = Upload(len(words), self.device)
 

@@ -6,7 +6,8 @@ of 64-bit words: the addresses of the piece's first elements and of numbers, and
 once for a step; at each step, the current addresses of tensors are added to them.
 
 Numbers that a kernel reads by their addresses are words of the table, too: the index of a piece's first
-element, on a device also numbers of the host and numbers that a launch computes and another launch reads.
+element, and on a device numbers of the host. Numbers that a launch computes and another launch reads are in
+*cells*.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from collage_fx.runtime.kernels import Call
 #: Bytes of a word.
 WORD = 8
 
-#: Memory to whose beginning a word's offset may be relative: a table's numbers, and the memory for sums.
-NUMBERS, SUMS = "numbers", "sums"
+#: Memory that a word's offset may be relative to: a table's numbers, its cells, and the memory for sums.
+NUMBERS, CELLS, SUMS = "numbers", "cells", "sums"
 
 
 class Piece(NamedTuple):
@@ -56,7 +57,7 @@ class Word(NamedTuple):
         place: operand code of an address, as :func:`~collage_fx.codegen.fill` takes it.
         size: bytes of the number at this address whose value is the word; 0 if the word is the sum.
         offset: offset to add.
-        base: memory whose address is added, ``NUMBERS`` or ``SUMS``; empty = none.
+        base: memory whose address is added, such as ``NUMBERS``; empty = none.
     """
 
     place: int = NO_PLACE
@@ -70,18 +71,18 @@ class Table:
 
     Args:
         place_of: function from the index of a value to its operand code.
-        cells: indices of the values that are numbers of the table.
+        cells: indices of the values that are in cells of the table.
 
     Attributes:
+        cells: index of the cell of each value that is in one.
         numbers: words of the numbers.
     """
 
     def __init__(self, place_of: Callable[[int], int], cells: Collection[int] = ()) -> None:
         self.place_of = place_of
-        self._cells = frozenset(cells)
+        self.cells = {value: i for i, value in enumerate(cells)}
         self.numbers: list[Word] = []
-        #: Index of each number, by its word or, for a cell, by the index of the value.
-        self._indices: dict[Word | int, int] = {}
+        self._indices: dict[Word, int] = {}
 
     def row(self, piece: Piece) -> Iterator[Word]:
         """Yield the words of a piece's row, and add the numbers that they refer to."""
@@ -95,15 +96,15 @@ class Table:
                 yield self._address_of(Word(offset=piece.offset * kernel.width))
             elif column.of_host:
                 yield self._address_of(Word(self.place_of(value), column.of_host))
-            elif value in self._cells:
-                yield self._address_of(value)
+            elif value in self.cells:
+                yield Word(offset=WORD * self.cells[value], base=CELLS)
             else:
                 yield Word(self.place_of(value), offset=piece.offset * max(column.kind, 0))
 
-    def _address_of(self, number: Word | int) -> Word:
+    def _address_of(self, number: Word) -> Word:
         index = self._indices.setdefault(number, len(self.numbers))
         if index == len(self.numbers):
-            self.numbers.append(number if isinstance(number, Word) else Word())
+            self.numbers.append(number)
         return Word(offset=WORD * index, base=NUMBERS)
 
 
