@@ -337,7 +337,7 @@ class Compilation:
         members = [
             Member(gradient, parameter, frozenset(repetition.inputs_of(family, member)))
             for (gradient, parameter), (family, member) in zip(
-                families.members, repetition.turns, strict=bool(families.members)
+                families.members, repetition.members, strict=bool(families.members)
             )
         ]
         return WholeStep(step, bound, passed, indices, gradients, members, families.distributed)

@@ -14,7 +14,7 @@ import torch
 from torch._inductor.utils import fresh_cache, run_and_get_code
 
 from collage_fx.graph import Arithmetic, Strategy
-from collage_fx.runtime.batches import job_size, pieces_of
+from collage_fx.runtime.batches import job_size
 from collage_fx.tools.audit import audit
 from tests.support.agreement import assert_half_ulp, assert_same, differences, trajectory
 from tests.support.float_bits import same_bits
@@ -147,8 +147,8 @@ def test_jobs_that_threads_share(case: Case) -> None:
     assert_same(*(trajectory(rig, start, grads, engine=engine) for engine in BOTH))
     route = rig.backend.report().graphs[-1].route
     assert "in one call for all tensors" not in dict(route.reasons)
-    lengths = [math.prod(shape) for shape in shapes]
-    assert len(pieces_of(lengths, job_size(sum(lengths), torch.get_num_threads()))) > 2
+    elements = sum(map(math.prod, shapes))
+    assert elements > 2 * job_size(elements, torch.get_num_threads())
 
 
 @pytest.mark.usefixtures("two_threads")

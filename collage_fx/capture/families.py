@@ -71,7 +71,7 @@ class Families:
         bound: number of inputs that are attributes of the module, hence the same tensors in every call.
         gradients: index of a gradient that Dynamo does not pass as an argument -> index of its parameter.
         infos: names and roles of the inputs.
-        members: for each turn of the repetition the indices of its gradient and its parameter; empty unless
+        members: for each member of the repetition the indices of its gradient and its parameter; empty unless
             gradients come and go.
         distributed: index of an input that is a DTensor -> its sharding; ``module`` has the local shards.
         origins: for each input of ``module``, its source in the form of
@@ -410,7 +410,7 @@ class _Search:
             inputs=len(self.inputs),
             copies=tuple(copies),
             owners=tuple(owners),
-            turns=tuple(family_of[id(component)] for component in self.order),
+            members=tuple(family_of[id(component)] for component in self.order),
             outputs=tuple(outputs[node] for node in self._returned()),
         )
         kept = {node for component in first for node in component.nodes}

@@ -1,12 +1,12 @@
 """Code that this package writes itself: the C++ of a rule's kernel, printed from its graph."""
 
 from collage_fx.codegen.address_tables import (
-    ADDED,
     CELL,
     FIRST_OF_PIECE,
     LENGTH,
     MEAN,
     MOST_ARGUMENTS,
+    NO_PLACE,
     PEEKED,
     SUMS_OF_PIECE,
     TOTAL,
@@ -23,13 +23,13 @@ from collage_fx.codegen.lowerings import REVISION
 from collage_fx.codegen.spellings import NoSpelling
 
 __all__ = [
-    "ADDED",
     "CELL",
     "FIRST_OF_PIECE",
     "FLAGS",
     "LENGTH",
     "MEAN",
     "MOST_ARGUMENTS",
+    "NO_PLACE",
     "PEEKED",
     "REVISION",
     "SUMS_OF_PIECE",

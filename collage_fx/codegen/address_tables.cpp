@@ -38,7 +38,13 @@ bool is_added(Word kind) {
   return kind == SUMS_OF_PIECE || kind == TOTAL || kind == MEAN;
 }
 
-// Of a piece: no two threads write to neighbouring ones.
+// The address at a place, or none: see ``fill``.
+Word address_at(Word place, const Word* addresses, Word scratch) {
+  if (place == NO_PLACE) return 0;
+  return place < 0 ? scratch + CELL * (-2 - place) : addresses[place];
+}
+
+// Of a row: no two threads write to neighbouring ones.
 struct alignas(128) Sums {
   double each[SUMS];
 };
@@ -60,22 +66,18 @@ extern "C" void peek(Word count, const Word* addresses, const Word* lengths, int
   }
 }
 
-// Words of a device's table, each made of the address at a place, of the number there, or of neither (-1);
-// below are cells of scratch memory. Returns whether any of them has changed.
+// Words of a device's table, each made of an offset and the address at a place, or of the number at that
+// address. Returns whether any of them has changed.
 extern "C" Word fill(
     Word count, const Word* places, const Word* sizes, const Word* offsets,
     const Word* addresses, Word scratch, Word* words) {
   Word changed = 0;
   for (Word i = 0; i < count; ++i) {
-    Word word = offsets[i];
-    if (places[i] != -1) {
-      const Word address = places[i] < 0 ? scratch + CELL * (-2 - places[i]) : addresses[places[i]];
-      if (sizes[i]) {
-        word = 0;
-        std::memcpy(&word, reinterpret_cast<const void*>(address), sizes[i]);
-      } else {
-        word += address;
-      }
+    const Word address = address_at(places[i], addresses, scratch);
+    Word word = address + offsets[i];
+    if (sizes[i]) {
+      word = 0;
+      std::memcpy(&word, reinterpret_cast<const void*>(address), sizes[i]);
     }
     changed |= words[i] ^ word;
     words[i] = word;
@@ -83,55 +85,41 @@ extern "C" Word fill(
   return changed != 0;
 }
 
-// Call i is made if its turn is negative, if present is null, or if the byte of its turn in it is not zero.
-// Where kinds[j] is not negative, argument j is an address, and so many bytes for each element before the
-// piece. which[i * arguments + j] says which address that is for call i: a number in the table, or, negative,
-// ~ the number of a cell of scratch memory.
+// A call for each row, whose words are the arguments: offsets and the addresses at places, as in ``fill``. The
+// row's call is made if its member is negative, if present is null, or if the member's byte in it is not zero.
+// Where kinds[j] is that of a sum, the address is that of the sum over all rows of a call.
 extern "C" void run(
-    void* function, Word width, Word arguments, const Word* kinds, const Word* which, Word jobs,
-    const Word* first_piece, const Word* calls, const Word* offsets, const Word* lengths, const Word* turns,
+    void* function, Word columns, const Word* kinds, Word jobs, const Word* first_row, const Word* places,
+    const Word* offsets, const Word* elements, const Word* members,
     const Word* addresses, Word scratch, Word threads, const char* present) {
-  const Caller invoke = caller(arguments, std::make_index_sequence<most + 1>());
-  const size_t vectors = std::count_if(kinds, kinds + arguments, is_added);
-  std::vector<Sums> sums(vectors * first_piece[jobs]);
-  const auto address_of = [&](Word value) { return value < 0 ? scratch + CELL * ~value : addresses[value]; };
+  const Caller invoke = caller(columns, std::make_index_sequence<most + 1>());
+  const size_t vectors = std::count_if(kinds, kinds + columns, is_added);
+  std::vector<Sums> sums(vectors * first_row[jobs]);
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
   for (Word job = 0; job < jobs; ++job) {
-    for (Word piece = first_piece[job]; piece < first_piece[job + 1]; ++piece) {
-      const Word turn = turns[calls[piece]];
-      if (turn >= 0 && present && !present[turn]) continue;
+    for (Word row = first_row[job]; row < first_row[job + 1]; ++row) {
+      if (members[row] >= 0 && present && !present[members[row]]) continue;
       Word a[most + 1];
-      const int32_t first = static_cast<int32_t>(width * offsets[piece]);
-      Sums* sums_of_piece = sums.data() + vectors * piece;
-      const Word* of_call = which + calls[piece] * arguments;
-      for (Word j = 0; j < arguments; ++j) {
-        if (kinds[j] == LENGTH) {
-          a[j] = lengths[piece];
-        } else if (is_added(kinds[j])) {
-          a[j] = reinterpret_cast<Word>((sums_of_piece++)->each);
-        } else if (kinds[j] == FIRST_OF_PIECE) {
-          a[j] = reinterpret_cast<Word>(&first);
-        } else {
-          a[j] = address_of(of_call[j]) + kinds[j] * offsets[piece];
-        }
+      Sums* sums_of_row = sums.data() + vectors * row;
+      for (Word j = 0, i = row * columns; j < columns; ++j, ++i) {
+        a[j] = is_added(kinds[j]) ? reinterpret_cast<Word>((sums_of_row++)->each)
+                                  : address_at(places[i], addresses, scratch) + offsets[i];
       }
       invoke(function, a);
     }
   }
-  if (!vectors) return;
-  // Pieces of a call stand one after the other.
-  for (Word begin = 0, end = 0; begin < first_piece[jobs]; begin = end) {
-    Word length = 0;
-    for (; end < first_piece[jobs] && calls[end] == calls[begin]; ++end) length += width * lengths[end];
-    const Sums* of_first = sums.data() + vectors * begin;
-    for (Word j = 0; j < arguments; ++j) {
-      if (!is_added(kinds[j])) continue;
+  // Rows of a call stand one after the other: those whose sums have the same destination.
+  for (Word j = 0, vector = 0; j < columns; ++j) {
+    if (!is_added(kinds[j])) continue;
+    for (Word row = 0; row < first_row[jobs];) {
+      const Word place = places[row * columns + j];
       Sums total{};
-      for (Word piece = 0; piece < end - begin; ++piece) {
-        for (size_t k = 0; k < SUMS; ++k) total.each[k] += of_first[vectors * piece].each[k];
+      Word length = 0;
+      for (; row < first_row[jobs] && places[row * columns + j] == place; ++row) {
+        for (size_t k = 0; k < SUMS; ++k) total.each[k] += sums[vectors * row + vector].each[k];
+        length += elements[row];
       }
-      ++of_first;
-      void* result = reinterpret_cast<void*>(address_of(which[calls[begin] * arguments + j]));
+      void* result = reinterpret_cast<void*>(address_at(place, addresses, scratch));
       if (kinds[j] == SUMS_OF_PIECE) {
         std::memcpy(result, total.each, sizeof total.each);
       } else {
@@ -139,5 +127,6 @@ extern "C" void run(
         std::memcpy(result, &sum, sizeof sum);
       }
     }
+    ++vector;
   }
 }

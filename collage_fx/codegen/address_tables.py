@@ -22,14 +22,14 @@ CELL = 16
 #: Arguments that ``run`` can pass.
 MOST_ARGUMENTS = 96
 
+#: Operand code of a word that has no address: n = index in the address table, -2-k = scratch cell k.
+NO_PLACE = -1
+
 #: Kinds of arguments that are not addresses of tensors. LENGTH = length of the piece; SUMS_OF_PIECE = address
 #: of the sums ``SUMS`` over its elements; FIRST_OF_PIECE = address of the index of its first element, a
 #: 32-bit integer; TOTAL, MEAN = address of a float64 sum over its elements, which becomes a float32 sum or
 #: mean.
 LENGTH, SUMS_OF_PIECE, FIRST_OF_PIECE, TOTAL, MEAN = -1, -2, -3, -4, -5
-
-#: Kinds of arguments that all pieces of a tensor add to.
-ADDED = (SUMS_OF_PIECE, TOTAL, MEAN)
 
 
 def _source() -> str:
@@ -38,9 +38,8 @@ def _source() -> str:
         "PEEKED": PEEKED,
         "CELL": CELL,
         "MOST_ARGUMENTS": MOST_ARGUMENTS,
-        "LENGTH": LENGTH,
+        "NO_PLACE": NO_PLACE,
         "SUMS_OF_PIECE": SUMS_OF_PIECE,
-        "FIRST_OF_PIECE": FIRST_OF_PIECE,
         "TOTAL": TOTAL,
         "MEAN": MEAN,
         "SUMS": len(SUMS),
@@ -64,7 +63,7 @@ def load_library() -> Library:
     library = load_cpp_library(_source())
     pointer, word = ctypes.c_void_p, ctypes.c_int64
     run, gather = library.run, ctypes.PyDLL(library._name).gather
-    run.argtypes = [pointer, word, word, pointer, pointer, word, *[pointer] * 6, word, word, pointer]
+    run.argtypes = [pointer, word, pointer, word, *[pointer] * 6, word, word, pointer]
     gather.argtypes = [ctypes.py_object, word, pointer, pointer, pointer]
     fill = library.fill
     fill.argtypes = [word, *[pointer] * 4, word, pointer]
@@ -101,7 +100,7 @@ def fill(
 
     Args:
         words: the table, on the host.
-        places: operand code of each word: n = index in ``addresses``, -1 = none, -2-k = scratch cell k.
+        places: operand code of each word: n = index in ``addresses``, ``NO_PLACE``, -2-k = scratch cell k.
         sizes: bytes of the scalar at that address whose value is the word; 0 if the word is an address.
         offsets: offset to add to each address.
         addresses: address table of a step.

@@ -1,7 +1,7 @@
 """A captured step as data, and tools to edit it: everything that the author of a pass imports."""
 
 from collage_fx.graph.cancellation import find_cancellation, spoils_an_update
-from collage_fx.graph.components import Groups, components
+from collage_fx.graph.components import components
 from collage_fx.graph.devices import DEVICES, device_facts
 from collage_fx.graph.editor import GraphEditor
 from collage_fx.graph.families import ONCE, Repetition, input_name, repeated_graph
@@ -102,7 +102,6 @@ __all__ = [
     "WAYS",
     "Arithmetic",
     "GraphEditor",
-    "Groups",
     "InputInfo",
     "Kind",
     "ReadExpansion",

@@ -4,31 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import TypeVar
 
-Member = TypeVar("Member", bound=Hashable)
 Item = TypeVar("Item")
-
-
-@dataclass
-class Groups(Generic[Member]):
-    """Disjoint sets, of nodes for example (union-find)."""
-
-    parent: dict[Member, Member] = field(default_factory=dict)
-
-    def find(self, member: Member) -> Member:
-        """Return the representative of a member's set, which is a set of its own if it is new."""
-        root = member
-        while (up := self.parent.setdefault(root, root)) != root:
-            root = up
-        while member != root:
-            self.parent[member], member = root, self.parent[member]
-        return root
-
-    def join(self, a: Member, b: Member) -> None:
-        """Join the sets of two members."""
-        self.parent[self.find(a)] = self.find(b)
 
 
 def components(items: Iterable[Item], values_of: Callable[[Item], Iterable[Hashable]]) -> list[list[Item]]:
@@ -44,12 +22,18 @@ def components(items: Iterable[Item], values_of: Callable[[Item], Iterable[Hasha
         without values is a component by itself.
     """
     items = list(items)
-    groups = Groups[int]()
+    above = [*range(len(items))]  # union-find: a chain of items to the one that stands for a component
+
+    def root(number: int) -> int:
+        while above[number] != number:
+            above[number] = number = above[above[number]]
+        return number
+
     first: dict[Hashable, int] = {}
     for number, item in enumerate(items):
         for value in values_of(item):
-            groups.join(number, first.setdefault(value, number))
+            above[root(number)] = root(first.setdefault(value, number))
     found: dict[int, list[Item]] = defaultdict(list)
     for number, item in enumerate(items):
-        found[groups.find(number)].append(item)
+        found[root(number)].append(item)
     return list(found.values())

@@ -14,9 +14,9 @@ from collage_fx.graph.nodes import is_copy_to_input, placeholders
 from collage_fx.torch_compat import pytree
 
 #: ``(family, member)``; ``(None, 0)`` for operations common to all families.
-Turn = tuple[int | None, int]
+FamilyMember = tuple[int | None, int]
 
-ONCE: Turn = (None, 0)
+ONCE: FamilyMember = (None, 0)
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,14 @@ class Repetition:
         copies: for each input of the small graph, the indices of its copies in the whole graph: an index per
             member of its family, or a single index if the input is common to all families.
         owners: for each input of the small graph, its family; None if it is common.
-        turns: ``(family, member)`` in the order of the whole graph.
+        members: ``(family, member)`` in the order of the whole graph.
         outputs: for each result of the whole graph, ``(index of the small graph's result, member)``.
     """
 
     inputs: int
     copies: tuple[tuple[int, ...], ...]
     owners: tuple[int | None, ...]
-    turns: tuple[tuple[int, int], ...]
+    members: tuple[tuple[int, int], ...]
     outputs: tuple[tuple[int, int], ...]
 
     @classmethod
@@ -47,7 +47,7 @@ class Repetition:
     @property
     def is_whole(self) -> bool:
         """Whether the small graph is the whole graph."""
-        return len(self.turns) == 1
+        return len(self.members) == 1
 
     def input_of(self, position: int, member: int) -> int:
         """Return the whole graph's index of a member's copy of an input of the small graph."""
@@ -130,7 +130,7 @@ def repeated_graph(gm: GraphModule, repetition: Repetition) -> GraphModule:
     for node in gm.graph.nodes:
         if node.op not in ("placeholder", "output") and not is_copy_to_input(node):
             operations[families[node]].append(node)
-    for family, member in (ONCE, *repetition.turns):
+    for family, member in (ONCE, *repetition.members):
         for node in operations[family]:
             copy(node, member)
     stores = {node.args[0]: node for node in gm.graph.nodes if is_copy_to_input(node)}

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +31,7 @@ from collage_fx.codegen import (
 )
 from collage_fx.errors import FailedLoweringError
 from collage_fx.graph import Reason, Reasons, placeholders
-from collage_fx.lowering.attempts import Attempt, compile_somehow, inductors_faults
+from collage_fx.lowering.attempts import compile_somehow, inductors_faults
 from collage_fx.lowering.measured_rules import summed, table_sums
 from collage_fx.lowering.rule_graphs import graph_of
 from collage_fx.lowering.rules import LONGEST, Line, Rule
@@ -111,15 +112,13 @@ def compile_rule(rule: Rule) -> Kernel | Reason:
         the kernel, or a reason if the code would not be valid for every length (or every value of a symbolic
         number).
     """
-    not_printed = None
+    over_table: Kernel | Reason | None = None
     if not rule.is_tabled:
-        kernel = printed(rule)
-        if isinstance(kernel, Kernel) or rule.columns:
-            return kernel
-        not_printed = kernel
-    if not (rule.is_tabled and rule.flat and rule.is_measured):
-        return _compiled(rule, not_printed=not_printed)
-    over_table = _compiled(rule, by_element=True)
+        over_table = printed(rule)
+        if rule.columns:
+            return over_table
+    elif rule.flat and rule.is_measured:
+        over_table = _compiled(rule, by_element=True)
     return over_table if isinstance(over_table, Kernel) else _compiled(rule, no_table=over_table)
 
 
@@ -159,7 +158,7 @@ def printed(rule: Rule) -> Kernel | Reason:
     return Kernel(
         None,
         CFunction(address, arguments, library),
-        _kinds(rule, inputs, arguments),
+        _columns(rule, inputs, arguments),
         divisible=rule.divisible,
         width=rule.width,
     )
@@ -175,44 +174,38 @@ def _compiles() -> bool:
     return True
 
 
-def _kinds(rule: Rule, inputs: Sequence[Any], arguments: Sequence[int]) -> tuple[int, ...]:
-    """Return the kind of each argument of a C++ function: see :class:`~collage_fx.runtime.batches.Batch`."""
-    before = rule.flat + rule.is_placed + (rule.columns > 0)  # length, first element's place, columns
+def _columns(rule: Rule, inputs: Sequence[Any], arguments: Sequence[int]) -> tuple[Column, ...]:
+    """Return the columns of a function's arguments, of which ``inputs`` has the values in a trace."""
+    # The length, the place of the first element, and the number of a matrix's columns.
+    before = rule.flat + rule.is_placed + (rule.columns > 0)
     lines = [i for i, line in enumerate(rule.lines) if line.target is None]
-    of_sums = {index for index, line in enumerate(lines, start=before) if line in rule.sums}
+    kinds = {before + i: SUMS_OF_PIECE for i, line in enumerate(lines) if line in rule.sums}
+    for i, target in rule.totals.items():
+        kinds[before + len(lines) + i] = MEAN if target is torch.ops.aten.mean.default else TOTAL
+    if rule.flat:
+        kinds[0] = LENGTH
+    if rule.is_placed:
+        kinds[1] = FIRST_OF_PIECE
 
-    of_totals = {
-        before + len(lines) + i: MEAN if target is torch.ops.aten.mean.default else TOTAL
-        for i, target in rule.totals.items()
-    }
+    def column(argument: int) -> Column:
+        if argument in kinds:
+            return Column(kinds[argument])
+        is_given = before <= argument < before + len(lines)
+        is_of_host = is_given and rule.lines[lines[argument - before]].args[1] == HOST != rule.device
+        itemsize = inputs[argument].dtype.itemsize
+        return Column(bytes_of_a_unit(rule, inputs[argument]), itemsize if is_of_host else 0)
 
-    def kind(argument: int) -> int:
-        if argument in of_sums:
-            return SUMS_OF_PIECE
-        if argument in of_totals:
-            return of_totals[argument]
-        if rule.is_placed and argument == 1:
-            return FIRST_OF_PIECE
-        value = inputs[argument]
-        return bytes_of_a_unit(rule, value) if isinstance(value, Tensor) else LENGTH
-
-    return tuple(map(kind, arguments))
+    return tuple(map(column, arguments))
 
 
-def _compiled(
-    rule: Rule,
-    *,
-    by_element: bool = False,
-    no_table: Reason | None = None,
-    not_printed: Reason | None = None,
-) -> Kernel | Reason:
+def _compiled(rule: Rule, *, by_element: bool = False, no_table: Reason | None = None) -> Kernel | Reason:
     """Compile the kernel of a rule with Inductor.
 
     Args:
         rule: the rule of any part that the kernel will serve.
         by_element: whether sums and counts are stored element by element, for a kernel over a table to take.
-        no_table: why there is no such kernel, if that is known.
-        not_printed: why its kernel is neither printed nor one over a table.
+        no_table: why there is no kernel over a table, if that is known. A kernel for one tensor at a time has
+            no table from which to read a number of the host, and does not sum: then there is a reason.
     """
     scope = SymbolicScope()
     with scope:
@@ -240,10 +233,23 @@ def _compiled(
             "a kernel would not hold for every length or number", ", ".join(sorted(rule.operations))
         )
     call = innermost_callable(attempt.call)
-    if rule.is_tabled:
-        return _launched_kernel(rule, attempt, call, code, inputs, no_table, by_element=by_element)
-    assert not_printed is not None
-    reasons: Reasons = (("in one call for all tensors", not_printed), *attempt.reasons)
+    found = no_table or _table_kernel(rule, code[-1], inputs, by_element=by_element)
+    if isinstance(found, TableKernel):
+        found.begin()
+        return Kernel(
+            call,
+            found,
+            _columns(rule, inputs, found.arguments),
+            device=rule.device,
+            width=rule.width,
+            sums=summed(rule) if by_element else (),
+            reasons=attempt.reasons,
+        )
+    if by_element:
+        return found
+    if rule.is_tabled and any(line.args[1] == HOST for line in rule.lines if line.target is None):
+        return replace(found, what=f"it reads a number of the host's, and {found.what}")
+    reasons: Reasons = (("in one call for all tensors", found), *attempt.reasons)
     return Kernel(call, device=rule.device, reasons=reasons)
 
 
@@ -255,55 +261,10 @@ def bytes_of_a_unit(rule: Rule, value: Tensor) -> int:
     return value.dtype.itemsize * of_unit if value.dim() > 0 else 0
 
 
-def _launched_kernel(
-    rule: Rule,
-    attempt: Attempt,
-    call: Callable[[list[Any]], Any],
-    code: Sequence[str],
-    inputs: Sequence[Any],
-    no_table: Reason | None,
-    *,
-    by_element: bool,
-) -> Kernel | Reason:
-    """Return the kernel of a rule over a table or, if it has none, a kernel for one tensor at a time.
-
-    That one has no table from which to read a number of the host, and does not sum: then there is a
-    reason.
-    """
-    what = ", ".join(sorted(rule.operations))
-    units = {i: bytes_of_a_unit(rule, each) for i, each in enumerate(inputs) if isinstance(each, Tensor)}
-    found: TableKernel | str
-    if no_table is not None:
-        found = no_table.what
-    else:
-        elements = [i for i, unit in units.items() if unit]
-        sums = table_sums(rule, len(inputs)) if by_element else None
-        found = table_kernel(code[-1], len(inputs), 0 if rule.flat else None, elements, sums)
-    if isinstance(found, str) and by_element:
-        return Reason(found, what)
-    layouts = [line.args for line in rule.lines if line.target is None]
-    if isinstance(found, str):
-        if any(layout[1] == HOST for layout in layouts):
-            return Reason(f"it reads a number of the host's, and {found}", what)
-        reasons: Reasons = (("in one call for all tensors", Reason(found, what)), *attempt.reasons)
-        return Kernel(call, device=rule.device, reasons=reasons)
-    before = rule.flat + rule.is_placed
-
-    def column(argument: int) -> Column:
-        if rule.is_placed and argument == 1:
-            return Column(is_place=True)
-        at = argument - before
-        is_of_host = at < len(layouts) and layouts[at][1] == HOST
-        return Column(units[argument], inputs[argument].dtype.itemsize if is_of_host else 0)
-
-    columns = tuple(map(column, found.arguments))
-    found.begin()
-    return Kernel(
-        call,
-        found,
-        columns=columns,
-        device=rule.device,
-        width=rule.width,
-        sums=summed(rule) if by_element else (),
-        reasons=attempt.reasons,
-    )
+def _table_kernel(rule: Rule, code: str, inputs: Sequence[Any], *, by_element: bool) -> TableKernel | Reason:
+    """Return the kernel over a table that Inductor's code is put into, or why there is none."""
+    tensors = ((i, each) for i, each in enumerate(inputs) if isinstance(each, Tensor))
+    elements = [i for i, each in tensors if bytes_of_a_unit(rule, each)]
+    sums = table_sums(rule, len(inputs)) if by_element else None
+    found = table_kernel(code, len(inputs), 0 if rule.flat else None, elements, sums)
+    return Reason(found, ", ".join(sorted(rule.operations))) if isinstance(found, str) else found

@@ -33,15 +33,15 @@ from __future__ import annotations
 import operator
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-import torch
 from torch.fx import Graph, Node
 
 from collage_fx.graph import (
-    Groups,
     Reason,
+    components,
     copies_to_inputs,
     device_facts,
     draws,
@@ -54,7 +54,8 @@ from collage_fx.graph import (
 )
 from collage_fx.torch_compat import OpOverload, pytree, schema_of, storage_of
 
-aten = torch.ops.aten
+#: Kinds of nodes that are in no part, unless they are inputs that are stored into.
+OUTSIDE = ("placeholder", "get_attr", "output")
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def parts_of(graph: Graph) -> list[Part] | Reason:
             return Reason.at(node, "it is not a function of its operands")
     if _returns_shared_memory(graph):
         return Reason("it returns a view of an input, or two of one memory")
-    return _Partition(graph).parts()
+    return _in_order(graph)
 
 
 def _is_a_function(node: Node) -> bool:
@@ -108,99 +109,93 @@ def _memory(node: Node) -> int | None:
     return None if value is None else storage_of(value)
 
 
-class _Partition:
-    """Partition of the nodes of a graph into parts."""
+def _cut(graph: Graph) -> tuple[dict[Node, int], list[tuple[Node, Node]]]:
+    """Return the number of each node's part, and pairs of a scalar that crosses parts and a reader."""
+    stored = copies_to_inputs(graph)
+    free, scalar, kept = _numbers(graph, stored)
+    given = scalar.difference(stored)
+    bound = [node for node in graph.nodes if node in stored or not (node in free or node.op in OUTSIDE)]
+    known = frozenset(bound)
 
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
-        self.stored = copies_to_inputs(graph)
-        self.groups = Groups[Node]()
-        self.free: set[Node] = set()
-        self.scalar: set[Node] = set()
-        self.cuts: list[tuple[Node, Node]] = []
-        self.kept: list[Node] = []
+    def joined(node: Node) -> Iterator[Any]:
+        yield node
+        if node in kept:
+            yield once
+        for operand in node.all_input_nodes:
+            if operand in known and (operand not in given or node in scalar):
+                yield operand
 
-    def parts(self) -> list[Part] | Reason:
-        for node in self.graph.nodes:
-            self._visit(node)
-        return self._in_order()
+    pieces = components([*bound, *free.intersection(_returned(graph))], joined)
+    piece_of = {node: i for i, piece in enumerate(pieces) for node in piece}
+    cuts = [
+        (each, node) for node in bound if node not in scalar for each in node.all_input_nodes if each in given
+    ]
+    readers: dict[int, set[int]] = defaultdict(set)
+    for operand, node in cuts:
+        readers[piece_of[operand]].add(piece_of[node])
 
-    def _visit(self, node: Node) -> None:
-        if node.op in ("placeholder", "get_attr"):
-            if node in self.stored:
-                self.groups.find(node)
-                if is_number(node):
-                    self.scalar.add(node)
-            elif is_number(node):
-                self.free.add(node)
-            return
-        if node.op == "output":
-            return
+    def only_reader(i: int) -> set[int]:
+        """Return the only reader of a piece of scalars on a launched device, which joins such pieces."""
+        value = tensor_value(pieces[i][0])
+        is_launched = value is not None and device_facts(value.device).is_launched
+        return readers[i] if is_launched and len(readers[i]) == 1 and kept.isdisjoint(pieces[i]) else set()
+
+    parts = components(range(len(pieces)), only_reader)
+    return {node: k for k, part in enumerate(parts) for i in part for node in pieces[i]}, cuts
+
+
+def _numbers(graph: Graph, stored: Collection[Node]) -> tuple[set[Node], set[Node], set[Node]]:
+    """Return the free nodes, the scalars of parts, and the scalars that are computed once."""
+    free, scalar, kept = set[Node](), set[Node](), set[Node]()
+    for node in graph.nodes:
         operands = node.all_input_nodes
-        is_store = is_copy_to_input(node)
-        if not is_store and self.free.issuperset(operands) and (is_number(node) or not operands):
+        if node.op in ("placeholder", "get_attr"):
+            if is_number(node):
+                (scalar if node in stored else free).add(node)
+        elif node.op == "output":
+            continue
+        elif not is_copy_to_input(node) and free.issuperset(operands) and (is_number(node) or not operands):
             if node.target is once and operands:
-                self.scalar.add(node)
-                self.kept.append(node)
-                self.groups.join(node, self.kept[0])
+                scalar.add(node)
+                kept.add(node)
             else:
-                self.free.add(node)
-            return
-        if is_number(node) and all(operand in self.scalar or operand in self.free for operand in operands):
-            self.scalar.add(node)
-        for operand in operands:
-            if operand.op in ("placeholder", "get_attr"):
-                if operand in self.stored:
-                    self.groups.join(node, operand)
-            elif operand in self.scalar and node not in self.scalar:
-                self.cuts.append((operand, node))
-            elif operand not in self.free:
-                self.groups.join(node, operand)
-        self.groups.find(node)
+                free.add(node)
+        elif is_number(node) and all(operand in scalar or operand in free for operand in operands):
+            scalar.add(node)
+    return free, scalar, kept
 
-    def _join_numbers_of_one_reader(self) -> None:
-        """Join the scalars on a launched device that only one part reads."""
-        readers: dict[Node, set[Node]] = defaultdict(set)
-        for number, reader in self.cuts:
-            readers[self.groups.find(number)].add(self.groups.find(reader))
-        kept = set(map(self.groups.find, self.kept))
-        first: dict[Node, Node] = {}
-        for number, (reader, *others) in readers.items():
-            value = tensor_value(number)
-            is_launched = value is not None and device_facts(value.device).is_launched
-            if is_launched and not others and number not in kept:
-                self.groups.join(first.setdefault(reader, number), number)
 
-    def _in_order(self) -> list[Part] | Reason:
-        self._join_numbers_of_one_reader()
-        stores: dict[Node, list[Node]] = defaultdict(list)
-        for store in self.stored.values():
-            stores[self.groups.find(store)].append(store)
-        results: dict[Node, dict[Node, None]] = defaultdict(dict)
-        given: dict[Node, set[Node]] = defaultdict(set)
-        for number, reader in self.cuts:
-            source, destination = self.groups.find(number), self.groups.find(reader)
-            if source is not destination:
-                results[source][number] = None
-                given[destination].add(number)
-        for value in _returned(self.graph):
-            results[self.groups.find(value)][value] = None
-        fingerprints = _fingerprints(self.graph)
-        waiting = list(dict.fromkeys([*stores, *results]))
-        parts: list[Part] = []
-        made: set[Node] = set()
-        while waiting:
-            ready = [group for group in waiting if given[group] <= made]
-            if not ready:
-                number = next(number for group in waiting for number in given[group] - made)
-                return Reason.at(number, "parts of the graph need each other's numbers")
-            for group in ready:
-                ordered = sorted(stores[group], key=lambda store: _rank_of_store(store, fingerprints))
-                named = sorted(results[group], key=fingerprints.__getitem__)
-                parts.append(Part(tuple(ordered), tuple(named), frozenset(given[group])))
-                made.update(results[group])
-            waiting = [group for group in waiting if group not in set(ready)]
-        return parts
+def _in_order(graph: Graph) -> list[Part] | Reason:
+    """Return the parts in an order in which numbers are computed before they are read."""
+    part_of, cuts = _cut(graph)
+    stores: dict[int, list[Node]] = defaultdict(list)
+    for store in copies_to_inputs(graph).values():
+        stores[part_of[store]].append(store)
+    results: dict[int, dict[Node, None]] = defaultdict(dict)
+    given: dict[int, set[Node]] = defaultdict(set)
+    for number, reader in cuts:
+        source, destination = part_of[number], part_of[reader]
+        if source != destination:
+            results[source][number] = None
+            given[destination].add(number)
+    for value in _returned(graph):
+        results[part_of[value]][value] = None
+    fingerprints = _fingerprints(graph)
+    waiting = list(dict.fromkeys([*stores, *results]))
+    parts: list[Part] = []
+    made: set[Node] = set()
+    while waiting:
+        ready = [group for group in waiting if given[group] <= made]
+        if not ready:
+            number = next(number for group in waiting for number in given[group] - made)
+            return Reason.at(number, "parts of the graph need each other's numbers")
+        for group in ready:
+            ordered = sorted(stores[group], key=lambda store: _rank_of_store(store, fingerprints))
+            named = sorted(results[group], key=fingerprints.__getitem__)
+            parts.append(Part(tuple(ordered), tuple(named), frozenset(given[group])))
+            made.update(results[group])
+        waiting = [group for group in waiting if group not in set(ready)]
+    return parts
 
 
 def _rank_of_store(store: Node, fingerprints: Mapping[Node, int]) -> int:

@@ -25,7 +25,7 @@ from collage_fx.lowering.islands import cut
 from collage_fx.lowering.kernels import kernel_of
 from collage_fx.lowering.parts import Part, parts_of
 from collage_fx.lowering.rules import Rule, rule_of, samples_first
-from collage_fx.runtime import EVERY_TURN, HOST, Call, Kernel, StepInParts, ValueIndex, bytes_of, in_rounds
+from collage_fx.runtime import HOST, NO_MEMBER, Call, Kernel, StepInParts, ValueIndex, bytes_of, in_rounds
 from collage_fx.torch_compat import InductorFault, inductor_config, pytree
 
 #: Stands, with a device, for the place of the first element of tensors as a whole in a plan's values.
@@ -198,15 +198,15 @@ def repeated_step(step: StepInParts, repetition: Repetition) -> StepInParts | Re
         key = (index, 0 if owners[index] is None else member)
         return results.setdefault(key, repetition.inputs + len(step.constants) + len(results))
 
-    def call_of(call: Call, turn: int, member: int) -> Call:
+    def call_of(call: Call, i: int, member: int) -> Call:
         values, writes = (
             tuple(index_of(index, member) for index in indices) for indices in (call.values, call.writes)
         )
-        return replace(call, values=values, writes=writes, turn=turn)
+        return replace(call, values=values, writes=writes, member=i)
 
     planned = [
-        call_of(call, turn, member)
-        for turn, (family, member) in enumerate((ONCE, *repetition.turns), EVERY_TURN)
+        call_of(call, i, member)
+        for i, (family, member) in enumerate((ONCE, *repetition.members), NO_MEMBER)
         for call in families[family]
     ]
     memory = [step.results[index - first_result] for index, _ in results]

@@ -1,10 +1,11 @@
 """The C++ functions of a step's kernels, called for all their tensors at once.
 
-Note [One call for all tensors] ------------------------------- A call of a kernel from Python takes about 5
-microseconds per tensor, mostly to read code and objects that the previous step has evicted from the caches,
-and to start and end threads for each tensor. So the kernels of flat rules and of scalars are not called from
-Python: a table has the address of each argument of each call, and a single C++ function, ``run``, makes all
-the calls.
+Note [One call for all tensors]
+-------------------------------
+A call of a kernel from Python takes about 5 microseconds per tensor, mostly to read code and objects that the
+previous step has evicted from the caches, and to start and end threads for each tensor. So the kernels of
+flat rules and of scalars are not called from Python: a table has a row of arguments for each call, and a
+single C++ function, ``run``, makes all the calls.
 
 An elementwise rule may also be called for a piece of a tensor, with addresses inside the tensor. Its calls
 are cut into jobs of about equal size, with a piece of a large tensor or with several small tensors. Threads
@@ -22,14 +23,14 @@ from __future__ import annotations
 
 import functools
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate, chain
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from collage_fx.codegen import load_library
+from collage_fx.runtime.kernels import Call
+from collage_fx.runtime.tables import NUMBERS, Table, arrays, pieces_of
 from collage_fx.torch_compat import CFunction
 
 #: Elements of a job: enough for a processor to fetch ahead, few enough for all threads to end together.
@@ -45,66 +46,46 @@ CLUMP = 1 << 10
 WHOLE_CALLS = 4
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Elements of a call's tensors that one call of the function takes."""
-
-    call: int
-    offset: int
-    length: int
-
-
 class Batch:
-    """Calls of one C++ function for many tensors.
+    """Calls of a kernel on the host, a C++ function, for many tensors.
 
     Args:
-        function: the C++ function.
-        calls: operand code of each argument of each call: n = address-table index, ~k = scratch cell k.
-        lengths: length of each call's tensors, if the length is an argument.
-        kinds: kind of each argument: bytes of a unit of length of its tensor, 0 = scalar, negative = a
-            constant of ``codegen/address_tables.py`` such as ``LENGTH``.
-        turns: for each call, the number of the member that it belongs to; negative = called for every step,
-            the default.
-        width: elements per unit of length.
-        divisible: whether the function may be called for a piece of the tensors.
+        calls: calls of one kernel.
+        place_of: function from the index of a value to its operand code.
 
     Attributes:
+        pieces: piece of each row.
         jobs: number of jobs.
     """
 
-    def __init__(
-        self,
-        function: CFunction,
-        calls: Sequence[Sequence[int]],
-        lengths: Sequence[int],
-        kinds: Sequence[int],
-        turns: Sequence[int] | None = None,
-        *,
-        width: int = 1,
-        divisible: bool,
-    ) -> None:
-        self._function = function  # stays loaded
-        if divisible:
-            job = job_size(sum(lengths), torch.get_num_threads(), width)
-            jobs = pieces_of(lengths, job, CLUMP // width)
+    def __init__(self, calls: Sequence[Call], place_of: Callable[[int], int]) -> None:
+        kernel = calls[0].kernel
+        assert isinstance(kernel.function, CFunction)
+        length = sum(call.length for call in calls)
+        if kernel.divisible:
+            job = job_size(length, torch.get_num_threads(), kernel.width)
+            self.pieces = pieces_of(calls, job, CLUMP // kernel.width)
+            jobs = jobs_of([piece.length for piece in self.pieces], job)
         else:
-            jobs = whole_calls(lengths)
-        self.jobs = len(jobs)
-        pieces = list(chain.from_iterable(jobs))
-        self._tables = [
-            array("q", numbers)
-            for numbers in (
-                kinds,
-                chain.from_iterable(calls),
-                accumulate(map(len, jobs), initial=0),
-                (piece.call for piece in pieces),
-                (piece.offset for piece in pieces),
-                (piece.length for piece in pieces),
-                [-1] * len(calls) if turns is None else turns,
-            )
+            self.pieces = pieces_of(calls, longest=length + 1)
+            # Calls on scalars take no time: one job.
+            jobs = jobs_of([min(length, 1)] * len(calls), WHOLE_CALLS)
+        self.jobs = len(jobs) - 1
+        table = Table(place_of)
+        words = [word for piece in self.pieces for word in table.row(piece)]
+        numbers = array("q", [word.offset for word in table.numbers])
+        places, _, offsets = arrays(words, {NUMBERS: numbers.buffer_info()[0]})
+        read = [
+            array("q", [column.kind for column in kernel.columns]),
+            array("q", jobs),
+            places,
+            offsets,
+            array("q", [piece.length * kernel.width for piece in self.pieces]),
+            array("q", [piece.call.member for piece in self.pieces]),
         ]
-        kinds_, which, *cuts = (table.buffer_info()[0] for table in self._tables)
-        head = function.address, width, len(kinds), kinds_, which, self.jobs, *cuts
+        self._kept = kernel, numbers, read  # the library stays loaded
+        kinds, *others = (each.buffer_info()[0] for each in read)
+        head = kernel.function.address, len(kernel.columns), kinds, self.jobs, *others
         self._run = functools.partial(load_library().run, *head)
 
     def __call__(self, addresses: array[int], scratch: Tensor, present: array[int] | None = None) -> None:
@@ -113,36 +94,26 @@ class Batch:
         Args:
             addresses: address table of the step.
             scratch: scratch memory.
-            present: for each turn a byte, nonzero if its calls are made; None for all.
+            present: for each member a byte, nonzero if its calls are made; None for all.
         """
         threads = min(self.jobs, torch.get_num_threads())
-        turns = None if present is None else present.buffer_info()[0]
-        self._run(addresses.buffer_info()[0], scratch.data_ptr(), threads, turns)
+        members = None if present is None else present.buffer_info()[0]
+        self._run(addresses.buffer_info()[0], scratch.data_ptr(), threads, members)
 
 
-def whole_calls(lengths: Sequence[int]) -> list[list[Piece]]:
-    """Return jobs of whole calls: a few calls each; one job for calls on scalars, which take no time."""
-    pieces = [Piece(call, 0, length) for call, length in enumerate(lengths)]
-    size = WHOLE_CALLS if any(lengths) else len(pieces)
-    return [pieces[i : i + size] for i in range(0, len(pieces), size)]
+def jobs_of(costs: Sequence[int], most: int) -> list[int]:
+    """Divide pieces into jobs that cost no more than ``most``, or are of a single piece.
 
-
-def pieces_of(lengths: Sequence[int], job: int, clump: int = CLUMP) -> list[list[Piece]]:
-    """Cut calls of these lengths into jobs of about a length of ``job`` each."""
-    jobs: list[list[Piece]] = []
-    size = 0
-    for call, length in enumerate(lengths):
-        offset = 0
-        while offset < length:
-            # The last piece is no remainder of few elements: they go to the one before.
-            take = length - offset if length - offset < job + clump else job
-            if not jobs or size + take > job:
-                jobs.append([])
-                size = 0
-            jobs[-1].append(Piece(call, offset, take))
-            size += take
-            offset += take
-    return jobs
+    Returns:
+        the first piece of each job, and the number of pieces.
+    """
+    starts, held = [0], 0
+    for i, cost in enumerate(costs):
+        if i and held + cost > most:
+            starts.append(i)
+            held = 0
+        held += cost
+    return [*starts, len(costs)]
 
 
 def job_size(length: int, threads: int, width: int = 1) -> int:

@@ -18,23 +18,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from collage_fx.codegen import ADDED, CELL, Gather
+from collage_fx.codegen import CELL, Gather
 from collage_fx.runtime.batches import Batch
-from collage_fx.runtime.kernels import EVERY_TURN, HOST, Call, Kernel
-from collage_fx.runtime.launches import Launch, Launches, Member
+from collage_fx.runtime.kernels import HOST, NO_MEMBER, Call, Kernel
+from collage_fx.runtime.launches import Launch, Launches
 from collage_fx.runtime.temporaries import ALIGNMENT, LIMIT, Lifetime, first_fit
-from collage_fx.torch_compat import CFunction, TableKernel, boxed_call
+from collage_fx.torch_compat import boxed_call
 
 
 class Present(NamedTuple):
     """Members of a step that take part in a call: their parameters have a gradient.
 
     Attributes:
-        turns: for each turn of the repetition a byte, nonzero if its member takes part.
+        members: for each of ``Repetition.members`` a byte, nonzero if the member takes part.
         absent: indices of the whole graph's inputs that belong to the other members.
     """
 
-    turns: array[int]
+    members: array[int]
     absent: frozenset[int]
 
 
@@ -88,32 +88,27 @@ class StepInParts:
         for index, (_, _, _, device) in zip(indices, results, strict=True):
             if index not in in_python:
                 cells[device].append(index)
-        self._table = _Table(cells[HOST])
+        self._addresses = _Addresses(cells[HOST])
+        devices = dict.fromkeys(call.kernel.device for call in calls if call.kernel.function is not None)
         self._launches = {
-            device: Launches(device, cells[device], self._table.of_value)
-            for device in dict.fromkeys(call.kernel.device for call in calls if call.kernel.columns)
+            device: Launches(device, cells[device], self._addresses.place_of)
+            for device in devices
+            if device != HOST
         }
-        groups = _grouped(calls)
+        groups = [(group[0].kernel, group) for group in _grouped(calls)]
         #: Calls on the host, whose results devices read; they come before the calls on devices.
         self.on_host = [
-            self._table.batch(group) or group for group in groups if group[0].kernel.device == HOST
+            group if kernel.function is None else Batch(group, self._addresses.place_of)
+            for kernel, group in groups
+            if kernel.device == HOST
         ]
-        self.on_devices = [self._launch(group) or group for group in groups if group[0].kernel.device != HOST]
-        for device, launches in self._launches.items():
-            functions = (call.kernel.function for call in calls if call.kernel.device == device)
-            adding = (each.adding for each in functions if isinstance(each, TableKernel))
-            if (kernel := next(filter(None, adding), None)) is not None:
-                self.on_devices.append(launches.add_sums(kernel))
-
-    def _launch(self, calls: Sequence[Call]) -> Launch | None:
-        """Return calls of one kernel as a launch; None if the kernel is not over a table."""
-        kernel = calls[0].kernel
-        if not isinstance(kernel.function, TableKernel):
-            return None
-        members = [Member(call.values, call.length, call.turn) for call in calls]
-        return self._launches[kernel.device].add(
-            kernel.function, kernel.columns, members, kernel.width, kernel.sums
-        )
+        self.on_devices = [
+            group if kernel.function is None else self._launches[kernel.device].add(group)
+            for kernel, group in groups
+            if kernel.device != HOST
+        ]
+        for launches in self._launches.values():
+            self.on_devices += launches.add_sums()
 
     @property
     def kernels(self) -> list[Kernel]:
@@ -121,7 +116,7 @@ class StepInParts:
         return list({id(call.kernel): call.kernel for call in self.calls}.values())
 
     def __call__(self, arguments: list[Any], present: array[int] | None = None) -> Any:
-        """Make the calls of all turns, or of the present turns, whose bytes are not zero."""
+        """Make the calls of all members, or of the present members, whose bytes are not zero."""
         if not self._is_called:
             self.constants = [each() if callable(each) else each for each in self.constants]
             self._is_called = True
@@ -132,7 +127,7 @@ class StepInParts:
         self._temporaries.allocate(values)
         for function, operands in self.numbers:
             values.append(function(*(values[o.index] if isinstance(o, ValueIndex) else o for o in operands)))
-        addresses, scratch = self._table.of(values)
+        addresses, scratch = self._addresses.of(values)
         for stage in self.on_host:
             if isinstance(stage, Batch):
                 stage(addresses, scratch, present)
@@ -197,7 +192,7 @@ def bytes_of(result: tuple[Any, ...]) -> int:
 
 def _call(calls: Sequence[Call], values: Sequence[Any], present: array[int] | None) -> None:
     for call in calls:
-        if present is None or call.turn == EVERY_TURN or present[call.turn]:
+        if present is None or call.member == NO_MEMBER or present[call.member]:
             assert call.kernel.call is not None
             call.kernel.call([values[index] for index in call.values])
 
@@ -210,41 +205,19 @@ def _grouped(calls: Sequence[Call]) -> list[list[Call]]:
     return [groups[key] for key in sorted(groups, key=lambda key: key[0])]
 
 
-class _Table:
-    """Numbering of the operands of batches: address-table indices and scratch cells.
+class _Addresses:
+    """Numbering of the operands in tables: indices in a step's addresses, and scratch cells.
 
     Args:
         results: indices of the values that only batches use, scalars: they get scratch cells.
     """
 
     def __init__(self, results: Iterable[int]) -> None:
-        self._cells = {index: ~cell for cell, index in enumerate(results)}
+        self._cells = {index: -2 - cell for cell, index in enumerate(results)}
         self._numbers: dict[int, int] = {}
 
-    def batch(self, calls: Sequence[Call]) -> Batch | None:
-        """Return calls of one kernel as a batch; None if the kernel is not a C++ function."""
-        kernel = calls[0].kernel
-        if not isinstance(kernel.function, CFunction):
-            return None
-
-        def entry(call: Call, argument: int, kind: int) -> int:
-            # A length or a buffer is not in the table.
-            is_address = kind >= 0 or kind in ADDED
-            return self.of_value(call.values[argument]) if is_address else 0
-
-        arguments = list(zip(kernel.function.arguments, kernel.kinds, strict=True))
-        return Batch(
-            kernel.function,
-            [[entry(call, *argument) for argument in arguments] for call in calls],
-            [call.length for call in calls],
-            kernel.kinds,
-            [call.turn for call in calls],
-            divisible=kernel.divisible,
-            width=kernel.width,
-        )
-
-    def of_value(self, index: int) -> int:
-        """Return the address-table index of a value; ~k for scratch cell k."""
+    def place_of(self, index: int) -> int:
+        """Return the operand code of a value: n = index in the addresses, -2-k = scratch cell k."""
         if index in self._cells:
             return self._cells[index]
         return self._numbers.setdefault(index, len(self._numbers))

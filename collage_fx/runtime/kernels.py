@@ -4,19 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from collage_fx.graph import Reasons
-from collage_fx.runtime.launches import Column, Summed
 from collage_fx.torch_compat import CFunction, TableKernel
 
-#: Turn of a call that is made for any members.
-EVERY_TURN = -1
+#: Member of a call that belongs to no single member: it is made in every step.
+NO_MEMBER = -1
 
 
 HOST = torch.device("cpu")
+
+
+class Column(NamedTuple):
+    """Argument of a kernel, as a column of the rows of an address table.
+
+    Attributes:
+        kind: bytes of a unit of length of its tensor, 0 = scalar, negative = a constant of
+            ``codegen/address_tables.py`` such as ``LENGTH``.
+        of_host: bytes of a number in the host's memory that a device reads; 0 otherwise.
+    """
+
+    kind: int
+    of_host: int = 0
+
+
+class Summed(NamedTuple):
+    """Sum, or counters, of which each program of a launch leaves a part: Note [Sums of a launch].
+
+    Attributes:
+        argument: the kernel's argument that is the destination row.
+        place: index of the destination in this row.
+        part: index among the partial sums of a program, or among the counters of a tensor.
+        counters: number of counters; 0 for a sum.
+    """
+
+    argument: int
+    place: int
+    part: int
+    counters: int = 0
 
 
 @dataclass(frozen=True)
@@ -27,8 +55,7 @@ class Kernel:
         call: function of a single list: the length if the rule is flat, the inputs, and memory for the
             results. None if only ``function`` is called.
         function: the C++ function, or the GPU kernel over a table, if the rule is independent and has one.
-        kinds: kinds of a C++ function's arguments, as in :class:`~collage_fx.runtime.batches.Batch`.
-        columns: columns of the rows of a kernel's table.
+        columns: the arguments of ``function``.
         device: device of the kernel.
         sums: sums of which a kernel over a table leaves parts.
         divisible: whether the function may be called for a piece of the tensors.
@@ -38,7 +65,6 @@ class Kernel:
 
     call: Callable[[list[Any]], Any] | None
     function: CFunction | TableKernel | None = None
-    kinds: tuple[int, ...] = ()
     columns: tuple[Column, ...] = ()
     device: torch.device = HOST
     sums: tuple[Summed, ...] = ()
@@ -58,7 +84,7 @@ class Call:
             that another call of the wave reads.
         length: length of its tensors, if the kernel's rule is flat.
         writes: the values that the kernel writes to.
-        turn: number of the member that it belongs to, in the order of a repetition's turns.
+        member: index of its member in ``Repetition.members``, or ``NO_MEMBER``.
     """
 
     kernel: Kernel
@@ -66,4 +92,4 @@ class Call:
     wave: int
     length: int
     writes: tuple[int, ...]
-    turn: int = EVERY_TURN
+    member: int = NO_MEMBER

@@ -64,7 +64,7 @@ class CompensatedStep:
         else:
             self._add_error_terms(arguments, state)
         arguments += self.rows
-        return self.compiled(arguments) if present is None else self.compiled(arguments, present.turns)
+        return self.compiled(arguments) if present is None else self.compiled(arguments, present.members)
 
     def _add_error_terms(self, arguments: list[Any], state: object) -> None:
         found = [
@@ -101,7 +101,7 @@ class WholeStep:
         passed: number of inputs that Dynamo passes.
         updated: indices of inputs whose version counters are incremented.
         gradients: mapping from the index of a gradient that Dynamo does not pass to its parameter's index.
-        members: the member of each turn of the repetition, if members come and go.
+        members: the members in the order of ``Repetition.members``, if members come and go.
         distributed: shardings of DTensors by index; the step takes this process's shards.
     """
 
@@ -136,7 +136,7 @@ class WholeStep:
         values = [*self.bound, *self.in_order([*arguments, *gradients])]
         absent = tuple([index for index in self.parameters if values[index] is None])
         present, updated = self._known.get(absent) or self._without(absent)
-        if present is not None and not any(present.turns):
+        if present is not None and not any(present.members):
             return ()
         for index in absent:  # a stand-in of the same layout, which is not read
             values[index] = values[self.parameters[index]].detach()
@@ -150,10 +150,10 @@ class WholeStep:
         """Return the members that have gradients, and the inputs that are updated."""
         if len(self._known) > MOST_PATTERNS:
             self._known = {(): self._known[()]}
-        turns = array("b", [each.gradient not in absent for each in self.members])
+        present = array("b", [each.gradient not in absent for each in self.members])
         inputs = frozenset().union(*(each.inputs for each in self.members if each.gradient in absent))
         updated = picking([index for index in self.updated if index not in inputs])
-        self._known[absent] = Present(turns, inputs), updated
+        self._known[absent] = Present(present, inputs), updated
         return self._known[absent]
 
 

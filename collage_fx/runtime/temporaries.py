@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from collage_fx.runtime.kernels import EVERY_TURN, Call
+from collage_fx.runtime.kernels import NO_MEMBER, Call
 
 #: Bytes that the values between kernels may take without rounds.
 LIMIT = 1 << 26
@@ -39,17 +39,17 @@ def in_rounds(calls: Sequence[Call], bytes_of: Mapping[int, int]) -> list[Call]:
         calls: the calls of the step.
         bytes_of: bytes of each value that crosses between kernels, by index.
     """
-    of_turn: dict[int, dict[int, int]] = defaultdict(dict)
+    of_member: dict[int, dict[int, int]] = defaultdict(dict)
     for call in calls:
-        of_turn[call.turn].update({index: bytes_of[index] for index in call.values if index in bytes_of})
+        of_member[call.member].update({index: bytes_of[index] for index in call.values if index in bytes_of})
     rounds: dict[int, int] = {}
     held = 0
-    for turn in sorted(of_turn):
-        size = sum(of_turn[turn].values())
-        if turn != EVERY_TURN:
+    for member in sorted(of_member):
+        size = sum(of_member[member].values())
+        if member != NO_MEMBER:
             last = max(rounds.values(), default=0)
-            rounds[turn] = last + (held > 0 and held + size > LIMIT)
-            held = size + held * (rounds[turn] == last)
+            rounds[member] = last + (held > 0 and held + size > LIMIT)
+            held = size + held * (rounds[member] == last)
     number = 1 + max(rounds.values(), default=0)
     late = _after_members(calls)
     if number == 1 or late is None:
@@ -57,7 +57,7 @@ def in_rounds(calls: Sequence[Call], bytes_of: Mapping[int, int]) -> list[Call]:
     waves = 1 + max(call.wave for call in calls)
 
     def round_of(place: int, call: Call) -> int:
-        return rounds.get(call.turn, number - 1 if place in late else 0)
+        return rounds.get(call.member, number - 1 if place in late else 0)
 
     return [replace(call, wave=call.wave + waves * round_of(i, call)) for i, call in enumerate(calls)]
 
@@ -69,11 +69,11 @@ def _after_members(calls: Sequence[Call]) -> set[int] | None:
     """
     read: dict[int, int] = {}
     for call in calls:
-        if call.turn != EVERY_TURN:
+        if call.member != NO_MEMBER:
             read |= {index: min(call.wave, read.get(index, call.wave)) for index in call.values}
     late = set()
     for i, call in enumerate(calls):
-        if call.turn == EVERY_TURN and any(read.get(index, call.wave) < call.wave for index in call.writes):
+        if call.member == NO_MEMBER and any(read.get(index, call.wave) < call.wave for index in call.writes):
             late.add(i)
             if any(read.get(index, 0) > call.wave for index in call.writes):
                 return None

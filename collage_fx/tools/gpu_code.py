@@ -185,7 +185,7 @@ def _of_group(group: Launch | Sequence[Any], elements: int, arch: str) -> GpuKer
         kernel: Kernel = group[0].kernel
         reasons = "; ".join(str(reason) for _, reason in kernel.reasons)
         return GpuKernel("", "", len(group), len(group), 0.0, (), 0, 0, 0, reasons)
-    name, source = group.kernel.name, group.kernel.source[True]
+    name, source = group.function.name, group.function.source[True]
     code = imaginary_cuda.machine_code(name, source, arch)
     return GpuKernel(
         name,
@@ -193,7 +193,7 @@ def _of_group(group: Launch | Sequence[Any], elements: int, arch: str) -> GpuKer
         tensors=len(group.lengths),
         launches=1,
         bytes_per_parameter=sum(group.accesses) * sum(group.lengths) / elements,
-        accesses=tuple(unit / group.elements_of_unit for unit in group.accesses),
+        accesses=tuple(unit / group.kernel.width for unit in group.accesses),
         registers=code.registers,
         spilled=code.spilled,
         wide_accesses=code.accesses.get(WIDEST, 0),

@@ -55,7 +55,7 @@ class TableKernel:
     Attributes:
         name: name of the kernel in profilers: different for each rule, the same in each process.
         arguments: for each column of a row, the index of the argument of Inductor's code whose address it
-            holds; the next column holds the length.
+            holds; the length, if it is an argument, is itself in the last column.
         size: units of length per block.
         source: source of a module with the kernel: by True for aligned addresses of elements, False for any.
         accesses: the argument of each load and store.
@@ -120,8 +120,7 @@ def table_kernel(
         arguments: number of arguments of ``call``.
         length: index of the argument that is the length; None if all arguments are numbers.
         elements: indices of the arguments that are tensors with elements.
-        sums: sums that replace stores. The addresses of partial sums and counters are in two columns behind
-            the length.
+        sums: sums that replace stores. The addresses of partial sums and counters are in two more columns.
     """
     try:
         module = ast.parse(code)
@@ -306,6 +305,9 @@ def _framed(
             else f"p{number} = {address}"
         )
     first = kernels[runs[0][0]]
+    held = [*columns] if length is None else [*columns, length]
+    if length is not None:
+        loads.append(f"left = tl.load(row + {len(columns)}).to(tl.int32)")
     size = 1 if length is None else max(1, BLOCK // _elements_of_a_unit(first.function))
     if sums is not None and {*summed.values()} != {*sums.arguments}:
         raise _Unlike("Inductor's kernel does not store every value of a sum")
@@ -314,12 +316,12 @@ def _framed(
     if sums is not None:
         bodies = f"{sums.definitions}\n\n{bodies}"
         loads += [
-            f"partials = tl.load(row + {len(columns) + 1}).to(tl.pointer_type(tl.float64)) + block",
-            f"counters = tl.load(row + {len(columns) + 2}).to(tl.pointer_type(tl.float64))",
+            f"partials = tl.load(row + {len(held)}).to(tl.pointer_type(tl.float64)) + block",
+            f"counters = tl.load(row + {len(held) + 1}).to(tl.pointer_type(tl.float64))",
         ]
     kind = "numbers" if length is None else "update" if sums is None else "measured_update"
     name = f"collage_{kind}_{hashlib.sha256((bodies + str(calls)).encode()).hexdigest()[:8]}"
-    words = len(columns) + (1 if sums is None else 3)
+    words = len(held) + (0 if sums is None else 2)
     threads = THREADS if sums is None else MEASURING_THREADS
     frame = f"""
 @decorator
@@ -328,7 +330,6 @@ def {name}(table, programs, XBLOCK: tl.constexpr, ALIGNMENT: tl.constexpr):
     program = tl.load(programs + tl.program_id(0))
     row = table + (program >> 32) * {words}
     block = (program & 0xffffffff).to(tl.int32)
-    left = tl.load(row + {len(columns)}).to(tl.int32)
 {_indented(chr(10).join(loads))}
 {_indented((chr(10) + "tl.debug_barrier()" + chr(10)).join(calls))}
 """
@@ -344,7 +345,7 @@ def {name}(table, programs, XBLOCK: tl.constexpr, ALIGNMENT: tl.constexpr):
         decorator = _decorator(config, first, name)
         sources[aligned] = f"{head}\n\n{bodies}\n{frame.replace('decorator', decorator, 1)}"
     adding = None if sums is None else _adding(first, head)
-    return TableKernel(name, tuple(columns), size, sources, tuple(accesses), adding)
+    return TableKernel(name, tuple(held), size, sources, tuple(accesses), adding)
 
 
 def _accessed(function: ast.FunctionDef) -> Iterator[str]:

@@ -227,7 +227,7 @@ def elements_kernel(strategy: Any) -> TableKernel:
             found.extend(
                 kernel.function
                 for kernel in step_on_cuda(program).kernels
-                if any(column.unit for column in kernel.columns)
+                if any(column.kind > 0 for column in kernel.columns)
             )
             return super().lower(program, example_inputs, inductor_options)
 

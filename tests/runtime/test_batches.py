@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from array import array
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,9 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collage_fx import CollageBackend
-from collage_fx.codegen.address_tables import CELL, LENGTH, MOST_ARGUMENTS, SUMS_OF_PIECE, Gather
+from collage_fx.codegen.address_tables import (
+    CELL,
+    FIRST_OF_PIECE,
+    LENGTH,
+    MOST_ARGUMENTS,
+    SUMS_OF_PIECE,
+    Gather,
+)
 from collage_fx.numerics.update_sums import SUMS
-from collage_fx.runtime.batches import CLUMP, WHOLE_CALLS, Batch, job_size, pieces_of, whole_calls
+from collage_fx.runtime import Call, Column, Kernel
+from collage_fx.runtime.batches import CLUMP, WHOLE_CALLS, Batch, job_size, jobs_of
+from collage_fx.runtime.tables import pieces_of
 from collage_fx.torch_compat import CFunction, load_cpp_library
 from tests.support.training import parameters, run_steps
 
@@ -25,6 +35,9 @@ extern "C" void add(int32_t* x, const int16_t* y, const double* factor, int64_t 
   for (int64_t i = 0; i < n; ++i) x[i] += *factor * y[i];
 }
 extern "C" void twice(const double* x, double* result) { *result = 2 * *x; }
+extern "C" void indices(int32_t* x, const int32_t* first, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) x[i] += *first + i;
+}
 extern "C" void sums(const int32_t* x, double* sums, int64_t n) {
   for (int k = 0; k < SUMS; ++k) sums[k] = k;
   for (int64_t i = 0; i < n; ++i) sums[i % SUMS] += x[i];
@@ -41,20 +54,46 @@ def function(name: str, arguments: int) -> CFunction:
     return CFunction(address, tuple(range(arguments)), library)
 
 
-@given(st.lists(st.integers(1, 9 * CLUMP), max_size=20), st.integers(1, 6).map(lambda n: n * CLUMP))
-def test_pieces_cover_each_call_once(lengths: list[int], job: int) -> None:
-    jobs = pieces_of(lengths, job)
-    for call, length in enumerate(lengths):
-        pieces = [piece for each in jobs for piece in each if piece.call == call]
-        ends = [piece.offset + piece.length for piece in pieces]
-        assert [piece.offset for piece in pieces] == [0, *ends[:-1]]
+def batch(
+    name: str,
+    calls: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+    kinds: Sequence[int],
+    *,
+    divisible: bool,
+) -> Batch:
+    """Calls of a function whose values are operand codes, such as -2-k for scratch cell k."""
+    columns = tuple(map(Column, kinds))
+    kernel = Kernel(None, function(name, len(kinds)), columns, divisible=divisible)
+    made = [Call(kernel, tuple(values), 0, n, ()) for values, n in zip(calls, lengths, strict=True)]
+    return Batch(made, lambda value: value)
+
+
+@given(
+    st.lists(st.integers(0, 9 * CLUMP), max_size=20),
+    st.integers(1, 6).map(lambda n: n * CLUMP),
+    st.sampled_from([1, CLUMP]),
+)
+def test_pieces_cover_each_call_once(lengths: list[int], longest: int, clump: int) -> None:
+    calls = [Call(Kernel(None), (i,), 0, n, ()) for i, n in enumerate(lengths)]
+    pieces = pieces_of(calls, longest, clump)
+    assert list(dict.fromkeys(piece.call for piece in pieces)) == calls
+    for call, length in zip(calls, lengths, strict=True):
+        of_call = [piece for piece in pieces if piece.call is call]
+        ends = [piece.offset + piece.length for piece in of_call]
+        assert [piece.offset for piece in of_call] == [0, *ends[:-1]]
         assert ends[-1] == length
-        assert all(piece.offset % CLUMP == 0 for piece in pieces)
-        assert all(piece.length >= min(length, CLUMP) for piece in pieces)
-    sizes = [sum(piece.length for piece in each) for each in jobs]
-    assert all(0 < size < job + CLUMP for size in sizes)
-    # No two neighbours would have been one.
-    assert all(a + b > job for a, b in itertools.pairwise(sizes))
+        assert all(piece.offset % CLUMP == 0 for piece in of_call)
+        assert all(min(length, clump) <= piece.length < longest + clump for piece in of_call)
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=20), st.integers(1, 30))
+def test_jobs_are_of_neighbours_that_fit(costs: list[int], most: int) -> None:
+    starts = jobs_of(costs, most)
+    assert (starts[0], starts[-1]) == (0, len(costs))
+    jobs = [costs[a:b] for a, b in itertools.pairwise(starts)]
+    assert all(job and (sum(job) <= most or len(job) == 1) for job in jobs)
+    assert all(sum(a) + b[0] > most for a, b in itertools.pairwise(jobs)), "no job would have taken one more"
 
 
 @given(st.integers(1, 1 << 40), st.integers(1, 256))
@@ -74,8 +113,8 @@ def test_calls_in_pieces_are_whole_calls(lengths: list[int]) -> None:
     # The factors are in scratch memory.
     scratch = torch.zeros(len(lengths), CELL // 8, dtype=torch.float64)
     scratch[:, 0] = factors
-    calls = [[2 * i, 2 * i + 1, ~i, 0] for i in range(len(lengths))]
-    Batch(function("add", 4), calls, lengths, [4, 2, 0, LENGTH], divisible=True)(table, scratch)
+    calls = [[2 * i, 2 * i + 1, -2 - i, 0] for i in range(len(lengths))]
+    batch("add", calls, lengths, [4, 2, 0, LENGTH], divisible=True)(table, scratch)
     assert all(torch.equal(x, y) for x, y in zip(outputs, wanted, strict=True))
 
 
@@ -83,8 +122,21 @@ def test_a_function_of_numbers_is_called_once_for_each_call() -> None:
     numbers = torch.tensor([1.5, 2.5], dtype=torch.float64)
     scratch = torch.zeros(2, CELL // 8, dtype=torch.float64)
     table = array("q", [numbers[0].data_ptr(), numbers[1].data_ptr()])
-    Batch(function("twice", 2), [[0, ~0], [1, ~1]], [0, 0], [0, 0], divisible=False)(table, scratch)
+    calls = batch("twice", [[0, -2], [1, -3]], [0, 0], [0, 0], divisible=False)
+    calls(table, scratch)
     assert scratch[:, 0].tolist() == [3.0, 5.0]
+    assert calls.jobs == 1
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_a_piece_is_given_the_index_of_its_first_element() -> None:
+    lengths = [5, 300_000, 0]
+    outputs = [torch.zeros(n, dtype=torch.int32) for n in lengths]
+    table = array("q", [t.data_ptr() for t in outputs])
+    kinds = [4, FIRST_OF_PIECE, LENGTH]
+    batch("indices", [[i, 0, 0] for i in range(3)], lengths, kinds, divisible=True)(table, torch.empty(0))
+    for x in outputs:
+        assert torch.equal(x, torch.arange(len(x), dtype=torch.int32))
 
 
 @pytest.mark.usefixtures("two_threads")
@@ -96,14 +148,14 @@ def test_sums_are_those_of_the_pieces(divisible: bool) -> None:
     table = array("q", [t.data_ptr() for pair in zip(inputs, totals, strict=True) for t in pair])
     kinds = [4, SUMS_OF_PIECE, LENGTH]
     calls = [[2 * i, 2 * i + 1, 0] for i in range(len(lengths))]
-    batch = Batch(function("sums", 3), calls, lengths, kinds, divisible=divisible)
-    assert batch.jobs > 1
+    calling = batch("sums", calls, lengths, kinds, divisible=divisible)
+    assert calling.jobs > 1
+    assert (len(calling.pieces) > len(lengths)) == divisible
     for _ in range(2):  # the second step's sums are not added to the first's
-        batch(table, torch.empty(0))
-    jobs = pieces_of(lengths, job_size(sum(lengths), 2)) if divisible else whole_calls(lengths)
+        calling(table, torch.empty(0))
     for call, (x, total) in enumerate(zip(inputs, totals, strict=True)):
         wanted = torch.zeros(len(SUMS), dtype=torch.float64)
-        for piece in (piece for job in jobs for piece in job if piece.call == call):
+        for piece in (piece for piece in calling.pieces if piece.call.values[0] == 2 * call):
             values = x[piece.offset :][: piece.length].double()
             padded = torch.nn.functional.pad(values, (0, -len(values) % len(SUMS)))
             wanted += padded.view(-1, len(SUMS)).sum(0) + torch.arange(len(SUMS))
@@ -111,22 +163,12 @@ def test_sums_are_those_of_the_pieces(divisible: bool) -> None:
         assert total[len(SUMS) :].isnan().all()
 
 
-@pytest.mark.parametrize("count", [1, WHOLE_CALLS, 3 * WHOLE_CALLS + 1])
-def test_whole_calls(count: int) -> None:
-    jobs = whole_calls(range(1, count + 1))
-    assert [(piece.call, piece.offset, piece.length) for job in jobs for piece in job] == [
-        (i, 0, i + 1) for i in range(count)
-    ]
-    assert max(map(len, jobs)) <= WHOLE_CALLS
-    assert len(whole_calls([0] * count)) == 1, "of numbers"
-
-
 def test_as_many_arguments_as_are_promised() -> None:
     numbers = torch.arange(1, MOST_ARGUMENTS + 1)
     table = array("q", [number.data_ptr() for number in numbers])
     calls = [list(range(MOST_ARGUMENTS))]
     kinds = [0] * MOST_ARGUMENTS
-    Batch(function("last", MOST_ARGUMENTS), calls, [0], kinds, divisible=False)(table, numbers)
+    batch("last", calls, [0], kinds, divisible=False)(table, numbers)
     assert numbers.tolist() == [*range(1, MOST_ARGUMENTS), 1]
 
 
