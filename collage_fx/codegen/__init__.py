@@ -21,27 +21,3 @@ from collage_fx.codegen.elements import has_spelling
 from collage_fx.codegen.kernels import FLAGS, flat_kernel, number_kernel
 from collage_fx.codegen.lowerings import REVISION
 from collage_fx.codegen.spellings import NoSpelling
-
-__all__ = [
-    "CELL",
-    "FIRST_OF_PIECE",
-    "FLAGS",
-    "LENGTH",
-    "MEAN",
-    "MOST_ARGUMENTS",
-    "NO_PLACE",
-    "PEEKED",
-    "REVISION",
-    "SUMS_OF_PIECE",
-    "TOTAL",
-    "Gather",
-    "NoSpelling",
-    "Peek",
-    "fill",
-    "flat_kernel",
-    "has_spelling",
-    "is_library_loaded",
-    "load_library",
-    "number_kernel",
-    "prepare_compiler",
-]

@@ -11,15 +11,3 @@ from collage_fx.lowering.lower import (
     without_sums,
 )
 from collage_fx.lowering.schedule import rules_of
-
-__all__ = [
-    "JOINT_GRAPH_SETTINGS",
-    "Lowered",
-    "forget_kernels",
-    "interpreted",
-    "lower",
-    "rules_of",
-    "step_in_parts",
-    "why_not_compiled",
-    "without_sums",
-]

@@ -6,27 +6,3 @@ from collage_fx.runtime.launches import LONGEST_PIECE, Launch, is_captured
 from collage_fx.runtime.layouts import Expected, refuse_layout
 from collage_fx.runtime.step import CompensatedStep, MakingStep, Member, WholeStep, bind
 from collage_fx.runtime.temporaries import in_rounds
-
-__all__ = [
-    "HOST",
-    "LONGEST_PIECE",
-    "NO_MEMBER",
-    "Call",
-    "Column",
-    "CompensatedStep",
-    "Expected",
-    "Kernel",
-    "Launch",
-    "MakingStep",
-    "Member",
-    "Present",
-    "StepInParts",
-    "Summed",
-    "ValueIndex",
-    "WholeStep",
-    "bind",
-    "bytes_of",
-    "in_rounds",
-    "is_captured",
-    "refuse_layout",
-]
