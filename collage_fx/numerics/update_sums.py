@@ -23,8 +23,8 @@ A measured step computes a few sums beside each tensor's update, in the same loo
 Precision. The intended and the effective update of an element are differences of float32 numbers, with a
 relative error of at most u = 2**-24. Their products are exact in float64 (24 + 24 <= 53 bits), and are added
 in float64: a sum of n products has an error of at most ``2u + n * 2**-53`` of the sum of absolute values. On
-CPUs they are added in float32 by blocks, for which Note [Sums in blocks] gives a bound of 33u. In all, the
-error is at most 2.1e-6 of the sum of absolute values for any tensor that fits a machine, and 1.2e-7 elsewhere
+CPUs they are added in float32 by chunks, for which Note [Sums in lanes] gives a bound of 9u. In all, the
+error is at most 6.6e-7 of the sum of absolute values for any tensor that fits a machine, and 1.2e-7 elsewhere
 (for cross products: of the root of the product of both sums of squares). Counts are exact. The order of the
 additions, which threads and atomics change, is within that bound.
 """
