@@ -88,13 +88,11 @@ def cases(draw: Any) -> dict[str, Any]:
     cut = draw(st.integers(1, len(shape) - 1))
     of_rows = (*shape[:cut], *(1 for _ in shape[cut:]))
     of_columns = (*(1 for _ in shape[:cut]), *shape[cut:])
-    smaller = draw(
-        st.lists(st.sampled_from([of_rows, of_columns, of_columns[cut:], (1,)]), min_size=1, max_size=3)
-    )
+    kinds = st.sampled_from([of_rows, of_columns, of_columns[cut:], (1,)])
+    dtype = draw(st.sampled_from([torch.bfloat16, torch.float16]))
     return {
-        "shapes": [shape] * draw(st.integers(1, 2)),
-        "smaller": smaller,
-        "dtype": draw(st.sampled_from([torch.bfloat16, torch.float16])),
+        "params": parameters(dtype, [shape] * draw(st.integers(1, 2))),
+        "smaller": draw(st.lists(kinds, min_size=1, max_size=3)),
         "is_changed": draw(st.booleans()),
         "strategy": draw(st.sampled_from(["light", "plus", "full"])),
         "error_format": draw(st.sampled_from(["exact", "byte"])),
