@@ -173,7 +173,7 @@ def test_reports_and_commands_know_it(
     report = explain(adamw(parameters(shapes=SHAPES)), error_format=fmt.name)
     first = report.tensors[0]
     assert (first.error_format, first.error_bytes) == (fmt.name, BYTES[fmt.name])
-    assert f"<td>full, in {fmt.name} " in report.to_html()
+    assert f"<td>full, in {fmt.name}" in report.to_html()
     page = tmp_path / "page.html"
     command = f"explain --optimizer SGD --lr 0.1 --shape 4,8 --error-format {fmt.name} --html {page}"
     assert main(command.split()) == 0
