@@ -28,6 +28,9 @@ MODULES = {"AdamW": "adam", "Lion": "lion", "SGD": "sgd", "Ranger": "ranger"}
 CASES = [("AdamW", False), ("Lion", False), ("SGD", True), ("Ranger", False), ("Ranger", True)]
 cases = pytest.mark.parametrize(("name", "foreach"), CASES)
 
+#: Dynamo does not capture their steps, which use an exception.
+RECORDED = ("AdamW", "Ranger")
+
 #: Of as many elements as are packed.
 START = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
 
@@ -129,8 +132,14 @@ def test_formats_of_fewer_bytes_are_no_worse_than_eagerly(
     name: str, foreach: bool, options: dict[str, Any]
 ) -> None:
     """To within one rounding, to the pair or the byte, of which its own term has what is left."""
-    rule = in_float64(name, foreach=foreach)
     backend = CollageBackend(**options)
+    if name in RECORDED and "state" in options:
+        with pytest.raises(
+            InvalidOptionError, match="packs state, which needs a step"
+        ):
+            displacement(name, torch.bfloat16, foreach=foreach, backend=backend)
+        return
+    rule = in_float64(name, foreach=foreach)
     compiled = error(displacement(name, torch.bfloat16, foreach=foreach, backend=backend), rule)
     eager = error(displacement(name, torch.bfloat16, foreach=foreach, with_own_term=True), rule)
     print(f"{name}, {options}: {compiled:.4f}; eagerly, with its own term, {eager:.4f}")

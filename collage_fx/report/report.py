@@ -82,7 +82,7 @@ class CollageReport:
         Tensors that were treated alike share a drawing and the changes by each pass.
 
         Args:
-            kernels: whether to show the C++ and Triton code of the kernels, too. A report of ``explain`` has none.
+            kernels: whether to show the C++ and Triton code of the kernels. A report of ``explain`` has none.
         """
         return html_page(self.graphs, self.by_subject(), self._notes(), kernels=kernels, metrics=self.metrics)
 
