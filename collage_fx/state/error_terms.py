@@ -770,10 +770,9 @@ def reset_error_terms(tensor: Tensor) -> None:
     Use it after overwriting a parameter by hand, or before compiling a step with another error format. A
     compiled step that used them continues with new error terms, from zero.
 
-    Other writes need no call of it. The next step notices that hi has been overwritten (``p.copy_(...)``), and
-    drops the error term with a warning; on a GPU it does not notice ``p.data.copy_(...)``. ``assign`` writes
-    a value with all its bits. ``load_state_dict`` of a module or an optimizer drops error terms of other
-    values.
+    The next step notices by itself that hi has been overwritten (``p.copy_(...)``), and drops the error term
+    with a warning; on a GPU it does not notice ``p.data.copy_(...)``. ``assign`` writes a value with all its
+    bits. ``load_state_dict`` of a module or an optimizer drops error terms of other values.
     """
     unpack(tensor)
     with _LOCK:
