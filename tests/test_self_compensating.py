@@ -134,9 +134,7 @@ def test_formats_of_fewer_bytes_are_no_worse_than_eagerly(
     """To within one rounding, to the pair or the byte, of which its own term has what is left."""
     backend = CollageBackend(**options)
     if name in RECORDED and "state" in options:
-        with pytest.raises(
-            InvalidOptionError, match="packs state, which needs a step"
-        ):
+        with pytest.raises(InvalidOptionError, match="packs state, which needs a step"):
             displacement(name, torch.bfloat16, foreach=foreach, backend=backend)
         return
     rule = in_float64(name, foreach=foreach)
