@@ -395,7 +395,8 @@ class _Sample:
         body += [f"for (int k = 0; k < {len(SIZES)}; ++k) {row.name}[k] = 0;" for row, _ in rows]
         counted = [f"{row.name}[{bare(computed.texts[size])}] += 1;" for row, size in rows]
         inner = ["const int j = 0;", *(["const int block = 0;"] if width > 1 else [])]
-        inner += ["const int64_t row = at / columns[0], column = at % columns[0];"] * self.elements.is_matrix
+        if self.elements.is_matrix:
+            inner += ["const int64_t row = at / columns[0], column = at % columns[0];"]
         inner += [*computed.of_block, *computed.lines, *counted]
         at = measures.sampled(_Text("i"), _Text("elements"), _Text.divided)
         body += [f"for (int64_t i = 0; i < {measures.SAMPLE}; ++i) {{", f"  const int64_t at = {at};"]

@@ -14,7 +14,7 @@ element, ``[1, 1]``, goes with any number of columns.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 
@@ -46,3 +46,14 @@ def broadcast(shape: Sequence[int], into: Sequence[int]) -> Broadcast | None:
         if math.prod(padded[:k]) == 1 and padded[k:] == tuple(into[k:]):
             return Broadcast(of_rows=False, of_columns=True, columns=columns)
     return None
+
+
+def common_columns(shapes: Iterable[Sequence[int]], into: Sequence[int]) -> int | None:
+    """Return the number of columns that smaller tensors agree on.
+
+    Returns:
+        the number; 0 for any number; None if they differ, or one is not repeated by rows or columns.
+    """
+    kinds = {broadcast(shape, into) for shape in shapes}
+    columns = {kind.columns for kind in kinds if kind is not None} - {0}
+    return None if None in kinds or len(columns) > 1 else next(iter(columns), 0)

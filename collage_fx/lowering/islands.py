@@ -50,7 +50,7 @@ from collage_fx.graph import (
     update_sizes,
     update_sums,
 )
-from collage_fx.lowering.broadcasts import broadcast
+from collage_fx.lowering.broadcasts import common_columns
 from collage_fx.lowering.parts import Part
 from collage_fx.lowering.rules import is_total, nodes_of, order_in_memory, rule_of
 from collage_fx.numerics import BLOCK_OPERATORS, PHASES
@@ -167,11 +167,8 @@ class _Cut:
                     levels.append(self._level[operand] + (self._level[operand] % 2 == 0))
             self._level[node] = self._inlined[node] = max(levels) | 1
             return
-        levels += [
-            self._level[operand] + (operand in self._broadcast(node))
-            for operand in operands
-            if operand in self._level
-        ]
+        smaller = self._broadcast(node)
+        levels += [self._level[each] + (each in smaller) for each in operands if each in self._level]
         self._level[node] = max(level + level % 2 for level in levels)
         if node.target not in OURS and all(operand in self._inlined for operand in operands):
             self._inlined[node] = max([0, *(self._inlined[operand] for operand in operands)])
@@ -214,20 +211,18 @@ class _Cut:
     def _space_of_matrix(self, node: Node, smaller: Sequence[Node]) -> Hashable | None:
         """Return the space of a printable value of a matrix that is made of values of rows or columns."""
         value = node.meta["val"]
-        kinds = [broadcast(each.meta["val"].shape, value.shape) for each in smaller]
-        columns = {kind.columns for kind in kinds if kind is not None and kind.columns}
+        columns = common_columns((each.meta["val"].shape for each in smaller), value.shape)
         elements = [each for each in node.all_input_nodes if each not in smaller and not is_number(each)]
         space = _layout(node)
         if (
-            None in kinds
-            or len(columns) > 1
+            columns is None
             or not value.is_contiguous()
             or not all(each.meta["val"].is_contiguous() for each in smaller)
             or not self._written.isdisjoint(smaller)
             or any(self._space[each] not in (space, ANY) for each in elements)
         ):
             return None
-        agrees = not columns or self._columns.setdefault(space, *columns) in columns
+        agrees = not columns or self._columns.setdefault(space, columns) == columns
         return space if agrees else None
 
     def _space_of_store(self, store: Node) -> Hashable | None:

@@ -56,7 +56,7 @@ from collage_fx.graph import (
     update_sizes,
     update_sums,
 )
-from collage_fx.lowering.broadcasts import broadcast
+from collage_fx.lowering.broadcasts import broadcast, common_columns
 from collage_fx.lowering.parts import Part
 from collage_fx.numerics import BLOCK, BLOCK_OPERATORS, PHASES
 from collage_fx.runtime import HOST, LONGEST_PIECE
@@ -316,20 +316,22 @@ class _Writer:
         ]
         if not smaller:
             return 0
-        kinds = {broadcast(node.meta["val"].shape, self.shape) for node in smaller}
-        columns = {kind.columns for kind in kinds if kind is not None and kind.columns}
+        columns = common_columns((node.meta["val"].shape for node in smaller), self.shape)
         written = [*self.part.results, *(store.all_input_nodes[0] for store in self.part.stores)]
+        constants = set[Node]()
+        for node in self.nodes:
+            if not self._is_input(node) and constants.issuperset(node.all_input_nodes):
+                constants.add(node)
         is_printed = (
             self.on_host
             and not self.has_blocks
-            and None not in kinds
-            and len(columns) <= 1
             and not set(smaller).intersection(written)
+            and constants.isdisjoint(self.part.results)
             and all(self._is_input(node) or node in self.totals or has_spelling(node) for node in self.nodes)
         )
-        if not is_printed or self.shape.numel() >= LONGEST:
+        if columns is None or not is_printed or self.shape.numel() >= LONGEST:
             return None
-        return next(iter(columns), self.shape.numel())
+        return columns or self.shape.numel()
 
     def _is_independent(self, inputs: Sequence[Node]) -> bool:
         if any(tensor_value(node) is None for node in inputs) or any(map(may_raise, self.nodes)):
@@ -359,7 +361,9 @@ class _Writer:
             if node.target is PHASES:
                 args = (*args[:2], THE_FIRST)
             if (at := size_argument(node.target)) is not None:
-                args = (*args[:at], self._flat_layout(node.meta["val"])[0], *args[at + 1 :])
+                # A constant is repeated along rows and columns.
+                size = (1, 1) if self.columns else self._flat_layout(node.meta["val"])[0]
+                args = (*args[:at], size, *args[at + 1 :])
         args, kwargs = pytree.tree_map_only(Node, lambda n: Reference(numbers[n]), (args, kwargs))
         return Line(node.target, args, tuple(sorted(kwargs.items())))
 

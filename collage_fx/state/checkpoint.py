@@ -532,7 +532,9 @@ def _note_left_out(optimizer: Optimizer) -> None:
     Without the latter the optimizer has made it when it was constructed.
     """
     steps, contents = _eager_steps.get(optimizer, 0), _contents(optimizer)
-    may_be_loaded = not steps and all([*group][1:][-1:] == ["params"] for group in optimizer.param_groups)
+    may_be_loaded = not steps and all(
+        len(group) > 1 and [*group][-1] == "params" for group in optimizer.param_groups
+    )
     loaded = {
         key: _counted_steps(entries) > steps
         if "step" in entries

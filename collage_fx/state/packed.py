@@ -174,7 +174,7 @@ def _make_packed(tensor: Tensor, record: ErrorTermRecord) -> None:
     """Switch a tensor object, and its local shard, to the packed class."""
     for each in _objects(tensor):
         each.__class__ = _packed_class(type(each))
-        each.record = record  # type: ignore[attr-defined]
+        each.record = record  # type: ignore[attr-defined]  # of the class that it has now, which mypy cannot see
 
 
 def _make_plain(tensor: Tensor, memory: Tensor) -> None:

@@ -901,7 +901,7 @@ class Anchored(Descent):
             self.state[p]["anchor"] = p.detach().clone()
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # torch overloads it
         for p in self.param_groups[0]["params"]:
             p.lerp_(self.state[p]["anchor"], 0.1).sub_(p.grad, alpha=0.01)
 
