@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -186,3 +187,12 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+def test_what_the_examples_write_is_ignored() -> None:
+    """Each default of ``--out``: a run in a checkout leaves nothing that is committed with the next change."""
+    texts = [path.read_text(encoding="utf-8") for path in (ROOT / "examples").rglob("*.py")]
+    folders = {name for text in texts for name in re.findall(r'"--out".*default=Path\("(\w+)"\)', text)}
+    ignored = (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
+    assert len(folders) >= 3
+    assert {f"/{folder}/" for folder in folders} <= set(ignored)
