@@ -190,7 +190,7 @@ if __name__ == "__main__":
 
 
 def test_what_the_examples_write_is_ignored() -> None:
-    """Each default of ``--out``: a run in a checkout leaves nothing that is committed with the next change."""
+    """Each default of ``--out``, so that a run in a checkout leaves nothing to be committed by mistake."""
     texts = [path.read_text(encoding="utf-8") for path in (ROOT / "examples").rglob("*.py")]
     folders = {name for text in texts for name in re.findall(r'"--out".*default=Path\("(\w+)"\)', text)}
     ignored = (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
