@@ -24,7 +24,7 @@ from torch.fx import Graph, Node
 
 from collage_fx.codegen.functions import CONVERT, Function, expression, function_of
 from collage_fx.codegen.spellings import STORED_AS_BITS, NoSpelling
-from collage_fx.graph import ELEMENTWISE, trace_of, update_sizes, update_sums, values_of_update
+from collage_fx.graph import ELEMENTWISE, tensor_value, trace_of, update_sizes, update_sums, values_of_update
 from collage_fx.numerics import (
     BLOCK_CODES,
     BLOCK_OPERATORS,
@@ -225,14 +225,20 @@ class Elements:
 
 
 def has_spelling(node: Node) -> bool:
-    """Return whether printed C++ has an expression for an operation, as far as its operands tell."""
+    """Return whether printed C++ has an expression for an operation, as far as its operands tell.
+
+    An operation whose result is no tensor (a list of tensors, a size) has none.
+    """
     if node.target in FUNCTIONS or node.target in (PHASES, *BLOCK_OPERATORS, update_sums, update_sizes):
         return True
+    result = tensor_value(node)
+    if result is None:
+        return False
     operands = dict.fromkeys(node.all_input_nodes, "x")
     try:
         if is_rounding(node):
             return _operand(node).meta["val"].dtype in (torch.float32, node.args[1])
-        expression(node, operands, is_number=node.meta["val"].dim() == 0)
+        expression(node, operands, is_number=result.dim() == 0)
     except NoSpelling:
         return False
     return True
