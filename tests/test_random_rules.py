@@ -402,6 +402,14 @@ MOVED = {
     "unbind": "for x, y in zip(p.unbind(0), step.unbind(0)):\n    x.sub_(y)",
     "a constant of the step": "p.sub_(step * torch.tensor(1.0, dtype=torch.bfloat16))",
     "split": "p.copy_(torch.cat([x - y for x, y in zip(p.split(2), step.split(2))]))",
+    # Operators of several results, some smaller than p: a row's or one for all.
+    "sort": "p.sub_(step.sort()[0])",
+    "topk": "p[:2] -= step.topk(2)[0]\np[2:] -= step[2:]",
+    "the largest of a row": "p.view(2, 2).sub_(step.view(2, 2).max(1, keepdim=True)[0])",
+    "split rows": "p.view(2, 2).sub_(torch.cat(step.view(2, 2).split(1, 1)[:1] * 2, 1))",
+    "var_mean": "p.sub_(torch.var_mean(step)[1])",
+    "aminmax": "p.view(2, 2).sub_(torch.aminmax(step.view(2, 2), dim=0, keepdim=True)[1])",
+    "frexp": "p.sub_(torch.ldexp(*torch.frexp(step)))",
 }
 
 
@@ -426,7 +434,7 @@ def test_moved(name: str) -> None:
     assert torch.equal(moved(MOVED[name], "wide"), START.double() - STEP)
 
 
-@pytest.mark.parametrize("name", ["roll", "diagonal", "unbind", "split", "index_put", "scatter_add"])
+@pytest.mark.parametrize("name", MOVED)
 def test_moved_in_native_arithmetic(name: str) -> None:
     assert torch.equal(moved(MOVED[name], "native"), START.double() - STEP)
 
