@@ -45,6 +45,7 @@ from collage_fx.graph import (
     is_elementwise,
     is_number,
     may_raise,
+    reached,
     stored,
     tensor_value,
     update_sizes,
@@ -74,9 +75,7 @@ def cut(part: Part) -> list[Part]:
     A part that is printed or compiled as a whole is left as it is.
     """
     rule = rule_of(part)
-    if device_facts(rule.device).is_launched:
-        return [part]
-    found = _Cut(part)
+    found = _Cut(part, on_device=device_facts(rule.device).is_launched)
     is_whole = not found.has_ours or (rule.independent and not found.islands)
     return [part] if is_whole else found.parts()
 
@@ -89,8 +88,9 @@ class _Cut:
         has_ours: whether a printable value is the result of one of our operators.
     """
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: Part, *, on_device: bool) -> None:
         self._part = part
+        self._on_device = on_device
         self._nodes = nodes_of(part)
         self._order = {node: i for i, node in enumerate(self._nodes)}
         self._written = {store.all_input_nodes[0] for store in part.stores}
@@ -102,7 +102,11 @@ class _Cut:
         self._level: dict[Node, int] = {}
         self._inlined: dict[Node, int] = {}
         for node in self._nodes:
-            self._visit(node)
+            self._describe(node)
+        if on_device:
+            self._leave_to_inductor()
+        for node in self._nodes:
+            self._place(node)
         self.islands = [node for node in self._nodes if self._is_island(node)]
         self.has_ours = any(node.target in OURS for node in self._nodes)
         self._kept: set[Node] = set()
@@ -144,22 +148,35 @@ class _Cut:
         part = Part(tuple(stores), tuple(results), frozenset({*self._part.given, *lower}))
         return replace(part, given=part.given & set(nodes_of(part)))
 
-    def _visit(self, node: Node) -> None:
+    def _describe(self, node: Node) -> None:
+        """Find the space of a value, and whether the value is printable."""
         if self._is_input(node):
             self._space[node], self._is_printable[node] = _layout(node), False
-            self._inlined[node] = 0
             return
         space = self._space_of_printable(node)
         self._is_printable[node] = space is not None
+        self._space[node] = NUMBERS if self._is_summed(node) else _layout(node) if space is None else space
+
+    def _leave_to_inductor(self) -> None:
+        """Make islands of the printable values that an island is computed from and that read an island."""
+        islands = [node for node in self._nodes if self._is_island(node)]
+        behind = reached(islands, lambda node: self._order.keys() & node.users.keys())
+        for node in behind & reached(islands, self._computed_from):
+            self._is_printable[node] = False
+            self._space[node] = _layout(node)
+
+    def _place(self, node: Node) -> None:
+        """Find the level of a value."""
+        if self._is_input(node):
+            self._inlined[node] = 0
+            return
         if self._is_summed(node):
             level = self._level.get(node.all_input_nodes[0], 0)
             self._level[node] = self._inlined[node] = level + level % 2 + 1
-            self._space[node] = NUMBERS
             return
-        self._space[node] = _layout(node) if space is None else space
         operands = node.all_input_nodes
         levels = [0]
-        if space is None:
+        if not self._is_printable[node]:
             for operand in operands:
                 if operand in self._inlined:
                     levels.append(self._inlined[operand])
@@ -168,10 +185,20 @@ class _Cut:
             self._level[node] = self._inlined[node] = max(levels) | 1
             return
         smaller = self._broadcast(node)
-        levels += [self._level[each] + (each in smaller) for each in operands if each in self._level]
+        levels += [
+            self._level[each] + (each in smaller or (self._is_hoisted(each) and not is_number(node)))
+            for each in operands
+            if each in self._level
+        ]
         self._level[node] = max(level + level % 2 for level in levels)
-        if node.target not in OURS and all(operand in self._inlined for operand in operands):
+        may_inline = is_number(node) if self._on_device else node.target not in OURS
+        if may_inline and all(operand in self._inlined for operand in operands):
             self._inlined[node] = max([0, *(self._inlined[operand] for operand in operands)])
+
+    def _is_hoisted(self, node: Node) -> bool:
+        """Return whether a number is computed by a part of its own: on a device, one made of an island's."""
+        is_printable_number = self._is_printable[node] and self._space[node] is NUMBERS
+        return self._on_device and is_printable_number and self._level[node] > 0
 
     def _is_input(self, node: Node) -> bool:
         return node.op in ("placeholder", "get_attr") or node in self._part.given
@@ -183,7 +210,9 @@ class _Cut:
         """Return the space of a printable value; None if the value is an island."""
         value = tensor_value(node)
         values = [tensor_value(operand) for operand in node.all_input_nodes]
-        if value is None or None in values or may_raise(node) or not has_spelling(node):
+        if value is None or None in values or may_raise(node):
+            return None
+        if not self._on_device and not has_spelling(node):
             return None
         elements = [each for each in node.all_input_nodes if not is_number(each)]
         if is_number(node):
@@ -192,13 +221,15 @@ class _Cut:
             if not is_elementwise(node):
                 return None
             if smaller := self._broadcast(node):
-                return self._space_of_matrix(node, smaller)
+                return None if self._on_device else self._space_of_matrix(node, smaller)
             if any(each.meta["val"].shape != value.shape for each in elements):
                 return None
         elif node.target in BLOCK_OPERATORS:
             elements = elements[:1]
         spaces = {self._space[each] for each in elements} - {ANY}
-        return ANY if not spaces else spaces.pop() if len(spaces) == 1 else None
+        # A copy may have another order in memory than what it copies.
+        is_moved = node.target not in (*BLOCK_OPERATORS, *ROWS) and not spaces <= {_layout(node)}
+        return ANY if not spaces else spaces.pop() if len(spaces) == 1 and not is_moved else None
 
     def _broadcast(self, node: Node) -> list[Node]:
         """Return the operands, but for constants, that are smaller than an elementwise operation's result."""
@@ -262,7 +293,7 @@ class _Cut:
 
     def _is_summed(self, node: Node) -> bool:
         """Return whether a value is the total of a printable value, computed in the same part."""
-        if node.op != "call_function" or not is_total(node):
+        if self._on_device or node.op != "call_function" or not is_total(node):
             return False
         operand = node.all_input_nodes[0]
         return self._space[operand] not in (None, ANY)
@@ -271,6 +302,8 @@ class _Cut:
         """Return whether a value is given to the part that computes ``root``."""
         if not self._is_island(root) or self._is_summed(root):
             space = self._space[root.all_input_nodes[0] if self._is_summed(root) else root]
+            if self._is_hoisted(node) and space is not NUMBERS:
+                return True
             return self._is_island(node) or self._space[node] not in (space, NUMBERS, ANY)
         if self._is_island(node):
             return self._level[node] < self._level[root]

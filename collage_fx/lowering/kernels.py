@@ -11,6 +11,7 @@ import sys
 from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -30,12 +31,13 @@ from collage_fx.codegen import (
     number_kernel,
 )
 from collage_fx.errors import FailedLoweringError
-from collage_fx.graph import Reason, Reasons, placeholders
+from collage_fx.graph import Reason, Reasons, device_facts, placeholders
 from collage_fx.lowering.attempts import compile_somehow, inductors_faults
 from collage_fx.lowering.measured_rules import summed, table_sums
 from collage_fx.lowering.rule_graphs import graph_of
 from collage_fx.lowering.rules import LONGEST, Line, Rule
-from collage_fx.runtime import HOST, Column, Kernel
+from collage_fx.lowering.stacks import stacked_graph
+from collage_fx.runtime import HOST, Column, Kernel, Stackable
 from collage_fx.torch_compat import (
     CFunction,
     InductorFault,
@@ -250,7 +252,41 @@ def _compiled(rule: Rule, *, by_element: bool = False, no_table: Reason | None =
     if rule.is_tabled and any(line.args[1] == HOST for line in rule.lines if line.target is None):
         return replace(found, what=f"it reads a number of the host's, and {found.what}")
     reasons: Reasons = (("in one call for all tensors", found), *attempt.reasons)
-    return Kernel(call, device=rule.device, reasons=reasons)
+    return Kernel(call, device=rule.device, stackable=_stackable(rule, found), reasons=reasons)
+
+
+def _stackable(rule: Rule, no_table: Reason) -> Stackable | None:
+    """Return how calls of a rule without a table are made for stacks of tensors, where there are launches."""
+    layouts = [line.args for line in rule.lines if line.target is None]
+    writes_results = all(into is None for into, _ in rule.stores)
+    if rule.flat or not writes_results or not device_facts(rule.device).is_launched:
+        return None
+    if any(len(layout) == 1 for layout in layouts):  # a symbolic number
+        return None
+    operands = tuple((size, stride, dtype, device) for dtype, device, size, stride in layouts)
+    why = replace(no_table, what=f"only for all of a shape: {no_table.what}")
+    return Stackable(partial(_compiled_for_stacks, rule, why), operands)
+
+
+def _compiled_for_stacks(rule: Rule, why: Reason, stacked: tuple[bool, ...]) -> Kernel | Reason:
+    """Compile the kernel of a rule for stacks of its tensors with Inductor."""
+    key = rule.key, stacked, inductor_config.get_hash()
+    if key in _made:
+        note_generated_code(_made[key].code)
+        return _made[key].kernel
+    scope = SymbolicScope()
+    with scope, generated_code() as code, inductor_config.patch({"triton.cudagraphs": False}):
+        gm = stacked_graph(rule, scope, stacked)
+        inputs = [node.meta["val"] for node in placeholders(gm.graph)]
+        attempt = compile_somehow(gm, inputs, is_inference=True)
+    if not attempt.is_compiled:
+        return attempt.reasons[0][1]
+    if scope.has_guards(below=LONGEST):
+        return Reason("a kernel would not hold for every number of tensors", why.node)
+    reasons: Reasons = (("in one call for all tensors", why), *attempt.reasons)
+    kernel = Kernel(innermost_callable(attempt.call), device=rule.device, reasons=reasons)
+    _made[key] = _Made(kernel, code, rule.lines)
+    return kernel
 
 
 def bytes_of_a_unit(rule: Rule, value: Tensor) -> int:

@@ -32,8 +32,9 @@ from collage_fx.graph import (
     update_sums,
 )
 from collage_fx.lowering.attempts import Attempt, compile_somehow, interpreted
-from collage_fx.lowering.schedule import lower_in_parts, repeated_step
-from collage_fx.runtime import CompensatedStep, Expected, Kernel, StepInParts, bind
+from collage_fx.lowering.schedule import lower_in_parts, repeated
+from collage_fx.lowering.stacks import in_stacks
+from collage_fx.runtime import CompensatedStep, Expected, Kernel, Plan, StepInParts, bind
 from collage_fx.torch_compat import FREEZES_NUMBERS, add_to_cache_key, inductor_config, local_tensor
 
 #: Nodes of a kernel, of which Inductor takes 64.
@@ -137,8 +138,10 @@ def lower(
 def step_in_parts(program: StepProgram) -> StepInParts | Reason:
     """Compile a program's graph part by part, for all members of its families, or return why not."""
     with inductor_config.patch(_settings(program)):
-        step = lower_in_parts(program.gm, always=not program.repetition.is_whole)
-    return repeated_step(step, program.extended) if isinstance(step, StepInParts) else step
+        plan = lower_in_parts(program.gm, always=not program.repetition.is_whole)
+        if isinstance(plan, Plan):
+            plan = repeated(plan, program.extended)
+        return plan if isinstance(plan, Reason) else StepInParts(in_stacks(plan))
 
 
 def why_not_compiled(graph: Graph, *, is_recorded: bool, is_compiled: bool = True) -> Reason | None:

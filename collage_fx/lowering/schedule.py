@@ -25,7 +25,8 @@ from collage_fx.lowering.islands import cut
 from collage_fx.lowering.kernels import kernel_of
 from collage_fx.lowering.parts import Part, parts_of
 from collage_fx.lowering.rules import Rule, rule_of, samples_first
-from collage_fx.runtime import HOST, NO_MEMBER, Call, Kernel, StepInParts, ValueIndex, bytes_of, in_rounds
+from collage_fx.lowering.transposes import in_order_of_inputs
+from collage_fx.runtime import HOST, NO_MEMBER, Call, Kernel, Plan, ValueIndex, bytes_of, in_rounds, limit_on
 from collage_fx.torch_compat import InductorFault, inductor_config, pytree
 
 #: Stands, with a device, for the place of the first element of tensors as a whole in a plan's values.
@@ -35,13 +36,14 @@ FIRST = "first"
 COLUMNS = "columns"
 
 
-def lower_in_parts(gm: GraphModule, *, always: bool = False) -> StepInParts | Reason:
+def lower_in_parts(gm: GraphModule, *, always: bool = False) -> Plan | Reason:
     """Compile a graph part by part, equal parts once, or return why that is impossible or useless.
 
     Args:
         gm: the rewritten graph.
         always: also where no two parts of the graph are equal.
     """
+    gm = in_order_of_inputs(gm)
     rules = rules_of(gm, always=always)
     if isinstance(rules, Reason):
         return rules
@@ -116,7 +118,7 @@ class _Planned:
     wave: int
 
 
-def _plan(gm: GraphModule, planned: Sequence[_Planned]) -> StepInParts:
+def _plan(gm: GraphModule, planned: Sequence[_Planned]) -> Plan:
     """Give each value of a step an index in one list, and write the calls in terms of these indices."""
     outputs = list(pytree.tree_leaves(gm.graph.output_node().args))
     arguments = placeholders(gm.graph)
@@ -146,7 +148,7 @@ def _plan(gm: GraphModule, planned: Sequence[_Planned]) -> StepInParts:
         value.args[0] if value is not None and is_copy_to_input(value) else value for value in outputs
     ]
     memory = [result.meta["val"] for result in results]
-    return StepInParts(
+    return Plan(
         len(arguments),
         [
             *lengths,
@@ -176,16 +178,16 @@ def _is_computed_in_python(value: Any) -> bool:
     )
 
 
-def repeated_step(step: StepInParts, repetition: Repetition) -> StepInParts | Reason:
-    """Repeat the calls of a step for every member of each family, or return why that is impossible."""
+def repeated(plan: Plan, repetition: Repetition) -> Plan | Reason:
+    """Repeat the calls of a plan for every member of each family, or return why that is impossible."""
     if repetition.is_whole:
-        return step
+        return plan
     first_constant = len(repetition.copies)
-    first_result = first_constant + len(step.constants)
-    calls = _calls_by_family(step, repetition, first_result)
+    first_result = plan.first_result
+    calls = _calls_by_family(plan, repetition, first_result)
     if calls is None:
         return Reason("one kernel computes something of several families")
-    if step.numbers or any(index is not None and index < first_result for index in step.outputs):
+    if plan.numbers or any(index is not None and index < first_result for index in plan.outputs):
         return Reason("it returns something else than new tensors")
     families, owners = calls
     results: dict[tuple[int, int], int] = {}
@@ -196,7 +198,7 @@ def repeated_step(step: StepInParts, repetition: Repetition) -> StepInParts | Re
         if index < first_result:
             return repetition.inputs + index - first_constant
         key = (index, 0 if owners[index] is None else member)
-        return results.setdefault(key, repetition.inputs + len(step.constants) + len(results))
+        return results.setdefault(key, repetition.inputs + len(plan.constants) + len(results))
 
     def call_of(call: Call, i: int, member: int) -> Call:
         values, writes = (
@@ -209,22 +211,23 @@ def repeated_step(step: StepInParts, repetition: Repetition) -> StepInParts | Re
         for i, (family, member) in enumerate((ONCE, *repetition.members), NO_MEMBER)
         for call in families[family]
     ]
-    memory = [step.results[index - first_result] for index, _ in results]
+    memory = [plan.results[index - first_result] for index, _ in results]
     returned = [
-        None if (index := step.outputs[k]) is None else index_of(index, member)
+        None if (index := plan.outputs[k]) is None else index_of(index, member)
         for k, member in repetition.outputs
     ]
     crossing = {
-        index: bytes_of(result)
+        index: bytes_of(result) / limit_on(result[3])
         for index, result in zip(results.values(), memory, strict=True)
-        if result[0] and result[3] == HOST and index not in returned
+        if result[0] and index not in returned
     }
-    calls_in_rounds = in_rounds(planned, crossing)
-    return StepInParts(repetition.inputs, step.constants, memory, [], calls_in_rounds, returned)
+    return Plan(
+        repetition.inputs, plan.constants, memory, [], in_rounds(planned, crossing), returned
+    )
 
 
 def _calls_by_family(
-    step: StepInParts, repetition: Repetition, first_result: int
+    plan: Plan, repetition: Repetition, first_result: int
 ) -> tuple[dict[int | None, list[Call]], dict[int, int | None]] | None:
     """Return the calls of each family, and the family of each result; None if a call is of several.
 
@@ -232,7 +235,7 @@ def _calls_by_family(
     """
     calls: dict[int | None, list[Call]] = defaultdict(list)
     results: dict[int, int | None] = {}
-    for call in step.calls:
+    for call in plan.calls:
         owners = {repetition.owners[index] for index in call.values if index < len(repetition.owners)}
         owners |= {results[index] for index in call.values if index in results}
         owners.discard(None)

@@ -1,8 +1,8 @@
 """The compiled step: everything that runs at each step."""
 
-from collage_fx.runtime.calls import Present, StepInParts, ValueIndex, bytes_of
-from collage_fx.runtime.kernels import HOST, NO_MEMBER, Call, Column, Kernel, Summed
+from collage_fx.runtime.calls import Plan, Present, Stack, StepInParts, ValueIndex, bytes_of
+from collage_fx.runtime.kernels import HOST, NO_MEMBER, Call, Column, Kernel, Stackable, Summed
 from collage_fx.runtime.launches import LONGEST_PIECE, Launch, is_captured
 from collage_fx.runtime.layouts import Expected, refuse_layout
 from collage_fx.runtime.step import CompensatedStep, MakingStep, Member, WholeStep, bind
-from collage_fx.runtime.temporaries import in_rounds
+from collage_fx.runtime.temporaries import in_rounds, limit_on

@@ -11,7 +11,7 @@ import functools
 import math
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from collage_fx.codegen import CELL, Gather
 from collage_fx.runtime.batches import Batch
 from collage_fx.runtime.kernels import HOST, NO_MEMBER, Call, Kernel
 from collage_fx.runtime.launches import Launch, Launches
-from collage_fx.runtime.temporaries import ALIGNMENT, LIMIT, Lifetime, first_fit
+from collage_fx.runtime.temporaries import ALIGNMENT, Lifetime, first_fit, limit_on
 from collage_fx.torch_compat import boxed_call
 
 
@@ -38,16 +38,26 @@ class Present(NamedTuple):
     absent: frozenset[int]
 
 
-@boxed_call
-class StepInParts:
-    """Step that calls the kernels of its parts, in AOTAutograd's calling convention.
+class Stack(NamedTuple):
+    """Tensor of one dimension more whose members are values of the step: Note [Stacks of tensors].
 
-    The caller ensures that the arguments have the layouts that the kernels were compiled for.
+    Attributes:
+        index: index of the stack among the results of its plan.
+        members: indices of the values, results without memory of their own.
+    """
+
+    index: int
+    members: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Calls of kernels that make up a step, and the values that they read and write.
 
     A step works on a list of values: its arguments, then constants, then memory for results, then numbers
     computed in Python. Everything else refers to values by their indices in this list.
 
-    Args:
+    Attributes:
         arguments: number of arguments.
         constants: lengths, tensors that are attributes of the graph, and functions that create tensors at the
             first call of the step.
@@ -55,37 +65,52 @@ class StepInParts:
         numbers: functions and their operands: ``ValueIndex`` or constant.
         calls: the calls, in a valid order.
         outputs: indices of the returned values, None for None.
+        stacks: the stacks, of which the tensors are results.
     """
 
-    def __init__(
-        self,
-        arguments: int,
-        constants: Sequence[Any],
-        results: Sequence[tuple[Any, ...]],
-        numbers: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]],
-        calls: Sequence[Call],
-        outputs: Sequence[int | None],
-    ) -> None:
-        self.constants = constants
-        self.results = results
-        self.numbers = numbers
-        self.calls = calls
-        self.outputs = outputs
+    arguments: int
+    constants: Sequence[Any]
+    results: Sequence[tuple[Any, ...]]
+    numbers: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]
+    calls: Sequence[Call]
+    outputs: Sequence[int | None]
+    stacks: Sequence[Stack] = ()
+
+    @property
+    def first_result(self) -> int:
+        """Index of the first result among the values."""
+        return self.arguments + len(self.constants)
+
+
+@boxed_call
+class StepInParts:
+    """Step that calls the kernels of its parts, in AOTAutograd's calling convention.
+
+    The caller ensures that the arguments have the layouts that the kernels were compiled for.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        calls, outputs = plan.calls, plan.outputs
+        #: Arguments and constants, which are made at the first call.
+        self._constants: Sequence[Any] | None = None
         #: Indices of results that are returned again: equal scalars, of which each parameter gets a copy.
         self._returned_before = [
             i for i, index in enumerate(outputs) if index is not None and index in outputs[:i]
         ]
-        self._is_called = False
-        first_result = arguments + len(constants)
-        indices = range(first_result, first_result + len(results))
+        indices = range(plan.first_result, plan.first_result + len(plan.results))
         in_python = {index for index in outputs if index is not None}
-        in_python |= {index for index, (size, *_) in zip(indices, results, strict=True) if size}
+        in_python |= {index for index, (size, *_) in zip(indices, plan.results, strict=True) if size}
         in_python.update(index for call in calls if call.kernel.function is None for index in call.values)
-        self._allocated = [each for each in zip(indices, results, strict=True) if each[0] in in_python]
-        self._temporaries = _Temporaries(calls, dict(self._allocated), outputs)
-        self._allocated = [each for each in self._allocated if each[0] not in self._temporaries.offsets]
+        in_python.update(index for stack in plan.stacks for index in stack.members)
+        allocated = {i: each for i, each in zip(indices, plan.results, strict=True) if i in in_python}
+        for stack in plan.stacks:
+            for index in stack.members:
+                del allocated[index]
+        self._temporaries = _Temporaries(plan, allocated)
+        self._allocated = [each for each in allocated.items() if each[0] not in self._temporaries.offsets]
         cells: dict[torch.device, list[int]] = defaultdict(list)
-        for index, (_, _, _, device) in zip(indices, results, strict=True):
+        for index, (_, _, _, device) in zip(indices, plan.results, strict=True):
             if index not in in_python:
                 cells[device].append(index)
         self._addresses = _Addresses(cells[HOST])
@@ -113,19 +138,22 @@ class StepInParts:
     @property
     def kernels(self) -> list[Kernel]:
         """Kernels of the step, each once."""
-        return list({id(call.kernel): call.kernel for call in self.calls}.values())
+        return list({id(call.kernel): call.kernel for call in self.plan.calls}.values())
 
     def __call__(self, arguments: list[Any], present: array[int] | None = None) -> Any:
         """Make the calls of all members, or of the present members, whose bytes are not zero."""
-        if not self._is_called:
-            self.constants = [each() if callable(each) else each for each in self.constants]
-            self._is_called = True
-        values = [*arguments, *self.constants, *[None] * len(self.results)]
+        plan = self.plan
+        if self._constants is None:
+            self._constants = [each() if callable(each) else each for each in plan.constants]
+        values = [*arguments, *self._constants, *[None] * len(plan.results)]
         arguments.clear()
         for index, (size, stride, dtype, device) in self._allocated:
             values[index] = torch.empty_strided(size, stride, dtype=dtype, device=device)
         self._temporaries.allocate(values)
-        for function, operands in self.numbers:
+        for stack in plan.stacks:
+            for index, member in zip(stack.members, values[stack.index].unbind(), strict=True):
+                values[index] = member
+        for function, operands in plan.numbers:
             values.append(function(*(values[o.index] if isinstance(o, ValueIndex) else o for o in operands)))
         addresses, scratch = self._addresses.of(values)
         for stage in self.on_host:
@@ -140,48 +168,56 @@ class StepInParts:
                 group()
             else:
                 _call(group, values, present)
-        returned: list[Any] = [None if index is None else values[index] for index in self.outputs]
+        returned: list[Any] = [None if index is None else values[index] for index in plan.outputs]
         for place in self._returned_before:
             returned[place] = returned[place].clone()
         return tuple(returned)
 
 
 class _Temporaries:
-    """Values on the host that cross between kernels, in common memory if they are large.
+    """Values that cross between kernels, in common memory of their device if they are large.
+
+    Args:
+        plan: the plan.
+        allocated: size, stride, dtype and device of the values that are allocated, by index.
 
     Attributes:
         offsets: offset of each value in the common memory.
     """
 
-    def __init__(
-        self, calls: Sequence[Call], allocated: dict[int, tuple[Any, ...]], outputs: Sequence[int | None]
-    ) -> None:
+    def __init__(self, plan: Plan, allocated: Mapping[int, tuple[Any, ...]]) -> None:
         found = {
             index: result
             for index, result in allocated.items()
-            if result[3] == HOST and index not in outputs and math.prod(result[0])
+            if index not in plan.outputs and math.prod(result[0])
         }
-        sizes = {index: bytes_of(result) for index, result in found.items()}
-        if sum(sizes.values()) <= LIMIT:
-            sizes = {}
         waves: dict[int, list[int]] = defaultdict(list)
-        for call in calls:
+        for call in plan.calls:
             for index in call.values:
                 waves[index].append(call.wave)
-        lifetimes = [Lifetime(min(waves[index]), max(waves[index]), size) for index, size in sizes.items()]
-        offsets, self._bytes = first_fit(lifetimes)
-        self.offsets = dict(zip(sizes, offsets, strict=True))
-        self._results = {index: found[index] for index in sizes}
+        for stack in plan.stacks:
+            waves[stack.index] += [wave for index in stack.members for wave in waves[index]]
+        self.offsets: dict[int, int] = {}
+        self._memory: list[tuple[torch.device, int, dict[int, tuple[Any, ...]]]] = []
+        for device in dict.fromkeys(result[3] for result in found.values()):
+            here = {index: result for index, result in found.items() if result[3] == device}
+            sizes = {index: bytes_of(result) for index, result in here.items()}
+            if sum(sizes.values()) <= limit_on(device):
+                continue
+            spans = [Lifetime(min(waves[index]), max(waves[index]), size) for index, size in sizes.items()]
+            offsets, count = first_fit(spans)
+            self.offsets |= zip(sizes, offsets, strict=True)
+            self._memory.append((device, count, here))
 
     def allocate(self, values: list[Any]) -> None:
         """Put the tensors into the list of a step's values."""
-        if self.offsets:
-            memory = torch.empty(self._bytes + ALIGNMENT, dtype=torch.uint8, device="cpu")
+        for device, count, results in self._memory:
+            memory = torch.empty(count + ALIGNMENT, dtype=torch.uint8, device=device)
             memory = memory[-memory.data_ptr() % ALIGNMENT :]
-        for index, offset in self.offsets.items():
-            size, stride, dtype, _ = self._results[index]
-            part = memory[offset : offset + bytes_of(self._results[index])].view(dtype)
-            values[index] = part.as_strided(size, stride)
+            for index, (size, stride, dtype, _) in results.items():
+                offset = self.offsets[index]
+                part = memory[offset : offset + bytes_of(results[index])].view(dtype)
+                values[index] = part.as_strided(size, stride)
 
 
 def bytes_of(result: tuple[Any, ...]) -> int:

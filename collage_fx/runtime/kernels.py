@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from collage_fx.graph import Reasons
+from collage_fx.graph import Reason, Reasons
 from collage_fx.torch_compat import CFunction, TableKernel
 
 #: Member of a call that belongs to no single member: it is made in every step.
@@ -47,6 +47,19 @@ class Summed(NamedTuple):
     counters: int = 0
 
 
+class Stackable(NamedTuple):
+    """Rule whose calls may be made for stacks: Note [Stacks of tensors].
+
+    Attributes:
+        compiled: function that compiles a kernel for stacks, given for each operand whether it is a stack, or
+            returns why that is impossible.
+        operands: size, stride, dtype and device of each operand of a single call.
+    """
+
+    compiled: Callable[[tuple[bool, ...]], Kernel | Reason]
+    operands: tuple[tuple[Any, ...], ...]
+
+
 @dataclass(frozen=True)
 class Kernel:
     """Compiled code of a rule.
@@ -60,6 +73,7 @@ class Kernel:
         sums: sums of which a kernel over a table leaves parts.
         divisible: whether the function may be called for a piece of the tensors.
         width: elements per unit of length of its tensors.
+        stackable: how calls are made for stacks of tensors; None if each tensor has a call of its own.
         reasons: why it is not compiled, or not called, in a faster way.
     """
 
@@ -70,6 +84,7 @@ class Kernel:
     sums: tuple[Summed, ...] = ()
     divisible: bool = False
     width: int = 1
+    stackable: Stackable | None = None
     reasons: Reasons = ()
 
 

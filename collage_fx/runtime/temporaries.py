@@ -4,7 +4,7 @@ Note [Members take turns]
 -------------------------
 A step calls a kernel for all its tensors at once (Note [One call for all tensors]). If a value as large as a
 parameter crosses from one kernel to the next, a step thereby holds such values of all parameters at the same
-time. So above :data:`LIMIT` the members of a step are divided into rounds that hold no more (or a single
+time. So above the limit of a device the members of a step are divided into rounds that hold no more (or a single
 member), and the rounds run one after the other, in the same memory.
 """
 
@@ -15,10 +15,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from collage_fx.runtime.kernels import NO_MEMBER, Call
+import torch
 
-#: Bytes that the values between kernels may take without rounds.
-LIMIT = 1 << 26
+from collage_fx.runtime.kernels import HOST, NO_MEMBER, Call
+
+#: Bytes that the values between kernels may take without rounds: on the host, where caches are small, and on
+#: other devices, where a round takes launches of its own.
+LIMIT, LIMIT_OF_DEVICES = 1 << 26, 1 << 29
 
 #: Buffers begin at multiples of so many bytes: a cache line, and the widest vector.
 ALIGNMENT = 64
@@ -32,23 +35,28 @@ class Lifetime(NamedTuple):
     bytes: int
 
 
-def in_rounds(calls: Sequence[Call], bytes_of: Mapping[int, int]) -> list[Call]:
+def limit_on(device: torch.device) -> int:
+    """Return the bytes that the values between kernels may take on a device without rounds."""
+    return LIMIT if device == HOST else LIMIT_OF_DEVICES
+
+
+def in_rounds(calls: Sequence[Call], shares: Mapping[int, float]) -> list[Call]:
     """Return the calls with the waves of a step whose members take turns, if they have to.
 
     Args:
         calls: the calls of the step.
-        bytes_of: bytes of each value that crosses between kernels, by index.
+        shares: for each value that crosses between kernels, by index, its share of the limit on its device.
     """
-    of_member: dict[int, dict[int, int]] = defaultdict(dict)
+    of_member: dict[int, dict[int, float]] = defaultdict(dict)
     for call in calls:
-        of_member[call.member].update({index: bytes_of[index] for index in call.values if index in bytes_of})
+        of_member[call.member].update({index: shares[index] for index in call.values if index in shares})
     rounds: dict[int, int] = {}
-    held = 0
+    held = 0.0
     for member in sorted(of_member):
         size = sum(of_member[member].values())
         if member != NO_MEMBER:
             last = max(rounds.values(), default=0)
-            rounds[member] = last + (held > 0 and held + size > LIMIT)
+            rounds[member] = last + (held > 0 and held + size > 1)
             held = size + held * (rounds[member] == last)
     number = 1 + max(rounds.values(), default=0)
     late = _after_members(calls)

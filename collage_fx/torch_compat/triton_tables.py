@@ -12,8 +12,9 @@ words: an address for each pointer, and the length. A program finds its row and 
 * The mask of a full block is all ones, which Triton omits: then the block loads and stores 16 bytes at a
   time, whatever the length of the tensor. The last block of a tensor keeps its mask.
 
-Several kernels of numbers alone are called in sequence in a single program. Kernels with other arguments are
-not framed; instead, Inductor's code is called for each tensor, with the same result.
+Several kernels of numbers alone, or of the elements of one length, are called in sequence in a single program,
+with a barrier in between: an element that a kernel reads has been written by the same program. Kernels with
+other arguments are not framed; instead, Inductor's code is called for each tensor, with the same result.
 """
 
 from __future__ import annotations
@@ -126,11 +127,21 @@ def table_kernel(
         module = ast.parse(code)
         kernels = {name: _Kernel.parsed(name, text) for name, text in _texts(module)}
         runs = _runs(module, kernels, arguments)
-        if length is not None and len(runs) != 1:
+        if sums is not None and len(runs) != 1:
             raise _Unlike(f"Inductor's code launches {len(runs)} Triton kernels for each tensor")
+        if length is not None:
+            _check_lengths(kernels, runs, length)
         return _framed(kernels, runs, length, frozenset(elements), sums)
     except _Unlike as difference:
         return str(difference)
+
+
+def _check_lengths(kernels: Mapping[str, _Kernel], runs: Sequence[_Run], length: int) -> None:
+    """Raise an error unless each kernel works on elements of vectors of the given length, a block at a time."""
+    sizes = {_elements_of_a_unit(kernels[name].function) for name, _ in runs}
+    counts = {kernels[name].count(passed) for name, passed in runs}
+    if len(sizes) > 1 or counts != {_Argument(length)}:
+        raise _Unlike(f"Inductor's {len(runs)} Triton kernels for each tensor have different lengths")
 
 
 def _texts(module: ast.Module) -> Iterator[tuple[str, str]]:
@@ -172,6 +183,10 @@ class _Kernel:
         signature = ast.literal_eval(_item(triton_meta, "signature"))
         signature.pop("XBLOCK", None)
         return cls(imports, function, triton_meta, inductor_meta, signature)
+
+    def count(self, passed: Sequence[Any]) -> Any:
+        """Return the argument or constant that is passed as the number of the kernel's elements."""
+        return dict(zip(self.signature, passed, strict=True)).get("xnumel")
 
 
 class _StandIn(int):

@@ -112,13 +112,15 @@ def step_on_cuda(program: Any, keep_on_cpu: Sequence[str] = ()) -> Any:
 
 def on_the_cpu(step: Any) -> Any:
     """The step, taken with tensors that are on the CPU in truth."""
+    from dataclasses import replace
     from functools import partial
 
     import torch
 
     cpu = torch.device("cpu")
     step._allocated = [(i, (*memory[:3], cpu)) for i, memory in step._allocated]
-    step.constants = [partial(each, device=cpu) if callable(each) else each for each in step.constants]
+    constants = [partial(each, device=cpu) if callable(each) else each for each in step.plan.constants]
+    step.plan = replace(step.plan, constants=constants)
     for launches in step._launches.values():
         launches.device = cpu
     return step

@@ -11,6 +11,7 @@ from torch.fx import GraphModule
 
 from collage_fx.graph import Reason
 from collage_fx.lowering.schedule import lower_in_parts
+from collage_fx.runtime import StepInParts
 
 __all__ = ["BACKENDS", "in_parts"]
 
@@ -19,9 +20,9 @@ def in_parts(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     """Compile a graph as steps on a CPU are: our operators are printed, Inductor has the rest."""
 
     def inner(gm: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
-        step = lower_in_parts(gm, always=True)
-        assert not isinstance(step, Reason), step
-        return step
+        plan = lower_in_parts(gm, always=True)
+        assert not isinstance(plan, Reason), plan
+        return StepInParts(plan)
 
     with torch._functorch.config.patch(enable_autograd_cache=False):
         return cast("Callable[..., Any]", compile_fx(gm, list(inputs), inner_compile=inner))

@@ -246,7 +246,7 @@ def temporaries_of_bytes(count: int) -> Iterator[None]:
     """Context manager: above so many bytes between kernels, the members of a step take turns."""
     with (
         mock.patch("collage_fx.runtime.temporaries.LIMIT", count),
-        mock.patch("collage_fx.runtime.calls.LIMIT", count),
+        mock.patch("collage_fx.runtime.temporaries.LIMIT_OF_DEVICES", count),
     ):
         yield
 
