@@ -221,9 +221,7 @@ def repeated(plan: Plan, repetition: Repetition) -> Plan | Reason:
         for index, result in zip(results.values(), memory, strict=True)
         if result[0] and index not in returned
     }
-    return Plan(
-        repetition.inputs, plan.constants, memory, [], in_rounds(planned, crossing), returned
-    )
+    return Plan(repetition.inputs, plan.constants, memory, [], in_rounds(planned, crossing), returned)
 
 
 def _calls_by_family(

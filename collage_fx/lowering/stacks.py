@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -33,7 +33,7 @@ from torch.fx import GraphModule, Node
 from collage_fx.graph import Reason, is_elementwise, placeholders
 from collage_fx.lowering.rule_graphs import graph_of
 from collage_fx.lowering.rules import Rule
-from collage_fx.runtime import Call, Kernel, Plan, Stack
+from collage_fx.runtime import WORD, Call, Kernel, Plan, Stack
 from collage_fx.torch_compat import SymbolicScope, functional_decompositions
 
 aten = torch.ops.aten
@@ -57,8 +57,11 @@ def stacked_graph(rule: Rule, scope: SymbolicScope, stacked: Sequence[bool]) -> 
 
     def stack_of(node: Node) -> Tensor:
         value = node.meta["val"]
-        size, stride = (members, *value.shape), (max(1, value.numel()), *value.stride())
-        return scope.tensor(size, stride, value.dtype, value.device)
+        size, stride = (
+            (members, *value.shape),
+            (_apart(value.shape, value.dtype, value.device, rule.device), *value.stride()),
+        )
+        return scope.tensor(size, stride, value.dtype, rule.device)
 
     def of_stacks(*inputs: Any) -> list[Any]:
         values = dict(zip(operands, inputs, strict=True))
@@ -88,7 +91,7 @@ def stacked_graph(rule: Rule, scope: SymbolicScope, stacked: Sequence[bool]) -> 
     return gm
 
 
-def _called(node: Node, values: Mapping[Node, Any], are_stacks: Collection[Node]) -> Any:
+def _called(node: Node, values: Mapping[Node, Any], are_stacks: Set[Node]) -> Any:
     """Return the value of an operation of single tensors, for stacks of some of its operands."""
     operands = node.all_input_nodes
 
@@ -100,15 +103,23 @@ def _called(node: Node, values: Mapping[Node, Any], are_stacks: Collection[Node]
     given = [values[each] for each in operands]
     if node.target is operator.getitem or are_stacks.isdisjoint(operands):
         return called(*given)
-    if is_elementwise(node):
+    if _broadcasts(node):
         rank = node.meta["val"].dim()
         ranks = [rank + 1 if each in are_stacks else 0 for each in operands]
         return called(*(_of_rank(value, least) for value, least in zip(given, ranks, strict=True)))
     return torch.vmap(called, in_dims=tuple(0 if each in are_stacks else None for each in operands))(*given)
 
 
+def _broadcasts(node: Node) -> bool:
+    """Return whether an operation is elementwise, with operands of the result's shape or broadcast to it."""
+    if not is_elementwise(node):
+        return False
+    shapes = [each.meta["val"].shape for each in node.all_input_nodes]
+    return bool(torch.broadcast_shapes(*shapes) == node.meta["val"].shape)
+
+
 def _of_rank(stack: Any, least: int) -> Any:
-    """Return a stack with at least so many dimensions; new ones come behind the first."""
+    """Return a stack with at least so many dimensions; further dimensions come behind the first."""
     return _of_rank(stack.unsqueeze(1), least) if least and stack.dim() < least else stack
 
 
@@ -126,7 +137,7 @@ def in_stacks(plan: Plan) -> Plan:
 
 
 class _Stacking:
-    """The stacks of a plan, and the calls for them.
+    """Stacks of a plan, and the calls for them.
 
     Waves are counted double: between those of the plan, operands are copied into stacks.
     """
@@ -137,7 +148,7 @@ class _Stacking:
         self._stacks: dict[tuple[int, ...], Stack] = {}
         self._members = set[int]()
         self._memory: list[tuple[Any, ...]] = []
-        #: Calls instead of those of the plan, by the index of the latter.
+        #: Replacements of the plan's calls, by index.
         self._instead: dict[int, list[Call]] = {}
 
     def plan(self) -> Plan:
@@ -172,27 +183,27 @@ class _Stacking:
                 values.append(column[0])
                 continue
             is_new = column not in self._stacks
-            layout = kernel.stackable.operands[i] if i < operands else self._layout_of(column[0])
-            stack = self._stack_of(column, layout)
+            layout = kernel.stackable.operands[i] if i < operands else self._plan.result(column[0])
+            stack = self._stack_of(column, layout, kernel.device)
             values.append(stack.index)
             if is_new and not stack.members:
                 copying = Kernel(_copy_into_stack, device=kernel.device)
                 instead.append(Call(copying, (*column, stack.index), wave - 1, 0, (stack.index,)))
         instead.append(Call(of_stacks, tuple(values), wave, 0, tuple(values[operands:])))
-        self._instead |= dict.fromkeys(group, ()) | {group[0]: instead}
+        self._instead |= {**{i: [] for i in group}, group[0]: instead}
 
-    def _layout_of(self, result: int) -> tuple[Any, ...]:
-        return self._plan.results[result - self._plan.first_result]
-
-    def _stack_of(self, column: tuple[int, ...], layout: tuple[Any, ...]) -> Stack:
-        """Return the stack of some values of a layout: of their memory, or a copy."""
+    def _stack_of(self, column: tuple[int, ...], layout: tuple[Any, ...], device: torch.device) -> Stack:
+        """Return the stack, on a device, of some values of a layout."""
         if column not in self._stacks:
+            size, stride, dtype, at = layout
+            of_host = at != device
             is_copy = any(self._is_kept(index) or index in self._members for index in column)
-            stack = Stack(self._end + len(self._memory), () if is_copy else column)
+            members = column if of_host or not is_copy else ()
+            stack = Stack(self._end + len(self._memory), members, of_host)
             self._stacks[column] = stack
-            self._members.update(stack.members)
-            size, stride, dtype, device = layout
-            own = (len(column), *size), (max(1, math.prod(size)), *stride)
+            if not of_host:
+                self._members.update(members)
+            own = (len(column), *size), (_apart(size, dtype, at, device), *stride)
             self._memory.append((*own, dtype, device))
         return self._stacks[column]
 
@@ -201,7 +212,12 @@ class _Stacking:
         return index < self._plan.first_result or index in self._plan.outputs
 
 
+def _apart(size: Sequence[int], dtype: torch.dtype, at: torch.device, device: torch.device) -> int:
+    """Return the stride of a stack's members: a number of the host is a word of a device's table."""
+    return max(1, math.prod(size)) if at == device else WORD // dtype.itemsize
+
+
 def _copy_into_stack(values: list[Any]) -> None:
     """Copy tensors into the stack behind them."""
     *members, stack = values
-    torch._foreach_copy_(stack.unbind(), members)
+    torch.stack(members, out=stack)

@@ -38,16 +38,20 @@ class Present(NamedTuple):
     absent: frozenset[int]
 
 
-class Stack(NamedTuple):
+@dataclass(frozen=True)
+class Stack:
     """Tensor of one dimension more whose members are values of the step: Note [Stacks of tensors].
 
     Attributes:
         index: index of the stack among the results of its plan.
         members: indices of the values, results without memory of their own.
+        of_host: whether the members are numbers of the host, which keep their memory: the stack is in the
+            table that is uploaded to the device.
     """
 
     index: int
     members: tuple[int, ...]
+    of_host: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,10 @@ class Plan:
         """Index of the first result among the values."""
         return self.arguments + len(self.constants)
 
+    def result(self, index: int) -> tuple[Any, ...]:
+        """Return size, stride, dtype and device of a result."""
+        return tuple(self.results[index - self.first_result])
+
 
 @boxed_call
 class StepInParts:
@@ -102,11 +110,14 @@ class StepInParts:
         in_python = {index for index in outputs if index is not None}
         in_python |= {index for index, (size, *_) in zip(indices, plan.results, strict=True) if size}
         in_python.update(index for call in calls if call.kernel.function is None for index in call.values)
-        in_python.update(index for stack in plan.stacks for index in stack.members)
-        allocated = {i: each for i, each in zip(indices, plan.results, strict=True) if i in in_python}
-        for stack in plan.stacks:
-            for index in stack.members:
-                del allocated[index]
+        in_stacks = {index for stack in plan.stacks if not stack.of_host for index in stack.members}
+        in_tables = {stack.index for stack in plan.stacks if stack.of_host}
+        in_python |= in_stacks
+        allocated = {
+            i: each
+            for i, each in zip(indices, plan.results, strict=True)
+            if i in in_python and i not in in_stacks and i not in in_tables
+        }
         self._temporaries = _Temporaries(plan, allocated)
         self._allocated = [each for each in allocated.items() if each[0] not in self._temporaries.offsets]
         cells: dict[torch.device, list[int]] = defaultdict(list)
@@ -115,6 +126,7 @@ class StepInParts:
                 cells[device].append(index)
         self._addresses = _Addresses(cells[HOST])
         devices = dict.fromkeys(call.kernel.device for call in calls if call.kernel.function is not None)
+        devices |= dict.fromkeys(plan.result(index)[3] for index in in_tables)
         self._launches = {
             device: Launches(device, cells[device], self._addresses.place_of)
             for device in devices
@@ -134,6 +146,18 @@ class StepInParts:
         ]
         for launches in self._launches.values():
             self.on_devices += launches.add_sums()
+        #: Stacks of numbers of the host: index of each, its launches, and the first number and layout there.
+        self._numbers = [
+            (
+                index,
+                self._launches[device],
+                self._launches[device].add_numbers(stack.members, dtype.itemsize),
+                dtype,
+            )
+            for stack in plan.stacks
+            if (index := stack.index) in in_tables
+            for _, _, dtype, device in [plan.result(index)]
+        ]
 
     @property
     def kernels(self) -> list[Kernel]:
@@ -151,8 +175,9 @@ class StepInParts:
             values[index] = torch.empty_strided(size, stride, dtype=dtype, device=device)
         self._temporaries.allocate(values)
         for stack in plan.stacks:
-            for index, member in zip(stack.members, values[stack.index].unbind(), strict=True):
-                values[index] = member
+            if not stack.of_host:
+                for index, member in zip(stack.members, values[stack.index].unbind(), strict=True):
+                    values[index] = member
         for function, operands in plan.numbers:
             values.append(function(*(values[o.index] if isinstance(o, ValueIndex) else o for o in operands)))
         addresses, scratch = self._addresses.of(values)
@@ -163,6 +188,8 @@ class StepInParts:
                 _call(stage, values, present)
         for launches in self._launches.values():
             launches.update(addresses, scratch, present)
+        for index, launches, numbers, dtype in self._numbers:
+            values[index] = launches.stack_of_numbers(numbers, dtype)
         for group in self.on_devices:
             if isinstance(group, Launch):
                 group()
@@ -196,7 +223,8 @@ class _Temporaries:
             for index in call.values:
                 waves[index].append(call.wave)
         for stack in plan.stacks:
-            waves[stack.index] += [wave for index in stack.members for wave in waves[index]]
+            if not stack.of_host:
+                waves[stack.index] += [wave for index in stack.members for wave in waves[index]]
         self.offsets: dict[int, int] = {}
         self._memory: list[tuple[torch.device, int, dict[int, tuple[Any, ...]]]] = []
         for device in dict.fromkeys(result[3] for result in found.values()):

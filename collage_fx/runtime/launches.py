@@ -172,6 +172,17 @@ class Launches(Table):
         self.launches.append(Launch(self, kernel, rows, lengths, members))
         return self.launches[-1]
 
+    def add_numbers(self, values: Sequence[int], size: int) -> range:
+        """Add numbers of the host, of so many bytes, as neighbouring words; return their places."""
+        first = len(self.numbers)
+        self.numbers += [Word(self.place_of(value), size) for value in values]
+        return range(first, first + len(values))
+
+    def stack_of_numbers(self, places: range, dtype: torch.dtype) -> Tensor:
+        """Return a vector of numbers that are words of the table."""
+        words = self.table[len(self.words) + places.start : len(self.words) + places.stop]
+        return words.view(dtype)[:: WORD // dtype.itemsize]
+
     def add_sums(self) -> list[Launch]:
         """Add the launch that adds up the partial sums of the launches so far, if there are any."""
         if self._adding is None:

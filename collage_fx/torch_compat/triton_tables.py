@@ -12,9 +12,10 @@ words: an address for each pointer, and the length. A program finds its row and 
 * The mask of a full block is all ones, which Triton omits: then the block loads and stores 16 bytes at a
   time, whatever the length of the tensor. The last block of a tensor keeps its mask.
 
-Several kernels of numbers alone, or of the elements of one length, are called in sequence in a single program,
-with a barrier in between: an element that a kernel reads has been written by the same program. Kernels with
-other arguments are not framed; instead, Inductor's code is called for each tensor, with the same result.
+Several kernels of numbers alone, or of the elements of one length, are called in sequence in a single
+program, with a barrier in between: an element that a kernel reads has been written by the same program.
+Kernels with other arguments are not framed; instead, Inductor's code is called for each tensor, with the same
+result.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ def table_kernel(
 
 
 def _check_lengths(kernels: Mapping[str, _Kernel], runs: Sequence[_Run], length: int) -> None:
-    """Raise an error unless each kernel works on elements of vectors of the given length, a block at a time."""
+    """Raise an error unless each kernel works on vectors of the given length, a block at a time."""
     sizes = {_elements_of_a_unit(kernels[name].function) for name, _ in runs}
     counts = {kernels[name].count(passed) for name, passed in runs}
     if len(sizes) > 1 or counts != {_Argument(length)}:

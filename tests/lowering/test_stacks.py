@@ -1,0 +1,113 @@
+"""Calls for stacks of tensors of one shape: the graph of a rule for stacks, and whole steps that use it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+from functorch import make_fx
+from torch import Tensor
+
+from collage_fx.graph import Reason, round_to_storage
+from collage_fx.lowering.parts import parts_of
+from collage_fx.lowering.rule_graphs import graph_of
+from collage_fx.lowering.rules import Rule, rule_of
+from collage_fx.lowering.stacks import stacked_graph
+from collage_fx.torch_compat import SymbolicScope
+from tests.support import triton_offline as offline
+from tests.support.launched import LaunchedSteps
+
+aten = torch.ops.aten
+
+#: Functions of a matrix, a number and a vector, with exact results for small whole numbers.
+FUNCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "a product": lambda x, n, v: x @ x.t(),
+    "a product with a vector": lambda x, n, v: x @ v,
+    "a sum of products": lambda x, n, v: torch.addmm(x @ x.t(), x, x.t(), beta=3.0, alpha=-2.0),
+    "a number for each": lambda x, n, v: (x + n) * n + x.sum(),
+    "rows and columns": lambda x, n, v: x.sum(0) * v + x.amax(1, keepdim=True) + v * n,
+    "transposed": lambda x, n, v: (x.t() + v[:, None]).t().flip(0) * n,
+    "a dtype of ours": lambda x, n, v: round_to_storage(x.t() * 1.0, torch.bfloat16).t() @ v,
+    "two results of one operation": lambda x, n, v: torch.sort(x, 1)[0] + torch.max(x, 0)[1],
+    "a constant": lambda x, n, v: x @ torch.ones(5, 2) + torch.full((), 2.0),
+}
+
+
+def rule_for(function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Rule:
+    gm = make_fx(function, tracing_mode="fake")(*inputs)
+    parts = parts_of(gm.graph)
+    assert not isinstance(parts, Reason), parts
+    (part,) = parts
+    return rule_of(part)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("members", [2, 5])
+@pytest.mark.parametrize("shared", [0, 1, 2, None])
+def test_a_stack_is_its_members(name: str, members: int, shared: int | None) -> None:
+    """Whichever operand is the same tensor for all members."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*size: int) -> Tensor:
+        return torch.randint(-4, 5, (members, *size), generator=generator).float()
+
+    given = [drawn(4, 5), drawn(), drawn(5)]
+    rule = rule_for(FUNCTIONS[name], [each[0] for each in given])
+    # The rule has only those that the function reads, in the order in which it does.
+    used = [
+        int(str(node.name).rpartition("_")[0] in "xnv" and "xnv".index(node.name[0]))
+        for node in rule.operands
+    ]
+    stacked = [i != shared for i in used]
+    operands = [given[i] if is_stack else given[i][0] for i, is_stack in zip(used, stacked, strict=True)]
+    scope = SymbolicScope()
+    with scope:
+        single, of_stack = graph_of(rule, scope, 8), stacked_graph(rule, scope, stacked)
+        assert not scope.has_guards(below=1 << 31)
+    out = of_stack.graph.find_nodes(op="placeholder")[-1].meta["val"]
+    found = torch.full((members, *out.shape[1:]), torch.nan, dtype=out.dtype)
+    of_stack(*operands, found)
+    for i in range(members):
+        expected = torch.full_like(found[0], torch.nan)
+        single(
+            *(each[i] if is_stack else each for each, is_stack in zip(operands, stacked, strict=True)),
+            expected,
+        )
+        assert torch.equal(found[i], expected)
+    assert not found.isnan().any()
+
+
+# ------------------------------------------------------------------------------------------- whole steps
+
+needs_triton = pytest.mark.skipif(
+    not offline.HAVE_TRITON, reason="needs triton (Linux only) and numpy: pip install triton numpy"
+)
+
+#: Three wide matrices, three tall ones, two square ones and a single one.
+MATRICES = [(8, 24), (24, 8), (8, 24), (16, 16), (24, 8), (8, 24), (24, 8), (16, 16), (4, 40)]
+
+
+@pytest.fixture(scope="module")
+def steps() -> Iterator[LaunchedSteps]:
+    with LaunchedSteps() as process:
+        yield process
+
+
+@needs_triton
+@pytest.mark.parametrize(("optimizer", "launches", "calls"), [("Muon", 4, 4), ("Adafactor", 10, 4)])
+@pytest.mark.parametrize("repeated", [1, 2])
+def test_a_call_for_each_shape(
+    steps: LaunchedSteps, optimizer: str, launches: int, calls: int, repeated: int
+) -> None:
+    """However many matrices there are.
+
+    Sums are in another order than the twin's. Where that moves an element over a bound between two bfloat16
+    numbers, Muon's products differ by 2**-8, and a parameter near 1 by lr * 2**-8: 1/50 of half its ulp.
+    """
+    shapes = [shape for shape in MATRICES for _ in range(repeated)]
+    outcome = steps.run(optimizer, shapes=shapes, options={}, lr=1e-2)
+    assert (outcome.launches, outcome.calls) == (launches, calls), outcome
+    of_hi = sum(count for name, count in outcome.different.items() if not name.endswith(".rest"))
+    assert of_hi < sum(rows * columns for rows, columns in shapes) / 50, outcome.different
+    assert any("only for all of a shape" in reason for reason in outcome.reasons)
