@@ -117,7 +117,7 @@ def compiled_for_vectors(isa: Any) -> AbstractContextManager[Any]:
 
 def processor(features: str) -> AbstractContextManager[Any]:
     """Context manager: this machine's processor has these instruction sets."""
-    return mock.patch("collage_fx.torch_compat.inductor_libraries.processor_features", lambda: features)
+    return mock.patch("collage_fx.torch_compat.inductor_libraries.processor_features", return_value=features)
 
 
 def lowering_in_inductor(function: Callable[..., Any]) -> AbstractContextManager[Any]:
