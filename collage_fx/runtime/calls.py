@@ -71,9 +71,12 @@ class StepInParts:
         self.numbers = numbers
         self.calls = calls
         self.outputs = outputs
-        #: Indices of results that are returned again: equal scalars, of which each parameter gets a copy.
+        #: Indices of tensors that are returned again: equal scalars, of which each parameter gets a copy.
+        first_number = arguments + len(constants) + len(results)
         self._returned_before = [
-            i for i, index in enumerate(outputs) if index is not None and index in outputs[:i]
+            i
+            for i, index in enumerate(outputs)
+            if index is not None and index < first_number and index in outputs[:i]
         ]
         self._is_called = False
         first_result = arguments + len(constants)
