@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import faulthandler
 import gc
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +31,30 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # workers of pytest-xdist send their reports to this process
         is_all = config.getoption("all") and not _is_chosen(config) and not config.getoption("keyword")
         config.pluginmanager.register(Times(write=config.getoption("write_slow"), is_all=is_all))
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Let a worker that crashes write its tracebacks to a file, which the end of the run prints."""
+    if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+        crash = _crash_file(session.config, worker).open("w", encoding="utf-8")
+        faulthandler.enable(crash)
+        session.config.add_cleanup(faulthandler.disable)
+        session.config.add_cleanup(crash.close)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if hasattr(config, "workerinput") or config.cache is None:
+        return
+    for file in sorted(config.cache.mkdir("crashes").iterdir()):
+        if text := file.read_text(encoding="utf-8"):
+            terminalreporter.section(f"crash of {file.stem}")
+            terminalreporter.write_line(text)
+        file.unlink()
+
+
+def _crash_file(config: pytest.Config, worker: str) -> Path:
+    assert config.cache is not None
+    return config.cache.mkdir("crashes") / f"{worker}.txt"
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -209,7 +209,7 @@ class _Updates:
         if (number := number_filling(node)) is not None:
             return self._number(number)
         target: Any = node.target
-        is_of_symbols = getattr(target, "__module__", "") == "_operator"
+        is_of_symbols = getattr(target, "__module__", "") == "_operator" and target is not operator.getitem
         function = target if is_of_symbols else facts_of(target).function
         if function is None or not is_number(node):
             return sympy.Float(_any_number(node))

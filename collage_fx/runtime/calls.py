@@ -100,11 +100,14 @@ class StepInParts:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         calls, outputs = plan.calls, plan.outputs
-        #: Arguments and constants, which are made at the first call.
+        #: Constants, which are made at the first call.
         self._constants: Sequence[Any] | None = None
-        #: Indices of results that are returned again: equal scalars, of which each parameter gets a copy.
+        #: Indices of tensors that are returned again: equal scalars, of which each parameter gets a copy.
+        first_number = plan.first_result + len(plan.results)
         self._returned_before = [
-            i for i, index in enumerate(outputs) if index is not None and index in outputs[:i]
+            i
+            for i, index in enumerate(outputs)
+            if index is not None and index < first_number and index in outputs[:i]
         ]
         indices = range(plan.first_result, plan.first_result + len(plan.results))
         in_python = {index for index in outputs if index is not None}

@@ -282,3 +282,39 @@ def test_numbers_of_numpy_are_numbers(make: Callable[[list[Tensor]], Optimizer],
     (found, compilations), (expected, of_python) = stepped(kind), stepped(float)
     assert not differences(found, expected)
     assert compilations == of_python
+
+
+class Buffered(Descent):
+    """Learning rates kept beside the counts that they were computed for, as in RAdam of torch-optimizer."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.param_groups[0]["buffer"] = [[None, None] for _ in range(3)]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        group = self.param_groups[0]
+        for p in group["params"]:
+            state = self.state[p]
+            state["step"] = state.get("step", 0) + 1
+            kept = group["buffer"][state["step"] % 3]
+            if state["step"] != kept[0]:
+                kept[0] = state["step"]
+                kept[1] = 0.1 / state["step"]
+            p.sub_(p.grad, alpha=kept[1])
+
+
+def test_one_number_may_be_kept_in_two_places() -> None:
+    params = parameters(shapes=[(4, 8), (4, 8)])
+    expected = [p.detach().double() for p in params]
+    optimizer = Buffered(params)
+    step = torch.compile(optimizer.step, backend=CollageBackend())
+    for i in range(1, 7):
+        set_gradients(params, seed=i)
+        step()
+        for p, value in zip(params, expected, strict=True):
+            assert p.grad is not None
+            value -= 0.1 / i * p.grad.double()
+    assert [kept[0] for kept in optimizer.param_groups[0]["buffer"]] == [6, 4, 5]
+    for p, value in zip(params, expected, strict=True):
+        assert float((full_value(p) - value).abs().max()) < 6 * 2.0**-23

@@ -275,6 +275,13 @@ def _towards_slow_weights(p: Tensor, g: Tensor, s: Tensor) -> None:
     p.copy_(0.5 * p + 0.5 * s - 1e-4 * g)
 
 
+def _by_a_rate_of_a_list(p: Tensor, g: Tensor, s: Tensor, lr: Tensor) -> None:
+    """The rates of all parameters are one tensor, as in LaProp of pytorch-optimizer."""
+    rate, _ = torch.stack([lr, lr / 2]).unbind()
+    s.mul_(1 - rate).add_(rate * p)
+    p.sub_(rate * (p - s)).sub_(g, alpha=1e-4)
+
+
 def _by_a_rate_that_changes(p: Tensor, g: Tensor, s: Tensor, lr: Tensor) -> None:
     s.mul_(1 - lr).add_(lr * p)
     p.sub_(lr * (p - s)).sub_(g, alpha=1e-4)
@@ -300,6 +307,7 @@ def _a_decaying_iterate(p: Tensor, g: Tensor, s: Tensor) -> None:
         (_by_the_last_move, "p g s"),
         (_by_the_direction_of_the_last_move, "p g s"),
         (_towards_slow_weights, "p g s"),
+        (_by_a_rate_of_a_list, "p g s lr"),
         (_by_a_rate_that_changes, "p g s lr"),
         (_a_moment_of_the_distance, "p g s m"),
         (_a_decaying_iterate, "p g s"),

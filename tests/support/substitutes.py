@@ -115,6 +115,11 @@ def compiled_for_vectors(isa: Any) -> AbstractContextManager[Any]:
     return mock.patch("collage_fx.torch_compat.inductor.pick_vec_isa", return_value=isa)
 
 
+def processor(features: str) -> AbstractContextManager[Any]:
+    """Context manager: this machine's processor has these instruction sets."""
+    return mock.patch("collage_fx.torch_compat.inductor_libraries.processor_features", return_value=features)
+
+
 def lowering_in_inductor(function: Callable[..., Any]) -> AbstractContextManager[Any]:
     """Context manager: what lowers our operators within Inductor calls this function."""
     return mock.patch("collage_fx.codegen.lowerings.trace_of", function)

@@ -14,7 +14,8 @@ from torch._inductor.utils import fresh_cache
 
 from collage_fx import CollageBackend, numerics, torch_compat
 from collage_fx.codegen import lowerings
-from tests.support.substitutes import compiled_for_vectors
+from collage_fx.torch_compat import load_cpp_library
+from tests.support.substitutes import compiled_for_vectors, processor
 from tests.support.training import Descent, parameters, run_steps
 
 COMPAT = Path(torch_compat.__file__).parent
@@ -182,3 +183,15 @@ def test_code_for_another_machines_vectors_is_not_found_in_a_cache() -> None:
                 run_steps(torch.compile(Descent(params).step, backend=CollageBackend()), params, [0])
             hits.append(counters["inductor"]["fxgraph_cache_hit"])
     assert [bool(count) for count in hits] == [False, True, False]
+
+
+def test_a_library_for_another_processor_is_not_found_in_a_cache() -> None:
+    """One folder may serve the nodes of a cluster, whose processors lack instructions of each other's."""
+    source = 'extern "C" int answer() { return 42; }'
+    names = []
+    for features in ("avx2", "avx2 avx512_f", "avx2"):
+        with processor(features):
+            library = load_cpp_library(source)
+        assert library.answer() == 42
+        names.append(library._name)
+    assert names[0] == names[2] != names[1]
