@@ -48,11 +48,15 @@ def in_rounds(calls: Sequence[Call], shares: Mapping[int, float]) -> list[Call]:
         shares: for each value that crosses between kernels, by index, its share of the limit on its device.
     """
     of_member: dict[int, dict[int, float]] = defaultdict(dict)
+    kernels: dict[int, tuple[int, ...]] = defaultdict(tuple)
     for call in calls:
         of_member[call.member].update({index: shares[index] for index in call.values if index in shares})
+        kernels[call.member] += (id(call.kernel),)
+    # Members of one shape are in one round, where their tensors can be stacked.
+    kinds = list(dict.fromkeys(kernels.values()))
     rounds: dict[int, int] = {}
     held = 0.0
-    for member in sorted(of_member):
+    for member in sorted(of_member, key=lambda member: (kinds.index(kernels[member]), member)):
         size = sum(of_member[member].values())
         if member != NO_MEMBER:
             last = max(rounds.values(), default=0)
