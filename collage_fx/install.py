@@ -23,7 +23,13 @@ import torch
 from torch.optim import Optimizer
 
 from collage_fx.backend import CollageBackend
-from collage_fx.capture import calls_closure_first, forget_compiled_step, note_installed, refuse_unknown_torch
+from collage_fx.capture import (
+    calls_closure_first,
+    forget_compiled_step,
+    note_installed,
+    refuse_devices,
+    refuse_unknown_torch,
+)
 from collage_fx.codegen import prepare_compiler
 from collage_fx.errors import InvalidOptionError, UnsupportedOptimizerError
 from collage_fx.graph import Role, Strategy, device_facts
@@ -87,8 +93,8 @@ def install(optimizer: Installed, *, backend: CollageBackend | None = None, **op
 
     Raises:
         CollageError: somebody else has given the optimizer a step of its own, which would no longer be
-            called; or both a backend and options are given, or an option that does not exist. Nothing has
-            changed.
+            called; or both a backend and options are given, or an option that does not exist; or a bfloat16
+            or float16 parameter is on MPS or XPU. Nothing has changed.
     """
     if backend is not None and options:
         raise InvalidOptionError(
@@ -105,6 +111,7 @@ def install(optimizer: Installed, *, backend: CollageBackend | None = None, **op
     for each in stepped:
         _refuse_foreign_step(each)
         _refuse_without_step(each)
+        refuse_devices(each)
     for each in stepped:
         _install(each, chosen)
     return optimizer

@@ -7,6 +7,7 @@ import functools
 import io
 import logging
 import pickle
+import re
 import subprocess
 import sys
 import textwrap
@@ -24,7 +25,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import collage_fx
 from collage_fx import CollageBackend, CollageError, backend_of, error_terms, full_value, install, uninstall
-from tests.support.substitutes import preparations
+from collage_fx.errors import UnsupportedTensorError
+from collage_fx.graph import DEVICES
+from tests.support.substitutes import meta_device_as, preparations
 from tests.support.training import (
     Descent,
     compiled,
@@ -516,3 +519,21 @@ def test_the_inner_optimizer_of_zero_is_installed(reference: Optimizer) -> None:
 
 def test_it_is_part_of_the_package() -> None:
     assert {"install", "uninstall", "backend_of"} <= set(collage_fx.__all__)
+
+
+@pytest.mark.parametrize("kind", ["mps", "xpu"])
+def test_a_device_that_is_known_not_to_work_is_refused_at_once(kind: str) -> None:
+    """Not at the first step, after minutes of loading a model: with what the device lacks."""
+    parameter = torch.nn.Parameter(torch.empty(4, dtype=torch.bfloat16, device="meta"))
+    optimizer = torch.optim.SGD([parameter])
+    method = optimizer.step
+    with meta_device_as(kind), pytest.raises(UnsupportedTensorError, match=re.escape(DEVICES[kind].refused)):
+        install(optimizer)
+    assert optimizer.step == method
+    install(optimizer)  # parameters that are on the meta device may be moved before the first step
+
+
+def test_float32_parameters_may_be_anywhere() -> None:
+    parameter = torch.nn.Parameter(torch.empty(4, device="meta"))
+    with meta_device_as("mps"):
+        install(torch.optim.SGD([parameter]))

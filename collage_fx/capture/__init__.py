@@ -11,6 +11,7 @@ from collage_fx.capture.progress import hide_progress
 from collage_fx.capture.recording import Request, is_compiled, why_recorded
 from collage_fx.capture.refusals import (
     refuse_aliases,
+    refuse_devices,
     refuse_fused_operators,
     refuse_overlaps,
     refuse_unknown_torch,

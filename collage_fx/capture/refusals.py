@@ -28,7 +28,17 @@ from collage_fx.errors import (
     UnsupportedTensorError,
     UnsupportedTorchError,
 )
-from collage_fx.graph import DEVICES, InputInfo, Role, assignments, copies_to_inputs, is_dense, placeholders
+from collage_fx.graph import (
+    DEVICES,
+    SUPPORTED,
+    InputInfo,
+    Role,
+    assignments,
+    copies_to_inputs,
+    device_facts,
+    is_dense,
+    placeholders,
+)
 from collage_fx.numerics import is_low_precision
 from collage_fx.runtime import refuse_layout
 from collage_fx.state import KnownTensor, is_packed, parameter_names
@@ -280,11 +290,19 @@ def _refuse_subclass(parameter: Tensor, name: str) -> None:
         )
 
 
+def refuse_devices(optimizer: Optimizer) -> None:
+    """Raise for low-precision parameters on a device that is known not to work, before the first step."""
+    for g, group in enumerate(optimizer.param_groups):
+        for i, parameter in enumerate(group["params"]):
+            if is_low_precision(parameter.dtype) and parameter.device.type in DEVICES:
+                _refuse_device(parameter, f"param_groups[{g}].params[{i}]")
+
+
 def _refuse_device(tensor: Tensor, name: str) -> None:
     """Raise for a tensor on an untested device."""
-    if tensor.device.type not in DEVICES:
+    if refused := device_facts(tensor.device).refused:
         raise UnsupportedTensorError(
-            f"low-precision state on device {tensor.device}; supported: {', '.join(DEVICES)}",
+            f"low-precision state on device {tensor.device}; supported: {', '.join(SUPPORTED)}. {refused}",
             where=name,
             remedy="move the model to a supported device, or compile this step with backend='inductor'",
         )

@@ -2,7 +2,7 @@
 
 from collage_fx.graph.cancellation import find_cancellation, spoils_an_update
 from collage_fx.graph.components import components
-from collage_fx.graph.devices import DEVICES, device_facts
+from collage_fx.graph.devices import DEVICES, SUPPORTED, device_facts
 from collage_fx.graph.editor import GraphEditor
 from collage_fx.graph.families import ONCE, Repetition, input_name, repeated_graph
 from collage_fx.graph.feedback import copies_read_by, fed_back, new_value
@@ -99,6 +99,7 @@ __all__ = [
     "ONCE",
     "OPERATORS",
     "PASS_MARK",
+    "SUPPORTED",
     "WAYS",
     "Arithmetic",
     "GraphEditor",

@@ -23,7 +23,7 @@ from tabulate import tabulate
 from torch import Tensor
 
 from collage_fx.backend import CollageBackend
-from collage_fx.graph import DEVICES
+from collage_fx.graph import SUPPORTED, device_facts
 from collage_fx.numerics import ERROR_FORMATS
 from collage_fx.state import full_value
 from collage_fx.state.error_terms import error_terms
@@ -162,9 +162,10 @@ def _description(device: str) -> str:
 
 def self_test(device: str, dtype: torch.dtype) -> Finding:
     """Test whether roundings survive on a device; an unsupported device is not tested."""
-    if torch.device(device).type in DEVICES:
+    refused = device_facts(torch.device(device)).refused
+    if not refused:
         return roundings_survive(device, dtype)
-    told = f"not supported: steps on it are refused; supported are {', '.join(DEVICES)}"
+    told = f"not supported: steps on it are refused; supported are {', '.join(SUPPORTED)}. {refused}"
     return Finding(device, str(dtype).removeprefix("torch."), ok=True, detail=told, is_supported=False)
 
 

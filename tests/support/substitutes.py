@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 
-from collage_fx.graph import Reason, StepProgram, Unit
+from collage_fx.graph import DEVICES, Reason, StepProgram, Unit
 from collage_fx.lowering import forget_kernels, kernels
 from collage_fx.lowering.rules import Rule
 from collage_fx.numerics import AuxiliarySpec
@@ -113,6 +113,11 @@ def without_pinning() -> Iterator[None]:
 def compiled_for_vectors(isa: Any) -> AbstractContextManager[Any]:
     """Context manager: this machine has these vectors."""
     return mock.patch("collage_fx.torch_compat.inductor.pick_vec_isa", return_value=isa)
+
+
+def meta_device_as(kind: str) -> AbstractContextManager[Any]:
+    """Context manager: tensors on the meta device are treated as those on a kind of device."""
+    return mock.patch.dict("collage_fx.graph.devices.DEVICES", {"meta": DEVICES[kind]})
 
 
 def processor(features: str) -> AbstractContextManager[Any]:
