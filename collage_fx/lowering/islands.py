@@ -1,4 +1,4 @@
-"""Division of a part on the host into printed parts and parts that Inductor compiles.
+"""Division of a part into flat parts and parts with reductions or matrix products, which Inductor compiles.
 
 Note [Islands]
 --------------
@@ -21,6 +21,12 @@ parts of lower levels. What crosses over gets memory of its own:
   the inputs and on other islands, and are computed in the island once more.
 
 Printed parts compute printable values anew, from the inputs: that costs no memory, and the bits are the same.
+
+On a GPU, too, a part is cut, so that all its elementwise work is launched once for all tensors (Note [One
+launch for all tensors]), and islands can be called for stacks of tensors (Note [Stacks of tensors]). Inductor
+writes all the code there, so our operators may be in islands, and a value is printable if it is elementwise,
+of one layout, and not between two islands: Newton-Schulz iterations are one island. No value is computed
+twice but numbers. A number that is made of an island's is a part of its own.
 
 Soundness. Inputs are stored by the parts of the last level alone: on lower levels they have their old values.
 On the last level a part reads inputs of its own space, inputs that are not stored, numbers, and results; an
@@ -70,9 +76,9 @@ ANY = "any"
 
 
 def cut(part: Part) -> list[Part]:
-    """Cut a part on the host into parts that are printed and parts for Inductor, in a valid order.
+    """Cut a part into flat parts and islands, in a valid order.
 
-    A part that is printed or compiled as a whole is left as it is.
+    A part that is flat or compiled as a whole is left as it is.
     """
     rule = rule_of(part)
     found = _Cut(part, on_device=device_facts(rule.device).is_launched)

@@ -30,7 +30,7 @@ Beside its elements a flat rule on the host may read numbers of rows or columns:
 ``broadcasts.py``.
 
 Other rules (reductions, matrix products, views) name sizes and strides, and serve the tensors that agree in
-them.
+them. On a GPU they are called for all these tensors at once: Note [Stacks of tensors] in ``stacks.py``.
 """
 
 from __future__ import annotations
