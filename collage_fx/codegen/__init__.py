@@ -12,6 +12,7 @@ from collage_fx.codegen.address_tables import (
     TOTAL,
     Gather,
     Peek,
+    classify,
     fill,
     is_library_loaded,
     load_library,

@@ -85,6 +85,24 @@ extern "C" Word fill(
   return changed != 0;
 }
 
+// Of each row of a device's table whether it is launched, 0 = no, and if so by which kernel: 1 = that for
+// addresses of elements which are multiples of ``bytes``, 2 = that for others. The addresses of elements are in
+// ``columns``. A row is launched if its member is negative, if present is null, or if the member's byte in it is
+// not zero. Returns whether any kind has changed.
+extern "C" Word classify(
+    Word rows, Word width, Word count, const Word* columns, Word bytes, const Word* words, const Word* members,
+    const char* present, char* kinds) {
+  char changed = 0;
+  for (Word row = 0; row < rows; ++row, words += width) {
+    Word bits = 0;
+    for (Word j = 0; j < count; ++j) bits |= words[columns[j]] % bytes;
+    const char kind = members[row] >= 0 && present && !present[members[row]] ? 0 : bits ? 2 : 1;
+    changed |= kinds[row] ^ kind;
+    kinds[row] = kind;
+  }
+  return changed != 0;
+}
+
 // A call for each row, whose words are the arguments: offsets and the addresses at places, as in ``fill``. The
 // row's call is made if its member is negative, if present is null, or if the member's byte in it is not zero.
 // Where kinds[j] is that of a sum, the address is that of the sum over all rows of a call.

@@ -54,6 +54,7 @@ class Library(NamedTuple):
     run: Callable[..., None]
     gather: Callable[..., None]
     fill: Callable[..., int]
+    classify: Callable[..., int]
     peek: Callable[..., None]
 
 
@@ -67,11 +68,14 @@ def load_library() -> Library:
     gather.argtypes = [ctypes.py_object, word, pointer, pointer, pointer]
     fill = library.fill
     fill.argtypes = [word, *[pointer] * 4, word, pointer]
+    classify = library.classify
+    classify.argtypes = [word, word, word, pointer, word, *[pointer] * 4]
+    classify.restype = word
     peek = ctypes.PyDLL(library._name).peek
     peek.argtypes = [word, pointer, pointer, pointer]
     run.restype = gather.restype = peek.restype = None
     fill.restype = word
-    return Library(run, gather, fill, peek)
+    return Library(run, gather, fill, classify, peek)
 
 
 def is_library_loaded() -> bool:
@@ -108,6 +112,30 @@ def fill(
     """
     tables = (table.buffer_info()[0] for table in (places, sizes, offsets, addresses))
     return bool(load_library().fill(len(places), *tables, scratch.data_ptr(), words.data_ptr()))
+
+
+def classify(
+    words: Tensor,
+    columns: array[int],
+    alignment: int,
+    members: array[int],
+    present: array[int] | None,
+    kinds: array[int],
+) -> bool:
+    """Write by which kernel each row of a device's table is launched; return whether any of them has changed.
+
+    Args:
+        words: words of the rows, on the host.
+        columns: columns of addresses of elements.
+        alignment: bytes of which these addresses are multiples, for the kernel for aligned addresses.
+        members: member of each row; negative = launched in every step.
+        present: for each member a byte, nonzero if its rows are launched; None for all.
+        kinds: for each row a byte: 0 = not launched, 1 = aligned, 2 = not aligned.
+    """
+    at = (None if table is None else table.buffer_info()[0] for table in (members, present, kinds))
+    rows = len(members)
+    given = columns.buffer_info()[0], alignment, words.data_ptr()
+    return bool(load_library().classify(rows, len(words) // rows, len(columns), *given, *at))
 
 
 class Gather:

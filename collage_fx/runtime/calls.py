@@ -26,6 +26,10 @@ from collage_fx.runtime.temporaries import ALIGNMENT, Lifetime, first_fit, limit
 from collage_fx.torch_compat import boxed_call
 
 
+#: Scratch memory of a step without scalars on the host.
+NO_SCRATCH = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
 class Present(NamedTuple):
     """Members of a step that take part in a call: their parameters have a gradient.
 
@@ -290,8 +294,10 @@ class _Addresses:
         return self._numbers.setdefault(index, len(self._numbers))
 
     def of(self, values: list[Any]) -> tuple[array[int], Tensor]:
-        """Return the address table of a step, and its scratch memory."""
-        return self._gather(values), torch.empty(len(self._cells) * CELL, dtype=torch.uint8, device="cpu")
+        """Return the address table of a step, and its scratch memory, which is another in each thread."""
+        size = len(self._cells) * CELL
+        scratch = torch.empty(size, dtype=torch.uint8, device="cpu") if size else NO_SCRATCH
+        return self._gather(values), scratch
 
     @functools.cached_property
     def _gather(self) -> Gather:

@@ -34,7 +34,7 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor
 
-from collage_fx.codegen import fill
+from collage_fx.codegen import classify, fill
 from collage_fx.errors import ChangedTensorError
 from collage_fx.runtime.kernels import NO_MEMBER, Call, Kernel
 from collage_fx.runtime.tables import CELLS, NUMBERS, SUMS, WORD, Piece, Table, Word, arrays, pieces_of
@@ -79,9 +79,10 @@ class Launch:
         self._rows = slice(len(launches.words), len(launches.words) + len(rows))
         launches.words += rows
         self.lengths = lengths
-        self.members = torch.tensor(members)
-        self._of_elements = [i for i, column in enumerate(kernel.columns) if column.kind > 0]
-        self._prepared: tuple[Tensor, Tensor] | None = None
+        columns = [i for i, column in enumerate(kernel.columns) if column.kind > 0]
+        self._members, self._of_elements = array("q", members), array("q", columns)
+        #: Byte of each row: 0 = not launched, 1 = aligned, 2 = not aligned, -1 = not known yet.
+        self._kinds = array("b", [-1] * len(lengths))
         self.programs: dict[bool, Tensor] = {}
 
     @property
@@ -98,20 +99,19 @@ class Launch:
             device: device of the table.
             present: for each member a byte, nonzero if its rows are launched; None for all.
         """
-        rows = words[self._rows].view(len(self.lengths), -1)
-        aligned = (rows[:, self._of_elements] % ALIGNED_BYTES == 0).all(1)
-        launched = self.members < 0 if present is not None else torch.ones_like(aligned)
-        if present is not None:
-            launched |= torch.tensor(present, dtype=torch.bool)[self.members]
-        if self._prepared is not None and all(map(torch.equal, (aligned, launched), self._prepared)):
+        known = self._of_elements, ALIGNED_BYTES, self._members, present, self._kinds
+        if not classify(words[self._rows], *known):
             return
-        self._prepared = aligned, launched
+        for replaced in self.programs.values():
+            if device.type == "cuda":  # a launch on another stream than the memory's may still read it
+                replaced.record_stream(torch.cuda.current_stream(device))
         self.programs = {}
+        kinds = torch.tensor(self._kinds)
         blocks = (torch.tensor(self.lengths) + self.function.size - 1) // self.function.size
-        for which in (True, False):
-            (chosen,) = torch.where((aligned == which) & launched)
+        for kind, aligned in ((1, True), (2, False)):
+            (chosen,) = torch.where(kinds == kind)
             if len(chosen):
-                self.programs[which] = programs(chosen, blocks[chosen].clamp(min=1), device)
+                self.programs[aligned] = programs(chosen, blocks[chosen].clamp(min=1), device)
 
     def __call__(self) -> None:
         for aligned, of_kernel in self.programs.items():
