@@ -46,6 +46,7 @@ from collage_fx.torch_compat import (
     inductor_config,
     innermost_callable,
     is_refused_by_compiler,
+    launches_of,
     load_cpp_library,
     note_generated_code,
     prepare_cpp_compiler,
@@ -250,7 +251,8 @@ def _compiled(rule: Rule, *, by_element: bool = False, no_table: Reason | None =
     if rule.is_tabled and any(line.args[1] == HOST for line in rule.lines if line.target is None):
         return replace(found, what=f"it reads a number of the host's, and {found.what}")
     reasons: Reasons = (("in one call for all tensors", found), *attempt.reasons)
-    return Kernel(call, device=rule.device, reasons=reasons)
+    launches = 1 if rule.device == HOST else sum(map(launches_of, code[-1:]))
+    return Kernel(call, device=rule.device, reasons=reasons, launches=launches)
 
 
 def bytes_of_a_unit(rule: Rule, value: Tensor) -> int:

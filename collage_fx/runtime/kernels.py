@@ -61,6 +61,7 @@ class Kernel:
         divisible: whether the function may be called for a piece of the tensors.
         width: elements per unit of length of its tensors.
         reasons: why it is not compiled, or not called, in a faster way.
+        launches: number of kernels that a GPU runs for a call of ``call``.
     """
 
     call: Callable[[list[Any]], Any] | None
@@ -71,6 +72,7 @@ class Kernel:
     divisible: bool = False
     width: int = 1
     reasons: Reasons = ()
+    launches: int = 1
 
 
 @dataclass(frozen=True)
