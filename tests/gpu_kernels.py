@@ -19,11 +19,16 @@ from tabulate import tabulate
 
 from collage_fx import gpu_code
 from collage_fx.graph import Role
+from collage_fx.tools.gpu_code import GpuKernel
 from collage_fx.torch_compat.imaginary_cuda import ARCHITECTURES, MachineCode, machine_code
+from collage_fx.torch_compat.sass import CARDS
 from tests import gpu_steps
 from tests.support.training import Descent, Lion, parameters
 
 PATH = Path(__file__).resolve().parent.parent / "docs" / "gpu.md"
+
+#: Numbers of parameters of the models whose times are predicted.
+SIZES = {"124 M": 124e6, "1.5 B": 1.5e9, "8 B": 8e9}
 
 #: Four of a shape that can be packed.
 SHAPES = ((64, 128),) * 4
@@ -81,6 +86,7 @@ def _rows() -> Iterator[Row]:
         *({"strategy": "plus", "error_format": name} for name in ("mcf", "fp32")),
         {"strategy": "light", "error_format": "byte"},
         {"strategy": "light", "error_format": "exact", "state": "block16"},
+        {"strategy": "light", "error_format": "exact", "state": "block8"},
         {"strategy": "light", "error_format": "byte", "state": "block8"},
         *({"strategy": name, "arithmetic": "native"} for name in ("light", "full")),
     ]
@@ -113,6 +119,7 @@ class Measured:
         held: the same by the report: all that is kept is read and written, and the gradient is read.
         code: machine code of the kernel of the elements, by architecture.
         wide: its accesses of 16 bytes, and those that 8 elements of each tensor take.
+        kernel: the kernel of the elements, with its instructions and times on sm_90.
     """
 
     launches: int
@@ -121,6 +128,7 @@ class Measured:
     held: float
     code: Mapping[str, MachineCode]
     wide: tuple[int, int]
+    kernel: GpuKernel
 
 
 def measured(row: Row, architectures: Iterable[str] = ARCHITECTURES) -> Measured:
@@ -142,6 +150,7 @@ def measured(row: Row, architectures: Iterable[str] = ARCHITECTURES) -> Measured
             min(each.accesses.get(16, 0) for each in found.values()),
             sum(math.ceil(8 * each / 16) for each in elements.accesses),
         ),
+        elements,
     )
 
 
@@ -179,6 +188,33 @@ def table(rows: Sequence[tuple[Row, Measured]]) -> str:
     return tabulate(cells, headers=HEADERS, tablefmt="github", disable_numparse=True)
 
 
+PREDICTED = (
+    "optimizer",
+    "options",
+    "instructions",
+    "issue ps",
+    "memory ps",
+    "issue / memory",
+    *(f"{name} ms" for name in SIZES),
+)
+
+
+def predicted(rows: Sequence[tuple[Row, Measured]]) -> str:
+    cells = [
+        (
+            row.optimizer,
+            row.words,
+            f"{found.kernel.instructions['issue']:.0f}",
+            f"{found.kernel.issue:.2f}",
+            f"{found.kernel.memory:.2f}",
+            f"{found.kernel.ratio:.2f}",
+            *(f"{found.kernel.milliseconds(number):.3g}" for number in SIZES.values()),
+        )
+        for row, found in rows
+    ]
+    return tabulate(cells, headers=PREDICTED, tablefmt="github", disable_numparse=True)
+
+
 DOCUMENT = """# On a GPU
 
 No GPU has run this yet. What can be known without one is below: it is read off the kernels that a GPU would
@@ -202,7 +238,7 @@ a table of addresses.
   (MI300: AMD's compiler, given the kernels that are written for NVIDIA's cards).
 - **16-byte accesses** of a thread, where a block is full, among those that its 8 elements take. Bytes and
   scales are accessed 8 or fewer bytes at a time, and so is all that is measured: there a thread has 4
-  elements.
+  elements at a time. Where most accesses are of single bytes, a thread has 16 elements.
 
 torch {torch}, Triton {triton}.
 
@@ -210,7 +246,31 @@ torch {torch}, Triton {triton}.
 
 No product and sum are one operation (fma) in any of these kernels, so that bits do not depend on where in a
 block an element is: a measured step, a gradient at an unaligned address and a tensor in other shards have the
-bits of the usual step.
+bits of the usual step. Only where it is written in the source, because the product is exact, there is an fma:
+in the integers of blocks and in the sums of measured steps.
+
+## What a step would cost the GPU
+
+A prediction, for the first GPU to confirm or to refute: an H100 (SXM: {sms} multiprocessors at
+{clock:.4g} GHz; {bandwidth:.2g} TB/s, which is 90 % of its memory's bandwidth, as copies have). All is read
+off machine code for sm_90.
+
+- **Instructions** of a full block, for each element: those on the shortest path through the machine code that
+  calls no subroutine (Note [Instructions of a full block] in `collage_fx/torch_compat/sass.py`). A program's
+  fixed instructions, such as those that read the table, are in it, divided by its elements.
+- **Issue**: picoseconds for each element. Each of the four schedulers of a multiprocessor issues an
+  instruction for 32 threads each clock: instructions / (multiprocessors × 128 × clock). Where a single pipe
+  needs more time than that, it is the pipe's: that of integers and comparisons takes 64 threads each clock,
+  and bounds `native` arithmetic and Lion.
+- **Memory**: bytes moved / bandwidth.
+- **ms**: the longer of the two, times the number of parameters. It is what a step takes if loads are always
+  in flight and schedulers never wait. Launches and the upload of the table, some 10 µs, are not in it; 8 B
+  parameters fit an H100 in the smallest formats only.
+
+{predicted}
+
+Two kinds of steps are bound by instructions. `native` arithmetic rounds the result of every operation, by
+five instructions on integers. Measured steps of `block8` move few bytes, and do not add up less for that.
 
 ## What a step costs its host
 
@@ -235,6 +295,10 @@ def document(rows: Sequence[tuple[Row, Measured]], costs: Sequence[tuple[str, bo
         torch=torch.__version__.partition("+")[0],
         triton=triton.__version__,
         table=table(rows),
+        predicted=predicted(rows),
+        sms=CARDS["sm_90"].multiprocessors,
+        clock=CARDS["sm_90"].clock * 1e-9,
+        bandwidth=CARDS["sm_90"].bandwidth * 1e-12,
         costs=gpu_steps.table(costs),
     )
 
@@ -243,7 +307,7 @@ def main() -> int:
     found = []
     for row in ROWS:
         found.append((row, measured(row)))
-        print(table(found[-1:]).splitlines()[-1], flush=True)
+        print(*(of(found[-1:]).splitlines()[-1] for of in (table, predicted)), sep="\n", flush=True)
     PATH.write_text(document(found, list(gpu_steps.measured())), encoding="utf-8")
     return 0
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+
 import pytest
 import torch
 
@@ -13,6 +16,23 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+def fused(ptx: str) -> Counter[str]:
+    """Count the fused multiply-adds of a thread, by type."""
+    return Counter(re.findall(r"\bfma\.rn(?:\.ftz)?\.(f\d\d)", ptx))
+
+
+def written(source: str, row: gpu_kernels.Row) -> Counter[str]:
+    """Count the fused multiply-adds that a thread has for a block by the source, by type.
+
+    A thread has 16 elements where most accesses are of single bytes, 4 at a time in a measured step, else 8.
+    Float64 are only the sums of measured steps, which are written for each of the 4.
+    """
+    sums = re.findall(r"(?m)^    s\d+ = tl\.fma\(", source)
+    others = re.findall(r"(?m)^    tmp\d+ = tl\.fma\(", source)
+    elements = 4 if "metrics" in row.options else 16 if row.words == "light, byte, block8" else 8
+    return Counter({"f32": elements * len(others), "f64": len(sums)}) - Counter()
+
+
 @pytest.mark.parametrize("row", gpu_kernels.ROWS, ids=lambda row: f"{row.optimizer}, {row.words}")
 def test_a_kernel_moves_what_is_held_once(row: gpu_kernels.Row) -> None:
     found = gpu_kernels.measured(row)
@@ -22,13 +42,23 @@ def test_a_kernel_moves_what_is_held_once(row: gpu_kernels.Row) -> None:
     assert found.moved == pytest.approx(found.held, abs=0.01)  # but for scales of blocks, a byte for each 32
     assert all(code.spilled == 0 for code in found.code.values())
     if "native" not in row.options.values():  # whose products in two parts are made of fma
-        assert not any("fma." in code.stages.get("ptx", "") for code in found.code.values())
+        for code in found.code.values():
+            if "ptx" in code.stages:
+                found_of_type, once = fused(code.stages["ptx"]), written(found.kernel.source, row)
+                assert found_of_type.keys() == once.keys()
+                # Code for a full block and for the last one, or for both where it has no mask.
+                assert all(found_of_type[each] in (once[each], 2 * once[each]) for each in once)
     if not {"state", "metrics"} & row.options.keys() and row.options.get("error_format") != "byte":
         assert found.wide[0] == found.wide[1]
+    if "block8" in row.words:  # a root for the integer of each moment is approximate, no other
+        assert found.kernel.source.count("= tl.sqrt(") == 2
     told = gpu_kernels.PATH.read_text(encoding="utf-8")
-    if torch.__version__.partition("+")[0] in told:  # registers are those of a version
-        line = gpu_kernels.table([(row, found)]).splitlines()[-1]
-        assert " ".join(line.split()) in " ".join(told.split())
+    if torch.__version__.partition("+")[0] in told:  # registers and instructions are those of a version
+        if row.words != "light, block8, measured" and "native" not in row.options.values():
+            assert found.kernel.ratio < 1.0, "it would be bound by instructions, not by memory"
+        for of in (gpu_kernels.table, gpu_kernels.predicted):
+            line = of([(row, found)]).splitlines()[-1]
+            assert " ".join(line.split()) in " ".join(told.split())
 
 
 def test_what_a_step_costs_its_host_does_not_depend_on_the_number_of_tensors() -> None:

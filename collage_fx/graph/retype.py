@@ -18,7 +18,15 @@ from collage_fx.graph.editor import GraphEditor
 from collage_fx.graph.nodes import is_conversion, is_copy_to_input, is_low_precision_tensor, tensor_value
 from collage_fx.graph.operator_facts import filled_on_grid, is_transparent, keeps_grid
 from collage_fx.graph.operators import round_to_storage
-from collage_fx.numerics import is_low_precision, storage_format
+from collage_fx.numerics import UPPER_HALF, is_low_precision, storage_format
+
+
+def _is_on_grid(source: Node, dtype: torch.dtype) -> bool:
+    """Return whether the values of a node are known to be numbers of a low-precision dtype."""
+    value = tensor_value(source)
+    if source.target is UPPER_HALF:
+        return dtype is torch.bfloat16
+    return value is not None and value.dtype == dtype
 
 
 class Retyper:
@@ -73,9 +81,7 @@ class Retyper:
         assert isinstance(dtype, torch.dtype)
         if is_low_precision(dtype):
             value = self.editor.convert(self._in_float32(source), torch.float32)
-            source_value = tensor_value(source)
-            on_grid = source_value is not None and source_value.dtype == dtype
-            self._define(node, value, rounds=not on_grid)
+            self._define(node, value, rounds=not _is_on_grid(source, dtype))
         else:
             self._replace(node, self.editor.convert(self._in_float32(source), dtype))
 

@@ -48,6 +48,7 @@ from collage_fx.torch_compat import (
     inductor_config,
     innermost_callable,
     is_refused_by_compiler,
+    launches_of,
     load_cpp_library,
     note_generated_code,
     prepare_cpp_compiler,
@@ -252,7 +253,13 @@ def _compiled(rule: Rule, *, by_element: bool = False, no_table: Reason | None =
     if rule.is_tabled and any(line.args[1] == HOST for line in rule.lines if line.target is None):
         return replace(found, what=f"it reads a number of the host's, and {found.what}")
     reasons: Reasons = (("in one call for all tensors", found), *attempt.reasons)
-    return Kernel(call, device=rule.device, stackable=_stackable(rule, found), reasons=reasons)
+    stackable, launches = _stackable(rule, found), _launches(rule, code)
+    return Kernel(call, device=rule.device, stackable=stackable, launches=launches, reasons=reasons)
+
+
+def _launches(rule: Rule, code: Sequence[str]) -> int:
+    """Return the number of launches of the code that Inductor wrote last."""
+    return 1 if rule.device == HOST else sum(map(launches_of, code[-1:]))
 
 
 def _stackable(rule: Rule, no_table: Reason) -> Stackable | None:
@@ -284,7 +291,8 @@ def _compiled_for_stacks(rule: Rule, why: Reason, stacked: tuple[bool, ...]) -> 
     if scope.has_guards(below=LONGEST):
         return Reason("a kernel would not hold for every number of tensors", why.node)
     reasons: Reasons = (("in one call for all tensors", why), *attempt.reasons)
-    kernel = Kernel(innermost_callable(attempt.call), device=rule.device, reasons=reasons)
+    call, launches = innermost_callable(attempt.call), _launches(rule, code)
+    kernel = Kernel(call, device=rule.device, launches=launches, reasons=reasons)
     _made[key] = _Made(kernel, code, rule.lines)
     return kernel
 

@@ -130,10 +130,15 @@ def _in_map_rounded_once(value: Tensor, signed: bool) -> Tensor:
     return in_map(value.to(torch.float64), signed).to(torch.float32)
 
 
-def block_code(root: Tensor, byte: Tensor, phases: Tensor, bits: int, signed: bool) -> Tensor:
-    """Return the integer of a float32 number in a block whose scale has this byte: :func:`code_of_number`."""
+def block_code(
+    root: Tensor, byte: Tensor, phases: Tensor, bits: int, signed: bool, by_fma: bool = False
+) -> Tensor:
+    """Return the integer of a float32 number in a block whose scale has this byte.
+
+    It is :func:`code_of_number`, with ``by_fma`` computed by :func:`code_of_number_by_fma`.
+    """
     units, most = units_of_block(byte, bits, signed), most_of_block(byte, bits, signed)
-    return code_of_number(root, units, most, phases, bits, signed)
+    return (code_of_number_by_fma if by_fma else code_of_number)(root, units, most, phases, bits, signed)
 
 
 def code_of_number(
@@ -168,6 +173,46 @@ def code_of_number(
     if signed:
         code = torch.where(root < 0, -code, code)
     integer = code.to(torch.int32)
+    if (bits, signed) == (16, False):
+        integer = torch.where(integer > 32767, integer - 65536, integer)
+    return integer.to(CODES[bits, signed])
+
+
+_SIGN = -(2**31)
+
+
+def code_of_number_by_fma(
+    root: Tensor, units: Tensor, most: Tensor, phases: Tensor, bits: int, signed: bool
+) -> Tensor:
+    """Compute :func:`code_of_number`, all bits of it, in fewer instructions of a GPU.
+
+    * ``torch.addcmul`` may be a fused multiply-add or not. Its results are exact in float32: the phase has 24
+      bits; the integer is below 256; and the square of the integer, a multiple of an ulp of ``size``, is
+      between ``size / 4`` and ``size``, or zero.
+    * The square root may be approximate, and code for a GPU makes it so. It is rounded to an integer, whose
+      square is compared with ``size`` exactly: an error of the root below a half changes nothing.
+    * Minima and maxima are those of bit patterns: for numbers that are not negative the order is the same,
+      and a NaN is larger than any number.
+    """
+    size = root.abs() * units
+    phase = ((phases >> 8) & 0xFFFFFF).to(torch.float32)
+    one = _of(1.0, phase)
+    without = torch.addcmul(one, phase, _of(-(2.0**-24), phase))
+    if bits == 8:
+        near = torch.round(torch.sqrt(size))
+        below = torch.where(near * near > size, near - 1.0, near)
+        up = torch.addcmul(size, -below, below) >= without * torch.addcmul(one, below, _of(2.0, below))
+    else:
+        below = torch.floor(size)
+        up = size - below >= without
+    given, limit = root.view(torch.int32), most.view(torch.int32)
+    pattern = torch.minimum(torch.where(up, below + 1.0, below).view(torch.int32), limit)
+    if signed:
+        pattern = pattern | (given & _SIGN)
+    integer = pattern.view(torch.float32).to(torch.int32)
+    if not signed:
+        least = torch.minimum(limit, _of(1, limit))
+        integer = torch.maximum(integer, torch.minimum(given, least))
     if (bits, signed) == (16, False):
         integer = torch.where(integer > 32767, integer - 65536, integer)
     return integer.to(CODES[bits, signed])

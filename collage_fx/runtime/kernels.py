@@ -75,6 +75,7 @@ class Kernel:
         width: elements per unit of length of its tensors.
         stackable: how calls are made for stacks of tensors; None if each tensor has a call of its own.
         reasons: why it is not compiled, or not called, in a faster way.
+        launches: number of kernels that a GPU runs for a call of ``call``.
     """
 
     call: Callable[[list[Any]], Any] | None
@@ -86,6 +87,7 @@ class Kernel:
     width: int = 1
     stackable: Stackable | None = None
     reasons: Reasons = ()
+    launches: int = 1
 
 
 @dataclass(frozen=True)

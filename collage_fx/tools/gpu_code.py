@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from collage_fx.options import refuse_unknown
 from collage_fx.report import CollageReport
 from collage_fx.runtime import Kernel, Launch, StepInParts
 from collage_fx.tools.explain import CaptureOnly, captured
-from collage_fx.torch_compat import imaginary_cuda, without_triton
+from collage_fx.torch_compat import imaginary_cuda, sass, without_triton
 
 #: Widest memory access of a thread, in bytes.
 WIDEST = 16
@@ -33,13 +33,19 @@ class GpuKernel:
         source: source of a Python module with the Triton kernel, for addresses that are multiples of 16
             bytes.
         tensors: number of tensors whose update (or numbers, or sums) it computes.
-        launches: number of launches per step.
+        launches: number of launches per step; of code that is called for each tensor, of all its calls.
         bytes_per_parameter: bytes loaded and stored per element of the parameters, counted in the source
             without masks, tables and numbers.
         accesses: bytes per element of each of these loads and stores (a scale of 32 elements counts 1/32).
         registers: registers per thread.
         spilled: bytes of registers that a thread spills to memory.
         wide_accesses: number of 16-byte loads and stores in the machine code of a thread.
+        instructions: instructions per element of the parameters that a full block executes, by pipe;
+            "issue" = all of them. Empty for numbers, for sums and for AMD's GPUs. See Note [Instructions of
+            a full block] in ``torch_compat/sass.py``.
+        issue: picoseconds per element of the parameters that the issue slots of the GPU need, or its busiest
+            pipe if that needs more.
+        memory: picoseconds per element of the parameters that the bytes need at the speed of a copy.
         reason: why there is no launch for all tensors; empty if there is.
     """
 
@@ -53,6 +59,18 @@ class GpuKernel:
     spilled: int
     wide_accesses: int
     reason: str = ""
+    instructions: Mapping[str, float] = field(default_factory=dict)
+    issue: float = 0.0
+    memory: float = 0.0
+
+    @property
+    def ratio(self) -> float:
+        """Time of the instructions as a share of the memory's; 0 if either is not known."""
+        return self.issue / self.memory if self.memory else 0.0
+
+    def milliseconds(self, parameters: float) -> float:
+        """Predict the time for a number of parameters: of the memory or of the instructions, the longer."""
+        return max(self.issue, self.memory) * parameters * 1e-9
 
 
 @dataclass(frozen=True)
@@ -88,19 +106,29 @@ class GpuCode:
             "registers",
             "spilled",
             f"{WIDEST}-byte accesses",
+            "instructions",
+            "issue ps",
+            "memory ps",
         )
         rows = [
             (k.name, k.tensors, k.launches, k.bytes_per_parameter, k.registers, k.spilled, k.wide_accesses)
+            + ((k.instructions["issue"], k.issue, k.memory) if k.instructions else ("", "", ""))
             if k.name
-            else ("for each tensor", k.tensors, k.launches, *["?"] * 4)
+            else ("for each tensor", k.tensors, k.launches, *["?"] * 7)
             for k in self.kernels
         ]
         table = tabulate(rows, headers=headers, tablefmt="simple", floatfmt=".4g")
         reasons = dict.fromkeys(kernel.reason for kernel in self.kernels if kernel.reason)
+        card = sass.CARDS[self.arch] if any(kernel.instructions for kernel in self.kernels) else None
         lines = [
-            f"For {self.arch}: {self.launches} launches per step. Bytes are per element of the parameters, "
-            "registers per thread.",
+            f"For {self.arch}: {self.launches} launches per step. Bytes, instructions and times are per "
+            "element of the parameters, registers per thread.",
             table,
+            *(
+                [f"Times: issue slots and copied bytes of {card.name}. The longer bounds a step."]
+                if card
+                else []
+            ),
             *(f"For each tensor, because {reason}" for reason in reasons),
         ]
         return "\n\n".join(lines)
@@ -184,17 +212,30 @@ def _of_group(group: Launch | Sequence[Any], elements: int, arch: str) -> GpuKer
     if not isinstance(group, Launch):
         kernel: Kernel = group[0].kernel
         reasons = "; ".join(str(reason) for _, reason in kernel.reasons)
-        return GpuKernel("", "", len(group), len(group), 0.0, (), 0, 0, 0, reasons)
+        launches = sum(call.kernel.launches for call in group)
+        return GpuKernel("", "", len(group), launches, 0.0, (), 0, 0, 0, reasons)
     name, source = group.function.name, group.function.source[True]
     code = imaginary_cuda.machine_code(name, source, arch)
+    moved = sum(group.accesses) * sum(group.lengths) / elements
+    pipes, issue, memory = dict[str, float](), 0.0, 0.0
+    if moved and (card := sass.CARDS.get(arch)) is not None:
+        function = group.function
+        executed = sass.by_pipe(sass.full_block(code.stages["sass"], function.tiles))
+        # Of the threads of a program, for its elements, of which the launch has this share.
+        each = function.threads / function.size * sum(group.lengths) / elements
+        pipes = {pipe: number * each for pipe, number in executed.items()}
+        issue, memory = sass.busiest(pipes, card)[1] * 1e12, moved / card.bandwidth * 1e12
     return GpuKernel(
         name,
         source,
         tensors=len(group.lengths),
         launches=1,
-        bytes_per_parameter=sum(group.accesses) * sum(group.lengths) / elements,
+        bytes_per_parameter=moved,
         accesses=tuple(unit / group.kernel.width for unit in group.accesses),
         registers=code.registers,
         spilled=code.spilled,
         wide_accesses=code.accesses.get(WIDEST, 0),
+        instructions=pipes,
+        issue=issue,
+        memory=memory,
     )

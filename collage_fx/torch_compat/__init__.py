@@ -18,6 +18,7 @@ There is a module for each part of torch:
 - ``inductor_lowerings``: lowerings of our operators;
 - ``inductor_libraries``: C++ functions, compiled like its kernels;
 - ``triton_tables``: its Triton kernels, for many tensors in one launch, and ``triton_sums``: with sums;
+- ``sass``: the machine code of such kernels, and ``imaginary_cuda``: GPUs for which it is compiled;
 - ``patching``: the way to replace a function of torch, and ``patches``: a list of all replacements;
 - ``patch_*``: replacements in Dynamo (``conversions``, ``graph_breaks``, ``optimizers``, ``numbers``), in
   Inductor (``inductor``), and outside of compilations (``steps``, ``averages``).
@@ -164,7 +165,13 @@ try:
         wrapper_subclass,
     )
     from collage_fx.torch_compat.triton_sums import Sampling, SummedValues, TableSums
-    from collage_fx.torch_compat.triton_tables import ALIGNED_BYTES, TableKernel, launch, table_kernel
+    from collage_fx.torch_compat.triton_tables import (
+        ALIGNED_BYTES,
+        TableKernel,
+        launch,
+        launches_of,
+        table_kernel,
+    )
     from collage_fx.torch_compat.version import OTHER_VERSIONS
 except (ImportError, AttributeError) as error:
     raise unknown_version(error) from error

@@ -285,7 +285,8 @@ class MachineCode:
         registers: registers per thread.
         spilled: bytes of spilled registers and of stack, per thread.
         accesses: number of loads and stores of global memory, by bytes per access of a thread.
-        stages: all texts and binaries that Triton keeps, by name: ``"ptx"``, ``"cubin"``, ``"amdgcn"``, ...
+        stages: all texts and binaries that Triton keeps, by name: ``"ptx"``, ``"cubin"``, ``"amdgcn"``, ...;
+            and ``"sass"``, NVIDIA's machine code as text.
     """
 
     registers: int
@@ -337,14 +338,15 @@ def _of_nvidia(stages: Mapping[str, Any]) -> MachineCode:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(stages["cubin"])
         file.flush()
-        told = subprocess.run(
-            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
+        told, sass = (
+            subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
+            for option in ("-res-usage", "-sass")
+        )
     used = {what: int(number) for what, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", told)}
     accesses = Counter[int]()
     for vector, bits in re.findall(r"(?:ld|st)\.global(?:\.\w+)*?(?:\.v(\d))?\.[bu](\d+)", stages["ptx"]):
         accesses[int(vector or 1) * int(bits) // 8] += 1
-    return MachineCode(used["REG"], used["STACK"] + used["LOCAL"], accesses, stages)
+    return MachineCode(used["REG"], used["STACK"] + used["LOCAL"], accesses, {**stages, "sass": sass})
 
 
 _AMDS_BYTES = {"dword": 4, "short": 2, "ushort": 2, "sshort": 2, "byte": 1, "ubyte": 1, "sbyte": 1}

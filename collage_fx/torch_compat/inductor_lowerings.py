@@ -94,7 +94,7 @@ def register_block_lowerings(
         codes_operator: ``(value, scales, phases, like, bits, signed)`` -> integers.
         values_operator: ``(codes, scales, bits, signed)`` -> float32 numbers.
         scale: ``(largest magnitude, signed)`` -> value of a scale.
-        code: ``(value, scale, phase, bits, signed)`` -> value of an integer.
+        code: ``(value, scale, phase, bits, signed, whether on a GPU)`` -> value of an integer.
         value: ``(integer, scale, bits, signed)`` -> value of a number.
         block: elements of a block.
         dtype_of_codes: by bits and whether numbers may be negative.
@@ -135,10 +135,11 @@ def register_block_lowerings(
 
     def codes_of(values: Any, scales: Any, phases: Any, like: Any, bits: int, signed: bool) -> Any:
         loads = values.make_loader(), load_of_scale(scales, like), phases.make_loader()
+        device = values.get_device()
         return ir.Pointwise.create(
-            device=values.get_device(),
+            device=device,
             dtype=dtype_of_codes[bits, signed],
-            inner_fn=lambda index: code(*(load(index) for load in loads), bits, signed),
+            inner_fn=lambda index: code(*(load(index) for load in loads), bits, signed, device.type != "cpu"),
             ranges=list(values.get_size()),
         )
 
@@ -165,6 +166,9 @@ def _memory_order(tensor: Any) -> list[int]:
     return sorted(range(len(steps)), key=lambda dim: (-steps[dim], dim))
 
 
+#: Whether Inductor has a fused multiply-add.
+HAS_FMA = hasattr(torch.ops.prims, "fma")
+
 #: ATen operators whose name in Inductor's elementwise language differs.
 _ELEMENT_NAMES = {"__rshift__": "bitwise_right_shift", "__lshift__": "bitwise_left_shift"}
 
@@ -184,6 +188,9 @@ def pointwise_of(node: torch.fx.Node, values: Mapping[torch.fx.Node, Any]) -> An
     if node.target is torch.ops.aten.view.dtype:
         return ops.to_dtype_bitcast(values[tensors[0]], args[1], dtype)
     operands = [values[arg] if isinstance(arg, torch.fx.Node) else ops.constant(arg, dtype) for arg in args]
+    if name == "addcmul":
+        addend, factor, other = operands
+        return ops.fma(factor, other, addend) if HAS_FMA else ops.add(ops.mul(factor, other), addend)
     return getattr(ops, _ELEMENT_NAMES.get(name, name))(*operands)
 
 

@@ -23,6 +23,8 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
+import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -32,7 +34,7 @@ from typing import Any
 import torch
 from torch._inductor.async_compile import AsyncCompile
 
-from collage_fx.torch_compat.triton_sums import ADDING, TableSums
+from collage_fx.torch_compat.triton_sums import ADDING, TILE, TILES, TOGETHER, TableSums
 
 RELIED_ON = (
     "torch._inductor.async_compile:AsyncCompile.triton(self, kernel_name, source_code, device_str)",
@@ -40,10 +42,9 @@ RELIED_ON = (
     "torch._inductor.runtime.triton_heuristics:FixedGrid has generate",
 )
 
-#: Elements of a block, and threads of the program that computes it: 16 bytes of bfloat16 per thread.
+#: Elements of a block, and threads of the program that computes it: a thread has 16 bytes of bfloat16. Where
+#: most loads and stores are of single bytes, it has 16 bytes of these, so there are half as many threads.
 BLOCK, THREADS = 1024, 128
-#: Threads of a program that sums: fewer elements per thread, because their values stay in registers.
-MEASURING_THREADS = 256
 #: Threads of a warp if Inductor does not say.
 WARP = 32
 #: Alignment of addresses, in bytes, for the variant of a kernel with accesses of this size.
@@ -62,6 +63,8 @@ class TableKernel:
         source: source of a module with the kernel: by True for aligned addresses of elements, False for any.
         accesses: the argument of each load and store.
         adding: the kernel that adds this kernel's partial sums, if it has any: Note [Sums of a launch].
+        threads: threads of a program.
+        tiles: tiles of a program, one after the other.
     """
 
     name: str
@@ -70,6 +73,8 @@ class TableKernel:
     source: Mapping[bool, str]
     accesses: tuple[int, ...] = ()
     adding: TableKernel | None = None
+    threads: int = WARP
+    tiles: int = 1
 
     def begin(self) -> None:
         """Start to compile the kernel for aligned addresses, maybe in another process."""
@@ -273,6 +278,15 @@ _TYPES = {
     "*u64": "uint64",
 }
 
+#: Types of addresses of single bytes.
+_BYTES = ("*i8", "*u8", "*i1", "*fp8e4nv", "*fp8e5")
+
+
+def launches_of(code: str) -> int:
+    """Return the number of launches of Inductor's code: its Triton kernels, and calls of torch's kernels."""
+    calls = (ast.unparse(each.func) for each in ast.walk(ast.parse(code)) if isinstance(each, ast.Call))
+    return sum(each.startswith(("extern_kernels.", "torch.ops.")) or each.endswith(".run") for each in calls)
+
 
 def _framed(
     kernels: Mapping[str, _Kernel],
@@ -305,13 +319,7 @@ def _framed(
         accessed = (named.get(parameter) for parameter in _accessed(kernels[name].function))
         numbers = [each.number for each in accessed if isinstance(each, _Argument)]
         accesses += [number for number in numbers if sums is None or number not in sums.arguments]
-        if sums is not None:
-            given += ["partials", "counters"]
-        arguments = ", ".join(given)
-        calls.append(f"_{name}({arguments}, block, XBLOCK, True)")
-        if length is not None:
-            masked = f"_{name}({arguments}, block, XBLOCK, False)"
-            calls[-1] = f"if left >= (block + 1) * XBLOCK:\n    {calls[-1]}\nelse:\n    {masked}"
+        calls.append(_called(name, given, length, sums))
     loads = []
     for i, (number, kind) in enumerate(columns.items()):
         address = f"tl.load(row + {i}).to(tl.pointer_type(tl.{_TYPES[kind]}))"
@@ -324,21 +332,27 @@ def _framed(
     held = [*columns] if length is None else [*columns, length]
     if length is not None:
         loads.append(f"left = tl.load(row + {len(columns)}).to(tl.int32)")
-    size = 1 if length is None else max(1, BLOCK // _elements_of_a_unit(first.function))
+    tile = BLOCK if sums is None else TILE
+    size = 1 if length is None else max(1, tile // _elements_of_a_unit(first.function))
     if sums is not None and {*summed.values()} != {*sums.arguments}:
         raise _Unlike("Inductor's kernel does not store every value of a sum")
+    if sums is not None and size * sums.width != TILE:
+        raise _Unlike(f"the kernel's units of {sums.width} elements do not fill a tile of {TILE}")
     rewriting = functools.partial(_Rewriting, sums, summed, masked=length is not None)
     bodies = "\n\n".join(_body(each, kernels[each], rewriting()) for each in kernels)
     if sums is not None:
         bodies = f"{sums.definitions}\n\n{bodies}"
         loads += [
+            *sums.zeros(f"XBLOCK * {sums.width} // {TOGETHER}"),
+            f"sampled = _has_sampled(left * {sums.width}, block * {TILES * TILE}, {TILES * TILE})",
             f"partials = tl.load(row + {len(held)}).to(tl.pointer_type(tl.float64)) + block",
             f"counters = tl.load(row + {len(held) + 1}).to(tl.pointer_type(tl.float64))",
         ]
+    stores = [] if sums is None else sums.stores(f"tl.cdiv(left, XBLOCK * {TILES})")
     kind = "numbers" if length is None else "update" if sums is None else "measured_update"
     name = f"collage_{kind}_{hashlib.sha256((bodies + str(calls)).encode()).hexdigest()[:8]}"
     words = len(held) + (0 if sums is None else 2)
-    threads = THREADS if sums is None else MEASURING_THREADS
+    threads = THREADS // 2 if sums is None and _is_bytewise(first) else THREADS
     frame = f"""
 @decorator
 @triton.jit
@@ -348,6 +362,7 @@ def {name}(table, programs, XBLOCK: tl.constexpr, ALIGNMENT: tl.constexpr):
     block = (program & 0xffffffff).to(tl.int32)
 {_indented(chr(10).join(loads))}
 {_indented((chr(10) + "tl.debug_barrier()" + chr(10)).join(calls))}
+{_indented(chr(10).join(stores))}
 """
     head = "\n".join(map(ast.unparse, first.imports))
     sources = {}
@@ -361,14 +376,51 @@ def {name}(table, programs, XBLOCK: tl.constexpr, ALIGNMENT: tl.constexpr):
         decorator = _decorator(config, first, name)
         sources[aligned] = f"{head}\n\n{bodies}\n{frame.replace('decorator', decorator, 1)}"
     adding = None if sums is None else _adding(first, head)
-    return TableKernel(name, tuple(held), size, sources, tuple(accesses), adding)
+    tiles = 1 if sums is None else TILES
+    if length is None:
+        threads = _warp(first)
+    return TableKernel(name, tuple(held), size * tiles, sources, tuple(accesses), adding, threads, tiles)
+
+
+def _called(name: str, given: Sequence[str], length: int | None, sums: TableSums | None) -> str:
+    """Write the call of a kernel's body for a block: without masks where the block is full."""
+    arguments = ", ".join(given)
+    if length is None:
+        return f"_{name}({arguments}, block, XBLOCK, True)"
+    if sums is None:
+        full, masked = (f"_{name}({arguments}, block, XBLOCK, {is_full})" for is_full in (True, False))
+        return f"if left >= (block + 1) * XBLOCK:\n    {full}\nelse:\n    {masked}"
+    of_thread = ", ".join(sums.names)
+    full, masked = (
+        f"    for tile in range({TILES}):\n        {of_thread} = "
+        f"_{name}({arguments}, {of_thread}, counters, sampled, block * {TILES} + tile, XBLOCK, {is_full})"
+        for is_full in (True, False)
+    )
+    return f"if left >= (block + 1) * (XBLOCK * {TILES}):\n{full}\nelse:\n{masked}"
 
 
 def _accessed(function: ast.FunctionDef) -> Iterator[str]:
     """Return the parameters that a kernel loads from and stores into, for each load and store."""
+    return (parameter for parameter, _ in _accesses(function))
+
+
+def _accesses(function: ast.FunctionDef) -> Iterator[tuple[str, str]]:
+    """Return the parameter and the index of each load and store."""
     for node in ast.walk(function):
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("tl.load", "tl.store"):
-            yield ast.unparse(node.args[0]).partition(" + ")[0]
+            parameter, _, index = ast.unparse(node.args[0]).partition(" + ")
+            yield parameter, index
+
+
+def _is_bytewise(kernel: _Kernel) -> bool:
+    """Return whether most of the loads and stores of each element are of single bytes."""
+    of_elements = r"\br0_" if _elements_of_a_unit(kernel.function) > 1 else r"\bx0\b"
+    kinds = [
+        kernel.signature[parameter] in _BYTES
+        for parameter, index in _accesses(kernel.function)
+        if re.search(of_elements, index)
+    ]
+    return 2 * sum(kinds) > len(kinds)
 
 
 def _adding(like: _Kernel, head: str) -> TableKernel:
@@ -376,21 +428,61 @@ def _adding(like: _Kernel, head: str) -> TableKernel:
     name = "collage_add_sums"
     config = {"XBLOCK": BLOCK, "num_warps": THREADS // _warp(like), "num_stages": 1}
     text = ADDING.format(name=name).replace("decorator", _decorator(config, like, name), 1)
-    return TableKernel(name, (), 1, dict.fromkeys((True, False), f"{head}\n{text}"))
+    return TableKernel(name, (), 1, dict.fromkeys((True, False), f"{head}\n{text}"), threads=THREADS)
 
 
 def _body(name: str, kernel: _Kernel, rewriting: _Rewriting) -> str:
     """Write the body of a kernel as a function of its block's number, and of whether the block is full."""
+    rewriting.rounded_roots = _rounded_roots(kernel.function)
     statements = [
         ast.unparse(ast.fix_missing_locations(rewriting.visit(each))) for each in kernel.function.body
     ]
     if not rewriting.has_block or (rewriting.masked and not rewriting.has_mask):
         raise _Unlike("Inductor's kernel has an unknown frame")
-    of_sums = ["partials", "counters"] if rewriting.sums is not None else []
+    names = [] if rewriting.sums is None else rewriting.sums.names
+    of_sums = [*names, "counters", "sampled"] if names else []
+    statements += [f"return {', '.join(names)}"] if names else []
     parameters = ", ".join([*kernel.signature, *of_sums])
-    return f"""@triton.jit
+    return f"""{_LARGEST if rewriting.has_largest else ""}@triton.jit
 def _{name}({parameters}, block, XBLOCK: tl.constexpr, IS_FULL: tl.constexpr):
 {_indented(chr(10).join(statements))}
+"""
+
+
+def _rounded_roots(function: ast.FunctionDef) -> set[str]:
+    """Return the variables with a square root that is only rounded, and that integer squared and compared.
+
+    Such a root may be approximate: ``code_of_number_by_fma`` in ``numerics/blocks.py``.
+    """
+    texts = {
+        ast.unparse(each.targets[0]): ast.unparse(each.value)
+        for each in function.body
+        if isinstance(each, ast.Assign)
+    }
+    names = [each for each in ast.walk(function) if isinstance(each, ast.Name)]
+    loads = Counter(each.id for each in names if isinstance(each.ctx, ast.Load))
+    variable = {text: name for name, text in texts.items()}
+    found = set()
+    for root, text in texts.items():
+        near = variable.get(f"libdevice.nearbyint({root})")
+        square = variable.get(f"{near} * {near}")
+        is_root = re.fullmatch(r"(?:tl\.sqrt_rn|libdevice\.sqrt)\((\w+)\)", text)
+        if is_root and loads[root] == 1 and f"{square} > {is_root[1]}" in variable:
+            found.add(root)
+    return found
+
+
+#: Maximum of floats, NaN if one of them is: an instruction of a GPU, where Inductor's takes three.
+_LARGEST = """@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _largest(values, dim: tl.constexpr):
+    return tl.reduce(values, dim, _larger)
+
+
 """
 
 
@@ -443,22 +535,33 @@ class _Rewriting(ast.NodeTransformer):
         self.summed = summed
         self.stored: dict[int, tuple[str, str, str]] = {}
         self.masked = masked
-        self.has_block = self.has_mask = False
+        self.rounded_roots: set[str] = set()
+        self.has_block = self.has_mask = self.has_largest = False
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         if ast.unparse(node) == "tl.program_id(0)":
             self.has_block = True
             return ast.Name("block", ast.Load())
-        if self.sums is not None and ast.unparse(node.func) == "tl.store":
-            address, value, mask = map(ast.unparse, node.args)
+        if ast.unparse(node.func) == "triton_helpers.max2":
+            self.has_largest = True
+            return self.generic_visit(ast.Call(ast.Name("_largest", ast.Load()), node.args, node.keywords))
+        return self.generic_visit(node)
+
+    def visit_Expr(self, node: ast.Expr) -> Any:
+        call = node.value
+        if self.sums is not None and isinstance(call, ast.Call) and ast.unparse(call.func) == "tl.store":
+            address, value, mask = map(ast.unparse, call.args)
             pointer, _, place = address.partition(" + ")
             if pointer in self.summed:
                 argument = self.summed[pointer]
                 self.stored[argument] = place, value, mask
-                return ast.parse(self.sums.call(self.stored, argument), mode="eval").body
+                return ast.parse(self.sums.statement(self.stored, argument)).body[0]
         return self.generic_visit(node)
 
     def visit_Assign(self, node: ast.Assign) -> Any:
+        if ast.unparse(node.targets[0]) in self.rounded_roots and isinstance(node.value, ast.Call):
+            approximate = ast.parse("tl.sqrt", mode="eval").body
+            return ast.Assign(node.targets, ast.Call(approximate, node.value.args, []))
         if self.masked and ast.unparse(node) == "xmask = xindex < xnumel":
             self.has_mask = True
             return ast.parse(_MASKS).body[0]

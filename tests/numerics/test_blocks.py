@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._inductor import config
+from torch.overrides import TorchFunctionMode
 
 import collage_fx.graph.operators  # noqa: F401  # which has the lowerings
 from collage_fx.numerics import BLOCK, BLOCK_CODES, BLOCK_SCALES, BLOCK_VALUES, CODES
-from collage_fx.numerics.blocks import LARGEST, block_scale
+from collage_fx.numerics.blocks import LARGEST, block_code, block_scale
 from collage_fx.numerics.dither import phase, phases
 from collage_fx.numerics.error_formats.blocks import Blocks
 from tests.support.float_bits import same_bits
@@ -164,6 +166,44 @@ def test_any_nan_is_one(payload: int) -> None:
         assert BLOCK_SCALES(x, x, signed).flatten().tolist() == [BLOCK_SCALES(x, x, signed)[0, 0], 255]
         largest = torch.tensor([payload], dtype=torch.int32).view(torch.float32)
         assert block_scale(largest).tolist() == [255]
+
+
+class ApproximateRoots(TorchFunctionMode):
+    """Square roots that are off by a relative error, as a GPU's approximate ones are by up to 2**-22."""
+
+    def __init__(self, error: float) -> None:
+        self.error = error
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * (1 + self.error) if func is torch.sqrt else result
+
+
+@pytest.mark.parametrize("error", [0.0, 2.0**-10, -(2.0**-10)])
+@each_kind
+def test_the_code_by_fma_has_the_same_bits(bits: int, signed: bool, error: float) -> None:
+    """Next to every integer at every scale, for the least and largest phases; and for patterns drawn."""
+    most = LARGEST[bits, signed]
+    codes = torch.cat([torch.arange(min(most, 300)), most - torch.arange(300)]).clamp(0, most).float()
+    near = (codes / most) ** (2 if bits == 8 else 1)
+    steps = torch.arange(-3, 4).reshape(-1, 1, 1)
+    generator = torch.Generator().manual_seed(5)
+    drawn = torch.randint(-(2**31), 2**31, (2000,), generator=generator).to(torch.int32)
+    special = torch.tensor([0, -(2**31), 1, 0x7F800000, -0x800000, 0x7FC00000, 0x7F800001, -1])
+    specials = torch.cat([drawn, special.to(torch.int32)]).view(torch.float32)
+    edges = torch.tensor([0, -1, 255, 256, -256, 2**31 - 1, -(2**31), *drawn[:5]]).to(torch.int32)
+    for byte in (*range(8), 60, 61, 128, 129, *range(250, 256)):
+        power = 2.0 ** ((byte + 93) // 2 - 127) * (1.5 if byte % 2 == 0 else 1.0)
+        roots = (near * power).view(torch.int32) + steps
+        root = torch.cat([roots.view(torch.float32).flatten(), specials])
+        if byte != 255:  # no number of a block is larger than its scale
+            root = torch.where(root.abs() <= (power if byte else 0.0), root, power if byte else -0.0)
+        root = torch.cat([root, -root]) if signed else root.abs()
+        scale = torch.tensor(byte, dtype=torch.uint8)
+        given = root.reshape(-1, 1), scale, edges.reshape(1, -1), bits, signed
+        expected = block_code(*given)
+        with ApproximateRoots(error):
+            assert torch.equal(block_code(*given, by_fma=True), expected)
 
 
 @each_kind

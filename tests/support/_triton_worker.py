@@ -157,12 +157,14 @@ def fp_to_fp(self: Any, src: Any, dst_type: Any, rounding: Any) -> Any:
 
 
 def fma(x: Array, y: Array, z: Array) -> Array:
-    """x·y + z with one rounding, for fp16 and fp32.
+    """x·y + z with one rounding, for fp16 and fp32, and for fp64 if x and y are numbers of fp32.
 
     The product is exact in fp64; its sum with z, rounded there to odd, keeps 53 ≥ 2·24 + 2 bits, so the last
     rounding is the only one that counts.
     """
     x, y, z = np.broadcast_arrays(x, y, z)
+    if x.dtype == np.float64 and all(np.array_equal(a, a.astype(np.float32), equal_nan=True) for a in (x, y)):
+        return x * y + z
     if x.dtype not in (np.float16, np.float32):
         raise NotImplementedError(f"fma of {x.dtype} in the interpreter")
     product, addend = x.astype(np.float64) * y.astype(np.float64), z.astype(np.float64)

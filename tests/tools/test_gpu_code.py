@@ -11,6 +11,7 @@ from collage_fx import gpu_code
 from collage_fx.cli import main
 from collage_fx.errors import InvalidOptionError
 from collage_fx.torch_compat import imaginary_cuda
+from collage_fx.torch_compat.sass import CARDS
 from tests.support.substitutes import no_triton
 from tests.support.training import Descent, parameters
 
@@ -41,6 +42,12 @@ def test_kernels_of_a_step(arch: str) -> None:
     assert (numbers.bytes_per_parameter, update.bytes_per_parameter) == (0, 18)
     assert all(kernel.registers > 0 and not kernel.spilled for kernel in found.kernels)
     assert (numbers.tensors, update.tensors, sums.tensors) == (2, 2, 2 * 12)
+    if arch.startswith("sm_"):  # the time of the bytes follows from the data sheet
+        assert update.memory == pytest.approx(18 / CARDS[arch].bandwidth * 1e12)
+        assert 0 < update.issue < 1.5 * update.memory
+        assert update.milliseconds(1e9) == pytest.approx(max(update.issue, update.memory))
+        assert f"{update.memory:.4g}" in found.to_table()
+    assert not numbers.instructions
     for kernel in found.kernels:
         assert f"def {kernel.name}(" in kernel.source
         assert kernel.name in found.to_table()
@@ -66,6 +73,16 @@ def test_what_is_called_for_each_tensor_says_why() -> None:
     assert each
     assert all("neither elementwise" in kernel.reason for kernel in each)
     assert "For each tensor, because" in found.to_table()
+    assert all(kernel.launches % kernel.tensors == 0 for kernel in each)
+
+
+@needs_triton
+def test_every_launch_of_code_that_is_called_for_each_tensor_counts() -> None:
+    """Muon's five Newton-Schulz iterations have three products each."""
+    found = gpu_code(torch.optim.Muon(parameters(shapes=((32, 64),) * 2), lr=1e-3))
+    assert all(not kernel.name for kernel in found.kernels)
+    assert sum(kernel.launches for kernel in found.kernels) == found.launches
+    assert found.launches > 2 * 5 * 3
 
 
 @needs_triton
