@@ -1,0 +1,61 @@
+"""Plugin of pytest: counts launches in place of the profiler, and fails a test for what its kernels did wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.fake_cuda import driver
+from tests.support.fake_cuda.launches import errors, launched
+
+#: Tests that cannot run here, with the reasons.
+SKIPPED = {
+    "test_a_tensor_of_more_elements_than_32_bits_count": "the emulator would need hours for 2**31 elements",
+}
+
+
+def launches(step: Callable[[], object], device: str) -> int:
+    """Count launches, in place of ``benchmarks.timing.launches``: torch's profiler needs a card."""
+    torch.cuda.synchronize()
+    driver.counters()
+    step()
+    torch.cuda.synchronize()
+    return driver.counters().get("launches", 0)
+
+
+def pytest_report_header() -> str:
+    return f"fake CUDA: {torch.cuda.get_device_name()} times {torch.cuda.device_count()}, torch {torch.__version__}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        name = getattr(item, "originalname", item.name)
+        if name in SKIPPED:
+            item.add_marker(pytest.mark.skip(reason=f"not with --fake-gpu: {SKIPPED[name]}"))
+    for module in {item.module for item in items if isinstance(item, pytest.Function)}:
+        if getattr(getattr(module, "launches", None), "__module__", "") == "benchmarks.timing":
+            module.launches = launches
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Fail a test for faults, and clear them: the next test begins with a working card."""
+    _forget()
+    try:
+        result = yield
+        driver.drain()
+        if errors:
+            pytest.fail(f"fake CUDA: {errors[0]}", pytrace=False)
+        return result
+    finally:
+        _forget()
+
+
+def _forget() -> None:
+    driver.drain()
+    driver.forget_faults()
+    errors.clear()
+    launched.clear()
