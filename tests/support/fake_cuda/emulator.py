@@ -76,9 +76,9 @@ class Kernel:
         return place
 
     def _do(self, threads: Threads, instruction: Instruction, place: int) -> None:
-        if place not in self._actions:
-            self._actions[place] = compiled(self.program, instruction)
         try:
+            if place not in self._actions:
+                self._actions[place] = compiled(self.program, instruction)
             self._actions[place](threads)
         except (ArithmeticError, LookupError, TypeError, ValueError) as error:
             raise RuntimeError(f"{self.program.name}: {instruction.text!r}: {error!r}") from error

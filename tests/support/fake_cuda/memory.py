@@ -39,7 +39,8 @@ def _access(function: Any, threads: Threads, addresses: Values, size: int, value
 def load_or_store(program: Program, instruction: Instruction) -> Action:
     name, *flags = instruction.opcode.split(".")
     is_load = name == "ld"
-    where, what = instruction.operands if is_load is False else instruction.operands[::-1]
+    first, second, *_ = instruction.operands  # then a policy of the cache
+    where, what = (second, first) if is_load else (first, second)
     if "param" in flags:
         return _parameter(program, where, what, flags[-1], is_load=is_load)
     kind, address, names = flags[-1], read_address(program, where), split(what.strip("{} "))
@@ -114,8 +115,8 @@ def atomic(program: Program, instruction: Instruction) -> Action:
     action = next((_ATOMIC[flag] for flag in flags if flag in _ATOMIC), None)
     if action is None or kind.endswith("x2") or not any(flag.startswith("global") for flag in flags):
         raise NotImplementedError(instruction.text)
-    place, value = instruction.operands[-2:]
-    write = write_operand(program, instruction.operands[0] if name == "atom" else "_")
+    to, place, value, *_ = instruction.operands if name == "atom" else ("_", *instruction.operands)
+    write = write_operand(program, to)
     address, read = read_address(program, place), read_operand(program, value, kind)
 
     def update(threads: Threads) -> None:

@@ -49,9 +49,13 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
         driver.drain()
         if errors:
             pytest.fail(f"fake CUDA: {errors[0]}", pytrace=False)
-        return result
+    except Exception as error:
+        if errors:  # of which the exception is a consequence
+            raise RuntimeError(f"fake CUDA: {errors[0]}") from error
+        raise
     finally:
         _forget()
+    return result
 
 
 def _forget() -> None:
