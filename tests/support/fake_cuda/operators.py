@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 
 from tests.support.fake_cuda import driver
 from tests.support.fake_cuda.launches import queue
+from tests.support.fake_cuda.power import power
 
 __all__ = ["replace_operators", "used"]
 
@@ -127,6 +128,8 @@ def _on_host(operator: Any) -> Callable[..., Any]:
     overloads = getattr(torch.ops.aten, schema.name.removeprefix("aten::"))
 
     def compute(args: Any, kwargs: Any) -> Any:
+        if operator is torch.ops.aten.pow.Scalar:
+            return power(*args, **kwargs)
         # A number in place of a tensor comes as what it is: another overload takes it.
         has_numbers = any(i in tensors and isinstance(each, (int, float, complex)) for i, each in enumerate(args))
         return (overloads if has_numbers else operator)(*args, **kwargs)
