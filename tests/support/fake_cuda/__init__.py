@@ -8,8 +8,8 @@ those of the host are a card's where kernels do nothing (``COLLAGE_FX_FAKE_CUDA_
     ./dev test --fake-gpu -k two_launches
     python3 -m tests.support.fake_cuda .venv-fake-gpu python -m collage_fx doctor
 
-The first time, 760 MB are downloaded, and 2.2 GB of disk are used. This needs Linux on x86-64, a C++ compiler,
-and binutils.
+The first time, 760 MB are downloaded, and 2.2 GB of disk are used. This needs Linux on x86-64, a C++
+compiler, and binutils.
 
 Note [What is executed]
 -----------------------
@@ -33,10 +33,10 @@ Not executed, or not as on a card:
 * random numbers of the card's generators (the CPU's here);
 * streams that join a capture, and two threads of the host that use the card.
 
-Variables: ``COLLAGE_FX_FAKE_CUDA_DEVICES=2`` gives two cards, ``_EAGER=1`` executes at once, ``_VERBOSE=1``
-prints each copy and launch, ``_IDLE=1`` lets kernels do nothing. With ``PYTORCH_NO_CUDA_MEMORY_CACHING=1`` each
-tensor has bounds of its own, and the emulator is a memcheck. pytest needs ``--show-capture=no`` where tests
-fail, or prints torch's trace log.
+Variables: ``COLLAGE_FX_FAKE_CUDA_DEVICES=1`` gives one card and not two, ``_EAGER=1`` executes at once,
+``_VERBOSE=1`` prints each copy and launch, ``_IDLE=1`` lets kernels do nothing. With
+``PYTORCH_NO_CUDA_MEMORY_CACHING=1`` each tensor has bounds of its own, and the emulator is a memcheck: it is
+run as ``compute-sanitizer``. pytest needs ``--show-capture=no``, or prints torch's trace log.
 """
 
 from __future__ import annotations

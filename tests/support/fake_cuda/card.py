@@ -1,4 +1,4 @@
-"""The card: importing this module gives it to torch. Imported behind torch by ``startup/sitecustomize.py``."""
+"""The card, which torch has from the import of this module on: ``startup/sitecustomize.py`` imports it."""
 
 from __future__ import annotations
 

@@ -23,7 +23,16 @@ NEWEST = "2.13.0"
 
 #: Requirements of torch and the tests.
 REQUIRED = (
-    *("setuptools>=77.0.3", "numpy", "sympy", "networkx", "jinja2", "filelock", "fsspec", "typing_extensions"),
+    *(
+        "setuptools>=77.0.3",
+        "numpy",
+        "sympy",
+        "networkx",
+        "jinja2",
+        "filelock",
+        "fsspec",
+        "typing_extensions",
+    ),
     *("tabulate", "pytest>=8", "pytest-xdist", "hypothesis", "expecttest"),
 )
 #: Headers of the runtime.

@@ -65,7 +65,10 @@ def two_product(x: Values, y: Values) -> tuple[Values, Values]:
 
 
 def to_odd(value: Values, error: Values) -> Values:
-    """Return ``value + error`` rounded to odd, of a value rounded to nearest: a second rounding does no harm."""
+    """Return ``value + error`` rounded to odd, of a value rounded to nearest.
+
+    To round the result once more, to fewer bits, does no harm.
+    """
     bits = value.view(SIGNED[value.dtype.itemsize])
     is_nudged = np.isfinite(value) & np.isfinite(error) & (error != 0) & (bits & 1 == 0)
     away = (error > 0) == (value > 0)

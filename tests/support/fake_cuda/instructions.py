@@ -185,7 +185,13 @@ def _conversion_of_one(form: _Form, to: str, of: str) -> Reader:
 
 _RELATIONS = {
     **{"lt": np.less, "lo": np.less, "le": np.less_equal, "ls": np.less_equal, "eq": np.equal},
-    **{"gt": np.greater, "hi": np.greater, "ge": np.greater_equal, "hs": np.greater_equal, "ne": np.not_equal},
+    **{
+        "gt": np.greater,
+        "hi": np.greater,
+        "ge": np.greater_equal,
+        "hs": np.greater_equal,
+        "ne": np.not_equal,
+    },
 }
 
 
@@ -245,9 +251,9 @@ def _binary(form: _Form) -> Reader:
     operate = _BINARY[form.name]
     if form.kind in ("s16x2", "u16x2"):
         x, y = form.read(1, "b32"), form.read(2, "b32")
-        return lambda threads: operate(
-            _parts(threads, x, np.uint16), _parts(threads, y, np.uint16)
-        ).view(np.uint32)
+        return lambda threads: operate(_parts(threads, x, np.uint16), _parts(threads, y, np.uint16)).view(
+            np.uint32
+        )
     a, b = form.inputs()
     return lambda threads: operate(a(threads), b(threads))
 
@@ -304,7 +310,12 @@ def _remainder(form: _Form) -> Reader:
     return lambda threads: np.fmod(a(threads), b(threads))
 
 
-_EXTREMES = {("max", True): np.fmax, ("max", False): np.maximum, ("min", True): np.fmin, ("min", False): np.minimum}
+_EXTREMES = {
+    ("max", True): np.fmax,
+    ("max", False): np.maximum,
+    ("min", True): np.fmin,
+    ("min", False): np.minimum,
+}
 
 
 def _extreme(form: _Form) -> Reader:

@@ -53,7 +53,9 @@ def build(torch: Path, sources: Path, includes: Sequence[Path], folder: Path, co
         options = ["-std=c++17", "-O1", "-Wall", "-fPIC", *(f"-I{each}" for each in includes)]
         _run(compiler, *options, "-c", source, "-o", objects[-1])
     names, symbols = _needed(torch)
-    defined = {line.split()[-1] for each in objects for line in _run("nm", "--defined-only", each).splitlines()}
+    defined = {
+        line.split()[-1] for each in objects for line in _run("nm", "--defined-only", each).splitlines()
+    }
     of_driver = [each for each in symbols if re.match(f"{RUNTIME}|{DRIVER}", each)]
     stubs = set(of_driver) | set(BY_NAME)
     _link(folder / SONAME, stubs - defined, "{ global: cuda*; __cuda*; local: cu_*; };", objects, compiler)

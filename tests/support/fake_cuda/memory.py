@@ -154,7 +154,8 @@ def shuffle(program: Program, instruction: Instruction) -> Action:
 def matrix(program: Program, instruction: Instruction) -> Action:
     """Move 8 x 8 halves at a time between shared memory and registers.
 
-    Threads 8i to 8i+7 of a warp say where the rows of the i-th matrix are; each thread has two elements of it.
+    Threads 8i to 8i+7 of a warp say where the rows of the i-th matrix are; each thread has two of its
+    elements.
     """
     name, *flags = instruction.opcode.split(".")
     is_load = name == "ldmatrix"

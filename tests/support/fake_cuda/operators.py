@@ -11,7 +11,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,9 +89,7 @@ def _host(tensor: Tensor) -> Tensor:
             return torch.empty_strided(size, strides, dtype=dtype)
         memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
         of_host = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
-        return torch.empty(0, dtype=dtype).set_(
-            cast(torch.Storage, of_host), tensor.storage_offset(), size, strides
-        )
+        return torch.empty(0, dtype=dtype).set_(of_host, tensor.storage_offset(), size, strides)
 
 
 class _Arguments:
@@ -141,7 +139,9 @@ def _on_host(operator: Any) -> Callable[..., Any]:
         if operator in _ROOTS_IN_PLACE:
             return tree_map(lambda x: x.copy_(_root(x)), args[0])
         # A number in place of a tensor comes as what it is: another overload takes it.
-        has_numbers = any(i in tensors and isinstance(each, (int, float, complex)) for i, each in enumerate(args))
+        has_numbers = any(
+            i in tensors and isinstance(each, (int, float, complex)) for i, each in enumerate(args)
+        )
         return (overloads if has_numbers else operator)(*args, **kwargs)
 
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Plugin of pytest: counts launches in place of the profiler, and fails a test for what its kernels did wrong."""
+"""Plugin of pytest: counts launches in place of the profiler, and fails tests for faults of their kernels."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def launches(step: Callable[[], object], device: str) -> int:
 
 
 def pytest_report_header() -> str:
-    return f"fake CUDA: {torch.cuda.get_device_name()} times {torch.cuda.device_count()}, torch {torch.__version__}"
+    return f"fake CUDA: {torch.cuda.device_count()} devices, torch {torch.__version__}"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,4 +1,4 @@
-"""Parser of PTX: a kernel as a list of instructions, with the functions that it calls in place of the calls."""
+"""Parser of PTX: a kernel as a list of instructions, with the bodies of functions in place of calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Start-up of each Python of the environment, of those that it starts, too: ``import torch`` brings the card."""
+"""Start-up of each Python of the environment: ``import torch`` brings the card."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ class _AfterTorch:
     def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != "torch":
             return None
-        sys.meta_path.remove(_AfterTorch)  # type: ignore[arg-type]
+        sys.meta_path.remove(_AfterTorch)
         spec = importlib.util.find_spec("torch")
-        assert spec is not None and spec.loader is not None
+        assert spec is not None
+        assert spec.loader is not None
         execute = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
@@ -29,4 +30,4 @@ class _AfterTorch:
         return spec
 
 
-sys.meta_path.insert(0, _AfterTorch)  # type: ignore[arg-type]
+sys.meta_path.insert(0, _AfterTorch)
