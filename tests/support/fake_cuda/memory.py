@@ -120,13 +120,14 @@ def atomic(program: Program, instruction: Instruction) -> Action:
     address, read = read_address(program, place), read_operand(program, value, kind)
 
     def update(threads: Threads) -> None:
-        at, values = address(threads), threads.each(read(threads))
-        old, one = np.empty_like(values), np.empty(1, values.dtype)
-        for i in range(len(at)):
-            _access(driver.load, threads, at[i : i + 1], one.itemsize, one)
-            old[i] = one[0]
-            one[0] = action(one[0], values[i])
-            _access(driver.store, threads, at[i : i + 1], one.itemsize, one)
+        values = threads.each(read(threads))
+        places, which = np.unique(address(threads), return_inverse=True)
+        held, old = np.empty(len(places), values.dtype), np.empty_like(values)
+        _access(driver.load, threads, places, values.itemsize, held)
+        for i, (place, value) in enumerate(zip(which, values, strict=True)):
+            old[i] = held[place]
+            held[place] = action(held[place], value)
+        _access(driver.store, threads, places, values.itemsize, held)
         write(threads, old)
 
     return update

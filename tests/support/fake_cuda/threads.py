@@ -87,6 +87,15 @@ class Threads:
             self.registers[name] = np.zeros(self.count, _dtype(self.program, name))
         return self.registers[name]
 
+    def write(self, name: str, values: Values) -> None:
+        """Give a register another value in each active thread."""
+        if not isinstance(self.active, slice):
+            self.register(name)[self.active] = values
+        elif values.base is None and len(values) == self.count:
+            self.registers[name] = values
+        else:  # a value for all threads, or the array of another register
+            self.registers[name] = np.array(np.broadcast_to(values, self.count))
+
     def each(self, values: Values) -> Values:
         """Return a value for each active thread, of one for all."""
         return np.ascontiguousarray(np.broadcast_to(values, self.active_count))
@@ -140,7 +149,7 @@ def write_operand(program: Program, text: str) -> Writer:
             if values.dtype.kind == "i" and values.dtype.itemsize < dtype.itemsize:
                 values = values.astype(SIGNED[dtype.itemsize])
             values = np.ascontiguousarray(values).view(UNSIGNED[values.dtype.itemsize]).astype(dtype)
-        threads.register(text)[threads.active] = values
+        threads.write(text, values)
 
     return write
 
