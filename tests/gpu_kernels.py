@@ -182,10 +182,10 @@ def table(rows: Sequence[tuple[Row, Measured]]) -> str:
 
 DOCUMENT = """# On a GPU
 
-No GPU has run this yet. Two things are known without one. A fake CUDA driver runs whole trainings, with torch's
-build for CUDA, Inductor's launchers and all kernels (`./dev test --fake-gpu`; [the last section](#run-by-a-fake-driver)).
-And all numbers of the tables are read off the kernels that a GPU would be given. Written by
-`python -m tests.gpu_kernels`; not to be edited.
+No GPU has run this yet. Two things are known without one. A fake CUDA driver runs whole trainings, with
+torch's build for CUDA, Inductor's launchers and all kernels (`./dev test --fake-gpu`; see
+[the last section](#run-by-a-fake-driver)). And all numbers of the tables are read off the kernels that a GPU
+would be given. Written by `python -m tests.gpu_kernels`; not to be edited.
 
 `collage-fx explain --optimizer AdamW --code triton --arch sm_90` shows the kernels of any optimizer, on any
 Linux machine, with what is in the first of these tables; so does `collage_fx.gpu_code(optimizer)`.
@@ -231,20 +231,21 @@ is the whole of `step()` but Dynamo's guards, with a stub in the place of Induct
 
 ## Run by a fake driver
 
-`./dev test --fake-gpu` runs the tests that need a GPU on a machine without one, with torch 2.13 or 2.11. Only the
-CUDA driver is a fake: it executes kernels from their PTX, on the CPU. Each access of a kernel has to be in an
-allocation, and aligned; what is queued runs as late as CUDA allows, so that a missing wait is seen. Compiled steps
-agree with the eager twin, captured steps and changed learning rates with those that are not, and trainings that are
-saved and resumed with those that go on, to the bit.
+`./dev test --fake-gpu` runs the tests that need a GPU on a machine without one, with torch 2.13 or 2.11. Only
+the CUDA driver is a fake: it executes kernels from their PTX, on the CPU. Each access of a kernel has to be in
+an allocation, and aligned; what is queued runs as late as CUDA allows, so that a missing wait is seen. Compiled
+steps agree with the eager twin, captured steps with those that are not captured, and trainings that are saved
+and resumed with those that go on, to the bit.
 
 The driver counts. Of AdamW, `plus`, with the tensors of GPT-2 124M:
 
-- **A step** is 2 launches, 3 if it is measured. It copies nothing and waits for nothing.
-- **With gradients that have moved** it is one upload more. From the fifth such step on, it waits for the upload of
-  four steps ago.
+- **A step** is 2 launches. It copies nothing and waits for nothing. A measured step is 3 launches, and a copy
+  of its sums to pinned memory.
+- **With gradients that have moved** it is one upload more. From the fifth upload on, the host waits for the
+  one of four uploads ago.
 - **Python calls**, with Inductor's own launcher: {calls}; with gradients that have moved: {moved}.
 
-What only a GPU shows is time, and the last bits of `div.full` and of approximate functions.
+Only a GPU shows times, and the last bits of `div.full` and of approximate functions.
 """
 
 

@@ -20,7 +20,7 @@ import torch
 from collage_fx import CollageBackend
 from tests.support import fake_cuda
 from tests.support.figures import Record, note
-from tests.support.gpu_host import SHAPES, HostCost
+from tests.support.gpu_host import CALLS, SHAPES, HostCost
 from tests.support.optimizers import CompiledOptimizer, gradients
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -68,41 +68,50 @@ def test_the_tensors_are_those_of_a_model() -> None:
     assert len(SHAPES) == 148
 
 
-@pytest.mark.parametrize("is_measured", [False, True])
-def test_a_step_is_launches_alone(is_measured: bool) -> None:
-    """Two, or three if it is measured: no copy, no wait."""
-    rig = begun(metrics=is_measured)
-    expected = {"launches": 2 + is_measured}
-    if is_measured:  # the row of this step, to pinned memory
-        expected |= {"downloads": 1}
+def test_a_step_is_two_launches() -> None:
+    """No copy, and nothing is waited for."""
+    rig = begun()
     for _ in range(3):
-        assert counted(rig.compiled) == expected
+        assert counted(rig.compiled) == {"launches": 2}
+
+
+def test_a_measured_step_is_three_launches_and_a_copy_of_its_row() -> None:
+    """Rows of earlier steps are fetched when they have been written, never waited for."""
+    rig = begun(metrics=True)
+    with_pending_rows = counted(lambda: [rig.compiled() for _ in range(3)])
+    assert with_pending_rows == {"launches": 9, "downloads": 3, "event waits": 1}  # for the row before them
+    # counted() has let the device finish: these are written, which the host asks before it waits.
+    assert counted(rig.compiled) == {"launches": 3, "downloads": 1, "event waits": 3}
+    assert counted(rig.compiled) == {"launches": 3, "downloads": 1, "event waits": 1}
 
 
 def test_gradients_that_have_moved_are_one_upload() -> None:
-    """Until the ring of pinned buffers has gone round, nothing is waited for; then an upload 4 steps ago."""
+    """Until the ring of pinned buffers has gone round, nothing is waited for; then the upload 4 steps ago."""
     rig = begun()
-    sets = list(gradients(SHAPES, 2 * UPLOADS))
     waits = []
-    for grads in sets:
+    for grads in gradients(SHAPES, 2 * UPLOADS):
         move_gradients(rig, grads)
         found = counted(rig.compiled)
         waits.append(found.pop("event waits", 0))
         assert found == {"launches": 2, "uploads": 1}
-    assert waits == sorted(waits)  # none, and one from some step on
-    assert max(waits) <= 1
+    before = UPLOADS - 2  # the first steps have uploaded as well
+    assert waits == [0] * before + [1] * (len(waits) - before)
 
 
-def test_the_first_step(record_property: Record) -> None:
-    """It waits for the device a constant number of times, not for each tensor."""
-    found = []
-    for shapes in (SHAPES, SHAPES[:48]):
+def test_the_first_step_copies_nothing_to_the_host(record_property: Record) -> None:
+    """It uploads the offset of each tensor with an error term in its shard, 8 bytes, and waits for that."""
+    parts = {}
+    for count in (48, 148):
+        shapes = SHAPES[:count]
         rig = CompiledOptimizer(shapes, adamw, CollageBackend(), device="cuda")
         (grads,) = gradients(shapes, 1)
         move_gradients(rig, grads)
-        found.append(counted(rig.compiled))
-        for name, count in found[-1].items():
-            note(record_property, f"first step of {len(shapes)} tensors, {name}", count)
+        found = parts[count] = counted(rig.compiled)
+        note(record_property, f"waits of the first step of {count} tensors", found["stream waits"])
+        assert found["launches"] == 2
+        assert "downloads" not in found
+    a_tensor = (parts[148]["stream waits"] - parts[48]["stream waits"]) / 100
+    assert a_tensor <= 3.3  # three tensors have error terms, and Inductor's patterns are made once a process
 
 
 @pytest.fixture(scope="module")
@@ -116,11 +125,15 @@ def host() -> HostCost:
 
 def test_python_calls_of_a_step(host: HostCost, record_property: Record) -> None:
     """Whatever the number of tensors: all that is done for each is in C++."""
+    kept, moved = next(calls for version, calls in CALLS.items() if torch.__version__.startswith(version))
     note(record_property, "Python calls of a step", host.calls)
     note(record_property, "Python calls of a step with moved gradients", host.calls_moved)
+    assert host.calls <= kept
+    assert host.calls_moved <= moved
 
 
 def test_host_time_of_a_step(host: HostCost, record_property: Record) -> None:
-    """Beside torch's own, of which torch's fused AdamW is the fastest."""
+    """It is less than that of torch's fastest AdamW, all in one operator: 0.7 to 0.8 of it when written."""
     for name in ("microseconds", "microseconds_moved", "microseconds_fused", "microseconds_foreach"):
         note(record_property, name, getattr(host, name))
+    assert host.microseconds <= host.microseconds_fused

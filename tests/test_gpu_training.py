@@ -204,4 +204,4 @@ def test_a_training(course: Course) -> None:
     assert changed <= course.changed_bits * elements
     if "metrics" in course.options:
         measured = collage_fx.backend_of(on_card.optimizers[0]).metrics()
-        assert len(measured) == len(range(0, STEPS, course.options["metrics_every"]))
+        assert list(measured) == [3, 6]

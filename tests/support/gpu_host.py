@@ -18,9 +18,10 @@ from typing import Any
 import torch
 
 import collage_fx
+from benchmarks.sizes import gpt
 
-#: The tensors of GPT-2, 124M, of small shapes: the host does the same for all lengths.
-SHAPES = ((50, 8), (16, 8), *(((8,), (8,), (24, 8), (24,), (8, 8), (8,)) * 24)[:145], (8,))
+#: The tensors of GPT-2, 124M, smaller: the host does the same for all lengths.
+SHAPES = tuple(tuple(max(1, size // 96) for size in shape) for shape in gpt(12, 768))
 ROUNDS = 100
 
 #: Python calls of a step, and of a step whose gradients have moved, by the version of torch.
