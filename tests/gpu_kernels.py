@@ -232,10 +232,10 @@ is the whole of `step()` but Dynamo's guards, with a stub in the place of Induct
 ## Run by a fake driver
 
 `./dev test --fake-gpu` runs the tests that need a GPU on a machine without one, with torch 2.13 or 2.11. Only
-the CUDA driver is a fake: it executes kernels from their PTX, on the CPU. Each access of a kernel has to be in
-an allocation, and aligned; what is queued runs as late as CUDA allows, so that a missing wait is seen. Compiled
-steps agree with the eager twin, captured steps with those that are not captured, and trainings that are saved
-and resumed with those that go on, to the bit.
+the CUDA driver is a fake: it executes kernels from their PTX, on the CPU. Each access of a kernel has to be
+in an allocation, and aligned; queued work runs as late as CUDA allows, so that a missing wait is seen.
+Compiled steps agree with the eager twin, captured steps with those that are not captured, and trainings that
+are saved and resumed with those that go on, to the bit.
 
 The driver counts. Of AdamW, `plus`, with the tensors of GPT-2 124M:
 

@@ -94,6 +94,7 @@ Stream& stream_of(cudaStream_t stream);
 void push(cudaStream_t stream, Operation operation);
 void drain(Stream& stream);
 void drain_all();
+bool is_running();     // an operation: called from within, as by Python's garbage collection, nothing is waited for
 bool is_prohibited();  // by a capture of any stream, unless this thread has relaxed its mode
 
 }  // namespace card

@@ -18,6 +18,7 @@ constexpr size_t LARGEST_FILLED = 64u << 20;
 constexpr int UNWRITTEN = 0xA5;
 
 std::map<uintptr_t, Range> ranges;
+std::vector<void*> freed_within;  // an operation, whose followers may still need the memory
 
 size_t pages(size_t size) { return (size + PAGE - 1) / PAGE * PAGE; }
 
@@ -68,12 +69,16 @@ API cudaError_t cudaHostAlloc(void** address, size_t size, unsigned) { return al
 // The pages are given back, the addresses are not: nothing else is ever there, so each later access is a fault.
 API cudaError_t cudaFree(void* address) {
   LOCK;
+  freed_within.push_back(address);
+  if (is_running()) return cudaSuccess;
   drain_all();
-  auto found = ranges.find((uintptr_t)address);
-  if (found != ranges.end()) {
-    madvise(address, pages(found->second.size), MADV_DONTNEED);
+  for (void* each : freed_within) {
+    auto found = ranges.find((uintptr_t)each);
+    if (found == ranges.end()) continue;
+    madvise(each, pages(found->second.size), MADV_DONTNEED);
     ranges.erase(found);
   }
+  freed_within.clear();
   return cudaSuccess;
 }
 

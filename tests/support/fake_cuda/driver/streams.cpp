@@ -19,15 +19,22 @@ std::map<std::pair<int, cudaStream_t>, Stream> streams;
 unsigned long long captures = 0;
 thread_local cudaStreamCaptureMode mode_of_thread = cudaStreamCaptureModeGlobal;
 
+bool is_running_operation = false;
+
+// Run the next operation of a stream; return whether it is done.
+bool advance(Stream& stream) {
+  if (stream.queue.empty()) return false;
+  is_running_operation = true;
+  const bool is_done = stream.queue.front()();
+  is_running_operation = false;
+  if (is_done) stream.queue.pop_front();
+  return is_done;
+}
+
 // Advance each stream by one operation; return whether any has been done.
 bool advance() {
   bool any = false;
-  for (auto& [key, stream] : streams) {
-    if (!stream.queue.empty() && stream.queue.front()()) {
-      stream.queue.pop_front();
-      any = true;
-    }
-  }
+  for (auto& [key, stream] : streams) any |= advance(stream);
   return any;
 }
 
@@ -57,13 +64,11 @@ void card::push(cudaStream_t stream, Operation operation) {
   if (is_eager()) drain(queued);
 }
 
+bool card::is_running() { return is_running_operation; }
+
 void card::drain(Stream& stream) {
-  while (!stream.queue.empty()) {
-    if (stream.queue.front()()) {
-      stream.queue.pop_front();
-    } else if (!advance()) {
-      deadlock();
-    }
+  while (!is_running_operation && !stream.queue.empty()) {
+    if (!advance(stream) && !advance()) deadlock();
   }
 }
 
