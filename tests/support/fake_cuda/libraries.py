@@ -58,7 +58,7 @@ def build(torch: Path, sources: Path, includes: Sequence[Path], folder: Path, co
     }
     of_driver = [each for each in symbols if re.match(f"{RUNTIME}|{DRIVER}", each)]
     stubs = set(of_driver) | set(BY_NAME)
-    _link(folder / SONAME, stubs - defined, "{ global: cuda*; __cuda*; local: cu_*; };", objects, compiler)
+    _link(folder / SONAME, stubs - defined, f"{SONAME} {{ global: cuda*; __cuda*; }};", objects, compiler)
     for alias in ALIASES:
         (folder / alias).unlink(missing_ok=True)
         (folder / alias).symlink_to(SONAME)
