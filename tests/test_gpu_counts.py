@@ -98,20 +98,19 @@ def test_gradients_that_have_moved_are_one_upload() -> None:
     assert waits == [0] * before + [1] * (len(waits) - before)
 
 
-def test_the_first_step_copies_nothing_to_the_host(record_property: Record) -> None:
-    """It uploads the offset of each tensor with an error term in its shard, 8 bytes, and waits for that."""
-    parts = {}
-    for count in (48, 148):
-        shapes = SHAPES[:count]
-        rig = CompiledOptimizer(shapes, adamw, CollageBackend(), device="cuda")
-        (grads,) = gradients(shapes, 1)
+def test_the_first_step_waits_as_often_for_many_tensors(record_property: Record) -> None:
+    """And copies nothing to the host."""
+    waits = []
+    for count in (48, 48, 148):  # Inductor makes its patterns once a process, with waits of their own
+        rig = CompiledOptimizer(SHAPES[:count], adamw, CollageBackend(), device="cuda")
+        (grads,) = gradients(SHAPES[:count], 1)
         move_gradients(rig, grads)
-        found = parts[count] = counted(rig.compiled)
-        note(record_property, f"waits of the first step of {count} tensors", found["stream waits"])
+        found = counted(rig.compiled)
         assert found["launches"] == 2
         assert "downloads" not in found
-    a_tensor = (parts[148]["stream waits"] - parts[48]["stream waits"]) / 100
-    assert a_tensor <= 3.3  # three tensors have error terms, and Inductor's patterns are made once a process
+        waits.append(found["stream waits"])
+        note(record_property, f"waits of the first step of {count} tensors", waits[-1])
+    assert waits[1] == waits[2]
 
 
 @pytest.fixture(scope="module")
