@@ -23,6 +23,7 @@ from collage_fx.tools.gpu_code import GpuKernel
 from collage_fx.torch_compat.imaginary_cuda import ARCHITECTURES, MachineCode, machine_code
 from collage_fx.torch_compat.sass import CARDS
 from tests import gpu_steps
+from tests.support.gpu_host import CALLS
 from tests.support.training import Descent, Lion, parameters
 
 PATH = Path(__file__).resolve().parent.parent / "docs" / "gpu.md"
@@ -217,8 +218,10 @@ def predicted(rows: Sequence[tuple[Row, Measured]]) -> str:
 
 DOCUMENT = """# On a GPU
 
-No GPU has run this yet. What can be known without one is below: it is read off the kernels that a GPU would
-be given. Written by `python -m tests.gpu_kernels`; not to be edited.
+No GPU has run this yet. Two things are known without one. A fake CUDA driver runs whole trainings, with
+torch's build for CUDA, Inductor's launchers and all kernels (`./dev test --fake-gpu`; see
+[the last section](#run-by-a-fake-driver)). And all numbers of the tables are read off the kernels that a GPU
+would be given. Written by `python -m tests.gpu_kernels`; not to be edited.
 
 `collage-fx explain --optimizer AdamW --code triton --arch sm_90` shows the kernels of any optimizer, on any
 Linux machine, with what is in the first of these tables; so does `collage_fx.gpu_code(optimizer)`.
@@ -285,6 +288,24 @@ is the whole of `step()` but Dynamo's guards, with a stub in the place of Induct
   of tensors: what does is in C++.
 
 {costs}
+
+## Run by a fake driver
+
+`./dev test --fake-gpu` runs the tests that need a GPU on a machine without one, with torch 2.13 or 2.11. Only
+the CUDA driver is a fake: it executes kernels from their PTX, on the CPU. Each access of a kernel has to be
+in an allocation, and aligned; queued work runs as late as CUDA allows, so that a missing wait is seen.
+Compiled steps agree with the eager twin, captured steps with those that are not captured, and trainings that
+are saved and resumed with those that go on, to the bit.
+
+The driver counts. Of AdamW, `plus`, with the tensors of GPT-2 124M:
+
+- **A step** is 2 launches. It copies nothing and waits for nothing. A measured step is 3 launches, and a copy
+  of its sums to pinned memory.
+- **With gradients that have moved** it is one upload more. From the fifth upload on, the host waits for the
+  one of four uploads ago.
+- **Python calls**, with Inductor's own launcher: {calls}; with gradients that have moved: {moved}.
+
+Only a GPU shows times, and the last bits of `div.full` and of approximate functions.
 """
 
 
@@ -300,6 +321,8 @@ def document(rows: Sequence[tuple[Row, Measured]], costs: Sequence[tuple[str, bo
         clock=CARDS["sm_90"].clock * 1e-9,
         bandwidth=CARDS["sm_90"].bandwidth * 1e-12,
         costs=gpu_steps.table(costs),
+        calls=CALLS["2.13"][0],
+        moved=CALLS["2.13"][1],
     )
 
 

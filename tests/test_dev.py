@@ -82,3 +82,15 @@ def test_unknown_command() -> None:
     result = dev("tset")
     assert result.returncode == 2
     assert "no command 'tset'" in result.stderr
+
+
+def test_a_fake_gpu_needs_a_compiler() -> None:
+    result = dev("test", "--fake-gpu")
+    assert result.returncode == 1
+    assert "no C++ compiler found" in result.stderr
+
+
+def test_a_fake_gpu_of_an_unknown_torch(script: Script) -> None:
+    result = dev("test", "--fake-gpu=1.0", CXX=script("c++", "exit 0"))
+    assert result.returncode == 2
+    assert "torch 1.0: there are 2.13.0 and 2.11.0" in result.stderr

@@ -26,11 +26,14 @@ ROOMS = sorted(
 #: Links to folders at the top of the repository.
 ROOMS = [room for room in ROOMS if not (ROOT / room.rstrip("/")).is_symlink()]
 
+#: Folders that are named as a whole.
+WHOLE = {"compatibility", "fake_cuda", "reliability"}
+
 #: The files of the tests, but for what is in a folder that is named as a whole.
 FILES = sorted(
     str(path.relative_to(TESTS))
     for path in TESTS.rglob("*.py")
-    if path.name != "__init__.py" and path.parent.name not in ("compatibility", "reliability")
+    if path.name != "__init__.py" and WHOLE.isdisjoint(path.parts)
 )
 
 

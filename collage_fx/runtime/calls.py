@@ -25,7 +25,6 @@ from collage_fx.runtime.launches import Launch, Launches
 from collage_fx.runtime.temporaries import ALIGNMENT, Lifetime, first_fit, limit_on
 from collage_fx.torch_compat import boxed_call
 
-
 #: Scratch memory of a step without scalars on the host.
 NO_SCRATCH = torch.empty(0, dtype=torch.uint8, device="cpu")
 

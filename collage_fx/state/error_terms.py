@@ -393,7 +393,8 @@ def ensure_record(
             )
         with real_tensors(), torch.no_grad():
             buffers = _buffers(error_format.auxiliaries(piece), piece.device, contents, take_over=take_over)
-            start = torch.tensor(start_of_shard(tensor), dtype=torch.int64, device=piece.device)
+            # Filled on the device: a number that is uploaded is waited for.
+            start = torch.full((), start_of_shard(tensor), dtype=torch.int64, device=piece.device)
             start = start.to(torch.int32)  # modulo 2**32
         made = ErrorTermRecord(error_format, tensor.dtype, buffers, start, TensorWeakRef(tensor))
         _BY_OBJECT[tensor] = made

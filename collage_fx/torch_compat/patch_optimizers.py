@@ -184,7 +184,9 @@ def _return_counters(optimizer: torch.optim.Optimizer) -> None:
     An optimizer without ``capturable`` reads its counters by ``.item()``. Dynamo would move existing counters
     (of a loaded optimizer, or after an eager step) to the device, and the step would differ from a first run.
     """
-    for state in optimizer.state.values() if type(optimizer).__module__.startswith("torch.optim.") else ():
+    # Adafactor and Muon name "torch.optim" itself as their module.
+    is_of_torch = f"{type(optimizer).__module__}.".startswith("torch.optim.")
+    for state in optimizer.state.values() if is_of_torch else ():
         counter = state.get("step")
         if isinstance(counter, torch.Tensor) and not any(g.get("fused") for g in optimizer.param_groups):
             state["step"] = counter.cpu()
