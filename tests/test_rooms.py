@@ -280,6 +280,8 @@ ASSIGNED = {
     ("codegen/address_tables.py", "peek.restype"): "of functions that ctypes has made for us",
     ("codegen/address_tables.py", "fill.argtypes"): "of functions that ctypes has made for us",
     ("codegen/address_tables.py", "fill.restype"): "of functions that ctypes has made for us",
+    ("codegen/address_tables.py", "classify.argtypes"): "of functions that ctypes has made for us",
+    ("codegen/address_tables.py", "classify.restype"): "of functions that ctypes has made for us",
     ("capture/members.py", "p.grad"): "None, while a step is compiled for which something stands in for it",
 }
 
