@@ -165,7 +165,7 @@ class _Cut:
 
     def _leave_to_inductor(self) -> None:
         """Make islands of the printable values that an island is computed from and that read an island."""
-        islands = [node for node in self._nodes if self._is_island(node)]
+        islands = [node for node in self._nodes if self._is_island(node) and not self._is_summed(node)]
         behind = reached(islands, lambda node: self._order.keys() & node.users.keys())
         for node in behind & reached(islands, self._computed_from):
             self._is_printable[node] = False
@@ -299,7 +299,7 @@ class _Cut:
 
     def _is_summed(self, node: Node) -> bool:
         """Return whether a value is the total of a printable value, computed in the same part."""
-        if self._on_device or node.op != "call_function" or not is_total(node):
+        if node.op != "call_function" or not is_total(node):
             return False
         operand = node.all_input_nodes[0]
         return self._space[operand] not in (None, ANY)

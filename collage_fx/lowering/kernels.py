@@ -120,7 +120,7 @@ def compile_rule(rule: Rule) -> Kernel | Reason:
         over_table = printed(rule)
         if rule.columns:
             return over_table
-    elif rule.flat and rule.is_measured:
+    elif rule.flat and (rule.is_measured or rule.totals):
         over_table = _compiled(rule, by_element=True)
     return over_table if isinstance(over_table, Kernel) else _compiled(rule, no_table=over_table)
 

@@ -6,21 +6,27 @@ import itertools
 from typing import Any
 
 import sympy
+import torch
 
+from collage_fx.codegen import MEAN, TOTAL
 from collage_fx.graph import Sums, sums_of_update, update_size, update_sizes, update_sums, update_value
-from collage_fx.lowering.rules import Line, Rule
+from collage_fx.lowering.rules import TOTALS, Line, Rule
 from collage_fx.numerics import SIZES, SUMS
 from collage_fx.numerics import update_sums as measures
 from collage_fx.runtime import Summed
 from collage_fx.torch_compat import Sampling, SummedValues, TableSums
 
+aten = torch.ops.aten
 
-def stores_of_measures(rule: Rule) -> list[tuple[int, Line]]:
-    """Return the stores of sums and counts: line of the row, and the line that is stored there."""
+
+def stores_of_sums(rule: Rule) -> list[tuple[int | None, Line]]:
+    """Return the stores of sums and counts: line of the row, None for a total, and line of the value."""
+    totals = rule.totals
+    of_results = iter(range(sum(into is None for into, _ in rule.stores)))
     found = []
     for into, value in rule.stores:
-        if rule.lines[value].target in (update_sums, update_sizes):
-            assert into is not None, "rows are inputs of the step"
+        is_total = into is None and next(of_results) in totals
+        if is_total or rule.lines[value].target in (update_sums, update_sizes):
             found.append((into, rule.lines[value]))
     return found
 
@@ -34,18 +40,22 @@ def values_of(line: Line) -> list[tuple[Any, tuple[Any, ...]]]:
     """Return operators and arguments of the values that are stored for each element of a sum or count."""
     if line.target is update_sizes:
         return [(update_size, line.args)]
+    if line.target in TOTALS:
+        return [(aten.clone.default, line.args)]
     return [(update_value, (*line.args, i)) for i in range(_sums_of(line).values)]
 
 
 def table_sums(rule: Rule, inputs: int) -> TableSums:
     """Return the sums of a kernel over a table, whose last inputs are the values of elements."""
-    lines = [line for _, line in stores_of_measures(rule)]
+    lines = [line for _, line in stores_of_sums(rule)]
     arguments = iter(range(inputs - sum(len(values_of(line)) for line in lines), inputs))
     tensors, sizes = list[SummedValues](), list[int]()
     for line in lines:
         of_line = tuple(itertools.islice(arguments, len(values_of(line))))
         if line.target is update_sizes:
             sizes += of_line
+        elif line.target in TOTALS:
+            tensors.append(SummedValues(of_line, ((0, None),), ()))
         else:
             sums = _sums_of(line)
             tensors.append(SummedValues(of_line, tuple(sums.products.values()), tuple(sums.counts.values())))
@@ -65,12 +75,19 @@ def _quotient(dividend: Any, divisor: Any) -> sympy.Symbol:
 
 
 def summed(rule: Rule) -> tuple[Summed, ...]:
-    """Return the destination row and column of each partial sum and counter."""
+    """Return the destination, a row and column or a number, of each partial sum and counter."""
     lines = [i for i, line in enumerate(rule.lines) if line.target is None]
+    first = rule.flat + rule.is_placed
+    results = iter(sorted(rule.totals))
     found = []
     parts = counters = 0
-    for into, line in stores_of_measures(rule):
-        argument = lines.index(into) + rule.flat + rule.is_placed
+    for into, line in stores_of_sums(rule):
+        if into is None:
+            total = MEAN if line.target is aten.mean.default else TOTAL
+            found.append(Summed(first + len(lines) + next(results), 0, parts, total=total))
+            parts += 1
+            continue
+        argument = first + lines.index(into)
         if line.target is update_sizes:
             found.append(Summed(argument, 0, counters, len(SIZES)))
             counters += len(SIZES)

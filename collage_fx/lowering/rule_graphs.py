@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from collage_fx.codegen import REVISION
 from collage_fx.graph import rest
-from collage_fx.lowering.measured_rules import stores_of_measures, values_of
+from collage_fx.lowering.measured_rules import stores_of_sums, values_of
 from collage_fx.lowering.rules import Columns, First, Length, Reference, Rule
 from collage_fx.torch_compat import SymbolicScope, add_to_cache_key, pytree
 
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 def graph_of(rule: Rule, scope: SymbolicScope, hint: int, *, by_element: bool = False) -> GraphModule:
     """Return a rule as a graph; sums and counts may be stored element by element."""
-    taken_apart = stores_of_measures(rule) if by_element else []
+    taken_apart = stores_of_sums(rule) if by_element else []
     values = [value for _, line in taken_apart for value in values_of(line)]
     graph = Graph()
     length = _input(graph, "n", scope.length("n", hint)) if rule.flat else None
@@ -53,9 +53,12 @@ def graph_of(rule: Rule, scope: SymbolicScope, hint: int, *, by_element: bool = 
     for i, line in enumerate(rule.lines):
         if line.target is not None and line not in taken:
             made[i] = called(line.target, line.args, dict(line.kwargs))
-    stores = [(into, made[value]) for into, value in rule.stores if rule.lines[value] not in taken]
+    stores = [(into, made.get(value)) for into, value in rule.stores if into is None or value in made]
     stores += [(None, called(target, args, {})) for target, args in values]
     for destination, value in stores:
+        if value is None:  # a total, for which the kernel over a table has an address
+            results.pop(0).meta["val"] = scope.tensor((), (), torch.float32, rule.device)
+            continue
         stored = value.meta["val"]
         into = results.pop(0) if destination is None else made[destination]
         if destination is None:

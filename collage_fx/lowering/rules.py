@@ -250,7 +250,7 @@ class _Writer:
         self.has_blocks = any(node.target in BLOCK_OPERATORS for node in self.nodes)
         self.shape = max((v.shape for v in self._elements()), key=torch.Size.numel, default=torch.Size())
         self.on_host = not any(device_facts(value.device).is_launched for value in self._elements())
-        self.totals = {value for value in part.results if self.on_host and is_total(value)}
+        self.totals = {value for value in part.results if is_total(value)}
         self.columns = self._columns()
         self.flat = self._is_flat()
 

@@ -8,6 +8,7 @@ for each rule that is a C++ function. Other rules need a call of Inductor's gene
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from array import array
 from collections import defaultdict
@@ -145,11 +146,15 @@ class StepInParts:
             for kernel, group in groups
             if kernel.device == HOST
         ]
-        self.on_devices = [
-            group if kernel.function is None else self._launches[kernel.device].add(group)
-            for kernel, group in groups
-            if kernel.device != HOST
-        ]
+        self.on_devices: list[Sequence[Call] | Launch] = []
+        on_devices = [group for kernel, group in groups if kernel.device != HOST]
+        for _, of_wave in itertools.groupby(on_devices, key=lambda group: group[0].wave):
+            for group in of_wave:
+                kernel = group[0].kernel
+                called = group if kernel.function is None else self._launches[kernel.device].add(group)
+                self.on_devices.append(called)
+            for launches in self._launches.values():
+                self.on_devices += launches.add_totals()
         for launches in self._launches.values():
             self.on_devices += launches.add_sums()
         #: Stacks of numbers of the host: index of each, its launches, and the first number and layout there.

@@ -39,12 +39,14 @@ class Summed(NamedTuple):
         place: index of the destination in this row.
         part: index among the partial sums of a program, or among the counters of a tensor.
         counters: number of counters; 0 for a sum.
+        total: ``TOTAL`` or ``MEAN`` for a float32 number that the step reads; 0 for a float64 sum.
     """
 
     argument: int
     place: int
     part: int
     counters: int = 0
+    total: int = 0
 
 
 class Stackable(NamedTuple):

@@ -34,7 +34,7 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor
 
-from collage_fx.codegen import classify, fill
+from collage_fx.codegen import MEAN, classify, fill
 from collage_fx.errors import ChangedTensorError
 from collage_fx.runtime.kernels import NO_MEMBER, Call, Kernel
 from collage_fx.runtime.tables import CELLS, NUMBERS, SUMS, WORD, Piece, Table, Word, arrays, pieces_of
@@ -150,9 +150,11 @@ class Launches(Table):
         #: Words of all rows.
         self.words: list[Word] = []
         self._words_of_sums = 0
-        #: Rows of the last launch, which adds: destination, first partial sum or counter, and the number of
-        #: partial sums or, negative, of counters.
+        #: Rows of the last launch, which adds: destination, first partial sum or counter, the number of
+        #: partial sums or, negative, of counters, and the divisor of a total.
         self._added: list[Word] = []
+        #: Rows of the launch that adds the totals of a wave, which the next wave reads.
+        self._totals: list[Word] = []
         self._adding: TableKernel | None = None
         #: Table, allocated at the first step.
         self.table = torch.empty(0, dtype=torch.int64)
@@ -183,13 +185,22 @@ class Launches(Table):
         words = self.table[len(self.words) + places.start : len(self.words) + places.stop]
         return words.view(dtype)[:: WORD // dtype.itemsize]
 
+    def add_totals(self) -> list[Launch]:
+        """Add the launch that adds up the totals of the launches since the last one, if there are any."""
+        words, self._totals = self._totals, []
+        return self._adding_up(words)
+
     def add_sums(self) -> list[Launch]:
         """Add the launch that adds up the partial sums of the launches so far, if there are any."""
-        if self._adding is None:
+        return self._adding_up(self._added)
+
+    def _adding_up(self, words: Sequence[Word]) -> list[Launch]:
+        if not words:
             return []
-        rows = len(self._added) // 3
+        assert self._adding is not None
+        rows = len(words) // 4
         adding = Kernel(None, self._adding)
-        self.launches.append(Launch(self, adding, self._added, [1] * rows, [NO_MEMBER] * rows))
+        self.launches.append(Launch(self, adding, words, [1] * rows, [NO_MEMBER] * rows))
         return self.launches[-1:]
 
     def _sums_of(self, piece: Piece) -> list[Word]:
@@ -207,10 +218,15 @@ class Launches(Table):
             at, count = first_part + each.part * blocks, blocks
             if each.counters:
                 at, count = first_counter + each.part, -each.counters
-            self._added += [
-                Word(self.place_of(piece.call.values[each.argument]), offset=WORD * each.place),
+            value, words = piece.call.values[each.argument], self._totals if each.total else self._added
+            elements = piece.call.length * kernel.width if each.total == MEAN else 1
+            words += [
+                Word(offset=WORD * self.cells[value], base=CELLS)
+                if value in self.cells
+                else Word(self.place_of(value), offset=WORD * each.place),
                 Word(offset=WORD * at, base=SUMS),
                 Word(offset=count),
+                Word(offset=elements if each.total else 0),
             ]
         return [Word(offset=WORD * start, base=SUMS) for start in (first_part, first_counter)]
 

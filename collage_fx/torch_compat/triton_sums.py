@@ -45,13 +45,13 @@ class SummedValues:
 
     Attributes:
         arguments: the arguments of Inductor's code that the values would be stored into.
-        products: for each sum of products, the indices of its two values.
+        products: for each sum of products, the indices of its two values; None = a factor of 1.
         counts: for each count, a mapping from the index of a value to True (must be zero) or False (must not
             be zero).
     """
 
     arguments: tuple[int, ...]
-    products: tuple[tuple[int, int], ...]
+    products: tuple[tuple[int, int | None], ...]
     counts: tuple[Mapping[int, bool], ...]
 
     @property
@@ -74,7 +74,9 @@ class SummedValues:
             lines.append(f"{parts} = _each_of_four({v}, counts.shape[0])")
         for total, (i, j) in zip(sums, self.products, strict=True):
             for part in range(TOGETHER):
-                lines.append(f"{total} = tl.fma({values[i]}_{part}, {values[j]}_{part}, {total})")
+                term = f"{values[i]}_{part}"
+                added = f"{term} + {total}" if j is None else f"tl.fma({term}, {values[j]}_{part}, {total})"
+                lines.append(f"{total} = {added}")
         lines.append(f"return {', '.join([*sums, 'counts'])}")
         parameters = ", ".join([*values, "mask", *sums, "counts", "SHAPE: tl.constexpr"])
         return f"@triton.jit\ndef {name}({parameters}):\n{_indented(lines)}"
@@ -102,6 +104,8 @@ class SummedValues:
 
 def _counted(conditions: Mapping[int, Mapping[int, bool]]) -> str:
     """Write the sum of the numbers whose conditions an element fulfills; a first condition is tested once."""
+    if not conditions:
+        return "0"
     terms = [str(number) for number, tests in conditions.items() if not tests]
     firsts = dict.fromkeys(next(iter(tests.items())) for tests in conditions.values() if tests)
     for value, zero in firsts:
@@ -248,21 +252,28 @@ def _count(counters, size, place, mask, elements):
     tl.atomic_add(counters + size, 1.0, mask=mask & is_sampled)
 """
 
-#: Kernel whose rows are ``(destination, source, count)``: count > 0 partial sums, or -count counters.
+#: Kernel whose rows are ``(destination, source, count, divisor)``: count > 0 partial sums or -count counters.
+#: The sum is stored in float64; if the divisor is not 0, in float32 and divided by it.
 ADDING = """
 @decorator
 @triton.jit
 def {name}(table, programs, XBLOCK: tl.constexpr):
-    row = table + (tl.load(programs + tl.program_id(0)) >> 32) * 3
-    into = tl.load(row).to(tl.pointer_type(tl.float64))
+    row = table + (tl.load(programs + tl.program_id(0)) >> 32) * 4
+    address = tl.load(row)
+    into = address.to(tl.pointer_type(tl.float64))
     given = tl.load(row + 1).to(tl.pointer_type(tl.float64))
     count = tl.load(row + 2).to(tl.int32)
+    divisor = tl.load(row + 3)
     index = tl.arange(0, XBLOCK)
     if count >= 0:
         total = tl.full([XBLOCK], 0.0, tl.float64)
         for start in range(0, count, XBLOCK):
             total += tl.load(given + start + index, mask=start + index < count, other=0.0)
-        tl.store(into, tl.sum(total))
+        if divisor == 0:
+            tl.store(into, tl.sum(total))
+        else:
+            mean = tl.sum(total) / divisor.to(tl.float64)
+            tl.store(address.to(tl.pointer_type(tl.float32)), mean.to(tl.float32))
     else:
         counted = tl.load(given + index, mask=index < -count)
         tl.store(into + index, counted, mask=index < -count)

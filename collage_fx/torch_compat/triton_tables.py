@@ -133,8 +133,6 @@ def table_kernel(
         module = ast.parse(code)
         kernels = {name: _Kernel.parsed(name, text) for name, text in _texts(module)}
         runs = _runs(module, kernels, arguments)
-        if sums is not None and len(runs) != 1:
-            raise _Unlike(f"Inductor's code launches {len(runs)} Triton kernels for each tensor")
         if length is not None:
             _check_lengths(kernels, runs, length)
         return _framed(kernels, runs, length, frozenset(elements), sums)
@@ -299,7 +297,8 @@ def _framed(
     columns: dict[int, str] = {}  # Inductor has two names for what is read and written in place: one address
     calls = []
     accesses: list[int] = []
-    summed: dict[str, int] = {}  # parameters of Inductor's kernel whose stores become sums
+    # Parameters of each of Inductor's kernels whose stores become sums.
+    summed: dict[str, dict[str, int]] = {name: {} for name in kernels}
     for name, passed in runs:
         given = []
         for (parameter, kind), value in zip(kernels[name].signature.items(), passed, strict=True):
@@ -308,7 +307,7 @@ def _framed(
             elif value.number == length:
                 given.append("left")
             elif sums is not None and value.number in sums.arguments:
-                summed[parameter] = value.number
+                summed[name][parameter] = value.number
                 given.append("0")
             elif kind in _TYPES:
                 columns.setdefault(value.number, kind)
@@ -334,13 +333,17 @@ def _framed(
         loads.append(f"left = tl.load(row + {len(columns)}).to(tl.int32)")
     tile = BLOCK if sums is None else TILE
     size = 1 if length is None else max(1, tile // _elements_of_a_unit(first.function))
-    if sums is not None and {*summed.values()} != {*sums.arguments}:
+    if sums is not None and {n for of in summed.values() for n in of.values()} != {*sums.arguments}:
         raise _Unlike("Inductor's kernel does not store every value of a sum")
+    if sums is not None and len(kernels) < len(runs):
+        raise _Unlike("Inductor's code launches one Triton kernel twice for each tensor")
     if sums is not None and size * sums.width != TILE:
         raise _Unlike(f"the kernel's units of {sums.width} elements do not fill a tile of {TILE}")
-    rewriting = functools.partial(_Rewriting, sums, summed, masked=length is not None)
-    bodies = "\n\n".join(_body(each, kernels[each], rewriting()) for each in kernels)
+    rewriting = functools.partial(_Rewriting, sums, masked=length is not None)
+    bodies = "\n\n".join(_body(each, kernels[each], rewriting(summed=summed[each])) for each in kernels)
     if sums is not None:
+        if any(bodies.count(f"= _add_terms_{i}(") != 1 for i in range(len(sums.tensors))):
+            raise _Unlike("several of Inductor's Triton kernels store the values of one sum")
         bodies = f"{sums.definitions}\n\n{bodies}"
         loads += [
             *sums.zeros(f"XBLOCK * {sums.width} // {TOGETHER}"),
