@@ -21,7 +21,7 @@ from collage_fx.runtime.kernels import HOST, NO_MEMBER, Call
 
 #: Bytes that the values between kernels may take without rounds: on the host, where caches are small, and on
 #: other devices, where a round takes launches of its own.
-LIMIT, LIMIT_OF_DEVICES = 1 << 26, 1 << 29
+LIMIT, LIMIT_OF_DEVICES = 1 << 26, 1 << 31
 
 #: Buffers begin at multiples of so many bytes: a cache line, and the widest vector.
 ALIGNMENT = 64

@@ -55,11 +55,27 @@ def test_other_code_is_not_taken(code: str, edited: str, by: str, why: str) -> N
     assert why in told
 
 
-def test_a_kernel_for_each_tensor_is_one(code: str) -> None:
-    """More than one might hand each other what the table has no column for."""
-    twice = re.sub(r"(\n +)(\w+\.run\(.*\))", r"\1\2\1\2", code)
-    assert twice != code
-    assert table_kernel(twice, 2, 0, [0, 1]) == "Inductor's code launches 2 Triton kernels for each tensor"
+def test_kernels_of_one_length_become_one() -> None:
+    """Updates of two tensors that have nothing in common are two kernels of Inductor's."""
+
+    def updates(a: Tensor, b: Tensor) -> None:
+        a.mul_(0.5)
+        b.add_(1)
+
+    given = torch.zeros(5000), torch.zeros(5000)
+    code = offline.triton_source(offline.to_cuda(offline.functional_graph(updates, *given)))
+    assert len(re.findall(r"\.run\(", code)) == 2
+    assert table_kernel(code, 2, 0, [0, 1]) == (
+        "Inductor's 2 Triton kernels for each tensor have different lengths"
+    )
+    edits = {"arg0_1, arg1_1 = args": "arg0_1, arg1_1, arg2_1 = args", ", 5000, stream": ", arg2_1, stream"}
+    for old, new in edits.items():
+        assert old in code
+        code = code.replace(old, new)
+    kernel = table_kernel(code, 3, 2, [0, 1])
+    assert isinstance(kernel, TableKernel)
+    assert len(kernel.accesses) == 4
+    assert "tl.debug_barrier()" in kernel.source[True]
 
 
 @pytest.mark.parametrize(("size", "warps"), [(32, 4), (64, 2)])
