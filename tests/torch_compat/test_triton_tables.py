@@ -96,7 +96,11 @@ def test_a_thread_has_as_many_elements_whatever_the_size_of_a_warp(code: str, si
 def test_no_product_goes_into_an_fma(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither in kernels over tables nor in those that Inductor's code launches for each tensor."""
     loaded = []
-    monkeypatch.setattr(AsyncCompile, "triton", lambda self, name, source, device_str: loaded.append(source))
+
+    def triton(self: object, kernel_name: str, source_code: str, device_str: str) -> None:
+        loaded.append(source_code)
+
+    monkeypatch.setattr(AsyncCompile, "triton", triton)
     assert "'enable_fp_fusion': True" in code
     with without_contraction():
         AsyncCompile().triton("kernel", code, device_str="cuda")
