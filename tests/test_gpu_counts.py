@@ -136,3 +136,47 @@ def test_host_time_of_a_step(host: HostCost, record_property: Record) -> None:
     for name in ("microseconds", "microseconds_moved", "microseconds_fused", "microseconds_foreach"):
         note(record_property, name, getattr(host, name))
     assert host.microseconds <= host.microseconds_fused
+
+
+class Lamb(torch.optim.Optimizer):
+    """LAMB of You et al. (2020), without its clipping."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-3})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if not state:
+                state.update(m=torch.zeros_like(p), v=torch.zeros_like(p))
+            state["m"].lerp_(p.grad, 0.1)
+            state["v"].mul_(0.999).addcmul_(p.grad, p.grad, value=0.001)
+            update = state["m"] / (state["v"].sqrt() + 1e-6) + 0.01 * p
+            p.add_(update * (p.norm() / update.norm().clamp(min=1e-6)), alpha=-1e-3)
+
+
+@pytest.mark.parametrize(
+    ("make", "most"),
+    [
+        (Lamb, 5),
+        (lambda params: torch.optim.Muon(params, lr=1e-2), 120),
+        (lambda params: torch.optim.Adafactor(params, lr=1e-2), 40),
+    ],
+    ids=["LAMB", "Muon", "Adafactor"],
+)
+def test_products_and_sums_are_launched_for_each_shape(make: Any, most: int) -> None:
+    """Launches do not depend on the number of tensors. Shapes are GPT-2's, smaller."""
+    from tests.support.fake_cuda.operators import used
+
+    shapes = [(36, 12), (12, 12), (48, 12), (12, 48)]
+    found = []
+    for layers in (2, 5):
+        rig = CompiledOptimizer(shapes * layers, make, CollageBackend("plus"), device="cuda")
+        (grads,) = gradients(shapes * layers, 1)
+        for _ in range(5):  # reductions are timed when they are first launched
+            rig.step(grads)
+        used.clear()
+        launches = counted(rig.compiled)["launches"]
+        found.append(launches + used.total())  # torch's operators are launches, too: products
+    assert found[0] == found[1] <= most

@@ -186,7 +186,7 @@ class Launches(Table):
         return words.view(dtype)[:: WORD // dtype.itemsize]
 
     def add_totals(self) -> list[Launch]:
-        """Add the launch that adds up the totals of the launches since the last one, if there are any."""
+        """Add the launch that adds up the totals of the last wave, if there are any."""
         words, self._totals = self._totals, []
         return self._adding_up(words)
 
