@@ -174,9 +174,12 @@ def test_products_and_sums_are_launched_for_each_shape(make: Any, most: int) -> 
     for layers in (2, 5):
         rig = CompiledOptimizer(shapes * layers, make, CollageBackend("plus"), device="cuda")
         (grads,) = gradients(shapes * layers, 1)
-        for _ in range(5):  # reductions are timed when they are first launched
+        for _ in range(3):
             rig.step(grads)
-        used.clear()
-        launches = counted(rig.compiled)["launches"]
-        found.append(launches + used.total())  # torch's operators are launches, too: products
+        steps = []
+        for _ in range(4):  # some have more: reductions are timed when they are first launched
+            used.clear()
+            launches = counted(rig.compiled)["launches"]
+            steps.append(launches + used.total())  # torch's operators are launches, too: products
+        found.append(min(steps))
     assert found[0] == found[1] <= most

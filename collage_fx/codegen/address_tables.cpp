@@ -69,8 +69,8 @@ extern "C" void peek(Word count, const Word* addresses, const Word* lengths, int
 // Words of a device's table, each made of an offset and the address at a place, or of the number at that
 // address. Returns whether any of them has changed.
 extern "C" Word fill(
-    Word count, const Word* places, const Word* sizes, const Word* offsets,
-    const Word* addresses, Word scratch, Word* words) {
+    Word count, const Word* places, const Word* sizes, const Word* offsets, Word* words,
+    const Word* addresses, Word scratch) {
   Word changed = 0;
   for (Word i = 0; i < count; ++i) {
     const Word address = address_at(places[i], addresses, scratch);
@@ -91,7 +91,7 @@ extern "C" Word fill(
 // not zero. Returns whether any kind has changed.
 extern "C" Word classify(
     Word rows, Word width, Word count, const Word* columns, Word bytes, const Word* words, const Word* members,
-    const char* present, char* kinds) {
+    char* kinds, const char* present) {
   char changed = 0;
   for (Word row = 0; row < rows; ++row, words += width) {
     Word bits = 0;

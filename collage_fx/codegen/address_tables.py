@@ -67,7 +67,7 @@ def load_library() -> Library:
     run.argtypes = [pointer, word, pointer, word, *[pointer] * 6, word, word, pointer]
     gather.argtypes = [ctypes.py_object, word, pointer, pointer, pointer]
     fill = library.fill
-    fill.argtypes = [word, *[pointer] * 4, word, pointer]
+    fill.argtypes = [word, *[pointer] * 5, word]
     classify = library.classify
     classify.argtypes = [word, word, word, pointer, word, *[pointer] * 4]
     classify.restype = word
@@ -92,50 +92,54 @@ def prepare_compiler() -> None:
     prepare_cpp_compiler().add_done_callback(lambda done: done.exception() or load_library())
 
 
-def fill(
-    words: Tensor,
-    places: array[int],
-    sizes: array[int],
-    offsets: array[int],
-    addresses: array[int],
-    scratch: Tensor,
-) -> bool:
-    """Write the words of a device's table; return whether any of them has changed.
+class Fill:
+    """Function that writes the words of a device's table, and returns whether any of them has changed.
 
     Args:
         words: the table, on the host.
-        places: operand code of each word: n = index in ``addresses``, ``NO_PLACE``, -2-k = scratch cell k.
+        places: operand code of each word: n = index in the addresses, ``NO_PLACE``, -2-k = scratch cell k.
         sizes: bytes of the scalar at that address whose value is the word; 0 if the word is an address.
         offsets: offset to add to each address.
-        addresses: address table of a step.
-        scratch: scratch memory.
     """
-    tables = (table.buffer_info()[0] for table in (places, sizes, offsets, addresses))
-    return bool(load_library().fill(len(places), *tables, scratch.data_ptr(), words.data_ptr()))
+
+    def __init__(self, words: Tensor, places: array[int], sizes: array[int], offsets: array[int]) -> None:
+        self._kept = words, places, sizes, offsets
+        tables = (table.buffer_info()[0] for table in (places, sizes, offsets))
+        self._fill = functools.partial(load_library().fill, len(places), *tables, words.data_ptr())
+
+    def __call__(self, addresses: array[int], scratch: Tensor) -> bool:
+        """Write the words, given the address table of a step and its scratch memory."""
+        return bool(self._fill(addresses.buffer_info()[0], scratch.data_ptr()))
 
 
-def classify(
-    words: Tensor,
-    columns: array[int],
-    alignment: int,
-    members: array[int],
-    present: array[int] | None,
-    kinds: array[int],
-) -> bool:
-    """Write by which kernel each row of a device's table is launched; return whether any of them has changed.
+class Classify:
+    """Function that writes by which kernel each row of a device's table is launched.
 
     Args:
         words: words of the rows, on the host.
         columns: columns of addresses of elements.
         alignment: bytes of which these addresses are multiples, for the kernel for aligned addresses.
         members: member of each row; negative = launched in every step.
-        present: for each member a byte, nonzero if its rows are launched; None for all.
-        kinds: for each row a byte: 0 = not launched, 1 = aligned, 2 = not aligned.
+        kinds: byte of each row, which is written: 0 = not launched, 1 = aligned, 2 = not aligned.
     """
-    at = (None if table is None else table.buffer_info()[0] for table in (members, present, kinds))
-    rows = len(members)
-    given = columns.buffer_info()[0], alignment, words.data_ptr()
-    return bool(load_library().classify(rows, len(words) // rows, len(columns), *given, *at))
+
+    def __init__(
+        self, words: Tensor, columns: array[int], alignment: int, members: array[int], kinds: array[int]
+    ) -> None:
+        self._kept = words, columns, members, kinds
+        rows, at = len(members), (table.buffer_info()[0] for table in (members, kinds))
+        given = columns.buffer_info()[0], alignment, words.data_ptr(), *at
+        self._classify = functools.partial(
+            load_library().classify, rows, len(words) // rows, len(columns), *given
+        )
+
+    def __call__(self, present: array[int] | None) -> bool:
+        """Write the kinds, and return whether any of them has changed.
+
+        Args:
+            present: for each member a byte, nonzero if its rows are launched; None for all.
+        """
+        return bool(self._classify(None if present is None else present.buffer_info()[0]))
 
 
 class Gather:

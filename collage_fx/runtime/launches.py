@@ -34,11 +34,11 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor
 
-from collage_fx.codegen import MEAN, classify, fill
+from collage_fx.codegen import MEAN, Classify, Fill
 from collage_fx.errors import ChangedTensorError
 from collage_fx.runtime.kernels import NO_MEMBER, Call, Kernel
 from collage_fx.runtime.tables import CELLS, NUMBERS, SUMS, WORD, Piece, Table, Word, arrays, pieces_of
-from collage_fx.torch_compat import ALIGNED_BYTES, TableKernel, launch
+from collage_fx.torch_compat import ALIGNED_BYTES, TableKernel, launch, on_device
 
 #: Largest number of elements of a piece.
 LONGEST_PIECE = 1 << 30
@@ -83,6 +83,7 @@ class Launch:
         self._members, self._of_elements = array("q", members), array("q", columns)
         #: Byte of each row: 0 = not launched, 1 = aligned, 2 = not aligned, -1 = not known yet.
         self._kinds = array("b", [-1] * len(lengths))
+        self._classify: Classify | None = None
         self.programs: dict[bool, Tensor] = {}
 
     @property
@@ -99,8 +100,10 @@ class Launch:
             device: device of the table.
             present: for each member a byte, nonzero if its rows are launched; None for all.
         """
-        known = self._of_elements, ALIGNED_BYTES, self._members, present, self._kinds
-        if not classify(words[self._rows], *known):
+        if self._classify is None:
+            given = words[self._rows], self._of_elements, ALIGNED_BYTES, self._members, self._kinds
+            self._classify = Classify(*given)
+        if not self._classify(present):
             return
         for replaced in self.programs.values():
             if device.type == "cuda":  # a launch on another stream than the memory's may still read it
@@ -237,9 +240,10 @@ class Launches(Table):
         #: Memory for sums and counters; the last launch of each step resets the counters to zero.
         self._sums = torch.zeros(self._words_of_sums, dtype=torch.float64, device=self.device)
         numbers, cells = (self.table[n:].data_ptr() for n in (len(self.words), len(words)))
-        self._origins = arrays(words, {NUMBERS: numbers, CELLS: cells, SUMS: self._sums.data_ptr()})
+        origins = arrays(words, {NUMBERS: numbers, CELLS: cells, SUMS: self._sums.data_ptr()})
         self._words = torch.zeros(len(words), dtype=torch.int64)
-        self._upload = Upload(len(words), self.device)
+        self._fill = Fill(self._words, *origins)
+        self._upload = Upload(self._words, self.table[: len(words)])
 
     def update(self, addresses: array[int], scratch: Tensor, present: array[int] | None = None) -> None:
         """Update the table for a step: before its launches, after the computations of the host.
@@ -255,7 +259,7 @@ class Launches(Table):
         """
         if not self.table.numel():
             self._allocate()
-        if fill(self._words, *self._origins, addresses, scratch):
+        if self._fill(addresses, scratch):
             self._is_current = False
         if self._is_current and present == self._present:
             return
@@ -270,7 +274,7 @@ class Launches(Table):
         for each in self.launches:
             each.prepare(self._words, self.device, present)
         self._present = present
-        self._upload(self._words, self.table)
+        self._upload()
         self._is_current = True
 
 
@@ -278,7 +282,7 @@ def is_captured(device: torch.device) -> bool:
     """Return whether the current stream of a device is being captured into a CUDA graph."""
     if device.type != "cuda":
         return False
-    with torch.cuda.device(device):
+    with on_device(device):
         return bool(torch.cuda.is_current_stream_capturing())
 
 
@@ -286,25 +290,29 @@ class Upload:
     """Copy of words to a device, without waiting for the device.
 
     A pinned buffer is written again only after the device has read it.
+
+    Args:
+        words: the words, on the host.
+        into: memory of the device.
     """
 
-    def __init__(self, count: int, device: torch.device) -> None:
-        self._is_pinned = device.type == "cuda"
+    def __init__(self, words: Tensor, into: Tensor) -> None:
+        self._words, self._into = words, into
+        self._is_pinned = into.device.type == "cuda"
         self._buffers = itertools.cycle(
             [
-                (torch.empty(count, dtype=torch.int64, pin_memory=True), torch.cuda.Event())
+                (torch.empty_like(words, pin_memory=True), torch.cuda.Event())
                 for _ in range(UPLOADS * self._is_pinned)
             ]
         )
 
-    def __call__(self, words: Tensor, table: Tensor) -> None:
-        into = table[: len(words)]
+    def __call__(self) -> None:
         if not self._is_pinned:
-            into.copy_(words)
+            self._into.copy_(self._words)
             return
-        with torch.cuda.device(table.device):
+        with on_device(self._into.device):
             buffer, read = next(self._buffers)
             read.synchronize()
-            buffer.copy_(words)
-            into.copy_(buffer, non_blocking=True)
+            buffer.copy_(self._words)
+            self._into.copy_(buffer, non_blocking=True)
             read.record()

@@ -54,7 +54,7 @@ class Word(NamedTuple):
     """Origin of a word of a table: offset and addresses that are added, or the address of a number.
 
     Attributes:
-        place: operand code of an address, as :func:`~collage_fx.codegen.fill` takes it.
+        place: operand code of an address, as :class:`~collage_fx.codegen.Fill` takes it.
         size: bytes of the number at this address whose value is the word; 0 if the word is the sum.
         offset: offset to add.
         base: memory whose address is added, such as ``NUMBERS``; empty = none.

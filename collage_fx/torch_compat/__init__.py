@@ -170,6 +170,7 @@ try:
         TableKernel,
         launch,
         launches_of,
+        on_device,
         table_kernel,
     )
     from collage_fx.torch_compat.version import OTHER_VERSIONS

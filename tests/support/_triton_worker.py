@@ -453,6 +453,7 @@ def mend_runtime() -> None:
         (torch.cuda, "_DeviceGuard", _Nothing),
         (torch.cuda, "device", _Nothing),
         (torch.cuda, "set_device", lambda device: None),
+        (torch.cuda, "current_device", lambda: 0),
         (torch.cuda, "current_stream", lambda device: types.SimpleNamespace(cuda_stream=0)),
         (async_compile.AsyncCompile, "triton", load_kernel),
         (async_compile.AsyncCompile, "wait", lambda self, scope: None),
