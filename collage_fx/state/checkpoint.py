@@ -736,7 +736,7 @@ def _restore(optimizer: Optimizer, load: _Load) -> None:
 
 
 def _kept_among(saved: Saved) -> Kept:
-    """Take the entries of wide state from what stands under our keys."""
+    """Remove the entries of wide state from the values under our keys, and return them."""
     kept: Kept = {}
     for owner in [owner for owner, entries in saved.items() if any(name == KEPT for name, _ in entries)]:
         (((_, name), held),) = saved.pop(owner).items()
