@@ -33,6 +33,7 @@ def written(source: str, row: gpu_kernels.Row) -> Counter[str]:
     return Counter({"f32": elements * len(others), "f64": len(sums)}) - Counter()
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("row", gpu_kernels.ROWS, ids=lambda row: f"{row.optimizer}, {row.words}")
 def test_a_kernel_moves_what_is_held_once(row: gpu_kernels.Row) -> None:
     found = gpu_kernels.measured(row)

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.support.slow import FILE, MOST_SECONDS, SECONDS, left_out, slow_ones
+from tests.support.slow import FILE, MOST_SECONDS, SECONDS, Times, left_out, slow_ones
 
 
 def test_each_function_keeps_a_case_and_what_fits() -> None:
@@ -24,6 +24,15 @@ def test_cases_that_are_not_measured_stay_left_out() -> None:
 def test_names_that_are_gone_are_dropped_where_all_is_measured() -> None:
     known = ["tests/a.py::one[old]", "tests/b.py::two[0]"]
     assert slow_ones({"tests/a.py::one[new]": 0.1}, known, is_all=True) == [known[1]]
+
+
+def test_a_run_says_how_long_cases_take_that_are_not_yet_in_the_file() -> None:
+    times = Times(write=False, is_all=False)
+    for case in range(3):
+        properties = [("processor seconds", 0.75 * SECONDS)]
+        report = SimpleNamespace(nodeid=f"tests/a.py::one[{case}]", user_properties=properties, keywords=())
+        times.pytest_runtest_logreport(report)  # type: ignore[arg-type]
+    assert times.late() == 2 * 0.75 * SECONDS
 
 
 def test_each_rotating_test_has_its_day() -> None:

@@ -17,6 +17,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from collage_fx.torch_compat import is_of_torch_optim
+
 
 def calls_closure_first(kind: type[Optimizer]) -> bool:
     """Return whether the steps of an optimizer class call their closure once and first, or never."""
@@ -31,7 +33,7 @@ def _calls_first(step: Callable[..., Any]) -> bool:
         return True
     if closure.default is inspect.Parameter.empty:
         return False
-    if step.__module__.startswith("torch.optim."):
+    if is_of_torch_optim(step):
         return True
     try:
         (function,) = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(step)))).body

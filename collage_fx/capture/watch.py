@@ -129,6 +129,7 @@ from collage_fx.torch_compat import (
     is_being_stepped,
     is_compiling_forbidden,
     is_in_own_step,
+    is_of_torch_optim,
     is_step_of,
     is_step_wrapper,
     is_torchs_step,
@@ -456,7 +457,7 @@ def _is_captured_after_its_closure(optimizer: Optimizer) -> bool:
 
     A second break, after the closure, would come too late to record the step.
     """
-    return type(optimizer).step.__module__.startswith("torch.optim.") or is_being_stepped(optimizer)
+    return is_of_torch_optim(type(optimizer).step) or is_being_stepped(optimizer)
 
 
 # -- compensated steps are asked for

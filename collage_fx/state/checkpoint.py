@@ -19,7 +19,7 @@ as ``collage_fx.exp_avg_sq.exact.rest``. An attribute, an item or a nested key f
 Note [Fingerprints]. Error terms of tensors that belong to no single parameter (in ``param_groups``, or in
 ``state`` under a key of the optimizer's own) are in one more entry of the state dict, ``"collage_fx"``. Error
 terms of attributes of the optimizer, which torch's state dict does not hold, are not saved: ``state_dict``
-warns.
+warns. State that an optimizer keeps wider than its parameter has a key of its own: Note [Wide state].
 
 Note [Memory of a loaded state dict]
 ------------------------------------
@@ -42,7 +42,7 @@ Note [Loaded by plain torch]
 A checkpoint that is loaded before the optimizer is adopted goes through torch's own ``load_state_dict``: keys
 of ours stand in ``optimizer.state``, cast to the parameter's dtype. Error terms of that dtype and bytes
 survive the cast, and all others are saved as bytes (:meth:`AuxiliarySpec.saved`). So :func:`adopt` makes
-error terms of what it finds there, to the bit, as if it had been loaded now. Four things are gone:
+error terms of what it finds there, to the bit, as if it had been loaded now. Five things are gone:
 
 * the entry of what belongs to no single parameter, which torch drops: named by a warning;
 * what torch.distributed.checkpoint has left out of its file, which it loads into what an optimizer holds
@@ -50,6 +50,7 @@ error terms of what it finds there, to the bit, as if it had been loaded now. Fo
 * what a float32 checkpoint holds beyond 16 bits, and whether a plain optimizer has saved it: the state
   counts more steps than the optimizer has taken here, or it counts none, is not zero, and the groups are
   those of a state dict. The compiled step warns of it;
+* bits of wide state that is not 0-d, which has its dtype again (Note [Wide state]): named by a warning;
 * error terms in float32, as earlier versions saved those of fp32: they start from zero, named by
   a warning, as the cast has cut bits from them.
 
@@ -82,6 +83,7 @@ from __future__ import annotations
 
 import copyreg
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -116,6 +118,16 @@ from collage_fx.state.optimizers import (
 )
 from collage_fx.state.packed import decoded, is_packed
 from collage_fx.state.replaced_state import format_before, note_held
+from collage_fx.state.wide_state import (
+    KEPT,
+    dtype_named,
+    is_kept_wide,
+    is_spared,
+    is_wide,
+    kept_entries,
+    replace_tensors,
+    value_kept,
+)
 from collage_fx.torch_compat import (
     distributed_like,
     local_tensor,
@@ -150,9 +162,29 @@ Owner = tuple[Any, str]
 Auxiliaries = dict[tuple[str, str], Tensor]
 Saved = dict[Owner, Auxiliaries]
 
-#: Optimizer that is being loaded -> state dict and error terms, between torch's two hooks. An entry of a
-#: load that torch refuses stays until the next load.
-_loading: WeakKeyDictionary[Optimizer, tuple[StateDict, Saved]] = WeakKeyDictionary()
+#: Owner of wide state -> its dtype, and the value of its key: Note [Wide state].
+Kept = dict[Owner, tuple[torch.dtype, Tensor]]
+
+
+class _Load(NamedTuple):
+    """Contents of a state dict that is being loaded.
+
+    Attributes:
+        plain: the state dict without our keys.
+        saved: error terms in it.
+        kept: which of its state is wide.
+        live: dtypes of the optimizer's state before the load.
+    """
+
+    plain: StateDict
+    saved: Saved
+    kept: Kept
+    live: Mapping[Owner, torch.dtype]
+
+
+#: Optimizer that is being loaded -> contents of the state dict, between torch's two hooks. An entry of a load
+#: that torch refuses stays until the next load.
+_loading: WeakKeyDictionary[Optimizer, _Load] = WeakKeyDictionary()
 
 #: Optimizer that is being loaded -> error terms for it that the given state dict lacks.
 _left_out: WeakKeyDictionary[Optimizer, Saved] = WeakKeyDictionary()
@@ -247,8 +279,10 @@ def _with_entries(optimizer: Optimizer, saved: StateDict) -> StateDict:
 
 
 def _entries(optimizer: Optimizer, parameter: Tensor) -> StateDict:
-    """Return the error terms of one parameter and its state, under their keys."""
-    return {PREFIX + key: tensor for key, tensor in _keyed_auxiliaries(_slots(optimizer, parameter))}
+    """Return our entries for one parameter: error terms, and which of its state is wide."""
+    kept = kept_entries(parameter, _state_slots(optimizer.state.get(parameter)))
+    auxiliaries = _keyed_auxiliaries(_slots(optimizer, parameter))
+    return {PREFIX + key: tensor for key, tensor in itertools.chain(auxiliaries, kept)}
 
 
 def _wider_entries(optimizer: Optimizer, parameter: Tensor) -> StateDict:
@@ -388,8 +422,10 @@ def _before_load(optimizer: Optimizer, given: StateDict) -> StateDict | None:
         return None  # what a later hook of the user's understands: error terms in it are adopted once loaded
     plain, saved = _separated(given)
     saved |= _left_out.get(optimizer, {})
+    kept = _kept_among(saved)
     _refuse_mismatches(optimizer, plain, saved)
-    _loading[optimizer] = plain, saved
+    live = {owner: tensor.dtype for owner, _, tensor in _held(optimizer, plain)}
+    _loading[optimizer] = _Load(plain, saved, kept, live)
     return plain
 
 
@@ -397,7 +433,7 @@ def _after_load(optimizer: Optimizer) -> None:
     """Restore the error terms after torch has loaded the rest."""
     _loads[optimizer] = times_loaded(optimizer) + 1
     if (loading := _loading.pop(optimizer, None)) is not None:
-        _restore(optimizer, *loading)
+        _restore(optimizer, loading)
     adopt(optimizer)
 
 
@@ -497,18 +533,19 @@ def _take_up(optimizer: Optimizer) -> bool:
     plain, saved = _separated(_contents(optimizer))
     if not saved:
         return False
+    of_ours, kept = {parameter for parameter, _ in saved}, _kept_among(saved)
     lost = [
         f"{name} (if there were any)"
         for owner, name, tensor in _held(optimizer, plain)
         if owner[0] is None and is_low_precision(tensor.dtype)
     ]
     _refuse_mismatches(optimizer, plain, saved)
-    for parameter in {parameter for parameter, _ in saved}:
+    for parameter in of_ours:
         for key in [key for key in optimizer.state[parameter] if str(key).startswith(PREFIX)]:
             del optimizer.state[parameter][key]
         if not optimizer.state[parameter]:
             del optimizer.state[parameter]
-    _restore(optimizer, plain, saved)
+    _restore(optimizer, _Load(plain, saved, kept, {}))
     if lost:
         warnings.warn(
             f"collage_fx: a checkpoint was loaded into {type(optimizer).__name__} before its step was given "
@@ -663,10 +700,12 @@ def _mismatch(met: str, where: str) -> CheckpointMismatchError:
     )
 
 
-def _restore(optimizer: Optimizer, plain: StateDict, saved: Saved) -> None:
+def _restore(optimizer: Optimizer, load: _Load) -> None:
     """Put saved error terms beside the loaded tensors; live error terms become zero if none are saved."""
+    plain, saved = load.plain, load.saved
     kind, in_use = type(optimizer), memory_of_records()
     claims, taken_over = _claims_in(kind), _taken_over(optimizer, plain)
+    _restore_wide(optimizer, load, taken_over)
     waiting: list[_Waiting] = []
     unused: list[str] = []
     for owner, name, tensor in _held(optimizer, plain):
@@ -694,6 +733,52 @@ def _restore(optimizer: Optimizer, plain: StateDict, saved: Saved) -> None:
     if optimizer in _compiled:
         _fill_waiting(optimizer, _waiting.pop(optimizer))
     note_held(optimizer)
+
+
+def _kept_among(saved: Saved) -> Kept:
+    """Remove the entries of wide state from the values under our keys, and return them."""
+    kept: Kept = {}
+    for owner in [owner for owner, entries in saved.items() if any(name == KEPT for name, _ in entries)]:
+        (((_, name), held),) = saved.pop(owner).items()
+        if (dtype := dtype_named(name)) is None:
+            raise _mismatch(f"state of the unknown dtype {name!r}", str(owner[1]))
+        kept[owner] = dtype, held
+    return kept
+
+
+def _restore_wide(optimizer: Optimizer, load: _Load, taken_over: set[Any]) -> None:
+    """Give wide state the dtype and value back that torch's load has cast: Note [Wide state]."""
+    rounded: list[str] = []
+    for key, name, parameter in _keyed_parameters(optimizer, load.plain):
+        slots = dict(_state_slots(load.plain["state"].get(key)))
+        was_low_precision = (key, PARAMETER_SLOT) in load.saved or any(
+            is_low_precision(each.dtype) for each in slots.values()
+        )
+        new: dict[int, Tensor] = {}
+        for slot, tensor in _state_slots(optimizer.state.get(parameter)):
+            if (saved := slots.get(slot)) is None or is_spared(slot) or is_packed(tensor):
+                continue
+            dtype, held = load.kept.get((key, slot), (None, None))
+            if dtype is None and is_wide(saved.dtype, parameter):
+                live = load.live.get((key, slot))
+                if is_kept_wide(saved, parameter, live, was_low_precision=was_low_precision):
+                    dtype = saved.dtype
+            if dtype is None or tensor.dtype is dtype or not is_wide(dtype, parameter):
+                continue
+            value, is_whole = value_kept(saved, dtype, held)
+            if not is_whole:
+                rounded.append(f"{name}.{slot} ({dtype})")
+            value = value.to(tensor.device)
+            is_saved = value is saved and (not value.dim() or key not in taken_over)
+            new[id(tensor)] = value.clone() if is_saved else value
+        if new:
+            replace_tensors(optimizer.state[parameter], new)
+    if rounded:
+        _warn_of_checkpoint(
+            type(optimizer),
+            f"state that plain PyTorch has rounded to the parameter's dtype: {some(rounded)}. To keep its "
+            "bits, call load_state_dict below the line that gives the step to torch.compile or install",
+        )
 
 
 def _taken_over(optimizer: Optimizer, plain: StateDict) -> set[Any]:

@@ -97,6 +97,7 @@ try:
         compiled_callables_on_the_stack,
         compiled_callables_within,
         is_being_stepped,
+        is_of_torch_optim,
         is_step_of,
         is_step_wrapper,
         is_torchs_step,

@@ -17,7 +17,7 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch.utils.weak import WeakIdKeyDictionary
 
 from collage_fx.torch_compat.dynamo_trace import output_being_traced
-from collage_fx.torch_compat.optim_frames import is_torchs_step
+from collage_fx.torch_compat.optim_frames import is_of_torch_optim, is_torchs_step
 from collage_fx.torch_compat.patch_graph_breaks import SHAPES_OF_BREAKS
 from collage_fx.torch_compat.patching import Patch
 from collage_fx.torch_compat.tensors import is_guarded_by_identity
@@ -184,9 +184,7 @@ def _return_counters(optimizer: torch.optim.Optimizer) -> None:
     An optimizer without ``capturable`` reads its counters by ``.item()``. Dynamo would move existing counters
     (of a loaded optimizer, or after an eager step) to the device, and the step would differ from a first run.
     """
-    # Adafactor and Muon name "torch.optim" itself as their module.
-    is_of_torch = f"{type(optimizer).__module__}.".startswith("torch.optim.")
-    for state in optimizer.state.values() if is_of_torch else ():
+    for state in optimizer.state.values() if is_of_torch_optim(type(optimizer)) else ():
         counter = state.get("step")
         if isinstance(counter, torch.Tensor) and not any(g.get("fused") for g in optimizer.param_groups):
             state["step"] = counter.cpu()

@@ -135,6 +135,10 @@ class Times:
         if any(mark in report.keywords for mark in MARKS):
             self._marked.add(report.nodeid)
 
+    def late(self) -> float:
+        """Return the seconds of the cases that a usual run is to leave out, and has not."""
+        return sum(self._seconds[name] for name in {*slow_ones(self._seconds)} - self._marked)
+
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         files = defaultdict[str, float](float)
         for name, seconds in self._seconds.items():
@@ -144,6 +148,8 @@ class Times:
             for name in sorted(files, key=lambda name: -files[name]):
                 terminalreporter.line(f"{files[name]:7.1f}  {name}")
             terminalreporter.line(f"{sum(files.values()):7.1f}  in all")
+            if (late := self.late()) and not self._write:
+                terminalreporter.line(f"{late:7.1f}  of it in cases that --write-slow would leave out")
         if self._write:
             known = FILE.read_text().splitlines()
             slow = sorted({*slow_ones(self._seconds, known, is_all=self._is_all)} - self._marked)

@@ -1,10 +1,12 @@
 """The one package that knows torch's internals, and what it says of a torch that it does not know."""
 
+import inspect
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -195,3 +197,29 @@ def test_a_library_for_another_processor_is_not_found_in_a_cache() -> None:
         assert library.answer() == 42
         names.append(library._name)
     assert names[0] == names[2] != names[1]
+
+
+OF_TORCH_OPTIM = [
+    each
+    for each in vars(torch.optim).values()
+    if isinstance(each, type) and issubclass(each, torch.optim.Optimizer)
+    if each not in (torch.optim.Optimizer, torch.optim.LBFGS, torch.optim.SparseAdam)  # not traced
+]
+
+
+@pytest.mark.parametrize("kind", OF_TORCH_OPTIM)
+def test_each_class_of_torch_optim_is_known_as_torchs(kind: type[torch.optim.Optimizer]) -> None:
+    """Adafactor's and Muon's module is called torch.optim, that of the others begins so."""
+    assert torch_compat.is_of_torch_optim(kind)
+    assert torch_compat.is_of_torch_optim(kind.step)
+    derived: Any = type(kind.__name__, (kind,), {"step": lambda self, closure=None: None})
+    assert not torch_compat.is_of_torch_optim(derived)
+    assert not torch_compat.is_of_torch_optim(derived.step)
+
+
+@pytest.mark.parametrize("kind", OF_TORCH_OPTIM)
+def test_a_frame_of_torchs_step_is_known(kind: Any) -> None:
+    optimizer = kind([torch.nn.Parameter(torch.zeros(2, 2))])
+    code = inspect.unwrap(kind.step).__code__
+    assert torch_compat.is_torchs_step(optimizer, code, {"self": optimizer, "closure": None})
+    assert not torch_compat.is_torchs_step(optimizer, code, {"self": optimizer, "closure": print})
