@@ -252,6 +252,18 @@ block an element is: a measured step, a gradient at an unaligned address and a t
 bits of the usual step. Only where it is written in the source, because the product is exact, there is an fma:
 in the integers of blocks and in the sums of measured steps.
 
+## Optimizers with matrix products or reductions
+
+Muon, Shampoo, LAMB and Adafactor have matrix products, or sums over rows or whole tensors, between
+elementwise parts. The elementwise parts are launched over the table, and sums over whole tensors are added up
+there. All else is called once for each shape, with a stack of the tensors (Note [Stacks of tensors] in
+`collage_fx/lowering/stacks.py`). Values that cross between kernels take 2 GiB at most: above that, tensors
+take turns.
+
+A step has as many launches whatever the number of tensors: LAMB 5; Muon 120 for the four shapes of GPT-2,
+where a call for each of its 48 matrices took 1,250; Adafactor 28 for four shapes
+(`tests/test_gpu_counts.py`).
+
 ## What a step would cost the GPU
 
 A prediction, for the first GPU to confirm or to refute: an H100 (SXM: {sms} multiprocessors at
