@@ -233,7 +233,7 @@ a table of addresses.
 
 - **Launches** of a step of four tensors, as of four hundred. Tensors that are too small to be packed have a
   kernel of their own beside those of packed ones. A step that is *measured* (`metrics=True`) has one more,
-  which adds the sums that programs leave of their blocks: 8 bytes of each for 1024 elements, not in the bytes
+  which adds the sums that programs leave of their blocks: 8 bytes of each for 2048 elements, not in the bytes
   moved (Note [Sums of a launch] in `collage_fx/torch_compat/triton_sums.py`).
 - **Bytes moved** for each parameter: what the source of the elements' kernel loads and stores. It is all that
   is **held**, by the report, read once and written once, and the gradient.
