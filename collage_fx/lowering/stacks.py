@@ -197,7 +197,8 @@ class _Stacking:
         if column not in self._stacks:
             size, stride, dtype, at = layout
             of_host = at != device
-            is_copy = any(self._is_kept(index) or index in self._members for index in column)
+            is_copy = len({*column}) < len(column)
+            is_copy |= any(self._is_kept(index) or index in self._members for index in column)
             members = column if of_host or not is_copy else ()
             stack = Stack(self._end + len(self._memory), members, of_host)
             self._stacks[column] = stack

@@ -13,7 +13,8 @@ from collage_fx.graph import Reason, round_to_storage
 from collage_fx.lowering.parts import parts_of
 from collage_fx.lowering.rule_graphs import graph_of
 from collage_fx.lowering.rules import Rule, rule_of
-from collage_fx.lowering.stacks import stacked_graph
+from collage_fx.lowering.stacks import in_stacks, stacked_graph
+from collage_fx.runtime import HOST, Call, Kernel, Plan, Stackable, StepInParts
 from collage_fx.torch_compat import SymbolicScope
 from tests.support import triton_offline as offline
 from tests.support.launched import LaunchedSteps
@@ -76,6 +77,47 @@ def test_a_stack_is_its_members(name: str, members: int, shared: int | None) -> 
         )
         assert torch.equal(found[i], expected)
     assert not found.isnan().any()
+
+
+def _plus_one(values: list[Tensor]) -> None:
+    values[1].copy_(values[0] + 1)
+
+
+def _sum_and_product(values: list[Tensor]) -> None:
+    values[2].copy_(values[0] + values[1])
+    values[3].copy_(values[0] * values[1])
+
+
+@pytest.mark.parametrize(
+    "operands",
+    [
+        [(0, 1), (2, 3), (4, 5)],  # inputs and values of the step, in columns
+        [(4, 3), (4, 4), (5, 3)],  # a value that stands twice in a column, and in both columns
+        [(3, 3), (4, 3), (5, 3)],  # a value that is the same in all calls
+        [(3, 4), (4, 5), (5, 3)],  # the values of one column in another order in the other
+    ],
+    ids=str,
+)
+def test_values_reach_stacks_and_leave_them(operands: list[tuple[int, int]]) -> None:
+    """Each value has one memory, whatever the places that it has in calls."""
+    layout = (4,), (1,), torch.float32, HOST
+    kernel = Kernel(
+        _sum_and_product,
+        stackable=Stackable(lambda stacked: Kernel(_sum_and_product), (layout, layout)),
+    )
+    first = Kernel(_plus_one)
+    made = [Call(first, (i, 3 + i), 0, 0, (3 + i,)) for i in range(3)]
+    results = [(6 + 2 * i, 7 + 2 * i) for i in range(3)]
+    calls = [Call(kernel, (*each, *into), 1, 0, into) for each, into in zip(operands, results, strict=True)]
+    read = [Call(first, (6 + i, 12 + i), 2, 0, (12 + i,)) for i in range(6)]
+    plan = Plan(3, [], [layout] * 15, [], [*made, *calls, *read], range(12, 18))
+    stacked = in_stacks(plan)
+    assert sum(call.kernel.call is _sum_and_product for call in stacked.calls) == 1
+    found, expected = (
+        StepInParts(each)([torch.arange(4.0) + 10 * i for i in range(3)]) for each in (stacked, plan)
+    )
+    assert all(map(torch.equal, found, expected))
+    assert len({value.data_ptr() for value in found}) == 6
 
 
 # ------------------------------------------------------------------------------------------- whole steps
