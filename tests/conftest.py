@@ -34,7 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Let a worker that crashes write its tracebacks to a file, which the end of the run prints."""
+    """Write the tracebacks of a worker that crashes to a file, which is printed at the end of the run."""
     if worker := os.environ.get("PYTEST_XDIST_WORKER"):
         crash = _crash_file(session.config, worker).open("w", encoding="utf-8")
         faulthandler.enable(crash)

@@ -1,4 +1,4 @@
-"""What the fake card's emulator rests on, without the card: roundings against fractions, and the parser."""
+"""Roundings of the fake card's emulator against fractions, and its parser, without the card."""
 
 from __future__ import annotations
 

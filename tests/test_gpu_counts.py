@@ -1,4 +1,4 @@
-"""What a step asks of a card, counted by the driver: launches, copies, waits; and what it costs its host.
+"""Launches, copies and waits of a step, counted by the driver, and the time of its host.
 
 The driver that counts is the fake one (``tests/support/fake_cuda``): a real one has no such counters. All
 above it is real, launchers included.
@@ -132,7 +132,7 @@ def test_python_calls_of_a_step(host: HostCost, record_property: Record) -> None
 
 
 def test_host_time_of_a_step(host: HostCost, record_property: Record) -> None:
-    """It is less than that of torch's fastest AdamW, all in one operator: 0.7 to 0.8 of it when written."""
+    """The time is less than that of torch's fastest AdamW, one operator: 0.7 to 0.8 of it when written."""
     for name in ("microseconds", "microseconds_moved", "microseconds_fused", "microseconds_foreach"):
         note(record_property, name, getattr(host, name))
     assert host.microseconds <= host.microseconds_fused

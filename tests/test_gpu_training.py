@@ -35,7 +35,7 @@ LARGEST_NORM = 0.05
 
 @dataclass(frozen=True)
 class Course:
-    """What is trained with.
+    """Optimizer and options of a training.
 
     Attributes:
         make: parameters -> optimizer of the matrices.
@@ -178,7 +178,7 @@ def _error(ends: Sequence[Tensor], exact: Sequence[Tensor], start: Sequence[Tens
 
 @pytest.mark.parametrize("course", COURSES)
 def test_a_training(course: Course) -> None:
-    """It is as near to float64 as the CPU's, resumed to the bit, and its hi bits are those of the CPU."""
+    """A training is as near to float64 as the CPU's, is resumed to the bit, and has hi bits of the CPU's."""
     on_card = Training(course, "cuda")
     on_card.run(range(SAVED))
     file = on_card.saved()

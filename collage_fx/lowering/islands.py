@@ -202,7 +202,7 @@ class _Cut:
             self._inlined[node] = max([0, *(self._inlined[operand] for operand in operands)])
 
     def _is_hoisted(self, node: Node) -> bool:
-        """Return whether a number is computed by a part of its own: on a device, one made of an island's."""
+        """Return whether a number has a part of its own: on a device, a number made of an island's values."""
         is_printable_number = self._is_printable[node] and self._space[node] is NUMBERS
         return self._on_device and is_printable_number and self._level[node] > 0
 

@@ -23,7 +23,7 @@ All other wide state is cast, and its rest becomes error terms.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -108,7 +108,10 @@ def value_kept(saved: Tensor, dtype: torch.dtype, held: Tensor | None) -> tuple[
 
 def replace_tensors(entries: dict[Any, Any], new: Mapping[int, Tensor]) -> None:
     """Replace tensors, given by ``id``, in the state of a parameter and in containers in it."""
-    replaced: Callable[[Tensor], Tensor] = lambda each: new.get(id(each), each)  # noqa: E731
+
+    def replaced(each: Tensor) -> Tensor:
+        return new.get(id(each), each)
+
     for key, value in entries.items():
         if any(id(each) in new for each in pytree.tree_leaves(value)):
             entries[key] = pytree.tree_map_only(Tensor, replaced, value)

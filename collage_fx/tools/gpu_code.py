@@ -221,7 +221,7 @@ def _of_group(group: Launch | Sequence[Any], elements: int, arch: str) -> GpuKer
     if moved and (card := sass.CARDS.get(arch)) is not None:
         function = group.function
         executed = sass.by_pipe(sass.full_block(code.stages["sass"], function.tiles))
-        # Of the threads of a program, for its elements, of which the launch has this share.
+        # Threads for each element of the parameters: those of a program, times the share of this launch.
         each = function.threads / function.size * sum(group.lengths) / elements
         pipes = {pipe: number * each for pipe, number in executed.items()}
         issue, memory = sass.busiest(pipes, card)[1] * 1e12, moved / card.bandwidth * 1e12

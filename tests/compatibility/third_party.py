@@ -118,7 +118,7 @@ PYTORCH_OPTIMIZER: Mapping[str, float | None] = {
     "Yogi": ADAM,
 }
 
-#: Of a vector of n elements the statistics have rank t after t steps.
+#: Statistics of a vector have rank t after t steps.
 SHAMPOO = (
     "the preconditioner of a vector is singular for as many steps as the vector has elements. Until then its "
     "inverse root, which is computed anew and kept in bfloat16, has entries of 1 / sqrt(matrix_eps), whose "

@@ -188,7 +188,7 @@ def test_code_for_another_machines_vectors_is_not_found_in_a_cache() -> None:
 
 
 def test_a_library_for_another_processor_is_not_found_in_a_cache() -> None:
-    """One folder may serve the nodes of a cluster, whose processors lack instructions of each other's."""
+    """Nodes of a cluster may share a folder, although their processors have different instructions."""
     source = 'extern "C" int answer() { return 42; }'
     names = []
     for features in ("avx2", "avx2 avx512_f", "avx2"):

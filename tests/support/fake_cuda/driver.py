@@ -55,7 +55,7 @@ def drain() -> None:
 
 
 def fault() -> None:
-    """Let the next wait return an error."""
+    """Make the next wait return an error."""
     LIBRARY.fake_fault()
 
 

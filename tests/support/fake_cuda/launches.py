@@ -34,7 +34,7 @@ class Launch(NamedTuple):
 
 #: Since the last test, or the start.
 launched: list[Launch] = []
-#: What kernels and operators in queues have done wrong; the next wait for the device fails as well.
+#: Errors of queued kernels and operators; the next wait for the device fails as well.
 errors: list[str] = []
 
 _queued: dict[int, Callable[[], Any]] = {}
