@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -67,18 +66,23 @@ INLINED = {"realize_opcount_threshold": 1 << 16, "realize_reads_threshold": 1 <<
 
 def kernel_of(rule: Rule) -> Kernel | Reason:
     """Return the kernel for a rule's part, compiled unless it is known, or why it cannot be compiled."""
+    return _known(rule, rule.key, lambda: compile_rule(rule))
+
+
+def _known(rule: Rule, key: Hashable, compiled: Callable[[], Kernel | Reason]) -> Kernel | Reason:
+    """Return the kernel of a rule that is known under a key, or compile it and remember it."""
     by_inductor = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     config = inductor_config.get_hash()
-    for key in ((rule.key, config), (rule.key, config, *by_inductor)):
-        if key in _made:
-            note_generated_code(_made[key].code)
-            return _made[key].kernel
+    for full in ((key, config), (key, config, *by_inductor)):
+        if full in _made:
+            note_generated_code(_made[full].code)
+            return _made[full].kernel
     with generated_code() as code:
-        kernel = compile_rule(rule)
+        kernel = compiled()
     if isinstance(kernel, Kernel):
         is_printed = kernel.call is None
-        key = (rule.key, config) if is_printed else (rule.key, config, *by_inductor)
-        _made[key] = _Made(kernel, code, rule.lines)
+        full = (key, config) if is_printed else (key, config, *by_inductor)
+        _made[full] = _Made(kernel, code, rule.lines)
     return kernel
 
 
@@ -272,15 +276,15 @@ def _stackable(rule: Rule, no_table: Reason) -> Stackable | None:
         return None
     operands = tuple((size, stride, dtype, device) for dtype, device, size, stride in layouts)
     why = replace(no_table, what=f"only for all of a shape: {no_table.what}")
-    return Stackable(partial(_compiled_for_stacks, rule, why), operands)
+
+    def compiled(stacked: tuple[bool, ...]) -> Kernel | Reason:
+        return _known(rule, (rule.key, stacked), lambda: _compiled_for_stacks(rule, why, stacked))
+
+    return Stackable(compiled, operands)
 
 
 def _compiled_for_stacks(rule: Rule, why: Reason, stacked: tuple[bool, ...]) -> Kernel | Reason:
     """Compile the kernel of a rule for stacks of its tensors with Inductor."""
-    key = rule.key, stacked, inductor_config.get_hash()
-    if key in _made:
-        note_generated_code(_made[key].code)
-        return _made[key].kernel
     scope = SymbolicScope()
     with scope, generated_code() as code, inductor_config.patch({"triton.cudagraphs": False}):
         gm = stacked_graph(rule, scope, stacked)
@@ -292,9 +296,7 @@ def _compiled_for_stacks(rule: Rule, why: Reason, stacked: tuple[bool, ...]) -> 
         return Reason("a kernel would not hold for every number of tensors", why.node)
     reasons: Reasons = (("in one call for all tensors", why), *attempt.reasons)
     call, launches = innermost_callable(attempt.call), _launches(rule, code)
-    kernel = Kernel(call, device=rule.device, launches=launches, reasons=reasons)
-    _made[key] = _Made(kernel, code, rule.lines)
-    return kernel
+    return Kernel(call, device=rule.device, launches=launches, reasons=reasons)
 
 
 def bytes_of_a_unit(rule: Rule, value: Tensor) -> int:

@@ -20,15 +20,13 @@ aten = torch.ops.aten
 
 
 def stores_of_sums(rule: Rule) -> list[tuple[int | None, Line]]:
-    """Return the stores of sums and counts: line of the row, None for a total, and line of the value."""
-    totals = rule.totals
-    of_results = iter(range(sum(into is None for into, _ in rule.stores)))
-    found = []
-    for into, value in rule.stores:
-        is_total = into is None and next(of_results) in totals
-        if is_total or rule.lines[value].target in (update_sums, update_sizes):
-            found.append((into, rule.lines[value]))
-    return found
+    """Return the stores of sums and counts of a flat rule: line of the row, None for a total, and value."""
+    stored = [(into, rule.lines[value]) for into, value in rule.stores]
+    return [
+        (into, line)
+        for into, line in stored
+        if line.target in (update_sums, update_sizes) or (into is None and line.target in TOTALS)
+    ]
 
 
 def _sums_of(line: Line) -> Sums:

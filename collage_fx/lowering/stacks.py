@@ -57,11 +57,8 @@ def stacked_graph(rule: Rule, scope: SymbolicScope, stacked: Sequence[bool]) -> 
 
     def stack_of(node: Node) -> Tensor:
         value = node.meta["val"]
-        size, stride = (
-            (members, *value.shape),
-            (_apart(value.shape, value.dtype, value.device, rule.device), *value.stride()),
-        )
-        return scope.tensor(size, stride, value.dtype, rule.device)
+        single = tuple(value.shape), tuple(value.stride()), value.dtype, value.device
+        return scope.tensor(*_layout_of_stack(members, single, rule.device))
 
     def of_stacks(*inputs: Any) -> list[Any]:
         values = dict(zip(operands, inputs, strict=True))
@@ -195,8 +192,7 @@ class _Stacking:
     def _stack_of(self, column: tuple[int, ...], layout: tuple[Any, ...], device: torch.device) -> Stack:
         """Return the stack, on a device, of some values of a layout."""
         if column not in self._stacks:
-            size, stride, dtype, at = layout
-            of_host = at != device
+            of_host = layout[3] != device
             is_copy = len({*column}) < len(column)
             is_copy |= any(self._is_kept(index) or index in self._members for index in column)
             members = column if of_host or not is_copy else ()
@@ -204,8 +200,7 @@ class _Stacking:
             self._stacks[column] = stack
             if not of_host:
                 self._members.update(members)
-            own = (len(column), *size), (_apart(size, dtype, at, device), *stride)
-            self._memory.append((*own, dtype, device))
+            self._memory.append(_layout_of_stack(len(column), layout, device))
         return self._stacks[column]
 
     def _is_kept(self, index: int) -> bool:
@@ -213,9 +208,14 @@ class _Stacking:
         return index < self._plan.first_result or index in self._plan.outputs
 
 
-def _apart(size: Sequence[int], dtype: torch.dtype, at: torch.device, device: torch.device) -> int:
-    """Return the stride of a stack's members: a number of the host is a word of a device's table."""
-    return max(1, math.prod(size)) if at == device else WORD // dtype.itemsize
+def _layout_of_stack(members: Any, layout: tuple[Any, ...], device: torch.device) -> tuple[Any, ...]:
+    """Return size, stride, dtype and device of a stack of so many members, each of a layout.
+
+    The members are neighbours in memory; numbers of the host are words of the device's table.
+    """
+    size, stride, dtype, at = layout
+    apart = max(1, math.prod(size)) if at == device else WORD // dtype.itemsize
+    return (members, *size), (apart, *stride), dtype, device
 
 
 def _copy_into_stack(values: list[Any]) -> None:

@@ -24,17 +24,18 @@ def in_order_of_inputs(gm: GraphModule) -> GraphModule:
     Only values that nothing but elementwise operations read, on the way to the updated tensors, are copied.
     The given graph is not changed.
     """
-    if not _to_be_copied(gm):
+    chosen = {node.name for node in _to_be_copied(gm)}
+    if not chosen:
         return gm
     gm = copy_of(gm)
-    chosen, changed = _to_be_copied(gm), set[Node]()
+    changed = set[Node]()
     for node in gm.graph.nodes:
         if not changed.isdisjoint(node.all_input_nodes) and not is_copy_to_input(node):
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
             with node.meta["val"].fake_mode:
                 node.meta["val"] = node.target(*args, **kwargs)
             changed.add(node)
-        if node in chosen:
+        if node.name in chosen:
             value = node.meta["val"]
             with gm.graph.inserting_after(node), value.fake_mode:
                 copied = gm.graph.call_function(aten.clone.default, (node,))

@@ -117,8 +117,10 @@ class StepInParts:
         in_python = {index for index in outputs if index is not None}
         in_python |= {index for index, (size, *_) in zip(indices, plan.results, strict=True) if size}
         in_python.update(index for call in calls if call.kernel.function is None for index in call.values)
-        in_stacks = {index for stack in plan.stacks if not stack.of_host for index in stack.members}
-        in_tables = {stack.index for stack in plan.stacks if stack.of_host}
+        self._stacks = [stack for stack in plan.stacks if not stack.of_host]
+        of_host = [stack for stack in plan.stacks if stack.of_host]
+        in_stacks = {index for stack in self._stacks for index in stack.members}
+        in_tables = {stack.index for stack in of_host}
         in_python |= in_stacks
         allocated = {
             i: each
@@ -157,18 +159,11 @@ class StepInParts:
                 self.on_devices += launches.add_totals()
         for launches in self._launches.values():
             self.on_devices += launches.add_sums()
-        #: Stacks of numbers of the host: index of each, its launches, and the first number and layout there.
-        self._numbers = [
-            (
-                index,
-                self._launches[device],
-                self._launches[device].add_numbers(stack.members, dtype.itemsize),
-                dtype,
-            )
-            for stack in plan.stacks
-            if (index := stack.index) in in_tables
-            for _, _, dtype, device in [plan.result(index)]
-        ]
+        #: Index of each stack of numbers of the host, and a function that returns the stack.
+        self._numbers: list[tuple[int, Callable[[], Tensor]]] = []
+        for stack in of_host:
+            _, _, dtype, device = plan.result(stack.index)
+            self._numbers.append((stack.index, self._launches[device].add_numbers(stack.members, dtype)))
 
     @property
     def kernels(self) -> list[Kernel]:
@@ -185,10 +180,9 @@ class StepInParts:
         for index, (size, stride, dtype, device) in self._allocated:
             values[index] = torch.empty_strided(size, stride, dtype=dtype, device=device)
         self._temporaries.allocate(values)
-        for stack in plan.stacks:
-            if not stack.of_host:
-                for index, member in zip(stack.members, values[stack.index].unbind(), strict=True):
-                    values[index] = member
+        for stack in self._stacks:
+            for index, member in zip(stack.members, values[stack.index].unbind(), strict=True):
+                values[index] = member
         for function, operands in plan.numbers:
             values.append(function(*(values[o.index] if isinstance(o, ValueIndex) else o for o in operands)))
         addresses, scratch = self._addresses.of(values)
@@ -199,8 +193,8 @@ class StepInParts:
                 _call(stage, values, present)
         for launches in self._launches.values():
             launches.update(addresses, scratch, present)
-        for index, launches, numbers, dtype in self._numbers:
-            values[index] = launches.stack_of_numbers(numbers, dtype)
+        for index, numbers in self._numbers:
+            values[index] = numbers()
         for group in self.on_devices:
             if isinstance(group, Launch):
                 group()
@@ -234,8 +228,7 @@ class _Temporaries:
             for index in call.values:
                 waves[index].append(call.wave)
         for stack in plan.stacks:
-            if not stack.of_host:
-                waves[stack.index] += [wave for index in stack.members for wave in waves[index]]
+            waves[stack.index] += [wave for index in stack.members for wave in waves[index]]
         self.offsets: dict[int, int] = {}
         self._memory: list[tuple[torch.device, int, dict[int, tuple[Any, ...]]]] = []
         for device in dict.fromkeys(result[3] for result in found.values()):

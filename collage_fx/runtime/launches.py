@@ -177,16 +177,21 @@ class Launches(Table):
         self.launches.append(Launch(self, kernel, rows, lengths, members))
         return self.launches[-1]
 
-    def add_numbers(self, values: Sequence[int], size: int) -> range:
-        """Add numbers of the host, of so many bytes, as neighbouring words; return their places."""
-        first = len(self.numbers)
-        self.numbers += [Word(self.place_of(value), size) for value in values]
-        return range(first, first + len(values))
+    def add_numbers(self, values: Sequence[int], dtype: torch.dtype) -> Callable[[], Tensor]:
+        """Add numbers of the host as neighbouring words.
 
-    def stack_of_numbers(self, places: range, dtype: torch.dtype) -> Tensor:
-        """Return a vector of numbers that are words of the table."""
-        words = self.table[len(self.words) + places.start : len(self.words) + places.stop]
-        return words.view(dtype)[:: WORD // dtype.itemsize]
+        Returns:
+            a function that returns the vector of these numbers in the table, after the first :meth:`update`.
+        """
+        first = len(self.numbers)
+        self.numbers += [Word(self.place_of(value), dtype.itemsize) for value in values]
+
+        @functools.cache
+        def vector() -> Tensor:
+            words = self.table[len(self.words) + first :][: len(values)]
+            return words.view(dtype)[:: WORD // dtype.itemsize]
+
+        return vector
 
     def add_totals(self) -> list[Launch]:
         """Add the launch that adds up the totals of the last wave, if there are any."""

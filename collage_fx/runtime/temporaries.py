@@ -53,10 +53,10 @@ def in_rounds(calls: Sequence[Call], shares: Mapping[int, float]) -> list[Call]:
         of_member[call.member].update({index: shares[index] for index in call.values if index in shares})
         kernels[call.member] += (id(call.kernel),)
     # Members of one shape are in one round, where their tensors can be stacked.
-    kinds = list(dict.fromkeys(kernels.values()))
+    kinds = {kind: i for i, kind in enumerate(dict.fromkeys(kernels.values()))}
     rounds: dict[int, int] = {}
     held = 0.0
-    for member in sorted(of_member, key=lambda member: (kinds.index(kernels[member]), member)):
+    for member in sorted(of_member, key=lambda member: (kinds[kernels[member]], member)):
         size = sum(of_member[member].values())
         if member != NO_MEMBER:
             last = max(rounds.values(), default=0)
