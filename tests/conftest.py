@@ -34,22 +34,27 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Write the tracebacks of a worker that crashes to a file, which is printed at the end of the run."""
-    if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+    """Have a worker that crashes write its tracebacks to a file, for the report of the test."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker and _has_cache(session.config):
         crash = _crash_file(session.config, worker).open("w", encoding="utf-8")
         faulthandler.enable(crash)
         session.config.add_cleanup(faulthandler.disable)
         session.config.add_cleanup(crash.close)
 
 
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    if hasattr(config, "workerinput") or config.cache is None:
-        return
-    for file in sorted(config.cache.mkdir("crashes").iterdir()):
-        if text := file.read_text(encoding="utf-8"):
-            terminalreporter.section(f"crash of {file.stem}")
-            terminalreporter.write_line(text)
-        file.unlink()
+@pytest.hookimpl(optionalhook=True)
+def pytest_handlecrashitem(crashitem: str, report: Any, sched: Any) -> None:
+    """Say how the worker of pytest-xdist ended that crashed in a test, and what it did then."""
+    worker = report.node
+    report.longrepr += f"\nits exit status: {worker.gateway._io.wait()}"
+    if _has_cache(worker.config):
+        report.longrepr += "\n" + _crash_file(worker.config, worker.gateway.id).read_text(encoding="utf-8")
+
+
+def _has_cache(config: pytest.Config) -> bool:
+    """Return whether pytest has a folder for files; with ``-p no:cacheprovider`` it has none."""
+    return getattr(config, "cache", None) is not None
 
 
 def _crash_file(config: pytest.Config, worker: str) -> Path:

@@ -287,7 +287,7 @@ def _compiled_for_stacks(rule: Rule, why: Reason, stacked: tuple[bool, ...]) -> 
     """Compile the kernel of a rule for stacks of its tensors with Inductor."""
     scope = SymbolicScope()
     with scope, generated_code() as code, inductor_config.patch({"triton.cudagraphs": False}):
-        gm = stacked_graph(rule, scope, stacked)
+        gm, most = stacked_graph(rule, scope, stacked)
         inputs = [node.meta["val"] for node in placeholders(gm.graph)]
         attempt = compile_somehow(gm, inputs, is_inference=True)
     if not attempt.is_compiled:
@@ -296,7 +296,7 @@ def _compiled_for_stacks(rule: Rule, why: Reason, stacked: tuple[bool, ...]) -> 
         return Reason("a kernel would not hold for every number of tensors", why.node)
     reasons: Reasons = (("in one call for all tensors", why), *attempt.reasons)
     call, launches = innermost_callable(attempt.call), _launches(rule, code)
-    return Kernel(call, device=rule.device, launches=launches, reasons=reasons)
+    return Kernel(call, device=rule.device, launches=launches, most_members=most, reasons=reasons)
 
 
 def bytes_of_a_unit(rule: Rule, value: Tensor) -> int:

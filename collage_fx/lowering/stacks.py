@@ -32,9 +32,9 @@ from torch.fx import GraphModule, Node
 
 from collage_fx.graph import Reason, is_elementwise, placeholders
 from collage_fx.lowering.rule_graphs import graph_of
-from collage_fx.lowering.rules import Rule
+from collage_fx.lowering.rules import LONGEST, Rule
 from collage_fx.runtime import WORD, Call, Kernel, Plan, Stack
-from collage_fx.torch_compat import SymbolicScope, functional_decompositions
+from collage_fx.torch_compat import SymbolicScope, functional_decompositions, pytree
 
 aten = torch.ops.aten
 
@@ -42,8 +42,11 @@ aten = torch.ops.aten
 MEMBERS = 8
 
 
-def stacked_graph(rule: Rule, scope: SymbolicScope, stacked: Sequence[bool]) -> GraphModule:
-    """Return the graph of a rule for stacks of its tensors.
+def stacked_graph(rule: Rule, scope: SymbolicScope, stacked: Sequence[bool]) -> tuple[GraphModule, int]:
+    """Return the graph of a rule for stacks of its tensors, and the most members that it holds for.
+
+    With as many, each value has fewer than 2**31 elements, the words of the host's numbers among them. The
+    compiler knows, and so has no question whose answer would bind the graph to one number of members.
 
     Args:
         rule: a rule that is not flat, and stores into no input.
@@ -53,7 +56,9 @@ def stacked_graph(rule: Rule, scope: SymbolicScope, stacked: Sequence[bool]) -> 
     single = graph_of(rule, scope, MEMBERS)
     operands = placeholders(single.graph)[: len(stacked)]
     results = [node.all_input_nodes[1] for node in single.graph.nodes if node.target is aten.copy_.default]
-    members = scope.length("m", MEMBERS)
+    values = pytree.tree_leaves([node.meta.get("val") for node in single.graph.nodes])
+    most = (LONGEST - 1) // max(WORD, *(each.numel() for each in values if isinstance(each, Tensor)))
+    members = scope.length("m", MEMBERS, max(2, most))
 
     def stack_of(node: Node) -> Tensor:
         value = node.meta["val"]
@@ -85,7 +90,7 @@ def stacked_graph(rule: Rule, scope: SymbolicScope, stacked: Sequence[bool]) -> 
         into.meta["val"] = store.meta["val"] = stack_of(result)
     output.args = ((),)
     gm.recompile()
-    return gm
+    return gm, most
 
 
 def _called(node: Node, values: Mapping[Node, Any], are_stacks: Set[Node]) -> Any:
@@ -172,6 +177,11 @@ class _Stacking:
         assert kernel.stackable is not None
         of_stacks = kernel.stackable.compiled(tuple(are_stacks[:operands]))
         if isinstance(of_stacks, Reason):
+            reasons = (("in one call for all of a shape", of_stacks), *kernel.reasons)
+            of_each = replace(kernel, reasons=reasons)
+            self._instead |= {i: [replace(self._plan.calls[i], wave=wave, kernel=of_each)] for i in group}
+            return
+        if len(group) > of_stacks.most_members:
             return
         instead: list[Call] = []
         values = []

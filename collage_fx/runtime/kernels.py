@@ -78,6 +78,7 @@ class Kernel:
         stackable: how calls are made for stacks of tensors; None if each tensor has a call of its own.
         reasons: why it is not compiled, or not called, in a faster way.
         launches: number of kernels that a GPU runs for a call of ``call``.
+        most_members: largest number of members of the stacks that it is called for; 0 if it takes no stacks.
     """
 
     call: Callable[[list[Any]], Any] | None
@@ -90,6 +91,7 @@ class Kernel:
     stackable: Stackable | None = None
     reasons: Reasons = ()
     launches: int = 1
+    most_members: int = 0
 
 
 @dataclass(frozen=True)

@@ -84,10 +84,12 @@ class SymbolicScope:
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
 
-    def length(self, name: str, hint: int) -> Any:
-        """Make a symbolic integer that is at least 2."""
+    def length(self, name: str, hint: int, most: int | None = None) -> Any:
+        """Make a symbolic integer that is at least 2, and at most ``most``."""
         source = ConstantSource(name)
         symbol = self.shape_env.create_symbol(hint, source, DimDynamic.DYNAMIC)
+        if most is not None:
+            self.shape_env.constrain_symbol_range(symbol, 2, most)
         return self.shape_env.create_symintnode(symbol, hint=hint, source=source)
 
     def number(self, name: str, kind: type) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
@@ -14,7 +15,7 @@ from collage_fx.lowering.parts import parts_of
 from collage_fx.lowering.rule_graphs import graph_of
 from collage_fx.lowering.rules import Rule, rule_of
 from collage_fx.lowering.stacks import in_stacks, stacked_graph
-from collage_fx.runtime import HOST, Call, Kernel, Plan, Stackable, StepInParts
+from collage_fx.runtime import HOST, WORD, Call, Kernel, Plan, Stackable, StepInParts
 from collage_fx.torch_compat import SymbolicScope
 from tests.support import triton_offline as offline
 from tests.support.launched import LaunchedSteps
@@ -64,7 +65,11 @@ def test_a_stack_is_its_members(name: str, members: int, shared: int | None) -> 
     operands = [given[i] if is_stack else given[i][0] for i, is_stack in zip(used, stacked, strict=True)]
     scope = SymbolicScope()
     with scope:
-        single, of_stack = graph_of(rule, scope, 8), stacked_graph(rule, scope, stacked)
+        single, (of_stack, _) = graph_of(rule, scope, 8), stacked_graph(rule, scope, stacked)
+        for node in of_stack.graph.find_nodes(op="placeholder"):  # as Inductor asks for a GPU
+            value = node.meta["val"]
+            assert value.numel() < 2**31
+            assert math.prod(value.shape[:1]) * WORD < 2**31
         assert not scope.has_guards(below=1 << 31)
     out = of_stack.graph.find_nodes(op="placeholder")[-1].meta["val"]
     found = torch.full((members, *out.shape[1:]), torch.nan, dtype=out.dtype)
@@ -103,7 +108,7 @@ def test_values_reach_stacks_and_leave_them(operands: list[tuple[int, int]]) -> 
     layout = (4,), (1,), torch.float32, HOST
     kernel = Kernel(
         _sum_and_product,
-        stackable=Stackable(lambda stacked: Kernel(_sum_and_product), (layout, layout)),
+        stackable=Stackable(lambda stacked: Kernel(_sum_and_product, most_members=8), (layout, layout)),
     )
     first = Kernel(_plus_one)
     made = [Call(first, (i, 3 + i), 0, 0, (3 + i,)) for i in range(3)]
