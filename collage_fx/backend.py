@@ -10,10 +10,9 @@ import torch
 from torch.fx import GraphModule
 
 from collage_fx.capture import not_compiled_yet, start_watch
-from collage_fx.codegen import prepare_compiler
 from collage_fx.compilation import Backend, Compilation
 from collage_fx.errors import InvalidOptionError
-from collage_fx.graph import Arithmetic, Rounding, Strategy, device_facts
+from collage_fx.graph import Arithmetic, Rounding, Strategy
 from collage_fx.lowering import JOINT_GRAPH_SETTINGS, forget_kernels
 from collage_fx.metrics import Metrics
 from collage_fx.options import (
@@ -175,8 +174,6 @@ class CollageBackend(Backend):
         patches = mode_options(mode) if mode is not None and mode != "default" else {}
         if self.options.strategy != "none":
             patches.update(JOINT_GRAPH_SETTINGS)
-        if any(device_facts(tensor.device).compiles_cpp for tensor in (*gm.parameters(), *gm.buffers())):
-            prepare_compiler()
         return Compilation(self, gm, tuple(example_inputs), mode, patches).run()
 
 

@@ -30,9 +30,8 @@ from collage_fx.capture import (
     refuse_devices,
     refuse_unknown_torch,
 )
-from collage_fx.codegen import prepare_compiler
 from collage_fx.errors import InvalidOptionError, UnsupportedOptimizerError
-from collage_fx.graph import Role, Strategy, device_facts
+from collage_fx.graph import Role, Strategy
 from collage_fx.numerics import is_low_precision
 from collage_fx.options import Options, refuse_unknown
 from collage_fx.state import (
@@ -224,8 +223,6 @@ def _install(optimizer: Optimizer, backend: CollageBackend) -> None:
     set_own_step(optimizer, CompiledStep(optimizer, backend))
     parameters = [parameter for _, parameter in parameter_names(optimizer)]
     low = [parameter for parameter in parameters if is_low_precision(parameter.dtype)]
-    if any(device_facts(parameter.device).compiles_cpp for parameter in low):
-        prepare_compiler()  # while the program prepares its first step
     log.log(
         logging.INFO if low else logging.WARNING,
         "%s: its first step compiles it with %r; %d of %d parameters are bfloat16 or float16",

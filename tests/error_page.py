@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch.optim import Optimizer
 
 from collage_fx import errors
-from collage_fx.torch_compat import prepare_cpp_compiler
 from tests.support.training import differences, everything
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "errors"
@@ -638,7 +638,7 @@ def program_of(example: Example) -> str:
 def run(kind: type[errors.CollageError], example: Example) -> Outcome:
     """Run an example, which has to raise the kind of error in its last statement, or warn of it."""
     torch._dynamo.reset()
-    prepare_cpp_compiler().result()  # once a process, and not by one that an example has made unusable
+    pick_vec_isa()  # Inductor tests the compiler once a process: not one that an example has made unusable
     *setup, last = ast.parse(program_of(example)).body
     names: dict[str, Any] = {"__name__": "__main__"}
     with (

@@ -241,7 +241,7 @@ a table of addresses.
   (MI300: AMD's compiler, given the kernels that are written for NVIDIA's cards).
 - **16-byte accesses** of a thread, where a block is full, among those that its 8 elements take. Bytes and
   scales are accessed 8 or fewer bytes at a time, and so is all that is measured: there a thread has 4
-  elements at a time. Where most accesses are of single bytes, a thread has 16 elements.
+  elements at a time.
 
 torch {torch}, Triton {triton}.
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._inductor.utils import fresh_cache
 
 from collage_fx import CollageBackend
 from tests.support import fake_cuda

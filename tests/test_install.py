@@ -27,7 +27,7 @@ import collage_fx
 from collage_fx import CollageBackend, CollageError, backend_of, error_terms, full_value, install, uninstall
 from collage_fx.errors import UnsupportedTensorError
 from collage_fx.graph import DEVICES
-from tests.support.substitutes import meta_device_as, preparations
+from tests.support.substitutes import meta_device_as
 from tests.support.training import (
     Descent,
     compiled,
@@ -286,14 +286,6 @@ def test_hooks_run_eagerly_around_the_step(reference: Optimizer) -> None:
     assert len({float(each[1]) for each in seen if len(each) > 1}) == 3
     assert not differ(optimizer, reference)
     assert backend_of(optimizer).report().graphs[0].route
-
-
-@pytest.mark.parametrize(("dtype", "expected"), [(torch.bfloat16, 1), (torch.float32, 0)])
-def test_the_compiler_is_prepared_while_the_program_goes_on(dtype: torch.dtype, expected: int) -> None:
-    """Which takes half of a first step's time on a machine that has compiled nothing yet."""
-    with preparations() as prepare:
-        install(AdamW([torch.nn.Parameter(torch.ones(3, dtype=dtype))]))
-    assert prepare.call_count == expected
 
 
 def test_an_optimizer_that_has_no_hooks_is_installed() -> None:

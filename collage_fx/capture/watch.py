@@ -82,7 +82,6 @@ from collage_fx.capture.recording import (
 )
 from collage_fx.capture.refusals import refuse_optimizer, refuse_unknown_torch
 from collage_fx.capture.thinning import rows_to_trace
-from collage_fx.codegen import prepare_compiler
 from collage_fx.errors import (
     CollageError,
     EagerStepError,
@@ -90,7 +89,6 @@ from collage_fx.errors import (
     RecompileLimitError,
     raise_or_warn,
 )
-from collage_fx.graph import device_facts
 from collage_fx.numerics import is_low_precision
 from collage_fx.state import (
     adopt,
@@ -220,9 +218,6 @@ def _at_trace(optimizer: Optimizer) -> Iterable[Place] | None:
     unpack_state(optimizer)
     _adopt(optimizer, strict=request.strict)
     _is_refused(optimizer, strict=request.strict)
-    low = (p for _, p in parameter_names(optimizer) if is_low_precision(p.dtype))
-    if any(device_facts(p.device).compiles_cpp for p in low):
-        prepare_compiler()  # while Dynamo traces
     _conversion.get().enter_context(_gradients_with_sizes(optimizer))
     return scheduled_numbers(optimizer)
 

@@ -16,7 +16,6 @@ from collage_fx.codegen.address_tables import (
     Peek,
     is_library_loaded,
     load_library,
-    prepare_compiler,
 )
 from collage_fx.codegen.elements import has_spelling
 from collage_fx.codegen.kernels import FLAGS, flat_kernel, number_kernel

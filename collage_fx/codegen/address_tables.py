@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from collage_fx.numerics import SUMS
-from collage_fx.torch_compat import ADDRESS_OF_TENSOR, load_cpp_library, prepare_cpp_compiler
+from collage_fx.torch_compat import ADDRESS_OF_TENSOR, load_cpp_library
 
 #: Number of elements of a tensor that are compared with their values after the last step.
 PEEKED = 4
@@ -81,15 +81,6 @@ def load_library() -> Library:
 def is_library_loaded() -> bool:
     """Return whether the library has been compiled and loaded in this process."""
     return load_library.cache_info().currsize > 0
-
-
-@functools.cache
-def prepare_compiler() -> None:
-    """Start to compile, on another core, the library that a first step needs, once a process.
-
-    An error of the compiler is raised when the library or a kernel is needed, not here.
-    """
-    prepare_cpp_compiler().add_done_callback(lambda done: done.exception() or load_library())
 
 
 class Fill:

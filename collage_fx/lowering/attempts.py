@@ -28,7 +28,6 @@ from collage_fx.torch_compat import (
     inductor_compile_inner,
     inductor_config,
     inductor_faults,
-    prepare_cpp_compiler,
 )
 
 #: Ways to compile a graph, the fastest code first: descriptions and context managers.
@@ -83,10 +82,6 @@ def compile_somehow(gm: GraphModule, inputs: Sequence[Any], **options: Any) -> A
     for way, simplified in WAYS:
         try:
             with simplified(), inductors_faults():
-                if any(
-                    isinstance(each, Tensor) and device_facts(each.device).compiles_cpp for each in inputs
-                ):
-                    prepare_cpp_compiler().result()
                 compiled = inductor_compile_inner(copy_of(spare) if faults else gm, inputs, **options)
             simpler = Reason(f"Inductor failed: {faults[0]}; compiled {way}") if faults else None
             return Attempt(compiled, not_taken(("by the usual code", simpler)))

@@ -50,7 +50,6 @@ from collage_fx.torch_compat import (
     launches_of,
     load_cpp_library,
     note_generated_code,
-    prepare_cpp_compiler,
     table_kernel,
     without_triton,
 )
@@ -149,7 +148,6 @@ def printed(rule: Rule) -> Kernel | Reason:
         return Reason(f"it has more than {MOST_ARGUMENTS} arguments", what)
     try:
         with inductors_faults():
-            prepare_cpp_compiler().result()
             library = load_cpp_library(source, FLAGS)
     except InductorFault as fault:
         if is_refused_by_compiler(fault) and _compiles():

@@ -80,7 +80,6 @@ try:
         is_refused_by_compiler,
         mode_options,
         note_generated_code,
-        prepare_cpp_compiler,
     )
     from collage_fx.torch_compat.inductor_libraries import ADDRESS_OF_TENSOR, CFunction, load_cpp_library
     from collage_fx.torch_compat.inductor_lowerings import (

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
-import functools
-import os
-import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
@@ -225,31 +220,6 @@ for _name, _value in (("combo_kernel_peak_memory_pct_threshold", None), ("combo_
 #: Whether a CUDA graph keeps the value that a 0-d tensor of the host had at the capture: since torch 2.13 the
 #: generated code reads it during the capture; before, it copied it to the device.
 FREEZES_NUMBERS = version() >= (2, 13)
-
-
-_PREPARING = "collage_fx: prepare the compiler"
-
-
-@functools.cache
-def prepare_cpp_compiler() -> concurrent.futures.Future[Any]:
-    """Start to test, on another core, the processor and the C++ compiler; once a process.
-
-    Before the first compilation on a machine, this takes longer than compiling a kernel. Compilations wait
-    for it, because Inductor's answers differ if two threads ask at once. The future raises errors of the
-    compiler.
-    """
-    executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=_PREPARING)
-    future = executor.submit(pick_vec_isa)
-    executor.shutdown(wait=False)
-    if sys.platform != "win32":
-        os.register_at_fork(before=functools.partial(_finish, executor))
-    return future
-
-
-def _finish(executor: concurrent.futures.Executor) -> None:
-    """Wait for the thread before a fork: the child process lacks it, but would wait for it and its locks."""
-    if not threading.current_thread().name.startswith(_PREPARING):
-        executor.shutdown()
 
 
 def innermost_callable(compiled: Any) -> Callable[[list[Any]], Any]:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
+import os
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from pathlib import Path
 
 import torch
 from torch._C._dynamo.guards import _torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
-from torch._inductor.codecache import CppCodeCache
+from torch._inductor.cpp_builder import CppBuilder, CppTorchOptions
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 #: Address of the C function that takes a Python tensor and returns the address of its memory.
 ADDRESS_OF_TENSOR: int = _torchinductor_pyobject_tensor_data_ptr
@@ -32,17 +36,35 @@ class CFunction:
 
 
 def load_cpp_library(source: str, flags: Sequence[str] = ()) -> ctypes.CDLL:
-    """Compile ``extern "C"`` functions like Inductor's kernels, or load the library from its cache.
+    """Compile ``extern "C"`` functions by Inductor's compiler and flags, or load them from its cache folder.
 
-    The compiler may use every instruction of this processor. Other machines that share the cache compile a
-    library of their own if their processors have other instructions.
+    The compiler may use every instruction of this processor. Other machines that share the folder compile a
+    library of their own if their processors have other instructions. Inductor itself tests first which
+    vectors its own C++ can be compiled for. That takes longer than all our kernels, which do not need it.
 
     Args:
         source: C++ source.
         flags: additional flags of the compiler, after Inductor's.
+
+    Raises:
+        torch._inductor.exc.CppCompileError: the compiler refuses the source.
+        torch._inductor.exc.InvalidCxxCompiler: there is no compiler.
     """
-    head = f"// For a processor with {processor_features()}\n"
-    return cast("ctypes.CDLL", CppCodeCache.load(head + source, extra_flags=tuple(flags)))
+    options = CppTorchOptions(extra_flags=flags)
+    command = CppBuilder("library", "source", options).get_command_line()
+    text = f"// For a processor with {processor_features()}\n// {command}\n{source}"
+    folder, name = Path(cache_dir(), "collage_fx"), hashlib.sha256(text.encode()).hexdigest()[:32]
+    library = folder / f"{name}.so"
+    if not library.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:  # other processes see whole files only
+            file = Path(scratch, f"{name}.cpp")
+            file.write_text(text, encoding="utf-8")
+            builder = CppBuilder(name, str(file), options, scratch)
+            builder.build()
+            os.replace(file, folder / file.name)
+            os.replace(builder.get_target_file_path(), library)
+    return ctypes.CDLL(str(library))
 
 
 @functools.cache

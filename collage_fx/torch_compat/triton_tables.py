@@ -42,8 +42,8 @@ RELIED_ON = (
     "torch._inductor.runtime.triton_heuristics:FixedGrid has generate",
 )
 
-#: Elements of a block, and threads of the program that computes it: a thread has 16 bytes of bfloat16. Where
-#: most loads and stores are of single bytes, it has 16 bytes of these, so there are half as many threads.
+#: Elements of a block, and threads of the program that computes it: a thread has 16 bytes of bfloat16. It is
+#: the best choice on an H200 also where most loads and stores are of single bytes.
 BLOCK, THREADS = 1024, 128
 #: Threads of a warp if Inductor does not say.
 WARP = 32
@@ -281,9 +281,6 @@ _TYPES = {
     "*u64": "uint64",
 }
 
-#: Types of addresses of single bytes.
-_BYTES = ("*i8", "*u8", "*i1", "*fp8e4nv", "*fp8e5")
-
 
 def launches_of(code: str) -> int:
     """Return the number of launches of Inductor's code: its Triton kernels, and calls of torch's kernels."""
@@ -360,7 +357,7 @@ def _framed(
     kind = "numbers" if length is None else "update" if sums is None else "measured_update"
     name = f"collage_{kind}_{hashlib.sha256((bodies + str(calls)).encode()).hexdigest()[:8]}"
     words = len(held) + (0 if sums is None else 2)
-    threads = THREADS // 2 if sums is None and _is_bytewise(first) else THREADS
+    threads = _warp(first) if length is None else THREADS
     frame = f"""
 @decorator
 @triton.jit
@@ -378,15 +375,13 @@ def {name}(table, programs, XBLOCK: tl.constexpr, ALIGNMENT: tl.constexpr):
         config = {
             "XBLOCK": size,
             "ALIGNMENT": ALIGNED_BYTES if aligned else 1,
-            "num_warps": threads // _warp(first) if length is not None else 1,
+            "num_warps": threads // _warp(first),
             "num_stages": 1,
         }
         decorator = _decorator(config, first, name)
         sources[aligned] = f"{head}\n\n{bodies}\n{frame.replace('decorator', decorator, 1)}"
     adding = None if sums is None else _adding(first, head)
     tiles = 1 if sums is None else TILES
-    if length is None:
-        threads = _warp(first)
     return TableKernel(name, tuple(held), size * tiles, sources, tuple(accesses), adding, threads, tiles)
 
 
@@ -409,26 +404,9 @@ def _called(name: str, given: Sequence[str], length: int | None, sums: TableSums
 
 def _accessed(function: ast.FunctionDef) -> Iterator[str]:
     """Return the parameters that a kernel loads from and stores into, for each load and store."""
-    return (parameter for parameter, _ in _accesses(function))
-
-
-def _accesses(function: ast.FunctionDef) -> Iterator[tuple[str, str]]:
-    """Return the parameter and the index of each load and store."""
     for node in ast.walk(function):
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("tl.load", "tl.store"):
-            parameter, _, index = ast.unparse(node.args[0]).partition(" + ")
-            yield parameter, index
-
-
-def _is_bytewise(kernel: _Kernel) -> bool:
-    """Return whether most of the loads and stores of each element are of single bytes."""
-    of_elements = r"\br0_" if _elements_of_a_unit(kernel.function) > 1 else r"\bx0\b"
-    kinds = [
-        kernel.signature[parameter] in _BYTES
-        for parameter, index in _accesses(kernel.function)
-        if re.search(of_elements, index)
-    ]
-    return 2 * sum(kinds) > len(kinds)
+            yield ast.unparse(node.args[0]).partition(" + ")[0]
 
 
 def _adding(like: _Kernel, head: str) -> TableKernel:

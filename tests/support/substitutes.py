@@ -274,11 +274,6 @@ def scratch_on(device: str) -> Iterator[None]:
         yield
 
 
-def preparations() -> AbstractContextManager[mock.Mock]:
-    """Context manager: a mock in the place of what ``install`` has compiled on another core."""
-    return mock.patch("collage_fx.install.prepare_compiler")
-
-
 @contextlib.contextmanager
 def launches_noted() -> Iterator[list[Any]]:
     """Context manager: launches of kernels over tables are noted, and nothing is launched."""

@@ -151,27 +151,6 @@ def test_code_compiled_by_another_torch_compat_is_not_found_in_a_cache() -> None
     assert all(path.read_text(encoding="utf-8") in sources for path in files)
 
 
-#: A process that forks as soon as the threads have begun that prepare the compiler.
-FORKING = """
-import os
-from collage_fx.torch_compat import prepare_cpp_compiler
-prepare_cpp_compiler()
-child = os.fork()
-if child == 0:
-    os._exit(0 if prepare_cpp_compiler().done() else 3)
-os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-def test_a_forked_process_waits_for_no_thread_that_it_does_not_have() -> None:
-    """As a step does that it compiles, if the step of its parent was refused, or explained, before."""
-    run = subprocess.run(
-        [sys.executable, "-c", FORKING], cwd=COMPAT.parent.parent, capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stderr
-
-
 @pytest.mark.usefixtures("by_inductor")
 def test_code_for_another_machines_vectors_is_not_found_in_a_cache() -> None:
     """Which Inductor takes for its own: AVX-512 code that is compiled for AVX2 computes something else."""
