@@ -178,10 +178,9 @@ def test_products_and_sums_are_launched_for_each_shape(make: Any, most: int) -> 
         with fresh_cache():  # kernels that are found there have been asked no questions
             for _ in range(3):
                 rig.step(grads)
-        steps = []
-        for _ in range(4):  # some have more: reductions are timed when they are first launched
+        for _ in range(4):
             used.clear()
             launches = counted(rig.compiled)["launches"]
-            steps.append(launches + used.total())  # torch's operators are launches, too: products
-        found.append(min(steps))
-    assert found[0] == found[1] <= most
+            found.append(launches + used.total())  # torch's operators are launches, too: products
+    assert len({*found}) == 1
+    assert found[0] <= most

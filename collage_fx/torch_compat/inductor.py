@@ -56,8 +56,13 @@ def copy_cache_facts(source: torch.fx.GraphModule, to: torch.fx.GraphModule) -> 
 
 
 def inductor_compile_inner(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
-    """Compile a rewritten graph with Inductor to a callable of a single list."""
-    with without_contraction():
+    """Compile a rewritten graph with Inductor to a callable of a single list.
+
+    Unless the mode is to tune, kernels are not chosen by the time that they take: reductions by other blocks
+    have other last bits, and so ranks would differ, and a resumed run from the one that goes on.
+    """
+    tunes = inductor_config.max_autotune
+    with without_contraction(), inductor_config.patch(deterministic=not tunes):
         return inductor_compile_as_it_is(gm, example_inputs, **kwargs)
 
 
