@@ -300,8 +300,9 @@ where a call for each of its 48 matrices took 1,250; Adafactor 28 for four shape
 
 ## Measured on an H200
 
-GPT-2 124M: 148 tensors, {parameters:.1f} million parameters. {about}. All columns of the benchmark are in
-`benchmarks/README.md`; `./dev bench --device cuda` measures anew.
+GPT-2 124M: 148 tensors, {parameters:.1f} million parameters. {about}.
+
+All columns of the benchmark are in `benchmarks/README.md`; `./dev bench --device cuda` measures anew.
 
 - **× its copy**: the time over that of a copy that moves as many bytes, in turn. Copies moved {copies:.2f} TB/s.
 - **predicted**: the same from static counts, as in the next section: 1, or the time of the instructions at
@@ -311,13 +312,14 @@ GPT-2 124M: 148 tensors, {parameters:.1f} million parameters. {about}. All colum
 
 Where memory bounds a step, the prediction is right within 15 %: `light` and `plus` take 1.05 of a copy. Where
 instructions do, schedulers issue some three quarters of what they could, so that `block8` takes 1.5 and a
-measured step 2.2 of a copy. All formats of this package take less time than torch's fused AdamW with float32
-parameters.
+measured step 2.2 of a copy. In all formats, a step takes less time than torch's fused AdamW with float32
+parameters, unless it is measured.
 
-Of 80 tests for a GPU 71 passed and one failed there; one needs two GPUs, three did not end in the lent
-time, and four were left out for theirs (2**31 elements, accesses under compute-sanitizer, 10,000 steps). The one
-is a training with Muon, whose last bits are compared with a resumed run: Inductor chose reductions by time,
-which it does not any more. It has not been run since. Errors against float64 are the CPU's to three digits or
+Of 80 tests for a GPU 71 passed and one failed; one needs two GPUs, three had not ended when the time was up,
+and four were left out (2**31 elements, accesses under compute-sanitizer, 10,000 steps). The one that failed is a
+training with Muon. Which of its comparisons failed is not known: its message was cut off. Inductor chose
+reductions by their time then, so a resumed run could have other last bits; it does not any more, and the test
+has not been run since. Errors against float64 are the CPU's to three digits or
 more (AdamW, LAMB, Adafactor, Muon); of the elements of hi, 5 of 48,549 differ from the CPU's step with AdamW,
 none with LAMB and Adafactor, 159 with Muon. A step of LAMB took 1.08 ms of the device and 5 launches, and 14.3 ms
 and 2,220 launches without this package. The host of that machine needed 0.51 ms for a step of AdamW where torch's
