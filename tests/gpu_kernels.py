@@ -219,7 +219,7 @@ def predicted(rows: Sequence[tuple[Row, Measured]]) -> str:
 
 
 #: Results of ``./dev bench`` on an H200, and the clock at which it ran.
-ON_H200 = Path(__file__).resolve().parent.parent / "benchmarks" / "results" / "cuda-nvidia-h200-torch-2.11.0.json"
+ON_H200 = PATH.parent.parent / "benchmarks" / "results" / "cuda-nvidia-h200-torch-2.11.0.json"
 H200_CLOCK = 1.98e9
 #: The rows of the tables above under the names that the benchmark has for them.
 IN_BENCHMARK = {
@@ -251,11 +251,11 @@ def on_h200(results: Mapping[str, Any], rows: Sequence[tuple[Row, Measured]]) ->
 
 DOCUMENT = """# On a GPU
 
-An H200 has run the tests and these kernels once: [Measured on an H200](#measured-on-an-h200). Two things are
-known without a GPU. A fake CUDA driver runs whole trainings, with torch's build for CUDA, Inductor's launchers
-and all kernels (`./dev test --fake-gpu`; see [the last section](#run-by-a-fake-driver)). And the numbers of the
-other tables are read off the kernels that a GPU would be given. Written by `python -m tests.gpu_kernels`; not to
-be edited.
+An H200 has run the tests and these kernels once: [Measured on an H200](#measured-on-an-h200). Two things
+are known without a GPU. A fake CUDA driver runs whole trainings, with torch's build for CUDA, Inductor's
+launchers and all kernels (`./dev test --fake-gpu`; see [the last section](#run-by-a-fake-driver)). And
+the numbers of the other tables are read off the kernels that a GPU would be given. Written by
+`python -m tests.gpu_kernels`; not to be edited.
 
 `collage-fx explain --optimizer AdamW --code triton --arch sm_90` shows the kernels of any optimizer, on any
 Linux machine, with what is in the first of these tables; so does `collage_fx.gpu_code(optimizer)`.
@@ -304,9 +304,10 @@ GPT-2 124M: 148 tensors, {parameters:.1f} million parameters. {about}.
 
 All columns of the benchmark are in `benchmarks/README.md`; `./dev bench --device cuda` measures anew.
 
-- **× its copy**: the time over that of a copy that moves as many bytes, in turn. Copies moved {copies:.2f} TB/s.
-- **predicted**: the same from static counts, as in the next section: 1, or the time of the instructions at
-  {boosted:.2f} GHz over that of the copy.
+- **× its copy**: the time over that of a copy that moves as many bytes, in turn. Copies moved
+  {copies:.2f} TB/s.
+- **predicted**: the same from static counts, as in the next section: 1, or the time of the instructions
+  at {boosted:.2f} GHz over that of the copy.
 
 {on_h200}
 
@@ -315,15 +316,15 @@ instructions do, schedulers issue some three quarters of what they could, so tha
 measured step 2.2 of a copy. In all formats, a step takes less time than torch's fused AdamW with float32
 parameters, unless it is measured.
 
-Of 80 tests for a GPU 71 passed and one failed; one needs two GPUs, three had not ended when the time was up,
-and four were left out (2**31 elements, accesses under compute-sanitizer, 10,000 steps). The one that failed is a
-training with Muon. Which of its comparisons failed is not known: its message was cut off. Inductor chose
-reductions by their time then, so a resumed run could have other last bits; it does not any more, and the test
-has not been run since. Errors against float64 are the CPU's to three digits or
-more (AdamW, LAMB, Adafactor, Muon); of the elements of hi, 5 of 48,549 differ from the CPU's step with AdamW,
-none with LAMB and Adafactor, 159 with Muon. A step of LAMB took 1.08 ms of the device and 5 launches, and 14.3 ms
-and 2,220 launches without this package. The host of that machine needed 0.51 ms for a step of AdamW where torch's
-fused AdamW needed 0.53, and 0.65 and 0.57 if all gradients had moved.
+Of 80 tests for a GPU 71 passed and one failed; one needs two GPUs, three had not ended when the time was
+up, and four were left out (2**31 elements, accesses under compute-sanitizer, 10,000 steps). The one that
+failed is a training with Muon. Which of its comparisons failed is not known: its message was cut off.
+Inductor chose reductions by their time then, so a resumed run could have other last bits; it does not any
+more, and the test has not been run since. Errors against float64 are the CPU's to three digits or more
+(AdamW, LAMB, Adafactor, Muon); of the elements of hi, 5 of 48,549 differ from the CPU's step with AdamW,
+none with LAMB and Adafactor, 159 with Muon. A step of LAMB took 1.08 ms of the device and 5 launches, and
+14.3 ms and 2,220 launches without this package. The host of that machine needed 0.51 ms for a step of
+AdamW where torch's fused AdamW needed 0.53, and 0.65 and 0.57 if all gradients had moved.
 
 ## What a step would cost the GPU
 

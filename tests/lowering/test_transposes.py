@@ -1,0 +1,136 @@
+"""Transposed values in the best order in memory, and products called as torch's operators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from functorch import make_fx
+from torch import Tensor
+from torch.fx import GraphModule
+
+from collage_fx.graph import placeholders, round_to_storage
+from collage_fx.lowering.products import called_products
+from collage_fx.lowering.transposes import TRANSPOSES, in_order_of_memory
+from collage_fx.numerics import PHASES
+
+aten = torch.ops.aten
+
+
+def graph_of(function: Callable[..., object], *inputs: Tensor) -> GraphModule:
+    return make_fx(function, tracing_mode="fake")(*inputs)
+
+
+def targets(gm: GraphModule) -> list[object]:
+    return [node.target for node in gm.graph.nodes if node.op == "call_function"]
+
+
+#: Functions of a matrix of 3 rows, one of 4, and a number; and the operations that are left of them.
+CASES: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], list[object]]] = {
+    "twice": (lambda x, y, n: x.t().t() * 1.0, [aten.mul.Tensor]),
+    "twice, in other orders": (
+        lambda x, y, n: x[None].permute(2, 0, 1).permute(2, 0, 1),
+        [aten.unsqueeze.default, aten.permute.default, aten.permute.default],
+    ),
+    "of a chain": (
+        lambda x, y, n: (x.t() * n).neg() @ x,
+        [aten.mul.Tensor, aten.neg.default, aten.t.default, aten.mm.default],
+    ),
+    "of a number": (lambda x, y, n: n.t() * 2.0 + 1.0, [aten.t.default, aten.mul.Tensor, aten.add.Tensor]),
+    "of both operands": (
+        lambda x, y, n: torch.maximum(x.t() * 2.0, x.t()),
+        [aten.mul.Tensor, aten.maximum.default, aten.t.default],
+    ),
+    "of one of two operands": (
+        lambda x, y, n: x.transpose(0, 1) * 2.0 + y,
+        [aten.mul.Tensor, aten.transpose.int, aten.clone.default, aten.add.Tensor],
+    ),
+    "of one of two, twice": (
+        lambda x, y, n: (x.t() + y) * (x.t() - y),
+        [aten.t.default, aten.clone.default, aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor],
+    ),
+    "of another shape": (
+        lambda x, y, n: x.t() + y[:, :1],
+        [aten.t.default, aten.slice.Tensor, aten.add.Tensor],
+    ),
+    "of a total": (lambda x, y, n: x.t().sum(), [aten.sum.default]),
+    "of a sum of rows": (lambda x, y, n: x.t().sum(1), [aten.t.default, aten.sum.dim_IntList]),
+    "of a product of both": (
+        lambda x, y, n: (
+            round_to_storage(x.t() * 1.0, torch.bfloat16).t() @ round_to_storage(x.t() * 1.0, torch.bfloat16)
+        ),
+        [aten.mul.Tensor, None, aten.t.default, aten.mm.default],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_are_those_of_the_given_graph(name: str) -> None:
+    """And what is left is what was expected: nothing is computed twice, or copied but where orders meet."""
+    function, expected = CASES[name]
+    draw = torch.Generator().manual_seed(0)
+    inputs = [torch.randint(-8, 9, size, generator=draw).float() for size in ((3, 4), (4, 3), ())]
+    given = graph_of(function, *inputs)
+    before = given.code
+    made = in_order_of_memory(given)
+    assert given.code == before
+    result, wanted = made(*inputs), given(*inputs)
+    assert torch.equal(result, wanted)
+    (output,) = made.graph.find_nodes(op="output")
+    assert output.args[0].meta["val"].stride() == result.stride()
+    views = {aten.detach.default}
+    assert [
+        target if want is not None else None
+        for target, want in zip([t for t in targets(made) if t not in views], expected, strict=True)
+    ] == expected
+
+
+def test_what_depends_on_the_place_in_memory_is_not_moved() -> None:
+    gm = graph_of(lambda x, turns: PHASES(x.t(), turns), torch.ones(3, 4), torch.tensor(7).int())
+    assert in_order_of_memory(gm).graph.find_nodes(op="call_function", target=aten.t.default)
+
+
+def test_a_graph_without_transposes_is_left_alone() -> None:
+    gm = graph_of(lambda x: x * 2.0, torch.ones(3))
+    assert in_order_of_memory(gm) is gm
+
+
+def test_products_are_written_where_they_are_stored() -> None:
+    def function(x: Tensor, square: Tensor, cube: Tensor, copied: Tensor) -> None:
+        product = x @ x.t()
+        square.copy_(product)
+        cube.copy_(product @ product)
+        copied.copy_(x.t())
+
+    x = torch.randint(-8, 9, (3, 4)).float()
+    outputs = [torch.full(size, torch.nan) for size in ((3, 3), (3, 3), (4, 3))]
+    gm = graph_of(function, x, *outputs)
+    call = called_products(gm)
+    assert call is not None
+    call([x, *outputs])
+    product = x @ x.t()
+    for found, expected in zip(outputs, (product, product @ product, x.t()), strict=True):
+        assert torch.equal(found, expected)
+    assert [target for target in targets(gm) if target not in TRANSPOSES] == [
+        aten.mm.out,
+        aten.mm.out,
+        aten.copy_.default,
+    ]
+
+
+def test_a_product_that_is_stored_into_its_operand_is_not_written_there_before() -> None:
+    gm = graph_of(lambda x: x.copy_(x @ x), torch.ones(3, 3))
+    gm.graph.find_nodes(op="output")[0].args = ((),)
+    call = called_products(gm)
+    assert call is not None
+    x = torch.randint(-8, 9, (3, 3)).float()
+    expected = x @ x
+    call([x])
+    assert torch.equal(x, expected)
+
+
+def test_other_arithmetic_is_left_to_inductor() -> None:
+    gm = graph_of(lambda x, out: out.copy_(x @ x + 1.0), torch.ones(3, 3), torch.ones(3, 3))
+    assert called_products(gm) is None
+    assert len(placeholders(gm.graph)) == 2
