@@ -177,7 +177,7 @@ class _Stacking:
         assert kernel.stackable is not None
         of_stacks = kernel.stackable.compiled(tuple(are_stacks[:operands]))
         if isinstance(of_stacks, Reason):
-            of_each = replace(kernel, reasons=(("in one call for all tensors", of_stacks), *kernel.reasons[1:]))
+            of_each = replace(kernel, reasons=((kernel.reasons[0][0], of_stacks), *kernel.reasons[1:]))
             self._instead |= {i: [replace(self._plan.calls[i], wave=wave, kernel=of_each)] for i in group}
             return
         if len(group) > of_stacks.most_members:
