@@ -25,9 +25,9 @@ COMPAT = Path(torch_compat.__file__).parent
 #: Before collage_fx is imported -> what the import is to say.
 STRANGE = {
     "import torch; torch.__version__ = '2.10.1'": ["needs torch >= 2.11, found 2.10.1"],
-    "import torch._inductor.codecache as cache; del cache.CppCodeCache": [
+    "import torch._inductor.cpp_builder as builder; del builder.CppBuilder": [
         "does not know torch",
-        "cannot import name 'CppCodeCache'",
+        "cannot import name 'CppBuilder'",
         "install torch 2.11, 2.13, 2.15",
     ],
 }
