@@ -18,7 +18,7 @@ aten = torch.ops.aten
 #: Products, and the operators that write them into given memory.
 PRODUCTS: dict[Any, Any] = {aten.mm.default: aten.mm.out, aten.bmm.default: aten.bmm.out}
 
-#: What moves elements and computes nothing.
+#: Operators that move elements and compute nothing.
 MOVES = (*TRANSPOSES, aten.clone.default, aten.copy_.default)
 
 

@@ -65,7 +65,7 @@ def _flat(node: Node, operands: Sequence[Node], known: dict[str, Node]) -> Node:
 
     Args:
         node: the operation.
-        operands: those of its operands that have elements.
+        operands: its operands that have elements.
         known: operations that have been added before; those of the same operands are not added again.
     """
     tensors = {view: tensor for view in operands if (tensor := _transposed(view)) is not None}
@@ -130,7 +130,7 @@ def _once(node: Node, known: dict[str, Node]) -> Node:
 
 
 def _value(node: Node) -> Any:
-    """Compute the fake value of a node from those of its operands."""
+    """Compute the fake value of a node from the values of its operands."""
     args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
     with node.all_input_nodes[0].meta["val"].fake_mode:
         return node.target(*args, **kwargs)  # type: ignore[operator]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import getpass
 import hashlib
 import os
+import re
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,8 +15,7 @@ from pathlib import Path
 
 import torch
 from torch._C._dynamo.guards import _torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
-from torch._inductor.cpp_builder import CppBuilder, CppTorchOptions
-from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch._inductor import cpp_builder
 
 #: Address of the C function that takes a Python tensor and returns the address of its memory.
 ADDRESS_OF_TENSOR: int = _torchinductor_pyobject_tensor_data_ptr
@@ -50,21 +51,28 @@ def load_cpp_library(source: str, flags: Sequence[str] = ()) -> ctypes.CDLL:
         torch._inductor.exc.CppCompileError: the compiler refuses the source.
         torch._inductor.exc.InvalidCxxCompiler: there is no compiler.
     """
-    options = CppTorchOptions(extra_flags=flags)
-    command = CppBuilder("library", "source", options).get_command_line()
+    options = cpp_builder.CppTorchOptions(extra_flags=flags)
+    command = cpp_builder.CppBuilder("library", "source", options).get_command_line()
     text = f"// For a processor with {processor_features()}\n// {command}\n{source}"
-    folder, name = Path(cache_dir(), "collage_fx"), hashlib.sha256(text.encode()).hexdigest()[:32]
+    folder, name = Path(_cache_folder(), "collage_fx"), hashlib.sha256(text.encode()).hexdigest()[:32]
     library = folder / f"{name}.so"
     if not library.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:  # other processes see whole files only
             file = Path(scratch, f"{name}.cpp")
             file.write_text(text, encoding="utf-8")
-            builder = CppBuilder(name, str(file), options, scratch)
+            builder = cpp_builder.CppBuilder(name, str(file), options, scratch)
             builder.build()
             os.replace(file, folder / file.name)
             os.replace(builder.get_target_file_path(), library)
     return ctypes.CDLL(str(library))
+
+
+def _cache_folder() -> str:
+    """Return the folder of Inductor's cache, as torch's documentation names it."""
+    user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
+    default = f"torchinductor_{user}"
+    return os.environ.get("TORCHINDUCTOR_CACHE_DIR") or os.path.join(tempfile.gettempdir(), default)
 
 
 @functools.cache
