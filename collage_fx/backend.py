@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 from collage_fx.capture import not_compiled_yet, start_watch
 from collage_fx.compilation import Backend, Compilation
 from collage_fx.errors import InvalidOptionError
-from collage_fx.graph import Arithmetic, Rounding, Strategy
+from collage_fx.graph import Arithmetic, Changes, Rounding, Strategy
 from collage_fx.lowering import JOINT_GRAPH_SETTINGS, forget_kernels
 from collage_fx.metrics import Metrics
 from collage_fx.options import (
@@ -67,8 +67,14 @@ class CollageBackend(Backend):
             terms (5.1 to 12 for AdamW). The report shows it beside the others. The order is that of AdamW's
             errors in docs/formats.md. A recorded step, of which no part shows all state, gets a combination
             for AdamW without packed state (7 to 12).
+        changes: ``"summed"``: what a step adds to a tensor is summed first, and a factor near one (weight
+            decay, a moving average) is taken as what it takes away: ``x + (t - a x)`` for ``x (1 - a) + t``.
+            So decays below what float32 can tell from nothing are done (from lr * weight_decay = 6e-8 on
+            downwards), in float32 tensors, too. ``"as written"``: in the optimizer's operations, whose bits
+            are then those of float32. ``native`` arithmetic computes as written.
         passes: the pipeline, with passes of your own in it: see :func:`collage_fx.pipeline.inserted`. They
-            run on steps that update a bfloat16 or float16 tensor; other graphs are lowered as they are.
+            run on steps that update a bfloat16 or float16 tensor, or sum changes of a float32 tensor; other
+            graphs are lowered as they are.
 
     Raises:
         ValueError: an option has a value that is not allowed; the message names those that are.
@@ -86,13 +92,14 @@ class CollageBackend(Backend):
         rounding: Rounding | None = None,
         state: str | None = None,
         bytes_per_parameter: float | None = None,
+        changes: Changes = "as written",
         passes: Sequence[Pass] = PIPELINE,
     ) -> None:
         known: Arithmetic = "native" if arithmetic == "native" else "wide"  # Options refuses other values
         error_format = DEFAULT_FORMATS[known] if error_format is None else error_format
         rounding = DEFAULT_ROUNDINGS[known] if rounding is None else rounding
         options = strategy, error_format, arithmetic, metrics, metrics_every, strict, mode, rounding, state
-        super().__init__(Options(*options, bytes_per_parameter, tuple(passes)))
+        super().__init__(Options(*options, bytes_per_parameter, changes, tuple(passes)))
 
     def __repr__(self) -> str:
         shown = {name: value for name, value in vars(self.options).items() if value is not PIPELINE}

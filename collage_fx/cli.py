@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from collage_fx.backend import CollageBackend
 from collage_fx.errors import CollageError, InvalidOptionError, did_you_mean, error_kinds
-from collage_fx.graph import Arithmetic, Rounding, Strategy
+from collage_fx.graph import Arithmetic, Changes, Rounding, Strategy
 from collage_fx.numerics import ERROR_FORMATS, PACKED_FORMATS
 from collage_fx.report import CollageReport, treatments
 from collage_fx.tools import STEPS, examine, patch_reasons
@@ -36,7 +36,7 @@ from collage_fx.torch_compat import imaginary_cuda
 #: Exit statuses: FAILED if the command found a failure, MISUSED for a mistake on the command line.
 FAILED, MISUSED = 1, 2
 #: Options of a backend that the command line offers.
-OPTIONS = ("strategy", "error_format", "arithmetic", "rounding", "state", "bytes_per_parameter")
+OPTIONS = ("strategy", "error_format", "arithmetic", "rounding", "state", "bytes_per_parameter", "changes")
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -154,6 +154,12 @@ def _add_optimizer_options(parser: argparse.ArgumentParser) -> None:
         "--bytes-per-parameter",
         type=float,
         help="budget: take the most precise options within it, list others",
+    )
+    add(
+        "--changes",
+        type=_choice(get_args(Changes)),
+        default="as written",
+        help="as written (default) or summed, which is nearer to float64 at small learning rates",
     )
     add("--state", type=_choice(PACKED_FORMATS), help="format in which to pack state (default: not packed)")
 

@@ -76,7 +76,7 @@ from collage_fx.lowering import Lowered, interpreted, lower, why_not_compiled, w
 from collage_fx.metrics import MeasuredInput, Meter, MeteredStep, Rows
 from collage_fx.numerics import ERROR_FORMATS, PACKED_FORMATS, ErrorFormat, short_name
 from collage_fx.options import Options
-from collage_fx.pipeline import ANALYSIS, MEASUREMENT, Pass, Stage, run_pipeline
+from collage_fx.pipeline import ANALYSIS, MEASUREMENT, SUMMING, Pass, Stage, run_pipeline
 from collage_fx.report import GraphReport, PassLog, TensorReport, tensor_report, treatments
 from collage_fx.runtime import MakingStep, Member, WholeStep
 from collage_fx.state import (
@@ -323,7 +323,7 @@ class Compilation:
         for node, owner in zip(inputs, repetition.owners, strict=True):
             if owner is None and node in stores:
                 return Reason.at(stores[node], "it writes to what several updates have in common")
-        if (note := _reason_to_leave_alone(gm, families.infos)) is not None:
+        if (note := self._reason_to_leave_alone(gm, families.infos)) is not None:
             return Reason(note)
         try:
             step = self._compensated(gm, families.infos, repetition, example_inputs, inductor_options)
@@ -355,7 +355,7 @@ class Compilation:
             why = "the graph needs autograd, so it is no optimizer step"
             return self._as_captured(gm, example_inputs, inductor_options, why)
         infos = describe_inputs(placeholders(gm.graph), self.module, self.arguments, self.known)
-        if (note := _reason_to_leave_alone(gm, infos)) is not None:
+        if (note := self._reason_to_leave_alone(gm, infos)) is not None:
             return self._as_captured(gm, example_inputs, inductor_options, note)
         one = Repetition.whole(len(infos))
         try:
@@ -393,6 +393,32 @@ class Compilation:
         ]
         return [(info, (_input_has_error_terms(info), _packed_format(info))) for info in infos]
 
+    def _sums_changes(self, gm: GraphModule) -> bool:
+        """Return whether a graph has an update whose changes are summed."""
+        infos = [InputInfo(node.name, node.name, Role.STATE) for node in placeholders(gm.graph)]
+        program = StepProgram(copy_of(gm), infos, "plus", "wide", ERROR_FORMATS["exact"], changes="summed")
+        run_pipeline(program, SUMMING)
+        return program.summed > 0
+
+    def _note_of_sums(self, program: StepProgram) -> str:
+        """Return the note on a step that updates no bfloat16 or float16 tensor, whose changes are summed."""
+        if program.states or not program.summed:
+            return ""
+        return f"{self.subject}: updates of float32 tensors, without error terms; their changes are summed"
+
+    def _reason_to_leave_alone(self, gm: GraphModule, infos: Sequence[InputInfo]) -> str | None:
+        """Return the reason to leave a graph to plain Inductor; None if it updates something to rewrite."""
+        updated = copies_to_inputs(gm.graph)
+        if any(is_low_precision_tensor(node) for node in updated):
+            return None
+        known = any(_input_has_error_terms(info) or _packed_format(info) is not None for info in infos)
+        if updated and known:
+            return None  # for example a float32 average of compensated parameters
+        sums = self.options.strategy != "none" and self.options.changes == "summed"
+        if updated and sums and self._sums_changes(gm):
+            return None
+        return "the graph updates no bfloat16 or float16 tensor"
+
     # -- Refused, rewritten, lowered, reported
 
     def _compensated(
@@ -429,7 +455,8 @@ class Compilation:
         pass_log = PassLog(self.subject, before)
         self._rewrite(program, before, pass_log)
         self._refuse_uncompensated(program)
-        is_rewritten = bool(program.expansions or program.measured) or bool(self.options.own_passes)
+        is_compensated = bool(program.expansions or program.measured)
+        is_rewritten = is_compensated or program.summed > 0 or bool(self.options.own_passes)
         if not (is_rewritten or repetition.is_whole):
             return Reason("no tensor of it needs an error term")
         after = copy_of(program.gm) if is_rewritten else before  # Inductor edits the graph that it is given
@@ -467,6 +494,7 @@ class Compilation:
             pipeline=self._pipeline,
             route=Route(made.unit, self.recorded, bool(program.measured), why),
             budgets=self.budgets,
+            note=self._note_of_sums(program),
         )
         pass_log.lowered(report.code)
         self._keep(report, compensated=bool(program.compensated), started=started)
@@ -487,6 +515,7 @@ class Compilation:
             is_compiled=self.is_compiled,
             captured=copy_of(gm) if self.options.metrics else None,
             rounding=self.options.rounding,
+            changes=self.options.changes,
             packed=None if packed is None or self.recorded else PACKED_FORMATS[packed],
         )
         inputs, stores = placeholders(program.gm.graph), copies_to_inputs(program.gm.graph)
@@ -688,16 +717,6 @@ class Compilation:
         for group in treatments(report.tensors):
             row = group.example
             log.debug("%s: %s: %s; %s", self.subject, group.what, row.recurrence, row.why)
-
-
-def _reason_to_leave_alone(gm: GraphModule, infos: Sequence[InputInfo]) -> str | None:
-    """Return the reason to leave a graph to plain Inductor; None if it updates something to compensate."""
-    updated = copies_to_inputs(gm.graph)
-    if any(is_low_precision_tensor(node) for node in updated):
-        return None
-    if updated and any(_input_has_error_terms(info) or _packed_format(info) is not None for info in infos):
-        return None  # for example a float32 average of compensated parameters
-    return "the graph updates no bfloat16 or float16 tensor"
 
 
 def _input_has_error_terms(info: InputInfo) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from collage_fx.errors import InvalidOptionError, did_you_mean
-from collage_fx.graph import Arithmetic, Reason, Rounding, Strategy
+from collage_fx.graph import Arithmetic, Changes, Reason, Rounding, Strategy
 from collage_fx.numerics import ERROR_FORMATS, PACKED_FORMATS
 from collage_fx.pipeline import PIPELINE, Pass, refuse_incomplete
 
@@ -37,6 +37,7 @@ class Options:
     rounding: Rounding
     state: str | None
     bytes_per_parameter: float | None
+    changes: Changes = "as written"
     passes: tuple[Pass, ...] = PIPELINE
 
     @property
@@ -67,6 +68,7 @@ class Options:
         refuse_unless("strict", self.strict, (True, False))
         refuse_unless("mode", self.mode, (None, *MODES))
         refuse_unless("rounding", self.rounding, get_args(Rounding))
+        refuse_unless("changes", self.changes, get_args(Changes))
         refuse_unless(
             "state",
             self.state,

@@ -24,6 +24,7 @@ from collage_fx.passes.measure import Measure
 from collage_fx.passes.normalize import Normalize
 from collage_fx.passes.pack_state import PackState
 from collage_fx.passes.pin_roundings import PinRoundings
+from collage_fx.passes.sum_changes import SumChanges
 from collage_fx.passes.undo_stochastic_rounding import UndoStochasticRounding
 from collage_fx.passes.widen import Widen
 
@@ -32,6 +33,7 @@ __all__ = [
     "CHOOSING",
     "MEASUREMENT",
     "PIPELINE",
+    "SUMMING",
     "Pass",
     "Stage",
     "inserted",
@@ -48,6 +50,7 @@ PIPELINE: tuple[Pass, ...] = (
     PackState(),  # after Analyze, whose choice of formats it changes
     Allocate(),  # before the rewrites, which need the inputs for error terms
     Widen(),  # wide: before loads and stores are rewritten, so that the split is the only rounding left
+    SumChanges(),  # wide: before loads become joins, and after Analyze, whose recurrences are as captured
     CompensateWide(),  # wide: loads and stores become join and split
     CompensateNative(),  # native: the operations themselves become double-word algorithms
     Measure(),  # only with metrics: reads the loads and stores made by the two passes above
@@ -62,6 +65,9 @@ ANALYSIS: tuple[Pass, ...] = PIPELINE[: PIPELINE.index(Allocate())]
 
 #: Passes that choose the format of each state tensor, the last of :data:`ANALYSIS`.
 CHOOSING: tuple[Pass, ...] = (Analyze(), PackState())
+
+#: Passes that tell whether changes of a float32 tensor are summed.
+SUMMING: tuple[Pass, ...] = (Normalize(), SumChanges())
 
 #: Passes that strategy "none" runs in addition if the step is measured.
 MEASUREMENT: tuple[Pass, ...] = (Measure(),)

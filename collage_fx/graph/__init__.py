@@ -50,6 +50,7 @@ from collage_fx.graph.operator_facts import (
     is_transparent,
     keeps_grid,
     may_raise,
+    number_filling,
     passed_operand,
     size_argument,
     source_of,
@@ -75,6 +76,7 @@ from collage_fx.graph.operators import (
 )
 from collage_fx.graph.program import (
     Arithmetic,
+    Changes,
     InputInfo,
     Kind,
     ReadExpansion,
@@ -102,6 +104,7 @@ __all__ = [
     "SUPPORTED",
     "WAYS",
     "Arithmetic",
+    "Changes",
     "GraphEditor",
     "InputInfo",
     "Kind",
@@ -161,6 +164,7 @@ __all__ = [
     "moves_as_a_parameter",
     "new_value",
     "not_taken",
+    "number_filling",
     "once",
     "operands_of",
     "operator_name",

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 Strategy = Literal["none", "light", "plus", "full"]
 Arithmetic = Literal["wide", "native"]
 Rounding = Literal["nearest", "dither"]
+Changes = Literal["summed", "as written"]
 
 
 class Role(enum.Enum):
@@ -239,6 +240,8 @@ class StepProgram:
         rounded_at_random: set by ``undo-stochastic-rounding``: inputs whose new values the optimizer rounded
             stochastically.
         rounding: rounding of state without error terms: see :class:`~collage_fx.CollageBackend`.
+        changes: whether the changes of a state are summed before they are added to it, likewise.
+        summed: set by ``sum-changes``: number of updates that it has rewritten.
         packed: ``(format of signed state, format of never negative state)`` if state is packed; else None.
         captured: a copy of the graph as captured if the step is measured; else None.
         states: set by ``analyze``.
@@ -257,6 +260,8 @@ class StepProgram:
     is_compiled: bool = True
     rounded_at_random: set[Node] = field(default_factory=set)
     rounding: Rounding = "nearest"
+    changes: Changes = "as written"
+    summed: int = 0
     packed: tuple[ErrorFormat, ErrorFormat] | None = None
     captured: GraphModule | None = None
     states: list[StateTensor] = field(default_factory=list)
@@ -312,6 +317,7 @@ class StepProgram:
             captured=None if self.captured is None else copy_of(gm),
             rounding=self.rounding,
             packed=self.packed,
+            changes=self.changes,
         )
 
     def move_to(self, gm: GraphModule) -> None:

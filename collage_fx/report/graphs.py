@@ -37,7 +37,7 @@ class GraphReport:
         route: the way through the compiler, and the reasons against faster ways.
         tensors: rows of the low-precision state tensors.
         wider_bytes: bytes of float32 and float64 state, which is left alone.
-        note: why the graph was lowered without changes; empty if it was rewritten.
+        note: why the graph was lowered without changes, or what was done if no tensor has a row; else empty.
         code: code that Inductor generated: Python with C++ or Triton kernels. Empty after ``explain``.
         program: the whole step before any pass, on another graph; None if nothing was rewritten.
         pipeline: passes that the step went through.

@@ -1,0 +1,206 @@
+"""The pass that computes an update as the old value plus one change.
+
+    x (1 - a)          ->   x - a x
+    x (1 - a) + t      ->   x + (t - a x)
+    (x + s) (1 - a)    ->   x + (s (1 - a) - a x)
+    (x + t) / (1 + a)  ->   x + (t - a x) / (1 + a)
+
+Why. float32 has no numbers between 1 - 2**-24 and 1. So ``1 - lr * weight_decay`` is 1 if the decay of a step
+is below 3e-8, and then there is no weight decay at all; at 9e-8 there are two thirds too much. The decay
+itself is a number like any other: it is a, computed in float64, and rounded to 24 bits of its own. And a sum
+that is added to x at once is rounded to an ulp of x once: ``x (1 - a)`` alone rounds a second time.
+
+Theorem. Let u be the unit roundoff of float32, in which all is computed but numbers of the host, and D the
+change. The result is ``(x + D')(1 + e)`` with ``|e| <= u``; D' differs from D by a few u of its terms.
+Rounding the factor to float32 instead adds up to ``|x| u`` to the error, each step in the same direction.
+
+A factor is taken apart if it is a constant between 1/2 and 3/2, or ``1 - a`` or ``1 + a`` in the graph. An
+infinite x stays infinite: ``a x`` is that of the largest finite number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Node
+
+from collage_fx.graph import (
+    GraphEditor,
+    StepProgram,
+    copies_to_inputs,
+    has_elements,
+    number_filling,
+    stored,
+    tensor_value,
+    unconverted,
+)
+from collage_fx.passes.base import Pass
+
+aten = torch.ops.aten
+
+#: Largest finite float32.
+LARGEST = torch.finfo(torch.float32).max
+
+
+@dataclass(frozen=True)
+class SumChanges(Pass):
+    """Pass that rewrites a chain of sums and of factors near 1 as ``x + (all changes)``."""
+
+    name = "sum-changes"
+    after = ("widen",)
+
+    def applies_to(self, program: StepProgram) -> bool:
+        return program.arithmetic == "wide" and program.changes == "summed"
+
+    def run(self, program: StepProgram) -> str:
+        editor = GraphEditor(program.gm, self.name)
+        stores = copies_to_inputs(editor.graph).items()
+        program.summed = sum(_rewrite(editor, placeholder, stored(store)) for placeholder, store in stores)
+        editor.finish()
+        return f"{program.summed} updates"
+
+
+class _Sum(NamedTuple):
+    """Step of a chain that adds a term, or subtracts it."""
+
+    term: Any
+    is_subtracted: bool
+
+
+class _Factor(NamedTuple):
+    """Step of a chain that multiplies by ``factor``, which is ``1 - decay``."""
+
+    factor: Any
+    decay: Any
+
+
+class _Divisor(NamedTuple):
+    """Step of a chain that divides by ``divisor``, which is ``1 + decay``."""
+
+    divisor: Any
+    decay: Any
+
+
+def _rewrite(editor: GraphEditor, placeholder: Node, value: Node) -> bool:
+    """Rewrite the new value of an input; return whether there was anything to rewrite."""
+    value = unconverted(value)
+    if value.target is aten.where.self:  # a step that may be skipped
+        branches = [each for each in value.args[1:] if isinstance(each, Node)]
+        skipped, taken = sorted(branches, key=lambda each: unconverted(each) is not placeholder)
+        return unconverted(skipped) is placeholder and _rewrite(editor, placeholder, taken)
+    with editor.graph.inserting_before(value):
+        chain = _Chain(editor, placeholder)
+        steps = chain.steps(value)
+        if not steps or (len(steps) == 1 and isinstance(steps[0], _Sum)):
+            return False
+        result = chain.result(steps)
+    value.replace_all_uses_with(result)
+    return True
+
+
+class _Chain:
+    """Chain of sums and products from an input to its new value."""
+
+    def __init__(self, editor: GraphEditor, placeholder: Node) -> None:
+        self._editor = editor
+        self._placeholder = placeholder
+        self._shape = placeholder.meta["val"].shape
+        self._x = placeholder
+
+    def steps(self, node: Any) -> list[Any] | None:
+        """Return the steps from x to a value; None if there is no such chain."""
+        value = tensor_value(node)
+        if value is None or value.dtype is not torch.float32 or value.shape != self._shape or not value.dim():
+            return None
+        if unconverted(node) is self._placeholder:
+            self._x = node
+            return []
+        if node.kwargs:
+            return None
+        for earlier, step in self._last_steps(node):
+            steps = self.steps(earlier)
+            if steps is not None:
+                return [*steps, step]
+        return None
+
+    def _last_steps(self, node: Node) -> list[tuple[Any, Any]]:
+        """Return the ways to read an operation: an earlier value of the chain, and the step from there."""
+        if node.target is aten.add.Tensor:
+            left, right = node.args
+            return [(left, _Sum(right, False)), (right, _Sum(left, False))]
+        if node.target is aten.sub.Tensor:
+            left, right = node.args
+            return [(left, _Sum(right, True))]
+        if node.target is aten.mul.Tensor:
+            found = [(x, f, self._below_one(f)) for x, f in (node.args, node.args[::-1])]
+            return [(x, _Factor(f, decay)) for x, f, decay in found if decay is not None]
+        if node.target is aten.div.Tensor:
+            x, divisor = node.args
+            decay = self._below_one(divisor)
+            return [] if decay is None else [(x, _Divisor(divisor, self._call(aten.neg.default, decay)))]
+        return []
+
+    def _below_one(self, factor: Any) -> Any:
+        """Return ``1 - factor`` of a factor before it is rounded to float32; None if it is not near 1."""
+        number = _constant(factor)
+        if number is not None:
+            return 1.0 - number if 0.5 < number < 1.5 else None
+        exact = unconverted(factor)
+        if exact.target is aten.sub.Tensor and not exact.kwargs and _constant(exact.args[0]) == 1:
+            return exact.args[1]
+        if exact.target is aten.add.Tensor and not exact.kwargs:
+            for one, other in (exact.args, exact.args[::-1]):
+                if _constant(one) == 1 and _constant(other) is None:
+                    return self._call(aten.neg.default, other)
+        return None
+
+    def result(self, steps: Sequence[Any]) -> Node:
+        """Add the operations that compute the new value at once, and return it."""
+        terms: list[_Sum] = []
+        decay: Any = None
+        for step in steps:
+            if isinstance(step, _Sum):
+                terms.append(step)
+            elif isinstance(step, _Factor):
+                terms = [_Sum(self._call(aten.mul.Tensor, t, step.factor), n) for t, n in terms]
+                kept = None if decay is None else self._call(aten.mul.Tensor, decay, step.factor)
+                decay = step.decay if kept is None else self._call(aten.add.Tensor, kept, step.decay)
+            else:
+                terms = [_Sum(self._call(aten.div.Tensor, t, step.divisor), n) for t, n in terms]
+                total = step.decay if decay is None else self._call(aten.add.Tensor, decay, step.decay)
+                decay = self._call(aten.div.Tensor, total, step.divisor)
+        if decay is not None:
+            terms.append(_Sum(self._call(aten.mul.Tensor, self._finite(), decay), True))
+        terms.sort(key=lambda each: each.is_subtracted)
+        (change, is_subtracted), *others = terms
+        for term, is_unlike in ((each, each_is != is_subtracted) for each, each_is in others):
+            change = self._call(aten.sub.Tensor if is_unlike else aten.add.Tensor, change, term)
+        return self._call(aten.sub.Tensor if is_subtracted else aten.add.Tensor, self._x, change)
+
+    def _finite(self) -> Node:
+        """Return x with infinite elements replaced by the largest finite number."""
+        above = self._editor.call(aten.clamp_min.default, self._x, -LARGEST)
+        return self._editor.call(aten.clamp_max.default, above, LARGEST)
+
+    def _call(self, target: Any, *args: Any) -> Any:
+        """Apply an operation to numbers and tensors: of numbers alone in float64, where they have it."""
+        if not any(isinstance(each, Node) for each in args):
+            with self._editor.real_tensors():
+                return target(*(torch.tensor(each, dtype=torch.float64) for each in args)).item()
+        if any(has_elements(each) for each in args):
+            args = tuple(
+                self._editor.convert(each, torch.float32) if isinstance(each, Node) else each for each in args
+            )
+        else:
+            args = tuple(unconverted(each) if isinstance(each, Node) else each for each in args)
+        return self._editor.call(target, *args)
+
+
+def _constant(value: Any) -> float | None:
+    """Return the number that a value is at compile time; None if it is not known."""
+    if isinstance(value, Node):
+        value = number_filling(unconverted(value))
+    return float(value) if isinstance(value, (int, float)) else None

@@ -1,0 +1,171 @@
+"""A state meets its change once, and weight decay is what was asked for, however small."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from collage_fx.graph import graph_text
+from collage_fx.graph.program import StepProgram
+from collage_fx.passes.normalize import Normalize
+from collage_fx.passes.sum_changes import SumChanges
+from tests.support.programs import captured, only
+
+Step = Callable[..., Any]
+
+#: Unit roundoff of float32.
+U = 2.0**-24
+
+
+def summed(step: Step, names: str = "p v g lr") -> StepProgram:
+    program = captured(step, names, dtypes=torch.float32)
+    program.changes = "summed"
+    return only(program, Normalize(), SumChanges())
+
+
+def adamw(p: Tensor, v: Tensor, g: Tensor, lr: Tensor) -> None:
+    """Decoupled weight decay, a moving average with a constant, and a term."""
+    p.mul_(1 - lr * 0.01)
+    v.mul_(0.999).addcmul_(g, g, value=0.001)
+    p.addcdiv_(g, v.sqrt() + 1e-8, value=-0.125)
+
+
+def text_of(step: Step) -> str:
+    lines = graph_text(summed(step).gm.graph).splitlines()
+    return "\n".join(line.replace("  # sum-changes", "") for line in lines if "# sum-changes" in line)
+
+
+def test_a_decay_and_a_term_are_one_change() -> None:
+    assert_expected_inline(
+        text_of(adamw),
+        """\
+clamp_min_1: float32[4] = clamp_min(v, -3.4028234663852886e+38)
+clamp_max_1: float32[4] = clamp_max(clamp_min_1, 3.4028234663852886e+38)
+mul_7: float32[4] = mul(clamp_max_1, 0.0010000000000000009)
+sub_2: float32[4] = sub(mul_4, mul_7)
+add_4: float32[4] = add(v, sub_2)
+clamp_min: float32[4] = clamp_min(p, -3.4028234663852886e+38)
+clamp_max: float32[4] = clamp_max(clamp_min, 3.4028234663852886e+38)
+mul_6: float32[4] = mul(clamp_max, mul)
+sub_1: float32[4] = sub(mul_5, mul_6)
+add_3: float32[4] = add(p, sub_1)""",
+    )
+
+
+def unchanged_sum(p: Tensor, v: Tensor, g: Tensor, lr: Tensor) -> None:
+    p.add_(g, alpha=-0.5)
+    v.lerp_(g, 0.1)
+
+
+def far_from_one(p: Tensor, v: Tensor, g: Tensor, lr: Tensor) -> None:
+    p.mul_(0.25).add_(g)
+    v.mul_(lr).add_(g)
+
+
+def another_value(p: Tensor, v: Tensor, g: Tensor, lr: Tensor) -> None:
+    p.copy_(v * 0.999)
+    v.mul_(g)
+
+
+@pytest.mark.parametrize("step", [unchanged_sum, far_from_one, another_value])
+def test_other_updates_are_left_alone(step: Step) -> None:
+    assert text_of(step) == ""
+
+
+def test_a_skipped_step_keeps_its_condition() -> None:
+    def step(p: Tensor, v: Tensor, g: Tensor, lr: Tensor) -> None:
+        p.copy_(torch.where(lr == 0.5, p, p * (1 - lr) + g))
+
+    program = summed(step)
+    p, v, g = torch.ones(4), torch.ones(4), torch.full((4,), 0.25)
+    program.gm(p, v, g, torch.tensor(0.5))
+    assert p.tolist() == [1.0] * 4
+    program.gm(p, v, g, torch.tensor(0.125))
+    assert p.tolist() == [1.125] * 4
+
+
+#: 2**-10: a number of the program; factors that are multiplied by it are exact.
+LR = 2.0**-10
+
+#: Kinds of steps: how they are written, and what they do exactly.
+KINDS: dict[
+    str, tuple[Callable[[Tensor, float, Tensor, Tensor], Tensor], Callable[[Fraction, Any, Any], Any]]
+] = {
+    "constant": (lambda x, a, g, lr: x * (1 - a), lambda x, a, g: x * Fraction(1 - a)),
+    "number": (lambda x, a, g, lr: x * (1 - lr * (a / LR)), lambda x, a, g: x * (1 - Fraction(a))),
+    "number, the other way": (
+        lambda x, a, g, lr: (1 + lr * (a / LR)) * x,
+        lambda x, a, g: x * (1 + Fraction(a)),
+    ),
+    "number of float64": (
+        lambda x, a, g, lr: x * (1 - lr.double() * (a / LR)).float(),
+        lambda x, a, g: x * (1 - Fraction(a)),
+    ),
+    "divisor": (lambda x, a, g, lr: x / (1 + lr * (a / LR)), lambda x, a, g: x / (1 + Fraction(a))),
+    "masked": (
+        lambda x, a, g, lr: x * (1 - lr * (a / LR) * (g > 0)),
+        lambda x, a, g: x * (1 - Fraction(a) * (g > 0)),
+    ),
+    "sum": (lambda x, a, g, lr: x + g * 0.5, lambda x, a, g: x + g / 2),
+    "difference": (lambda x, a, g, lr: x - g * 0.5, lambda x, a, g: x - g / 2),
+    "of itself": (lambda x, a, g, lr: torch.add(x, g * 0.25) + g * 0.5, lambda x, a, g: x + g * 3 / 4),
+}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    kinds=st.lists(st.sampled_from(sorted(KINDS)), min_size=1, max_size=4),
+    exponents=st.lists(st.floats(-9, -2), min_size=4, max_size=4),
+    scale=st.sampled_from([1.0, 1e-3, 1e-6, 1e-9]),
+)
+def test_a_chain_is_rounded_once(kinds: list[str], exponents: list[float], scale: float) -> None:
+    """Against exact arithmetic: an ulp of the new value, and a few ulps of the changes."""
+    # A float32 number: a multiple of lr is rounded to float32 as the optimizer has it.
+    decays = [float(torch.tensor(10.0**e / LR)) * LR for e in exponents]
+
+    def step(p: Tensor, v: Tensor, g: Tensor, lr: Tensor) -> None:
+        x = p
+        for kind, a in zip(kinds, decays, strict=False):
+            x = KINDS[kind][0](x, a, g, lr)
+        p.copy_(x)
+
+    draw = torch.Generator().manual_seed(0)
+    p, g = torch.randn(4, generator=draw), torch.randn(4, generator=draw) * scale
+    before = p.tolist()
+    summed(step).gm(p, torch.ones(4), g, torch.tensor(LR))
+    for x, grad, found in zip(before, g.tolist(), p.tolist(), strict=True):
+        exact, changes = Fraction(x), Fraction(0)
+        for kind, a in zip(kinds, decays, strict=False):
+            after = Fraction(KINDS[kind][1](exact, a, Fraction(grad)))
+            exact, changes = after, changes + abs(after - exact)
+        bound = U * abs(exact) + 16 * U * changes
+        assert abs(Fraction(found) - exact) <= bound, (kinds, decays, x, grad)
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan, 3.4e38, 0.0, -0.0, 1e-45])
+def test_special_values_stay_what_they_are(value: float) -> None:
+    def step(p: Tensor, v: Tensor, g: Tensor, lr: Tensor) -> None:
+        p.mul_(1 - lr).add_(g)
+
+    p = torch.full((4,), value)
+    expected = p * (1 - LR)
+    summed(step).gm(p, torch.ones(4), torch.zeros(4), torch.tensor(LR))
+    assert torch.allclose(p, expected, rtol=2 * U, atol=1e-45, equal_nan=True)
+
+
+def test_what_is_not_a_number_arrives() -> None:
+    def step(p: Tensor, v: Tensor, g: Tensor, lr: Tensor) -> None:
+        p.mul_(1 - lr).add_(g)
+
+    for value, grad in ((torch.inf, torch.nan), (torch.inf, -torch.inf), (1.0, torch.nan)):
+        p = torch.full((4,), value)
+        summed(step).gm(p, torch.ones(4), torch.full((4,), grad), torch.tensor(LR))
+        assert p.isnan().all()

@@ -1,0 +1,143 @@
+"""Steps that sum their changes are nearer to float64 than float32's, at no byte, for any optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from benchmarks import beyond_fp32
+from collage_fx import CollageBackend, explain, full_value
+from tests.support.agreement import assert_same, trajectory
+from tests.support.optimizers import CompiledOptimizer, gradients
+from tests.support.training import parameters, set_gradients
+from tests.support.twin import TwinBackend
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SHAPES = ((33, 17), (37,))
+
+
+@dataclass(frozen=True)
+class Made:
+    """An optimizer, and options of its constructor."""
+
+    kind: Callable[..., Optimizer]
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self, weights: list[torch.nn.Parameter], lr: float) -> Optimizer:
+        return self.kind(weights, lr=lr, weight_decay=0.01, **self.options)
+
+
+def _number(lr: float, weights: list[torch.nn.Parameter]) -> Tensor:
+    """Return a learning rate as a tensor; torch computes ``1 - lr * decay`` in its dtype."""
+    wide = weights[0].dtype is torch.float64
+    return torch.tensor(lr, dtype=torch.float64 if wide else torch.float32)
+
+
+MADE = {
+    "AdamW": Made(torch.optim.AdamW),
+    "AdamW, foreach": Made(torch.optim.AdamW, {"foreach": True}),
+    "AdamW, fused": Made(torch.optim.AdamW, {"fused": True}),
+    "AdamW, amsgrad": Made(torch.optim.AdamW, {"amsgrad": True}),
+    "AdamW, lr a tensor": Made(
+        lambda weights, lr, **options: torch.optim.AdamW(weights, _number(lr, weights), **options)
+    ),
+    "NAdam": Made(torch.optim.NAdam, {"decoupled_weight_decay": True}),
+    "RAdam": Made(torch.optim.RAdam, {"decoupled_weight_decay": True}),
+    "Adafactor": Made(torch.optim.Adafactor, {"eps": (1e-30, 1e-3)}),
+    "Muon": Made(torch.optim.Muon),
+}
+
+
+def moved(made: Made, dtype: torch.dtype, backend: CollageBackend | None, *, lr: float, steps: int) -> Tensor:
+    """Return the way that a matrix of weights has gone in some steps, in float64."""
+    torch._dynamo.reset()
+    generator = torch.Generator().manual_seed(0)
+    start = (torch.randn(16, 32, generator=generator) * 0.5).bfloat16()
+    weights = torch.nn.Parameter(start.to(dtype, copy=True))
+    optimizer = made([weights], lr)
+    step: Any = optimizer.step if backend is None else torch.compile(optimizer.step, backend=backend)
+    for _ in range(steps):
+        grad = (torch.randn(16, 32, generator=generator) * 1e-3 + 1e-4).bfloat16()
+        weights.grad = grad.to(dtype)
+        step()
+    whole = weights if backend is None else full_value(weights)
+    return whole.detach().double() - start.double()
+
+
+def off(way: Tensor, exact: Tensor) -> float:
+    return float((way - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", MADE)
+def test_a_step_is_nearer_to_float64_than_float32(name: str, dtype: torch.dtype) -> None:
+    """At a learning rate of reinforcement learning, at which float32 decays three times too much."""
+    at: Any = {"lr": 3e-6, "steps": 200}
+    exact = moved(MADE[name], torch.float64, None, **at)
+    of_float32 = off(moved(MADE[name], torch.float32, None, **at), exact)
+    backend = CollageBackend(changes="summed")
+    found = off(moved(MADE[name], dtype, backend, **at), exact)
+    assert found < of_float32 / 5, (found, of_float32)
+
+
+@pytest.mark.parametrize("way", ["here, float32", "here, bfloat16, `plus`"])
+@pytest.mark.parametrize("decay", [1e-6, 1e-4, 1e-2])
+def test_the_decay_is_what_was_asked_for(way: str, decay: float) -> None:
+    assert abs(beyond_fp32.decay_reached(way, decay) - 1) < 0.01
+
+
+@pytest.mark.parametrize("beta2", [0.9999, 0.99999])
+def test_a_slow_average_decays_as_it_should(beta2: float) -> None:
+    """A float32 beta of .99999 forgets .1 % too fast: its distance from one is rounded to 2**-24."""
+    squares = {}
+    for dtype, changes in ((torch.float64, None), (torch.float32, None), (torch.float32, "summed")):
+        torch._dynamo.reset()
+        weights = torch.nn.Parameter(torch.ones(64, dtype=dtype))
+        optimizer = torch.optim.AdamW([weights], lr=1e-3, betas=(0.9, beta2))
+        step: Any = optimizer.step
+        if changes is not None:
+            step = torch.compile(optimizer.step, backend=CollageBackend(changes="summed"))
+        for i in range(2000):
+            weights.grad = torch.full((64,), 1e-3 if i < 1000 else 0.0, dtype=dtype)
+            step()
+        squares[dtype, changes] = optimizer.state[weights]["exp_avg_sq"].double()
+    exact = squares[torch.float64, None]
+    summed, plain = (off(squares[torch.float32, changes], exact) for changes in ("summed", None))
+    assert summed < plain / 3, (summed, plain)
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("strategy", ["light", "plus", "full"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_compiled_bits_are_eager_bits(dtype: torch.dtype, strategy: Any, foreach: bool) -> None:
+    def make(weights: list[torch.nn.Parameter]) -> Optimizer:
+        return torch.optim.AdamW(weights, lr=1e-3, weight_decay=0.1, foreach=foreach)
+
+    rig = CompiledOptimizer(SHAPES, make, TwinBackend(strategy=strategy, changes="summed"), dtype=dtype)
+    start, grads = rig.start(), list(gradients(SHAPES, 20))
+    compiled, eager = (trajectory(rig, start, grads, engine=engine) for engine in ("compiled", "eager"))
+    assert_same(compiled, eager)
+    assert [graph.route.unit for graph in rig.backend.report().graphs] == ["in parts"]
+
+
+def test_as_written_is_the_default_and_errs_as_float32_does() -> None:
+    made = MADE["AdamW"]
+    at: Any = {"lr": 3e-6, "steps": 200}
+    exact = moved(made, torch.float64, None, **at)
+    of_float32 = off(moved(made, torch.float32, None, **at), exact)
+    found = off(moved(made, torch.bfloat16, CollageBackend("full", rounding="nearest"), **at), exact)
+    assert abs(found / of_float32 - 1) < 0.01
+
+
+def test_a_report_of_float32_weights_says_what_was_done() -> None:
+    weights = parameters(shapes=[(4, 8)] * 2, dtype=torch.float32)
+    set_gradients(weights)
+    report = explain(torch.optim.AdamW(weights), changes="summed")
+    assert "AdamW: updates of float32 tensors, without error terms; their changes are summed" in str(report)
+    assert "bfloat16" in str(explain(torch.optim.AdamW(weights)))
