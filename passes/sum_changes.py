@@ -14,8 +14,9 @@ Theorem. Let u be the unit roundoff of float32, in which all is computed but num
 change. The result is ``(x + D')(1 + e)`` with ``|e| <= u``; D' differs from D by a few u of its terms.
 Rounding the factor to float32 instead adds up to ``|x| u`` to the error, each step in the same direction.
 
-A factor is taken apart if it is a constant between 1/2 and 3/2, or ``1 - a`` or ``1 + a`` in the graph. An
-infinite x stays infinite: ``a x`` is that of the largest finite number.
+A factor is taken apart if it is a constant between 1/2 and 3/2, or ``1 - a`` or ``1 + a`` in the graph. In
+float16, where squares overflow from 256 on, an infinite x stays infinite: ``a x`` is that of the largest
+finite number. In other formats an infinite x becomes NaN.
 """
 
 from __future__ import annotations
@@ -181,7 +182,9 @@ class _Chain:
         return self._call(aten.sub.Tensor if is_subtracted else aten.add.Tensor, self._x, change)
 
     def _finite(self) -> Node:
-        """Return x with infinite elements replaced by the largest finite number."""
+        """Return x; in float16 with the largest finite number in place of infinite elements."""
+        if self._placeholder.meta["val"].dtype is not torch.float16:
+            return self._x
         above = self._editor.call(aten.clamp_min.default, self._x, -LARGEST)
         return self._editor.call(aten.clamp_max.default, above, LARGEST)
 
