@@ -294,7 +294,7 @@ there. All else is called once for each shape, with a stack of the tensors (Note
 `collage_fx/lowering/stacks.py`). Values that cross between kernels take 2 GiB at most: above that, tensors
 take turns.
 
-A step has as many launches whatever the number of tensors: LAMB 5; Muon 120 for the four shapes of GPT-2,
+A step has as many launches whatever the number of tensors: LAMB 5; Muon 107 for the four shapes of GPT-2,
 where a call for each of its 48 matrices took 1,250; Adafactor 28 for four shapes
 (`tests/test_gpu_counts.py`).
 
