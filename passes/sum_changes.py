@@ -110,9 +110,15 @@ class _Chain:
         self._placeholder = placeholder
         self._shape = placeholder.meta["val"].shape
         self._x = placeholder
+        self._found: dict[Any, list[Any] | None] = {}
 
     def steps(self, node: Any) -> list[Any] | None:
         """Return the steps from x to a value; None if there is no such chain."""
+        if node not in self._found:
+            self._found[node] = self._steps(node)
+        return self._found[node]
+
+    def _steps(self, node: Any) -> list[Any] | None:
         value = tensor_value(node)
         if value is None or value.dtype is not torch.float32 or value.shape != self._shape or not value.dim():
             return None

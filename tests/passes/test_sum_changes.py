@@ -77,6 +77,18 @@ def test_other_updates_are_left_alone(step: Step) -> None:
     assert text_of(step) == ""
 
 
+def test_values_that_are_read_twice_are_walked_once() -> None:
+    """Sixty sums, each of both operands: 2**60 ways back to x."""
+
+    def step(p: Tensor, v: Tensor, g: Tensor, lr: Tensor) -> None:
+        x = v * lr
+        for _ in range(60):
+            x = x + x
+        p.copy_(x)
+
+    assert text_of(step) == ""
+
+
 def test_a_skipped_step_keeps_its_condition() -> None:
     def step(p: Tensor, v: Tensor, g: Tensor, lr: Tensor) -> None:
         p.copy_(torch.where(lr == 0.5, p, p * (1 - lr) + g))
