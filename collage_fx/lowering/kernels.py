@@ -33,7 +33,7 @@ from collage_fx.errors import FailedLoweringError
 from collage_fx.graph import Reason, Reasons, device_facts, placeholders
 from collage_fx.lowering.attempts import compile_somehow, inductors_faults
 from collage_fx.lowering.measured_rules import summed, table_sums
-from collage_fx.lowering.products import called_products
+from collage_fx.lowering.products import called_products, has_products_alone
 from collage_fx.lowering.rule_graphs import graph_of
 from collage_fx.lowering.rules import LONGEST, Line, Rule
 from collage_fx.lowering.stacks import stacked_graph
@@ -124,8 +124,10 @@ def compile_rule(rule: Rule) -> Kernel | Reason:
         over_table = printed(rule)
         if rule.columns or isinstance(over_table, Kernel):
             return over_table
-        if (call := called_products(graph_of(rule, SymbolicScope(), HINT))) is not None:
-            assert isinstance(over_table, Reason)
+        if has_products_alone(rule):
+            scope = SymbolicScope()
+            with scope:
+                call = called_products(graph_of(rule, scope, HINT))
             return Kernel(call, device=rule.device, reasons=(("in one call for all tensors", over_table),))
     elif rule.flat and (rule.is_measured or rule.totals):
         over_table = _compiled(rule, by_element=True)

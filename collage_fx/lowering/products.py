@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from collage_fx.lowering.rules import Rule
 from collage_fx.lowering.transposes import TRANSPOSES
 
 aten = torch.ops.aten
@@ -19,17 +20,16 @@ aten = torch.ops.aten
 PRODUCTS: dict[Any, Any] = {aten.mm.default: aten.mm.out, aten.bmm.default: aten.bmm.out}
 
 #: Operators that move elements and compute nothing.
-MOVES = (*TRANSPOSES, aten.clone.default, aten.copy_.default)
+MOVES = (*TRANSPOSES, aten.clone.default)
 
 
-def called_products(gm: GraphModule) -> Callable[[list[Any]], Any] | None:
-    """Return a function of a list of inputs that calls a graph's products; None if it computes anything else.
+def has_products_alone(rule: Rule) -> bool:
+    """Return whether a rule computes nothing but products."""
+    return all(line.target in (None, *PRODUCTS, *MOVES) for line in rule.lines)
 
-    The graph is changed.
-    """
-    computed = [node for node in gm.graph.nodes if node.op == "call_function"]
-    if not computed or any(node.target not in (*PRODUCTS, *MOVES) for node in computed):
-        return None
+
+def called_products(gm: GraphModule) -> Callable[[list[Any]], Any]:
+    """Return a function of a list of inputs that calls the products of a graph, which is changed."""
     for store in gm.graph.find_nodes(op="call_function", target=aten.copy_.default):
         into, product = store.args
         if product.target in PRODUCTS and set(into.users) == {store}:

@@ -13,12 +13,12 @@ view, with its elements in another order in memory than the parameter's.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import cast
 
 import torch
 from torch.fx import GraphModule, Node
 
-from collage_fx.graph import copy_of, is_copy_to_input, is_elementwise, is_number
+from collage_fx.graph import GraphEditor, copy_of, is_copy_to_input, is_elementwise, is_number
 from collage_fx.lowering.rules import is_total
 
 aten = torch.ops.aten
@@ -34,50 +34,80 @@ def in_order_of_memory(gm: GraphModule) -> GraphModule:
     """
     if not any(node.target in TRANSPOSES for node in gm.graph.nodes):
         return gm
-    gm = copy_of(gm)
-    known: dict[str, Node] = {}
-    changed = set[Node]()  # nodes with other strides than before
-    for node in list(gm.graph.nodes):
-        if node.op != "call_function" or is_copy_to_input(node):
-            continue
-        if not changed.isdisjoint(node.all_input_nodes):
-            node.meta["val"] = _value(node)
-            changed.add(node)
-        with gm.graph.inserting_before(node):
-            if (source := _transposed(node)) is not None:
-                tensor = _transposed(source)
-                is_tensor = tensor is not None and _orders_cancel(source, node)
-                node.replace_all_uses_with(tensor if is_tensor else _once(node, known))
-            elif is_total(node) and (tensor := _transposed(node.all_input_nodes[0])) is not None:
-                node.replace_input_with(node.all_input_nodes[0], tensor)
-            elif operands := _elements(node):
-                result = _flat(node, operands, known)
+    rewriter = _Rewriter(GraphEditor(copy_of(gm), "in-order-of-memory"))
+    rewriter.run()
+    return rewriter.editor.gm
+
+
+class _Rewriter:
+    """Rewriter of a graph, operation by operation."""
+
+    def __init__(self, editor: GraphEditor) -> None:
+        self.editor = editor
+        #: Operations by kind and operands, so that none is added twice.
+        self._known: dict[str, Node] = {}
+        #: Nodes with other strides than the nodes in whose place they are.
+        self._changed = set[Node]()
+
+    def run(self) -> None:
+        for node in list(self.editor.graph.nodes):
+            if node.op == "call_function" and not is_copy_to_input(node):
+                with self.editor.graph.inserting_before(node):
+                    result = self._result(node)
                 if result is not node:
                     node.replace_all_uses_with(result)
-                    changed.add(result)
-    gm.graph.eliminate_dead_code(lambda node: is_copy_to_input(node) or node.op != "call_function")
-    gm.recompile()
-    return gm
+        self.editor.finish()
+        self.editor.gm.recompile()
 
+    def _result(self, node: Node) -> Node:
+        """Return the node to be read in place of a node."""
+        if not self._changed.isdisjoint(node.all_input_nodes):
+            node = self._applied(node, {})
+            self._changed.add(node)
+        if (source := _transposed(node)) is not None:
+            tensor = _transposed(source)
+            return tensor if tensor is not None and _orders_cancel(source, node) else self._once(node)
+        if is_total(node) and (tensor := _transposed(node.all_input_nodes[0])) is not None:
+            return self._applied(node, {node.all_input_nodes[0]: tensor})
+        operands = _elements(node)
+        return self._flat(node, operands) if operands else node
 
-def _flat(node: Node, operands: Sequence[Node], known: dict[str, Node]) -> Node:
-    """Return the result of an elementwise operation, computed of elements in one order in memory.
+    def _flat(self, node: Node, operands: Sequence[Node]) -> Node:
+        """Return the result of an elementwise operation, computed of elements in one order in memory.
 
-    Args:
-        node: the operation.
-        operands: its operands that have elements.
-        known: operations that have been added before; those of the same operands are not added again.
-    """
-    tensors = {view: tensor for view in operands if (tensor := _transposed(view)) is not None}
-    if len(tensors) == len(operands) and len({tuple(_order(view)) for view in tensors}) == 1:
-        view = operands[0]
-        moved = _once(_applied(node, tensors), known)
-        return _once(_applied(view, {tensors[view]: moved}), known)
-    others = (each for each in operands if each not in tensors)
-    if not any(each.meta["val"].is_contiguous() for each in others):
-        return node
-    copies = {view: _copied(view, known) for view in tensors if not view.meta["val"].is_contiguous()}
-    return _once(_applied(node, copies) if copies else node, known)
+        Args:
+            node: the operation.
+            operands: its operands that have elements.
+        """
+        tensors = {view: tensor for view in operands if (tensor := _transposed(view)) is not None}
+        if len(tensors) == len(operands) and len({tuple(_order(view)) for view in tensors}) == 1:
+            view = operands[0]
+            moved = self._once(self._applied(node, tensors))
+            result = self._once(self._applied(view, {tensors[view]: moved}))
+            self._changed.add(result)
+            return result
+        others = (each for each in operands if each not in tensors)
+        if not any(each.meta["val"].is_contiguous() for each in others):
+            return node
+        copies = {view: self._copied(view) for view in tensors if not view.meta["val"].is_contiguous()}
+        if not copies:
+            return self._once(node)
+        result = self._once(self._applied(node, copies))
+        self._changed.add(result)
+        return result
+
+    def _applied(self, node: Node, instead: Mapping[Node, Node]) -> Node:
+        """Add a node's operation with other operands, and return it."""
+        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda each: instead.get(each, each))
+        return self.editor.call(node.target, *args, **kwargs)
+
+    def _copied(self, view: Node) -> Node:
+        """Add a copy of a view in the usual order in memory."""
+        return self._once(self.editor.call(aten.clone.default, view, memory_format=torch.contiguous_format))
+
+    def _once(self, node: Node) -> Node:
+        """Return the operation of this kind and these operands that was known first."""
+        return self._known.setdefault(f"{node.target} {node.args} {node.kwargs}", node)
 
 
 def _transposed(node: Node) -> Node | None:
@@ -89,9 +119,10 @@ def _order(view: Node) -> list[int]:
     """Return the dimensions of the tensor in the order of its transposed view."""
     dimensions = list(range(view.meta["val"].dim()))
     if view.target is aten.permute.default:
-        return [dimensions[i] for i in view.args[1]]  # type: ignore[union-attr,index]
-    first, second = view.args[1:] if view.target is aten.transpose.int else (0, -1)
-    dimensions[first], dimensions[second] = dimensions[second], dimensions[first]  # type: ignore[index]
+        return [dimensions[i] for i in cast("Sequence[int]", view.args[1])]
+    pair = view.args[1:] if view.target is aten.transpose.int else (0, -1)
+    first, second = cast("tuple[int, int]", pair)
+    dimensions[first], dimensions[second] = dimensions[second], dimensions[first]
     return dimensions
 
 
@@ -107,30 +138,3 @@ def _elements(node: Node) -> list[Node]:
     operands = [each for each in node.all_input_nodes if not is_number(each)]
     shape = node.meta["val"].shape
     return operands if all(each.meta["val"].shape == shape for each in operands) else []
-
-
-def _applied(node: Node, instead: Mapping[Node, Node]) -> Node:
-    """Add a node's operation with other operands, and return it."""
-    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda each: instead.get(each, each))
-    made = node.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
-    made.meta |= {**node.meta, "val": _value(made)}
-    return made
-
-
-def _copied(view: Node, known: dict[str, Node]) -> Node:
-    """Add a copy of a view in the usual order in memory."""
-    copied = view.graph.call_function(aten.clone.default, (view,), {"memory_format": torch.contiguous_format})
-    copied.meta |= {**view.meta, "val": _value(copied)}
-    return _once(copied, known)
-
-
-def _once(node: Node, known: dict[str, Node]) -> Node:
-    """Return the operation of this kind and these operands that was known first."""
-    return known.setdefault(f"{node.target} {node.args} {node.kwargs}", node)
-
-
-def _value(node: Node) -> Any:
-    """Compute the fake value of a node from the values of its operands."""
-    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
-    with node.all_input_nodes[0].meta["val"].fake_mode:
-        return node.target(*args, **kwargs)  # type: ignore[operator]

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from functorch import make_fx
 from torch import Tensor
 
-from collage_fx.graph import Reason, round_to_storage
-from collage_fx.lowering.parts import parts_of
+from collage_fx.graph import round_to_storage
 from collage_fx.lowering.rule_graphs import graph_of
-from collage_fx.lowering.rules import Rule, rule_of
 from collage_fx.lowering.stacks import in_stacks, stacked_graph
 from collage_fx.runtime import HOST, WORD, Call, Kernel, Plan, Stackable, StepInParts
 from collage_fx.torch_compat import SymbolicScope
 from tests.support import triton_offline as offline
 from tests.support.launched import LaunchedSteps
+from tests.support.programs import rule_for
 
 aten = torch.ops.aten
 
@@ -34,14 +32,6 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "two results of one operation": lambda x, n, v: torch.sort(x, 1)[0] + torch.max(x, 0)[1],
     "a constant": lambda x, n, v: x @ torch.ones(5, 2) + torch.full((), 2.0),
 }
-
-
-def rule_for(function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Rule:
-    gm = make_fx(function, tracing_mode="fake")(*inputs)
-    parts = parts_of(gm.graph)
-    assert not isinstance(parts, Reason), parts
-    (part,) = parts
-    return rule_of(part)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

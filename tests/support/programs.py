@@ -6,9 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from functorch import make_fx
 from torch import Tensor
 
+from collage_fx.graph import Reason
 from collage_fx.graph.program import Arithmetic, InputInfo, Role, StepProgram, Strategy
+from collage_fx.lowering.parts import parts_of
+from collage_fx.lowering.rules import Rule, rule_of
 from collage_fx.numerics.error_formats import ERROR_FORMATS
 from collage_fx.passes.base import Pass
 from collage_fx.pipeline import PIPELINE, run_pipeline
@@ -84,3 +88,12 @@ def sgd(p: Tensor, g: Tensor) -> None:
 
 def moving_average(m: Tensor, g: Tensor) -> None:
     m.mul_(0.5).add_(g)
+
+
+def rule_for(function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Rule:
+    """Return the rule of a function whose graph is one part."""
+    gm = make_fx(function, tracing_mode="fake")(*inputs)
+    parts = parts_of(gm.graph)
+    assert not isinstance(parts, Reason), parts
+    (part,) = parts
+    return rule_of(part)
