@@ -7,18 +7,19 @@ gone; it takes three minutes on one core.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from tabulate import tabulate
 from torch import Tensor
+from torch.optim import Optimizer
 
 from benchmarks.table import put_between
 from collage_fx import CollageBackend, full_value
 
-__all__ = ["MARKS", "PAGE", "WAYS", "decay_reached", "error"]
+__all__ = ["MARKS", "PAGE", "WAYS", "decay_reached", "error", "moved", "off"]
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "beyond-fp32.md"
 MARKS = ("<!-- written by python -m benchmarks.beyond_fp32 -->", "<!-- end -->")
@@ -36,49 +37,76 @@ WAYS: dict[str, tuple[torch.dtype, dict[str, Any] | None]] = {
     "here, bfloat16, `plus`, as written": (torch.bfloat16, {}),
 }
 
-Gradients = Callable[[torch.Generator], Tensor]
+#: Weights -> their optimizer.
+Make = Callable[[list[torch.nn.Parameter]], Optimizer]
 
 
-def drawn(generator: torch.Generator) -> Tensor:
+def drawn(shape: Sequence[int], generator: torch.Generator) -> Tensor:
     """Return a gradient of noise and a tenth of it in one direction."""
-    return (torch.randn(WEIGHTS, generator=generator) * 1e-3 + 1e-4).bfloat16()
+    return (torch.randn(*shape, generator=generator) * 1e-3 + 1e-4).bfloat16()
 
 
-def none(generator: torch.Generator) -> Tensor:
+def none(shape: Sequence[int], generator: torch.Generator) -> Tensor:
     """Return a gradient of zeros, so that there is weight decay alone."""
-    return torch.zeros(WEIGHTS, dtype=torch.bfloat16)
+    return torch.zeros(*shape, dtype=torch.bfloat16)
 
 
-def taken(way: str, lr: float, steps: int, gradients: Gradients) -> tuple[Tensor, Tensor]:
-    """Return the way that the weights have gone, in float64 and in one of the ways."""
-    dtype, options = WAYS[way]
+def moved(
+    make: Make,
+    dtype: torch.dtype,
+    options: Mapping[str, Any] | None,
+    *,
+    steps: int,
+    shape: Sequence[int] = (WEIGHTS,),
+    gradients: Callable[[Sequence[int], torch.Generator], Tensor] = drawn,
+) -> Tensor:
+    """Return the way that weights have gone in some steps, in float64.
+
+    Args:
+        make: the optimizer.
+        dtype: dtype of the weights.
+        options: options of the backend; None = the optimizer's own step.
+        steps: number of steps.
+        shape: shape of the weights.
+        gradients: gradient of a step.
+    """
+    torch._dynamo.reset()
     generator = torch.Generator().manual_seed(0)
-    start = (torch.randn(WEIGHTS, generator=generator) * 0.5).bfloat16()
-    exact, weights = torch.nn.Parameter(start.double()), torch.nn.Parameter(start.to(dtype, copy=True))
-    reference, optimizer = (
-        torch.optim.AdamW([each], lr=lr, weight_decay=WEIGHT_DECAY) for each in (exact, weights)
-    )
+    start = (torch.randn(*shape, generator=generator) * 0.5).bfloat16()
+    weights = torch.nn.Parameter(start.to(dtype, copy=True))
+    optimizer = make([weights])
     step: Any = optimizer.step
     if options is not None:
         step = torch.compile(optimizer.step, backend=CollageBackend(**options))
     for _ in range(steps):
-        grad = gradients(generator)
-        exact.grad, weights.grad = grad.double(), grad.to(dtype)
-        reference.step()
+        weights.grad = gradients(shape, generator).to(dtype)
         step()
     whole = weights if options is None else full_value(weights)
-    return exact.detach() - start.double(), whole.detach().double() - start.double()
+    return whole.detach().double() - start.double()
+
+
+def off(way: Tensor, exact: Tensor) -> float:
+    """Return the distance of two ends, relative to the way to the exact one."""
+    return float((way - exact).norm() / exact.norm())
+
+
+def _ways(way: str, lr: float, **course: Any) -> tuple[Tensor, Tensor]:
+    """Return the way that AdamW's weights have gone in one of the ways, and in float64."""
+
+    def make(weights: list[torch.nn.Parameter]) -> Optimizer:
+        return torch.optim.AdamW(weights, lr=lr, weight_decay=WEIGHT_DECAY)
+
+    return moved(make, *WAYS[way], **course), moved(make, torch.float64, None, **course)
 
 
 def error(way: str, lr: float) -> float:
     """Return the distance from float64's weights, relative to the way that these have gone."""
-    exact, found = taken(way, lr, STEPS, drawn)
-    return float((found - exact).norm() / exact.norm())
+    return off(*_ways(way, lr, steps=STEPS))
 
 
 def decay_reached(way: str, decay: float) -> float:
     """Return the share of the weight decay that was asked for, in steps without gradients."""
-    exact, found = taken(way, decay / WEIGHT_DECAY, STEPS_OF_DECAY, none)
+    found, exact = _ways(way, decay / WEIGHT_DECAY, steps=STEPS_OF_DECAY, gradients=none)
     return float((exact * found).sum() / (exact * exact).sum())
 
 

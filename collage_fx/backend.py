@@ -69,9 +69,9 @@ class CollageBackend(Backend):
             for AdamW without packed state (7 to 12).
         changes: ``"summed"``: what a step adds to a tensor is summed first, and a factor near one (weight
             decay, a moving average) is taken as what it takes away: ``x + (t - a x)`` for ``x (1 - a) + t``.
-            So decays below what float32 can tell from nothing are done (from lr * weight_decay = 6e-8 on
-            downwards), in float32 tensors, too. ``"as written"``: in the optimizer's operations, whose bits
-            are then those of float32. ``native`` arithmetic computes as written.
+            So a decay whose factor float32 cannot tell from 1 (lr * weight_decay below 6e-8) is done together
+            with the update, in float32 tensors, too. ``"as written"``: in the optimizer's operations, with
+            the bits of float32. ``native`` arithmetic computes as written.
         passes: the pipeline, with passes of your own in it: see :func:`collage_fx.pipeline.inserted`. They
             run on steps that update a bfloat16 or float16 tensor, or sum changes of a float32 tensor; other
             graphs are lowered as they are.

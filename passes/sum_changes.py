@@ -37,6 +37,7 @@ from collage_fx.graph import (
     stored,
     tensor_value,
     unconverted,
+    unless_skipped,
 )
 from collage_fx.passes.base import Pass
 
@@ -87,11 +88,7 @@ class _Divisor(NamedTuple):
 
 def _rewrite(editor: GraphEditor, placeholder: Node, value: Node) -> bool:
     """Rewrite the new value of an input; return whether there was anything to rewrite."""
-    value = unconverted(value)
-    if value.target is aten.where.self:  # a step that may be skipped
-        branches = [each for each in value.args[1:] if isinstance(each, Node)]
-        skipped, taken = sorted(branches, key=lambda each: unconverted(each) is not placeholder)
-        return unconverted(skipped) is placeholder and _rewrite(editor, placeholder, taken)
+    value = unconverted(unless_skipped(placeholder, unconverted(value)))
     with editor.graph.inserting_before(value):
         chain = _Chain(editor, placeholder)
         steps = chain.steps(value)

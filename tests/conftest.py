@@ -34,7 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Have a worker that crashes write its tracebacks to a file, for the report of the test."""
+    """Write the tracebacks of a worker that crashes to a file, for the report of the test."""
     worker = os.environ.get("PYTEST_XDIST_WORKER")
     if worker and _has_cache(session.config):
         crash = _crash_file(session.config, worker).open("w", encoding="utf-8")
