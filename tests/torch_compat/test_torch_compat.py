@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 from torch._inductor.cpu_vec_isa import VecAVX2, VecAVX512
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.utils import fresh_cache
 
 from collage_fx import CollageBackend, numerics, torch_compat
@@ -142,6 +143,11 @@ def test_what_only_speed_depends_on_is_left_out(tmp_path: Path) -> None:
     assert done.stdout.startswith("distant-nodes replaced in torch")
     assert re.search(r"distant-nodes +lowerings +nobody else +off", done.stdout)
     assert done.stdout.endswith(" True\n")
+
+
+def test_tests_of_plain_inductor_find_no_code_of_another_revision() -> None:
+    """Its key does not tell two revisions of an operator apart; the folder of its cache does."""
+    assert Path(cache_dir()).name == lowerings.REVISION
 
 
 def test_code_compiled_by_another_torch_compat_is_not_found_in_a_cache() -> None:
