@@ -51,8 +51,13 @@ MOST_MATRIX_PRODUCTS = 16
 DENSE_REUSE = {"realize_opcount_threshold": 8, "max_fusion_size": MOST_NODES}
 
 #: Settings for error-free transformations, which compute ``(a + b) - a``: with unsafe optimizations a
-#: compiler simplifies this to ``b``.
-IEEE_SETTINGS: dict[str, Any] = {"cpp.enable_unsafe_math_opt_flag": False}
+#: compiler simplifies this to ``b``. Our operators compute with integers modulo 2**32. In C++ an int that
+#: overflows is undefined without ``-fwrapv``: GCC takes away the end of a loop in which it always happens.
+#: Inductor has no setting for options of the compiler, and puts the flag's text into its command as it is.
+IEEE_SETTINGS: dict[str, Any] = {
+    "cpp.enable_unsafe_math_opt_flag": False,
+    "cpp.enable_floating_point_contract_flag": "off -fwrapv",
+}
 
 #: Inductor's constant folding makes ``zeros * beta + g`` into ``g`` itself: momentum that is born so shares
 #: its memory with the gradient, or with other momentum, and is overwritten with it. Plain Inductor does that.

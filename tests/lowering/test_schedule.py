@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor import config
+from torch._inductor.utils import fresh_cache
 
 from collage_fx import CollageBackend, full_value
 from collage_fx.lowering import forget_kernels
@@ -305,11 +307,35 @@ torch.compile(torch.optim.AdamW(params).step, backend=CollageBackend())()
 """
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="the stand-in for the compiler is a shell script")
-def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
+is_script = pytest.mark.skipif(
+    sys.platform == "win32", reason="the stand-in for the compiler is a shell script"
+)
+
+
+def _noting_compiler(tmp_path: Path) -> tuple[Path, Path]:
+    """Return a log, and a compiler that writes its arguments there."""
     log, compiler = tmp_path / "log", tmp_path / "c++"
     compiler.write_text(COMPILER.format(log=log, cxx=os.environ.get("CXX", "c++")))
     compiler.chmod(0o755)
+    return log, compiler
+
+
+@is_script
+@pytest.mark.usefixtures("by_inductor")
+def test_integers_of_inductor_are_modulo_2_to_the_32(tmp_path: Path) -> None:
+    """An int that overflows is undefined in C++: GCC wrote a loop of dithered roundings without an end."""
+    log, compiler = _noting_compiler(tmp_path)
+    with fresh_cache(), config.patch({"cpp.cxx": (None, str(compiler))}):
+        params = parameters(shapes=[(5,)])
+        run_steps(torch.compile(Descent(params).step, backend=CollageBackend()), params, [0])
+    kernels = [line for line in log.read_text().splitlines() if ".main.cpp" in line]
+    assert kernels
+    assert all("-fwrapv" in line.split() for line in kernels)
+
+
+@is_script
+def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
+    log, compiler = _noting_compiler(tmp_path)
     environment = {
         **os.environ,
         "CXX": str(compiler),

@@ -10,10 +10,11 @@ from torch._inductor.compile_fx import compile_fx
 from torch.fx import GraphModule
 
 from collage_fx.graph import Reason
+from collage_fx.lowering.lower import inductor_settings
 from collage_fx.lowering.schedule import lower_in_parts
 from collage_fx.runtime import StepInParts
 
-__all__ = ["BACKENDS", "in_parts"]
+__all__ = ["BACKENDS", "by_inductor", "in_parts"]
 
 
 def in_parts(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -28,5 +29,11 @@ def in_parts(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         return cast("Callable[..., Any]", compile_fx(gm, list(inputs), inner_compile=inner))
 
 
+def by_inductor(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Compile a graph by Inductor, with the settings that a step which is compiled as one graph has."""
+    settings = inductor_settings("wide")
+    return cast("Callable[..., Any]", compile_fx(gm, list(inputs), config_patches=settings))
+
+
 #: What a test may have its kernels compiled by.
-BACKENDS: dict[str, Any] = {"inductor": "inductor", "in parts": in_parts}
+BACKENDS: dict[str, Any] = {"inductor": by_inductor, "in parts": in_parts}
