@@ -17,10 +17,15 @@ A :class:`torch.amp.GradScaler` leaves two things to a fused optimizer: to divid
 of the step, in float32 arithmetic. So a float16 gradient, which a scaler itself refuses to unscale, does not
 underflow in the division. (``torch._fused_sgd_`` leaves a momentum that is created in a skipped step
 uninitialized. Here it is zero.)
+
+The kernels for GPUs also take moments of another dtype than their parameter, such as bfloat16 moments of a
+float32 parameter, which ``fused=False`` refuses. They compute such an update in float32 and round each result
+once, and so does :func:`_run_in_one_dtype`.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from types import FunctionType
@@ -122,12 +127,41 @@ def _run_scaled(update: Callable[..., None], lists: Sequence[list[Any]], options
     if grad_scale is not None:
         for grad in lists[1]:
             grad.div_(grad_scale.to(grad.device))
-    update(*lists, **options)
+    _run_in_one_dtype(update, lists, options)
     if found_inf is not None:
         for values, old_values in zip(lists, kept, strict=True):
             for i, (value, old) in enumerate(zip(values, old_values, strict=True)):
                 if value is not None:
                     values[i] = _unless(found_inf, value, old)
+
+
+def _run_in_one_dtype(
+    update: Callable[..., None], lists: Sequence[list[Any]], options: dict[str, Any]
+) -> None:
+    """Run an update; each row of parameter, gradient and state is computed in the widest of its dtypes."""
+    tensors, counts = (lists, ()) if update is sgd else (lists[:-1], lists[-1:])
+    params, grads, *states = tensors
+    dtypes = [_widest([values[i] for values in tensors if values]) for i in range(len(params))]
+    wide = [
+        [_converted(value, dtype) for value, dtype in zip(values, dtypes, strict=False)] for values in tensors
+    ]
+    update(*wide, *counts, **options)
+    for values, results in zip((params, *states), (wide[0], *wide[2:]), strict=True):
+        for i, (value, result) in enumerate(zip(values, results, strict=True)):
+            if value is None:  # SGD makes the momentum from the gradient
+                values[i] = _converted(result, grads[i].dtype)
+            elif value is not result:
+                value.copy_(result)
+
+
+def _widest(row: Sequence[Tensor | None]) -> torch.dtype:
+    """Return the dtype in which a row is computed: the only one, or the narrowest that holds them all."""
+    return functools.reduce(torch.promote_types, (value.dtype for value in row if value is not None))
+
+
+def _converted(value: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Return a tensor in a dtype: itself, if it has the dtype."""
+    return value if value is None or value.dtype is dtype else value.to(dtype)
 
 
 def _copy(value: Tensor | None) -> Tensor | None:
