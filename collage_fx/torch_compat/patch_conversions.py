@@ -29,7 +29,7 @@ from collage_fx.torch_compat.optim_frames import (
     optimizer_being_stepped,
     optimizer_of_method,
 )
-from collage_fx.torch_compat.patch_fake_tensors import faking_gradients_of_any_dtype
+from collage_fx.torch_compat.patch_dtypes import tracing_several_dtypes
 from collage_fx.torch_compat.patch_graph_breaks import GraphBreak, watching_graph_breaks
 from collage_fx.torch_compat.patch_numbers import noticing_burned_in, tracing_numbers
 from collage_fx.torch_compat.patch_optimizers import (
@@ -254,7 +254,7 @@ def _patched(watch: Watch, code: CodeType, variables: Mapping[str, Any]) -> Iter
         thinning_lists(watch.rows_to_trace),
         watching_graph_breaks(watch.at_graph_break),
         tracing_numbers(),
-        faking_gradients_of_any_dtype(),
+        tracing_several_dtypes(),
     ):
         yield
 
@@ -321,7 +321,7 @@ def compiling() -> Iterator[None]:
         compile_lock,
         _fewer_objects_to_look_at(),
         noticing_burned_in(),
-        faking_gradients_of_any_dtype(),
+        tracing_several_dtypes(),
     ):
         yield
 

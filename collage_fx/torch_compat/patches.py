@@ -13,7 +13,7 @@ from collage_fx.torch_compat import (
     own_steps,
     patch_averages,
     patch_conversions,
-    patch_fake_tensors,
+    patch_dtypes,
     patch_graph_breaks,
     patch_inductor,
     patch_numbers,
@@ -30,7 +30,7 @@ PATCHES: tuple[Patch, ...] = tuple(
     for module in (
         *(patch_steps, patch_averages),
         *(patch_conversions, patch_optimizers, patch_graph_breaks, patch_numbers),
-        *(patch_fake_tensors, patch_inductor),
+        *(patch_dtypes, patch_inductor),
     )
     for value in vars(module).values()
     if isinstance(value, Patch)

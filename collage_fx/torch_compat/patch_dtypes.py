@@ -1,0 +1,92 @@
+"""Patches for steps with several dtypes: rests on torch's fake tensor mode and on Dynamo's calls.
+
+Note [Several dtypes]
+---------------------
+A step may have a parameter, a gradient and state of three dtypes. Torch has two obstacles to tracing it:
+
+* A fake parameter gets its fake gradient before it gets ``grad_dtype``, and refuses a gradient of another
+  dtype. While Dynamo and AOTAutograd work for this backend, such a fake parameter has no gradient. Dynamo
+  reads gradients from the real parameters, so that none is missing in a graph.
+* ``lerp``, by which most optimizers update their first moment, is the only operation of their steps that
+  takes tensors of one dtype alone: ``exp_avg.lerp_(grad, 0.1)`` raises, eagerly too, where
+  ``exp_avg.mul_(0.9).add_(grad, alpha=0.1)`` would not. Here its operands are converted to one dtype first,
+  in place to that of the average. Where arithmetic is ``wide``, no such conversion rounds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo.variables.base import VariableTracker
+
+from collage_fx.torch_compat.patching import Patch
+
+GRADIENT_DTYPES = Patch(
+    name="gradient-dtypes",
+    target="torch._subclasses.fake_tensor:FakeTensorMode.from_tensor(self, tensor)",
+    why="a step may have gradients of another dtype than its parameters: Tensor.grad_dtype",
+    waits_for="a fix in torch: fake tensors get grad_dtype before they get their gradient",
+    during="conversions",
+)
+
+AVERAGES_OF_DTYPES = Patch(
+    name="averages-of-dtypes",
+    target="torch._dynamo.symbolic_convert:InstructionTranslatorBase.call_function(self, fn, args, kwargs)",
+    why="moving averages may have another dtype than gradients, which lerp alone refuses",
+    waits_for="Tensor.lerp with operands of several dtypes, as other operations have",
+    during="conversions",
+    relies_on=(
+        "torch._dynamo.symbolic_convert:InstructionTranslatorBase.push(self, val)",
+        "torch._dynamo.variables.misc:GetAttrVariable has obj, name",
+        "torch._dynamo.variables.tensor:TensorVariable has dtype, is_tensor",
+        "torch._dynamo.variables.tensor:TensorVariable.call_method(self, tx, name, args, kwargs)",
+        "torch._dynamo.variables.base:VariableTracker.build(tx, value)",
+    ),
+)
+
+
+@contextlib.contextmanager
+def tracing_several_dtypes() -> Iterator[None]:
+    """Context manager: steps may have several dtypes; see Note [Several dtypes]."""
+    with GRADIENT_DTYPES.entered(_without_other_gradients), AVERAGES_OF_DTYPES.entered(_with_ends_of_one_dtype):
+        yield
+
+
+def _without_other_gradients(from_tensor: Callable[..., Any]) -> Callable[..., Any]:
+    def faked(self: Any, tensor: Tensor, *args: Any, **keywords: Any) -> Any:
+        gradient = tensor.grad if tensor.is_leaf else None
+        if gradient is None or gradient.dtype is tensor.dtype:
+            return from_tensor(self, tensor, *args, **keywords)
+        tensor.grad = None
+        try:
+            return from_tensor(self, tensor, *args, **keywords)
+        finally:
+            tensor.grad = gradient
+
+    return faked
+
+
+def _with_ends_of_one_dtype(call_function: Callable[..., None]) -> Callable[..., None]:
+    def called(self: Any, fn: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
+        name = vars(fn).get("name")
+        if name in ("lerp", "lerp_") and args:
+            start, end = fn.obj.realize(), args[0].realize()
+            if start.is_tensor() and end.is_tensor() and start.dtype is not end.dtype:
+                dtype = start.dtype if name == "lerp_" else torch.promote_types(start.dtype, end.dtype)
+                start, end = (_converted(self, each, dtype) for each in (start, end))
+                self.push(start.call_method(self, name, [end, *args[1:]], kwargs))
+                return
+        call_function(self, fn, args, kwargs)
+
+    return called
+
+
+def _converted(translator: Any, tensor: Any, dtype: torch.dtype) -> Any:
+    """Trace the conversion of a tensor to a dtype, unless it has that dtype."""
+    if tensor.dtype is dtype:
+        return tensor
+    return tensor.call_method(translator, "to", [VariableTracker.build(translator, dtype)], {})
