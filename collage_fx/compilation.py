@@ -335,7 +335,12 @@ class Compilation:
         bound, gradients = families.inputs[: families.bound], families.gradients
         passed = len(families.inputs) - len(bound) - len(gradients)
         members = [
-            Member(gradient, parameter, frozenset(repetition.inputs_of(family, member)))
+            Member(
+                gradient,
+                parameter,
+                frozenset(repetition.inputs_of(family, member)),
+                families.inputs[gradient].dtype,
+            )
             for (gradient, parameter), (family, member) in zip(
                 families.members, repetition.members, strict=bool(families.members)
             )

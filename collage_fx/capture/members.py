@@ -16,6 +16,8 @@ the rows that have one (:class:`~collage_fx.runtime.WholeStep`).
 * Members are parameters that have had a gradient or state. The second time that gradients differ, members are
   all parameters that require a gradient: their state is made then, as for a first step, with a step counter
   of zero. Patterns cost three compilations in all.
+* The dtype of a gradient that no compilation has met is the parameter's ``grad_dtype``. If that allows any
+  dtype, the step is compiled for float32, and converts a gradient that turns out to be narrower.
 * A parameter that is no member is guarded to have no gradient.
 
 Where the rows are not understood, each pattern is compiled, and at Dynamo's limit the step is recorded.
@@ -32,6 +34,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from collage_fx.state import parameter_names
+from collage_fx.torch_compat import gradient_dtype
 
 
 @dataclass
@@ -85,7 +88,7 @@ def add_stand_ins(optimizer: Optimizer) -> None:
     for _, p in parameter_names(optimizer):
         is_known = id(p) in members.known or bool(optimizer.state.get(p))
         if p.grad is None and (is_known or (p.requires_grad and members.changes > 1)):
-            p.grad = torch.empty_like(p, dtype=members.known.get(id(p), p.dtype))
+            p.grad = torch.empty_like(p, dtype=members.known.get(id(p)) or gradient_dtype(p))
             members.standing_in.append(p)
     if type(optimizer) is torch.optim.SGD:
         _begin_momentum(optimizer)
@@ -112,4 +115,4 @@ def _begin_momentum(optimizer: Optimizer) -> None:
         if group["momentum"] and not group["dampening"]:
             for p in group["params"]:
                 if p.grad is not None and optimizer.state[p].get("momentum_buffer") is None:
-                    optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
+                    optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p.grad)

@@ -3,8 +3,8 @@
 Note [What Dynamo does not look at] ----------------------------------- Dynamo's guards compare the identity
 of an optimizer's parameters and state, and test whether gradients exist. So the guards accept ``p.data =
 ...`` of any strides, dtype or device, and a gradient that has become sparse or has another layout. Compiled
-code reads memory by address. A gradient with other strides is copied for the call; all other changes are
-refused before anything runs.
+code reads memory by address. A gradient with other strides, or of a narrower dtype, is copied for the call;
+all other changes are refused before anything runs.
 
 Note [One look at all tensors]
 ------------------------------
@@ -55,9 +55,11 @@ class Expected:
         """Replace a tensor by a copy that fits, if needed; return whether it was replaced, or raise."""
         tensor = arguments[self.index]
         refuse_layout(tensor, self.name)
-        if tensor.dtype is not self.dtype or tensor.device != self.device:
+        if not self._holds(tensor.dtype) or tensor.device != self.device:
             raise self._changed(f"{tensor.dtype} on {tensor.device}", f"{self.dtype} on {self.device}")
-        is_laid_out_otherwise = tensor.stride() != self.stride or tensor.is_neg()
+        is_laid_out_otherwise = (
+            tensor.dtype is not self.dtype or tensor.stride() != self.stride or tensor.is_neg()
+        )
         if self.is_only_read and tensor.shape == self.size and is_laid_out_otherwise:
             fitting = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
             arguments[self.index] = fitting.copy_(tensor)
@@ -74,6 +76,14 @@ class Expected:
             raise self._changed(found, f"size {self.size} and strides {self.stride}")
         return False
 
+    def _holds(self, dtype: torch.dtype) -> bool:
+        """Return whether the code can read the numbers of a dtype: its own, or exact copies in its own."""
+        return dtype is self.dtype or (
+            self.is_only_read
+            and dtype.is_floating_point
+            and torch.promote_types(dtype, self.dtype) is self.dtype
+        )
+
     def _has_layout_of(self, tensor: Tensor) -> bool:
         """Return whether size and strides are as expected, ignoring strides of dimensions of one element."""
         strides = zip(self.size, self.stride, tensor.stride(), strict=False)
@@ -84,7 +94,8 @@ class Expected:
             f"a tensor of {found}, where the step was compiled for {expected}",
             where=self.name,
             remedy="have the step compiled anew, torch._dynamo.reset(), after a change of p.data to a tensor "
-            "of another kind; new values alone can be copied, p.data.copy_(...)",
+            "of another kind, or of gradients to a wider dtype; new values alone can be copied, "
+            "p.data.copy_(...)",
         )
 
 

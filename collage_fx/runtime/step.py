@@ -84,11 +84,18 @@ class Member(NamedTuple):
     Attributes:
         gradient, parameter: indices of both among the inputs of the whole graph.
         inputs: indices of all inputs that belong to the member.
+        dtype: dtype of the gradient.
     """
 
     gradient: int
     parameter: int
     inputs: frozenset[int]
+    dtype: torch.dtype
+
+    def stand_in(self, parameter: Tensor) -> Tensor:
+        """Return a tensor of the layout and dtype of the absent gradient, which is not read."""
+        is_alike = parameter.dtype is self.dtype
+        return parameter.detach() if is_alike else torch.empty_like(parameter, dtype=self.dtype)
 
 
 class WholeStep:
@@ -124,8 +131,8 @@ class WholeStep:
         self.in_order = picking([order[index] for index in behind])
         self.updated = updated
         self.members = members
-        #: Parameter of each gradient that may be None, by index.
-        self.parameters = {each.gradient: each.parameter for each in members}
+        #: One of the members of each gradient that may be None, by the gradient's index.
+        self.by_gradient = {each.gradient: each for each in members}
         #: Present members, and a function that picks the inputs that they update, by the absent gradients.
         self._known: dict[tuple[int, ...], tuple[Present | None, Picking]] = {(): (None, picking(updated))}
         # The sharding of a bound DTensor cannot have changed since the capture.
@@ -134,12 +141,13 @@ class WholeStep:
     def __call__(self, *arguments: Any) -> Any:
         gradients = [parameter.grad for parameter in self.owners]
         values = [*self.bound, *self.in_order([*arguments, *gradients])]
-        absent = tuple([index for index in self.parameters if values[index] is None])
+        absent = tuple([index for index in self.by_gradient if values[index] is None])
         present, updated = self._known.get(absent) or self._without(absent)
         if present is not None and not any(present.members):
             return ()
-        for index in absent:  # a stand-in of the same layout, which is not read
-            values[index] = values[self.parameters[index]].detach()
+        for index in absent:
+            member = self.by_gradient[index]
+            values[index] = member.stand_in(values[member.parameter])
         torch.autograd.graph.increment_version(updated(values))
         with torch.no_grad():
             for index, pieces in self.distributed:

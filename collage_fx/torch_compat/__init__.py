@@ -144,6 +144,7 @@ try:
         base_of,
         disabled_torch_function,
         distributed_like,
+        gradient_dtype,
         guard_by_identity,
         has_internal_overlap,
         has_storage,

@@ -67,6 +67,12 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
     return tensor._base
 
 
+def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """Return the dtype of a parameter's gradients; the widest possible if any dtype is allowed."""
+    allowed: torch.dtype | None = getattr(parameter, "grad_dtype", parameter.dtype)
+    return torch.promote_types(parameter.dtype, torch.float32) if allowed is None else allowed
+
+
 def is_held_by_torch(tensor: torch.Tensor) -> bool:
     """Return whether torch refers to a tensor in addition to its Python object."""
     return tensor._use_count() > 1  # type: ignore[attr-defined]
