@@ -19,7 +19,7 @@ as ``collage_fx.exp_avg_sq.exact.rest``. An attribute, an item or a nested key f
 Note [Fingerprints]. Error terms of tensors that belong to no single parameter (in ``param_groups``, or in
 ``state`` under a key of the optimizer's own) are in one more entry of the state dict, ``"collage_fx"``. Error
 terms of attributes of the optimizer, which torch's state dict does not hold, are not saved: ``state_dict``
-warns. State that an optimizer keeps wider than its parameter has a key of its own: Note [Wide state].
+warns. State of another dtype than its parameter has a key of its own: Note [Wide state].
 
 Note [Memory of a loaded state dict]
 ------------------------------------
@@ -122,6 +122,7 @@ from collage_fx.state.wide_state import (
     KEPT,
     dtype_named,
     is_kept_wide,
+    is_narrow,
     is_spared,
     is_wide,
     kept_entries,
@@ -162,7 +163,7 @@ Owner = tuple[Any, str]
 Auxiliaries = dict[tuple[str, str], Tensor]
 Saved = dict[Owner, Auxiliaries]
 
-#: Owner of wide state -> its dtype, and the value of its key: Note [Wide state].
+#: Owner of wide or narrow state -> its dtype, and the value of its key: Note [Wide state].
 Kept = dict[Owner, tuple[torch.dtype, Tensor]]
 
 
@@ -172,7 +173,7 @@ class _Load(NamedTuple):
     Attributes:
         plain: the state dict without our keys.
         saved: error terms in it.
-        kept: which of its state is wide.
+        kept: which of its state has another dtype than its parameter.
         live: dtypes of the optimizer's state before the load.
     """
 
@@ -279,7 +280,7 @@ def _with_entries(optimizer: Optimizer, saved: StateDict) -> StateDict:
 
 
 def _entries(optimizer: Optimizer, parameter: Tensor) -> StateDict:
-    """Return our entries for one parameter: error terms, and which of its state is wide."""
+    """Return our entries for one parameter: error terms, and the dtypes of wide and narrow state."""
     kept = kept_entries(parameter, _state_slots(optimizer.state.get(parameter)))
     auxiliaries = _keyed_auxiliaries(_slots(optimizer, parameter))
     return {PREFIX + key: tensor for key, tensor in itertools.chain(auxiliaries, kept)}
@@ -423,7 +424,7 @@ def _before_load(optimizer: Optimizer, given: StateDict) -> StateDict | None:
     plain, saved = _separated(given)
     saved |= _left_out.get(optimizer, {})
     kept = _kept_among(saved)
-    _refuse_mismatches(optimizer, plain, saved)
+    _refuse_mismatches(optimizer, plain, saved, kept)
     live = {owner: tensor.dtype for owner, _, tensor in _held(optimizer, plain)}
     _loading[optimizer] = _Load(plain, saved, kept, live)
     return plain
@@ -539,7 +540,7 @@ def _take_up(optimizer: Optimizer) -> bool:
         for owner, name, tensor in _held(optimizer, plain)
         if owner[0] is None and is_low_precision(tensor.dtype)
     ]
-    _refuse_mismatches(optimizer, plain, saved)
+    _refuse_mismatches(optimizer, plain, saved, kept)
     for parameter in of_ours:
         for key in [key for key in optimizer.state[parameter] if str(key).startswith(PREFIX)]:
             del optimizer.state[parameter][key]
@@ -619,7 +620,7 @@ def _by_owner(parameter: Any, keyed: Mapping[str, Tensor]) -> Saved:
     return saved
 
 
-def _refuse_mismatches(optimizer: Optimizer, plain: StateDict, saved: Saved) -> None:
+def _refuse_mismatches(optimizer: Optimizer, plain: StateDict, saved: Saved, kept: Kept) -> None:
     """Raise before anything is loaded if an error term does not fit the tensor it belongs to."""
     names = {None: ""}
     owners: dict[Owner, tuple[Tensor, torch.dtype]] = {}
@@ -628,7 +629,8 @@ def _refuse_mismatches(optimizer: Optimizer, plain: StateDict, saved: Saved) -> 
     for key, name, parameter in _keyed_parameters(optimizer, plain):
         names[key] = f"{name}."
         for slot, tensor in ((PARAMETER_SLOT, parameter), *_state_slots(plain["state"].get(key))):
-            owners[key, slot] = tensor, parameter.dtype
+            dtype, _ = kept.get((key, slot), (parameter.dtype, None))
+            owners[key, slot] = tensor, dtype
     for (key, slot), auxiliaries in saved.items():
         if key in names and auxiliaries:  # torch refuses other numbers of parameters, in its own words
             where = f"{names[key]}{slot}"
@@ -736,10 +738,13 @@ def _restore(optimizer: Optimizer, load: _Load) -> None:
 
 
 def _kept_among(saved: Saved) -> Kept:
-    """Remove the entries of wide state from the values under our keys, and return them."""
+    """Remove the entries of wide and narrow state from the values under our keys, and return them."""
     kept: Kept = {}
-    for owner in [owner for owner, entries in saved.items() if any(name == KEPT for name, _ in entries)]:
-        (((_, name), held),) = saved.pop(owner).items()
+    found = [(owner, key) for owner, entries in saved.items() for key in entries if key[0] == KEPT]
+    for owner, (_, name) in found:
+        held = saved[owner].pop((KEPT, name))
+        if not saved[owner]:
+            del saved[owner]
         if (dtype := dtype_named(name)) is None:
             raise _mismatch(f"state of the unknown dtype {name!r}", str(owner[1]))
         kept[owner] = dtype, held
@@ -747,7 +752,7 @@ def _kept_among(saved: Saved) -> Kept:
 
 
 def _restore_wide(optimizer: Optimizer, load: _Load, taken_over: set[Any]) -> None:
-    """Give wide state the dtype and value back that torch's load has cast: Note [Wide state]."""
+    """Give wide and narrow state the dtype and value back that torch's load has cast: Note [Wide state]."""
     rounded: list[str] = []
     for key, name, parameter in _keyed_parameters(optimizer, load.plain):
         slots = dict(_state_slots(load.plain["state"].get(key)))
@@ -763,7 +768,9 @@ def _restore_wide(optimizer: Optimizer, load: _Load, taken_over: set[Any]) -> No
                 live = load.live.get((key, slot))
                 if is_kept_wide(saved, parameter, live, was_low_precision=was_low_precision):
                     dtype = saved.dtype
-            if dtype is None or tensor.dtype is dtype or not is_wide(dtype, parameter):
+            if dtype is None and is_narrow(saved.dtype, parameter):
+                dtype = saved.dtype if load.live.get((key, slot)) is saved.dtype else None
+            if dtype is None or tensor.dtype is dtype or dtype is parameter.dtype:
                 continue
             value, is_whole = value_kept(saved, dtype, held)
             if not is_whole:

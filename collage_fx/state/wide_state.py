@@ -1,4 +1,4 @@
-"""State that an optimizer keeps wider than its parameter, and its dtype in a checkpoint.
+"""State that an optimizer keeps in another dtype than its parameter, and its dtype in a checkpoint.
 
 Note [Wide state]
 -----------------
@@ -19,6 +19,10 @@ Wide state without such a key, of plain torch and of earlier versions, is kept a
 * if it is a number beside a parameter that is none: optimizers make such numbers in float32.
 
 All other wide state is cast, and its rest becomes error terms.
+
+Narrow state, such as bfloat16 moments of a float32 parameter, and bfloat16 state beside float16 have such a
+key, too: torch's load would turn it into state of the parameter's dtype, of another size. Without a key, as
+plain torch saves it, it keeps its dtype if the optimizer that is loaded has state of this dtype there.
 """
 
 from __future__ import annotations
@@ -44,17 +48,23 @@ def is_wide(dtype: torch.dtype, parameter: Tensor) -> bool:
     return not dtype.is_floating_point or torch.finfo(dtype).bits > torch.finfo(parameter.dtype).bits
 
 
+def is_narrow(dtype: torch.dtype, parameter: Tensor) -> bool:
+    """Return whether state of 16 bits has another dtype than its parameter."""
+    return parameter.is_floating_point() and is_low_precision(dtype) and dtype is not parameter.dtype
+
+
 def is_spared(slot: str) -> bool:
     """Return whether torch's load spares the state in a slot from its cast."""
     return slot.rpartition(".")[2] == "step"
 
 
 def kept_entries(parameter: Tensor, slots: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield ``(slot.kept.dtype, bytes)`` for the wide state of a 16-bit parameter."""
-    if not is_low_precision(parameter.dtype):
-        return
+    """Yield ``(slot.kept.dtype, bytes)`` for wide state of a 16-bit parameter, and for narrow state."""
     for slot, tensor in slots:
-        if not is_spared(slot) and is_wide(tensor.dtype, parameter) and not is_packed(tensor):
+        is_kept = is_narrow(tensor.dtype, parameter) or (
+            is_low_precision(parameter.dtype) and is_wide(tensor.dtype, parameter)
+        )
+        if is_kept and not is_spared(slot) and not is_packed(tensor):
             number = local_tensor(tensor.detach()).reshape(-1)
             # A copy: torch.save refuses one memory that is viewed as two dtypes.
             is_number = not tensor.dim()
@@ -103,7 +113,7 @@ def value_kept(saved: Tensor, dtype: torch.dtype, held: Tensor | None) -> tuple[
         number = held.to(torch.uint8).contiguous().view(dtype).reshape(()).to(saved.device)
         if bool(number.to(saved.dtype) == local_tensor(saved)):
             return number, True
-    return saved.to(dtype), not saved.dim()
+    return saved.to(dtype), not saved.dim() or torch.promote_types(saved.dtype, dtype) is saved.dtype
 
 
 def replace_tensors(entries: dict[Any, Any], new: Mapping[int, Tensor]) -> None:
