@@ -52,7 +52,10 @@ AVERAGES_OF_DTYPES = Patch(
 @contextlib.contextmanager
 def tracing_several_dtypes() -> Iterator[None]:
     """Context manager: steps may have several dtypes; see Note [Several dtypes]."""
-    with GRADIENT_DTYPES.entered(_without_other_gradients), AVERAGES_OF_DTYPES.entered(_with_ends_of_one_dtype):
+    with (
+        GRADIENT_DTYPES.entered(_without_other_gradients),
+        AVERAGES_OF_DTYPES.entered(_with_ends_of_one_dtype),
+    ):
         yield
 
 

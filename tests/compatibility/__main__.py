@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError
 from collage_fx.tools.audit import Measurement
 from tests.compatibility import results
 from tests.compatibility.catalog import Row, Variant
+from tests.compatibility.dtypes import section_of
 from tests.compatibility.rows import ROWS
 from tests.compatibility.table import Line, differences, document, key_of, line_of, read
 from tests.compatibility.worker import Worker
@@ -99,10 +100,12 @@ def check(lines: Sequence[Line]) -> int:
 
 def write(lines: Sequence[Line]) -> None:
     """Write the document: these lines, and of the other rows what it has said so far."""
-    known = read(PATH.read_text()) if PATH.exists() else {}
+    old = PATH.read_text() if PATH.exists() else ""
+    known = read(old)
     known.update({line.key: line for line in lines})
     keys = [key_of(row) for row in ROWS]
-    PATH.write_text(document([known[key] for key in keys if key in known]))
+    text, other_section = document([known[key] for key in keys if key in known]), section_of(old)
+    PATH.write_text(f"{text}\n{other_section}" if other_section else text)
     missing = [key for key in keys if key not in known]
     print(f"wrote {PATH}" + (f"; {len(missing)} rows have never been measured" if missing else ""))
 
