@@ -282,6 +282,7 @@ ASSIGNED = {
     ("codegen/address_tables.py", "fill.restype"): "of functions that ctypes has made for us",
     ("codegen/address_tables.py", "classify.argtypes"): "of functions that ctypes has made for us",
     ("codegen/address_tables.py", "classify.restype"): "of functions that ctypes has made for us",
+    ("torch_compat/patch_dtypes.py", "tensor.grad"): "None, while a fake tensor is made; GRADIENT_DTYPES",
     ("capture/members.py", "p.grad"): "None, while a step is compiled for which something stands in for it",
 }
 

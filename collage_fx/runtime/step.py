@@ -131,7 +131,7 @@ class WholeStep:
         self.in_order = picking([order[index] for index in behind])
         self.updated = updated
         self.members = members
-        #: One of the members of each gradient that may be None, by the gradient's index.
+        #: Members by the index of their gradient, which may be None. Members that share it stand in alike.
         self.by_gradient = {each.gradient: each for each in members}
         #: Present members, and a function that picks the inputs that they update, by the absent gradients.
         self._known: dict[tuple[int, ...], tuple[Present | None, Picking]] = {(): (None, picking(updated))}

@@ -155,7 +155,7 @@ def _run_in_one_dtype(
 
 
 def _widest(row: Sequence[Tensor | None]) -> torch.dtype:
-    """Return the dtype in which a row is computed: the only one, or the narrowest that holds them all."""
+    """Return the dtype in which a row is computed: the narrowest that holds all of its dtypes."""
     return functools.reduce(torch.promote_types, (value.dtype for value in row if value is not None))
 
 

@@ -241,8 +241,8 @@ TEXT = (
     "(of Muon {matrices}), from state after a first step that was cast.\n"
     "A triple is *right* if the error ‖Δ - Δ64‖ / ‖Δ64‖ of the parameters is at most "
     f"{LARGEST}, or {AS_FLOAT32} times that of eager\ntorch with float32 parameters and the same gradients "
-    "and state. *eager cannot* counts those of them that eager torch itself\nrefuses, on a CPU. *error* is the "
-    "largest of the compensated steps, *plain* of the eager steps with bf16 or fp16 parameters.\n\n"
+    "and state. *eager cannot* counts those of them that eager torch itself\nrefuses, on a CPU. *error* "
+    "is the largest of the compensated steps, *plain* of the eager steps with bf16 or fp16 parameters.\n\n"
     "{right} of {count} are right; {cannot} of these eager torch cannot take. {others}"
 )
 
