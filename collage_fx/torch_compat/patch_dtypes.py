@@ -75,7 +75,7 @@ def _without_other_gradients(from_tensor: Callable[..., Any]) -> Callable[..., A
 
 def _with_ends_of_one_dtype(call_function: Callable[..., None]) -> Callable[..., None]:
     def called(self: Any, fn: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
-        name = vars(fn).get("name")
+        name = fn.name if type(fn).__name__ == "GetAttrVariable" else ""
         if name in ("lerp", "lerp_") and args:
             start, end = fn.obj.realize(), args[0].realize()
             if start.is_tensor() and end.is_tensor() and start.dtype is not end.dtype:
