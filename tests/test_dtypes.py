@@ -139,6 +139,7 @@ def drawn(seed: int) -> tuple[Case, Triple]:
     return generator.choice(CASES), generator.choice(TRIPLES)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("seed", range(24))
 def test_an_optimizer_with_a_triple_of_dtypes_is_right(seed: int) -> None:
     case, triple = drawn(seed)
