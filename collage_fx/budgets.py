@@ -43,7 +43,7 @@ class Budget:
 
     Attributes:
         strategy, error_format, state: see :class:`~collage_fx.CollageBackend`.
-        bytes: for each element of the low-precision parameters; 0 in :data:`BUDGETS`.
+        bytes: for each element of the parameters; 0 in :data:`BUDGETS`.
         not_packed: the state with most bytes that is not packed although ``state`` is given, and why, or an
             empty string.
     """
@@ -79,11 +79,14 @@ BUDGETS = (
     Budget("full", "exact"),
     Budget("light", "exact", "block16"),
     Budget("plus", "exact"),
+    Budget("plus", "exact", "bf16"),
     Budget("light", "exact"),
+    Budget("light", "exact", "bf16"),
     Budget("full", "byte"),
     Budget("light", "byte", "block16"),
     Budget("plus", "byte"),
     Budget("light", "byte"),
+    Budget("light", "byte", "bf16"),
     Budget("light", "exact", "block8"),
     Budget("light", "byte", "block8"),
 )
@@ -99,13 +102,12 @@ def budgets_for(program: StepProgram, pipeline: Sequence[Pass]) -> list[Budget]:
     trial = replace(program, gm=copy_of(program.gm), rounding="dither")
     preparation, choosing = up_to_choosing(pipeline)
     found = []
-    held = _wider_state(program)
     with torch.no_grad():
         run_pipeline(trial, preparation)
         for budget in BUDGETS:
             trial = budget.applied_to(trial)
             run_pipeline(trial, choosing)
-            found.append(replace(budget, bytes=_bytes(trial, held), not_packed=_not_packed(trial)))
+            found.append(replace(budget, bytes=_bytes(trial), not_packed=_not_packed(trial)))
     return sorted(found, key=lambda budget: (budget.bytes, budget.rank()))
 
 
@@ -132,7 +134,7 @@ def best_budget(budgets: Sequence[Budget], limit: float) -> Budget:
 
     Args:
         budgets: the smallest first.
-        limit: bytes for each element of the low-precision parameters.
+        limit: bytes for each element of the parameters.
 
     Raises:
         InvalidOptionError: no budget is that small.
@@ -186,18 +188,19 @@ def _complexity(budget: Budget) -> tuple[bool, int]:
 
 
 def _wider_state(program: StepProgram) -> int:
-    """Sum the bytes of float32 and float64 state, which no budget changes, of low-precision parameters.
+    """Sum the bytes of state that is not among ``program.states``: float32 and float64, which no budget changes.
 
-    Numbers (0-d) are not counted. Neither is any state in the parts of a recorded step, which cannot be told
-    from values that one part hands to another.
+    State of float64 parameters is not counted, and neither are numbers (0-d), nor any state in the parts of a
+    recorded step, which cannot be told from values that one part hands to another.
     """
     if program.is_recorded:
         return 0
+    counted = {state.position for state in program.states}
     inputs = [
         (program.infos[copy], value)
-        for node, copies in zip(placeholders(program.gm.graph), program.repetition.copies, strict=True)
+        for i, node in enumerate(placeholders(program.gm.graph))
         if (value := tensor_value(node)) is not None and value.dim() and not is_low_precision(value.dtype)
-        for copy in copies
+        for copy in (program.repetition.copies[i] if i not in counted else ())
     ]
     wider = {info.name for info, _ in inputs if info.role is Role.PARAMETER}
     return sum(
@@ -207,12 +210,12 @@ def _wider_state(program: StepProgram) -> int:
     )
 
 
-def _bytes(program: StepProgram, held: int) -> float:
-    """Compute the bytes for each element of the low-precision parameters, with ``held`` bytes added.
+def _bytes(program: StepProgram) -> float:
+    """Compute the bytes for each element of the low-precision and float32 parameters.
 
     Gradients, which some steps overwrite, count with their error terms alone.
     """
-    elements = 0
+    elements, held = 0, _wider_state(program)
     for state in program.states:
         copies, value = len(program.repetition.copies[state.position]), state.value
         fmt = state.chosen_format

@@ -11,13 +11,13 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 from torch.optim import Optimizer
 
 from collage_fx.budgets import Budget, best_budget, budgets_for, budgets_for_parts, refuse_excess
@@ -90,6 +90,7 @@ from collage_fx.state import (
     packed_format,
     record_of,
     require_format,
+    reset_error_terms,
 )
 from collage_fx.torch_compat import (
     OpOverload,
@@ -398,6 +399,11 @@ class Compilation:
         ]
         return [(info, (_input_has_error_terms(info), _packed_format(info))) for info in infos]
 
+    @property
+    def _packs_float32(self) -> bool:
+        """Whether state of float32 parameters may be packed: recorded steps pack nothing."""
+        return self.options.packs and not self.recorded
+
     def _sums_changes(self, gm: GraphModule) -> bool:
         """Return whether a graph has an update whose changes are summed."""
         infos = [InputInfo(node.name, node.name, Role.STATE) for node in placeholders(gm.graph)]
@@ -422,6 +428,9 @@ class Compilation:
         sums = self.options.strategy != "none" and self.options.changes == "summed"
         if updated and sums and self._sums_changes(gm):
             return None
+        if self._packs_float32 and any(map(_is_float32, updated)):
+            if any(info.role in (Role.PARAMETER, Role.STATE) for info in infos):
+                return None
         return "the graph updates no bfloat16 or float16 tensor"
 
     # -- Refused, rewritten, lowered, reported
@@ -469,6 +478,7 @@ class Compilation:
             for index in repetition.copies[state.position] if state.info.role is not Role.NEW else ():
                 if (tensor := program.infos[index].tensor) is not None:
                     choose_new(tensor, keep=state.compensated)
+        self._drop_codes(program)
         with generated_code() as code:
             if is_rewritten:
                 made = self._lower(program, example_inputs, inductor_options, gm)
@@ -493,7 +503,7 @@ class Compilation:
             rewritten=(after, tuple(pass_log.passes)) if repetition.is_whole else None,
             subject=self.subject,
             tensors=self._rows(program),
-            wider_bytes=_wider_bytes(before, repetition),
+            wider_bytes=_wider_bytes(before, repetition, {state.position for state in program.states}),
             code=tuple(dict.fromkeys(code)),  # the code of a kernel for several parts once
             program=as_captured,
             pipeline=self._pipeline,
@@ -502,8 +512,17 @@ class Compilation:
             note=self._note_of_sums(program),
         )
         pass_log.lowered(report.code)
-        self._keep(report, compensated=bool(program.compensated), started=started)
+        is_kept = any(state.compensated or state.packed for state in program.states)
+        self._keep(report, compensated=is_kept, started=started)
         return made.step
+
+    def _drop_codes(self, program: StepProgram) -> None:
+        """Drop the packed values of float32 state that this step does not pack, as its options have changed."""
+        packs = {i for state in program.states if state.packed for i in program.repetition.copies[state.position]}
+        for i, info in enumerate(program.infos):
+            tensor = info.tensor
+            if tensor is not None and i not in packs and tensor.dtype is torch.float32 and packed_format(tensor):
+                reset_error_terms(tensor)
 
     def _accepted(self, gm: GraphModule, infos: Sequence[InputInfo], repetition: Repetition) -> StepProgram:
         """Make the program that enters the pipeline; raise if the step cannot be compensated."""
@@ -522,6 +541,7 @@ class Compilation:
             rounding=self.options.rounding,
             changes=self.options.changes,
             packed=None if packed is None or self.recorded else PACKED_FORMATS[packed],
+            takes_float32=self._packs_float32,
         )
         inputs, stores = placeholders(program.gm.graph), copies_to_inputs(program.gm.graph)
         program.already_compensated = frozenset(
@@ -536,7 +556,7 @@ class Compilation:
         if self.options.strategy != "none":
             refuse_aliases(gm, program.inputs, self.known.values())
             try:
-                refuse_unsupported(gm, program.inputs)
+                refuse_unsupported(gm, program.inputs, packs=self._packs_float32)
             except UnsupportedTensorError as refusal:
                 raise_or_warn(self, refusal, strict=self.options.strict)
         self._refuse_other_error_terms(infos, program.error_format)
@@ -750,13 +770,19 @@ def _never_called(*arguments: Any) -> Any:
     raise AssertionError("the graph of one of each family is compiled, never run")
 
 
-def _wider_bytes(gm: GraphModule, repetition: Repetition) -> int:
-    """Count the bytes of mutated floating-point inputs that are wider than bfloat16 and float16."""
+def _is_float32(node: Node) -> bool:
+    """Return whether a node is a float32 tensor."""
+    value = tensor_value(node)
+    return value is not None and value.dtype is torch.float32
+
+
+def _wider_bytes(gm: GraphModule, repetition: Repetition, shown: Collection[int]) -> int:
+    """Count the bytes of mutated inputs of float32 and float64 that are not ``shown`` in the report's rows."""
     stores, total = copies_to_inputs(gm.graph), 0
     for position, node in enumerate(placeholders(gm.graph)):
         value = tensor_value(node)
         wider = value is not None and value.dtype.is_floating_point and not is_low_precision_tensor(node)
-        if value is not None and wider and node in stores:
+        if value is not None and wider and node in stores and position not in shown:
             times = len(repetition.copies[position])
             total += times * math.prod(map(current_size, value.shape)) * value.dtype.itemsize
     return total

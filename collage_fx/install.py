@@ -223,8 +223,9 @@ def _install(optimizer: Optimizer, backend: CollageBackend) -> None:
     set_own_step(optimizer, CompiledStep(optimizer, backend))
     parameters = [parameter for _, parameter in parameter_names(optimizer)]
     low = [parameter for parameter in parameters if is_low_precision(parameter.dtype)]
+    packs = backend.options.packs and any(parameter.dtype is torch.float32 for parameter in parameters)
     log.log(
-        logging.INFO if low else logging.WARNING,
+        logging.INFO if low or packs else logging.WARNING,
         "%s: its first step compiles it with %r; %d of %d parameters are bfloat16 or float16",
         type(optimizer).__name__,
         backend,

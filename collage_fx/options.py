@@ -45,6 +45,11 @@ class Options:
         """Passes that the user has added to the pipeline."""
         return tuple(each for each in self.passes if each not in PIPELINE)
 
+    @property
+    def packs(self) -> bool:
+        """Whether state may be packed, also that of float32 parameters."""
+        return self.strategy != "none" and (self.state is not None or self.bytes_per_parameter is not None)
+
     def not_by_family(self) -> Reason | None:
         """Return why equal updates cannot be compiled once for all with these options; None if they can."""
         if self.strategy == "none":

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 
 import sympy
 import torch
@@ -81,9 +82,12 @@ class Analyze(Pass):
         ]
         read = dict.fromkeys(node for node in (*kept_up, *parameters) if node not in stores)
         flow = _Flow(graph, stores, [*read])
+        float32 = _float32_states(program) if program.takes_float32 else set[Node]()
         program.states = []
         for position, (placeholder, info) in enumerate(zip(inputs, program.inputs, strict=True)):
-            if placeholder not in stores or not is_low_precision_tensor(placeholder):
+            if placeholder not in stores:
+                continue
+            if not (is_low_precision_tensor(placeholder) or placeholder in float32):
                 continue
             store, is_parameter = stores[placeholder], info.role is Role.PARAMETER
             of = partial(read_recurrence, placeholder, stored(store), symbols, is_parameter=is_parameter)
@@ -108,6 +112,8 @@ class Analyze(Pass):
         sources = [*kept_up, *(state.placeholder for state in lasting)]
         whole = {*sources, *map(_stored, lasting)}
         for state in program.states:
+            if state.is_float32:
+                continue
             if not _is_overwritten_parameter(state):
                 if state.info.role is not Role.STATE or state.compensated or program.strategy == "none":
                     continue
@@ -133,7 +139,29 @@ class Analyze(Pass):
             for state in program.states:
                 if _may_be_dithered(program, state):
                     _dither_unless_compensated(state)
-        return f"{len(program.compensated)} of {len(program.states)} low-precision state tensors selected"
+        low = sum(not state.is_float32 for state in program.states)
+        return f"{len(program.compensated)} of {low} low-precision state tensors selected"
+
+
+def _float32_states(program: StepProgram) -> set[Node]:
+    """Return the float32 parameters among the inputs, and their state, without numbers (0-d)."""
+    nodes = placeholders(program.gm.graph)
+    infos = dict(zip(nodes, program.inputs, strict=True))
+    parameters = {info.name: node for node, info in infos.items() if info.role is Role.PARAMETER}
+    any_low = any(map(is_low_precision_tensor, parameters.values()))
+    found = set()
+    for node, info in infos.items():
+        value = tensor_value(node)
+        if value is None or value.dtype is not torch.float32:
+            continue
+        # A tensor of the state "a.b" of the parameter "w" is named "w.a.b".
+        prefixes = accumulate(info.name.split("."), "{}.{}".format)
+        owners = [parameters[prefix] for prefix in prefixes if prefix in parameters]
+        is_beside_low = any(map(is_low_precision_tensor, owners)) if owners else any_low
+        is_state = info.role is Role.STATE and value.dim() > 0 and not is_beside_low
+        if is_state or info.role is Role.PARAMETER:
+            found.add(node)
+    return found
 
 
 def _recurrences_of_replaced(
@@ -195,6 +223,8 @@ def _select(program: StepProgram, state: StateTensor, flow: _Flow) -> tuple[bool
     """Return whether ``state`` becomes an expansion under the program's strategy, and why."""
     if program.strategy == "none":
         return False, "none: plain low precision"
+    if state.is_float32:
+        return False, "float32"
     if state.placeholder in program.rounded_at_random:
         return True, "an error term replaces stochastic rounding"
     if state.position in program.already_compensated:
@@ -247,7 +277,7 @@ def _may_be_dithered(program: StepProgram, state: StateTensor) -> bool:
     count would start again, and dither's phase would be the same at each step. State that a part of a
     recorded step overwrites may be dithered: another part may compute its new value from its old value.
     """
-    if state.info.is_made:
+    if state.info.is_made or state.is_float32:
         return False
     kind = state.recurrence.kind
     carries = program.is_recorded if kind is Kind.OVERWRITE else kind is not Kind.OTHER or state.verdict.noise

@@ -99,7 +99,7 @@ def _load_expansion(editor: GraphEditor, state: StateTensor | ReadExpansion) -> 
     """Make every float32 reader of hi read the whole value: hi and its error terms joined."""
     fmt = state.error_format
     readers = [user for user in state.placeholder.users if not is_copy_to_input(user)]
-    loads = [user for user in readers if is_conversion(user)]
+    loads = [user for user in readers if is_conversion(user) and _is_float32(user)]
     if not (loads if fmt.keeps_hi else readers):
         return
     first = loads[0] if fmt.keeps_hi else placeholders(editor.graph)[-1].next
@@ -113,6 +113,11 @@ def _load_expansion(editor: GraphEditor, state: StateTensor | ReadExpansion) -> 
     if not fmt.keeps_hi:
         for reader in readers:
             reader.replace_input_with(state.placeholder, rounded)
+
+
+def _is_float32(node: Node) -> bool:
+    """Return whether a node is a float32 tensor; a reader of float32 state may convert it to another dtype."""
+    return bool(node.meta["val"].dtype is torch.float32)
 
 
 def _give_up_hi(editor: GraphEditor, placeholder: Node) -> None:

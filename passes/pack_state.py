@@ -17,6 +17,9 @@ if a divisor became zero and the dividend did not, the update would be unbounded
 A recorded step packs nothing: each of its parts sees only some of what the step does with a state. Its
 optimizer is refused before its first step (``capture/recording.py``).
 
+State of float32 parameters is packed by the same rules; the parameters themselves stay float32. float32 state
+of low-precision parameters is left alone. ``bf16`` packs float32 state only: other state has 16 bits anyway.
+
 A plug-in's formats get the same state. Whether they keep a divisor from becoming zero is theirs to say.
 """
 

@@ -179,6 +179,7 @@ class _Recording:
         self._calls_closure = False
         self._has_compiled = False
         self._steps_that_compiled = 0
+        self._steps = 0
         self._progress = ExitStack()
 
     @torch.compiler.disable
@@ -235,7 +236,8 @@ class _Recording:
         except CollageError as refusal:
             raise_or_warn(optimizer, refusal, strict=self._request.strict)
         # A first step may make state. Later ones, and those after captured steps, find it.
-        if not self.is_for_one_step and (self._steps_that_compiled or not self._has_begun):
+        self._steps += 1
+        if not self.is_for_one_step and (self._steps_that_compiled or self._steps <= 2):
             self._request.backend.refuse_excess(optimizer)
 
     def _look_at(self, optimizer: Optimizer) -> None:

@@ -223,11 +223,17 @@ def refuse_aliases(gm: GraphModule, inputs: Sequence[InputInfo], known: Iterable
             raise _aliased(" and ".join(_sharing_memory(known)) or info.name)
 
 
-def refuse_unsupported(gm: GraphModule, inputs: Sequence[InputInfo]) -> None:
+def refuse_unsupported(gm: GraphModule, inputs: Sequence[InputInfo], *, packs: bool) -> None:
     """Raise for the first mutated input of a kind for which compensated arithmetic is not defined.
 
+    Args:
+        gm: a captured graph.
+        inputs: description of each placeholder.
+        packs: whether state of float32 parameters may be packed.
+
     Raises:
-        UnsupportedTensorError: a complex or integer parameter, or low-precision state on an untested device.
+        UnsupportedTensorError: a complex or integer parameter, or low-precision state on an untested device,
+            or float32 state that may be packed.
     """
     stores = copies_to_inputs(gm.graph)
     for node, info in zip(placeholders(gm.graph), inputs, strict=True):
@@ -236,7 +242,8 @@ def refuse_unsupported(gm: GraphModule, inputs: Sequence[InputInfo]) -> None:
         value: Tensor = node.meta["val"]
         if info.role is Role.PARAMETER:
             _refuse_dtype(value, info.name)
-        if is_low_precision(value.dtype):
+        may_be_packed = packs and value.dtype is torch.float32 and info.role is Role.STATE
+        if is_low_precision(value.dtype) or may_be_packed:
             _refuse_device(value, info.name)
 
 
@@ -302,7 +309,7 @@ def _refuse_device(tensor: Tensor, name: str) -> None:
     """Raise for a tensor on an untested device."""
     if refused := device_facts(tensor.device).refused:
         raise UnsupportedTensorError(
-            f"low-precision state on device {tensor.device}; supported: {', '.join(SUPPORTED)}. {refused}",
+            f"{'packed' if tensor.dtype is torch.float32 else 'low-precision'} state on device {tensor.device}; supported: {', '.join(SUPPORTED)}. {refused}",
             where=name,
             remedy="move the model to a supported device, or compile this step with backend='inductor'",
         )

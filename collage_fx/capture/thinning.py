@@ -19,8 +19,15 @@ from collage_fx.state import has_error_terms, packed_format
 from collage_fx.torch_compat import ThinnedLists, TracedRows, local_tensor, sharding_of
 
 
-def rows_to_trace(rows: Sequence[tuple[Any, ...]], *, come_and_go: bool = False) -> TracedRows | None:
+def rows_to_trace(
+    rows: Sequence[tuple[Any, ...]], *, come_and_go: bool = False, packs: bool = False
+) -> TracedRows | None:
     """Choose two rows of each layout, among the lists that a step loops over.
+
+    Args:
+        rows: the rows.
+        come_and_go: whether a row may lack a gradient in some steps.
+        packs: whether state of float32 parameters may be packed.
 
     Returns:
         the rows; None if they are all rows and gradients do not come and go, if nothing is compensated, if
@@ -29,7 +36,7 @@ def rows_to_trace(rows: Sequence[tuple[Any, ...]], *, come_and_go: bool = False)
     values = [value for row in rows for value in row if not (value is None and come_and_go)]
     if not all(isinstance(value, Tensor) and is_plain(value) for value in values):
         return None
-    if not any(is_low_precision(value.dtype) for value in values):
+    if not any(is_low_precision(value.dtype) or (packs and value.dtype is torch.float32) for value in values):
         return None
     alike: dict[Hashable, list[int]] = defaultdict(list)
     for i, row in enumerate(rows):

@@ -227,7 +227,8 @@ def _rows_to_trace(optimizer: Optimizer, rows: Sequence[tuple[Any, ...]]) -> Tra
     request = _request_now()
     by_family = request is not None and request.backend.options.not_by_family() is None
     come_and_go = has_stand_ins(optimizer) or members_come_and_go(optimizer)
-    traced = rows_to_trace(rows, come_and_go=come_and_go) if by_family else None
+    packs = request is not None and request.backend.options.packs
+    traced = rows_to_trace(rows, come_and_go=come_and_go, packs=packs) if by_family else None
     if traced is None and has_stand_ins(optimizer):
         give_up_rows(optimizer)
         forget_new_state(optimizer)
@@ -419,7 +420,8 @@ def _record_or_refuse(code: CodeType, graph_break: GraphBreak) -> None:
     request, optimizer = _request_now(), graph_break.optimizer
     if request is None or optimizer is None:
         return
-    if not any(is_low_precision(parameter.dtype) for _, parameter in parameter_names(optimizer)):
+    packs = request.backend.options.packs
+    if not any(_is_of_concern(parameter, packs) for _, parameter in parameter_names(optimizer)):
         return
     if graph_break.is_in_closure and _is_captured_after_its_closure(optimizer):
         return
@@ -445,6 +447,11 @@ def _record_or_refuse(code: CodeType, graph_break: GraphBreak) -> None:
     if request.strict:
         forget_new_state(optimizer)
     raise_or_warn(optimizer, refusal, strict=request.strict)
+
+
+def _is_of_concern(parameter: Tensor, packs: bool) -> bool:
+    """Return whether a step of a parameter is rewritten: of low precision, or float32 if state is packed."""
+    return is_low_precision(parameter.dtype) or (packs and parameter.dtype is torch.float32)
 
 
 def _is_captured_after_its_closure(optimizer: Optimizer) -> bool:

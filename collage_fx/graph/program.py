@@ -110,7 +110,7 @@ class Verdict:
 
 @dataclass
 class StateTensor:
-    """Low-precision input that the step mutates.
+    """Input that the step mutates: of low precision, or float32 if state is to be packed.
 
     Attributes:
         placeholder: the graph input.
@@ -156,6 +156,11 @@ class StateTensor:
     def compensated(self) -> bool:
         """Whether the tensor gets error terms."""
         return self.chosen_format is not None and self.chosen_format.keeps_error
+
+    @property
+    def is_float32(self) -> bool:
+        """Whether the tensor is float32, which gets no error terms, but may be packed."""
+        return self.value.dtype is torch.float32
 
     @property
     def packed(self) -> bool:
@@ -243,6 +248,8 @@ class StepProgram:
         changes: whether the changes of a state are summed before they are added to it, likewise.
         summed: set by ``sum-changes``: number of updates that it has rewritten.
         packed: ``(format of signed state, format of never negative state)`` if state is packed; else None.
+        takes_float32: whether float32 parameters and their state are among ``states``, because state is to be
+            packed or its bytes are limited.
         captured: a copy of the graph as captured if the step is measured; else None.
         states: set by ``analyze``.
         reads: set by ``allocate``.
@@ -263,6 +270,7 @@ class StepProgram:
     changes: Changes = "as written"
     summed: int = 0
     packed: tuple[ErrorFormat, ErrorFormat] | None = None
+    takes_float32: bool = False
     captured: GraphModule | None = None
     states: list[StateTensor] = field(default_factory=list)
     reads: list[ReadExpansion] = field(default_factory=list)
@@ -317,6 +325,7 @@ class StepProgram:
             captured=None if self.captured is None else copy_of(gm),
             rounding=self.rounding,
             packed=self.packed,
+            takes_float32=self.takes_float32,
             changes=self.changes,
         )
 

@@ -1,4 +1,4 @@
-"""Storage formats: facts about bfloat16 and float16 from which bounds and verdicts are derived.
+"""Storage formats: facts about bfloat16, float16 and float32 from which bounds and verdicts are derived.
 
 Numbers are exact (:class:`fractions.Fraction`), so that tolerances, verdicts and tests can be derived instead
 of typed in. Nothing here reads the values of a tensor.
@@ -15,7 +15,7 @@ import torch
 
 @dataclass(frozen=True)
 class FloatFormat:
-    """Binary interchange format narrower than float32.
+    """Binary interchange format, float32 or narrower.
 
     Attributes:
         dtype: the torch dtype.
@@ -83,8 +83,10 @@ class FloatFormat:
 
 BFLOAT16 = FloatFormat(torch.bfloat16, precision=8, min_exponent=-126, max_exponent=127)
 FLOAT16 = FloatFormat(torch.float16, precision=11, min_exponent=-14, max_exponent=15)
+FLOAT32 = FloatFormat(torch.float32, precision=24, min_exponent=-126, max_exponent=127)
 
-#: Formats whose state tensors collage_fx compensates, by dtype. float32 and float64 state is left alone.
+#: Formats whose state tensors collage_fx compensates, by dtype. float32 state gets no error terms, but may be
+#: packed. float64 state is left alone.
 STORAGE_FORMATS: dict[torch.dtype, FloatFormat] = {f.dtype: f for f in (BFLOAT16, FLOAT16)}
 
 
@@ -102,5 +104,5 @@ def is_low_precision(dtype: torch.dtype) -> bool:
 
 
 def storage_format(dtype: torch.dtype) -> FloatFormat:
-    """Return the :class:`FloatFormat` of bfloat16 or float16."""
-    return STORAGE_FORMATS[dtype]
+    """Return the :class:`FloatFormat` of bfloat16, float16 or float32."""
+    return FLOAT32 if dtype == FLOAT32.dtype else STORAGE_FORMATS[dtype]

@@ -35,8 +35,8 @@ class GraphReport:
         subject: the class of the optimizer, numbered if the backend serves several, or the name of the
             function.
         route: the way through the compiler, and the reasons against faster ways.
-        tensors: rows of the low-precision state tensors.
-        wider_bytes: bytes of float32 and float64 state, which is left alone.
+        tensors: rows of the low-precision state tensors; of float32 ones too if state is to be packed.
+        wider_bytes: bytes of float32 and float64 state that has no rows.
         note: why the graph was lowered without changes, or what was done if no tensor has a row; else empty.
         code: code that Inductor generated: Python with C++ or Triton kernels. Empty after ``explain``.
         program: the whole step before any pass, on another graph; None if nothing was rewritten.
@@ -96,10 +96,12 @@ class GraphReport:
             if row.compensated:
                 counts.setdefault((row.role, row.symbol), []).append(row)
         done = [Treatment(tuple(rows)).counted for rows in counts.values()]
+        packed = sum(row.packed for row in self.tensors)
+        if packed and not done:
+            return f"{self.subject}: {packed} state tensors packed"
         listed = " and ".join([", ".join(done[:-1]), done[-1]] if len(done) > 1 else done) or "nothing"
         extra = bytes_per_parameter(self.tensors)["error terms"]
         cost = f", {extra:.1f} extra bytes/param" if extra else ""
-        packed = sum(row.packed for row in self.tensors)
         also = f", {packed} state tensors packed" if packed else ""
         return f"{self.subject}: {listed} compensated{cost}{also}"
 

@@ -637,7 +637,7 @@ def _refuse_mismatches(optimizer: Optimizer, plain: StateDict, saved: Saved, kep
             if (key, slot) not in owners:
                 raise _mismatch("error terms of a state that the checkpoint does not hold", where)
             tensor, dtype = owners[key, slot]
-            if is_low_precision(dtype):
+            if is_low_precision(dtype) or (dtype is torch.float32 and _is_packed_format(auxiliaries)):
                 _refuse_mismatch(auxiliaries, tensor, dtype, where)
 
 
@@ -714,7 +714,7 @@ def _restore(optimizer: Optimizer, load: _Load) -> None:
         live, auxiliaries = record_of(tensor), saved.get(owner)
         if is_packed(tensor) and live is not None:
             live.drop_claim()  # it was loaded packed, with its buffers
-        elif auxiliaries and is_low_precision(tensor.dtype):
+        elif auxiliaries and (is_low_precision(tensor.dtype) or _was_packed(tensor, auxiliaries)):
             _put_beside(tensor, auxiliaries, name, claims, in_use if owner[0] in taken_over else None)
         elif auxiliaries:
             if not _add_to(tensor, auxiliaries):
@@ -849,6 +849,35 @@ def _number_in(auxiliaries: Auxiliaries, hi: Tensor) -> Tensor:
     return torch.zeros((), dtype=torch.int64) if table is None else number_in(table.to(torch.uint8), hi)
 
 
+def _is_packed_format(auxiliaries: Auxiliaries) -> bool:
+    """Return whether auxiliaries are those of a packed format, or of one that is not registered."""
+    error_format = format_named(next(format_name for format_name, _ in auxiliaries))
+    return error_format is None or not error_format.keeps_hi
+
+
+def _was_packed(value: Tensor, auxiliaries: Auxiliaries) -> bool:
+    """Return whether auxiliaries hold the value of a float32 tensor, which was packed when it was saved."""
+    if value.dtype is not torch.float32 or not _is_packed_format(auxiliaries):
+        return False
+    return _fitting_terms(value, auxiliaries, torch.float32) is not None
+
+
+def _fitting_terms(value: Tensor, auxiliaries: Auxiliaries, dtype: torch.dtype) -> tuple[Tensor, ...] | None:
+    """Return this process's buffers of auxiliaries that were saved beside a value in ``dtype``; else None."""
+    error_format = format_named(next(format_name for format_name, _ in auxiliaries))
+    if error_format is None:
+        return None
+    number, pieces, here = _number_in(auxiliaries, value), sharding_of(value), local_tensor(value.detach())
+    hi = here.to(dtype)
+    specs = error_format.auxiliaries(torch.empty(value.shape, dtype=dtype, device="meta"))
+    found = [(spec, auxiliaries.get((error_format.name, spec.name))) for spec in specs]
+    if not all(each is not None and tuple(each.shape) in spec.loadable for spec, each in found):
+        return None
+    terms = tuple(spec.loaded(local_tensor(each, pieces)) for spec, each in found if each is not None)
+    differs = torch.stack([(hi.to(here.dtype) != here).sum(), number - fingerprint(hi, terms)])
+    return None if (differs if pieces is None else pieces.sum(differs)).any() else terms
+
+
 def _add_to(value: Tensor, auxiliaries: Auxiliaries) -> bool:
     """Add error terms to a wider tensor, if its value is that of the hi that they were saved beside."""
     error_format = format_named(next(format_name for format_name, _ in auxiliaries))
@@ -856,18 +885,12 @@ def _add_to(value: Tensor, auxiliaries: Auxiliaries) -> bool:
         return False
     if error_format.keeps_hi and not error_format.keeps_error:
         return True
-    number, pieces, here = _number_in(auxiliaries, value), sharding_of(value), local_tensor(value.detach())
     for dtype in STORAGE_FORMATS:
-        hi = here.to(dtype)
-        specs = error_format.auxiliaries(torch.empty(value.shape, dtype=dtype, device="meta"))
-        found = [(spec, auxiliaries.get((error_format.name, spec.name))) for spec in specs]
-        if all(each is not None and tuple(each.shape) in spec.loadable for spec, each in found):
-            terms = [spec.loaded(local_tensor(each, pieces)) for spec, each in found if each is not None]
-            differs = torch.stack([(hi.to(here.dtype) != here).sum(), number - fingerprint(hi, terms)])
-            if not (differs if pieces is None else pieces.sum(differs)).any():
-                for term in error_format.error_terms(hi, *terms):
-                    here += term
-                return True
+        if (terms := _fitting_terms(value, auxiliaries, dtype)) is not None:
+            here = local_tensor(value.detach())
+            for term in error_format.error_terms(here.to(dtype), *terms):
+                here += term
+            return True
     return False
 
 

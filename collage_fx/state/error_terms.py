@@ -168,7 +168,7 @@ class ErrorTermRecord:
             return True
         hi = local_tensor(tensor.detach())
         with real_tensors(), torch.no_grad():
-            return torch.equal(self.decode(hi).view(torch.int16), hi.view(torch.int16))
+            return torch.equal(_bits(self.decode(hi)), _bits(hi))
 
     def _pack(self, name: str) -> None:
         """Encode hi into the buffers, unless they hold it, and release its memory."""
@@ -364,7 +364,8 @@ def ensure_record(
     """Return the tensor's record; make a record of zeros if there is none.
 
     Args:
-        tensor: a real low-precision tensor (hi), which may be a DTensor: Note [Sharded tensors].
+        tensor: a real tensor (hi), of low precision or with a packed format float32, which may be a DTensor:
+            Note [Sharded tensors].
         error_format: the format wanted.
         name: name of the tensor, for error messages.
         contents: contents of its buffers; None for those it has, or zeros.
@@ -472,7 +473,7 @@ def _why_no_packed_tensor(error_format: ErrorFormat | None, hi: Tensor, saved: S
     """Return why saved auxiliaries do not make a packed tensor; empty if they do."""
     if error_format is None or error_format.keeps_hi:
         return "a format that is not registered: import the module that has it"
-    if not is_low_precision(hi.dtype):
+    if not (is_low_precision(hi.dtype) or hi.dtype is torch.float32):
         return f"a dtype of {hi.dtype}"
     if why_not := error_format.why_not(hi):
         return f"a tensor of which {why_not}"
@@ -486,7 +487,7 @@ def change_layout(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
     record = record_of(tensor)
     if record is None:
         return change(tensor)
-    if record.format.is_elementwise:
+    if record.format.is_elementwise and record.format.keeps_hi:
         for each in (tensor, *(each for each in record.auxiliaries if each.dim())):
             change(each)
     else:  # what several elements share, such as a scale, then belongs to other elements
@@ -617,8 +618,13 @@ def hand_over(old: Tensor, new: Tensor, *, name: str) -> bool:
 def same_elements(one: Tensor, other: Tensor) -> Tensor:
     """Return a mask of equal bits in two tensors; all False if most differ, as a few are equal by chance."""
     with real_tensors(), torch.no_grad():
-        same = one.detach().to(other.device).view(torch.int16) == other.detach().view(torch.int16)
+        same = _bits(one.detach().to(other.device)) == _bits(other.detach())
         return same & (2 * same.sum() >= same.numel())
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Return a view of a floating-point tensor of 2 or 4 bytes as integers."""
+    return tensor.view(torch.int16 if tensor.itemsize == 2 else torch.int32)
 
 
 def error_terms(tensor: Tensor) -> tuple[Tensor, ...]:

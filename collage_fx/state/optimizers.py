@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from collage_fx.graph import Role
-from collage_fx.numerics import is_low_precision
+from collage_fx.numerics import STORAGE_FORMATS
 from collage_fx.state.error_terms import packed_format, record_of, reset_error_terms
 from collage_fx.state.packed import is_packed, unpack
 from collage_fx.torch_compat import pytree
@@ -191,11 +191,12 @@ def bytes_held(tensors: Iterable[Tensor]) -> int:
 
 
 def held_per_parameter(optimizer: Optimizer) -> float:
-    """Count the bytes per element of the low-precision parameters that steps without packing hold.
+    """Count the bytes per element of low-precision and float32 parameters that steps without packing hold.
 
     Counted are the parameters, their state as if it were unpacked, and all error terms.
     """
-    parameters = [p for _, p in parameter_names(optimizer) if is_low_precision(p.dtype)]
+    dtypes = {*STORAGE_FORMATS, torch.float32}
+    parameters = [p for _, p in parameter_names(optimizer) if p.dtype in dtypes]
     states = (each for p in parameters for _, each in state_tensors(optimizer.state.get(p)))
     held = [*parameters, *(each for each in states if each.dim())]
     packed = [each for each in held if is_packed(each)]

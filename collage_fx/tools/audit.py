@@ -37,8 +37,10 @@ from collage_fx.state import bytes_held, full_value, known_tensors
 from collage_fx.state.error_terms import error_terms
 from collage_fx.torch_compat import conversions, forget_counts, recompile_reasons
 
-#: Outcomes of a measurement. COMPENSATED is the only good outcome.
+#: Outcomes of a measurement. COMPENSATED, and PACKED for float32 parameters, are the good outcomes.
 COMPENSATED = "compensated"
+PACKED = "packed"
+GOOD = (COMPENSATED, PACKED)
 REFUSED = "refused"
 UNSUPPORTED = "does not run eagerly"
 NOTHING_TO_COMPARE = "nothing to compare"
@@ -46,6 +48,9 @@ RECOMPILES = "recompiles"
 SILENT = "silently plain"
 INACCURATE = "inaccurate"
 FAILED = "fails"
+
+#: Largest error of float32 parameters with packed state: that of ``block8`` on hard gradients.
+MOST_OF_PACKED = 0.1
 
 #: Default shapes, a matrix and a vector: enough for optimizers that treat them differently.
 SHAPES = ((24, 16), (16,))
@@ -81,7 +86,8 @@ class Measurement:
         late: number of compilations in the second half of the steps, 0 in a steady state: graphs of the
             backend, and frames that Dynamo translated.
         compensated: state tensors with error terms, by their names in the optimizer (``exp_avg``).
-        left: state tensors without error terms, as ``(name, reason)``.
+        packed: state tensors that are packed, by their names.
+        left: other state tensors without error terms, as ``(name, reason)``.
         plain, single, error: errors of eager low precision, of eager float32, and of compensated low
             precision (``hi + lo``); None without a run.
         bytes: bytes of parameters, state and error terms at the end, per element of the parameters.
@@ -97,6 +103,7 @@ class Measurement:
     seconds: float = 0
     late: int = 0
     compensated: list[str] = field(default_factory=list)
+    packed: list[str] = field(default_factory=list)
     left: list[tuple[str, str]] = field(default_factory=list)
     plain: float | None = None
     single: float | None = None
@@ -139,6 +146,7 @@ class Audit:
         every = list(self.measured.values())
         lines = [self.subject, "", tabulate(rows, headers, disable_numparse=True), ""]
         lines += _listed("with error terms", (name for each in every for name in each.compensated))
+        lines += _listed("packed", (name for each in every for name in each.packed))
         lines += _listed("without", (f"{name}: {why}" for each in every for name, why in each.left))
         lines += _listed("route", (route for each in every for route in each.routes))
         lines += _listed("notes", (note for each in every for note in (each.reason, *each.notes) if note))
@@ -154,6 +162,13 @@ class Audit:
             return f"none, because {next(iter(self.measured.values())).reason}"
         if bad:
             return f"not precise ({'; '.join(bad)})"
+        if all(each.outcome == PACKED for each in self.measured.values()):
+            errors = ((each.error, each.single) for each in self.measured.values())
+            known = [(error, single) for error, single in errors if error is not None and single is not None]
+            if not known:
+                return "packed; there is no float64 run to compare with"
+            error, single = max(known)
+            return f"packed: the error is {error:.2g} at most, where that of float32 state is {single:.2g}"
         gains = [
             each.plain / each.error
             for each in self.measured.values()
@@ -180,7 +195,7 @@ def audit(
     Args:
         make: function that creates the optimizer for a list of parameters; called for each run.
         shapes: shapes of the parameters.
-        dtype: dtype of parameters and gradients, bfloat16 or float16.
+        dtype: dtype of parameters and gradients: bfloat16, float16, or with packed state float32.
         steps: number of steps under each schedule.
         schedules: functions ``(step, steps) -> factor`` of ``group["lr"]`` by name; None: no change of the
             learning rate.
@@ -193,12 +208,13 @@ def audit(
         CollageError: an argument is not allowed; nothing has been measured.
     """
     refuse_unknown(options)
-    CollageBackend(**options)
-    if dtype not in STORAGE_FORMATS:
+    packs = CollageBackend(**options).options.packs
+    if dtype not in STORAGE_FORMATS and not (packs and dtype is torch.float32):
         raise InvalidOptionError(
             f"dtype={dtype} is not allowed: it needs no compensation",
             where="dtype",
-            remedy=f"use one of {', '.join(map(str, STORAGE_FORMATS))}",
+            remedy=f"use one of {', '.join(map(str, STORAGE_FORMATS))}, or torch.float32 with state= or "
+            "bytes_per_parameter=",
         )
     if not any(map(math.prod, shapes)):
         raise InvalidOptionError(
@@ -267,7 +283,7 @@ def measure_trial(trial: Trial) -> Measurement:
     """Measure the runs of a trial: eager in three dtypes, then compiled."""
     measured = Measurement()
     runs: dict[torch.dtype, Tensor] = {}
-    for each in (trial.dtype, torch.float32, torch.float64):
+    for each in dict.fromkeys((trial.dtype, torch.float32, torch.float64)):
         try:
             runs[each] = _eager_displacement(trial, each)
         except Exception as error:  # any exception of an optimizer is a result of the audit
@@ -291,6 +307,8 @@ def measure_trial(trial: Trial) -> Measurement:
         if measured.outcome == COMPENSATED and _is_inaccurate(measured):
             measured.outcome = INACCURATE
             measured.reason = trial.why_inaccurate or "although there are error terms"
+        if measured.outcome == PACKED and measured.error > MOST_OF_PACKED:
+            measured.outcome, measured.reason = INACCURATE, "although most state is float32's to 8 bits"
     return measured
 
 
@@ -413,6 +431,8 @@ def _describe_state(backend: CollageBackend, measured: Measurement) -> None:
         slot = re.sub(r"^param_groups\[\d+\]\.params\[\d+\]\.?", "", tensor.name) or "parameter"
         if tensor.compensated:
             measured.compensated.append(slot)
+        elif tensor.packed:
+            measured.packed.append(slot)
         else:
             measured.left.append((slot, tensor.selection))
     routes = (each.route for each in backend.reports)
@@ -425,15 +445,20 @@ def _judge(parameters: Parameters, measured: Measurement, *, warned: bool) -> No
     # Infinite values have no error terms.
     finite = ((i, p) for i, p in enumerate(parameters) if p.isfinite().all())
     plain = [i for i, p in finite if not any(bool(t.any()) for t in error_terms(p))]
-    if plain and warned:
+    is_float32 = all(p.dtype is torch.float32 for p in parameters)
+    if is_float32 and not measured.packed:
+        measured.outcome, measured.reason = SILENT, "no state is packed"
+    elif is_float32 and not warned:
+        measured.outcome = PACKED
+    elif plain and warned:
         measured.outcome = REFUSED  # the notes say why
     elif plain:
         measured.outcome, measured.reason = SILENT, f"parameters {plain} have no error terms, or all zero"
-    elif measured.late:
-        last = measured.recompiles[-1] if measured.recompiles else "no reason given"
-        measured.outcome, measured.reason = RECOMPILES, last
     else:
         measured.outcome = COMPENSATED
+    if measured.outcome in GOOD and measured.late:
+        last = measured.recompiles[-1] if measured.recompiles else "no reason given"
+        measured.outcome, measured.reason = RECOMPILES, last
 
 
 def _message(error: BaseException) -> str:
@@ -444,7 +469,7 @@ def _message(error: BaseException) -> str:
 
 
 def _is_good(measured: Measurement) -> bool:
-    return measured.outcome == COMPENSATED
+    return measured.outcome in GOOD
 
 
 def _shown(error: float | None) -> str:

@@ -27,7 +27,7 @@ from collage_fx.graph import (
     repeated_graph,
 )
 from collage_fx.lowering import Lowered, interpreted, rules_of, why_not_compiled
-from collage_fx.numerics import is_low_precision
+from collage_fx.numerics import STORAGE_FORMATS, is_low_precision
 from collage_fx.options import refuse_unknown
 from collage_fx.report import CollageReport
 from collage_fx.state import known_tensors
@@ -65,7 +65,7 @@ def captured(optimizer: Optimizer, backend: CaptureOnly) -> None:
     step = torch.compile(_with_code_of_its_own(_step), backend=backend)
     with hide_progress():
         step(method, clone)
-        if _has_state_not_met(clone, backend.report()):
+        if _has_state_not_met(clone, backend):
             step(method, clone)  # now with the state among the graph's inputs
 
 
@@ -151,15 +151,21 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
         return value
 
 
-def _has_state_not_met(optimizer: Optimizer, report: CollageReport) -> bool:
-    """Return whether low-precision state was created in the step, so is missing from its inputs.
+def _has_state_not_met(optimizer: Optimizer, backend: CollageBackend) -> bool:
+    """Return whether state that has a row was created in the step, so is missing from its inputs.
 
     Most classes outside torch.optim create their state inside ``step``, and so does torch.optim.SGD with
     momentum.
     """
     held = known_tensors({"": optimizer}).values()
-    state = {each.name for each in held if each.role is Role.STATE and is_low_precision(each.tensor.dtype)}
-    return not state <= {row.name for row in report.tensors}
+    dtypes = {*STORAGE_FORMATS, *((torch.float32,) if backend.options.packs else ())}
+    state = {
+        each.name
+        for each in held
+        if each.role is Role.STATE and each.tensor.dtype in dtypes
+        if is_low_precision(each.tensor.dtype) or each.tensor.dim()
+    }
+    return not state <= {row.name for row in backend.report().tensors}
 
 
 def _step(step: Callable[[Optimizer], Any], optimizer: Optimizer) -> None:

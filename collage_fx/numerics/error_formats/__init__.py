@@ -11,7 +11,7 @@ from __future__ import annotations
 from collage_fx.numerics.error_formats.base import AuxiliarySpec, ErrorBound, ErrorFormat
 from collage_fx.numerics.error_formats.blocks import Blocks
 from collage_fx.numerics.error_formats.byte import Byte
-from collage_fx.numerics.error_formats.dither import Dither
+from collage_fx.numerics.error_formats.dither import Bf16, Dither
 from collage_fx.numerics.error_formats.exact import (
     LOWER_HALF,
     ULP_PARTS,
@@ -32,6 +32,7 @@ __all__ = [
     "WITH_LOWER_HALF",
     "WITH_ULP_PARTS",
     "AuxiliarySpec",
+    "Bf16",
     "Blocks",
     "Byte",
     "Dither",
@@ -51,6 +52,7 @@ ERROR_FORMATS: dict[str, ErrorFormat] = {fmt.name: fmt for fmt in (Exact(), Mcf(
 PACKED_FORMATS: dict[str, tuple[ErrorFormat, ErrorFormat]] = {
     f"block{bits}": (Blocks(bits, signed=True), Blocks(bits, signed=False)) for bits in (16, 8)
 }
+PACKED_FORMATS[Bf16.name] = Bf16(), Bf16()
 
 
 def format_named(name: str) -> ErrorFormat | None:

@@ -1,4 +1,4 @@
-"""Error format ``dither``: no error term, and roundings that lose nothing on average."""
+"""Formats ``dither`` and ``bf16``: no error term, and roundings that lose nothing on average."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from collage_fx.numerics.dither import DITHERED, PHASES, phase
 from collage_fx.numerics.error_formats.base import AuxiliarySpec, ErrorBound, ErrorFormat
-from collage_fx.numerics.formats import storage_format
+from collage_fx.numerics.formats import BFLOAT16, is_low_precision, storage_format
 
 
 class Dither(ErrorFormat):
@@ -47,3 +47,41 @@ class Dither(ErrorFormat):
 
     def error_terms(self, hi: Tensor, *auxiliaries: Tensor) -> tuple[Tensor, ...]:
         return ()
+
+
+class Bf16(ErrorFormat):
+    """Packed format of float32 state: bfloat16 numbers, rounded up or down by dither at every step.
+
+    The value is in the auxiliary alone. Only numbers below 2**-133 may become zero.
+    """
+
+    name = "bf16"
+    precision = "bfloat16 numbers in place of float32, rounded up or down by dither"
+    is_elementwise = True
+    keeps_hi = False
+    keeps_error = False
+    by_rows = True
+    is_dithered = True
+
+    def why_not(self, hi: Tensor) -> str:
+        return "it has 16 bits as it is" if is_low_precision(hi.dtype) else ""
+
+    def auxiliaries(self, hi: Tensor) -> Sequence[AuxiliarySpec]:
+        rounded = AuxiliarySpec.like(hi, "rounded", BFLOAT16.dtype)
+        return rounded, AuxiliarySpec("count", torch.int32, ())
+
+    def error_bound(self, dtype: torch.dtype) -> ErrorBound:
+        """Return the error of rounding to nearest, as :meth:`split` does; a step's may be twice as large."""
+        return ErrorBound(BFLOAT16.unit_roundoff, BFLOAT16.quantum / 2)
+
+    def join(self, hi: Tensor, *auxiliaries: Tensor) -> Tensor:
+        return auxiliaries[0].to(torch.float32)
+
+    def split(self, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        count = torch.zeros((), dtype=torch.int32, device=value.device)
+        return value.to(dtype), value.to(BFLOAT16.dtype), count
+
+    def store(self, value: Tensor, hi: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        before, count, start = inputs
+        rounded = DITHERED(value, PHASES(before, phase(count, start)), BFLOAT16.dtype)
+        return hi, rounded.to(BFLOAT16.dtype), count + 1
