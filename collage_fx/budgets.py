@@ -142,10 +142,12 @@ def best_budget(budgets: Sequence[Budget], limit: float) -> Budget:
     within = [budget for budget in frontier(budgets) if budget.bytes <= limit * (1 + TOLERANCE)]
     if not within:
         least = budgets[0]
+        equal = (budget.not_packed for budget in budgets if budget.bytes == least.bytes)
+        why = next(filter(None, equal), "")
         raise InvalidOptionError(
             f"bytes_per_parameter={limit:g}, where this step takes {least.bytes:.3g} at least",
             where="bytes_per_parameter",
-            remedy=f"give it {least.bytes:.3g}{least.not_packed and f' ({least.not_packed})'}; "
+            remedy=f"give it {least.bytes:.3g}{why and f' ({why})'}; "
             "strategy='none' takes what the optimizer makes",
         )
     return within[-1]
@@ -188,7 +190,7 @@ def _complexity(budget: Budget) -> tuple[bool, int]:
 
 
 def _wider_state(program: StepProgram) -> int:
-    """Sum the bytes of state that is not among ``program.states``: float32 and float64, which no budget changes.
+    """Sum the bytes of float32 and float64 state that no budget changes: it is not among ``program.states``.
 
     State of float64 parameters is not counted, and neither are numbers (0-d), nor any state in the parts of a
     recorded step, which cannot be told from values that one part hands to another.

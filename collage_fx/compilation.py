@@ -91,11 +91,13 @@ from collage_fx.state import (
     record_of,
     require_format,
     reset_error_terms,
+    unpack,
 )
 from collage_fx.torch_compat import (
     OpOverload,
     TraceWhole,
     aot_input_of,
+    boxed_call,
     compile_with_inductor,
     current_size,
     generated_code,
@@ -428,9 +430,9 @@ class Compilation:
         sums = self.options.strategy != "none" and self.options.changes == "summed"
         if updated and sums and self._sums_changes(gm):
             return None
-        if self._packs_float32 and any(map(_is_float32, updated)):
-            if any(info.role in (Role.PARAMETER, Role.STATE) for info in infos):
-                return None
+        is_step = any(info.role in (Role.PARAMETER, Role.STATE) for info in infos)
+        if is_step and self._packs_float32 and any(map(_is_float32, updated)):
+            return None
         return "the graph updates no bfloat16 or float16 tensor"
 
     # -- Refused, rewritten, lowered, reported
@@ -478,12 +480,15 @@ class Compilation:
             for index in repetition.copies[state.position] if state.info.role is not Role.NEW else ():
                 if (tensor := program.infos[index].tensor) is not None:
                     choose_new(tensor, keep=state.compensated)
+        known_packed = any(map(_packed_format, infos))
         self._drop_codes(program)
         with generated_code() as code:
             if is_rewritten:
                 made = self._lower(program, example_inputs, inductor_options, gm)
             else:
                 made = self._lower_as_captured(gm, example_inputs, inductor_options)
+                if known_packed:
+                    made = made._replace(step=_with_memory(made.step))
         if isinstance(made, Reason):
             return made
         if made_anew:
@@ -517,11 +522,18 @@ class Compilation:
         return made.step
 
     def _drop_codes(self, program: StepProgram) -> None:
-        """Drop the packed values of float32 state that this step does not pack, as its options have changed."""
-        packs = {i for state in program.states if state.packed for i in program.repetition.copies[state.position]}
+        """Drop the packed values of float32 state that this step, by other options, does not pack."""
+        packs = {
+            i for state in program.states if state.packed for i in program.repetition.copies[state.position]
+        }
         for i, info in enumerate(program.infos):
             tensor = info.tensor
-            if tensor is not None and i not in packs and tensor.dtype is torch.float32 and packed_format(tensor):
+            if (
+                tensor is not None
+                and i not in packs
+                and tensor.dtype is torch.float32
+                and packed_format(tensor)
+            ):
                 reset_error_terms(tensor)
 
     def _accepted(self, gm: GraphModule, infos: Sequence[InputInfo], repetition: Repetition) -> StepProgram:
@@ -765,6 +777,18 @@ def _packed_format(info: InputInfo) -> ErrorFormat | None:
     return None if info.tensor is None else packed_format(info.tensor)
 
 
+def _with_memory(step: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Return a step that unpacks its arguments: another compiled step of the optimizer packs them."""
+
+    def run(arguments: list[Any]) -> Any:
+        for each in arguments:
+            if isinstance(each, torch.Tensor):
+                unpack(each)
+        return step(arguments)
+
+    return boxed_call(run)
+
+
 def _never_called(*arguments: Any) -> Any:
     """Raise: the graph of one member of each family is compiled, never run."""
     raise AssertionError("the graph of one of each family is compiled, never run")
@@ -777,7 +801,7 @@ def _is_float32(node: Node) -> bool:
 
 
 def _wider_bytes(gm: GraphModule, repetition: Repetition, shown: Collection[int]) -> int:
-    """Count the bytes of mutated inputs of float32 and float64 that are not ``shown`` in the report's rows."""
+    """Count the bytes of mutated float32 and float64 inputs that are not ``shown`` in the report."""
     stores, total = copies_to_inputs(gm.graph), 0
     for position, node in enumerate(placeholders(gm.graph)):
         value = tensor_value(node)

@@ -116,7 +116,7 @@ def _load_expansion(editor: GraphEditor, state: StateTensor | ReadExpansion) -> 
 
 
 def _is_float32(node: Node) -> bool:
-    """Return whether a node is a float32 tensor; a reader of float32 state may convert it to another dtype."""
+    """Return whether a node is a float32 tensor; float32 state may be converted to other dtypes."""
     return bool(node.meta["val"].dtype is torch.float32)
 
 

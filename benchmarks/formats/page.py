@@ -50,7 +50,8 @@ Rows of other projects are simulated in float32 on a CPU, from published papers 
 kernels has run. The moments of COAT and FP8-LM come from the plug-in `examples/peer_formats.py`. If a
 program imports it, `state="coat"` and `state="fp8_lm"` work with any optimizer. Candidates are formats
 that this library does not have. The study has one small model and one optimizer, and its error is not a
-training loss: a larger error need not mean a worse model.
+training loss: a larger error need not mean a worse model. Real optimizers with float32 weights, those of
+other projects included, are measured in [float32 parameters](float32.md).
 """
 
 

@@ -308,8 +308,9 @@ def refuse_devices(optimizer: Optimizer) -> None:
 def _refuse_device(tensor: Tensor, name: str) -> None:
     """Raise for a tensor on an untested device."""
     if refused := device_facts(tensor.device).refused:
+        kind = "low-precision" if is_low_precision(tensor.dtype) else "packed"
         raise UnsupportedTensorError(
-            f"{'packed' if tensor.dtype is torch.float32 else 'low-precision'} state on device {tensor.device}; supported: {', '.join(SUPPORTED)}. {refused}",
+            f"{kind} state on device {tensor.device}; supported: {', '.join(SUPPORTED)}. {refused}",
             where=name,
             remedy="move the model to a supported device, or compile this step with backend='inductor'",
         )

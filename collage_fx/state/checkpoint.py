@@ -637,6 +637,8 @@ def _refuse_mismatches(optimizer: Optimizer, plain: StateDict, saved: Saved, kep
             if (key, slot) not in owners:
                 raise _mismatch("error terms of a state that the checkpoint does not hold", where)
             tensor, dtype = owners[key, slot]
+            if _is_packed_format(auxiliaries):
+                dtype = tensor.dtype  # codes are those of the saved tensor, which torch may cast
             if is_low_precision(dtype) or (dtype is torch.float32 and _is_packed_format(auxiliaries)):
                 _refuse_mismatch(auxiliaries, tensor, dtype, where)
 
@@ -712,6 +714,9 @@ def _restore(optimizer: Optimizer, load: _Load) -> None:
     unused: list[str] = []
     for owner, name, tensor in _held(optimizer, plain):
         live, auxiliaries = record_of(tensor), saved.get(owner)
+        if auxiliaries and is_low_precision(tensor.dtype) and _wider(plain, owner) is not None:
+            # Codes of a float32 tensor, which is read decoded: they do not belong to its rounded value.
+            auxiliaries = None if _is_packed_format(auxiliaries) else auxiliaries
         if is_packed(tensor) and live is not None:
             live.drop_claim()  # it was loaded packed, with its buffers
         elif auxiliaries and (is_low_precision(tensor.dtype) or _was_packed(tensor, auxiliaries)):
@@ -873,7 +878,11 @@ def _fitting_terms(value: Tensor, auxiliaries: Auxiliaries, dtype: torch.dtype) 
     found = [(spec, auxiliaries.get((error_format.name, spec.name))) for spec in specs]
     if not all(each is not None and tuple(each.shape) in spec.loadable for spec, each in found):
         return None
-    terms = tuple(spec.loaded(local_tensor(each, pieces)) for spec, each in found if each is not None)
+    terms = tuple(
+        spec.loaded(local_tensor(each, pieces if spec.shape else None))
+        for spec, each in found
+        if each is not None
+    )
     differs = torch.stack([(hi.to(here.dtype) != here).sum(), number - fingerprint(hi, terms)])
     return None if (differs if pieces is None else pieces.sum(differs)).any() else terms
 

@@ -11,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from collage_fx import backend_of, full_value
+from collage_fx.state.packed import is_packed
 from tests.support.replay import DEFAULTS, KEPT, Kept, Replay
 from tests.support.training import differences, everything
 
@@ -37,7 +38,11 @@ def tiny_gpt2() -> Any:
 
 
 def train(
-    folder: Path, kept: Kept, resume_from: Path | None = None, model: Callable[[], Any] = tiny_gpt2
+    folder: Path,
+    kept: Kept,
+    resume_from: Path | None = None,
+    model: Callable[[], Any] = tiny_gpt2,
+    **others: Any,
 ) -> tuple[Replay, CollageCallback]:
     class Recorded(transformers.Trainer):  # type: ignore[misc, name-defined]  # there are no types of it
         def create_optimizer(self, *args: Any, **kwargs: Any) -> Optimizer:
@@ -59,6 +64,7 @@ def train(
         report_to=[],
         disable_tqdm=True,
         dataloader_pin_memory=False,
+        **others,
     )
     callback = CollageCallback(**kept.options)
     trainer = Recorded(model=model(), args=arguments, train_dataset=data(), callbacks=[callback])
@@ -80,6 +86,37 @@ def test_its_default_optimizer_is_compensated_and_resumed_to_the_bit(kept: Kept,
     torch._dynamo.reset()
     resumed, _ = train(tmp_path, kept, resume_from=tmp_path / f"checkpoint-{SAVED_AFTER}")
     assert len(resumed.learning_rates) == STEPS - SAVED_AFTER
+    assert not differences(everything(resumed.optimizer), whole)
+
+
+#: Of float32 parameters: options, and the error of a displacement that comes from rounding the moments.
+FLOAT32 = [
+    pytest.param(Kept({"bytes_per_parameter": 8}, 24, 0.001), id="8 bytes"),
+    pytest.param(Kept({"state": "bf16"}, 24, 0.005), id="bf16"),
+    pytest.param(Kept({"bytes_per_parameter": 6.2}, 24, 0.016), id="6.2 bytes"),
+]
+
+
+def gpt2_with_a_frozen_table() -> Any:
+    """Float32 weights, of which one has no gradient."""
+    model = tiny_gpt2().float()
+    model.transformer.wpe.weight.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("kept", FLOAT32)
+def test_float32_weights_under_autocast_with_packed_moments(kept: Kept, tmp_path: Path) -> None:
+    autocast = {"model": gpt2_with_a_frozen_table, "bf16": True}
+    replay, callback = train(tmp_path, kept, **autocast)
+    assert replay.learning_rates[0] == 0 < replay.learning_rates[1]
+    replay.assert_near(kept.of_moments)
+    moments = [replay.optimizer.state[p]["exp_avg"] for p in replay.parameters if p.requires_grad]
+    assert {is_packed(each) for each in moments if each.numel() >= 4096} == {True}
+    assert callback.backend is not None
+    whole = everything(replay.optimizer)
+
+    torch._dynamo.reset()
+    resumed, _ = train(tmp_path, kept, resume_from=tmp_path / f"checkpoint-{SAVED_AFTER}", **autocast)
     assert not differences(everything(resumed.optimizer), whole)
 
 

@@ -9,18 +9,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from collage_fx.graph import StepProgram
+from expecttest import assert_expected_inline
+
+from collage_fx.graph import InputInfo, Role, StepProgram
+from collage_fx.graph.text import graph_text
 from collage_fx.numerics import PACKED_FORMATS
 from tests.support.programs import after, captured
 
 SHAPE = (64, 64)
 
 
-def packed(step: Callable[..., Any], symbols: str, last: str = "pack-state", **options: Any) -> StepProgram:
+def packed(
+    step: Callable[..., Any], symbols: str, last: str = "pack-state", state: str = "block8", **options: Any
+) -> StepProgram:
     program = captured(
         step, symbols, **{"shape": SHAPE, "error_format": "exact", "strategy": "light", **options}
     )
-    program.packed = PACKED_FORMATS["block8"]
+    program.packed, program.takes_float32 = PACKED_FORMATS[state], True
     return after(program, last)
 
 
@@ -88,10 +93,11 @@ def signed(p: Tensor, g: Tensor, m: Tensor) -> None:
         (signed, "p g m", {"m": "block8"}),
     ],
 )
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_formats_follow_from_the_recurrence(
-    step: Callable[..., Any], symbols: str, expected: dict[str, str]
+    step: Callable[..., Any], symbols: str, expected: dict[str, str], dtype: torch.dtype
 ) -> None:
-    assert formats(packed(step, symbols)) == expected
+    assert formats(packed(step, symbols, dtypes=dtype)) == expected
 
 
 def test_a_radicand_that_may_become_negative_is_left_alone() -> None:
@@ -169,8 +175,9 @@ def last_weights(p: Tensor, g: Tensor, a: Tensor) -> None:
         (average_of_weights, "a", "computed from a parameter's new value"),
     ],
 )
-def test_what_is_left_alone(step: Callable[..., Any], symbol: str, reason: str) -> None:
-    program = packed(step, f"p g {symbol}")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_what_is_left_alone(step: Callable[..., Any], symbol: str, reason: str, dtype: torch.dtype) -> None:
+    program = packed(step, f"p g {symbol}", dtypes=dtype)
     assert formats(program) == {symbol: ""}
     assert reason in why_not(program, symbol)
 
@@ -257,3 +264,113 @@ def test_a_reader_in_the_storage_format_reads_the_decoded_value() -> None:
     program = packed(step, "p g m", last="hoist-scalars")
     (placeholder,) = (node for node in program.gm.graph.find_nodes(op="placeholder") if node.name == "m")
     assert not placeholder.users
+
+
+def momentum(p: Tensor, g: Tensor, m: Tensor) -> None:
+    m.mul_(0.9).add_(g)
+    p.add_(m, alpha=-0.5)
+
+
+def test_float32_weights_are_stored_as_they_are_beside_packed_state() -> None:
+    program = packed(momentum, "p g m", "hoist-scalars", "bf16", dtypes=torch.float32)
+    assert_expected_inline(
+        graph_text(program.gm.graph),
+        """\
+p: float32[64, 64] = input()
+g: float32[64, 64] = input()
+m: float32[64, 64] = input()
+m_rounded: bfloat16[64, 64] = input()  # allocate
+m_count: int32[] = input()  # allocate
+m_start: int32[] = input()  # allocate
+to_float32_1: float32[64, 64] = convert_element_type(m_rounded, float32)  # pin-roundings
+mul: float32[64, 64] = mul(to_float32_1, 0.9)
+add: float32[64, 64] = add(mul, g)
+mul_1: float32[64, 64] = mul(add, -0.5)  # normalize
+add_2: float32[64, 64] = add(p, mul_1)  # normalize
+copy_: float32[64, 64] = copy_(p, add_2)
+to_int64: int64[] = convert_element_type(m_count, int64)  # compensate-wide
+rshift: int64[] = __rshift__(to_int64, 5)  # compensate-wide
+rshift_1: int64[] = __rshift__(rshift, 16)  # compensate-wide
+bitwise_xor: int64[] = bitwise_xor(rshift_1, rshift)  # compensate-wide
+mul_2: int64[] = mul(bitwise_xor, 73244475)  # compensate-wide
+bitwise_and: int64[] = bitwise_and(mul_2, 4294967295)  # compensate-wide
+rshift_2: int64[] = __rshift__(bitwise_and, 16)  # compensate-wide
+bitwise_xor_1: int64[] = bitwise_xor(rshift_2, bitwise_and)  # compensate-wide
+mul_3: int64[] = mul(bitwise_xor_1, 73244475)  # compensate-wide
+bitwise_and_1: int64[] = bitwise_and(mul_3, 4294967295)  # compensate-wide
+to_int64_1: int64[] = convert_element_type(m_start, int64)  # compensate-wide
+mul_4: int64[] = mul(to_int64_1, 3037000499)  # compensate-wide
+bitwise_and_2: int64[] = bitwise_and(mul_4, 4294967295)  # compensate-wide
+mul_5: int64[] = mul(to_int64, 2654435769)  # compensate-wide
+bitwise_and_3: int64[] = bitwise_and(mul_5, 4294967295)  # compensate-wide
+add_3: int64[] = add(bitwise_and_2, bitwise_and_3)  # compensate-wide
+add_4: int64[] = add(add_3, bitwise_and_1)  # compensate-wide
+to_int32: int32[] = convert_element_type(add_4, int32)  # compensate-wide
+once: int32[] = once(to_int32)  # hoist-scalars
+phases: int32[64, 64] = phases(m_rounded, once)  # compensate-wide
+dithered: float32[64, 64] = dithered(add, phases, bfloat16)  # compensate-wide
+add_5: int32[] = add(m_count, 1)  # compensate-wide
+to_bfloat16_1: bfloat16[64, 64] = convert_element_type(dithered, bfloat16)  # pin-roundings
+store: bfloat16[64, 64] = copy_(m_rounded, to_bfloat16_1)  # compensate-wide
+store_1: int32[] = copy_(m_count, add_5)  # compensate-wide
+return None""",
+    )
+
+
+def test_float32_parameters_and_their_state_have_no_error_terms() -> None:
+    for strategy in ("light", "plus", "full"):
+        program = packed(adam, "p g m v", strategy=strategy, dtypes=torch.float32)
+        assert not program.compensated
+        assert [state.info.symbol for state in program.states] == ["p", "m", "v"]
+
+
+def test_float32_state_is_known_by_its_parameter() -> None:
+    """Of a bfloat16 parameter it is the optimizer's choice; numbers (0-d) and gradients are no state."""
+
+    def two(p: Tensor, q: Tensor, g: Tensor, h: Tensor, m: Tensor, n: Tensor, t: Tensor) -> None:
+        t.add_(1)
+        m.mul_(0.9).add_(g.float())
+        n.mul_(0.9).add_(h)
+        p.sub_(m.to(p.dtype))
+        q.sub_(n)
+
+    low, single = torch.bfloat16, torch.float32
+    program = captured(
+        two, "p q g h m n t", dtypes=[low, single, low, single, single, single], shape=SHAPE, strategy="light"
+    )
+    roles = [Role.PARAMETER] * 2 + [Role.GRADIENT] * 2 + [Role.STATE] * 3
+    names = ["w", "b", "w.grad", "b.grad", "w.m", "b.moments.n", "b.t"]
+    program.infos = [InputInfo(name, name, role) for name, role in zip(names, roles, strict=True)]
+    program.packed, program.takes_float32 = PACKED_FORMATS["block8"], True
+    after(program, "pack-state")
+    assert [state.info.name for state in program.states] == ["w", "b", "b.moments.n"]
+    assert [state.packed for state in program.states] == [False, False, True]
+    program.takes_float32 = False
+    assert [state.info.name for state in after(program, "pack-state").states] == ["w"]
+
+
+def test_bf16_packs_float32_state_alone() -> None:
+    program = packed(adam, "p g m v", state="bf16")
+    assert formats(program) == {"m": "", "v": ""}
+    assert "it has 16 bits" in why_not(program, "m")
+    assert formats(packed(adam, "p g m v", state="bf16", dtypes=torch.float32)) == {"m": "bf16", "v": "bf16"}
+    assert formats(packed(adam, "p g m v", state="bf16", dtypes=torch.float32, shape=(4096,)))["m"] == "bf16"
+
+
+def test_float32_state_that_is_converted_is_read_as_it_is() -> None:
+    """A reader in float64, as of numbers, gets the decoded value in float64."""
+
+    def step(p: Tensor, g: Tensor, m: Tensor) -> None:
+        p.sub_((m.double() * g.double()).float())
+        m.mul_(0.5).add_(g)
+
+    program = packed(step, "p g m", "hoist-scalars", dtypes=torch.float32)
+    program.gm.graph.lint()
+    (state,) = (state for state in program.states if state.packed)
+    inputs = program.gm.graph.find_nodes(op="placeholder")
+    values = [torch.ones(SHAPE), torch.ones(SHAPE)]
+    added = [torch.zeros(node.meta["val"].shape, dtype=node.meta["val"].dtype) for node in inputs[3:]]
+    program.gm(*values, torch.full(SHAPE, float("nan")), *added)
+    assert torch.equal(values[0], torch.ones(SHAPE))
+    assert added[0].any()
+    assert len(added) == len(state.added_inputs)

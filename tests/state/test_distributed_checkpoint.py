@@ -84,16 +84,23 @@ def test_a_run_goes_on_to_the_bit(*, flatten: bool, has_stepped: bool, tmp_path:
 
 
 @pytest.mark.parametrize("flatten", [False, True], ids=["nested", "flattened"])
-def test_packed_state_goes_on_to_the_bit(*, flatten: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "state"),
+    [(torch.bfloat16, "block8"), (torch.float32, "block8"), (torch.float32, "bf16")],
+    ids=str,
+)
+def test_packed_state_goes_on_to_the_bit(
+    *, flatten: bool, dtype: torch.dtype, state: str, tmp_path: Path
+) -> None:
     options = StateDictOptions(flatten_optimizer_state_dict=flatten)
-    packed = {"strategy": "light", "state": "block8"}
-    first = model(64)
+    packed = {"strategy": "light", "state": state}
+    first = model(64).to(dtype)
     optimizer, step = adamw(first, **packed)
     run_steps(step, list(first.parameters()), range(3))
     save(first, optimizer, options, tmp_path)
     run_steps(step, list(first.parameters()), range(3, 5))
 
-    second = model(64)
+    second = model(64).to(dtype)
     other, other_step = adamw(second, **packed)
     set_as_own_step(other, other_step)
     run_steps(other_step, list(second.parameters()), range(7, 9))

@@ -85,6 +85,13 @@ class Replay:
         print(met)
         assert ours <= most, met
 
+    def assert_near(self, most: float) -> None:
+        """No parameter, of float32, is NaN or off by more than a share of the displacement in float64."""
+        assert {p.dtype for p in self.parameters} == {torch.float32}
+        assert not any(p.isnan().any() for p in self.parameters)
+        ours = self._error([p.detach() for p in self.parameters])
+        assert ours <= most, f"displacement error: {ours:.2g} (at most {most:.2g})"
+
     def assert_clipped(self, most: float) -> None:
         """Gradients came clipped: each step's norm is ``most`` or less, and that of some is ``most``.
 

@@ -52,7 +52,7 @@ ERROR_FORMATS: dict[str, ErrorFormat] = {fmt.name: fmt for fmt in (Exact(), Mcf(
 PACKED_FORMATS: dict[str, tuple[ErrorFormat, ErrorFormat]] = {
     f"block{bits}": (Blocks(bits, signed=True), Blocks(bits, signed=False)) for bits in (16, 8)
 }
-PACKED_FORMATS[Bf16.name] = Bf16(), Bf16()
+PACKED_FORMATS["bf16"] = (Bf16(),) * 2
 
 
 def format_named(name: str) -> ErrorFormat | None:
