@@ -1,7 +1,8 @@
 """``python -m benchmarks.float32``: measure packed state of float32 parameters, and write docs/float32.md.
 
 Each row is a real optimizer that takes real steps: torch's, those of this package, and the 8-bit AdamW of
-bitsandbytes and of torchao where these are installed. About ten minutes on one core.
+bitsandbytes and of torchao where these are installed. About ten minutes on one core; tables that are
+in ``--folder`` already are not measured again.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import importlib
 import importlib.util
 import math
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -40,7 +42,7 @@ MARKS = ("<!-- written by python -m benchmarks.float32 -->", "<!-- end -->")
 Make = Callable[[Sequence[Parameter], float], Optimizer]
 
 BETAS, WEIGHT_DECAY, RATE, STD = (0.9, 0.999), 0.1, 1e-3, 0.02
-RECIPE = Recipe(steps=400, batch=8, context=64, width=96, layers=2, heads=4, weight_decay=WEIGHT_DECAY)
+RECIPE = Recipe(steps=300, batch=4, context=64, width=64, layers=2, heads=4, weight_decay=WEIGHT_DECAY)
 QUICK_RECIPE = replace(RECIPE, steps=4, batch=2, context=16, width=64, layers=1)
 
 
@@ -233,7 +235,7 @@ def table_of_optimizers(seeds: Sequence[int], steps: int) -> str:
 
 
 def trained(make: Make, recipe: Recipe, text: Text) -> float:
-    """Train a GPT with float32 weights under autocast to bfloat16; return the loss on held-out text."""
+    """Train a GPT in float32; return the loss on held-out text."""
     torch._dynamo.reset()
     torch.manual_seed(recipe.seed)
     model = GPT(recipe)
@@ -245,14 +247,12 @@ def trained(make: Make, recipe: Recipe, text: Text) -> float:
         warnings.simplefilter("ignore")
         for step in range(recipe.steps):
             schedule.set(recipe.lr(step) / recipe.peak_lr)
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = loss_of(model, *next(data))
+            loss = loss_of(model, *next(data))
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(params, recipe.clip)
             optimizer.step()
-    with torch.autocast("cpu", torch.bfloat16):
-        return validate(model, recipe, text, "cpu")
+    return validate(model, recipe, text, "cpu")
 
 
 def table_of_losses(recipe: Recipe, seeds: Sequence[int]) -> str:
@@ -311,17 +311,31 @@ def say(line: str) -> None:
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.float32", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a few steps, printed: the test of this command")
-    quick = parser.parse_args(argv).quick
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path(tempfile.gettempdir()) / "collage_fx_float32",
+        help="finished tables, with which a run that was broken off goes on (a folder for temporary files)",
+    )
+    options = parser.parse_args(argv)
+    quick = options.quick
     seeds, steps = ((3,), 8) if quick else ((3, 5, 7), 1500)
     recipe = QUICK_RECIPE if quick else RECIPE
     shapes = [(64, 96)] if quick else [(1024, 1024)] * 4 + [(1024,)] * 4
     started = time.monotonic()
-    sections = [
-        table_of_errors(seeds, steps),
-        table_of_optimizers(seeds[:1], 4 if quick else 500),
-        table_of_losses(recipe, (0,) if quick else (0, 1, 2)),
-        table_of_times(shapes, 0.1 if quick else 20.0),
-    ]
+    make = {
+        "errors": lambda: table_of_errors(seeds, steps),
+        "optimizers": lambda: table_of_optimizers(seeds[:1], 4 if quick else 500),
+        "losses": lambda: table_of_losses(recipe, (0,) if quick else (0, 1, 2)),
+        "times": lambda: table_of_times(shapes, 0.1 if quick else 20.0),
+    }
+    sections = []
+    for name, table in make.items():
+        file = options.folder / f"{name}.md"
+        if quick or not file.exists():
+            options.folder.mkdir(parents=True, exist_ok=True)
+            file.write_text(table())
+        sections.append(file.read_text())
     text = "\n\n".join(f"{caption}\n\n{table}" for caption, table in zip(CAPTIONS, sections, strict=True))
     if quick:
         print(text)
@@ -336,7 +350,7 @@ CAPTIONS = (
     f"learning rate of {RATE}, beta2 = {BETAS[1]}; three seeds, of the kinds the worst:",
     "Other optimizers, 500 steps of the same gradients, one seed, geometric mean of the nine kinds; the "
     "bytes of a parameter in brackets:",
-    f"Loss on held-out text of a byte-level GPT with float32 weights under autocast to bfloat16, after "
+    f"Loss on held-out text of a byte-level GPT in float32, after "
     f"{RECIPE.steps} steps; the difference from float32 moments is the mean of the seeds, with its standard "
     "error:",
     "Time of a step of AdamW for 4 matrices of 1024×1024 and 4 vectors, on one core, relative to torch's "

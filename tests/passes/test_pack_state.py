@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
 from expecttest import assert_expected_inline
+from torch import Tensor
 
 from collage_fx.graph import InputInfo, Role, StepProgram
 from collage_fx.graph.text import graph_text

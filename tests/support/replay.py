@@ -105,7 +105,7 @@ class Replay:
 
     def _replayed(self, dtype: torch.dtype) -> list[Tensor]:
         """Where the recorded steps lead the parameters in another dtype, eagerly."""
-        twins = [torch.nn.Parameter(start.to(dtype)) for start in self.start]
+        twins = [torch.nn.Parameter(start.to(dtype, copy=True)) for start in self.start]
         remaining = iter(twins)
         groups = [
             {"params": [next(remaining) for _ in group["params"]]} for group in self.optimizer.param_groups
