@@ -107,7 +107,7 @@ OTHERS: dict[str, Make] = {
     "Adamax": lambda p, lr: torch.optim.Adamax(p, lr=lr),
     "Adagrad": lambda p, lr: torch.optim.Adagrad(p, lr=lr),
     "Adadelta": lambda p, lr: torch.optim.Adadelta(p, lr=1000 * lr),
-    "Adafactor": lambda p, lr: torch.optim.Adafactor(p, lr=lr),
+    "Adafactor": lambda p, lr: torch.optim.Adafactor(p, lr=lr, eps=(2.0**-23, 1e-3)),
     "Muon": lambda p, lr: torch.optim.Muon(p, lr=lr),
 }
 
