@@ -855,7 +855,7 @@ def _number_in(auxiliaries: Auxiliaries, hi: Tensor) -> Tensor:
 
 
 def _is_packed_format(auxiliaries: Auxiliaries) -> bool:
-    """Return whether auxiliaries are those of a packed format, or of one that is not registered."""
+    """Return whether auxiliaries belong to a packed format, or to an unknown format."""
     error_format = format_named(next(format_name for format_name, _ in auxiliaries))
     return error_format is None or not error_format.keeps_hi
 

@@ -1,4 +1,4 @@
-"""Formats ``dither`` and ``bf16``: no error term, and roundings that lose nothing on average."""
+"""Error formats ``dither`` and ``bf16``: no error term, and roundings that lose nothing on average."""
 
 from __future__ import annotations
 
