@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import json
 import math
 import sys
 import tempfile
@@ -255,17 +256,27 @@ def trained(make: Make, recipe: Recipe, text: Text) -> float:
     return validate(model, recipe, text, "cpu")
 
 
-def table_of_losses(recipe: Recipe, seeds: Sequence[int]) -> str:
-    """Return the table of losses on held-out text, and of their differences from float32 moments."""
+def table_of_losses(recipe: Recipe, seeds: Sequence[int], file: Path) -> str:
+    """Return the table of losses on held-out text, and of their differences from float32 moments.
+
+    Args:
+        recipe: setting of the trainings.
+        seeds: seeds of the trainings.
+        file: JSON file of the losses so far.
+    """
     text = Text.of_standard_library()
+    known: dict[str, float] = json.loads(file.read_text()) if file.exists() else {}
     rows: list[list[str]] = []
     baseline: list[float] = []
     for way in (each for each in WAYS if each.is_here):
         losses = []
         for seed in seeds:
-            started = time.perf_counter()
-            losses.append(trained(way.make, replace(recipe, seed=seed), text))
-            say(f"loss: {way.name}, seed {seed}: {losses[-1]:.4f}, {time.perf_counter() - started:.0f} s")
+            name, started = f"{way.name}, seed {seed}", time.perf_counter()
+            if name not in known:
+                known[name] = round(trained(way.make, replace(recipe, seed=seed), text), 4)
+                file.write_text(json.dumps(known, indent=1))
+                say(f"loss: {name}: {known[name]:.4f}, {time.perf_counter() - started:.0f} s")
+            losses.append(known[name])
         baseline = baseline or losses
         apart = torch.tensor(losses) - torch.tensor(baseline)
         shown = "" if way.name == FLOAT32 else f"{float(apart.mean()):+.4f} ± {_deviation(apart):.4f}"
@@ -281,6 +292,7 @@ def _deviation(values: Tensor) -> float:
 def table_of_times(shapes: Sequence[tuple[int, ...]], seconds: float) -> str:
     """Return the table of times of a step, interleaved in one process, as ratios to torch's fused AdamW."""
     torch._dynamo.reset()
+    torch.set_num_threads(1)  # two would wait for each other where other programs run
     steps: dict[str, Callable[[], Any]] = {}
     fused = Way("float32 moments, torch, fused", lambda p, lr: torch.optim.AdamW(p, lr=lr, fused=True))
     for way in (fused, *(each for each in WAYS if each.is_here)):
@@ -319,6 +331,8 @@ def main(argv: Sequence[str]) -> int:
     )
     options = parser.parse_args(argv)
     quick = options.quick
+    if quick:
+        options.folder = Path(tempfile.mkdtemp())
     seeds, steps = ((3,), 8) if quick else ((3, 5, 7), 1500)
     recipe = QUICK_RECIPE if quick else RECIPE
     shapes = [(64, 96)] if quick else [(1024, 1024)] * 4 + [(1024,)] * 4
@@ -326,14 +340,14 @@ def main(argv: Sequence[str]) -> int:
     make = {
         "errors": lambda: table_of_errors(seeds, steps),
         "optimizers": lambda: table_of_optimizers(seeds[:1], 4 if quick else 500),
-        "losses": lambda: table_of_losses(recipe, (0,) if quick else (0, 1, 2)),
+        "losses": lambda: table_of_losses(recipe, (0,) if quick else (0, 1, 2), options.folder / "losses.json"),
         "times": lambda: table_of_times(shapes, 0.1 if quick else 20.0),
     }
     sections = []
+    options.folder.mkdir(parents=True, exist_ok=True)
     for name, table in make.items():
         file = options.folder / f"{name}.md"
-        if quick or not file.exists():
-            options.folder.mkdir(parents=True, exist_ok=True)
+        if not file.exists():
             file.write_text(table())
         sections.append(file.read_text())
     text = "\n\n".join(f"{caption}\n\n{table}" for caption, table in zip(CAPTIONS, sections, strict=True))
