@@ -340,7 +340,9 @@ def main(argv: Sequence[str]) -> int:
     make = {
         "errors": lambda: table_of_errors(seeds, steps),
         "optimizers": lambda: table_of_optimizers(seeds[:1], 4 if quick else 500),
-        "losses": lambda: table_of_losses(recipe, (0,) if quick else (0, 1, 2), options.folder / "losses.json"),
+        "losses": lambda: table_of_losses(
+            recipe, (0,) if quick else (0, 1, 2), options.folder / "losses.json"
+        ),
         "times": lambda: table_of_times(shapes, 0.1 if quick else 20.0),
     }
     sections = []

@@ -106,7 +106,7 @@ def gpt2_with_a_frozen_table() -> Any:
 
 @pytest.mark.parametrize("kept", FLOAT32)
 def test_float32_weights_under_autocast_with_packed_moments(kept: Kept, tmp_path: Path) -> None:
-    autocast = {"model": gpt2_with_a_frozen_table, "bf16": True}
+    autocast: dict[str, Any] = {"model": gpt2_with_a_frozen_table, "bf16": True}
     replay, callback = train(tmp_path, kept, **autocast)
     assert replay.learning_rates[0] == 0 < replay.learning_rates[1]
     replay.assert_near(kept.of_moments)
