@@ -31,10 +31,12 @@ DECAYS = (1e-9, 1e-8, 3e-8, 1e-7, 1e-6, 1e-4, 1e-2)
 #: Ways to take a step: dtype of the weights, and options of the backend; None = torch's own step.
 WAYS: dict[str, tuple[torch.dtype, dict[str, Any] | None]] = {
     "float32, or float32 masters": (torch.float32, None),
-    "here, float32": (torch.float32, {"changes": "summed"}),
-    "here, bfloat16, `plus`": (torch.bfloat16, {"changes": "summed"}),
-    "here, bfloat16, `light`": (torch.bfloat16, {"strategy": "light", "changes": "summed"}),
-    "here, bfloat16, `plus`, as written": (torch.bfloat16, {}),
+    "here, float32": (torch.float32, {}),
+    "here, bfloat16, `plus`": (torch.bfloat16, {}),
+    "here, bfloat16, `light`": (torch.bfloat16, {"strategy": "light"}),
+    "here, bfloat16, `light`, `byte`": (torch.bfloat16, {"strategy": "light", "error_format": "byte"}),
+    "here, bfloat16, `plus`, rounded to nearest": (torch.bfloat16, {"rounding": "nearest"}),
+    "here, bfloat16, `plus`, as written": (torch.bfloat16, {"changes": "as written"}),
 }
 
 #: Weights -> their optimizer.

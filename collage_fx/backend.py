@@ -52,10 +52,11 @@ class CollageBackend(Backend):
         strict: refuse (raise) where a parameter cannot be compensated, rather than warn and leave it, or the
             whole step where one tensor cannot be told from the rest, to plain low precision.
         mode: as in ``torch.compile``; passed on to Inductor.
-        rounding: rounding of state that carries something from step to step and has no error terms.
-            ``"dither"``, the default of ``wide``: up or down, so that changes below an ulp arrive on average;
-            the same in every run, and no byte more than a count for each tensor. ``"nearest"``, the default
-            of ``native`` and its only rounding: changes below half an ulp are lost at every step.
+        rounding: rounding of state that carries something from step to step and has no error terms, and of
+            sums next to the old value in ``"exact"`` and ``"byte"``. ``"dither"``, the default of ``wide``:
+            up or down, so that changes below an ulp arrive on average; the same in every run, and no byte
+            more than a count for each tensor. ``"nearest"``, the default of ``native`` and its only rounding:
+            changes below half an ulp are lost at every step, with error terms below half an ulp of float32.
         state: format of state that carries something from step to step. ``None``: as the optimizer makes it.
             ``"block16"``, ``"block8"``: packed, as integers of 16 or 8 bits, 32 neighbours with a scale; the
             recurrence of a state decides whether it is packed. Errors are those of
@@ -69,9 +70,10 @@ class CollageBackend(Backend):
             for AdamW without packed state (7 to 12).
         changes: ``"summed"``: what a step adds to a tensor is summed first, and a factor near one (weight
             decay, a moving average) is taken as what it takes away: ``x + (t - a x)`` for ``x (1 - a) + t``.
-            So a decay whose factor float32 cannot tell from 1 (lr * weight_decay below 6e-8) is done together
-            with the update, in float32 tensors, too. ``"as written"``: in the optimizer's operations, with
-            the bits of float32. ``native`` arithmetic computes as written.
+            So there is decay where float32 cannot tell its factor from 1 (lr * weight_decay below 6e-8), in
+            float32 tensors, too. Numbers, such as bias corrections, are computed in float64. ``"as
+            written"``: in the optimizer's operations; with ``"full"`` and ``rounding="nearest"`` in the bits
+            of float32. ``native`` arithmetic computes as written.
         passes: the pipeline, with passes of your own in it: see :func:`collage_fx.pipeline.inserted`. They
             run on steps that update a bfloat16 or float16 tensor, or sum changes of a float32 tensor; other
             graphs are lowered as they are.
@@ -92,7 +94,7 @@ class CollageBackend(Backend):
         rounding: Rounding | None = None,
         state: str | None = None,
         bytes_per_parameter: float | None = None,
-        changes: Changes = "as written",
+        changes: Changes = "summed",
         passes: Sequence[Pass] = PIPELINE,
     ) -> None:
         known: Arithmetic = "native" if arithmetic == "native" else "wide"  # Options refuses other values

@@ -158,8 +158,8 @@ def _add_optimizer_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--changes",
         type=_choice(get_args(Changes)),
-        default="as written",
-        help="as written (default) or summed, which is nearer to float64 at small learning rates",
+        default="summed",
+        help="summed (default), which is nearer to float64 at small learning rates, or as written",
     )
     add("--state", type=_choice(PACKED_FORMATS), help="format in which to pack state (default: not packed)")
 

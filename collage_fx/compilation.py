@@ -419,6 +419,29 @@ class Compilation:
             return ""
         return f"{self.subject}: updates of float32 tensors, without error terms; their changes are summed"
 
+    def _note_of_decay(self, program: StepProgram) -> str:
+        """Return the note on a weight decay that float32 cannot apply, and on whether this step does."""
+        slopes = (
+            slope
+            for state in program.states
+            if state.info.role is Role.PARAMETER
+            for slope in state.recurrence.slopes
+            if slope.is_number
+        )
+        decays = {decay: _in_float32(decay) for slope in slopes if 0 < (decay := float(1 - slope)) < 0.5}
+        wrong = {decay: applied for decay, applied in decays.items() if abs(applied - decay) > decay / 10}
+        if not wrong:
+            return ""
+        decay, applied = min(wrong.items())
+        is_applied = (
+            program.arithmetic == "wide" and program.changes == "summed" and program.strategy != "none"
+        )
+        return (
+            f"{self.subject}: its weight decay is {decay:.3g} in a step (lr * weight_decay). With float32 "
+            f"weights, or float32 master weights, it would be {applied:.3g}. "
+            + ("Here it is applied." if is_applied else "So it is here: it needs changes='summed'.")
+        )
+
     def _reason_to_leave_alone(self, gm: GraphModule, infos: Sequence[InputInfo]) -> str | None:
         """Return the reason to leave a graph to plain Inductor; None if it updates something to rewrite."""
         updated = copies_to_inputs(gm.graph)
@@ -514,7 +537,7 @@ class Compilation:
             pipeline=self._pipeline,
             route=Route(made.unit, self.recorded, bool(program.measured), why),
             budgets=self.budgets,
-            note=self._note_of_sums(program),
+            note=" ".join(filter(None, (self._note_of_sums(program), self._note_of_decay(program)))),
         )
         pass_log.lowered(report.code)
         is_kept = any(state.compensated or state.packed for state in program.states)
@@ -787,6 +810,11 @@ def _with_memory(step: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]
         return step(arguments)
 
     return boxed_call(run)
+
+
+def _in_float32(decay: float) -> float:
+    """Return the decay of a factor ``1 - decay`` that is rounded to float32."""
+    return 1 - float(torch.tensor(1 - decay, dtype=torch.float32))
 
 
 def _never_called(*arguments: Any) -> Any:

@@ -37,7 +37,7 @@ class Options:
     rounding: Rounding
     state: str | None
     bytes_per_parameter: float | None
-    changes: Changes = "as written"
+    changes: Changes = "summed"
     passes: tuple[Pass, ...] = PIPELINE
 
     @property

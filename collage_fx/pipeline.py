@@ -24,6 +24,7 @@ from collage_fx.passes.measure import Measure
 from collage_fx.passes.normalize import Normalize
 from collage_fx.passes.pack_state import PackState
 from collage_fx.passes.pin_roundings import PinRoundings
+from collage_fx.passes.refine_numbers import RefineNumbers
 from collage_fx.passes.sum_changes import SumChanges
 from collage_fx.passes.undo_stochastic_rounding import UndoStochasticRounding
 from collage_fx.passes.widen import Widen
@@ -50,6 +51,7 @@ PIPELINE: tuple[Pass, ...] = (
     PackState(),  # after Analyze, whose choice of formats it changes
     Allocate(),  # before the rewrites, which need the inputs for error terms
     Widen(),  # wide: before loads and stores are rewritten, so that the split is the only rounding left
+    RefineNumbers(),  # wide: before SumChanges, which computes decays from the numbers of factors
     SumChanges(),  # wide: before loads become joins, and after Analyze, whose recurrences are as captured
     CompensateWide(),  # wide: loads and stores become join and split
     CompensateNative(),  # native: the operations themselves become double-word algorithms
@@ -67,7 +69,7 @@ ANALYSIS: tuple[Pass, ...] = PIPELINE[: PIPELINE.index(Allocate())]
 CHOOSING: tuple[Pass, ...] = (Analyze(), PackState())
 
 #: Passes that tell whether changes of a float32 tensor are summed.
-SUMMING: tuple[Pass, ...] = (Normalize(), SumChanges())
+SUMMING: tuple[Pass, ...] = (Normalize(), RefineNumbers(), SumChanges())
 
 #: Passes that strategy "none" runs in addition if the step is measured.
 MEASUREMENT: tuple[Pass, ...] = (Measure(),)

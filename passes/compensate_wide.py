@@ -38,6 +38,8 @@ from collage_fx.graph import (
 )
 from collage_fx.passes.base import Pass
 
+aten = torch.ops.aten
+
 
 @dataclass(frozen=True)
 class CompensateWide(Pass):
@@ -171,13 +173,15 @@ def _store_expansion(editor: GraphEditor, state: StateTensor, own_term: Collecti
         state.intended = editor.convert(value, torch.float32)
         before = (state.placeholder, *state.added_inputs)
         hi, *auxiliaries = editor.inline(fmt.store, state.intended, *before, elementwise=fmt.is_elementwise)
+        if state.dithers_sum and not fmt.counts_stores:
+            auxiliaries[-1] = editor.call(aten.add.Tensor, auxiliaries[-1], 1)
         if readers:
             (whole,) = editor.inline(fmt.join, hi, *auxiliaries, elementwise=fmt.is_elementwise)
             for reader in readers:
                 reader.replace_input_with(value, whole)
     with editor.graph.inserting_before(state.store):
         state.store.args = (state.placeholder, hi, *state.store.args[2:])
-        for placeholder, auxiliary in zip(state.auxiliaries, auxiliaries, strict=True):
+        for placeholder, auxiliary in zip(state.written, auxiliaries, strict=False):
             editor.store(placeholder, auxiliary)
 
 

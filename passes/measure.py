@@ -86,7 +86,7 @@ def _sum(
     first_store: Node,
 ) -> None:
     before = (state.placeholder, *state.auxiliaries)
-    after = [stored(stores[into]) for into in before]
+    after = [stored(stores[into]) if into in stores else into for into in before]
     with editor.graph.inserting_before(first_store):
         old = editor.convert(state.placeholder, torch.float32)
         old_lo, new_lo = (_error(editor, state.chosen_format, each) for each in (before, after))

@@ -14,7 +14,11 @@ Theorem. Let u be the unit roundoff of float32, in which all is computed but num
 change. The result is ``(x + D')(1 + e)`` with ``|e| <= u``; D' differs from D by a few u of its terms.
 Rounding the factor to float32 instead adds up to ``|x| u`` to the error, each step in the same direction.
 
-A factor is taken apart if it is a constant between 1/2 and 3/2, or ``1 - a`` or ``1 + a`` in the graph. In
+The last sum is rounded by dither where the change is a few units of x, if the error format of x has a count
+of steps (Note [The last rounding] in ``numerics/dither.py``). An average that forgets a share a of its old
+value in each step forgets its errors, too: they are at most 2**-24 / a of it.
+
+A factor is taken apart if it is a constant within 1/32 of 1, or ``1 - a`` or ``1 + a`` in the graph. In
 float16, where squares overflow from 256 on, an infinite x stays infinite: ``a x`` is that of the largest
 finite number. In other formats an infinite x becomes NaN.
 """
@@ -26,10 +30,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 
 from collage_fx.graph import (
     GraphEditor,
+    StateTensor,
     StepProgram,
     copies_to_inputs,
     has_elements,
@@ -39,9 +45,16 @@ from collage_fx.graph import (
     unconverted,
     unless_skipped,
 )
+from collage_fx.numerics import DITHERED_SUM, PHASE, PHASES
 from collage_fx.passes.base import Pass
 
 aten = torch.ops.aten
+
+#: Largest distance from 1 of a constant factor that is taken apart. Others are known to 1e-6 in float32.
+NEAR_ONE = 1 / 32
+
+#: Least share that an average forgets in a step if its sum is rounded to nearest: errors are below 0.4 %.
+FORGETFUL = 2.0**-16
 
 #: Largest finite float32.
 LARGEST = torch.finfo(torch.float32).max
@@ -59,8 +72,16 @@ class SumChanges(Pass):
 
     def run(self, program: StepProgram) -> str:
         editor = GraphEditor(program.gm, self.name)
+        dithered = {
+            state.placeholder: state
+            for state in program.expanded
+            if state.error_format.dithers_sums and program.rounding == "dither"
+        }
         stores = copies_to_inputs(editor.graph).items()
-        program.summed = sum(_rewrite(editor, placeholder, stored(store)) for placeholder, store in stores)
+        program.summed = sum(
+            _rewrite(editor, placeholder, stored(store), dithered.get(placeholder))
+            for placeholder, store in stores
+        )
         editor.finish()
         return f"{program.summed} updates"
 
@@ -86,17 +107,32 @@ class _Divisor(NamedTuple):
     decay: Any
 
 
-def _rewrite(editor: GraphEditor, placeholder: Node, value: Node) -> bool:
-    """Rewrite the new value of an input; return whether there was anything to rewrite."""
+def _rewrite(editor: GraphEditor, placeholder: Node, value: Node, dithered: StateTensor | None) -> bool:
+    """Rewrite the new value of an input; return whether there was anything to rewrite.
+
+    Args:
+        editor: editor of the graph.
+        placeholder: the input.
+        value: its new value.
+        dithered: the input as a state whose last sum dither may round; None to round to nearest.
+    """
     value = unconverted(unless_skipped(placeholder, unconverted(value)))
     with editor.graph.inserting_before(value):
         chain = _Chain(editor, placeholder)
         steps = chain.steps(value)
-        if not steps or (len(steps) == 1 and isinstance(steps[0], _Sum)):
+        if steps and any(_is_forgetful(step) for step in steps):
+            dithered = None
+        if not steps or (dithered is None and len(steps) == 1 and isinstance(steps[0], _Sum)):
             return False
-        result = chain.result(steps)
+        result = chain.result(steps, dithered)
     value.replace_all_uses_with(result)
     return True
+
+
+def _is_forgetful(step: Any) -> bool:
+    """Return whether a step of a chain takes away a share of the old value that is known and large."""
+    decay = None if isinstance(step, _Sum) else _constant(step.decay)
+    return decay is not None and decay > FORGETFUL
 
 
 class _Chain:
@@ -151,7 +187,7 @@ class _Chain:
         """Return ``1 - factor`` of a factor before it is rounded to float32; None if it is not near 1."""
         number = _constant(factor)
         if number is not None:
-            return 1.0 - number if 0.5 < number < 1.5 else None
+            return 1.0 - number if abs(1.0 - number) <= NEAR_ONE else None
         exact = unconverted(factor)
         if exact.target is aten.sub.Tensor and not exact.kwargs and _constant(exact.args[0]) == 1:
             return exact.args[1]
@@ -161,7 +197,7 @@ class _Chain:
                     return self._call(aten.neg.default, other)
         return None
 
-    def result(self, steps: Sequence[Any]) -> Node:
+    def result(self, steps: Sequence[Any], dithered: StateTensor | None) -> Node:
         """Add the operations that compute the new value at once, and return it."""
         terms: list[_Sum] = []
         decay: Any = None
@@ -182,7 +218,24 @@ class _Chain:
         (change, is_subtracted), *others = terms
         for term, is_unlike in ((each, each_is != is_subtracted) for each, each_is in others):
             change = self._call(aten.sub.Tensor if is_unlike else aten.add.Tensor, change, term)
-        return self._call(aten.sub.Tensor if is_subtracted else aten.add.Tensor, self._x, change)
+        if dithered is None:
+            return self._call(aten.sub.Tensor if is_subtracted else aten.add.Tensor, self._x, change)
+        if is_subtracted:
+            change = self._call(aten.neg.default, change)
+        dithered.dithers_sum = True
+        numbers = dithered.auxiliaries[-1], dithered.start
+        operands = (self._x, self._of_full_size(change), self._placeholder, *numbers)
+        (total,) = self._editor.inline(_dithered, *operands)
+        return total
+
+    def _of_full_size(self, change: Any) -> Any:
+        """Return a change as a tensor with an element for each of x."""
+        value = tensor_value(change)
+        if value is None:
+            return self._call(aten.full_like.default, self._x, change)
+        return (
+            change if value.shape == self._shape else self._call(aten.expand.default, change, [*self._shape])
+        )
 
     def _finite(self) -> Node:
         """Return x; in float16 with the largest finite number in place of infinite elements."""
@@ -203,6 +256,11 @@ class _Chain:
         else:
             args = tuple(unconverted(each) if isinstance(each, Node) else each for each in args)
         return self._editor.call(target, *args)
+
+
+def _dithered(x: Tensor, change: Tensor, hi: Tensor, count: Tensor, start: Tensor) -> Tensor:
+    """Add a change to x by dither, with the phases of hi."""
+    return DITHERED_SUM(x, change, PHASES(hi, PHASE(count, start)))
 
 
 def _constant(value: Any) -> float | None:

@@ -68,7 +68,7 @@ def test_repr_says_the_options() -> None:
     assert repr(CollageBackend(strategy="light", error_format="fp32")) == (
         "CollageBackend(strategy='light', error_format='fp32', arithmetic='wide', metrics=False, "
         "metrics_every=1, strict=True, mode=None, rounding='dither', state=None, "
-        "bytes_per_parameter=None, changes='as written')"
+        "bytes_per_parameter=None, changes='summed')"
     )
 
 
@@ -362,7 +362,7 @@ def messages(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
 
 def test_float32_state_is_lowered_as_inductor_does_with_one_line(messages: list[str]) -> None:
     results = []
-    backend = CollageBackend()
+    backend = CollageBackend(changes="as written")
     for each in (backend, "inductor"):
         torch._dynamo.reset()
         params = parameters(torch.float32)
@@ -460,5 +460,5 @@ def test_installing_the_hooks_again_leaves_one_layer() -> None:
         watch.start_watch()
     params = optimizer.param_groups[0]["params"]
     run_steps(compiled(optimizer), params, [0])
-    keys = [f"collage_fx.parameter.exact.{name}" for name in ("rest", "fingerprint")]
+    keys = [f"collage_fx.parameter.exact.{name}" for name in ("rest", "count", "fingerprint")]
     assert list(optimizer.state_dict()["state"][0]) == keys

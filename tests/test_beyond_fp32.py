@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from benchmarks.beyond_fp32 import decay_reached, moved, off
+from benchmarks.beyond_fp32 import decay_reached, error, moved, off
 from collage_fx import CollageBackend, explain
 from tests.support.agreement import assert_same, trajectory
 from tests.support.optimizers import CompiledOptimizer, gradients
@@ -69,14 +69,27 @@ def test_a_step_is_nearer_to_float64_than_float32(name: str, dtype: torch.dtype)
     """
     exact = way_of(name, torch.float64)
     of_float32 = off(way_of(name, torch.float32), exact)
-    found = off(way_of(name, dtype, {"changes": "summed"}), exact)
+    found = off(way_of(name, dtype, {}), exact)
     assert found < of_float32 / 5, (found, of_float32)
 
 
-@pytest.mark.parametrize("way", ["here, float32", "here, bfloat16, `plus`"])
-@pytest.mark.parametrize("decay", [1e-6, 1e-4, 1e-2])
+DECAYS = (1e-9, 1e-8, 3e-8, 1e-7, 1e-6, 1e-4, 1e-2)
+
+
+@pytest.mark.parametrize(
+    ("way", "decay"),
+    [
+        *(("here, float32", decay) for decay in DECAYS[4:]),
+        *(("here, bfloat16, `plus`", decay) for decay in DECAYS),
+        *(("here, bfloat16, `light`, `byte`", decay) for decay in DECAYS[4:]),
+    ],
+)
 def test_the_decay_is_what_was_asked_for(way: str, decay: float) -> None:
     assert abs(decay_reached(way, decay) - 1) < 0.01
+
+
+def test_updates_below_half_a_unit_of_float32_arrive() -> None:
+    assert error("here, bfloat16, `plus`", 1e-7) < error("float32, or float32 masters", 1e-7) / 5
 
 
 @pytest.mark.parametrize("beta2", [0.9999, 0.99999])
@@ -92,7 +105,7 @@ def test_a_slow_average_decays_as_it_should(beta2: float) -> None:
         optimizer = torch.optim.AdamW([weights], lr=1e-3, betas=(0.9, beta2))
         step: Any = optimizer.step
         if changes is not None:
-            step = torch.compile(optimizer.step, backend=CollageBackend(changes="summed"))
+            step = torch.compile(optimizer.step, backend=CollageBackend())
         for i in range(2000):
             weights.grad = torch.full((64,), 1e-3 if i < 1000 else 0.0, dtype=dtype)
             step()
@@ -109,17 +122,18 @@ def test_compiled_bits_are_eager_bits(dtype: torch.dtype, strategy: Any, foreach
     def make(weights: list[torch.nn.Parameter]) -> Optimizer:
         return torch.optim.AdamW(weights, lr=1e-3, weight_decay=0.1, foreach=foreach)
 
-    rig = CompiledOptimizer(SHAPES, make, TwinBackend(strategy=strategy, changes="summed"), dtype=dtype)
+    rig = CompiledOptimizer(SHAPES, make, TwinBackend(strategy=strategy), dtype=dtype)
     start, grads = rig.start(), list(gradients(SHAPES, 20))
     compiled, eager = (trajectory(rig, start, grads, engine=engine) for engine in ("compiled", "eager"))
     assert_same(compiled, eager)
     assert [graph.route.unit for graph in rig.backend.report().graphs] == ["in parts"]
 
 
-def test_as_written_is_the_default_and_errs_as_float32_does() -> None:
+def test_as_written_errs_as_float32_does() -> None:
     exact = way_of("AdamW", torch.float64)
     of_float32 = off(way_of("AdamW", torch.float32), exact)
-    found = off(way_of("AdamW", torch.bfloat16, {"strategy": "full", "rounding": "nearest"}), exact)
+    options = {"strategy": "full", "rounding": "nearest", "changes": "as written"}
+    found = off(way_of("AdamW", torch.bfloat16, options), exact)
     # The same decays; the updates of a compiled step differ in last bits from eager ones.
     assert abs(found / of_float32 - 1) < 0.01
 
@@ -127,6 +141,23 @@ def test_as_written_is_the_default_and_errs_as_float32_does() -> None:
 def test_a_report_of_float32_weights_says_what_was_done() -> None:
     weights = parameters(shapes=[(4, 8)] * 2, dtype=torch.float32)
     set_gradients(weights)
-    report = explain(torch.optim.AdamW(weights), changes="summed")
+    report = explain(torch.optim.AdamW(weights))
     assert "AdamW: updates of float32 tensors, without error terms; their changes are summed" in str(report)
-    assert "bfloat16" in str(explain(torch.optim.AdamW(weights)))
+    assert "bfloat16" in str(explain(torch.optim.AdamW(weights), changes="as written"))
+
+
+@pytest.mark.parametrize(
+    ("options", "what_happens"),
+    [
+        ({}, "Here it is applied."),
+        ({"changes": "as written"}, "So it is here"),
+        ({"strategy": "none"}, "So it is"),
+    ],
+)
+def test_a_report_warns_of_weight_decay_that_float32_does_not_apply(options: Any, what_happens: str) -> None:
+    weights = parameters(shapes=[(4, 8)])
+    set_gradients(weights)
+    told = " ".join(str(explain(torch.optim.AdamW(weights, lr=1e-6, weight_decay=0.01), **options)).split())
+    assert "weight decay is 1e-08 in a step" in told
+    assert "it would be 0. " + what_happens in told
+    assert "weight decay is" not in str(explain(torch.optim.AdamW(weights, lr=1e-3), **options))

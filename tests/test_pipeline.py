@@ -40,7 +40,7 @@ def test_stages_are_observed_and_arithmetic_decides() -> None:
         run_pipeline(captured(sgd, "p g", arithmetic=arithmetic), observe=stages.append)
         ran[arithmetic] = [stage.name for stage in stages]
     first, last = ["normalize", "analyze", "allocate"], ["pin-roundings", "hoist-scalars"]
-    assert ran["wide"] == [*first, "widen", "compensate-wide", *last]
+    assert ran["wide"] == [*first, "widen", "refine-numbers", "sum-changes", "compensate-wide", *last]
     assert ran["native"] == [*first, "compensate-native", *last]
 
 

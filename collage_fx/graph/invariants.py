@@ -33,7 +33,7 @@ def verify(program: StepProgram, *, after: str, compensated: bool = False) -> No
             raise GraphInvariantError(
                 "mutation outside the epilogue", where=f"{node.format_node()} after {after}"
             )
-    unwritten = [a for state in program.states for a in state.auxiliaries if a not in stored]
+    unwritten = [a for state in program.states for a in state.written if a not in stored]
     if compensated and unwritten:
         raise GraphInvariantError(
             "an auxiliary tensor that no store writes", where=f"{unwritten[0]} after {after}"

@@ -23,8 +23,10 @@ from torch.fx import GraphModule
 from collage_fx.numerics import (
     DITHERED,
     DITHERED_BYTE,
+    DITHERED_SUM,
     DITHERED_UPPER,
     LOWER_HALF,
+    PHASE,
     ULP_PARTS,
     UPPER_HALF,
     WITH_BYTE,
@@ -34,7 +36,9 @@ from collage_fx.numerics import (
     define_operator,
     dithered,
     dithered_byte,
+    dithered_sum,
     dithered_upper,
+    phase,
     with_byte,
 )
 from collage_fx.numerics import update_sums as measures
@@ -184,6 +188,8 @@ ELEMENTWISE = (
     Elementwise(LOWER_HALF, arithmetic.lower_half, FLOATS[:1], torch.int16),
     Elementwise(WITH_LOWER_HALF, arithmetic.with_lower_half, (torch.float32, torch.int16), torch.float32),
     Elementwise(DITHERED, dithered, (torch.float32, torch.int32), torch.float32),
+    Elementwise(DITHERED_SUM, dithered_sum, (*FLOATS[:2], torch.int32), torch.float32),
+    Elementwise(PHASE, phase, (torch.int32, torch.int32), torch.int32),
     Elementwise(DITHERED_UPPER, dithered_upper, (torch.float32, torch.int32), torch.float32),
     Elementwise(DITHERED_BYTE, dithered_byte, (torch.float32, torch.int32), torch.int8),
     Elementwise(WITH_BYTE, with_byte, (torch.float32, torch.int8), torch.float32),

@@ -130,6 +130,7 @@ class StateTensor:
             advice if empty.
         auxiliaries: set by ``allocate``: placeholders of its error format's auxiliary tensors.
         start: set by ``allocate`` for a dithered format: placeholder of the index of its first element.
+        dithers_sum: set by ``sum-changes``: whether the sum that is stored is rounded by dither.
         intended: set by ``compensate-wide``: the float32 new value that is split and stored.
         row: set by ``measure``: placeholders of the row that its sums and sizes are stored into.
     """
@@ -149,6 +150,7 @@ class StateTensor:
     remedy: str = ""
     auxiliaries: tuple[Node, ...] = ()
     start: Node | None = None
+    dithers_sum: bool = False
     intended: Node | None = None
     row: tuple[Node, ...] = ()
 
@@ -172,6 +174,12 @@ class StateTensor:
         """Error format of a tensor that becomes an expansion."""
         assert self.chosen_format is not None
         return self.chosen_format
+
+    @property
+    def written(self) -> tuple[Node, ...]:
+        """Auxiliaries that the step writes: without a count of dithered sums if its sum is not dithered."""
+        is_counted = self.dithers_sum or self.chosen_format is None or self.chosen_format.counts_stores
+        return self.auxiliaries if is_counted else self.auxiliaries[:-1]
 
     @property
     def added_inputs(self) -> tuple[Node, ...]:
@@ -267,7 +275,7 @@ class StepProgram:
     is_compiled: bool = True
     rounded_at_random: set[Node] = field(default_factory=set)
     rounding: Rounding = "nearest"
-    changes: Changes = "as written"
+    changes: Changes = "summed"
     summed: int = 0
     packed: tuple[ErrorFormat, ErrorFormat] | None = None
     takes_float32: bool = False

@@ -81,7 +81,7 @@ def restore(editor: GraphEditor, state: StateTensor, skip: Skip | None) -> None:
     if skip is None:
         return
     stores = copies_to_inputs(editor.graph)
-    for part in state.auxiliaries if state.packed else (state.placeholder, *state.auxiliaries):
+    for part in state.written if state.packed else (state.placeholder, *state.written):
         store = stores[part]
         with editor.graph.inserting_before(store):
             store.args = (part, skip.between(editor, part, stored(store)), *store.args[2:])

@@ -20,6 +20,14 @@ A phase follows from an index and a count of steps. It is the same in C++, in Tr
 every device, and after loading a checkpoint, which holds the count. torch's random numbers are not used. The
 index of an element is its offset in memory from the first element. In a shard, which has some of a tensor's
 rows, it is the index in the whole tensor.
+
+Note [The last rounding]
+------------------------
+A float32 sum is rounded, too: a change below half an ulp of float32 is lost at every step, as that of a
+learning rate of 1e-7, or of weight decay alone if lr * weight_decay is below 3e-8. Changes of some ulps are
+rounded in the same direction at each step if they stay the same. So :func:`dithered_sum` rounds sums with
+changes up to :data:`NEAR` units by dither, and others to nearest, where half a unit is below 1 % of the
+change. For a sum of many changes that differ, rounding to nearest has 0.7 times the error of dither.
 """
 
 from __future__ import annotations
@@ -35,6 +43,9 @@ SPACING, GOLDEN = 0xB504F333, 0x9E3779B9
 
 #: Logarithm to base 2 of the number of steps with the same hash.
 WINDOW = 5
+
+#: Most units in the last place that a sum is away from a number if it is rounded by dither.
+NEAR = 64
 
 _MASK = (1 << 32) - 1
 
@@ -107,6 +118,40 @@ def dithered(value: Tensor, phases: Tensor, dtype: torch.dtype) -> Tensor:
     return (magnitude.view(torch.int32) | (bits & -(2**31))).view(torch.float32)
 
 
+def dithered_sum(x: Tensor, change: Tensor, phases: Tensor) -> Tensor:
+    """Add two float32 numbers; round a sum near ``x`` by dither, any other to nearest.
+
+    Let s be the sum rounded to nearest, e the exact sum less s, and n the neighbour of s on the side of the
+    exact sum. If s is at most :data:`NEAR` float32 numbers away from x, the result is n where ``|e|`` is
+    above the lower 24 bits of the phase, as a fraction, of ``|n - s|``; on average it is the exact sum. It is
+    s in all other cases, and where n is infinite. A format may round the sum once more by the upper 8 bits of
+    the phase. Source: Note [The last rounding]; e is that of Fast2Sum (Dekker 1971), exact here,
+    as x is larger than the change.
+
+    Args:
+        x: float32, any shape.
+        change: float32, of the same shape.
+        phases: int32, of the same shape.
+    """
+    total = x + change
+    error = change - (total - x)
+    bits = total.view(torch.int32)
+    outwards = ((bits ^ error.view(torch.int32)) >> 31) | 1  # 1: the neighbour is larger in magnitude
+    neighbour = (bits + outwards).view(torch.float32)
+    share = (phases & 0xFFFFFF).to(torch.float32) * 2.0**-24
+    is_beyond = error.abs() > share * (neighbour - total).abs()
+    is_near = (bits - x.view(torch.int32)).abs() <= NEAR
+    return torch.where(is_beyond & is_near, neighbour, total)
+
+
+#: Operator of :func:`phase`.
+PHASE = define_operator(
+    "phase(Tensor count, Tensor start) -> Tensor",
+    phase,
+    lambda count, start: torch.empty_like(count, dtype=torch.int32),
+    torch.Tag.pointwise,
+)
+
 #: Operator of :func:`phases`.
 PHASES = define_operator(
     "phases(Tensor like, Tensor phase, Tensor? first=None) -> Tensor",
@@ -118,4 +163,9 @@ PHASES = define_operator(
 #: Operator of :func:`dithered`.
 DITHERED = define_operator(
     "dithered(Tensor value, Tensor phases, ScalarType dtype) -> Tensor", dithered, None, torch.Tag.pointwise
+)
+
+#: Operator of :func:`dithered_sum`.
+DITHERED_SUM = define_operator(
+    "dithered_sum(Tensor x, Tensor change, Tensor phases) -> Tensor", dithered_sum, None, torch.Tag.pointwise
 )

@@ -37,7 +37,8 @@ class GraphReport:
         route: the way through the compiler, and the reasons against faster ways.
         tensors: rows of the low-precision state tensors; of float32 ones too if state is to be packed.
         wider_bytes: bytes of float32 and float64 state that has no rows.
-        note: why the graph was lowered without changes, or what was done if no tensor has a row; else empty.
+        note: why the graph was lowered without changes, what was done if no tensor has a row, and what
+            float32 would do to its weight decay; else empty.
         code: code that Inductor generated: Python with C++ or Triton kernels. Empty after ``explain``.
         program: the whole step before any pass, on another graph; None if nothing was rewritten.
         pipeline: passes that the step went through.

@@ -97,7 +97,7 @@ from torch.utils.weak import TensorWeakRef
 
 from collage_fx.errors import CheckpointMismatchError
 from collage_fx.graph import Role
-from collage_fx.numerics import STORAGE_FORMATS, ErrorFormat, format_named, is_low_precision
+from collage_fx.numerics import COUNT, STORAGE_FORMATS, ErrorFormat, Exact, format_named, is_low_precision
 from collage_fx.state.claims import Claims, some
 from collage_fx.state.error_terms import (
     ErrorTermRecord,
@@ -408,7 +408,10 @@ def _give(optimizer: Optimizer, along: StateDict) -> None:
         name = f"{type(optimizer).__name__} in a pickle"
         record = ensure_record(each.tensor, _known_format(each.format_name, name), name=name)
         specs = record.format.auxiliaries(local_tensor(each.tensor))
-        pairs = zip(specs, each.auxiliaries, strict=True)
+        counts = (COUNT.saved(COUNT.zeros(torch.device("cpu"))),)[: len(specs) - len(each.auxiliaries)]
+        pairs = zip(
+            specs, (*each.auxiliaries, *counts), strict=True
+        )  # earlier versions had no count in exact
         record.replace_contents([spec.loaded(saved) for spec, saved in pairs])
         if each.claim is not None:
             claims.add(known[id(each.tensor)].name, record, each.claim)
@@ -617,7 +620,16 @@ def _by_owner(parameter: Any, keyed: Mapping[str, Tensor]) -> Saved:
     for key, value in keyed.items():
         slot, format_name, auxiliary = key.rsplit(".", 2)
         saved.setdefault((parameter, slot), {})[format_name, auxiliary] = value
+    for auxiliaries in saved.values():
+        _add_count(auxiliaries)
     return saved
+
+
+def _add_count(saved: Auxiliaries) -> None:
+    """Add the count of steps that ``exact`` did not have in earlier versions."""
+    missing = (Exact.name, COUNT.name)
+    if (Exact.name, "rest") in saved and missing not in saved:
+        saved[missing] = COUNT.saved(COUNT.zeros(torch.device("cpu")))
 
 
 def _refuse_mismatches(optimizer: Optimizer, plain: StateDict, saved: Saved, kept: Kept) -> None:

@@ -59,6 +59,8 @@ STEPS = 40
 #: Fewest steps: under the second schedule, the first and the last step have learning rate 0.
 FEWEST_STEPS = 3
 WARM_UP = 10
+#: Number of steps without gradients, in which weight decay is measured.
+STEPS_OF_DECAY = 400
 
 Parameters = list[torch.nn.Parameter]
 Make = Callable[[Parameters], Optimizer]
@@ -88,8 +90,10 @@ class Measurement:
         compensated: state tensors with error terms, by their names in the optimizer (``exp_avg``).
         packed: state tensors that are packed, by their names.
         left: other state tensors without error terms, as ``(name, reason)``.
-        plain, single, error: errors of eager low precision, of eager float32, and of compensated low
-            precision (``hi + lo``); None without a run.
+        plain, single, error: errors of eager low precision, of eager float32, which is what float32 master
+            weights do, and of compensated low precision (``hi + lo``); None without a run.
+        decay_single, decay: shares of float64's weight decay that float32 and compensated low precision
+            apply in steps without gradients; None without weight decay.
         bytes: bytes of parameters, state and error terms at the end, per element of the parameters.
         recompiles: reasons of recompilations that Dynamo gave.
         notes: further remarks.
@@ -108,6 +112,8 @@ class Measurement:
     plain: float | None = None
     single: float | None = None
     error: float | None = None
+    decay_single: float | None = None
+    decay: float | None = None
     bytes: float | None = None
     recompiles: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -136,13 +142,24 @@ class Audit:
             (
                 schedule,
                 *map(_shown, (each.plain, each.single, each.error)),
+                *map(_share, (each.decay_single, each.decay)),
                 each.compilations,
                 f"{each.seconds:.1f}",
                 each.outcome,
             )
             for schedule, each in self.measured.items()
         ]
-        headers = ("learning rate", "plain", "fp32", "compensated", "compiled", "seconds", "outcome")
+        headers = (
+            "learning rate",
+            "plain",
+            "fp32 masters",
+            "compensated",
+            "decay, fp32 masters",
+            "decay",
+            "compiled",
+            "seconds",
+            "outcome",
+        )
         every = list(self.measured.values())
         lines = [self.subject, "", tabulate(rows, headers, disable_numparse=True), ""]
         lines += _listed("with error terms", (name for each in every for name in each.compensated))
@@ -188,7 +205,7 @@ def audit(
     schedules: Mapping[str, Schedule | None] = SCHEDULES,
     **options: Any,
 ) -> Audit:
-    """Measure how precise an optimizer is in low precision: 4 runs per schedule, mostly half a minute.
+    """Measure how precise an optimizer is in low precision: 4 to 7 runs per schedule, mostly half a minute.
 
     ``print(collage_fx.audit(lambda params: MyOptimizer(params, lr=1e-4)))``
 
@@ -251,6 +268,7 @@ class Trial:
         schedule: schedule of the learning rate.
         sparse: whether gradients are sparse.
         closure: whether ``step`` needs a closure.
+        is_still: whether gradients are zero.
         why_inaccurate: known reason why the optimizer's update rule differs between low precision and
             float64; empty if there is none.
         options: options of the backend.
@@ -264,6 +282,7 @@ class Trial:
     schedule: Schedule | None = None
     sparse: bool = False
     closure: bool = False
+    is_still: bool = False
     why_inaccurate: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -309,7 +328,19 @@ def measure_trial(trial: Trial) -> Measurement:
             measured.reason = trial.why_inaccurate or "although there are error terms"
         if measured.outcome == PACKED and measured.error > MOST_OF_PACKED:
             measured.outcome, measured.reason = INACCURATE, "although most state is float32's to 8 bits"
+    if measured.outcome == COMPENSATED and trial.schedule is None and not trial.sparse:
+        _measure_decay(replace(trial, steps=STEPS_OF_DECAY, is_still=True), measured)
     return measured
+
+
+def _measure_decay(trial: Trial, measured: Measurement) -> None:
+    """Fill in the shares of weight decay that are applied in steps without gradients."""
+    exact = _eager_displacement(trial, torch.float64)
+    square = float(exact.dot(exact))
+    if 0 < square < math.inf:
+        measured.decay_single = float(_eager_displacement(trial, torch.float32).dot(exact)) / square
+        moved = _compiled_displacement(trial, Measurement())
+        measured.decay = None if moved is None else float(moved.dot(exact)) / square
 
 
 def _is_inaccurate(measured: Measurement) -> bool:
@@ -340,7 +371,7 @@ def _gradients(trial: Trial, dtype: torch.dtype) -> Iterator[list[Tensor]]:
         directions.append(signs * (torch.rand(shape, generator=generator) + 0.5))
     for _ in range(trial.steps):
         noisy = [d + torch.randn(d.shape, generator=generator) / 3 for d in directions]
-        gradients = [gradient.to(trial.dtype).to(dtype) for gradient in noisy]
+        gradients = [gradient.to(trial.dtype).to(dtype) * (not trial.is_still) for gradient in noisy]
         yield [g.to_sparse(1) for g in gradients] if trial.sparse else gradients
 
 
@@ -474,6 +505,10 @@ def _is_good(measured: Measurement) -> bool:
 
 def _shown(error: float | None) -> str:
     return "" if error is None else "< 0.001" if error < 1e-3 else f"{error:.2g}"
+
+
+def _share(share: float | None) -> str:
+    return "" if share is None else f"{share:.2f}"
 
 
 def _listed(title: str, entries: Iterable[str]) -> list[str]:

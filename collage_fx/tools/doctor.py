@@ -208,7 +208,7 @@ def _compiled_steps(weights: Tensor, gradients: Tensor, error_format: str) -> tu
     """Return the parameter after some steps, and why they were not compiled (empty if they were)."""
     p = torch.nn.Parameter(weights.clone())
     p.grad = gradients
-    backend = CollageBackend(error_format=error_format)
+    backend = CollageBackend(error_format=error_format, rounding="nearest")
     step = torch.compile(torch.optim.SGD([p], lr=LEARNING_RATE).step, backend=backend)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the finding says the same

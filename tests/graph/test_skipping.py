@@ -73,6 +73,14 @@ def halves_of_an_ulp(x: Tensor) -> Tensor:
     return torch.where(x.isfinite(), ulp(x) / 2, 0)
 
 
+def auxiliaries_of(lo: Tensor, error_format: str) -> list[Tensor]:
+    """Return the auxiliaries of a tensor, the error term from ``lo``, and the start, which is 0."""
+    if error_format == "exact":
+        number = torch.zeros((), dtype=torch.int32)
+        return [lo.to(torch.int16), number.clone(), number]
+    return [lo.to(torch.float32 if error_format == "fp32" else lo.dtype)]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("function", "arithmetic"), WAYS)
 def test_every_pair_is_kept_bit_for_bit(
@@ -85,7 +93,7 @@ def test_every_pair_is_kept_bit_for_bit(
     lo[1::3] *= 0.75
     overflowing = torch.full_like(hi, float("inf"))
     before = [hi, every_number(dtype).flip(0), hi, overflowing, torch.ones(())]
-    before += [lo.to(torch.float32 if arithmetic[1] == "fp32" else dtype) for _ in program.expansions]
+    before += [each for _ in program.expansions for each in auxiliaries_of(lo.to(dtype), arithmetic[1])]
     tensors = [tensor.clone() for tensor in before]
     program.gm(*tensors)
     assert len(program.expansions) == 2  # p and v; m has no error term
@@ -106,12 +114,12 @@ def test_a_step_that_is_taken_is_the_step_without_condition(
         )
         assert (one.verdict, one.selection, one.refusal) == (other.verdict, other.selection, other.refusal)
     generator = torch.Generator().manual_seed(0)
-    lows = [torch.float32 if arithmetic[1] == "fp32" else dtype for _ in programs[0].expansions]
     results = []
     start = [torch.randn(999, generator=generator).to(dtype).abs() for _ in range(4)]
     for program in programs:
         tensors = [tensor.clone() for tensor in start]
-        error_terms = [torch.zeros(999, dtype=low) for low in lows]
+        zeros = torch.zeros(999, dtype=dtype)
+        error_terms = [each for _ in program.expansions for each in auxiliaries_of(zeros, arithmetic[1])]
         for _ in range(5):
             program.gm(*tensors, torch.zeros(()), *error_terms)
         results.append([*tensors, *error_terms])
@@ -151,9 +159,9 @@ def test_a_narrower_old_value_is_another_value(
     program = rewritten_as(step, arithmetic)
     v = torch.randn(64).to(torch.bfloat16)
     g = torch.randn(64).to(torch.bfloat16)
-    lo = torch.zeros(64, dtype=torch.int16 if arithmetic[1] == "exact" else torch.bfloat16)
     before = v.clone()
-    program.gm(v, g, lo)
+    lo, *numbers = auxiliaries_of(torch.zeros(64).bfloat16(), arithmetic[1])
+    program.gm(v, g, lo, *numbers)
     is_narrow = (g > 0) == (kept == 1)
     assert torch.equal(v[is_narrow], before.to(narrow).to(torch.bfloat16)[is_narrow])
     assert not lo[is_narrow].any()

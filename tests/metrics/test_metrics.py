@@ -486,7 +486,8 @@ def test_off_leaves_no_trace() -> None:
         graphs.append(report.after.graph)
         inputs.append(len(placeholders(report.after.graph)))
         assert ("measure" in [name for name, _ in report.passes]) == metrics
-    assert inputs == [3 * len(params), 5 * len(params)]  # parameter, error term, gradient; sums, sizes
+    # Parameter, gradient, error term, count and start; sums, sizes.
+    assert inputs == [5 * len(params), 7 * len(params)]
     assert not [node for node in graphs[0].nodes if node.meta.get(PASS_MARK) == "measure"]
     for operator in (update_sums, update_sizes):
         assert not graphs[0].find_nodes(op="call_function", target=operator)

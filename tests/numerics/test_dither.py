@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from math import floor
+from math import floor, isinf
 
 import pytest
 import torch
@@ -11,8 +11,8 @@ from torch import Tensor
 from torch._inductor import config
 
 import collage_fx.graph.operators  # noqa: F401  # which has the lowerings
-from collage_fx.numerics import DITHERED, PHASES, storage_format
-from collage_fx.numerics.dither import GOLDEN, SPACING, dithered, phase, phases
+from collage_fx.numerics import DITHERED, DITHERED_SUM, PHASES, storage_format
+from collage_fx.numerics.dither import GOLDEN, NEAR, SPACING, dithered, dithered_sum, phase, phases
 from tests.support.bit_patterns import near_storage_numbers, sample
 from tests.support.exact import ENCODINGS, fractions, tensor
 from tests.support.float_bits import same_bits
@@ -102,7 +102,83 @@ def test_nothing_is_lost_on_average(dtype: torch.dtype) -> None:
     assert ((ups / steps - (x - 1) / ulp).abs() < 2 / steps).all()
 
 
+def _sums() -> tuple[Tensor, Tensor]:
+    """Numbers and changes of up to some hundred units, next to powers of two and elsewhere; special values.
+
+    A unit is a normal number, so that its product with a phase is exact.
+    """
+    drawn = torch.Generator().manual_seed(2)
+    x = torch.randn(8000, generator=drawn) * 2.0 ** torch.randint(-90, 120, (8000,), generator=drawn)
+    power = 2.0 ** torch.randint(-100, 120, (8000,), generator=drawn)
+    x[::3] = (power * (1 + torch.randint(-2, 3, (8000,), generator=drawn) * 2.0**-23))[::3]
+    units = torch.randn(8000, generator=drawn) * 4.0 ** torch.randint(-8, 5, (8000,), generator=drawn)
+    change = x * units * 2.0**-24
+    change[5::100] = torch.randn(80, generator=drawn)
+    x[7::100], change[8::100] = 0.0, 0.0
+    ends = torch.tensor([torch.inf, -torch.inf, torch.nan, 3.4028235e38, -3.4028235e38, 0.0, -0.0, 1e-45])
+    return torch.cat([x, ends.repeat_interleave(8)]), torch.cat([change, ends.repeat(8)])
+
+
+def _sum_by_definition(x: float, change: float, phase: int) -> float:
+    """Of two finite numbers, as the docstring of ``dithered_sum`` has it."""
+    exact = Fraction(x) + Fraction(change)
+    nearest = float(torch.tensor(x) + torch.tensor(change))
+    if isinf(nearest) or exact == Fraction(nearest):
+        return nearest
+    towards = torch.inf if exact > Fraction(nearest) else -torch.inf
+    neighbour = float(torch.nextafter(torch.tensor(nearest), torch.tensor(towards)))
+    if isinf(neighbour):
+        return nearest
+    rank = [int(torch.tensor(each).view(torch.int32)) for each in (x, nearest)]
+    share = Fraction(phase % 2**24, 2**24)
+    is_beyond = abs(exact - Fraction(nearest)) > share * abs(Fraction(neighbour) - Fraction(nearest))
+    return neighbour if is_beyond and abs(rank[0] - rank[1]) <= NEAR else nearest
+
+
+def test_a_sum_near_its_first_term_is_rounded_as_the_definition_says() -> None:
+    x, change = _sums()
+    turns = _some_phases(x)
+    found = dithered_sum(x, change, turns)
+    finite = x.isfinite() & change.isfinite()
+    for first, second, turn, met in zip(
+        x[finite].tolist(),
+        change[finite].tolist(),
+        turns[finite].tolist(),
+        found[finite].tolist(),
+        strict=True,
+    ):
+        assert met == _sum_by_definition(first, second, turn)
+    assert same_bits(found[~finite], (x + change)[~finite]).all()
+    moved = (found != x + change)[finite].float().mean()
+    assert 0.1 < moved < 0.5, "dither does something here"
+
+
+def test_changes_far_below_a_unit_arrive_on_average() -> None:
+    """Next to a power of two, too, where the units below are half of those above."""
+    for x in (1.0, 1.0 + 2.0**-23, 1.5, -2.0, 2.0**-100):
+        for units in (0.01, -0.3, 0.5, 7.25, -40.1):
+            change = torch.full((2**16,), units * abs(x) * 2.0**-24)
+            every = torch.arange(0, 2**24, 2**8).to(torch.int32)
+            sums = dithered_sum(torch.full_like(change, x), change, every).double()
+            exact = x + change[0].double()
+            assert abs(sums.mean() - exact) <= abs(x) * 2.0**-23 * 2.0**-15
+
+
 VECTORS = [1, 256, None]
+
+
+@pytest.mark.parametrize("simdlen", VECTORS)
+@pytest.mark.parametrize("code", [*BACKENDS])
+def test_compiled_sums_are_eager_sums(code: str, simdlen: int | None) -> None:
+    def step(x: Tensor, change: Tensor, turns: Tensor, out: Tensor) -> None:
+        out.copy_(DITHERED_SUM(x * 1.0, change * 1.0, turns))
+
+    x, change = _sums()
+    turns = _some_phases(x)
+    with config.patch({"cpp.simdlen": simdlen}):
+        compiled = torch.compile(step, backend=BACKENDS[code])
+        compiled(x, change, turns, out := torch.empty_like(x))
+    assert same_bits(out, dithered_sum(x, change, turns)).all()
 
 
 @pytest.mark.parametrize("simdlen", VECTORS)
@@ -137,5 +213,8 @@ def test_operators_are_their_definitions() -> None:
     x = torch.randn(5, 3)
     turns = PHASES(x, torch.tensor(7).int())
     assert torch.equal(turns, phases(x, torch.tensor(7).int()))
+    sums = (x, x * 2.0**-22, turns)
+    assert torch.equal(DITHERED_SUM(*sums), dithered_sum(*sums))
+    torch.library.opcheck(DITHERED_SUM, sums, test_utils=("test_schema", "test_faketensor"))
     for operator, given in ((PHASES, (x, torch.tensor(7).int())), (DITHERED, (x, turns, torch.bfloat16))):
         torch.library.opcheck(operator, given, test_utils=("test_schema", "test_faketensor"))

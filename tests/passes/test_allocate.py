@@ -8,13 +8,17 @@ from tests.support.programs import after, captured, sgd
 
 
 @pytest.mark.parametrize(
-    ("error_format", "name", "dtype"),
-    [("mcf", "p_lo", torch.bfloat16), ("exact", "p_rest", torch.int16), ("fp32", "p_lo", torch.float32)],
+    ("error_format", "names", "dtype"),
+    [
+        ("mcf", ["p_lo"], torch.bfloat16),
+        ("exact", ["p_rest", "p_count", "p_start"], torch.int16),
+        ("fp32", ["p_lo"], torch.float32),
+    ],
 )
-def test_inputs_are_appended(error_format: str, name: str, dtype: torch.dtype) -> None:
+def test_inputs_are_appended(error_format: str, names: list[str], dtype: torch.dtype) -> None:
     program = after(captured(sgd, "p g", error_format=error_format), "allocate")
     inputs = placeholders(program.gm.graph)
-    assert [node.name for node in inputs] == ["p", "g", name]
+    assert [node.name for node in inputs] == ["p", "g", *names]
     assert inputs[2].meta["val"].dtype == dtype
     assert inputs[2].meta["val"].shape == inputs[0].meta["val"].shape
 

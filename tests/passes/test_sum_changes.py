@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from collage_fx.graph import graph_text
+from collage_fx.graph import Rounding, graph_text
 from collage_fx.graph.program import StepProgram
 from collage_fx.passes.normalize import Normalize
 from collage_fx.passes.sum_changes import SumChanges
 from collage_fx.passes.widen import Widen
 from tests.support.float_bits import same_bits
-from tests.support.programs import captured, only
+from tests.support.programs import after, captured, only
 
 Step = Callable[..., Any]
 
@@ -40,8 +40,8 @@ def adamw(p: Tensor, v: Tensor, g: Tensor, lr: Tensor) -> None:
     p.addcdiv_(g, v.sqrt() + 1e-8, value=-0.125)
 
 
-def text_of(step: Step) -> str:
-    lines = graph_text(summed(step).gm.graph).splitlines()
+def text_of(step: Step, program: StepProgram | None = None) -> str:
+    lines = graph_text((program or summed(step)).gm.graph).splitlines()
     return "\n".join(line.replace("  # sum-changes", "") for line in lines if "# sum-changes" in line)
 
 
@@ -56,6 +56,60 @@ mul_6: float32[4] = mul(p, mul)
 sub_1: float32[4] = sub(mul_5, mul_6)
 add_3: float32[4] = add(p, sub_1)""",
     )
+
+
+def dithered(step: Step, error_format: str = "exact", rounding: Rounding = "dither") -> StepProgram:
+    program = captured(step, "p v g lr", error_format=error_format, strategy="full")
+    program.rounding = rounding
+    return after(program, "compensate-wide")
+
+
+def small_and_slow(p: Tensor, v: Tensor, g: Tensor, lr: Tensor) -> None:
+    """A term that is subtracted, and an average with a decay below 2**-16."""
+    p.sub_(g)
+    v.mul_(1 - 1e-6)
+
+
+def elements_of(program: StepProgram) -> str:
+    """Return the operations on all elements; those before them compute the phase of the first."""
+    lines = text_of(adamw, program).splitlines()
+    return "\n".join(line for line in lines if "[4]" in line)
+
+
+def test_a_sum_that_keeps_its_errors_is_dithered_and_its_step_counted() -> None:
+    """Not that of v, an average that forgets a thousandth: its count is neither read nor written."""
+    program = dithered(adamw)
+    assert_expected_inline(
+        elements_of(program),
+        """\
+mul_13: float32[4] = mul(with_lower_half_1, 0.0010000000000000009)
+sub_3: float32[4] = sub(mul_9, mul_13)
+add_6: float32[4] = add(with_lower_half_1, sub_3)
+mul_12: float32[4] = mul(with_lower_half, to_float32_4)
+sub_2: float32[4] = sub(mul_10, mul_12)
+phases: int32[4] = phases(p, phase)
+dithered_sum: float32[4] = dithered_sum(with_lower_half, sub_2, phases)""",
+    )
+    assert [state.dithers_sum for state in program.states] == [True, False]
+    assert [len(state.written) for state in program.states] == [2, 1]
+    assert_expected_inline(
+        elements_of(dithered(small_and_slow)),
+        """\
+neg: float32[4] = neg(to_float32_1)
+phases: int32[4] = phases(p, phase)
+dithered_sum: float32[4] = dithered_sum(with_lower_half, neg, phases)
+mul_2: float32[4] = mul(with_lower_half_1, 1.0000000000287557e-06)
+neg_1: float32[4] = neg(mul_2)
+phases_1: int32[4] = phases(v, phase_1)
+dithered_sum_1: float32[4] = dithered_sum(with_lower_half_1, neg_1, phases_1)""",
+    )
+
+
+@pytest.mark.parametrize(
+    ("error_format", "rounding"), [("exact", "nearest"), ("mcf", "dither"), ("fp32", "dither")]
+)
+def test_other_sums_are_rounded_to_nearest(error_format: str, rounding: Rounding) -> None:
+    assert "dithered_sum" not in text_of(adamw, dithered(adamw, error_format, rounding))
 
 
 def unchanged_sum(p: Tensor, v: Tensor, g: Tensor, lr: Tensor) -> None:

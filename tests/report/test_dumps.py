@@ -42,23 +42,30 @@ def test_a_folder_per_compilation_and_two_files_a_stage(
     folder = tmp_path / "dumps" / "Descent-1"
     stages = [
         *("00-captured", "01-normalize", "02-analyze", "03-allocate", "04-widen"),
-        *("05-compensate-wide", "06-pin-roundings", "07-hoist-scalars"),
+        *(
+            "05-refine-numbers",
+            "06-sum-changes",
+            "07-compensate-wide",
+            "08-pin-roundings",
+            "09-hoist-scalars",
+        ),
     ]
     assert names(folder) == [
         *(f"{each}.{end}" for each in stages for end in ("svg", "txt")),
-        "08-inductor.py",
+        "10-inductor.py",
+        "11-inductor.py",
     ]
     first = {each: (folder / f"{each}.txt").read_text().splitlines()[0] for each in stages}
-    assert first["05-compensate-wide"] == "compensate-wide: 2 tensors"
+    assert first["07-compensate-wide"] == "compensate-wide: 2 tensors"
     assert first["02-analyze"] == "analyze: 2 of 2 low-precision state tensors selected"
     graph = backend.report().graphs[0]
-    for stage, module in (("00-captured", graph.before), ("07-hoist-scalars", graph.after)):
+    for stage, module in (("00-captured", graph.before), ("09-hoist-scalars", graph.after)):
         assert (folder / f"{stage}.txt").read_text().split("\n\n", 1)[1] == graph_text(module.graph) + "\n"
-    drawn = ElementTree.parse(folder / "05-compensate-wide.svg").getroot()
+    drawn = ElementTree.parse(folder / "07-compensate-wide.svg").getroot()
     texts = {element.text for element in drawn.iter("{http://www.w3.org/2000/svg}text")}
     assert {"compensate-wide: 2 tensors", "made by compensate-wide"} <= texts
     assert graph.code
-    assert graph.code[0] in (folder / "08-inductor.py").read_text()
+    assert graph.code[0] in (folder / "10-inductor.py").read_text()
     assert names(tmp_path / "dumps" / "SGD-1") == ["00-captured.svg", "00-captured.txt"]
 
 
@@ -75,7 +82,7 @@ def test_refusals_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     with pytest.warns(UserWarning, match="returns its result rounded"):
         explain(Rotating(parameters()), strict=False)
     assert (
-        (tmp_path / "Rotating-1" / "05-compensate-wide.txt")
+        (tmp_path / "Rotating-1" / "07-compensate-wide.txt")
         .read_text()
         .startswith("compensate-wide: 2 tensors, 2 refused\n")
     )
@@ -91,7 +98,7 @@ def test_what_led_to_a_failing_pass_is_on_disk(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("COLLAGE_FX_DUMP", str(tmp_path))
     with pytest.raises(Exception, match="ZeroDivisionError"):
         explain(Descent(parameters()), passes=inserted(Failing(), before="compensate-wide"))
-    assert names(tmp_path / "Descent-1")[-1] == "04-widen.txt"
+    assert names(tmp_path / "Descent-1")[-1] == "06-sum-changes.txt"
 
 
 def test_without_the_variable_stages_are_neither_written_nor_copied(
@@ -135,7 +142,7 @@ def test_one_line_per_compilation_and_reasons_on_request(caplog: pytest.LogCaptu
     ]
     assert [level for level, _ in lines] == ["INFO", *["DEBUG"] * 3]
     told = lines[0][1].rpartition(" in ")
-    assert told[0] == "RMSprop: 2 parameters and 2 × square_avg compensated, 4.0 extra bytes/param, explained"
+    assert told[0] == "RMSprop: 2 parameters and 2 × square_avg compensated, 4.6 extra bytes/param, explained"
     assert told[2].endswith(" s")
     assert lines[1][1] == "RMSprop: captured, compiled by family"
     assert lines[3][1].startswith("RMSprop: 2 × square_avg: square_avg' = ")
@@ -152,5 +159,5 @@ def test_torchs_own_switch_turns_it_on() -> None:
     done = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
     )
-    assert "SGD: 1 parameter compensated, 2.0 extra bytes/param" in done.stderr
+    assert "SGD: 1 parameter compensated, 4.0 extra bytes/param" in done.stderr
     assert "every parameter" in done.stderr

@@ -39,12 +39,19 @@ def test_a_step_in_the_notation_of_arithmetic(sgd: CollageReport) -> None:
         ("p", ""),
         ("g", ""),
         ("p_rest", "allocate"),
+        ("p_count", "allocate"),
+        ("p_start", "allocate"),
         ("mul_1 = f32(g) × -0.5", "widen"),
         ("with_lower_half = with_lower_half(f32(p), p_rest)", "compensate-wide"),
-        ("add_2 = with_lower_half + mul_1", "widen"),
-        ("upper_half = upper_half(add_2)", "compensate-wide"),
-        ("lower_half = lower_half(add_2)", "compensate-wide"),
+        ("phase = phase(p_count, p_start)", "sum-changes"),
+        ("once = once(phase)", "hoist-scalars"),
+        ("phases = phases(p, once)", "sum-changes"),
+        ("dithered_sum = dithered_sum(with_lower_half, mul_1, phases)", "sum-changes"),
+        ("upper_half = upper_half(dithered_sum)", "compensate-wide"),
+        ("lower_half = lower_half(dithered_sum)", "compensate-wide"),
+        ("add_3 = p_count + 1", "compensate-wide"),
         ("p_rest ← lower_half", "compensate-wide"),
+        ("p_count ← add_3", "compensate-wide"),
         ("p ← bf16(upper_half)", ""),
     ]
 
@@ -53,7 +60,8 @@ def test_one_tensor_of_many_and_not_what_others_compute(adamw: CollageReport) ->
     (graph,) = adamw.graphs
     for picture in graph.pictures("second"):
         inputs = [box.text for box in picture.boxes if box.role == "input"]
-        assert sorted(set(inputs) - {"p_rest"}) == ["exp_avg'", "exp_avg_sq'", "p", "step'"]
+        added = {"p_rest", "p_count", "p_start"}
+        assert sorted(set(inputs) - added) == ["exp_avg'", "exp_avg_sq'", "p", "step'"]
         assert {box.layout.split("[")[1] for box in picture.boxes} == {"5]", "]"}
         assert len(picture.boxes) < 40
     before, after = graph.pictures("second.exp_avg_sq")

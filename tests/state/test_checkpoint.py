@@ -39,6 +39,8 @@ from tests.support.training import (
 
 ROOT = Path(__file__).parents[2]
 
+LO, COUNT, FINGERPRINT = (f"collage_fx.parameter.exact.{name}" for name in ("rest", "count", "fingerprint"))
+
 
 def ours(state_dict: dict[str, Any]) -> dict[Any, list[str]]:
     """Our keys in a state dict, by parameter, less those of the fingerprints beside them."""
@@ -95,9 +97,10 @@ def test_state_dict_holds_the_error_terms_under_keys_of_ours() -> None:
     assert ours(optimizer.state_dict()) == {}
     run_steps(compiled(optimizer), params, [0])
     saved = optimizer.state_dict()
-    keys = ["collage_fx.parameter.exact.rest", "collage_fx.square_avg.exact.rest"]
+    slots = ("parameter", "square_avg")
+    keys = [f"collage_fx.{slot}.exact.{name}" for slot in slots for name in ("rest", "count")]
     assert ours(saved) == {0: keys, 1: keys}
-    (live,) = live_error_terms(params[0])
+    live, _ = live_error_terms(params[0])
     entry = saved["state"][0][keys[0]]
     assert (entry.data_ptr(), entry.dtype, entry.shape) == (live.data_ptr(), torch.uint8, (*live.shape, 2))
     assert all(
@@ -139,7 +142,7 @@ def test_an_optimizer_without_state_round_trips() -> None:
     optimizer = torch.optim.SGD(params, lr=2.0**-12)
     run_steps(compiled(optimizer), params, range(2))
     saved = copy.deepcopy(optimizer.state_dict())
-    assert ours(saved) == {i: ["collage_fx.parameter.exact.rest"] for i in range(2)}
+    assert ours(saved) == {i: [LO, COUNT] for i in range(2)}
     again = torch.optim.SGD(other := parameters(), lr=2.0**-12)
     for p, value in zip(other, params, strict=True):
         p.data.copy_(value)
@@ -157,13 +160,30 @@ def test_state_inside_containers_round_trips() -> None:
     optimizer = LateMomentum(params)
     run_steps(compiled(optimizer), params, range(3))
     saved = copy.deepcopy(optimizer.state_dict())
-    key = "collage_fx.moments.second.0.exact.rest"
-    assert ours(saved)[0] == ["collage_fx.parameter.exact.rest", key]
+    keys = [f"collage_fx.moments.second.0.exact.{name}" for name in ("rest", "count")]
+    assert ours(saved)[0] == [LO, COUNT, *keys]
     again = LateMomentum(parameters())
     compiled(again)
     again.load_state_dict(saved)
     moment = again.state[again.param_groups[0]["params"][0]]["moments"]["second"][0]
-    assert torch.equal(as_saved(moment), saved["state"][0][key])
+    assert torch.equal(as_saved(moment), saved["state"][0][keys[0]])
+
+
+def test_a_checkpoint_of_an_earlier_version_has_no_count() -> None:
+    """Which starts at zero; the error terms are those of the file."""
+    params = parameters()
+    optimizer = Descent(params)
+    run_steps(compiled(optimizer), params, range(2))
+    saved = copy.deepcopy(optimizer.state_dict())
+    for entries in saved["state"].values():
+        del entries[COUNT]
+    again = Descent(other := copied(params))
+    step = compiled(again)
+    again.load_state_dict(saved)
+    assert [int(live_error_terms(p)[1]) for p in other] == [0, 0]
+    assert all(torch.equal(as_saved(p), saved["state"][i][LO]) for i, p in enumerate(other))
+    run_steps(step, other, [2])
+    assert [int(live_error_terms(p)[1]) for p in other] == [1, 1]
 
 
 def test_several_groups_and_parameters_without_gradients() -> None:
@@ -225,10 +245,7 @@ def test_hooks_of_the_user_see_error_terms(*, is_adopted_first: bool) -> None:
     again.load_state_dict(saved)
     assert error_terms(params[0])[0].any()
     assert torch.equal(loaded[0][0], error_terms(params[0])[0])
-    assert ours(again.state_dict()) == {
-        0: ["collage_fx.parameter.exact.rest"],
-        1: ["collage_fx.parameter.exact.rest"],
-    }
+    assert ours(again.state_dict()) == {0: [LO, COUNT], 1: [LO, COUNT]}
 
 
 class Sharding(Descent):
@@ -461,7 +478,7 @@ def test_an_optimizer_that_loads_its_own_fresh_state_is_told_nothing(make: Any) 
 def test_what_is_missing_is_named(is_running: bool) -> None:
     optimizer = trained()
     saved, params = copy.deepcopy(optimizer.state_dict()), copied(params_of(optimizer))
-    for key in (LO, FINGERPRINT):
+    for key in (LO, COUNT, FINGERPRINT):
         del saved["state"][1][key]
     if is_running:
         (told,) = warned(lambda: optimizer.load_state_dict(saved))
@@ -675,11 +692,8 @@ def run() -> tuple[list[torch.nn.Parameter], torch.optim.Optimizer, dict[str, An
 
 def as_saved(tensor: Tensor) -> Tensor:
     """What a state dict has of the live error term of the format ``exact``."""
-    (live,) = live_error_terms(tensor)
+    live, _ = live_error_terms(tensor)
     return live.unsqueeze(-1).view(torch.uint8)
-
-
-LO, FINGERPRINT = "collage_fx.parameter.exact.rest", "collage_fx.parameter.exact.fingerprint"
 
 
 @pytest.mark.parametrize(
@@ -689,7 +703,12 @@ LO, FINGERPRINT = "collage_fx.parameter.exact.rest", "collage_fx.parameter.exact
         ({LO: torch.zeros(4, 6).to(torch.int16)}, r"shape \(4, 6\) where .* has one of \(4, 6, 2\)"),
         ({LO: torch.zeros(4, 6, 2)}, r"torch.float32 where a torch.bfloat16 tensor has one of torch.uint8"),
         (
-            {LO: None, FINGERPRINT: None, "collage_fx.parameter.tripled.lo": torch.zeros(4, 6).bfloat16()},
+            {
+                LO: None,
+                COUNT: None,
+                FINGERPRINT: None,
+                "collage_fx.parameter.tripled.lo": torch.zeros(4, 6).bfloat16(),
+            },
             r"unknown format 'tripled'",
         ),
         ({"collage_fx.parameter.mcf.high": torch.zeros(4, 6).bfloat16()}, r"belong together"),
@@ -697,6 +716,7 @@ LO, FINGERPRINT = "collage_fx.parameter.exact.rest", "collage_fx.parameter.exact
         (
             {
                 LO: None,
+                COUNT: None,
                 FINGERPRINT: None,
                 "collage_fx.parameter.mcf.lo": torch.full((4, 6), torch.nan).bfloat16(),
             },

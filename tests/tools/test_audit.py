@@ -36,6 +36,19 @@ def test_a_good_optimizer_under_both_schedules() -> None:
     assert "Verdict: precise: the error of plain low precision is " in text
 
 
+def test_the_share_of_weight_decay_that_is_applied() -> None:
+    """Float32 has no number between 1 - 1e-8 and 1."""
+    found = audit(lambda params: AdamW(params, lr=1e-6, weight_decay=0.01), schedules={"constant": None})
+    measured = found.measured["constant"]
+    assert measured.decay_single == 0
+    assert measured.decay == pytest.approx(1, abs=0.05)  # 384 numbers moved 60 times by a unit
+    assert "fp32 masters" in str(found)
+    assert (
+        audit(lambda params: SGD(params, lr=1e-4), schedules={"constant": None}).measured["constant"].decay
+        is None
+    )
+
+
 def test_options_shapes_and_schedules_are_the_callers() -> None:
     seen = []
 

@@ -8,7 +8,7 @@ adds the entry when it is imported.
 
 from __future__ import annotations
 
-from collage_fx.numerics.error_formats.base import AuxiliarySpec, ErrorBound, ErrorFormat
+from collage_fx.numerics.error_formats.base import COUNT, AuxiliarySpec, ErrorBound, ErrorFormat
 from collage_fx.numerics.error_formats.blocks import Blocks
 from collage_fx.numerics.error_formats.byte import Byte
 from collage_fx.numerics.error_formats.dither import Bf16, Dither
@@ -24,6 +24,7 @@ from collage_fx.numerics.error_formats.fp32 import Fp32
 from collage_fx.numerics.error_formats.mcf import Mcf
 
 __all__ = [
+    "COUNT",
     "ERROR_FORMATS",
     "LOWER_HALF",
     "PACKED_FORMATS",

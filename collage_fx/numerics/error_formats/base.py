@@ -100,6 +100,10 @@ class AuxiliarySpec(NamedTuple):
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device).zero_()
 
 
+#: Count of the steps that dither has rounded.
+COUNT = AuxiliarySpec("count", torch.int32, ())
+
+
 class ErrorBound(NamedTuple):
     """Bound on the error of ``join(split(x))`` for a float32 x whose hi is finite.
 
@@ -147,8 +151,14 @@ class ErrorFormat(ABC):
     #: Whether rows are encoded independently of other rows, and each auxiliary that is not 0-d has a row for
     #: each row of hi. If not, shards of a tensor cannot be packed.
     by_rows: ClassVar[bool] = False
-    #: Whether :meth:`store` gets the index of hi's first element in the whole tensor.
+    #: Whether the last auxiliary counts steps, and :meth:`store` gets the index of hi's first element in the
+    #: whole tensor.
     is_dithered: ClassVar[bool] = False
+    #: Whether the sum that a step stores may be rounded by dither: Note [The last rounding] in
+    #: ``numerics/dither.py``.
+    dithers_sums: ClassVar[bool] = False
+    #: Whether :meth:`store` counts the step. If not, the step counts it where it rounds a sum by dither.
+    counts_stores: ClassVar[bool] = True
 
     def why_not(self, hi: Tensor) -> str:
         """Return why a tensor of these sizes and strides cannot have this format; empty if it can.

@@ -18,8 +18,8 @@ from collage_fx.numerics.blocks import (
     SMALLEST_SCALE,
     why_no_blocks,
 )
-from collage_fx.numerics.dither import PHASES, phase
-from collage_fx.numerics.error_formats.base import AuxiliarySpec, ErrorBound, ErrorFormat
+from collage_fx.numerics.dither import PHASE, PHASES
+from collage_fx.numerics.error_formats.base import COUNT, AuxiliarySpec, ErrorBound, ErrorFormat
 
 
 class Blocks(ErrorFormat):
@@ -54,7 +54,7 @@ class Blocks(ErrorFormat):
         return (
             AuxiliarySpec("codes", CODES[self.bits, self.signed], hi.shape, hi.stride()),
             AuxiliarySpec("scales", torch.uint8, (rows, hi.numel() // (rows * BLOCK))),
-            AuxiliarySpec("count", torch.int32, ()),
+            COUNT,
         )
 
     def error_bound(self, dtype: torch.dtype) -> ErrorBound:
@@ -82,5 +82,5 @@ class Blocks(ErrorFormat):
     def store(self, value: Tensor, hi: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         codes, _, count, start = inputs
         scales = BLOCK_SCALES(value, codes, self.signed)
-        phases = PHASES(codes, phase(count, start))
+        phases = PHASES(codes, PHASE(count, start))
         return hi, BLOCK_CODES(value, scales, phases, codes, self.bits, self.signed), scales, count + 1

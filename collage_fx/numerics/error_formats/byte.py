@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from collage_fx.numerics.dither import PHASES, phase
-from collage_fx.numerics.error_formats.base import AuxiliarySpec, ErrorBound, ErrorFormat
+from collage_fx.numerics.dither import PHASE, PHASES
+from collage_fx.numerics.error_formats.base import COUNT, AuxiliarySpec, ErrorBound, ErrorFormat
 from collage_fx.numerics.float24 import DITHERED_BYTE, DITHERED_UPPER, WITH_BYTE, nearest
 from collage_fx.numerics.formats import storage_format
 
@@ -28,9 +28,10 @@ class Byte(ErrorFormat):
     precision = "one byte: 16 bits in bfloat16, 19 in float16, rounded up or down by dither"
     is_elementwise = True
     is_dithered = True
+    dithers_sums = True
 
     def auxiliaries(self, hi: Tensor) -> Sequence[AuxiliarySpec]:
-        return (AuxiliarySpec.like(hi, "rest", torch.int8), AuxiliarySpec("count", torch.int32, ()))
+        return (AuxiliarySpec.like(hi, "rest", torch.int8), COUNT)
 
     def error_bound(self, dtype: torch.dtype) -> ErrorBound:
         """Return a unit of the byte, 2**-8 of an ulp; an ulp is at most twice the unit roundoff of the value.
@@ -51,6 +52,6 @@ class Byte(ErrorFormat):
 
     def store(self, value: Tensor, hi: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         _, count, start = inputs
-        phases = PHASES(hi, phase(count, start))
+        phases = PHASES(hi, PHASE(count, start))
         upper = DITHERED_UPPER(value, phases, hi.dtype)
         return upper.to(hi.dtype), DITHERED_BYTE(value, phases, hi.dtype), count + 1

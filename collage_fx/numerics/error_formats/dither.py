@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from collage_fx.numerics.dither import DITHERED, PHASES, phase
-from collage_fx.numerics.error_formats.base import AuxiliarySpec, ErrorBound, ErrorFormat
+from collage_fx.numerics.dither import DITHERED, PHASE, PHASES
+from collage_fx.numerics.error_formats.base import COUNT, AuxiliarySpec, ErrorBound, ErrorFormat
 from collage_fx.numerics.formats import BFLOAT16, is_low_precision, storage_format
 
 
@@ -27,7 +27,7 @@ class Dither(ErrorFormat):
     is_dithered = True
 
     def auxiliaries(self, hi: Tensor) -> Sequence[AuxiliarySpec]:
-        return (AuxiliarySpec("count", torch.int32, ()),)
+        return (COUNT,)
 
     def error_bound(self, dtype: torch.dtype) -> ErrorBound:
         """Return the error of rounding to nearest, as :meth:`split` does; a step's may be twice as large."""
@@ -42,7 +42,7 @@ class Dither(ErrorFormat):
 
     def store(self, value: Tensor, hi: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         count, start = inputs
-        rounded = DITHERED(value, PHASES(hi, phase(count, start)), hi.dtype)
+        rounded = DITHERED(value, PHASES(hi, PHASE(count, start)), hi.dtype)
         return rounded.to(hi.dtype), count + 1
 
     def error_terms(self, hi: Tensor, *auxiliaries: Tensor) -> tuple[Tensor, ...]:
@@ -68,7 +68,7 @@ class Bf16(ErrorFormat):
 
     def auxiliaries(self, hi: Tensor) -> Sequence[AuxiliarySpec]:
         rounded = AuxiliarySpec.like(hi, "rounded", BFLOAT16.dtype)
-        return rounded, AuxiliarySpec("count", torch.int32, ())
+        return rounded, COUNT
 
     def error_bound(self, dtype: torch.dtype) -> ErrorBound:
         """Return the error of rounding to nearest, as :meth:`split` does; a step's may be twice as large."""
@@ -83,5 +83,5 @@ class Bf16(ErrorFormat):
 
     def store(self, value: Tensor, hi: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         before, count, start = inputs
-        rounded = DITHERED(value, PHASES(before, phase(count, start)), BFLOAT16.dtype)
+        rounded = DITHERED(value, PHASES(before, PHASE(count, start)), BFLOAT16.dtype)
         return hi, rounded.to(BFLOAT16.dtype), count + 1

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from collage_fx.numerics import arithmetic
-from collage_fx.numerics.error_formats.base import AuxiliarySpec, ErrorBound, ErrorFormat
+from collage_fx.numerics.error_formats.base import COUNT, AuxiliarySpec, ErrorBound, ErrorFormat
 from collage_fx.numerics.formats import BFLOAT16
 from collage_fx.numerics.operators import define_operator
 
@@ -31,31 +31,42 @@ class Exact(ErrorFormat):
 
     float16. hi is b rounded to nearest even. The integer is b - hi in units of 2**-15 of hi's ulp, at most
     2**14 of them. float32 numbers of at least 2**-16 are multiples of the unit.
+
+    The count is that of the steps whose last sum has been rounded by dither: Note [The last rounding] in
+    ``numerics/dither.py``.
     """
 
     name = "exact"
     precision = "the other 16 bits of a float32 number"
     is_elementwise = True
+    is_dithered = True
+    dithers_sums = True
+    counts_stores = False
 
     def auxiliaries(self, hi: Tensor) -> Sequence[AuxiliarySpec]:
-        return (AuxiliarySpec.like(hi, "rest", torch.int16),)
+        return (AuxiliarySpec.like(hi, "rest", torch.int16), COUNT)
 
     def error_bound(self, dtype: torch.dtype) -> ErrorBound:
         """Return no error; for float16 2**-40, half a unit of the integer where the ulp is 2**-24."""
         return ErrorBound() if dtype == BFLOAT16.dtype else ErrorBound(absolute=Fraction(1, 2**40))
 
     def join(self, hi: Tensor, *auxiliaries: Tensor) -> Tensor:
-        (rest,) = auxiliaries
+        rest, _ = auxiliaries
         near = hi.to(torch.float32)
         if hi.dtype == BFLOAT16.dtype:
             return WITH_LOWER_HALF(near, rest)
         return WITH_ULP_PARTS(near, rest)
 
     def split(self, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        start = torch.zeros((), dtype=torch.int32, device=value.device)
         if dtype == BFLOAT16.dtype:
-            return UPPER_HALF(value).to(dtype), LOWER_HALF(value)
+            return UPPER_HALF(value).to(dtype), LOWER_HALF(value), start
         hi = value.to(dtype)
-        return hi, ULP_PARTS(value, hi.to(torch.float32))
+        return hi, ULP_PARTS(value, hi.to(torch.float32)), start
+
+    def store(self, value: Tensor, hi: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        _, count, _ = inputs
+        return (*self.split(value, hi.dtype)[:-1], count)
 
 
 #: Operator of :func:`arithmetic.upper_half`.
