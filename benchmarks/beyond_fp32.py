@@ -1,13 +1,19 @@
-"""``python -m benchmarks.beyond_fp32``: measure AdamW at small learning rates, and write docs/beyond-fp32.md.
+"""``python -m benchmarks.beyond_fp32``: measure small learning rates, and write docs/beyond-fp32.md.
 
-Weights from N(0, 0.5), or of one, take the same gradients in float64, in float32, and in the ways of this
-package. The error of a run is the norm of its distance from float64's, relative to the way that float64 has
-gone; it takes three minutes on one core.
+Weights from N(0, 0.5) take the same gradients in float64, in float32, and in the ways of this package. The
+error of a run is the norm of its distance from float64's, relative to the way that float64 has gone. The last
+table is of whole trainings by transformers' Trainer, each with gradients of its own. It takes half an hour on
+one core; optimizers of packages that are not installed are left out.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import tempfile
+import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from benchmarks.table import put_between
-from collage_fx import CollageBackend, full_value
+from collage_fx import full_value, install
 
 __all__ = ["MARKS", "PAGE", "WAYS", "decay_reached", "error", "moved", "off"]
 
@@ -26,6 +32,8 @@ MARKS = ("<!-- written by python -m benchmarks.beyond_fp32 -->", "<!-- end -->")
 
 WEIGHTS, STEPS, STEPS_OF_DECAY, WEIGHT_DECAY = 4096, 1500, 300, 0.01
 RATES = (1e-7, 1e-6, 3e-6, 1e-5)
+BETAS, STEPS_OF_AVERAGE = (0.999, 0.9999, 0.99999), 10_000
+MATRIX, TOKENS, STEPS_OF_TRAINING = (32, 64), 200, 2000
 DECAYS = (1e-9, 1e-8, 3e-8, 1e-7, 1e-6, 1e-4, 1e-2)
 
 #: Ways to take a step: dtype of the weights, and options of the backend; None = torch's own step.
@@ -38,6 +46,42 @@ WAYS: dict[str, tuple[torch.dtype, dict[str, Any] | None]] = {
     "here, bfloat16, `plus`, rounded to nearest": (torch.bfloat16, {"rounding": "nearest"}),
     "here, bfloat16, `plus`, as written": (torch.bfloat16, {"changes": "as written"}),
 }
+
+#: Optimizers by the names of their classes, with options, which make weight decay decoupled where there is a
+#: choice. What follows a comma tells several of a class apart.
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "torch.optim.AdamW": {},
+    "torch.optim.AdamW, foreach": {"foreach": True},
+    "torch.optim.AdamW, fused": {"fused": True},
+    "torch.optim.AdamW, amsgrad": {"amsgrad": True},
+    "torch.optim.Adam": {},
+    "torch.optim.SGD": {"momentum": 0.9},
+    "torch.optim.NAdam": {"decoupled_weight_decay": True},
+    "torch.optim.RAdam": {"decoupled_weight_decay": True},
+    "torch.optim.Adafactor": {"eps": (1e-30, 1e-3)},
+    "torch.optim.Muon": {},
+    "lion_pytorch.Lion": {},
+    "optimi.AdamW": {"kahan_sum": False},
+    "schedulefree.AdamWScheduleFree": {},
+    "torch_optimizer.AdaBound": {},
+    "torch_optimizer.Yogi": {},
+    "pytorch_optimizer.AdaNorm": {"weight_decouple": True},
+    "pytorch_optimizer.ADOPT": {"weight_decouple": True},
+    "pytorch_optimizer.AdaBelief": {"weight_decouple": True},
+    "pytorch_optimizer.Adai": {"weight_decouple": True},
+    "pytorch_optimizer.Adan": {"weight_decouple": True},
+    "pytorch_optimizer.AdEMAMix": {"weight_decouple": True},
+    "pytorch_optimizer.AdamP": {"weight_decouple": True},
+    "pytorch_optimizer.CAME": {"weight_decouple": True},
+    "pytorch_optimizer.DiffGrad": {"weight_decouple": True},
+    "pytorch_optimizer.GrokFastAdamW": {"weight_decouple": True},
+    "pytorch_optimizer.LaProp": {"weight_decouple": True},
+    "pytorch_optimizer.Lion": {"weight_decouple": True},
+    "pytorch_optimizer.MARS": {"weight_decouple": True},
+    "pytorch_optimizer.StableAdamW": {"weight_decouple": True, "kahan_sum": False},
+    "pytorch_optimizer.Tiger": {"weight_decouple": True},
+}
+RATES_OF_OPTIMIZERS = (1e-6, 3e-6, 1e-5)
 
 #: Weights -> their optimizer.
 Make = Callable[[list[torch.nn.Parameter]], Optimizer]
@@ -77,12 +121,13 @@ def moved(
     start = (torch.randn(*shape, generator=generator) * 0.5).bfloat16()
     weights = torch.nn.Parameter(start.to(dtype, copy=True))
     optimizer = make([weights])
-    step: Any = optimizer.step
     if options is not None:
-        step = torch.compile(optimizer.step, backend=CollageBackend(**options))
+        install(optimizer, **options)
+    if hasattr(optimizer, "train"):  # of schedulefree
+        optimizer.train()
     for _ in range(steps):
         weights.grad = gradients(shape, generator).to(dtype)
-        step()
+        optimizer.step()
     whole = weights if options is None else full_value(weights)
     return whole.detach().double() - start.double()
 
@@ -112,19 +157,151 @@ def decay_reached(way: str, decay: float) -> float:
     return float((exact * found).sum() / (exact * exact).sum())
 
 
+def made(name: str, lr: float, weights: list[torch.nn.Parameter]) -> Optimizer:
+    """Make one of :data:`OPTIMIZERS`."""
+    module, _, kind = name.partition(",")[0].rpartition(".")
+    optimizer: Optimizer = getattr(importlib.import_module(module), kind)(
+        weights, lr=lr, weight_decay=WEIGHT_DECAY, **OPTIMIZERS[name]
+    )
+    return optimizer
+
+
+def errors_of(name: str, lr: float) -> tuple[float, float]:
+    """Return the errors of an optimizer in float32 and here, of a matrix of bfloat16."""
+    course = partial(moved, partial(made, name, lr), steps=STEPS, shape=MATRIX)
+    exact = course(torch.float64, None)
+    return off(course(torch.float32, None), exact), off(course(torch.bfloat16, {}), exact)
+
+
+def errors_of_average(beta2: float, steps: int = STEPS_OF_AVERAGE) -> tuple[float, float]:
+    """Return the errors of Adam's second moment after a long run, in float32 and here."""
+    averages = []
+    for dtype, options in ((torch.float64, None), (torch.float32, None), (torch.bfloat16, {})):
+        torch._dynamo.reset()
+        generator = torch.Generator().manual_seed(0)
+        weights = torch.nn.Parameter(torch.ones(WEIGHTS, dtype=dtype))
+        optimizer = torch.optim.AdamW([weights], lr=1e-6, betas=(0.9, beta2))
+        if options is not None:
+            install(optimizer, **options)
+        for _ in range(steps):
+            weights.grad = drawn((WEIGHTS,), generator).to(dtype)
+            optimizer.step()
+        averages.append(full_value(optimizer.state[weights]["exp_avg_sq"]).double())
+    exact, *others = averages
+    return off(others[0], exact), off(others[1], exact)
+
+
+#: Trainings: dtype of the model, whether by autocast, and options of ``install``; None = torch's own step.
+TRAININGS: dict[str, tuple[torch.dtype, bool, dict[str, Any] | None]] = {
+    "float64": (torch.float64, False, None),
+    "float32": (torch.float32, False, None),
+    "float32 masters (autocast)": (torch.float32, True, None),
+    "here, bfloat16, `plus`": (torch.bfloat16, False, {}),
+    "here, bfloat16, 8 bytes": (torch.bfloat16, False, {"bytes_per_parameter": 8}),
+    "here, bfloat16, `plus`, as written": (torch.bfloat16, False, {"changes": "as written"}),
+}
+
+
+def trained(training: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Train a small Llama by transformers' Trainer at lr 1e-6; return its first and its last weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+    dtype, autocast, options = TRAININGS[training]
+    torch._dynamo.reset()
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).bfloat16().to(dtype)
+    start = {name: p.detach().double().clone() for name, p in model.named_parameters()}
+    drawn_tokens = torch.Generator().manual_seed(1)
+    texts = [torch.randint(0, TOKENS, (32,), generator=drawn_tokens) for _ in range(256)]
+    arguments = TrainingArguments(
+        output_dir=tempfile.mkdtemp(),
+        max_steps=STEPS_OF_TRAINING,
+        per_device_train_batch_size=4,
+        learning_rate=1e-6,
+        weight_decay=WEIGHT_DECAY,
+        lr_scheduler_type="constant",
+        report_to=[],
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+        bf16=autocast,
+        use_cpu=True,
+        seed=3,
+    )
+    trainer = Trainer(model, arguments, train_dataset=[{"input_ids": t, "labels": t} for t in texts])
+    trainer.create_optimizer()
+    if options is not None:
+        install(trainer.optimizer, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.train()
+    return start, {name: full_value(p).clone() for name, p in model.named_parameters()}
+
+
+def training_rows() -> list[list[str]]:
+    rows, exact = [], dict[str, Tensor]()
+    for training in TRAININGS:
+        start, end = trained(training)
+        exact = exact or end
+        ways = {name: end[name] - start[name] for name in end}
+        error = sum((end[name] - exact[name]).square().sum() for name in end)
+        length = sum((exact[name] - start[name]).square().sum() for name in end)
+        unseen = [weights["model.embed_tokens.weight"][TOKENS:] for weights in (start, end)]
+        change = float(unseen[1].norm() / unseen[0].norm()) - 1
+        norms = [
+            sum(float(weights[name].square().sum()) for name in ways if "proj" in name) ** 0.5
+            for weights in (start, end)
+        ]
+        rows.append(
+            [
+                training,
+                f"{change * 1e6:.2f}",
+                f"{(norms[1] / norms[0] - 1) * 1e6:.2f}",
+                f"{float(error / length) ** 0.5:.4f}",
+            ]
+        )
+    return rows
+
+
 def tables() -> str:
     decays = [[way, *(f"{decay_reached(way, decay):.3f}" for decay in DECAYS)] for way in WAYS]
     errors = [[way, *(f"{error(way, lr):.4f}" for lr in RATES)] for way in WAYS]
-    return "\n\n".join(
-        (
-            f"Share of the decay that was asked for, after {STEPS_OF_DECAY} steps without gradients, by "
-            "`lr * weight_decay`:",
-            _table("", DECAYS, decays),
-            f"Error of the weights after {STEPS} steps with `weight_decay={WEIGHT_DECAY}`, by `lr`:",
-            _table("", RATES, errors),
-            f"torch {torch.__version__.partition('+')[0]}.",
-        )
-    )
+    by_name = [
+        [name, *(f"{each:.4f}" for lr in RATES_OF_OPTIMIZERS for each in errors_of(name, lr))]
+        for name in OPTIMIZERS
+        if importlib.util.find_spec(name.partition(".")[0]) is not None
+    ]
+    columns = [f"{lr:g}, {way}" for lr in RATES_OF_OPTIMIZERS for way in ("float32", "here")]
+    averages = [[f"{beta2:g}", *(f"{each:.1e}" for each in errors_of_average(beta2))] for beta2 in BETAS]
+    parts = [
+        f"Share of the decay that was asked for, after {STEPS_OF_DECAY} steps without gradients, by "
+        "`lr * weight_decay`:",
+        _table("", DECAYS, decays),
+        f"Error of the weights after {STEPS} steps with `weight_decay={WEIGHT_DECAY}`, by `lr`:",
+        _table("", RATES, errors),
+        f"The same of a {MATRIX[0]}×{MATRIX[1]} matrix, by optimizer and `lr`, in float32 and here "
+        "(bfloat16, `plus`):",
+        tabulate(by_name, headers=["", *columns], tablefmt="github", disable_numparse=True),
+        f"Error of AdamW's second moment after {STEPS_OF_AVERAGE} steps, by `beta2`:",
+        tabulate(averages, headers=["", "float32", "here"], tablefmt="github", disable_numparse=True),
+    ]
+    if importlib.util.find_spec("transformers") is not None:
+        headers = ["", "rows without gradients", "matrices of the layers", "error of the weights"]
+        parts += [
+            f"A Llama of two layers, trained by transformers' Trainer for {STEPS_OF_TRAINING} steps at lr "
+            f"1e-6 and weight decay {WEIGHT_DECAY}: changes of norms, in millionths (of rows of the "
+            "embedding that no token has, and of matrices), and the error of all weights:",
+            tabulate(training_rows(), headers=headers, tablefmt="github", disable_numparse=True),
+        ]
+    return "\n\n".join([*parts, f"torch {torch.__version__.partition('+')[0]}."])
 
 
 def _table(name: str, columns: Sequence[float], rows: Sequence[Sequence[str]]) -> str:
