@@ -16,7 +16,7 @@ Rounding the factor to float32 instead adds up to ``|x| u`` to the error, each s
 
 The last sum is rounded by dither where the change is a few units of x, if the error format of x has a count
 of steps (Note [The last rounding] in ``numerics/dither.py``). An average that forgets a share a of its old
-value in each step forgets its errors, too: they are at most 2**-24 / a of it.
+value in each step forgets its errors, too: they are at most 2**-24 / a of it, and are rounded to nearest.
 
 A factor is taken apart if it is a constant within 1/32 of 1, or ``1 - a`` or ``1 + a`` in the graph. In
 float16, where squares overflow from 256 on, an infinite x stays infinite: ``a x`` is that of the largest
@@ -35,10 +35,12 @@ from torch.fx import Node
 
 from collage_fx.graph import (
     GraphEditor,
+    Role,
     StateTensor,
     StepProgram,
     copies_to_inputs,
     has_elements,
+    moves_as_a_parameter,
     number_filling,
     stored,
     tensor_value,
@@ -77,11 +79,12 @@ class SumChanges(Pass):
             for state in program.expanded
             if state.error_format.dithers_sums and program.rounding == "dither"
         }
-        stores = copies_to_inputs(editor.graph).items()
-        program.summed = sum(
-            _rewrite(editor, placeholder, stored(store), dithered.get(placeholder))
-            for placeholder, store in stores
-        )
+        program.summed = 0
+        for placeholder, store in copies_to_inputs(editor.graph).items():
+            state = dithered.get(placeholder)
+            program.summed += _rewrite(
+                editor, placeholder, stored(store), state, lasts=_lasts(program, state)
+            )
         editor.finish()
         return f"{program.summed} updates"
 
@@ -107,7 +110,9 @@ class _Divisor(NamedTuple):
     decay: Any
 
 
-def _rewrite(editor: GraphEditor, placeholder: Node, value: Node, dithered: StateTensor | None) -> bool:
+def _rewrite(
+    editor: GraphEditor, placeholder: Node, value: Node, dithered: StateTensor | None, *, lasts: bool
+) -> bool:
     """Rewrite the new value of an input; return whether there was anything to rewrite.
 
     Args:
@@ -115,12 +120,13 @@ def _rewrite(editor: GraphEditor, placeholder: Node, value: Node, dithered: Stat
         placeholder: the input.
         value: its new value.
         dithered: the input as a state whose last sum dither may round; None to round to nearest.
+        lasts: whether it keeps its errors, whatever factor it has.
     """
     value = unconverted(unless_skipped(placeholder, unconverted(value)))
     with editor.graph.inserting_before(value):
         chain = _Chain(editor, placeholder)
         steps = chain.steps(value)
-        if steps and any(_is_forgetful(step) for step in steps):
+        if steps and dithered is not None and not lasts and any(_is_forgetful(step) for step in steps):
             dithered = None
         if not steps or (dithered is None and len(steps) == 1 and isinstance(steps[0], _Sum)):
             return False
@@ -129,10 +135,20 @@ def _rewrite(editor: GraphEditor, placeholder: Node, value: Node, dithered: Stat
     return True
 
 
+def _lasts(program: StepProgram, state: StateTensor | None) -> bool:
+    """Return whether a state is a parameter, or moves as one, and no average."""
+    return state is not None and (state.info.role is Role.PARAMETER or moves_as_a_parameter(program, state))
+
+
 def _is_forgetful(step: Any) -> bool:
-    """Return whether a step of a chain takes away a share of the old value that is known and large."""
-    decay = None if isinstance(step, _Sum) else _constant(step.decay)
-    return decay is not None and decay > FORGETFUL
+    """Return whether a step of a chain takes away a share of the old value, unless it is known to be small.
+
+    A share that changes is taken for a large one: so a number that is known has the bits of one that changes.
+    """
+    if isinstance(step, _Sum):
+        return False
+    decay = _constant(step.decay)
+    return decay is None or decay > FORGETFUL
 
 
 class _Chain:

@@ -231,7 +231,8 @@ def test_state_in_groups_and_under_own_keys_round_trips() -> None:
     step = compiled(optimizer)
     run_steps(step, params, range(3))
     saved = saved_and_loaded(optimizer.state_dict())
-    keys = ["param_groups[0].in_group.exact.rest", "state.own.key.exact.rest"]
+    slots = ("param_groups[0].in_group", "state.own.key")
+    keys = [f"{slot}.exact.{name}" for slot in slots for name in ("count", "rest")]
     assert sorted(key for key in saved["collage_fx"] if not key.endswith("fingerprint")) == keys
     assert saved["collage_fx"]["state.own.key.exact.rest"].any()
     before = [p.detach().clone() for p in params]

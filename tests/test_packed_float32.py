@@ -56,7 +56,8 @@ def singles(shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[Parameter]:
 
 def test_without_the_option_the_step_is_plain_torchs() -> None:
     left = []
-    for backend in ("inductor", CollageBackend(), CollageBackend(strategy="full")):
+    as_written = [CollageBackend(strategy=each, changes="as written") for each in ("plus", "full")]
+    for backend in ("inductor", *as_written):
         torch._dynamo.reset()
         params = singles()
         optimizer = adamw(params)
@@ -73,7 +74,7 @@ def test_without_the_option_the_step_is_plain_torchs() -> None:
 def test_a_step_of_small_tensors_is_plain_torchs() -> None:
     """Nothing is large enough to be packed; the report says so."""
     left = []
-    for backend in ("inductor", CollageBackend(state="block8")):
+    for backend in ("inductor", CollageBackend(state="block8", changes="as written")):
         torch._dynamo.reset()
         params = singles([(16, 16), (5,)])
         optimizer = adamw(params)

@@ -84,7 +84,7 @@ def test_gradients_that_are_none_on_some_steps() -> None:
 def test_a_group_that_is_added_in_the_middle_of_a_run() -> None:
     race = Race(parameters(shapes=[(7,)]), sgd)
     race.run(15)
-    (buffer,) = live_error_terms(race.parameters[0][0])
+    buffer, _ = live_error_terms(race.parameters[0][0])
     race.add(parameters(shapes=[(5,)], seed=3)[0], lr=2.0**-13)
     race.run(20)
     race.assert_compensated()

@@ -28,7 +28,6 @@ from collage_fx.numerics.blocks import (
 from collage_fx.numerics.dither import (
     DITHERED,
     DITHERED_SUM,
-    NEAR,
     PHASE,
     PHASES,
     dithered,
@@ -88,7 +87,6 @@ __all__ = [
     "DITHERED_UPPER",
     "ERROR_FORMATS",
     "LOWER_HALF",
-    "NEAR",
     "OCTAVES",
     "PACKED_FORMATS",
     "PHASE",

@@ -27,7 +27,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 COMPILING = "Descent: compiling its step: about 10 s, or 2 s with a warm Inductor cache"
-COMPILED = "Descent: 2 parameters compensated, 2.0 extra bytes/param, compiled in # s"
+COMPILED = "Descent: 2 parameters compensated, 2.3 extra bytes/param, compiled in # s"
 
 
 def test_the_log_says_when_a_step_is_compiled_and_when_it_is_done(caplog: pytest.LogCaptureFixture) -> None:

@@ -103,7 +103,7 @@ class Squashed(Descent):
             p.sub_(torch.tanh(p.grad), alpha=2.0**-10)
 
 
-@pytest.mark.parametrize(("make", "printed", "by_inductor"), [(Descent, 1, 0), (Squashed, 1, 1)])
+@pytest.mark.parametrize(("make", "printed", "by_inductor"), [(Descent, 2, 0), (Squashed, 2, 1)])
 def test_a_kernel_is_not_used_where_it_would_be_written_otherwise(
     two_threads: None, make: Any, printed: int, by_inductor: int
 ) -> None:
@@ -255,7 +255,7 @@ def test_a_shared_counter_is_a_kernel_of_its_own() -> None:
     with rules_compiled() as rules:
         step = torch.compile(optimizer.step, backend=CollageBackend())
         run_steps(step, params, [0, 1])
-    assert len(rules) == 2
+    assert len(rules) == 3  # and the phases'
     assert float(optimizer.state[params[0]]["t"]) == 2
 
 
@@ -268,8 +268,8 @@ def test_numbers_are_computed_by_a_kernel_of_their_own() -> None:
     texts = [code[code.index('extern "C"') :] for code in backend.report().graphs[0].code]
     (elements,) = (text for text in texts if "const auto chunk" in text)
     assert len(texts) == 3
-    assert sum(text.count("__builtin_powf(") for text in texts) == 2
-    assert "__builtin_powf(" not in elements
+    assert sum(text.count("__builtin_pow(") for text in texts) == 2
+    assert "__builtin_pow(" not in elements
     assert "#pragma omp parallel" not in elements  # its calls are divided among threads
 
 

@@ -132,7 +132,7 @@ def steps() -> Iterator[LaunchedSteps]:
 
 
 @needs_triton
-@pytest.mark.parametrize(("optimizer", "launches", "calls"), [("Muon", 6, 4), ("Adafactor", 13, 4)])
+@pytest.mark.parametrize(("optimizer", "launches", "calls"), [("Muon", 7, 4), ("Adafactor", 13, 4)])
 @pytest.mark.parametrize("repeated", [1, 2])
 def test_a_call_for_each_shape(
     steps: LaunchedSteps, optimizer: str, launches: int, calls: int, repeated: int

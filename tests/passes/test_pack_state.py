@@ -287,31 +287,14 @@ add: float32[64, 64] = add(mul, g)
 mul_1: float32[64, 64] = mul(add, -0.5)  # normalize
 add_2: float32[64, 64] = add(p, mul_1)  # normalize
 copy_: float32[64, 64] = copy_(p, add_2)
-to_int64: int64[] = convert_element_type(m_count, int64)  # compensate-wide
-rshift: int64[] = __rshift__(to_int64, 5)  # compensate-wide
-rshift_1: int64[] = __rshift__(rshift, 16)  # compensate-wide
-bitwise_xor: int64[] = bitwise_xor(rshift_1, rshift)  # compensate-wide
-mul_2: int64[] = mul(bitwise_xor, 73244475)  # compensate-wide
-bitwise_and: int64[] = bitwise_and(mul_2, 4294967295)  # compensate-wide
-rshift_2: int64[] = __rshift__(bitwise_and, 16)  # compensate-wide
-bitwise_xor_1: int64[] = bitwise_xor(rshift_2, bitwise_and)  # compensate-wide
-mul_3: int64[] = mul(bitwise_xor_1, 73244475)  # compensate-wide
-bitwise_and_1: int64[] = bitwise_and(mul_3, 4294967295)  # compensate-wide
-to_int64_1: int64[] = convert_element_type(m_start, int64)  # compensate-wide
-mul_4: int64[] = mul(to_int64_1, 3037000499)  # compensate-wide
-bitwise_and_2: int64[] = bitwise_and(mul_4, 4294967295)  # compensate-wide
-mul_5: int64[] = mul(to_int64, 2654435769)  # compensate-wide
-bitwise_and_3: int64[] = bitwise_and(mul_5, 4294967295)  # compensate-wide
-add_3: int64[] = add(bitwise_and_2, bitwise_and_3)  # compensate-wide
-add_4: int64[] = add(add_3, bitwise_and_1)  # compensate-wide
-to_int32: int32[] = convert_element_type(add_4, int32)  # compensate-wide
-once: int32[] = once(to_int32)  # hoist-scalars
+phase: int32[] = phase(m_count, m_start)  # compensate-wide
+once: int32[] = once(phase)  # hoist-scalars
 phases: int32[64, 64] = phases(m_rounded, once)  # compensate-wide
 dithered: float32[64, 64] = dithered(add, phases, bfloat16)  # compensate-wide
-add_5: int32[] = add(m_count, 1)  # compensate-wide
+add_3: int32[] = add(m_count, 1)  # compensate-wide
 to_bfloat16_1: bfloat16[64, 64] = convert_element_type(dithered, bfloat16)  # pin-roundings
 store: bfloat16[64, 64] = copy_(m_rounded, to_bfloat16_1)  # compensate-wide
-store_1: int32[] = copy_(m_count, add_5)  # compensate-wide
+store_1: int32[] = copy_(m_count, add_3)  # compensate-wide
 return None""",
     )
 
