@@ -30,7 +30,7 @@ __all__ = ["MARKS", "PAGE", "WAYS", "decay_reached", "error", "moved", "off"]
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "beyond-fp32.md"
 MARKS = ("<!-- written by python -m benchmarks.beyond_fp32 -->", "<!-- end -->")
 
-WEIGHTS, STEPS, STEPS_OF_DECAY, WEIGHT_DECAY = 4096, 1500, 300, 0.01
+WEIGHTS, STEPS, STEPS_OF_DECAY, WEIGHT_DECAY = 4096, 1500, 1500, 0.01
 RATES = (1e-7, 1e-6, 3e-6, 1e-5)
 BETAS, STEPS_OF_AVERAGE = (0.999, 0.9999, 0.99999), 10_000
 MATRIX, TOKENS, STEPS_OF_TRAINING = (32, 64), 200, 2000

@@ -53,7 +53,7 @@ class CollageBackend(Backend):
             whole step where one tensor cannot be told from the rest, to plain low precision.
         mode: as in ``torch.compile``; passed on to Inductor.
         rounding: rounding of state that carries something from step to step and has no error terms, and of
-            sums next to the old value in ``"exact"`` and ``"byte"``. ``"dither"``, the default of ``wide``:
+            sums next to the old value in ``"exact"``. ``"dither"``, the default of ``wide``:
             up or down, so that changes below an ulp arrive on average; the same in every run, and no byte
             more than a count for each tensor. ``"nearest"``, the default of ``native`` and its only rounding:
             changes below half an ulp are lost at every step, with error terms below half an ulp of float32.

@@ -64,7 +64,7 @@ class _Numbers:
             self.count += 1
         else:
             for operand in node.all_input_nodes:
-                if operand in self._refined:
+                if operand in self._refined and operand.all_input_nodes:  # a constant stays in the code
                     node.replace_input_with(
                         operand, self._editor.convert(self._refined[operand], torch.float32)
                     )

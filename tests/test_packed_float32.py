@@ -21,6 +21,7 @@ import collage_fx
 from collage_fx import CollageBackend, audit, error_terms, explain, full_value, install
 from collage_fx.budgets import TOLERANCE
 from collage_fx.errors import InvalidOptionError
+from collage_fx.graph import Strategy
 from collage_fx.numerics import PACKED_FORMATS
 from collage_fx.state.error_terms import record_of
 from collage_fx.state.packed import is_packed
@@ -56,8 +57,10 @@ def singles(shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[Parameter]:
 
 def test_without_the_option_the_step_is_plain_torchs() -> None:
     left = []
-    as_written = [CollageBackend(strategy=each, changes="as written") for each in ("plus", "full")]
-    for backend in ("inductor", *as_written):
+    strategies: tuple[Strategy, ...] = ("plus", "full")
+    as_written = [CollageBackend(strategy=each, changes="as written") for each in strategies]
+    backends: tuple[str | CollageBackend, ...] = ("inductor", *as_written)
+    for backend in backends:
         torch._dynamo.reset()
         params = singles()
         optimizer = adamw(params)

@@ -26,7 +26,7 @@ Note [The last rounding]
 A float32 sum is rounded, too: a change below half an ulp of float32 is lost at every step, as that of a
 learning rate of 1e-7, or of weight decay alone if lr * weight_decay is below 3e-8. Changes of some ulps are
 rounded in the same direction at each step if they stay the same. So :func:`dithered_sum` rounds sums with
-changes up to :data:`NEAR` units by dither, and others to nearest, where half a unit is below 1 % of the
+changes up to :data:`NEAR` of x by dither, and others to nearest, where half a unit is below 2 % of the
 change. For a sum of many changes that differ, rounding to nearest has 0.7 times the error of dither.
 """
 
@@ -44,8 +44,8 @@ SPACING, GOLDEN = 0xB504F333, 0x9E3779B9
 #: Logarithm to base 2 of the number of steps with the same hash.
 WINDOW = 5
 
-#: Most units in the last place that a sum is away from a number if it is rounded by dither.
-NEAR = 64
+#: Largest change, as a share of a number, for which their sum is rounded by dither: 32 to 64 units.
+NEAR = 2.0**-18
 
 _MASK = (1 << 32) - 1
 
@@ -122,11 +122,10 @@ def dithered_sum(x: Tensor, change: Tensor, phases: Tensor) -> Tensor:
     """Add two float32 numbers; round a sum near ``x`` by dither, any other to nearest.
 
     Let s be the sum rounded to nearest, e the exact sum less s, and n the neighbour of s on the side of the
-    exact sum. If s is at most :data:`NEAR` float32 numbers away from x, the result is n where ``|e|`` is
-    above the lower 24 bits of the phase, as a fraction, of ``|n - s|``; on average it is the exact sum. It is
-    s in all other cases, and where n is infinite. A format may round the sum once more by the upper 8 bits of
-    the phase. Source: Note [The last rounding]; e is that of Fast2Sum (Dekker 1971), exact here,
-    as x is larger than the change.
+    exact sum. If the change is at most :data:`NEAR` of x, the result is n where ``|e|`` is above the lower 23
+    bits of the phase, as a fraction, of ``|n - s|``; on average it is the exact sum. It is s in all other
+    cases, and where n is infinite. Source: Note [The last rounding]; e is that of Fast2Sum (Dekker 1971),
+    exact here, as x is larger than the change.
 
     Args:
         x: float32, any shape.
@@ -138,9 +137,9 @@ def dithered_sum(x: Tensor, change: Tensor, phases: Tensor) -> Tensor:
     bits = total.view(torch.int32)
     outwards = ((bits ^ error.view(torch.int32)) >> 31) | 1  # 1: the neighbour is larger in magnitude
     neighbour = (bits + outwards).view(torch.float32)
-    share = (phases & 0xFFFFFF).to(torch.float32) * 2.0**-24
+    share = ((phases & 0x7FFFFF) | 0x3F800000).view(torch.float32) - 1.0
     is_beyond = error.abs() > share * (neighbour - total).abs()
-    is_near = (bits - x.view(torch.int32)).abs() <= NEAR
+    is_near = change.abs() <= x.abs() * NEAR
     return torch.where(is_beyond & is_near, neighbour, total)
 
 

@@ -129,10 +129,9 @@ def _sum_by_definition(x: float, change: float, phase: int) -> float:
     neighbour = float(torch.nextafter(torch.tensor(nearest), torch.tensor(towards)))
     if isinf(neighbour):
         return nearest
-    rank = [int(torch.tensor(each).view(torch.int32)) for each in (x, nearest)]
-    share = Fraction(phase % 2**24, 2**24)
+    share = Fraction(phase % 2**23, 2**23)
     is_beyond = abs(exact - Fraction(nearest)) > share * abs(Fraction(neighbour) - Fraction(nearest))
-    return neighbour if is_beyond and abs(rank[0] - rank[1]) <= NEAR else nearest
+    return neighbour if is_beyond and abs(Fraction(change)) <= abs(Fraction(x)) * Fraction(NEAR) else nearest
 
 
 def test_a_sum_near_its_first_term_is_rounded_as_the_definition_says() -> None:
@@ -158,7 +157,7 @@ def test_changes_far_below_a_unit_arrive_on_average() -> None:
     for x in (1.0, 1.0 + 2.0**-23, 1.5, -2.0, 2.0**-100):
         for units in (0.01, -0.3, 0.5, 7.25, -40.1):
             change = torch.full((2**16,), units * abs(x) * 2.0**-24)
-            every = torch.arange(0, 2**24, 2**8).to(torch.int32)
+            every = torch.arange(0, 2**23, 2**7).to(torch.int32)
             sums = dithered_sum(torch.full_like(change, x), change, every).double()
             exact = x + change[0].double()
             assert abs(sums.mean() - exact) <= abs(x) * 2.0**-23 * 2.0**-15

@@ -76,6 +76,22 @@ def test_conditions_are_of_numbers_in_float64() -> None:
         assert p.tolist() == [value] * 4
 
 
+def test_a_constant_stays_where_it_is() -> None:
+    """In float64 it would be converted, and computed by a kernel that has no tensor to know its device by."""
+
+    def step(p: Tensor, g: Tensor, t: Tensor) -> None:
+        tenth = torch.full((), 0.1)
+        p.copy_(g * tenth / (t + tenth))
+
+    graph = refined(step, "p g t").gm.graph
+    (product,) = (node for node in graph.nodes if node.target is torch.ops.aten.mul.Tensor)
+    (constant,) = (each for each in product.all_input_nodes if not each.meta["val"].dim())
+    assert not constant.all_input_nodes
+    assert constant.meta["val"].dtype is torch.float32
+    (total,) = (node for node in graph.nodes if node.target is torch.ops.aten.add.Tensor)
+    assert total.meta["val"].dtype is torch.float64
+
+
 def test_sums_of_elements_stay_float32() -> None:
     """The norm is what it was; what is made of it is not."""
 

@@ -28,7 +28,6 @@ class Byte(ErrorFormat):
     precision = "one byte: 16 bits in bfloat16, 19 in float16, rounded up or down by dither"
     is_elementwise = True
     is_dithered = True
-    dithers_sums = True
 
     def auxiliaries(self, hi: Tensor) -> Sequence[AuxiliarySpec]:
         return (AuxiliarySpec.like(hi, "rest", torch.int8), COUNT)
