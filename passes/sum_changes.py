@@ -136,7 +136,7 @@ def _rewrite(
 
 
 def _lasts(program: StepProgram, state: StateTensor | None) -> bool:
-    """Return whether a state is a parameter, or moves as one, and no average."""
+    """Return whether a state is a parameter, or moves as a parameter does, and is no average."""
     return state is not None and (state.info.role is Role.PARAMETER or moves_as_a_parameter(program, state))
 
 

@@ -83,7 +83,9 @@ def step_of(case: Case, capturable: bool = True, shapes: Sequence[tuple[int, ...
         source = offline.triton_source(on_cuda)
     # Dither clears the lower bits of a number for bfloat16 too; for float16 it adds no power of two.
     marked = ("round_to_storage", "upper_half", *(["dithered"] if case.dtype == torch.bfloat16 else []))
-    roundings = sum(any(name in str(node.target) for name in marked) for node in graph.graph.nodes)
+    targets = [str(node.target) for node in graph.graph.nodes]
+    # The sum that dither rounds in float32 has no rounding to the storage format.
+    roundings = sum(any(name in each for name in marked) and "dithered_sum" not in each for each in targets)
     return Step(rig, start, source, roundings)
 
 
@@ -173,9 +175,9 @@ each_format = pytest.mark.parametrize("error_format", ["mcf", "exact"])
 
 @each_format
 def test_many_tensors_take_few_launches(error_format: str) -> None:
-    """Alone, each would take one for its bias corrections, one for its phase and one for its update."""
+    """Alone, each would take one for its bias corrections, two for its phases and one for its update."""
     source = many_tensors(error_format).source
-    assert len(re.findall(r"\.run\(", source)) <= 3 * len(MANY) / 8
+    assert len(re.findall(r"\.run\(", source)) <= 4 * len(MANY) / 8
     assert len(offline.kernels(source)) <= 4
 
 
@@ -202,7 +204,8 @@ def _updates_in_sass(step: Step) -> list[str]:
     return [sass for sass in kernels if "LDG.E.128" in sass]
 
 
-def test_exact_takes_fewer_instructions_than_mcf() -> None:
+def test_exact_takes_few_instructions_more_than_mcf() -> None:
+    """It dithers the sum that it stores; mcf does not."""
     mcf, exact = (
         sum(
             len(re.findall(r"^\s*(?:@%p\d+ )?[a-z][\w.]+\s.*;$", ptx, re.MULTILINE))
@@ -213,7 +216,7 @@ def test_exact_takes_fewer_instructions_than_mcf() -> None:
             Case("plus", "wide", "exact", torch.bfloat16),
         )
     )
-    assert 500 < exact < mcf
+    assert 500 < exact < 1.2 * mcf
 
 
 def test_without_pinned_roundings_the_kernel_loses_the_error_terms() -> None:
