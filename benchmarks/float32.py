@@ -53,7 +53,7 @@ def adamw(params: Any, lr: float) -> Optimizer:
 
 @dataclass(frozen=True)
 class Way:
-    """One way to keep AdamW's state.
+    """Way to keep AdamW's state.
 
     Attributes:
         name: in the tables.

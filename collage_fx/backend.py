@@ -53,10 +53,10 @@ class CollageBackend(Backend):
             whole step where one tensor cannot be told from the rest, to plain low precision.
         mode: as in ``torch.compile``; passed on to Inductor.
         rounding: rounding of state that carries something from step to step and has no error terms, and of
-            sums next to the old value in ``"exact"``. ``"dither"``, the default of ``wide``:
-            up or down, so that changes below an ulp arrive on average; the same in every run, and no byte
-            more than a count for each tensor. ``"nearest"``, the default of ``native`` and its only rounding:
-            changes below half an ulp are lost at every step, with error terms below half an ulp of float32.
+            sums next to the old value in ``"exact"``. ``"dither"``, the default of ``wide``: up or down, so
+            that changes below an ulp arrive on average; the same in every run, and no byte more than a count
+            for each tensor. ``"nearest"``, the default of ``native`` and its only rounding: changes below
+            half an ulp are lost at every step, with error terms below half an ulp of float32.
         state: format of state that carries something from step to step. ``None``: as the optimizer makes it.
             ``"block16"``, ``"block8"``: packed, as integers of 16 or 8 bits, 32 neighbours with a scale; the
             recurrence of a state decides whether it is packed. Errors are those of

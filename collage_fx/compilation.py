@@ -17,7 +17,7 @@ from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule
 from torch.optim import Optimizer
 
 from collage_fx.budgets import Budget, best_budget, budgets_for, budgets_for_parts, refuse_excess
@@ -66,6 +66,7 @@ from collage_fx.graph import (
     factorizes,
     first_not_elementwise,
     input_name,
+    is_float32_tensor,
     is_low_precision_tensor,
     not_taken,
     placeholders,
@@ -454,7 +455,7 @@ class Compilation:
         if updated and sums and self._sums_changes(gm):
             return None
         is_step = any(info.role in (Role.PARAMETER, Role.STATE) for info in infos)
-        if is_step and self._packs_float32 and any(map(_is_float32, updated)):
+        if is_step and self._packs_float32 and any(map(is_float32_tensor, updated)):
             return None
         return "the graph updates no bfloat16 or float16 tensor"
 
@@ -820,12 +821,6 @@ def _in_float32(decay: float) -> float:
 def _never_called(*arguments: Any) -> Any:
     """Raise: the graph of one member of each family is compiled, never run."""
     raise AssertionError("the graph of one of each family is compiled, never run")
-
-
-def _is_float32(node: Node) -> bool:
-    """Return whether a node is a float32 tensor."""
-    value = tensor_value(node)
-    return value is not None and value.dtype is torch.float32
 
 
 def _wider_bytes(gm: GraphModule, repetition: Repetition, shown: Collection[int]) -> int:

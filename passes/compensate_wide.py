@@ -26,6 +26,7 @@ from collage_fx.graph import (
     intend,
     is_conversion,
     is_copy_to_input,
+    is_float32_tensor,
     is_low_precision_tensor,
     new_value,
     operands_of,
@@ -101,7 +102,8 @@ def _load_expansion(editor: GraphEditor, state: StateTensor | ReadExpansion) -> 
     """Make every float32 reader of hi read the whole value: hi and its error terms joined."""
     fmt = state.error_format
     readers = [user for user in state.placeholder.users if not is_copy_to_input(user)]
-    loads = [user for user in readers if is_conversion(user) and _is_float32(user)]
+    # float32 state may be converted to other dtypes, too.
+    loads = [user for user in readers if is_conversion(user) and is_float32_tensor(user)]
     if not (loads if fmt.keeps_hi else readers):
         return
     first = loads[0] if fmt.keeps_hi else placeholders(editor.graph)[-1].next
@@ -115,11 +117,6 @@ def _load_expansion(editor: GraphEditor, state: StateTensor | ReadExpansion) -> 
     if not fmt.keeps_hi:
         for reader in readers:
             reader.replace_input_with(state.placeholder, rounded)
-
-
-def _is_float32(node: Node) -> bool:
-    """Return whether a node is a float32 tensor; float32 state may be converted to other dtypes."""
-    return bool(node.meta["val"].dtype is torch.float32)
 
 
 def _give_up_hi(editor: GraphEditor, placeholder: Node) -> None:
@@ -173,7 +170,7 @@ def _store_expansion(editor: GraphEditor, state: StateTensor, own_term: Collecti
         state.intended = editor.convert(value, torch.float32)
         before = (state.placeholder, *state.added_inputs)
         hi, *auxiliaries = editor.inline(fmt.store, state.intended, *before, elementwise=fmt.is_elementwise)
-        if state.dithers_sum and not fmt.counts_stores:
+        if state.dithers_sum:
             auxiliaries[-1] = editor.call(aten.add.Tensor, auxiliaries[-1], 1)
         if readers:
             (whole,) = editor.inline(fmt.join, hi, *auxiliaries, elementwise=fmt.is_elementwise)

@@ -59,12 +59,12 @@ each_kind = pytest.mark.parametrize("kind", OPTIONS)
 
 
 def counts(optimizer: torch.optim.Optimizer) -> list[int]:
-    """Of all state that is rounded by dither where it is stored, parameters first."""
+    """Return the counts of all state that is rounded by dither where it is stored, parameters first."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     tensors = [*params, *(each for state in optimizer.state.values() for each in state.values())]
     found = [record_of(tensor) for tensor in tensors if tensor.dim()]
     formats = [(each, each.format) for each in found if each is not None]
-    return [int(each.auxiliaries[-1]) for each, fmt in formats if fmt.is_dithered and fmt.counts_stores]
+    return [int(each.auxiliaries[-1]) for each, fmt in formats if fmt.is_dithered and not fmt.dithers_sums]
 
 
 # The bits. ------------------------------------------------------------------------------------------------

@@ -41,6 +41,12 @@ def is_low_precision_tensor(node: Any) -> bool:
     return value is not None and is_low_precision(value.dtype)
 
 
+def is_float32_tensor(node: Any) -> bool:
+    """Return whether ``node`` is a float32 tensor."""
+    value = tensor_value(node)
+    return value is not None and value.dtype is torch.float32
+
+
 def is_dense(tensor: torch.Tensor) -> bool:
     """Return whether a tensor's elements fill a region of memory without gaps or overlaps, in any order."""
     if tensor.layout is not torch.strided:

@@ -178,7 +178,7 @@ class StateTensor:
     @property
     def written(self) -> tuple[Node, ...]:
         """Auxiliaries that the step writes: without a count of dithered sums if its sum is not dithered."""
-        is_counted = self.dithers_sum or self.chosen_format is None or self.chosen_format.counts_stores
+        is_counted = self.dithers_sum or self.chosen_format is None or not self.chosen_format.dithers_sums
         return self.auxiliaries if is_counted else self.auxiliaries[:-1]
 
     @property

@@ -76,7 +76,7 @@ def tensor_report(state: StateTensor) -> TensorReport:
     shape = tuple(map(current_size, value.shape))
     like = torch.empty(shape, dtype=value.dtype, device="meta")  # sizes of value may be symbols
     fmt = state.chosen_format
-    is_dithered = fmt is not None and fmt.is_dithered and fmt.counts_stores
+    is_dithered = fmt is not None and fmt.is_dithered and not fmt.dithers_sums
     return TensorReport(
         name=state.info.name,
         symbol=state.info.symbol,

@@ -408,7 +408,7 @@ def _give(optimizer: Optimizer, along: StateDict) -> None:
         name = f"{type(optimizer).__name__} in a pickle"
         record = ensure_record(each.tensor, _known_format(each.format_name, name), name=name)
         specs = record.format.auxiliaries(local_tensor(each.tensor))
-        counts = (COUNT.saved(COUNT.zeros(torch.device("cpu"))),)[: len(specs) - len(each.auxiliaries)]
+        counts = (_saved_zero(),)[: len(specs) - len(each.auxiliaries)]
         pairs = zip(
             specs, (*each.auxiliaries, *counts), strict=True
         )  # earlier versions had no count in exact
@@ -629,7 +629,12 @@ def _add_count(saved: Auxiliaries) -> None:
     """Add the count of steps that ``exact`` did not have in earlier versions."""
     missing = (Exact.name, COUNT.name)
     if (Exact.name, "rest") in saved and missing not in saved:
-        saved[missing] = COUNT.saved(COUNT.zeros(torch.device("cpu")))
+        saved[missing] = _saved_zero()
+
+
+def _saved_zero() -> Tensor:
+    """Return a count of no steps as a checkpoint holds it."""
+    return COUNT.saved(COUNT.zeros(torch.device("cpu")))
 
 
 def _refuse_mismatches(optimizer: Optimizer, plain: StateDict, saved: Saved, kept: Kept) -> None:

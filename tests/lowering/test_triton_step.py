@@ -205,7 +205,7 @@ def _updates_in_sass(step: Step) -> list[str]:
 
 
 def test_exact_takes_few_instructions_more_than_mcf() -> None:
-    """It dithers the sum that it stores; mcf does not."""
+    """Dither rounds the sum that exact stores, and none that mcf stores."""
     mcf, exact = (
         sum(
             len(re.findall(r"^\s*(?:@%p\d+ )?[a-z][\w.]+\s.*;$", ptx, re.MULTILINE))

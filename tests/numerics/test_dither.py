@@ -120,7 +120,7 @@ def _sums() -> tuple[Tensor, Tensor]:
 
 
 def _sum_by_definition(x: float, change: float, phase: int) -> float:
-    """Of two finite numbers, as the docstring of ``dithered_sum`` has it."""
+    """Compute the sum of two finite numbers as the docstring of ``dithered_sum`` has it."""
     exact = Fraction(x) + Fraction(change)
     nearest = float(torch.tensor(x) + torch.tensor(change))
     if isinf(nearest) or exact == Fraction(nearest):

@@ -307,7 +307,7 @@ def test_float32_parameters_and_their_state_have_no_error_terms() -> None:
 
 
 def test_float32_state_is_known_by_its_parameter() -> None:
-    """Of a bfloat16 parameter it is the optimizer's choice; numbers (0-d) and gradients are no state."""
+    """float32 state of a bfloat16 parameter is the optimizer's choice; numbers and gradients are no state."""
 
     def two(p: Tensor, q: Tensor, g: Tensor, h: Tensor, m: Tensor, n: Tensor, t: Tensor) -> None:
         t.add_(1)

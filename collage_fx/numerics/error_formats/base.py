@@ -154,11 +154,9 @@ class ErrorFormat(ABC):
     #: Whether the last auxiliary counts steps, and :meth:`store` gets the index of hi's first element in the
     #: whole tensor.
     is_dithered: ClassVar[bool] = False
-    #: Whether the sum that a step stores may be rounded by dither: Note [The last rounding] in
-    #: ``numerics/dither.py``.
+    #: Whether dither rounds the sum that is stored, next to the old value, and not what :meth:`store` rounds:
+    #: Note [The last rounding] in ``numerics/dither.py``. Then a step counts itself if it has such a sum.
     dithers_sums: ClassVar[bool] = False
-    #: Whether :meth:`store` counts the step. If not, the step counts it where it rounds a sum by dither.
-    counts_stores: ClassVar[bool] = True
 
     def why_not(self, hi: Tensor) -> str:
         """Return why a tensor of these sizes and strides cannot have this format; empty if it can.

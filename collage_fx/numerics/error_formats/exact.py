@@ -41,7 +41,6 @@ class Exact(ErrorFormat):
     is_elementwise = True
     is_dithered = True
     dithers_sums = True
-    counts_stores = False
 
     def auxiliaries(self, hi: Tensor) -> Sequence[AuxiliarySpec]:
         return (AuxiliarySpec.like(hi, "rest", torch.int16), COUNT)
