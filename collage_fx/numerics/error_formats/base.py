@@ -154,8 +154,8 @@ class ErrorFormat(ABC):
     #: Whether the last auxiliary counts steps, and :meth:`store` gets the index of hi's first element in the
     #: whole tensor.
     is_dithered: ClassVar[bool] = False
-    #: Whether dither rounds the sum that is stored, next to the old value, and not what :meth:`store` rounds:
-    #: Note [The last rounding] in ``numerics/dither.py``. Then a step counts itself if it has such a sum.
+    #: Whether dither rounds the sum that a step stores, if it is next to the old value (Note [The last
+    #: rounding] in ``numerics/dither.py``), and not the result of :meth:`store`. Then the step counts itself.
     dithers_sums: ClassVar[bool] = False
 
     def why_not(self, hi: Tensor) -> str:
