@@ -40,6 +40,7 @@ from collage_fx.graph import (
     StepProgram,
     copies_to_inputs,
     has_elements,
+    is_conversion,
     moves_as_a_parameter,
     number_filling,
     stored,
@@ -174,6 +175,8 @@ class _Chain:
         if unconverted(node) is self._placeholder:
             self._x = node
             return []
+        if is_conversion(node) and tensor_value(source := unconverted(node)).dtype is torch.float32:
+            return self.steps(source)  # of float32 to float32, as torch's pass over double conversions leaves
         if node.kwargs:
             return None
         for earlier, step in self._last_steps(node):

@@ -132,6 +132,17 @@ def test_other_updates_are_left_alone(step: Step) -> None:
     assert text_of(step) == ""
 
 
+def test_a_conversion_to_the_same_dtype_does_not_end_the_chain() -> None:
+    """torch 2.11 leaves such conversions between two ``addcdiv_`` of bfloat16."""
+
+    def step(p: Tensor, v: Tensor, g: Tensor, lr: Tensor) -> None:
+        decayed = torch.ops.prims.convert_element_type.default(p * (1 - lr * 0.01), torch.float32)
+        p.copy_(decayed + g)
+
+    found = summed(step)
+    assert "add(p, sub_1)" in text_of(step, found), graph_text(found.gm.graph)
+
+
 def test_values_that_are_read_twice_are_walked_once() -> None:
     """Sixty sums, each of both operands: 2**60 ways back to x."""
 

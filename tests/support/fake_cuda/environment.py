@@ -132,6 +132,8 @@ class Environment:
             DEVICES: "2",
             "OMP_NUM_THREADS": "1",
             "TORCHINDUCTOR_CACHE_DIR": str(self.folder / "cache"),
+            # A kernel that comes out of a bundle has no PTX beside it.
+            "TORCHINDUCTOR_BUNDLE_TRITON_INTO_FX_GRAPH_CACHE": "0",
             "TRITON_HOME": str(self.folder / "triton"),
         }
         return {

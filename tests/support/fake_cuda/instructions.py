@@ -25,7 +25,7 @@ from tests.support.fake_cuda.floats import (
     to_half,
 )
 from tests.support.fake_cuda.ptx import Instruction, Program, split
-from tests.support.fake_cuda.threads import Action, Reader, Threads, read_operand, write_operand
+from tests.support.fake_cuda.threads import Action, Reader, Threads, Writer, read_operand, write_operand
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,22 @@ def compiled(program: Program, instruction: Instruction) -> Action:
         compute = _COMPUTED[name](form)
     if compute is None:
         raise NotImplementedError(instruction.text)
-    write = write_operand(program, form.operands[0].partition("|")[0])
+    first, _, second = form.operands[0].partition("|")
+    if is_half and second and form.kind.endswith("x2"):  # a predicate for each half
+        return _into_two(compute, write_operand(program, first), write_operand(program, second))
+    write = write_operand(program, first)
     return lambda threads: write(threads, compute(threads))
+
+
+def _into_two(compute: Reader, first: Writer, second: Writer) -> Action:
+    """Write what is computed of the lower and of the upper halves of registers."""
+
+    def act(threads: Threads) -> None:
+        values = compute(threads)
+        first(threads, values[::2])
+        second(threads, values[1::2])
+
+    return act
 
 
 _ACTIONS: dict[str, Callable[[Program, Instruction], Action]] = {

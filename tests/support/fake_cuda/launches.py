@@ -90,11 +90,13 @@ def _ptx(path: str, image: bytes, name: str) -> str:
     beside = Path(path).with_suffix(".ptx")
     if path and beside.exists():
         return beside.read_text()
+    image = image or (Path(path).read_bytes() if path and Path(path).exists() else b"")
     folders = map(os.environ.get, ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_HOME"))
     for folder in filter(None, folders):
         for found in Path(folder).rglob(f"{name}.cubin"):
-            if found.name == Path(path).name or found.read_bytes() == image:
-                return found.with_suffix(".ptx").read_text()
+            ptx = found.with_suffix(".ptx")
+            if ptx.exists() and found.read_bytes() == image:
+                return ptx.read_text()
     raise FileNotFoundError(f"no PTX of {name}")
 
 
