@@ -2,6 +2,7 @@
 
 from collage_fx.backend import CollageBackend, backend_for, collage_backend
 from collage_fx.errors import CollageError
+from collage_fx.gradient_release import GradientRelease, step_in_backward
 from collage_fx.install import backend_of, install, uninstall
 from collage_fx.report import CollageReport
 from collage_fx.state.checkpoint import install as _install_checkpoint_support
@@ -21,6 +22,7 @@ __all__ = [
     "CollageBackend",
     "CollageError",
     "CollageReport",
+    "GradientRelease",
     "assign",
     "audit",
     "backend_for",
@@ -37,6 +39,7 @@ __all__ = [
     "plain_state_dict",
     "reset_error_terms",
     "save_full_state_dict",
+    "step_in_backward",
     "uninstall",
 ]
 

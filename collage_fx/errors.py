@@ -329,6 +329,22 @@ class UnsupportedTorchError(CollageError):
     code = "CFX016"
 
 
+class GradientReleaseError(CollageError):
+    """A parameter that is stepped in the backward pass would be stepped with a gradient that is not whole.
+
+    ``step_in_backward`` uses a gradient as soon as it is complete. It is not complete if another backward
+    pass adds to it before ``optimizer.step()``, or if other processes' gradients are added later, as
+    FullyShardedDataParallel (FSDP1) and a DistributedDataParallel that is put around the model afterwards do.
+    The parameter that the message names has not been stepped a second time. Other parameters may have been
+    stepped in the same backward pass.
+
+    What to do: call ``optimizer.step()`` after each backward pass, or say how many backward passes belong to
+    a step: ``step_in_backward(..., accumulate=4)``. Wrap and shard the model before.
+    """
+
+    code = "CFX017"
+
+
 def error_kinds() -> dict[str, type[CollageError]]:
     """Return all kinds of errors by their codes."""
     kinds = (each for each in globals().values() if isinstance(each, type) and issubclass(each, CollageError))

@@ -17,7 +17,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator
 from types import MethodType
-from typing import Any, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 
 import torch
 from torch.optim import Optimizer
@@ -44,6 +44,9 @@ from collage_fx.state import (
     reset_error_terms,
 )
 from collage_fx.torch_compat import has_foreign_step, own_step, remove_own_step, set_own_step
+
+if TYPE_CHECKING:
+    from collage_fx.gradient_release import GradientRelease
 
 log = logging.getLogger("collage_fx")
 
@@ -106,7 +109,7 @@ def install(optimizer: Installed, *, backend: CollageBackend | None = None, **op
         return cast(Installed, _install_class(optimizer, backend, options))
     chosen = backend or CollageBackend(**options)
     refuse_unknown_torch()
-    stepped = list(_inner_optimizers(optimizer))
+    stepped = list(inner_optimizers(optimizer))
     for each in stepped:
         _refuse_foreign_step(each)
         _refuse_without_step(each)
@@ -128,8 +131,10 @@ def uninstall(optimizer: Installed) -> Installed:
     if isinstance(optimizer, type):
         _uninstall_class(optimizer)
         return optimizer
-    for each in _inner_optimizers(optimizer):
-        if isinstance(own_step(each), CompiledStep):
+    for each in inner_optimizers(optimizer):
+        if isinstance(step := own_step(each), CompiledStep):
+            if step.release is not None:
+                step.release.remove()
             remove_own_step(each)
             forget_compiled_step(each)
             forget_compiled(each)
@@ -144,7 +149,7 @@ def backend_of(optimizer: Any) -> CollageBackend:
     Raises:
         CollageError: the optimizer is not installed.
     """
-    for each in _inner_optimizers(optimizer):
+    for each in inner_optimizers(optimizer):
         if isinstance(step := own_step(each), CompiledStep):
             return step.backend
     raise UnsupportedOptimizerError(
@@ -155,26 +160,39 @@ def backend_of(optimizer: Any) -> CollageBackend:
 
 
 class CompiledStep:
-    """The ``step`` of an installed optimizer: its closure, then the compiled step of its class."""
+    """The ``step`` of an installed optimizer: its closure, then the compiled step of its class.
+
+    Attributes:
+        backend: the backend.
+        release: what has stepped some parameters in the backward pass; None if all are stepped here.
+    """
 
     def __init__(self, optimizer: Optimizer, backend: CollageBackend) -> None:
         self.backend = backend
-        self._step = torch.compile(MethodType(type(optimizer).step, optimizer), backend=backend)
+        self.release: GradientRelease | None = None
+        #: Takes a compiled step of the parameters that have a gradient.
+        self.run = torch.compile(MethodType(type(optimizer).step, optimizer), backend=backend)
         self._calls_closure_first = calls_closure_first(type(optimizer))
 
     def __call__(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         """Take a step; return the closure's result, or without a closure the result of ``step``."""
         if closure is None:
-            return self._step(*args, **kwargs)
+            return self._step_of_the_rest(*args, **kwargs)
         if not self._calls_closure_first:
-            return self._step(closure, *args, **kwargs)
+            return self.run(closure, *args, **kwargs)
         with torch.enable_grad():
             loss = closure()
-        self._step(*args, **kwargs)
+        self._step_of_the_rest(*args, **kwargs)
         return loss
 
+    def _step_of_the_rest(self, *args: Any, **kwargs: Any) -> Any:
+        """Step the parameters that have not been stepped in the backward pass."""
+        if self.release is None:
+            return self.run(*args, **kwargs)
+        return self.release.finish(functools.partial(self.run, *args, **kwargs))
 
-def _inner_optimizers(optimizer: Any) -> Iterator[Optimizer]:
+
+def inner_optimizers(optimizer: Any) -> Iterator[Optimizer]:
     """Yield the optimizers that ``optimizer.step`` ends in: itself, unless it passes its steps on."""
     names = (f"{cls.__module__}.{cls.__qualname__}" for cls in type(optimizer).__mro__)
     attribute = next((WRAPPERS[name] for name in names if name in WRAPPERS), None)
@@ -182,7 +200,7 @@ def _inner_optimizers(optimizer: Any) -> Iterator[Optimizer]:
         inner = getattr(optimizer, attribute)
         inner = list(inner.values()) if isinstance(inner, dict) else inner
         for each in inner if isinstance(inner, (list, tuple)) else [inner]:
-            yield from _inner_optimizers(each)
+            yield from inner_optimizers(each)
     elif isinstance(optimizer, Optimizer):
         yield optimizer
     else:
@@ -217,6 +235,8 @@ def _refuse_without_step(optimizer: Optimizer) -> None:
 def _install(optimizer: Optimizer, backend: CollageBackend) -> None:
     """Install one optimizer."""
     if isinstance(before := own_step(optimizer), CompiledStep):
+        if before.release is not None:
+            before.release.remove()
         forget_compiled_step(optimizer)
         _drop_terms_of_state(optimizer, before.backend.options, backend.options)
     note_installed(optimizer, backend)

@@ -205,3 +205,29 @@ def test_a_training(course: Course) -> None:
     if "metrics" in course.options:
         measured = collage_fx.backend_of(on_card.optimizers[0]).metrics()
         assert list(measured) == [3, 6]
+
+
+def _trained(*, in_backward: bool) -> tuple[list[Tensor], int]:
+    """Train six layers; return the weights, and the most bytes of gradients after the backward pass."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Sequential(torch.nn.Linear(48, 48), torch.nn.Tanh()) for _ in range(6)]
+    model = torch.nn.Sequential(*layers).to("cuda", torch.bfloat16)
+    optimizer = collage_fx.install(_adamw(model.parameters()))
+    if in_backward:
+        collage_fx.step_in_backward(model, optimizer)
+    batches = torch.Generator().manual_seed(1)
+    alive = 0
+    for _ in range(3):
+        batch = torch.randn(8, 48, generator=batches).to("cuda", torch.bfloat16)
+        model(batch).float().square().mean().backward()
+        alive = max(alive, sum(p.grad.nbytes for p in model.parameters() if p.grad is not None))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [full_value(p).cpu() for p in model.parameters()], alive
+
+
+def test_stepping_in_the_backward_pass() -> None:
+    """On the thread that torch runs a device's backward pass in."""
+    (found, few), (expected, many) = (_trained(in_backward=way) for way in (True, False))
+    assert all(map(torch.equal, found, expected))
+    assert few < many / 6

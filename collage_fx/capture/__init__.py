@@ -4,7 +4,7 @@ from collage_fx.capture.closures import calls_closure_first
 from collage_fx.capture.families import Families, families_of
 from collage_fx.capture.foreach import with_lists_apart
 from collage_fx.capture.inputs import describe_input, describe_inputs
-from collage_fx.capture.members import give_up_rows, has_stand_ins
+from collage_fx.capture.members import give_up_rows, has_stand_ins, stand_in_for
 from collage_fx.capture.new_state import forget_new_state
 from collage_fx.capture.numbers import decompositions
 from collage_fx.capture.progress import hide_progress
@@ -19,6 +19,7 @@ from collage_fx.capture.refusals import (
 )
 from collage_fx.capture.segment import Deferred
 from collage_fx.capture.watch import (
+    expect_some_gradients,
     forget_compiled_step,
     not_compiled_yet,
     note_compiled_step,

@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from collage_fx.state import parameter_names
-from collage_fx.torch_compat import gradient_dtype
+from collage_fx.torch_compat import gradient_dtype, local_tensor
 
 
 @dataclass
@@ -69,6 +69,11 @@ def note_gradients(optimizer: Optimizer) -> None:
     members.known |= {id(p): p.grad.dtype for _, p in parameter_names(optimizer) if p.grad is not None}
 
 
+def all_come_and_go(optimizer: Optimizer) -> None:
+    """Note that some parameters have a gradient, at any time others: all are members from the start."""
+    _members.setdefault(optimizer, _Members()).changes = 2
+
+
 def members_come_and_go(optimizer: Optimizer) -> bool:
     """Return whether an optimizer's step is compiled for all members."""
     members = _members.get(optimizer)
@@ -88,10 +93,22 @@ def add_stand_ins(optimizer: Optimizer) -> None:
     for _, p in parameter_names(optimizer):
         is_known = id(p) in members.known or bool(optimizer.state.get(p))
         if p.grad is None and (is_known or (p.requires_grad and members.changes > 1)):
-            p.grad = torch.empty_like(p, dtype=members.known.get(id(p)) or gradient_dtype(p))
+            p.grad = stand_in_for(p, members.known.get(id(p)))
             members.standing_in.append(p)
     if type(optimizer) is torch.optim.SGD:
         _begin_momentum(optimizer)
+
+
+def stand_in_for(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a tensor with the layout of a parameter's gradient, but without memory.
+
+    Args:
+        parameter: the parameter.
+        dtype: dtype of the gradient; by default the dtype that torch gives it.
+    """
+    gradient = torch.empty_like(parameter, dtype=dtype or gradient_dtype(parameter))
+    local_tensor(gradient).untyped_storage().resize_(0)
+    return gradient
 
 
 def remove_stand_ins(optimizers: Iterable[Optimizer]) -> None:

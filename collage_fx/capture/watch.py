@@ -62,6 +62,7 @@ from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from collage_fx.capture.members import (
     add_stand_ins,
+    all_come_and_go,
     give_up_rows,
     has_stand_ins,
     members_come_and_go,
@@ -131,8 +132,10 @@ from collage_fx.torch_compat import (
     is_step_of,
     is_step_wrapper,
     is_torchs_step,
+    is_traced_without_wrapper,
     is_traced_whole,
     keep_sizes,
+    sharding_of,
     thinned_lists,
     trace_unfused,
     watch_conversions,
@@ -401,6 +404,25 @@ def _too_many(subject: Optimizer | CodeType, code: CodeType) -> CollageError:
         "torch.tensor(...). If the compilations are worth their time, raise "
         f"torch._dynamo.config.recompile_limit{_IN_A_TRAINER if isinstance(subject, CodeType) else ''}",
     )
+
+
+def expect_some_gradients(optimizer: Optimizer, backend: Any) -> bool:
+    """Note that an optimizer will be stepped with gradients of some parameters, at any time of others.
+
+    A step of torch.optim is compiled once for all, as long as it consists of rows. Others are recorded, which
+    DTensors cannot be: then each set of gradients is compiled.
+
+    Returns:
+        whether absent gradients may have stand-ins: see :data:`~collage_fx.runtime.STAND_INS`.
+    """
+    request = Request.of(backend, {})
+    if request is not None and is_traced_without_wrapper(optimizer):
+        all_come_and_go(optimizer)
+        return True
+    is_cut = any(sharding_of(p) is not None for _, p in parameter_names(optimizer))
+    if request is not None and not is_cut and not is_recorded(optimizer):
+        record(optimizer, request, "it is stepped for some parameters at a time")
+    return False
 
 
 # -- Dynamo breaks the graph

@@ -4,6 +4,6 @@ from collage_fx.runtime.calls import Plan, Present, Stack, StepInParts, ValueInd
 from collage_fx.runtime.kernels import HOST, NO_MEMBER, Call, Column, Kernel, Stackable, Summed
 from collage_fx.runtime.launches import LONGEST_PIECE, Launch, is_captured
 from collage_fx.runtime.layouts import Expected, refuse_layout
-from collage_fx.runtime.step import CompensatedStep, MakingStep, Member, WholeStep, bind
+from collage_fx.runtime.step import STAND_INS, CompensatedStep, MakingStep, Member, WholeStep, bind
 from collage_fx.runtime.tables import WORD
 from collage_fx.runtime.temporaries import in_rounds, limit_on

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,6 +23,9 @@ from collage_fx.torch_compat import Sharding, boxed_call, local_tensor
 
 #: Patterns of gradients that a step remembers.
 MOST_PATTERNS = 256
+
+#: ``id`` of each tensor that stands for a gradient that is absent from the current step.
+STAND_INS: ContextVar[frozenset[int]] = ContextVar("stand_ins", default=frozenset())
 
 #: Function that returns some values of a list.
 Picking = Callable[[Sequence[Any]], tuple[Any, ...]]
@@ -141,13 +145,17 @@ class WholeStep:
     def __call__(self, *arguments: Any) -> Any:
         gradients = [parameter.grad for parameter in self.owners]
         values = [*self.bound, *self.in_order([*arguments, *gradients])]
-        absent = tuple([index for index in self.by_gradient if values[index] is None])
+        stand_ins = STAND_INS.get()
+        absent = tuple(
+            [i for i in self.by_gradient if (gradient := values[i]) is None or id(gradient) in stand_ins]
+        )
         present, updated = self._known.get(absent) or self._without(absent)
         if present is not None and not any(present.members):
             return ()
         for index in absent:
-            member = self.by_gradient[index]
-            values[index] = member.stand_in(values[member.parameter])
+            if values[index] is None:
+                member = self.by_gradient[index]
+                values[index] = member.stand_in(values[member.parameter])
         torch.autograd.graph.increment_version(updated(values))
         with torch.no_grad():
             for index, pieces in self.distributed:

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -59,7 +59,11 @@ def explain(optimizer: Optimizer, **options: Any) -> CollageReport:
 
 def captured(optimizer: Optimizer, backend: CaptureOnly) -> None:
     """Capture the step of a copy of an optimizer with a backend."""
-    clone = _clone_of(optimizer)
+    clone = clone_of(optimizer)
+    for group, copied in zip(optimizer.param_groups, clone.param_groups, strict=True):
+        for original, parameter in zip(group["params"], copied["params"], strict=True):
+            if original.grad is not None or original.requires_grad:
+                parameter.grad = torch.zeros_like(original if original.grad is None else original.grad)
     # The class's own step: an instance's may be wrapped by a scheduler and bound to the original.
     method = _with_code_of_its_own(type(clone).step)
     step = torch.compile(_with_code_of_its_own(_step), backend=backend)
@@ -124,23 +128,23 @@ def _results_alone(gm: GraphModule, added: Sequence[Node]) -> GraphModule:
     return gm
 
 
-def _clone_of(optimizer: Optimizer) -> Optimizer:
-    """Return a deep copy of an optimizer, with zero gradients and without hooks.
+def clone_of(optimizer: Optimizer, replaced: Mapping[int, Any] | None = None) -> Optimizer:
+    """Return a deep copy of an optimizer without hooks.
 
     ``copy.deepcopy(optimizer)`` does not suffice: ``Optimizer`` pickles only some attributes, and a
     subclass's step may need others. An attribute that cannot be copied is shared.
+
+    Args:
+        optimizer: the optimizer.
+        replaced: ``id`` of an object -> what the copy has in its place.
     """
-    memo: dict[int, Any] = {}
+    memo = dict(replaced or {})
     clone = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():
         if name.startswith("_optimizer_") and isinstance(value, dict):
             vars(clone)[name] = OrderedDict()
         elif name != "step":
             vars(clone)[name] = _copied(value, memo)
-    for group, copied in zip(optimizer.param_groups, clone.param_groups, strict=True):
-        for original, parameter in zip(group["params"], copied["params"], strict=True):
-            if original.grad is not None or original.requires_grad:
-                parameter.grad = torch.zeros_like(original if original.grad is None else original.grad)
     return clone
 
 

@@ -100,6 +100,7 @@ try:
         is_step_of,
         is_step_wrapper,
         is_torchs_step,
+        is_traced_without_wrapper,
         optimizer_being_stepped,
         wrapped_steps_on_the_stack,
     )
@@ -109,6 +110,7 @@ try:
         own_step,
         remove_own_step,
         set_own_step,
+        without_hooks,
     )
     from collage_fx.torch_compat.patch_conversions import (
         Watch,

@@ -55,6 +55,11 @@ def is_torchs_step(optimizer: torch.optim.Optimizer, code: CodeType, variables: 
     )
 
 
+def is_traced_without_wrapper(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether :func:`is_torchs_step` can be true of the optimizer: all of torch.optim's but two."""
+    return is_of_torch_optim(type(optimizer)) and type(optimizer).__module__ != "torch.optim"
+
+
 def is_being_stepped(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the optimizer's ``step`` is on Python's stack."""
     return wrapped_steps_on_the_stack(optimizer) > 0

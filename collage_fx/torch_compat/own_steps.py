@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
@@ -85,21 +86,28 @@ def remove_own_step(optimizer: Optimizer) -> None:
             vars(optimizer)["step"] = before
 
 
+@contextmanager
+def without_hooks(optimizer: Optimizer) -> Iterator[dict[str, Any]]:
+    """Context manager: the optimizer has no hooks around its step; gives those that it had, by attribute."""
+    own = vars(optimizer)  # no hooks if its class does not call Optimizer.__init__
+    hooks = {name: own[name] for name in (_PRE, _POST) if name in own}
+    own.update(dict.fromkeys(hooks, _NO_HOOKS))
+    try:
+        yield hooks
+    finally:
+        own.update(hooks)
+
+
 def _between_hooks(
     optimizer: Optimizer, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Call the optimizer's hooks before and after ``run``, as torch does; return the result of ``run``."""
-    own = vars(optimizer)  # no hooks if its class does not call Optimizer.__init__
-    hooks = {name: own[name] for name in (_PRE, _POST) if name in own}
-    for hook in hooks.get(_PRE, _NO_HOOKS).values():
+    for hook in vars(optimizer).get(_PRE, _NO_HOOKS).values():
         replaced = hook(optimizer, args, kwargs)
         if replaced is not None:
             args, kwargs = replaced
-    own.update(dict.fromkeys(hooks, _NO_HOOKS))
-    try:
+    with without_hooks(optimizer) as hooks:
         result = run(*args[1:], **kwargs)
-    finally:
-        own.update(hooks)
     for hook in hooks.get(_POST, _NO_HOOKS).values():
         hook(optimizer, args, kwargs)
     return result

@@ -1,0 +1,443 @@
+"""Stepping in the backward pass: each gradient is used and freed while the backward pass goes on.
+
+``release = step_in_backward(model, optimizer)``. Others call this gradient release, or an optimizer in the
+backward. The gradients of a whole model are never in memory at once: two bytes a parameter less.
+
+Note [Some parameters at a time]
+--------------------------------
+A hook of torch tells when a parameter's gradient is complete. Complete gradients wait until they take
+``bucket_bytes``. Then the optimizer takes a step in which no other parameter has a gradient, and these are
+freed. ``optimizer.step()``, which the program calls as before, steps the parameters that are left.
+
+* The compiled step is that of the whole optimizer: Note [Members that come and go] in ``capture/members.py``.
+  It is compiled once, for whatever parameters have a gradient. Steps that do not consist of rows are recorded.
+* What a step changes for all parameters at once must change once: a counter in ``param_groups``, or an
+  attribute of the optimizer. Each part of a step begins with the values that the first part began with
+  (:class:`_CommonValues`).
+* An optimizer that computes something from all gradients cannot be stepped so. This is found out by
+  experiment (:func:`_refuse_joint`): small copies are stepped together and apart.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from collage_fx.capture import expect_some_gradients, stand_in_for
+from collage_fx.errors import GradientReleaseError, InvalidOptionError, UnsupportedOptimizerError
+from collage_fx.install import CompiledStep, inner_optimizers, install
+from collage_fx.options import refuse_unless
+from collage_fx.runtime import STAND_INS
+from collage_fx.state import parameter_names
+from collage_fx.tools.explain import clone_of
+from collage_fx.torch_compat import local_tensor, own_step, sharding_of, without_hooks
+
+log = logging.getLogger("collage_fx")
+
+Clip = Literal["last step", "each tensor"]
+
+#: Parts of a step, if the program does not say how many bytes of gradients may wait: usually, and if each
+#: part is compiled by itself.
+PARTS, COMPILED_PARTS = 24, 6
+
+#: Attribute that makes GradScaler leave it to an optimizer's step to look for overflows, and to divide by the
+#: scale, and the attributes that tell the step about them.
+SCALED, GIVEN = "_step_supports_amp_scaling", ("grad_scale", "found_inf")
+
+#: Attributes of an optimizer that no step computes with.
+OTHER = frozenset({"_opt_called", SCALED, *GIVEN})
+
+#: Largest size of a dimension in the experiment, its steps, and the difference that counts as one.
+SMALL, STEPS, TOLERANCE = 8, 3, 1e-3
+
+
+def step_in_backward(
+    model: torch.nn.Module,
+    optimizer: Any,
+    *,
+    accumulate: int | Callable[[], bool] = 1,
+    bucket_bytes: int | None = None,
+    max_norm: float | None = None,
+    clip: Clip = "last step",
+    scaler: torch.amp.GradScaler | None = None,
+    **options: Any,
+) -> GradientRelease:
+    """Step each parameter in the backward pass, as soon as its gradient is complete, and free the gradient.
+
+    The program stays as it is: it calls ``optimizer.step()`` after each backward pass, or after several. The
+    bits are those of stepping after the backward pass. State, schedulers and checkpoints know no difference.
+    A parameter whose gradient does not come is left alone.
+
+    Args:
+        model: the model, after ``fully_shard`` or ``DistributedDataParallel``. In FSDP2 a gradient is
+            complete when it has been reduced. DistributedDataParallel keeps all gradients in buffers of its
+            own, so parameters are stepped in ``optimizer.step()``, and no memory is saved.
+        optimizer: any optimizer that computes a parameter's update from that parameter's gradient and state.
+            It is installed, if it was not.
+        accumulate: number of backward passes before ``optimizer.step()``; gradients are kept until the last
+            of them. Or a function that tells whether the current backward pass is the last, such as
+            ``lambda: accelerator.sync_gradients``.
+        bucket_bytes: bytes of complete gradients that may wait to be stepped together; by default a 24th of
+            all. A step of few parameters takes the host about as long as one of many.
+        max_norm: largest norm of the gradients, in place of ``clip_grad_norm_``, which comes too late.
+        clip: ``"last step"``: gradients are multiplied by ``max_norm / norm``, if below 1, with the norm of
+            all gradients of the step before, because the norm of this one is not known yet; in the first step
+            as by ``"each tensor"``. ``"each tensor"``: each gradient is clipped to ``max_norm`` by itself.
+        scaler: the ``GradScaler`` that scales the loss; the program goes on to call ``scaler.step`` and
+            ``scaler.update``, but not ``scaler.unscale_``. A part of a step whose gradients are not all
+            finite is skipped; parts before it have been stepped, where ``scaler.step`` would skip all.
+        options: options of :func:`collage_fx.install`.
+
+    Returns:
+        a handle: ``release.remove()`` lets the optimizer step after the backward pass again.
+
+    Raises:
+        CollageError: the optimizer needs all gradients at once, or a closure; or FSDP1 has flattened the
+            parameters. Nothing has changed.
+    """
+    inner = list(inner_optimizers(optimizer))
+    if len(inner) != 1:
+        raise InvalidOptionError(
+            f"this {type(optimizer).__name__} holds {len(inner)} optimizers",
+            where="step_in_backward",
+            remedy="call step_in_backward for each of them",
+        )
+    if not (callable(accumulate) or (type(accumulate) is int and accumulate > 0)):
+        raise InvalidOptionError(
+            f"accumulate={accumulate!r} is not allowed",
+            where="accumulate",
+            remedy="give the number of backward passes before optimizer.step(), or a function that tells "
+            "whether the current one is the last",
+        )
+    refuse_unless("clip", clip, ("last step", "each tensor"))
+    _refuse_flat(model)
+    _refuse_joint(inner[0])
+    if options or not isinstance(own_step(inner[0]), CompiledStep):
+        install(inner[0], **options)
+    return GradientRelease(model, inner[0], accumulate, bucket_bytes, max_norm, clip, scaler)
+
+
+class GradientRelease:
+    """Optimizer that is stepped in the backward pass: the result of :func:`step_in_backward`.
+
+    Attributes:
+        norm: norm of all gradients of the last step, before they were clipped; None without ``max_norm``.
+        largest: most bytes of complete gradients that have waited at once.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: Optimizer,
+        accumulate: int | Callable[[], bool],
+        bucket_bytes: int | None,
+        max_norm: float | None,
+        clip: Clip,
+        scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        self.norm: Tensor | None = None
+        self.largest = 0
+        self._optimizer = optimizer
+        self._names = {id(p): name for name, p in model.named_parameters()}
+        self._parameters = [p for _, p in parameter_names(optimizer) if p.requires_grad]
+        self._accumulate = accumulate
+        self._max_norm, self._clip, self._scaler = max_norm, clip, scaler
+        self._waiting: list[Tensor] = []
+        self._bytes_waiting = 0
+        self._stepped: set[int] = set()
+        self._passes: defaultdict[int, int] = defaultdict(int)
+        self._norms: list[Tensor] = []
+        self._common: _CommonValues | None = None
+        self._parts: list[_Part] = []
+        self._lock = threading.RLock()
+        self._is_first = True
+        step = own_step(optimizer)
+        assert isinstance(step, CompiledStep)
+        if step.release is not None:
+            step.release.remove()
+        step.release, self._compiled = self, step
+        self._takes_stand_ins = expect_some_gradients(optimizer, step.backend)
+        self._stand_ins: dict[int, Tensor] = {}
+        is_cut = any(sharding_of(p) is not None for p in self._parameters)
+        parts = COMPILED_PARTS if is_cut and not self._takes_stand_ins else PARTS
+        total = sum(map(_bytes, self._parameters))
+        self._bucket_bytes = total // parts if bucket_bytes is None else bucket_bytes
+        self._scaled_before = vars(optimizer).get(SCALED)
+        if scaler is not None:
+            vars(optimizer)[SCALED] = True
+        self._hooks: list[Any] = []
+        if any(isinstance(each, DistributedDataParallel) for each in model.modules()):
+            log.info(
+                "%s: DistributedDataParallel keeps all gradients until the backward pass has ended, so "
+                "parameters are stepped then",
+                type(optimizer).__name__,
+            )
+        else:
+            self._hooks = [p.register_post_accumulate_grad_hook(self._at_gradient) for p in self._parameters]
+
+    def remove(self) -> None:
+        """Let the optimizer step after the backward pass again; gradients that wait are kept."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        if self._scaler is not None:
+            vars(self._optimizer)[SCALED] = self._scaled_before
+        self._compiled.release = None
+
+    def finish(self, step: Callable[[], Any]) -> Any:
+        """Step the parameters that are left, at the program's ``optimizer.step()``; return the step's result.
+
+        Args:
+            step: takes a step of the parameters that have a gradient.
+        """
+        with self._lock:
+            left = [p for p in self._parameters if p.grad is not None and id(p) not in self._stepped]
+            # Set by GradScaler.step, for a step that divides gradients by the scale itself.
+            given = {name: vars(self._optimizer).pop(name) for name in GIVEN if name in vars(self._optimizer)}
+            try:
+                returned = self._step(left, step) if left or not self._stepped else None
+            finally:
+                vars(self._optimizer).update(given)
+            if self._norms:
+                self.norm = torch.stack([_whole(norm) for norm in self._norms]).norm()
+            self._waiting, self._bytes_waiting = [], 0
+            self._norms, self._parts, self._common = [], [], None
+            self._stepped.clear()
+            self._passes.clear()
+            return returned
+
+    # -- In the backward pass
+
+    def _at_gradient(self, parameter: Tensor) -> None:
+        """Take note of a gradient, which may be complete; step when enough of them are."""
+        with self._lock:
+            if self._is_first:
+                self._refuse_late_wrapper()
+                self._is_first = False
+            if id(parameter) in self._stepped:
+                raise GradientReleaseError(
+                    "the gradient of this parameter came a second time, after it was stepped in the backward "
+                    "pass",
+                    where=self._name_of(parameter),
+                    remedy="call optimizer.step() after each backward pass, or give the number of backward "
+                    "passes before it: step_in_backward(..., accumulate=4). If one backward pass brings "
+                    "several gradients, as reentrant checkpoints of tied weights do, use "
+                    "checkpoint(..., use_reentrant=False)",
+                )
+            self._passes[id(parameter)] += 1
+            if callable(self._accumulate):
+                is_complete = self._accumulate()
+            else:
+                is_complete = self._passes[id(parameter)] >= self._accumulate
+            if not is_complete:
+                return
+            self._waiting.append(parameter)
+            self._bytes_waiting += 0 if parameter.grad is None else _bytes(parameter.grad)
+            self.largest = max(self.largest, self._bytes_waiting)
+            if self._bytes_waiting >= self._bucket_bytes:
+                with without_hooks(self._optimizer):
+                    self._step(self._waiting, self._compiled.run)
+
+    def _step(self, parameters: Sequence[Tensor], step: Callable[[], Any]) -> Any:
+        """Step some parameters alone, and free their gradients."""
+        some = {id(p): p for p in parameters if p.grad is not None}
+        others = [(p, p.grad) for p in self._parameters if id(p) not in some]
+        if self._common is None:
+            self._common = _CommonValues(self._optimizer)
+        else:
+            self._common.restore()
+        for parameter, gradient in others:
+            parameter.grad = self._stand_in(parameter, gradient) if self._takes_stand_ins else None
+        token = STAND_INS.set(frozenset(map(id, self._stand_ins.values())))
+        try:
+            with torch.no_grad():  # in the backward pass and after it, or Dynamo would compile for both
+                returned = self._step_of_present(list(some.values()), step)
+        finally:
+            STAND_INS.reset(token)
+            for parameter, gradient in others:
+                parameter.grad = gradient
+        for parameter in some.values():
+            parameter.grad = None
+        self._waiting, self._bytes_waiting = [], 0
+        self._stepped |= some.keys()
+        return returned
+
+    def _stand_in(self, parameter: Tensor, gradient: Tensor | None) -> Tensor:
+        """Return what stands for a gradient that is absent from a part of a step."""
+        dtype = None if gradient is None else gradient.dtype
+        known = self._stand_ins.get(id(parameter))
+        if known is None or (dtype is not None and known.dtype is not dtype):
+            known = self._stand_ins[id(parameter)] = stand_in_for(parameter, dtype)
+        return known
+
+    def _step_of_present(self, parameters: Sequence[Tensor], step: Callable[[], Any]) -> Any:
+        """Unscale and clip the gradients, and step."""
+
+        def clip_and_step() -> Any:
+            if self._max_norm is not None and parameters:
+                self._clip_gradients(parameters, self._max_norm)
+            return step()
+
+        if self._scaler is None or not parameters:
+            return clip_and_step()
+        part = _Part(parameters, clip_and_step)
+        self._parts.append(part)  # GradScaler knows it by its id until its update()
+        return self._scaler.step(part)  # type: ignore[arg-type]
+
+    def _clip_gradients(self, parameters: Sequence[Tensor], max_norm: float) -> None:
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        self._norms.append(norm)
+        if self._clip == "last step" and self.norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, self.norm)
+            return
+        for parameter in parameters:
+            torch.nn.utils.clip_grad_norm_([parameter], max_norm)
+
+    def _refuse_late_wrapper(self) -> None:
+        """Raise if DistributedDataParallel got the parameters after :func:`step_in_backward`."""
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return
+        mine = {id(p) for p in self._parameters}
+        # By type: isinstance() asks a proxy, whose object may be gone.
+        wrappers = (each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel))
+        for each in wrappers:
+            if any(id(p) in mine for p in each.parameters()):
+                raise GradientReleaseError(
+                    "DistributedDataParallel was put around the model after step_in_backward, and its "
+                    "gradients are not reduced yet when they would be used",
+                    where=type(each.module).__name__,
+                    remedy="call step_in_backward with the wrapped model",
+                )
+
+    def _name_of(self, parameter: Tensor) -> str:
+        return self._names.get(id(parameter), "a parameter that is not the model's")
+
+
+class _Part:
+    """Some parameters as an optimizer, for ``GradScaler.step``."""
+
+    def __init__(self, parameters: Sequence[Tensor], step: Callable[[], Any]) -> None:
+        self.param_groups = [{"params": list(parameters)}]
+        self.step = step
+
+
+class _CommonValues:
+    """Values that a step changes once, for all parameters: numbers in groups, and attributes.
+
+    Args:
+        optimizer: the optimizer, before a step.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._holders: list[dict[str, Any]] = [*optimizer.param_groups, vars(optimizer)]
+        self._before = [
+            {key: (each, each.detach().clone() if isinstance(each, Tensor) else each) for key, each in found}
+            for found in map(_numbers_in, self._holders)
+        ]
+
+    def restore(self) -> None:
+        """Set the values from before the step, and remove those that the step has added."""
+        for holder, before in zip(self._holders, self._before, strict=True):
+            for key, value in _numbers_in(holder):
+                if key not in before:
+                    del holder[key]
+                elif value is not before[key][0]:
+                    holder[key] = before[key][0]
+            for value, copy in before.values():
+                if isinstance(value, Tensor):
+                    with torch.no_grad():
+                        value.copy_(copy)
+
+
+def _numbers_in(holder: dict[str, Any]) -> list[tuple[str, Any]]:
+    return [
+        (key, value)
+        for key, value in holder.items()
+        if isinstance(value, (bool, int, float, complex, Tensor)) and key not in OTHER
+    ]
+
+
+def _bytes(tensor: Tensor) -> int:
+    """Return the bytes of a tensor, or of this process's shard."""
+    return local_tensor(tensor.detach()).nbytes
+
+
+def _whole(norm: Tensor) -> Tensor:
+    """Return a norm that all processes have computed together."""
+    return norm.full_tensor() if isinstance(norm, torch.distributed.tensor.DTensor) else norm
+
+
+def _refuse_flat(model: torch.nn.Module) -> None:
+    """Raise for FSDP1, whose gradients are not reduced yet when torch's hooks are called."""
+    for name, module in model.named_modules():
+        if type(module).__name__ == "FullyShardedDataParallel":
+            raise GradientReleaseError(
+                "FullyShardedDataParallel (FSDP1) calls hooks before it has reduced a gradient",
+                where=name or "model",
+                remedy="shard the model with fully_shard (FSDP2)",
+            )
+
+
+def _refuse_joint(optimizer: Optimizer) -> None:
+    """Raise if an optimizer computes an update from the gradients of several parameters.
+
+    Two small parameters for each group, with gradients at random, are stepped together and apart, by copies of
+    the optimizer. The optimizer itself stays as it is.
+    """
+    try:
+        with torch.random.fork_rng(devices=()):
+            together = _moved(optimizer, apart=False)
+            apart = _moved(optimizer, apart=True)
+    except Exception as error:
+        raise UnsupportedOptimizerError(
+            f"a small copy of this {type(optimizer).__name__} cannot take a step without a closure, for some "
+            f"parameters at a time: {type(error).__name__}: {error}",
+            where="step_in_backward",
+            remedy="step it after the backward pass: collage_fx.install(optimizer)",
+        ) from error
+    for one, other in zip(together, apart, strict=True):
+        if not float((one - other).norm()) <= TOLERANCE * float(one.norm()):
+            raise UnsupportedOptimizerError(
+                f"{type(optimizer).__name__} computes an update from the gradients of all parameters, which "
+                "are never there at once in the backward pass",
+                where="step_in_backward",
+                remedy="step it after the backward pass: collage_fx.install(optimizer)",
+            )
+
+
+def _moved(optimizer: Optimizer, *, apart: bool) -> list[Tensor]:
+    """Return how small parameters move in some steps of a copy of an optimizer."""
+    torch.manual_seed(0)
+    small = {
+        id(p): torch.nn.Parameter(torch.randn([min(size, SMALL) for size in p.shape], device=p.device))
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
+    clone = clone_of(optimizer, {**small, id(optimizer.state): defaultdict(dict)})
+    chosen = [p for group in clone.param_groups for p in group["params"][:2]]
+    for group in clone.param_groups:
+        group["params"] = group["params"][:2]
+        if "lr" in group and not float(group["lr"]):
+            group["lr"] = 1e-3  # as at the start of a warm-up, where nothing would move
+    start = [p.detach().clone() for p in chosen]
+    step = type(clone).step
+    for _ in range(STEPS):
+        gradients = [torch.randn_like(p) * 3.0 for p in chosen]
+        common = _CommonValues(clone)
+        for i, part in enumerate([[p] for p in chosen] if apart else [chosen]):
+            if i:
+                common.restore()
+            present = {id(p) for p in part}
+            for p, gradient in zip(chosen, gradients, strict=True):
+                p.grad = gradient.clone() if id(p) in present else None
+            step(clone)
+    return [p.detach() - before for p, before in zip(chosen, start, strict=True)]

@@ -1,0 +1,520 @@
+"""Steps in the backward pass: the bits of steps after it, one bucket of gradients alive, what is refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.optim import Optimizer
+
+import collage_fx
+from collage_fx import CollageError, full_value, install, step_in_backward
+from collage_fx.errors import GradientReleaseError, InvalidOptionError, UnsupportedOptimizerError
+from tests.support.processes import Processes
+
+Make = Callable[[Any], Optimizer]
+#: State of an optimizer and a model's whole values, by name.
+Left = dict[str, Any]
+
+LAYERS, WIDTH = 6, 64
+
+
+def model(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.GELU()) for _ in range(LAYERS)]
+    return nn.Sequential(*layers).bfloat16()
+
+
+def batches(count: int, seed: int = 1) -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        yield torch.randn(8, WIDTH, generator=generator).bfloat16()
+
+
+def adamw(of: Any) -> Optimizer:
+    return torch.optim.AdamW(of, lr=1e-3, weight_decay=0.1)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    value = full_value(tensor)
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def left_by(of: nn.Module, optimizer: Optimizer) -> Left:
+    names = dict(of.named_parameters())
+    values: Left = {name: whole(p) for name, p in names.items()}
+    for name, p in names.items():
+        for key, each in optimizer.state[p].items():
+            values[f"{name}.{key}"] = whole(each) if isinstance(each, Tensor) else each
+    return values
+
+
+def assert_same(one: Left, other: Left) -> None:
+    assert one.keys() == other.keys()
+    differ = [
+        name
+        for name, value in one.items()
+        if not (torch.equal(value, other[name]) if isinstance(value, Tensor) else value == other[name])
+    ]
+    assert not differ
+
+
+def loss_of(of: nn.Module, batch: Tensor) -> Tensor:
+    return of(batch).float().square().mean()
+
+
+def trained(make: Make, *, released: bool, steps: int = 5, options: Any = (), **keywords: Any) -> Left:
+    """Train with a warm-up from 0, and return what is left."""
+    of = model()
+    optimizer = install(make(of.parameters()), **dict(options))
+    if released:
+        step_in_backward(of, optimizer, **keywords)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 3))
+    for batch in batches(steps):
+        loss_of(of, batch).backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    return left_by(of, optimizer)
+
+
+OPTIMIZERS: dict[str, Make] = {
+    "AdamW": adamw,
+    "AdamW, foreach": lambda p: torch.optim.AdamW(p, lr=1e-3, foreach=True),
+    "AdamW, fused": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
+    "SGD": lambda p: torch.optim.SGD(p, lr=1e-2),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-3),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_bits_of_steps_after_the_backward_pass(name: str) -> None:
+    assert_same(trained(OPTIMIZERS[name], released=True), trained(OPTIMIZERS[name], released=False))
+
+
+@pytest.mark.parametrize("bytes_per_parameter", [8, 5.1])
+def test_bits_of_packed_state(bytes_per_parameter: float) -> None:
+    options = {"bytes_per_parameter": bytes_per_parameter}
+    ways = [trained(adamw, released=released, options=options) for released in (True, False)]
+    assert_same(*ways)
+
+
+class Counting(Optimizer):
+    """Counts steps in its groups, for all parameters, and in an attribute."""
+
+    def __init__(self, params: Any) -> None:
+        self.steps = 0
+        super().__init__(params, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.steps += 1
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    average = self.state[p].setdefault("average", torch.zeros_like(p))
+                    average.mul_(0.9).add_(p.grad)
+                    p.add_(average, alpha=-group["lr"] / (group["k"] * self.steps))
+
+
+def test_what_all_parameters_have_in_common_changes_once_in_a_step() -> None:
+    ways: list[Left] = []
+    for released in (True, False):
+        of = model()
+        optimizer = Counting(of.parameters())
+        if released:
+            step_in_backward(of, optimizer)
+        else:
+            install(optimizer)
+        for batch in batches(4):
+            loss_of(of, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert (optimizer.steps, optimizer.param_groups[0]["k"]) == (4, 4)
+        ways.append({name: whole(p) for name, p in of.named_parameters()})
+    exact = model().double()
+    moved = {name: ways[1][name] - p.detach() for name, p in exact.named_parameters()}
+    for name, way in moved.items():  # recorded parts have other phases of dither than a captured step
+        assert float((ways[0][name] - ways[1][name]).norm() / way.norm()) < 0.01
+
+
+def test_gradients_are_freed_as_the_backward_pass_goes_on() -> None:
+    of, alive = model(), []
+    optimizer = adamw(of.parameters())
+    release = step_in_backward(of, optimizer)
+    for p in of.parameters():
+        p.register_post_accumulate_grad_hook(
+            lambda _: alive.append(sum(q.grad.nbytes for q in of.parameters() if q.grad is not None))
+        )
+    for batch in batches(2):
+        loss_of(of, batch).backward()
+        optimizer.step()
+    layer = sum(p.nbytes for p in of[0].parameters())
+    assert 0 < max(alive) <= layer
+    assert release.largest <= layer
+
+
+def test_a_step_left_out_means_gradients_that_come_twice() -> None:
+    of = model()
+    optimizer = adamw(of.parameters())
+    step_in_backward(of, optimizer)
+    first, second = batches(2)
+    loss_of(of, first).backward()
+    before = [whole(p) for p in of.parameters()]
+    with pytest.raises(GradientReleaseError, match=r"a second time(.|\n)*where: 5\.1\."):
+        loss_of(of, second).backward()
+    assert all(map(torch.equal, before, [whole(p) for p in of.parameters()]))
+
+
+@pytest.mark.parametrize("by_function", [False, True])
+def test_the_last_of_several_backward_passes_steps(by_function: bool) -> None:
+    ways = []
+    for released in (True, False):
+        of = model()
+        optimizer = install(adamw(of.parameters()))
+        passes = 0
+        if released:
+            step_in_backward(of, optimizer, accumulate=(lambda: passes % 3 == 2) if by_function else 3)
+        for batch in batches(9):
+            loss_of(of, batch).backward()
+            passes += 1
+            if passes % 3 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+        ways.append(left_by(of, optimizer))
+    assert_same(*ways)
+
+
+def test_fewer_backward_passes_than_announced() -> None:
+    """As at the end of an epoch: ``optimizer.step()`` steps what is left."""
+    ways = []
+    for released in (True, False):
+        of = model()
+        optimizer = install(adamw(of.parameters()))
+        if released:
+            step_in_backward(of, optimizer, accumulate=3)
+        for batch in batches(2):
+            loss_of(of, batch).backward()
+        optimizer.step()
+        ways.append(left_by(of, optimizer))
+    assert_same(*ways)
+
+
+class Branches(nn.Module):
+    """Of two branches a batch uses one; the embedding is tied to the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(16, WIDTH)
+        self.branches = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.head = nn.Linear(WIDTH, 16, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor, branch: int) -> Tensor:
+        logits: Tensor = self.head(self.branches[branch](self.embed(tokens)))
+        return logits
+
+
+def test_tied_weights_and_parameters_without_gradients() -> None:
+    ways = []
+    for released in (True, False):
+        of = Branches().bfloat16()
+        optimizer = install(adamw(of.parameters()))
+        if released:
+            step_in_backward(of, optimizer, bucket_bytes=0)  # each parameter by itself
+        untouched = whole(of.branches[2].weight)
+        for step in range(4):
+            of(torch.arange(16), step % 2).float().logsumexp(-1).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert torch.equal(whole(of.branches[2].weight), untouched)
+        left = left_by(of, optimizer)
+        ways.append({name: value for name, value in left.items() if not name.startswith("branches.2.")})
+    assert_same(*ways)
+
+
+def test_checkpoints_do_not_tell_the_difference(tmp_path: Path) -> None:
+    """A run that steps in the backward pass is resumed by one that does not, and the other way around."""
+
+    def run(released: list[bool]) -> Left:
+        of = model()
+        optimizer = install(adamw(of.parameters()))
+        found = list(batches(3 * len(released)))
+        for i, each in enumerate(released):
+            if i:
+                torch.save((of.state_dict(), optimizer.state_dict()), tmp_path / "checkpoint.pt")
+                of = model(seed=7)
+                optimizer = install(adamw(of.parameters()))
+                weights, state = torch.load(tmp_path / "checkpoint.pt")
+                of.load_state_dict(weights)
+                optimizer.load_state_dict(state)
+            if each:
+                step_in_backward(of, optimizer)
+            for batch in found[3 * i : 3 * i + 3]:
+                loss_of(of, batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return left_by(of, optimizer)
+
+    expected = run([False, False])
+    for released in ([True, False], [False, True], [True, True]):
+        assert_same(run(released), expected)
+
+
+def test_removed() -> None:
+    of = model()
+    optimizer = adamw(of.parameters())
+    release = step_in_backward(of, optimizer)
+    first, second = batches(2)
+    loss_of(of, first).backward()
+    optimizer.step()
+    release.remove()
+    loss_of(of, second).backward()
+    assert all(p.grad is not None for p in of.parameters())
+    before = [whole(p) for p in of.parameters()]
+    optimizer.step()
+    assert not any(map(torch.equal, before, [whole(p) for p in of.parameters()]))
+
+
+def test_uninstalling_and_installing_anew_remove_it() -> None:
+    of = model()
+    optimizer = adamw(of.parameters())
+    for after in (collage_fx.uninstall, install):
+        step_in_backward(of, optimizer)
+        after(optimizer)
+        loss_of(of, next(batches(1))).backward()
+        assert all(p.grad is not None for p in of.parameters())
+        optimizer.zero_grad()
+
+
+def test_hooks_of_the_optimizer_run_once_in_a_step() -> None:
+    of, calls = model(), []
+    optimizer = adamw(of.parameters())
+    step_in_backward(of, optimizer)
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    for batch in batches(2):
+        loss_of(of, batch).backward()
+        optimizer.step()
+    assert calls == ["before", "after"] * 2
+
+
+def test_a_closure_runs_the_backward_pass() -> None:
+    """As in Lightning, whose optimizers are stepped with a closure."""
+    ways = []
+    for released in (True, False):
+        of = model()
+        optimizer = install(adamw(of.parameters()))
+        if released:
+            step_in_backward(of, optimizer)
+        for batch in batches(3):
+
+            def closure(batch: Tensor = batch, of: nn.Module = of, optimizer: Optimizer = optimizer) -> Tensor:
+                optimizer.zero_grad()
+                loss = loss_of(of, batch)
+                loss.backward()
+                return loss
+
+            assert optimizer.step(closure) is not None
+        ways.append(left_by(of, optimizer))
+    assert_same(*ways)
+
+
+# -- Clipping and loss scaling
+
+
+def test_each_gradient_is_clipped() -> None:
+    ways = []
+    for released in (True, False):
+        of = model()
+        optimizer = install(adamw(of.parameters()))
+        if released:
+            step_in_backward(of, optimizer, max_norm=1e-3, clip="each tensor")
+        for batch in batches(3):
+            loss_of(of, batch).backward()
+            if not released:
+                for p in of.parameters():
+                    nn.utils.clip_grad_norm_([p], 1e-3)
+            optimizer.step()
+            optimizer.zero_grad()
+        ways.append(left_by(of, optimizer))
+    assert_same(*ways)
+
+
+def test_gradients_are_clipped_by_the_norm_of_the_step_before() -> None:
+    ways, norms = [], []
+    for released in (True, False):
+        of = model()
+        optimizer = install(adamw(of.parameters()))
+        release = step_in_backward(of, optimizer, max_norm=1e-3) if released else None
+        before: Tensor | None = None
+        for batch in batches(4):
+            loss_of(of, batch).backward()
+            if not released:
+                norm = nn.utils.get_total_norm([p.grad for p in of.parameters() if p.grad is not None])
+                if before is None:
+                    for p in of.parameters():
+                        nn.utils.clip_grad_norm_([p], 1e-3)
+                else:
+                    nn.utils.clip_grads_with_norm_(of.parameters(), 1e-3, before)
+                before = norm
+            optimizer.step()
+            optimizer.zero_grad()
+            norms.append(before if release is None else release.norm)
+        ways.append({name: whole(p) for name, p in of.named_parameters()})
+    for one, other in zip(norms[:4], norms[4:], strict=True):
+        assert one is not None and other is not None
+        torch.testing.assert_close(one.float(), other.float(), rtol=0.02, atol=0)  # norms of bfloat16
+    exact = model().double()
+    for name, p in exact.named_parameters():
+        assert float((ways[0][name] - ways[1][name]).norm() / (ways[1][name] - p.detach()).norm()) < 0.02
+
+
+def test_scaled_losses() -> None:
+    """Gradients are divided by the scale; a part with an overflow is skipped, and the scale goes down."""
+    of, plain = model(), model()
+    optimizer, expected = (install(torch.optim.SGD(m.parameters(), lr=0.1)) for m in (of, plain))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    step_in_backward(of, optimizer, scaler=scaler)
+    for batch in batches(3):
+        scaler.scale(loss_of(of, batch)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        loss_of(plain, batch).backward()
+        expected.step()
+        expected.zero_grad()
+    assert_same(left_by(of, optimizer), left_by(plain, expected))
+    before = [whole(p) for p in of.parameters()]
+    scaler.scale(loss_of(of, next(batches(1))) * float("inf")).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**9
+    assert all(map(torch.equal, before, [whole(p) for p in of.parameters()]))
+
+
+# -- What is refused
+
+
+def test_optimizers_that_need_all_gradients_at_once() -> None:
+    class Norm(Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {"lr": 0.0})  # as at the start of a warm-up
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+            norm = torch.stack([p.grad.norm() for p in params]).norm()
+            for p in params:
+                p.sub_(p.grad / norm, alpha=self.param_groups[0]["lr"])
+
+    of = model()
+    optimizer = Norm(of.parameters())
+    with pytest.raises(UnsupportedOptimizerError, match="Norm computes an update from the gradients of all"):
+        step_in_backward(of, optimizer)
+    loss_of(of, next(batches(1))).backward()
+    assert all(p.grad is not None for p in of.parameters())
+    with pytest.raises(CollageError, match="not installed"):
+        collage_fx.backend_of(optimizer)
+
+
+def test_optimizers_that_need_a_closure() -> None:
+    of = model()
+    with pytest.raises(UnsupportedOptimizerError, match="cannot take a step without a closure"):
+        step_in_backward(of, torch.optim.LBFGS(of.parameters()))
+
+
+@pytest.mark.parametrize("accumulate", [0, -1, 1.5, True, "all"])
+def test_counts_that_are_none(accumulate: Any) -> None:
+    of = model()
+    with pytest.raises(InvalidOptionError, match="accumulate="):
+        step_in_backward(of, adamw(of.parameters()), accumulate=accumulate)
+
+
+def test_a_copy_of_the_optimizer_steps_after_the_backward_pass() -> None:
+    of = model()
+    optimizer = adamw(of.parameters())
+    step_in_backward(of, optimizer)
+    of2, copied = copy.deepcopy((of, optimizer))
+    for p in of2.parameters():
+        p.grad = torch.ones_like(p)
+    before = [whole(p) for p in of2.parameters()]
+    copied.step()
+    assert not any(map(torch.equal, before, [whole(p) for p in of2.parameters()]))
+
+
+# -- Several processes
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    processes = Processes(2, tmp_path_factory.mktemp("store"))
+    yield processes
+    processes.stop()
+
+
+def sharded(released: bool, max_norm: float | None = None) -> tuple[Left, int]:
+    of = model()
+    for layer in of:
+        fully_shard(layer)
+    fully_shard(of)
+    optimizer = install(adamw(of.parameters()))
+    release = step_in_backward(of, optimizer, max_norm=max_norm) if released else None
+    for batch in batches(4, seed=torch.distributed.get_rank()):
+        loss_of(of, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return left_by(of, optimizer), 0 if release is None else release.largest
+
+
+def test_shards_of_fsdp2(two_processes: Processes) -> None:
+    expected = two_processes.run(sharded, False)
+    found = two_processes.run(sharded, True)
+    for (one, _), (other, largest) in zip(expected, found, strict=True):
+        assert_same(one, other)
+        assert 0 < largest <= WIDTH * WIDTH * 2
+    (clipped, _), (same, _) = two_processes.run(sharded, True, 1e-3)
+    assert_same(clipped, same)
+
+
+def replicated(released: bool) -> Left:
+    of = nn.parallel.DistributedDataParallel(model())
+    optimizer = install(adamw(of.parameters()))
+    if released:
+        step_in_backward(of, optimizer)
+    for batch in batches(4, seed=torch.distributed.get_rank()):
+        loss_of(of, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return left_by(of, optimizer)
+
+
+def test_distributed_data_parallel(two_processes: Processes) -> None:
+    for one, other in zip(
+        two_processes.run(replicated, False), two_processes.run(replicated, True), strict=True
+    ):
+        assert_same(one, other)
+
+
+def wrapped_too_late() -> str:
+    of = model()
+    step_in_backward(of, adamw(of.parameters()))
+    wrapped = nn.parallel.DistributedDataParallel(of)
+    try:
+        loss_of(wrapped, next(batches(1))).backward()
+    except GradientReleaseError as error:
+        return str(error)
+    return ""
+
+
+def test_a_model_that_is_wrapped_afterwards(two_processes: Processes) -> None:
+    for said in two_processes.run(wrapped_too_late):
+        assert "after step_in_backward" in said
