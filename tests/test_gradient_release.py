@@ -318,7 +318,9 @@ def test_a_closure_runs_the_backward_pass() -> None:
             step_in_backward(of, optimizer)
         for batch in batches(3):
 
-            def closure(batch: Tensor = batch, of: nn.Module = of, optimizer: Optimizer = optimizer) -> Tensor:
+            def closure(
+                batch: Tensor = batch, of: nn.Module = of, optimizer: Optimizer = optimizer
+            ) -> Tensor:
                 optimizer.zero_grad()
                 loss = loss_of(of, batch)
                 loss.backward()

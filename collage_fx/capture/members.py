@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from collage_fx.state import parameter_names
-from collage_fx.torch_compat import gradient_dtype, local_tensor
+from collage_fx.torch_compat import gradient_dtype, local_tensor, original_class
 
 
 @dataclass
@@ -95,7 +95,7 @@ def add_stand_ins(optimizer: Optimizer) -> None:
         if p.grad is None and (is_known or (p.requires_grad and members.changes > 1)):
             p.grad = stand_in_for(p, members.known.get(id(p)))
             members.standing_in.append(p)
-    if type(optimizer) is torch.optim.SGD:
+    if original_class(type(optimizer)) is torch.optim.SGD:
         _begin_momentum(optimizer)
 
 

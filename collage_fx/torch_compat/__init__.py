@@ -92,6 +92,7 @@ try:
         register_summing_lowering,
     )
     from collage_fx.torch_compat.optim_frames import (
+        ORIGINAL,
         calls_compiled_function,
         compiled_callables_on_the_stack,
         compiled_callables_within,
@@ -102,6 +103,7 @@ try:
         is_torchs_step,
         is_traced_without_wrapper,
         optimizer_being_stepped,
+        original_class,
         wrapped_steps_on_the_stack,
     )
     from collage_fx.torch_compat.own_steps import (

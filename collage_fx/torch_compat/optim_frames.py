@@ -31,11 +31,22 @@ def is_step_of(optimizer: torch.optim.Optimizer, code: CodeType) -> bool:
     return any(getattr(inspect.unwrap(step), "__code__", None) is code for step in steps)
 
 
+#: Attribute of a class that is made to be installed, ``collage_fx.optim.AdamW``: the class that it is made of.
+ORIGINAL = "__collage_fx_original__"
+
+
+def original_class(cls: type) -> type:
+    """Return the class that a class of ``collage_fx.optim`` is made of; any other class itself."""
+    found: type = vars(cls).get(ORIGINAL, cls)
+    return found
+
+
 def is_of_torch_optim(value: type | Callable[..., Any]) -> bool:
-    """Return whether a class or a function is torch.optim's own.
+    """Return whether a class or a function is torch.optim's own, or a class is made of such a class.
 
     Its module is one in ``torch.optim``, or for Adafactor and Muon ``torch.optim`` itself.
     """
+    value = original_class(value) if isinstance(value, type) else value
     return f"{value.__module__}.".startswith("torch.optim.")
 
 
@@ -57,7 +68,7 @@ def is_torchs_step(optimizer: torch.optim.Optimizer, code: CodeType, variables: 
 
 def is_traced_without_wrapper(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether :func:`is_torchs_step` can be true of the optimizer: all of torch.optim's but two."""
-    return is_of_torch_optim(type(optimizer)) and type(optimizer).__module__ != "torch.optim"
+    return is_of_torch_optim(type(optimizer)) and original_class(type(optimizer)).__module__ != "torch.optim"
 
 
 def is_being_stepped(optimizer: torch.optim.Optimizer) -> bool:

@@ -133,7 +133,7 @@ def test_other_updates_are_left_alone(step: Step) -> None:
 
 
 def test_a_conversion_to_the_same_dtype_does_not_end_the_chain() -> None:
-    """torch 2.11 leaves such conversions between two ``addcdiv_`` of bfloat16."""
+    """Torch 2.11 leaves such conversions between two ``addcdiv_`` of bfloat16."""
 
     def step(p: Tensor, v: Tensor, g: Tensor, lr: Tensor) -> None:
         decayed = torch.ops.prims.convert_element_type.default(p * (1 - lr * 0.01), torch.float32)

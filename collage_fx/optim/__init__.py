@@ -1,0 +1,148 @@
+"""Optimizers by name: each class of torch.optim, and :func:`of` any other, installed when it is made.
+
+``collage_fx.optim.AdamW(params, lr=1e-4, collage={"bytes_per_parameter": 8})`` is
+``collage_fx.install(torch.optim.AdamW(params, lr=1e-4), bytes_per_parameter=8)``, for programs whose
+configuration names an optimizer by a path that can be imported:
+
+    collage_fx.optim.AdamW                           torch.optim.AdamW
+    collage_fx.optim.pytorch_optimizer.Prodigy       pytorch_optimizer.Prodigy
+
+The classes are subclasses of the originals, so ``isinstance`` holds, and an optimizer can be pickled, copied
+and sent to another process. State dicts are those of the originals.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch.optim import Optimizer
+
+from collage_fx.backend import CollageBackend
+from collage_fx.errors import InvalidOptionError, UnsupportedOptimizerError
+from collage_fx.install import install
+from collage_fx.optim.import_paths import add_finder
+from collage_fx.torch_compat import ORIGINAL
+
+_made: dict[type[Optimizer], type[Optimizer]] = {}
+
+
+def of(optimizer: str | type[Optimizer]) -> type[Optimizer]:
+    """Return a subclass of an optimizer class whose optimizers are installed when they are made.
+
+    It takes the arguments of the original, and ``collage``: options of :func:`collage_fx.install` as a
+    mapping, or a :class:`~collage_fx.CollageBackend` for several optimizers. The same class is returned each
+    time, and can be imported: ``collage_fx.optim.pytorch_optimizer.Prodigy``.
+
+    Args:
+        optimizer: the class, or its path: ``"pytorch_optimizer.Prodigy"``.
+
+    Raises:
+        CollageError: it is not a class of optimizers, or there is no such path.
+    """
+    cls = _named(optimizer) if isinstance(optimizer, str) else optimizer
+    if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
+        raise UnsupportedOptimizerError(
+            f"{optimizer!r} is not a class of optimizers",
+            where="collage_fx.optim.of",
+            remedy="give a subclass of torch.optim.Optimizer, or its path: 'pytorch_optimizer.Prodigy'",
+        )
+    if ORIGINAL in vars(cls):
+        return cls
+    if cls not in _made:
+        _made[cls] = _subclass(cls)
+    return _made[cls]
+
+
+def _subclass(cls: type[Optimizer]) -> type[Optimizer]:
+    original = cast(Any, cls).__init__
+
+    def __init__(self: Optimizer, *args: Any, collage: Any = None, **kwargs: Any) -> None:
+        _refuse_unless_options(collage)
+        original(self, *args, **kwargs)
+        if isinstance(collage, CollageBackend):
+            install(self, backend=collage)
+        else:
+            install(self, **(collage or {}))
+
+    # Tools that read configurations look here for what the class takes.
+    __init__.__signature__ = _with_options(inspect.signature(original))  # type: ignore[attr-defined]
+    is_torchs = getattr(torch.optim, cls.__name__, None) is cls
+    attributes = {
+        "__init__": __init__,
+        "__doc__": f"``{cls.__module__}.{cls.__qualname__}``, installed when it is made: see :func:`of`.",
+        "__module__": __name__ if is_torchs else f"{__name__}.{cls.__module__}",
+        "__qualname__": cls.__qualname__,
+        ORIGINAL: cls,
+    }
+    return cast("type[Optimizer]", type(cls)(cls.__name__, (cls,), attributes))
+
+
+def _with_options(signature: inspect.Signature) -> inspect.Signature:
+    """Return a signature with the keyword ``collage``."""
+    parameters = list(signature.parameters.values())
+    position = len(parameters)
+    if parameters and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD:
+        position -= 1
+    annotation = Mapping[str, Any] | None
+    option = inspect.Parameter("collage", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+    return signature.replace(parameters=[*parameters[:position], option, *parameters[position:]])
+
+
+def _refuse_unless_options(collage: Any) -> None:
+    if not (collage is None or isinstance(collage, (Mapping, CollageBackend))):
+        raise InvalidOptionError(
+            f"collage={collage!r} is not allowed",
+            where="collage",
+            remedy="give options of collage_fx.install by name, collage={'bytes_per_parameter': 8}, or a "
+            "CollageBackend",
+        )
+
+
+def _named(path: str) -> Any:
+    """Return what a path names."""
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UnsupportedOptimizerError(
+            f"there is no {path!r}: {error}",
+            where="collage_fx.optim.of",
+            remedy="give the path of a class that can be imported, as 'pytorch_optimizer.Prodigy'",
+        ) from error
+
+
+def _in_module(module: str, name: str) -> type[Optimizer]:
+    """Return the subclass of a module's class."""
+    value = getattr(importlib.import_module(module), name)
+    if not (isinstance(value, type) and issubclass(value, Optimizer)):
+        raise AttributeError(f"{module}.{name} is not a class of optimizers")
+    return of(value)
+
+
+def __getattr__(name: str) -> type[Optimizer]:
+    if name.startswith("_"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _in_module("torch.optim", name)
+
+
+#: ``of``, and the classes of torch.optim.
+__all__ = [
+    "of",
+    *(
+        name
+        for name, value in vars(torch.optim).items()
+        if isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer
+    ),
+]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+add_finder(sys.modules[__name__], _in_module)
