@@ -9,8 +9,8 @@ A hook of torch tells when a parameter's gradient is complete. Complete gradient
 ``bucket_bytes``. Then the optimizer takes a step in which no other parameter has a gradient, and these are
 freed. ``optimizer.step()``, which the program calls as before, steps the parameters that are left.
 
-* The compiled step is that of the whole optimizer: Note [Members that come and go] in ``capture/members.py``.
-  It is compiled once, for whatever parameters have a gradient. Steps that do not consist of rows are recorded.
+* The compiled step is that of the whole optimizer, compiled once, for whatever parameters have a gradient:
+  Note [Members that come and go] in ``capture/members.py``. Steps that do not consist of rows are recorded.
 * What a step changes for all parameters at once must change once: a counter in ``param_groups``, or an
   attribute of the optimizer. Each part of a step begins with the values that the first part began with
   (:class:`_CommonValues`).
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -90,8 +91,9 @@ def step_in_backward(
             all. A step of few parameters takes the host about as long as one of many.
         max_norm: largest norm of the gradients, in place of ``clip_grad_norm_``, which comes too late.
         clip: ``"last step"``: gradients are multiplied by ``max_norm / norm``, if below 1, with the norm of
-            all gradients of the step before, because the norm of this one is not known yet; in the first step
-            as by ``"each tensor"``. ``"each tensor"``: each gradient is clipped to ``max_norm`` by itself.
+            all gradients of the step before, because the norm of this one is not known yet. In the first
+            step each of n gradients is clipped to ``max_norm / sqrt(n)``, so that all have at most
+            ``max_norm``. ``"each tensor"``: each gradient is clipped to ``max_norm`` by itself.
         scaler: the ``GradScaler`` that scales the loss; the program goes on to call ``scaler.step`` and
             ``scaler.update``, but not ``scaler.unscale_``. A part of a step whose gradients are not all
             finite is skipped; parts before it have been stepped, where ``scaler.step`` would skip all.
@@ -153,6 +155,8 @@ class GradientRelease:
         self._max_norm, self._clip, self._scaler = max_norm, clip, scaler
         self._waiting: list[Tensor] = []
         self._bytes_waiting = 0
+        #: Number of parameters of the last step; in the first, of all.
+        self._expected = len(self._parameters)
         self._stepped: set[int] = set()
         self._passes: defaultdict[int, int] = defaultdict(int)
         self._norms: list[Tensor] = []
@@ -211,6 +215,7 @@ class GradientRelease:
                 self.norm = torch.stack([_whole(norm) for norm in self._norms]).norm()
             self._waiting, self._bytes_waiting = [], 0
             self._norms, self._parts, self._common = [], [], None
+            self._expected = len(self._stepped) or self._expected
             self._stepped.clear()
             self._passes.clear()
             return returned
@@ -243,7 +248,8 @@ class GradientRelease:
             self._waiting.append(parameter)
             self._bytes_waiting += 0 if parameter.grad is None else _bytes(parameter.grad)
             self.largest = max(self.largest, self._bytes_waiting)
-            if self._bytes_waiting >= self._bucket_bytes:
+            is_last = len(self._stepped) + len(self._waiting) == self._expected
+            if is_last or self._bytes_waiting >= self._bucket_bytes:
                 with without_hooks(self._optimizer):
                     self._step(self._waiting, self._compiled.run)
 
@@ -299,6 +305,8 @@ class GradientRelease:
         if self._clip == "last step" and self.norm is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, self.norm)
             return
+        if self._clip == "last step":
+            max_norm /= math.sqrt(len(self._parameters))
         for parameter in parameters:
             torch.nn.utils.clip_grad_norm_([parameter], max_norm)
 
@@ -390,8 +398,8 @@ def _refuse_flat(model: torch.nn.Module) -> None:
 def _refuse_joint(optimizer: Optimizer) -> None:
     """Raise if an optimizer computes an update from the gradients of several parameters.
 
-    Two small parameters for each group, with gradients at random, are stepped together and apart, by copies of
-    the optimizer. The optimizer itself stays as it is.
+    Two small parameters for each group, with gradients at random, are stepped together and apart, by copies
+    of the optimizer. The optimizer itself stays as it is.
     """
     try:
         with torch.random.fork_rng(devices=()):

@@ -175,8 +175,8 @@ class _Chain:
         if unconverted(node) is self._placeholder:
             self._x = node
             return []
-        if is_conversion(node) and tensor_value(source := unconverted(node)).dtype is torch.float32:
-            return self.steps(source)  # of float32 to float32, as torch's pass over double conversions leaves
+        if is_conversion(node) and unconverted(node).meta["val"].dtype is torch.float32:
+            return self.steps(unconverted(node))  # to the same dtype: left by torch's pass over conversions
         if node.kwargs:
             return None
         for earlier, step in self._last_steps(node):

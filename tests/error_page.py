@@ -614,6 +614,23 @@ EXAMPLES: dict[type[errors.CollageError], tuple[Example, ...]] = {
             """,
         ),
     ),
+    errors.GradientReleaseError: (
+        Example(
+            "A second backward pass before the step.",
+            """\
+            import torch
+            from collage_fx import step_in_backward
+
+            model = torch.nn.Linear(8, 8, dtype=torch.bfloat16)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            step_in_backward(model, optimizer)
+            batch = torch.ones(4, 8, dtype=torch.bfloat16)
+            model(batch).sum().backward()
+            model(batch).sum().backward()
+            """,
+            is_late=True,
+        ),
+    ),
 }
 
 
@@ -699,11 +716,12 @@ Each message ends with the code of its kind, and `collage-fx error CFX001` print
 says. Codes stay: a new kind has a new one, and that of a kind that goes is not given again. All kinds are
 `collage_fx.CollageError`, and classes in `collage_fx.errors`.
 
-A refused step has changed nothing: no parameter, no state, no error term. There are two exceptions. A
-[recorded](../limits.md#recorded-steps) step is compiled, and taken, part by part, and a refusal of a later
-part leaves the earlier ones taken. And where a graph breaks, [CFX010](CFX010.md), what stands before an
-earlier break has been run. With `strict=False` many refusals are warnings, of the same words, and the step is
-taken in plain low precision; their pages say so.
+A refused step has changed nothing: no parameter, no state, no error term. There are three exceptions. A
+[recorded](../limits.md#recorded-steps) step is compiled and executed part by part, so if a later part is
+refused, the earlier parts have been executed. Where a graph breaks, [CFX010](CFX010.md), the code before an
+earlier break has been run. A step in the backward pass, [CFX017](CFX017.md), has parts, too. With
+`strict=False` many refusals are warnings with the same text, and the step is taken in plain low precision;
+their pages say so.
 
 The examples stand by themselves: each can be pasted into a file, `example.py`, and run, on a CPU.
 

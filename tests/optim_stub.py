@@ -1,4 +1,4 @@
-"""``python -m tests.optim_stub``: write collage_fx/optim/__init__.pyi, the types of the classes of torch.optim.
+"""``python -m tests.optim_stub``: write collage_fx/optim/__init__.pyi, the types of torch.optim's classes.
 
 ``collage_fx/optim`` makes its classes when it is imported, which type checkers and editors do not do.
 """
@@ -29,6 +29,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from collage_fx.backend import CollageBackend
+
+__all__: list[str]
 
 _Optimizer = TypeVar("_Optimizer", bound=torch.optim.Optimizer)
 _Collage: TypeAlias = Mapping[str, Any] | CollageBackend | None

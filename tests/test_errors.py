@@ -29,6 +29,7 @@ CODES = {
     "CFX014": "GraphInvariantError",
     "CFX015": "FailedPassError",
     "CFX016": "UnsupportedTorchError",
+    "CFX017": "GradientReleaseError",
 }
 
 KINDS = list(error_kinds().values())

@@ -55,7 +55,7 @@ def test_all_classes_of_torch_optim() -> None:
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "Adafactor", "Muon", "NAdam"])
 def test_bits_of_install(name: str) -> None:
-    ways = []
+    ways: list[list[Any]] = []
     for is_by_name in (True, False):
         of = [p for p in parameters() if name != "Muon" or p.dim() == 2]
         if is_by_name:
@@ -73,6 +73,7 @@ def test_options() -> None:
     backend = CollageBackend(strategy="light")
     assert collage_fx.backend_of(optim.SGD(parameters(), lr=0.1, collage=backend)) is backend
     assert collage_fx.backend_of(optim.SGD(parameters(), lr=0.1)).options == CollageBackend().options
+    wrong: Any
     for wrong in ({"strategi": "light"}, "light", 8):
         with pytest.raises(InvalidOptionError):
             optim.SGD(parameters(), lr=0.1, collage=wrong)
@@ -82,17 +83,17 @@ def test_what_torch_refuses() -> None:
     with pytest.raises(ValueError, match="Invalid learning rate"):
         optim.AdamW(parameters(), lr=-1.0)
     with pytest.raises(TypeError, match="momentum"):
-        optim.AdamW(parameters(), momentum=0.9)
+        optim.AdamW(parameters(), momentum=0.9)  # type: ignore[call-arg]
 
 
 def test_groups_names_and_subclasses() -> None:
     of = parameters()
-    groups = [{"params": [("a", of[0])], "lr": 0.5}, {"params": [("b", of[1])]}]
+    groups: Any = [{"params": [("a", of[0])], "lr": 0.5}, {"params": [("b", of[1])]}]
     optimizer = optim.AdamW(groups, lr=0.25)
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.25]
     assert optimizer.param_groups[1]["param_names"] == ["b"]
 
-    class Mine(optim.AdamW):  # type: ignore[misc]
+    class Mine(optim.AdamW):
         def __init__(self, params: Any) -> None:
             super().__init__(params, lr=0.125, collage={"strategy": "full"})
 
@@ -119,13 +120,13 @@ def test_paths_that_lead_nowhere() -> None:
         with pytest.raises(UnsupportedOptimizerError, match=path):
             optim.of(path)
     with pytest.raises(CollageError, match="is not a class of optimizers"):
-        optim.of(torch.nn.Linear)  # type: ignore[call-overload]
+        optim.of(torch.nn.Linear)  # type: ignore[type-var]
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("collage_fx.optim.no_such_package")
     with pytest.raises(AttributeError, match="not a class of optimizers"):
         importlib.import_module("collage_fx.optim.torch.nn").Linear  # noqa: B018
     with pytest.raises(AttributeError):
-        optim.AdamV  # noqa: B018
+        optim.AdamV  # type: ignore[attr-defined]  # noqa: B018
 
 
 def test_copies_and_checkpoints(tmp_path: Path) -> None:
@@ -153,7 +154,7 @@ def _name_of(cls: type) -> str:
 
 def test_another_process_finds_the_classes() -> None:
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        classes = [optim.AdamW, optim.of(Lion)]
+        classes: list[type] = [optim.AdamW, optim.of(Lion)]
         assert pool.map(_name_of, classes) == [
             "collage_fx.optim.AdamW",
             "collage_fx.optim.tests.support.training.Lion",

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
+from collage_fx.errors import InvalidOptionError
+from collage_fx.gradient_release import step_in_backward
 from collage_fx.install import install
 
 __all__ = ["prepare"]
 
 
-def prepare(accelerator: Any, *objects: Any, **options: Any) -> Any:
+def prepare(accelerator: Any, *objects: Any, in_backward: bool = False, **options: Any) -> Any:
     """Call ``accelerator.prepare(*objects)`` after installing all optimizers among the objects.
 
     The model must be in bfloat16 or float16. ``save_state`` and ``load_state`` keep the error terms.
@@ -19,6 +22,8 @@ def prepare(accelerator: Any, *objects: Any, **options: Any) -> Any:
     Args:
         accelerator: an ``accelerate.Accelerator``.
         objects: models, optimizers, schedulers and loaders.
+        in_backward: step in the backward pass, by :func:`collage_fx.step_in_backward`, which takes
+            ``max_norm`` in place of ``accelerator.clip_grad_norm_``. It needs a single model.
         options: options of :func:`collage_fx.install`.
 
     Returns:
@@ -27,4 +32,22 @@ def prepare(accelerator: Any, *objects: Any, **options: Any) -> Any:
     for each in objects:
         if isinstance(each, Optimizer):
             install(each, **options)
-    return accelerator.prepare(*objects)
+    prepared = accelerator.prepare(*objects)
+    if in_backward:
+        found = prepared if isinstance(prepared, tuple) else (prepared,)
+        models = [each for each in found if isinstance(each, torch.nn.Module)]
+        if len(models) != 1:
+            raise InvalidOptionError(
+                f"in_backward=True with {len(models)} models",
+                where="prepare",
+                remedy="call collage_fx.step_in_backward(model, optimizer) for each model yourself",
+            )
+        for each in found:
+            if isinstance(each, Optimizer):
+                step_in_backward(
+                    models[0],
+                    each,
+                    accumulate=lambda: bool(accelerator.sync_gradients),
+                    scaler=accelerator.scaler,
+                )
+    return prepared

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from collage_fx.backend import CollageBackend
+from collage_fx.errors import InvalidOptionError
+from collage_fx.gradient_release import step_in_backward
 from collage_fx.install import install
 
 try:
@@ -22,16 +24,32 @@ class CollageCallback(Callback):  # type: ignore[misc]  # Lightning has no types
     hold the error terms.
 
     Args:
+        in_backward: step in the backward pass, by :func:`collage_fx.step_in_backward`; gradients are then
+            clipped to the trainer's ``gradient_clip_val`` by the norm of the step before.
         options: options of :class:`collage_fx.CollageBackend`, such as ``strategy="light"``.
 
     Attributes:
         backend: the backend, for ``backend.report()``.
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, in_backward: bool = False, **options: Any) -> None:
         self.backend = CollageBackend(**options)
+        self.in_backward = in_backward
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Install the optimizers after the trainer has created them."""
         for optimizer in trainer.optimizers:
             install(optimizer, backend=self.backend)
+            if self.in_backward:
+                if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
+                    raise InvalidOptionError(
+                        "gradients that are clipped by value are gone before the trainer clips them",
+                        where="Trainer(gradient_clip_algorithm=...)",
+                        remedy='use gradient_clip_algorithm="norm", or leave in_backward out',
+                    )
+                step_in_backward(
+                    trainer.strategy.model,
+                    optimizer,
+                    accumulate=trainer.accumulate_grad_batches,
+                    max_norm=trainer.gradient_clip_val or None,
+                )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from accelerate.state import GradientState
 from transformers import TrainerCallback
 
 from collage_fx.backend import CollageBackend
+from collage_fx.gradient_release import step_in_backward
 from collage_fx.install import install
 
 __all__ = ["CollageCallback"]
@@ -20,17 +22,28 @@ class CollageCallback(TrainerCallback):  # type: ignore[misc]  # its types are n
     terms; ``model.safetensors`` alone holds only ``hi``: see :func:`collage_fx.save_full_state_dict`.
 
     Args:
+        in_backward: step in the backward pass, by :func:`collage_fx.step_in_backward`; gradients are then
+            clipped to the trainer's ``max_grad_norm`` by the norm of the step before. The norm that the
+            trainer logs is of gradients that are gone, so 0.
         options: options of :class:`collage_fx.CollageBackend`, such as ``strategy="light"``.
 
     Attributes:
         backend: the backend, for ``backend.report()``.
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, in_backward: bool = False, **options: Any) -> None:
         self.backend = CollageBackend(**options)
+        self.in_backward = in_backward
 
     def on_train_begin(
-        self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
         """Install the optimizer after the trainer has created it and loaded its state."""
         install(optimizer, backend=self.backend)
+        if self.in_backward:
+            step_in_backward(
+                model,
+                optimizer,
+                accumulate=lambda: GradientState().sync_gradients,
+                max_norm=args.max_grad_norm or None,
+            )

@@ -9,6 +9,8 @@ from torch.optim.optimizer import ParamsT
 
 from collage_fx.backend import CollageBackend
 
+__all__: list[str]
+
 _Optimizer = TypeVar("_Optimizer", bound=torch.optim.Optimizer)
 _Collage: TypeAlias = Mapping[str, Any] | CollageBackend | None
 

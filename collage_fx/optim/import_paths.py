@@ -1,8 +1,8 @@
 """Paths that can be imported for classes of other packages: ``collage_fx.optim.pytorch_optimizer.Prodigy``.
 
-A pickle, a process that is spawned and a configuration all find a class by the name of a module and a name in
-it. So behind each module there is a module of ours, made when it is imported: its attributes are subclasses of
-the other's optimizers.
+A pickle, a process that is spawned and a configuration all find a class by a module's name and a name in it.
+So for each module that is imported below ``collage_fx.optim`` there is a module whose attributes are
+subclasses of the other's optimizers.
 """
 
 from __future__ import annotations

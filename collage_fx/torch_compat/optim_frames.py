@@ -31,7 +31,7 @@ def is_step_of(optimizer: torch.optim.Optimizer, code: CodeType) -> bool:
     return any(getattr(inspect.unwrap(step), "__code__", None) is code for step in steps)
 
 
-#: Attribute of a class that is made to be installed, ``collage_fx.optim.AdamW``: the class that it is made of.
+#: Attribute of a class of ``collage_fx.optim``: the class that it is made of.
 ORIGINAL = "__collage_fx_original__"
 
 
