@@ -38,8 +38,7 @@ from collage_fx.errors import GradientReleaseError, InvalidOptionError, Unsuppor
 from collage_fx.install import CompiledStep, inner_optimizers, install
 from collage_fx.options import refuse_unless
 from collage_fx.runtime import STAND_INS
-from collage_fx.state import parameter_names
-from collage_fx.tools.explain import clone_of
+from collage_fx.state import clone_of, parameter_names
 from collage_fx.torch_compat import local_tensor, own_step, sharding_of, without_hooks
 
 log = logging.getLogger("collage_fx")
@@ -57,7 +56,7 @@ SCALED, GIVEN = "_step_supports_amp_scaling", ("grad_scale", "found_inf")
 #: Attributes of an optimizer that no step computes with.
 OTHER = frozenset({"_opt_called", SCALED, *GIVEN})
 
-#: Largest size of a dimension in the experiment, its steps, and the difference that counts as one.
+#: Largest size of a dimension in the experiment, number of its steps, and smallest relative difference.
 SMALL, STEPS, TOLERANCE = 8, 3, 1e-3
 
 
@@ -189,7 +188,7 @@ class GradientRelease:
             self._hooks = [p.register_post_accumulate_grad_hook(self._at_gradient) for p in self._parameters]
 
     def remove(self) -> None:
-        """Let the optimizer step after the backward pass again; gradients that wait are kept."""
+        """Make the optimizer step after the backward pass again; gradients that wait are kept."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -278,7 +277,7 @@ class GradientRelease:
         return returned
 
     def _stand_in(self, parameter: Tensor, gradient: Tensor | None) -> Tensor:
-        """Return what stands for a gradient that is absent from a part of a step."""
+        """Return the tensor that stands for a gradient that is absent from a part of a step."""
         dtype = None if gradient is None else gradient.dtype
         known = self._stand_ins.get(id(parameter))
         if known is None or (dtype is not None and known.dtype is not dtype):
@@ -286,7 +285,7 @@ class GradientRelease:
         return known
 
     def _step_of_present(self, parameters: Sequence[Tensor], step: Callable[[], Any]) -> Any:
-        """Unscale and clip the gradients, and step."""
+        """Step after the gradients have been divided by the scale, and clipped."""
 
         def clip_and_step() -> Any:
             if self._max_norm is not None and parameters:
@@ -353,7 +352,7 @@ class _CommonValues:
         ]
 
     def restore(self) -> None:
-        """Set the values from before the step, and remove those that the step has added."""
+        """Set the values from before the step, and remove values that the step has added."""
         for holder, before in zip(self._holders, self._before, strict=True):
             for key, value in _numbers_in(holder):
                 if key not in before:

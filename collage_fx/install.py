@@ -17,7 +17,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator
 from types import MethodType
-from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
+from typing import Any, Protocol, TypeVar, cast, get_args
 
 import torch
 from torch.optim import Optimizer
@@ -44,9 +44,6 @@ from collage_fx.state import (
     reset_error_terms,
 )
 from collage_fx.torch_compat import has_foreign_step, own_step, remove_own_step, set_own_step
-
-if TYPE_CHECKING:
-    from collage_fx.gradient_release import GradientRelease
 
 log = logging.getLogger("collage_fx")
 
@@ -159,18 +156,28 @@ def backend_of(optimizer: Any) -> CollageBackend:
     )
 
 
+class Release(Protocol):
+    """Handle that steps some parameters in the backward pass: see ``gradient_release.py``."""
+
+    def finish(self, step: Callable[[], Any]) -> Any:
+        """Step the other parameters by a compiled step, and return its result."""
+
+    def remove(self) -> None:
+        """Make the optimizer step after the backward pass again."""
+
+
 class CompiledStep:
     """The ``step`` of an installed optimizer: its closure, then the compiled step of its class.
 
     Attributes:
         backend: the backend.
-        release: what has stepped some parameters in the backward pass; None if all are stepped here.
+        release: handle that steps some parameters in the backward pass; None if all are stepped here.
     """
 
     def __init__(self, optimizer: Optimizer, backend: CollageBackend) -> None:
         self.backend = backend
-        self.release: GradientRelease | None = None
-        #: Takes a compiled step of the parameters that have a gradient.
+        self.release: Release | None = None
+        #: Compiled step of the parameters that have a gradient.
         self.run = torch.compile(MethodType(type(optimizer).step, optimizer), backend=backend)
         self._calls_closure_first = calls_closure_first(type(optimizer))
 

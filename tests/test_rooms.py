@@ -38,8 +38,10 @@ LAW: dict[str, set[str]] = {
 LAW["compilation"] = {*LAW, "compilation"} - {"passes", "compilation"}
 LAW["backend"] = {*LAW} - {"passes", "backend"}
 LAW["install"] = {*LAW} - {"passes"}
-LAW["tools"] = {*LAW} - {"passes"}
-LAW["integrations"] = {*LAW} - {"passes", "capture", "torch_compat"}
+LAW["gradient_release"] = {*LAW} - {"passes"}
+LAW["optim"] = {*LAW} - {"passes", "gradient_release"}
+LAW["tools"] = {*LAW} - {"passes", "gradient_release", "optim"}
+LAW["integrations"] = {*LAW} - {"passes", "capture", "torch_compat", "optim"}
 LAW["cli"] = {*LAW} - {"passes", "cli"}
 LAW["__init__"] = {*LAW} - {"passes", "cli"}
 LAW["__main__"] = {"cli"}
@@ -264,6 +266,9 @@ ASSIGNED = {
     ("torch_compat/patch_steps.py", "setattr"): "a mark on the switch of OWN_STEPS",
     ("torch_compat/own_steps.py", "setattr"): "a mark on a function of ours",
     ("install.py", "cls.__init__"): "of a class that the user has asked to change",
+    ("gradient_release.py", "p.grad"): "of small parameters of its own",
+    ("gradient_release.py", "parameter.grad"): "a gradient that has been used, as zero_grad() does",
+    ("optim/__init__.py", "__init__.__signature__"): "of a function of ours",
     ("install.py", "setattr"): "a mark on a function of ours",
     ("capture/watch.py", "parameter.grad"): "the same memory in another tensor, while Dynamo traces",
     ("tools/audit.py", "parameter.grad"): "of parameters that the audit has made",

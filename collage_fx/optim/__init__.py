@@ -42,7 +42,7 @@ def of(optimizer: str | type[Optimizer]) -> type[Optimizer]:
         optimizer: the class, or its path: ``"pytorch_optimizer.Prodigy"``.
 
     Raises:
-        CollageError: it is not a class of optimizers, or there is no such path.
+        CollageError: the object is not a class of optimizers, or there is no such path.
     """
     cls = _named(optimizer) if isinstance(optimizer, str) else optimizer
     if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
@@ -104,7 +104,7 @@ def _refuse_unless_options(collage: Any) -> None:
 
 
 def _named(path: str) -> Any:
-    """Return what a path names."""
+    """Return the object that a path names."""
     module, _, name = path.rpartition(".")
     try:
         return getattr(importlib.import_module(module), name)

@@ -27,6 +27,7 @@ from collage_fx.state.error_terms import (
 from collage_fx.state.optimizers import (
     KnownTensor,
     bytes_held,
+    clone_of,
     held_optimizers,
     held_per_parameter,
     known_tensors,

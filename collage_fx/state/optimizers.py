@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, ValuesView
 from dataclasses import dataclass
 from types import MethodType, ModuleType
@@ -216,3 +217,30 @@ def unpack_state(optimizer: Optimizer) -> None:
     """Unpack an optimizer's packed tensors, for code that has to see ordinary tensors."""
     for known in known_tensors({"self": optimizer}).values():
         unpack(known.tensor)
+
+
+def clone_of(optimizer: Optimizer, replaced: Mapping[int, Any] | None = None) -> Optimizer:
+    """Return a deep copy of an optimizer without hooks.
+
+    ``copy.deepcopy(optimizer)`` does not suffice: ``Optimizer`` pickles only some attributes, and a
+    subclass's step may need others. An attribute that cannot be copied is shared.
+
+    Args:
+        optimizer: the optimizer.
+        replaced: ``id`` of an object -> what the copy has in its place.
+    """
+    memo = dict(replaced or {})
+    clone = object.__new__(type(optimizer))
+    for name, value in vars(optimizer).items():
+        if name.startswith("_optimizer_") and isinstance(value, dict):
+            vars(clone)[name] = OrderedDict()
+        elif name != "step":
+            vars(clone)[name] = _copied(value, memo)
+    return clone
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    try:
+        return copy.deepcopy(value, memo)
+    except (TypeError, RuntimeError, NotImplementedError):  # locks, handles, tensors with a history
+        return value

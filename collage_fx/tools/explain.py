@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import types
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -30,7 +28,7 @@ from collage_fx.lowering import Lowered, interpreted, rules_of, why_not_compiled
 from collage_fx.numerics import STORAGE_FORMATS, is_low_precision
 from collage_fx.options import refuse_unknown
 from collage_fx.report import CollageReport
-from collage_fx.state import known_tensors
+from collage_fx.state import clone_of, known_tensors
 from collage_fx.torch_compat import is_in_dynamo
 
 
@@ -126,33 +124,6 @@ def _results_alone(gm: GraphModule, added: Sequence[Node]) -> GraphModule:
             gm.graph.erase_node(node)
     gm.recompile()
     return gm
-
-
-def clone_of(optimizer: Optimizer, replaced: Mapping[int, Any] | None = None) -> Optimizer:
-    """Return a deep copy of an optimizer without hooks.
-
-    ``copy.deepcopy(optimizer)`` does not suffice: ``Optimizer`` pickles only some attributes, and a
-    subclass's step may need others. An attribute that cannot be copied is shared.
-
-    Args:
-        optimizer: the optimizer.
-        replaced: ``id`` of an object -> what the copy has in its place.
-    """
-    memo = dict(replaced or {})
-    clone = object.__new__(type(optimizer))
-    for name, value in vars(optimizer).items():
-        if name.startswith("_optimizer_") and isinstance(value, dict):
-            vars(clone)[name] = OrderedDict()
-        elif name != "step":
-            vars(clone)[name] = _copied(value, memo)
-    return clone
-
-
-def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    try:
-        return copy.deepcopy(value, memo)
-    except (TypeError, RuntimeError, NotImplementedError):  # locks, handles, tensors with a history
-        return value
 
 
 def _has_state_not_met(optimizer: Optimizer, backend: CollageBackend) -> bool:
