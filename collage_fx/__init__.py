@@ -1,9 +1,11 @@
 """collage_fx: a torch.compile backend that makes any PyTorch optimizer precise in pure low precision."""
 
+from collage_fx import optim
 from collage_fx.backend import CollageBackend, backend_for, collage_backend
 from collage_fx.errors import CollageError
 from collage_fx.gradient_release import GradientRelease, step_in_backward
 from collage_fx.install import backend_of, install, uninstall
+from collage_fx.offload import Offload, offload
 from collage_fx.report import CollageReport
 from collage_fx.state.checkpoint import install as _install_checkpoint_support
 from collage_fx.state.checkpoint import plain_state_dict
@@ -23,6 +25,7 @@ __all__ = [
     "CollageError",
     "CollageReport",
     "GradientRelease",
+    "Offload",
     "assign",
     "audit",
     "backend_for",
@@ -36,6 +39,8 @@ __all__ = [
     "install",
     "load_full_state_dict",
     "move_state",
+    "offload",
+    "optim",
     "plain_state_dict",
     "reset_error_terms",
     "save_full_state_dict",

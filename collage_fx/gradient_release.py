@@ -15,7 +15,7 @@ freed. ``optimizer.step()``, which the program calls as before, steps the parame
   attribute of the optimizer. Each part of a step begins with the values that the first part began with
   (:class:`_CommonValues`).
 * An optimizer that computes something from all gradients cannot be stepped so. This is found out by
-  experiment (:func:`_refuse_joint`): small copies are stepped together and apart.
+  experiment (:func:`refuse_joint`): small copies are stepped together and apart.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import logging
 import math
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -105,13 +105,39 @@ def step_in_backward(
         CollageError: the optimizer needs all gradients at once, or a closure; or FSDP1 has flattened the
             parameters. Nothing has changed.
     """
+    chosen = sole_optimizer(optimizer)
+    refuse_options(accumulate, clip)
+    _refuse_flat(model)
+    refuse_joint(chosen)
+    if options or not isinstance(own_step(chosen), CompiledStep):
+        install(chosen, **options)
+    names = {id(p): name for name, p in model.named_parameters()}
+    release = GradientRelease(chosen, names, accumulate, bucket_bytes, max_norm, clip, scaler)
+    if any(isinstance(each, DistributedDataParallel) for each in model.modules()):
+        log.info(
+            "%s: DistributedDataParallel keeps all gradients until the backward pass has ended, so "
+            "parameters are stepped then",
+            type(chosen).__name__,
+        )
+    else:
+        release.watch()
+    return release
+
+
+def sole_optimizer(optimizer: Any) -> Optimizer:
+    """Return the optimizer that steps are passed on to; raise if there are several."""
     inner = list(inner_optimizers(optimizer))
     if len(inner) != 1:
         raise InvalidOptionError(
             f"this {type(optimizer).__name__} holds {len(inner)} optimizers",
             where="step_in_backward",
-            remedy="call step_in_backward for each of them",
+            remedy="call it for each of them",
         )
+    return inner[0]
+
+
+def refuse_options(accumulate: Any, clip: Any) -> None:
+    """Raise if an option has a value that is not allowed."""
     if not (callable(accumulate) or (type(accumulate) is int and accumulate > 0)):
         raise InvalidOptionError(
             f"accumulate={accumulate!r} is not allowed",
@@ -119,12 +145,7 @@ def step_in_backward(
             remedy="give the number of backward passes before optimizer.step(), or a function that tells "
             "whether the current one is the last",
         )
-    refuse_unless("clip", clip, ("last step", "each tensor"))
-    _refuse_flat(model)
-    _refuse_joint(inner[0])
-    if options or not isinstance(own_step(inner[0]), CompiledStep):
-        install(inner[0], **options)
-    return GradientRelease(model, inner[0], accumulate, bucket_bytes, max_norm, clip, scaler)
+    refuse_unless("clip", clip, get_args(Clip))
 
 
 class GradientRelease:
@@ -137,8 +158,8 @@ class GradientRelease:
 
     def __init__(
         self,
-        model: torch.nn.Module,
         optimizer: Optimizer,
+        names: Mapping[int, str],
         accumulate: int | Callable[[], bool],
         bucket_bytes: int | None,
         max_norm: float | None,
@@ -148,7 +169,7 @@ class GradientRelease:
         self.norm: Tensor | None = None
         self.largest = 0
         self._optimizer = optimizer
-        self._names = {id(p): name for name, p in model.named_parameters()}
+        self._names = names
         self._parameters = [p for _, p in parameter_names(optimizer) if p.requires_grad]
         self._accumulate = accumulate
         self._max_norm, self._clip, self._scaler = max_norm, clip, scaler
@@ -178,14 +199,10 @@ class GradientRelease:
         if scaler is not None:
             vars(optimizer)[SCALED] = True
         self._hooks: list[Any] = []
-        if any(isinstance(each, DistributedDataParallel) for each in model.modules()):
-            log.info(
-                "%s: DistributedDataParallel keeps all gradients until the backward pass has ended, so "
-                "parameters are stepped then",
-                type(optimizer).__name__,
-            )
-        else:
-            self._hooks = [p.register_post_accumulate_grad_hook(self._at_gradient) for p in self._parameters]
+
+    def watch(self) -> None:
+        """Note each gradient when it is complete, by hooks of the parameters."""
+        self._hooks = [p.register_post_accumulate_grad_hook(self.take) for p in self._parameters]
 
     def remove(self) -> None:
         """Make the optimizer step after the backward pass again; gradients that wait are kept."""
@@ -221,7 +238,7 @@ class GradientRelease:
 
     # -- In the backward pass
 
-    def _at_gradient(self, parameter: Tensor) -> None:
+    def take(self, parameter: Tensor) -> None:
         """Take note of a gradient, which may be complete; step when enough of them are."""
         with self._lock:
             if self._is_first:
@@ -272,9 +289,13 @@ class GradientRelease:
                 parameter.grad = gradient
         for parameter in some.values():
             parameter.grad = None
+        self.hand_on(list(some.values()))
         self._waiting, self._bytes_waiting = [], 0
         self._stepped |= some.keys()
         return returned
+
+    def hand_on(self, parameters: Sequence[Tensor]) -> None:
+        """Do what is to be done with parameters that have been stepped: here nothing."""
 
     def _stand_in(self, parameter: Tensor, gradient: Tensor | None) -> Tensor:
         """Return the tensor that stands for a gradient that is absent from a part of a step."""
@@ -394,7 +415,7 @@ def _refuse_flat(model: torch.nn.Module) -> None:
             )
 
 
-def _refuse_joint(optimizer: Optimizer) -> None:
+def refuse_joint(optimizer: Optimizer) -> None:
     """Raise if an optimizer computes an update from the gradients of several parameters.
 
     Two small parameters for each group, with gradients at random, are stepped together and apart, by copies

@@ -24,6 +24,7 @@ from collage_fx.state.error_terms import (
     require_format,
     reset_error_terms,
 )
+from collage_fx.state.host_twins import set_host_twin
 from collage_fx.state.optimizers import (
     KnownTensor,
     bytes_held,

@@ -42,6 +42,7 @@ from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary, WeakIdRef, Weak
 from collage_fx.errors import CheckpointMismatchError, ConflictingErrorFormatError, UnsupportedTensorError
 from collage_fx.graph import is_dense
 from collage_fx.numerics import ERROR_FORMATS, AuxiliarySpec, ErrorFormat, format_named, is_low_precision
+from collage_fx.state.host_twins import host_twin
 from collage_fx.state.packed import is_packed, move_packed, pack, unpack
 from collage_fx.torch_compat import (
     distributed_like,
@@ -285,7 +286,7 @@ def records_version() -> Hashable:
 
 def has_error_terms(tensor: Tensor) -> bool:
     """Return whether a tensor has error terms; a record alone may have none."""
-    found = record_of(tensor)
+    found = record_of(host_twin(tensor))
     return found is not None and found.format.keeps_error
 
 
@@ -641,6 +642,8 @@ def error_terms(tensor: Tensor) -> tuple[Tensor, ...]:
         step has used, become zero if they belong to other values: load everything first. All processes have
         to call this for a DTensor then.
     """
+    if (twin := host_twin(tensor)) is not tensor:
+        return tuple(term.to(tensor.device) for term in error_terms(twin))
     record = record_of(tensor)
     if record is None:
         return _terms_in_memory_of(tensor)
@@ -714,6 +717,11 @@ def assign(tensor: Tensor, value: Tensor | float) -> None:
             number, taken as float32, as ``arithmetic="wide"`` does. Of a whole tensor each process takes its
             shard of a DTensor; a DTensor is redistributed as needed.
     """
+    if (twin := host_twin(tensor)) is not tensor:
+        assign(twin, value)
+        with torch.no_grad():
+            tensor.copy_(twin)
+        return
     given = torch.as_tensor(value)
     own, theirs = record_of(tensor), record_of(given)
     with torch.no_grad():

@@ -1,0 +1,267 @@
+"""Optimizers in host memory, for models on a device: state and error terms take no memory of the device.
+
+``offload(optimizer)``. A parameter on the device is hi alone, 2 bytes. Gradients go down and new hi go up, 2
+bytes each, while the backward pass goes on. The host steps by compiled kernels, with all of its cores.
+
+Note [Twins]
+------------
+The optimizer works with *twins* of the parameters in host memory, so its state is there, too. A hook copies a
+complete gradient to the host, and frees it. A thread waits for the copy, steps twins a part at a time as in
+``gradient_release.py``, and copies their hi back. ``optimizer.step()`` waits for the thread. The next forward
+pass waits, on the device, for the last copies.
+
+On a GPU twins and gradients are in pinned memory, of which copies are made without the host. State and error
+terms never leave the host, so they are in ordinary memory.
+
+Only the twin has error terms. ``full_value``, ``assign`` and ``error_terms`` of a parameter use those of its
+twin. If the program has written to a parameter, as ``load_state_dict`` does, the twin is made equal before its
+next step, and the usual check of writes between two steps finds the change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from collage_fx.errors import UnsupportedTensorError
+from collage_fx.gradient_release import (
+    Clip,
+    GradientRelease,
+    refuse_joint,
+    refuse_options,
+    sole_optimizer,
+)
+from collage_fx.install import install
+from collage_fx.state import parameter_names, set_host_twin
+from collage_fx.torch_compat import gradient_dtype, sharding_of, version_of
+
+
+def offload(
+    optimizer: Any,
+    *,
+    accumulate: int | Callable[[], bool] = 1,
+    bucket_bytes: int | None = None,
+    max_norm: float | None = None,
+    clip: Clip = "last step",
+    scaler: torch.amp.GradScaler | None = None,
+    **options: Any,
+) -> Offload:
+    """Keep an optimizer's state and error terms in host memory, and step there, in the backward pass.
+
+    The program stays as it is: it calls ``optimizer.step()`` after each backward pass. The bits are those of
+    the optimizer of a model on the CPU. Checkpoints are those of any installed optimizer.
+
+    Args:
+        optimizer: an optimizer of parameters on a device, as for :func:`~collage_fx.step_in_backward`, before
+            its first step or later. It is installed.
+        accumulate, bucket_bytes, max_norm, clip, scaler: as in :func:`~collage_fx.step_in_backward`.
+            Gradients of several backward passes are summed on the host.
+        options: options of :func:`collage_fx.install`, such as ``bytes_per_parameter=8``.
+
+    Returns:
+        a handle: ``release.remove()`` moves everything back to the device.
+
+    Raises:
+        CollageError: the optimizer needs all gradients at once, or a closure; or a parameter is a DTensor,
+            for which FSDP2 has ``CPUOffloadPolicy``. Nothing has changed.
+    """
+    chosen = sole_optimizer(optimizer)
+    refuse_options(accumulate, clip)
+    for name, parameter in parameter_names(chosen):
+        if sharding_of(parameter) is not None:
+            raise UnsupportedTensorError(
+                "a DTensor, which is not offloaded here",
+                where=name,
+                remedy="shard the model with fully_shard(..., offload_policy=CPUOffloadPolicy()), and install "
+                "the optimizer",
+            )
+    refuse_joint(chosen)
+    return Offload(chosen, accumulate, bucket_bytes, max_norm, clip, scaler, options)
+
+
+class Link(Protocol):
+    """Copies between a device and the host."""
+
+    def host_like(self, tensor: Tensor) -> Tensor:
+        """Return memory on the host with the layout of a tensor."""
+
+    def download(self, into: Tensor, tensor: Tensor) -> Callable[[], None]:
+        """Begin to copy a tensor to the host; return a function that waits for the copy."""
+
+    def upload(self, into: Tensor, tensor: Tensor) -> None:
+        """Begin to copy a tensor to the device."""
+
+    def settle(self) -> None:
+        """Make the device wait for the copies before it continues."""
+
+
+class HostLink:
+    """Copies within the memory of the host, for parameters on the CPU, as in tests."""
+
+    def host_like(self, tensor: Tensor) -> Tensor:
+        return torch.empty_like(tensor, device="cpu")
+
+    def download(self, into: Tensor, tensor: Tensor) -> Callable[[], None]:
+        into.copy_(tensor)
+        return lambda: None
+
+    def upload(self, into: Tensor, tensor: Tensor) -> None:
+        into.copy_(tensor)
+
+    def settle(self) -> None:
+        pass
+
+
+class CudaLink:
+    """Copies between a CUDA device and pinned memory, on streams of their own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._down, self._up = (torch.cuda.Stream(device) for _ in range(2))
+
+    def host_like(self, tensor: Tensor) -> Tensor:
+        return torch.empty_like(tensor, device="cpu", pin_memory=True)
+
+    def download(self, into: Tensor, tensor: Tensor) -> Callable[[], None]:
+        self._down.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._down):
+            into.copy_(tensor, non_blocking=True)
+            tensor.record_stream(self._down)
+            arrived = torch.cuda.Event()
+            arrived.record()
+        return arrived.synchronize
+
+    def upload(self, into: Tensor, tensor: Tensor) -> None:
+        with torch.cuda.stream(self._up):
+            into.copy_(tensor, non_blocking=True)
+
+    def settle(self) -> None:
+        torch.cuda.current_stream(self.device).wait_stream(self._up)
+
+
+def link_to(device: torch.device) -> Link:
+    """Return the copies between a device and the host."""
+    return CudaLink(device) if device.type == "cuda" else HostLink()
+
+
+class Offload(GradientRelease):
+    """Optimizer whose state is in host memory: the result of :func:`offload`.
+
+    Attributes:
+        twins: device parameters and their twins in host memory.
+        norm, largest: as in :class:`~collage_fx.GradientRelease`.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        accumulate: int | Callable[[], bool] = 1,
+        bucket_bytes: int | None = None,
+        max_norm: float | None = None,
+        clip: Clip = "last step",
+        scaler: torch.amp.GradScaler | None = None,
+        options: dict[str, Any] | None = None,
+        connect: Callable[[torch.device], Link] = link_to,
+    ) -> None:
+        held = [parameter for _, parameter in parameter_names(optimizer)]
+        names = [name for name, _ in parameter_names(optimizer)]
+        links = {device: connect(device) for device in {p.device for p in held}}
+        self.twins = [(p, _twin_of(p, links[p.device])) for p in held]
+        self._links = {id(twin): links[p.device] for p, twin in self.twins}
+        self._device_of = {id(twin): p for p, twin in self.twins}
+        self._versions = {id(twin): version_of(p) for p, twin in self.twins}
+        _give_parameters(optimizer, {id(p): twin for p, twin in self.twins})
+        for p, twin in self.twins:
+            set_host_twin(p, twin)
+        install(optimizer, **(options or {}))
+        of_twins = {id(twin): name for name, (_, twin) in zip(names, self.twins, strict=True)}
+        super().__init__(optimizer, of_twins, accumulate, bucket_bytes, max_norm, clip, scaler)
+        self._worker = ThreadPoolExecutor(1, "collage_fx_offload")
+        self._jobs: list[Future[None]] = []
+        self.watch()
+
+    def watch(self) -> None:
+        """Note each gradient on the device when it is complete."""
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(lambda p, twin=twin: self._begin(p, twin))
+            for p, twin in self.twins
+            if p.requires_grad
+        ]
+
+    def finish(self, step: Callable[[], Any]) -> Any:
+        """Wait for the host, step the twins that are left, and make the device wait for their values."""
+        jobs, self._jobs = self._jobs, []
+        for job in jobs:
+            job.result()
+        returned = super().finish(step)
+        for link in set(self._links.values()):
+            link.settle()
+        return returned
+
+    def hand_on(self, parameters: Sequence[Tensor]) -> None:
+        """Copy the values of stepped twins to the device."""
+        with torch.no_grad():
+            for twin in parameters:
+                on_device = self._device_of[id(twin)]
+                self._links[id(twin)].upload(on_device, twin)
+                self._versions[id(twin)] = version_of(on_device)
+
+    def remove(self) -> None:
+        """Move the optimizer back to the device, with its state and error terms."""
+        super().remove()
+        self._worker.shutdown()
+        for p, _ in self.twins:
+            set_host_twin(p, None)
+        _give_parameters(self._optimizer, {id(twin): p for p, twin in self.twins})
+
+    def _begin(self, parameter: Tensor, twin: Tensor) -> None:
+        """Copy a gradient to the host, and free it; the thread goes on from there."""
+        gradient = parameter.grad
+        assert gradient is not None
+        link = self._links[id(twin)]
+        with torch.no_grad():
+            if version_of(parameter) != self._versions[id(twin)]:
+                twin.copy_(parameter)
+                self._versions[id(twin)] = version_of(parameter)
+            on_host = link.host_like(gradient)
+            wait = link.download(on_host, gradient)
+        parameter.grad = None
+        for job in self._jobs:
+            if job.done():
+                job.result()  # raises what has failed
+        self._jobs.append(self._worker.submit(self._arrive, twin, on_host, wait))
+
+    def _arrive(self, twin: Tensor, gradient: Tensor, wait: Callable[[], None]) -> None:
+        """Give a twin its gradient, in the thread."""
+        wait()
+        with torch.no_grad():
+            if twin.grad is None:
+                twin.grad = gradient
+            else:
+                twin.grad.add_(gradient)
+        self.take(twin)
+
+
+def _twin_of(parameter: Tensor, link: Link) -> torch.nn.Parameter:
+    """Return a copy of a parameter in host memory."""
+    with torch.no_grad():
+        made = link.host_like(parameter.detach())
+        made.copy_(parameter)
+    twin = torch.nn.Parameter(made, parameter.requires_grad)
+    if (dtype := gradient_dtype(parameter)) is not parameter.dtype:
+        twin.grad_dtype = dtype
+    return twin
+
+
+def _give_parameters(optimizer: Optimizer, replaced: dict[int, Any]) -> None:
+    """Replace an optimizer's parameters, and move its state and their error terms to where they are."""
+    saved = optimizer.state_dict()
+    for group in optimizer.param_groups:
+        group["params"] = [replaced[id(p)] for p in group["params"]]
+    optimizer.state.clear()
+    optimizer.load_state_dict(saved)
