@@ -10,8 +10,8 @@ complete gradient to the host, and frees it. A thread waits for the copy, steps 
 ``gradient_release.py``, and copies their hi back. ``optimizer.step()`` waits for the thread. The next forward
 pass waits, on the device, for the last copies.
 
-On a GPU twins and gradients are in pinned memory, of which copies are made without the host. State and error
-terms never leave the host, so they are in ordinary memory.
+On a GPU twins and gradients are in pinned memory, which is copied without work for the host. State and
+error terms never leave the host, so they are in ordinary memory.
 
 Only the twin has error terms. ``full_value``, ``assign`` and ``error_terms`` of a parameter use those of its
 twin. If the program has written to a parameter, as ``load_state_dict`` does, the twin is made equal before its
@@ -59,8 +59,11 @@ def offload(
     Args:
         optimizer: an optimizer of parameters on a device, as for :func:`~collage_fx.step_in_backward`, before
             its first step or later. It is installed.
-        accumulate, bucket_bytes, max_norm, clip, scaler: as in :func:`~collage_fx.step_in_backward`.
-            Gradients of several backward passes are summed on the host.
+        accumulate: as in :func:`~collage_fx.step_in_backward`; gradients are summed on the host.
+        bucket_bytes: likewise.
+        max_norm: likewise.
+        clip: likewise.
+        scaler: likewise.
         options: options of :func:`collage_fx.install`, such as ``bytes_per_parameter=8``.
 
     Returns:
@@ -77,8 +80,8 @@ def offload(
             raise UnsupportedTensorError(
                 "a DTensor, which is not offloaded here",
                 where=name,
-                remedy="shard the model with fully_shard(..., offload_policy=CPUOffloadPolicy()), and install "
-                "the optimizer",
+                remedy="shard the model with fully_shard(..., offload_policy=CPUOffloadPolicy()), and "
+                "install the optimizer",
             )
     refuse_joint(chosen)
     return Offload(chosen, accumulate, bucket_bytes, max_norm, clip, scaler, options)

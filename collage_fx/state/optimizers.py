@@ -122,7 +122,8 @@ def _attributes(value: Any) -> dict[str, Any]:
     """Return the attributes by which an object may hold tensors; an optimizer has a state dict of its own."""
     if isinstance(value, torch.nn.Module):
         return {**dict(value.named_parameters()), **dict(value.named_buffers())}
-    if isinstance(value, (type, Optimizer, ModuleType)):
+    is_ours = type(value).__module__.startswith("collage_fx.")  # as the step of an installed optimizer
+    if is_ours or isinstance(value, (type, Optimizer, ModuleType)):
         return {}
     slots = (name for kind in type(value).__mro__ for name in _names_of_slots(kind))
     of_slots = {name: getattr(value, name) for name in slots if hasattr(value, name)}

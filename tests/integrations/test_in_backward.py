@@ -88,7 +88,7 @@ def trained_by_accelerate(*, in_backward: bool) -> list[Tensor]:
     layers = nn.Sequential(nn.Embedding(64, 64), nn.Linear(64, 64)).bfloat16()
     own = torch.optim.AdamW(layers.parameters(), lr=1e-4, fused=True)
     tokens = torch.randint(0, 40, (4 * STEPS, 8), generator=torch.Generator().manual_seed(0))
-    batches = torch.utils.data.DataLoader(tokens, batch_size=2)  # type: ignore[arg-type]
+    batches: Any = torch.utils.data.DataLoader(tokens, batch_size=2)  # type: ignore[arg-type]
     model, optimizer, batches = prepare(accelerator, layers, own, batches, in_backward=in_backward)
     for batch in batches:
         with accelerator.accumulate(model):
