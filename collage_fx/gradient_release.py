@@ -295,7 +295,7 @@ class GradientRelease:
         return returned
 
     def hand_on(self, parameters: Sequence[Tensor]) -> None:
-        """Do what is to be done with parameters that have been stepped: here nothing."""
+        """Pass on parameters that have been stepped, for subclasses."""
 
     def _stand_in(self, parameter: Tensor, gradient: Tensor | None) -> Tensor:
         """Return the tensor that stands for a gradient that is absent from a part of a step."""

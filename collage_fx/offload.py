@@ -14,8 +14,8 @@ On a GPU twins and gradients are in pinned memory, which is copied without work 
 error terms never leave the host, so they are in ordinary memory.
 
 Only the twin has error terms. ``full_value``, ``assign`` and ``error_terms`` of a parameter use those of its
-twin. If the program has written to a parameter, as ``load_state_dict`` does, the twin is made equal before its
-next step, and the usual check of writes between two steps finds the change.
+twin. If the program has written to a parameter, as ``load_state_dict`` does, the twin is made equal before
+its next step, and the usual check of writes between two steps finds the change.
 """
 
 from __future__ import annotations
@@ -59,11 +59,12 @@ def offload(
     Args:
         optimizer: an optimizer of parameters on a device, as for :func:`~collage_fx.step_in_backward`, before
             its first step or later. It is installed.
-        accumulate: as in :func:`~collage_fx.step_in_backward`; gradients are summed on the host.
-        bucket_bytes: likewise.
-        max_norm: likewise.
-        clip: likewise.
-        scaler: likewise.
+        accumulate: number of backward passes, or a function; gradients are summed on the host. This and the
+            next four are options of :func:`~collage_fx.step_in_backward`.
+        bucket_bytes: bytes of gradients that wait on the host to be stepped together.
+        max_norm: largest norm of the gradients.
+        clip: kind of clipping.
+        scaler: the ``GradScaler`` that scales the loss.
         options: options of :func:`collage_fx.install`, such as ``bytes_per_parameter=8``.
 
     Returns:
@@ -191,7 +192,7 @@ class Offload(GradientRelease):
     def watch(self) -> None:
         """Note each gradient on the device when it is complete."""
         self._hooks = [
-            p.register_post_accumulate_grad_hook(lambda p, twin=twin: self._begin(p, twin))
+            p.register_post_accumulate_grad_hook(lambda p, twin=twin: self.begin(p, twin))
             for p, twin in self.twins
             if p.requires_grad
         ]
@@ -222,7 +223,7 @@ class Offload(GradientRelease):
             set_host_twin(p, None)
         _give_parameters(self._optimizer, {id(twin): p for p, twin in self.twins})
 
-    def _begin(self, parameter: Tensor, twin: Tensor) -> None:
+    def begin(self, parameter: Tensor, twin: Tensor) -> None:
         """Copy a gradient to the host, and free it; the thread goes on from there."""
         gradient = parameter.grad
         assert gradient is not None

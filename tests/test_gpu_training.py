@@ -236,7 +236,7 @@ def test_stepping_in_the_backward_pass() -> None:
 
 
 def test_stepping_in_host_memory() -> None:
-    """Copies on streams of their own arrive in time; the CPU's kernels have other last bits in few elements."""
+    """Copies on streams of their own arrive in time; the CPU's kernels have other last bits."""
     (found, few), (expected, _) = (_trained(offloaded=way) for way in (True, False))
     assert few == 0
     torch.manual_seed(0)

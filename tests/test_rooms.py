@@ -39,9 +39,10 @@ LAW["compilation"] = {*LAW, "compilation"} - {"passes", "compilation"}
 LAW["backend"] = {*LAW} - {"passes", "backend"}
 LAW["install"] = {*LAW} - {"passes"}
 LAW["gradient_release"] = {*LAW} - {"passes"}
-LAW["optim"] = {*LAW} - {"passes", "gradient_release"}
-LAW["tools"] = {*LAW} - {"passes", "gradient_release", "optim"}
-LAW["integrations"] = {*LAW} - {"passes", "capture", "torch_compat", "optim"}
+LAW["offload"] = {*LAW} - {"passes"}
+LAW["optim"] = {*LAW} - {"passes", "gradient_release", "offload"}
+LAW["tools"] = {*LAW} - {"passes", "gradient_release", "offload", "optim"}
+LAW["integrations"] = {*LAW} - {"passes", "capture", "torch_compat", "offload", "optim"}
 LAW["cli"] = {*LAW} - {"passes", "cli"}
 LAW["__init__"] = {*LAW} - {"passes", "cli"}
 LAW["__main__"] = {"cli"}
@@ -268,6 +269,9 @@ ASSIGNED = {
     ("install.py", "cls.__init__"): "of a class that the user has asked to change",
     ("gradient_release.py", "p.grad"): "of small parameters of its own",
     ("gradient_release.py", "parameter.grad"): "a gradient that has been used, as zero_grad() does",
+    ("offload.py", "parameter.grad"): "a gradient that has been copied, as zero_grad() does",
+    ("offload.py", "twin.grad"): "of a parameter of our own",
+    ("offload.py", "twin.grad_dtype"): "of a parameter of our own",
     ("optim/__init__.py", "__init__.__signature__"): "of a function of ours",
     ("install.py", "setattr"): "a mark on a function of ours",
     ("capture/watch.py", "parameter.grad"): "the same memory in another tensor, while Dynamo traces",
