@@ -8,6 +8,13 @@ magnitude. What follows from roundings is *late*. Where an early value is made o
 ``native`` arithmetic, that rounding is computed as if its operand were finite; the operand's magnitude is
 noted, too, so that nothing is kept of it if that was wrong.
 
+Note [Two early loops]
+----------------------
+A processor works on as many instructions at once as it can hold, some hundreds. From a load to a rounded sum
+of Adam there are 150 cycles, a root and a quotient among them, in a hundred instructions: it waits for
+results. In two loops, up to the last quotient and from there, each is half as long, and there are twice as
+many elements under way. This saves a tenth of the time.
+
 :attr:`Elements.tested` are the values whose magnitude is noted. Of a value that is a rounding of another one,
 or the rest that a rounding leaves, the magnitude need not be known: it is the other one's, or less.
 """
@@ -34,8 +41,9 @@ from collage_fx.numerics import (
     arithmetic,
     block_scale,
     block_unit,
-    code_of_number,
+    code_of_number_by_fma,
     dithered,
+    dithered_sum,
     dithered_upper,
     most_of_block,
     number_of_code,
@@ -75,6 +83,13 @@ def sums_of(*values: Tensor) -> Tensor:
     """Mark the sums over all elements of ``update_sums.values``."""
     raise NotImplementedError
 
+
+#: Operators whose results take a processor many cycles, and those of them that are quotients.
+QUOTIENTS = (aten.div.Tensor, aten.reciprocal.default, aten.rsqrt.default)
+SLOW = (*QUOTIENTS, aten.sqrt.default)
+
+#: Most quotients that one loop hands to the next.
+MOST_QUOTIENTS = 2
 
 #: Operators that add all elements up.
 TOTALS = (aten.sum.default, aten.mean.default)
@@ -158,6 +173,42 @@ class Elements:
         """Values whose largest magnitudes are :attr:`largest`."""
         return [_operand(node) for node in self.largest]
 
+    def cut(self, wanted: Sequence[Node]) -> tuple[list[Node], list[Node], list[Node]]:
+        """Divide early values among two loops: Note [Two early loops].
+
+        Args:
+            wanted: the values.
+
+        Returns:
+            the quotients that the first loop hands to the second, none if there is no second one; the values
+            that the first loop computes, and those of the second.
+        """
+        needed = self._early(wanted)
+        slow = [node for node in self.nodes if node in needed and node.target in SLOW]
+        last = [node for node in slow if not self.made_of([node], slow)]
+        later = self.made_of(last, wanted)
+        second, waiting = set[Node](), list(later)
+        while waiting:
+            node = waiting.pop()
+            if node not in second and node not in last:
+                second.add(node)
+                waiting += node.all_input_nodes
+        is_worth_it = any(node.target is dithered_sum for node in second)
+        is_apart = all(node.target in QUOTIENTS for node in last) and not any(
+            n.target in SLOW for n in second
+        )
+        if not (is_worth_it and is_apart and len(last) <= MOST_QUOTIENTS):
+            return [], list(wanted), []
+        return last, [node for node in wanted if node not in second], [n for n in wanted if n in second]
+
+    def made_of(self, values: Sequence[Node], among: Iterable[Node]) -> set[Node]:
+        """Return the nodes that are computed from some values, among some nodes."""
+        found = set[Node]()
+        for node in self.nodes:  # in the order of the graph
+            if any(each in values or each in found for each in node.all_input_nodes):
+                found.add(node)
+        return found.intersection(among)
+
     def of_kind(self, kind: Kind, nodes: Iterable[Node]) -> list[Node]:
         """Return the nodes of a kind, among some nodes."""
         return [node for node in nodes if self.kinds[node] is kind]
@@ -216,7 +267,8 @@ class Elements:
             node = waiting.pop()
             if node not in seen:
                 seen.add(node)
-                waiting += [] if self._is_kept(node) else node.all_input_nodes
+                is_known = self._is_kept(node) or node.target is largest_magnitude
+                waiting += [] if is_known else node.all_input_nodes
         return [node for node in self.nodes if node in seen and self._is_kept(node)]
 
     def _is_kept(self, node: Node) -> bool:
@@ -369,7 +421,9 @@ class _Rewriter:
         units = self._call(units_of_block, (scales, *of_kind), scales, torch.float32)
         most = self._call(most_of_block, (scales, *of_kind), scales, torch.float32)
         root = value if is_signed else self._root(value)
-        return self._call(code_of_number, (root, units, most, phases, *of_kind), node, node.meta["val"].dtype)
+        return self._call(
+            code_of_number_by_fma, (root, units, most, phases, *of_kind), node, node.meta["val"].dtype
+        )
 
     def _root(self, value: Node) -> Node:
         """Return the square root of a value, which other nodes may compute, too."""

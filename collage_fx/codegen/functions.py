@@ -70,7 +70,7 @@ def function_of(
     for node in trace.graph.nodes:
         if node.op != "call_function":
             continue
-        text = expression(node, texts)
+        text = _exact_sum(node, texts) or expression(node, texts)
         if _is_test(node):
             text, tests = f"(Finite || {bare(text)})", True
         if len(node.users) > 1 and node.all_input_nodes:
@@ -100,6 +100,14 @@ def _is_test(node: Node) -> bool:
         return others == [first]
     is_below_infinity = node.target is aten.lt.Scalar and others == [float("inf")]
     return is_below_infinity and isinstance(first, Node) and first.target is aten.abs.default
+
+
+def _exact_sum(node: Node, texts: Mapping[Node, str]) -> str:
+    """Write ``addcmul``, which in our functions has exact results, so it is fused; empty for others."""
+    if node.target is not aten.addcmul.default or node.kwargs:
+        return ""
+    total, x, y = (texts[each] if isinstance(each, Node) else "" for each in node.args)
+    return f"multiply_add({bare(x)}, {bare(y)}, {bare(total)})"
 
 
 def expression(node: Node, texts: Mapping[Node, str], *, is_number: bool = False) -> str:

@@ -139,6 +139,8 @@ class _Flat:
         measured = [value for _, values in self.sums for value in values]
         measured += [value for _, value in self.totals]
         self.kept = elements.kept([*(store.value for store in self.stores), *measured])
+        early = dict.fromkeys([*self.kept, *elements.tested, *elements.in_blocks])
+        self.quotients, self.first, self.second = elements.cut(list(early))
         self.read = {
             **{node: f"{node.name}_in[j]" for node in self.bytes_read},
             **{node: f"{_source_of(node)}_in[j]" for node in self.halves_read},
@@ -186,7 +188,8 @@ class _Flat:
         lines = [_buffer(f"{node.name}_in", "int32_t") for node in self.bytes_read]
         lines += [_buffer(f"{_source_of(node)}_in", "float") for node in self.halves_read]
         lines += [
-            _buffer(f"{self.names.of(node)}_kept", in_register(node.meta["val"].dtype)) for node in self.kept
+            _buffer(f"{self.names.of(node)}_kept", in_register(node.meta["val"].dtype))
+            for node in dict.fromkeys([*self.kept, *self.quotients])
         ]
         for store, name in self.apart.items():
             is_half = store.into.meta["val"].dtype is torch.float16
@@ -224,7 +227,7 @@ class _Flat:
         return lines
 
     def _loops(self) -> list[str]:
-        first = self._first_loop()
+        first = self._early_loops()
         if not first:
             return self._late_loop(self.read, finite=False)
         kept = {node: f"{self.names.of(node)}_kept[j]" for node in self.kept}
@@ -244,33 +247,51 @@ class _Flat:
             (limit for dtype, limit in LIMITS.items() if dtype in dtypes), default=min(LIMITS.values())
         )
 
-    def _first_loop(self) -> list[str]:
-        """Write the loop that computes early values, keeps some, and notes the largest magnitudes."""
-        elements, names = self.elements, self.names
+    def _early_loops(self) -> list[str]:
+        """Write the loops that compute early values, keep some, and note the largest magnitudes.
+
+        There are two, if enough is computed from quotients: Note [Two early loops] in ``elements.py``.
+        """
+        elements = self.elements
         if not (elements.early or elements.largest):
             return []
-        of_blocks = elements.in_blocks
-        wanted = [*self.kept, *elements.tested, *of_blocks]
-        computed = Statements(names, wanted, {**self.known, **self.read}, finite=True)
+        known = {**self.known, **self.read}
+        before = ["uint32_t largest = 0;"] if elements.tested else []
+        before += [
+            f"uint32_t block_largest{i}[{CHUNK // elements.width}];" for i, _ in enumerate(elements.in_blocks)
+        ]
+        loops = self._early_loop([*self.first, *self.quotients], known)
+        if self.second:
+            kept = {node: f"{self.names.of(node)}_kept[j]" for node in (*self.kept, *self.quotients)}
+            done = {node: text for node, text in kept.items() if node not in self.second}
+            loops += self._early_loop(self.second, {**known, **done})
+        return [*before, *loops]
+
+    def _early_loop(self, wanted: Sequence[Node], known: Mapping[Node, str]) -> list[str]:
+        """Write a loop that computes some of the early values."""
+        elements, names = self.elements, self.names
+        kept = [node for node in dict.fromkeys([*self.kept, *self.quotients]) if node in wanted]
+        tested = [node for node in elements.tested if node in wanted]
+        of_blocks = [node for node in elements.in_blocks if node in wanted]
+        computed = Statements(names, [*kept, *tested, *of_blocks], known, finite=True)
         lines = [
             *computed.lines,
-            *(f"{names.of(node)}_kept[j] = {computed.texts[node]};" for node in self.kept),
+            *(f"{names.of(node)}_kept[j] = {computed.texts[node]};" for node in kept),
         ]
-        begin, end, noted, before = list(computed.of_block), list[str](), list[str](), list[str]()
-        if elements.tested:
+        begin, end, noted = list(computed.of_block), list[str](), list[str]()
+        if tested:
             largest = "largest"
-            for node in elements.tested:
+            for node in tested:
                 largest = f"larger({largest}, magnitude({bare(computed.texts[node])}))"
             lines.append(f"largest = {largest};")
             noted.append("largest")
-            before.append("uint32_t largest = 0;")
-        for i, value in enumerate(of_blocks):
-            lines.append(f"largest{i} = larger(largest{i}, magnitude({bare(computed.texts[value])}));")
-            begin.append(f"uint32_t largest{i} = 0;")
-            end.append(f"block_largest{i}[block] = largest{i};")
-            noted.append(f"largest{i}")
-            before.append(f"uint32_t block_largest{i}[{CHUNK // elements.width}];")
-        return [*before, *self._loop(lines, begin, end, noted)]
+        for i, value in enumerate(elements.in_blocks):
+            if value in of_blocks:
+                lines.append(f"largest{i} = larger(largest{i}, magnitude({bare(computed.texts[value])}));")
+                begin.append(f"uint32_t largest{i} = 0;")
+                end.append(f"block_largest{i}[block] = largest{i};")
+                noted.append(f"largest{i}")
+        return self._loop(lines, begin, end, noted)
 
     def _late_loop(self, known: Mapping[Node, str], *, finite: bool) -> list[str]:
         """Write the loop that rounds and stores."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph
 
+from collage_fx import backend_of, install
 from collage_fx.codegen import FLAGS, NoSpelling, flat_kernel, number_kernel
 from collage_fx.codegen.elements import FUNCTIONS, JOINS
 from collage_fx.codegen.functions import function_of
@@ -316,6 +317,28 @@ def test_a_small_kernel() -> None:
       }
 """
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "loops"),
+    [
+        ({"strategy": "light"}, 2),
+        ({"strategy": "light", "rounding": "nearest"}, 1),  # too little is computed from the quotient
+        ({"strategy": "light", "error_format": "byte"}, 1),
+        ({"strategy": "light", "state": "block16"}, 2),
+    ],
+    ids=str,
+)
+def test_a_long_chain_behind_a_quotient_has_a_loop_of_its_own(options: dict[str, Any], loops: int) -> None:
+    parameters = [torch.nn.Parameter(torch.ones(64, 64, dtype=BF16)) for _ in range(2)]
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    optimizer = install(torch.optim.AdamW(parameters), **options)
+    optimizer.step()
+    code = backend_of(optimizer).report().graphs[-1].code[-1]
+    before_stores = code[: code.index("if (__builtin_expect")]
+    assert before_stores.count("#pragma omp simd reduction") == loops
+    assert "square_root" not in before_stores[before_stores.rindex("#pragma omp simd") :] or loops == 1
 
 
 def test_the_page_shows_the_kernel() -> None:
