@@ -1,12 +1,12 @@
-"""DeepSpeed's ZeRO without float32 masters: nearly the weights that masters have, read through flat buffers."""
+"""DeepSpeed's ZeRO without float32 masters: nearly the weights of masters, read through flat buffers."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import socket
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 
@@ -21,6 +21,7 @@ PROGRAM = """
 import json, sys
 import deepspeed, torch
 import collage_fx
+from collage_fx.integrations.deepspeed import full_value
 
 stage, keeps_masters, is_installed = json.loads(sys.argv[1])
 deepspeed.init_distributed("gloo")
@@ -42,33 +43,49 @@ engine, optimizer, _, _ = deepspeed.initialize(
 )
 if is_installed:
     collage_fx.install(optimizer)
-generator = torch.Generator().manual_seed(1)
+generator = torch.Generator().manual_seed(1 + torch.distributed.get_rank())
 for _ in range(16):
     batch = torch.randn(8, 64, generator=generator).bfloat16()
     engine.backward(engine(batch).float().square().mean())
     engine.step()
 if keeps_masters:
     ends = [deepspeed.utils.safe_get_full_fp32_param(p).double() for p in model.parameters()]
-elif stage == 3:
-    ends = [collage_fx.full_value(p.ds_tensor).view(p.ds_shape) for p in model.parameters()]
 else:
-    ends = [collage_fx.full_value(p) for p in model.parameters()]
+    ends = [full_value(p) for p in model.parameters()]
 ways = [(end - begin).flatten().tolist() for end, begin in zip(ends, start)]
-print("ways:" + json.dumps(sum(ways, [])))
+if torch.distributed.get_rank() == 0:
+    print("ways:" + json.dumps(sum(ways, [])))
 """
 
 
-def way(stage: int, *, keeps_masters: bool = False, is_installed: bool = False) -> list[float]:
+def way(
+    stage: int, *, keeps_masters: bool = False, is_installed: bool = False, processes: int = 1
+) -> list[float]:
     """Return the way of all weights in 16 steps."""
-    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps([stage, keeps_masters, is_installed])],
-        env={**environment(), **world, "DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    found: Any = next(line for line in done.stdout.splitlines() if line.startswith("ways:"))
+    given = json.dumps([stage, keeps_masters, is_installed])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    world = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, given],
+            env={
+                **environment(),
+                **world,
+                **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
+                "DS_ACCELERATOR": "cpu",
+                "GLOO_SOCKET_IFNAME": "lo",
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(processes)
+    ]
+    told = [each.communicate() for each in running]
+    assert all(each.returncode == 0 for each in running), told[0][1]
+    found = next(line for line in told[0][0].splitlines() if line.startswith("ways:"))
     return list(json.loads(found.removeprefix("ways:")))
 
 
@@ -78,8 +95,8 @@ def off(one: list[float], other: list[float]) -> float:
     return float((distance / sum(b * b for b in other)) ** 0.5)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_weights_without_masters(stage: int) -> None:
-    masters = way(1, keeps_masters=True)
-    assert off(way(stage, is_installed=True), masters) < 0.02
-    assert off(way(stage), masters) > 0.5
+@pytest.mark.parametrize(("stage", "processes"), [(1, 1), (2, 1), (3, 1), (1, 2), (3, 2)])
+def test_weights_without_masters(stage: int, processes: int) -> None:
+    masters = way(1, keeps_masters=True, processes=processes)
+    assert off(way(stage, is_installed=True, processes=processes), masters) < 0.02
+    assert off(way(stage, processes=processes), masters) > 0.5
