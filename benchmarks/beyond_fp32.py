@@ -105,6 +105,7 @@ def moved(
     steps: int,
     shape: Sequence[int] = (WEIGHTS,),
     gradients: Callable[[Sequence[int], torch.Generator], Tensor] = drawn,
+    spread: float = 0.5,
 ) -> Tensor:
     """Return the way that weights have gone in some steps, in float64.
 
@@ -115,10 +116,11 @@ def moved(
         steps: number of steps.
         shape: shape of the weights.
         gradients: gradient of a step.
+        spread: standard deviation of the first weights; 0 for ones.
     """
     torch._dynamo.reset()
     generator = torch.Generator().manual_seed(0)
-    start = (torch.randn(*shape, generator=generator) * 0.5).bfloat16()
+    start = (torch.randn(*shape, generator=generator) * spread if spread else torch.ones(shape)).bfloat16()
     weights = torch.nn.Parameter(start.to(dtype, copy=True))
     optimizer = make([weights])
     if options is not None:
@@ -171,6 +173,33 @@ def errors_of(name: str, lr: float) -> tuple[float, float]:
     course = partial(moved, partial(made, name, lr), steps=STEPS, shape=MATRIX)
     exact = course(torch.float64, None)
     return off(course(torch.float32, None), exact), off(course(torch.bfloat16, {}), exact)
+
+
+#: Ways, steps and starts of long runs.
+LONG_WAYS = tuple(WAYS)[:4]
+LONG, STARTS = 6000, {"N(0, 0.5)": 0.5, "1": 0.0}
+
+
+def long_rows() -> list[list[str]]:
+    """Return errors after many steps, of weights at random and of ones, as norms begin."""
+    rows = []
+    for start, spread in STARTS.items():
+        for lr in RATES_OF_OPTIMIZERS:
+
+            def course(way: str, lr: float = lr, spread: float = spread) -> Tensor:
+                dtype, options = WAYS[way]
+                make = partial(torch.optim.AdamW, lr=lr, weight_decay=WEIGHT_DECAY)
+                return moved(make, dtype, options, steps=LONG, spread=spread)
+
+            exact = moved(
+                partial(torch.optim.AdamW, lr=lr, weight_decay=WEIGHT_DECAY),
+                torch.float64,
+                None,
+                steps=LONG,
+                spread=spread,
+            )
+            rows.append([start, f"{lr:g}", *(f"{off(course(way), exact):.4f}" for way in LONG_WAYS)])
+    return rows
 
 
 def errors_of_average(beta2: float, steps: int = STEPS_OF_AVERAGE) -> tuple[float, float]:
@@ -287,6 +316,10 @@ def tables() -> str:
         _table("", DECAYS, decays),
         f"Error of the weights after {STEPS} steps with `weight_decay={WEIGHT_DECAY}`, by `lr`:",
         _table("", RATES, errors),
+        f"The same after {LONG} steps, of weights at random and of ones, as norms begin:",
+        tabulate(
+            long_rows(), headers=["weights", "`lr`", *LONG_WAYS], tablefmt="github", disable_numparse=True
+        ),
         f"The same of a {MATRIX[0]}×{MATRIX[1]} matrix, by optimizer and `lr`, in float32 and here "
         "(bfloat16, `plus`):",
         tabulate(by_name, headers=["", *columns], tablefmt="github", disable_numparse=True),

@@ -106,14 +106,15 @@ def cpu_adam() -> float:
     weights = [(torch.randn(*SHAPE, generator=generator) * 0.02).bfloat16() for _ in range(TENSORS)]
     gradients = [torch.randn(*SHAPE, generator=generator).bfloat16() for _ in weights]
     masters = [torch.nn.Parameter(weight.float()) for weight in weights]
-    for master in masters:
-        master.grad = torch.empty_like(master)
+    given = [torch.empty_like(master) for master in masters]
+    for master, into in zip(masters, given, strict=True):
+        master.grad = into
     optimizer = adam(masters, lr=1e-4)
     times = []
     for _ in range(ROUNDS):
         start = time.perf_counter()
-        for master, gradient in zip(masters, gradients, strict=True):
-            master.grad.copy_(gradient)
+        for into, gradient in zip(given, gradients, strict=True):
+            into.copy_(gradient)
         optimizer.step()
         for weight, master in zip(weights, masters, strict=True):
             weight.copy_(master.detach())

@@ -84,7 +84,7 @@ def sums_of(*values: Tensor) -> Tensor:
     raise NotImplementedError
 
 
-#: Operators whose results take a processor many cycles, and those of them that are quotients.
+#: Operators that compute quotients, and all operators whose results take a processor many cycles.
 QUOTIENTS = (aten.div.Tensor, aten.reciprocal.default, aten.rsqrt.default)
 SLOW = (*QUOTIENTS, aten.sqrt.default)
 

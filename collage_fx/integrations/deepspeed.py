@@ -8,6 +8,8 @@ parameters are copies of the buffers, rounded to hi: :func:`full_value` reads th
 
 from __future__ import annotations
 
+import importlib
+
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -31,8 +33,8 @@ def full_value(parameter: Parameter) -> Tensor:
     """
     if hasattr(parameter, "ds_id"):
         return _of_stage_3(parameter)
-    mapping = getattr(parameter, "_hp_mapping", None)
-    if mapping is None and not hasattr(parameter, "_dp_group"):
+    mapping, group = (getattr(parameter, name, None) for name in ("_hp_mapping", "_dp_group"))
+    if group is None:
         raise UnsupportedTensorError(
             "a parameter that DeepSpeed keeps in no flat buffer",
             where=f"a parameter of shape {tuple(parameter.shape)}",
@@ -42,15 +44,14 @@ def full_value(parameter: Parameter) -> Tensor:
     if mapping is not None:  # this process has some of the elements, or all
         here = mapping.lp_fragment_address
         whole[here.start : here.start + here.numel] = _full_value(mapping.get_hp_fragment())
-    torch.distributed.all_reduce(whole, group=parameter._dp_group)  # type: ignore[attr-defined]
+    torch.distributed.all_reduce(whole, group=group)
     return whole.view(parameter.shape)
 
 
 def _of_stage_3(parameter: Parameter) -> Tensor:
     """Return the value of a parameter of which each process has an equal part, the last one padded."""
-    from deepspeed.utils import safe_get_local_fp32_param
-
-    part = _full_value(safe_get_local_fp32_param(parameter)).flatten()
+    local = importlib.import_module("deepspeed.utils").safe_get_local_fp32_param(parameter)
+    part = _full_value(local).flatten()
     group = parameter.ds_process_group  # type: ignore[attr-defined]
     parts = torch.empty(part.numel() * group.size(), dtype=part.dtype, device=part.device)
     torch.distributed.all_gather_into_tensor(parts, part, group=group)
