@@ -41,8 +41,13 @@ import sys, types
 sys.modules["torch.utils.tensorboard"] = torch.utils.tensorboard = types.SimpleNamespace(SummaryWriter=Writer)
 number = 50
 """,
-    "training.md": f"{MODEL}\nimport unit_scaling, unit_scaling.optim\n"
-    "width, vocabulary, layers, heads = 32, 64, 1, 2",
+    "training.md": f"""{MODEL}
+batches = [torch.randn(4, 64).bfloat16() for _ in range(2)]
+def loss_of(batch): return model(batch).square().mean()
+schedule = torch.optim.lr_scheduler.ConstantLR(opt)
+import unit_scaling, unit_scaling.optim
+width, vocabulary, layers, heads = 32, 64, 1, 2
+""",
     "writing-a-format.md": (ROOT / "examples" / "own_format.py")
     .read_text()
     .partition("class NearestByte")[0],

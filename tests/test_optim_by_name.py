@@ -165,5 +165,6 @@ def test_another_process_finds_the_classes() -> None:
         ]
 
 
+@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="the file has torch 2.13's signatures")
 def test_types_are_current() -> None:
     assert optim_stub.STUB.read_text() == optim_stub.stub(), "python -m tests.optim_stub writes it"
