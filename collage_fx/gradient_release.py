@@ -57,7 +57,7 @@ SCALED, GIVEN = "_step_supports_amp_scaling", ("grad_scale", "found_inf")
 OTHER = frozenset({"_opt_called", SCALED, *GIVEN})
 
 #: Largest size of a dimension in the experiment, number of its steps, and smallest relative difference.
-SMALL, STEPS, TOLERANCE = 8, 3, 1e-3
+SMALL, STEPS, TOLERANCE = 8, 3, 1e-5
 
 
 def step_in_backward(
@@ -445,11 +445,11 @@ def refuse_joint(optimizer: Optimizer) -> None:
 def _moved(optimizer: Optimizer, *, apart: bool) -> list[Tensor]:
     """Return how small parameters move in some steps of a copy of an optimizer."""
     torch.manual_seed(0)
-    small = {
-        id(p): torch.nn.Parameter(torch.randn([min(size, SMALL) for size in p.shape], device=p.device))
-        for group in optimizer.param_groups
-        for p in group["params"]
-    }
+    small = {}
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            shape = [min(size, SMALL) for size in p.shape]
+            small[id(p)] = torch.nn.Parameter(torch.randn(shape, dtype=torch.float64, device=p.device))
     clone = clone_of(optimizer, {**small, id(optimizer.state): defaultdict(dict)})
     chosen = [p for group in clone.param_groups for p in group["params"][:2]]
     for group in clone.param_groups:
@@ -459,7 +459,8 @@ def _moved(optimizer: Optimizer, *, apart: bool) -> list[Tensor]:
     start = [p.detach().clone() for p in chosen]
     step = type(clone).step
     for _ in range(STEPS):
-        gradients = [torch.randn_like(p) * 3.0 for p in chosen]
+        # Of different sizes, or a mean over all would be the same as that of each.
+        gradients = [torch.randn_like(p) * 10.0 ** (i % 3 - 1) for i, p in enumerate(chosen)]
         common = _CommonValues(clone)
         for i, part in enumerate([[p] for p in chosen] if apart else [chosen]):
             if i:

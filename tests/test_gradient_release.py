@@ -413,7 +413,8 @@ def test_scaled_losses() -> None:
 # -- What is refused
 
 
-def test_optimizers_that_need_all_gradients_at_once() -> None:
+@pytest.mark.parametrize("is_mean", [False, True])
+def test_optimizers_that_need_all_gradients_at_once(is_mean: bool) -> None:
     class Norm(Optimizer):
         def __init__(self, params: Any) -> None:
             super().__init__(params, {"lr": 0.0})  # as at the start of a warm-up
@@ -421,7 +422,8 @@ def test_optimizers_that_need_all_gradients_at_once() -> None:
         @torch.no_grad()
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
             params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-            norm = torch.stack([p.grad.norm() for p in params]).norm()
+            squares = torch.cat([p.grad.flatten().square() for p in params])
+            norm = (squares.mean() if is_mean else squares.sum()).sqrt()
             for p in params:
                 p.sub_(p.grad / norm, alpha=self.param_groups[0]["lr"])
 

@@ -341,5 +341,6 @@ def test_a_long_chain_behind_a_quotient_has_a_loop_of_its_own(options: dict[str,
     assert "square_root" not in before_stores[before_stores.rindex("#pragma omp simd") :] or loops == 1
 
 
+@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="the page has torch 2.13's graph")
 def test_the_page_shows_the_kernel() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "python -m tests.printed_kernel writes it"
