@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import sys
 import time
@@ -172,8 +173,9 @@ def measure(recipe: Recipe) -> Results:
 
 #: What a run shows of weights N(0, 1), whether they decay or not.
 CLAIMS: dict[str, Callable[[list[float], list[float], list[float], list[float]], bool]] = {
-    "`exact` is as far off as fp32 masters, to a hundredth of that": lambda masters, exact, mcf, byte: all(
-        abs(ours - theirs) <= 0.01 * theirs for ours, theirs in zip(exact, masters, strict=True)
+    # A dithered rounding to a grid has an error of 1/sqrt(6) of its distance, one to nearest of 1/sqrt(12).
+    "`exact` is at most 1.42 times as far off as fp32 masters": lambda masters, exact, mcf, byte: all(
+        ours <= math.sqrt(2) * theirs for ours, theirs in zip(exact, masters, strict=True)
     ),
     "`mcf` falls behind, and ends more than ten times as far off": lambda masters, exact, mcf, byte: (
         mcf[0] < mcf[-1] > 10 * masters[-1]

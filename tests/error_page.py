@@ -628,7 +628,6 @@ EXAMPLES: dict[type[errors.CollageError], tuple[Example, ...]] = {
             model(batch).sum().backward()
             model(batch).sum().backward()
             """,
-            is_late=True,
         ),
     ),
 }
