@@ -424,6 +424,7 @@ def refuse_joint(optimizer: Optimizer) -> None:
     try:
         with torch.random.fork_rng(devices=()):
             together = _moved(optimizer, apart=False)
+        with torch.random.fork_rng(devices=()):  # an optimizer that adds noise draws the same again
             apart = _moved(optimizer, apart=True)
     except Exception as error:
         raise UnsupportedOptimizerError(
@@ -444,12 +445,16 @@ def refuse_joint(optimizer: Optimizer) -> None:
 
 def _moved(optimizer: Optimizer, *, apart: bool) -> list[Tensor]:
     """Return how small parameters move in some steps of a copy of an optimizer."""
-    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(0)  # of its own: other threads may draw numbers, too
+
+    def drawn(shape: Sequence[int], device: torch.device) -> Tensor:
+        return torch.randn(tuple(shape), generator=generator, dtype=torch.float64).to(device)
+
     small = {}
     for group in optimizer.param_groups:
         for p in group["params"]:
             shape = [min(size, SMALL) for size in p.shape]
-            small[id(p)] = torch.nn.Parameter(torch.randn(shape, dtype=torch.float64, device=p.device))
+            small[id(p)] = torch.nn.Parameter(drawn(shape, p.device))
     clone = clone_of(optimizer, {**small, id(optimizer.state): defaultdict(dict)})
     chosen = [p for group in clone.param_groups for p in group["params"][:2]]
     for group in clone.param_groups:
@@ -460,7 +465,7 @@ def _moved(optimizer: Optimizer, *, apart: bool) -> list[Tensor]:
     step = type(clone).step
     for _ in range(STEPS):
         # Of different sizes, or a mean over all would be the same as that of each.
-        gradients = [torch.randn_like(p) * 10.0 ** (i % 3 - 1) for i, p in enumerate(chosen)]
+        gradients = [drawn(p.shape, p.device) * 10.0 ** (i % 3 - 1) for i, p in enumerate(chosen)]
         common = _CommonValues(clone)
         for i, part in enumerate([[p] for p in chosen] if apart else [chosen]):
             if i:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -223,11 +224,12 @@ class Branches(nn.Module):
         self.embed = nn.Embedding(16, WIDTH)
         self.branches = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
         self.head = nn.Linear(WIDTH, 16, bias=False)
+        self.scale = nn.Parameter(torch.ones(()))
         self.head.weight = self.embed.weight
 
     def forward(self, tokens: Tensor, branch: int) -> Tensor:
         logits: Tensor = self.head(self.branches[branch](self.embed(tokens)))
-        return logits
+        return logits * self.scale
 
 
 def test_tied_weights_and_parameters_without_gradients() -> None:
@@ -435,6 +437,41 @@ def test_optimizers_that_need_all_gradients_at_once(is_mean: bool) -> None:
     assert all(p.grad is not None for p in of.parameters())
     with pytest.raises(CollageError, match="not installed"):
         collage_fx.backend_of(optimizer)
+
+
+def test_the_experiment_leaves_random_numbers_alone_and_needs_none() -> None:
+    """Another thread draws random numbers meanwhile, and an optimizer adds noise to its updates."""
+
+    class Noisy(Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {"lr": 1e-3})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for p in self.param_groups[0]["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad + torch.randn_like(p), alpha=self.param_groups[0]["lr"])
+
+    of = model()
+    state = torch.get_rng_state()
+    step_in_backward(of, Noisy(of.parameters()))
+    assert torch.equal(torch.get_rng_state(), state)
+
+    ended = threading.Event()
+
+    def draw() -> None:
+        while not ended.is_set():
+            torch.randn(1000)
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    try:
+        for _ in range(10):
+            of = model()
+            step_in_backward(of, adamw(of.parameters()))
+    finally:
+        ended.set()
+        thread.join()
 
 
 def test_optimizers_that_need_a_closure() -> None:
