@@ -185,20 +185,11 @@ def long_rows() -> list[list[str]]:
     rows = []
     for start, spread in STARTS.items():
         for lr in RATES_OF_OPTIMIZERS:
-
-            def course(way: str, lr: float = lr, spread: float = spread) -> Tensor:
-                dtype, options = WAYS[way]
-                make = partial(torch.optim.AdamW, lr=lr, weight_decay=WEIGHT_DECAY)
-                return moved(make, dtype, options, steps=LONG, spread=spread)
-
-            exact = moved(
-                partial(torch.optim.AdamW, lr=lr, weight_decay=WEIGHT_DECAY),
-                torch.float64,
-                None,
-                steps=LONG,
-                spread=spread,
-            )
-            rows.append([start, f"{lr:g}", *(f"{off(course(way), exact):.4f}" for way in LONG_WAYS)])
+            make = partial(torch.optim.AdamW, lr=lr, weight_decay=WEIGHT_DECAY)
+            course = partial(moved, make, steps=LONG, spread=spread)
+            exact = course(torch.float64, None)
+            errors = (off(course(*WAYS[way]), exact) for way in LONG_WAYS)
+            rows.append([start, f"{lr:g}", *(f"{error:.4f}" for error in errors)])
     return rows
 
 

@@ -49,6 +49,7 @@ from collage_fx.errors import (
     CollageError,
     ConflictingErrorFormatError,
     UncompensatedParameterError,
+    UnsupportedOptimizerError,
     UnsupportedTensorError,
     raise_or_warn,
     warn,
@@ -79,7 +80,7 @@ from collage_fx.numerics import ERROR_FORMATS, PACKED_FORMATS, ErrorFormat, shor
 from collage_fx.options import Options
 from collage_fx.pipeline import ANALYSIS, MEASUREMENT, SUMMING, Pass, Stage, run_pipeline
 from collage_fx.report import GraphReport, PassLog, TensorReport, tensor_report, treatments
-from collage_fx.runtime import MakingStep, Member, WholeStep
+from collage_fx.runtime import STAND_INS, MakingStep, Member, WholeStep
 from collage_fx.state import (
     choose_new,
     has_error_terms,
@@ -231,6 +232,8 @@ class Compilation:
                     note_forward((*self.module.parameters(), *self.arguments))
             step = self._by_family(needs_grad=needs_grad)
             stand_in = any(map(has_stand_ins, optimizers))
+            if STAND_INS.get() and not thinned_lists():
+                self._refuse_unless_by_members(step)
             if not isinstance(step, Reason) and (thinned_lists() or not stand_in):
                 return noting_steps(step, optimizers)
             if thinned_lists() or stand_in:
@@ -249,6 +252,17 @@ class Compilation:
             for optimizer in optimizers:  # no step has been taken: remove state that the trace has made
                 forget_new_state(optimizer)
             raise
+
+    def _refuse_unless_by_members(self, step: WholeStep | Reason) -> None:
+        """Raise if a step would read the stand-ins of absent gradients, which have no memory."""
+        if isinstance(step, WholeStep) and step.members:
+            return
+        why = step if isinstance(step, Reason) else "it does not consist of rows"
+        raise UnsupportedOptimizerError(
+            f"{self.subject} cannot be stepped for some parameters at a time if they are DTensors: {why}",
+            where="step_in_backward",
+            remedy="step it after the backward pass: collage_fx.install(optimizer)",
+        )
 
     def _by_family(self, *, needs_grad: bool) -> WholeStep | Reason:
         """Compile the whole step from a graph of one member of each family; return a reason if impossible."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from torch.optim import Optimizer
 import collage_fx
 from collage_fx import CollageError, full_value, install, step_in_backward
 from collage_fx.errors import GradientReleaseError, InvalidOptionError, UnsupportedOptimizerError
+from collage_fx.graph import StepProgram
+from collage_fx.pipeline import Pass, inserted
 from tests.support.processes import Processes
 
 Make = Callable[[Any], Optimizer]
@@ -106,6 +109,24 @@ def test_bits_of_packed_state(bytes_per_parameter: float) -> None:
     options = {"bytes_per_parameter": bytes_per_parameter}
     ways = [trained(adamw, released=released, options=options) for released in (True, False)]
     assert_same(*ways)
+
+
+@dataclass(frozen=True)
+class Looking(Pass):
+    """A pass that sees the whole graph, so that the step does not consist of rows."""
+
+    name: ClassVar[str] = "looking"
+
+    def run(self, program: StepProgram) -> str:
+        return "seen"
+
+
+def test_a_step_that_does_not_consist_of_rows() -> None:
+    """Each set of gradients is compiled; a gradient that is absent is never read."""
+    options = {"passes": inserted(Looking(), before="allocate")}
+    size = sum(p.nbytes for p in model().parameters())
+    found = trained(adamw, released=True, options=options, bucket_bytes=size // 3)
+    assert_same(found, trained(adamw, released=False, options=options))
 
 
 class Counting(Optimizer):
@@ -531,6 +552,23 @@ def test_shards_of_fsdp2(two_processes: Processes) -> None:
         assert 0 < largest <= WIDTH * WIDTH * 2
     (clipped, _), (same, _) = two_processes.run(sharded, True, 1e-3)
     assert_same(clipped, same)
+
+
+def sharded_without_rows() -> str:
+    of = model()
+    fully_shard(of)
+    optimizer = install(adamw(of.parameters()), passes=inserted(Looking(), before="allocate"))
+    step_in_backward(of, optimizer)
+    try:
+        loss_of(of, next(batches(1))).backward()
+    except UnsupportedOptimizerError as error:
+        return str(error)
+    return ""
+
+
+def test_shards_of_a_step_that_does_not_consist_of_rows(two_processes: Processes) -> None:
+    for said in two_processes.run(sharded_without_rows):
+        assert "cannot be stepped for some parameters at a time if they are DTensors" in said
 
 
 def replicated(released: bool) -> Left:

@@ -413,13 +413,14 @@ def expect_some_gradients(optimizer: Optimizer, backend: Any) -> bool:
     DTensors cannot be: then each set of gradients is compiled.
 
     Returns:
-        whether absent gradients may have stand-ins: see :data:`~collage_fx.runtime.STAND_INS`.
+        whether absent gradients need stand-ins, :data:`~collage_fx.runtime.STAND_INS`: Dynamo has guards on
+        a DTensor's gradient that None does not pass.
     """
     request = Request.of(backend, {})
+    is_cut = any(sharding_of(p) is not None for _, p in parameter_names(optimizer))
     if request is not None and is_traced_without_wrapper(optimizer):
         all_come_and_go(optimizer)
-        return True
-    is_cut = any(sharding_of(p) is not None for _, p in parameter_names(optimizer))
+        return is_cut
     if request is not None and not is_cut and not is_recorded(optimizer):
         record(optimizer, request, "it is stepped for some parameters at a time")
     return False

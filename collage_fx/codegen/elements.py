@@ -8,15 +8,15 @@ magnitude. What follows from roundings is *late*. Where an early value is made o
 ``native`` arithmetic, that rounding is computed as if its operand were finite; the operand's magnitude is
 noted, too, so that nothing is kept of it if that was wrong.
 
+:attr:`Elements.tested` are the values whose magnitude is noted. Of a value that is a rounding of another one,
+or the rest that a rounding leaves, the magnitude need not be known: it is the other one's, or less.
+
 Note [Two early loops]
 ----------------------
 A processor works on as many instructions at once as it can hold, some hundreds. From a load to a rounded sum
 of Adam there are 150 cycles, a root and a quotient among them, in a hundred instructions: it waits for
 results. In two loops, up to the last quotient and from there, each is half as long, and there are twice as
 many elements under way. This saves a tenth of the time.
-
-:attr:`Elements.tested` are the values whose magnitude is noted. Of a value that is a rounding of another one,
-or the rest that a rounding leaves, the magnitude need not be known: it is the other one's, or less.
 """
 
 from __future__ import annotations
