@@ -105,10 +105,10 @@ def step_in_backward(
         CollageError: the optimizer needs all gradients at once, or a closure; or FSDP1 has flattened the
             parameters. Nothing has changed.
     """
-    chosen = sole_optimizer(optimizer)
+    chosen = sole_optimizer(optimizer, where="step_in_backward")
     refuse_options(accumulate, clip)
     _refuse_flat(model)
-    refuse_joint(chosen)
+    refuse_joint(chosen, where="step_in_backward")
     if options or not isinstance(own_step(chosen), CompiledStep):
         install(chosen, **options)
     names = {id(p): name for name, p in model.named_parameters()}
@@ -124,13 +124,13 @@ def step_in_backward(
     return release
 
 
-def sole_optimizer(optimizer: Any) -> Optimizer:
+def sole_optimizer(optimizer: Any, *, where: str) -> Optimizer:
     """Return the optimizer that steps are passed on to; raise if there are several."""
     inner = list(inner_optimizers(optimizer))
     if len(inner) != 1:
         raise InvalidOptionError(
             f"this {type(optimizer).__name__} holds {len(inner)} optimizers",
-            where="step_in_backward",
+            where=where,
             remedy="call it for each of them",
         )
     return inner[0]
@@ -415,7 +415,7 @@ def _refuse_flat(model: torch.nn.Module) -> None:
             )
 
 
-def refuse_joint(optimizer: Optimizer) -> None:
+def refuse_joint(optimizer: Optimizer, *, where: str) -> None:
     """Raise if an optimizer computes an update from the gradients of several parameters.
 
     Two small parameters for each group, with gradients at random, are stepped together and apart, by copies
@@ -430,7 +430,7 @@ def refuse_joint(optimizer: Optimizer) -> None:
         raise UnsupportedOptimizerError(
             f"a small copy of this {type(optimizer).__name__} cannot take a step without a closure, for some "
             f"parameters at a time: {type(error).__name__}: {error}",
-            where="step_in_backward",
+            where=where,
             remedy="step it after the backward pass: collage_fx.install(optimizer)",
         ) from error
     for one, other in zip(together, apart, strict=True):
@@ -438,7 +438,7 @@ def refuse_joint(optimizer: Optimizer) -> None:
             raise UnsupportedOptimizerError(
                 f"{type(optimizer).__name__} computes an update from the gradients of all parameters, which "
                 "are never there at once in the backward pass",
-                where="step_in_backward",
+                where=where,
                 remedy="step it after the backward pass: collage_fx.install(optimizer)",
             )
 
@@ -464,7 +464,7 @@ def _moved(optimizer: Optimizer, *, apart: bool) -> list[Tensor]:
     start = [p.detach().clone() for p in chosen]
     step = type(clone).step
     for _ in range(STEPS):
-        # Of different sizes, or a mean over all would be the same as that of each.
+        # Gradients differ in size: else a mean over all of them would be that of each.
         gradients = [drawn(p.shape, p.device) * 10.0 ** (i % 3 - 1) for i, p in enumerate(chosen)]
         common = _CommonValues(clone)
         for i, part in enumerate([[p] for p in chosen] if apart else [chosen]):

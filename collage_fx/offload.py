@@ -74,7 +74,7 @@ def offload(
         CollageError: the optimizer needs all gradients at once, or a closure; or a parameter is a DTensor,
             for which FSDP2 has ``CPUOffloadPolicy``. Nothing has changed.
     """
-    chosen = sole_optimizer(optimizer)
+    chosen = sole_optimizer(optimizer, where="offload")
     refuse_options(accumulate, clip)
     for name, parameter in parameter_names(chosen):
         if sharding_of(parameter) is not None:
@@ -84,7 +84,7 @@ def offload(
                 remedy="shard the model with fully_shard(..., offload_policy=CPUOffloadPolicy()), and "
                 "install the optimizer",
             )
-    refuse_joint(chosen)
+    refuse_joint(chosen, where="offload")
     return Offload(chosen, accumulate, bucket_bytes, max_norm, clip, scaler, options)
 
 

@@ -237,7 +237,7 @@ def test_fewer_backward_passes_than_announced() -> None:
 
 
 class Branches(nn.Module):
-    """Of two branches a batch uses one; the embedding is tied to the output."""
+    """Model of which a batch uses one of two branches, with an output that is tied to the embedding."""
 
     def __init__(self) -> None:
         super().__init__()

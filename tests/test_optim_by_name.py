@@ -134,7 +134,7 @@ def test_paths_that_lead_nowhere() -> None:
 
 
 def test_copies_and_checkpoints(tmp_path: Path) -> None:
-    """Of its own class and to the bit; its state dict fits the original, and the other way around."""
+    """A copy has the same class and bits; state dicts fit the original class, and the other way around."""
     of = parameters()
     optimizer = optim.AdamW(of, lr=1e-3, collage={"bytes_per_parameter": 8})
     take_steps(of, optimizer)

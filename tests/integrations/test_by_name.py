@@ -37,10 +37,10 @@ weight_decay: 0.1
 collage:
   bytes_per_parameter: 8
 """
-#: The same with the class, for litgpt's command line.
+#: Configuration with the class, for litgpt's command line.
 CLASS_PATH = {"class_path": "collage_fx.optim.AdamW", "init_args": {**SETTINGS, "collage": OPTIONS}}
 
-#: What Hugging Face's trainers take. They give each group of parameters the weight decay of their own option.
+#: Arguments for Hugging Face's trainers, which give each group the weight decay of their own option.
 BY_CLASS: dict[str, Any] = {"optimizer_cls_and_kwargs": (optim.AdamW, {**SETTINGS, "collage": OPTIONS})}
 
 
@@ -135,7 +135,7 @@ def test_hydra(is_partial: bool) -> None:
 
 
 def test_hydra_and_a_class_of_another_package() -> None:
-    """It keeps the betas as they come, in a container of OmegaConf's."""
+    """The optimizer keeps the betas as they come, in a container of OmegaConf's."""
     instantiate = needed("hydra.utils", "hydra-core").instantiate
     create = needed("omegaconf", "hydra-core").OmegaConf.create
     original = needed("pytorch_optimizer", "pytorch-optimizer").Lion
