@@ -1,7 +1,8 @@
-"""docs/compatibility.md is what ``./dev compat`` would write, and keeps its promises, for torch.optim."""
+"""The pages of measured optimizers are what ``./dev compat`` would write, and keep their promises."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import signal
@@ -14,15 +15,15 @@ import pytest
 from collage_fx.budgets import TOLERANCE
 from collage_fx.tools.audit import COMPENSATED, FAILED, REFUSED, Measurement, falls_short
 from tests.compatibility import third_party, torch_optim
+from tests.compatibility.__main__ import ANSWER, DETAILS, MEASURED, pages
 from tests.compatibility.catalog import BUDGETS, Row, Subject, rows_of
-from tests.compatibility.dtypes import without_section
 from tests.compatibility.measure import measure
+from tests.compatibility.pages import NO, REMARK, UNDER_A_BUDGET, WORKS, subjects
 from tests.compatibility.table import (
     NOT_TRIED,
-    UNDER_A_BUDGET,
     Line,
     differences,
-    document,
+    dump,
     key_of,
     line_of,
     read,
@@ -31,16 +32,16 @@ from tests.compatibility.table import (
 from tests.compatibility.worker import Worker
 
 ROOT = Path(__file__).parents[1]
-TEXT = (ROOT / "docs" / "compatibility.md").read_text()
+TEXT = MEASURED.read_text()
 WRITTEN = read(TEXT)
-WRITTEN_WITH = TEXT.partition("with torch ")[2].split()[0]
+WRITTEN_WITH = json.loads(TEXT)["torch"]
 
 
-@pytest.mark.skipif(torch_version() != WRITTEN_WITH, reason=f"the document is about torch {WRITTEN_WITH}")
+@pytest.mark.skipif(torch_version() != WRITTEN_WITH, reason=f"the file is about torch {WRITTEN_WITH}")
 @pytest.mark.parametrize(
     "row", [row for subject in torch_optim.SUBJECTS for row in rows_of(subject)], ids=lambda row: row.name
 )
-def test_every_row_is_in_the_document_and_good(row: Row) -> None:
+def test_every_row_has_been_measured_and_is_good(row: Row) -> None:
     line = WRITTEN[key_of(row)]
     assert line.outcomes <= {COMPENSATED, REFUSED}
     assert not line.falls_short
@@ -65,10 +66,37 @@ def test_default_options_measured_again(subject: Subject) -> None:
         assert differences(WRITTEN[key_of(row)], line_of(row, measured)) == []
 
 
-def test_the_document_reads_back_as_it_was_written() -> None:
-    heading = 3  # lines, which name the torch and the machine that run this
-    written = without_section(TEXT).splitlines()
-    assert document(list(WRITTEN.values())).splitlines()[heading:] == written[heading:]
+def test_the_file_reads_back_as_it_was_written() -> None:
+    lines = slice(3, None)  # those before name the torch and the machine that run this
+    assert dump(WRITTEN.values()).splitlines()[lines] == TEXT.splitlines()[lines]
+
+
+def test_the_pages_are_those_of_the_file() -> None:
+    told = "python -m tests.compatibility --pages writes the pages"
+    assert (ANSWER.read_text(), DETAILS.read_text()) == pages(), told
+
+
+def test_a_class_works_works_with_a_remark_or_does_not() -> None:
+    line = replace(example(), outcome="compensated {80 steps}", error="0.010 (100×)")
+    kinds = {
+        WORKS: [line, replace(line, options="other")],
+        REMARK: [line, replace(line, options="other", outcome="inaccurate {x}; compensated")],
+        NO: [replace(line, outcome="refused {y}"), replace(line, options="other", outcome="fails {z}")],
+    }
+    for expected, lines in kinds.items():
+        (found,) = subjects(lines)
+        assert found.result == expected
+    (short,) = subjects([replace(line, error="0.27 (3.6×)", single="0.16")])
+    assert (short.result, short.remarks) == (REMARK, ["float32 parameters are off by 0.16, too"])
+
+
+def test_the_answer_is_short() -> None:
+    tables = ANSWER.read_text().split("\n\n")
+    rows = next(part for part in tables if part.startswith("| package")).splitlines()[2:]
+    assert len(rows) <= 20
+    assert {row.split("|")[1].split()[0] for row in rows} == {
+        line.package.split()[0] for line in WRITTEN.values()
+    }
 
 
 def test_differences_are_seen() -> None:

@@ -1,8 +1,9 @@
-"""``./dev compat``: measure the optimizers and write ``docs/compatibility.md``."""
+"""``./dev compat``: measure the optimizers, and write ``measured.json`` and its pages in ``docs/``."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Sequence
@@ -12,11 +13,14 @@ from collage_fx.tools.audit import Measurement
 from tests.compatibility import results
 from tests.compatibility.catalog import Row, Variant
 from tests.compatibility.dtypes import section_of
+from tests.compatibility.pages import answer, details
 from tests.compatibility.rows import ROWS
-from tests.compatibility.table import Line, differences, document, key_of, line_of, read
+from tests.compatibility.table import Line, differences, dump, key_of, line_of, read
 from tests.compatibility.worker import Worker
 
-PATH = results.ROOT / "docs" / "compatibility.md"
+MEASURED = results.ROOT / "tests" / "compatibility" / "measured.json"
+ANSWER = results.ROOT / "docs" / "compatibility.md"
+DETAILS = results.ROOT / "docs" / "compatibility-rows.md"
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -27,6 +31,9 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     which.add_argument("--third-party", action="store_true", help="the other packages alone")
     parser.add_argument(
         "--check", action="store_true", help="write nothing; fail if torch.optim's rows are not current"
+    )
+    which.add_argument(
+        "--pages", action="store_true", help="measure nothing; write the pages of what has been measured"
     )
     parser.add_argument("--again", action="store_true", help="measure also what has been measured")
     parser.add_argument("--time-limit", type=float, default=300, help="seconds for one measurement")
@@ -87,31 +94,49 @@ def _measured(variant: Variant, worker: Worker, *, again: bool) -> Measurement:
 
 
 def check(lines: Sequence[Line]) -> int:
-    written = read(PATH.read_text())
+    written = read(MEASURED.read_text())
     stale = 0
     for line in lines:
-        found = differences(written[line.key], line) if line.key in written else ["not in the document"]
+        found = differences(written[line.key], line) if line.key in written else ["not in the file"]
         for difference in found:
             stale += 1
             print(f"{' '.join(line.key)}: {difference}")
-    print(f"{PATH.name}: {f'{stale} differences; run ./dev compat' if stale else 'current'}")
+    print(f"{MEASURED.name}: {f'{stale} differences; run ./dev compat' if stale else 'current'}")
     return 1 if stale else 0
 
 
 def write(lines: Sequence[Line]) -> None:
-    """Write the document: these lines, and of the other rows what it has said so far."""
-    old = PATH.read_text() if PATH.exists() else ""
-    known = read(old)
+    """Write the file and the pages: these lines, and of the other rows what has been measured so far."""
+    known = read(MEASURED.read_text()) if MEASURED.exists() else {}
     known.update({line.key: line for line in lines})
     keys = [key_of(row) for row in ROWS]
-    text, other_section = document([known[key] for key in keys if key in known]), section_of(old)
-    PATH.write_text(f"{text}\n{other_section}" if other_section else text)
+    MEASURED.write_text(dump(known[key] for key in keys if key in known))
     missing = [key for key in keys if key not in known]
-    print(f"wrote {PATH}" + (f"; {len(missing)} rows have never been measured" if missing else ""))
+    print(f"wrote {MEASURED}" + (f"; {len(missing)} rows have never been measured" if missing else ""))
+    write_pages()
+
+
+def pages() -> tuple[str, str]:
+    """The two pages of what is in the file; the section on dtypes stays as it is."""
+    text = MEASURED.read_text()
+    about = {name: value for name, value in json.loads(text).items() if name != "lines"}
+    lines = read(text)
+    section = section_of(DETAILS.read_text()) if DETAILS.exists() else ""
+    written = details(lines.values(), about)
+    return answer(lines, about), f"{written}\n{section}" if section else written
+
+
+def write_pages() -> None:
+    for path, text in zip((ANSWER, DETAILS), pages(), strict=True):
+        path.write_text(text)
+        print(f"wrote {path}")
 
 
 def main(argv: Sequence[str]) -> int:
     options = parse_arguments(argv)
+    if options.pages:
+        write_pages()
+        return 0
     rows = selected(options)
     require_installed(rows)
     started = time.perf_counter()

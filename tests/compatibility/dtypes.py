@@ -2,7 +2,8 @@
 
 A triple is the dtypes of parameter, gradient and state. Each optimizer of torch.optim takes 40 steps for each
 triple, on small tensors of odd shapes, and its weights are compared with those of a float64 run from the same
-weights and state, with the same gradients. The table is the last section of ``docs/compatibility.md``.
+weights and state, with the same gradients. The table is the last section of
+``docs/compatibility-rows.md``.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ __all__ = [
     "without_section",
 ]
 
-PATH = ROOT / "docs" / "compatibility.md"
+PATH = ROOT / "docs" / "compatibility-rows.md"
 HEADING = "## Dtypes of parameter, gradient and state"
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -234,17 +235,16 @@ def _moved(
 
 # The section. -----------------------------------------------------------------------------------------------
 
-TEXT = (
-    "Written by `python -m tests.compatibility.dtypes` with torch {torch}; not to be edited.\n\n"
-    f"Each line is {len(TRIPLES)} triples of dtypes, those of parameter, gradient and state from "
-    f"{', '.join(DTYPES)}: {STEPS} steps each,\nafter `collage_fx.install(opt)`, of parameters {{shapes}} "
-    "(of Muon {matrices}), from state after a first step that was cast.\n"
-    "A triple is *right* if the error ‖Δ - Δ64‖ / ‖Δ64‖ of the parameters is at most "
-    f"{LARGEST}, or {AS_FLOAT32} times that of eager\ntorch with float32 parameters and the same gradients "
-    "and state. *eager cannot* counts those of them that eager torch itself\nrefuses, on a CPU. *error* "
-    "is the largest of the compensated steps, *plain* of the eager steps with bf16 or fp16 parameters.\n\n"
-    "{right} of {count} are right; {cannot} of these eager torch cannot take. {others}"
-)
+TEXT = """\
+{right} of {count} combinations are right; {cannot} of these eager torch itself refuses on a CPU. {others}
+
+Each line is an optimizer with {triples} combinations of dtypes, those of parameter, gradient and state from
+{dtypes}: {steps} steps each after `collage_fx.install(opt)`. A combination is *right* if the error is at
+most {largest}, or {times} times that of eager torch with float32 parameters. *eager cannot* counts
+combinations that are right here and that eager torch refuses. *error* is the largest of the compensated
+steps, *plain* that of eager steps with bf16 or fp16 parameters. Parameters are {shapes} (Muon: {matrices}).
+
+Written by `python -m tests.compatibility.dtypes` with torch {torch}."""
 
 
 def section(measured: Mapping[Case, Mapping[Triple, Cell]]) -> str:
@@ -273,7 +273,12 @@ def section(measured: Mapping[Case, Mapping[Triple, Cell]]) -> str:
         right=len(every) - len(wrong),
         count=len(every),
         cannot=sum(isinstance(cell.eager, str) for cell in every.values() if cell.is_right),
-        others=f"Not right: {described}." if wrong else "None is refused.",
+        others=f"Not right: {described}." if wrong else "None is refused here.",
+        triples=len(TRIPLES),
+        dtypes=", ".join(DTYPES),
+        steps=STEPS,
+        largest=LARGEST,
+        times=AS_FLOAT32,
     )
     headers = ("optimizer", "options", "right", "eager cannot", "plain", "error")
     table = tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)

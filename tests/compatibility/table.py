@@ -1,29 +1,28 @@
-"""The table ``docs/compatibility.md``: made of measurements, and read back, to keep rows and to be checked.
+"""Measured lines of optimizers: made of measurements, kept in ``measured.json``, and checked against it.
 
-A line's cells are texts. Within them, ``{reason}`` stands in the document as the number of a note, ``[1]``.
+A line's cells are texts. Within them, ``{reason}`` is a note.
 """
 
 from __future__ import annotations
 
+import json
 import platform
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import asdict, dataclass, fields
 
 import torch
-from tabulate import tabulate
 
 from collage_fx.tools.audit import COMPENSATED, UNSUPPORTED, Measurement, falls_short
-from tests.compatibility.catalog import BUDGETS, SHAPES, STEPS, Row
+from tests.compatibility.catalog import BUDGETS, Row
 
 __all__ = [
     "NOT_TRIED",
-    "UNDER_A_BUDGET",
     "Key",
     "Line",
     "differences",
-    "document",
+    "dump",
     "key_of",
     "line_of",
     "read",
@@ -44,30 +43,10 @@ LONGEST_NOTE = 400
 #: What stands where a row is not tried under budgets.
 NOT_TRIED = "–"
 
-#: What is said of lines that are kept from when bytes and budgets were not measured yet.
-OLDER = (
-    "Where *bytes* is empty, in {} lines, the errors are older: of parameters of 24×16 and 24, and of state "
-    "that was rounded to nearest."
-)
-
-#: The rows of the table at the top.
-UNDER_A_BUDGET: tuple[Key, ...] = (
-    ("torch", "AdamW", "defaults", "bf16"),
-    ("torch", "Adagrad", "defaults", "bf16"),
-    ("torch", "RMSprop", "centered=True", "bf16"),
-    ("torch", "Adam", "amsgrad=True", "bf16"),
-    ("torch-optimi", "Adan", "kahan_sum=False", "bf16"),
-    ("lion-pytorch", "Lion", "defaults", "bf16"),
-    ("torch", "Muon", "defaults", "bf16"),
-    ("torch", "Adafactor", "defaults", "bf16"),
-    ("transformers", "Adafactor", "lr=0.0001, relative_step=False, scale_parameter=False", "bf16"),
-    ("prodigyopt", "Prodigy", "defaults", "bf16"),
-)
-
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the document.
+    """One measured line.
 
     Attributes:
         package: and its version.
@@ -125,6 +104,11 @@ class Line:
         return bool(self.plain and self.error) and falls_short(_value(self.plain), _value(self.error))
 
     @property
+    def error_value(self) -> float:
+        """The error as a number; -1 if there is none."""
+        return _value(self.error) if self.error else -1.0
+
+    @property
     def worse_than_plain(self) -> list[str]:
         """The budgets under which the error is larger than plain low precision's."""
         errors = {"8 B": self.error_8, "5.1 B": self.error_5}
@@ -135,28 +119,6 @@ class Line:
         ]
 
 
-HEADERS = (
-    "package",
-    "optimizer",
-    "options",
-    "dtype",
-    "foreach",
-    "graphs",
-    "compiled",
-    "seconds",
-    "state",
-    "with error terms",
-    "without",
-    "plain",
-    "fp32",
-    "compensated",
-    "bytes",
-    "8 B",
-    "8 B: bytes",
-    "5.1 B",
-    "5.1 B: bytes",
-    "outcome",
-)
 ERRORS = ("plain", "single", "error", "error_8", "error_5")
 
 #: An error, and how many times as large plain's is.
@@ -274,119 +236,29 @@ def _note(reason: str) -> str:
     return f"{{{text if len(text) <= LONGEST_NOTE else f'{text[: LONGEST_NOTE - 1]}…'}}}"
 
 
-# The document. ----------------------------------------------------------------------------------------------
+# In a file, one line each. ----------------------------------------------------------------------------------
 
 
-def document(lines: Sequence[Line]) -> str:
-    """The whole document."""
-    ours = [line for line in lines if line.package.startswith("torch ")]
-    others = [line for line in lines if line not in ours]
-    older = [line for line in lines if line.error and not line.bytes]
-    notes: dict[str, int] = {}
-    paragraphs = [
-        "# Which optimizers work",
-        f"Written by `./dev compat` with torch {torch_version()} on {platform.system()} "
-        f"{platform.machine()}; not to be edited.",
-        f"Each line is {STEPS} steps (or as noted) of an unmodified optimizer, as `collage-fx audit` takes "
-        "them after `collage_fx.install(opt)`, from N(0, 1) weights and with steps of some 1e-5 to 1e-4, "
-        "most of which plain bfloat16 loses. The outcome *compensated* means that every parameter has error "
-        "terms, not all of them zero, that nothing was compiled in the second half of the steps, and that "
-        "the error is at most a tenth of plain's where that is 0.2 or more, and nowhere 5 % above it.",
-        "*plain*, *fp32* and *compensated* are errors, ‖Δ − Δ64‖ / ‖Δ64‖: Δ is how far the parameters went "
-        "in eager low precision, in eager float32, and by `full_value` in the compiled step, Δ64 how far "
-        "they go in float64 from the same weights with the same gradients. Of several settings of `foreach`, "
-        "the largest. *compiled* counts graphs in all steps, *seconds* is how long the steps took until "
-        "nothing was compiled any more (with what Inductor's caches had), *state* counts the low-precision "
-        "tensors that a step updates.",
-        "Optimizers with Kahan summation (`kahan_sum=True`, `kahan_comp`) are at least as accurate as they "
-        "are eagerly with their own term: what two numbers round off stays in it "
-        "(`tests/test_self_compensating.py`).",
-        "Numbers in brackets say how many times as large the error of plain low precision is. *bytes* are "
-        "those of parameters, state and error terms, for each element of the parameters, as the optimizer "
-        "holds them in the end. *8 B* and *5.1 B* are errors of the same run with `bytes_per_parameter=8` "
-        "and `5.1`, and what it holds then. *refused* says that no budget of the step is that small, or that "
-        "the optimizer of a [recorded](limits.md#recorded-steps) step holds more; "
-        "those of such steps are from when they packed state. They are measured with one "
-        "setting of `foreach`, and with the options that an optimizer is mostly used with; "
-        f"{NOT_TRIED} stands elsewhere. Parameters are a matrix of {'×'.join(map(str, SHAPES[0]))}, the "
-        f"smallest that is packed, and a vector of {SHAPES[1][0]}, which is too small for that and keeps "
-        "state of 16 bits, rounded by dither (of Muon, two matrices).",
-        *([OLDER.format(len(older))] if older else []),
-        "## Under a budget",
-        _budget_table(lines, notes),
-        "## torch.optim",
-        _summary(ours),
-        _table(ours, notes),
-    ]
-    if others:
-        paragraphs += ["## Other packages", _summary(others), _table(others, notes)]
-    paragraphs += ["## Notes", "\n".join(f"- [{number}] {note}" for note, number in notes.items())]
-    return "\n\n".join(paragraphs) + "\n"
-
-
-def _summary(lines: Sequence[Line]) -> str:
-    """A summary: how many classes do what, with all the options tried."""
-    by_class: dict[str, set[str]] = {}
-    for line in lines:
-        by_class.setdefault(f"{line.package} {line.optimizer}", set()).update(line.outcomes)
-    counts = Counter(" or ".join(sorted(outcomes)) for outcomes in by_class.values())
-    runs = len(by_class) - counts[UNSUPPORTED]
-    text = ", ".join(f"{number} {outcomes}" for outcomes, number in counts.most_common())
-    whole = f"{counts[COMPENSATED]} of the {runs} that run at all are compensated with every option tried"
-    return f"{len(by_class)} classes: {text}. That is, {whole}."
-
-
-def _table(lines: Sequence[Line], notes: dict[str, int]) -> str:
-    return _tabulated([astuple(line) for line in lines], HEADERS, notes)
-
-
-def _budget_table(lines: Sequence[Line], notes: dict[str, int]) -> str:
-    """The named rows: errors, with plain's as a multiple, and bytes, by default and under budgets."""
-    known = {line.key: line for line in lines}
-    rows = [
-        (
-            f"{line.package.split()[0]} {line.optimizer}",
-            line.options,
-            line.plain,
-            *(line.bytes, line.error),
-            *(line.bytes_8, line.error_8),
-            *(line.bytes_5, line.error_5),
-        )
-        for line in (known[key] for key in UNDER_A_BUDGET if key in known)
-    ]
-    headers = ("optimizer", "options", "plain", "default: bytes", "error", "8 B: bytes", "error")
-    return _tabulated(rows, (*headers, "5.1 B: bytes", "error"), notes)
-
-
-def _tabulated(rows: Iterable[Sequence[str]], headers: Sequence[str], notes: dict[str, int]) -> str:
-    """A table in whose cells notes are numbers."""
-
-    def numbered(match: re.Match[str]) -> str:
-        return f"[{notes.setdefault(match[1], len(notes) + 1)}]"
-
-    cells = [[re.sub(r"\{(.*?)\}", numbered, cell) for cell in row] for row in rows]
-    return tabulate(cells, headers=headers, tablefmt="github", disable_numparse=True)
+def dump(lines: Iterable[Line]) -> str:
+    """The file of measured lines."""
+    head = f'{{\n "torch": "{torch_version()}",\n "machine": "{platform.system()} {platform.machine()}",\n'
+    rows = (f"  {json.dumps(asdict(line), ensure_ascii=False)}" for line in lines)
+    return head + ' "lines": [\n' + ",\n".join(rows) + "\n ]\n}\n"
 
 
 def read(text: str) -> dict[Key, Line]:
-    """The lines of a document, by key."""
-    notes = dict(re.findall(r"^- \[(\d+)\] (.*)$", text, flags=re.MULTILINE))
-    lines = {}
-    for row in re.findall(r"^\|(.*)\|$", text, flags=re.MULTILINE):
-        cells = [re.sub(r"\[(\d+)\]", lambda m: f"{{{notes[m[1]]}}}", c.strip()) for c in row.split("|")]
-        if len(cells) == len(HEADERS) and tuple(cells) != HEADERS and not cells[0].startswith("-"):
-            line = Line(*cells)
-            lines[line.key] = line
-    return lines
+    """The lines of a file, by key."""
+    lines = (Line(**each) for each in json.loads(text)["lines"])
+    return {line.key: line for line in lines}
 
 
 def differences(written: Line, measured: Line) -> list[str]:
-    """The lines of the document that are not what was measured, apart from noise."""
+    """The cells of a written line that are not what was measured, apart from noise."""
     found = []
-    for cell, header in zip(fields(Line), HEADERS, strict=True):
+    for cell in fields(Line):
         old, new = getattr(written, cell.name), getattr(measured, cell.name)
         if old != new and cell.name != "seconds" and not (cell.name in ERRORS and _same_error(old, new)):
-            found.append(f"{header}: {old!r} is written, {new!r} was measured")
+            found.append(f"{cell.name}: {old!r} is written, {new!r} was measured")
     return found
 
 
