@@ -478,18 +478,15 @@ def _head_start(plain: Run, baseline: Run) -> str:
 
 def draw(runs: Sequence[Run], path: Path) -> None:
     """Validation loss, EDQ ratio and share of lost updates by step, 1500 pixels wide."""
-    figure = Figure(figsize=(15, 5), layout="constrained")
+    figure = Figure(figsize=(15, 5.4), layout="constrained")
     losses, ratios, losts = figure.subplots(1, 3)
     for run in runs:
         style = {"color": run.strategy.colour, "linestyle": run.strategy.line, "linewidth": 2.4}
-        losses.plot(*zip(*run.curve, strict=True), label=f"{run.strategy.name}: {run.loss:.3f}", **style)
+        losses.plot(*zip(*run.curve, strict=True), label=run.strategy.name, **style)
         for axes, name in ((ratios, "edq_ratio"), (losts, "lost_share")):
             points = [(step, getattr(each, name)) for step, each in run.metrics.overall().items()]
-            axes.plot(*zip(*points, strict=True), label=run.strategy.name, **style)
-    # The first steps, where all fall alike from 5.5, would flatten what happens later.
-    shown = [loss for run in runs for _, loss in run.curve[len(run.curve) // 6 :]]
-    margin = 0.05 * (max(shown) - min(shown)) + 1e-3
-    losses.set_ylim(min(shown) - margin, max(shown) + margin)
+            axes.plot(*zip(*points, strict=True), **style)
+    losses.set_ylim(*_limits(runs))
     losses.set_title("Validation loss, nats per byte")
     ratios.set_ylim(0, 1.05)
     ratios.set_title("EDQ ratio: how much of each update arrives")
@@ -500,8 +497,45 @@ def draw(runs: Sequence[Run], path: Path) -> None:
         axes.title.set_fontsize(14)
         axes.tick_params(labelsize=12)
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=12)
+    figure.legend(loc="outside lower center", ncols=len(runs), fontsize=13)
     figure.savefig(path, dpi=100)
+
+
+def _limits(runs: Sequence[Run]) -> tuple[float, float]:
+    """Limits of the losses; the first steps, where all fall alike from 5.5, would flatten all others."""
+    shown = [loss for run in runs for _, loss in run.curve[len(run.curve) // 6 :]]
+    margin = 0.05 * (max(shown) - min(shown)) + 1e-3
+    return min(shown) - margin, max(shown) + margin
+
+
+#: Curves of the small picture: label, colour and line. 14 bytes are those of masters with bf16 weights.
+PANEL: dict[str, tuple[str, str, str]] = {
+    "none": ("plain bf16: {:.3f}", "#D55E00", "-"),
+    BASELINE: ("fp32 masters, 14 bytes: {:.3f}", "#000000", "-"),
+    "5.1 bytes": ("here, 5.1 bytes: {:.3f}", "#0072B2", "--"),
+}
+
+
+def draw_panel(runs: Sequence[Run], path: Path) -> None:
+    """Validation loss of three runs, labelled beside the ends of their curves, for 390 pixels and more."""
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    low, high = _limits(runs)
+    height = (high - low) / 12  # of a label
+    place = math.inf
+    for run in sorted(runs, key=lambda run: list(PANEL).index(run.strategy.name)):
+        label, colour, line = PANEL[run.strategy.name]
+        axes.plot(*zip(*run.curve, strict=True), color=colour, linestyle=line, linewidth=3)
+        place = run.loss + 2 * height if math.isinf(place) else min(run.loss - height, place - height)
+        end = run.curve[-1][0]
+        axes.text(end, place, label.format(run.loss), fontsize=14, color=colour, ha="right", va="center")
+    axes.set_ylim(min(low, place - height), high)
+    axes.set_title("Validation loss of a small GPT, by step", fontsize=15)
+    axes.tick_params(labelsize=13)
+    axes.grid(alpha=0.3)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.savefig(path, dpi=140)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -541,6 +575,9 @@ def main() -> None:
         runs = [train(STRATEGIES[name], recipe, text, options.device, bar) for name in options.strategies]
     figure = options.out / "train_gpt.png"
     draw(runs, figure)
+    shown = [run for run in runs if run.strategy.name in PANEL]
+    if len(shown) == len(PANEL):
+        draw_panel(shown, options.out / "train_gpt_loss.png")
     results = f"{table(runs)}\n\n{table_by_part(runs)}\n\n{conclusion(runs)}\n"
     (options.out / "train_gpt.txt").write_text(results)
     print(f"\n{results}\n{figure}, after {time.perf_counter() - started:.0f} s")

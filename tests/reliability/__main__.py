@@ -83,7 +83,7 @@ is in [`tests/test_faults.py`](../tests/test_faults.py): the step works, or it i
 nothing has changed.
 
 DTensors that are cut by columns are rounded to nearest: the bits of dither go by places in memory
-([limits](limits.md#precision)).
+([limits](limits.md#several-processes)).
 
 "Elements lost" counts those that are not, bit for bit, what they should be. Where a checkpoint has been
 spoiled, the error terms of the tensor concerned have to become zero, those of all others to stay, and a
