@@ -155,6 +155,27 @@ def test_bytes_are_those_of_a_report(page: str, options: str, count: float) -> N
     assert report.bytes_per_parameter()["total"] == pytest.approx(count, abs=0.0101)
 
 
+#: Rows of the README's table, and of the demo's. Masters are as people use them, not the demo's reference.
+README_ROWS = {
+    "plain bf16": ("none", None),
+    "**default**": ("plus", None),
+    "`bytes_per_parameter=8`": ("8 bytes", None),
+    "`bytes_per_parameter=5.1`": ("5.1 bytes", None),
+    "fp32 masters": ("fp32 master", 14.0),
+}
+
+
+def test_the_readme_has_the_numbers_of_the_demo() -> None:
+    demo = (DOCS / "demo.md").read_text()
+    rows = (ROOT / "README.md").read_text().splitlines()
+    for name, (of_demo, held) in README_ROWS.items():
+        found = re.search(rf"^    {of_demo} {{2,}}([\d.]+) .* ([\d.]+) +[\d.]+ ms$", demo, re.MULTILINE)
+        assert found is not None, of_demo
+        count = float(found[2]) if held is None else held
+        row = f"| {name} | {count:g} | {7 * count:.0f} GB | {float(found[1]):.3f} |"
+        assert row in rows, row
+
+
 @pytest.mark.parametrize(
     "page", [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))], ids=lambda page: page.name
 )

@@ -119,6 +119,17 @@ def test_train_gpt(tmp_path: Path) -> None:
     assert width >= 1200
 
 
+def test_the_small_picture_of_the_demo(tmp_path: Path) -> None:
+    runs = [
+        train_gpt.Run(train_gpt.STRATEGIES[name], [(step, loss + 1 / step) for step in (50, 100, 150, 200)])
+        for name, loss in (("none", 1.93), ("5.1 bytes", 1.88), (train_gpt.BASELINE, 1.88))
+    ]
+    train_gpt.draw_panel(runs, tmp_path / "loss.svg")
+    drawn = (tmp_path / "loss.svg").read_text()
+    for label in ("plain bf16: 1.935", "here, 5.1 bytes: 1.885", "fp32 masters, 14 bytes: 1.885"):
+        assert f"<!-- {label} -->" in drawn
+
+
 def test_the_demo_does_not_take_compiling_for_a_step() -> None:
     """Its bar once said "1/4000 [00:20<22:13:00]"."""
     shown = io.StringIO()
