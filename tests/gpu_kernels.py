@@ -251,138 +251,113 @@ def on_h200(results: Mapping[str, Any], rows: Sequence[tuple[Row, Measured]]) ->
 
 DOCUMENT = """# On a GPU
 
-An H200 has run the tests and these kernels once: [Measured on an H200](#measured-on-an-h200). Two things
-are known without a GPU. A fake CUDA driver runs whole trainings, with torch's build for CUDA, Inductor's
-launchers and all kernels (`./dev test --fake-gpu`; see [the last section](#run-by-a-fake-driver)). And
-the numbers of the other tables are read off the kernels that a GPU would be given. Written by
-`python -m tests.gpu_kernels`; not to be edited.
+**What has run on a card?** The tests and kernels, once, on an H200 with torch 2.11: 71 of 80 tests passed
+and one failed ([details](#the-tests-on-that-card)). Since then kernels have run only on a fake CUDA driver,
+every night ([below](#run-by-a-fake-driver)).
 
-`collage-fx explain --optimizer AdamW --code triton --arch sm_90` shows the kernels of any optimizer, on any
-Linux machine, with what is in the first of these tables; so does `collage_fx.gpu_code(optimizer)`.
+**How fast is it?** AdamW's step of GPT-2 took 0.56 ms (`light`) and 0.68 ms (`plus`); torch's fused AdamW
+took 0.68 ms in bf16 and 1.02 ms in fp32. A step has two launches, whatever the number of tensors.
 
-A step is launched once for each kind of update, whatever the number of tensors: once for the counters of
-all tensors, and once for their elements (Note [One launch for all tensors] in
-`collage_fx/runtime/launches.py`). The kernels are Inductor's; which tensor a program works on, it reads from
-a table of addresses.
-
-- **Launches** of a step of four tensors, as of four hundred. Tensors that are too small to be packed have a
-  kernel of their own beside those of packed ones. A step that is *measured* (`metrics=True`) has one more,
-  which adds the sums that programs leave of their blocks: 8 bytes of each for 2048 elements, not in the bytes
-  moved (Note [Sums of a launch] in `collage_fx/torch_compat/triton_sums.py`).
-- **Bytes moved** for each parameter: what the source of the elements' kernel loads and stores. It is all that
-  is **held**, by the report, read once and written once, and the gradient.
-- **Registers** of a thread, and bytes **spilled**, in machine code for sm_80, sm_90, sm_100 and gfx942
-  (MI300: AMD's compiler, given the kernels that are written for NVIDIA's cards).
-- **16-byte accesses** of a thread, where a block is full, among those that its 8 elements take. Bytes and
-  scales are accessed 8 or fewer bytes at a time, and so is all that is measured: there a thread has 4
-  elements at a time.
-
-torch {torch}, Triton {triton}.
-
-{table}
-
-No product and sum are one operation (fma) in any of these kernels, so that bits do not depend on where in a
-block an element is: a measured step, a gradient at an unaligned address and a tensor in other shards have the
-bits of the usual step. Only where it is written in the source, because the product is exact, there is an fma:
-in the integers of blocks and in the sums of measured steps.
-
-## Optimizers with matrix products or reductions
-
-Muon, Shampoo, LAMB and Adafactor have matrix products, or sums over rows or whole tensors, between
-elementwise parts. The elementwise parts are launched over the table, and sums over whole tensors are added up
-there. All else is called once for each shape, with a stack of the tensors (Note [Stacks of tensors] in
-`collage_fx/lowering/stacks.py`). Values that cross between kernels take 2 GiB at most: above that, tensors
-take turns.
-
-A step has as many launches whatever the number of tensors: LAMB 5; Muon 107 for the four shapes of GPT-2,
-where a call for each of its 48 matrices took 1,250; Adafactor 28 for four shapes
-(`tests/test_gpu_counts.py`).
+**What would my card run?** `collage-fx explain --optimizer AdamW --code triton --arch sm_90` shows the
+kernels of any optimizer, on any Linux machine; `collage_fx.gpu_code(optimizer)` is the same in a program.
 
 ## Measured on an H200
 
 GPT-2 124M: 148 tensors, {parameters:.1f} million parameters. {about}.
 
-All columns of the benchmark are in `benchmarks/README.md`; `./dev bench --device cuda` measures anew.
-
-- **× its copy**: the time over that of a copy that moves as many bytes, in turn. Copies moved
-  {copies:.2f} TB/s.
-- **predicted**: the same from static counts, as in the next section: 1, or the time of the instructions
-  at {boosted:.2f} GHz over that of the copy.
-
 {on_h200}
 
-The run was made before sums were dithered, which adds some 17 instructions for each parameter; the
-prediction is for the kernels of today. Where memory bounds a step, the prediction is right within 15 %:
-`light` and `plus` take 1.05 of a copy. Where instructions do, schedulers issue some three quarters of
-what they could, so that `block8` takes 1.5 and a measured step 2.2 of a copy. In all formats, a step
-takes less time than torch's fused AdamW with float32 parameters, unless it is measured.
+- **× its copy**: the time over that of a copy of as many bytes, which moved {copies:.2f} TB/s.
+- **predicted**: the same from the kernels' instructions, at {boosted:.2f} GHz ([below](#predicted-times)).
 
-Of 80 tests for a GPU 71 passed and one failed; one needs two GPUs, three had not ended when the time was
-up, and four were left out (2**31 elements, accesses under compute-sanitizer, 10,000 steps). The one that
-failed is a training with Muon. Which of its comparisons failed is not known: its message was cut off.
-Inductor chose reductions by their time then, so a resumed run could have other last bits; it does not any
-more, and the test has not been run since. Errors against float64 are the CPU's to three digits or more
-(AdamW, LAMB, Adafactor, Muon); of the elements of hi, 5 of 48,549 differ from the CPU's step with AdamW,
-none with LAMB and Adafactor, 159 with Muon. A step of LAMB took 1.08 ms of the device and 5 launches, and
-14.3 ms and 2,220 launches without this package. The host of that machine needed 0.51 ms for a step of
-AdamW where torch's fused AdamW needed 0.53, and 0.65 and 0.57 if all gradients had moved.
+If memory bounds a step, the prediction is right within 15 %. If instructions do (`block8`, measured steps),
+the card issued some three quarters of what it could. The run was made before sums were dithered, which adds
+some 17 instructions for each parameter. `./dev bench --device cuda` measures anew;
+[benchmarks](../benchmarks/README.md) has all columns.
 
-## What a step would cost the GPU
+A step of LAMB took 1.08 ms and 5 launches; without this package 14.3 ms and 2,220 launches. The host needed
+0.51 ms for a step of AdamW (torch's fused AdamW: 0.53), 0.65 and 0.57 if all gradients had moved.
 
-A prediction for an H100 (SXM: {sms} multiprocessors at
-{clock:.4g} GHz; {bandwidth:.2g} TB/s, which is 90 % of its memory's bandwidth, as copies have). All is read
-off machine code for sm_90.
+## The tests on that card
 
-- **Instructions** of a full block, for each element: those on the shortest path through the machine code that
-  calls no subroutine (Note [Instructions of a full block] in `collage_fx/torch_compat/sass.py`). A program's
-  fixed instructions, such as those that read the table, are in it, divided by its elements.
-- **Issue**: picoseconds for each element. Each of the four schedulers of a multiprocessor issues an
-  instruction for 32 threads each clock: instructions / (multiprocessors × 128 × clock). Where a single pipe
-  needs more time than that, it is the pipe's: that of integers and comparisons takes 64 threads each clock,
-  and bounds `native` arithmetic and Lion.
-- **Memory**: bytes moved / bandwidth.
-- **ms**: the longer of the two, times the number of parameters. It is what a step takes if loads are always
-  in flight and schedulers never wait. Launches and the upload of the table, some 10 µs, are not in it; 8 B
-  parameters fit an H100 in the smallest formats only.
+Of 80 tests for a GPU, 71 passed and one failed: a training with Muon. Its message was cut off, so it is not
+known which comparison failed. Inductor chose reductions by their time then, so a resumed run could have
+other last bits; it no longer does, and the test has not been run since. One test needs two GPUs, three had
+not ended when the time was up, and four were left out (2**31 elements, compute-sanitizer, 10,000 steps).
+
+Errors against float64 are the CPU's to three digits or more (AdamW, LAMB, Adafactor, Muon). Of the elements
+of hi, 5 of 48,549 differ from the CPU's step with AdamW, none with LAMB and Adafactor, 159 with Muon.
+
+## Kernels
+
+A step is launched once for the counters of all tensors and once for their elements. The kernels are
+Inductor's; a program reads from a table of addresses which tensor it works on. Read off the kernels,
+without a GPU (torch {torch}, Triton {triton}):
+
+{table}
+
+- **launches** are for four tensors as for four hundred. A measured step (`metrics=True`) has one more.
+  Tensors that are too small to be packed have a kernel of their own beside packed ones.
+- **bytes moved** for each parameter, by the kernel's source: what is **held**, read once and written once,
+  and the gradient.
+- **registers** of a thread, and bytes **spilled**, for sm_80, sm_90, sm_100 and gfx942 (MI300).
+- **16-byte accesses** of a full block, of those that 8 elements of a thread take. Bytes and scales are
+  accessed in smaller pieces.
+
+No product and sum are fused (fma) unless the product is exact. So bits do not depend on where an element
+lies: measured steps, unaligned gradients and other shards have the same bits.
+
+Muon, Shampoo, LAMB and Adafactor also have matrix products or sums over rows. These are called once for
+each shape, with a stack of the tensors; values between kernels take 2 GiB at most. A step has as many
+launches whatever the number of tensors: LAMB 5, Adafactor 28 for four shapes, Muon 107 for the four shapes
+of GPT-2, where a call for each of its 48 matrices took 1,250.
+
+## Predicted times
+
+For an H100 (SXM: {sms} multiprocessors at {clock:.4g} GHz, {bandwidth:.2g} TB/s, which is 90 % of its
+memory's bandwidth):
 
 {predicted}
 
-Two kinds of steps are bound by instructions. `native` arithmetic rounds the result of every operation, by
-five instructions on integers. Measured steps of `block8` move few bytes, and do not add up less for that.
-`block8` itself is at the limit: the dither of sums, some 17 instructions, takes it from 0.88 to 1.00.
+- **instructions** of a full block, for each element, on the shortest path through the machine code for
+  sm_90.
+- **issue**: picoseconds for each element. Each of four schedulers issues an instruction for 32 threads each
+  clock; a pipe that is slower (integers and comparisons: 64 threads each clock) bounds `native` arithmetic
+  and Lion.
+- **memory**: bytes moved / bandwidth.
+- **ms**: the longer of the two, times the number of parameters. Launches and the upload of the table, some
+  10 µs, come on top.
+
+`native` arithmetic and measured steps of `block8` are bound by instructions; `block8` itself is at the
+limit.
 
 ## What a step costs its host
 
-AdamW, `plus`, with the models' numbers of tensors in a sixteenth of their sizes, for sm_90. What is counted
-is the whole of `step()` but Dynamo's guards, with a stub in the place of Inductor's launcher and the driver.
-
-- **Processor s, cold**: the first step with nothing in Inductor's and Triton's caches, from Dynamo's capture
-  to machine code. Not in it: imports, and the C++ that writes tables, which is compiled once a machine.
-- **Operations** of torch in a later step, and **allocations** among them; with gradients that have moved, the
-  table is written anew and uploaded.
-- **Python calls** of a later step, without those of Inductor's launcher. None of these depends on the number
-  of tensors: what does is in C++.
+AdamW, `plus`, the models' numbers of tensors in a sixteenth of their sizes. All of `step()` but Dynamo's
+guards, with a stub in the place of the driver:
 
 {costs}
 
+- **processor s, cold**: the first step with empty caches, without imports.
+- **operations** of torch in a later step, and **allocations** among them; with gradients that have moved,
+  the table is uploaded anew.
+- **Python calls** of a later step. None of these depends on the number of tensors.
+
 ## Run by a fake driver
 
-`./dev test --fake-gpu` runs the tests that need a GPU on a machine without one, with torch 2.13 or 2.11. Only
-the CUDA driver is a fake: it executes kernels from their PTX, on the CPU. Each access of a kernel has to be
-in an allocation, and aligned; queued work runs as late as CUDA allows, so that a missing wait is seen.
-Compiled steps agree with the eager twin, captured steps with those that are not captured, and trainings that
-are saved and resumed with those that go on, to the bit.
+`./dev test --fake-gpu` runs the GPU tests on a machine without one, with torch 2.13 or 2.11. Only the CUDA
+driver is a fake: it executes kernels from their PTX on the CPU, checks each access, and runs queued work as
+late as CUDA allows. Compiled steps have the bits of the rewritten graph run eagerly; captured CUDA graphs
+those of usual steps; resumed trainings those that go on. With AdamW, `plus`, GPT-2 124M, the driver counts:
 
-The driver counts. Of AdamW, `plus`, with the tensors of GPT-2 124M:
+- **a step**: 2 launches, no copy, no wait. A measured step: 3 launches and a copy of its sums.
+- **with gradients that have moved**: one upload more. From the fifth on, the host waits for the upload four
+  steps before.
+- **Python calls**: {calls}; with gradients that have moved {moved}.
 
-- **A step** is 2 launches. It copies nothing and waits for nothing. A measured step is 3 launches, and a copy
-  of its sums to pinned memory.
-- **With gradients that have moved** it is one upload more. From the fifth upload on, the host waits for the
-  one of four uploads ago.
-- **Python calls**, with Inductor's own launcher: {calls}; with gradients that have moved: {moved}.
+Only a card shows times, and the last bits of `div.full` and of approximate functions.
 
-Only a GPU shows times, and the last bits of `div.full` and of approximate functions.
-"""
+Written by `python -m tests.gpu_kernels`; not to be edited."""
 
 
 def document(rows: Sequence[tuple[Row, Measured]], costs: Sequence[tuple[str, bool, gpu_steps.Cost]]) -> str:
