@@ -17,13 +17,16 @@ ROOT = Path(__file__).resolve().parent.parent
 
 #: Files outside, by where they are on the site. Others are added as pages link to them.
 PAGES = {
-    "readme.md": "README.md",
+    "index.md": "README.md",
     "CONTRIBUTING.md": "CONTRIBUTING.md",
     "CHANGELOG.md": "CHANGELOG.md",
     "benchmarks/README.md": "benchmarks/README.md",
 }
 ROLE = re.compile(r":(?:attr|class|data|func|meth|mod):(<code>)~?([\w.]+)")
 NOTE = re.compile(r"\[(\d+)\]")
+CELL = re.compile(r"<td([^>]*)>(.*?)</td>", re.DOTALL)
+NUMBER = re.compile(r"[-+−<>≥≤≈→÷/×%±(). \d,]*\d[-+−<>≥≤≈→/×%±(). \d,eB]*")
+LONGEST_CODE = 32
 LINK = re.compile(r"(\]\(|src=\")(?!https?:|#|mailto:)([^)#\"\s]+)")
 
 
@@ -56,8 +59,16 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Show what docstrings name by roles, ``:class:`~a.B```, as code."""
-    return ROLE.sub(lambda match: match[1] + match[2].rpartition(".")[2], html)
+    """Show what docstrings name by roles, ``:class:`~a.B```, as code; tell site.css of cells' contents."""
+    return CELL.sub(_classed, ROLE.sub(lambda match: match[1] + match[2].rpartition(".")[2], html))
+
+
+def _classed(match: re.Match[str]) -> str:
+    """A cell of a table, with a class if it is a number, or has code that is too long for a line."""
+    codes = re.findall(r"<code>(.*?)</code>", match[2], re.DOTALL)
+    is_long = any(len(re.sub(r"<.*?>", "", code)) > LONGEST_CODE for code in codes)
+    kind = "long" if is_long else "number" if NUMBER.fullmatch(match[2].strip()) else ""
+    return f'<td class="{kind}"{match[1]}>{match[2]}</td>' if kind else match[0]
 
 
 def _repository_path(here: str, target: str) -> str:

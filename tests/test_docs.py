@@ -16,6 +16,7 @@ from collage_fx.graph.recurrence import TOLERATED_STALL, dithered_noise, represe
 from collage_fx.graph.text import graph_text
 from collage_fx.metrics.meter import WIDTH
 from collage_fx.numerics.formats import BFLOAT16, FLOAT16, FloatFormat
+from tests.support.questions import QUESTIONS
 from tests.support.training import parameters
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -183,6 +184,20 @@ def test_links_lead_somewhere(page: Path) -> None:
     targets = [target.partition("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text())]
     missing = [each for each in targets if "://" not in each and each and not (page.parent / each).exists()]
     assert missing == []
+
+
+@pytest.mark.parametrize(("question", "answer"), QUESTIONS.items())
+def test_a_question_is_answered_one_click_from_the_readme(
+    question: str, answer: tuple[str, str, str]
+) -> None:
+    page, anchor, words = answer
+    readme = (ROOT / "README.md").read_text()
+    assert page == "README.md" or f"](docs/{page}" in readme, question
+    text = readme if page == "README.md" else (DOCS / page).read_text()
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    slugs = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+    assert anchor in slugs
+    assert words in text
 
 
 def test_the_bytes_kept_of_a_measured_tensor() -> None:
