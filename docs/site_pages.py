@@ -27,6 +27,9 @@ NOTE = re.compile(r"\[(\d+)\]")
 CELL = re.compile(r"<td([^>]*)>(.*?)</td>", re.DOTALL)
 NUMBER = re.compile(r"[-+−<>≥≤≈→÷/×%±(). \d,]*\d[-+−<>≥≤≈→/×%±(). \d,eB]*")
 LONGEST_CODE = 32
+TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
+#: Words of a cell of the longest column, on average, from which a table is one of words.
+WORDS_OF_CARDS = 4
 LINK = re.compile(r"(\]\(|src=\")(?!https?:|#|mailto:)([^)#\"\s]+)")
 
 
@@ -60,7 +63,26 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 def on_page_content(html: str, **_: Any) -> str:
     """Show what docstrings name by roles, ``:class:`~a.B```, as code; tell site.css of cells' contents."""
-    return CELL.sub(_classed, ROLE.sub(lambda match: match[1] + match[2].rpartition(".")[2], html))
+    text = ROLE.sub(lambda match: match[1] + match[2].rpartition(".")[2], html)
+    return TABLE.sub(_cards, CELL.sub(_classed, text))
+
+
+def _cards(match: re.Match[str]) -> str:
+    """A table whose rows a phone shows as cards, if it has many columns of words: cells name their columns."""
+    heads = [re.sub(r"<.*?>", "", head) for head in re.findall(r"<th[^>]*>(.*?)</th>", match[0], re.DOTALL)]
+    cells = re.findall(r"<td.*?</td>", match[0], re.DOTALL)
+    counts = [len(re.sub(r"<.*?>", "", cell).split()) for cell in cells]
+    rows = len(cells) // len(heads)
+    longest = max((sum(counts[i :: len(heads)]) for i in range(len(heads))), default=0)
+    if len(heads) < 4 or longest < WORDS_OF_CARDS * rows or 2 * match[0].count('class="number"') > len(cells):
+        return match[0]
+    columns = iter(heads * rows)
+
+    def named(cell: re.Match[str]) -> str:
+        head = next(columns)
+        return cell[0] if head in ("", heads[0]) else f'<td data-head="{head}"{cell[1]}>'
+
+    return f'<div class="cards">{re.sub(r"<td([^>]*)>", named, match[0])}</div>'
 
 
 def _classed(match: re.Match[str]) -> str:
