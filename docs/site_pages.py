@@ -68,7 +68,7 @@ def on_page_content(html: str, **_: Any) -> str:
 
 
 def _cards(match: re.Match[str]) -> str:
-    """A table whose rows a phone shows as cards, if it has many columns of words: cells name their columns."""
+    """A table that a phone shows as cards, if it has many columns of words; cells name their columns."""
     heads = [re.sub(r"<.*?>", "", head) for head in re.findall(r"<th[^>]*>(.*?)</th>", match[0], re.DOTALL)]
     cells = re.findall(r"<td.*?</td>", match[0], re.DOTALL)
     counts = [len(re.sub(r"<.*?>", "", cell).split()) for cell in cells]
