@@ -12,11 +12,13 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "patches.md"
 
 HEAD = """# What is replaced in torch
 
-{count} functions of torch are replaced, where torch has no hook: {bits} because results would be
-others without, {speed} for time or memory alone (without them all goes on, with the same bits).
-`collage-fx doctor` says which of them this version of torch needs, and whether they fit. Note [Patches] in
-`collage_fx/torch_compat/patching.py` has the rules. The last column says what torch would have to make public
-for a patch to go, or in which version it is no longer needed.
+collage_fx replaces {count} functions of torch where torch has no hook. {bits} of them keep results right,
+{speed} save time or memory; without the latter all goes on with the same bits. Most are in force only while
+this backend compiles, in the compiling thread. `collage-fx doctor` tells whether they fit your version of
+torch.
+
+*goes with* says what torch would have to make public for a patch to go, or the version in which it is no
+longer needed. Note [Patches] in `collage_fx/torch_compat/patching.py` has the rules.
 
 | patch | in place of | in force | for | why | goes with |
 |---|---|---|---|---|---|

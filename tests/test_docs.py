@@ -186,6 +186,15 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert missing == []
 
 
+def test_the_short_table_of_small_learning_rates_is_that_of_the_long_ones() -> None:
+    text, measured = (DOCS / "beyond-fp32.md").read_text().split("Error of the weights after 1500 steps")
+    ours, masters = (
+        next(line.split("|") for line in measured.splitlines() if line.startswith(f"| {name} "))
+        for name in ("here, bfloat16, `plus`", "float32, or float32 masters")
+    )
+    assert f"lr 3e-6 | {ours[4].strip()} | {masters[4].strip()} |" in text
+
+
 @pytest.mark.parametrize(("question", "answer"), QUESTIONS.items())
 def test_a_question_is_answered_one_click_from_the_readme(
     question: str, answer: tuple[str, str, str]
