@@ -32,10 +32,15 @@ h1 { font-size: 1.5rem; }
 h2 { font-size: 1.25rem; margin-top: 2.2rem; }
 h3 { font-size: 1.05rem; margin-bottom: .2rem; }
 h4 { font-size: .95rem; margin: .3rem 0; }
-table { border-collapse: collapse; }
+table { border-collapse: collapse; display: block; max-width: 100%; overflow-x: auto; }
 td, th { padding: .3rem .7rem; border-bottom: 1px solid #ddd; text-align: left; vertical-align: top; }
+td[style*="right"] { font-variant-numeric: tabular-nums; white-space: nowrap; }
+.treated td { border-bottom: none; overflow-wrap: anywhere; }
+.treated td:first-child { font-weight: bold; }
+.why td { color: #444; font-size: .9rem; padding-top: 0; }
 .formula { overflow-x: auto; padding: .4rem 0; }
 .formula math { font-size: 1.3rem; width: fit-content; margin: 0; }
+details { overflow-x: auto; }
 details svg { max-width: 100%; height: auto; }
 .names { color: #555; font-size: .9rem; }
 .swatch { border: 1px solid #444; padding: 0 .4rem; }
@@ -44,6 +49,15 @@ pre { background: #f6f6f6; padding: .6rem; overflow: auto; max-height: 40rem; fo
 ins { background: #d9f2df; text-decoration: none; }
 del { background: #fbdcdc; text-decoration: none; }
 summary { cursor: pointer; padding: .2rem 0; }
+@media (max-width: 700px) {
+  body { font-size: 14px; margin: .5rem auto; padding: 0 .6rem; }
+  details svg { max-width: none; }
+  .treatments, .treatments tbody, .treatments tr, .treatments td { display: block; }
+  .treatments thead { display: none; }
+  .treatments td { padding: .1rem .3rem; border: none; text-align: left; }
+  .treatments .treated td:not(:first-child)::before { content: attr(data-head) ": "; color: #666; }
+  .treatments .why { border-bottom: 1px solid #ddd; padding-bottom: .4rem; margin-bottom: .4rem; }
+}
 """
 
 #: Content security policy: browsers load and run nothing.
@@ -121,16 +135,22 @@ def _html_table(rows: Iterable[Sequence[object]], headers: Sequence[str], number
 
 
 def _treatment_table(groups: Sequence[Treatment]) -> str:
-    """Write a row for each treatment."""
-    rows = [
-        (
-            *(i, group.what, group.layout, row.kind.value, "lossy" if row.lossy else "fine", row.reason),
-            *(row.error_format or "-", row.selection, f"{group.bytes:,}"),
+    """Write two rows for each treatment: its cells, and the reasons below them, as wide as the table."""
+    heads = ("", "tensor", "shape", "kind", "verdict", "error terms", "bytes")
+    body = ""
+    for i, group in enumerate(groups, 1):
+        row = group.example
+        cells = (
+            *(i, group.what, group.layout, row.kind.value, "lossy" if row.lossy else "fine"),
+            *(row.error_format or "-", f"{group.bytes:,}"),
         )
-        for i, (group, row) in enumerate(((group, group.example) for group in groups), 1)
-    ]
-    heads = ("", "tensor", "shape", "kind", "verdict", "because", "error terms", "because", "bytes")
-    return _html_table(rows, heads, 1)
+        named = zip(heads, cells, strict=True)
+        shown = "".join(f"<td data-head='{head}'>{escape(str(cell))}</td>" for head, cell in named)
+        why = f"{escape(row.reason)}<br/>{escape(row.selection)}"
+        body += f"<tr class='treated'>{shown}</tr><tr class='why'><td></td>"
+        body += f"<td colspan='{len(heads) - 1}'>{why}</td></tr>"
+    head = "".join(f"<th>{head}</th>" for head in heads)
+    return f"<table class='treatments'><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def _memory_table(graphs: Sequence[GraphReport], rows: Sequence[TensorReport]) -> str:
@@ -203,8 +223,11 @@ def _treatment(
     if len(group.rows) > 1:
         yield f"<p class='names'>{escape(names)}; drawn here: {escape(row.name)}</p>"
     opened = " open='open'" if is_open else ""
-    yield f"<details{opened}><summary>Its update before and after</summary>"
-    yield f"{svg(graph.pictures(row.name), ['before', 'after'], passes)}</details>"
+    drawn, titles = list(graph.pictures(row.name)), ["before", "after"]
+    if len({tuple(_lines(each)) for each in drawn}) == 1:  # left as it is
+        drawn, titles = drawn[:1], ["unchanged"]
+    yield f"<details{opened}><summary>Its update, {' and '.join(titles)}</summary>"
+    yield f"{svg(drawn, titles, passes)}</details>"
     yield "<details><summary>What each pass changed</summary>"
     pictures = [graph.picture_of(stage.graph, row.inputs) for stage in stages]
     for stage, earlier, later in zip(stages[1:], pictures, pictures[1:], strict=False):

@@ -25,7 +25,10 @@ from collage_fx.graph import (
 from collage_fx.numerics import short_name
 
 #: Light tints of Okabe and Ito's palette, which differ for any colour vision; black text is legible on each.
-PASS_COLORS = ("#cfe8f7", "#ffe3b0", "#bfe8d8", "#f6d3e6", "#fbf6b4", "#f8cdb5", "#d5d9f5", "#e2e2e2")
+PASS_COLORS = (
+    *("#cfe8f7", "#ffe3b0", "#bfe8d8", "#f6d3e6", "#fbf6b4", "#f8cdb5", "#d5d9f5", "#e2e2e2"),
+    *("#9cc9e8", "#f2c15e", "#8fd3b6", "#e3a3c8"),
+)
 
 TYPESET = str.maketrans("-*", "−×")
 #: Operators that round their first operand.

@@ -15,7 +15,7 @@ import torch
 
 from collage_fx import CollageBackend, CollageReport, explain
 from collage_fx.report.mathml import recurrence_mathml
-from collage_fx.report.pictures import PASS_COLORS
+from collage_fx.report.pictures import PASS_COLORS, pass_color
 from tests.support.training import Descent, parameters, run_steps
 
 HTML = "{http://www.w3.org/1999/xhtml}"
@@ -64,6 +64,22 @@ def test_it_is_well_formed_and_has_all_parts(report: CollageReport) -> None:
     added = {element.text[2:].strip() for element in root.iter(f"{HTML}ins") if element.text}
     assert any("p_rest ← " in line for line in added)
     assert "Generated code" not in text
+
+
+def test_reasons_stand_below_their_treatment_as_wide_as_the_table(report: CollageReport) -> None:
+    root = ElementTree.fromstring(report.to_html())
+    table = next(each for each in root.iter(f"{HTML}table") if each.get("class") == "treatments")
+    rows = list(table.iter(f"{HTML}tr"))[1:]
+    assert [row.get("class") for row in rows] == ["treated", "why"] * 3
+    reasons = [cell for row in rows[1::2] for cell in row][1::2]
+    assert all(int(cell.get("colspan", 0)) == len(rows[0]) - 1 for cell in reasons)
+    assert all(cell.get("data-head") is not None for row in rows[::2] for cell in row)
+
+
+def test_an_update_that_is_left_alone_is_drawn_once() -> None:
+    page = explain(torch.optim.SGD(parameters(shapes=((4,),)), lr=0.1), strategy="none").to_html()
+    assert "Its update, unchanged" in page
+    assert ">before</text>" not in page
 
 
 def test_it_refers_to_nothing_outside_itself(report: CollageReport) -> None:
@@ -142,4 +158,5 @@ def test_a_browser_shows_it(report: CollageReport, tmp_path: Path) -> None:
     seen = {f"#{red:02x}{green:02x}{blue:02x}" for red, green, blue in map(tuple, pixels.reshape(-1, 3)[::3])}
     passes = [name for name, _ in report.graphs[0].passes]
     for name in ("allocate", "widen", "compensate-wide", "pin-roundings"):
-        assert PASS_COLORS[passes.index(name)] in seen
+        assert pass_color(name, passes) in seen
+    assert len({pass_color(name, passes) for name in passes}) == len(passes) <= len(PASS_COLORS)
