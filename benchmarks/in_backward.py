@@ -1,4 +1,4 @@
-"""``python -m benchmarks.in_backward``: measure steps in the backward pass, for docs/training.md.
+"""``python -m benchmarks.in_backward``: measure steps in the backward pass, for docs/memory.md.
 
 Each way trains the same model, a GPT, in a process of its own that has compiled nothing before. Times are
 those of the backward pass and the step together.
@@ -19,7 +19,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from benchmarks.table import put_between
 from collage_fx import install, step_in_backward
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "training.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "memory.md"
 MARKS = ("<!-- written by python -m benchmarks.in_backward -->", "<!-- end -->")
 
 LAYERS, WIDTH, HEADS, TOKENS, LENGTH = 24, 128, 4, 256, 32

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.offload``: measure optimizers in host memory, for docs/training.md.
+"""``python -m benchmarks.offload``: measure optimizers in host memory, for docs/memory.md.
 
 There is no card here. The device is host memory behind a link that is simulated: a copy is made at once, and
 counts as arrived when a link of that speed would have delivered it, one copy after another in each direction.
@@ -23,7 +23,7 @@ from benchmarks.table import put_between
 from collage_fx.offload import HostLink, Offload
 from collage_fx.state import bytes_held
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "training.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "memory.md"
 MARKS = ("<!-- written by python -m benchmarks.offload -->", "<!-- end -->")
 
 TENSORS, SHAPE, ROUNDS = 64, (1024, 2048), 6

@@ -41,10 +41,13 @@ import sys, types
 sys.modules["torch.utils.tensorboard"] = torch.utils.tensorboard = types.SimpleNamespace(SummaryWriter=Writer)
 number = 50
 """,
-    "training.md": f"""{MODEL}
+    "memory.md": f"""{MODEL}
 batches = [torch.randn(4, 64).bfloat16() for _ in range(2)]
 def loss_of(batch): return model(batch).square().mean()
 schedule = torch.optim.lr_scheduler.ConstantLR(opt)
+""",
+    "between-steps.md": f"{MODEL}\ncollage_fx.install(opt)",
+    "training.md": f"""{MODEL}
 import unit_scaling, unit_scaling.optim
 width, vocabulary, layers, heads = 32, 64, 1, 2
 """,
