@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ PAGES = {
     "benchmarks/README.md": "benchmarks/README.md",
 }
 ROLE = re.compile(r":(?:attr|class|data|func|meth|mod):(<code>)~?([\w.]+)")
-NOTE = re.compile(r"\[(\d+)\]")
+NOTE = re.compile(r"(?<![\w`])\[(\d+)\]")
 CELL = re.compile(r"<td([^>]*)>(.*?)</td>", re.DOTALL)
 NUMBER = re.compile(r"[-+−<>≥≤≈→÷/×%±(). \d,]*\d[-+−<>≥≤≈→/×%±(). \d,eB]*")
 LONGEST_CODE = 32
@@ -89,7 +90,7 @@ def _classed(match: re.Match[str]) -> str:
     """A cell of a table, with a class if it is a number, or has code that is too long for a line."""
     codes = re.findall(r"<code>(.*?)</code>", match[2], re.DOTALL)
     is_long = any(len(re.sub(r"<.*?>", "", code)) > LONGEST_CODE for code in codes)
-    kind = "long" if is_long else "number" if NUMBER.fullmatch(match[2].strip()) else ""
+    kind = "long" if is_long else "number" if NUMBER.fullmatch(unescape(match[2].strip())) else ""
     return f'<td class="{kind}"{match[1]}>{match[2]}</td>' if kind else match[0]
 
 

@@ -67,4 +67,5 @@ def test_search_works_from_a_disk(site: Path) -> None:
 def test_the_style_sheet_knows_of_numbers_and_long_code(site: Path) -> None:
     paper, options = ((site / f"{name}.html").read_text() for name in ("paper", "training"))
     assert re.search(r'<td class="number"[^>]*>2\.\d{4} ± 0\.\d{4}</td>', paper)
+    assert "<code>metrics[50][" in (site / "metrics.html").read_text()
     assert re.search(r'<td class="long"[^>]*><code>get_peft_model|<td class="long"', options)
