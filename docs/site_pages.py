@@ -52,6 +52,8 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Let links lead to where things are on the site."""
     here = page.file.src_uri
+    if here == "index.md":
+        page.meta["hide"] = ["navigation"]  # its section has no other page
 
     def moved(match: re.Match[str]) -> str:
         place = _place(_repository_path(here, match[2]))
@@ -75,7 +77,7 @@ def _cards(match: re.Match[str]) -> str:
     counts = [len(re.sub(r"<.*?>", "", cell).split()) for cell in cells]
     rows = len(cells) // len(heads)
     longest = max((sum(counts[i :: len(heads)]) for i in range(len(heads))), default=0)
-    if len(heads) < 4 or longest < WORDS_OF_CARDS * rows or 2 * match[0].count('class="number"') > len(cells):
+    if len(heads) < 3 or longest < WORDS_OF_CARDS * rows or 2 * match[0].count('class="number"') > len(cells):
         return match[0]
     columns = iter(heads * rows)
 
