@@ -52,7 +52,9 @@ def test_the_reference_has_all_public_names(site: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(("question", "answer"), QUESTIONS.items())
-def test_a_question_is_answered_one_click_from_the_start(site: Path, question: str, answer: str) -> None:
+def test_a_question_is_answered_one_click_from_the_start(
+    site: Path, question: str, answer: tuple[str, str, str]
+) -> None:
     page, anchor, _ = answer
     page = page.replace("README.md", "index.md").replace(".md", ".html")
     assert page == "index.html" or f'href="{page}' in (site / "index.html").read_text(), question
