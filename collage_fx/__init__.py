@@ -3,6 +3,7 @@
 from collage_fx import optim
 from collage_fx.backend import CollageBackend, backend_for, collage_backend
 from collage_fx.errors import CollageError
+from collage_fx.full_precision import FullPrecisionForward, full_precision_forward
 from collage_fx.gradient_release import GradientRelease, step_in_backward
 from collage_fx.install import backend_of, install, uninstall
 from collage_fx.offload import Offload, offload
@@ -24,6 +25,7 @@ __all__ = [
     "CollageBackend",
     "CollageError",
     "CollageReport",
+    "FullPrecisionForward",
     "GradientRelease",
     "Offload",
     "assign",
@@ -33,6 +35,7 @@ __all__ = [
     "collage_backend",
     "error_terms",
     "explain",
+    "full_precision_forward",
     "full_state_dict",
     "full_value",
     "gpu_code",

@@ -12,7 +12,11 @@ LIBRARY = torch.library.Library("collage_fx", "DEF")
 
 
 def define_operator(
-    schema: str, eager: Callable[..., Tensor], result: Callable[..., Tensor] | None = None, *tags: Any
+    schema: str,
+    eager: Callable[..., Tensor],
+    result: Callable[..., Tensor] | None = None,
+    *tags: Any,
+    gradient: Callable[..., Any] | None = None,
 ) -> Any:
     """Define a custom operator in torch's namespace ``collage_fx`` and return its overload.
 
@@ -22,11 +26,15 @@ def define_operator(
         result: function of fake tensors that makes a tensor with the dtype and shape of the result; by
             default those of the first argument.
         tags: tags of torch's.
+        gradient: function of autograd's context and of the gradient of the result, which returns the
+            gradients of the arguments; None if the operator is not differentiated.
     """
     name = schema.partition("(")[0]
     LIBRARY.define(schema, tags=tags)
     LIBRARY.impl(name, eager, "CompositeExplicitAutograd")
     torch.library.register_fake(f"collage_fx::{name}", result or _like, lib=LIBRARY)
+    if gradient is not None:
+        torch.library.register_autograd(f"collage_fx::{name}", gradient, lib=LIBRARY)
     return getattr(torch.ops.collage_fx, name).default
 
 

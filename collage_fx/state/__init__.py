@@ -15,6 +15,7 @@ from collage_fx.state.error_terms import (
     change_layout,
     choose_new,
     ensure_record,
+    float32_value,
     full_value,
     has_error_terms,
     note_new,

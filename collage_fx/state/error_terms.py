@@ -704,6 +704,22 @@ def full_value(tensor: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     return distributed_like(tensor, value)
 
 
+def float32_value(tensor: Tensor) -> Tensor:
+    """Return :func:`full_value` rounded to float32, with temporary memory for some rows alone."""
+    record = record_of(tensor)
+    if record is None or not (record.format.is_elementwise and record.format.keeps_hi):
+        return full_value(tensor).to(torch.float32)
+    record.settle()
+    piece = local_tensor(tensor.detach())
+    _follow(record, piece)
+    value = torch.empty_like(piece, dtype=torch.float32)
+    operands = [row_chunks(each) if each.dim() else None for each in (piece, *record.auxiliaries)]
+    for i, part in enumerate(row_chunks(value)):
+        rows = [each[i] if each is not None else whole for each, whole in zip(operands, (piece, *record.auxiliaries))]
+        part.copy_(record.format.join(*rows))
+    return distributed_like(tensor, value)
+
+
 def assign(tensor: Tensor, value: Tensor | float) -> None:
     """Write a value to a tensor and its error terms, where ``copy_`` would round it to 16 bits.
 

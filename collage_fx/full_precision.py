@@ -1,0 +1,338 @@
+"""Forward passes in float32 of chosen modules, from hi and the error terms: norms, heads, routers.
+
+``full_precision_forward(modules)``. The modules compute as if their parameters were float32 tensors of the
+values that the optimizer works with. No copy is kept between two forward passes.
+
+Note [A twin with other parameters]
+-----------------------------------
+A chosen module's ``forward`` is called on a *twin*: another object with the same ``__dict__``, whose class
+derives from the module's. In that class the parameters' names are properties: they read the module's own
+parameter, and return its full value in float32. So the module keeps its class, its parameters and its state
+dict, and a program that reads ``module.weight`` gets the parameter. Nothing is written during a forward pass:
+Dynamo traces it without a graph break, also within activation checkpoints.
+
+The full value is computed by an operator that Dynamo and Inductor do not look into, because error terms
+appear, move, and change their format without a recompilation. In the backward pass the gradient of the
+float32 value becomes the parameter's, in the parameter's dtype.
+
+Note [Parameters that FSDP2 gathers]
+------------------------------------
+In a forward pass of FSDP2 a module has a gathered parameter, made of hi alone. Error terms belong to the
+sharded parameter, which the module had when it was chosen. The module tells which gathered parameter it has
+now, by its memory, and the full value of the shards is gathered, four bytes an element.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterable
+from types import MethodType, TracebackType
+from typing import Any, TypeVar, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
+
+from collage_fx.errors import InvalidOptionError, UnsupportedTensorError
+from collage_fx.numerics import define_operator, is_low_precision
+from collage_fx.state import float32_value, has_error_terms
+from collage_fx.torch_compat import distributed_like, local_tensor, pytree, sharding_of, storage_of, whole_tensor
+
+Output = TypeVar("Output")
+
+
+def full_precision_forward(
+    modules: nn.Module | Iterable[nn.Module], *, output_dtype: torch.dtype | None = None
+) -> FullPrecisionForward:
+    """Compute the forward passes of chosen modules in float32, from parameters with their error terms.
+
+    ``full_precision_forward(m for m in model.modules() if isinstance(m, nn.RMSNorm))``. The bits are those of
+    modules whose parameters are ``full_value(p)``, rounded to float32: bfloat16 and float16 inputs are
+    converted to float32, ``forward`` runs without autocast, and float32 outputs are converted to
+    ``output_dtype``. Gradients of parameters are rounded once, to the dtype that they have without this.
+
+    Parameters, state dict and class of a module stay the same. No memory is kept between forward passes; a
+    forward pass makes float32 copies of the chosen parameters, four bytes an element, which autograd keeps
+    for the backward pass if the module's operations need their weights there, as matrix products and norms
+    do. Works with ``torch.compile``, activation checkpoints, DistributedDataParallel, FSDP2 (where the
+    float32 values are gathered, too) and tensor parallelism. Without error terms, as before the first step,
+    the full value is the parameter.
+
+    Args:
+        modules: a module, or several, with parameters of their own and none in submodules. A program that
+            calls ``fully_shard``, or moves parameters to another kind of device by ``to_empty``, does so before.
+        output_dtype: dtype of the outputs, such as float32 for a head whose logits the loss takes in float32.
+            By default the dtype that the first floating-point input has; without one, that of the parameter.
+
+    Returns:
+        a handle: ``handle.remove()`` restores the modules, and so does the end of a ``with`` block.
+
+    Raises:
+        CollageError: a module has no parameters of its own, or has submodules with parameters, or another
+            program has replaced its ``forward``; or ``output_dtype`` is no floating-point dtype. Nothing has
+            changed.
+    """
+    chosen = [modules] if isinstance(modules, nn.Module) else list(modules)
+    if output_dtype is not None and not output_dtype.is_floating_point:
+        raise InvalidOptionError(
+            f"output_dtype={output_dtype} is no floating-point dtype",
+            where="full_precision_forward",
+            remedy="give torch.float32, or leave it out for the dtype of the inputs",
+        )
+    chosen = list({id(each): each for each in chosen}.values())
+    for each in chosen:
+        _refuse(each)
+    return FullPrecisionForward(chosen, output_dtype)
+
+
+class FullPrecisionForward:
+    """Modules whose forward passes are computed in float32: the result of :func:`full_precision_forward`.
+
+    Attributes:
+        modules: the modules.
+    """
+
+    def __init__(self, modules: list[nn.Module], output_dtype: torch.dtype | None) -> None:
+        self.modules = modules
+        for module in modules:
+            _choose(module, output_dtype)
+
+    def remove(self) -> None:
+        """Make the modules compute with their parameters alone again."""
+        for module in self.modules:
+            _restore(module)
+
+    def __enter__(self) -> FullPrecisionForward:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+
+def _refuse(module: nn.Module) -> None:
+    """Raise if a module cannot be chosen."""
+    own = dict(module.named_parameters(recurse=False))
+    within = [name for name, _ in module.named_parameters() if name not in own]
+    kind = type(module).__name__
+    if not own or within:
+        raise UnsupportedTensorError(
+            f"a {kind} whose parameters are those of submodules" if within else f"a {kind} without parameters",
+            where=within[0] if within else kind,
+            remedy="choose the modules that hold the parameters: full_precision_forward(m for m in "
+            "model.modules() if isinstance(m, ...))",
+        )
+    forward = vars(module).get("forward")
+    if forward is not None and not (isinstance(forward, MethodType) and forward.__self__ is module):
+        if not is_chosen(module):
+            raise InvalidOptionError(
+                f"another program has replaced the forward of this {kind}",
+                where=f"forward of a {kind}",
+                remedy="choose the module before, or replace the forward by a method of the module",
+            )
+
+
+def is_chosen(module: nn.Module) -> bool:
+    """Return whether a module's forward pass is computed in float32."""
+    return isinstance(getattr(vars(module).get("forward"), "__self__", None), _Twin)
+
+
+def _choose(module: nn.Module, output_dtype: torch.dtype | None) -> None:
+    """Replace a module's forward by its twin's."""
+    if is_chosen(module):
+        _restore(module)
+    forward = vars(module).get("forward")
+    names = tuple(name for name, _ in module.named_parameters(recurse=False, remove_duplicate=False))
+    twin = _twin_of(module, names, output_dtype, None if forward is None else forward.__func__)
+    vars(module)["forward"] = twin.full_precision_forward
+    _CHOSEN[module] = {
+        name: TensorWeakRef(p) for name, p in module.named_parameters(recurse=False, remove_duplicate=False)
+    }
+
+
+def _restore(module: nn.Module) -> None:
+    """Give a module back the forward that it had."""
+    twin = getattr(vars(module).get("forward"), "__self__", None)
+    if not isinstance(twin, _Twin):
+        raise InvalidOptionError(
+            f"another program has replaced the forward of this {type(module).__name__}",
+            where=f"forward of a {type(module).__name__}",
+            remedy="let it restore the forward first",
+        )
+    if twin.replaced is None:
+        del vars(module)["forward"]
+    else:
+        vars(module)["forward"] = MethodType(twin.replaced, module)
+    _CHOSEN.pop(module, None)
+
+
+class _Twin(nn.Module):
+    """Base of the classes of twins: Note [A twin with other parameters].
+
+    Attributes:
+        original: the module whose ``__dict__`` this object shares.
+        names: names of the parameters that are properties.
+        output_dtype: dtype of float32 outputs; None for that of the inputs.
+        replaced: function that another program had made the module's forward; None for that of its class.
+        compute: forward of the module.
+    """
+
+    original: nn.Module
+    names: tuple[str, ...]
+    output_dtype: torch.dtype | None
+    replaced: Callable[..., Any] | None
+    compute: Callable[..., Any]
+
+    def full_precision_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the module's forward in float32."""
+        parameter = getattr(self.original, self.names[0])
+        inputs = [x for x in pytree.tree_leaves((args, kwargs)) if _is_float(x)]
+        dtype = self.output_dtype or (inputs or [parameter])[0].dtype
+        args, kwargs = pytree.tree_map(_widened, (args, kwargs))
+        with torch.autocast(parameter.device.type, enabled=False):
+            output = self.compute(*args, **kwargs)
+        return pytree.tree_map(lambda x: x.to(dtype) if _is_float(x) and x.dtype is torch.float32 else x, output)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Twin:
+        copied = copy.deepcopy(self.original, memo)
+        return _twin_of(copied, self.names, self.output_dtype, self.replaced)
+
+    def __reduce__(self) -> tuple[Callable[..., _Twin], tuple[Any, ...]]:
+        return _twin_of, (self.original, self.names, self.output_dtype, self.replaced)
+
+
+def _is_float(x: Any) -> bool:
+    """Return whether something is a tensor of floating-point numbers."""
+    return isinstance(x, Tensor) and x.is_floating_point()
+
+
+def _widened(x: Any) -> Any:
+    """Convert a low-precision tensor to float32; return anything else unchanged."""
+    return x.to(torch.float32) if isinstance(x, Tensor) and is_low_precision(x.dtype) else x
+
+
+def _twin_of(
+    module: nn.Module,
+    names: tuple[str, ...],
+    output_dtype: torch.dtype | None,
+    replaced: Callable[..., Any] | None,
+) -> _Twin:
+    """Make a twin of a module, which may still be without its attributes, as when a file is read."""
+    kind = _twin_class(type(module), names, output_dtype, replaced)
+    twin = object.__new__(kind)
+    object.__setattr__(twin, "__dict__", vars(module))
+    object.__setattr__(twin, "original", module)
+    return cast(_Twin, twin)
+
+
+@functools.cache
+def _twin_class(
+    kind: type[nn.Module],
+    names: tuple[str, ...],
+    output_dtype: torch.dtype | None,
+    replaced: Callable[..., Any] | None,
+) -> type[nn.Module]:
+    """Make the class of the twins of modules of a class."""
+    attributes = {
+        "__slots__": ("original",),
+        "names": names,
+        "output_dtype": output_dtype,
+        "replaced": staticmethod(replaced) if replaced is not None else None,
+        "compute": replaced or kind.forward,
+        **{name: property(functools.partial(_full_precision_of, name=name)) for name in names},
+    }
+    return type(kind.__name__, (_Twin, kind), attributes)
+
+
+def _full_precision_of(twin: _Twin, name: str) -> Tensor:
+    """Return the full value of a module's parameter, in float32; of any other dtype, the parameter."""
+    parameter: Tensor = getattr(twin.original, name)
+    if not is_low_precision(parameter.dtype):
+        return parameter
+    if sharding_of(parameter) is None:
+        return FULL_PRECISION(parameter)
+    return distributed_like(parameter, FULL_PRECISION(cast(Any, parameter).to_local()))
+
+
+#: Chosen modules, and the parameters that they had then, by name.
+_CHOSEN: WeakKeyDictionary[nn.Module, dict[str, TensorWeakRef]] = WeakKeyDictionary()
+
+#: Storages of parameters that FSDP2 has gathered -> the sharded parameters.
+_GATHERED = WeakIdKeyDictionary()
+
+
+def _full_value(parameter: Tensor) -> Tensor:
+    """Return the full value of a parameter as a module holds it, in float32; FSDP2 may have gathered it."""
+    owner = _owner_of(parameter)
+    value = float32_value(owner)
+    if owner is parameter:
+        return value
+    on_device = distributed_like(owner, local_tensor(value).to(parameter.device))
+    return whole_tensor(on_device).contiguous()
+
+
+def _is_distributed() -> bool:
+    """Return whether there are other processes, so that FSDP2 may have gathered a parameter."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _owner_of(parameter: Tensor) -> Tensor:
+    """Return the tensor whose error terms belong to a parameter: itself, or what FSDP2 has gathered it from."""
+    if not _is_distributed() or has_error_terms(parameter):
+        return parameter
+    storage = parameter.untyped_storage()
+    if storage not in _GATHERED:
+        _GATHERED[storage] = _sharded(storage_of(parameter))
+    sharded = _GATHERED[storage]
+    return parameter if sharded is None else _alive(sharded)
+
+
+def _sharded(storage: int) -> TensorWeakRef | None:
+    """Return the sharded parameter of a chosen module that has a gathered one with this storage now."""
+    for module, chosen in list(_CHOSEN.items()):
+        for name, now in module.named_parameters(recurse=False, remove_duplicate=False):
+            if storage_of(local_tensor(now)) != storage:
+                continue
+            before = _alive(chosen[name])
+            if before is now:
+                return None
+            if sharding_of(before) is None:
+                raise _replaced(name)
+            if sharding_of(now) is not None:
+                raise UnsupportedTensorError(
+                    "a parameter that both FSDP2 and tensor parallelism have sharded",
+                    where=name,
+                    remedy="choose modules whose parameters only one of the two shards",
+                )
+            return chosen[name]
+    return None
+
+
+def _alive(parameter: TensorWeakRef) -> Tensor:
+    """Return the tensor that a reference is to; raise if it is no more."""
+    found: Tensor | None = parameter()
+    if found is None:
+        raise _replaced("a parameter of a module of full_precision_forward")
+    return found
+
+
+def _replaced(name: str) -> UnsupportedTensorError:
+    """Return the error of a parameter that the module did not have when it was chosen."""
+    return UnsupportedTensorError(
+        "the module has another parameter now than when it was chosen",
+        where=name,
+        remedy="call full_precision_forward after fully_shard, and after to_empty",
+    )
+
+
+#: Operator of :func:`_full_value`. CUDA graphs leave it out: it reads memory that is not among its arguments.
+FULL_PRECISION = define_operator(
+    "full_precision(Tensor parameter) -> Tensor",
+    _full_value,
+    lambda parameter: torch.empty_like(parameter, dtype=torch.float32),
+    torch.Tag.cudagraph_unsafe,
+    gradient=lambda _, gradient: gradient,
+)
