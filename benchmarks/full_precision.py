@@ -1,0 +1,225 @@
+"""``python -m benchmarks.full_precision``: measure forward passes from hi + lo, for docs/full-precision.md.
+
+The GPT of ``examples/train_gpt.py`` is trained in pure bfloat16 with error terms. The ways differ in the
+modules that compute in float32, and in the weights that these see. Each setting is repeated with several
+seeds, of weights and of the order of the data; differences are those of runs with the same seed.
+
+    python -m benchmarks.full_precision [--seeds 4] [--steps 200]
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MethodType
+
+import torch
+import torch.nn.functional as F
+from tabulate import tabulate
+from torch import Tensor, nn
+
+from benchmarks.table import put_between
+from collage_fx import full_precision_forward, install
+from examples.train_gpt import (
+    GPT,
+    VOCABULARY,
+    ProductsInFloat32,
+    Recipe,
+    Text,
+    batches,
+    bfloat16_products_are_slow,
+    loss_of,
+    validate,
+)
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "full-precision.md"
+MARKS = ("<!-- written by python -m benchmarks.full_precision -->", "<!-- end -->")
+
+
+class HeadedGPT(GPT):
+    """The demo's GPT, whose tied output matrix is a module."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.head = nn.Linear(recipe.width, VOCABULARY, bias=False)
+        self.head.weight = self.bytes.weight
+
+    def forward(self, text: Tensor) -> Tensor:
+        with ProductsInFloat32() if bfloat16_products_are_slow(text.device.type) else nullcontext():
+            x = self.bytes(text) + self.positions
+            for block in self.blocks:
+                x = block(x, self.mask)
+            return self.head(self.norm(x))
+
+
+def norms_of(model: HeadedGPT) -> list[nn.Module]:
+    return [each for each in model.modules() if isinstance(each, nn.RMSNorm)]
+
+
+def only_hi(model: HeadedGPT) -> None:
+    """Compute norms and head in float32, of bfloat16 weights: for comparison."""
+    for norm in norms_of(model):
+        vars(norm)["forward"] = MethodType(_norm_of_hi, norm)
+    vars(model.head)["forward"] = MethodType(_product_with_hi, model.head)
+
+
+def _norm_of_hi(self: nn.RMSNorm, x: Tensor) -> Tensor:
+    return F.rms_norm(x.float(), self.normalized_shape, self.weight.float(), self.eps).to(x.dtype)
+
+
+def _product_with_hi(self: nn.Linear, x: Tensor) -> Tensor:
+    return F.linear(x.float(), self.weight.float())
+
+
+def norms(model: HeadedGPT) -> None:
+    full_precision_forward(norms_of(model))
+
+
+def norms_and_head(model: HeadedGPT) -> None:
+    norms(model)
+    full_precision_forward(model.head, output_dtype=torch.float32)
+
+
+def all_modules(model: HeadedGPT) -> None:
+    norms_and_head(model)
+    full_precision_forward(each for each in model.modules() if type(each) in (nn.Linear, nn.Embedding))
+
+
+WAYS: dict[str, Callable[[HeadedGPT], None]] = {
+    "hi": lambda model: None,
+    "norms and head: float32, of hi": only_hi,
+    "norms: float32, of hi + lo": norms,
+    "norms and head: float32, of hi + lo": norms_and_head,
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A kind of training.
+
+    Attributes:
+        title: heading of its table.
+        peak_lr: learning rate after the warm-up.
+        final_lr: learning rate in the end.
+        begins: whether the weights are random; else they are those of a run of the first setting.
+        trained: part of the names of the parameters that are trained.
+    """
+
+    title: str
+    peak_lr: float
+    final_lr: float
+    begins: bool = False
+    trained: str = ""
+
+
+SETTINGS = (
+    Setting("From random weights, learning rate 1e-3 to 1e-4", 1e-3, 1e-4, begins=True),
+    Setting("Fine-tuning of all weights on C++ headers, learning rate 1e-5", 1e-5, 1e-5),
+    Setting("Fine-tuning of the norms alone on C++ headers, learning rate 1e-5", 1e-5, 1e-5, trained="norm"),
+)
+
+
+def headers_of_torch() -> Text:
+    """The C++ headers that torch ships: a text of another kind."""
+    root = Path(torch.__file__).parent / "include"
+    return Text.of_files(root, [path.relative_to(root) for path in root.rglob("*.h")])
+
+
+def train(
+    model: HeadedGPT, setting: Setting, way: Callable[[HeadedGPT], None], recipe: Recipe, text: Text
+) -> tuple[float, float]:
+    """Train a model; return its validation loss as trained, and with all modules from hi + lo."""
+    torch.compiler.reset()
+    way(model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(setting.trained in name)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(
+        trained, lr=recipe.lr(0), betas=recipe.betas, weight_decay=recipe.weight_decay
+    )
+    install(optimizer)
+    data = batches(text.training, recipe.batch, recipe.context, recipe.seed, "cpu")
+    for number in range(recipe.steps):
+        optimizer.param_groups[0]["lr"] = recipe.lr(number)
+        optimizer.zero_grad()
+        loss_of(model, *next(data)).backward()
+        nn.utils.clip_grad_norm_(trained, recipe.clip)
+        optimizer.step()
+    as_trained = validate(model, recipe, text, "cpu")
+    for each in model.modules():
+        vars(each).pop("forward", None)
+    all_modules(model)
+    return as_trained, validate(model, recipe, text, "cpu")
+
+
+def begun(recipe: Recipe) -> HeadedGPT:
+    torch.manual_seed(recipe.seed)
+    return HeadedGPT(recipe).bfloat16()
+
+
+def results(seeds: int, steps: int) -> Iterator[tuple[Setting, dict[str, list[tuple[float, float]]]]]:
+    sources, headers = Text.of_standard_library(), headers_of_torch()
+    whole = Recipe(steps=steps)
+    first = begun(whole)
+    train(first, SETTINGS[0], WAYS["hi"], whole, sources)
+    for setting in SETTINGS:
+        recipe = replace(whole, peak_lr=setting.peak_lr, final_lr=setting.final_lr)
+        losses: dict[str, list[tuple[float, float]]] = {name: [] for name in WAYS}
+        for seed in range(1, seeds + 1):
+            for name, way in WAYS.items():
+                of_seed = replace(recipe, seed=seed)
+                model = begun(of_seed)
+                if not setting.begins:
+                    model.load_state_dict(first.state_dict())
+                text = sources if setting.begins else headers
+                losses[name].append(train(model, setting, way, of_seed, text))
+                print(f"{setting.title}, seed {seed}, {name}: {losses[name][-1]}", flush=True)
+        yield setting, losses
+
+
+def table(losses: dict[str, list[tuple[float, float]]]) -> str:
+    rows = []
+    plain = [as_trained for as_trained, _ in losses["hi"]]
+    for name, found in losses.items():
+        apart = [loss - other for (loss, _), other in zip(found, plain, strict=True)]
+        rows.append(
+            [
+                name,
+                f"{statistics.fmean(loss for loss, _ in found):.4f}",
+                "" if name == "hi" else with_error(apart),
+                with_error([whole - loss for loss, whole in found]),
+            ]
+        )
+    headers = ["forward passes", "validation loss", "minus that of hi", "change if evaluated from hi + lo"]
+    return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
+
+
+def with_error(numbers: list[float]) -> str:
+    """Mean and its standard error."""
+    error = statistics.stdev(numbers) / math.sqrt(len(numbers)) if len(numbers) > 1 else math.nan
+    return f"{statistics.fmean(numbers):+.5f} ± {error:.5f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=200)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    sections = [
+        f"**{setting.title}**\n\n{table(losses)}"
+        for setting, losses in results(options.seeds, options.steps)
+    ]
+    about = f"{options.seeds} seeds, {options.steps} steps, torch {torch.__version__.partition('+')[0]}."
+    text = "\n\n".join([about, *sections])
+    print(text)
+    put_between(PAGE, *MARKS, text)
+
+
+if __name__ == "__main__":
+    main()
