@@ -212,8 +212,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     sections = [
-        f"**{setting.title}**\n\n{table(losses)}"
-        for setting, losses in results(options.seeds, options.steps)
+        f"**{setting.title}**\n\n{table(losses)}" for setting, losses in results(options.seeds, options.steps)
     ]
     about = f"{options.seeds} seeds, {options.steps} steps, torch {torch.__version__.partition('+')[0]}."
     text = "\n\n".join([about, *sections])

@@ -28,7 +28,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterable
 from types import MethodType, TracebackType
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -38,9 +38,14 @@ from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 from collage_fx.errors import InvalidOptionError, UnsupportedTensorError
 from collage_fx.numerics import define_operator, is_low_precision
 from collage_fx.state import float32_value, has_error_terms
-from collage_fx.torch_compat import distributed_like, local_tensor, pytree, sharding_of, storage_of, whole_tensor
-
-Output = TypeVar("Output")
+from collage_fx.torch_compat import (
+    distributed_like,
+    local_tensor,
+    pytree,
+    sharding_of,
+    storage_of,
+    whole_tensor,
+)
 
 
 def full_precision_forward(
@@ -61,8 +66,8 @@ def full_precision_forward(
     the full value is the parameter.
 
     Args:
-        modules: a module, or several, with parameters of their own and none in submodules. A program that
-            calls ``fully_shard``, or moves parameters to another kind of device by ``to_empty``, does so before.
+        modules: a module, or several, with parameters of their own and none in submodules. Call
+            ``fully_shard`` and ``to_empty``, which replace parameters, before.
         output_dtype: dtype of the outputs, such as float32 for a head whose logits the loss takes in float32.
             By default the dtype that the first floating-point input has; without one, that of the parameter.
 
@@ -120,19 +125,21 @@ def _refuse(module: nn.Module) -> None:
     kind = type(module).__name__
     if not own or within:
         raise UnsupportedTensorError(
-            f"a {kind} whose parameters are those of submodules" if within else f"a {kind} without parameters",
+            f"a {kind} whose parameters are those of submodules"
+            if within
+            else f"a {kind} without parameters",
             where=within[0] if within else kind,
             remedy="choose the modules that hold the parameters: full_precision_forward(m for m in "
             "model.modules() if isinstance(m, ...))",
         )
     forward = vars(module).get("forward")
-    if forward is not None and not (isinstance(forward, MethodType) and forward.__self__ is module):
-        if not is_chosen(module):
-            raise InvalidOptionError(
-                f"another program has replaced the forward of this {kind}",
-                where=f"forward of a {kind}",
-                remedy="choose the module before, or replace the forward by a method of the module",
-            )
+    is_method = isinstance(forward, MethodType) and forward.__self__ is module
+    if not (forward is None or is_method or is_chosen(module)):
+        raise InvalidOptionError(
+            f"another program has replaced the forward of this {kind}",
+            where=f"forward of a {kind}",
+            remedy="choose the module before, or replace the forward by a method of the module",
+        )
 
 
 def is_chosen(module: nn.Module) -> bool:
@@ -189,12 +196,20 @@ class _Twin(nn.Module):
     def full_precision_forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the module's forward in float32."""
         parameter = getattr(self.original, self.names[0])
-        inputs = [x for x in pytree.tree_leaves((args, kwargs)) if _is_float(x)]
-        dtype = self.output_dtype or (inputs or [parameter])[0].dtype
-        args, kwargs = pytree.tree_map(_widened, (args, kwargs))
-        with torch.autocast(parameter.device.type, enabled=False):
+        plain = not kwargs and all(map(_is_float, args))  # as norms and heads are called; others take longer
+        leaves = args if plain else pytree.tree_leaves((args, kwargs))
+        dtype = self.output_dtype or next(filter(_is_float, leaves), parameter).dtype
+        if plain:
+            args = tuple(map(_widened, args))
+        else:
+            args, kwargs = pytree.tree_map(_widened, (args, kwargs))
+        if torch.is_autocast_enabled(parameter.device.type):
+            with torch.autocast(parameter.device.type, enabled=False):
+                output = self.compute(*args, **kwargs)
+        else:
             output = self.compute(*args, **kwargs)
-        return pytree.tree_map(lambda x: x.to(dtype) if _is_float(x) and x.dtype is torch.float32 else x, output)
+        narrowed = functools.partial(_narrowed, dtype=dtype)
+        return narrowed(output) if isinstance(output, Tensor) else pytree.tree_map(narrowed, output)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Twin:
         copied = copy.deepcopy(self.original, memo)
@@ -214,6 +229,11 @@ def _widened(x: Any) -> Any:
     return x.to(torch.float32) if isinstance(x, Tensor) and is_low_precision(x.dtype) else x
 
 
+def _narrowed(x: Any, dtype: torch.dtype) -> Any:
+    """Convert a float32 tensor to a dtype; return anything else unchanged."""
+    return x.to(dtype) if isinstance(x, Tensor) and x.dtype is torch.float32 else x
+
+
 def _twin_of(
     module: nn.Module,
     names: tuple[str, ...],
@@ -221,7 +241,7 @@ def _twin_of(
     replaced: Callable[..., Any] | None,
 ) -> _Twin:
     """Make a twin of a module, which may still be without its attributes, as when a file is read."""
-    kind = _twin_class(type(module), names, output_dtype, replaced)
+    kind = _twin_class(cast(Any, type(module)), names, output_dtype, replaced)
     twin = object.__new__(kind)
     object.__setattr__(twin, "__dict__", vars(module))
     object.__setattr__(twin, "original", module)
@@ -280,7 +300,7 @@ def _is_distributed() -> bool:
 
 
 def _owner_of(parameter: Tensor) -> Tensor:
-    """Return the tensor whose error terms belong to a parameter: itself, or what FSDP2 has gathered it from."""
+    """Return the tensor that has a parameter's error terms: itself, or the shards that FSDP2 has gathered."""
     if not _is_distributed() or has_error_terms(parameter):
         return parameter
     storage = parameter.untyped_storage()

@@ -713,9 +713,11 @@ def float32_value(tensor: Tensor) -> Tensor:
     piece = local_tensor(tensor.detach())
     _follow(record, piece)
     value = torch.empty_like(piece, dtype=torch.float32)
-    operands = [row_chunks(each) if each.dim() else None for each in (piece, *record.auxiliaries)]
-    for i, part in enumerate(row_chunks(value)):
-        rows = [each[i] if each is not None else whole for each, whole in zip(operands, (piece, *record.auxiliaries))]
+    parts = row_chunks(value)
+    operands = [
+        row_chunks(each) if each.dim() else [each] * len(parts) for each in (piece, *record.auxiliaries)
+    ]
+    for part, *rows in zip(parts, *operands, strict=True):
         part.copy_(record.format.join(*rows))
     return distributed_like(tensor, value)
 
