@@ -5,6 +5,7 @@ modules that compute in float32, and in the weights that these see. Each setting
 seeds, of weights and of the order of the data; differences are those of runs with the same seed.
 
     python -m benchmarks.full_precision [--seeds 4] [--steps 200]
+    python -m benchmarks.full_precision --costs    # time and memory of a norm and of a head
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
+import timeit
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -24,7 +26,8 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 from benchmarks.table import put_between
-from collage_fx import full_precision_forward, install
+from benchmarks.timing import peak_extra_memory
+from collage_fx import assign, full_precision_forward, install
 from examples.train_gpt import (
     GPT,
     VOCABULARY,
@@ -39,6 +42,7 @@ from examples.train_gpt import (
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "full-precision.md"
 MARKS = ("<!-- written by python -m benchmarks.full_precision -->", "<!-- end -->")
+COSTS = ("<!-- written by python -m benchmarks.full_precision --costs -->", "<!-- end of costs -->")
 
 
 class HeadedGPT(GPT):
@@ -205,12 +209,78 @@ def with_error(numbers: list[float]) -> str:
     return f"{statistics.fmean(numbers):+.5f} ± {error:.5f}"
 
 
+@dataclass(frozen=True)
+class Cost:
+    """Cost of a module's forward pass.
+
+    Attributes:
+        forward: seconds of a forward pass without gradients.
+        both: seconds of a forward and a backward pass.
+        peak: most bytes for each weight that a forward pass without gradients allocates.
+        kept: bytes for each weight that wait for the backward pass, beside input, output and parameters.
+    """
+
+    forward: float
+    both: float
+    peak: float
+    kept: float
+
+
+def cost_of(module: nn.Module, x: Tensor, repeats: int) -> Cost:
+    count = sum(p.numel() for p in module.parameters())
+    with torch.no_grad():
+        forward = min(timeit.repeat(lambda: module(x), number=1, repeat=repeats))
+        most = peak_extra_memory(lambda: module(x), "cpu")
+    both = min(timeit.repeat(lambda: module(x).sum().backward(), number=1, repeat=repeats))
+    saved: dict[int, Tensor] = {}
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.setdefault(t.data_ptr(), t), lambda t: t):
+        out = module(x)
+    mine = {x.data_ptr(), out.data_ptr(), *(p.data_ptr() for p in module.parameters())}
+    kept = sum(t.nbytes for place, t in saved.items() if place not in mine)
+    return Cost(forward, both, most / count, kept / count)
+
+
+def costs() -> str:
+    """Table of costs: of bfloat16 modules, and of the same from hi + lo."""
+    rows = []
+    kinds: list[tuple[str, nn.Module, int]] = [
+        ("`RMSNorm(4096)`, 512 tokens", nn.RMSNorm(4096), 200),
+        ("`Linear(1024, 32000)`, 512 tokens", nn.Linear(1024, 32000, bias=False), 5),
+    ]
+    for title, module, repeats in kinds:
+        module.bfloat16()
+        for p in module.parameters():
+            assign(p, p.float() + torch.randn(p.shape) * 1e-3)
+        width = next(module.parameters()).shape[-1]
+        x = torch.randn(512, width).bfloat16().requires_grad_()
+        before = cost_of(module, x, repeats)
+        full_precision_forward(module)
+        after = cost_of(module, x, repeats)
+        rows += [[title, "hi", *shown(before)], ["", "hi + lo", *shown(after)]]
+    headers = ["module", "from", "forward", "and backward", "peak", "kept for backward"]
+    about = (
+        f"One core of an x86-64 server, torch {torch.__version__.partition('+')[0]}, best of several times. "
+        "*Peak* is the memory that a forward pass without gradients allocates, and *kept for backward* what "
+        "autograd keeps beside input, output and parameters, in bytes for each weight."
+    )
+    return f"{about}\n\n{tabulate(rows, headers=headers, tablefmt='github', disable_numparse=True)}"
+
+
+def shown(cost: Cost) -> list[str]:
+    times = (f"{1e3 * seconds:.3g} ms" for seconds in (cost.forward, cost.both))
+    return [*times, f"{cost.peak:.3g}", f"{cost.kept:.3g}"]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--costs", action="store_true", help="measure time and memory instead")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.costs:
+        put_between(PAGE, *COSTS, costs())
+        return
     sections = [
         f"**{setting.title}**\n\n{table(losses)}" for setting, losses in results(options.seeds, options.steps)
     ]

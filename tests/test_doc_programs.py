@@ -33,6 +33,10 @@ GIVEN = {
     "README.md": MODEL,
     "audit.md": "import torch\nMyOptimizer = torch.optim.SGD",
     "checkpoints.md": f"{MODEL}\ncollage_fx.install(opt)\ntrain(opt.step, 2)\npath = 'optimizer.pt'",
+    "full-precision.md": f"""{MODEL}
+model.head = torch.nn.Linear(8, 8).bfloat16()
+model.norm = torch.nn.RMSNorm(64).bfloat16()
+""",
     "inspecting.md": MODEL,
     "metrics.md": f"""{MODEL}
 class Writer:
