@@ -102,6 +102,10 @@ WAYS: dict[str, Callable[[HeadedGPT], None]] = {
 }
 
 
+#: Row of the weights that a fine-tuning begins with.
+BEFORE = "before the fine-tuning, hi"
+
+
 @dataclass(frozen=True)
 class Setting:
     """A kind of training.
@@ -171,9 +175,15 @@ def results(seeds: int, steps: int) -> Iterator[tuple[Setting, dict[str, list[tu
     whole = Recipe(steps=steps)
     first = begun(whole)
     train(first, SETTINGS[0], WAYS["hi"], whole, sources)
+    for each in first.modules():
+        vars(each).pop("forward", None)
     for setting in SETTINGS:
         recipe = replace(whole, peak_lr=setting.peak_lr, final_lr=setting.final_lr)
         losses: dict[str, list[tuple[float, float]]] = {name: [] for name in WAYS}
+        if not setting.begins:
+            of_seeds = [replace(recipe, seed=seed) for seed in range(1, seeds + 1)]
+            before = [validate(first, each, headers, "cpu") for each in of_seeds]
+            losses[BEFORE] = [(loss, loss) for loss in before]
         for seed in range(1, seeds + 1):
             for name, way in WAYS.items():
                 of_seed = replace(recipe, seed=seed)
@@ -196,7 +206,7 @@ def table(losses: dict[str, list[tuple[float, float]]]) -> str:
                 name,
                 f"{statistics.fmean(loss for loss, _ in found):.4f}",
                 "" if name == "hi" else with_error(apart),
-                with_error([whole - loss for loss, whole in found]),
+                "" if name == BEFORE else with_error([whole - loss for loss, whole in found]),
             ]
         )
     headers = ["forward passes", "validation loss", "minus that of hi", "change if evaluated from hi + lo"]
@@ -216,18 +226,17 @@ class Cost:
     Attributes:
         forward: seconds of a forward pass without gradients.
         both: seconds of a forward and a backward pass.
-        peak: most bytes for each weight that a forward pass without gradients allocates.
-        kept: bytes for each weight that wait for the backward pass, beside input, output and parameters.
+        peak: most bytes that a forward pass without gradients allocates.
+        kept: bytes that wait for the backward pass, beside input, output and parameters.
     """
 
     forward: float
     both: float
-    peak: float
-    kept: float
+    peak: int
+    kept: int
 
 
 def cost_of(module: nn.Module, x: Tensor, repeats: int) -> Cost:
-    count = sum(p.numel() for p in module.parameters())
     with torch.no_grad():
         forward = min(timeit.repeat(lambda: module(x), number=1, repeat=repeats))
         most = peak_extra_memory(lambda: module(x), "cpu")
@@ -237,7 +246,7 @@ def cost_of(module: nn.Module, x: Tensor, repeats: int) -> Cost:
         out = module(x)
     mine = {x.data_ptr(), out.data_ptr(), *(p.data_ptr() for p in module.parameters())}
     kept = sum(t.nbytes for place, t in saved.items() if place not in mine)
-    return Cost(forward, both, most / count, kept / count)
+    return Cost(forward, both, most, kept)
 
 
 def costs() -> str:
@@ -261,14 +270,14 @@ def costs() -> str:
     about = (
         f"One core of an x86-64 server, torch {torch.__version__.partition('+')[0]}, best of several times. "
         "*Peak* is the memory that a forward pass without gradients allocates, and *kept for backward* what "
-        "autograd keeps beside input, output and parameters, in bytes for each weight."
+        "autograd keeps beside input, output and parameters. The head has 32.8 million weights."
     )
     return f"{about}\n\n{tabulate(rows, headers=headers, tablefmt='github', disable_numparse=True)}"
 
 
 def shown(cost: Cost) -> list[str]:
-    times = (f"{1e3 * seconds:.3g} ms" for seconds in (cost.forward, cost.both))
-    return [*times, f"{cost.peak:.3g}", f"{cost.kept:.3g}"]
+    times = (f"{1e3 * seconds:.1f} ms" for seconds in (cost.forward, cost.both))
+    return [*times, *(f"{count / 1e6:.1f} MB" for count in (cost.peak, cost.kept))]
 
 
 def main() -> None:

@@ -311,7 +311,7 @@ def _owner_of(parameter: Tensor) -> Tensor:
 
 
 def _sharded(storage: int) -> TensorWeakRef | None:
-    """Return the sharded parameter of a chosen module that has a gathered one with this storage now."""
+    """Return the shards of the chosen module's parameter that was gathered into a storage; None if whole."""
     for module, chosen in list(_CHOSEN.items()):
         for name, now in module.named_parameters(recurse=False, remove_duplicate=False):
             if storage_of(local_tensor(now)) != storage:
