@@ -272,6 +272,13 @@ def _full_precision_of(twin: _Twin, name: str) -> Tensor:
     parameter: Tensor = getattr(twin.original, name)
     if not is_low_precision(parameter.dtype):
         return parameter
+    if not isinstance(parameter, nn.Parameter) and _is_distributed():
+        raise UnsupportedTensorError(
+            "in the forward pass another tensor stands for the parameter, as in FSDP1; its error terms are not "
+            "known",
+            where=name,
+            remedy="shard the model with fully_shard (FSDP2)",
+        )
     if sharding_of(parameter) is None:
         return FULL_PRECISION(parameter)
     return distributed_like(parameter, FULL_PRECISION(cast(Any, parameter).to_local()))
@@ -314,7 +321,7 @@ def _sharded(storage: int) -> TensorWeakRef | None:
     """Return the shards of the chosen module's parameter that was gathered into a storage; None if whole."""
     for module, chosen in list(_CHOSEN.items()):
         for name, now in module.named_parameters(recurse=False, remove_duplicate=False):
-            if storage_of(local_tensor(now)) != storage:
+            if name not in chosen or storage_of(local_tensor(now)) != storage:
                 continue
             before = _alive(chosen[name])
             if before is now:

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -265,7 +265,8 @@ def test_checkpoints_recompute_the_same() -> None:
 def test_optimizers_that_step_elsewhere(way: str, compiles: bool) -> None:
     of = model(saves=True)
     choose(of)
-    optimizer = adamw(of.parameters())
+    optimizer = install(adamw(of.parameters()))
+    take_steps(of, optimizer, 2)
     if way == "on the host":
         offload(optimizer)
     else:
@@ -274,8 +275,9 @@ def test_optimizers_that_step_elsewhere(way: str, compiles: bool) -> None:
     losses = take_steps(run, optimizer, 6)
     other = model(saves=True)
     choose(other)
-    again = torch.compile(other) if compiles else other
-    assert losses == take_steps(again, install(adamw(other.parameters())), 6)
+    beside = install(adamw(other.parameters()))
+    take_steps(other, beside, 2)
+    assert losses == take_steps(torch.compile(other) if compiles else other, beside, 6)
     kept = reference(of, saves=True)
     (tokens,) = batches(1, seed=9)
     assert torch.equal(run(tokens), (torch.compile(kept) if compiles else kept)(tokens))
@@ -625,6 +627,20 @@ def chosen_before_sharding() -> str:
 def test_modules_that_are_sharded_later_are_refused(two_processes: Processes) -> None:
     for text in two_processes.run(chosen_before_sharding):
         assert "call full_precision_forward after fully_shard" in text
+
+
+def flattened_by_fsdp1() -> str:
+    of = FullyShardedDataParallel(model(), device_id=torch.device("cpu"), use_orig_params=True)
+    full_precision_forward(of.module.head)
+    with pytest.raises(UnsupportedTensorError) as refused:
+        of(*batches(1))
+    return str(refused.value)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_fsdp1_is_refused(two_processes: Processes) -> None:
+    for text in two_processes.run(flattened_by_fsdp1):
+        assert "shard the model with fully_shard (FSDP2)" in text
 
 
 def with_float32_shards() -> bool:

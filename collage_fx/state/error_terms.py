@@ -706,7 +706,7 @@ def full_value(tensor: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
 
 def float32_value(tensor: Tensor) -> Tensor:
     """Return :func:`full_value` rounded to float32, with temporary memory for some rows alone."""
-    record = record_of(tensor)
+    record = record_of(tensor) if host_twin(tensor) is tensor else None
     if record is None or not (record.format.is_elementwise and record.format.keeps_hi):
         return full_value(tensor).to(torch.float32)
     record.settle()
