@@ -274,8 +274,7 @@ def _full_precision_of(twin: _Twin, name: str) -> Tensor:
         return parameter
     if not isinstance(parameter, nn.Parameter) and _is_distributed():
         raise UnsupportedTensorError(
-            "in the forward pass another tensor stands for the parameter, as in FSDP1; its error terms are not "
-            "known",
+            "another tensor stands for the parameter in the forward pass, as in FSDP1",
             where=name,
             remedy="shard the model with fully_shard (FSDP2)",
         )
