@@ -72,6 +72,7 @@ from collage_fx.graph import (
     not_taken,
     placeholders,
     results_to_inputs,
+    statement_of,
     tensor_value,
 )
 from collage_fx.lowering import Lowered, interpreted, lower, why_not_compiled, without_sums
@@ -678,10 +679,11 @@ class Compilation:
         for state in program.compensated:
             if not state.refusal:
                 continue
+            statement = statement_of(state.recurrence.path)
             for index in program.repetition.copies[state.position]:
                 refusal = UncompensatedParameterError(
                     f"{state.refusal} ({state.info.role.value} of dtype {state.format.name})",
-                    where=program.infos[index].name,
+                    where=", at ".join(filter(None, (program.infos[index].name, statement))),
                     remedy=f"{state.remedy or REMEDIES[program.arithmetic]}, or leave it to plain low "
                     "precision with strict=False",
                 )

@@ -9,7 +9,8 @@ executed part by part, so if a later part is refused, the earlier parts have bee
 that says what happened, an explanation, and a last paragraph that begins with "What to do:".
 
 ``CollageError`` derives from Dynamo's ``ShortenTraceback``: Dynamo passes only such exceptions unchanged from
-a backend to the user, and wraps all others in ``BackendCompilerFailed``.
+a backend to the user, and wraps all others in ``BackendCompilerFailed``. The traceback ends at the call of
+the compiled step, without the frames of Dynamo and of this package, unless ``TORCHDYNAMO_VERBOSE=1`` is set.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from collage_fx.torch_compat import ShortenTraceback
+from collage_fx.torch_compat import Refused
 
 
-class CollageError(ShortenTraceback, RuntimeError):
+class CollageError(Refused, RuntimeError):
     """Base of all errors of this package.
 
     Args:
@@ -42,8 +43,17 @@ class CollageError(ShortenTraceback, RuntimeError):
         self.met = met
         self.where = where
         self.remedy = remedy
-        text = f"{met}\n  where: {where}\n  what to do: {remedy}\n  more: collage-fx error {self.code}"
-        super().__init__(text, first_useful_frame=None)
+        super().__init__(self._text_with(where))
+
+    def _text_with(self, where: str) -> str:
+        return (
+            f"{self.met}\n  where: {where}\n  what to do: {self.remedy}\n  more: collage-fx error {self.code}"
+        )
+
+    def located(self, text: str, statement: str) -> str:
+        """Return the message, with the statement of the optimizer if Dynamo was tracing it."""
+        location = statement.partition(" in ")[0]
+        return self._text_with(f"{self.where}, at {statement}") if location not in self.where else text
 
 
 class InvalidOptionError(CollageError, ValueError):
@@ -292,10 +302,10 @@ class GraphInvariantError(CollageError):
 
 
 class FailedPassError(CollageError):
-    """A pass raised an exception, which is the cause of this error.
+    """A pass raised an exception, whose traceback this error has.
 
     It is a bug in collage_fx, unless the pass is your own. The message names the pass and the line; the
-    traceback above shows the rest. Nothing has been compiled or executed.
+    traceback shows the frames of the pass. Nothing has been compiled or executed.
 
     What to do: fix a pass of your own at the line that the message names (``docs/writing-a-pass.md``).
     Otherwise it is a bug; please report the traceback, and the graphs up to that pass, which
@@ -313,6 +323,8 @@ class FailedPassError(CollageError):
             remedy="if the pass is your own, fix it there; otherwise this is a bug in collage_fx: please "
             "report it with the graph (COLLAGE_FX_DUMP=directory writes it)",
         )
+        assert error.__traceback__ is not None
+        self.frames = error.__traceback__.tb_next  # without that of the function that has caught it
 
 
 class UnsupportedTorchError(CollageError):

@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 import re
+import traceback
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch.nn import Parameter
+from torch.optim import Optimizer
 
+from collage_fx import CollageBackend, install
 from collage_fx.cli import main
-from collage_fx.errors import CollageError, EagerStepError, FailedLoweringError, error_kinds
+from collage_fx.errors import (
+    CollageError,
+    EagerStepError,
+    FailedLoweringError,
+    FailedPassError,
+    InvalidOptionError,
+    error_kinds,
+)
+from collage_fx.graph import StepProgram
+from collage_fx.passes.base import Pass
+from collage_fx.pipeline import inserted
 from tests.error_page import EXAMPLES, FOLDER, INDEX, Example, explained, frame, index, page_of, run, shown
 
 #: Codes are for good: a new kind has a new one, and that of a kind that goes is not given again.
@@ -114,3 +130,111 @@ def test_the_command_prints_what_a_kind_means(code: str, capsys: pytest.CaptureF
 def test_a_code_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["error", "CFX099"]) != 0
     assert "no error 'CFX099'; did you mean CFX0" in capsys.readouterr().err
+
+
+# Tracebacks: a refusal comes out of Dynamo, and is as short as an error of the user's own. ------------------
+
+
+def _lbfgs(p: Parameter) -> Optimizer:
+    return torch.optim.LBFGS([p])
+
+
+def _sparse(p: Parameter) -> Optimizer:
+    p.grad = torch.ones(4, 4, dtype=torch.bfloat16).to_sparse()
+    return torch.optim.SGD([p], lr=0.1)
+
+
+def _adamw(p: Parameter) -> Optimizer:
+    return torch.optim.AdamW([p])
+
+
+def _of_a_product(p: Parameter) -> Optimizer:
+    class Rotates(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            p.copy_(p @ p.grad)
+
+    return Rotates([p], lr=0.1)
+
+
+MISTAKES: dict[str, tuple[Callable[[Parameter], Optimizer], dict[str, Any], str]] = {
+    "LBFGS": (_lbfgs, {}, "UnsupportedOptimizerError: LBFGS decides"),
+    "a sparse gradient": (_sparse, {}, "UnsupportedTensorError: a tensor of layout torch.sparse_coo"),
+    "a budget too small": (_adamw, {"bytes_per_parameter": 3}, "InvalidOptionError: bytes_per_parameter=3"),
+    "a product": (_of_a_product, {}, "UncompensatedParameterError: mm"),
+}
+
+
+def _traceback(mistake: str, *, is_installed: bool) -> str:
+    """Return the traceback of a step that is refused, as Python prints it."""
+    make, options, _ = MISTAKES[mistake]
+    p = Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
+    p.grad = torch.ones_like(p)
+    optimizer = make(p)
+    if is_installed:
+        step = install(optimizer, **options).step
+    else:
+        step = torch.compile(optimizer.step, backend=CollageBackend(**options))
+    arguments: list[Any] = [lambda: p.sum()] if mistake == "LBFGS" else []
+    with pytest.raises(CollageError) as refused:
+        step(*arguments)
+    return "".join(traceback.format_exception(refused.value))
+
+
+@pytest.mark.parametrize("is_installed", [True, False], ids=["install", "torch.compile"])
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_traceback_is_short(mistake: str, is_installed: bool) -> None:
+    """Of 10 to 13 lines: the user's call, what it calls, the message. Dynamo has 100 to 180 more."""
+    told = _traceback(mistake, is_installed=is_installed)
+    assert len(told.splitlines()) <= 15, told
+    assert "    step(*arguments)\n" in told, "the user's call"
+    assert f"\ncollage_fx.errors.{MISTAKES[mistake][2]}" in told
+    assert re.search(r"\n  more: collage-fx error CFX0\d\d\n$", told), "nothing that Dynamo adds"
+
+
+def test_a_refused_update_is_shown_with_its_statement() -> None:
+    told = _traceback("a product", is_installed=True)
+    assert re.search(
+        rf"where: param_groups\[0\]\.params\[0\], at {re.escape(__file__)}:\d+ in step: p\.copy_", told
+    )
+
+
+def test_a_traceback_is_whole_on_request() -> None:
+    with torch._dynamo.config.patch(verbose=True):
+        assert "symbolic_convert.py" in _traceback("LBFGS", is_installed=True)
+
+
+def test_frames_of_a_pass_that_fails_are_kept() -> None:
+    class Fails(Pass):
+        """A pass with a fault."""
+
+        name = "fails"
+
+        def run(self, program: StepProgram) -> str:
+            return self.helper(program)
+
+        def helper(self, program: StepProgram) -> str:
+            raise ValueError("a fault")
+
+    p = Parameter(torch.ones(8, dtype=torch.bfloat16))
+    p.grad = torch.ones_like(p)
+    optimizer = install(torch.optim.SGD([p], lr=0.1), passes=inserted(Fails(), before="analyze"))
+    with pytest.raises(FailedPassError) as failed:
+        optimizer.step()
+    told = "".join(traceback.format_exception(failed.value))
+    assert "in run\n" in told
+    assert "in helper\n" in told
+    assert "symbolic_convert.py" not in told
+
+
+def test_frames_of_a_closure_are_kept() -> None:
+    p = Parameter(torch.ones(8, dtype=torch.bfloat16))
+
+    def closure() -> float:
+        install(torch.optim.SGD([p], lr=0.1), strategy="pluss")
+        return 0.0
+
+    optimizer = install(torch.optim.SGD([p], lr=0.1))
+    with pytest.raises(InvalidOptionError) as refused:
+        optimizer.step(closure)
+    assert "in closure\n" in "".join(traceback.format_exception(refused.value))

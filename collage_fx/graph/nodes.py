@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import operator
+import re
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
@@ -33,6 +34,17 @@ def tensor_value(node: Any) -> torch.Tensor | None:
     """Return the FakeTensor that a node stands for; None if it is not a node or not a tensor."""
     value = node.meta.get("val") if isinstance(node, Node) else None
     return value if isinstance(value, torch.Tensor) else None
+
+
+def statement_of(nodes: Iterable[Node]) -> str:
+    """Return the first statement known of nodes, ``file:line in name: text``; empty if there is none."""
+    for node in nodes:
+        stack = node.meta.get("stack_trace") or ""
+        found = re.findall(r'^ *File "(.+)", line (\d+), in (.+)(?:\n    (.+))?', stack, re.MULTILINE)
+        if found:
+            file, line, name, text = found[-1]
+            return f"{file}:{line} in {name}" + (f": {text}" if text else "")
+    return ""
 
 
 def is_low_precision_tensor(node: Any) -> bool:

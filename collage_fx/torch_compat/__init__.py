@@ -43,8 +43,8 @@ try:
     from collage_fx.torch_compat.dynamo_counts import conversions, forget_counts, recompile_reasons
     from collage_fx.torch_compat.dynamo_trace import (
         ConvertAgain,
+        Refused,
         RunEagerly,
-        ShortenTraceback,
         TraceWhole,
         backend_being_traced_for,
         backend_within,

@@ -5,10 +5,14 @@ Rests on Dynamo's translator (``torch._dynamo.symbolic_convert``) and on its wra
 
 from __future__ import annotations
 
-from types import FunctionType
+import inspect
+import sys
+from types import FrameType, FunctionType, TracebackType
 from typing import Any
 
-from torch._dynamo.exc import ShortenTraceback as ShortenTraceback
+from torch import optim
+from torch._dynamo import config as dynamo_config
+from torch._dynamo.exc import ShortenTraceback
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._guards import CompileContext
 
@@ -18,6 +22,7 @@ RELIED_ON = (
     "torch._dynamo.symbolic_convert:InstructionTranslatorBase has f_code, f_globals, f_locals, output",
     "torch._dynamo.output_graph:OutputGraph has compiler_fn, root_tx",
     "torch:_TorchCompileWrapper has compiler_fn, kwargs",
+    "torch._dynamo.exc:ShortenTraceback.remove_dynamo_frames",
 )
 
 
@@ -76,6 +81,52 @@ def backend_within(compiler: Any) -> tuple[Any, dict[str, Any]]:
 def is_in_dynamo(function: FunctionType) -> bool:
     """Return whether a function is part of Dynamo."""
     return function.__module__.startswith("torch._dynamo")
+
+
+class Refused(ShortenTraceback):
+    """Exception that the caller of a compiled function gets without Dynamo's frames and without its remarks.
+
+    Frames from the first one of other code are kept, such as a closure's. With ``TORCHDYNAMO_VERBOSE=1`` all
+    are kept.
+
+    Attributes:
+        frames: frames to show if there is no other code, such as those of the exception that led to this one.
+    """
+
+    frames: TracebackType | None = None
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text, first_useful_frame=None)
+        self._text = text
+
+    def remove_dynamo_frames(self) -> Refused:
+        """Return the exception as the caller is to see it; Dynamo calls this."""
+        if dynamo_config.verbose:
+            return self
+        self.args = (self.located(self._text, _statement_being_traced(self)),)
+        shown = self.__traceback__
+        while shown is not None and _is_internal(shown.tb_frame):
+            shown = shown.tb_next
+        return self.with_traceback(shown or self.frames)
+
+    def located(self, text: str, statement: str) -> str:
+        """Return the message with the statement that Dynamo was tracing; empty if it is not known."""
+        return text
+
+
+def _is_internal(frame: FrameType) -> bool:
+    """Return whether a frame is of torch, of this package, or of Python's library between them."""
+    package = frame.f_globals.get("__name__", "torch").partition(".")[0]
+    return package in ("torch", "collage_fx") or package in sys.stdlib_module_names
+
+
+def _statement_being_traced(error: Exception) -> str:
+    """Return ``file:line in function: statement`` of an exception in a trace, but of torch's step wrapper."""
+    for frame in reversed(getattr(error, "real_stack", None) or ()):
+        if frame.filename != inspect.getfile(optim.Optimizer):
+            at = f"{frame.filename}:{frame.lineno} in {frame.name}"
+            return f"{at}: {frame.line}" if frame.line else at
+    return ""
 
 
 class RunEagerly(ShortenTraceback):

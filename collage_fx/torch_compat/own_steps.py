@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from collage_fx.torch_compat.dynamo_trace import Refused
+
 RELIED_ON = (
     "torch.optim:Optimizer.__init__ has _optimizer_step_pre_hooks, _optimizer_step_post_hooks",
     "torch.optim.lr_scheduler:LRScheduler.__init__ has _opt_called",
@@ -69,8 +71,11 @@ def set_own_step(optimizer: Optimizer, run: Callable[..., Any]) -> None:
         if run is None:
             return type(self).step(self, *args, **kwargs)
         self._opt_called = True  # type: ignore[attr-defined]  # read by schedulers
-        with torch.profiler.record_function(label):
-            return _between_hooks(self, run, (self, *args), kwargs)
+        try:
+            with torch.profiler.record_function(label):
+                return _between_hooks(self, run, (self, *args), kwargs)
+        except Refused as refusal:
+            raise refusal.remove_dynamo_frames() from None
 
     setattr(step, _BEFORE, before)
     vars(optimizer)["step"] = MethodType(step, optimizer)
