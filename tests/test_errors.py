@@ -152,7 +152,7 @@ def _of_a_product(p: Parameter) -> Optimizer:
     class Rotates(torch.optim.SGD):
         @torch.no_grad()
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            p.copy_(p @ p.grad)
+            p.copy_(p @ p)
 
     return Rotates([p], lr=0.1)
 
@@ -171,6 +171,7 @@ def _traceback(mistake: str, *, is_installed: bool) -> str:
     p = Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
     p.grad = torch.ones_like(p)
     optimizer = make(p)
+    step: Callable[..., Any]
     if is_installed:
         step = install(optimizer, **options).step
     else:
